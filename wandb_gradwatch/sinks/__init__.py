@@ -1,0 +1,22 @@
+"""Where snapshots and alerts go."""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+from ..rules import Alert
+from ..snapshot import Snapshot
+from .memory import MemorySink
+
+__all__ = ["MemorySink", "Sink"]
+
+
+@runtime_checkable
+class Sink(Protocol):
+    """Receives every flushed snapshot and every alert. A sink that raises is dropped, with one message."""
+
+    def write(self, snapshot: Snapshot) -> None: ...
+
+    def alert(self, alert: Alert) -> None: ...
+
+    def close(self) -> None: ...

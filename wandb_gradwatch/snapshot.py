@@ -1,0 +1,398 @@
+"""A window on the host: frozen arrays, and every number that is derived from them, by name.
+
+The device keeps sums; this file gives them their meaning. Nothing here needs torch or a W&B run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from .statistics.columns import (
+    NUM_BINS,
+    NUM_COLUMNS,
+    ZERO_BIN,
+    Column,
+    FloatArray,
+    IntArray,
+    histogram_edges,
+    magnitude_edges,
+    merge_rows,
+)
+
+# S samples in the window, P watched parameters (or groups), C columns, B histogram bins, M magnitude bins
+
+GroupBy = str | Callable[[str], str]
+
+# A clipped gradient is shorter than the one before by more than rounding: clip_grad_norm_ alone multiplies a norm equal
+# to its limit by 1 - 2e-7.
+_CLIP_TOLERANCE: Final = 1e-5
+
+
+@dataclass(frozen=True, eq=False)
+class Snapshot:
+    """The samples since the last flush, in true gradient units (unscaled, accumulated, before clipping).
+
+    A value that is missing is NaN, never 0: no gradient arrived for that parameter in that sample.
+
+    Args:
+        steps: [S] the step of each sample.
+        names: [P] parameter or group names, dots as in `named_parameters()`.
+        rows: [S, P, C] the mergeable rows.
+        histogram: [P, B] counts of the samples in `histogram_steps`; None where none was taken.
+        histogram_steps: the steps whose gradients the histogram counts.
+        loss_scale: [S] the loss scale of each sample; NaN without one.
+        skipped: [S] True where AMP skipped the update.
+        metrics: further named values, each [S] or [S, P]-free scalars over samples; logged under their own keys.
+        overhead_ratio: the monitor's share of the window's wall time; NaN where it is not measured.
+    """
+
+    steps: IntArray
+    names: tuple[str, ...]
+    rows: FloatArray
+    histogram: IntArray | None = None
+    histogram_steps: tuple[int, ...] = ()
+    loss_scale: FloatArray = field(default=None)  # type: ignore[arg-type]  # filled in __post_init__
+    skipped: npt.NDArray[np.bool_] = field(default=None)  # type: ignore[arg-type]  # filled in __post_init__
+    metrics: Mapping[str, FloatArray] = field(default_factory=dict)
+    overhead_ratio: float = float("nan")
+
+    def __post_init__(self) -> None:
+        num_samples, num_names = len(self.steps), len(self.names)
+        if self.rows.shape != (num_samples, num_names, NUM_COLUMNS):
+            raise ValueError(
+                f"rows must be [S, P, C] = {(num_samples, num_names, NUM_COLUMNS)}, but are {self.rows.shape}"
+            )
+        if self.histogram is not None and self.histogram.shape != (num_names, NUM_BINS):
+            raise ValueError(f"histogram must be [P, B] = {(num_names, NUM_BINS)}, but is {self.histogram.shape}")
+        if self.loss_scale is None:
+            object.__setattr__(self, "loss_scale", np.full(num_samples, np.nan))
+        if self.skipped is None:
+            object.__setattr__(self, "skipped", np.zeros(num_samples, dtype=bool))
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def __repr__(self) -> str:
+        span = f"steps {self.steps[0]}..{self.steps[-1]}" if len(self) else "no samples"
+        return f"Snapshot({span}, {len(self.names)} names, histogram={'no' if self.histogram is None else 'yes'})"
+
+    def column(self, column: Column) -> FloatArray:
+        """One raw column: [S, P]."""
+        return self.rows[..., column]
+
+    # ---- the gradient, before clipping: all [S, P]
+
+    @cached_property
+    def num_elements(self) -> FloatArray:
+        """Number of elements, finite or not."""
+        return self.column(Column.NUM_ELEMENTS)
+
+    @cached_property
+    def num_nan(self) -> FloatArray:
+        """Number of NaN elements."""
+        return self.column(Column.NUM_NAN)
+
+    @cached_property
+    def num_inf(self) -> FloatArray:
+        """Number of infinite elements, of either sign."""
+        return self.column(Column.NUM_INF)
+
+    @cached_property
+    def num_nonfinite(self) -> FloatArray:
+        """Number of NaN and infinite elements."""
+        return self.num_nan + self.num_inf
+
+    @cached_property
+    def num_finite(self) -> FloatArray:
+        """Number of finite elements: what means and deviations divide by."""
+        return self.num_elements - self.num_nonfinite
+
+    @cached_property
+    def grad_norm(self) -> FloatArray:
+        """L2 norm of the finite elements."""
+        return np.sqrt(self.column(Column.GRAD_SUM_SQ))
+
+    @cached_property
+    def grad_norm_clipped(self) -> FloatArray:
+        """L2 norm of the gradient that the optimizer received."""
+        return np.sqrt(self.column(Column.RECEIVED_SUM_SQ))
+
+    @cached_property
+    def grad_mean(self) -> FloatArray:
+        """Mean of the finite elements."""
+        return _ratio(self.column(Column.GRAD_SUM), self.num_finite)
+
+    @cached_property
+    def grad_std(self) -> FloatArray:
+        """Population standard deviation of the finite elements."""
+        mean_sq = _ratio(self.column(Column.GRAD_SUM_SQ), self.num_finite)
+        # Rounding can leave a constant gradient a hair below zero.
+        return np.sqrt(np.maximum(mean_sq - self.grad_mean**2, 0.0))
+
+    @cached_property
+    def grad_min(self) -> FloatArray:
+        """Smallest finite element."""
+        return _finite(self.column(Column.GRAD_MIN))
+
+    @cached_property
+    def grad_max(self) -> FloatArray:
+        """Largest finite element."""
+        return _finite(self.column(Column.GRAD_MAX))
+
+    @cached_property
+    def grad_abs_max(self) -> FloatArray:
+        """Largest magnitude of a finite element."""
+        return np.maximum(np.abs(self.grad_min), np.abs(self.grad_max))
+
+    @cached_property
+    def grad_abs_min_nonzero(self) -> FloatArray:
+        """Smallest magnitude of a non-zero finite element; NaN where there is none."""
+        return _finite(self.column(Column.GRAD_ABS_MIN_NONZERO))
+
+    @cached_property
+    def dead_ratio(self) -> FloatArray:
+        """Share of the elements with |g| <= the dead threshold."""
+        return _ratio(self.column(Column.NUM_DEAD), self.num_elements)
+
+    @cached_property
+    def zero_ratio(self) -> FloatArray:
+        """Share of the elements that are exactly 0."""
+        return _ratio(self.column(Column.NUM_ZERO), self.num_elements)
+
+    # ---- the parameter
+
+    @cached_property
+    def param_norm(self) -> FloatArray:
+        """L2 norm of the parameter's finite elements, before the update: [S, P]."""
+        return np.sqrt(self.column(Column.PARAM_SUM_SQ))
+
+    @cached_property
+    def grad_param_ratio(self) -> FloatArray:
+        """grad_norm / param_norm: [S, P]; NaN for a parameter that is all zero (a fresh bias, LoRA's B)."""
+        return _ratio(self.grad_norm, self.param_norm)
+
+    # ---- the whole model: all [S]
+
+    @cached_property
+    def total(self) -> Snapshot:
+        """All names merged into one, named "total"."""
+        return self.by_group(lambda _: "total") if self.names else self
+
+    @cached_property
+    def total_grad_norm(self) -> FloatArray:
+        """L2 norm over everything watched: [S]."""
+        return self.total.grad_norm[:, 0] if self.names else np.full(len(self), np.nan)
+
+    @cached_property
+    def total_grad_norm_clipped(self) -> FloatArray:
+        """L2 norm of everything that the optimizers received: [S]."""
+        return self.total.grad_norm_clipped[:, 0] if self.names else np.full(len(self), np.nan)
+
+    @cached_property
+    def clipped(self) -> FloatArray:
+        """1 where the optimizer received less than was measured, 0 where not: [S]; NaN where either is unknown."""
+        before, after = self.column(Column.GRAD_SUM_SQ), self.column(Column.RECEIVED_SUM_SQ)
+        smaller = np.any(np.sqrt(after) < np.sqrt(before) * (1 - _CLIP_TOLERANCE), axis=1)
+        unknown = np.isnan(self.total_grad_norm) | np.isnan(self.total_grad_norm_clipped)
+        return np.where(unknown, np.nan, smaller.astype(np.float64))
+
+    @cached_property
+    def clip_ratio(self) -> float:
+        """Share of the samples whose gradient was clipped; NaN where that is unknown for all of them."""
+        known = self.clipped[~np.isnan(self.clipped)]
+        return float(known.mean()) if known.size else float("nan")
+
+    # ---- distributions
+
+    @property
+    def edges(self) -> FloatArray:
+        """Edges of the histogram's bins: [B + 1], from -inf over the two zeros of the zero bin to +inf."""
+        return histogram_edges()
+
+    @cached_property
+    def magnitude_histogram(self) -> IntArray | None:
+        """The histogram of |g| without the zeros: [P, M]."""
+        if self.histogram is None:
+            return None
+        return self.histogram[:, ZERO_BIN + 1 :] + self.histogram[:, ZERO_BIN - 1 :: -1]
+
+    def quantile(self, q: float) -> FloatArray:
+        """The q-quantile of the signed gradient, right to a histogram bin: [P]; NaN without a histogram.
+
+        Raises:
+            ValueError: q is not between 0 and 1.
+        """
+        if self.histogram is None:
+            return _no_quantile(q, len(self.names))
+        low, high = self._extremes("grad_min", "grad_max")
+        return _quantile(self.histogram, self.edges, q, low, high)
+
+    def abs_quantile(self, q: float) -> FloatArray:
+        """The q-quantile of |g|, zeros included, right to a histogram bin: [P]; NaN without a histogram.
+
+        Raises:
+            ValueError: q is not between 0 and 1.
+        """
+        if self.histogram is None or self.magnitude_histogram is None:
+            return _no_quantile(q, len(self.names))
+        counts = np.concatenate([self.histogram[:, ZERO_BIN, None], self.magnitude_histogram], axis=1)
+        low, high = self._extremes("grad_abs_min_nonzero", "grad_abs_max")
+        low = np.where(counts[:, 0] > 0, 0.0, low)
+        return _quantile(counts, np.concatenate([[0.0], magnitude_edges()]), q, low, high)
+
+    def _extremes(self, low: str, high: str) -> tuple[FloatArray, FloatArray]:
+        """The extremes of the samples that the histogram counts: two [P]."""
+        counted = np.isin(self.steps, self.histogram_steps)
+        if not counted.any():  # the histogram's samples are not in this snapshot: nothing narrows the open bins
+            return np.full(len(self.names), -np.inf), np.full(len(self.names), np.inf)
+        lows, highs = getattr(self, low)[counted], getattr(self, high)[counted]
+        return np.fmin.reduce(lows, axis=0), np.fmax.reduce(highs, axis=0)
+
+    # ---- other shapes of the same samples
+
+    def by_group(self, group_by: GroupBy) -> Snapshot:
+        """Merge parameters into groups, in the order in which the groups first appear.
+
+        Args:
+            group_by: "parameter" (nothing to merge), "module" (the name up to the last dot), or a function from a
+                parameter's name to its group's name.
+
+        Raises:
+            ValueError: group_by is none of these.
+        """
+        if group_by == "parameter":
+            return self
+        group_of = group_function(group_by)
+        members: dict[str, list[int]] = {}
+        for index, name in enumerate(self.names):
+            members.setdefault(group_of(name), []).append(index)
+        groups = list(members.values())
+        rows = np.empty((len(self), len(groups), NUM_COLUMNS))
+        for index, group in enumerate(groups):
+            rows[:, index] = merge_rows(self.rows[:, group], axis=1)
+        histogram = self.histogram
+        if histogram is not None:
+            histogram = np.stack([histogram[group].sum(axis=0) for group in groups])
+        return replace(self, names=tuple(members), rows=rows, histogram=histogram)
+
+    def sample(self, index: int) -> Snapshot:
+        """One sample of this snapshot, without the histogram; negative indices count from the end."""
+        chosen = [range(len(self))[index]]
+        return replace(
+            self,
+            steps=self.steps[chosen],
+            rows=self.rows[chosen],
+            histogram=None,
+            histogram_steps=(),
+            loss_scale=self.loss_scale[chosen],
+            skipped=self.skipped[chosen],
+            metrics={name: values[chosen] for name, values in self.metrics.items()},
+        )
+
+    def merge(self, *others: Snapshot) -> Snapshot:
+        """One snapshot of all samples in the order given: an epoch out of windows.
+
+        A name that a snapshot lacks is missing in its samples.
+        """
+        snapshots = (self, *others)
+        names = tuple(dict.fromkeys(name for snapshot in snapshots for name in snapshot.names))
+        place = {name: index for index, name in enumerate(names)}
+        rows = np.full((sum(map(len, snapshots)), len(names), NUM_COLUMNS), np.nan)
+        histogram = None
+        start = 0
+        for snapshot in snapshots:
+            columns = [place[name] for name in snapshot.names]
+            rows[start : start + len(snapshot), columns] = snapshot.rows
+            start += len(snapshot)
+            if snapshot.histogram is not None:
+                histogram = np.zeros((len(names), NUM_BINS), dtype=np.int64) if histogram is None else histogram
+                histogram[columns] += snapshot.histogram
+        keys = dict.fromkeys(key for snapshot in snapshots for key in snapshot.metrics)
+        return Snapshot(
+            steps=np.concatenate([s.steps for s in snapshots]),
+            names=names,
+            rows=rows,
+            histogram=histogram,
+            histogram_steps=tuple(step for s in snapshots for step in s.histogram_steps),
+            loss_scale=np.concatenate([s.loss_scale for s in snapshots]),
+            skipped=np.concatenate([s.skipped for s in snapshots]),
+            metrics={
+                key: np.concatenate([s.metrics.get(key, np.full(len(s), np.nan)) for s in snapshots]) for key in keys
+            },
+            overhead_ratio=snapshots[-1].overhead_ratio,
+        )
+
+
+def group_function(group_by: GroupBy) -> Callable[[str], str]:
+    """Resolve `group_by` to a function from a parameter's name to its group's name.
+
+    Raises:
+        ValueError: it is neither "parameter", "module" nor callable.
+    """
+    if callable(group_by):
+        return group_by
+    if group_by == "parameter":
+        return lambda name: name
+    if group_by == "module":
+        return lambda name: name.rpartition(".")[0] or name
+    raise ValueError(f'group_by={group_by!r} must be "parameter", "module" or a function from a name to its group')
+
+
+def last_present(values_SP: FloatArray) -> FloatArray:
+    """Each name's last value that is not missing: [P]; NaN where all are."""
+    if not len(values_SP):
+        return np.full(values_SP.shape[1:], np.nan)
+    present = ~np.isnan(values_SP)
+    last = len(values_SP) - 1 - np.argmax(present[::-1], axis=0)
+    result: FloatArray = np.take_along_axis(values_SP, last[None], axis=0)[0]
+    return result
+
+
+def _ratio(numerator: FloatArray, denominator: FloatArray) -> FloatArray:
+    """numerator / denominator, NaN where the denominator is 0 or either is missing."""
+    undefined = ~(denominator > 0)
+    return np.where(undefined, np.nan, numerator / np.where(undefined, 1.0, denominator))
+
+
+def _finite(values: FloatArray) -> FloatArray:
+    """The identity of a minimum or maximum (nothing entered it) as missing."""
+    return np.where(np.isinf(values), np.nan, values)
+
+
+def _no_quantile(q: float, num_names: int) -> FloatArray:
+    _check_quantile(q)
+    return np.full(num_names, np.nan)
+
+
+def _check_quantile(q: float) -> None:
+    if not 0 <= q <= 1:
+        raise ValueError(f"q={q!r} must be between 0 and 1")
+
+
+def _quantile(counts_PB: IntArray, edges: FloatArray, q: float, low_P: FloatArray, high_P: FloatArray) -> FloatArray:
+    """Find the bin that holds the q-quantile and interpolate in it linearly, within the known extremes: [P]."""
+    _check_quantile(q)
+    cumulative = np.cumsum(counts_PB, axis=1)
+    total = cumulative[:, -1]
+    # The rank counts elements from 1, so q = 0 is the first element and q = 1 the last.
+    rank = np.clip(np.ceil(q * total), 1, None)
+    bins = np.minimum(np.sum(cumulative < rank[:, None], axis=1), counts_PB.shape[1] - 1)
+    names = np.arange(len(counts_PB))
+    count = counts_PB[names, bins]
+    inside = (rank - (cumulative[names, bins] - count) - 0.5) / np.maximum(count, 1)
+    left = np.maximum(edges[bins], low_P)
+    right = np.maximum(np.minimum(edges[bins + 1], high_P), left)
+    with np.errstate(invalid="ignore"):  # an open bin without known extremes has no inside
+        value = left + inside * (right - left)
+    return np.where(total > 0, value, np.nan)
+
+
+def concatenate(snapshots: Sequence[Snapshot]) -> Snapshot | None:
+    """Merge any number of snapshots; None for none."""
+    return snapshots[0].merge(*snapshots[1:]) if snapshots else None

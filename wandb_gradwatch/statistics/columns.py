@@ -1,0 +1,141 @@
+"""The schema of a row: its columns, how each one merges, and the fixed histogram bins.
+
+A row holds the statistics of one parameter's gradient at one sample. Every column is a sum, a minimum or a
+maximum, and the histogram's bins never move, so rows merge exactly:
+
+    merge(row(a), row(b)) == row(concat(a, b))
+
+Missing is NaN. A row whose NUM_ELEMENTS is NaN is absent (no gradient arrived) and merging skips it; a NaN in any
+other column of a present row means "could not be seen" and stays NaN in every merge it enters.
+
+A complex element counts once, by its magnitude.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, IntEnum
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+# S samples in the window, P watched parameters, C columns, B histogram bins
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+
+
+class Merge(Enum):
+    """How two values of one column become one."""
+
+    SUM = "sum"
+    MIN = "min"
+    MAX = "max"
+
+
+class Column(IntEnum):
+    """One statistic of a row. Sums, extremes and means are those of the finite elements."""
+
+    NUM_ELEMENTS = 0  # all elements, finite or not
+    NUM_NAN = 1
+    NUM_INF = 2  # of either sign
+    NUM_ZERO = 3  # exactly 0 (of either sign)
+    NUM_DEAD = 4  # |g| <= dead threshold, zeros included
+    GRAD_SUM = 5
+    GRAD_SUM_SQ = 6
+    GRAD_MIN = 7  # +inf where no element is finite
+    GRAD_MAX = 8  # -inf where no element is finite
+    GRAD_ABS_MIN_NONZERO = 9  # +inf where no finite element is non-zero
+    RECEIVED_SUM_SQ = 10  # of the gradient that the optimizer received: after clipping
+    PARAM_SUM_SQ = 11
+    PARAM_NUM_NONFINITE = 12
+
+
+NUM_COLUMNS: Final = len(Column)
+
+_MERGE_OF: Final[dict[Column, Merge]] = {column: Merge.SUM for column in Column} | {
+    Column.GRAD_MIN: Merge.MIN,
+    Column.GRAD_ABS_MIN_NONZERO: Merge.MIN,
+    Column.GRAD_MAX: Merge.MAX,
+}
+SUM_COLUMNS: Final = tuple(c for c in Column if _MERGE_OF[c] is Merge.SUM)
+MIN_COLUMNS: Final = tuple(c for c in Column if _MERGE_OF[c] is Merge.MIN)
+MAX_COLUMNS: Final = tuple(c for c in Column if _MERGE_OF[c] is Merge.MAX)
+
+# The power of the gradient's unit in a column: a row of scaled gradients becomes a row of true ones by
+# multiplying each column with (1 / loss scale) ** power. Counts and parameter columns have none.
+SCALE_POWER: Final[dict[Column, int]] = {
+    Column.GRAD_SUM: 1,
+    Column.GRAD_SUM_SQ: 2,
+    Column.GRAD_MIN: 1,
+    Column.GRAD_MAX: 1,
+    Column.GRAD_ABS_MIN_NONZERO: 1,
+}
+
+IDENTITY_C: Final[FloatArray] = np.zeros(NUM_COLUMNS)  # the row of an empty tensor: merging it changes nothing
+IDENTITY_C[list(MIN_COLUMNS)] = np.inf
+IDENTITY_C[list(MAX_COLUMNS)] = -np.inf
+
+MISSING_C: Final[FloatArray] = np.full(NUM_COLUMNS, np.nan)  # no gradient arrived
+
+
+def merge_rows(rows: FloatArray, axis: int) -> FloatArray:
+    """Merge rows along one axis; absent rows are skipped, and nothing but absent rows merges to an absent row.
+
+    Args:
+        rows: [..., C] with any leading dimensions.
+        axis: the leading dimension to merge away.
+
+    Returns:
+        rows with `axis` removed.
+    """
+    axis = axis % rows.ndim
+    absent = np.isnan(rows[..., Column.NUM_ELEMENTS])
+    present = np.where(absent[..., None], IDENTITY_C, rows)
+    merged: FloatArray = np.add.reduce(present, axis=axis)
+    for column in MIN_COLUMNS:  # np.minimum, unlike np.fmin, keeps the NaN of a column that could not be seen
+        merged[..., column] = np.minimum.reduce(present[..., column], axis=axis, initial=np.inf)
+    for column in MAX_COLUMNS:
+        merged[..., column] = np.maximum.reduce(present[..., column], axis=axis, initial=-np.inf)
+    merged[np.logical_and.reduce(absent, axis=axis)] = np.nan
+    return merged
+
+
+# Histogram bins by the float's bits: per sign one bin below float32's smallest normal, one up to the window, then two
+# per octave (the exponent and the first bit of the mantissa), the last one open. Zeros have a bin of their own.
+#
+#   magnitude bin  covers
+#   0              (0, 2^-126)
+#   1              [2^-126, 2^-47)
+#   2, 3           [2^-47, 1.5 * 2^-47), [1.5 * 2^-47, 2^-46)
+#   ...
+#   126, 127       [2^15, 1.5 * 2^15), [1.5 * 2^15, inf)
+#
+# Bin of a signed value in the histogram of B = 257: 128 for zero, 129 + m for positive and 127 - m for negative values
+# of magnitude bin m. NaN and Inf are in no bin: the sum over the bins is the number of finite elements.
+MAGNITUDE_BINS: Final = 128
+ZERO_BIN: Final = MAGNITUDE_BINS
+NUM_BINS: Final = 2 * MAGNITUDE_BINS + 1
+MIN_WINDOW_EXPONENT: Final = -47  # magnitude bin 2 starts at 2 ** this
+
+
+def magnitude_edges() -> FloatArray:
+    """Lower edges of the magnitude bins and the open end: [MAGNITUDE_BINS + 1], from 0 to +inf."""
+    octave = np.arange(2, MAGNITUDE_BINS) // 2 - 1 + MIN_WINDOW_EXPONENT
+    mantissa = np.where(np.arange(2, MAGNITUDE_BINS) % 2 == 0, 1.0, 1.5)
+    return np.concatenate([[0.0, 2.0**-126], mantissa * 2.0**octave, [np.inf]])
+
+
+def histogram_edges() -> FloatArray:
+    """Edges of the signed histogram: [B + 1], from -inf to +inf; the zero bin lies between two zeros."""
+    positive = magnitude_edges()
+    return np.concatenate([-positive[::-1], positive])
+
+
+def bins_of(values: FloatArray) -> IntArray:
+    """The histogram bin of every finite value: the specification that every backend is tested against."""
+    magnitude = np.abs(values)
+    bins = np.searchsorted(magnitude_edges()[1:-1], magnitude, side="right")
+    return np.where(magnitude == 0, ZERO_BIN, np.where(values > 0, ZERO_BIN + 1 + bins, ZERO_BIN - 1 - bins)).astype(
+        np.int64
+    )
