@@ -1,0 +1,66 @@
+"""The elements of a gradient or parameter, whatever its layout and dtype: one flat real tensor and a count of zeros."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+# The dtypes that every backend reads as they are; any other real dtype is widened to float32 (fp8) or float64.
+NATIVE_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def wide_dtype(device: torch.device) -> torch.dtype:
+    """The dtype in which a device accumulates: float64, except on MPS, which has none."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def elements_of(tensor: Tensor) -> tuple[Tensor, int]:
+    """Return a tensor's stored elements, flat and real, and how many zeros it has besides them.
+
+    The order of the elements is not kept: no statistic depends on it, and a transposed tensor need not be copied.
+
+    Args:
+        tensor: any layout, shape and dtype; a sparse one is coalesced, which on CUDA makes the host wait.
+
+    Returns:
+        elements: [E], dense and contiguous, of a dtype in NATIVE_DTYPES; a complex element is its magnitude.
+        num_implicit_zeros: elements that the layout does not store.
+    """
+    stored = tensor.detach()
+    if stored.layout is not torch.strided:
+        stored = _stored_values(stored)
+    num_implicit_zeros = tensor.numel() - stored.numel()
+    if stored.dtype not in NATIVE_DTYPES:
+        stored = _as_native(stored)
+    return _flat(stored), num_implicit_zeros
+
+
+def _stored_values(tensor: Tensor) -> Tensor:
+    if tensor.layout is torch.sparse_coo:
+        return tensor.coalesce().values()  # duplicates are summed: the gradient is their sum
+    if tensor.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):
+        return tensor.values()
+    return tensor.to_dense()
+
+
+def _as_native(tensor: Tensor) -> Tensor:
+    wide = wide_dtype(tensor.device)
+    if tensor.is_complex():
+        # In float64 the hypotenuse of two float32 numbers neither overflows nor loses a digit. A NaN in either part is
+        # a NaN, where hypot(nan, inf) would be inf.
+        real, imaginary = torch.view_as_real(tensor.resolve_conj()).to(wide).unbind(-1)
+        return torch.where(torch.isnan(real) | torch.isnan(imaginary), torch.nan, torch.hypot(real, imaginary))
+    if tensor.is_floating_point() and tensor.element_size() < 4:
+        return tensor.to(torch.float32)
+    return tensor.to(wide)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    if tensor.is_neg():
+        tensor = tensor.resolve_neg()
+    if not tensor.is_contiguous():
+        # Walk the memory in its own order: dense in any permutation (channels_last, transposed) needs no copy.
+        tensor = tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))
+    return tensor.reshape(-1)
