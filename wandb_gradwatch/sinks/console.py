@@ -1,0 +1,67 @@
+"""One line per snapshot, for people who watch a terminal."""
+
+from __future__ import annotations
+
+import sys
+from typing import TextIO
+
+import numpy as np
+
+from ..rules import Alert
+from ..snapshot import Snapshot
+
+
+class ConsoleSink:
+    """Print one compact line per snapshot, and alerts in full.
+
+        step 150 (50 samples)  grad_norm 1.30e+01  max 2.01e+01  largest head.weight 1.20e+01
+
+    Args:
+        file: where to; None is whatever `sys.stderr` is at that moment.
+    """
+
+    def __init__(self, file: TextIO | None = None) -> None:
+        self._file = file
+
+    def write(self, snapshot: Snapshot) -> None:
+        if len(snapshot):
+            self._print(summary_line(snapshot))
+
+    def alert(self, alert: Alert) -> None:
+        self._print(f"{alert.level} at step {alert.step}: {alert.title}\n{_indented(alert.text)}")
+
+    def close(self) -> None:
+        """Nothing to release: the file is the caller's."""
+
+    def _print(self, text: str) -> None:
+        print(text, file=sys.stderr if self._file is None else self._file, flush=True)
+
+
+def summary_line(snapshot: Snapshot) -> str:
+    """A snapshot of at least one sample in one line; what is missing is left out."""
+    total = snapshot.total
+    norms = snapshot.total_grad_norm
+    fields = [f"step {snapshot.steps[-1]} ({len(snapshot)} sample{'s' if len(snapshot) != 1 else ''})"]
+    fields += _field("grad_norm", float(norms[-1]))
+    fields += _field("max", float(np.fmax.reduce(norms)))
+    largest = np.fmax.reduce(snapshot.grad_norm, axis=0)
+    if not np.isnan(largest).all():
+        worst = int(np.nanargmax(largest))
+        fields.append(f"largest {snapshot.names[worst]} {largest[worst]:.2e}")
+    if snapshot.names:
+        fields += _count("NaN", float(np.nansum(total.num_nan))) + _count("Inf", float(np.nansum(total.num_inf)))
+    fields += _field("clip_ratio", snapshot.clip_ratio) + _field("loss_scale", float(snapshot.loss_scale[-1]))
+    fields += _count("skipped", float(np.count_nonzero(snapshot.skipped)))
+    return "  ".join(fields)
+
+
+def _field(name: str, value: float) -> list[str]:
+    return [] if np.isnan(value) else [f"{name} {value:.3g}" if 0.01 <= abs(value) < 1e5 else f"{name} {value:.2e}"]
+
+
+def _count(name: str, value: float) -> list[str]:
+    return [f"{name} {value:.0f}"] if value > 0 else []
+
+
+def _indented(text: str) -> str:
+    return "\n".join("    " + line for line in text.splitlines())

@@ -1,0 +1,228 @@
+"""Log snapshots and alerts to a W&B run that the user owns: never started, finished or moved by us."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ..rules import Alert
+from ..snapshot import GroupBy, Snapshot, group_function
+from .history_row import HISTOGRAM_FAMILY, SCALAR_FAMILIES, STEP_KEY, HistoryRow, metric_name
+from .picture import Pictures
+from .placement import Placement, placement_of
+
+logger = logging.getLogger("wandb_gradwatch")
+
+MAX_SERIES: Final = 256  # names per key family; W&B advises fewer than 10,000 metrics in a run
+MAX_ROW_BYTES: Final = 1_000_000  # W&B skips a row above 10.4 MB whole, with the user's keys in it
+_NUMBER_BYTES: Final = 24  # of a float as JSON, with its comma
+_ALERT_WAIT_SECONDS: Final = 1  # W&B swallows alerts of one title within this; 0 would mean its default of 60
+_STARVED_WINDOWS: Final = 8
+
+
+class WandbSink:
+    """Write one history row per snapshot, under the keys of the README, and send alerts with `run.alert`.
+
+    The user's own rows stay as they are without this sink; see `placement`. Rows may therefore wait for the user's next
+    `run.log()`, at the latest until the run ends. In a disabled run nothing happens.
+
+    Args:
+        run: a `wandb.Run`; None takes `wandb.run`.
+        group_by: what one series shows: "parameter", "module" or a function from a parameter's name to its group's.
+            None: parameters, and modules when there are more than 256 names, which is said once.
+        histograms: log `gradients/<name>`.
+        commit: log every row at once, as a W&B step of its own. For scripts that never call `run.log()`; it moves the
+            steps of those that do.
+
+    Raises:
+        RuntimeError: there is no run, or it has ended.
+        ValueError: `group_by` is none of the above.
+    """
+
+    def __init__(
+        self, run: Any = None, *, group_by: GroupBy | None = None, histograms: bool = True, commit: bool = False
+    ) -> None:
+        import wandb
+
+        run = wandb.run if run is None else run
+        if run is None:
+            raise RuntimeError("WandbSink() found no W&B run; call wandb.init() first or pass run=")
+        if getattr(run, "_is_finished", False):
+            raise RuntimeError(f"W&B run {run.id!r} has ended; call wandb.init() again and pass the new run")
+        if group_by is not None:
+            group_function(group_by)
+        self._run = run
+        self._grouping = _Grouping(group_by)
+        self._histograms = histograms
+        self._commit = commit
+        self._pictures = Pictures()
+        self._said: set[str] = set()
+        self._placement: Placement | None = None
+        if not run.disabled:
+            self._placement = placement_of(run)
+            self._define_families()
+
+    def __repr__(self) -> str:
+        return f"WandbSink(run={self._run.id!r})"
+
+    def before_run_ends(self, callback: Callable[[], object]) -> None:
+        """Call back once when the run ends, however it ends, while `write` and `alert` still work: for a last flush."""
+        if self._placement is not None:
+            self._placement.before_end(callback)
+
+    def write(self, snapshot: Snapshot) -> None:
+        """Log a snapshot when that leaves the user's rows as they are."""
+        if self._placement is None or not len(snapshot) or self._has_ended(self._placement):
+            return
+        self._define_metrics(snapshot, self._placement)
+        row = HistoryRow.of(self._grouping.apply(snapshot))
+        self._placement.put(self, _RunRow(row, self._pictures if self._histograms else None), commit=self._commit)
+        if self._placement.num_waiting > 1:
+            self._show_newest(row, self._placement)
+
+    def alert(self, alert: Alert) -> None:
+        """Send an alert now; W&B forwards it to the user's Slack or e-mail."""
+        if self._placement is None or self._has_ended(self._placement):
+            return
+        self._run.alert(title=alert.title, text=alert.text, level=alert.level, wait_duration=_ALERT_WAIT_SECONDS)
+
+    def close(self) -> None:
+        """Write no more. Rows that still wait stay with the run and are logged before it ends; the run goes on."""
+        self._said.add("ended")
+
+    def _has_ended(self, placement: Placement) -> bool:
+        if placement.ended:
+            self._say("ended", "W&B run %r has ended: gradients are no longer logged to it.", self._run.id)
+        return placement.ended
+
+    def _show_newest(self, row: HistoryRow, placement: Placement) -> None:
+        """Rows pile up, as the script logs rarely or never: keep at least the run's summary fresh."""
+        self._run.summary.update(row.vitals())
+        if placement.num_user_calls == 0 and placement.num_waiting >= _STARVED_WINDOWS:
+            self._say(
+                "starved",
+                "%d windows of gradients wait for a row in the W&B history, because the script has not called "
+                "run.log() yet. They are saved when it does or when the run ends; if it never does, use "
+                "watch(..., sinks=[WandbSink(commit=True)]).",
+                placement.num_waiting,
+            )
+
+    def _say(self, kind: str, message: str, *args: object) -> None:
+        if kind not in self._said:
+            self._said.add(kind)
+            logger.warning(message, *args)
+
+    # ---- metric definitions
+
+    def _define_families(self) -> None:
+        self._define(STEP_KEY)
+        for family in SCALAR_FAMILIES:
+            self._define(f"{family}/*", step_metric=STEP_KEY)
+        # A histogram in the summary is sent again, whole, every few seconds.
+        self._define(f"{HISTOGRAM_FAMILY}/*", step_metric=STEP_KEY, summary="none")
+
+    def _define_metrics(self, snapshot: Snapshot, placement: Placement) -> None:
+        for name in map(metric_name, snapshot.metrics):
+            if name.partition("/")[0] not in SCALAR_FAMILIES and name not in placement.defined:
+                self._define(name, step_metric=STEP_KEY)
+
+    def _define(self, name: str, **options: Any) -> None:
+        assert self._placement is not None
+        if name in self._placement.defined:
+            return
+        self._placement.defined.add(name)
+        if "step_metric" in options:
+            # Else W&B adds our step to rows of the user that hold a name of these families.
+            options["step_sync"] = False
+        self._run.define_metric(name, **options)
+
+
+_COARSEST: Final[tuple[GroupBy, str]] = (lambda _: "all", "all in one")  # thousands of names without a dot
+
+
+class _Grouping:
+    """The groups that the user asked for, or ones that keep the number of series sane."""
+
+    def __init__(self, group_by: GroupBy | None) -> None:
+        self._chosen = group_by
+        self._automatic: GroupBy = "parameter"
+
+    def apply(self, snapshot: Snapshot) -> Snapshot:
+        if self._chosen is not None:
+            return snapshot.by_group(self._chosen)
+        grouped = snapshot.by_group(self._automatic)
+        if len(grouped.names) <= MAX_SERIES:
+            return grouped
+        names = snapshot.names
+        self._automatic, description = next(
+            (coarser for coarser in _coarser(names) if _num_groups(names, coarser[0]) <= MAX_SERIES), _COARSEST
+        )
+        grouped = snapshot.by_group(self._automatic)
+        logger.warning(
+            "%d parameters are more than the %d series that W&B shows well: they are logged as %d groups (%s). "
+            'Pass group_by= ("parameter", "module" or a function) to choose.',
+            len(snapshot.names),
+            MAX_SERIES,
+            len(grouped.names),
+            description,
+        )
+        return grouped
+
+
+def _coarser(names: tuple[str, ...]) -> Iterator[tuple[GroupBy, str]]:
+    """Groupings from fine to coarse."""
+    yield "module", "one per module"
+    for depth in range(max(name.count(".") for name in names), 0, -1):
+        yield _prefix(depth), f"by the first {depth} part{'s' if depth > 1 else ''} of the name"
+
+
+def _num_groups(names: tuple[str, ...], group_by: GroupBy) -> int:
+    return len(set(map(group_function(group_by), names)))
+
+
+def _prefix(depth: int) -> Callable[[str], str]:
+    return lambda name: ".".join(name.split(".")[:depth])
+
+
+@dataclass(frozen=True)
+class _RunRow:
+    """A row as the placement sees it: mergeable while it waits, made into W&B's types when its turn comes."""
+
+    row: HistoryRow
+    pictures: Pictures | None
+
+    def merge(self, later: _RunRow) -> _RunRow:
+        return _RunRow(self.row.merge(later.row), later.pictures)
+
+    def parts(self) -> list[dict[str, Any]]:
+        values: list[tuple[str, Any, int]] = [
+            (key, value, len(key) + _NUMBER_BYTES) for key, value in self.row.scalars().items()
+        ]
+        if self.pictures is not None and self.row.pictured is not None:
+            values += _histograms(self.pictures, self.row.pictured)
+        return _spread(values, {STEP_KEY: self.row.step})
+
+
+def _histograms(pictures: Pictures, snapshot: Snapshot) -> Iterator[tuple[str, Any, int]]:
+    import wandb
+
+    for name, (counts, edges) in pictures.of(snapshot).items():
+        key = f"{HISTOGRAM_FAMILY}/{metric_name(name)}"
+        size = len(key) + len(edges) * _NUMBER_BYTES + len(counts) * (len(str(max(counts))) + 2)
+        # It asks for arrays and turns them into the lists that these are already.
+        yield key, wandb.Histogram(np_histogram=(counts, edges)), size  # type: ignore[arg-type]
+
+
+def _spread(values: list[tuple[str, Any, int]], step: dict[str, int]) -> list[dict[str, Any]]:
+    """Fill rows up to the size limit, in order, each with the step."""
+    parts: list[dict[str, Any]] = [dict(step)]
+    filled = 0
+    for key, value, size in values:
+        if filled + size > MAX_ROW_BYTES and len(parts[-1]) > len(step):
+            parts.append(dict(step))
+            filled = 0
+        parts[-1][key] = value
+        filled += size
+    return parts
