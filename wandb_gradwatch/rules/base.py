@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Protocol, runtime_checkable
 
-from .snapshot import Snapshot
+from ..snapshot import Snapshot
 
 Level = Literal["INFO", "WARN", "ERROR"]
 

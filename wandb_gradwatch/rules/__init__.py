@@ -1,0 +1,50 @@
+"""Alerts and the rules that raise them: snapshot in, alerts out. Pure; nothing here needs torch or a W&B run."""
+
+from __future__ import annotations
+
+from .base import MAX_TITLE, Alert, Level, Rule
+from .exploding import ExplodingGradient
+from .fading import DeadGradient, NoGradient, VanishingGradient
+from .functions import FunctionRule, as_rule, rule
+from .nonfinite import InfGradient, LossScaleCollapse, NaNGradient
+from .ratios import GradParamRatio, LayerSpread
+
+__all__ = [
+    "DEFAULT_RULES",
+    "MAX_TITLE",
+    "Alert",
+    "DeadGradient",
+    "ExplodingGradient",
+    "FunctionRule",
+    "GradParamRatio",
+    "InfGradient",
+    "LayerSpread",
+    "Level",
+    "LossScaleCollapse",
+    "NaNGradient",
+    "NoGradient",
+    "Rule",
+    "VanishingGradient",
+    "as_rule",
+    "default_rules",
+    "rule",
+]
+
+
+def default_rules() -> list[Rule]:
+    """The rules of a watcher that was given none: each stays silent on a healthy training.
+
+    GradParamRatio and LayerSpread are not among them: healthy trainings exceed any threshold of theirs.
+    """
+    return [
+        NaNGradient(),
+        InfGradient(),
+        ExplodingGradient(),
+        LossScaleCollapse(),
+        VanishingGradient(),
+        DeadGradient(),
+        NoGradient(),
+    ]
+
+
+DEFAULT_RULES = default_rules  # the factory: rules have a memory, so two watchers must not share them

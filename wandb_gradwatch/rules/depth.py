@@ -1,0 +1,56 @@
+"""How a quantity changes from the layer nearest the input to the last one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..snapshot import Snapshot
+from ..statistics.columns import FloatArray
+
+# L layers in model order, the first nearest the input
+
+_MIN_LAYERS = 4
+
+
+@dataclass(frozen=True)
+class DepthTrend:
+    """The trend of log norms over the depth.
+
+    Args:
+        first, last: the names of the layers compared.
+        factor: the last layer's norm over the first one's, along the fitted line: above 1 where the gradient fades on
+            its way back to the input, below 1 where it grows.
+        order: Spearman's rank correlation of norm and depth: 1 where every layer's norm is above the one before it.
+    """
+
+    first: str
+    last: str
+    factor: float
+    order: float
+
+
+def depth_trend(snapshot: Snapshot, sample: int) -> DepthTrend | None:
+    """The trend of the modules' gradient norms at one sample; None with fewer than 4 modules that have one.
+
+    Parameters are merged into their module first, because a bias and a weight of one layer differ for other reasons.
+    """
+    return trend_of(snapshot.by_group("module").names, snapshot.by_group("module").grad_norm[sample])
+
+
+def trend_of(names_L: tuple[str, ...], norms_L: FloatArray) -> DepthTrend | None:
+    """The trend of these layers' norms; zeros and missing ones are left out."""
+    seen = np.flatnonzero(np.isfinite(norms_L) & (norms_L > 0))
+    if len(seen) < _MIN_LAYERS:
+        return None
+    log_norms, depth = np.log(norms_L[seen]), np.arange(len(seen), dtype=np.float64)
+    centred = depth - depth.mean()
+    slope = float(centred @ log_norms / (centred @ centred))
+    ranks = np.argsort(np.argsort(log_norms)).astype(np.float64)
+    return DepthTrend(
+        first=names_L[seen[0]],
+        last=names_L[seen[-1]],
+        factor=float(np.exp(np.clip(slope * (len(seen) - 1), -700, 700))),
+        order=float(centred @ (ranks - ranks.mean()) / (centred @ centred)),
+    )
