@@ -1,0 +1,98 @@
+// The run, unpacked: small things from the JSON, matrices from the compressed bytes.
+
+const CODE_MISSING = 0;
+const CODE_ZERO = 1;
+const CODE_FIRST = 2;
+const CODE_INFINITE = 65535;
+
+const content = JSON.parse(document.getElementById("content").textContent);
+let arrays = new Uint8Array();
+
+async function unpackArrays() {
+  const text = document.getElementById("arrays").textContent;
+  const packed = Uint8Array.from(atob(text), (character) => character.charCodeAt(0));
+  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
+  arrays = new Uint8Array(await new Response(stream).arrayBuffer());
+}
+
+function float32At(offset, count) {
+  return new Float32Array(arrays.slice(offset, offset + 4 * count).buffer);
+}
+
+// names x columns codes of one metric, and what a code means.
+class Matrix {
+  constructor(description, numNames, numColumns) {
+    this.key = description.key;
+    this.numColumns = numColumns;
+    this.start = description.start;
+    this.step = description.step;
+    const size = numNames * numColumns;
+    const low = arrays.subarray(description.offset, description.offset + size);
+    const high = arrays.subarray(description.offset + size, description.offset + 2 * size);
+    this.codes = new Uint16Array(size);
+    for (let cell = 0; cell < size; cell++) this.codes[cell] = low[cell] | (high[cell] << 8);
+  }
+
+  valueOf(code) {
+    if (code === CODE_MISSING) return NaN;
+    if (code === CODE_ZERO) return 0;
+    if (code === CODE_INFINITE) return Infinity;
+    return 10 ** (this.start + this.step * (code - CODE_FIRST));
+  }
+
+  at(name, column) {
+    return this.valueOf(this.codes[name * this.numColumns + column]);
+  }
+
+  line(name) {
+    const values = [];
+    for (let column = 0; column < this.numColumns; column++) values.push(this.at(name, column));
+    return values;
+  }
+}
+
+const METRICS = {
+  grad_norm: { label: "Norm", long: "gradient norm", colours: "sequential" },
+  grad_norm_max: { label: "Largest norm", long: "largest norm of the window", colours: "sequential" },
+  grad_param_ratio: { label: "Grad / param", long: "gradient norm / parameter norm", colours: "diverging", centre: 1e-3 },
+  dead_ratio: { label: "Dead", long: "share of dead elements", colours: "share" },
+  num_nonfinite: { label: "Non-finite", long: "NaN and Inf elements in the window", colours: "sequential" },
+};
+
+const run = {
+  names: content.names,
+  first: content.columns[0],
+  last: content.columns[1],
+  matrices: new Map(),
+  others: null,
+};
+
+function unpackRun() {
+  for (const description of content.metrics) {
+    run.matrices.set(description.key, new Matrix(description, run.names.length, run.last.length));
+  }
+  const { keys, offset } = content.other;
+  const points = content.steps.length;
+  const values = float32At(offset, keys.length * points);
+  run.others = new Map(keys.map((key, index) => [key, values.subarray(index * points, (index + 1) * points)]));
+}
+
+// uPlot draws null as a gap; a number that is not finite has no place on an axis.
+function drawable(values, positiveOnly) {
+  return Array.from(values, (value) =>
+    value === null || !Number.isFinite(value) || (positiveOnly && value <= 0) ? null : value,
+  );
+}
+
+function histogramOf(item) {
+  const count = item.steps.length;
+  const bins = content.histograms.bins;
+  const limits = float32At(item.limits, 2 * count);
+  return {
+    steps: item.steps,
+    low: limits.subarray(0, count),
+    high: limits.subarray(count),
+    shares: arrays.subarray(item.shares, item.shares + count * bins),
+    bins,
+  };
+}

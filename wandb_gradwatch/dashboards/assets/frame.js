@@ -1,0 +1,212 @@
+// A canvas with axes over steps: what the layers x steps picture and the histograms over time have in common.
+// The owner paints the inside and answers for the vertical axis; the frame does pointer, keyboard, zoom and cursor.
+
+class Frame {
+  // owner: height(width), gutter(width), paint(image, box), labels(context, box), describe(x, y) -> text lines or null,
+  //        onZoomY(top, bottom) in parts of the height, onResetY(), onKey(event) -> handled, onClick(x, y)
+  constructor(host, owner, label) {
+    this.owner = owner;
+    this.canvas = element("canvas", { tabindex: 0, role: "img", "aria-label": label });
+    this.overlay = element("canvas", { class: "overlay", "aria-hidden": "true" });
+    this.tooltip = element("div", { class: "tooltip", hidden: true });
+    this.wrap = element("div", { class: "frame" }, this.canvas, this.overlay, this.tooltip);
+    this.readout = element("div", { class: "readout", "aria-live": "polite" });
+    host.append(this.wrap, this.readout);
+    this.pointer = null;
+    this.drag = null;
+    this.canvas.addEventListener("pointerdown", (event) => this.onDown(event));
+    this.canvas.addEventListener("pointermove", (event) => this.onMove(event));
+    this.canvas.addEventListener("pointerup", (event) => this.onUp(event));
+    this.canvas.addEventListener("pointerleave", () => this.leave());
+    this.canvas.addEventListener("dblclick", () => this.reset());
+    this.canvas.addEventListener("keydown", (event) => this.onKey(event));
+    this.canvas.addEventListener("blur", () => this.leave());
+    onWidth(this.wrap, () => this.draw());
+    on("range", () => this.draw());
+    on("step", (source) => source === this || this.drawOverlay());
+    onTheme(() => this.draw());
+  }
+
+  reset() {
+    resetRange();
+    this.owner.onResetY();
+  }
+
+  draw() {
+    const width = this.wrap.clientWidth;
+    if (width === 0) return;
+    const height = this.owner.height(width);
+    const ratio = devicePixelRatio;
+    for (const canvas of [this.canvas, this.overlay]) {
+      canvas.width = Math.round(width * ratio);
+      canvas.height = Math.round(height * ratio);
+      canvas.style.width = width + "px";
+      canvas.style.height = height + "px";
+    }
+    const left = this.owner.gutter(width);
+    this.box = { left, top: 18, width: Math.max(width - left - 12, 20), height: height - 18 - 28 };
+    const context = this.canvas.getContext("2d");
+    const { left: x, top: y, width: across, height: down } = this.scaled(this.box);
+    const image = context.createImageData(Math.round(across), Math.round(down));
+    this.owner.paint(new Uint32Array(image.data.buffer), image.width, image.height);
+    context.putImageData(image, Math.round(x), Math.round(y));
+    drawFlags(context, this.scaled(this.box), (step) => this.xOf(step) * ratio);
+    context.scale(ratio, ratio);
+    this.drawAxes(context);
+    this.drawOverlay();
+  }
+
+  scaled(box) {
+    return Object.fromEntries(Object.entries(box).map(([key, value]) => [key, value * devicePixelRatio]));
+  }
+
+  drawAxes(context) {
+    const { left, top, width, height } = this.box;
+    context.font = CHART_FONT;
+    context.fillStyle = colour("muted");
+    context.strokeStyle = colour("grid");
+    context.strokeRect(left - 0.5, top - 0.5, width + 1, height + 1);
+    context.textAlign = "center";
+    context.textBaseline = "top";
+    for (const tick of linearTicks(...view.range, width / 80)) {
+      if (!Number.isInteger(tick)) continue;
+      const x = this.xOf(tick);
+      context.fillRect(x, top + height + 1, 1, 4);
+      const text = tick.toLocaleString("en-US");
+      const half = context.measureText(text).width / 2;
+      context.fillText(text, Math.min(x, left + width + 10 - half), top + height + 8);
+    }
+    this.owner.labels(context, this.box);
+  }
+
+  drawOverlay() {
+    if (this.box === undefined) return;
+    const context = this.overlay.getContext("2d");
+    context.setTransform(devicePixelRatio, 0, 0, devicePixelRatio, 0, 0);
+    context.clearRect(0, 0, this.overlay.width, this.overlay.height);
+    const { left, top, width, height } = this.box;
+    context.strokeStyle = context.fillStyle = colour("ink");
+    if (view.step !== null && view.step >= view.range[0] && view.step <= view.range[1]) {
+      context.setLineDash([4, 3]);
+      context.strokeRect(this.xOf(view.step), top, 0, height);
+      context.setLineDash([]);
+    }
+    if (this.pointer !== null && this.drag === null) {
+      const band = this.owner.bandAt?.(this.pointer.y - top, height);
+      if (band) context.strokeRect(left - 0.5, top + band[0] - 0.5, width + 1, band[1] - band[0] + 1);
+    }
+    if (this.drag !== null && this.pointer !== null) {
+      const area = this.dragArea();
+      context.globalAlpha = 0.16;
+      context.fillRect(area.left, area.top, area.width, area.height);
+      context.globalAlpha = 1;
+      context.strokeRect(area.left + 0.5, area.top + 0.5, area.width, area.height);
+    }
+  }
+
+  xOf(step) {
+    return this.box.left + ((step - view.range[0]) / (view.range[1] - view.range[0])) * this.box.width;
+  }
+
+  stepAt(x) {
+    return view.range[0] + ((x - this.box.left) / this.box.width) * (view.range[1] - view.range[0]);
+  }
+
+  place(event) {
+    const bounds = this.canvas.getBoundingClientRect();
+    return { x: event.clientX - bounds.left, y: event.clientY - bounds.top };
+  }
+
+  inside({ x, y }) {
+    const { left, top, width, height } = this.box;
+    return x >= left && x < left + width && y >= top && y < top + height;
+  }
+
+  onDown(event) {
+    const place = this.place(event);
+    if (event.button !== 0 || !this.inside(place) || event.pointerType === "touch") return;
+    this.drag = place;
+    this.canvas.setPointerCapture(event.pointerId);
+  }
+
+  onMove(event) {
+    const place = this.place(event);
+    if (this.drag === null && !this.inside(place)) return this.leave();
+    this.show(place);
+  }
+
+  onUp(event) {
+    const place = this.place(event);
+    if (this.drag === null) return;
+    this.pointer = place;
+    const area = this.dragArea();
+    const moved = area.width > 4 || area.height > 4;
+    this.drag = null;
+    if (!moved) return this.owner.onClick?.(place.x - this.box.left, place.y - this.box.top, this.box);
+    if (area.wholeHeight === false) this.owner.onZoomY((area.top - this.box.top) / this.box.height, (area.top + area.height - this.box.top) / this.box.height);
+    if (area.wholeWidth === false) setRange(this.stepAt(area.left), this.stepAt(area.left + area.width));
+    this.draw();
+  }
+
+  // A drag that hardly leaves a row means steps alone, one that hardly leaves a column means rows alone.
+  dragArea() {
+    const { left, top, width, height } = this.box;
+    const [x0, x1] = [this.drag.x, clamp(this.pointer.x, left, left + width)].sort((a, b) => a - b);
+    const [y0, y1] = [this.drag.y, clamp(this.pointer.y, top, top + height)].sort((a, b) => a - b);
+    const wholeHeight = y1 - y0 < 14;
+    const wholeWidth = x1 - x0 < 14 && !wholeHeight;
+    return {
+      left: wholeWidth ? left : x0,
+      width: wholeWidth ? width : x1 - x0,
+      top: wholeHeight ? top : y0,
+      height: wholeHeight ? height : y1 - y0,
+      wholeWidth,
+      wholeHeight,
+    };
+  }
+
+  show(place) {
+    this.pointer = place;
+    const step = this.owner.stepNear(this.stepAt(place.x));
+    const lines = this.drag === null && step !== null ? this.owner.describe(step, place.y - this.box.top, this.box.height) : null;
+    this.tooltip.hidden = lines === null;
+    if (lines !== null) {
+      this.tooltip.replaceChildren(...lines.map((line, index) => element("div", { class: index === 0 ? "strong" : null }, line)));
+      this.readout.textContent = lines.join(" · ");
+      const right = place.x > this.wrap.clientWidth / 2;
+      this.tooltip.style.left = right ? "auto" : place.x + 14 + "px";
+      this.tooltip.style.right = right ? this.wrap.clientWidth - place.x + 14 + "px" : "auto";
+      this.tooltip.style.top = Math.max(place.y - 10, 0) + "px";
+    }
+    setStep(step, this);
+    this.drawOverlay();
+  }
+
+  leave() {
+    if (this.drag !== null || this.pointer === null) return;
+    this.pointer = null;
+    this.tooltip.hidden = true;
+    this.readout.textContent = "";
+    setStep(null, this);
+    this.drawOverlay();
+  }
+
+  // Arrows move the cell under the keyboard's cursor; the owner takes what is left.
+  onKey(event) {
+    if (this.box === undefined) return;
+    const { left, top, width, height } = this.box;
+    const place = this.pointer ?? { x: left + width / 2, y: top + height / 2 };
+    if (event.key === "Escape") return this.leave();
+    if (event.key === "ArrowUp" || event.key === "ArrowDown") {
+      const size = this.owner.rowHeight?.(height) ?? 8;
+      const y = clamp(place.y + (event.key === "ArrowUp" ? -size : size), top + 1, top + height - 1);
+      event.preventDefault();
+      return this.show({ x: place.x, y });
+    }
+    if (this.owner.onKey?.(event, place.y - top, height)) return event.preventDefault();
+    const step = moveByKey(event, this.owner.steps(), this.pointer === null ? null : view.step);
+    if (step === undefined || step === null) return;
+    event.preventDefault();
+    this.show({ x: clamp(this.xOf(step), left, left + width - 1), y: place.y });
+  }
+}

@@ -1,0 +1,241 @@
+// Layers x steps: one row per layer, one column per flush, a colour per value.
+
+class LayerHeatmap {
+  constructor(host) {
+    this.order = run.names.map((_, name) => name);
+    this.visible = [0, this.order.length];
+    this.typical = typicalSpacing(run.last);
+    this.legendHost = element("div", { class: "scale" });
+    host.append(this.legendHost);
+    this.prepare();
+    this.frame = new Frame(host, this, "Layers by steps. Arrow keys move, Enter adds the layer to the lines below.");
+    on("metric", () => this.refresh());
+    onTheme(() => this.refresh());
+  }
+
+  refresh() {
+    this.prepare();
+    this.frame.draw();
+  }
+
+  setOrder(order) {
+    this.order = order;
+    this.visible = [0, order.length];
+    this.frame.draw();
+  }
+
+  // Codes to paint: a cell with non-finite elements wins whatever its finite rest says.
+  prepare() {
+    this.matrix = run.matrices.get(view.metric);
+    const bad = run.matrices.get("num_nonfinite");
+    this.codes = this.matrix.codes;
+    if (bad !== undefined && bad !== this.matrix) {
+      this.codes = this.matrix.codes.map((code, cell) => (bad.codes[cell] > CODE_ZERO ? CODE_INFINITE : code));
+    }
+    this.scale = colourScale(this.matrix);
+    this.palette = paletteOf(this.matrix, this.scale);
+    drawScale(this.legendHost, this.scale);
+  }
+
+  height(width) {
+    return clamp(Math.round(this.order.length * 13), 150, width < 600 ? 420 : 560) + 46;
+  }
+
+  gutter(width) {
+    const longest = Math.max(8, ...this.order.slice(0, 2000).map((name) => run.names[name].length));
+    return Math.round(Math.min(longest * 6.7 + 14, width * 0.3, 230));
+  }
+
+  paint(pixels, width, height) {
+    const spans = columnSpans(run.first, run.last, this.typical, width);
+    const [top, bottom] = this.visible;
+    const columns = run.last.length;
+    for (let y = 0; y < height; y++) {
+      const from = top + Math.floor((y * (bottom - top)) / height);
+      const to = Math.max(from + 1, top + Math.floor(((y + 1) * (bottom - top)) / height));
+      for (let x = 0; x < width; x++) {
+        let winner = CODE_MISSING; // codes are ordered so that the largest is what must be seen
+        for (let row = from; row < to; row++) {
+          const base = this.order[row] * columns;
+          for (let column = spans.from[x]; column < spans.to[x]; column++) {
+            const code = this.codes[base + column];
+            if (code > winner) winner = code;
+          }
+        }
+        pixels[y * width + x] = this.palette[winner];
+      }
+    }
+  }
+
+  labels(context, { left, top, height }) {
+    const [first, last] = this.visible;
+    const rowHeight = height / Math.max(last - first, 1);
+    const every = Math.max(1, Math.ceil(12.5 / rowHeight));
+    context.font = '11px ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace';
+    context.textAlign = "right";
+    context.textBaseline = "middle";
+    const characters = Math.floor((left - 12) / 6.7);
+    for (let row = first; row < last; row += every) {
+      const name = this.order[row];
+      const chosen = view.chosen.has(name);
+      context.fillStyle = chosen ? chosenColour(name) : colour("muted");
+      context.fillText(shorten(run.names[name], characters), left - 8, top + (row - first + 0.5) * rowHeight);
+    }
+  }
+
+  rowAt(y, height) {
+    const [first, last] = this.visible;
+    return clamp(first + Math.floor((y / height) * (last - first)), first, last - 1);
+  }
+
+  bandAt(y, height) {
+    const [first, last] = this.visible;
+    const row = this.rowAt(y, height) - first;
+    const size = height / (last - first);
+    return size < 3 ? null : [row * size, (row + 1) * size];
+  }
+
+  rowHeight(height) {
+    return height / (this.visible[1] - this.visible[0]);
+  }
+
+  steps() {
+    return run.last;
+  }
+
+  stepNear(step) {
+    const column = columnAt(run.first, run.last, this.typical, step);
+    return column === null ? null : run.last[column];
+  }
+
+  describe(step, y, height) {
+    if (this.order.length === 0) return null;
+    const name = this.order[this.rowAt(y, height)];
+    const column = lastAtMost(run.last, step);
+    const span = run.first[column] === run.last[column] ? "step " + step.toLocaleString("en-US") : `steps ${run.first[column].toLocaleString("en-US")}–${step.toLocaleString("en-US")}`;
+    const value = this.matrix.at(name, column);
+    const text = Number.isNaN(value) ? "missing" : this.matrix.key === "dead_ratio" ? formatShare(value) : formatNumber(value);
+    const lines = [run.names[name], span, METRICS[this.matrix.key].long + ": " + text];
+    const bad = run.matrices.get("num_nonfinite")?.at(name, column) ?? NaN;
+    if (bad > 0 && this.matrix.key !== "num_nonfinite") lines.push(formatNumber(Math.round(bad)) + " NaN or Inf elements; the value is of the finite rest");
+    return lines;
+  }
+
+  onZoomY(from, to) {
+    const [first, last] = this.visible;
+    const top = first + Math.floor(from * (last - first));
+    this.visible = [top, Math.max(top + 1, first + Math.ceil(to * (last - first)))];
+  }
+
+  onResetY() {
+    this.visible = [0, this.order.length];
+    this.frame.draw();
+  }
+
+  onClick(x, y, box) {
+    if (this.order.length) toggleChosen(this.order[this.rowAt(y, box.height)]);
+  }
+
+  onKey(event, y, height) {
+    if (event.key !== "Enter" || this.order.length === 0) return false;
+    toggleChosen(this.order[this.rowAt(y, height)]);
+    return true;
+  }
+}
+
+function typicalSpacing(steps) {
+  const spaces = steps.slice(1).map((step, index) => step - steps[index]).sort((a, b) => a - b);
+  return spaces.length ? spaces[spaces.length >> 1] : 1;
+}
+
+// The column that covers a step: from just after the one before, but not across a gap in the run; null in a gap.
+function columnAt(first, last, typical, step) {
+  const column = lastAtMost(last, step - 1e-9) + 1;
+  if (column >= last.length) return last.length && step <= last[last.length - 1] + 0.5 ? last.length - 1 : null;
+  return step >= Math.min(first[column], last[column] - typical) - 1e-9 ? column : null;
+}
+
+// For every pixel across, the columns that it covers: [from, to), empty in a gap.
+function columnSpans(first, last, typical, width) {
+  const spans = { from: new Int32Array(width), to: new Int32Array(width) };
+  const [low, high] = view.range;
+  for (let x = 0; x < width; x++) {
+    const left = low + (x / width) * (high - low);
+    const right = low + ((x + 1) / width) * (high - low);
+    const to = columnAt(first, last, typical, right);
+    let from = columnAt(first, last, typical, left);
+    if (to === null && from === null) continue;
+    if (from === null) from = to;
+    spans.from[x] = Math.min(from, to ?? from);
+    spans.to[x] = Math.max(to ?? from, from) + 1;
+  }
+  return spans;
+}
+
+// Limits and colours of one metric: the middle 98 % of the logarithms, a fixed centre, or 0 to 1.
+function colourScale(matrix) {
+  const meaning = METRICS[matrix.key];
+  if (meaning.colours === "share") return { ...meaning, linear: true, low: 0, high: 1 };
+  const present = matrix.codes.filter((code) => code >= CODE_FIRST && code < CODE_INFINITE).sort();
+  if (present.length === 0) return { ...meaning, linear: false, low: 0.1, high: 1, empty: true };
+  let low = matrix.valueOf(present[Math.floor(0.01 * (present.length - 1))]);
+  let high = matrix.valueOf(present[Math.ceil(0.99 * (present.length - 1))]);
+  if (meaning.centre !== undefined) {
+    const reach = Math.max(high / meaning.centre, meaning.centre / low, 10);
+    [low, high] = [meaning.centre / reach, meaning.centre * reach];
+  }
+  if (high < low * 1.5) [low, high] = [low / 1.5, high * 1.5];
+  return { ...meaning, linear: false, low, high };
+}
+
+function placeOn(scale, value) {
+  return scale.linear ? (value - scale.low) / (scale.high - scale.low) : Math.log(value / scale.low) / Math.log(scale.high / scale.low);
+}
+
+function paletteOf(matrix, scale) {
+  const anchors = gradient(scale.colours);
+  const palette = new Uint32Array(CODE_INFINITE + 1);
+  const shades = Array.from({ length: 256 }, (_, shade) => packColour(colourAt(anchors, shade / 255)));
+  for (let code = CODE_FIRST; code < CODE_INFINITE; code++) {
+    palette[code] = shades[Math.round(255 * clamp(placeOn(scale, matrix.valueOf(code)), 0, 1))];
+  }
+  palette[CODE_MISSING] = packHex(colour("missing"));
+  palette[CODE_ZERO] = scale.linear ? shades[0] : packHex(colour("zero"));
+  palette[CODE_INFINITE] = packHex(colour("nonfinite"));
+  return palette;
+}
+
+// The colour bar with its axis, and what the colours outside it mean.
+function drawScale(host, scale) {
+  const anchors = gradient(scale.colours);
+  const bar = element("div", { class: "bar" });
+  const stops = Array.from({ length: 13 }, (_, index) => `rgb(${colourAt(anchors, index / 12).join(",")})`);
+  bar.style.background = `linear-gradient(to right, ${stops.join(",")})`;
+  const ticks = element("div", { class: "bar-ticks" });
+  for (const value of scale.empty ? [] : scaleTicks(scale)) {
+    const tick = element("span", {}, scale.linear ? formatShare(value) : formatTick(value));
+    tick.style.left = 100 * placeOn(scale, value) + "%";
+    ticks.append(tick);
+  }
+  const swatches = [["missing", "missing"], ["nonfinite", "NaN or Inf"]];
+  if (!scale.linear) swatches.splice(1, 0, ["zero", "zero"]);
+  host.replaceChildren(
+    element("div", { class: "bar-label" }, scale.long),
+    element("div", { class: "bar-wrap" }, bar, ticks),
+    element("div", { class: "swatches" }, swatches.map(([name, text]) => element("span", { class: "legend-entry" }, element("span", { class: "swatch block " + name }), text))),
+  );
+}
+
+function scaleTicks(scale) {
+  if (scale.linear) return [0, 0.5, 1];
+  const decades = Math.log10(scale.high / scale.low);
+  if (decades < 1.2) {
+    const ticks = linearTicks(scale.low, scale.high, 3);
+    return ticks.filter((tick) => tick > 0);
+  }
+  const every = Math.ceil(decades / 4);
+  const first = Math.ceil(Math.log10(scale.low) - 1e-9);
+  const ticks = [];
+  for (let power = first; power <= Math.log10(scale.high) + 1e-9; power += every) ticks.push(10 ** power);
+  return ticks;
+}

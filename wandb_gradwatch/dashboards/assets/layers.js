@@ -1,0 +1,176 @@
+// The pictures of layers: which metric, which layers, in which order.
+
+const METRIC_ORDER = ["grad_norm", "grad_norm_max", "grad_param_ratio", "dead_ratio", "num_nonfinite"];
+
+// Names that contain every word of the query; dots and slashes are the same, so that both spellings of a name are found.
+function matcher(query) {
+  const wanted = query.toLowerCase().replaceAll(".", "/").split(/\s+/).filter(Boolean);
+  return (name) => {
+    const spelled = name.toLowerCase().replaceAll(".", "/");
+    return wanted.every((word) => spelled.includes(word));
+  };
+}
+
+// Indices of names from the most to the least remarkable: non-finite, then by how far the norm moved in the run.
+function byInterest() {
+  const norms = run.matrices.get("grad_norm_max") ?? run.matrices.get(view.metric);
+  const bad = run.matrices.get("num_nonfinite");
+  const interest = run.names.map((_, name) => {
+    let low = Infinity;
+    let high = 0;
+    let broken = 0;
+    for (let column = 0; column < run.last.length; column++) {
+      const cell = name * run.last.length + column;
+      if (bad !== undefined && bad.codes[cell] > CODE_ZERO) broken = 1;
+      const code = norms.codes[cell];
+      if (code < CODE_FIRST) continue;
+      low = Math.min(low, code);
+      high = Math.max(high, code);
+    }
+    return broken * 1e6 + (high > 0 ? high - low : 0);
+  });
+  return run.names.map((_, name) => name).sort((a, b) => interest[b] - interest[a]);
+}
+
+function layersCard() {
+  const { node, picture } = card("layers", { wide: true });
+  const metrics = METRIC_ORDER.filter((key) => run.matrices.has(key));
+  const search = element("input", { type: "search", placeholder: "Find layers, e.g. mlp fc", "aria-label": "Find layers" });
+  let heatmap = null;
+  let sorted = false;
+  const order = () => {
+    const found = (sorted ? byInterest() : run.names.map((_, name) => name)).filter((name) => matcher(search.value)(run.names[name]));
+    count.textContent = found.length === run.names.length ? plural(found.length, "layer") : `${found.length} of ${plural(run.names.length, "layer")}`;
+    heatmap?.setOrder(found);
+  };
+  const count = element("span", { class: "count" });
+  search.addEventListener("input", order);
+  picture.append(
+    element(
+      "div",
+      { class: "controls" },
+      segmented("Metric", metrics.map((key) => [key, METRICS[key].label]), view.metric, setMetric),
+      segmented("Order", [["model", "By name"], ["interest", "Most changed"]], "model", (value) => {
+        sorted = value === "interest";
+        order();
+      }),
+      search,
+      count,
+    ),
+  );
+  order();
+  queue(() => {
+    heatmap = new LayerHeatmap(picture);
+    on("chosen", () => heatmap.frame.draw());
+    picture.append(element("p", { class: "hint" }, "Drag to zoom, double-click to reset. Click a row to add it to the lines below."));
+    if (content.pooledColumns > 1) picture.append(element("p", { class: "hint" }, `Each column is the largest of ${content.pooledColumns} rows of the run.`));
+  });
+  return node;
+}
+
+function linesCard() {
+  const { node, picture } = card("lines", { wide: true });
+  const heading = element("p", { class: "lead" });
+  const pickerList = element("div", { class: "picker-list", role: "group", "aria-label": "Layers" });
+  const search = element("input", { type: "search", placeholder: "Find layers", "aria-label": "Find layers to draw" });
+  const clear = element("button", { type: "button", class: "quiet", onclick: () => clearChosen() }, "Clear");
+  const picker = element("div", { class: "picker" }, element("div", { class: "picker-head" }, search, clear), pickerList);
+  const chartHost = element("div", { class: "picker-chart" });
+  picture.append(heading, element("div", { class: "with-picker" }, picker, chartHost));
+  let boxes = [];
+
+  function clearChosen() {
+    view.chosen.clear();
+    announce("chosen");
+  }
+
+  function fill() {
+    const matches = run.names.map((_, name) => name).filter((name) => matcher(search.value)(run.names[name]));
+    const shown = matches.slice(0, 400);
+    boxes = shown.map((name) => {
+      const box = element("input", { type: "checkbox", onchange: () => toggleChosen(name) });
+      const swatch = element("span", { class: "swatch" });
+      return { name, box, swatch, label: element("label", { title: run.names[name] }, box, swatch, element("span", {}, run.names[name])) };
+    });
+    pickerList.replaceChildren(...boxes.map((one) => one.label));
+    if (matches.length > shown.length) pickerList.append(element("p", { class: "hint" }, `${matches.length - shown.length} more: search for them`));
+    if (matches.length === 0) pickerList.append(element("p", { class: "hint" }, "No layer of this name"));
+    mark();
+  }
+
+  function mark() {
+    const full = view.chosen.size >= MAX_CHOSEN;
+    for (const { name, box, swatch } of boxes) {
+      box.checked = view.chosen.has(name);
+      box.disabled = full && !box.checked;
+      swatch.style.background = box.checked ? chosenColour(name) : "transparent";
+    }
+  }
+
+  function series() {
+    const matrix = run.matrices.get(view.metric);
+    return [...view.chosen].map((name) => ({
+      label: run.names[name],
+      values: matrix.line(name),
+      colour: () => chosenColour(name),
+      width: 1.5,
+      format: view.metric === "dead_ratio" ? formatShare : formatNumber,
+    }));
+  }
+
+  function title() {
+    const long = METRICS[view.metric].long;
+    heading.textContent = long[0].toUpperCase() + long.slice(1) + (view.chosen.size ? "" : ": choose layers from the list, or click rows above");
+  }
+
+  search.addEventListener("input", fill);
+  queue(() => {
+    const chart = new LineChart(chartHost, { label: "Chosen layers", xs: run.last, series: series(), log: view.metric !== "dead_ratio", height: 320 });
+    const refresh = () => {
+      title();
+      mark();
+      chart.setSeries(series());
+    };
+    on("chosen", refresh);
+    on("metric", refresh);
+    onTheme(mark);
+  });
+  fill();
+  title();
+  return node;
+}
+
+function histogramCard() {
+  const items = content.histograms.items;
+  const { node, picture } = card("histogram", { wide: true });
+  const select = element("select", { "aria-label": "Layer" });
+  const search = element("input", { type: "search", placeholder: "Find a layer", "aria-label": "Find a layer's distribution" });
+  picture.append(element("div", { class: "controls" }, search, select));
+  const note = element("p", { class: "hint" });
+  let drawn = null;
+
+  function options() {
+    const chosen = select.value;
+    const matches = items.map((item, index) => [item, index]).filter(([item]) => matcher(search.value)(run.names[item.name]));
+    select.replaceChildren(...matches.slice(0, 2000).map(([item, index]) => element("option", { value: index }, run.names[item.name])));
+    select.disabled = matches.length === 0;
+    if (matches.some(([, index]) => String(index) === chosen)) select.value = chosen;
+    else if (matches.length) choose();
+  }
+
+  function choose() {
+    const item = items[Number(select.value)];
+    drawn?.choose(item);
+    note.textContent = item.steps.length < item.total ? `${item.steps.length} of ${item.total} histograms are in this page, evenly spaced.` : "";
+  }
+
+  search.addEventListener("input", options);
+  select.addEventListener("change", choose);
+  queue(() => {
+    drawn = new HistogramPicture(picture);
+    picture.append(note);
+    options();
+    choose();
+  });
+  return node;
+}

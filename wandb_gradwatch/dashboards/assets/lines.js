@@ -1,0 +1,276 @@
+// A line chart over steps: shared zoom and cursor, alerts as flags, logarithmic or linear, usable by keyboard.
+
+const CHART_FONT = '11px ui-sans-serif, system-ui, -apple-system, "Segoe UI", Roboto, sans-serif';
+const everyChart = [];
+
+class LineChart {
+  // series: {label, values, colour: () => css, width, dash, kind: "line" | "bars" | "steps" | "band", format}
+  // A band fills the area between its two neighbours before it.
+  constructor(host, { label, xs, series, log = false, canLog = true, height = 260, format = formatNumber, limits = null }) {
+    Object.assign(this, { host, label, xs, series, log, height, format, limits });
+    this.plotHost = element("div", { class: "plot", tabindex: 0, role: "group", "aria-label": label + ", over steps" });
+    this.legend = element("div", { class: "legend" });
+    this.controls = element("div", { class: "controls" });
+    if (canLog) this.controls.append(scaleSwitch(log, (value) => this.setLog(value)));
+    host.append(this.controls, this.plotHost, this.legend, dataTable(() => this.tableContent()));
+    this.plotHost.addEventListener("keydown", (event) => this.onKey(event));
+    this.plotHost.addEventListener("blur", () => setStep(null, this));
+    this.build();
+    onWidth(this.plotHost, (width) => this.plot.setSize({ width, height: this.height }));
+    on("range", () => this.applyRange());
+    on("step", (source) => this.applyStep(source));
+    onTheme(() => this.rebuild());
+    everyChart.push(this);
+  }
+
+  setLog(value) {
+    this.log = value;
+    this.rebuild();
+  }
+
+  setSeries(series) {
+    this.series = series;
+    this.rebuild();
+  }
+
+  rebuild() {
+    this.plot.destroy();
+    this.build();
+  }
+
+  build() {
+    const data = [this.xs, ...this.series.map((one) => drawable(one.values, this.log))];
+    this.plot = new uPlot(this.options(), data, this.plotHost);
+    this.buildLegend();
+  }
+
+  options() {
+    const grid = { stroke: () => colour("grid"), width: 1 };
+    const axis = { stroke: () => colour("muted"), font: CHART_FONT, grid, ticks: { ...grid, size: 4 } };
+    return {
+      width: this.plotHost.clientWidth || 300,
+      height: this.height,
+      legend: { show: false },
+      padding: [18, 12, 0, 0],
+      cursor: {
+        drag: { x: true, y: false, setScale: false },
+        points: { size: 7 },
+        bind: { dblclick: () => () => resetRange() },
+      },
+      select: { show: true },
+      scales: {
+        x: { time: false, range: () => view.range },
+        y: { distr: this.log ? 3 : 1, log: 10, range: (plot, low, high) => this.yRange(low, high) },
+      },
+      axes: [
+        { ...axis, space: 64, size: 30, gap: 4, values: (plot, ticks) => ticks.map((tick) => (Number.isInteger(tick) ? tick.toLocaleString("en-US") : "")) },
+        { ...axis, space: 32, gap: 4, size: (plot, texts) => axisWidth(texts), values: (plot, ticks) => ticks.map((tick) => (tick === null ? "" : formatTick(tick))) },
+      ],
+      series: [{}, ...this.series.map((one) => this.plotSeries(one))],
+      bands: this.series.flatMap((one, index) => (one.fillTo === undefined ? [] : [{ series: [index + 1, one.fillTo + 1], fill: one.fill() }])),
+      hooks: {
+        draw: [(plot) => drawFlags(plot.ctx, plot.bbox, (step) => plot.valToPos(step, "x", true))],
+        setCursor: [(plot) => this.onCursor(plot)],
+        setSelect: [(plot) => this.onSelect(plot)],
+      },
+    };
+  }
+
+  plotSeries(one) {
+    const paths =
+      one.kind === "bars" ? uPlot.paths.bars({ size: [0.7, 18, 2] }) : one.kind === "steps" ? uPlot.paths.stepped({ align: 1 }) : undefined;
+    return {
+      label: one.label,
+      stroke: one.colour,
+      fill: one.kind === "bars" ? one.colour : undefined,
+      width: one.width ?? 1.75,
+      dash: one.dash,
+      paths,
+      spanGaps: false,
+      points: one.kind === "bars" ? { show: false } : { size: 5, fill: one.colour },
+    };
+  }
+
+  yRange(low, high) {
+    if (this.limits !== null) return this.limits;
+    if (low === null || high === null) return this.log ? [0.1, 10] : [0, 1];
+    if (this.log) return uPlot.rangeLog(low, high === low ? low * 2 : high, 10, false);
+    return uPlot.rangeNum(Math.min(low, 0), high === low && high === 0 ? 1 : high, { min: { pad: 0.05, soft: 0, mode: 1 }, max: { pad: 0.08, soft: 0, mode: 2 } });
+  }
+
+  onSelect(plot) {
+    if (plot.select.width < 4) return;
+    const low = plot.posToVal(plot.select.left, "x");
+    const high = plot.posToVal(plot.select.left + plot.select.width, "x");
+    plot.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false);
+    setRange(low, high);
+  }
+
+  onCursor(plot) {
+    const index = plot.cursor.idx;
+    this.showValues(index ?? null);
+    if (!this.following) setStep(index === null || index === undefined ? null : this.xs[index], this);
+  }
+
+  applyRange() {
+    this.plot.redraw(true, true);
+    this.plot.setData(this.plot.data, true); // scales are computed anew from the shared range
+  }
+
+  applyStep(source) {
+    if (source === this) return;
+    this.following = true;
+    const left = view.step === null ? -10 : this.plot.valToPos(view.step, "x");
+    this.plot.setCursor({ left, top: left < 0 ? -10 : 12 });
+    this.following = false;
+  }
+
+  onKey(event) {
+    const moved = moveByKey(event, this.xs, view.step);
+    if (moved === undefined) return;
+    event.preventDefault();
+    setStep(moved, null);
+  }
+
+  buildLegend() {
+    this.legendStep = element("span", { class: "legend-step" });
+    this.legendValues = this.series.map(() => element("span", { class: "legend-value" }));
+    const entries = this.series.map((one, index) => {
+      const swatch = element("span", { class: "swatch" + (one.kind === "bars" ? " block" : "") });
+      swatch.style.background = one.colour();
+      return element("span", { class: "legend-entry", title: one.label }, swatch, element("span", { class: "legend-label" }, one.label), this.legendValues[index]);
+    });
+    this.legend.replaceChildren(this.legendStep, ...entries);
+    this.showValues(null);
+  }
+
+  // The values under the cursor; without one, the last that is not missing.
+  showValues(index) {
+    this.legendStep.textContent = index === null ? "last" : "step " + this.xs[index].toLocaleString("en-US");
+    this.series.forEach((one, place) => {
+      const value = index === null ? lastPresent(one.values) : one.values[index];
+      this.legendValues[place].textContent = (one.format ?? this.format)(value);
+    });
+  }
+
+  tableContent() {
+    return { head: ["step", ...this.series.map((one) => one.label)], rows: this.xs.map((step, index) => [step, ...this.series.map((one) => one.values[index])]) };
+  }
+}
+
+function lastPresent(values) {
+  for (let index = values.length - 1; index >= 0; index--) {
+    if (values[index] !== null && !Number.isNaN(values[index])) return values[index];
+  }
+  return null;
+}
+
+function axisWidth(texts) {
+  return 14 + 6.4 * Math.max(3, ...(texts ?? []).map((text) => text.length));
+}
+
+// Arrow keys walk over the steps in view; undefined where the key means nothing here.
+function moveByKey(event, steps, current) {
+  if (event.key === "Escape") return null;
+  const low = Math.max(0, lastAtMost(steps, view.range[0] - 1e-9) + 1);
+  const high = lastAtMost(steps, view.range[1]);
+  if (high < low) return undefined;
+  const place = current === null ? null : nearestIndex(steps, current);
+  const far = event.shiftKey ? 10 : 1;
+  const target = {
+    ArrowLeft: place === null ? high : place - far,
+    ArrowRight: place === null ? low : place + far,
+    Home: low,
+    End: high,
+  }[event.key];
+  return target === undefined ? undefined : steps[clamp(target, low, high)];
+}
+
+function scaleSwitch(log, change) {
+  return segmented("Scale", [["log", "Log"], ["linear", "Linear"]], log ? "log" : "linear", (value) => change(value === "log"));
+}
+
+// A row of buttons of which one is pressed.
+function segmented(label, options, chosen, change) {
+  const group = element("div", { class: "segmented", role: "group", "aria-label": label });
+  const buttons = options.map(([value, text]) =>
+    element("button", { type: "button", "data-value": value, "aria-pressed": String(value === chosen), onclick: () => select(value) }, text),
+  );
+  function select(value) {
+    for (const button of buttons) button.setAttribute("aria-pressed", String(button.dataset.value === value));
+    change(value);
+  }
+  group.append(...buttons);
+  return group;
+}
+
+const widthListeners = new Map();
+const widthObserver = new ResizeObserver((entries) => {
+  for (const entry of entries) {
+    const width = Math.floor(entry.contentRect.width);
+    if (width > 0) widthListeners.get(entry.target)(width);
+  }
+});
+
+function onWidth(node, listener) {
+  widthListeners.set(node, listener);
+  widthObserver.observe(node);
+}
+
+// Flags of the alerts at the top edge of a plot, and their lines through it. `box` is in device pixels.
+function drawFlags(context, box, positionOf) {
+  const scale = devicePixelRatio;
+  let lastFlag = -Infinity;
+  context.save();
+  content.alerts.forEach((alert, index) => {
+    if (alert.step === null || alert.step < view.range[0] || alert.step > view.range[1]) return;
+    const x = Math.round(positionOf(alert.step)) + 0.5;
+    context.strokeStyle = context.fillStyle = levelColour(alert.level);
+    context.lineWidth = scale;
+    context.setLineDash([3 * scale, 3 * scale]);
+    context.beginPath();
+    context.moveTo(x, box.top);
+    context.lineTo(x, box.top + box.height);
+    context.stroke();
+    if (x - lastFlag < 17 * scale) return; // flags that would overlap: the first stands for its neighbours
+    lastFlag = x;
+    const middle = clamp(x, box.left + 8 * scale, box.left + box.width - 8 * scale);
+    context.beginPath();
+    context.roundRect(middle - 8 * scale, box.top - 16 * scale, 16 * scale, 14 * scale, 4 * scale);
+    context.fill();
+    context.fillStyle = colour("card");
+    context.font = `600 ${10 * scale}px ui-sans-serif, system-ui, sans-serif`;
+    context.textAlign = "center";
+    context.textBaseline = "middle";
+    context.fillText(String(index + 1), middle, box.top - 8.5 * scale);
+  });
+  context.restore();
+}
+
+// The numbers behind a picture, built when they are asked for.
+function dataTable(makeContent) {
+  const details = element("details", { class: "data" }, element("summary", {}, "Numbers"));
+  details.addEventListener("toggle", () => {
+    details.querySelector(".scroll")?.remove();
+    if (!details.open) return;
+    const { head, rows } = makeContent();
+    const inView = rows.filter((row) => row[0] >= view.range[0] && row[0] <= view.range[1]);
+    const shown = inView.slice(-500);
+    details.append(plainTable(head, shown));
+    details.querySelector("summary").textContent = shown.length < inView.length ? `Numbers (the last ${shown.length} of ${inView.length} rows in view)` : "Numbers";
+  });
+  return details;
+}
+
+function plainTable(head, rows) {
+  return element(
+    "div",
+    { class: "scroll", tabindex: 0 },
+    element(
+      "table",
+      {},
+      element("thead", {}, element("tr", {}, head.map((text) => element("th", { scope: "col" }, text)))),
+      element("tbody", {}, rows.map((row) => element("tr", {}, row.map((cell) => element("td", { class: typeof cell === "string" ? "text" : null }, typeof cell === "string" ? cell : formatNumber(cell, 5)))))),
+    ),
+  );
+}

@@ -1,0 +1,226 @@
+// The page from top to bottom.
+
+const page = document.getElementById("page");
+const waiting = []; // pictures are drawn when their hosts stand in the page and have a width
+
+function queue(draw) {
+  waiting.push(draw);
+}
+
+function globalSeries(key, label, place, more = {}) {
+  const values = content.globals["gradwatch/" + key];
+  return values === undefined ? [] : [{ label, values, colour: () => lineColour(place), ...more }];
+}
+
+function header() {
+  const { run: about } = content;
+  const state = about.finished ? (about.exitCode ? ["failed", `ended with exit code ${about.exitCode}`] : ["finished", "finished"]) : ["open", "no end record"];
+  const facts = [
+    about.project,
+    about.id,
+    about.startedAt && new Date(about.startedAt).toLocaleString(undefined, { dateStyle: "medium", timeStyle: "short" }),
+    content.steps.length ? `steps ${content.steps[0].toLocaleString("en-US")}–${lastStep.toLocaleString("en-US")}` : null,
+    run.names.length ? plural(run.names.length, "layer") : null,
+    plural(about.numFlushes, "flush", "flushes"),
+  ].filter(Boolean);
+  return element(
+    "header",
+    {},
+    element("div", { class: "brand" }, "gradwatch"),
+    element("h1", {}, about.name, " ", element("span", { class: "pill " + state[0] }, state[1])),
+    element("p", { class: "facts" }, facts.map((fact) => element("span", {}, fact))),
+  );
+}
+
+function toolbar() {
+  const low = element("input", { type: "number", "aria-label": "First step" });
+  const high = element("input", { type: "number", "aria-label": "Last step" });
+  const reset = element("button", { type: "button", class: "quiet", onclick: resetRange }, "Whole run");
+  const theme = element("button", { type: "button", class: "quiet", id: "theme", onclick: toggleTheme });
+  const show = () => {
+    low.value = Math.ceil(view.range[0]);
+    high.value = Math.floor(view.range[1]);
+    reset.disabled = !isZoomed();
+  };
+  const name = () => (theme.textContent = isDark() ? "Light" : "Dark");
+  for (const input of [low, high]) input.addEventListener("change", () => { setRange(Number(low.value), Number(high.value)); show(); });
+  on("range", show);
+  onTheme(name);
+  show();
+  name();
+  const range = content.steps.length > 1 ? [element("span", { class: "toolbar-label" }, "Steps"), low, element("span", {}, "–"), high, reset] : [];
+  return element("nav", { class: "toolbar", "aria-label": "Range of steps and theme" }, element("div", { class: "range" }, range), theme);
+}
+
+function tiles() {
+  const last = (key) => lastPresent(content.globals["gradwatch/" + key] ?? []);
+  const sum = (key) => (content.globals["gradwatch/" + key] ?? []).reduce((total, value) => total + (value ?? 0), 0);
+  const mean = (key) => {
+    const known = (content.globals["gradwatch/" + key] ?? []).filter((value) => value !== null);
+    return known.length ? known.reduce((total, value) => total + value, 0) / known.length : null;
+  };
+  const has = (key) => content.globals["gradwatch/" + key] !== undefined;
+  const worst = content.alerts.some((alert) => alert.level === "ERROR") ? "bad" : content.alerts.length ? "careful" : "good";
+  const first = content.alerts.find((alert) => alert.step !== null);
+  const nonFinite = sum("num_nan") + sum("num_inf");
+  return element(
+    "section",
+    { class: "tiles", "aria-label": "At a glance" },
+    tile("Alerts", String(content.alerts.length), first ? `first: ${first.title}, step ${first.step.toLocaleString("en-US")}` : "no rule found anything", worst),
+    has("grad_norm") ? tile("Gradient norm", formatNumber(last("grad_norm")), "at the last flush, before clipping") : null,
+    has("clip_ratio") ? tile("Clipped", formatShare(mean("clip_ratio")), "of the steps, on average") : null,
+    has("num_nan") || has("num_inf") ? tile("Non-finite", formatNumber(nonFinite), "NaN and Inf elements in the run", nonFinite > 0 ? "bad" : "good") : null,
+    has("loss_scale") ? tile("Skipped", formatNumber(sum("num_skipped_steps")), "steps skipped by the loss scaler") : null,
+    has("overhead_ratio") ? tile("Overhead", formatShare(mean("overhead_ratio")), "of the training time, on average") : null,
+  );
+}
+
+function tile(label, value, note, mood = "") {
+  return element("div", { class: "tile " + mood }, element("div", { class: "tile-label" }, label), element("div", { class: "tile-value" }, value), element("div", { class: "tile-note" }, note));
+}
+
+function chartCard(key, parts, { wide = false } = {}) {
+  const used = parts.filter((part) => part.series.length);
+  if (used.length === 0) return null;
+  const { node, picture } = card(key, { wide });
+  for (const part of used) {
+    const host = element("div", { class: "chart" });
+    picture.append(host);
+    queue(() => new LineChart(host, { label: part.title ?? WORDS[key].title, xs: content.steps, ...part }));
+  }
+  return node;
+}
+
+function normCard() {
+  return chartCard(
+    "norm",
+    [
+      {
+        log: true,
+        height: 300,
+        series: [
+          ...globalSeries("grad_norm_max", "largest of the window", 1, { width: 1.25, dash: [4, 3] }),
+          ...globalSeries("grad_norm", "before clipping", 0, { width: 2 }),
+          ...globalSeries("grad_norm_clipped", "received by the optimizer", 2),
+        ],
+      },
+      { title: "Clip ratio", canLog: false, height: 110, limits: [0, 1.05], format: formatShare, series: globalSeries("clip_ratio", "steps clipped", 3, { kind: "bars", format: formatShare }) },
+    ],
+    { wide: true },
+  );
+}
+
+function quantileCard() {
+  const fill = () => lineColour(5) + "38";
+  const series = [
+    ...globalSeries("grad_abs_max", "largest", 1, { width: 1.25, dash: [4, 3] }),
+    ...globalSeries("grad_abs_p99", "99th percentile", 5, { width: 1 }),
+    ...globalSeries("grad_abs_p50", "median", 0, { width: 2 }),
+    ...globalSeries("grad_abs_p01", "1st percentile", 5, { width: 1 }),
+  ];
+  const top = series.findIndex((one) => one.label === "99th percentile");
+  const bottom = series.findIndex((one) => one.label === "1st percentile");
+  if (top >= 0 && bottom >= 0) Object.assign(series[top], { fillTo: bottom, fill });
+  return chartCard("quantiles", [{ log: true, series }]);
+}
+
+function smallCards() {
+  return [
+    quantileCard(),
+    chartCard("dead", [{ canLog: false, format: formatShare, series: globalSeries("dead_ratio", "of all elements", 0, { format: formatShare }) }]),
+    chartCard("nonfinite", [{ canLog: false, series: [...globalSeries("num_nan", "NaN", 3, { kind: "bars" }), ...globalSeries("num_inf", "Inf", 1, { kind: "bars" })] }]),
+    content.globals["gradwatch/loss_scale"] === undefined
+      ? null
+      : chartCard("scale", [
+          { log: true, height: 170, series: globalSeries("loss_scale", "loss scale", 2, { kind: "steps" }) },
+          { title: "Skipped steps", canLog: false, height: 110, series: globalSeries("num_skipped_steps", "skipped steps", 3, { kind: "bars" }) },
+        ]),
+    chartCard("spread", [{ canLog: false, series: [...globalSeries("grad_std", "deviation", 5), ...globalSeries("grad_mean", "mean", 0)] }]),
+    chartCard("overhead", [{ canLog: false, format: formatShare, series: globalSeries("overhead_ratio", "share of the training time", 4, { format: formatShare }) }]),
+    otherCard(),
+  ];
+}
+
+function otherCard() {
+  const keys = content.other.keys;
+  if (keys.length === 0) return null;
+  const { node, picture } = card("other");
+  const select = element("select", { "aria-label": "Metric" }, keys.map((key) => element("option", {}, key)));
+  const host = element("div", { class: "chart" });
+  const preferred = keys.find((key) => /(^|[/_.])loss$/.test(key)) ?? keys[0];
+  select.value = preferred;
+  const series = () => [{ label: select.value, values: run.others.get(select.value), colour: () => lineColour(0) }];
+  picture.append(element("div", { class: "controls" }, select), host);
+  if (content.other.left) picture.append(element("p", { class: "hint" }, `${content.other.left} more keys are not in this page.`));
+  queue(() => {
+    const chart = new LineChart(host, { label: "Other metrics", xs: content.steps, series: series() });
+    select.addEventListener("change", () => chart.setSeries(series()));
+  });
+  return node;
+}
+
+function absent() {
+  const missing = [
+    [content.globals["gradwatch/loss_scale"] === undefined, "loss scale (no GradScaler was seen)"],
+    [content.histograms.items.length === 0, "histograms"],
+    [content.flightRecorder === null, "a flight recorder table (it is written when an error is raised)"],
+    [content.globals["gradwatch/overhead_ratio"] === undefined, "overhead"],
+  ].filter(([isMissing]) => isMissing);
+  return missing.length ? element("p", { class: "absent" }, "Not in this run: " + missing.map(([, text]) => text).join("; ") + ".") : null;
+}
+
+function emptyNotice() {
+  const rows = content.run.numRows;
+  const text =
+    rows === 0
+      ? "This run has no history rows yet. If it is still training, write this page again in a moment."
+      : `This run has ${plural(rows, "history row")}, but none of them was logged by wandb_gradwatch. Call wandb_gradwatch.watch(model) after wandb.init(), before the training loop; rows appear every log_every steps.`;
+  return element("section", { class: "card wide notice", id: "empty" }, element("h2", {}, "No gradients here"), element("p", {}, text));
+}
+
+// The colours of the metric that says most about trouble come first into the lines: the layers that moved most.
+function chooseAtFirst() {
+  for (const name of byInterest().slice(0, 5)) view.chosen.add(name);
+}
+
+function build() {
+  const parts = [toolbar(), header()];
+  for (const note of content.notes) parts.push(element("p", { class: "note" }, note));
+  const hasRows = content.steps.length > 0;
+  if (!hasRows) parts.push(emptyNotice());
+  else parts.push(tiles());
+  if (content.alerts.length) parts.push(alertsSection());
+  if (hasRows) {
+    parts.push(normCard());
+    if (run.matrices.size) {
+      view.metric = METRIC_ORDER.find((key) => run.matrices.has(key));
+      chooseAtFirst();
+      parts.push(layersCard(), linesCard());
+    }
+    if (content.histograms.items.length) parts.push(histogramCard());
+    parts.push(element("div", { class: "pair" }, smallCards()));
+  }
+  if (content.flightRecorder !== null) parts.push(recorderSection());
+  if (hasRows) parts.push(absent());
+  parts.push(footer());
+  page.replaceChildren(...parts.filter(Boolean));
+  for (const draw of waiting) draw();
+}
+
+function footer() {
+  const pooled = content.pooledPoints > 1 ? ` Each point of a line is the largest of ${content.pooledPoints} rows.` : "";
+  return element("footer", {}, element("p", {}, `Norms are of the finite elements, before clipping unless they say otherwise; a gap is a value that is missing, not zero.${pooled} Read from ${content.run.file} by wandb_gradwatch. Lines: uPlot (MIT).`));
+}
+
+// The page says what went wrong instead of staying blank; tests look at data-state.
+unpackArrays()
+  .then(() => {
+    unpackRun();
+    build();
+    document.documentElement.dataset.state = "drawn";
+  })
+  .catch((error) => {
+    document.documentElement.dataset.state = "failed";
+    page.append(element("p", { class: "note" }, "This page could not be drawn: " + error));
+    throw error;
+  });

@@ -1,0 +1,69 @@
+// Light and dark, and the colours that pictures take from the style sheet.
+
+const LINES_LIGHT = ["#0b6e75", "#c2571a", "#5a4fcf", "#a3327f", "#4d7d1f", "#1f6fb8", "#8a6d0b", "#6b4a3a"];
+const LINES_DARK = ["#45c4c9", "#f0935a", "#a79bff", "#ec7fc5", "#9fcf63", "#6db5f5", "#e3c24f", "#cfa48f"];
+
+// Anchors from low to high, lightness rising (sequential) or falling to both sides of the middle (diverging).
+const SEQUENTIAL = [[22, 20, 62], [44, 52, 128], [28, 104, 142], [30, 148, 132], [98, 187, 92], [196, 213, 74], [253, 240, 160]];
+const DIVERGING_LIGHT = [[28, 62, 140], [72, 124, 189], [160, 195, 222], [243, 241, 234], [240, 184, 140], [214, 105, 62], [140, 36, 26]];
+const DIVERGING_DARK = [[126, 178, 255], [64, 112, 190], [38, 62, 100], [32, 36, 40], [104, 58, 34], [196, 98, 48], [255, 176, 112]];
+
+const darkByDefault = window.matchMedia("(prefers-color-scheme: dark)");
+const themeListeners = [];
+let chosenTheme = null;
+
+function isDark() {
+  return chosenTheme === null ? darkByDefault.matches : chosenTheme === "dark";
+}
+
+function applyTheme() {
+  document.documentElement.dataset.theme = isDark() ? "dark" : "light";
+  for (const listener of themeListeners) listener();
+}
+
+function toggleTheme() {
+  chosenTheme = isDark() ? "light" : "dark";
+  applyTheme();
+}
+
+function onTheme(listener) {
+  themeListeners.push(listener);
+}
+
+darkByDefault.addEventListener("change", applyTheme);
+document.documentElement.dataset.theme = isDark() ? "dark" : "light";
+
+function colour(name) {
+  return getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
+}
+
+function lineColour(index) {
+  const palette = isDark() ? LINES_DARK : LINES_LIGHT;
+  return palette[index % palette.length];
+}
+
+function levelColour(level) {
+  return colour(level === "ERROR" ? "error" : level === "WARN" ? "warn" : "info");
+}
+
+function gradient(kind) {
+  if (kind === "diverging") return isDark() ? DIVERGING_DARK : DIVERGING_LIGHT;
+  return SEQUENTIAL;
+}
+
+// Colour at a place between 0 and 1, as [r, g, b].
+function colourAt(anchors, place) {
+  const position = clamp(place, 0, 1) * (anchors.length - 1);
+  const left = Math.min(Math.floor(position), anchors.length - 2);
+  const part = position - left;
+  return anchors[left].map((channel, index) => Math.round(channel + part * (anchors[left + 1][index] - channel)));
+}
+
+function packColour([red, green, blue]) {
+  return ((255 << 24) | (blue << 16) | (green << 8) | red) >>> 0; // the byte order of ImageData on every browser's machine
+}
+
+function packHex(hex) {
+  const value = parseInt(hex.slice(1), 16);
+  return packColour([value >> 16, (value >> 8) & 255, value & 255]);
+}

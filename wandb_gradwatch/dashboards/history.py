@@ -1,0 +1,135 @@
+"""What a finished or running W&B run holds of ours, as arrays: the one thing that the pictures are drawn from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from ..statistics.columns import FloatArray, IntArray
+
+# R rows (flushes) of the run, P watched names, H histograms of one name, B bins of a stored histogram
+
+STEP_KEY: Final = "gradwatch/step"
+FLIGHT_RECORDER_KEY: Final = "gradwatch/flight_recorder"
+HISTOGRAM_PREFIX: Final = "gradients/"
+# The whole model's metrics that have a picture of their own.
+GLOBAL_KEYS: Final = tuple(
+    f"gradwatch/{metric}"
+    for metric in (
+        *("grad_norm", "grad_norm_max", "grad_norm_clipped", "clip_ratio"),
+        *("grad_mean", "grad_std", "grad_abs_max", "grad_abs_p01", "grad_abs_p50", "grad_abs_p99"),
+        *("dead_ratio", "num_nan", "num_inf", "loss_scale", "num_skipped_steps", "overhead_ratio"),
+    )
+)
+# The per-name metrics, each logged under "<metric>/<name>", in the order in which the pictures offer them.
+NAME_METRICS: Final = ("grad_norm", "grad_norm_max", "grad_param_ratio", "dead_ratio", "num_nonfinite")
+
+
+@dataclass(frozen=True)
+class RecordedAlert:
+    """An alert of the run. `step` is None where neither its text nor an earlier row tells it."""
+
+    title: str
+    text: str
+    level: str
+    step: int | None
+
+
+@dataclass(frozen=True)
+class RecordedTable:
+    """A W&B table: its columns and its rows, as stored."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+
+
+@dataclass(frozen=True, eq=False)
+class HistogramSeries:
+    """Histograms of one name over time, each with bins of equal width between its own limits.
+
+    Args:
+        steps: [H] the step of each.
+        low, high: [H] the limits.
+        counts: [H, B] elements in each bin.
+    """
+
+    steps: IntArray
+    low: FloatArray
+    high: FloatArray
+    counts: FloatArray
+
+
+@dataclass(frozen=True, eq=False)
+class RunHistory:
+    """Everything of a run that the pictures need.
+
+    Args:
+        path: the `.wandb` file that it was read from.
+        run_id: W&B's id of the run.
+        name: the run's display name; the id where it has none.
+        project: the project; "" where the file does not tell.
+        started_at: ISO time of the start; "" where the file does not tell.
+        config: the run's configuration.
+        finished: the file ends with the run's exit record.
+        exit_code: of that record; None without one.
+        num_rows: rows of the whole history, the user's included.
+        steps: [R] steps of the rows that carry `gradwatch/step`, ascending, each once.
+        values: scalar key to its [R] values; NaN where missing.
+        histograms: name (as in the key, without the prefix) to its histograms.
+        alerts: in the order in which they were sent.
+        flight_recorder: the last table logged as `gradwatch/flight_recorder`.
+        notes: what a reader of the pictures must know about this file: truncated, damaged, still open.
+    """
+
+    path: Path
+    run_id: str
+    steps: IntArray
+    values: Mapping[str, FloatArray]
+    name: str = ""
+    project: str = ""
+    started_at: str = ""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    finished: bool = True
+    exit_code: int | None = None
+    num_rows: int = 0
+    histograms: Mapping[str, HistogramSeries] = field(default_factory=dict)
+    alerts: tuple[RecordedAlert, ...] = ()
+    flight_recorder: RecordedTable | None = None
+    notes: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        return (
+            f"RunHistory({self.run_id!r}, {len(self.steps)} rows, {len(self.names)} names, {len(self.alerts)} alerts)"
+        )
+
+    @property
+    def names(self) -> list[str]:
+        """The watched names, as they stand in the keys (`/` for `.`), in natural order: layer 2 before layer 10."""
+        found = dict.fromkeys(
+            key.split("/", 1)[1] for key in self.values if key.split("/", 1)[0] in NAME_METRICS and "/" in key
+        )
+        found.update(dict.fromkeys(self.histograms))
+        return sorted(found, key=natural_order)
+
+    def of_names(self, metric: str) -> FloatArray:
+        """One per-name metric: [R, P], NaN where it was not logged."""
+        missing = np.full(len(self.steps), np.nan)
+        columns = [self.values.get(f"{metric}/{name}", missing) for name in self.names]
+        return np.stack(columns, axis=1) if columns else np.empty((len(self.steps), 0))
+
+    def other_keys(self) -> list[str]:
+        """Scalars of the same rows that have no picture of their own: custom metrics, and what the user logged."""
+        drawn = (*(f"{metric}/" for metric in NAME_METRICS), "_", f"{FLIGHT_RECORDER_KEY}.")
+        known = {STEP_KEY, *GLOBAL_KEYS}
+        return sorted((key for key in self.values if key not in known and not key.startswith(drawn)), key=natural_order)
+
+
+def natural_order(name: str) -> list[tuple[int, int, str]]:
+    """Sort key that compares runs of digits as numbers, and never fails on a mixture."""
+    parts = re.split(r"([0-9]+)", name)
+    return [(0, int(part), "") if part.isdigit() and part.isascii() else (1, 0, part) for part in parts]

@@ -1,0 +1,75 @@
+"""One self-contained HTML file of a run's gradients: no server, no account, no network.
+
+Lines are drawn by uPlot, which stands beside this file in assets/: of the plotting libraries that were measured it is
+the smallest (51 kB) and by far the quickest with a thousand layers, and it adds no Python dependency. Layers x steps
+pictures are painted straight into a canvas.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import os
+from pathlib import Path
+from typing import Final
+
+from .history import RunHistory
+from .payload import build_payload, script_json, visible_text
+
+ASSETS: Final = Path(__file__).parent / "assets"
+LIBRARY_SCRIPT: Final = "uPlot.iife.min.js"
+LIBRARY_STYLE: Final = "uPlot.min.css"
+# One scope, in this order: a file may use what stands before it when it is loaded, and everything when it runs.
+SCRIPTS: Final = ("text.js", "data.js", "theme.js", "view.js", "lines.js", "frame.js", "heatmap.js", "ridges.js")
+SCRIPTS_LAST: Final = ("words.js", "layers.js", "alerts.js", "table.js", "main.js")
+
+
+def write_page(history: RunHistory, output: str | os.PathLike[str]) -> Path:
+    """Write the page of a run and return its path. An existing file is replaced in one piece.
+
+    Args:
+        history: from `read_run`.
+        output: the HTML file; its directory must exist.
+    """
+    output = Path(output)
+    # A browser that reloads while the page is rewritten sees the old page or the new one, never half of one.
+    partial = output.with_name(f"{output.name}.partial")
+    partial.write_text(render_page(history), encoding="utf-8")
+    partial.replace(output)
+    return output.resolve()
+
+
+def render_page(history: RunHistory) -> str:
+    """The page of a run as HTML."""
+    content, blob = build_payload(history)
+    style = _asset(LIBRARY_STYLE) + _asset("page.css")
+    library = _asset(LIBRARY_SCRIPT)
+    program = '"use strict";(() => {\n' + "".join(map(_asset, (*SCRIPTS, *SCRIPTS_LAST))) + "})();"
+    # Nothing but these very texts may run or style, and nothing may be fetched.
+    policy = (
+        f"default-src 'none'; script-src {_hash(library)} {_hash(program)}; style-src {_hash(style)}; "
+        "img-src data: blob:; base-uri 'none'; form-action 'none'"
+    )
+    title = html.escape(visible_text(history.name or history.run_id))
+    return "".join(
+        [
+            '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n',
+            f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">\n',
+            '<meta name="color-scheme" content="light dark">\n',
+            f"<title>{title} · gradients</title>\n<style>{style}</style>\n</head>\n<body>\n",
+            '<main id="page"><noscript>This page draws its pictures with JavaScript.</noscript></main>\n',
+            f'<script type="application/json" id="content">{script_json(content)}</script>\n',
+            f'<script type="application/octet-stream" id="arrays">{blob.encoded()}</script>\n',
+            f"<script>{library}</script>\n<script>{program}</script>\n</body>\n</html>\n",
+        ]
+    )
+
+
+def _asset(name: str) -> str:
+    return (ASSETS / name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
