@@ -1,0 +1,114 @@
+"""Floats read as integers: the order of floats is the order of their bits, and a bin is a few leading bits.
+
+Integer comparisons are exact for every value, also for subnormal ones in a process that flushes them to zero.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from .columns import NUM_BINS, FloatArray, IntArray, bins_of
+
+# K codes: the sign, the exponent and the first mantissa bit of a float; histogram bins are unions of codes
+
+
+@dataclass(frozen=True)
+class FloatBits:
+    """How a floating-point dtype lays out its bits."""
+
+    float_dtype: np.dtype[Any]
+    unsigned: np.dtype[Any]
+    signed: np.dtype[Any]
+    mantissa_bits: int
+    exponent_bias: int
+
+    @property
+    def sign(self) -> int:
+        """The sign bit: what negative zero looks like."""
+        return 1 << (self.unsigned.itemsize * 8 - 1)
+
+    @property
+    def infinity(self) -> int:
+        """The bits of +inf: larger magnitudes are NaN."""
+        return self.sign - (1 << self.mantissa_bits)
+
+    @property
+    def code_shift(self) -> int:
+        """How far to shift the bits right to get the code."""
+        return self.mantissa_bits - 1
+
+    @property
+    def num_codes(self) -> int:
+        """K."""
+        return 1 << (self.unsigned.itemsize * 8 - self.code_shift)
+
+    def bits_of(self, value: float) -> int:
+        """The bits of a float of this dtype, which `value` must be."""
+        return int(np.array([value], dtype=self.float_dtype).view(self.unsigned)[0])
+
+    def value(self, magnitude: int) -> float:
+        """The float with these bits and no sign."""
+        if self.mantissa_bits == 23 and magnitude < 1 << 23:
+            return magnitude * 2.0**-149  # a conversion would flush it in a process that asked for flushing
+        code = "<f" if self.mantissa_bits == 23 else "<d"
+        return float(struct.unpack(code, magnitude.to_bytes(self.unsigned.itemsize, "little"))[0])
+
+    def values(self, magnitudes: npt.NDArray[Any]) -> FloatArray:
+        """The floats with these bits and no sign, in float64."""
+        if self.mantissa_bits == 52:
+            return magnitudes.view(self.float_dtype)
+        subnormal = magnitudes * 2.0**-149
+        normal = magnitudes.view(self.float_dtype).astype(np.float64)
+        return np.where(magnitudes < 1 << self.mantissa_bits, subnormal, normal)
+
+
+FLOAT32: Final = FloatBits(np.dtype(np.float32), np.dtype(np.uint32), np.dtype(np.int32), 23, 127)
+FLOAT64: Final = FloatBits(np.dtype(np.float64), np.dtype(np.uint64), np.dtype(np.int64), 52, 1023)
+
+
+def largest_magnitude_within(threshold: float, layout: FloatBits) -> int:
+    """The bits of the largest finite float whose magnitude is <= threshold; -1 if there is none."""
+    if not threshold >= 0:
+        return -1
+    largest = layout.infinity - 1
+    low, high = 0, largest
+    while low < high:  # by bisection over the bits: no conversion can round the threshold up past itself
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if layout.value(middle) <= threshold else (low, middle - 1)
+    return low
+
+
+@cache
+def bin_of_code(layout: FloatBits, exponent: int) -> IntArray:
+    """The histogram bin of value * 2**exponent for every code of a non-zero value: [K].
+
+    NaN and Inf get NUM_BINS, which is no bin. Right for exponent <= 0: a code of subnormal values spans more than one
+    bin once it is scaled up.
+    """
+    code = np.arange(layout.num_codes // 2)
+    biased, mantissa = code >> 1, code & 1
+    lower_edge = np.ldexp(1.0 + mantissa / 2, biased - layout.exponent_bias + exponent)
+    lower_edge = np.where(biased == 0, 0.0, lower_edge)
+    lower_edge = np.maximum(lower_edge, 2.0**-1000)  # in the lowest bin, but not zero
+    nonfinite = code >= layout.infinity >> layout.code_shift
+    bins = np.concatenate([bins_of(lower_edge), bins_of(-lower_edge)])
+    bins[np.concatenate([nonfinite, nonfinite])] = NUM_BINS
+    bins.setflags(write=False)
+    return bins
+
+
+def bins_from_codes(codes_NK: IntArray, layout: FloatBits, exponent: int) -> IntArray:
+    """Add up code counts into the histogram's bins: [N, B]."""
+    bins = bin_of_code(layout, exponent)
+    order = np.argsort(bins, kind="stable")
+    running = np.zeros((len(codes_NK), layout.num_codes + 1), dtype=np.int64)
+    np.cumsum(codes_NK[:, order], axis=1, out=running[:, 1:])
+    bounds = np.searchsorted(bins[order], np.arange(NUM_BINS + 1))
+    histogram: IntArray = np.diff(running[:, bounds], axis=1)
+    return histogram
