@@ -1,0 +1,55 @@
+"""Data parallel training: every rank measures the averaged gradient, rank 0 logs it.
+
+    torchrun --nproc-per-node 2 examples/ddp.py
+
+On CPUs with gloo here; on GPUs with nccl by itself.
+"""
+
+import os
+
+import torch
+import torch.distributed as dist
+import wandb
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import wandb_gradwatch
+
+os.environ.setdefault("WANDB_MODE", "offline")
+
+
+def main() -> None:
+    use_cuda = torch.cuda.is_available()
+    dist.init_process_group("nccl" if use_cuda else "gloo")
+    rank = dist.get_rank()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if use_cuda else torch.device("cpu")
+
+    torch.manual_seed(0)  # the same model and the same teacher on every rank
+    teacher = nn.Linear(32, 8).to(device)
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8)).to(device)
+    model = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(rank)  # different data on each
+
+    if rank == 0:  # the usual way: one run, of rank 0
+        wandb.init(project="gradwatch-examples", name="ddp")
+    watcher = wandb_gradwatch.watch(model, log_every=10)  # on every rank: the others need no run
+
+    for _ in range(int(os.environ.get("STEPS", "100"))):
+        x = torch.randn(64, 32, device=device)
+        loss = nn.functional.mse_loss(model(x), teacher(x).detach())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if rank == 0:
+            wandb.log({"loss": loss.item()})
+
+    watcher.remove()  # the last flush reduces over the ranks, so every rank must come here
+    if rank == 0:
+        print(f"final loss {loss.item():.5f}")
+        wandb.finish()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""Each example runs as the README says, and what it promises is in the run's own file."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from wandb_gradwatch.dashboards.history import RunHistory
+from wandb_gradwatch.dashboards.read import read_run
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
+STEPS = 40  # of every example: two flushes where it flushes every 20, four where every 10
+
+
+def run_example(name: str, folder: Path, *launcher: str) -> tuple[str, RunHistory]:
+    """What the example printed, and the history of the one run that it made."""
+    environment = {
+        **os.environ,
+        "STEPS": str(STEPS),
+        "HOME": str(folder),
+        "WANDB_DIR": str(folder),
+        "WANDB_MODE": "offline",
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+    }
+    result = subprocess.run(
+        [sys.executable, *launcher, str(EXAMPLES / f"{name}.py")],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "wandb_gradwatch has failed" not in result.stderr
+    runs = [path for path in (folder / "wandb").glob("offline-run-*") if path.is_dir()]
+    assert len(runs) == 1, f"{len(runs)} runs"
+    return result.stdout, read_run(runs[0])
+
+
+def test_train_logs_every_layer_under_its_name(tmp_path: Path) -> None:
+    printed, history = run_example("train", tmp_path)
+    assert "final loss" in printed
+    assert history.names == ["0/bias", "0/weight", "2/bias", "2/weight"]
+    # Fewer steps than the default log_every: the one row is that of the end, with the last step in it.
+    assert history.steps.tolist() == [STEPS]
+    assert np.isfinite(history.values["gradwatch/grad_norm"]).all()
+
+
+def test_accumulate_counts_optimizer_steps_and_sees_clipping(tmp_path: Path) -> None:
+    printed, history = run_example("accumulate", tmp_path)
+    # Four micro-batches per step, log_every=10: a row every tenth step, not every tenth backward.
+    assert history.steps.tolist() == [10, 20, 30, 40]
+    before, after = history.values["gradwatch/grad_norm"], history.values["gradwatch/grad_norm_clipped"]
+    clipped = before > 0.5
+    assert clipped.any(), "the example should clip; its limit is 0.5"
+    # The optimizer receives 0.5, to the rounding of torch's own clip coefficient (max_norm / (norm + 1e-6)).
+    np.testing.assert_allclose(after[clipped], 0.5, rtol=1e-4)
+    assert f"step {STEPS}: norm {before[-1]:.3f} before clipping" in printed
+    assert history.names == ["0", "2"]  # group_by="module"
+
+
+def test_gan_keeps_the_two_models_apart(tmp_path: Path) -> None:
+    _, history = run_example("gan", tmp_path)
+    assert {name.split("/")[0] for name in history.names} == {"D", "G"}
+    # Both optimizers step once in each of the loop's turns: two samples a turn.
+    assert history.steps[-1] == 2 * STEPS
+    for name in history.names:
+        assert np.isfinite(history.values[f"grad_norm/{name}"]).all(), name
+
+
+def test_lora_watches_the_adapters_also_the_one_added_later(tmp_path: Path) -> None:
+    printed, history = run_example("lora", tmp_path)
+    assert "watched: 0.lora_A, 0.lora_B\n" in printed
+    assert history.names == ["0/lora_A", "0/lora_B", "2/lora_A", "2/lora_B"]
+    late = history.values["grad_norm/2/lora_B"]
+    added = STEPS // 2
+    assert np.isnan(late[history.steps <= added]).all()
+    assert np.isfinite(late[history.steps > added + 1]).all()
+    assert history.alerts == ()
+
+
+def test_amp_logs_true_gradients_and_the_loss_scale(tmp_path: Path) -> None:
+    printed, history = run_example("amp", tmp_path)
+    scale = history.values["gradwatch/loss_scale"]
+    # GradScaler begins at 65536 and doubles every 20 good steps (growth_interval): 65536 until step 20, then 131072.
+    assert scale.tolist() == [65536.0, 65536.0, 131072.0, 131072.0]
+    # A scaled norm would be above 65536 times the true one; the true one of this small regression is near 1.
+    assert (history.values["gradwatch/grad_norm"] < 100).all()
+    assert f"loss scale {scale[-1]:.0f}" in printed
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
+def test_two_processes_log_one_run_of_whole_parameters(name: str, tmp_path: Path) -> None:
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    printed, history = run_example(name, tmp_path, *launcher)
+    assert printed.count("final loss") == 1
+    assert history.steps.tolist() == [10, 20, 30, 40]
+    assert history.names == ["0/bias", "0/weight", "2/bias", "2/weight"]
+    assert np.isfinite(history.of_names("grad_norm")).all()
+
+
+def test_every_example_is_in_the_readme_and_short() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    names = sorted(path.name for path in EXAMPLES.glob("*.py"))
+    assert names, "no examples"
+    assert [name for name in names if f"examples/{name}" not in readme] == []
+    lengths = {name: len((EXAMPLES / name).read_text(encoding="utf-8").splitlines()) for name in names}
+    assert {name: length for name, length in lengths.items() if length >= 100} == {}
