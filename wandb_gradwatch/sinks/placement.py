@@ -197,8 +197,8 @@ class Placement:
         if not self._log_lock.acquire(blocking=False):
             return  # a log call is under way in another thread: it is the call that was missing
         try:
-            if self._own_in_open:
-                self._look_at_step()
+            # Always: a row placed under an old step would look like one that was closed since.
+            self._look_at_step()
             if not self._own_in_open:
                 self._place()
         finally:

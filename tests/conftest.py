@@ -1,0 +1,86 @@
+"""What tests share: a home of their own, W&B runs that need no account, and a W&B server on the loopback interface."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from loopback import LoopbackServer
+
+# Of a run that logs nothing by itself, and starts at once.
+QUIET = {
+    "console": "off",
+    "disable_git": True,
+    "save_code": False,
+    "silent": True,
+    "x_disable_meta": True,
+    "x_disable_stats": True,
+    "x_save_requirements": False,
+}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def isolated_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """An empty HOME and WANDB_DIR, and none of the caller's W&B variables, for this process and those it starts."""
+    home = tmp_path_factory.mktemp("home")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith("WANDB_")]:
+            patch.delenv(name)
+        patch.setenv("HOME", str(home))
+        patch.setenv("WANDB_DIR", str(home))
+        patch.setenv("WANDB_MODE", "offline")  # a test that forgets to say where still reaches nobody
+        patch.setenv("WANDB_SILENT", "true")
+        patch.setenv("WANDB_ERROR_REPORTING", "false")
+        yield home
+        if "wandb" in sys.modules:
+            sys.modules["wandb"].teardown()
+
+
+@pytest.fixture
+def loopback() -> Iterator[LoopbackServer]:
+    """A W&B server on 127.0.0.1: see `loopback.py`."""
+    with LoopbackServer() as server:
+        yield server
+
+
+@pytest.fixture
+def start_run(tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """Start W&B runs that are finished with the test: `start_run(mode="offline", **wandb.init arguments)`.
+
+    `server=` takes a `LoopbackServer` and makes the run an online one there; `settings=` takes a dict.
+    """
+    import wandb
+
+    runs = []
+
+    def start(
+        *,
+        mode: str = "offline",
+        server: LoopbackServer | None = None,
+        settings: dict[str, Any] | None = None,
+        **more: Any,
+    ) -> Any:
+        quiet = QUIET | (settings or {})
+        if server is None:
+            chosen = wandb.Settings(mode=mode, **quiet)
+        else:
+            chosen = server.settings(**quiet | ({"mode": mode} if mode == "shared" else {}))
+        run = wandb.init(
+            **{"project": "loopback", "dir": str(tmp_path), "reinit": "create_new"} | more, settings=chosen
+        )
+        runs.append(run)
+        return run
+
+    yield start
+    for run in runs:
+        run.finish()
+
+
+@pytest.fixture
+def offline_run(start_run: Callable[..., Any]) -> Any:
+    """One offline run."""
+    return start_run()

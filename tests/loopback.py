@@ -1,0 +1,322 @@
+"""A W&B server on the loopback interface: the real SDK and wandb-core talk to it, and tests read back what arrived.
+
+    with LoopbackServer() as server:
+        run = wandb.init(settings=server.settings(), dir=tmp_path)
+        run.log({"loss": 1.0})
+        run.finish()
+        assert server.runs[run.id].history[0]["loss"] == 1.0
+
+It answers what wandb-core asks for; a test that needs another GraphQL operation adds it:
+
+    server.graphql["Viewer"] = {"viewer": {"username": "someone"}}          # or a function of the variables
+
+and one that needs trouble asks for it:
+
+    server.fault("file_stream", "500", times=3)
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, Literal
+from urllib.parse import unquote
+
+API_KEY = "loopback" * 5  # 40 characters, as real ones have
+ENTITY, PROJECT = "someone", "loopback"
+Trouble = Literal["500", "hang", "drop"]
+Reply = dict[str, Any] | Callable[[dict[str, Any]], dict[str, Any]]
+
+
+@dataclass
+class RecordedRun:
+    """What a run sent."""
+
+    name: str
+    rows: dict[int, dict[str, Any]] = field(default_factory=dict)  # offset -> row: a repeated upload changes nothing
+    summary: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    files: dict[str, bytes] = field(default_factory=dict)
+    alerts: list[dict[str, Any]] = field(default_factory=list)
+    exit_code: int | None = None
+    complete: bool = False
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """The history rows in order."""
+        assert sorted(self.rows) == list(range(len(self.rows))), f"gaps in the history: {sorted(self.rows)}"
+        return [self.rows[offset] for offset in sorted(self.rows)]
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The definitions of define_metric, as the run's config carries them (`1` is the name, `2` a glob)."""
+        wandb_config = self.config.get("_wandb", {}).get("value", {})
+        return list(wandb_config.get("m", []))
+
+
+@dataclass
+class Request:
+    """One request: `operation` is a GraphQL operation, or file_stream, upload or other."""
+
+    operation: str
+    path: str
+    body: Any
+
+
+@dataclass
+class _Fault:
+    operation: str
+    trouble: Trouble
+    times: int | None
+
+
+class LoopbackServer:
+    """Answer wandb-core on 127.0.0.1 and record what it sends.
+
+    Attributes:
+        runs: what each run sent, by run id.
+        requests: every request, in the order of arrival.
+        graphql: GraphQL operation -> its `data`, or a function from the variables to it. Others get `errors`.
+        resumable: run id -> the `RunResumeStatus` bucket of a run that can be resumed.
+    """
+
+    def __init__(self) -> None:
+        self.runs: dict[str, RecordedRun] = {}
+        self.requests: list[Request] = []
+        self.resumable: dict[str, dict[str, Any]] = {}
+        self.graphql: dict[str, Reply] = {
+            "Viewer": {"viewer": {"id": "viewer", "entity": ENTITY, "username": ENTITY, "flags": "{}"}},
+            "UpsertBucket": self._upsert_bucket,
+            "CreateRunFiles": self._create_run_files,
+            "NotifyScriptableRunAlert": self._notify_alert,
+            "RunResumeStatus": self._resume_status,
+            "OrganizationCoreWeaveOrganizationID": {"entity": {"organization": {"coreWeaveOrganizationId": None}}},
+            "ServerFeaturesQuery": {"serverInfo": {"features": []}},
+            "ArtifactType": {"project": {"artifactType": {"name": "run_table"}}},
+            "CreateArtifact": {
+                "createArtifact": {"artifact": {"id": "artifact", "state": "COMMITTED", "artifactSequence": None}}
+            },
+        }
+        self._lock = threading.RLock()
+        self._faults: list[_Fault] = []
+        self._stopping = threading.Event()  # lets hanging requests go
+        self._server = _QuietServer(("127.0.0.1", 0), _handler(self))
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+
+    # ---- for tests
+
+    def __enter__(self) -> LoopbackServer:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopping.set()
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    def environment(self) -> dict[str, str]:
+        """Variables that send a process's runs here, with short waits between retries."""
+        return {
+            "WANDB_BASE_URL": self.url,
+            "WANDB_API_KEY": API_KEY,
+            "WANDB_ENTITY": ENTITY,
+            "WANDB_PROJECT": PROJECT,
+            "WANDB_MODE": "online",
+            "WANDB_X_GRAPHQL_RETRY_MAX": "2",
+            "WANDB_X_GRAPHQL_RETRY_WAIT_MIN_SECONDS": "1",
+            "WANDB_X_GRAPHQL_RETRY_WAIT_MAX_SECONDS": "1",
+            "WANDB_X_FILE_STREAM_RETRY_WAIT_MIN_SECONDS": "1",
+            "WANDB_X_FILE_STREAM_RETRY_WAIT_MAX_SECONDS": "1",
+            "WANDB_X_FILE_STREAM_TRANSMIT_INTERVAL": "1",
+        }
+
+    def settings(self, **more: Any) -> Any:
+        """The same for one `wandb.init(settings=...)` in this process."""
+        import wandb
+
+        return wandb.Settings(
+            base_url=self.url,
+            api_key=API_KEY,
+            entity=ENTITY,
+            project=PROJECT,
+            x_graphql_retry_max=2,
+            x_graphql_retry_wait_min_seconds=1,
+            x_graphql_retry_wait_max_seconds=1,
+            x_file_stream_retry_wait_min_seconds=1,
+            x_file_stream_retry_wait_max_seconds=1,
+            x_file_stream_transmit_interval=1,
+            **{"mode": "online"} | more,
+        )
+
+    def fault(self, operation: str, trouble: Trouble, *, times: int | None = None) -> None:
+        """Answer an operation with trouble, for a number of requests or until `heal`.
+
+        Args:
+            operation: a GraphQL operation, "file_stream", "upload", or "*" for everything.
+            trouble: "500", "hang" (no answer until the server stops) or "drop" (the connection closes).
+        """
+        with self._lock:
+            self._faults.append(_Fault(operation, trouble, times))
+
+    def heal(self) -> None:
+        """End all faults; requests that hang go on hanging."""
+        with self._lock:
+            self._faults.clear()
+
+    @contextmanager
+    def operations_during(self) -> Iterator[list[str]]:
+        """Collect the operations that arrive within the block."""
+        start = len(self.requests)
+        operations: list[str] = []
+        yield operations
+        operations += [request.operation for request in self.requests[start:]]
+
+    # ---- for the handler
+
+    def trouble_for(self, operation: str) -> Trouble | None:
+        with self._lock:
+            for fault in self._faults:
+                if fault.operation in (operation, "*") and fault.times != 0:
+                    fault.times = None if fault.times is None else fault.times - 1
+                    return fault.trouble
+        return None
+
+    def wait_for_stop(self) -> None:
+        self._stopping.wait()
+
+    def record(self, operation: str, path: str, body: Any) -> None:
+        with self._lock:
+            self.requests.append(Request(operation, path, body))
+
+    def answer_graphql(self, operation: str, variables: dict[str, Any]) -> dict[str, Any]:
+        with self._lock:
+            reply = self.graphql.get(operation)
+            if reply is None:
+                return {"data": None, "errors": [{"message": f"the loopback server does not know {operation!r}"}]}
+            return {"data": reply(variables) if callable(reply) else reply}
+
+    def take_stream(self, run_name: str, body: dict[str, Any]) -> dict[str, Any]:
+        with self._lock:
+            run = self._run(run_name)
+            for name, chunk in (body.get("files") or {}).items():
+                if name == "wandb-history.jsonl":
+                    rows = map(json.loads, chunk["content"])
+                    run.rows.update(enumerate(rows, start=chunk["offset"]))
+                elif name == "wandb-summary.json":
+                    run.summary = json.loads(chunk["content"][-1])
+            if body.get("complete"):
+                run.complete, run.exit_code = True, body.get("exitcode")
+            return {}
+
+    def take_file(self, path: str, content: bytes) -> None:
+        with self._lock:
+            run_name, _, file_name = unquote(path).removeprefix("/upload/").partition("/")
+            self._run(run_name).files[file_name] = content
+
+    def _run(self, name: str) -> RecordedRun:
+        return self.runs.setdefault(name, RecordedRun(name))
+
+    def _upsert_bucket(self, variables: dict[str, Any]) -> dict[str, Any]:
+        name = variables.get("name") or variables.get("id")
+        run = self._run(name)
+        if variables.get("config"):
+            run.config |= json.loads(variables["config"])
+        resumable = self.resumable.get(name, {})
+        bucket = {
+            "id": f"bucket-{name}",
+            "name": name,
+            "displayName": variables.get("displayName") or name,
+            "description": "",
+            "config": resumable.get("config", "{}"),
+            "sweepName": None,
+            "project": {"id": "project", "name": PROJECT, "entity": {"id": "entity", "name": ENTITY}},
+            "historyLineCount": resumable.get("historyLineCount", 0),
+        }
+        return {"upsertBucket": {"bucket": bucket, "inserted": not resumable}}
+
+    def _create_run_files(self, variables: dict[str, Any]) -> dict[str, Any]:
+        name = variables["run"]
+        files = [{"name": file, "uploadUrl": f"{self.url}/upload/{name}/{file}"} for file in variables["files"]]
+        return {"createRunFiles": {"runID": f"bucket-{name}", "uploadHeaders": [], "files": files}}
+
+    def _notify_alert(self, variables: dict[str, Any]) -> dict[str, Any]:
+        self._run(variables["runName"]).alerts.append(variables)
+        return {"notifyScriptableRunAlert": {"success": True}}
+
+    def _resume_status(self, variables: dict[str, Any]) -> dict[str, Any]:
+        return {"model": {"id": "project", "name": PROJECT, "bucket": self.resumable.get(variables["name"])}}
+
+
+class _QuietServer(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, *_: object) -> None:
+        """A client that hangs up is no error here: wandb-core does when it ends, and faults make it."""
+
+
+def _handler(server: LoopbackServer) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            body = self._body()
+            if self.path == "/graphql":
+                request = json.loads(body)
+                match = re.search(r"\b(?:query|mutation)\s+(\w+)", request["query"])
+                operation = request.get("operationName") or (match.group(1) if match else "")
+                variables = request.get("variables") or {}
+                self._answer(operation, variables, lambda: server.answer_graphql(operation, variables))
+            elif self.path.endswith("/file_stream"):
+                stream, run_name = json.loads(body), self.path.split("/")[-2]
+                self._answer("file_stream", stream, lambda: server.take_stream(run_name, stream))
+            else:
+                self._send(404, {})
+
+        def do_PUT(self) -> None:
+            body = self._body()
+            self._answer("upload", body, lambda: server.take_file(self.path, body) or {})
+
+        def do_GET(self) -> None:
+            self._send(404, {})
+
+        def _body(self) -> bytes:
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            return gzip.decompress(body) if self.headers.get("Content-Encoding") == "gzip" else body
+
+        def _answer(self, operation: str, body: Any, reply: Callable[[], dict[str, Any]]) -> None:
+            server.record(operation, self.path, body)
+            trouble = server.trouble_for(operation)
+            if trouble == "500":
+                self._send(500, {"error": "asked for by the test"})
+            elif trouble is None:
+                self._send(200, reply())
+            else:
+                if trouble == "hang":
+                    server.wait_for_stop()
+                self.close_connection = True
+                self.connection.shutdown(socket.SHUT_RDWR)
+
+        def _send(self, status: int, reply: dict[str, Any]) -> None:
+            content = json.dumps(reply).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_: object) -> None:
+            """Tests read `requests`; the terminal stays quiet."""
+
+    return Handler

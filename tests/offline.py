@@ -1,0 +1,34 @@
+"""Read back what a run left in its offline file, with the reader that W&B ships (`wandb leet inspect`)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+
+def offline_file(run_or_directory: Any) -> Path:
+    """The `.wandb` file of a run, or of the only offline run below a directory."""
+    if isinstance(run_or_directory, Path):
+        (path,) = run_or_directory.rglob("run-*.wandb")
+        return path
+    return Path(run_or_directory.settings.sync_file)
+
+
+def records(run_or_directory: Any) -> list[dict[str, Any]]:
+    """All records of an offline run that has ended, in order."""
+    from wandb.util import get_core_path
+
+    path = offline_file(run_or_directory)
+    # The command behind `wandb leet inspect --json --follow`, without the second that the CLI takes to import. The
+    # file can lag behind run.finish(): --follow ends at the exit record.
+    command = [get_core_path(), "leet", "inspect", "--no-observability", "--json", "--follow", "--idle-timeout", "10s"]
+    command += ["--run-file", str(path), str(path.parent)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def history(run_or_directory: Any) -> list[dict[str, Any]]:
+    """The history rows of an offline run that has ended. Nested keys are joined by "."; NaN is a string."""
+    return [record["history"]["item"] for record in records(run_or_directory) if record["type"] == "history"]
