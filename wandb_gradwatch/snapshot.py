@@ -48,6 +48,7 @@ class Snapshot:
         histogram_steps: the steps whose gradients the histogram counts.
         loss_scale: [S] the loss scale of each sample; NaN without one.
         skipped: [S] True where AMP skipped the update.
+        trainable: [P] False for what is frozen: its missing rows are meant.
         metrics: further named values, each [S] or [S, P]-free scalars over samples; logged under their own keys.
         overhead_ratio: the monitor's share of the window's wall time; NaN where it is not measured.
     """
@@ -59,6 +60,7 @@ class Snapshot:
     histogram_steps: tuple[int, ...] = ()
     loss_scale: FloatArray = field(default=None)  # type: ignore[arg-type]  # filled in __post_init__
     skipped: npt.NDArray[np.bool_] = field(default=None)  # type: ignore[arg-type]  # filled in __post_init__
+    trainable: npt.NDArray[np.bool_] = field(default=None)  # type: ignore[arg-type]  # filled in __post_init__
     metrics: Mapping[str, FloatArray] = field(default_factory=dict)
     overhead_ratio: float = float("nan")
 
@@ -74,6 +76,8 @@ class Snapshot:
             object.__setattr__(self, "loss_scale", np.full(num_samples, np.nan))
         if self.skipped is None:
             object.__setattr__(self, "skipped", np.zeros(num_samples, dtype=bool))
+        if self.trainable is None:
+            object.__setattr__(self, "trainable", np.ones(num_names, dtype=bool))
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -279,7 +283,8 @@ class Snapshot:
         histogram = self.histogram
         if histogram is not None:
             histogram = np.stack([histogram[group].sum(axis=0) for group in groups])
-        return replace(self, names=tuple(members), rows=rows, histogram=histogram)
+        trainable = np.array([self.trainable[group].any() for group in groups], dtype=bool)
+        return replace(self, names=tuple(members), rows=rows, histogram=histogram, trainable=trainable)
 
     def sample(self, index: int) -> Snapshot:
         """One sample of this snapshot, without the histogram; negative indices count from the end."""
@@ -304,11 +309,13 @@ class Snapshot:
         names = tuple(dict.fromkeys(name for snapshot in snapshots for name in snapshot.names))
         place = {name: index for index, name in enumerate(names)}
         rows = np.full((sum(map(len, snapshots)), len(names), NUM_COLUMNS), np.nan)
+        trainable = np.zeros(len(names), dtype=bool)
         histogram = None
         start = 0
         for snapshot in snapshots:
             columns = [place[name] for name in snapshot.names]
             rows[start : start + len(snapshot), columns] = snapshot.rows
+            trainable[columns] = snapshot.trainable
             start += len(snapshot)
             if snapshot.histogram is not None:
                 histogram = np.zeros((len(names), NUM_BINS), dtype=np.int64) if histogram is None else histogram
@@ -322,6 +329,7 @@ class Snapshot:
             histogram_steps=tuple(step for s in snapshots for step in s.histogram_steps),
             loss_scale=np.concatenate([s.loss_scale for s in snapshots]),
             skipped=np.concatenate([s.skipped for s in snapshots]),
+            trainable=trainable,
             metrics={
                 key: np.concatenate([s.metrics.get(key, np.full(len(s), np.nan)) for s in snapshots]) for key in keys
             },

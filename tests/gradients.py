@@ -1,0 +1,73 @@
+"""Models whose gradients are chosen by the test: the loss is the inner product with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import wandb_gradwatch
+from wandb_gradwatch import MemorySink, Watcher
+from wandb_gradwatch.snapshot import Snapshot
+
+Values = Sequence[float] | Tensor
+
+
+class Chosen(nn.Module):
+    """Parameters of ones; `loss(a=[...])` gives parameter a exactly that gradient."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32, **sizes: int) -> None:
+        super().__init__()
+        for name, size in sizes.items():
+            setattr(self, name, nn.Parameter(torch.ones(size, dtype=dtype)))
+
+    def loss(self, **gradients: Values) -> Tensor:
+        terms = []
+        for name, values in gradients.items():
+            parameter = getattr(self, name)
+            terms.append((parameter * torch.as_tensor(values, dtype=parameter.dtype)).sum())
+        return torch.stack(terms).sum()
+
+
+def watch(model: Any, *args: Any, **options: Any) -> tuple[Watcher, MemorySink]:
+    """watch() into memory, every sample flushed, no rules unless given."""
+    sink = MemorySink()
+    options = {"sinks": [sink], "rules": [], "log_every": 1} | options
+    return wandb_gradwatch.watch(model, *args, **options), sink
+
+
+def step(model: Chosen, optimizer: torch.optim.Optimizer, **gradients: Values) -> None:
+    """One ordinary step."""
+    optimizer.zero_grad()
+    model.loss(**gradients).backward()
+    optimizer.step()
+
+
+def samples(watcher: Watcher, sink: MemorySink) -> Snapshot:
+    """Everything that was sampled, as one snapshot; the watcher is removed."""
+    watcher.remove()
+    merged = sink.merged()
+    assert merged is not None, "nothing was sampled"
+    return merged
+
+
+def of(snapshot: Snapshot, name: str, statistic: str) -> Any:
+    """One statistic of one name over the samples: [S]."""
+    return getattr(snapshot, statistic)[:, snapshot.names.index(name)]
+
+
+def train(make: Callable[[], nn.Module], data: Sequence[Tensor], *, watched: bool, **options: Any) -> Mapping[str, Any]:
+    """A plain training; returns the final parameters."""
+    torch.manual_seed(0)
+    model = make()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    watcher = watch(model, **options)[0] if watched else None
+    for batch in data:
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+    if watcher is not None:
+        watcher.remove()
+    return model.state_dict()

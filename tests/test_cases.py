@@ -1,0 +1,665 @@
+"""Cases with known answers: small training loops, one watch() line, values from closed forms."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import math
+import pickle
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from gradients import Chosen, of, samples, step, train, watch
+from torch import nn
+
+import wandb_gradwatch
+
+SGD = torch.optim.SGD
+
+
+def test_norm_of_the_model_and_of_each_layer():
+    model = Chosen(a=2, b=1)
+    watcher, sink = watch(model)
+    step(model, SGD(model.parameters(), lr=0.1), a=[3, 4], b=[12])
+    snapshot = samples(watcher, sink)
+    assert snapshot.total_grad_norm.tolist() == [13]  # 9 + 16 + 144 = 169
+    assert snapshot.grad_norm.tolist() == [[5, 12]]
+
+
+def test_mean_and_population_deviation_of_signed_gradients():
+    model = Chosen(a=2, b=1)
+    watcher, sink = watch(model)
+    step(model, SGD(model.parameters(), lr=0.1), a=[3, -4], b=[0])
+    total = samples(watcher, sink).total
+    assert total.grad_mean[0, 0] == pytest.approx(-1 / 3)
+    assert total.grad_std[0, 0] == pytest.approx(math.sqrt(25 / 3 - 1 / 9))  # 2.8674
+
+
+def test_micro_batches_are_one_sample_of_their_sum():
+    model = Chosen(a=1)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    watcher, sink = watch(model)
+    for _ in range(3):
+        optimizer.zero_grad()
+        for gradient in (1, 1, 1, -3):
+            model.loss(a=[gradient]).backward()
+        optimizer.step()
+    snapshot = samples(watcher, sink)
+    assert snapshot.steps.tolist() == [1, 2, 3]
+    assert of(snapshot, "a", "grad_norm").tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("groups", [[4, 4, 4, 2, 4], [2, 2, 3, 2], [1, 3, 1, 3]])
+def test_a_change_of_accumulation_gives_no_wrong_number(groups):
+    model = Chosen(a=1)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    watcher, sink = watch(model)
+    for micro_batches in groups:
+        optimizer.zero_grad()
+        for _ in range(micro_batches):
+            model.loss(a=[1]).backward()
+        optimizer.step()
+    assert of(samples(watcher, sink), "a", "grad_norm").tolist() == groups
+
+
+def test_accumulation_is_measured_once(monkeypatch):
+    model = Chosen(a=1)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    watcher, sink = watch(model)
+    measured = []
+    from wandb_gradwatch.capture import sampler
+
+    original = sampler.measure
+    monkeypatch.setattr(sampler, "measure", lambda *a, **k: measured.append(1) or original(*a, **k))
+    for _ in range(10):
+        optimizer.zero_grad()
+        for _ in range(4):
+            model.loss(a=[1]).backward()
+        optimizer.step()
+    assert of(samples(watcher, sink), "a", "grad_norm").tolist() == [4] * 10
+    assert len(measured) == 4 + 9  # all backwards of the first sample, then only the last of each
+
+
+def test_two_losses_one_step():
+    model = Chosen(a=1)
+    watcher, sink = watch(model)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    model.loss(a=[1]).backward()
+    model.loss(a=[100]).backward()
+    optimizer.step()
+    snapshot = samples(watcher, sink)
+    assert snapshot.steps.tolist() == [1]
+    assert of(snapshot, "a", "grad_norm").tolist() == [101]
+
+
+def test_optimizers_in_a_row_make_one_sample():
+    model = Chosen(a=2, b=1)
+    muon, adamw = SGD([model.a], lr=0.1), torch.optim.AdamW([model.b], lr=0.1)
+    watcher, sink = watch(model)
+    for _ in range(3):
+        model.zero_grad()
+        model.loss(a=[3, 4], b=[12]).backward()
+        muon.step()
+        adamw.step()
+    assert watcher.step == 3
+    snapshot = samples(watcher, sink)
+    assert snapshot.steps.tolist() == [1, 2, 3]
+    assert snapshot.total_grad_norm.tolist() == [13, 13, 13]
+
+
+def test_a_late_optimizer_without_gradients_joins_silently():
+    model = Chosen(a=1, b=1)
+    first, second = SGD([model.a], lr=0.1), SGD([model.b], lr=0.1)
+    watcher, sink = watch(model)
+    for _ in range(3):
+        first.zero_grad()
+        model.loss(a=[2]).backward()
+        first.step()
+        second.step()
+    assert watcher.step == 3
+    assert of(samples(watcher, sink), "a", "grad_norm").tolist() == [2, 2, 2]
+
+
+def test_gan_counts_each_parameter_once_per_step_of_its_own_optimizer():
+    model = Chosen(d=1, g=1)
+    d_optimizer, g_optimizer = SGD([model.d], lr=0.1), SGD([model.g], lr=0.1)
+    watcher, sink = watch(model)
+    for _ in range(3):
+        d_optimizer.zero_grad()
+        model.loss(d=[3]).backward()
+        d_optimizer.step()
+        g_optimizer.zero_grad()
+        model.loss(d=[100], g=[7]).backward()  # the discriminator gets a gradient that nobody uses
+        g_optimizer.step()
+    snapshot = samples(watcher, sink)
+    assert snapshot.steps.tolist() == [1, 2, 3, 4, 5, 6]
+    d, g = of(snapshot, "d", "grad_norm"), of(snapshot, "g", "grad_norm")
+    assert d[0::2].tolist() == [3, 3, 3]
+    assert np.isnan(d[1::2]).all()
+    assert g[1::2].tolist() == [7, 7, 7]
+    assert np.isnan(g[0::2]).all()
+
+
+def test_lbfgs_records_its_first_evaluation_and_one_step():
+    model = Chosen(a=1)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=5)
+    watcher, sink = watch(model)
+    first_gradients, evaluations = [], []
+
+    def closure():
+        optimizer.zero_grad()
+        loss = ((model.a - 3) ** 4).sum()
+        loss.backward()
+        evaluations.append(model.a.grad.norm().item())
+        return loss
+
+    for _ in range(2):
+        evaluations.clear()
+        optimizer.step(closure)
+        assert len(evaluations) > 1
+        first_gradients.append(evaluations[0])
+    assert of(samples(watcher, sink), "a", "grad_norm").tolist() == first_gradients
+
+
+def test_one_nan_leaves_the_rest_known():
+    model = Chosen(a=2, b=3)
+    watcher, sink = watch(model)
+    step(model, SGD(model.parameters(), lr=0.1), a=[3, 4], b=[1, math.nan, 2])
+    snapshot = samples(watcher, sink)
+    assert of(snapshot, "a", "grad_norm") == 5
+    assert of(snapshot, "b", "num_nan") == 1
+    assert of(snapshot, "b", "grad_norm") == pytest.approx(math.sqrt(5))
+
+
+def test_nan_and_infinities_are_counted_apart():
+    model = Chosen(a=2, b=3, c=3)
+    watcher, sink = watch(model)
+    step(
+        model,
+        SGD(model.parameters(), lr=0.1),
+        a=[math.nan, math.nan],
+        b=[math.inf, 3, 4],
+        c=[-math.inf, 6, 8],
+    )
+    snapshot = samples(watcher, sink)
+    assert snapshot.num_nan.tolist() == [[2, 0, 0]]
+    assert snapshot.num_inf.tolist() == [[0, 1, 1]]
+    assert snapshot.grad_norm.tolist() == [[0, 5, 10]]
+    assert snapshot.total_grad_norm[0] == pytest.approx(math.sqrt(125))
+    assert of(snapshot, "b", "grad_max") == 4
+
+
+def test_an_empty_parameter_disturbs_nobody():
+    model = Chosen(empty=0, a=2)
+    watcher, sink = watch(model)
+    step(model, SGD(model.parameters(), lr=0.1), empty=[], a=[3, 4])
+    assert samples(watcher, sink).total_grad_norm.tolist() == [5]
+
+
+def test_frozen_is_missing_and_unfrozen_is_followed():
+    model = Chosen(a=1, b=1)
+    model.b.requires_grad_(False)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    watcher, sink = watch(model)
+    for trained in (False, True, True, False):
+        model.b.requires_grad_(trained)
+        step(model, optimizer, a=[3], b=[4])
+    snapshot = samples(watcher, sink)
+    assert of(snapshot, "a", "grad_norm").tolist() == [3, 3, 3, 3]
+    assert np.isnan(of(snapshot, "b", "grad_norm")).tolist() == [True, False, False, True]
+    assert of(snapshot, "b", "grad_norm")[1:3].tolist() == [4, 4]
+
+
+def test_tied_weights_are_one_entry_with_both_uses():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = nn.Embedding(3, 2)
+            self.head = nn.Linear(2, 3, bias=False)
+            self.head.weight = self.embedding.weight
+
+    model = Tied()
+    optimizer = SGD(model.parameters(), lr=0.0)
+    watcher, sink = watch(model)
+    weight = model.embedding.weight
+    (weight.sum() * 3 + model.head.weight.sum() * 4).backward()
+    optimizer.step()
+    snapshot = samples(watcher, sink)
+    assert snapshot.names == ("embedding.weight",)
+    assert snapshot.grad_norm[0, 0] == pytest.approx(7 * math.sqrt(6))  # six elements, each 3 + 4
+
+
+def test_one_dead_relu_unit_of_four():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1))
+    with torch.no_grad():
+        model[0].weight.abs_()
+        model[0].bias.fill_(1.0)
+        model[0].weight[2] = 0
+        model[0].bias[2] = -1  # never fires on positive input
+    optimizer = SGD(model.parameters(), lr=0.0)
+    watcher, sink = watch(model)
+    model(torch.rand(8, 3) + 0.1).sum().backward()
+    optimizer.step()
+    snapshot = samples(watcher, sink)
+    assert of(snapshot, "0.weight", "zero_ratio") == 0.25
+    assert of(snapshot, "0.bias", "zero_ratio") == 0.25
+
+
+def test_tiny_gradients_are_not_dead():
+    model = Chosen(a=10)
+    watcher, sink = watch(model)
+    step(model, SGD(model.parameters(), lr=0.1), a=[1e-7] * 10)
+    assert of(samples(watcher, sink), "a", "dead_ratio") == 0
+
+
+def test_dead_threshold():
+    model = Chosen(a=4)
+    watcher, sink = watch(model, dead_threshold=1e-6)
+    step(model, SGD(model.parameters(), lr=0.1), a=[1e-7, -1e-7, 0, 1])
+    snapshot = samples(watcher, sink)
+    assert of(snapshot, "a", "dead_ratio") == 0.75
+    assert of(snapshot, "a", "zero_ratio") == 0.25
+
+
+def test_a_zero_parameter_has_no_ratio():
+    model = Chosen(a=1, b=1)
+    with torch.no_grad():
+        model.a.zero_()
+        model.b.fill_(2)
+    watcher, sink = watch(model)
+    step(model, SGD(model.parameters(), lr=0.0), a=[1], b=[1])
+    snapshot = samples(watcher, sink)
+    assert np.isnan(of(snapshot, "a", "grad_param_ratio"))
+    assert of(snapshot, "b", "grad_param_ratio") == 0.5
+
+
+def test_complex_parameter():
+    model = Chosen(torch.complex64, a=1)
+    watcher, sink = watch(model)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    (model.a * torch.tensor(3 - 4j)).real.sum().backward()
+    optimizer.step()
+    assert of(samples(watcher, sink), "a", "grad_norm") == 5
+
+
+def test_sparse_uncoalesced_embedding():
+    model = nn.Embedding(10, 4, sparse=True)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    watcher, sink = watch(model)
+    model(torch.tensor([1, 1, 2])).sum().backward()
+    optimizer.step()
+    snapshot = samples(watcher, sink)
+    assert snapshot.total_grad_norm[0] == pytest.approx(math.sqrt(20))  # row 1: four 2s, row 2: four 1s
+    assert of(snapshot, "weight", "zero_ratio") == 0.8
+
+
+def test_scalar_parameter_and_other_memory_formats():
+    model = nn.Module()
+    model.scale = nn.Parameter(torch.tensor(2.0))
+    model.conv = nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)
+    model.transposed = nn.Parameter(torch.ones(3, 2).t())
+    optimizer = SGD(model.parameters(), lr=0.0)
+    watcher, sink = watch(model)
+    image = torch.rand(1, 2, 4, 4).to(memory_format=torch.channels_last)
+    ramp = torch.arange(6.0).reshape(2, 3)
+    (model.scale * 3 + model.conv(image).sum() + (model.transposed * ramp).sum()).backward()
+    expected = model.conv.weight.grad.double().norm().item()
+    optimizer.step()
+    snapshot = samples(watcher, sink)
+    assert of(snapshot, "scale", "grad_norm") == 3
+    assert of(snapshot, "conv.weight", "grad_norm") == pytest.approx(expected)
+    assert of(snapshot, "transposed", "grad_norm") == pytest.approx(math.sqrt(55))  # 0 + 1 + 4 + 9 + 16 + 25
+
+
+def test_autograd_grad_records_nothing():
+    model = Chosen(a=1)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    watcher, sink = watch(model)
+    for _ in range(2):
+        optimizer.zero_grad()
+        torch.autograd.grad(model.loss(a=[100]), [model.a])
+        model.loss(a=[1]).backward()
+        torch.autograd.grad(model.loss(a=[100]), [model.a])
+        optimizer.step()
+    assert of(samples(watcher, sink), "a", "grad_norm").tolist() == [1, 1]
+
+
+def test_one_flush_of_the_accumulated_gradient_at_step_ten():
+    model = Chosen(a=1)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    watcher, sink = watch(model, log_every=10)
+    for _ in range(10):
+        optimizer.zero_grad()
+        for _ in range(4):
+            model.loss(a=[1]).backward()
+        optimizer.step()
+    watcher.remove()
+    assert len(sink.snapshots) == 1
+    assert sink.snapshots[0].steps.tolist() == list(range(1, 11))
+    assert sink.snapshots[0].total_grad_norm.tolist() == [4] * 10
+    assert 10 in sink.snapshots[0].histogram_steps
+
+
+def test_sample_every_is_in_optimizer_steps():
+    model = Chosen(a=1)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    watcher, sink = watch(model, sample_every=5, log_every=10)
+    for number in range(1, 21):
+        step(model, optimizer, a=[number])
+    watcher.remove()
+    assert [snapshot.steps.tolist() for snapshot in sink.snapshots] == [[5, 10], [15, 20]]
+    assert [snapshot.total_grad_norm.tolist() for snapshot in sink.snapshots] == [[5, 10], [15, 20]]
+
+
+def test_eval_forwards_have_no_effect():
+    model = nn.Linear(2, 1)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    watcher, sink = watch(model)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        model.eval()
+        with torch.no_grad():
+            model(torch.ones(5, 2))
+        model.train()
+    assert samples(watcher, sink).steps.tolist() == [1, 2, 3]
+
+
+def test_two_models_get_distinct_stable_names():
+    models = [Chosen(a=1), Chosen(a=1)]
+    watcher, _ = watch(models)
+    assert watcher.parameter_names == ("model0.a", "model1.a")
+    watcher.remove()
+    watcher, _ = watch({"student": models[0], "teacher": models[1]})
+    assert watcher.parameter_names == ("student.a", "teacher.a")
+    watcher.remove()
+
+
+def test_watching_twice_replaces_with_a_warning(caplog):
+    model = Chosen(a=1)
+    first, first_sink = watch(model)
+    second, second_sink = watch(model)
+    assert "already watched" in caplog.text
+    step(model, SGD(model.parameters(), lr=0.1), a=[1])
+    first.remove()
+    assert not first_sink.snapshots
+    assert len(samples(second, second_sink)) == 1
+
+
+def test_unwatch_leaves_no_hook_behind():
+    from torch.optim import optimizer as optimizer_module
+
+    before = len(optimizer_module._global_optimizer_pre_hooks)
+    model = Chosen(a=1)
+    scale, unscale = torch.amp.GradScaler.scale, torch.amp.GradScaler.unscale_
+    watch(model)
+    assert model.a._post_accumulate_grad_hooks
+    wandb_gradwatch.unwatch(model)
+    assert not model.a._post_accumulate_grad_hooks
+    assert len(optimizer_module._global_optimizer_pre_hooks) == before
+    assert (torch.amp.GradScaler.scale, torch.amp.GradScaler.unscale_) == (scale, unscale)
+    wandb_gradwatch.unwatch()
+    watcher, sink = watch(model)
+    step(model, SGD(model.parameters(), lr=0.1), a=[5])
+    assert samples(watcher, sink).total_grad_norm.tolist() == [5]
+
+
+def test_a_copied_or_saved_model_works_and_is_not_monitored(tmp_path):
+    model = Chosen(a=1)
+    watcher, sink = watch(model)
+    step(model, SGD(model.parameters(), lr=0.0), a=[1])
+    torch.save(model, tmp_path / "model.pt")
+    copies = [
+        copy.deepcopy(model),
+        pickle.loads(pickle.dumps(model)),
+        torch.load(tmp_path / "model.pt", weights_only=False),
+        torch.optim.swa_utils.AveragedModel(model).module,
+    ]
+    for other in copies:
+        step(other, SGD(other.parameters(), lr=0.0), a=[100])
+    step(model, SGD(model.parameters(), lr=0.0), a=[2])
+    assert of(samples(watcher, sink), "a", "grad_norm").tolist() == [1, 2]
+
+
+def test_a_replaced_parameter_is_followed_and_said_once(caplog):
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 1, bias=False))
+    watcher, _ = watch(model)
+    for number in range(3):
+        if number == 1:
+            model[1] = nn.Linear(2, 1, bias=False)
+        optimizer = SGD(model.parameters(), lr=0.0)
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        expected = model[1].weight.grad.double().norm().item()
+        optimizer.step()
+        assert watcher.latest.grad_norm[0, 1] == pytest.approx(expected)
+    watcher.remove()
+    assert caplog.text.count("now following") == 1
+    assert "1.weight" in caplog.text
+
+
+def test_lora_added_after_watch():
+    class Lora(nn.Module):
+        def __init__(self, base):
+            super().__init__()
+            self.base = base
+            self.down = nn.Parameter(torch.ones(1, 2))
+            self.up = nn.Parameter(torch.zeros(1, 1))
+
+        def forward(self, x):
+            return self.base(x) + x @ self.down.t() @ self.up.t()
+
+    model = nn.Sequential(nn.Linear(2, 1, bias=False))
+    watcher, sink = watch(model)
+    step_of(model, SGD(model.parameters(), lr=0.0))
+    model[0].weight.requires_grad_(False)
+    model[0] = Lora(model[0])
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for _ in range(2):
+        step_of(model, SGD(trained, lr=0.0))
+    snapshot = samples(watcher, sink)
+    assert set(snapshot.names) == {"0.weight", "0.down", "0.up", "0.base.weight"}
+    # All ones: up receives x . down = 2, down receives up * x = 0.
+    assert of(snapshot, "0.up", "grad_norm")[-1] == 2
+    assert of(snapshot, "0.down", "grad_norm")[-1] == 0
+    assert np.isnan(of(snapshot, "0.weight", "grad_norm")[1:]).all()
+
+
+def step_of(model, optimizer):
+    optimizer.zero_grad()
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+
+
+def test_load_state_dict_assign_is_followed():
+    model = nn.Linear(2, 1, bias=False)
+    watcher, sink = watch(model)
+    step_of(model, SGD(model.parameters(), lr=0.0))
+    model.load_state_dict({"weight": torch.ones(1, 2)}, assign=True)
+    optimizer = SGD(model.parameters(), lr=0.0)
+    for _ in range(2):
+        step_of(model, optimizer)
+    assert of(samples(watcher, sink), "weight", "grad_norm")[-1] == pytest.approx(math.sqrt(2))
+
+
+def test_changing_the_dtype_of_the_model_is_followed():
+    model = nn.Linear(2, 1, bias=False)
+    watcher, sink = watch(model)
+    step_of(model, SGD(model.parameters(), lr=0.0))
+    model.to(torch.float64)
+    optimizer = SGD(model.parameters(), lr=0.0)
+    optimizer.zero_grad()
+    model(torch.ones(1, 2, dtype=torch.float64)).sum().backward()
+    optimizer.step()
+    assert of(samples(watcher, sink), "weight", "grad_norm").tolist() == pytest.approx([math.sqrt(2)] * 2)
+
+
+def test_a_backward_that_raises_does_not_stop_the_monitoring():
+    class Bad(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise RuntimeError("backward is broken")
+
+    model = Chosen(a=1, b=1)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    watcher, sink = watch(model)
+    step(model, optimizer, a=[1], b=[1])
+    optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match="backward is broken"):
+        (model.loss(b=[5]) + Bad.apply(model.a).sum()).backward()
+    for _ in range(2):
+        step(model, optimizer, a=[3], b=[4])
+    assert samples(watcher, sink).total_grad_norm.tolist() == [pytest.approx(math.sqrt(2)), 5, 5]
+
+
+def test_a_step_that_raises_is_a_sample_and_monitoring_goes_on():
+    class Fragile(SGD):
+        fails = True
+
+        def step(self, closure=None):
+            if self.fails:
+                raise RuntimeError("step is broken")
+            return super().step(closure)
+
+    model = Chosen(a=1)
+    optimizer = Fragile(model.parameters(), lr=0.1)
+    watcher, sink = watch(model)
+    model.loss(a=[1]).backward()
+    with pytest.raises(RuntimeError, match="step is broken"):
+        optimizer.step()
+    optimizer.fails = False
+    for _ in range(2):
+        step(model, optimizer, a=[2])
+    assert of(samples(watcher, sink), "a", "grad_norm").tolist() == [1, 2, 2]
+
+
+def test_steps_inside_steps_count_once():
+    class Outer(SGD):
+        def step(self, closure=None):
+            return super().step(closure)
+
+    model = Chosen(a=1)
+    SGD(model.parameters(), lr=0.1)  # the base class's own step is hooked too
+    optimizer = Outer(model.parameters(), lr=0.1)
+    watcher, sink = watch(model)
+    for number in (1, 2, 3):
+        step(model, optimizer, a=[number])
+    assert of(samples(watcher, sink), "a", "grad_norm").tolist() == [1, 2, 3]
+
+
+def test_updates_by_hand_without_any_optimizer(caplog):
+    model = Chosen(a=1)
+    watcher, sink = watch(model)
+    for number in range(1, 6):
+        model.loss(a=[number]).backward()
+        with torch.no_grad():
+            model.a -= 0.1 * model.a.grad
+        model.a.grad = None
+    assert of(samples(watcher, sink), "a", "grad_norm").tolist() == [1, 2, 3, 4, 5]
+    assert caplog.text.count("no optimizer step was seen") == 1
+
+
+def test_updates_by_hand_with_accumulation():
+    model = Chosen(a=1)
+    watcher, sink = watch(model)
+    for _ in range(5):
+        for _ in range(3):
+            model.loss(a=[2]).backward()
+        with torch.no_grad():
+            model.a -= 0.1 * model.a.grad
+        model.a.grad.zero_()
+    assert of(samples(watcher, sink), "a", "grad_norm").tolist() == [6] * 5
+
+
+def test_warm_up_backwards_before_the_first_step_are_no_samples():
+    model = Chosen(a=1)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    watcher, sink = watch(model)
+    for _ in range(2):
+        model.loss(a=[50]).backward()
+        optimizer.zero_grad()
+    for number in (1, 2):
+        step(model, optimizer, a=[number])
+    snapshot = samples(watcher, sink)
+    assert snapshot.steps.tolist() == [1, 2]
+    assert of(snapshot, "a", "grad_norm").tolist() == [1, 2]
+
+
+def test_watcher_step_is_the_clock_of_exotic_loops():
+    model = Chosen(a=1)
+    watcher, sink = watch(model)
+    for number in (1, 2, 3):
+        model.loss(a=[number]).backward()
+        model.a.grad = None
+        watcher.step()
+    assert watcher.step == 3
+    assert of(samples(watcher, sink), "a", "grad_norm").tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_zeroed_before_the_step_are_missing_and_said_once(set_to_none):
+    model = Chosen(a=1)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    watcher, sink = watch(model)
+    for _ in range(4):
+        model.loss(a=[3]).backward()
+        optimizer.zero_grad(set_to_none=set_to_none)
+        optimizer.step()
+    snapshot = samples(watcher, sink)
+    assert np.isnan(of(snapshot, "a", "grad_norm")).all()
+    assert [alert.title for alert in sink.alerts] == ["No gradient"]
+    assert "zero_grad()" in sink.alerts[0].text
+    assert "step 1" in sink.alerts[0].text
+
+
+def test_unused_parameters_with_zeroed_gradients_are_missing_not_dead():
+    model = Chosen(a=1, b=1)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    watcher, sink = watch(model)
+    step(model, optimizer, a=[1], b=[1])
+    for _ in range(2):
+        optimizer.zero_grad(set_to_none=False)
+        model.loss(a=[1]).backward()
+        optimizer.step()
+    snapshot = samples(watcher, sink)
+    assert np.isnan(of(snapshot, "b", "dead_ratio")).tolist() == [False, True, True]
+
+
+def test_a_collected_model_takes_its_watcher_along():
+    model = Chosen(a=1)
+    watcher, sink = watch(model)
+    reference = weakref.ref(model.a)
+    step(model, SGD(model.parameters(), lr=0.1), a=[1])
+    del model
+    gc.collect()
+    assert reference() is None
+    assert sink.closed
+    watcher.remove()
+
+
+def test_training_is_bitwise_the_same():
+    def make():
+        return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+
+    data = [torch.randn(16, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(10)]
+    plain = train(make, data, watched=False)
+    watched = train(make, data, watched=True)
+    assert all(torch.equal(plain[name], watched[name]) for name in plain)
+
+
+def test_a_checker_of_equal_training_can_fail():
+    def make():
+        return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+
+    data = [torch.randn(16, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(10)]
+    plain = train(make, data, watched=False)
+    other = train(make, [*data[:-1], data[-1] + 1e-3], watched=True)
+    assert not all(torch.equal(plain[name], other[name]) for name in plain)

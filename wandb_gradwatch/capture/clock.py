@@ -1,0 +1,139 @@
+"""Which backwards and optimizer steps make one sample. Pure: integers in, closed samples out.
+
+An optimizer is a key, a parameter is a slot. The rules:
+
+- Optimizers that step one after the other after the same backwards make one sample of all their parameters.
+- A sample closes when the owner of every marked slot has stepped and so have the optimizers of the sample before; at
+  the latest when the next backward begins.
+- The same optimizer stepping again opens a new sample.
+- An optimizer that comes late and without gradients joins the sample that has just closed.
+- In the first sample the owners are not all known yet: a marked slot without an owner keeps it open. Later it delays
+  nothing.
+- Steps inside a backward (an optimizer fused into it) make one sample, closed when that backward ends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Closed:
+    """A sample that has just closed.
+
+    Args:
+        step: its number.
+        stepped: the optimizers that stepped.
+        marked: the slots that received a gradient.
+        skipped: whether loss scaling skipped an update in it.
+        backwards: how many backwards went into it.
+    """
+
+    step: int
+    stepped: frozenset[int]
+    marked: frozenset[int]
+    skipped: bool
+    backwards: int
+
+
+@dataclass
+class SampleClock:
+    """Turns marks, backwards and steps into samples.
+
+    Args:
+        step: the number of the last closed sample.
+    """
+
+    step: int = 0
+    owned: dict[int, frozenset[int]] = field(default_factory=dict)  # optimizer -> its slots
+    owner: dict[int, int] = field(default_factory=dict)  # slot -> optimizer
+    marked: set[int] = field(default_factory=set)
+    backwards: int = 0
+    _stepped: set[int] = field(default_factory=set)
+    _inside_backward: bool = False  # an optimizer stepped inside a backward that has not ended
+    _skipped: bool = False
+    _previous: frozenset[int] = frozenset()  # the optimizers of the sample before
+    _closed_any: bool = False
+
+    @property
+    def open_step(self) -> int:
+        """The number that the open sample will get."""
+        return self.step + 1
+
+    @property
+    def stepped(self) -> bool:
+        """Whether an optimizer has stepped in the open sample."""
+        return bool(self._stepped)
+
+    def own(self, optimizer: int, slots: frozenset[int]) -> None:
+        """Record which slots an optimizer updates, replacing what was known of it."""
+        for slot in self.owned.get(optimizer, frozenset()):
+            if self.owner.get(slot) == optimizer:
+                del self.owner[slot]
+        self.owned[optimizer] = slots
+        self.owner.update(dict.fromkeys(slots, optimizer))
+
+    def disown(self, optimizer: int) -> None:
+        """Forget an optimizer that is gone: nothing waits for it any more."""
+        self.own(optimizer, frozenset())
+        del self.owned[optimizer]
+        self._previous -= {optimizer}
+
+    def backward_begins(self) -> Closed | None:
+        """A new backward: a sample that already has a step is over."""
+        return self._close() if self._stepped and not self._inside_backward else None
+
+    def backward_ended(self) -> Closed | None:
+        """A backward is over, and with it a sample whose optimizers stepped inside."""
+        self.backwards += 1
+        return self._close() if self._inside_backward else None
+
+    def step_begins(self, optimizer: int) -> Closed | None:
+        """An optimizer is about to step: for the second time in a sample means that the sample was over."""
+        return self._close() if optimizer in self._stepped and not self._inside_backward else None
+
+    def joins_silently(self, optimizer: int) -> bool:
+        """Whether a step without gradients belongs to the sample that has just closed."""
+        fresh = not self._stepped and not self.marked and not self.backwards
+        return fresh and self._closed_any and optimizer not in self._previous
+
+    def join(self, optimizer: int) -> None:
+        """Count a silent late-comer among the optimizers of the sample that has just closed."""
+        self._previous |= {optimizer}
+
+    def step_ended(self, optimizer: int, *, skipped: bool = False, inside_backward: bool = False) -> Closed | None:
+        """An optimizer has stepped, or was told to and loss scaling skipped it."""
+        self._stepped.add(optimizer)
+        self._skipped |= skipped
+        self._inside_backward |= inside_backward
+        return self._close() if not self._inside_backward and self._is_complete() else None
+
+    def close(self) -> Closed | None:
+        """End the open sample if anything stepped in it."""
+        return self._close() if self._stepped else None
+
+    def update(self) -> Closed:
+        """End the open sample without an optimizer: the backward, or the user, is the clock."""
+        return self._close()
+
+    def discard(self) -> None:
+        """Forget the open sample: its gradients led to no update."""
+        self.marked, self.backwards = set(), 0
+
+    def _is_complete(self) -> bool:
+        for slot in self.marked:
+            owner = self.owner.get(slot)
+            if owner is None:
+                if not self._closed_any:
+                    return False
+            elif owner not in self._stepped:
+                return False
+        return self._previous <= self._stepped
+
+    def _close(self) -> Closed:
+        self.step += 1
+        closed = Closed(self.step, frozenset(self._stepped), frozenset(self.marked), self._skipped, self.backwards)
+        self._previous, self._closed_any = closed.stepped, True
+        self._stepped, self._inside_backward, self._skipped = set(), False, False
+        self.discard()
+        return closed

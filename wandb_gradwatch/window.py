@@ -1,0 +1,292 @@
+"""The samples since the last flush: preallocated on each device, committed at a step, drained without waiting.
+
+    write(slots, measurement)   rows of the open sample; the last write wins
+    commit(sample)              the open sample is done: its rows start their way to the host
+    flush()                     the window is done: its histogram follows, and the next window begins
+    poll()                      what has arrived, in order
+
+On CPU everything arrives at once. On other devices each shipment is an asynchronous copy into pinned memory and an
+event; poll() asks the event and never waits for it, unless told to.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .statistics.columns import NUM_BINS, NUM_COLUMNS, Column, FloatArray, IntArray
+from .statistics.measure import Measurement
+
+# S samples in the window, P watched parameters, N of them written at once, C columns, B histogram bins
+
+# Columns that stay meaningful when only the gradient after clipping was seen.
+_SEEN_AFTER_CLIPPING: Final = [
+    Column.NUM_ELEMENTS,
+    Column.NUM_NAN,
+    Column.NUM_INF,
+    Column.RECEIVED_SUM_SQ,
+    Column.PARAM_SUM_SQ,
+    Column.PARAM_NUM_NONFINITE,
+]
+_HIDDEN_BY_CLIPPING: Final = [column for column in Column if column not in _SEEN_AFTER_CLIPPING]
+
+# Per-sample values that live on a device: written there, read when the sample arrives.
+_LOSS_SCALE, _FOUND_INF, _NUM_GLOBALS = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What the host knows of a sample when it closes.
+
+    Args:
+        step: its number.
+        skipped: whether loss scaling skipped an update; an optimizer that skips by itself says so on the device.
+        updated: for each optimizer that stepped, the slots that it owns.
+        compared: slots whose gradient looked unmodified since the backward and was compared by value all the same.
+    """
+
+    step: int
+    skipped: bool
+    updated: tuple[tuple[int, ...], ...]
+    compared: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class ArrivedSample:
+    """A sample on the host: rows [P, C]."""
+
+    sample: Sample
+    rows: FloatArray
+    loss_scale: float
+    skipped: bool
+
+
+@dataclass(frozen=True)
+class ArrivedFlush:
+    """The end of a window on the host: histogram [P, B], None where none was taken."""
+
+    histogram: IntArray | None
+    histogram_steps: tuple[int, ...]
+
+
+class _Transfer:
+    """One tensor on its way to the host."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        if tensor.device.type == "cpu":
+            self._host, self._event = tensor.clone(), None
+        elif tensor.device.type == "cuda":
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record(torch.cuda.current_stream(tensor.device))
+        else:  # no pinned memory and no events that all such devices share: the copy waits
+            self._host, self._event = tensor.cpu(), None
+
+    def arrived(self, *, wait: bool) -> bool:
+        if self._event is None:
+            return True
+        if wait:  # the one place where the host waits for a device: flush() and remove() called by the user
+            self._event.synchronize()
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    @property
+    def array(self) -> FloatArray | IntArray:
+        return self._host.numpy()
+
+
+@dataclass(frozen=True)
+class _Shipment:
+    """Transfers that arrive together: of a sample (rows and globals by device), or of a flush (histograms)."""
+
+    sample: Sample | None
+    transfers: tuple[_Transfer, ...]
+    num_names: int
+    histogram_steps: tuple[int, ...] = ()
+
+    def unpack(self) -> ArrivedSample | ArrivedFlush:
+        if self.sample is None:
+            histogram: IntArray | None = None
+            for transfer in self.transfers:
+                counts = np.asarray(transfer.array, dtype=np.int64)
+                histogram = counts if histogram is None else histogram + counts
+            return ArrivedFlush(histogram, self.histogram_steps)
+        rows = np.full((self.num_names, NUM_COLUMNS), np.nan)
+        loss_scale, found_inf = np.nan, 0.0
+        for packed in (np.asarray(transfer.array) for transfer in self.transfers):
+            device_rows = packed[:-1]
+            here = ~np.isnan(device_rows[:, Column.NUM_ELEMENTS])
+            rows[here] = device_rows[here]
+            if not np.isnan(packed[-1, _LOSS_SCALE]):
+                loss_scale = packed[-1, _LOSS_SCALE]
+            found_inf = np.fmax(found_inf, packed[-1, _FOUND_INF])
+        return ArrivedSample(self.sample, rows, float(loss_scale), self.sample.skipped or bool(found_inf))
+
+
+class _DeviceWindow:
+    """The open sample's rows and the window's histogram on one device.
+
+    The last row of `rows` holds the sample's globals, so that a sample travels in one copy.
+    """
+
+    def __init__(self, device: torch.device, num_names: int) -> None:
+        self.device = device
+        self.rows = torch.full((num_names + 1, NUM_COLUMNS), torch.nan, dtype=torch.float64, device=device)
+        self.histogram = torch.zeros((num_names, NUM_BINS), dtype=torch.int64, device=device)
+        self.has_histogram = False
+        self._slots: dict[tuple[int, ...], Tensor] = {}
+
+    def grow(self, num_names: int) -> None:
+        """Make room for names that appeared: their rows are missing so far."""
+        old = len(self.histogram)
+        rows = torch.full((num_names + 1, NUM_COLUMNS), torch.nan, dtype=torch.float64, device=self.device)
+        rows[:old], rows[-1] = self.rows[:old], self.rows[-1]
+        histogram = torch.zeros((num_names, NUM_BINS), dtype=torch.int64, device=self.device)
+        histogram[:old] = self.histogram
+        self.rows, self.histogram, self._slots = rows, histogram, {}
+
+    def index(self, slots: tuple[int, ...]) -> Tensor | slice:
+        """Slots as an index that needs no upload: a slice where they are consecutive, else a tensor that is kept."""
+        if slots[-1] - slots[0] + 1 == len(slots):
+            return slice(slots[0], slots[-1] + 1)
+        if slots not in self._slots:
+            if len(self._slots) > 64:
+                self._slots.clear()
+            host = torch.tensor(slots)
+            if self.device.type == "cuda":
+                host = host.pin_memory()
+            self._slots[slots] = host.to(self.device, non_blocking=True)
+        return self._slots[slots]
+
+
+class Window:
+    """Rows of the open sample and the histogram since the last flush, on every device that has gradients.
+
+    Args:
+        keep_newest_histogram: a new histogram replaces the window's instead of being added to it.
+    """
+
+    def __init__(self, *, keep_newest_histogram: bool) -> None:
+        self._keep_newest = keep_newest_histogram
+        self._devices: dict[torch.device, _DeviceWindow] = {}
+        self._num_names = 0
+        self._histogram_steps: list[int] = []
+        self._shipments: deque[_Shipment] = deque()
+
+    def resize(self, num_names: int) -> None:
+        """Make room for new names."""
+        if num_names > self._num_names:
+            self._num_names = num_names
+            for window in self._devices.values():
+                window.grow(num_names)
+
+    # ---- the open sample
+
+    def write(self, slots: Sequence[int], measurement: Measurement, *, step: int) -> None:
+        """Put rows into the open sample, over what was there.
+
+        Args:
+            slots: [N] ascending.
+            measurement: rows [N, C] and, when due, histogram [N, B], on the gradients' device.
+            step: the open sample's number; the histogram's.
+        """
+        window = self._on(measurement.rows.device)
+        index = window.index(tuple(slots))
+        window.rows[index] = measurement.rows
+        if measurement.histogram is None:
+            return
+        if step not in self._histogram_steps and self._keep_newest:
+            self._drop_histogram()
+        if step not in self._histogram_steps:
+            self._histogram_steps.append(step)
+        window.has_histogram = True
+        if self._keep_newest:
+            window.histogram[index] = measurement.histogram
+        else:
+            window.histogram[index] += measurement.histogram
+
+    def write_after_clipping(self, slots: Sequence[int], measurement: Measurement) -> None:
+        """Put in rows of gradients that may have been clipped before they were seen: what clipping hides is missing."""
+        rows = measurement.rows
+        rows[:, _HIDDEN_BY_CLIPPING] = torch.nan
+        window = self._on(rows.device)
+        window.rows[window.index(tuple(slots))] = rows
+
+    def write_received(self, slots: Sequence[int], sum_sq: Tensor) -> None:
+        """Correct what the optimizer received, where it is not what was measured: sums of squares [N]."""
+        window = self._on(sum_sq.device)
+        window.rows[window.index(tuple(slots)), Column.RECEIVED_SUM_SQ] = sum_sq
+
+    def rescale(self, slots: Sequence[int], factor_C: Tensor) -> None:
+        """Multiply rows of the open sample by a factor per column: [C]. The histogram cannot follow and is dropped."""
+        for window in self._devices.values():
+            window.rows[window.index(tuple(slots))] *= factor_C.to(window.device, non_blocking=True)
+        self._drop_histogram()
+
+    def drop_zero_rows(self, slots: Sequence[int]) -> None:
+        """Rows of gradients that nothing marked and that are all zero are leftovers of zero_grad(): missing."""
+        for window in self._devices.values():
+            index = window.index(tuple(slots))
+            rows = window.rows[index]
+            leftover = rows[:, Column.NUM_ZERO] == rows[:, Column.NUM_ELEMENTS]
+            window.rows[index] = torch.where(leftover[:, None], torch.nan, rows)
+
+    def clear(self, slots: Sequence[int]) -> None:
+        """These parameters have no gradient in the open sample after all."""
+        for window in self._devices.values():
+            window.rows[window.index(tuple(slots))] = torch.nan
+
+    def set_loss_scale(self, scale: Tensor) -> None:
+        """Record the open sample's loss scale: a scalar tensor on its device."""
+        self._on(scale.device).rows[-1, _LOSS_SCALE] = scale.double()
+
+    def set_found_inf(self, found_inf: Tensor) -> None:
+        """Record that an optimizer skips its update where this scalar tensor is not 0."""
+        self._on(found_inf.device).rows[-1, _FOUND_INF] = found_inf.double().reshape(())
+
+    # ---- towards the host
+
+    def commit(self, sample: Sample) -> None:
+        """Send the open sample on its way and open the next."""
+        transfers = []
+        for window in self._devices.values():
+            transfers.append(_Transfer(window.rows))
+            window.rows.fill_(torch.nan)
+        self._shipments.append(_Shipment(sample, tuple(transfers), self._num_names))
+
+    def forget_sent(self) -> None:
+        """Forget what was sent and not polled: it turned out not to be samples."""
+        self._shipments.clear()
+        self._drop_histogram()
+
+    def flush(self) -> None:
+        """Send the histogram after the window's samples and begin the next window."""
+        transfers = tuple(_Transfer(window.histogram) for window in self._devices.values() if window.has_histogram)
+        self._shipments.append(_Shipment(None, transfers, self._num_names, tuple(self._histogram_steps)))
+        self._drop_histogram()
+
+    def poll(self, *, wait: bool = False) -> list[ArrivedSample | ArrivedFlush]:
+        """What has arrived since the last poll, in order; with `wait`, all that was sent."""
+        arrived = []
+        while self._shipments and all(transfer.arrived(wait=wait) for transfer in self._shipments[0].transfers):
+            arrived.append(self._shipments.popleft().unpack())
+        return arrived
+
+    def _drop_histogram(self) -> None:
+        self._histogram_steps = []
+        for window in self._devices.values():
+            if window.has_histogram:
+                window.histogram.zero_()
+                window.has_histogram = False
+
+    def _on(self, device: torch.device) -> _DeviceWindow:
+        window = self._devices.get(device)
+        if window is None:
+            window = self._devices[device] = _DeviceWindow(device, self._num_names)
+        return window
