@@ -18,7 +18,7 @@ from .columns import NUM_BINS, FloatArray, IntArray, bins_of
 # K codes: the sign, the exponent and the first mantissa bit of a float; histogram bins are unions of codes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class FloatBits:
     """How a floating-point dtype lays out its bits."""
 
@@ -74,10 +74,11 @@ FLOAT64: Final = FloatBits(np.dtype(np.float64), np.dtype(np.uint64), np.dtype(n
 
 def largest_magnitude_within(threshold: float, layout: FloatBits) -> int:
     """The bits of the largest finite float whose magnitude is <= threshold; -1 if there is none."""
-    if not threshold >= 0:
+    if threshold == 0:
+        return 0
+    if not threshold > 0:
         return -1
-    largest = layout.infinity - 1
-    low, high = 0, largest
+    low, high = 0, layout.infinity - 1
     while low < high:  # by bisection over the bits: no conversion can round the threshold up past itself
         middle = (low + high + 1) // 2
         low, high = (middle, high) if layout.value(middle) <= threshold else (low, middle - 1)

@@ -22,6 +22,7 @@ from .columns import (
     MAX_COLUMNS,
     MIN_COLUMNS,
     NUM_BINS,
+    NUM_COLUMNS,
     SCALE_POWER,
     ZERO_BIN,
     Column,
@@ -45,21 +46,20 @@ def measure(
 ) -> tuple[Tensor, Tensor | None]:
     """Measure each gradient: rows [N, C] in float64 and, if asked for, the histogram [N, B] in int64."""
     elements, num_implicit_zeros, exponent = _scaled_elements(gradients, inverse_scale)
-    rows_NC = np.tile(IDENTITY_C, (len(gradients), 1))
+    rows_NC = np.empty((len(gradients), NUM_COLUMNS))
+    rows_NC[:] = IDENTITY_C
     histogram_NB = np.zeros((len(gradients), NUM_BINS), dtype=np.int64) if histogram else None
-    for layout in (FLOAT32, FLOAT64):
-        indices = [i for i, e in enumerate(elements) if e.numel() and _layout_of(e) is layout]
-        if not indices:
-            continue
+    for layout in {_layout_of(e) for e in elements}:
         dead_magnitude = largest_magnitude_within(math.ldexp(dead_threshold, -exponent), layout)
         codes_NK = np.zeros((len(elements), layout.num_codes), dtype=np.int64) if histogram else None
-        _read(elements, indices, layout, dead_magnitude, rows_NC, codes_NK)
+        _read(elements, layout, dead_magnitude, rows_NC, codes_NK)
         if histogram_NB is not None and codes_NK is not None:
             histogram_NB += bins_from_codes(codes_NK, layout, exponent)
 
     _add_implicit_zeros(rows_NC, num_implicit_zeros)
-    for column, power in SCALE_POWER.items():
-        rows_NC[:, column] *= math.ldexp(1.0, exponent * power)
+    if exponent:
+        for column, power in SCALE_POWER.items():
+            rows_NC[:, column] *= math.ldexp(1.0, exponent * power)
     rows_NC[:, Column.RECEIVED_SUM_SQ] = rows_NC[:, Column.GRAD_SUM_SQ]
     if histogram_NB is not None:
         histogram_NB[:, ZERO_BIN] = rows_NC[:, Column.NUM_ZERO]
@@ -96,21 +96,22 @@ def _layout_of(elements: Tensor) -> FloatBits:
 
 def _read(
     elements: Sequence[Tensor],
-    indices: Sequence[int],
     layout: FloatBits,
     dead_magnitude: int,
     rows_NC: FloatArray,
     codes_NK: IntArray | None,
 ) -> None:
-    """Fill in the rows and the code counts of non-empty tensors of one layout."""
-    large = [i for i in indices if elements[i].numel() >= SMALL]
-    for batch in _small_batches(elements, indices):
-        values, starts = concatenated([elements[i] for i in batch], _torch_dtype(layout))
+    """Fill in the rows and the code counts of the non-empty tensors of one layout."""
+    sizes = [e.numel() if _layout_of(e) is layout else 0 for e in elements]
+    large = [i for i, size in enumerate(sizes) if size >= SMALL]
+    for batch in batches(elements, sizes):
+        values, starts = concatenated([elements[i] for i in batch])
         rows_GC, codes_GK, nonfinite_G = measure_batch(values, starts, layout, dead_magnitude, codes_NK is not None)
         rows_NC[batch] = rows_GC
         if codes_NK is not None and codes_GK is not None:
             codes_NK[batch] = codes_GK
-        large += [i for i, nonfinite in zip(batch, nonfinite_G.tolist(), strict=True) if nonfinite]
+        if nonfinite_G.any():
+            large += [batch[g] for g in np.flatnonzero(nonfinite_G)]
     if not large:
         return
     reader = ChunkReader(layout, dead_magnitude)
@@ -139,23 +140,14 @@ def _merge_parts(parts_MC: FloatArray, starts: IntArray, indices: list[int], row
 def _sums_of_squares(elements: Sequence[Tensor]) -> FloatArray:
     """Sum of squares of the finite elements and number of the others: [N, 2]."""
     sums_N2 = np.zeros((len(elements), 2))
-    indices = [i for i, e in enumerate(elements) if e.numel()]
-    for batch in _small_batches(elements, indices):
-        values, starts = concatenated([elements[i] for i in batch], _torch_dtype(_layout_of(elements[batch[0]])))
+    sizes = [e.numel() for e in elements]
+    for batch in batches(elements, sizes):
+        values, starts = concatenated([elements[i] for i in batch])
         sums_N2[batch] = np.stack(sum_sq_batch(values, starts), axis=1)
-    for index in indices:
-        if elements[index].numel() >= SMALL:
+    for index, size in enumerate(sizes):
+        if size >= SMALL:
             sums_N2[index] = np.sum([sum_sq_chunk(chunk) for chunk in _chunks(elements[index])], axis=0)
     return sums_N2
-
-
-def _small_batches(elements: Sequence[Tensor], indices: Sequence[int]) -> Iterator[list[int]]:
-    by_dtype: dict[torch.dtype, list[int]] = {}
-    for index in indices:
-        if elements[index].numel() < SMALL:
-            by_dtype.setdefault(elements[index].dtype, []).append(index)
-    for same_dtype in by_dtype.values():
-        yield from batches(elements, same_dtype)
 
 
 def _chunks(elements: Tensor) -> Iterator[npt.NDArray[Any]]:
@@ -169,10 +161,6 @@ def _chunks(elements: Tensor) -> Iterator[npt.NDArray[Any]]:
     for start in range(0, elements.numel(), CHUNK):
         piece = elements[start : start + CHUNK]
         yield widened[: piece.numel()].copy_(piece).numpy()
-
-
-def _torch_dtype(layout: FloatBits) -> torch.dtype:
-    return torch.float64 if layout is FLOAT64 else torch.float32
 
 
 def _add_implicit_zeros(rows_NC: FloatArray, num_implicit_zeros: Sequence[int]) -> None:

@@ -5,6 +5,7 @@ The calls, not the reading, are what a bias of 64 elements costs. Segments with 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
@@ -23,26 +24,29 @@ _MAX_ELEMENTS: Final = 1 << 17
 _MAX_TENSORS: Final = 512  # bounds the code counts: 4 MB in float32
 
 
-def batches(elements: Sequence[Tensor], indices: Sequence[int]) -> Iterator[list[int]]:
-    """Split indices of small, non-empty tensors of one dtype into batches."""
-    batch: list[int] = []
-    num_elements = 0
-    for index in indices:
-        if batch and (num_elements + elements[index].numel() > _MAX_ELEMENTS or len(batch) == _MAX_TENSORS):
-            yield batch
-            batch, num_elements = [], 0
-        batch.append(index)
-        num_elements += elements[index].numel()
-    if batch:
+def batches(elements: Sequence[Tensor], sizes: Sequence[int]) -> Iterator[list[int]]:
+    """Gather the small, non-empty tensors into batches of one dtype: their indices."""
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    for index, size in enumerate(sizes):
+        if 0 < size < SMALL:
+            by_dtype.setdefault(elements[index].dtype, []).append(index)
+    for same_dtype in by_dtype.values():
+        batch: list[int] = []
+        num_elements = 0
+        for index in same_dtype:
+            if num_elements + sizes[index] > _MAX_ELEMENTS or len(batch) == _MAX_TENSORS:
+                yield batch
+                batch, num_elements = [], 0
+            batch.append(index)
+            num_elements += sizes[index]
         yield batch
 
 
-def concatenated(elements: Sequence[Tensor], float_dtype: torch.dtype) -> tuple[npt.NDArray[Any], IntArray]:
+def concatenated(elements: Sequence[Tensor]) -> tuple[npt.NDArray[Any], IntArray]:
     """Return the elements of non-empty tensors one after the other: [E], and where each begins: [G]."""
-    values = torch.cat(list(elements)).to(float_dtype).numpy()
-    starts = np.zeros(len(elements), dtype=np.int64)
-    np.cumsum([e.numel() for e in elements[:-1]], out=starts[1:])
-    return values, starts
+    values = torch.cat(list(elements))
+    values = values if values.dtype is torch.float64 else values.to(torch.float32)
+    return values.numpy(), np.array([0, *itertools.accumulate(e.numel() for e in elements[:-1])])
 
 
 def measure_batch(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 # The dtypes that every backend reads as they are; any other real dtype is widened to float32 (fp8) or float64.
-NATIVE_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+NATIVE_DTYPES: Final = frozenset([torch.float32, torch.bfloat16, torch.float16, torch.float64])
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:
@@ -28,10 +28,10 @@ def elements_of(tensor: Tensor) -> tuple[Tensor, int]:
         elements: [E], dense and contiguous, of a dtype in NATIVE_DTYPES; a complex element is its magnitude.
         num_implicit_zeros: elements that the layout does not store.
     """
-    stored = tensor.detach()
+    stored = tensor.detach() if tensor.requires_grad else tensor
     if stored.layout is not torch.strided:
         stored = _stored_values(stored)
-    num_implicit_zeros = tensor.numel() - stored.numel()
+    num_implicit_zeros = 0 if stored is tensor else tensor.numel() - stored.numel()
     if stored.dtype not in NATIVE_DTYPES:
         stored = _as_native(stored)
     return _flat(stored), num_implicit_zeros
@@ -63,4 +63,6 @@ def _flat(tensor: Tensor) -> Tensor:
     if not tensor.is_contiguous():
         # Walk the memory in its own order: dense in any permutation (channels_last, transposed) needs no copy.
         tensor = tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))
+    if tensor.ndim == 1 and tensor.is_contiguous():
+        return tensor
     return tensor.reshape(-1)
