@@ -18,8 +18,10 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from .cadence import Cadence
+from .capture.containment import Containment, UserCallbackError
+from .capture.gauge import MeasureOptions
 from .capture.roster import Models, NameFilter, Roster
-from .capture.sampler import MeasureOptions, Sampler, SamplerEvents, UserCallbackError
+from .capture.sampler import Sampler, SamplerEvents
 from .desk import AlertDesk
 from .rules import Alert, Rule, default_rules
 from .sinks import Sink
@@ -83,12 +85,14 @@ class Watcher:
         self._removed = False
         self._delivering = False
         self._flushed_at = time.perf_counter()
+        self._containment = Containment(self._failed)
         self._sampler = Sampler(
             roster,
             self._window,
             cadence,
             options,
-            SamplerEvents(self._deliver, self._notice, self._no_gradient, self._failed),
+            SamplerEvents(self._deliver, self._notice, self._no_gradient),
+            self._containment,
             **sampler_arguments,
         )
         # The model must not be kept alive by us, nor our hooks outlive it.
@@ -282,8 +286,8 @@ class Watcher:
 
     def _overhead_ratio(self) -> float:
         now = time.perf_counter()
-        ratio = self._sampler.seconds_spent / max(now - self._flushed_at, 1e-9)
-        self._flushed_at, self._sampler.seconds_spent = now, 0.0
+        ratio = self._containment.seconds_spent / max(now - self._flushed_at, 1e-9)
+        self._flushed_at, self._containment.seconds_spent = now, 0.0
         return min(ratio, 1.0)
 
     # ---- what is said

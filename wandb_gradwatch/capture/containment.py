@@ -1,0 +1,75 @@
+"""Our failure is not the user's failure: the one place where exceptions of the monitor are caught."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable
+from typing import Concatenate, ParamSpec, Protocol, TypeVar, cast
+
+import torch
+
+
+class UserCallbackError(Exception):
+    """Carries an exception that a callback of the user's raised on purpose through our containment."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class Containment:
+    """Runs the monitor's code: one call at a time, without autograd, timed, its exceptions reported.
+
+    Args:
+        failed: told of an exception, after which nothing runs any more.
+    """
+
+    def __init__(self, failed: Callable[[Exception], None]) -> None:
+        self.stopped = False
+        self.seconds_spent = 0.0  # on the host
+        self._failed = failed
+        self._lock = threading.RLock()
+        self._depth = 0  # a call inside a call is not timed twice
+
+    def run(self, function: Callable[[], None]) -> None:
+        """Call the function, unless the monitor has stopped."""
+        if self.stopped:
+            return
+        began = time.perf_counter()
+        try:
+            with self._lock, torch.no_grad():
+                self._depth += 1
+                try:
+                    function()
+                finally:
+                    self._depth -= 1
+                    if not self._depth:
+                        self.seconds_spent += time.perf_counter() - began
+        except UserCallbackError as raised:
+            if self._depth:  # still inside another of our calls
+                raise
+            raise raised.error from None
+        except Exception as error:
+            self.stopped = True
+            self._failed(error)
+
+
+class _Contained(Protocol):
+    containment: Containment
+
+
+Self = TypeVar("Self", bound=_Contained)
+Arguments = ParamSpec("Arguments")
+
+
+def contained(method: Callable[Concatenate[Self, Arguments], None]) -> Callable[Concatenate[Self, Arguments], None]:
+    """Run a method in its object's containment. Dynamo does not trace into it."""
+
+    @functools.wraps(method)
+    def wrapper(self: Self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
+        self.containment.run(lambda: method(self, *args, **kwargs))
+
+    wrapper._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return cast("Callable[Concatenate[Self, Arguments], None]", wrapper)

@@ -1,0 +1,105 @@
+"""Which optimizer updates which parameters: found by looking at the optimizers that step."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .clock import SampleClock
+from .roster import Roster
+
+Entry = tuple[int, Tensor]  # a slot and its parameter
+
+_NOTHING_WATCHED = -1
+
+
+class Owners:
+    """Optimizers by key, and the slots that they own, recorded in the clock. Keeps no optimizer alive.
+
+    Args:
+        roster: the watched parameters.
+        clock: is told who owns what.
+        rescan: walks the model again, when an optimizer holds tensors that the roster does not know.
+        appointed: an optimizer that owns every parameter no other one owns (it holds master weights).
+    """
+
+    def __init__(
+        self, roster: Roster, clock: SampleClock, rescan: Callable[[], object], appointed: Optimizer | None
+    ) -> None:
+        self._roster = roster
+        self._clock = clock
+        self._rescan = rescan
+        self._appointed = weakref.ref(appointed) if appointed is not None else None
+        self._known: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
+        self._by_key: dict[int, weakref.ref[Optimizer]] = {}
+        self._num_keys = 0
+
+    def follows(self, optimizer: Optimizer) -> bool:
+        """Whether it owns anything watched. Called at every step of every optimizer."""
+        known = self._known.get(optimizer)
+        if known is None or known[1] != self._fingerprint(optimizer):
+            return self._learn(optimizer) != _NOTHING_WATCHED
+        return known[0] != _NOTHING_WATCHED
+
+    def key(self, optimizer: Optimizer) -> int:
+        """The number that stands for this optimizer."""
+        known = self._known.get(optimizer)
+        return known[0] if known is not None else self._learn(optimizer)
+
+    def slots(self, optimizer: Optimizer) -> frozenset[int]:
+        """What it owns."""
+        return self._clock.owned.get(self.key(optimizer), frozenset())
+
+    def of_slot(self, slot: int) -> Optimizer | None:
+        """Who owns this slot, as far as is known."""
+        key = self._clock.owner.get(slot)
+        reference = self._by_key.get(key) if key is not None else None
+        return reference() if reference is not None else None
+
+    def entries(self, optimizer: Optimizer) -> list[Entry]:
+        """The watched parameters that this optimizer is about to update."""
+        if self._is_appointed(optimizer):
+            slots = self.slots(optimizer)
+            return [entry for entry in self._roster.scan() if entry[0] in slots]
+        slot_of_id = self._roster.slot_of_id
+        return [
+            (slot, parameter)
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if (slot := slot_of_id.get(id(parameter))) is not None
+        ]
+
+    def _fingerprint(self, optimizer: Optimizer) -> int:
+        """Changes when parameters are added to the optimizer, or replaced in the model."""
+        return hash((self._roster.version, *[len(group["params"]) for group in optimizer.param_groups]))
+
+    def _learn(self, optimizer: Optimizer) -> int:
+        ids = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+        if any(key not in self._roster.slot_of_id for key in ids):
+            self._rescan()
+        slot_of_id = self._roster.slot_of_id
+        slots = {slot_of_id[key] for key in ids if key in slot_of_id}
+        if self._is_appointed(optimizer):
+            slots |= set(range(len(self._roster.names))) - self._clock.owner.keys()
+        known = self._known.get(optimizer)
+        key = known[0] if known is not None else _NOTHING_WATCHED
+        if not slots:
+            key = _NOTHING_WATCHED
+        elif key == _NOTHING_WATCHED:
+            key = self._num_keys = self._num_keys + 1
+            self._by_key[key] = weakref.ref(optimizer, functools.partial(self._gone, key))
+        if key != _NOTHING_WATCHED:
+            self._clock.own(key, frozenset(slots))
+        self._known[optimizer] = (key, self._fingerprint(optimizer))
+        return key
+
+    def _is_appointed(self, optimizer: Optimizer) -> bool:
+        return self._appointed is not None and self._appointed() is optimizer
+
+    def _gone(self, key: int, _: object) -> None:
+        self._by_key.pop(key, None)
+        self._clock.disown(key)
