@@ -36,7 +36,10 @@ class ScaleBook:
 
     def __init__(self) -> None:
         self._listeners: tuple[ScaleListener, ...] = ()
-        self._scaler_of: weakref.WeakKeyDictionary[Optimizer, weakref.ref[GradScaler]] = weakref.WeakKeyDictionary()
+        # None: this optimizer has stepped, and no scaler had to do with it.
+        self._scaler_of: weakref.WeakKeyDictionary[Optimizer, weakref.ref[GradScaler] | None] = (
+            weakref.WeakKeyDictionary()
+        )
         self._last_used: weakref.ref[GradScaler] | None = None
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # since their scaler's step began
         self._originals: list[tuple[type, str, Any]] = []
@@ -60,21 +63,15 @@ class ScaleBook:
 
     def scaler_of(self, optimizer: Optimizer | None) -> GradScaler | None:
         """The scaler that steps this optimizer; for one that has not stepped yet (or None), the one last used."""
-        if optimizer is not None and optimizer in self._scaler_of:
-            return self._scaler_of[optimizer]()
-        return self._last_used() if self._last_used is not None else None
-
-    def steps(self, optimizer: Optimizer) -> bool:
-        """Whether a scaler has ever been told to step this optimizer."""
-        return optimizer in self._scaler_of
+        reference = self._last_used
+        if optimizer is not None:
+            reference = self._scaler_of.get(optimizer, reference)
+        return reference() if reference is not None else None
 
     def note_step(self, optimizer: Optimizer) -> None:
-        """An optimizer steps: its scaler did not skip it."""
+        """An optimizer steps: its scaler, if it has one, did not skip it."""
+        self._scaler_of.setdefault(optimizer, None)
         self._stepped.add(optimizer)
-
-    def forget(self, optimizer: Optimizer) -> None:
-        """This optimizer stepped without its scaler: from now on its gradients are not scaled."""
-        self._scaler_of.pop(optimizer, None)
 
     # ---- the wrapped methods
 

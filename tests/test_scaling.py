@@ -1,0 +1,325 @@
+"""Loss scaling and clipping: true numbers before and after, with no help from the user."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from gradients import Chosen, of, samples, step, watch
+from torch import nn
+
+SGD = torch.optim.SGD
+SCALE = 65536.0
+
+
+def scaler_of(scale: float = SCALE, **options):
+    return torch.amp.GradScaler("cpu", init_scale=scale, **options)
+
+
+def amp_step(model, optimizer, scaler, *, unscale=False, clip=None, **gradients):
+    optimizer.zero_grad()
+    scaler.scale(model.loss(**gradients)).backward()
+    if unscale or clip:
+        scaler.unscale_(optimizer)
+    if clip:
+        nn.utils.clip_grad_norm_(model.parameters(), clip)
+    scaler.step(optimizer)
+    scaler.update()
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda parameters: SGD(parameters, lr=0.1),
+        lambda parameters: SGD(parameters, lr=0.1, foreach=True),
+        lambda parameters: SGD(parameters, lr=0.1, fused=True),
+        lambda parameters: torch.optim.AdamW(parameters, fused=True),
+        lambda parameters: torch.optim.AdamW(parameters),
+    ],
+    ids=["sgd", "foreach", "fused", "fused-adamw", "adamw"],
+)
+def test_true_norm_under_a_loss_scale(make, unscale):
+    model = Chosen(a=2)
+    optimizer, scaler = make(model.parameters()), scaler_of()
+    watcher, sink = watch(model)
+    for _ in range(3):
+        amp_step(model, optimizer, scaler, unscale=unscale, a=[3, 4])
+    snapshot = samples(watcher, sink)
+    assert snapshot.steps.tolist() == [1, 2, 3]
+    assert snapshot.total_grad_norm.tolist() == [5, 5, 5]
+    assert snapshot.total_grad_norm_clipped == pytest.approx([5, 5, 5], rel=1e-6)
+    assert snapshot.loss_scale.tolist() == [SCALE] * 3
+    assert snapshot.clip_ratio == 0
+    assert not snapshot.skipped.any()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_clipping_under_a_loss_scale(fused):
+    model = Chosen(a=2)
+    optimizer, scaler = SGD(model.parameters(), lr=0.1, fused=fused), scaler_of()
+    watcher, sink = watch(model)
+    for _ in range(3):
+        amp_step(model, optimizer, scaler, clip=1.0, a=[3, 4])
+    snapshot = samples(watcher, sink)
+    assert snapshot.total_grad_norm.tolist() == [5, 5, 5]
+    assert snapshot.total_grad_norm_clipped == pytest.approx([1, 1, 1], rel=1e-5)
+    assert snapshot.clip_ratio == 1
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_overflow_is_a_skipped_sample(fused):
+    model = Chosen(a=2)
+    optimizer, scaler = SGD(model.parameters(), lr=0.1, fused=fused), scaler_of()
+    watcher, sink = watch(model)
+    for values in ([3, 4], [math.inf, 4], [3, 4]):
+        amp_step(model, optimizer, scaler, a=values)
+    snapshot = samples(watcher, sink)
+    assert snapshot.steps.tolist() == [1, 2, 3]
+    assert snapshot.skipped.tolist() == [False, True, False]
+    assert snapshot.num_inf[:, 0].tolist() == [0, 1, 0]
+    assert snapshot.loss_scale.tolist() == [SCALE, SCALE, SCALE / 2]
+    assert snapshot.total_grad_norm[[0, 2]].tolist() == [5, 5]
+
+
+def test_a_first_step_that_is_skipped_is_step_one():
+    model = Chosen(a=1)
+    optimizer, scaler = SGD(model.parameters(), lr=0.1), scaler_of()
+    watcher, sink = watch(model)
+    amp_step(model, optimizer, scaler, a=[math.inf])
+    amp_step(model, optimizer, scaler, a=[2])
+    snapshot = samples(watcher, sink)
+    assert snapshot.steps.tolist() == [1, 2]
+    assert snapshot.skipped.tolist() == [True, False]
+    assert snapshot.total_grad_norm[1] == 2
+
+
+def test_isolated_overflows_are_not_alerted_and_a_collapse_is():
+    model = Chosen(a=1)
+    optimizer, scaler = SGD(model.parameters(), lr=0.1), scaler_of()
+    watcher, sink = watch(model, rules=None)
+    for number in range(20):
+        amp_step(model, optimizer, scaler, a=[math.inf if number == 5 else 1])
+    assert not sink.alerts
+    for _ in range(30):
+        amp_step(model, optimizer, scaler, a=[math.inf])
+    watcher.remove()
+    assert "Loss scale collapse" in [alert.title for alert in sink.alerts]
+
+
+def test_several_scalers_one_per_optimizer():
+    model = Chosen(a=1, b=1)
+    first, second = SGD([model.a], lr=0.1), SGD([model.b], lr=0.1)
+    big, small = scaler_of(SCALE), scaler_of(8.0)
+    watcher, sink = watch(model)
+    for _ in range(3):
+        model.zero_grad()
+        (big.scale(model.loss(a=[3])) + small.scale(model.loss(b=[4]))).backward()
+        big.step(first)
+        small.step(second)
+        big.update()
+        small.update()
+    snapshot = samples(watcher, sink)
+    assert of(snapshot, "a", "grad_norm").tolist() == [3, 3, 3]
+    assert of(snapshot, "b", "grad_norm").tolist() == [4, 4, 4]
+
+
+def test_one_scaler_for_several_optimizers():
+    model = Chosen(a=1, b=1)
+    optimizers, scaler = [SGD([model.a], lr=0.1), SGD([model.b], lr=0.1)], scaler_of()
+    watcher, sink = watch(model)
+    for _ in range(3):
+        model.zero_grad()
+        scaler.scale(model.loss(a=[3], b=[4])).backward()
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+    snapshot = samples(watcher, sink)
+    assert snapshot.total_grad_norm.tolist() == [5, 5, 5]
+
+
+def test_an_optimizer_without_the_scaler_is_not_divided():
+    model = Chosen(a=1, b=1)
+    scaled, plain, scaler = SGD([model.a], lr=0.1), SGD([model.b], lr=0.1), scaler_of()
+    watcher, sink = watch(model)
+    for _ in range(3):
+        model.zero_grad()
+        scaler.scale(model.loss(a=[3])).backward()
+        scaler.step(scaled)
+        scaler.update()
+        model.zero_grad()
+        model.loss(b=[4]).backward()
+        plain.step()
+    snapshot = samples(watcher, sink)
+    assert of(snapshot, "a", "grad_norm")[0::2].tolist() == [3, 3, 3]
+    assert of(snapshot, "b", "grad_norm")[1::2].tolist() == [4, 4, 4]
+
+
+def test_scale_that_is_no_power_of_two():
+    model = Chosen(a=2)
+    optimizer, scaler = SGD(model.parameters(), lr=0.1), scaler_of(1000.0)
+    watcher, sink = watch(model)
+    amp_step(model, optimizer, scaler, a=[3, 4])
+    assert samples(watcher, sink).total_grad_norm[0] == pytest.approx(5, rel=1e-6)
+
+
+def test_the_dead_threshold_is_in_true_units():
+    model = Chosen(a=4)
+    optimizer, scaler = SGD(model.parameters(), lr=0.1), scaler_of()
+    watcher, sink = watch(model, dead_threshold=1e-6)
+    amp_step(model, optimizer, scaler, a=[1e-7, 1e-7, 1, 1])
+    assert of(samples(watcher, sink), "a", "dead_ratio") == 0.5
+
+
+def test_the_histogram_is_in_true_units():
+    model = Chosen(a=4)
+    optimizer, scaler = SGD(model.parameters(), lr=0.1), scaler_of()
+    watcher, sink = watch(model)
+    amp_step(model, optimizer, scaler, a=[1, 1, 1, 1])
+    assert samples(watcher, sink).abs_quantile(0.5)[0] == pytest.approx(1, rel=0.5)
+
+
+def test_accumulation_under_a_loss_scale():
+    model = Chosen(a=1)
+    optimizer, scaler = SGD(model.parameters(), lr=0.1), scaler_of()
+    watcher, sink = watch(model)
+    for micro_batches in (3, 3, 2, 3):
+        optimizer.zero_grad()
+        for _ in range(micro_batches):
+            scaler.scale(model.loss(a=[1])).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert of(samples(watcher, sink), "a", "grad_norm").tolist() == [3, 3, 2, 3]
+
+
+def test_a_disabled_scaler_changes_nothing():
+    model = Chosen(a=2)
+    optimizer, scaler = SGD(model.parameters(), lr=0.1), scaler_of(enabled=False)
+    watcher, sink = watch(model)
+    amp_step(model, optimizer, scaler, a=[3, 4])
+    snapshot = samples(watcher, sink)
+    assert snapshot.total_grad_norm.tolist() == [5]
+    assert np.isnan(snapshot.loss_scale).all()
+
+
+def hand_written(parameters):
+    for parameter in parameters:
+        parameter.grad.mul_(0.2)
+
+
+def hand_written_through_data(parameters):
+    for parameter in parameters:
+        parameter.grad.data.mul_(0.2)
+
+
+def replaced(parameters):
+    for parameter in parameters:
+        parameter.grad = parameter.grad * 0.2
+
+
+def total_and_clip(parameters):
+    parameters = list(parameters)
+    norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters])
+    nn.utils.clip_grads_with_norm_(parameters, 1.0, norm)
+
+
+CLIPPERS = {
+    "norm": lambda parameters: nn.utils.clip_grad_norm_(parameters, 1.0),
+    "total": total_and_clip,
+    "by hand": hand_written,
+    "by hand, through .data": hand_written_through_data,
+    "replaced": replaced,
+}
+
+
+@pytest.mark.parametrize("clip", CLIPPERS.values(), ids=CLIPPERS)
+def test_clipping_shows_both_norms(clip):
+    model = Chosen(a=1, b=1)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    watcher, sink = watch(model)
+    for _ in range(6):
+        optimizer.zero_grad()
+        model.loss(a=[3], b=[4]).backward()
+        clip(model.parameters())
+        optimizer.step()
+    snapshot = samples(watcher, sink)
+    assert snapshot.total_grad_norm.tolist() == [5] * 6
+    assert snapshot.total_grad_norm_clipped == pytest.approx([1] * 6, rel=1e-5)
+    assert snapshot.clip_ratio == 1
+    assert snapshot.grad_norm_clipped[0] == pytest.approx([0.6, 0.8], rel=1e-5)
+
+
+def test_clipping_by_value():
+    model = Chosen(a=1, b=1)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    watcher, sink = watch(model)
+    model.loss(a=[3], b=[-4]).backward()
+    nn.utils.clip_grad_value_(model.parameters(), 2.0)
+    optimizer.step()
+    snapshot = samples(watcher, sink)
+    assert snapshot.grad_norm.tolist() == [[3, 4]]
+    assert snapshot.grad_norm_clipped.tolist() == [[2, 2]]
+
+
+def test_a_clip_that_does_not_bite_is_none():
+    model = Chosen(a=1)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    watcher, sink = watch(model, log_every=10)
+    for number in range(10):
+        optimizer.zero_grad()
+        model.loss(a=[10 if number < 3 else 0.5]).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    snapshot = samples(watcher, sink)
+    assert snapshot.clip_ratio == pytest.approx(0.3)
+    assert snapshot.total_grad_norm.tolist() == [10] * 3 + [0.5] * 7
+
+
+def test_clipping_after_an_unexpectedly_short_accumulation_is_missing_not_wrong(caplog):
+    model = Chosen(a=1)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    watcher, sink = watch(model)
+    for micro_batches in (3, 3, 3, 3, 3, 2, 3):
+        optimizer.zero_grad()
+        for _ in range(micro_batches):
+            model.loss(a=[1]).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    snapshot = samples(watcher, sink)
+    norms = of(snapshot, "a", "grad_norm")
+    assert norms[:5].tolist() == [3] * 5
+    assert np.isnan(norms[5])
+    assert norms[6] == 3
+    assert of(snapshot, "a", "grad_norm_clipped") == pytest.approx([1] * 7, rel=1e-5)
+    assert caplog.text.count("could not be seen before clipping") == 1
+
+
+def test_training_under_amp_and_clipping_is_bitwise_the_same():
+    def train(watched):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        optimizer, scaler = torch.optim.AdamW(model.parameters(), lr=1e-2), scaler_of(growth_interval=3)
+        watcher = watch(model)[0] if watched else None
+        for seed in range(10):
+            batch = torch.randn(16, 4, generator=torch.Generator().manual_seed(seed))
+            optimizer.zero_grad()
+            scaler.scale(model(batch).square().mean()).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+        if watcher is not None:
+            watcher.remove()
+        return model.state_dict()
+
+    plain, watched = train(False), train(True)
+    assert all(torch.equal(plain[name], watched[name]) for name in plain)
+
+
+def test_step_helper_is_what_it_says():
+    model = Chosen(a=1)
+    optimizer = SGD(model.parameters(), lr=0.5)
+    step(model, optimizer, a=[1])
+    assert model.a.item() == 0.5
