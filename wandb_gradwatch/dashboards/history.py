@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
@@ -107,14 +108,23 @@ class RunHistory:
             f"RunHistory({self.run_id!r}, {len(self.steps)} rows, {len(self.names)} names, {len(self.alerts)} alerts)"
         )
 
-    @property
+    @cached_property
     def names(self) -> list[str]:
-        """The watched names, as they stand in the keys (`/` for `.`), in natural order: layer 2 before layer 10."""
+        """The watched names, as they stand in the keys (`/` for `.`).
+
+        In the model's order where the run's configuration tells it (`gradwatch.names`), the others after them in
+        natural order: layer 2 before layer 10.
+        """
         found = dict.fromkeys(
             key.split("/", 1)[1] for key in self.values if key.split("/", 1)[0] in NAME_METRICS and "/" in key
         )
         found.update(dict.fromkeys(self.histograms))
-        return sorted(found, key=natural_order)
+        settings = self.config.get("gradwatch")
+        told = settings.get("names") if isinstance(settings, Mapping) else None
+        place = {
+            str(name).replace(".", "/"): index for index, name in enumerate(told if isinstance(told, list) else [])
+        }
+        return sorted(found, key=lambda name: (place.get(name, len(place)), natural_order(name)))
 
     def of_names(self, metric: str) -> FloatArray:
         """One per-name metric: [R, P], NaN where it was not logged."""

@@ -52,11 +52,11 @@ class Matrix {
 }
 
 const METRICS = {
-  grad_norm: { label: "Norm", long: "gradient norm", colours: "sequential" },
-  grad_norm_max: { label: "Largest norm", long: "largest norm of the window", colours: "sequential" },
-  grad_param_ratio: { label: "Grad / param", long: "gradient norm / parameter norm", colours: "diverging", centre: 1e-3 },
-  dead_ratio: { label: "Dead", long: "share of dead elements", colours: "share" },
-  num_nonfinite: { label: "Non-finite", long: "NaN and Inf elements in the window", colours: "sequential" },
+  grad_norm: { label: "Norm", long: "gradient norm", colours: "sequential", format: formatNumber },
+  grad_norm_max: { label: "Largest norm", long: "largest norm of the window", colours: "sequential", format: formatNumber },
+  grad_param_ratio: { label: "Grad / param", long: "gradient norm / parameter norm", colours: "diverging", centre: 1e-3, format: formatNumber },
+  dead_ratio: { label: "Dead", long: "share of dead elements", colours: "share", format: formatShare },
+  num_nonfinite: { label: "Non-finite", long: "NaN and Inf elements in the window", colours: "sequential", format: (value) => formatNumber(Math.round(value)) },
 };
 
 const run = {

@@ -3,7 +3,8 @@
 
 class Frame {
   // owner: height(width), gutter(width), paint(image, box), labels(context, box), describe(x, y) -> text lines or null,
-  //        onZoomY(top, bottom) in parts of the height, onResetY(), onKey(event) -> handled, onClick(x, y)
+  //        nextRow(y, height, direction) -> y, onZoomY(top, bottom) in parts of the height, onResetY(),
+  //        and if it likes onKey(event) -> handled, onClick(x, y, box), bandAt(y, height)
   constructor(host, owner, label) {
     this.owner = owner;
     this.canvas = element("canvas", { tabindex: 0, role: "img", "aria-label": label });
@@ -44,7 +45,7 @@ class Frame {
       canvas.style.height = height + "px";
     }
     const left = this.owner.gutter(width);
-    this.box = { left, top: 18, width: Math.max(width - left - 12, 20), height: height - 18 - 28 };
+    this.box = { left, top: 18, width: Math.max(width - left - 22, 20), height: height - 18 - 28 };
     const context = this.canvas.getContext("2d");
     const { left: x, top: y, width: across, height: down } = this.scaled(this.box);
     const image = context.createImageData(Math.round(across), Math.round(down));
@@ -74,7 +75,7 @@ class Frame {
       context.fillRect(x, top + height + 1, 1, 4);
       const text = tick.toLocaleString("en-US");
       const half = context.measureText(text).width / 2;
-      context.fillText(text, Math.min(x, left + width + 10 - half), top + height + 8);
+      context.fillText(text, Math.min(x, left + width + 20 - half), top + height + 8);
     }
     this.owner.labels(context, this.box);
   }
@@ -198,8 +199,8 @@ class Frame {
     const place = this.pointer ?? { x: left + width / 2, y: top + height / 2 };
     if (event.key === "Escape") return this.leave();
     if (event.key === "ArrowUp" || event.key === "ArrowDown") {
-      const size = this.owner.rowHeight?.(height) ?? 8;
-      const y = clamp(place.y + (event.key === "ArrowUp" ? -size : size), top + 1, top + height - 1);
+      const direction = event.key === "ArrowUp" ? -1 : 1;
+      const y = top + clamp(this.owner.nextRow(place.y - top, height, direction), 1, height - 1);
       event.preventDefault();
       return this.show({ x: place.x, y });
     }

@@ -95,8 +95,11 @@ class LayerHeatmap {
     return size < 3 ? null : [row * size, (row + 1) * size];
   }
 
-  rowHeight(height) {
-    return height / (this.visible[1] - this.visible[0]);
+  // The middle of the next row: an edge would belong to one row or the other by rounding.
+  nextRow(y, height, direction) {
+    const [first, last] = this.visible;
+    const row = clamp(this.rowAt(y, height) + direction, first, last - 1);
+    return ((row - first + 0.5) * height) / (last - first);
   }
 
   steps() {
@@ -114,7 +117,7 @@ class LayerHeatmap {
     const column = lastAtMost(run.last, step);
     const span = run.first[column] === run.last[column] ? "step " + step.toLocaleString("en-US") : `steps ${run.first[column].toLocaleString("en-US")}–${step.toLocaleString("en-US")}`;
     const value = this.matrix.at(name, column);
-    const text = Number.isNaN(value) ? "missing" : this.matrix.key === "dead_ratio" ? formatShare(value) : formatNumber(value);
+    const text = Number.isNaN(value) ? "missing" : METRICS[this.matrix.key].format(value);
     const lines = [run.names[name], span, METRICS[this.matrix.key].long + ": " + text];
     const bad = run.matrices.get("num_nonfinite")?.at(name, column) ?? NaN;
     if (bad > 0 && this.matrix.key !== "num_nonfinite") lines.push(formatNumber(Math.round(bad)) + " NaN or Inf elements; the value is of the finite rest");
@@ -141,11 +144,6 @@ class LayerHeatmap {
     toggleChosen(this.order[this.rowAt(y, height)]);
     return true;
   }
-}
-
-function typicalSpacing(steps) {
-  const spaces = steps.slice(1).map((step, index) => step - steps[index]).sort((a, b) => a - b);
-  return spaces.length ? spaces[spaces.length >> 1] : 1;
 }
 
 // The column that covers a step: from just after the one before, but not across a gap in the run; null in a gap.

@@ -114,7 +114,7 @@ function linesCard() {
       values: matrix.line(name),
       colour: () => chosenColour(name),
       width: 1.5,
-      format: view.metric === "dead_ratio" ? formatShare : formatNumber,
+      format: METRICS[view.metric].format,
     }));
   }
 
@@ -145,7 +145,8 @@ function histogramCard() {
   const { node, picture } = card("histogram", { wide: true });
   const select = element("select", { "aria-label": "Layer" });
   const search = element("input", { type: "search", placeholder: "Find a layer", "aria-label": "Find a layer's distribution" });
-  picture.append(element("div", { class: "controls" }, search, select));
+  const controls = element("div", { class: "controls" }, search, select);
+  picture.append(controls);
   const note = element("p", { class: "hint" });
   let drawn = null;
 
@@ -167,7 +168,7 @@ function histogramCard() {
   search.addEventListener("input", options);
   select.addEventListener("change", choose);
   queue(() => {
-    drawn = new HistogramPicture(picture);
+    drawn = new HistogramPicture(picture, controls);
     picture.append(note);
     options();
     choose();

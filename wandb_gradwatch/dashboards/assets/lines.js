@@ -6,8 +6,8 @@ const everyChart = [];
 class LineChart {
   // series: {label, values, colour: () => css, width, dash, kind: "line" | "bars" | "steps" | "band", format}
   // A band fills the area between its two neighbours before it.
-  constructor(host, { label, xs, series, log = false, canLog = true, height = 260, format = formatNumber, limits = null }) {
-    Object.assign(this, { host, label, xs, series, log, height, format, limits });
+  constructor(host, { label, xs, series, log = false, canLog = true, height = 260, format = formatNumber, tick = formatTick, limits = null }) {
+    Object.assign(this, { host, label, xs, series, log, height, format, tick, limits });
     this.plotHost = element("div", { class: "plot", tabindex: 0, role: "group", "aria-label": label + ", over steps" });
     this.legend = element("div", { class: "legend" });
     this.controls = element("div", { class: "controls" });
@@ -39,7 +39,8 @@ class LineChart {
   }
 
   build() {
-    const data = [this.xs, ...this.series.map((one) => drawable(one.values, this.log))];
+    // A bar of height zero would be a dash on the axis.
+    const data = [this.xs, ...this.series.map((one) => drawable(one.values, this.log || one.kind === "bars"))];
     this.plot = new uPlot(this.options(), data, this.plotHost);
     this.buildLegend();
   }
@@ -47,11 +48,12 @@ class LineChart {
   options() {
     const grid = { stroke: () => colour("grid"), width: 1 };
     const axis = { stroke: () => colour("muted"), font: CHART_FONT, grid, ticks: { ...grid, size: 4 } };
+    const filter = this.log ? (plot, ticks) => roundLogTicks(ticks) : (plot, ticks) => ticks;
     return {
       width: this.plotHost.clientWidth || 300,
       height: this.height,
       legend: { show: false },
-      padding: [18, 12, 0, 0],
+      padding: [18, 22, 0, 0],
       cursor: {
         drag: { x: true, y: false, setScale: false },
         points: { size: 7 },
@@ -64,7 +66,16 @@ class LineChart {
       },
       axes: [
         { ...axis, space: 64, size: 30, gap: 4, values: (plot, ticks) => ticks.map((tick) => (Number.isInteger(tick) ? tick.toLocaleString("en-US") : "")) },
-        { ...axis, space: 32, gap: 4, size: (plot, texts) => axisWidth(texts), values: (plot, ticks) => ticks.map((tick) => (tick === null ? "" : formatTick(tick))) },
+        {
+          ...axis,
+          space: 32,
+          gap: 4,
+          filter,
+          grid: { ...grid, filter },
+          ticks: { ...axis.ticks, filter },
+          size: (plot, texts) => axisWidth(texts),
+          values: (plot, ticks) => ticks.map((tick) => (tick === null ? "" : this.tick(tick))),
+        },
       ],
       series: [{}, ...this.series.map((one) => this.plotSeries(one))],
       bands: this.series.flatMap((one, index) => (one.fillTo === undefined ? [] : [{ series: [index + 1, one.fillTo + 1], fill: one.fill() }])),
@@ -78,7 +89,7 @@ class LineChart {
 
   plotSeries(one) {
     const paths =
-      one.kind === "bars" ? uPlot.paths.bars({ size: [0.7, 18, 2] }) : one.kind === "steps" ? uPlot.paths.stepped({ align: 1 }) : undefined;
+      one.kind === "bars" ? uPlot.paths.bars({ size: [0.7, 18, 2], align: -1 }) : one.kind === "steps" ? uPlot.paths.stepped({ align: 1 }) : undefined;
     return {
       label: one.label,
       stroke: one.colour,
@@ -87,7 +98,7 @@ class LineChart {
       dash: one.dash,
       paths,
       spanGaps: false,
-      points: one.kind === "bars" ? { show: false } : { size: 5, fill: one.colour },
+      points: one.kind === "bars" ? { show: false } : { size: 4, fill: one.colour },
     };
   }
 
@@ -165,6 +176,16 @@ function lastPresent(values) {
   return null;
 }
 
+// Whole decades where the axis spans several, and not more of them than one can read; 1, 2 and 5 within one.
+function roundLogTicks(ticks) {
+  const power = (tick) => Math.round(Math.log10(tick));
+  const isDecade = (tick) => Math.abs(Math.log10(tick) - power(tick)) < 1e-9;
+  const decades = ticks.filter(isDecade).length;
+  if (decades < 2) return ticks.map((tick) => (/^[125]/.test(tick.toExponential(0)) ? tick : null));
+  const every = Math.ceil(decades / 7);
+  return ticks.map((tick) => (isDecade(tick) && power(tick) % every === 0 ? tick : null));
+}
+
 function axisWidth(texts) {
   return 14 + 6.4 * Math.max(3, ...(texts ?? []).map((text) => text.length));
 }
@@ -220,31 +241,53 @@ function onWidth(node, listener) {
 // Flags of the alerts at the top edge of a plot, and their lines through it. `box` is in device pixels.
 function drawFlags(context, box, positionOf) {
   const scale = devicePixelRatio;
-  let lastFlag = -Infinity;
   context.save();
-  content.alerts.forEach((alert, index) => {
-    if (alert.step === null || alert.step < view.range[0] || alert.step > view.range[1]) return;
-    const x = Math.round(positionOf(alert.step)) + 0.5;
-    context.strokeStyle = context.fillStyle = levelColour(alert.level);
+  for (const flag of groupedFlags(positionOf, 26 * scale)) {
+    context.strokeStyle = levelColour(flag.level);
     context.lineWidth = scale;
     context.setLineDash([3 * scale, 3 * scale]);
+    for (const x of flag.lines) {
+      context.beginPath();
+      context.moveTo(Math.round(x) + 0.5, box.top);
+      context.lineTo(Math.round(x) + 0.5, box.top + box.height);
+      context.stroke();
+    }
+    const text = flag.first === flag.last ? String(flag.first) : `${flag.first}–${flag.last}`;
+    context.font = `600 ${10 * scale}px ui-sans-serif, system-ui, sans-serif`;
+    const half = Math.max(8 * scale, context.measureText(text).width / 2 + 4 * scale);
+    const middle = clamp((flag.lines[0] + flag.lines[flag.lines.length - 1]) / 2, box.left + half, box.left + box.width - half);
+    context.fillStyle = levelColour(flag.level);
     context.beginPath();
-    context.moveTo(x, box.top);
-    context.lineTo(x, box.top + box.height);
-    context.stroke();
-    if (x - lastFlag < 17 * scale) return; // flags that would overlap: the first stands for its neighbours
-    lastFlag = x;
-    const middle = clamp(x, box.left + 8 * scale, box.left + box.width - 8 * scale);
-    context.beginPath();
-    context.roundRect(middle - 8 * scale, box.top - 16 * scale, 16 * scale, 14 * scale, 4 * scale);
+    context.roundRect(middle - half, box.top - 16 * scale, 2 * half, 14 * scale, 4 * scale);
     context.fill();
     context.fillStyle = colour("card");
-    context.font = `600 ${10 * scale}px ui-sans-serif, system-ui, sans-serif`;
     context.textAlign = "center";
     context.textBaseline = "middle";
-    context.fillText(String(index + 1), middle, box.top - 8.5 * scale);
-  });
+    context.fillText(text, middle, box.top - 8.5 * scale);
+  }
   context.restore();
+}
+
+// Alerts in view, from left to right; those whose flags would overlap share one, in the colour of the worst.
+function groupedFlags(positionOf, distance) {
+  const flags = [];
+  const inView = content.alerts
+    .map((alert, index) => ({ ...alert, number: index + 1 }))
+    .filter(({ step }) => step !== null && step >= view.range[0] && step <= view.range[1])
+    .sort((a, b) => a.step - b.step);
+  for (const { step, number, level } of inView) {
+    const x = positionOf(step);
+    const last = flags[flags.length - 1];
+    if (last === undefined || x - last.lines[last.lines.length - 1] >= distance) {
+      flags.push({ first: number, last: number, lines: [x], level });
+      continue;
+    }
+    last.lines.push(x);
+    last.first = Math.min(last.first, number);
+    last.last = Math.max(last.last, number);
+    if (level === "ERROR" || (level === "WARN" && last.level === "INFO")) last.level = level;
+  }
+  return flags;
 }
 
 // The numbers behind a picture, built when they are asked for.

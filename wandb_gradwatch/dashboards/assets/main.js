@@ -104,7 +104,7 @@ function normCard() {
           ...globalSeries("grad_norm_clipped", "received by the optimizer", 2),
         ],
       },
-      { title: "Clip ratio", canLog: false, height: 110, limits: [0, 1.05], format: formatShare, series: globalSeries("clip_ratio", "steps clipped", 3, { kind: "bars", format: formatShare }) },
+      { title: "Clip ratio", canLog: false, height: 110, limits: [0, 1.05], format: formatShare, tick: formatShareTick, series: globalSeries("clip_ratio", "steps clipped", 3, { kind: "bars", format: formatShare }) },
     ],
     { wide: true },
   );
@@ -127,7 +127,7 @@ function quantileCard() {
 function smallCards() {
   return [
     quantileCard(),
-    chartCard("dead", [{ canLog: false, format: formatShare, series: globalSeries("dead_ratio", "of all elements", 0, { format: formatShare }) }]),
+    chartCard("dead", [{ canLog: false, format: formatShare, tick: formatShareTick, series: globalSeries("dead_ratio", "of all elements", 0, { format: formatShare }) }]),
     chartCard("nonfinite", [{ canLog: false, series: [...globalSeries("num_nan", "NaN", 3, { kind: "bars" }), ...globalSeries("num_inf", "Inf", 1, { kind: "bars" })] }]),
     content.globals["gradwatch/loss_scale"] === undefined
       ? null
@@ -136,7 +136,7 @@ function smallCards() {
           { title: "Skipped steps", canLog: false, height: 110, series: globalSeries("num_skipped_steps", "skipped steps", 3, { kind: "bars" }) },
         ]),
     chartCard("spread", [{ canLog: false, series: [...globalSeries("grad_std", "deviation", 5), ...globalSeries("grad_mean", "mean", 0)] }]),
-    chartCard("overhead", [{ canLog: false, format: formatShare, series: globalSeries("overhead_ratio", "share of the training time", 4, { format: formatShare }) }]),
+    chartCard("overhead", [{ canLog: false, format: formatShare, tick: formatShareTick, series: globalSeries("overhead_ratio", "share of the training time", 4, { format: formatShare }) }]),
     otherCard(),
   ];
 }

@@ -1,14 +1,9 @@
 // One layer's histograms over time: steps across, the gradient's value upwards, the share of elements as colour.
 
 class HistogramPicture {
-  constructor(host) {
+  constructor(host, controls) {
     this.full = false;
-    this.controls = element(
-      "div",
-      { class: "controls" },
-      segmented("Vertical range", [["bulk", "Bulk"], ["all", "Whole range"]], "bulk", (value) => this.setFull(value === "all")),
-    );
-    host.append(this.controls);
+    controls.append(segmented("Vertical range", [["bulk", "Bulk"], ["all", "Whole range"]], "bulk", (value) => this.setFull(value === "all")));
     this.show(content.histograms.items[0]);
     this.frame = new Frame(host, this, "Distribution of the gradient's elements over steps");
   }
@@ -51,9 +46,8 @@ class HistogramPicture {
   paint(pixels, width, height) {
     const { steps, low, high, shares, bins } = this.data;
     const anchors = isDark() ? [[23, 28, 32], [28, 84, 110], [48, 160, 150], [253, 240, 160]] : [[255, 254, 251], [160, 205, 205], [30, 120, 130], [22, 20, 62]];
-    let largest = 1;
-    for (const share of shares) if (share > largest) largest = share;
-    const shades = Array.from({ length: 256 }, (_, share) => packColour(colourAt(anchors, Math.min(1, share / largest))));
+    const shades = Array.from({ length: 256 }, (_, shade) => packColour(colourAt(anchors, shade / 255)));
+    const peaks = this.data.steps.map((_, column) => Math.max(1, ...shares.subarray(column * bins, (column + 1) * bins)));
     const empty = packHex(colour("missing"));
     const spans = columnSpans(steps, steps, this.typical, width);
     const [bottom, top] = this.limits;
@@ -63,7 +57,8 @@ class HistogramPicture {
       for (let y = 0; y < height; y++) {
         const value = top - ((y + 0.5) / height) * (top - bottom);
         let pixel = covered ? shades[0] : empty;
-        if (covered) pixel = shades[this.shareAt(column, value, shares, low, high, bins)];
+        // Against the fullest bin of its own column: bins get wider when the gradient does, and hold more then.
+        if (covered) pixel = shades[Math.round((255 * this.shareAt(column, value, shares, low, high, bins)) / peaks[column])];
         pixels[y * width + x] = pixel;
       }
     }
@@ -105,6 +100,10 @@ class HistogramPicture {
       `about ${formatShare(share)} of the elements near ${formatNumber(value, 2)}`,
       `from ${formatNumber(low[column])} to ${formatNumber(high[column])}`,
     ];
+  }
+
+  nextRow(y, height, direction) {
+    return y + 8 * direction;
   }
 
   onZoomY(from, to) {

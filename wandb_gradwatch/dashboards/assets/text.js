@@ -45,8 +45,20 @@ function formatShare(value) {
   return (percent === 0 || percent >= 10 ? percent.toFixed(0) : percent.toPrecision(2)) + " %";
 }
 
-// Keep both ends of a long name: the block's number and the kind of weight matter most.
+function formatShareTick(value) {
+  return Number((value * 100).toPrecision(6)) + " %";
+}
+
+// Fit a name into a label. Parts become their first letter, the outer modules first: the numbers and the layer's own name
+// tell rows apart. What is still too long keeps both ends.
 function shorten(name, length) {
+  const parts = name.split(/(?<=[./])/);
+  const outer = parts.slice(0, -2).map((_, index) => index);
+  for (const index of [...outer, parts.length - 1, parts.length - 2]) {
+    if (parts.join("").length <= length) break;
+    if (index >= 0 && parts.length > 1) parts[index] = parts[index].replace(/^([^0-9./])[^./]*/, "$1");
+  }
+  name = parts.join("");
   if (name.length <= length) return name;
   const tail = Math.ceil((length - 1) * 0.6);
   return name.slice(0, length - 1 - tail) + "…" + name.slice(name.length - tail);

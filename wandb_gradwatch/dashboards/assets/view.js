@@ -1,8 +1,20 @@
 // What all pictures share: the range of steps, the step under the pointer, and the chosen layers.
 
-const firstStep = content.steps.length ? content.steps[0] : 0;
 const lastStep = content.steps.length ? content.steps[content.steps.length - 1] : 1;
-const FULL_RANGE = lastStep > firstStep ? [firstStep, lastStep] : [firstStep - 1, firstStep + 1];
+
+// The first row stands for the steps up to it, as every other row does: it gets the usual width of one.
+function fullRange() {
+  if (content.steps.length < 2) return [lastStep - 1, lastStep + 1];
+  return [Math.max(Math.min(0, content.steps[0] - 1), content.steps[0] - typicalSpacing(content.steps)), lastStep];
+}
+
+// The median distance of neighbours.
+function typicalSpacing(steps) {
+  const spaces = steps.slice(1).map((step, index) => step - steps[index]).sort((a, b) => a - b);
+  return spaces.length ? spaces[spaces.length >> 1] : 1;
+}
+
+const FULL_RANGE = fullRange();
 
 const view = {
   range: [...FULL_RANGE],

@@ -1,0 +1,168 @@
+"""A W&B run, or its history, with every key of ours: a small GPT whose training goes wrong, made without training one.
+
+The story, in steps: layers shrink slowly with depth; `blocks/3/mlp/fc/weight` loses units from the start on;
+`embed/position` is frozen until 100; the learning rate is far too high from 250 to 270, so norms rise a thousandfold at
+260 and `blocks/2/attn/qkv/weight` holds NaN at 265; the loss scale is halved there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import wandb
+
+from wandb_gradwatch.rules import Alert
+from wandb_gradwatch.sinks.wandb_run import WandbSink
+from wandb_gradwatch.snapshot import Snapshot
+from wandb_gradwatch.statistics.columns import MISSING_C, NUM_BINS, NUM_COLUMNS, Column, bins_of
+
+GPT_NAMES = (
+    "embed.token",
+    "embed.position",
+    *(
+        f"blocks.{block}.{layer}"
+        for block in range(12)
+        for layer in (
+            *("ln_1.weight", "attn.qkv.weight", "attn.proj.weight"),
+            *("ln_2.weight", "mlp.fc.weight", "mlp.proj.weight"),
+        )
+    ),
+    "norm.weight",
+    "head.weight",
+)
+LEAKING, FROZEN, BROKEN = "blocks.3.mlp.fc.weight", "embed.position", "blocks.2.attn.qkv.weight"
+
+ALERTS = (
+    Alert(
+        "Exploding gradient",
+        "Gradient norm 1.3e+03 at step 260 is 9.8 standard deviations above its running mean of 1.2.\n"
+        "Worst: head.weight 610, blocks.0.attn.qkv.weight 212, blocks.1.attn.qkv.weight 198.\n"
+        "Probable cause: the learning rate is too high. Remedy: lower it, warm up for longer, or clip the norm to 1.",
+        260,
+        "WARN",
+    ),
+    Alert(
+        "NaN gradient",
+        "12 elements of blocks.2.attn.qkv.weight are NaN at step 265.\n"
+        "Probable cause: the explosion 5 steps before. Remedy: lower the learning rate, or skip the step.",
+        265,
+        "ERROR",
+    ),
+)
+
+
+def fake_snapshots(
+    names: Sequence[str] = GPT_NAMES, *, num_flushes: int = 40, log_every: int = 10, seed: int = 0
+) -> Iterator[Snapshot]:
+    """Yield the windows of the story, one snapshot each."""
+    rng = np.random.default_rng(seed)
+    size = rng.integers(1, 64, len(names)) * 1000.0
+    depth = np.linspace(0, 1, len(names))
+    for flush in range(num_flushes):
+        steps = np.arange(flush * log_every + 1, (flush + 1) * log_every + 1)
+        rows = np.stack([_sample(int(step), names, size, depth, rng) for step in steps])
+        yield Snapshot(
+            steps=steps,
+            names=tuple(names),
+            rows=rows,
+            histogram=np.stack([_histogram(rows[-1, p], rng) for p in range(len(names))]),
+            histogram_steps=(int(steps[-1]),),
+            loss_scale=np.where(steps < 265, 65536.0, 32768.0),
+            skipped=steps == 265,
+            overhead_ratio=0.004 + 0.001 * rng.random(),
+        )
+
+
+def _sample(step: int, names: Sequence[str], size: Any, depth: Any, rng: np.random.Generator) -> Any:
+    accident = 1000.0 * np.exp(-(((step - 260) / 4.0) ** 2))
+    trend = 0.4 + 1.6 * np.exp(-step / 60)
+    norm = (
+        trend * 10 ** (-1.5 * np.sin(3 * depth) ** 2) * np.exp(0.25 * rng.standard_normal(len(names))) * (1 + accident)
+    )
+    rows = np.zeros((len(names), NUM_COLUMNS))
+    for p, name in enumerate(names):
+        row = rows[p]
+        if name == FROZEN and step < 100:
+            row[:] = MISSING_C
+            continue
+        spread = norm[p] / np.sqrt(size[p])
+        dead = min(0.9, step / 400) if name == LEAKING else 0.01 * rng.random()
+        row[Column.NUM_ELEMENTS] = size[p]
+        row[Column.NUM_NAN] = 12 if name == BROKEN and step == 265 else 0
+        row[[Column.NUM_ZERO, Column.NUM_DEAD]] = np.floor(dead * size[p])
+        row[Column.GRAD_SUM] = rng.normal() * norm[p]
+        row[Column.GRAD_SUM_SQ] = norm[p] ** 2
+        row[Column.GRAD_MIN], row[Column.GRAD_MAX] = -4 * spread, 4.2 * spread
+        row[Column.GRAD_ABS_MIN_NONZERO] = 1e-4 * spread
+        row[Column.PARAM_SUM_SQ] = (0.02 * np.sqrt(size[p])) ** 2 * 30 * (1 + step / 500)
+    total = np.sqrt(np.nansum(rows[:, Column.GRAD_SUM_SQ]))
+    rows[:, Column.RECEIVED_SUM_SQ] = rows[:, Column.GRAD_SUM_SQ] * min(1.0, 2.0 / total) ** 2
+    return rows
+
+
+def _histogram(row: Any, rng: np.random.Generator) -> Any:
+    """Counts of a normal distribution with a few large elements, like a real gradient's."""
+    if np.isnan(row[Column.NUM_ELEMENTS]):
+        return np.zeros(NUM_BINS, dtype=np.int64)
+    spread = np.sqrt(row[Column.GRAD_SUM_SQ] / row[Column.NUM_ELEMENTS])
+    values = rng.standard_t(5, 1000) * spread * 0.8
+    values = np.clip(values, row[Column.GRAD_MIN], row[Column.GRAD_MAX])
+    counts = np.bincount(bins_of(values), minlength=NUM_BINS)
+    return np.rint(counts * row[Column.NUM_ELEMENTS] / 1000).astype(np.int64)
+
+
+def write_fake_run(
+    directory: Path,
+    *,
+    names: Sequence[str] = GPT_NAMES,
+    num_flushes: int = 40,
+    alerts: Sequence[Alert] = ALERTS,
+    with_table: bool = True,
+    finish: bool = True,
+) -> Path:
+    """Log the story into an offline W&B run through the real sink and return the run's directory.
+
+    Args:
+        directory: where wandb/ is made.
+        names: the parameters; the story's own names are the default.
+        num_flushes: windows of 10 steps.
+        alerts: sent before the first window that ends at or after their step.
+        with_table: log a flight recorder's table at the end.
+        finish: end the run; else it is left open, and the caller ends it with `wandb.finish()`.
+    """
+    run = wandb.init(
+        project="demo",
+        name="gpt-lr-accident",
+        dir=str(directory),
+        mode="offline",
+        config={"lr": 3e-4},
+        settings=wandb.Settings(silent=True, console="off"),
+    )
+    run_directory = Path(run.dir).parent
+    sink = WandbSink(run)
+    waiting = list(alerts)
+    table = wandb.Table(columns=["step", "name", "grad_norm", "num_nan", "num_inf", "dead_ratio"])
+    for snapshot in fake_snapshots(names, num_flushes=num_flushes):
+        while waiting and waiting[0].step <= snapshot.steps[-1]:
+            sink.alert(waiting.pop(0))
+        sink.write(snapshot)
+        run.log({"loss": 0.5 + 4 * float(np.exp(-snapshot.steps[-1] / 150))})
+        _record(table, snapshot)
+    if with_table:
+        run.log({"gradwatch/flight_recorder": table})
+    sink.close()
+    if finish:
+        run.finish()
+    return run_directory
+
+
+def _record(table: wandb.Table, snapshot: Snapshot) -> None:
+    """Add the samples just before the NaN to a table, as the flight recorder keeps them."""
+    for sample, step in enumerate(snapshot.steps):
+        if 256 <= step <= 265:
+            for p, name in enumerate(snapshot.names[:20]):
+                columns = (snapshot.grad_norm, snapshot.num_nan, snapshot.num_inf, snapshot.dead_ratio)
+                table.add_data(int(step), name, *(float(column[sample, p]) for column in columns))

@@ -1,0 +1,367 @@
+"""The local page: what is read from a run's file, what is packed into the page, and that a run's texts stay texts."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import wandb
+from fake_run import ALERTS, FROZEN, GPT_NAMES, write_fake_run
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wandb_gradwatch.dashboards.histograms import HistogramCollector, resample
+from wandb_gradwatch.dashboards.history import GLOBAL_KEYS, HistogramSeries, RecordedAlert, RunHistory, natural_order
+from wandb_gradwatch.dashboards.page import ASSETS, LIBRARY_SCRIPT, LIBRARY_STYLE, render_page, write_page
+from wandb_gradwatch.dashboards.payload import (
+    CODE_FIRST,
+    CODE_INFINITE,
+    CODE_MISSING,
+    CODE_ZERO,
+    build_payload,
+    pool,
+    pool_steps,
+    pool_width,
+    quantise,
+    script_json,
+    visible_text,
+)
+from wandb_gradwatch.dashboards.read import UnreadableRunError, _Reading, read_run
+from wandb_gradwatch.statistics.columns import FloatArray
+
+HOSTILE = "</script><script>window.hacked=1</script>\u202e&amp;"
+
+
+@pytest.fixture(scope="module")
+def run_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_fake_run(tmp_path_factory.mktemp("run"))
+
+
+@pytest.fixture(scope="module")
+def history(run_directory: Path) -> RunHistory:
+    return read_run(run_directory)
+
+
+def small_history(**changes: object) -> RunHistory:
+    values = {"gradwatch/grad_norm": np.array([1.0, 2.0]), "grad_norm/a": np.array([3.0, np.nan])}
+    content = {"path": Path("run-x.wandb"), "run_id": "x", "steps": np.array([10, 20]), "values": values, "num_rows": 2}
+    return RunHistory(**(content | changes))  # type: ignore[arg-type]
+
+
+# ---- reading
+
+
+def test_every_key_of_a_real_run_is_read_and_has_its_picture(history: RunHistory) -> None:
+    assert set(GLOBAL_KEYS) <= set(history.values)
+    assert history.other_keys() == ["loss"]  # the user's; everything of ours has a picture of its own
+    assert len(history.names) == len(GPT_NAMES)
+    assert history.steps.tolist() == list(range(10, 401, 10))
+    assert history.finished
+    assert history.exit_code == 0
+    assert history.notes == ()
+
+
+def test_a_value_that_was_not_logged_is_missing_and_never_zero(history: RunHistory) -> None:
+    frozen = history.of_names("grad_norm")[:, history.names.index(FROZEN.replace(".", "/"))]
+    # Frozen before step 100: the windows that end at 10..90 hold no gradient of it.
+    assert np.isnan(frozen[:9]).all()
+    assert (frozen[9:] > 0).all()
+
+
+def test_alerts_stand_at_the_step_that_their_text_names(history: RunHistory) -> None:
+    assert [(alert.title, alert.step, alert.level) for alert in history.alerts] == [
+        (alert.title, alert.step, alert.level) for alert in ALERTS
+    ]
+
+
+def test_an_alert_without_a_step_stands_at_the_last_row_before_it() -> None:
+    reading = _Reading(Path("run-x.wandb"))
+    reading.take("alert", {"title": "early", "text": "before any row", "level": "INFO"})
+    reading.take("history", {"item": {"gradwatch/step": 70, "gradwatch/grad_norm": 1.0}})
+    reading.take("alert", {"title": "mine", "text": "a footstep 12, no number of ours", "level": "WARN"})
+    assert [alert.step for alert in reading.finish().alerts] == [None, 70]
+
+
+def test_rows_of_one_step_are_one_row_and_rows_of_the_user_are_none() -> None:
+    reading = _Reading(Path("run-x.wandb"))
+    reading.take("history", {"item": {"loss": 5.0}})
+    reading.take("history", {"item": {"gradwatch/step": 10, "grad_norm/a": 1}})
+    reading.take("history", {"item": {"gradwatch/step": 10, "grad_norm/b": "Infinity"}})
+    history = reading.finish()
+    assert history.steps.tolist() == [10]
+    assert history.of_names("grad_norm").tolist() == [[1.0, np.inf]]
+    assert history.num_rows == 3
+
+
+def test_names_follow_the_model_where_the_configuration_tells_it_and_numbers_elsewhere() -> None:
+    values = {f"grad_norm/{name}": np.ones(2) for name in ("layers/10/w", "layers/2/w", "embed", "head")}
+    assert small_history(values=values).names == ["embed", "head", "layers/2/w", "layers/10/w"]
+    told = {"gradwatch": {"names": ["embed", "layers.2.w", "layers.10.w", "head"]}}
+    assert small_history(values=values, config=told).names == ["embed", "layers/2/w", "layers/10/w", "head"]
+
+
+@given(st.lists(st.integers(0, 10**6)), st.text(), st.text(st.characters(exclude_categories=["Nd", "No"])))
+def test_natural_order_compares_numbers_in_any_names(numbers: list[int], before: str, after: str) -> None:
+    before = before.rstrip("0123456789")
+    names = [f"{before}{number}{after}" for number in numbers]
+    assert sorted(names, key=natural_order) == [f"{before}{number}{after}" for number in sorted(numbers)]
+
+
+def test_a_directory_of_runs_means_its_newest(run_directory: Path, tmp_path: Path) -> None:
+    source = next(run_directory.glob("*.wandb"))
+    for name, modified in (("old", 1_000), ("new", 2_000)):
+        directory = tmp_path / "wandb" / f"offline-run-{name}"
+        directory.mkdir(parents=True)
+        shutil.copy(source, directory / f"run-{name}.wandb")
+        os.utime(directory / f"run-{name}.wandb", (modified, modified))
+    for path in (tmp_path, tmp_path / "wandb", tmp_path / "wandb" / "offline-run-new"):
+        assert read_run(path).path.name == "run-new.wandb"
+
+
+def test_a_truncated_file_gives_what_is_in_it_and_says_so(run_directory: Path, tmp_path: Path) -> None:
+    source = next(run_directory.glob("*.wandb"))
+    cut = tmp_path / "run-cut.wandb"
+    cut.write_bytes(source.read_bytes()[: source.stat().st_size // 2])
+    history = read_run(cut)
+    assert 0 < len(history.steps) < 40
+    assert not history.finished
+    assert "no end record" in history.notes[0]
+
+
+def test_damaged_bytes_lose_their_records_and_say_so(run_directory: Path, tmp_path: Path) -> None:
+    data = bytearray(next(run_directory.glob("*.wandb")).read_bytes())
+    middle = len(data) // 2
+    data[middle : middle + 64] = bytes(64)
+    damaged = tmp_path / "run-damaged.wandb"
+    damaged.write_bytes(data)
+    history = read_run(damaged)
+    assert history.notes
+    assert 0 < len(history.steps) <= 40
+    assert "corrupt" in render_page(history)
+
+
+def test_a_run_that_is_still_going_on_can_be_read(tmp_path: Path) -> None:
+    directory = write_fake_run(tmp_path, names=("a.weight",), num_flushes=3, finish=False)
+    try:
+        history = read_run(directory)
+        assert not history.finished
+        # How much has reached the file is wandb's business; it is a beginning of the run.
+        assert history.steps.tolist() == [10, 20, 30][: len(history.steps)]
+        assert "no end record" in render_page(history)
+    finally:
+        wandb.finish()
+
+
+def test_an_empty_file_is_an_empty_run(tmp_path: Path) -> None:
+    (tmp_path / "run-empty.wandb").touch()
+    history = read_run(tmp_path)
+    assert len(history.steps) == 0
+    assert "no end record" in render_page(history)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda path: path / "nowhere", "there is no file or directory"),
+        (lambda path: path, "holds no W&B run.*give the directory that wandb.init"),
+        (lambda path: _write(path / "train.log", b"epoch 1"), "is not a W&B run: give its .wandb file"),
+        (lambda path: _write(path / "run-x.wandb", b"this is some other file"), "cannot be read as a W&B run.*header"),
+    ],
+)
+def test_what_is_not_a_run_is_said_in_a_sentence(tmp_path: Path, make: object, message: str) -> None:
+    with pytest.raises(UnreadableRunError, match=message):
+        read_run(make(tmp_path))  # type: ignore[operator]
+
+
+def _write(path: Path, data: bytes) -> Path:
+    path.write_bytes(data)
+    return path
+
+
+def test_a_table_outside_the_runs_directory_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    _write(tmp_path / "secret.json", b'{"columns": ["a"], "data": [[1]]}')
+    reading = _Reading(tmp_path / "run" / "run-x.wandb")
+    reading.take("history", {"item": {"gradwatch/flight_recorder.path": "../../secret.json"}})
+    history = reading.finish()
+    assert history.flight_recorder is None
+    assert "is not in the run's directory" in history.notes[-1]
+
+
+def test_progress_counts_rows(run_directory: Path) -> None:
+    reading = _Reading(Path("run-x.wandb"))
+    for step in range(3):
+        reading.take("history", {"item": {"gradwatch/step": step}})
+    assert reading.num_rows == 3
+    seen: list[int] = []
+    read_run(run_directory, progress=seen.append)
+    assert seen == []  # 41 rows are fewer than the hundred after which it is called
+
+
+# ---- histograms
+
+
+def test_resampling_keeps_the_number_of_elements_and_their_place() -> None:
+    # Two old bins of width 1 with 32 and 64 elements: 64 new ones, half of them with 1 and half with 2 elements.
+    low, high, counts = resample([0.0, 1.0, 2.0], [32, 64])  # type: ignore[misc]
+    assert (low, high) == (0.0, 2.0)
+    assert counts.tolist() == [1.0] * 32 + [2.0] * 32
+
+
+@pytest.mark.parametrize(
+    ("edges", "counts"),
+    [
+        ([0, 1], [1, 2]),
+        ([0, float("nan")], [1]),
+        ([0, 1, 1], [1, 2]),
+        (None, [1]),
+        ("ab", [1]),
+        ([0], []),
+        ([[0, 1]], [1]),
+    ],
+)
+def test_what_is_no_histogram_is_left_out(edges: object, counts: object) -> None:
+    assert resample(edges, counts) is None
+
+
+def test_the_collector_stays_bounded_and_even() -> None:
+    collector = HistogramCollector(max_stored=10)
+    for step in range(100):
+        collector.add("a", step, [0.0, 1.0], [1])
+    steps = collector.series()["a"].steps
+    assert len(steps) <= 10
+    assert set(np.diff(steps)) == {16}  # halved until 100 fit into 10: every 16th, from the first
+
+
+# ---- packing
+
+
+@given(st.lists(st.floats(1e-13, 1e13), min_size=1))
+def test_a_stored_value_is_right_to_a_twentieth_of_a_percent(values: list[float]) -> None:
+    codes, start, step = quantise(np.array(values))
+    stored = 10 ** (start + step * (codes.astype(float) - CODE_FIRST))
+    # Half a step of 0.0004 decades: 10 ** 0.0002 = 1.00046; rounding of the logarithm itself is far below.
+    np.testing.assert_allclose(stored, values, rtol=4.7e-4)
+
+
+def test_missing_zero_and_infinite_have_their_own_codes() -> None:
+    codes, _, _ = quantise(np.array([np.nan, -1.0, 0.0, 1.0, np.inf]))
+    assert codes.tolist() == [CODE_MISSING, CODE_MISSING, CODE_ZERO, CODE_FIRST, CODE_INFINITE]
+
+
+def test_pooling_shows_the_largest_and_never_loses_an_infinity_or_a_count() -> None:
+    values = np.array([[1.0, np.nan], [3.0, np.nan], [np.inf, np.nan], [2.0, 5.0], [4.0, np.nan]])
+    expected = [[3.0, np.nan], [np.inf, 5.0], [4.0, np.nan]]
+    np.testing.assert_array_equal(pool(values, 2, "grad_norm"), expected)
+    counts = np.array([[1.0], [0.0], [np.nan], [np.nan], [2.0]])
+    np.testing.assert_array_equal(pool(counts, 2, "gradwatch/num_nan"), [[1.0], [np.nan], [2.0]])
+    first, last = pool_steps(np.array([10, 20, 30, 40, 50]), 2)
+    assert (first.tolist(), last.tolist()) == ([10, 30, 50], [20, 40, 50])
+
+
+@given(st.integers(0, 5000), st.integers(1, 500))
+def test_pooled_columns_never_exceed_their_limit(num_rows: int, most: int) -> None:
+    width = pool_width(num_rows, most)
+    assert len(pool_steps(np.arange(num_rows), width)[1]) <= most
+    assert len(pool_steps(np.arange(num_rows), width)[0]) == len(pool(np.ones((num_rows, 1)), width, "x"))
+
+
+def test_a_thousand_layers_by_a_thousand_rows_stay_below_fifteen_megabytes() -> None:
+    rng = np.random.default_rng(0)
+    rows = np.arange(1, 1001)
+    values: dict[str, FloatArray] = {}
+    histograms = {}
+    for layer in range(1000):
+        # Noise of a quarter of a decade around a layer's own size, as norms have; nothing in it repeats.
+        norm = 10 ** (rng.normal() + 0.25 * rng.normal(size=1000))
+        name = f"transformer/h/{layer}/mlp/weight"
+        values |= {f"grad_norm/{name}": norm, f"grad_norm_max/{name}": norm * (1 + rng.random(1000))}
+        values |= {f"grad_param_ratio/{name}": norm / 100 * (1 + rng.random(1000))}
+        values |= {f"dead_ratio/{name}": 0.01 * rng.random(1000), f"num_nonfinite/{name}": np.zeros(1000)}
+        counts = rng.poisson(100.0, (100, 64)).astype(np.float64)
+        histograms[name] = HistogramSeries(rows[::10], -norm[::10], norm[::10], counts)
+    page = render_page(small_history(steps=rows, values=values, histograms=histograms))
+    assert len(page) < 15_000_000
+
+
+# ---- texts
+
+
+def test_a_hostile_text_cannot_leave_its_script_element() -> None:
+    text = script_json({HOSTILE: [HOSTILE]})
+    assert not set("<>&") & set(text)
+    assert json.loads(text) == {HOSTILE: [HOSTILE]}
+
+
+def test_hostile_names_alerts_and_tables_leave_the_markup_as_it_is() -> None:
+    harmless = render_page(small_history())
+    hostile = render_page(
+        small_history(
+            name=HOSTILE,
+            project=HOSTILE,
+            values={f"grad_norm/{HOSTILE}": np.ones(2), HOSTILE: np.ones(2)},
+            alerts=(RecordedAlert(HOSTILE, HOSTILE, HOSTILE, 10),),
+            notes=(HOSTILE,),
+        )
+    )
+    assert hostile.count("<script") == harmless.count("<script")
+    assert hostile.count("</script") == harmless.count("</script")
+    assert "\u202e" not in hostile
+
+
+def test_characters_that_cannot_be_seen_are_shown() -> None:
+    assert visible_text("a\u202eb\u200bc\x07d\ne") == "a‹U+202E›b‹U+200B›c‹U+0007›d\ne"
+    assert visible_text("слой/层/שכבה") == "слой/层/שכבה"
+    content, _ = build_payload(small_history(alerts=(RecordedAlert("t", "a\u2066b", "INFO", None),)))
+    assert content["alerts"][0]["text"] == "a‹U+2066›b"
+
+
+def test_nothing_runs_in_the_page_but_the_scripts_whose_hashes_the_policy_names() -> None:
+    page = render_page(small_history())
+    policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', page)
+    assert policy is not None
+    assert "default-src 'none'" in policy[1]
+    assert "unsafe" not in policy[1]
+    scripts = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    styles = re.findall(r"<style>(.*?)</style>", page, re.DOTALL)
+    assert len(scripts) == 2
+    for text in scripts + styles:
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        assert f"'sha256-{digest}'" in policy[1]
+
+
+def test_an_existing_page_is_replaced_in_one_piece(tmp_path: Path) -> None:
+    output = tmp_path / "page.html"
+    output.write_text("old")
+    assert write_page(small_history(), output) == output.resolve()
+    assert output.read_text(encoding="utf-8").startswith("<!doctype html>")
+    assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
+
+
+# ---- what is vendored
+
+
+@pytest.mark.parametrize(
+    ("name", "digest"),
+    [
+        (LIBRARY_SCRIPT, "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f"),
+        (LIBRARY_STYLE, "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04"),
+        ("uPlot.LICENSE", "8f989229699b4fe2f1a0432d0e9edc338a8a911e250e2d1b01ecd770a5f5b1bd"),
+    ],
+)
+def test_the_vendored_library_is_the_released_one(name: str, digest: str) -> None:
+    """uPlot 1.6.32 as published: `npm pack uplot@1.6.32`, package/dist/ and package/LICENSE."""
+    assert hashlib.sha256((ASSETS / name).read_bytes()).hexdigest() == digest
+
+
+def test_no_script_of_ours_or_theirs_can_end_its_element() -> None:
+    for script in ASSETS.glob("*.js"):
+        assert "</script" not in script.read_text(encoding="utf-8").lower()
+        assert "<!--" not in script.read_text(encoding="utf-8")

@@ -1,0 +1,366 @@
+"""The local page in a real browser: drawn, quiet, usable by pointer and keyboard, and deaf to what names contain."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_run import BROKEN, write_fake_run
+
+from wandb_gradwatch.dashboards.history import RecordedAlert, RecordedTable, RunHistory
+from wandb_gradwatch.dashboards.page import write_page
+from wandb_gradwatch.dashboards.read import read_run
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = [pytest.mark.browser, pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")]
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+
+HOSTILE = "</script><img src=x onerror=alert(1)><b>bold</b>\u202e"
+OPEN = "() => document.documentElement.dataset.state || ''"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as started:
+        # Containers have no user namespaces for its sandbox; the page is ours and on this disk.
+        chromium = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture(scope="module")
+def history(tmp_path_factory: pytest.TempPathFactory) -> RunHistory:
+    return read_run(write_fake_run(tmp_path_factory.mktemp("run")))
+
+
+Opener = Callable[..., Any]
+
+
+@pytest.fixture
+def show(browser: Any, tmp_path: Path) -> Iterator[Opener]:
+    """Open the page of a history; afterwards fail on any error, dialog or request that left the page."""
+    complaints: list[str] = []
+    contexts = []
+
+    def open_page(history: RunHistory, *, width: int = 1400, scheme: str = "light", expect: str = "drawn") -> Any:
+        context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        contexts.append(context)
+        page = context.new_page()
+        page.on("console", lambda message: message.type == "error" and complaints.append(message.text))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("dialog", lambda dialog: (complaints.append(f"dialog {dialog.message}"), dialog.dismiss()))
+        page.on("request", lambda request: _is_local(request.url) or complaints.append(f"request {request.url}"))
+        page.goto(write_page(history, tmp_path / "page.html").as_uri())
+        page.locator(f"html[data-state={expect}]").wait_for(state="attached")
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert complaints == []
+
+
+def _is_local(url: str) -> bool:
+    return url.startswith(("file:", "data:", "blob:"))
+
+
+@contextmanager
+def repainted(page: Any, selector: str) -> Iterator[None]:
+    """Fail unless a canvas shows something else afterwards."""
+    before = pixels(page, selector)
+    yield
+    assert pixels(page, selector) != before, f"{selector} did not change"
+
+
+def pixels(page: Any, selector: str) -> str:
+    return str(page.locator(selector).first.evaluate("canvas => canvas.toDataURL()"))
+
+
+def colours(page: Any, selector: str) -> int:
+    """Number of different opaque colours of a canvas: 0 or 1 is blank."""
+    return int(
+        page.locator(selector).first.evaluate(
+            "canvas => new Set(new Uint32Array(canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height)"
+            ".data.buffer)).size - 1"
+        )
+    )
+
+
+# ---- drawn
+
+
+CARDS = ("norm", "layers", "lines", "histogram", "quantiles", "dead", "nonfinite", "scale", "spread", "overhead")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [400, 1600])
+def test_every_picture_is_drawn_and_nothing_is_wider_than_the_window(
+    show: Opener, history: RunHistory, width: int, scheme: str
+) -> None:
+    page = show(history, width=width, scheme=scheme)
+    for card in (*CARDS, "other"):
+        assert colours(page, f"#{card} canvas") > 3, card
+        assert page.locator(f"#{card} .words p").count() == 2, f"{card} lacks its words"
+    assert page.evaluate("document.documentElement.scrollWidth") == width
+    assert page.locator(".alert").count() == 2
+
+
+def test_a_blank_canvas_would_be_noticed(show: Opener, history: RunHistory) -> None:
+    page = show(history)
+    page.locator("#norm canvas").first.evaluate("canvas => canvas.getContext('2d').reset()")
+    assert colours(page, "#norm canvas") <= 1
+
+
+def test_the_nan_is_red_in_the_picture_of_all_layers(show: Opener, history: RunHistory) -> None:
+    page = show(history)
+    red = (
+        "canvas => new Uint32Array(canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data.buffer)"
+        ".filter(pixel => pixel === 0xff3f00e8).length"  # --nonfinite, #e8003f, as ABGR
+    )
+    assert page.locator("#layers .frame canvas").first.evaluate(red) > 20
+    healthy = replace(
+        history, values={key: value for key, value in history.values.items() if not key.startswith("num_nonfinite")}
+    )
+    assert show(healthy).locator("#layers .frame canvas").first.evaluate(red) == 0
+
+
+# ---- pointer and keyboard
+
+
+def hover(page: Any, selector: str, across: float, down: float) -> None:
+    target = page.locator(selector).first
+    target.scroll_into_view_if_needed()
+    box = target.bounding_box()
+    page.mouse.move(box["x"] + across * box["width"], box["y"] + down * box["height"])
+
+
+def test_hovering_over_a_line_gives_its_value_and_step(show: Opener, history: RunHistory) -> None:
+    page = show(history)
+    hover(page, "#norm .u-over", 0.99, 0.5)
+    legend = page.locator("#norm .legend").first.inner_text()
+    assert legend.startswith("step 400")
+    hover(page, "#norm .u-over", 0.5, 0.5)
+    assert page.locator("#norm .legend").first.inner_text() != legend
+
+
+def test_hovering_over_a_cell_names_layer_step_and_value(show: Opener, history: RunHistory) -> None:
+    page = show(history)
+    hover(page, "#layers .frame canvas", 0.6, 0.5)
+    tooltip = page.locator("#layers .tooltip")
+    assert tooltip.is_visible()
+    name, step, value = tooltip.inner_text().split("\n")[:3]
+    assert name in history.names
+    row = int(np.searchsorted(history.steps, int(step.removeprefix("step "))))
+    expected = history.of_names("grad_norm")[row, history.names.index(name)]
+    # Three digits are shown, and storing costs at most 0.05 %.
+    assert float(value.removeprefix("gradient norm: ")) == pytest.approx(expected, rel=6e-3)
+
+
+def test_the_keyboard_walks_over_cells_and_adds_a_layer(show: Opener, history: RunHistory) -> None:
+    page = show(history)
+    page.locator("#lines .picker-head button").click()
+    page.locator("#layers .frame canvas").first.focus()
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("End")
+    before = page.locator("#layers .readout").inner_text()
+    assert "step 400" in before
+    page.keyboard.press("ArrowLeft")
+    assert "step 390" in page.locator("#layers .readout").inner_text()
+    page.keyboard.press("ArrowUp")
+    name = page.locator("#layers .readout").inner_text().split(" · ")[0]
+    assert name != before.split(" · ")[0]
+    page.keyboard.press("Enter")
+    assert page.locator("#lines .legend-label").all_inner_texts() == [name]
+    page.keyboard.press("Escape")
+    assert not page.locator("#layers .tooltip").is_visible()
+
+
+def test_the_keyboard_walks_along_a_line(show: Opener, history: RunHistory) -> None:
+    page = show(history)
+    page.locator("#norm .plot").first.focus()
+    page.keyboard.press("Home")
+    page.keyboard.press("ArrowRight")
+    assert "step 20" in page.locator("#norm .legend").first.inner_text()
+
+
+def test_a_drag_zooms_every_picture_and_a_button_leads_back(show: Opener, history: RunHistory) -> None:
+    page = show(history)
+    norm, layers, histogram = (repainted(page, f"#{card} canvas") for card in ("norm", "layers", "histogram"))
+    with norm, layers, histogram:
+        hover(page, "#dead .u-over", 0.4, 0.5)
+        page.mouse.down()
+        hover(page, "#dead .u-over", 0.8, 0.5)
+        page.mouse.up()
+    low, high = (int(field.input_value()) for field in page.locator(".range input").all())
+    # The axis goes from 0 to 400: 40 % and 80 % of it, to a pixel's width.
+    assert (low, high) == (pytest.approx(160, abs=3), pytest.approx(320, abs=3))
+    page.get_by_role("button", name="Whole run").click()
+    assert [field.input_value() for field in page.locator(".range input").all()] == ["0", "400"]
+
+
+def test_a_drag_over_the_layers_zooms_into_rows_and_steps(show: Opener, history: RunHistory) -> None:
+    page = show(history)
+    with repainted(page, "#layers .frame canvas"):
+        hover(page, "#layers .frame canvas", 0.5, 0.3)
+        page.mouse.down()
+        hover(page, "#layers .frame canvas", 0.8, 0.6)
+        page.mouse.up()
+    hover(page, "#layers .frame canvas", 0.6, 0.9)
+    assert page.locator("#layers .tooltip").inner_text().split("\n")[0] not in history.names[-20:]
+
+
+def test_steps_typed_into_the_toolbar_are_shown(show: Opener, history: RunHistory) -> None:
+    page = show(history)
+    with repainted(page, "#norm canvas"):
+        page.locator(".range input").first.fill("200")
+        page.locator(".range input").first.press("Enter")
+
+
+def test_layers_are_found_chosen_and_drawn(show: Opener, history: RunHistory) -> None:
+    page = show(history)
+    search = page.locator("#lines input[type=search]")
+    search.fill("blocks.3 MLP fc")  # dots or slashes, any case, words in any order
+    assert page.locator("#lines .picker-list label").all_inner_texts() == ["blocks/3/mlp/fc/weight"]
+    with repainted(page, "#lines canvas"):
+        page.locator("#lines .picker-list input").check()
+    assert "blocks/3/mlp/fc/weight" in page.locator("#lines .legend-label").all_inner_texts()
+    search.fill("no such layer")
+    assert "No layer of this name" in page.locator("#lines .picker-list").inner_text()
+
+
+def test_the_metric_changes_the_picture_of_all_layers_and_the_lines(show: Opener, history: RunHistory) -> None:
+    page = show(history)
+    for metric in ("Grad / param", "Dead", "Non-finite", "Largest norm", "Norm"):
+        with repainted(page, "#layers .frame canvas"), repainted(page, "#lines canvas"):
+            page.locator("#layers").get_by_role("button", name=metric, exact=True).click()
+
+
+def test_the_most_changed_layers_come_first_and_a_broken_one_before_all(show: Opener, history: RunHistory) -> None:
+    page = show(history)
+    page.locator("#layers").get_by_role("button", name="Most changed").click()
+    canvas = "#layers .frame canvas"
+    height = page.locator(canvas).first.bounding_box()["height"]
+    hover(page, canvas, 0.6, 21 / height)
+    assert page.locator("#layers .tooltip").inner_text().split("\n")[0] == BROKEN.replace(".", "/")
+
+
+def test_logarithmic_and_linear(show: Opener, history: RunHistory) -> None:
+    page = show(history)
+    for scale in ("Linear", "Log"):
+        with repainted(page, "#norm canvas"):
+            page.locator("#norm").get_by_role("button", name=scale).click()
+
+
+def test_the_distribution_of_another_layer(show: Opener, history: RunHistory) -> None:
+    page = show(history)
+    with repainted(page, "#histogram canvas"):
+        page.locator("#histogram select").select_option(label="head/weight")
+    with repainted(page, "#histogram canvas"):
+        page.locator("#histogram input").fill("blocks/5 fc")
+    hover(page, "#histogram canvas", 0.5, 0.45)
+    assert page.locator("#histogram .tooltip").inner_text().startswith("blocks/5/mlp/fc/weight")
+
+
+def test_an_alert_leads_to_its_step(show: Opener, history: RunHistory) -> None:
+    page = show(history)
+    with repainted(page, "#norm canvas"):
+        page.get_by_role("button", name="step 265").click()
+    low, high = (int(field.input_value()) for field in page.locator(".range input").all())
+    assert low < 265 < high
+    assert high - low < 100
+
+
+def test_the_theme_button_repaints_everything(show: Opener, history: RunHistory) -> None:
+    page = show(history)
+    with repainted(page, "#norm canvas"), repainted(page, "#layers .frame canvas"):
+        page.locator("#theme").click()
+    assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(14, 18, 20)"
+
+
+def test_the_flight_recorder_can_be_searched_and_sorted(show: Opener, history: RunHistory) -> None:
+    page = show(history)
+    table = page.locator("#recorder tbody tr")
+    assert table.count() == 100
+    page.locator("#recorder input").fill(BROKEN)
+    assert table.count() == 10  # steps 256 to 265
+    page.locator("#recorder th button").nth(3).click()  # num_nan, largest first
+    assert table.first.locator("td").first.inner_text() == "265"
+    assert table.first.locator("td.alarming").inner_text() == "12"
+
+
+def test_numbers_behind_a_picture(show: Opener, history: RunHistory) -> None:
+    page = show(history)
+    page.locator("#norm summary").first.click()
+    rows = page.locator("#norm details").first.locator("tbody tr")
+    assert rows.count() == 40
+    assert rows.last.locator("td").first.inner_text() == "400"
+
+
+# ---- other runs
+
+
+def test_hostile_names_stay_text(show: Opener) -> None:
+    values = {f"{metric}/{HOSTILE}": np.array([1.0, 2.0]) for metric in ("grad_norm", "dead_ratio")}
+    page = show(
+        RunHistory(
+            path=Path("run-x.wandb"),
+            run_id=HOSTILE,
+            name=HOSTILE,
+            project=HOSTILE,
+            steps=np.array([10, 20]),
+            values={**values, "gradwatch/grad_norm": np.array([1.0, 2.0]), HOSTILE: np.array([1.0, 2.0])},
+            alerts=(RecordedAlert(HOSTILE, HOSTILE, HOSTILE, 10),),
+            flight_recorder=RecordedTable([HOSTILE], [[HOSTILE]]),
+            notes=(HOSTILE,),
+        )
+    )
+    shown = HOSTILE.replace("\u202e", "‹U+202E›")
+    hover(page, "#layers .frame canvas", 0.7, 0.4)
+    assert page.locator("#layers .tooltip .strong").inner_text() == shown
+    for selector in ("h1", ".note", ".alert strong", ".alert p", "#recorder td", ".picker-list label", "#other option"):
+        assert shown in page.locator(selector).first.inner_text(), selector
+    assert page.locator("img, main b").count() == 0
+
+
+def test_a_run_without_our_rows_says_what_to_do(show: Opener) -> None:
+    page = show(RunHistory(path=Path("run-x.wandb"), run_id="x", steps=np.array([], dtype=int), values={}, num_rows=7))
+    assert "none of them was logged by wandb_gradwatch. Call wandb_gradwatch.watch(model)" in page.inner_text("#empty")
+    assert page.locator("canvas").count() == 0
+
+
+def test_a_run_without_rows_says_to_wait(show: Opener) -> None:
+    history = RunHistory(path=Path("run-x.wandb"), run_id="x", steps=np.array([], dtype=int), values={}, finished=False)
+    assert "no history rows yet" in show(history).inner_text("#empty")
+
+
+@pytest.mark.parametrize("steps", [[10], [10, 20], [1000, 1010, 5000, 5010]])
+def test_short_runs_and_runs_with_gaps_are_drawn(show: Opener, steps: list[int]) -> None:
+    rows = np.arange(1.0, len(steps) + 1)
+    values = {"gradwatch/grad_norm": rows, "grad_norm/a": rows, "grad_norm/b": np.full(len(steps), np.nan)}
+    page = show(RunHistory(path=Path("run-x.wandb"), run_id="x", steps=np.array(steps), values=values))
+    assert colours(page, "#norm canvas") > 3
+    assert colours(page, "#layers .frame canvas") > 3
+
+
+def test_values_that_are_zero_infinite_or_missing_everywhere_are_drawn(show: Opener) -> None:
+    values = {
+        "gradwatch/grad_norm": np.array([0.0, 0.0]),
+        "grad_norm/zero": np.array([0.0, 0.0]),
+        "grad_norm/infinite": np.array([np.inf, np.inf]),
+        "grad_norm/missing": np.array([np.nan, np.nan]),
+    }
+    page = show(RunHistory(path=Path("run-x.wandb"), run_id="x", steps=np.array([10, 20]), values=values))
+    canvas = page.locator("#layers .frame canvas").first
+    height = canvas.bounding_box()["height"]
+    seen = []
+    for row in range(3):
+        hover(page, "#layers .frame canvas", 0.7, (18 + (row + 0.5) * (height - 46) / 3) / height)
+        seen.append(page.locator("#layers .tooltip").inner_text().split("\n")[2])
+    assert seen == ["gradient norm: Inf", "gradient norm: missing", "gradient norm: 0"]
