@@ -50,6 +50,7 @@ class SampleClock:
     marked: set[int] = field(default_factory=set)
     backwards: int = 0
     _stepped: set[int] = field(default_factory=set)
+    _ever_stepped: set[int] = field(default_factory=set)
     _inside_backward: bool = False  # an optimizer stepped inside a backward that has not ended
     _skipped: bool = False
     _previous: frozenset[int] = frozenset()  # the optimizers of the sample before
@@ -77,6 +78,7 @@ class SampleClock:
         """Forget an optimizer that is gone: nothing waits for it any more."""
         self.own(optimizer, frozenset())
         del self.owned[optimizer]
+        self._ever_stepped.discard(optimizer)
         self._previous -= {optimizer}
 
     def backward_begins(self) -> Closed | None:
@@ -92,10 +94,14 @@ class SampleClock:
         """An optimizer is about to step: for the second time in a sample means that the sample was over."""
         return self._close() if optimizer in self._stepped and not self._inside_backward else None
 
-    def joins_silently(self, optimizer: int) -> bool:
-        """Whether a step without gradients belongs to the sample that has just closed."""
-        fresh = not self._stepped and not self.marked and not self.backwards
-        return fresh and self._closed_any and optimizer not in self._previous
+    def is_late(self, optimizer: int) -> bool:
+        """Whether this step, with no backward before it, belongs to the sample that has just closed."""
+        is_fresh = not self._stepped and not self.marked and not self.backwards
+        return is_fresh and self._closed_any and optimizer not in self._previous
+
+    def has_stepped(self, optimizer: int) -> bool:
+        """Whether this optimizer has been seen to step before."""
+        return optimizer in self._ever_stepped
 
     def join(self, optimizer: int) -> None:
         """Count a silent late-comer among the optimizers of the sample that has just closed."""
@@ -104,6 +110,7 @@ class SampleClock:
     def step_ended(self, optimizer: int, *, skipped: bool = False, inside_backward: bool = False) -> Closed | None:
         """An optimizer has stepped, or was told to and loss scaling skipped it."""
         self._stepped.add(optimizer)
+        self._ever_stepped.add(optimizer)
         self._skipped |= skipped
         self._inside_backward |= inside_backward
         return self._close() if not self._inside_backward and self._is_complete() else None
@@ -121,14 +128,10 @@ class SampleClock:
         self.marked, self.backwards = set(), 0
 
     def _is_complete(self) -> bool:
-        for slot in self.marked:
-            owner = self.owner.get(slot)
-            if owner is None:
-                if not self._closed_any:
-                    return False
-            elif owner not in self._stepped:
-                return False
-        return self._previous <= self._stepped
+        if not self._previous <= self._stepped:
+            return False
+        waiting = self.marked.difference(*(self.owned[optimizer] for optimizer in self._stepped))
+        return all(self._closed_any and slot not in self.owner for slot in waiting)
 
     def _close(self) -> Closed:
         self.step += 1

@@ -10,6 +10,8 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 
+from .untraced import untraced
+
 
 class UserCallbackError(Exception):
     """Carries an exception that a callback of the user's raised on purpose through our containment."""
@@ -67,9 +69,9 @@ Arguments = ParamSpec("Arguments")
 def contained(method: Callable[Concatenate[Self, Arguments], None]) -> Callable[Concatenate[Self, Arguments], None]:
     """Run a method in its object's containment. Dynamo does not trace into it."""
 
+    @untraced
     @functools.wraps(method)
     def wrapper(self: Self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
         self.containment.run(lambda: method(self, *args, **kwargs))
 
-    wrapper._torchdynamo_disable = True  # type: ignore[attr-defined]
     return cast("Callable[Concatenate[Self, Arguments], None]", wrapper)

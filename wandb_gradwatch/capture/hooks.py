@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from .untraced import untraced
+
 current_graph_task: Final[Callable[[], int]] = torch._C._current_graph_task_id  # -1 outside a backward
 
 # Tasks whose backward raised never run their callback and would stay here for good.
@@ -92,6 +94,7 @@ class BackwardHooks:
     def _hook(self, slot: int) -> Callable[[Tensor], None]:
         armed, arm, mark = self._armed, self.arm, self._on_mark
 
+        @untraced
         def mark_gradient(_: Tensor) -> None:
             task = current_graph_task()
             if task not in armed:
@@ -100,14 +103,13 @@ class BackwardHooks:
                 arm(task)
             mark(slot)
 
-        # Dynamo must not trace this where a whole training step is compiled; the attribute is what
-        # torch.compiler.disable would set, without importing the compiler or adding a frame.
-        mark_gradient._torchdynamo_disable = True  # type: ignore[attr-defined]
         return mark_gradient
 
+    @untraced
     def _first_callback(self, task: int) -> None:
         _queue(partial(self._last_callback, task))
 
+    @untraced
     def _last_callback(self, task: int) -> None:
         self._armed.discard(task)
         if self._removed:

@@ -228,7 +228,7 @@ class Sampler:
         self._commit(self.clock.step_begins(key))
         if not inside_backward:
             self._deliver()
-            if self.clock.joins_silently(key):
+            if self._joins_silently(optimizer, key):
                 self._joining = key
                 return
         if self._is_due:
@@ -252,6 +252,16 @@ class Sampler:
             key = self._owners.key(optimizer)
             self._commit(self.clock.step_begins(key))
             self._step_done(key, skipped=True, inside_backward=False)
+
+    def _joins_silently(self, optimizer: Optimizer, key: int) -> bool:
+        """A late step belongs to the last sample, unless it brings gradients of its own.
+
+        Gradients that nothing marked are leftovers of an optimizer that is known; those of one that was never seen may
+        be new, from a backward whose hooks were blind.
+        """
+        if not self.clock.is_late(key):
+            return False
+        return self.clock.has_stepped(key) or all(p.grad is None for _, p in self._owners.entries(optimizer))
 
     def _step_done(self, key: int, *, skipped: bool, inside_backward: bool) -> None:
         self._commit(self.clock.step_ended(key, skipped=skipped, inside_backward=inside_backward))
@@ -410,12 +420,11 @@ class Sampler:
             self.flush_window()
 
     def _window_commit(self, closed: Closed) -> None:
-        owner = self.clock.owner
-        if closed.stepped:
-            not_stepped = sorted(slot for slot in self._gauge.seen if owner.get(slot) not in closed.stepped)
+        updated = tuple(tuple(sorted(self.clock.owned.get(key, ()))) for key in sorted(closed.stepped))
+        if updated:
+            not_stepped = sorted(set(self._gauge.seen).difference(*updated))
             if not_stepped:
                 self._window.clear(not_stepped)
-        updated = tuple(tuple(sorted(self.clock.owned.get(key, ()))) for key in sorted(closed.stepped))
         self._window.commit(Sample(closed.step, closed.skipped, updated, self._compared))
         self._samples_in_window += 1
         self._num_samples += 1

@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from .hooks import current_graph_task
+from .untraced import untraced
 
 
 class StepListener(Protocol):
@@ -92,6 +93,7 @@ class StepHooks:
                     handle.remove()
                 self._handles = []
 
+    @untraced
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         listeners = [listener for listener in self._listeners if listener.follows(optimizer)]
         if not listeners:
@@ -116,8 +118,7 @@ class StepHooks:
         wrapped = _measured_at_first_return(closure, step)
         return ((args[0], wrapped, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": wrapped})
 
-    _before._torchdynamo_disable = True  # type: ignore[attr-defined]
-
+    @untraced
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         steps = self._stack.steps
         if not any(step.optimizer is optimizer for step in steps):
@@ -127,8 +128,6 @@ class StepHooks:
             _end(step)
             if step.optimizer is optimizer:
                 break
-
-    _after._torchdynamo_disable = True  # type: ignore[attr-defined]
 
     def _drop_raised(self, frame: FrameType) -> None:
         """End the steps that raised: their frames are not in the call stack any more."""

@@ -1,0 +1,363 @@
+"""Unusual ways to run a backward or a step: compiled, checkpointed, fused into each other, nested, threaded."""
+
+from __future__ import annotations
+
+import copy
+import threading
+
+import numpy as np
+import pytest
+import torch
+import torch._dynamo
+from gradients import Chosen, of, samples, step, watch
+from torch import nn
+from torch.nn.utils import prune
+from torch.utils.checkpoint import checkpoint
+
+SGD = torch.optim.SGD
+
+
+def float64_norms(model, batch):
+    """The per-parameter gradient norms of the mean squared output, recomputed by autograd in float64."""
+    twin = copy.deepcopy(getattr(model, "_orig_mod", model)).double()
+    twin.zero_grad()
+    twin(batch.double()).square().mean().backward()
+    return [parameter.grad.norm().item() for parameter in twin.parameters()]
+
+
+def mlp():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def batches(number=4):
+    return [torch.randn(16, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(number)]
+
+
+def train(model, optimizer, *, forward=None, steps=4):
+    expected = []
+    for batch in batches(steps):
+        expected.append(float64_norms(model, batch))
+        optimizer.zero_grad()
+        (forward or model)(batch).square().mean().backward()
+        optimizer.step()
+    return np.array(expected)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, use_reentrant, *, tied=False):
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1)
+        if tied:
+            self.second.weight = self.first.weight
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x):
+        if self.use_reentrant:
+            x = x.detach().requires_grad_()
+        for layer in (self.first, self.second):
+            x = checkpoint(lambda h, layer=layer: layer(h).tanh(), x, use_reentrant=self.use_reentrant)
+        return self.last(x)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_activation_checkpointing(use_reentrant, tied):
+    torch.manual_seed(0)
+    model = Checkpointed(use_reentrant, tied=tied)
+    watcher, sink = watch(model)
+    expected = train(model, SGD(model.parameters(), lr=0.1))
+    snapshot = samples(watcher, sink)
+    assert snapshot.steps.tolist() == [1, 2, 3, 4]
+    np.testing.assert_allclose(snapshot.grad_norm, expected, rtol=1e-5)
+
+
+def test_everything_inside_reentrant_checkpoints():
+    torch.manual_seed(0)
+    model = Checkpointed(use_reentrant=True)
+    model.last = nn.Identity()
+    watcher, sink = watch(model)
+    expected = train(model, SGD(model.parameters(), lr=0.1))
+    snapshot = samples(watcher, sink)
+    np.testing.assert_allclose(snapshot.grad_norm, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("watch_first", [False, True])
+def test_compiled_model(backend, watch_first):
+    torch._dynamo.reset()
+    model = mlp()
+    if watch_first:
+        watcher, sink = watch(model)
+        compiled = torch.compile(model, backend=backend)
+    else:
+        compiled = torch.compile(model, backend=backend)
+        watcher, sink = watch(compiled)
+    torch._dynamo.utils.counters.clear()
+    expected = train(model, SGD(model.parameters(), lr=0.1), forward=compiled)
+    assert not torch._dynamo.utils.counters["graph_break"]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    snapshot = samples(watcher, sink)
+    assert snapshot.names == tuple(name for name, _ in model.named_parameters())
+    np.testing.assert_allclose(snapshot.grad_norm, expected, rtol=1e-4)
+
+
+def test_compiled_optimizer_step():
+    torch._dynamo.reset()
+    model = mlp()
+    watcher, sink = watch(model)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    optimizer.step = torch.compile(optimizer.step, backend="aot_eager")
+    expected = train(model, optimizer)
+    snapshot = samples(watcher, sink)
+    np.testing.assert_allclose(snapshot.grad_norm, expected, rtol=1e-5)
+
+
+def test_compiled_function_around_the_optimizer_step():
+    torch._dynamo.reset()
+    model = mlp()
+    watcher, sink = watch(model)
+    optimizer = SGD(model.parameters(), lr=0.1)
+
+    @torch.compile(backend="aot_eager")
+    def update():
+        optimizer.step()
+
+    expected = []
+    for batch in batches():
+        expected.append(float64_norms(model, batch))
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        update()
+    np.testing.assert_allclose(samples(watcher, sink).grad_norm, expected, rtol=1e-5)
+
+
+def test_compiled_training_step():
+    torch._dynamo.reset()
+    model = mlp()
+    watcher, sink = watch(model)
+    optimizer = SGD(model.parameters(), lr=0.1)
+
+    @torch.compile(backend="aot_eager")
+    def training_step(batch):
+        optimizer.zero_grad()
+        loss = model(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    expected = []
+    for batch in batches():
+        expected.append(float64_norms(model, batch))
+        training_step(batch)
+    np.testing.assert_allclose(samples(watcher, sink).grad_norm, expected, rtol=1e-5)
+
+
+def test_compiled_autograd():
+    torch._dynamo.reset()
+    model = mlp()
+    watcher, sink = watch(model)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    expected = []
+    for batch in batches():
+        expected.append(float64_norms(model, batch))
+        optimizer.zero_grad()
+        loss = model(batch).square().mean()
+        with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):
+            loss.backward()
+        optimizer.step()
+    snapshot = samples(watcher, sink)
+    assert snapshot.steps.tolist() == [1, 2, 3, 4]
+    np.testing.assert_allclose(snapshot.grad_norm_clipped, expected, rtol=1e-5)
+    seen = ~np.isnan(snapshot.grad_norm)
+    np.testing.assert_allclose(snapshot.grad_norm[seen], np.array(expected)[seen], rtol=1e-5)
+
+
+def apply_in_backward(model):
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    _apply_optimizer_in_backward(SGD, model.parameters(), {"lr": 0.1})
+
+
+def hand_written_hooks(model):
+    optimizers = {parameter: SGD([parameter], lr=0.1) for parameter in model.parameters()}
+
+    def update(parameter):
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(update)
+
+
+@pytest.mark.parametrize("watch_first", [False, True])
+@pytest.mark.parametrize("fuse", [apply_in_backward, hand_written_hooks])
+def test_optimizer_in_backward(fuse, watch_first):
+    model = mlp()
+    if watch_first:
+        watcher, sink = watch(model)
+        fuse(model)
+    else:
+        fuse(model)
+        watcher, sink = watch(model)
+    expected = []
+    for batch in batches(5):
+        expected.append(float64_norms(model, batch))
+        model(batch).square().mean().backward()
+    snapshot = samples(watcher, sink)
+    assert snapshot.steps.tolist() == [1, 2, 3, 4, 5]
+    np.testing.assert_allclose(snapshot.grad_norm, expected, rtol=1e-5)
+
+
+def test_sam_counts_the_last_backward():
+    class Sam(torch.optim.Optimizer):
+        def __init__(self, parameters, base):
+            super().__init__(parameters, {})
+            self.base = base
+
+        def step(self, closure):
+            with torch.enable_grad():
+                closure()
+            self.base.step()
+
+    model = Chosen(a=1)
+    base = SGD(model.parameters(), lr=0.0)
+    optimizer = Sam(model.parameters(), base)
+    watcher, sink = watch(model)
+    for number in (1, 2):
+        optimizer.zero_grad()
+        model.loss(a=[100]).backward()
+
+        def closure(number=number):
+            optimizer.zero_grad()
+            loss = model.loss(a=[number])
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    snapshot = samples(watcher, sink)
+    assert snapshot.steps.tolist() == [1, 2]
+    assert of(snapshot, "a", "grad_norm").tolist() == [1, 2]
+
+
+def test_closure_of_an_ordinary_optimizer():
+    model = Chosen(a=1)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    watcher, sink = watch(model)
+    for number in (1, 2, 3):
+
+        def closure(number=number):
+            optimizer.zero_grad()
+            loss = model.loss(a=[number])
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            return loss
+
+        optimizer.step(closure)
+    snapshot = samples(watcher, sink)
+    assert of(snapshot, "a", "grad_norm").tolist() == [1, 2, 3]
+    assert of(snapshot, "a", "grad_norm_clipped") == pytest.approx([0.5] * 3, rel=1e-5)
+
+
+def test_schedulers_do_not_disturb():
+    model = Chosen(a=1)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    watcher, sink = watch(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    for number in (1, 2, 3):
+        step(model, optimizer, a=[number])
+        scheduler.step()
+    assert of(samples(watcher, sink), "a", "grad_norm").tolist() == [1, 2, 3]
+
+
+def test_master_weights_with_the_optimizer_given():
+    model = Chosen(a=1)
+    master = model.a.detach().double().requires_grad_()
+    optimizer = SGD([master], lr=0.1)
+    watcher, sink = watch(model, optimizer)
+    for number in (1, 2, 3):
+        model.loss(a=[number]).backward()
+        master.grad = model.a.grad.double()
+        optimizer.step()
+        model.a.grad = None
+    assert of(samples(watcher, sink), "a", "grad_norm").tolist() == [1, 2, 3]
+
+
+def test_an_optimizer_that_is_no_torch_optimizer():
+    model = Chosen(a=1)
+    watcher, sink = watch(model)
+    for number in (1, 2, 3, 4):
+        model.loss(a=[number]).backward()
+        with torch.no_grad():
+            model.a.sub_(model.a.grad)
+        model.zero_grad()
+    assert of(samples(watcher, sink), "a", "grad_norm").tolist() == [1, 2, 3, 4]
+
+
+def test_two_models_in_two_threads():
+    models = [Chosen(a=1), Chosen(a=1)]
+    watched = [watch(model) for model in models]
+    steps = 30
+
+    def work(model, gradient):
+        optimizer = SGD(model.parameters(), lr=0.1)
+        for _ in range(steps):
+            step(model, optimizer, a=[gradient])
+
+    threads = [threading.Thread(target=work, args=(model, 3 + index)) for index, model in enumerate(models)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for index, (watcher, sink) in enumerate(watched):
+        assert of(samples(watcher, sink), "a", "grad_norm").tolist() == [3 + index] * steps
+
+
+def test_parametrization_and_pruning():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    nn.utils.parametrizations.weight_norm(model[0])
+    prune.random_unstructured(model[1], "weight", amount=0.5)
+    watcher, sink = watch(model)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    expected = []
+    for batch in batches():
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        expected.append([parameter.grad.double().norm().item() for parameter in model.parameters()])
+        optimizer.step()
+    snapshot = samples(watcher, sink)
+    assert snapshot.names == tuple(name for name, _ in model.named_parameters())
+    np.testing.assert_allclose(snapshot.grad_norm, expected, rtol=1e-5)
+
+
+def test_swapped_tensors_are_followed():
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model = nn.Linear(4, 1)
+        watcher, sink = watch(model)
+        train(model, SGD(model.parameters(), lr=0.1))
+        model.to(torch.float64)
+        expected = []
+        optimizer = SGD(model.parameters(), lr=0.1)
+        for batch in batches(3):
+            expected.append(float64_norms(model, batch))
+            optimizer.zero_grad()
+            model(batch.double()).square().mean().backward()
+            optimizer.step()
+        snapshot = samples(watcher, sink)
+        np.testing.assert_allclose(snapshot.grad_norm_clipped[-3:], expected, rtol=1e-6)
+        seen = ~np.isnan(snapshot.grad_norm[-3:])
+        np.testing.assert_allclose(snapshot.grad_norm[-3:][seen], np.array(expected)[seen], rtol=1e-6)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+def test_higher_order_gradients():
+    model = Chosen(a=1)
+    optimizer = SGD(model.parameters(), lr=0.0)
+    watcher, sink = watch(model)
+    (model.a**3).sum().backward(create_graph=True)  # 3 a^2 = 3
+    optimizer.step()
+    assert of(samples(watcher, sink), "a", "grad_norm") == 3
+    model.a.grad = None
