@@ -49,7 +49,7 @@ class Snapshot:
         loss_scale: [S] the loss scale of each sample; NaN without one.
         skipped: [S] True where AMP skipped the update.
         trainable: [P] False for what is frozen: its missing rows are meant.
-        metrics: further named values, each [S] or [S, P]-free scalars over samples; logged under their own keys.
+        metrics: further values by key, each [S]: logged under that key, the last one of the window.
         overhead_ratio: the monitor's share of the window's wall time; NaN where it is not measured.
     """
 

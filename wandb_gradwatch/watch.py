@@ -8,7 +8,7 @@ import math
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -20,13 +20,14 @@ from torch.optim import Optimizer
 from .cadence import Cadence
 from .capture.containment import Containment, UserCallbackError
 from .capture.gauge import MeasureOptions
+from .capture.probes import Probe
 from .capture.roster import Models, NameFilter, Roster
 from .capture.sampler import Sampler, SamplerEvents
 from .desk import AlertDesk
 from .rules import Alert, Rule, default_rules
 from .sinks import Sink
 from .snapshot import GroupBy, Snapshot, group_function
-from .statistics.columns import NUM_COLUMNS, Column
+from .statistics.columns import NUM_COLUMNS, Column, FloatArray
 from .statistics.measure import resolve_backend
 from .window import ArrivedFlush, ArrivedSample, Window
 
@@ -281,6 +282,7 @@ class Watcher:
             loss_scale=np.array([arrived.loss_scale for arrived in samples]),
             skipped=np.array([arrived.skipped for arrived in samples]),
             trainable=np.array(self._roster.trainable),
+            metrics=_stacked([arrived.metrics for arrived in samples]),
             overhead_ratio=self._overhead_ratio() if flush is not None else math.nan,
         )
 
@@ -324,6 +326,12 @@ class Watcher:
                 )
 
 
+def _stacked(metrics: Sequence[Mapping[str, float]]) -> dict[str, FloatArray]:
+    """Values by key over samples, NaN where a sample has none: each [S]."""
+    keys = dict.fromkeys(key for values in metrics for key in values)
+    return {key: np.array([values.get(key, math.nan) for values in metrics]) for key in keys}
+
+
 _WATCHERS: Final[list[Watcher]] = []
 
 
@@ -346,6 +354,7 @@ def watch(
     scaler: GradScaler | None = None,
     backend: str = "auto",
     start_step: int = 0,
+    probes: Sequence[Probe] = (),
 ) -> Watcher:
     """Watch the gradients of a model: rows, histograms and alerts in the W&B run. Train as before.
 
@@ -371,6 +380,7 @@ def watch(
         scaler: the gradient scaler, if it has to be known before it is first used.
         backend: "auto", or one of the backends by name.
         start_step: the number of the last step already made, for a run that goes on.
+        probes: further measurements at sampled steps; see `wandb_gradwatch.modules`.
 
     Returns:
         The watcher: `remove()`, `flush()`, `latest`, `step`, `healthy`.
@@ -398,7 +408,7 @@ def watch(
     _replace_watchers_of(roster)
     watcher = Watcher(
         roster,
-        {"optimizer": optimizer, "scaler": scaler, "start_step": start_step},
+        {"optimizer": optimizer, "scaler": scaler, "start_step": start_step, "probes": probes},
         cadence=cadence,
         options=options,
         sinks=chosen,

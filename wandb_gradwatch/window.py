@@ -12,8 +12,8 @@ event; poll() asks the event and never waits for it, unless told to.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -59,12 +59,13 @@ class Sample:
 
 @dataclass(frozen=True)
 class ArrivedSample:
-    """A sample on the host: rows [P, C]."""
+    """A sample on the host: rows [P, C], and the probes' values by key."""
 
     sample: Sample
     rows: FloatArray
     loss_scale: float
     skipped: bool
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,12 @@ class _Shipment:
     transfers: tuple[_Transfer, ...]
     num_names: int
     histogram_steps: tuple[int, ...] = ()
+    metrics: tuple[tuple[tuple[str, ...], _Transfer], ...] = ()  # keys and their values, by device
+
+    def arrived(self, *, wait: bool) -> bool:
+        """Whether everything is here."""
+        transfers = (*self.transfers, *(transfer for _, transfer in self.metrics))
+        return all(transfer.arrived(wait=wait) for transfer in transfers)
 
     def unpack(self) -> ArrivedSample | ArrivedFlush:
         if self.sample is None:
@@ -126,7 +133,12 @@ class _Shipment:
             if not np.isnan(packed[-1, _LOSS_SCALE]):
                 loss_scale = packed[-1, _LOSS_SCALE]
             found_inf = np.fmax(found_inf, packed[-1, _FOUND_INF])
-        return ArrivedSample(self.sample, rows, float(loss_scale), self.sample.skipped or bool(found_inf))
+        metrics = {
+            key: value
+            for keys, transfer in self.metrics
+            for key, value in zip(keys, transfer.array.tolist(), strict=True)
+        }
+        return ArrivedSample(self.sample, rows, float(loss_scale), self.sample.skipped or bool(found_inf), metrics)
 
 
 class _DeviceWindow:
@@ -252,13 +264,21 @@ class Window:
 
     # ---- towards the host
 
-    def commit(self, sample: Sample) -> None:
-        """Send the open sample on its way and open the next."""
+    def commit(self, sample: Sample, metrics: Mapping[str, Tensor] | None = None) -> None:
+        """Send the open sample on its way, with further scalars by key, and open the next."""
         transfers = []
         for window in self._devices.values():
             transfers.append(_Transfer(window.rows))
             window.rows.fill_(torch.nan)
-        self._shipments.append(_Shipment(sample, tuple(transfers), self._num_names))
+        by_device: dict[torch.device, list[str]] = {}
+        for key, value in (metrics or {}).items():
+            by_device.setdefault(value.device, []).append(key)
+        packed = tuple(
+            (tuple(keys), _Transfer(torch.stack([metrics[key].detach().double().reshape(()) for key in keys])))
+            for keys in by_device.values()
+            if metrics is not None
+        )
+        self._shipments.append(_Shipment(sample, tuple(transfers), self._num_names, metrics=packed))
 
     def forget_sent(self) -> None:
         """Forget what was sent and not polled: it turned out not to be samples."""
@@ -274,7 +294,7 @@ class Window:
     def poll(self, *, wait: bool = False) -> list[ArrivedSample | ArrivedFlush]:
         """What has arrived since the last poll, in order; with `wait`, all that was sent."""
         arrived = []
-        while self._shipments and all(transfer.arrived(wait=wait) for transfer in self._shipments[0].transfers):
+        while self._shipments and self._shipments[0].arrived(wait=wait):
             arrived.append(self._shipments.popleft().unpack())
         return arrived
 

@@ -6,7 +6,7 @@ clipped, unscaled or replaced since; what has is measured again, as what the opt
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,7 @@ from ..statistics.columns import NUM_COLUMNS, SCALE_POWER
 from ..statistics.measure import measure, sum_sq
 from ..window import Window
 from .owners import Entry, Owners
+from .probes import WatchedTensor
 from .scaling import SCALES, scale_tensor
 from .sharding import local_part
 
@@ -113,6 +114,23 @@ class Gauge:
             inverse_scale = _pending_inverse_scale(optimizer, device)
             received = sum_sq(gradients, inverse_scale=inverse_scale, backend=self._options.backend)
             self._window.write_received(slots, received)
+
+    def watched(self, entries: Iterable[Entry], names: Sequence[str], *, scaled: bool) -> list[WatchedTensor]:
+        """The entries as probes see them."""
+        tensors = []
+        for slot, parameter in entries:
+            gradient = parameter.grad
+            scaler = SCALES.scaler_of(self._owners.of_slot(slot)) if scaled else None
+            scale = scale_tensor(scaler) if scaler is not None else None
+            tensors.append(
+                WatchedTensor(
+                    names[slot],
+                    local_part(parameter).detach(),
+                    None if gradient is None else local_part(gradient).detach(),
+                    None if scale is None else scale.reciprocal(),
+                )
+            )
+        return tensors
 
     def correct_scale(self, optimizer: Optimizer) -> None:
         """Undo a loss scale that was assumed before it was known who steps this optimizer."""

@@ -12,7 +12,7 @@ The SampleClock says when a sample is complete; it is then committed to the wind
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -26,6 +26,7 @@ from .containment import Containment, contained
 from .gauge import Gauge, MeasureOptions, Seen
 from .hooks import BackwardHooks, current_graph_task
 from .owners import Entry, Owners
+from .probes import Probe
 from .roster import Roster
 from .scaling import SCALES
 from .steps import STEP_HOOKS
@@ -69,6 +70,7 @@ class Sampler:
         optimizer: an optimizer to take for the owner of every parameter that no other one owns (master weights).
         scaler: the gradient scaler to assume until one is seen.
         start_step: the number of the last step before the first one.
+        probes: what else measures at sampled steps.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class Sampler:
         optimizer: Optimizer | None = None,
         scaler: GradScaler | None = None,
         start_step: int = 0,
+        probes: Sequence[Probe] = (),
     ) -> None:
         self._roster = roster
         self._window = window
@@ -94,6 +97,7 @@ class Sampler:
         self._gauge = Gauge(window, self._owners, options)
         self._hooks = BackwardHooks(on_mark=self._mark, on_begin=self._backward_begins, on_end=self._backward_ended)
         self._muted = 0
+        self._probes = tuple(probes)
 
         # The open sample.
         self._compared: tuple[int, ...] = ()
@@ -113,6 +117,8 @@ class Sampler:
         self._hooks.follow(roster.scan())
         if scaler is not None:
             SCALES.use(scaler)
+        for probe in self._probes:
+            probe.start(self._is_due)
         SCALES.subscribe(self)
         STEP_HOOKS.subscribe(self)
 
@@ -122,6 +128,8 @@ class Sampler:
         STEP_HOOKS.unsubscribe(self)
         SCALES.unsubscribe(self)
         self._hooks.remove()
+        for probe in self._probes:
+            probe.close()
 
     # ---- marks and backwards
 
@@ -191,10 +199,14 @@ class Sampler:
         if unmarked:
             self._window.drop_zero_rows(unmarked)
 
-    def _measure(self, present: Iterable[Entry]) -> None:
+    def _measure(self, present: Sequence[Entry]) -> None:
         step = self.clock.open_step
         histogram = self._cadence.histogram_due(step, first_of_window=self._samples_in_window == 0)
         self._gauge.measure(present, step=step, histogram=histogram)
+        if self._probes:
+            tensors = self._gauge.watched(present, self._roster.names, scaled=True)
+            for probe in self._probes:
+                probe.gradients_ready(tensors)
 
     def _names(self, slots: Iterable[int], limit: int = 3) -> str:
         names = [self._roster.names[slot] for slot in slots]
@@ -233,6 +245,10 @@ class Sampler:
                 return
         if self._is_due:
             self._inspect(optimizer, inside_backward=inside_backward)
+            if self._probes:
+                tensors = self._gauge.watched(self._owners.entries(optimizer), self._roster.names, scaled=False)
+                for probe in self._probes:
+                    probe.before_update(tensors)
 
     @contained
     def after_step(self, optimizer: Optimizer, *, inside_backward: bool) -> None:
@@ -241,8 +257,12 @@ class Sampler:
         if self._joining == key:
             self._joining = None
             self.clock.join(key)
-        else:
-            self._step_done(key, skipped=False, inside_backward=inside_backward)
+            return
+        if self._probes and self._is_due:
+            tensors = self._gauge.watched(self._owners.entries(optimizer), self._roster.names, scaled=False)
+            for probe in self._probes:
+                probe.after_update(tensors)
+        self._step_done(key, skipped=False, inside_backward=inside_backward)
 
     @contained
     def step_skipped(self, optimizer: Optimizer) -> None:
@@ -416,6 +436,8 @@ class Sampler:
             self._window_commit(closed)
         self._gauge.begin_sample()
         self._compared = ()
+        for probe in self._probes:
+            probe.start(self._is_due)
         if self._cadence.flush_due(closed.step) and self._samples_in_window:
             self.flush_window()
 
@@ -425,7 +447,8 @@ class Sampler:
             not_stepped = sorted(set(self._gauge.seen).difference(*updated))
             if not_stepped:
                 self._window.clear(not_stepped)
-        self._window.commit(Sample(closed.step, closed.skipped, updated, self._compared))
+        metrics = {key: value for probe in self._probes for key, value in probe.take().items()}
+        self._window.commit(Sample(closed.step, closed.skipped, updated, self._compared), metrics)
         self._samples_in_window += 1
         self._num_samples += 1
 
