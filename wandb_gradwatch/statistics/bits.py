@@ -93,13 +93,13 @@ def bin_of_code(layout: FloatBits, exponent: int) -> IntArray:
     bin once it is scaled up.
     """
     code = np.arange(layout.num_codes // 2)
-    biased, mantissa = code >> 1, code & 1
+    finite = code < layout.infinity >> layout.code_shift
+    biased, mantissa = code[finite] >> 1, code[finite] & 1
     lower_edge = np.ldexp(1.0 + mantissa / 2, biased - layout.exponent_bias + exponent)
-    lower_edge = np.where(biased == 0, 0.0, lower_edge)
-    lower_edge = np.maximum(lower_edge, 2.0**-1000)  # in the lowest bin, but not zero
-    nonfinite = code >= layout.infinity >> layout.code_shift
-    bins = np.concatenate([bins_of(lower_edge), bins_of(-lower_edge)])
-    bins[np.concatenate([nonfinite, nonfinite])] = NUM_BINS
+    lower_edge = np.maximum(np.where(biased == 0, 0.0, lower_edge), 2.0**-1000)  # in the lowest bin, but not zero
+    bins_of_sign = np.full((2, code.size), NUM_BINS)
+    bins_of_sign[:, finite] = bins_of(lower_edge), bins_of(-lower_edge)
+    bins = bins_of_sign.ravel()
     bins.setflags(write=False)
     return bins
 

@@ -36,6 +36,7 @@ from .elements import elements_of
 # N tensors, C columns, B histogram bins, K codes, M chunks
 
 
+@np.errstate(over="ignore", invalid="ignore")  # what overflows in float32 is seen in the result and read in float64
 def measure(
     gradients: Sequence[Tensor],
     parameters: Sequence[Tensor] | None,
@@ -70,6 +71,7 @@ def measure(
     return torch.from_numpy(rows_NC), None if histogram_NB is None else torch.from_numpy(histogram_NB)
 
 
+@np.errstate(over="ignore", invalid="ignore")
 def sum_sq(gradients: Sequence[Tensor], *, inverse_scale: Tensor | None) -> Tensor:
     """Sum the squares of each gradient's finite elements: [N]."""
     elements, _, exponent = _scaled_elements(gradients, inverse_scale)

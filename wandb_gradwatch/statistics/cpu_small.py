@@ -76,11 +76,10 @@ def measure_batch(
         lowest < sign, layout.values(outermost & ~sign), -layout.values(innermost & ~sign)
     )
 
-    with np.errstate(invalid="ignore", over="ignore"):  # of segments with NaN and Inf, which are measured again
-        wide = values.astype(np.float64, copy=False)
-        rows_GC[:, Column.NUM_ELEMENTS] = sizes
-        rows_GC[:, Column.GRAD_SUM] = np.add.reduceat(wide, starts)
-        rows_GC[:, Column.GRAD_SUM_SQ] = np.add.reduceat(wide * wide, starts)
+    wide = values.astype(np.float64, copy=False)
+    rows_GC[:, Column.NUM_ELEMENTS] = sizes
+    rows_GC[:, Column.GRAD_SUM] = np.add.reduceat(wide, starts)
+    rows_GC[:, Column.GRAD_SUM_SQ] = np.add.reduceat(wide * wide, starts)
     codes_GK = _codes(unsigned, sizes, layout) if count_codes else None
     return rows_GC, codes_GK, nonfinite_G
 
@@ -117,5 +116,4 @@ def sum_sq_batch(values: npt.NDArray[Any], starts: IntArray) -> tuple[FloatArray
     if not finite.all():
         wide = np.where(finite, wide, 0.0)
         num_nonfinite = np.add.reduceat(~finite, starts, dtype=np.int64)
-    with np.errstate(over="ignore"):
-        return np.add.reduceat(wide * wide, starts), num_nonfinite
+    return np.add.reduceat(wide * wide, starts), num_nonfinite

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -69,9 +70,10 @@ def measure(
             torch.empty((0, NUM_COLUMNS), dtype=torch.float64),
             torch.empty((0, NUM_BINS), dtype=torch.int64) if histogram else None,
         )
-    rows_NC, histogram_NB = _module_of(backend, gradients).measure(
-        gradients, parameters, dead_threshold=dead_threshold, inverse_scale=inverse_scale, histogram=histogram
-    )
+    with _plain_arithmetic(gradients[0].device):
+        rows_NC, histogram_NB = _module_of(backend, gradients).measure(
+            gradients, parameters, dead_threshold=dead_threshold, inverse_scale=inverse_scale, histogram=histogram
+        )
     return Measurement(rows_NC, histogram_NB)
 
 
@@ -85,7 +87,8 @@ def sum_sq(gradients: Sequence[Tensor], *, inverse_scale: Tensor | None = None, 
     """
     if not gradients:
         return torch.empty(0, dtype=torch.float64)
-    result: Tensor = _module_of(backend, gradients).sum_sq(gradients, inverse_scale=inverse_scale)
+    with _plain_arithmetic(gradients[0].device):
+        result: Tensor = _module_of(backend, gradients).sum_sq(gradients, inverse_scale=inverse_scale)
     return result
 
 
@@ -111,6 +114,13 @@ def resolve_backend(backend: str, device: torch.device, example_name: str) -> st
             f"backend={backend!r} needs CPU gradients, but {example_name!r} is on {device}; use backend='auto'"
         )
     return backend
+
+
+def _plain_arithmetic(device: torch.device) -> AbstractContextManager[Any]:
+    """Keep the user's autocast region from choosing dtypes in here."""
+    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
 
 
 def _module_of(backend: str, gradients: Sequence[Tensor]) -> Any:

@@ -1,0 +1,57 @@
+"""What a row must hold, in plain Python: no torch, no numpy reductions, nothing from the backends."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+
+from wandb_gradwatch.statistics.columns import NUM_BINS, NUM_COLUMNS, Column, FloatArray, IntArray, bins_of
+
+EXACT_COLUMNS = (Column.NUM_ELEMENTS, Column.NUM_NAN, Column.NUM_INF, Column.NUM_ZERO, Column.NUM_DEAD)
+EXTREME_COLUMNS = (Column.GRAD_MIN, Column.GRAD_MAX, Column.GRAD_ABS_MIN_NONZERO)
+
+
+def expected_row(values: Iterable[float], dead_threshold: float = 0.0) -> FloatArray:
+    """The gradient's columns of these values; the parameter's are NaN."""
+    values = list(values)
+    finite = [v for v in values if math.isfinite(v)]
+    row = np.full(NUM_COLUMNS, np.nan)
+    row[Column.NUM_ELEMENTS] = len(values)
+    row[Column.NUM_NAN] = sum(math.isnan(v) for v in values)
+    row[Column.NUM_INF] = sum(math.isinf(v) for v in values)
+    row[Column.NUM_ZERO] = sum(v == 0 for v in finite)
+    row[Column.NUM_DEAD] = sum(abs(v) <= dead_threshold for v in finite)
+    row[Column.GRAD_SUM] = math.fsum(finite)
+    row[Column.GRAD_SUM_SQ] = row[Column.RECEIVED_SUM_SQ] = math.fsum(v * v for v in finite)
+    row[Column.GRAD_MIN] = min(finite, default=math.inf)
+    row[Column.GRAD_MAX] = max(finite, default=-math.inf)
+    row[Column.GRAD_ABS_MIN_NONZERO] = min((abs(v) for v in finite if v != 0), default=math.inf)
+    return row
+
+
+def expected_histogram(values: Iterable[float]) -> IntArray:
+    """The histogram of these values: [B]."""
+    finite = np.array([v for v in values if math.isfinite(v)])
+    return np.bincount(bins_of(finite), minlength=NUM_BINS) if finite.size else np.zeros(NUM_BINS, dtype=np.int64)
+
+
+def floats_of(tensor: torch.Tensor) -> list[float]:
+    """The elements as Python floats, complex ones by magnitude."""
+    values = tensor.to_dense().flatten().tolist()
+    return [math.hypot(v.real, v.imag) if isinstance(v, complex) else v for v in values]
+
+
+def assert_row(row: FloatArray, expected: FloatArray, tolerance: float) -> None:
+    """Counts exact, extremes to float64's rounding, sums to a share of what was added up; NaN only where expected."""
+    for column in EXACT_COLUMNS:
+        assert row[column] == expected[column], f"{column.name}: {row[column]} != {expected[column]}"
+    for column in EXTREME_COLUMNS:
+        np.testing.assert_allclose(row[column], expected[column], rtol=1e-15, atol=0, err_msg=column.name)
+    for column in (Column.GRAD_SUM_SQ, Column.RECEIVED_SUM_SQ, Column.PARAM_SUM_SQ, Column.PARAM_NUM_NONFINITE):
+        np.testing.assert_allclose(row[column], expected[column], rtol=tolerance, atol=0, err_msg=column.name)
+    # A sum of both signs may cancel; what it was added up from is at most sqrt(n * sum of squares).
+    added = math.sqrt(expected[Column.NUM_ELEMENTS] * expected[Column.GRAD_SUM_SQ])
+    assert abs(row[Column.GRAD_SUM] - expected[Column.GRAD_SUM]) <= tolerance * added, "GRAD_SUM"

@@ -1,0 +1,270 @@
+"""Every backend against plain Python and against the reference: any dtype, layout, size and value; merging is exact."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from statistics_oracle import assert_row, expected_histogram, expected_row, floats_of
+
+from wandb_gradwatch.statistics.columns import NUM_BINS, NUM_COLUMNS, SCALE_POWER, Column, merge_rows
+from wandb_gradwatch.statistics.cpu_chunks import CHUNK, SEGMENT
+from wandb_gradwatch.statistics.cpu_small import SMALL
+from wandb_gradwatch.statistics.measure import Measurement, measure, resolve_backend, sum_sq
+from wandb_gradwatch.statistics.pages import LINE
+
+BACKENDS = ["reference", "cpu", "torch"]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+# Sums of up to SEGMENT float32 squares are added up in float32: at most half a unit in the last place per addition in
+# each of at least 8 lanes, 512 / 8 * 2**-24 = 4e-6.
+TOLERANCE = 4e-6
+
+SPECIAL = [
+    *[0.0, -0.0, math.nan, math.inf, -math.inf, 1.0, -1.0, 300.0, 1e20, -1e20, 1e-25, 3e38, -3e38],
+    *[2.0**-149, -(2.0**-149), 2.0**-126, 2.0**-127, 2.0**-24, 2.0**-14, 2.0**-47, 1.5 * 2.0**-47, 2.0**16, 1e-10],
+]
+values = st.one_of(st.sampled_from(SPECIAL), st.floats(width=32))
+value_lists = st.lists(values, max_size=40)
+
+
+def tensor_of(numbers: list[float], dtype: torch.dtype) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.float64).to(dtype)
+
+
+def rows_of(measurement: Measurement) -> np.ndarray:
+    return measurement.rows.numpy()
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+# ---- against plain Python
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(lists=st.lists(value_lists, min_size=1, max_size=4), threshold=st.sampled_from([0.0, 1e-10, 0.1, 2.0**-149]))
+@settings(max_examples=60, deadline=None)
+def test_rows_and_histograms_are_those_of_plain_python(
+    dtype: torch.dtype, lists: list[list[float]], threshold: float
+) -> None:
+    gradients = [tensor_of(numbers, dtype) for numbers in lists]
+    for backend in BACKENDS:
+        measured = measure(gradients, None, dead_threshold=threshold, histogram=True, backend=backend)
+        assert measured.histogram is not None
+        for row, histogram, gradient in zip(rows_of(measured), measured.histogram, gradients, strict=True):
+            numbers = floats_of(gradient)
+            assert_row(row, expected_row(numbers, threshold), TOLERANCE)
+            np.testing.assert_array_equal(histogram, expected_histogram(numbers))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(first=value_lists, second=value_lists, threshold=st.sampled_from([0.0, 0.1]))
+@settings(max_examples=60, deadline=None)
+def test_merged_rows_are_the_row_of_the_whole(
+    dtype: torch.dtype, first: list[float], second: list[float], threshold: float
+) -> None:
+    a, b = tensor_of(first, dtype), tensor_of(second, dtype)
+    for backend in BACKENDS:
+        whole = measure(
+            [torch.cat([a, b])], [torch.cat([a, b])], dead_threshold=threshold, histogram=True, backend=backend
+        )
+        parts = measure([a, b], [a, b], dead_threshold=threshold, histogram=True, backend=backend)
+        assert_row(merge_rows(rows_of(parts), axis=0), rows_of(whole)[0], TOLERANCE)
+        assert whole.histogram is not None
+        assert parts.histogram is not None
+        np.testing.assert_array_equal(parts.histogram.sum(0), whole.histogram[0])
+
+
+# ---- against the reference, at the sizes where a backend changes its way
+
+
+def gradients_of(size: int, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    normal = torch.randn(size, generator=torch.Generator().manual_seed(size))
+    yield normal.to(dtype)
+    yield normal.relu().to(dtype)  # one sign and zeros
+    yield -normal.abs().to(dtype)
+    yield (normal * 1e-12).to(dtype)
+    yield (normal * 1e-41).to(dtype)  # subnormal
+    yield (normal * 1e25).to(dtype)
+    yield torch.zeros(size, dtype=dtype)
+    yield torch.full((size,), math.nan, dtype=dtype)
+    mixed = normal.clone()
+    mixed[::7], mixed[1::7], mixed[2::9], mixed[3::5], mixed[4::5] = math.nan, math.inf, -math.inf, -0.0, 1e-40
+    yield mixed.to(dtype)
+
+
+SIZES = [0, 1, SEGMENT - 1, SEGMENT + 1, LINE - 1, LINE, LINE + 1, SMALL - 1, SMALL, SMALL + 1, CHUNK, CHUNK + 1]
+
+
+@pytest.mark.parametrize("name", ["cpu", "torch"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("threshold", [0.0, 0.25])
+def test_every_size_equals_the_reference(name: str, dtype: torch.dtype, threshold: float) -> None:
+    gradients = [g for size in SIZES for g in gradients_of(size, dtype)]
+    assert_equals_reference(gradients, name, threshold)
+
+
+@pytest.mark.parametrize("name", ["cpu", "torch"])
+def test_a_list_of_mixed_dtypes_equals_the_reference(name: str) -> None:
+    gradients = [g for size in (0, 3, 2000, SMALL + 5) for dtype in DTYPES for g in gradients_of(size, dtype)]
+    assert_equals_reference(gradients, name, 1e-3)
+
+
+@pytest.mark.parametrize("name", ["cpu", "torch"])
+@pytest.mark.parametrize("scale", [2.0**-16, 1.0, 8.0, 1 / 3, 2.0**-30])
+def test_an_inverse_scale_equals_the_reference(name: str, scale: float) -> None:
+    gradients = [g for size in (3, SMALL + 5) for dtype in DTYPES for g in gradients_of(size, dtype)]
+    assert_equals_reference(gradients, name, 1e-6, torch.tensor(scale))
+
+
+def assert_equals_reference(
+    gradients: list[torch.Tensor], name: str, threshold: float, inverse_scale: torch.Tensor | None = None
+) -> None:
+    kwargs = {"dead_threshold": threshold, "inverse_scale": inverse_scale, "histogram": True}
+    parameters = gradients[::-1]
+    expected = measure(gradients, parameters, **kwargs, backend="reference")
+    measured = measure(gradients, parameters, **kwargs, backend=name)
+    for row, expected_of in zip(rows_of(measured), rows_of(expected), strict=True):
+        assert_row(row, expected_of, TOLERANCE)
+    assert measured.histogram is not None
+    assert expected.histogram is not None
+    np.testing.assert_array_equal(measured.histogram, expected.histogram)
+    np.testing.assert_allclose(
+        sum_sq(gradients, inverse_scale=inverse_scale, backend=name),
+        expected.rows[:, Column.GRAD_SUM_SQ],
+        rtol=TOLERANCE,
+        atol=0,
+    )
+
+
+# ---- the loss scale
+
+
+def test_a_scaled_gradient_is_measured_in_true_units(backend: str) -> None:
+    # 65536 * {3, -4, 0}: sum -1, squares 25, and |-4| <= 4 is dead in true units only.
+    scaled = torch.tensor([3.0, -4.0, 0.0]) * 65536
+    measured = measure(
+        [scaled],
+        [scaled],
+        dead_threshold=3.5,
+        inverse_scale=torch.tensor(1 / 65536),
+        histogram=True,
+        backend=backend,
+    )
+    expected = expected_row([3.0, -4.0, 0.0], 3.5)
+    expected[Column.PARAM_SUM_SQ], expected[Column.PARAM_NUM_NONFINITE] = 25 * 65536.0**2, 0  # never scaled
+    assert_row(rows_of(measured)[0], expected, 1e-7)
+    assert measured.histogram is not None
+    np.testing.assert_array_equal(measured.histogram[0], expected_histogram([3.0, -4.0, 0.0]))
+    assert sum_sq([scaled], inverse_scale=torch.tensor(1 / 65536), backend=backend).tolist() == [25.0]
+
+
+def test_scaling_a_row_is_what_scale_power_says(backend: str) -> None:
+    gradient = torch.tensor([3.0, -4.0, 0.0, math.nan])
+    plain = rows_of(measure([gradient], None, backend=backend))[0]
+    scaled = rows_of(measure([gradient], None, inverse_scale=torch.tensor(0.25), backend=backend))[0]
+    for column in Column:
+        if column not in (Column.RECEIVED_SUM_SQ, Column.PARAM_SUM_SQ, Column.PARAM_NUM_NONFINITE):
+            assert scaled[column] == plain[column] * 0.25 ** SCALE_POWER.get(column, 0), column.name
+
+
+# ---- what a backend must leave alone
+
+
+def test_subnormals_are_seen_in_a_process_that_flushes_them() -> None:
+    numbers = [2.0**-149, -(2.0**-130), 0.0, -0.0, 1.0]
+    gradients = [torch.tensor(numbers), torch.tensor(numbers * SMALL), torch.tensor([2.0**-140, 2.0**-135])]
+    bfloats = torch.tensor([2.0**-130, -(2.0**-133), 0.0], dtype=torch.bfloat16)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot flush subnormal numbers")
+    try:
+        measured = measure([*gradients, bfloats], None, histogram=True, backend="cpu")
+    finally:
+        torch.set_flush_denormal(False)
+    rows = rows_of(measured)
+    assert rows[:, Column.NUM_ZERO].tolist() == [2, 2 * SMALL, 0, 1]
+    assert rows[:, Column.GRAD_ABS_MIN_NONZERO].tolist() == [2.0**-149, 2.0**-149, 2.0**-140, 2.0**-133]
+    assert rows[:, Column.GRAD_MIN].tolist() == [-(2.0**-130), -(2.0**-130), 2.0**-140, -(2.0**-133)]
+    assert rows[:, Column.GRAD_MAX].tolist() == [1.0, 1.0, 2.0**-135, 2.0**-130]
+    assert measured.histogram is not None
+    assert measured.histogram[:, 127:130].tolist() == [[1, 2, 1], [SMALL, 2 * SMALL, SMALL], [0, 0, 2], [1, 1, 1]]
+
+
+def test_gradients_and_modes_are_left_as_they_were(backend: str) -> None:
+    parameter = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
+    gradient = (parameter * torch.tensor([3.0, 4.0])).detach().requires_grad_()
+    before = gradient.detach().clone()
+    with torch.enable_grad():
+        measured = measure([gradient], [parameter], histogram=True, backend=backend)
+        assert torch.is_grad_enabled()
+    assert not measured.rows.requires_grad
+    assert torch.equal(gradient.detach(), before)
+    assert gradient.grad is None
+    assert parameter.grad is None
+
+
+def test_default_dtype_device_autocast_and_determinism_settings_change_nothing(backend: str) -> None:
+    gradients = [torch.tensor([3.0, -4.0]), torch.full((SMALL + 1,), 300.0, dtype=torch.float16)]
+    expected = measure(gradients, gradients, histogram=True, backend=backend)
+    torch.set_default_dtype(torch.float64)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with torch.autocast("cpu", dtype=torch.bfloat16), torch.device("meta"):
+            measured = measure(gradients, gradients, histogram=True, backend=backend)
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(measured.rows, expected.rows)
+    assert measured.histogram is not None
+    assert expected.histogram is not None
+    assert torch.equal(measured.histogram, expected.histogram)
+
+
+def test_measuring_twice_gives_the_same_bits(backend: str) -> None:
+    gradients = [g for size in (5, SMALL + 3, CHUNK + 7) for g in gradients_of(size, torch.float32)]
+    first, second = (measure(gradients, gradients, backend=backend).rows.view(torch.int64) for _ in range(2))
+    assert torch.equal(first, second)
+
+
+# ---- the door
+
+
+def test_nothing_to_measure_is_an_empty_measurement(backend: str) -> None:
+    measured = measure([], [], histogram=True, backend=backend)
+    assert measured.rows.shape == (0, NUM_COLUMNS)
+    assert measured.histogram is not None
+    assert measured.histogram.shape == (0, NUM_BINS)
+    assert sum_sq([], backend=backend).shape == (0,)
+
+
+def test_without_parameters_their_columns_are_missing_not_zero(backend: str) -> None:
+    row = rows_of(measure([torch.ones(2)], None, backend=backend))[0]
+    assert np.isnan(row[[Column.PARAM_SUM_SQ, Column.PARAM_NUM_NONFINITE]]).all()
+    assert measure([torch.ones(2)], None, backend=backend).histogram is None
+
+
+def test_an_unknown_backend_is_named_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match='backend=\'gpu\' is unknown; choose "auto" or one of "cpu", '):
+        resolve_backend("gpu", torch.device("cpu"), "head.weight")
+
+
+def test_a_backend_for_another_device_says_so() -> None:
+    message = "backend='cpu' needs CPU gradients, but 'head.weight' is on cuda:0; use backend='auto'"
+    with pytest.raises(RuntimeError, match=message):
+        resolve_backend("cpu", torch.device("cuda:0"), "head.weight")
+
+
+def test_auto_reads_cpu_gradients_with_the_cpu_backend() -> None:
+    assert resolve_backend("auto", torch.device("cpu"), "head.weight") == "cpu"
+
+
+def test_unequal_numbers_of_gradients_and_parameters_are_refused() -> None:
+    with pytest.raises(ValueError, match="measure\\(\\) got 1 gradients, but 2 parameters"):
+        measure([torch.ones(1)], [torch.ones(1), torch.ones(1)])
