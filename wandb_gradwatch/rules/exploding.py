@@ -43,7 +43,9 @@ class ExplodingGradient:
         stds: standard deviations of the log norm above its mean that are too many; None switches this measure off. For
             few samples as many as are equally unlikely by Student's distribution.
         min_factor: a norm below this multiple of the usual one is no explosion, however quiet the run was.
-        warmup: healthy samples before the second measure begins.
+        warmup: healthy samples before the second measure knows a deviation.
+        warmup_factor: until then, a norm above this multiple of the largest so far is too large: 100 times too high a
+            learning rate shows at the second step.
         window: healthy samples that count as usual; their last quarter is a second view, which follows a trend.
         growth: too much as a steady rise over 5 to 64 samples; None switches this measure off.
         adapt_after: alarms in a row after which the new level is taken for the usual one.
@@ -51,8 +53,9 @@ class ExplodingGradient:
 
     threshold: float | None = 1e8
     stds: float | None = 3.5
-    min_factor: float = 4.0
+    min_factor: float = 5.0
     warmup: int = 5
+    warmup_factor: float = 1000.0
     window: int = 64
     growth: float | None = 20.0
     adapt_after: int = 20
@@ -99,8 +102,10 @@ class ExplodingGradient:
         return f"the gradient norm is {number(norm)}, above the threshold {number(self.threshold)}"
 
     def _unusual(self, norm: float, past: _Past) -> str | None:
-        if self.stds is None or len(past.healthy) < self.warmup:
+        if self.stds is None or not past.healthy:
             return None
+        if len(past.healthy) < self.warmup:
+            return self._unusual_in_warmup(norm, math.exp(max(past.healthy)))
         recent = past.healthy[-max(self.window // 4, self.warmup) :]
         views = (past.healthy, recent) if len(recent) < len(past.healthy) else (recent,)
         for view in views:
@@ -113,6 +118,14 @@ class ExplodingGradient:
                     f"norm, at least {number(self.min_factor)} times)"
                 )
         return None
+
+    def _unusual_in_warmup(self, norm: float, largest: float) -> str | None:
+        if norm <= self.warmup_factor * largest:
+            return None
+        return (
+            f"the gradient norm is {number(norm)}, {number(norm / largest)} times the largest norm so far "
+            f"(threshold {number(self.warmup_factor)} times, in the first {self.warmup} healthy samples)"
+        )
 
     def _growing(self, norm: float, past: _Past) -> str | None:
         rise = None if self.growth is None else steady_growth(past.all, factor=self.growth)

@@ -109,23 +109,22 @@ class VanishingGradient:
 def dead_units(snapshot: Snapshot, sample: int) -> tuple[tuple[str, ...], FloatArray]:
     """Each module's share of dead units at one sample: the modules' names [L] and shares [L], NaN where missing.
 
-    A unit's bias gets the sum of all that reaches the unit, so its gradient is dead only if the unit is. A weight has
-    innocent zeros too: rows of an embedding that no token uses, columns of inputs that are always 0. It is the evidence
-    only where a module has no bias, and only if all of it is dead.
+    A dead unit's weights and bias are dead alike, so the least dead of a module's parameters bounds its share. Other
+    zeros are innocent: rows of an embedding that no token uses, columns of inputs that are always 0, a bias that a
+    batch norm cancels. A module without a bias could be an embedding, and counts only if all of it is dead.
     """
-    dead_P, shares = snapshot.dead_ratio[sample], dict[str, list[tuple[bool, float]]]()
-    for name, dead in zip(snapshot.names, dead_P, strict=True):
+    dead_P, of_module = snapshot.dead_ratio[sample], dict[str, list[float]]()
+    biased = set()
+    for name, dead in zip(snapshot.names, dead_P.tolist(), strict=True):
         module, _, parameter = name.rpartition(".")
-        shares.setdefault(module or name, []).append((parameter.startswith("bias"), float(dead)))
-    result = []
-    for parameters in shares.values():
-        biases = [dead for is_bias, dead in parameters if is_bias and not math.isnan(dead)]
-        others = [dead for is_bias, dead in parameters if not is_bias and not math.isnan(dead)]
-        if biases:
-            result.append(max(biases))
-        else:
-            result.append(float(min(others) == 1.0) if others else math.nan)
-    return tuple(shares), np.array(result)
+        of_module.setdefault(module or name, []).append(dead)
+        if "bias" in parameter:
+            biased.add(module or name)
+    shares = []
+    for module, parameters in of_module.items():
+        share = min((dead for dead in parameters if not math.isnan(dead)), default=math.nan)
+        shares.append(share if module in biased or math.isnan(share) else float(share == 1.0))
+    return tuple(of_module), np.array(shares)
 
 
 @dataclass(kw_only=True)

@@ -1,0 +1,127 @@
+"""Samples of real trainings for tests, computed from `p.grad` in float64 numpy, without any part of the monitor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from wandb_gradwatch.snapshot import Snapshot, concatenate
+from wandb_gradwatch.statistics.columns import NUM_BINS, NUM_COLUMNS, Column, bins_of
+
+
+def row_of(grad: np.ndarray, parameter: np.ndarray | None = None) -> np.ndarray:
+    """The row of one gradient, written out from the columns' definitions: [C]."""
+    values = np.asarray(grad, dtype=np.float64).ravel()
+    finite = values[np.isfinite(values)]
+    magnitude = np.abs(finite)
+    row = np.zeros(NUM_COLUMNS)
+    row[Column.NUM_ELEMENTS] = values.size
+    row[Column.NUM_NAN] = np.isnan(values).sum()
+    row[Column.NUM_INF] = np.isinf(values).sum()
+    row[Column.NUM_ZERO] = row[Column.NUM_DEAD] = (values == 0).sum()
+    row[Column.GRAD_SUM] = finite.sum()
+    row[Column.GRAD_SUM_SQ] = row[Column.RECEIVED_SUM_SQ] = (finite**2).sum()
+    row[Column.GRAD_MIN] = finite.min(initial=np.inf)
+    row[Column.GRAD_MAX] = finite.max(initial=-np.inf)
+    row[Column.GRAD_ABS_MIN_NONZERO] = magnitude[magnitude > 0].min(initial=np.inf)
+    if parameter is not None:
+        weights = np.asarray(parameter, dtype=np.float64).ravel()
+        row[Column.PARAM_SUM_SQ] = (weights[np.isfinite(weights)] ** 2).sum()
+        row[Column.PARAM_NUM_NONFINITE] = (~np.isfinite(weights)).sum()
+    else:
+        row[Column.PARAM_SUM_SQ] = np.nan
+    return row
+
+
+def sample_of(
+    grads: dict[str, np.ndarray | list[float] | None],
+    *,
+    step: int = 1,
+    parameters: dict[str, np.ndarray] | None = None,
+    histogram: bool = False,
+    loss_scale: float = float("nan"),
+    skipped: bool = False,
+) -> Snapshot:
+    """One sample of these gradients by name; None is a gradient that did not arrive."""
+    rows = np.full((1, len(grads), NUM_COLUMNS), np.nan)
+    counts = np.zeros((len(grads), NUM_BINS), dtype=np.int64)
+    for index, (name, grad) in enumerate(grads.items()):
+        if grad is None:
+            continue
+        values = np.asarray(grad, dtype=np.float64).ravel()
+        rows[0, index] = row_of(values, None if parameters is None else parameters[name])
+        counts[index] = np.bincount(bins_of(values[np.isfinite(values)]), minlength=NUM_BINS)
+    return Snapshot(
+        steps=np.array([step]),
+        names=tuple(grads),
+        rows=rows,
+        histogram=counts if histogram else None,
+        histogram_steps=(step,) if histogram else (),
+        loss_scale=np.array([loss_scale]),
+        skipped=np.array([skipped]),
+    )
+
+
+def of_norms(norms: Iterable[float], *, start: int = 1, name: str = "w") -> Snapshot:
+    """One parameter of one element whose gradient's norm is given for each sample."""
+    rows = np.stack([row_of(np.array([norm]), np.array([1.0])) for norm in norms])[:, None]
+    return Snapshot(steps=np.arange(start, start + len(rows)), names=(name,), rows=rows)
+
+
+def together(samples: Iterable[Snapshot]) -> Snapshot:
+    """Many samples as one snapshot."""
+    merged = concatenate(list(samples))
+    assert merged is not None
+    return merged
+
+
+@dataclass
+class Training:
+    """A small training loop that keeps a sample of every step.
+
+    Args:
+        model, optimizer: trained as they are.
+        loss: from the model and the step (from 1) to a scalar.
+        change_gradients: called with the model between backward and step: the place of a fault, or of clipping.
+    """
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    loss: Callable[[torch.nn.Module, int], torch.Tensor]
+    change_gradients: Callable[[torch.nn.Module, int], None] = lambda model, step: None
+    losses: list[float] = field(default_factory=list)
+
+    def run(self, num_steps: int, *, scheduler: torch.optim.lr_scheduler.LRScheduler | None = None) -> Snapshot:
+        """Train and return all samples, the last with a histogram."""
+        samples = []
+        for step in range(1, num_steps + 1):
+            self.optimizer.zero_grad()
+            loss = self.loss(self.model, step)
+            loss.backward()
+            self.losses.append(loss.item())
+            self.change_gradients(self.model, step)
+            samples.append(take_sample(self.model, step, histogram=step == num_steps))
+            self.optimizer.step()
+            if scheduler is not None:
+                scheduler.step()
+        return together(samples)
+
+
+def take_sample(model: torch.nn.Module, step: int, *, histogram: bool = False) -> Snapshot:
+    """The sample of a model whose backward has just ended."""
+    with torch.no_grad():
+        named = dict(model.named_parameters())
+        return sample_of(
+            {name: None if p.grad is None else p.grad.double().numpy() for name, p in named.items()},
+            step=step,
+            parameters={name: p.double().numpy() for name, p in named.items()},
+            histogram=histogram,
+        )
+
+
+def module_kinds(model: torch.nn.Module) -> dict[str, str]:
+    """The class name of every module, by its name: the context that a diagnosis may be given."""
+    return {name: type(module).__name__ for name, module in model.named_modules()}

@@ -1,0 +1,239 @@
+"""What a history shows, measured once for all patterns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ..rules.baseline import Growth, steady_growth
+from ..rules.depth import DepthTrend, trend_of
+from ..rules.fading import dead_units
+from ..snapshot import Snapshot
+from ..statistics.columns import Column, FloatArray
+
+# S samples, P watched parameters, L modules, R ranks
+
+SPIKE_FACTOR: Final = 5.0
+MAX_MOVEMENT: Final = 0.08
+_NEIGHBOURS: Final = 16  # samples on each side that a spike is compared with
+_MIN_NEIGHBOURS: Final = 5
+_MOVEMENT_SAMPLES: Final = 5
+_RECURRENT_WORDS: Final = ("weight_hh", "bias_hh", "weight_ih", "bias_ih")
+RECURRENT_KINDS: Final = ("RNN", "LSTM", "GRU", "RNNCell", "LSTMCell", "GRUCell")
+
+
+class Evidence:
+    """A history and what may be known besides it.
+
+    Args:
+        history: samples of one training, oldest first.
+        modules: the class name of each module by its name, as `named_modules()` gives them; patterns that ask for a
+            kind of module fall back to names and numbers without it.
+        batch_size: samples per batch, where known.
+        rank_grad_norm: [S, R] each rank's own total gradient norm, NaN where it was non-finite.
+        notes: what the user said about a step.
+    """
+
+    def __init__(
+        self,
+        history: Snapshot,
+        *,
+        modules: Mapping[str, str] | None = None,
+        batch_size: int | None = None,
+        rank_grad_norm: FloatArray | None = None,
+        notes: Mapping[int, Mapping[str, object]] | None = None,
+    ) -> None:
+        self.history = history
+        self.modules = modules or {}
+        self.batch_size = batch_size
+        self.rank_grad_norm = rank_grad_norm
+        self.notes = notes or {}
+
+    def step(self, sample: int) -> int:
+        return int(self.history.steps[sample])
+
+    def note_of(self, sample: int) -> str:
+        """What the user noted about a sample, as the end of a sentence."""
+        note = self.notes.get(self.step(sample))
+        return "" if not note else " (noted: " + ", ".join(f"{key} {value}" for key, value in note.items()) + ")"
+
+    # ---- samples
+
+    @cached_property
+    def bad_S(self) -> npt.NDArray[np.bool_]:
+        """Samples with NaN or Inf."""
+        bad: npt.NDArray[np.bool_] = np.any(self.history.num_nonfinite > 0, axis=1)
+        return bad
+
+    @cached_property
+    def first_bad(self) -> int | None:
+        """The first bad sample that was not skipped."""
+        found = np.flatnonzero(self.bad_S & ~self.history.skipped)
+        return int(found[0]) if found.size else None
+
+    @cached_property
+    def clean(self) -> npt.NDArray[np.int64]:
+        """Indices of the samples with a finite, non-zero gradient."""
+        return np.flatnonzero(~self.bad_S & ~self.history.skipped & (self.history.total_grad_norm > 0))
+
+    @cached_property
+    def log_norm_N(self) -> FloatArray:
+        """Log of the clean samples' total norm."""
+        return np.log(self.history.total_grad_norm[self.clean])
+
+    @cached_property
+    def growth(self) -> tuple[Growth, int] | None:
+        """A steady rise of the norm anywhere in the history, at least 20 times, and the sample where it was seen."""
+        for end in range(len(self.log_norm_N), 0, -1):
+            rise = steady_growth(self.log_norm_N[:end].tolist(), factor=20.0)
+            if rise is not None:
+                return rise, int(self.clean[end - 1])
+        return None
+
+    @cached_property
+    def spikes(self) -> list[tuple[int, float]]:
+        """Lone samples whose norm is far above both sides: (sample, factor over the median of its neighbours).
+
+        Far: 5 times, and 6 times the neighbours' own scatter. The last sample has one side only.
+        """
+        found = []
+        for place in range(_MIN_NEIGHBOURS, len(self.log_norm_N)):
+            before = self.log_norm_N[max(place - _NEIGHBOURS, 0) : place]
+            after = self.log_norm_N[place + 1 : place + 1 + _NEIGHBOURS]
+            rise = float(self.log_norm_N[place] - np.median(before))
+            scatter = 1.4826 * float(np.median(np.abs(before - np.median(before))))
+            back = not len(after) or float(np.median(after) - np.median(before)) < rise / 2
+            if rise > max(np.log(SPIKE_FACTOR), 6 * scatter) and back:
+                found.append((int(self.clean[place]), float(np.exp(min(rise, 700.0)))))
+        return found
+
+    # ---- the parameters
+
+    @cached_property
+    def movement(self) -> tuple[float, int] | None:
+        """How fast the parameters move: the largest mean |relative change| of their total norm per step over five steps
+        in a row, and the sample where that began; None where it is unknown.
+
+        The first update of a zero-initialised parameter changes the total norm little, so it is no movement.
+        """
+        sum_sq_SP = self.history.column(Column.PARAM_SUM_SQ)
+        broken_S = np.nansum(self.history.column(Column.PARAM_NUM_NONFINITE), axis=1) > 0
+        together_P = ~np.any(np.isnan(sum_sq_SP), axis=0)  # one set of parameters, or the norm changes with the set
+        total_S = np.sum(sum_sq_SP[:, together_P], axis=1)
+        known = np.flatnonzero((total_S > 0) & np.isfinite(total_S) & ~broken_S)
+        if not together_P.any() or len(known) < 3:
+            return None
+        change = np.abs(np.expm1(np.clip(np.diff(0.5 * np.log(total_S[known])), -700, 700)))
+        length = min(_MOVEMENT_SAMPLES, len(change))
+        # The second largest of each stretch: one giant update is a bad batch, two in a row are a learning rate.
+        stretches = np.sort(np.lib.stride_tricks.sliding_window_view(change, length), axis=1)
+        lesser = stretches[:, -2] if length > 1 else stretches[:, 0]
+        place = int(np.argmax(lesser))
+        return float(lesser[place]), int(known[place])
+
+    @property
+    def is_moving(self) -> bool:
+        """The parameters move faster than any training survives: healthy ones stay below 5 % per step."""
+        return self.movement is not None and self.movement[0] > MAX_MOVEMENT
+
+    @cached_property
+    def gains(self) -> list[tuple[str, float]]:
+        """Each layer's RMS weight times sqrt(fan-in) in the first sample: about 1 keeps a signal's size.
+
+        The fan-in is the number of a weight's elements over that of its bias, so layers without a bias are left out,
+        and so are normalisation layers, whose weight and bias are equally many.
+        """
+        names = {name: index for index, name in enumerate(self.history.names)}
+        size_P, sum_sq_P = self.history.num_elements[0], self.history.column(Column.PARAM_SUM_SQ)[0]
+        found = []
+        for name, weight in names.items():
+            module, _, parameter = name.rpartition(".")
+            bias = names.get(f"{module}.{parameter.replace('weight', 'bias')}") if "weight" in parameter else None
+            if bias is None or not size_P[weight] > size_P[bias] or not sum_sq_P[weight] >= 0:
+                continue
+            fan_in = size_P[weight] / size_P[bias]
+            found.append((name, float(np.sqrt(sum_sq_P[weight] / size_P[weight] * fan_in))))
+        return found
+
+    # ---- the layers
+
+    @cached_property
+    def by_module(self) -> Snapshot:
+        return self.history.by_group("module")
+
+    @cached_property
+    def module_norm_L(self) -> FloatArray:
+        """Each module's median norm over the clean samples, NaN where it has none."""
+        return _median_or_nan(self.by_module.grad_norm[self.clean])
+
+    @cached_property
+    def depth(self) -> DepthTrend | None:
+        """How the typical norm changes over the depth."""
+        return trend_of(self.by_module.names, self.module_norm_L)
+
+    @cached_property
+    def first_depth(self) -> DepthTrend | None:
+        """The same at the first clean sample."""
+        first = self.clean[:1]
+        return trend_of(self.by_module.names, self.by_module.grad_norm[first[0]]) if first.size else None
+
+    @cached_property
+    def scatter_L(self) -> FloatArray:
+        """How much each module's log norm scatters from sample to sample."""
+        norm_NL = self.by_module.grad_norm[self.clean]
+        log_NL = np.log(np.where(norm_NL > 0, norm_NL, np.nan))
+        change_NL = np.diff(log_NL, axis=0)
+        # A median of changes, because a trend is no scatter and one spike is none either.
+        return _median_or_nan(np.abs(change_NL))
+
+    @cached_property
+    def dead_L(self) -> tuple[tuple[str, ...], FloatArray]:
+        """Each module's typical share of dead units over the newest clean samples."""
+        newest = self.clean[-20:].tolist()
+        shares = [dead_units(self.history, sample) for sample in newest]
+        names = shares[0][0] if shares else ()
+        return names, _median_or_nan(np.array([share for _, share in shares]).reshape(len(shares), len(names)))
+
+    def batch_norms(self) -> list[int]:
+        """Places of the batch norms among the modules: by their kind, else by a weight as long as its bias."""
+        places = []
+        for place, module in enumerate(self.by_module.names):
+            kind = self.modules.get(module)
+            if kind is not None:
+                if "BatchNorm" in kind:
+                    places.append(place)
+                continue
+            sizes = self._sizes_of(module)
+            if len(sizes) == 2 and sizes[0] == sizes[1] and "ln" not in module and "layernorm" not in module.lower():
+                places.append(place)
+        return places
+
+    def _sizes_of(self, module: str) -> list[float]:
+        size_P = np.nanmax(np.nan_to_num(self.history.num_elements), axis=0)
+        return [
+            float(size_P[index]) for index, name in enumerate(self.history.names) if name.rpartition(".")[0] == module
+        ]
+
+    def recurrent(self) -> list[int]:
+        """Indices of the recurrent parameters, by the kind of their module or by torch's names for them."""
+        return [
+            index
+            for index, name in enumerate(self.history.names)
+            if self.modules.get(name.rpartition(".")[0]) in RECURRENT_KINDS
+            or any(word in name.rpartition(".")[2] for word in _RECURRENT_WORDS)
+        ]
+
+    def has_kind(self, kinds: Sequence[str]) -> str | None:
+        """The first of these kinds that the model has; None if it has none or the kinds are not known."""
+        return next((kind for kind in kinds if kind in self.modules.values()), None)
+
+
+def _median_or_nan(values_NL: FloatArray) -> FloatArray:
+    """The median over the samples of what is not missing: [L]."""
+    present = ~np.isnan(values_NL)
+    filled = [values_NL[present[:, index], index] for index in range(values_NL.shape[1])]
+    return np.array([float(np.median(column)) if column.size else np.nan for column in filled])
