@@ -15,6 +15,7 @@ from loopback import LoopbackServer
 QUIET = {
     "console": "off",
     "disable_git": True,
+    "finish_timeout": 30.0,  # a run whose server is gone would retry for days
     "save_code": False,
     "silent": True,
     "x_disable_meta": True,
@@ -48,13 +49,14 @@ def loopback() -> Iterator[LoopbackServer]:
 
 
 @pytest.fixture
-def start_run(tmp_path: Path) -> Iterator[Callable[..., Any]]:
+def start_run(tmp_path: Path, loopback: LoopbackServer) -> Iterator[Callable[..., Any]]:
     """Start W&B runs that are finished with the test: `start_run(mode="offline", **wandb.init arguments)`.
 
     `server=` takes a `LoopbackServer` and makes the run an online one there; `settings=` takes a dict.
     """
     import wandb
 
+    del loopback  # asked for so that it outlives the runs: finish() waits for its server
     runs = []
 
     def start(
@@ -84,3 +86,9 @@ def start_run(tmp_path: Path) -> Iterator[Callable[..., Any]]:
 def offline_run(start_run: Callable[..., Any]) -> Any:
     """One offline run."""
     return start_run()
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """What the package has said so far, through its logger."""
+    return lambda: [record.getMessage() for record in caplog.records if record.name.startswith("wandb_gradwatch")]

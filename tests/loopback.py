@@ -51,7 +51,8 @@ class RecordedRun:
     @property
     def history(self) -> list[dict[str, Any]]:
         """The history rows in order."""
-        assert sorted(self.rows) == list(range(len(self.rows))), f"gaps in the history: {sorted(self.rows)}"
+        first = min(self.rows, default=0)  # a resumed run goes on where it was
+        assert sorted(self.rows) == list(range(first, first + len(self.rows))), f"gaps: {sorted(self.rows)}"
         return [self.rows[offset] for offset in sorted(self.rows)]
 
     @property
@@ -174,6 +175,24 @@ class LoopbackServer:
         """End all faults; requests that hang go on hanging."""
         with self._lock:
             self._faults.clear()
+
+    def resume(self, run_name: str, *, last_step: int) -> None:
+        """Make a run resumable that has logged the steps 0 to `last_step`."""
+        last_row = {"_step": last_step, "_runtime": 1.0, "_timestamp": 1.0}
+        self.resumable[run_name] = {
+            "id": f"bucket-{run_name}",
+            "name": run_name,
+            "summaryMetrics": json.dumps(last_row),
+            "displayName": run_name,
+            "logLineCount": 0,
+            "historyLineCount": last_step + 1,
+            "eventsLineCount": 0,
+            "historyTail": json.dumps([json.dumps(last_row)]),
+            "eventsTail": "[]",
+            "config": "{}",
+            "tags": [],
+            "wandbConfig": json.dumps({"t": 1}),
+        }
 
     @contextmanager
     def operations_during(self) -> Iterator[list[str]]:

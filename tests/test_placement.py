@@ -5,30 +5,14 @@ from __future__ import annotations
 import logging
 import random
 import threading
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from offline import history
-from user_programs import STYLES, OpenRow, random_program, split_rows, user_rows
+from user_programs import STYLES, OpenRow, OwnRow, random_program, split_rows, user_rows
 
 from wandb_gradwatch.sinks.placement import Placement, placement_of
-
-
-@dataclass
-class OwnRow:
-    """A row of ours that says which windows it holds; large ones take two places."""
-
-    numbers: list[int]
-    num_parts: int = 1
-
-    def merge(self, later: OwnRow) -> OwnRow:
-        return OwnRow(self.numbers + later.numbers, max(self.num_parts, later.num_parts))
-
-    def parts(self) -> list[dict[str, Any]]:
-        text = ",".join(map(str, self.numbers))
-        return [{"own": text}] if self.num_parts == 1 else [{"own": text}, {"own_more": text}]
 
 
 class ModelRun:

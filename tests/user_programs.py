@@ -1,6 +1,6 @@
 """Random W&B users: what they log, and which rows they would have without us.
 
-A program is a list of actions: ("log", data, step, commit) of the user, and ("own", number) where a row of ours comes up.
+A program is a list of actions: ("log", data, step, commit) of the user, and ("own", number) where a row of ours is due.
 """
 
 from __future__ import annotations
@@ -36,6 +36,21 @@ class OpenRow:
         if self.open is not None:
             self.rows.append((self.cur, self.open))
         self.open = None
+
+
+@dataclass
+class OwnRow:
+    """A row of ours that says which windows it holds; large ones take two places."""
+
+    numbers: list[int]
+    num_parts: int = 1
+
+    def merge(self, later: OwnRow) -> OwnRow:
+        return OwnRow(self.numbers + later.numbers, max(self.num_parts, later.num_parts))
+
+    def parts(self) -> list[dict[str, Any]]:
+        text = ",".join(map(str, self.numbers))
+        return [{"own": text}] if self.num_parts == 1 else [{"own": text}, {"own_more": text}]
 
 
 def random_program(rng: random.Random, *, style: str | None = None, num_steps: int = 12) -> list[Action]:

@@ -73,10 +73,11 @@ class HistoryRow:
         largest = {"gradwatch/grad_norm_max": float(np.fmax.reduce(snapshot.total_grad_norm))}
         largest |= _named("grad_norm_max", names, np.fmax.reduce(snapshot.grad_norm, axis=0))
         summed = {
-            "gradwatch/num_nan": float(_sum_of_present(total.num_nan).sum()),
-            "gradwatch/num_inf": float(_sum_of_present(total.num_inf).sum()),
             "gradwatch/num_skipped_steps": float(np.count_nonzero(snapshot.skipped)),
         }
+        if snapshot.names:
+            summed["gradwatch/num_nan"] = float(_sum_of_present(total.num_nan)[0])
+            summed["gradwatch/num_inf"] = float(_sum_of_present(total.num_inf)[0])
         summed |= _named("num_nonfinite", names, _sum_of_present(snapshot.num_nonfinite))
         return cls(
             step=int(snapshot.steps[-1]),
@@ -115,7 +116,7 @@ class HistoryRow:
         }
         if self.num_clip_known:
             vitals["gradwatch/clip_ratio"] = self.num_clipped / self.num_clip_known
-        if self.pictured is not None:
+        if self.pictured is not None and self.pictured.names:
             total = self.pictured.total
             vitals |= _present({key: float(total.abs_quantile(q)[0]) for key, q in _ABS_QUANTILES.items()})
         return vitals

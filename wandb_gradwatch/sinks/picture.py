@@ -80,10 +80,9 @@ def _reach(histogram_PB: IntArray, low_P: FloatArray, high_P: FloatArray) -> Flo
     shown_P = _SHOWN * up_to_PM[:, -1]
     last_bin_P = np.argmax(up_to_PM >= shown_P[:, None], axis=1)
     edges = magnitude_edges()
-    end_P = edges[last_bin_P + 1]
-    end_P = np.where(np.isinf(end_P), 2 * edges[-2], end_P)  # the open bin, where not even the extremes are known
     largest_P = np.maximum(np.abs(low_P), np.abs(high_P))
-    reach_P = np.where(np.isfinite(largest_P), np.minimum(end_P, largest_P), end_P)
+    reach_P = np.minimum(edges[last_bin_P + 1], largest_P)
+    reach_P = np.where(np.isinf(reach_P), 2 * edges[-2], reach_P)  # the open bin, and not even the extremes are known
     return np.where(up_to_PM[:, -1] > 0, reach_P, 0.0)
 
 

@@ -1,0 +1,148 @@
+"""What a window says in the W&B history: every number by its definition, and nothing that is missing."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from windows import window
+
+from wandb_gradwatch.sinks.history_row import HistoryRow
+
+NAN, INF = math.nan, math.inf
+
+
+def test_layers_of_norm_5_and_12_make_13() -> None:
+    scalars = HistoryRow.of(window({"a.weight": [3, 4], "b.weight": [12]})).scalars()
+    # sqrt(9 + 16) = 5, sqrt(144) = 12, sqrt(25 + 144) = 13; mean 19/3; E[g^2] - mean^2 = 169/3 - 361/9 = 146/9.
+    assert scalars == pytest.approx(
+        {
+            "gradwatch/step": 1,
+            "gradwatch/grad_norm": 13,
+            "gradwatch/grad_norm_max": 13,
+            "gradwatch/grad_norm_clipped": 13,
+            "gradwatch/clip_ratio": 0,
+            "gradwatch/grad_mean": 19 / 3,
+            "gradwatch/grad_std": math.sqrt(146 / 9),
+            "gradwatch/grad_abs_max": 12,
+            "gradwatch/dead_ratio": 0,
+            "gradwatch/num_nan": 0,
+            "gradwatch/num_inf": 0,
+            "gradwatch/num_skipped_steps": 0,
+            "grad_norm/a/weight": 5,
+            "grad_norm/b/weight": 12,
+            "grad_norm_max/a/weight": 5,
+            "grad_norm_max/b/weight": 12,
+            "grad_param_ratio/a/weight": 5,
+            "grad_param_ratio/b/weight": 12,
+            "dead_ratio/a/weight": 0,
+            "dead_ratio/b/weight": 0,
+            "num_nonfinite/a/weight": 0,
+            "num_nonfinite/b/weight": 0,
+        }
+    )
+
+
+def test_a_spike_inside_the_window_stays_visible() -> None:
+    scalars = HistoryRow.of(window({"a": [1.0]}, {"a": [100.0]}, {"a": [2.0]})).scalars()
+    assert scalars["gradwatch/grad_norm"] == 2
+    assert scalars["gradwatch/grad_norm_max"] == scalars["grad_norm_max/a"] == 100
+
+
+def test_non_finite_elements_are_counted_over_the_window() -> None:
+    scalars = HistoryRow.of(window({"a": [1, NAN], "b": [INF]}, {"a": [NAN, NAN], "b": [-INF]})).scalars()
+    assert (scalars["gradwatch/num_nan"], scalars["gradwatch/num_inf"]) == (3, 2)
+    assert (scalars["num_nonfinite/a"], scalars["num_nonfinite/b"]) == (3, 2)
+    assert scalars["grad_norm/b"] == 0  # of the finite rest, which is nothing
+
+
+def test_a_name_keeps_its_last_present_value() -> None:
+    scalars = HistoryRow.of(
+        window({"generator": [3.0], "critic": None}, {"generator": None, "critic": [4.0]})
+    ).scalars()
+    assert (scalars["grad_norm/generator"], scalars["grad_norm/critic"]) == (3, 4)
+    assert scalars["gradwatch/grad_norm"] == 4  # of the last sample
+
+
+def test_what_is_missing_has_no_key() -> None:
+    scalars = HistoryRow.of(window({"a": [1.0], "frozen": None})).scalars()
+    assert not [key for key in scalars if "frozen" in key]
+    assert "gradwatch/loss_scale" not in scalars
+    assert "gradwatch/overhead_ratio" not in scalars
+
+
+def test_a_norm_that_could_not_be_seen_is_missing_and_the_clipped_one_is_there() -> None:
+    snapshot = window({"a": [3.0, 4.0]}, {"a": [NAN, 1.0]})
+    snapshot.rows[1, 0, 5:10] = NAN  # the gradient before clipping was not seen in the last sample
+    scalars = HistoryRow.of(snapshot).scalars()
+    assert "gradwatch/grad_norm" not in scalars
+    assert scalars["gradwatch/grad_norm_clipped"] == 1
+    assert scalars["gradwatch/grad_norm_max"] == 5
+
+
+def test_half_of_the_samples_clipped() -> None:
+    clipped = window({"a": [5.0]})
+    clipped.rows[0, 0, 10] = 1.0  # RECEIVED_SUM_SQ
+    scalars = HistoryRow.of(window({"a": [1.0]}, first_step=0).merge(clipped)).scalars()
+    assert scalars["gradwatch/clip_ratio"] == 0.5
+    assert (scalars["gradwatch/grad_norm"], scalars["gradwatch/grad_norm_clipped"]) == (5, 1)
+
+
+def test_a_zero_initialised_parameter_has_no_ratio() -> None:
+    snapshot = window({"bias": [1.0]})
+    snapshot.rows[0, 0, 11] = 0.0  # PARAM_SUM_SQ
+    assert "grad_param_ratio/bias" not in HistoryRow.of(snapshot).scalars()
+
+
+def test_loss_scale_skipped_steps_and_metrics() -> None:
+    snapshot = window(
+        {"a": [1.0]},
+        {"a": [1.0]},
+        loss_scale=np.array([65536.0, 32768.0]),
+        skipped=np.array([True, False]),
+        metrics={"head.rank": np.array([2.0, NAN]), "gradwatch/own": np.array([NAN, NAN])},
+        overhead_ratio=0.004,
+    )
+    scalars = HistoryRow.of(snapshot).scalars()
+    assert scalars["gradwatch/loss_scale"] == 32768
+    assert scalars["gradwatch/num_skipped_steps"] == 1
+    assert scalars["head/rank"] == 2
+    assert "gradwatch/own" not in scalars
+    assert scalars["gradwatch/overhead_ratio"] == 0.004
+
+
+def test_quantiles_of_the_magnitude_cover_everything_watched() -> None:
+    # 98 elements of 1e-3 and two of 1e3: the median is 1e-3 to a half-octave bin, as is the 1 % quantile, and of the
+    # 99 % quantile the rank is 99, one of the two large ones.
+    scalars = HistoryRow.of(window({"a": [1e-3] * 98, "b": [1e3, -1e3]}, histogram=True)).scalars()
+    assert scalars["gradwatch/grad_abs_p50"] == pytest.approx(1e-3, rel=0.5)
+    assert scalars["gradwatch/grad_abs_p01"] == pytest.approx(1e-3, rel=0.5)
+    assert scalars["gradwatch/grad_abs_p99"] == pytest.approx(1e3, rel=0.5)
+
+
+def test_every_value_is_a_python_number() -> None:
+    scalars = HistoryRow.of(window({"a": [1.0]}, histogram=True, overhead_ratio=np.float32(0.1))).scalars()
+    assert {type(value) for value in scalars.values()} == {int, float}
+
+
+_values = st.one_of(
+    st.none(), st.lists(st.sampled_from([0.0, 1.0, -2.5, 1e-30, 1e6, NAN, INF, -INF]), min_size=1, max_size=4)
+)
+_samples = st.lists(st.fixed_dictionaries({}, optional={"a": _values, "b.c": _values}), min_size=1, max_size=4)
+
+
+@settings(max_examples=100, deadline=None)
+@given(first=_samples, second=_samples, histograms=st.tuples(st.booleans(), st.booleans()))
+def test_the_row_of_two_windows_is_the_merge_of_their_rows(first: list, second: list, histograms: tuple) -> None:
+    a = window(*first, histogram=histograms[0])
+    b = window(*second, first_step=len(first) + 1, histogram=histograms[1])
+    merged = HistoryRow.of(a).merge(HistoryRow.of(b))
+    whole = HistoryRow.of(a.merge(b))
+    assert merged.scalars() == pytest.approx(whole.scalars())
+    if whole.pictured is not None and merged.pictured is not None:
+        assert set(merged.pictured.names) <= set(whole.pictured.names)
+        for name, counts in zip(merged.pictured.names, merged.pictured.histogram, strict=True):
+            np.testing.assert_array_equal(counts, whole.pictured.histogram[whole.pictured.names.index(name)])

@@ -1,0 +1,367 @@
+"""The W&B sink against the real SDK and wandb-core: offline files and a server on the loopback interface."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_run import fake_snapshots
+from offline import history, records
+from windows import window
+
+import wandb_gradwatch
+from wandb_gradwatch.rules import Alert
+from wandb_gradwatch.sinks import Sink
+from wandb_gradwatch.sinks.wandb_run import MAX_ROW_BYTES, MAX_SERIES, WandbSink
+
+NAN = float("nan")
+ALERT = Alert("NaN gradient", "layer b holds 1 NaN at step 7", step=7, level="ERROR")
+
+
+def ours(row: dict[str, Any]) -> bool:
+    return "gradwatch/step" in row
+
+
+# ---- what arrives
+
+
+def test_it_is_a_sink(offline_run: Any) -> None:
+    assert isinstance(WandbSink(offline_run), Sink)
+
+
+def test_a_window_arrives_in_the_users_row_of_the_same_step(start_run: Any, loopback: Any) -> None:
+    run = start_run(server=loopback)
+    sink = WandbSink(run)
+    sink.write(window({"a.weight": [3, 4], "b.weight": [12]}, histogram=True))
+    run.log({"loss": 0.5})
+    run.finish()
+    (row,) = loopback.runs[run.id].history
+    assert (row["_step"], row["loss"], row["gradwatch/step"]) == (0, 0.5, 1)
+    assert (row["gradwatch/grad_norm"], row["grad_norm/a/weight"], row["grad_norm/b/weight"]) == (13, 5, 12)
+    assert row["gradients/a/weight"]["_type"] == "histogram"
+    assert sum(row["gradients/a/weight"]["values"]) == 2
+    assert len(row["gradients/a/weight"]["bins"]) == len(row["gradients/a/weight"]["values"]) + 1
+    assert not [key for key in row if "." in key]
+
+
+def test_no_key_is_ever_nan(start_run: Any, loopback: Any) -> None:
+    run = start_run(server=loopback)
+    sink = WandbSink(run)
+    sink.write(window({"a": [NAN, NAN], "frozen": None}, {"a": None, "frozen": None}, histogram=True))
+    sink.close()
+    run.finish()
+    (row,) = loopback.runs[run.id].history
+    assert row["num_nonfinite/a"] == row["gradwatch/num_nan"] == 2
+    assert not [key for key, value in row.items() if value != value]
+    assert not [key for key in row if "frozen" in key]
+
+
+def test_every_family_has_the_step_as_its_x_axis_and_histograms_stay_out_of_the_summary(
+    start_run: Any, loopback: Any
+) -> None:
+    run = start_run(server=loopback)
+    WandbSink(run).write(window({"a": [1.0]}, histogram=True, metrics={"head/rank": np.array([2.0])}))
+    run.log({"grad_norm/of_the_user": 1.0})
+    run.finish()
+    recorded = loopback.runs[run.id]
+    names = [metric.get("1") or metric.get("2") for metric in recorded.metrics]
+    step = names.index("gradwatch/step") + 1
+    # `5` is the position of the step metric, `7` = [6] the option that keeps a metric out of the summary.
+    for family in ("gradwatch", "grad_norm", "grad_norm_max", "grad_param_ratio", "dead_ratio", "num_nonfinite"):
+        assert recorded.metrics[names.index(f"{family}/*")]["5"] == step
+    assert recorded.metrics[names.index("head/rank")]["5"] == step
+    assert recorded.metrics[names.index("gradients/*")] == {"2": "gradients/*", "5": step, "6": [], "7": [6]}
+    assert recorded.summary["gradwatch/grad_norm"] == 1
+    assert not [key for key in recorded.summary if key.startswith("gradients")]
+
+
+def test_a_users_row_with_a_name_of_our_families_gets_no_step_of_ours(offline_run: Any) -> None:
+    sink = WandbSink(offline_run)
+    sink.write(window({"a": [1.0]}))
+    offline_run.log({"loss": 0})
+    offline_run.log({"grad_norm/of_the_user": 1.0})
+    offline_run.finish()
+    assert set(history(offline_run)[1]) == {"_step", "_runtime", "_timestamp", "grad_norm/of_the_user"}
+
+
+def test_forty_windows_of_a_gpt_arrive_once_and_in_order(offline_run: Any) -> None:
+    sink = WandbSink(offline_run)
+    for number, snapshot in enumerate(fake_snapshots()):
+        sink.write(snapshot)
+        offline_run.log({"loss": number}, step=10 * number)
+    offline_run.finish()
+    rows = history(offline_run)
+    assert [row["gradwatch/step"] for row in rows] == list(range(10, 401, 10))
+    assert [row["loss"] for row in rows] == list(range(40))
+    skipped = [row["gradwatch/step"] for row in rows if row["gradwatch/num_skipped_steps"]]
+    assert skipped == [270]  # the window that ends there holds step 265
+
+
+def test_histograms_can_be_off(offline_run: Any) -> None:
+    sink = WandbSink(offline_run, histograms=False)
+    sink.write(window({"a": [1.0]}, histogram=True))
+    offline_run.finish()
+    (row,) = history(offline_run)
+    assert not [key for key in row if key.startswith("gradients")]
+    assert "gradwatch/grad_abs_p50" in row
+
+
+def test_groups(offline_run: Any) -> None:
+    sink = WandbSink(offline_run, group_by="module")
+    sink.write(window({"head.weight": [3.0], "head.bias": [4.0]}))
+    offline_run.finish()
+    (row,) = history(offline_run)
+    assert [key for key in row if key.startswith("grad_norm/")] == ["grad_norm/head"]
+    assert row["grad_norm/head"] == 5
+
+
+def test_many_names_become_modules_and_it_is_said_once(offline_run: Any, said: Any) -> None:
+    gradients = {f"layer.{index}.{kind}": [1.0] for index in range(200) for kind in ("weight", "bias")}
+    sink = WandbSink(offline_run)
+    for _ in range(2):
+        sink.write(window(gradients))
+        offline_run.log({})
+    offline_run.finish()
+    assert [len([key for key in row if key.startswith("grad_norm/")]) for row in history(offline_run)] == [200, 200]
+    (message,) = said()
+    assert message == (
+        "400 parameters are more than the 256 series that W&B shows well: they are logged as 200 groups "
+        '(one per module). Pass group_by= ("parameter", "module" or a function) to choose.'
+    )
+
+
+def test_very_many_modules_become_prefixes(offline_run: Any) -> None:
+    gradients = {f"layer.{layer}.expert.{expert}.weight": [1.0] for layer in range(4) for expert in range(100)}
+    sink = WandbSink(offline_run)
+    sink.write(window(gradients))
+    offline_run.finish()
+    (row,) = history(offline_run)
+    assert [key for key in row if key.startswith("grad_norm/")] == [f"grad_norm/layer/{n}/expert" for n in range(4)]
+    assert row["gradwatch/grad_norm"] == 20  # sqrt(400)
+
+
+def test_a_choice_of_the_user_stays(offline_run: Any, said: Any) -> None:
+    sink = WandbSink(offline_run, group_by="parameter")
+    sink.write(window({f"p{index}": [1.0] for index in range(MAX_SERIES + 1)}))
+    offline_run.finish()
+    (row,) = history(offline_run)
+    assert len([key for key in row if key.startswith("grad_norm/")]) == MAX_SERIES + 1
+    assert said() == []
+
+
+def test_a_row_above_a_megabyte_is_spread_histograms_last(start_run: Any, loopback: Any) -> None:
+    run = start_run(server=loopback)
+    sink = WandbSink(run, group_by="parameter")
+    gradients = {f"layer.{index}": [0.1 * index, -0.3] for index in range(700)}
+    sink.write(window(gradients, histogram=True))
+    run.finish()
+    rows = loopback.runs[run.id].history
+    assert len(rows) == 2
+    sizes = [len(line) for request in loopback.requests for line in _history_lines(request)]
+    assert max(sizes) < MAX_ROW_BYTES
+    assert [row["gradwatch/step"] for row in rows] == [1, 1]
+    assert len([key for key in rows[0] if key.startswith("grad_norm/")]) == 700
+    assert sum(key.startswith("gradients/") for row in rows for key in row) == 700
+
+
+def _history_lines(request: Any) -> list[str]:
+    if request.operation != "file_stream":
+        return []
+    return request.body.get("files", {}).get("wandb-history.jsonl", {}).get("content", [])
+
+
+# ---- alerts
+
+
+def test_an_alert_arrives_with_title_text_and_level(start_run: Any, loopback: Any) -> None:
+    run = start_run(server=loopback)
+    WandbSink(run).alert(ALERT)
+    run.finish()
+    (alert,) = loopback.runs[run.id].alerts
+    assert (alert["title"], alert["text"], alert["severity"]) == (ALERT.title, ALERT.text, "ERROR")
+    assert alert["waitDuration"] == 1000  # ms: not the minute that W&B would take for 0
+
+
+def test_an_offline_alert_waits_in_the_file_for_wandb_sync(offline_run: Any) -> None:
+    WandbSink(offline_run).alert(ALERT)
+    offline_run.finish()
+    (alert,) = [record["alert"] for record in records(offline_run) if record["type"] == "alert"]
+    assert (alert["title"], alert["level"]) == ("NaN gradient", "ERROR")
+
+
+# ---- kinds of runs
+
+
+def test_a_disabled_run_is_left_alone(start_run: Any) -> None:
+    run = start_run(mode="disabled")
+    sink = WandbSink(run)
+    sink.before_run_ends(lambda: None)
+    sink.write(window({"a": [1.0]}))
+    sink.alert(ALERT)
+    sink.close()
+    run.log({"loss": 1})
+
+
+def test_a_shared_run_gets_every_row_at_once(start_run: Any, loopback: Any) -> None:
+    run = start_run(server=loopback, mode="shared")
+    sink = WandbSink(run)
+    for step in range(3):
+        sink.write(window({"a": [1.0]}, first_step=step))
+        run.log({"loss": step})
+    run.finish()
+    rows = [row for recorded in loopback.runs.values() for row in recorded.history]
+    assert [row["gradwatch/step"] for row in rows if ours(row)] == [0, 1, 2]
+    assert [row["loss"] for row in rows if not ours(row)] == [0, 1, 2]
+
+
+def test_a_resumed_run_goes_on_after_its_last_step(start_run: Any, loopback: Any) -> None:
+    loopback.resume("resumed", last_step=41)
+    run = start_run(server=loopback, id="resumed", resume="must")
+    sink = WandbSink(run)
+    for step in range(3):
+        sink.write(window({"a": [1.0]}, first_step=step))
+        run.log({"loss": step}, step=42 + 10 * step)
+    run.finish()
+    rows = loopback.runs["resumed"].history
+    assert [row["_step"] for row in rows if "loss" in row] == [42, 52, 62]
+    assert [row["gradwatch/step"] for row in rows if ours(row)] == [0, 1, 2]
+
+
+def test_two_watchers_share_one_run(offline_run: Any) -> None:
+    first, second = WandbSink(offline_run), WandbSink(offline_run)
+    for step in range(4):
+        first.write(window({"a": [1.0]}, first_step=step))
+        second.write(window({"b": [1.0]}, first_step=step))
+        offline_run.log({"loss": step})
+    offline_run.finish()
+    rows = history(offline_run)
+    assert [row["_step"] for row in rows if "loss" in row] == [0, 1, 2, 3]
+    for name in ("a", "b"):
+        assert [row["gradwatch/step"] for row in rows if f"grad_norm/{name}" in row] == [0, 1, 2, 3]
+    assert not [row for row in rows if "grad_norm/a" in row and "grad_norm/b" in row]
+
+
+def test_watch_unwatch_watch(offline_run: Any) -> None:
+    for step in range(3):
+        sink = WandbSink(offline_run)
+        sink.write(window({"a": [1.0]}, first_step=step))
+        sink.close()
+    offline_run.log({"loss": 0})
+    offline_run.finish()
+    rows = history(offline_run)
+    assert [row["gradwatch/step"] for row in rows if ours(row)] == [0, 1, 2]
+    assert [row["_step"] for row in rows if "loss" in row] == [0]
+
+
+def test_a_run_that_ends_while_watched_ends_the_logging_and_it_is_said_once(start_run: Any, said: Any) -> None:
+    first = start_run()
+    sink = WandbSink(first)
+    sink.write(window({"a": [1.0]}, first_step=0))
+    first.finish()
+    second = start_run()
+    for step in range(1, 3):
+        sink.write(window({"a": [1.0]}, first_step=step))
+        sink.alert(ALERT)
+    second_sink = WandbSink(second)
+    second_sink.write(window({"a": [1.0]}, first_step=9))
+    second.finish()
+    assert said() == [f"W&B run '{first.id}' has ended: gradients are no longer logged to it."]
+    assert [row["gradwatch/step"] for row in history(first)] == [0]
+    assert [row["gradwatch/step"] for row in history(second)] == [9]
+
+
+def test_a_last_flush_when_the_run_ends(offline_run: Any) -> None:
+    sink = WandbSink(offline_run)
+    sink.before_run_ends(lambda: sink.write(window({"a": [1.0]}, first_step=5)))
+    offline_run.finish()
+    assert [row["gradwatch/step"] for row in history(offline_run)] == [5]
+
+
+def test_commit_makes_rows_of_our_own_at_once(start_run: Any, loopback: Any) -> None:
+    run = start_run(server=loopback)
+    sink = WandbSink(run, commit=True)
+    for step in range(3):
+        sink.write(window({"a": [1.0]}, first_step=step))
+    assert run.step == 3
+    run.finish()
+    assert [row["gradwatch/step"] for row in loopback.runs[run.id].history] == [0, 1, 2]
+
+
+def test_a_script_that_never_logs_keeps_its_summary_fresh_and_is_told_once(offline_run: Any, said: Any) -> None:
+    sink = WandbSink(offline_run)
+    for step in range(20):
+        sink.write(window({"a": [float(step)]}, first_step=step))
+    assert offline_run.summary["gradwatch/grad_norm"] == 19
+    offline_run.finish()
+    assert [row["gradwatch/step"] for row in history(offline_run)] == list(range(20))
+    (message,) = said()
+    assert message == (
+        "8 windows of gradients wait for a row in the W&B history, because the script has not called run.log() yet. "
+        "They are saved when it does or when the run ends; if it never does, use "
+        "watch(..., sinks=[WandbSink(commit=True)])."
+    )
+
+
+# ---- trouble
+
+
+@pytest.mark.parametrize("trouble", ["500", "drop"])
+def test_a_server_in_trouble_loses_nothing(start_run: Any, loopback: Any, trouble: Any) -> None:
+    run = start_run(server=loopback)
+    sink = WandbSink(run)
+    loopback.fault("file_stream", trouble, times=1)
+    loopback.fault("NotifyScriptableRunAlert", trouble, times=1)
+    for step in range(5):
+        sink.write(window({"a": [1.0]}, first_step=step))
+        sink.alert(ALERT)
+        run.log({"loss": step})
+    run.finish()
+    recorded = loopback.runs[run.id]
+    assert [row["gradwatch/step"] for row in recorded.history] == [row["loss"] for row in recorded.history]
+    assert len(recorded.history) == len(recorded.alerts) == 5
+
+
+def test_a_server_that_hangs_does_not_hold_training_up(start_run: Any, loopback: Any) -> None:
+    # Nothing here waits for an answer; were it otherwise, the test would not get to its end.
+    run = start_run(server=loopback, settings={"finish_timeout": 1.0})
+    sink = WandbSink(run)
+    loopback.fault("*", "hang")
+    for step in range(50):
+        sink.write(window({"a": [1.0]}, first_step=step))
+        sink.alert(ALERT)
+        run.log({"loss": step}, step=7 * step)
+    loopback.heal()
+    run.finish()
+
+
+# ---- arguments
+
+
+def test_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RuntimeError, match=r"WandbSink\(\) found no W&B run; call wandb\.init\(\) first or pass run="):
+        WandbSink()
+
+
+def test_an_ended_run(offline_run: Any) -> None:
+    offline_run.finish()
+    with pytest.raises(RuntimeError, match=r"has ended; call wandb\.init\(\) again and pass the new run"):
+        WandbSink(offline_run)
+
+
+def test_an_unknown_grouping(offline_run: Any) -> None:
+    with pytest.raises(ValueError, match="group_by='layer' must be"):
+        WandbSink(offline_run, group_by="layer")
+
+
+def test_the_sinks_import_neither_wandb_nor_requests() -> None:
+    # In a bare package, as its top level is another matter.
+    script = (
+        "import sys, types; package = sys.modules['wandb_gradwatch'] = types.ModuleType('wandb_gradwatch')\n"
+        f"package.__path__ = {list(wandb_gradwatch.__path__)!r}\n"
+        "import wandb_gradwatch.sinks, wandb_gradwatch.sinks.wandb_run, wandb_gradwatch.sinks.webhook\n"
+        "assert not {'wandb', 'requests', 'torch'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
