@@ -1,0 +1,114 @@
+"""The demo tells its story, and everything that it says is in the run's own file."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from wandb_gradwatch import demo
+from wandb_gradwatch.dashboards.history import RunHistory
+from wandb_gradwatch.dashboards.read import read_run
+from wandb_gradwatch.terminal import Terminal
+from wandb_gradwatch.watch import watch
+
+STEPS = demo.MIN_STEPS
+ACCIDENT = range(STEPS // 2, STEPS // 2 + demo.ACCIDENT_STEPS)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str, Path, RunHistory]:
+    """Exit status, what was printed, the folder, and the run as its file has it."""
+    output = tmp_path_factory.mktemp("demo")
+    stream = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(output))
+        status = demo.run_demo(output, steps=STEPS, terminal=Terminal(stream))
+    return status, stream.getvalue(), output, read_run(output)
+
+
+def test_the_accident_raises_an_alert_at_its_own_step(finished: tuple[int, str, Path, RunHistory]) -> None:
+    status, _, _, history = finished
+    assert status == 0
+    exploding = [alert for alert in history.alerts if alert.title == "Exploding gradient"]
+    # The first step with the higher rate has an ordinary gradient; the ones after it have not.
+    assert any(alert.step in ACCIDENT and alert.step > ACCIDENT.start for alert in exploding)
+
+
+def test_every_flush_is_a_row_and_every_parameter_has_its_series(
+    finished: tuple[int, str, Path, RunHistory],
+) -> None:
+    history = finished[3]
+    assert history.steps.tolist() == list(range(demo.LOG_EVERY, STEPS + 1, demo.LOG_EVERY))
+    expected = {name.replace(".", "/") for name, _ in demo.GPT().named_parameters()}
+    assert set(history.names) == expected
+
+
+def test_what_is_printed_is_what_is_in_the_file(finished: tuple[int, str, Path, RunHistory]) -> None:
+    _, printed, output, history = finished
+    assert f"{len(history.steps)} rows of gradients" in printed
+    assert f"{sum(len(series.steps) for series in history.histograms.values())} histograms" in printed
+    words = " ".join(printed.split())  # as if it were not wrapped
+    for alert in history.alerts:
+        assert f"{alert.title} {' '.join(alert.text.split())}" in words
+    page = re.search(r"a page +(\S+)", printed)
+    assert page is not None
+    assert (Path.cwd() / page[1]).resolve() == (output / demo.PAGE_NAME).resolve()
+    assert (output / demo.PAGE_NAME).stat().st_size > 0
+    run_folder = re.search(r"leet (\S+)", printed)
+    assert run_folder is not None
+    assert read_run(run_folder[1]).run_id == history.run_id
+
+
+def test_the_users_own_rows_are_all_there(finished: tuple[int, str, Path, RunHistory]) -> None:
+    # The loop logs once per step; our rows ride on the user's, or come after them.
+    assert finished[3].num_rows >= STEPS
+
+
+def test_ctrl_c_keeps_what_was_logged_and_ends_with_130(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, calls = demo._batch, iter(range(1, STEPS))
+
+    def batch(corpus: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        if next(calls) == 25:
+            raise KeyboardInterrupt
+        return real(corpus, device)
+
+    monkeypatch.setattr(demo, "_batch", batch)
+    stream = io.StringIO()
+    assert demo.run_demo(tmp_path, steps=STEPS, terminal=Terminal(stream)) == 130
+    history = read_run(tmp_path)
+    assert "stopped by Ctrl-C at step 24" in stream.getvalue()
+    assert history.steps.tolist() == [10, 20, 24]
+    assert history.finished
+
+
+def test_a_run_too_short_for_the_story_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=rf"steps=5 is too short .* give at least {demo.MIN_STEPS}"):
+        demo.run_demo(tmp_path / "never", steps=5, terminal=Terminal(io.StringIO()))
+    assert not (tmp_path / "never").exists()
+
+
+def test_a_python_without_its_sources_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo.sysconfig, "get_path", lambda name: str(tmp_path))
+    with pytest.raises(RuntimeError, match=r"holds 0 bytes of them; run it with a Python"):
+        demo.read_corpus()
+
+
+def test_a_demo_whose_alert_is_missing_says_so_by_its_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "watch", lambda model, **arguments: watch(model, rules=[], **arguments))
+    monkeypatch.setattr(demo, "MIN_STEPS", 20)
+    assert demo.run_demo(tmp_path, steps=20, terminal=Terminal(io.StringIO())) == 1
+
+
+def test_the_model_cannot_look_ahead() -> None:
+    torch.manual_seed(0)
+    model = demo.GPT()
+    text_BT = torch.randint(demo.VOCABULARY, (1, demo.CONTEXT))
+    changed_BT = text_BT.clone()
+    changed_BT[0, -1] = (changed_BT[0, -1] + 1) % demo.VOCABULARY
+    before, after = model(text_BT), model(changed_BT)
+    torch.testing.assert_close(before[:, :-1], after[:, :-1])
+    assert not torch.equal(before[:, -1], after[:, -1])
