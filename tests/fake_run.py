@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import wandb
 
+from wandb_gradwatch.recorder import FlightRecorder
 from wandb_gradwatch.rules import Alert
 from wandb_gradwatch.sinks.wandb_run import WandbSink
 from wandb_gradwatch.snapshot import Snapshot
@@ -130,7 +131,7 @@ def write_fake_run(
         names: the parameters; the story's own names are the default.
         num_flushes: windows of 10 steps.
         alerts: sent before the first window that ends at or after their step.
-        with_table: log a flight recorder's table at the end.
+        with_table: log the flight recorder of the window with the NaN as a table, at the end.
         finish: end the run; else it is left open, and the caller ends it with `wandb.finish()`.
     """
     run = wandb.init(
@@ -144,25 +145,18 @@ def write_fake_run(
     run_directory = Path(run.dir).parent
     sink = WandbSink(run)
     waiting = list(alerts)
-    table = wandb.Table(columns=["step", "name", "grad_norm", "num_nan", "num_inf", "dead_ratio"])
+    recorder = FlightRecorder(max_samples=10)
     for snapshot in fake_snapshots(names, num_flushes=num_flushes):
         while waiting and waiting[0].step <= snapshot.steps[-1]:
             sink.alert(waiting.pop(0))
         sink.write(snapshot)
         run.log({"loss": 0.5 + 4 * float(np.exp(-snapshot.steps[-1] / 150))})
-        _record(table, snapshot)
+        if snapshot.steps[0] <= 265:
+            recorder.add(snapshot)
     if with_table:
-        run.log({"gradwatch/flight_recorder": table})
+        columns, rows = recorder.table()
+        run.log({"gradwatch/flight_recorder": wandb.Table(columns=columns, data=rows)})
     sink.close()
     if finish:
         run.finish()
     return run_directory
-
-
-def _record(table: wandb.Table, snapshot: Snapshot) -> None:
-    """Add the samples just before the NaN to a table, as the flight recorder keeps them."""
-    for sample, step in enumerate(snapshot.steps):
-        if 256 <= step <= 265:
-            for p, name in enumerate(snapshot.names[:20]):
-                columns = (snapshot.grad_norm, snapshot.num_nan, snapshot.num_inf, snapshot.dead_ratio)
-                table.add_data(int(step), name, *(float(column[sample, p]) for column in columns))

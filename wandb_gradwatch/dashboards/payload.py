@@ -12,6 +12,7 @@ import json
 import math
 import unicodedata
 import zlib
+from dataclasses import asdict
 from typing import Any, Final
 
 import numpy as np
@@ -19,6 +20,7 @@ import numpy.typing as npt
 
 from ..statistics.columns import FloatArray, IntArray
 from .history import GLOBAL_KEYS, NAME_METRICS, HistogramSeries, RecordedTable, RunHistory
+from .words import WORDS
 
 # R rows of the run, P names, W columns of a picture (several rows pooled where there are too many), H histograms
 
@@ -83,6 +85,7 @@ def build_payload(history: RunHistory) -> tuple[dict[str, Any], Blob]:
             "numFlushes": len(history.steps),
         },
         "notes": list(history.notes),
+        "words": {key: asdict(words) for key, words in WORDS.items()},
         "alerts": [
             {"title": alert.title, "text": alert.text, "level": alert.level, "step": alert.step}
             for alert in history.alerts
@@ -207,7 +210,7 @@ def _other(history: RunHistory, width: int, blob: Blob) -> dict[str, Any]:
 
 
 def _table(table: RecordedTable) -> dict[str, Any]:
-    rows = [[_cell(value) for value in row] for row in table.rows[-MAX_TABLE_ROWS:]]
+    rows = [[_cell(value) for value in row] for row in table.rows[:MAX_TABLE_ROWS]]  # the newest stand first
     return {"columns": list(table.columns), "rows": rows, "total": len(table.rows)}
 
 

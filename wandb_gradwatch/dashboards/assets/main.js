@@ -86,7 +86,7 @@ function chartCard(key, parts, { wide = false } = {}) {
   for (const part of used) {
     const host = element("div", { class: "chart" });
     picture.append(host);
-    queue(() => new LineChart(host, { label: part.title ?? WORDS[key].title, xs: content.steps, ...part }));
+    queue(() => new LineChart(host, { label: part.title ?? content.words[key].title, xs: content.steps, ...part }));
   }
   return node;
 }

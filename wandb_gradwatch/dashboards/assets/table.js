@@ -55,15 +55,9 @@ function recorderSection() {
   const back = element("button", { type: "button", class: "quiet", "aria-label": "Previous rows", onclick: () => turn(-1) }, "‹");
   const forth = element("button", { type: "button", class: "quiet", "aria-label": "Next rows", onclick: () => turn(1) }, "›");
   search.addEventListener("input", () => { page = 0; draw(); });
-  const node = element(
-    "section",
-    { class: "card wide", id: "recorder" },
-    element("h2", {}, "Flight recorder"),
-    element("p", { class: "lead" }, "The last samples at full resolution, as they were kept when the alarm was raised. The first row with non-finite elements names the layer."),
-    element("div", { class: "controls" }, search, position, back, forth),
-    host,
-  );
-  if (total > rows.length) node.append(element("p", { class: "hint" }, `The last ${rows.length.toLocaleString("en-US")} of ${total.toLocaleString("en-US")} rows are in this page.`));
+  const { node, picture } = card("recorder", { wide: true });
+  picture.append(element("div", { class: "controls" }, search, position, back, forth), host);
+  if (total > rows.length) picture.append(element("p", { class: "hint" }, `The first ${rows.length.toLocaleString("en-US")} of ${total.toLocaleString("en-US")} rows are in this page.`));
   draw();
   return node;
 }

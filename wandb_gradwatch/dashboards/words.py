@@ -1,0 +1,108 @@
+"""What each picture shows, what healthy looks like, and what to do otherwise: the same words on the page, in the report
+and in the workspace."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+
+@dataclass(frozen=True)
+class Words:
+    """The words beside one picture."""
+
+    title: str
+    healthy: str
+    otherwise: str
+
+
+WORDS: Final[Mapping[str, Words]] = MappingProxyType(
+    {
+        "norm": Words(
+            "Gradient norm of the whole model",
+            "Falls in the first hundred steps, then stays within a factor of ten. The largest of each window lies "
+            "close above the line. A clip ratio below 10 % means clipping only catches outliers.",
+            "A single spike: look for a bad batch, and clip the norm. Growth over many steps: lower the learning rate "
+            "or warm up for longer. A clip ratio near 100 %: the limit, not the loss, sets the step size; raise it or "
+            "lower the learning rate. Below 1e-7: nothing is being learnt.",
+        ),
+        "layers": Words(
+            "Every layer, every step",
+            "Rows of even colour. Neighbouring layers differ by less than a hundred times, and colours fade slowly "
+            "from left to right.",
+            "Colours that change steadily along the depth are a signal that dies or grows on its way: check "
+            "initialisation, normalisation and residual connections. A vertical stripe is a bad step; of the layers "
+            "that turn red in it, the one nearest the output was first. A grey row receives nothing.",
+        ),
+        "lines": Words(
+            "Chosen layers",
+            "Lines run side by side. On a logarithmic scale healthy layers stay parallel.",
+            "A line that leaves the others names the layer. For gradient / parameter norm, 0.001 is usual: above 1 "
+            "one step can overwrite the weights, below 0.000001 the layer stands still.",
+        ),
+        "ratio": Words(
+            "Gradient norm / parameter norm",
+            "Between 1e-6 and 1, around 1e-3 for most layers.",
+            "Above 1 one step can overwrite the weights: lower the learning rate. Below 1e-6 the layer stands still: "
+            "look for a signal that dies before it. A layer whose parameters are all zero has no ratio yet.",
+        ),
+        "histogram": Words(
+            "Distribution of one layer's gradient",
+            "A symmetric band around zero whose width changes slowly.",
+            "A band that widens step by step precedes an explosion. A band that collapses to one line is a layer that "
+            "stopped learning. One-sided bands point to activations that are always positive, or to a saturated "
+            "output.",
+        ),
+        "quantiles": Words(
+            "Size of the elements",
+            "The band between the 1st and the 99th percentile keeps its width and moves slowly.",
+            "A median below 6e-8 is zero in float16: use a loss scale, or bfloat16. A maximum far above the band is a "
+            "few outlying elements: look at embeddings and the last layer.",
+        ),
+        "dead": Words(
+            "Dead elements",
+            "Near zero for dense layers. Embeddings are mostly dead by nature: only the rows in the batch receive a "
+            "gradient.",
+            "A share that keeps rising is units that switched off: lower the learning rate, or use a leaky "
+            "activation. A share of 100 % from the start is a layer that the loss does not reach.",
+        ),
+        "nonfinite": Words(
+            "NaN and Inf elements",
+            "None. Under float16 with a loss scale, a single skipped step now and then is calibration.",
+            "Find the first bad step, and in it the bad layer nearest the output: the backward reached it first. Then "
+            "look at what its forward computes: a logarithm or a root of zero, a division, an overflow in half "
+            "precision.",
+        ),
+        "scale": Words(
+            "Loss scale and skipped steps",
+            "The scale doubles every few thousand steps and halves now and then, with one skipped step each time.",
+            "Skips in a row, or a scale that falls towards 1: the gradients overflow for real. Lower the learning "
+            "rate or switch to bfloat16.",
+        ),
+        "spread": Words(
+            "Mean and deviation",
+            "The mean is far smaller than the deviation and crosses zero.",
+            "A mean as large as the deviation is a gradient that pushes everything one way: check the loss for a "
+            "constant term, and the data for an offset.",
+        ),
+        "overhead": Words(
+            "Cost of watching",
+            "Below 1 % of the training time.",
+            "Raise sample_every, log histograms less often, or set max_overhead.",
+        ),
+        "recorder": Words(
+            "Flight recorder",
+            "Not there: it is written when an alert says ERROR, when training crashes, or on demand.",
+            "It holds the last samples of every layer, newest first. Sort by step and look for the first NaN or Inf; "
+            "of several bad layers in that step, the one nearest the output was first.",
+        ),
+        "other": Words(
+            "Other metrics of the same rows",
+            "Whatever was logged together with the gradients: the loss, custom metrics, activations.",
+            "Compare the step at which the loss turns with the step at which a gradient does: the one that moves "
+            "first is the cause.",
+        ),
+    }
+)
