@@ -6,9 +6,12 @@ from typing import Protocol, runtime_checkable
 
 from ..rules import Alert
 from ..snapshot import Snapshot
+from .console import ConsoleSink
 from .memory import MemorySink
+from .wandb_run import WandbSink
+from .webhook import WebhookSink
 
-__all__ = ["MemorySink", "Sink"]
+__all__ = ["ConsoleSink", "MemorySink", "Sink", "WandbSink", "WebhookSink"]
 
 
 @runtime_checkable

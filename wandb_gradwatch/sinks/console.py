@@ -14,7 +14,7 @@ from ..snapshot import Snapshot
 class ConsoleSink:
     """Print one compact line per snapshot, and alerts in full.
 
-        step 150 (50 samples)  grad_norm 1.30e+01  max 2.01e+01  largest head.weight 1.20e+01
+        step 150 (50 samples)  grad_norm 13  max 20.1  largest head.weight 12  clip_ratio 0
 
     Args:
         file: where to; None is whatever `sys.stderr` is at that moment.
@@ -47,20 +47,25 @@ def summary_line(snapshot: Snapshot) -> str:
     largest = np.fmax.reduce(snapshot.grad_norm, axis=0)
     if not np.isnan(largest).all():
         worst = int(np.nanargmax(largest))
-        fields.append(f"largest {snapshot.names[worst]} {largest[worst]:.2e}")
+        fields.append(f"largest {snapshot.names[worst]} {_number(float(largest[worst]))}")
     if snapshot.names:
         fields += _count("NaN", float(np.nansum(total.num_nan))) + _count("Inf", float(np.nansum(total.num_inf)))
-    fields += _field("clip_ratio", snapshot.clip_ratio) + _field("loss_scale", float(snapshot.loss_scale[-1]))
+    fields += _field("clip_ratio", snapshot.clip_ratio)
+    fields += _count("loss_scale", float(snapshot.loss_scale[-1]))
     fields += _count("skipped", float(np.count_nonzero(snapshot.skipped)))
     return "  ".join(fields)
 
 
 def _field(name: str, value: float) -> list[str]:
-    return [] if np.isnan(value) else [f"{name} {value:.3g}" if 0.01 <= abs(value) < 1e5 else f"{name} {value:.2e}"]
+    return [] if np.isnan(value) else [f"{name} {_number(value)}"]
+
+
+def _number(value: float) -> str:
+    return f"{value:.3g}" if value == 0 or 0.01 <= abs(value) < 1000 else f"{value:.2e}"
 
 
 def _count(name: str, value: float) -> list[str]:
-    return [f"{name} {value:.0f}"] if value > 0 else []
+    return [f"{name} {value:g}"] if value > 0 else []
 
 
 def _indented(text: str) -> str:

@@ -1,0 +1,186 @@
+"""The webhook: alerts arrive, training never waits, the URL stays a secret."""
+
+from __future__ import annotations
+
+import json
+import logging
+import pickle
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import requests
+import responses
+from windows import window
+
+from wandb_gradwatch.rules import Alert
+from wandb_gradwatch.sinks import Sink
+from wandb_gradwatch.sinks.webhook import WebhookSink
+
+URL = "https://hooks.example.com/services/T000/B000/the-secret"
+ALERT = Alert("NaN gradient", "layer b holds 1 NaN", step=7, level="ERROR")
+
+
+@pytest.fixture
+def hook() -> Iterator[responses.RequestsMock]:
+    with responses.RequestsMock(assert_all_requests_are_fired=False) as mock:
+        yield mock
+
+
+def texts(hook: responses.RequestsMock) -> list[str]:
+    return [json.loads(call.request.body)["text"] for call in hook.calls]
+
+
+def test_an_alert_arrives_as_text(hook: responses.RequestsMock) -> None:
+    hook.post(URL, body="ok")
+    sink = WebhookSink(URL, prefix="[node 3]")
+    assert isinstance(sink, Sink)
+    sink.write(window({"a": [1.0]}))
+    sink.alert(ALERT)
+    sink.close()
+    assert texts(hook) == ["[node 3] *ERROR: NaN gradient* (step 7)\nlayer b holds 1 NaN"]
+
+
+def test_trouble_is_met_with_another_attempt(hook: responses.RequestsMock) -> None:
+    hook.post(URL, status=500)
+    hook.post(URL, body=requests.ConnectionError("no route"))
+    hook.post(URL, status=429)
+    accepted = threading.Event()
+    hook.add_callback(responses.POST, URL, lambda _: accepted.set() or (200, {}, "ok"))
+    sink = WebhookSink(URL, backoff=0.0)
+    sink.alert(ALERT)
+    assert accepted.wait(30)
+    sink.close()
+    assert len(hook.calls) == 4
+    assert len(set(texts(hook))) == 1
+
+
+def test_a_refusal_is_not_repeated_and_said(hook: responses.RequestsMock, said: Any) -> None:
+    hook.post(URL, status=404)
+    sink = WebhookSink(URL, backoff=0.0)
+    sink.alert(ALERT)
+    sink.close()
+    assert len(hook.calls) == 1
+    assert said() == ["The webhook did not take the alert 'NaN gradient' of step 7: HTTP 404."]
+
+
+def test_attempts_are_bounded(hook: responses.RequestsMock, said: Any) -> None:
+    refused = threading.Semaphore(0)
+
+    def refuse(_: Any) -> tuple[int, dict[str, str], str]:
+        refused.release()
+        return 503, {}, ""
+
+    hook.add_callback(responses.POST, URL, refuse)
+    sink = WebhookSink(URL, backoff=0.0, max_attempts=3)
+    sink.alert(ALERT)
+    for _ in range(3):
+        assert refused.acquire(timeout=30)
+    sink.close()
+    assert len(hook.calls) == 3
+    assert said() == ["The webhook did not take the alert 'NaN gradient' of step 7: HTTP 503."]
+
+
+class _Blocked:
+    """A webhook that answers when it is told to."""
+
+    def __init__(self, hook: responses.RequestsMock) -> None:
+        self.asked = threading.Event()
+        self.answer = threading.Event()
+        hook.add_callback(responses.POST, URL, self._request)
+
+    def _request(self, _: Any) -> tuple[int, dict[str, str], str]:
+        self.asked.set()
+        assert self.answer.wait(30)
+        return 200, {}, "ok"
+
+
+def test_training_never_waits_and_the_queue_is_bounded(hook: responses.RequestsMock, said: Any) -> None:
+    blocked = _Blocked(hook)
+    sink = WebhookSink(URL, max_waiting=2)
+    sink.alert(ALERT)
+    assert blocked.asked.wait(30)  # the first is on its way, so the queue is empty
+    for _ in range(10):
+        sink.alert(ALERT)  # would never return if it waited for the answer
+    blocked.answer.set()
+    sink.close()
+    assert len(hook.calls) == 3
+    assert said() == ["The webhook does not keep up: 2 alerts wait, further ones are dropped."]
+
+
+def test_closing_takes_a_bounded_time(hook: responses.RequestsMock, said: Any) -> None:
+    blocked = _Blocked(hook)
+    sink = WebhookSink(URL, close_timeout=0.01)
+    sink.alert(ALERT)
+    assert blocked.asked.wait(30)
+    sink.close()
+    assert said() == ["The webhook did not answer within 0.01 s: alerts may not have been sent."]
+    blocked.answer.set()
+    sink.close()  # again: nothing happens
+    sink.alert(ALERT)  # after the end: nothing either
+
+
+def test_closing_does_not_wait_for_the_next_attempt(hook: responses.RequestsMock) -> None:
+    # With an hour between attempts, an end that waited for one would not come.
+    refused = threading.Event()
+    hook.add_callback(responses.POST, URL, lambda _: refused.set() or (500, {}, ""))
+    sink = WebhookSink(URL, backoff=3600.0)
+    sink.alert(ALERT)
+    assert refused.wait(30)
+    sink.close()
+
+
+def test_the_url_is_in_no_log_and_no_repr(hook: responses.RequestsMock, caplog: pytest.LogCaptureFixture) -> None:
+    hook.post(URL, body=requests.ConnectionError(f"cannot connect to {URL}"))
+    with caplog.at_level(logging.DEBUG):
+        sink = WebhookSink(URL, backoff=0.0, max_attempts=1)
+        sink.alert(ALERT)
+        sink.close()
+    assert repr(sink) == "WebhookSink(url=<secret>)"
+    assert "did not take the alert" in caplog.text
+    assert "the-secret" not in caplog.text
+    with pytest.raises(TypeError, match="holds a secret and a thread; it cannot be pickled or copied"):
+        pickle.dumps(sink)
+
+
+def test_the_url_is_not_in_urllib3s_debug_log(loopback: Any, caplog: pytest.LogCaptureFixture) -> None:
+    # A real request, as urllib3 writes "POST /services/..." at DEBUG; the server answers 404.
+    secret = f"{loopback.url}/services/the-secret"
+    with caplog.at_level(logging.DEBUG):
+        requests.post(secret, json={})
+        assert "the-secret" in caplog.text  # it would be there
+        caplog.clear()
+        sink = WebhookSink(secret)
+        sink.alert(ALERT)
+        sink.close()
+    assert "HTTP 404" in caplog.text
+    assert "the-secret" not in caplog.text
+
+
+def test_a_url_that_is_none_is_not_shown() -> None:
+    with pytest.raises(ValueError, match=r"must begin with https:// or http://") as caught:
+        WebhookSink("the-secret")
+    assert "the-secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ({"timeout": 0.0}, r"WebhookSink\(timeout=0.0\) must be above 0"),
+        ({"max_attempts": 0}, r"WebhookSink\(max_attempts=0\) must be above 0"),
+        ({"max_waiting": -1}, r"WebhookSink\(max_waiting=-1\) must be above 0"),
+        ({"backoff": -1.0}, r"WebhookSink\(backoff=-1.0\) must not be negative"),
+        ({"close_timeout": -1.0}, r"WebhookSink\(close_timeout=-1.0\) must not be negative"),
+    ],
+)
+def test_arguments_out_of_range(argument: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        WebhookSink(URL, **argument)
+
+
+def test_without_requests_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "requests", None)
+    with pytest.raises(ImportError, match=r"needs the extra `webhook`: pip install 'wandb-gradwatch\[webhook\]'"):
+        WebhookSink(URL)
