@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
-from torch.nn import functional as F
-
 from grad_samples import Training
+from torch import nn
+from torch.nn import functional
 
 CORPUS = (
     "A gradient is a direction and a length. When its length grows from step to step the training will break; "
@@ -20,7 +19,9 @@ def _regression(dim: int = 10, batch: int = 64, *, seed: int = 0, scale: float =
 
     def loss(model: nn.Module, step: int) -> torch.Tensor:
         x = torch.randn(batch, dim, generator=generator)
-        return scale * F.mse_loss(model(x), torch.tanh(x @ target) + 0.1 * torch.randn(batch, 1, generator=generator))
+        return scale * functional.mse_loss(
+            model(x), torch.tanh(x @ target) + 0.1 * torch.randn(batch, 1, generator=generator)
+        )
 
     return loss
 
@@ -53,7 +54,9 @@ def toy_curve(seed: int = 0) -> Training:
     model = nn.Sequential(nn.Linear(1, 32), nn.ReLU(), nn.Linear(32, 1))
     x = torch.linspace(-1, 1, 64)[:, None]
     return Training(
-        model, torch.optim.SGD(model.parameters(), lr=0.03), lambda model, step: F.mse_loss(model(x), torch.sin(3 * x))
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.03),
+        lambda model, step: functional.mse_loss(model(x), torch.sin(3 * x)),
     )
 
 
@@ -72,7 +75,7 @@ def conv_net(seed: int = 0, *, batch: int = 32, lr: float = 0.05) -> Training:
         images = torch.randn(batch, 1, 12, 12, generator=generator)
         images[labels == 1, :, ::3] += 1.0
         images[labels == 2, :, :, ::3] += 1.0
-        return F.cross_entropy(model(images), labels)
+        return functional.cross_entropy(model(images), labels)
 
     return Training(model, torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9), loss)
 
@@ -110,7 +113,7 @@ def _text_loss(seed: int, *, batch: int = 16, length: int = 32):
     def loss(model: nn.Module, step: int) -> torch.Tensor:
         starts = torch.randint(0, len(text) - length - 1, (batch,), generator=generator)
         windows = torch.stack([text[start : start + length + 1] for start in starts])
-        return F.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
+        return functional.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
 
     return loss, len(letters)
 

@@ -51,7 +51,7 @@ def student_factor(stds: float, num_samples: int) -> float:
     Student's t-quantile of the same tail (Wallace's approximation, right to about 5 % from 4 degrees of freedom on),
     times sqrt(1 + 1/n) because the mean is an estimate too. For many samples it is `stds`.
 
-    Example: student_factor(3, 5) = 7.3 and student_factor(3, 10000) = 3.00.
+    Example: student_factor(3, 5) = 7.5 (exactly 7.3) and student_factor(3, 10000) = 3.00.
     """
     dof = num_samples - 1
     z = stds * (8 * dof + 3) / (8 * dof + 1)

@@ -1,0 +1,86 @@
+"""The forecast against numpy's own float16 and against the formats' definitions."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from grad_samples import of_norms, sample_of
+
+from wandb_gradwatch.forecast import FORMATS, forecast
+
+
+def test_fp16_shares_are_those_of_a_cast():
+    rng = np.random.default_rng(0)
+    values = rng.normal(0, 1, 4000) * 10.0 ** rng.uniform(-10, 0, 4000)
+    values = np.concatenate([values, np.zeros(100)]).astype(np.float32)  # zeros lose nothing: they do not count
+    fp16 = forecast(sample_of({"a": values}, histogram=True))["fp16"]
+    nonzero = values[values != 0]
+    cast = nonzero.astype(np.float16)
+    assert fp16.flush_ratio[0] == np.mean(cast == 0)
+    assert fp16.underflow_ratio[0] == np.mean(np.abs(nonzero) < np.finfo(np.float16).tiny)
+    assert fp16.headroom[0] == pytest.approx(math.log2(65504 / np.abs(values).max()))
+    assert fp16.subnormal_ratio[0] == pytest.approx(fp16.underflow_ratio[0] - fp16.flush_ratio[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "normal", "flush", "largest"),
+    [("fp16", -14, -25, 65504), ("fp8_e5m2", -14, -17, 57344), ("fp8_e4m3", -6, -10, 448)],
+)
+def test_limits_are_those_of_the_formats_and_elements_at_them_are_counted_exactly(name, normal, flush, largest):
+    just_below = 1 - 2.0**-20
+    values = [2.0**normal, 2.0**normal * just_below, 2.0**flush * 1.01, 2.0**flush * just_below]
+    of_name = forecast(sample_of({"a": values}, histogram=True))[name]
+    assert of_name.underflow_ratio[0] == 3 / 4
+    assert of_name.flush_ratio[0] == 1 / 4
+    assert of_name.headroom[0] == pytest.approx(math.log2(largest) - normal)
+    # half the smallest subnormal: 10, 2 and 3 bits of mantissa below the smallest normal number, and one more
+    bits = {"fp16": 10, "fp8_e5m2": 2, "fp8_e4m3": 3}[name]
+    assert FORMATS[name].flush == 2.0 ** (normal - bits - 1)
+
+
+def test_bf16_flushes_nothing_or_it_is_not_known():
+    bf16 = forecast(sample_of({"a": [1.0, 2.0**-126], "b": [1.0, 2.0**-127]}, histogram=True))["bf16"]
+    assert bf16.flush_ratio[0] == 0
+    assert np.isnan(bf16.flush_ratio[1])  # 2^-127 would be kept, 2^-135 not: both are in the lowest bin
+    assert bf16.underflow_ratio.tolist() == [0, 0.5]
+    assert np.isnan(bf16.total_flush_ratio)
+    # the largest bfloat16 is 0x7F7F: 1.9921875 * 2^127
+    assert bf16.headroom[0] == pytest.approx(math.log2(1.9921875) + 127)
+
+
+def test_the_total_is_over_all_elements_and_each_name_over_its_own():
+    sample = sample_of({"a": [2.0**-30], "b": [1.0, 1.0, 4.0]}, histogram=True)
+    fp16 = forecast(sample)["fp16"]
+    assert fp16.names == ("a", "b")
+    assert fp16.flush_ratio.tolist() == [1.0, 0.0]
+    assert fp16.total_flush_ratio == 0.25
+    assert fp16.total_headroom == pytest.approx(math.log2(65504 / 4))
+
+
+def test_a_loss_scale_moves_the_limits():
+    sample = sample_of({"a": [2.0**-30, 2.0**-20, 1.0]}, histogram=True)
+    assert forecast(sample)["fp16"].flush_ratio[0] == pytest.approx(1 / 3)
+    assert forecast(sample, scale=2.0**6)["fp16"].flush_ratio[0] == 0
+    assert forecast(sample, scale=2.0**17)["fp16"].total_headroom == pytest.approx(math.log2(65504) - 17)  # overflows
+
+
+@pytest.mark.parametrize("scale", [0.0, -2.0, 3.0, math.inf, math.nan])
+def test_a_scale_that_is_no_power_of_two_is_refused(scale):
+    with pytest.raises(ValueError, match="must be a positive power of two"):
+        forecast(of_norms([1.0]), scale=scale)
+
+
+def test_without_a_histogram_or_elements_all_shares_are_missing_and_not_0():
+    for sample in (
+        of_norms([1.0]),
+        sample_of({"a": [0.0, 0.0]}, histogram=True),
+        sample_of({"a": None}, histogram=True),
+    ):
+        for of_name in forecast(sample).values():
+            assert np.isnan(of_name.flush_ratio).all()
+            assert np.isnan(of_name.underflow_ratio).all()
+            assert math.isnan(of_name.total_flush_ratio)
+    assert math.isnan(forecast(sample_of({"a": [0.0]}, histogram=True))["fp16"].total_headroom)
+    assert forecast(sample_of({}, histogram=True))["fp16"].names == ()

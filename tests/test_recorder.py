@@ -1,0 +1,201 @@
+"""The flight recorder: bounded, exact, whole or not there, and it names where it began."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from grad_samples import of_norms, sample_of, together
+
+from wandb_gradwatch.recorder import MAX_NOTE_CHARACTERS, FlightRecorder, first_bad, read
+from wandb_gradwatch.rules import Alert
+from wandb_gradwatch.rules.nonfinite import FIRST_BAD_RANK_METRIC
+from wandb_gradwatch.snapshot import Snapshot
+
+NAN = float("nan")
+
+
+def same(left: Snapshot, right: Snapshot) -> bool:
+    """Bit by bit, NaN included."""
+    arrays = ("steps", "rows", "loss_scale", "skipped")
+    equal = all(np.array_equal(getattr(left, a), getattr(right, a), equal_nan=a != "skipped") for a in arrays)
+    histograms = (left.histogram is None) == (right.histogram is None) and (
+        left.histogram is None or np.array_equal(left.histogram, right.histogram)
+    )
+    return equal and histograms and left.names == right.names and left.histogram_steps == right.histogram_steps
+
+
+def test_the_newest_samples_are_kept_however_they_arrive():
+    recorder = FlightRecorder(max_samples=5)
+    assert recorder.history() is None
+    recorder.add(of_norms(range(1, 4)))
+    recorder.add(of_norms(range(4, 13), start=4))  # more than fit at once
+    recorder.add(of_norms([13], start=13))
+    history = recorder.history()
+    assert history.steps.tolist() == [9, 10, 11, 12, 13]
+    assert history.total_grad_norm.tolist() == [9, 10, 11, 12, 13]
+
+
+def test_a_kept_sample_does_not_follow_its_window_and_does_not_hold_it():
+    window = of_norms([1.0, 2.0])
+    recorder = FlightRecorder()
+    recorder.add(window)
+    window.rows[:] = 0
+    assert recorder.history().total_grad_norm.tolist() == [1, 2]
+    assert all(sample.rows.base is None or sample.rows.base.shape[0] == 1 for sample in recorder._samples)
+
+
+def test_a_parameter_that_appears_later_is_missing_before_and_one_that_left_after():
+    recorder = FlightRecorder()
+    recorder.add(sample_of({"a": [3.0], "b": [4.0]}, step=1))
+    recorder.add(sample_of({"a": [3.0], "c": [5.0]}, step=2, histogram=True))
+    history = recorder.history()
+    assert history.names == ("a", "b", "c")
+    np.testing.assert_array_equal(history.grad_norm, [[3, 4, NAN], [3, NAN, 5]])
+    assert history.histogram.sum(axis=1).tolist() == [1, 0, 1]  # the newest sample's one element of a and of c
+    assert history.histogram_steps == (2,)
+
+
+def test_only_the_newest_histogram_is_kept():
+    recorder = FlightRecorder()
+    for step in (1, 2, 3):
+        recorder.add(sample_of({"a": [float(step)] * step}, step=step, histogram=step < 3))
+    assert recorder.history().histogram.sum() == 2
+    assert recorder.history().histogram_steps == (2,)
+
+
+def test_a_file_gives_back_every_bit_the_notes_and_the_alerts(tmp_path):
+    recorder = FlightRecorder()
+    recorder.add(sample_of({"a.w": [1 / 3, NAN], "b": None}, step=7, loss_scale=1024.0, skipped=True))
+    recorder.add(sample_of({"a.w": [1e-30, 0.0], "b": [np.inf]}, step=8, histogram=True))
+    recorder.note(8, batch=12, file="shard-3", weights=[1, 2])
+    recorder.note(8, lr=0.1)
+    recorder.alert(Alert("NaN gradient", "text — with a dash", 7, "ERROR"))
+    path = recorder.write(tmp_path / "run" / "flight")
+    assert path == tmp_path / "run" / "flight.npz"
+    recording = read(path)
+    assert same(recording.snapshot, recorder.history())
+    assert recording.notes == {8: {"batch": 12, "file": "shard-3", "weights": "[1, 2]", "lr": 0.1}}
+    assert recording.alerts == [Alert("NaN gradient", "text — with a dash", 7, "ERROR")]
+    assert os.listdir(path.parent) == ["flight.npz"]  # no temporary file is left
+
+
+def test_metrics_travel_along(tmp_path):
+    sample = sample_of({"a": [1.0]})
+    recorder = FlightRecorder()
+    recorder.add(Snapshot(sample.steps, sample.names, sample.rows, metrics={"gradwatch/x": np.array([2.5])}))
+    assert read(recorder.write(tmp_path / "f")).snapshot.metrics["gradwatch/x"].tolist() == [2.5]
+
+
+def test_an_empty_recorder_writes_a_file_too(tmp_path):
+    recording = read(FlightRecorder().write(tmp_path / "f.npz"))
+    assert (recording.snapshot, recording.notes, recording.alerts) == (None, {}, [])
+
+
+def test_a_write_that_fails_leaves_the_old_file_whole(tmp_path, monkeypatch):
+    recorder = FlightRecorder()
+    recorder.add(of_norms([1.0]))
+    path = recorder.write(tmp_path / "f.npz")
+    recorder.add(of_norms([2.0], start=2))
+
+    def full_disk(file, **arrays):
+        file.write(b"half of it")
+        raise OSError("No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "savez_compressed", full_disk)
+        with pytest.raises(OSError, match="No space left"):
+            recorder.write(path)
+    assert read(path).snapshot.steps.tolist() == [1]
+    assert os.listdir(tmp_path) == ["f.npz"]
+
+
+def test_what_is_no_recording_is_said_to_be_none(tmp_path):
+    (tmp_path / "x.npz").write_bytes(b"PK\x03\x04 not really")
+    with pytest.raises(ValueError, match=r"x\.npz' is not a flight recorder's file"):
+        read(tmp_path / "x.npz")
+    np.savez(tmp_path / "other.npz", a=np.ones(3))
+    with pytest.raises(ValueError, match="is not a flight recorder's file"):
+        read(tmp_path / "other.npz")
+    with pytest.raises(FileNotFoundError):
+        read(tmp_path / "absent.npz")
+
+
+def test_a_process_killed_by_an_exception_after_a_nan_leaves_a_readable_file(tmp_path):
+    script = """
+import sys
+sys.path.insert(0, "tests")
+from grad_samples import sample_of
+from wandb_gradwatch.recorder import FlightRecorder
+recorder = FlightRecorder()
+for step in range(1, 4):
+    recorder.add(sample_of({"fc1": [1.0], "fc2": [float("nan") if step == 3 else 1.0]}, step=step))
+recorder.note(3, batch_index=17)
+recorder.write(sys.argv[1])
+raise RuntimeError("training broke")
+"""
+    root = Path(__file__).parent.parent
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path / "f.npz")], cwd=root, capture_output=True)
+    assert done.returncode == 1
+    recording = read(tmp_path / "f.npz")
+    assert first_bad(recording.snapshot) == (3, "fc2", None)
+    assert recording.notes[3] == {"batch_index": 17}
+
+
+def test_notes_are_small_and_few():
+    recorder = FlightRecorder(max_samples=3)
+    for step in range(10):
+        recorder.note(step, text="x" * 1000, step=step, nothing=None, bad=NAN, flag=True)
+    assert list(recorder.notes) == [7, 8, 9]
+    note = recorder.notes[9]
+    assert len(note["text"]) == MAX_NOTE_CHARACTERS
+    assert (note["step"], note["nothing"], note["bad"], note["flag"]) == (9, None, "nan", True)
+
+
+def test_the_table_is_newest_first_bounded_by_whole_samples_and_has_none_for_missing():
+    recorder = FlightRecorder()
+    for step in range(1, 11):
+        recorder.add(sample_of({"a": [3.0, 4.0], "b": None if step == 10 else [1.0]}, step=step))
+    columns, rows = recorder.table(max_rows=4)
+    assert columns[:3] == ["step", "name", "grad_norm"]
+    assert [row[:3] for row in rows] == [[10, "a", 5.0], [9, "a", 5.0], [9, "b", 1.0]]  # step 8 would make 5 rows
+    assert rows[0][columns.index("param_norm")] is None
+    assert all(type(value) in (int, float, str, bool, type(None)) for row in rows for value in row)
+
+
+def test_of_a_sample_too_large_for_the_table_the_worst_layers_stay():
+    recorder = FlightRecorder()
+    recorder.add(sample_of({"small": [1.0], "nan": [NAN], "large": [9.0], "middle": [5.0]}))
+    _, rows = recorder.table(max_rows=2)
+    assert [row[1] for row in rows] == ["nan", "large"]
+
+
+def test_first_bad_is_the_first_sample_and_in_it_the_last_layer_of_the_model():
+    samples = together(
+        [
+            sample_of({"in": [1.0], "middle": [1.0], "out": [1.0]}, step=4),
+            sample_of({"in": [NAN], "middle": [np.inf], "out": [1.0]}, step=5),
+            sample_of({"in": [NAN], "middle": [NAN], "out": [NAN]}, step=6),
+        ]
+    )
+    assert first_bad(samples) == (5, "middle", None)
+    with_ranks = Snapshot(
+        samples.steps, samples.names, samples.rows, metrics={FIRST_BAD_RANK_METRIC: np.array([NAN, 1.0, 0.0])}
+    )
+    assert first_bad(with_ranks) == (5, "middle", 1)
+    assert first_bad(samples.sample(0)) is None
+
+
+def test_a_skipped_sample_is_where_it_began_only_if_asked_for():
+    skipped = sample_of({"a": [NAN]}, step=1, skipped=True)
+    assert first_bad(skipped) is None
+    assert first_bad(skipped, include_skipped=True) == (1, "a", None)
+
+
+def test_no_room_is_refused():
+    with pytest.raises(ValueError, match="max_samples=0 must be at least 1"):
+        FlightRecorder(max_samples=0)

@@ -1,0 +1,463 @@
+"""Each rule on the smallest samples that show its law."""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+
+import numpy as np
+import pytest
+from grad_samples import of_norms, row_of, sample_of, together
+
+from wandb_gradwatch.rules import (
+    DEFAULT_RULES,
+    MAX_TITLE,
+    Alert,
+    DeadGradient,
+    ExplodingGradient,
+    GradParamRatio,
+    InfGradient,
+    LayerSpread,
+    LossScaleCollapse,
+    NaNGradient,
+    NoGradient,
+    Rule,
+    VanishingGradient,
+    as_rule,
+    default_rules,
+    rule,
+)
+from wandb_gradwatch.rules.baseline import student_factor
+from wandb_gradwatch.rules.memory import Kinds, PerName
+from wandb_gradwatch.rules.nonfinite import FIRST_BAD_RANK_METRIC
+from wandb_gradwatch.rules.words import listing
+from wandb_gradwatch.snapshot import Snapshot
+
+NAN, INF = math.nan, math.inf
+
+
+def steps(alerts) -> list[int]:
+    return [alert.step for alert in alerts]
+
+
+def every_rule() -> list[Rule]:
+    return [*default_rules(), GradParamRatio(), LayerSpread()]
+
+
+# ---- NaN and Inf
+
+
+def test_nan_is_reported_with_its_own_step_and_layer_and_not_the_last_of_the_call():
+    good = {"a": [3.0, 4.0], "b": [1.0, 2.0, 2.0]}
+    bad = {"a": [3.0, 4.0], "b": [1.0, NAN, 2.0]}
+    window = together([sample_of(good, step=6), sample_of(bad, step=7), sample_of(good, step=8)])
+    (alert,) = NaNGradient().check(window)
+    assert (alert.title, alert.step, alert.level) == ("NaN gradient", 7, "ERROR")
+    assert "Step 7: NaN in the gradient of 1 of 2 parameters" in alert.text
+    assert "b (1 of 3 elements)" in alert.text
+    assert list(InfGradient().check(window)) == []
+
+
+def test_infinities_of_both_signs_are_infs_and_no_nan():
+    sample = sample_of({"a": [INF, -INF, 1.0], "b": [1.0]})
+    (alert,) = InfGradient().check(sample)
+    assert alert.title == "Inf gradient"
+    assert "a (2 of 3 elements)" in alert.text
+    assert list(NaNGradient().check(sample)) == []
+
+
+def test_layers_are_named_in_the_backwards_order_five_of_them_and_how_many_more():
+    sample = sample_of({f"layer{i}": [NAN] for i in range(8)} | {"head": [1.0]})
+    (alert,) = NaNGradient().check(sample)
+    assert "in the backward's order first in layer7." in alert.text
+    assert "layer7 (1 of 1 elements), layer6" in alert.text
+    assert "layer3 (1 of 1 elements), and 3 more." in alert.text  # 8 layers, five shown
+    assert "layer2" not in alert.text
+
+
+def test_a_skipped_sample_is_the_loss_scales_and_not_a_nan_alert():
+    sample = sample_of({"a": [NAN, INF]}, skipped=True)
+    assert list(NaNGradient().check(sample)) == list(InfGradient().check(sample)) == []
+
+
+def test_the_rank_is_named_where_it_is_known():
+    sample = sample_of({"a": [NAN]})
+    with_rank = Snapshot(sample.steps, sample.names, sample.rows, metrics={FIRST_BAD_RANK_METRIC: np.array([3.0])})
+    assert "on rank 3" in next(iter(NaNGradient().check(with_rank))).text
+    assert "rank" not in next(iter(NaNGradient().check(sample))).text.split("\n")[0]
+
+
+def test_a_parameter_that_was_broken_before_the_step_is_the_cause():
+    sample = sample_of({"a": [NAN]}, parameters={"a": np.array([NAN])})
+    assert "the parameter a was already non-finite before this step" in next(iter(NaNGradient().check(sample))).text
+
+
+# ---- loss scale
+
+
+def test_an_isolated_skip_is_calibration_and_five_in_a_row_are_a_collapse():
+    check = LossScaleCollapse()
+    bad, good = {"a": [INF]}, {"a": [1.0]}
+    calibration = [sample_of(bad, step=s, skipped=True, loss_scale=2.0 ** (17 - s)) for s in range(1, 5)]
+    assert list(check.check(together(calibration))) == []
+    assert list(check.check(sample_of(good, step=5, loss_scale=4096.0))) == []
+    stalled = [sample_of(bad, step=s, skipped=True, loss_scale=2.0 ** (17 - s)) for s in range(6, 13)]
+    alerts = list(check.check(together(stalled)))
+    assert steps(alerts) == [10, 11, 12]  # 6, 7, 8, 9 are four skips, 10 is the fifth
+    assert alerts[0].title == "Loss scale collapse"
+    assert "5 updates in a row were skipped (threshold 5), the loss scale is 128" in alerts[0].text  # 2^(17-10)
+
+
+def test_a_scale_below_the_floor_is_said_but_blocks_no_step():
+    (alert,) = LossScaleCollapse(min_scale=1.0).check(sample_of({"a": [1.0]}, loss_scale=0.5))
+    assert "the loss scale is 0.5, below 1" in alert.text
+    assert alert.level == "WARN"  # an ERROR would let a guard skip every good step from here on
+    assert list(LossScaleCollapse().check(sample_of({"a": [1.0]}))) == []  # no scaler: the scale is missing
+
+
+def test_nan_at_any_scale_is_not_blamed_on_the_scale():
+    stalled = together([sample_of({"a": [NAN]}, step=s, skipped=True, loss_scale=1024.0) for s in range(1, 6)])
+    (alert,) = LossScaleCollapse().check(stalled)
+    assert "NaN at any scale" in alert.text
+
+
+# ---- explosion
+
+
+def test_students_factor_is_the_table_of_t_quantiles():
+    # One-sided p = 0.00135 is 3 standard deviations: t of 4 degrees of freedom is 6.620, of 9 it is 4.094, of 29
+    # 3.280 (tables); times sqrt(1 + 1/n). Wallace's approximation is good to 3 % there.
+    for n, t in ((5, 6.620), (10, 4.094), (30, 3.280)):
+        assert student_factor(3.0, n) == pytest.approx(t * math.sqrt(1 + 1 / n), rel=0.03)
+    assert student_factor(3.0, 100_000) == pytest.approx(3.0, rel=1e-3)
+
+
+def test_fifty_norms_of_exactly_1_and_then_1_00001_are_silent():
+    norms = [1.0] * 50 + [1.00001]
+    assert list(ExplodingGradient().check(of_norms(norms))) == []
+    assert list(ExplodingGradient(min_factor=1.0).check(of_norms(norms))) == []  # nor without the least factor
+
+
+@pytest.mark.parametrize("at", [8, 10, 25, 100])
+def test_a_tenfold_spike_is_found_within_its_sample_and_nothing_else_is(at):
+    norms = np.exp(np.random.default_rng(at).normal(0, 0.2, 120))
+    norms[at - 1] = 10 * np.exp(norms.std())
+    assert steps(ExplodingGradient().check(of_norms(norms))) == [at]
+
+
+def test_nan_at_50_and_a_thousandfold_spike_at_110_are_both_found_and_no_good_step():
+    norms = np.exp(np.random.default_rng(0).normal(0, 0.3, 200))
+    norms[109] *= 1000
+    samples = of_norms(norms)
+    rows = samples.rows.copy()
+    rows[49, 0] = row_of(np.array([NAN]), np.array([1.0]))
+    samples = Snapshot(samples.steps, samples.names, rows)
+    assert steps(NaNGradient().check(samples)) == [50]
+    assert steps(ExplodingGradient().check(samples)) == [110]
+
+
+def test_a_second_spike_soon_after_a_first_is_found():
+    norms = np.exp(np.random.default_rng(1).normal(0, 0.3, 120))
+    norms[[99, 101, 105]] = [1e5, 50.0, 20.0]  # the first, were it learned from, would hide the others
+    assert steps(ExplodingGradient().check(of_norms(norms))) == [100, 102, 106]
+
+
+def test_a_first_step_a_hundred_times_larger_is_no_alarm_and_hides_none():
+    norms = np.exp(np.random.default_rng(2).normal(0, 0.2, 60))
+    norms[0] = 100.0
+    norms[39] = 15.0
+    assert steps(ExplodingGradient().check(of_norms(norms))) == [40]
+
+
+@pytest.mark.parametrize("factor", [1.1, 1.3, 2.0])
+@pytest.mark.parametrize("num_healthy", [0, 50])
+def test_growth_is_found_before_it_has_grown_a_hundredfold(factor, num_healthy):
+    rng = np.random.default_rng(3)
+    growing = factor ** np.arange(1 + int(math.log(100) / math.log(factor)))  # up to 100 times
+    norms = np.concatenate([np.ones(num_healthy), growing])
+    norms *= np.exp(rng.normal(0, 0.05, len(norms)))
+    alerts = list(ExplodingGradient().check(of_norms(norms)))
+    assert alerts
+    assert alerts[0].step > num_healthy
+
+
+def test_a_fall_and_a_jump_to_a_new_level_are_no_steady_growth():
+    only_growth = ExplodingGradient(threshold=None, stds=None)
+    assert list(only_growth.check(of_norms(np.geomspace(1e4, 1, 100)))) == []
+    assert list(only_growth.check(of_norms([1.0] * 30 + [50.0] * 30))) == []
+
+
+def test_a_new_level_is_one_alarm_after_another_until_it_is_the_usual_one():
+    alarms = steps(ExplodingGradient(adapt_after=20, growth=None).check(of_norms([1.0] * 30 + [50.0] * 60)))
+    assert alarms == list(range(31, 51))
+
+
+def test_100_times_too_high_a_learning_rate_shows_at_the_second_step():
+    assert steps(ExplodingGradient().check(of_norms([0.9, 3e4, 2e5]))) == [2, 3]
+
+
+def test_the_static_threshold_is_the_users_and_the_default_knows_summed_losses():
+    assert steps(ExplodingGradient(threshold=100.0).check(of_norms([99.0, 101.0]))) == [2]
+    assert list(ExplodingGradient().check(of_norms([2e6] * 10))) == []  # 500,000 tokens, 4 each, summed
+    (alert,) = ExplodingGradient().check(of_norms([2e9]))
+    assert "the gradient norm is 2e+09, above the threshold 1e+08" in alert.text
+
+
+def test_the_two_kinds_of_samples_of_a_gan_are_judged_apart():
+    rng = np.random.default_rng(4)
+    samples = []
+    for step in range(1, 101):
+        d, g = 100 * math.exp(rng.normal(0, 0.1)), 0.1 * math.exp(rng.normal(0, 0.1))
+        if step == 80:
+            g *= 20  # far below the discriminator's norms
+        samples.append(sample_of({"d": [d], "g": None} if step % 2 else {"d": None, "g": [g]}, step=step))
+    assert steps(ExplodingGradient().check(together(samples))) == [80]
+
+
+def test_unfreezing_the_body_is_no_explosion():
+    head = [sample_of({"body1": None, "body2": None, "head": [1.0]}, step=s) for s in range(1, 31)]
+    whole = [sample_of({"body1": [30.0], "body2": [40.0], "head": [1.0]}, step=s) for s in range(31, 61)]
+    assert list(ExplodingGradient().check(together(head + whole))) == []
+
+
+def test_an_explosions_text_names_step_values_threshold_and_layers():
+    calm = [sample_of({"a": [3.0], "b": [4.0]}, step=s) for s in range(1, 21)]
+    *_, alert = ExplodingGradient().check(together([*calm, sample_of({"a": [3.0], "b": [400.0]}, step=21)]))
+    # usual 5 = |(3, 4)|, found |(3, 400)| = 400.01; the run never moved, so the limit is 5 times the usual: 25
+    assert "Step 21: the gradient norm is 400, 80 times the usual 5 of 20 healthy samples (threshold 25:" in alert.text
+    assert "Worst layers: b 400 (usually 4), a 3 (usually 3)." in alert.text
+    assert "Probable cause: " in alert.text
+    assert "Remedy: " in alert.text
+
+
+def test_false_alarms_on_healthy_log_normal_norms_are_rare():
+    rng = np.random.default_rng(5)
+    early = late = num_late = 0
+    num_runs = 60
+    for run in range(num_runs):
+        sigma = (0.1, 0.3, 0.6, 1.0)[run % 4]
+        found = steps(ExplodingGradient().check(of_norms(np.exp(rng.normal(0, sigma, 300)))))
+        early += sum(step <= 20 for step in found)
+        late += sum(step > 20 for step in found)
+        num_late += 280
+    assert early / num_runs <= 0.1
+    assert 1000 * late / num_late <= 1.35
+
+
+def test_the_rate_of_false_alarms_can_be_exceeded():
+    # 1 standard deviation is exceeded by 16 % of all samples: the counting above does see alarms.
+    norms = np.exp(np.random.default_rng(6).normal(0, 0.5, 300))
+    assert len(list(ExplodingGradient(stds=1.0, min_factor=1.0).check(of_norms(norms)))) > 10
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [({"warmup": 1}, "warmup=1 must be between 2 and window=64"), ({"min_factor": 0.5}, "min_factor=0.5 must be")],
+)
+def test_impossible_thresholds_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        ExplodingGradient(**arguments)
+
+
+# ---- vanishing, dead, missing
+
+
+def test_a_norm_below_the_floor_from_the_start_is_vanishing_after_patience():
+    assert steps(VanishingGradient(patience=10).check(of_norms([1e-9] * 12))) == [10, 11, 12]
+
+
+def test_a_cliff_is_vanishing_and_a_slow_fall_is_convergence():
+    assert steps(VanishingGradient().check(of_norms([1.0] * 30 + [1e-9] * 10))) == [40]
+    assert list(VanishingGradient().check(of_norms(np.geomspace(1.0, 1e-9, 300)))) == []
+
+
+def test_healthy_late_training_with_all_gradients_1e_7_raises_nothing():
+    # 1000 elements of 1e-7: norm 3.2e-6, above the floor; none of them is exactly 0
+    late = [sample_of({"a.weight": np.full(900, 1e-7), "a.bias": np.full(100, 1e-7)}, step=s) for s in range(1, 151)]
+    for check in default_rules():
+        assert list(check.check(together(late))) == []
+
+
+def test_a_gradient_that_fades_layer_by_layer_is_named_from_both_ends():
+    stack = {f"{i}.weight": [10.0 ** (i - 5)] for i in range(6)}  # 1e-5 nearest the input, 1 at the head
+    alerts = list(VanishingGradient().check(together([sample_of(stack, step=s) for s in range(1, 11)])))
+    assert steps(alerts) == [10]
+    assert "the norm falls 1e+05x from 5 back to 0, layer by layer (threshold 1e+03x), for 10 samples" in alerts[0].text
+
+
+def test_layers_of_very_different_norms_without_an_order_are_healthy():
+    mixed = {f"{i}.weight": [norm] for i, norm in enumerate((1.0, 1e-6, 1.0, 1e-6, 1.0, 1e-6))}
+    assert list(VanishingGradient().check(together([sample_of(mixed, step=s) for s in range(1, 31)]))) == []
+
+
+def test_a_layer_whose_units_are_all_dead_is_named_after_patience():
+    grads = {"a.weight": [0.0, 0.0], "a.bias": [0.0], "b.weight": [1.0, 0.0], "b.bias": [1.0]}
+    (alert,) = DeadGradient(patience=10).check(together([sample_of(grads, step=s) for s in range(1, 11)]))
+    assert alert.step == 10
+    assert "more than 50 % of the units of 1 of 2 layers" in alert.text
+    assert "a 100 %" in alert.text
+
+
+@pytest.mark.parametrize(
+    "innocent",
+    [
+        {"tokens.weight": [0.0] * 99 + [1.0]},  # an embedding: rows of unused tokens
+        {"in.weight": [0.0, 0.0, 0.0, 1.0], "in.bias": [1.0]},  # inputs that are always 0
+        {"conv.weight": [1.0, 2.0], "conv.bias": [0.0, 0.0]},  # a bias that a batch norm cancels
+        {"relu.weight": [0.0, 1.0, 1.0, 1.0], "relu.bias": [0.0, 1.0, 1.0, 1.0]},  # one unit of 4 never fires
+    ],
+)
+def test_innocent_zeros_are_not_dead(innocent):
+    samples = together([sample_of(innocent | {"head.weight": [1.0]}, step=s) for s in range(1, 51)])
+    assert list(DeadGradient().check(samples)) == []
+
+
+def test_loras_first_step_is_not_dead():
+    first = sample_of({"lora_A.weight": [0.0, 0.0], "lora_B.weight": [1.0]})
+    later = [sample_of({"lora_A.weight": [0.1, 0.1], "lora_B.weight": [1.0]}, step=s) for s in range(2, 30)]
+    for check in default_rules():
+        assert list(check.check(together([first, *later]))) == []
+
+
+def test_a_parameter_that_never_gets_a_gradient_is_said_and_one_that_pauses_is_not():
+    alternating = [
+        sample_of({"never": None, "pauses": None if s % 2 else [1.0], "always": [1.0]}, step=s) for s in range(1, 101)
+    ]
+    (alert,) = NoGradient(patience=100).check(together(alternating))
+    assert alert.step == 100
+    assert "1 of 3 watched parameters have had no gradient for 100 samples" in alert.text
+    assert "never (100 samples)" in alert.text
+
+
+def test_gradients_that_are_all_exactly_0_are_no_gradient_and_not_dead():
+    zeros = together([sample_of({"a.weight": [0.0], "a.bias": [0.0]}, step=s) for s in range(1, 12)])
+    assert steps(NoGradient(zero_patience=10).check(zeros)) == [10, 11]
+    assert list(DeadGradient().check(zeros)) == []
+
+
+# ---- ratios
+
+
+def test_grad_param_ratio_is_alarmed_on_both_sides_and_missing_for_a_zero_parameter():
+    grads = {"high": [2.0], "low": [1e-7], "right": [1e-3], "zero": [1.0]}
+    parameters = {"high": np.ones(1), "low": np.ones(1), "right": np.ones(1), "zero": np.zeros(1)}
+    samples = together([sample_of(grads, step=s, parameters=parameters) for s in range(1, 4)])
+    alerts = list(GradParamRatio(patience=3).check(samples))
+    assert steps(alerts) == [3]
+    # |log| orders them: 1e-7 is 16.1 away from 1, 2 is 0.69
+    assert "low 1e-07, high 2." in alerts[0].text
+    assert "zero" not in alerts[0].text.split("Probable")[0]
+
+
+def test_layer_spread_is_the_largest_over_the_smallest_module():
+    samples = together([sample_of({"a.weight": [3.0], "a.bias": [4.0], "b.weight": [0.01]}, step=s) for s in (1, 2)])
+    (alert,) = LayerSpread(patience=2).check(samples)
+    assert "500 times the smallest one's" in alert.text  # |(3, 4)| / 0.01
+    assert list(LayerSpread(patience=2, max_spread=501.0).check(samples)) == []
+
+
+# ---- functions as rules
+
+
+def test_a_decorated_function_is_a_rule_of_its_own_title_asked_sample_by_sample():
+    @rule(title="Head too large", level="ERROR")
+    def head_too_large(snapshot):
+        norm = snapshot.grad_norm[0, snapshot.names.index("w")]
+        return f"{norm:.0f} at step {snapshot.steps[0]}" if norm > 10 else None
+
+    assert isinstance(head_too_large, Rule)
+    (alert,) = head_too_large.check(of_norms([1.0, 20.0, 1.0]))
+    assert alert == Alert("Head too large", "20 at step 2", 2, "ERROR")
+
+
+def test_a_plain_function_is_titled_by_its_name_and_may_return_an_alert():
+    def loss_is_weird(snapshot):
+        return "hm" if snapshot.steps[0] == 1 else Alert("Other", "text", int(snapshot.steps[0]), "INFO")
+
+    assert list(as_rule(loss_is_weird).check(of_norms([1.0, 1.0]))) == [
+        Alert("Loss is weird", "hm", 1, "WARN"),
+        Alert("Other", "text", 2, "INFO"),
+    ]
+
+
+def test_bad_rules_say_what_to_do():
+    with pytest.raises(TypeError, match=r"write NaNGradient\(\)"):
+        as_rule(NaNGradient)
+    with pytest.raises(TypeError, match="must have check"):
+        as_rule(3)
+    with pytest.raises(ValueError, match="1 to 63 characters"):
+        rule(title="x" * 64)(lambda snapshot: None)
+    with pytest.raises(TypeError, match="must return a str, an Alert or None, but returned 3"):
+        list(as_rule(lambda snapshot: 3).check(of_norms([1.0])))
+
+
+# ---- all rules
+
+
+def test_titles_are_short_stable_and_one_per_kind():
+    titles = [check.title for check in every_rule()]
+    assert len(set(titles)) == len(titles)
+    assert all(0 < len(title) <= MAX_TITLE for title in titles)
+    assert {type(check) for check in DEFAULT_RULES()} == {type(check) for check in default_rules()}
+    assert default_rules()[2] is not default_rules()[2]
+
+
+def _random_samples(seed: int, num: int = 60) -> list[Snapshot]:
+    """Samples with everything in them: missing, zero, NaN, Inf, skipped, tiny, huge, a name that appears later."""
+    rng = np.random.default_rng(seed)
+    samples = []
+    for step in range(1, num + 1):
+        grads: dict[str, np.ndarray | None] = {}
+        for index in range(3 + (step > num // 2)):
+            for part, size in (("weight", 6), ("bias", 2)):
+                values = rng.normal(0, 10.0 ** rng.integers(-12, 12 if rng.random() < 0.1 else 1), size)
+                draw = rng.random()
+                values[0] = NAN if draw < 0.03 else INF if draw < 0.06 else values[0]
+                grads[f"{index}.{part}"] = None if draw > 0.95 else values * (draw < 0.9)
+        scale = float(rng.choice([NAN, 1024.0, 0.25]))
+        parameters = {name: rng.normal(0, 1, 4) * (rng.random() < 0.9) for name in grads}
+        skipped = bool(rng.random() < 0.3)
+        samples.append(sample_of(grads, step=step, parameters=parameters, loss_scale=scale, skipped=skipped))
+    return samples
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_state_survives_json_and_one_call_or_many_find_the_same(seed):
+    samples = _random_samples(seed)
+    for whole, parts in zip(every_rule(), every_rule(), strict=True):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            expected = list(whole.check(together(samples)))
+            found = []
+            for start in range(0, len(samples), 7):
+                found += list(parts.check(together(samples[start : start + 7])))
+                resumed = type(parts)()
+                resumed.load_state_dict(json.loads(json.dumps(parts.state_dict())))
+                parts = resumed
+        # A name that is missing from a window because it came later is missing in its samples: the counts of
+        # parameters in a text may differ, steps and kinds may not.
+        assert [(a.step, a.title, a.level) for a in found] == [(a.step, a.title, a.level) for a in expected], whole
+
+
+def test_the_random_samples_above_do_raise_alarms():
+    titles = {a.title for check in every_rule() for s in range(2) for a in check.check(together(_random_samples(s)))}
+    assert titles >= {"NaN gradient", "Inf gradient", "Exploding gradient", "Loss scale collapse"}
+
+
+def test_per_name_numbers_follow_names_that_come_and_go():
+    memory = PerName()
+    memory.of(("a", "b"))[:] = [1.0, 2.0]
+    assert memory.of(("b", "c")).tolist() == [2.0, 0.0]
+    assert memory.of(("a", "b", "c")).tolist() == [1.0, 2.0, 0.0]
+
+
+def test_kinds_ignore_one_parameter_more_and_tell_disjoint_sets_apart():
+    kinds, names = Kinds(), ("a", "b", "c", "d")
+    of = [kinds.of(names, np.array(mask)) for mask in ([1, 1, 1, 0], [1, 1, 1, 1], [0, 0, 0, 1], [1, 1, 0, 0])]
+    assert of == [0, 0, 1, 0]
+
+
+def test_a_listing_has_five_items_and_counts_the_rest():
+    assert listing(["a"] * 5) == "a, a, a, a, a"
+    assert listing(["a"] * 7) == "a, a, a, a, a, and 2 more"
