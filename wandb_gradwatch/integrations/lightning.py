@@ -1,0 +1,320 @@
+"""Lightning (`lightning` or `pytorch_lightning` 2.x): gradients in every logger, in callback_metrics and in W&B.
+
+trainer = Trainer(callbacks=[GradWatchCallback()])
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+import torch
+
+from ..rules import ExplodingGradient, Rule, default_rules
+from ..sinks import Sink
+from ..sinks.wandb_run import WandbSink
+from ..snapshot import GroupBy, Snapshot
+from ..watch import Watcher, watch
+from .batches import BatchBook, Place
+from .feed import AlertLog, NamedWandbSink, SampleFeed, active_run, check_watch_options, is_update, sample_numbers
+from .require import require
+
+# Trainers of either package take callbacks of the other: only the base class must be one of the two.
+_Callback: Any = require("lightning.pytorch", "pytorch_lightning", extra="lightning").Callback
+
+logger: Final = logging.getLogger("wandb_gradwatch")
+
+
+class GradWatchCallback(_Callback):  # type: ignore[misc]
+    """Watch the gradients of a LightningModule.
+
+    Every optimizer step is measured: the gradient is accumulated, reduced over ranks, unscaled and unclipped, in
+    automatic and manual optimization. Numbers of a step reach every logger under the step of their own batch, and
+    `trainer.callback_metrics`; numbers of layers reach the loggers only. An epoch's numbers are means over all of its
+    optimizer steps that were made with a finite gradient; `train_epoch/grad_norm` is the mean of the steps' norms.
+
+    The run of a WandbLogger, or the active one, gets the rows, histograms and alerts of `wandb_gradwatch.watch` with
+    `train/grad_norm` and its like beside them. The watcher is `callback.watcher` while a fit goes on.
+
+    To log other numbers, override `compute_batch_stats`, and for other aggregates `init_epoch_stats`,
+    `update_epoch_stats` and `compute_epoch_stats`; a name with a slash is that of a layer.
+
+    Args:
+        log_every_n_steps: log the numbers of every n-th batch that ended in an update; 0: of none; None: as the
+            Trainer.
+        step_prefix: of the names of a step's numbers.
+        epoch_prefix: of the names of an epoch's numbers.
+        track_epochs: log an epoch's numbers when it ends.
+        per_layer: log the norm of every layer too, to the loggers.
+        track_sparsity: log `grad_sparsity`, the share of dead elements (|g| <= `dead_threshold`, by default exactly 0).
+        explosion_threshold: a norm before clipping above this is an "Exploding gradient" alert, whatever came before;
+            None: only what is unusual for this run is. Not used where `rules` are given.
+        run: the W&B run; None takes a WandbLogger's, else the active one.
+        watch_options: further arguments of `wandb_gradwatch.watch`: rules, guard, include, group_by, ...
+
+    Raises:
+        ValueError: log_every_n_steps or explosion_threshold makes no sense.
+        TypeError: an argument that watch() does not have.
+    """
+
+    def __init__(
+        self,
+        *,
+        log_every_n_steps: int | None = None,
+        step_prefix: str = "train/",
+        epoch_prefix: str = "train_epoch/",
+        track_epochs: bool = True,
+        per_layer: bool = False,
+        track_sparsity: bool = True,
+        explosion_threshold: float | None = ExplodingGradient.threshold,
+        run: Any = None,
+        **watch_options: Any,
+    ) -> None:
+        super().__init__()
+        if log_every_n_steps is not None and (not isinstance(log_every_n_steps, int) or log_every_n_steps < 0):
+            raise ValueError(f"log_every_n_steps={log_every_n_steps!r} must be a number of steps, 0 for never, or None")
+        if explosion_threshold is not None and not explosion_threshold > 0:
+            raise ValueError(f"explosion_threshold={explosion_threshold!r} must be a positive number or None")
+        check_watch_options(type(self).__name__, watch_options, reserved=("run", "log_every", "start_step"))
+        self.log_every_n_steps = log_every_n_steps
+        self.step_prefix = step_prefix
+        self.epoch_prefix = epoch_prefix
+        self.track_epochs = track_epochs
+        self.per_layer = per_layer
+        self.track_sparsity = track_sparsity
+        self.explosion_threshold = explosion_threshold
+        self.watcher: Watcher | None = None
+        self._run = run
+        self._watch_options = watch_options
+        self._feed = SampleFeed()
+        self._book: BatchBook | None = None
+        self._epoch = -1
+        self._epoch_stats = self.init_epoch_stats()
+        self._state: dict[str, Any] = {}
+        self._said_frozen = False
+
+    # ---- what a subclass may change
+
+    def compute_batch_stats(self, sample: Snapshot) -> dict[str, float]:
+        """The numbers of one optimizer step, by name and without prefix; missing ones are left out.
+
+        Args:
+            sample: a snapshot of one sample.
+        """
+        group_by: GroupBy = self._watch_options.get("group_by", "parameter")
+        return sample_numbers(sample, per_layer=group_by if self.per_layer else None, sparsity=self.track_sparsity)
+
+    def init_epoch_stats(self) -> dict[str, Any]:
+        """What an epoch begins with. It is saved in checkpoints: plain numbers, strings, lists, dicts and tensors."""
+        return {}
+
+    def update_epoch_stats(self, epoch_stats: dict[str, Any], batch_stats: Mapping[str, float]) -> None:
+        """Add a step's numbers to the epoch's, in place. Not called for a step without a finite gradient."""
+        for name, number in batch_stats.items():
+            count, total = epoch_stats.get(name, (0, 0.0))
+            epoch_stats[name] = (count + 1, total + number)
+
+    def compute_epoch_stats(self, epoch_stats: Mapping[str, Any]) -> dict[str, float]:
+        """The numbers of an epoch, by name and without prefix."""
+        return {name: total / count for name, (count, total) in epoch_stats.items()}
+
+    # ---- the life of a fit
+
+    @property
+    def state_key(self) -> str:
+        """Tells the instances of one trainer apart in its checkpoints."""
+        key: str = self._generate_state_key(step_prefix=self.step_prefix, epoch_prefix=self.epoch_prefix)
+        return key
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Begin to watch: everything is wrapped and restored, and neither a rate finder nor a sanity check runs."""
+        self._end()
+        self._begin(trainer, pl_module)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        """A model that was frozen as a whole may be unfrozen later."""
+        if self.watcher is None:
+            self._begin(trainer, pl_module)
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        """The sample that is open now is of this batch, whenever it arrives."""
+        if self.watcher is not None and self._book is not None:
+            self._book.note(self.watcher.step + 1)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        """Log what has arrived."""
+        self._take_samples()
+        self._log_due(trainer)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Log the epoch's numbers."""
+        self._wait_for_samples()
+        self._log_due(trainer)
+        if self._epoch == trainer.current_epoch and self._epoch_stats:
+            self._log_epoch(trainer, self.compute_epoch_stats(self._epoch_stats))
+        self._epoch_stats = self.init_epoch_stats()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Flush and stop watching."""
+        self._end(trainer)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Neither on_train_end nor teardown follows an exception."""
+        self._end()
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """See on_train_end."""
+        self._end()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The step, the epoch so far and the rules' memory, in plain values: a resumed epoch gets the same numbers."""
+        if self.watcher is not None:
+            self._wait_for_samples()
+            self._state = {
+                "step": int(self.watcher.step),
+                "epoch": self._epoch,
+                "epoch_stats": copy.deepcopy(self._epoch_stats),
+            }
+        return self._state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where the checkpoint was written."""
+        self._state = dict(state_dict)
+        self._epoch = state_dict.get("epoch", -1)
+        self._epoch_stats = copy.deepcopy(state_dict.get("epoch_stats") or self.init_epoch_stats())
+
+    # ---- watching
+
+    def _begin(self, trainer: Any, pl_module: Any) -> None:
+        if not any(parameter.requires_grad for parameter in pl_module.parameters()):
+            if not self._said_frozen and trainer.is_global_zero:
+                logger.warning(
+                    "wandb_gradwatch: the model has no trainable parameter; watching begins when it has one."
+                )
+            self._said_frozen = True
+            return
+        every = trainer.log_every_n_steps if self.log_every_n_steps is None else self.log_every_n_steps
+        self._book = BatchBook(lambda: _place(trainer, every))
+        options = {"run": None, **self._watch_options}
+        options["rules"] = [*self._rules(), self._feed]
+        options["sinks"] = self._sinks(trainer, rows=every > 0)
+        self.watcher = watch(
+            pl_module, log_every=every or _DEFAULT_LOG_EVERY, start_step=self._state.get("step", 0), **options
+        )
+
+    def _rules(self) -> list[Rule]:
+        given = self._watch_options.get("rules")
+        if given is not None:
+            return list(given)
+        return [
+            ExplodingGradient(threshold=self.explosion_threshold) if isinstance(rule, ExplodingGradient) else rule
+            for rule in default_rules()
+        ]
+
+    def _sinks(self, trainer: Any, *, rows: bool) -> list[Sink]:
+        given = list(self._watch_options.get("sinks") or ())
+        if not trainer.is_global_zero:
+            return given
+        sinks = [NamedWandbSink(sink, self._named_numbers, rows=rows) for sink in self._wandb_sinks(trainer)]
+        return [*given, *sinks, AlertLog()]
+
+    def _wandb_sinks(self, trainer: Any) -> list[WandbSink]:
+        runs = [self._run] if self._run is not None else [lg.experiment for lg in trainer.loggers if _is_wandb(lg)]
+        if not runs and (run := active_run()) is not None:
+            runs = [run]
+        group_by = self._watch_options.get("group_by", "parameter")
+        return [
+            WandbSink(run, group_by=None if group_by == "parameter" else group_by)
+            for run in {id(run): run for run in runs}.values()
+        ]
+
+    def _end(self, trainer: Any = None) -> None:
+        """Stop watching; with a trainer, log what was still under way."""
+        watcher = self.watcher
+        if watcher is None:
+            return
+        self.state_dict()
+        self.watcher = None
+        watcher.remove()
+        self._take_samples()
+        if trainer is not None:
+            self._log_due(trainer)
+        self._book = None
+
+    # ---- samples
+
+    def _wait_for_samples(self) -> None:
+        """Take all samples of the steps made so far; from a GPU the last ones are still on their way."""
+        if self.watcher is not None and self._book is not None:
+            self._take_samples()
+            if self._book.is_waiting:
+                self.watcher.flush()
+                self._take_samples()
+
+    def _take_samples(self) -> None:
+        if self._book is None:
+            return
+        self._book.enter(self._feed.take())
+        for place, sample in self._book.take_new():
+            if not self.track_epochs:
+                continue
+            if place.epoch != self._epoch:  # also after a resume from an epoch's last batch, which has no epoch start
+                self._epoch, self._epoch_stats = place.epoch, self.init_epoch_stats()
+            if is_update(sample):
+                self.update_epoch_stats(self._epoch_stats, self.compute_batch_stats(sample))
+
+    def _named_numbers(self, step: int) -> dict[str, float]:
+        """The numbers of a due step, for its row in W&B, which has the layers by itself."""
+        if self._book is None:
+            return {}
+        self._book.enter(self._feed.take())
+        sample = self._book.due_sample(step)
+        return {} if sample is None else _prefixed(self.step_prefix, _without_layers(self.compute_batch_stats(sample)))
+
+    # ---- logging
+
+    def _log_due(self, trainer: Any) -> None:
+        """Log the due batches that are complete. W&B has them in the rows of its own sink."""
+        for batch, sample in self._book.take_due() if self._book is not None else ():
+            others = [each for each in trainer.loggers if not _is_wandb(each)]
+            self._log(trainer, others, self.step_prefix, self.compute_batch_stats(sample), step=batch)
+
+    def _log_epoch(self, trainer: Any, numbers: Mapping[str, float]) -> None:
+        step = _place(trainer, 0).batch - 1  # where Lightning writes an epoch's metrics: at its last batch
+        self._log(trainer, trainer.loggers, self.epoch_prefix, numbers, step=step)
+
+    def _log(
+        self, trainer: Any, loggers: Iterable[Any], prefix: str, numbers: Mapping[str, float], *, step: int
+    ) -> None:
+        """Not by log_dict: it writes under the step at which the trainer happens to write, or never, takes 0.3 ms a
+        name, and on several ranks asks for a collective to average what is equal on all of them."""
+        if not numbers:
+            return
+        for each in loggers:
+            each.log_metrics(_prefixed(prefix, numbers), step=step)
+        whole = _prefixed(prefix, _without_layers(numbers))
+        trainer.callback_metrics.update({name: torch.tensor(number) for name, number in whole.items()})
+
+
+_DEFAULT_LOG_EVERY: Final = 50  # of alerts' evidence where no rows are written
+
+
+def _place(trainer: Any, every: int) -> Place:
+    loop = trainer.fit_loop.epoch_loop
+    # Private, and what Trainer gives its loggers for a step; global_step counts every optimizer's.
+    batch = getattr(loop, "_batches_that_stepped", trainer.global_step)
+    return Place(batch, trainer.current_epoch, due=every > 0 and (batch + 1) % every == 0)
+
+
+def _is_wandb(other: Any) -> bool:
+    return any(cls.__name__ == "WandbLogger" for cls in type(other).__mro__)
+
+
+def _without_layers(numbers: Mapping[str, float]) -> dict[str, float]:
+    return {name: number for name, number in numbers.items() if "/" not in name}
+
+
+def _prefixed(prefix: str, numbers: Mapping[str, float]) -> dict[str, float]:
+    return {prefix + name: number for name, number in numbers.items()}
