@@ -15,7 +15,7 @@ import wandb_gradwatch
 os.environ.setdefault("WANDB_MODE", "offline")
 
 MICRO_BATCHES = 4
-MAX_NORM = 0.5
+MAX_NORM = 0.2
 
 
 def main() -> None:

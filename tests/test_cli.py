@@ -1,0 +1,432 @@
+"""The command line: what it accepts, what it says, and with which status it ends."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shlex
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from wandb_gradwatch import __version__, cli, doctor
+from wandb_gradwatch.dashboards import page, read
+from wandb_gradwatch.dashboards.history import RecordedAlert, RunHistory
+from wandb_gradwatch.doctor import Check, Overhead
+from wandb_gradwatch.terminal import Progress, Terminal
+
+ROOT = Path(__file__).parent.parent
+COMMANDS = ("demo", "view", "report", "workspace", "doctor")
+
+
+def make_history(*, finished: bool = True, rows: int = 2) -> RunHistory:
+    return RunHistory(
+        path=Path("run-abcd1234.wandb"),
+        run_id="abcd1234",
+        steps=np.arange(1, rows + 1) * 50,
+        values={"gradwatch/grad_norm": np.ones(rows), "grad_norm/head": np.ones(rows)},
+        finished=finished,
+        alerts=(RecordedAlert("NaN gradient", "NaN at step 50", "ERROR", 50),),
+    )
+
+
+# ---- usage
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--help"])
+    assert ended.value.code == 0
+    printed = capsys.readouterr().out
+    assert [name for name in COMMANDS if f"    {name}" not in printed] == []
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_examples_in_the_help_are_right_usage(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main([command, "--help"])
+    assert ended.value.code == 0
+    examples = capsys.readouterr().out.partition("examples:\n")[2].splitlines()
+    assert examples, f"the help of {command} shows no example"
+    for example in examples:
+        program, *arguments = shlex.split(example)
+        assert program == cli.PROGRAM
+        assert cli._parser().parse_args(arguments)  # exits where the usage is wrong
+
+
+def test_version_is_the_package_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"wandb-gradwatch {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the following arguments are required: COMMAND"),
+        (["improve"], "invalid choice: 'improve'"),
+        (["report", "only-one"], "'only-one' is not ENTITY/PROJECT or ENTITY/PROJECT/RUN"),
+        (["report", "a/b/c/d"], "'a/b/c/d' is not ENTITY/PROJECT or ENTITY/PROJECT/RUN"),
+        (["workspace", "a/b/c"], "a workspace belongs to a project, not to a run: a/b"),
+        (["doctor", "--parameters", "many"], "'many' is not a number of parameters such as 500k, 10M or 1.3B"),
+        (["doctor", "--parameters", "0"], "'0' is not a number of parameters"),
+        (["doctor", "--parameters", "10M", "--no-measure"], "not allowed with argument"),
+        (["view"], "the following arguments are required: PATH"),
+    ],
+)
+def test_wrong_usage_ends_with_2_and_says_why(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("500k", 500_000), ("10M", 10_000_000), ("1.3B", 1_300_000_000), ("1_000", 1000), ("7", 7)]
+)
+def test_a_count_is_read_as_people_write_it(text: str, count: int) -> None:
+    assert cli._count(text) == count
+
+
+@pytest.mark.parametrize(
+    ("text", "target"),
+    [
+        ("team/project", ("team", "project", None)),
+        ("team/project/abcd1234", ("team", "project", "abcd1234")),
+        ("/team/project/", ("team", "project", None)),
+        ("https://host.example/team/my%20project/runs/abcd1234?nw=x", ("team", "my project", "abcd1234")),
+        ("https://host.example/team/project/workspace?nw=x", ("team", "project", None)),
+    ],
+)
+def test_a_target_is_a_path_or_the_address_of_its_page(text: str, target: tuple[str, str, str | None]) -> None:
+    assert cli._target(text) == target
+
+
+# ---- errors
+
+
+def test_a_user_error_is_one_line_and_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    missing = tmp_path / "no-such-run"
+    assert cli.main(["view", str(missing)]) == 1
+    said = capsys.readouterr()
+    assert (said.out, said.err) == ("", f"wandb-gradwatch: there is no file or directory {missing}\n")
+
+
+def test_debug_shows_the_traceback_of_a_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="there is no file or directory"):
+        cli.main(["--debug", "view", str(tmp_path / "no-such-run")])
+    monkeypatch.setenv(cli.DEBUG_VARIABLE, "1")
+    with pytest.raises(ValueError, match="there is no file or directory"):
+        cli.main(["view", str(tmp_path / "no-such-run")])
+
+
+def test_an_error_of_our_own_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(path: Path, progress: object) -> RunHistory:
+        raise KeyError("ours")
+
+    monkeypatch.setattr(read, "read_run", broken)
+    with pytest.raises(KeyError, match="ours"):
+        cli.main(["view", "anything"])
+
+
+def test_ctrl_c_ends_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(path: Path, progress: object) -> RunHistory:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(read, "read_run", interrupted)
+    assert cli.main(["view", "anything"]) == 130
+    assert capsys.readouterr().err == "\nStopped.\n"
+
+
+def test_a_reader_that_has_read_enough_is_no_error() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    program = [sys.executable, "-m", "wandb_gradwatch.cli", "doctor", "--no-measure", "--json"]
+    result = subprocess.run(program, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(writer)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+# ---- view
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[RunHistory]:
+    """What reading gives, call after call; the last stays. The pages that are written say how many rows they show."""
+    histories = [make_history()]
+    monkeypatch.setattr(read, "read_run", lambda path, progress: histories.pop(0) if histories[1:] else histories[0])
+    monkeypatch.setattr(page, "write_page", lambda history, output: Path(output).write_text(str(len(history.steps))))
+    monkeypatch.chdir(tmp_path)
+    return histories
+
+
+def test_view_names_the_page_after_the_run(recorded: list[RunHistory], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["view", "wandb/latest-run"]) == 0
+    assert Path("gradwatch-abcd1234.html").read_text() == "2"
+    assert capsys.readouterr().out == "gradwatch-abcd1234.html  2 rows, 1 names, 1 alerts\n"
+
+
+def test_view_as_json_is_one_object(recorded: list[RunHistory], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["view", "wandb/latest-run", "--json", "--output", "p.html"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts == {
+        "page": str(Path("p.html").resolve()),
+        "run": "abcd1234",
+        "finished": True,
+        "rows": 2,
+        "names": ["head"],
+        "alerts": [{"title": "NaN gradient", "text": "NaN at step 50", "level": "ERROR", "step": 50}],
+        "notes": [],
+    }
+
+
+def test_view_watch_writes_until_the_run_has_finished(
+    recorded: list[RunHistory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded[:] = [make_history(finished=False, rows=1), make_history(finished=False, rows=2), make_history(rows=3)]
+    monkeypatch.setattr(cli, "WATCH_SECONDS", 0.0)
+    assert cli.main(["view", "wandb/latest-run", "--watch", "--output", "p.html"]) == 0
+    assert Path("p.html").read_text() == "3"
+
+
+@pytest.mark.parametrize(("opened", "said"), [(True, ""), (False, "no browser could be started")])
+def test_view_open_says_where_the_page_is_when_no_browser_starts(
+    opened: bool,
+    said: str,
+    recorded: list[RunHistory],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(cli.webbrowser, "open", lambda url: asked.append(url) or opened)
+    assert cli.main(["view", "wandb/latest-run", "--open", "--output", "p.html"]) == 0
+    assert asked == [Path("p.html").resolve().as_uri()]
+    printed = capsys.readouterr().out
+    assert said in printed
+    assert opened or asked[0] in printed
+
+
+# ---- report, workspace
+
+
+@pytest.mark.parametrize(
+    ("arguments", "called"),
+    [
+        (["report", "team/project"], ("team", "project", None)),
+        (["report", "team/project/abcd1234"], ("team", "project", "abcd1234")),
+        (["workspace", "team/project"], ("team", "project")),
+    ],
+)
+def test_report_and_workspace_print_the_url(
+    arguments: list[str],
+    called: tuple[str | None, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    calls: list[tuple[str | None, ...]] = []
+
+    def make(*target: str | None) -> str:
+        calls.append(target)
+        return "https://host.example/made"
+
+    for name, function in (("report", "create_report"), ("workspace", "save_workspace")):
+        module = types.ModuleType(f"wandb_gradwatch.dashboards.{name}")
+        setattr(module, function, make)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    assert cli.main(arguments) == 0
+    assert capsys.readouterr().out == "https://host.example/made\n"
+    assert cli.main([*arguments, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"url": "https://host.example/made"}
+    assert calls == [called, called]
+
+
+# ---- doctor
+
+
+def test_doctor_as_json_names_every_requirement(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--no-measure", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert {"Python", "torch", "numpy", "wandb", "device", "W&B"} <= {check["name"] for check in facts["checks"]}
+    assert facts["overhead"] is None
+
+
+def test_doctor_finds_a_version_below_its_floor(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "_floors", lambda: {"numpy": "99.0"})
+    assert cli.main(["doctor", "--no-measure"]) == 1
+    said = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    # The command stands on a line of its own: to be copied.
+    assert said[said.index("numpy 99.0 or newer is needed:") + 1] == "pip install --upgrade 'numpy>=99.0'"
+
+
+@pytest.mark.parametrize(
+    ("version", "floor", "verdict"),
+    [
+        ("2.13.0+cpu", "2.4", "good"),
+        ("2.4", "2.4", "good"),
+        ("2.10.1", "2.9", "good"),  # not compared as text
+        ("2.3.1", "2.4", "problem"),
+    ],
+)
+def test_versions_are_compared_as_numbers(
+    version: str, floor: str, verdict: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor.metadata, "version", lambda name: version)
+    assert doctor._check_version("torch", {"torch": floor}).verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("mode", "has_credentials", "verdict", "found"),
+    [
+        ("offline", False, "good", "mode offline"),
+        ("disabled", True, "note", "mode disabled"),
+        ("online", True, "good", "credentials for http://host found (not tried)"),
+        ("online", False, "note", "no credentials for http://host"),
+    ],
+)
+def test_the_login_is_judged_by_mode_and_credentials(
+    mode: str, has_credentials: bool, verdict: str, found: str
+) -> None:
+    check = doctor._judge_login(mode, "http://host", lambda: has_credentials)
+    assert check.verdict == verdict
+    assert found in check.found
+    assert bool(check.advice) == (verdict == "note")
+
+
+def test_the_login_is_checked_without_the_network(tmp_path: Path) -> None:
+    # Nothing listens on port 9: a check that asked the server would fail. W&B reads its environment once per process.
+    program = "from wandb_gradwatch.doctor import _check_login; print(_check_login().found)"
+    settings = {"HOME": str(tmp_path), "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "k" * 40}
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
+    result = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, env=clean | settings, capture_output=True, text=True, timeout=60
+    )
+    assert result.stdout == "mode online, credentials for http://127.0.0.1:9 found (not tried)\n", result.stderr
+
+
+def test_overhead_is_the_median_of_paired_blocks_in_alternating_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Two warm-up blocks, then three pairs. The machine slows down by 1 ms per block; watching costs 10 % on top.
+    order: list[bool] = []
+
+    def block(model: object, optimizer: object, batch: object, steps: int, *, watched: bool) -> float:
+        order.append(watched)
+        return (9.0 + len(order)) * (1.1 if watched else 1.0)
+
+    monkeypatch.setattr(doctor, "_train_block", block)
+    measured = doctor.measure_overhead(800)
+    assert order == [False, True, False, True, True, False, False, True]
+    # The pairs' blocks take 12..17 ms before the cost of watching, so the pairs' ratios less 1 are
+    # 1.1 * 13/12 - 1 = 0.1917, 1.1 * 14/15 - 1 = 0.0267, 1.1 * 17/16 - 1 = 0.1688. The middle one is the last.
+    assert measured.ratio == pytest.approx(1.1 * 17 / 16 - 1)
+    assert measured.spread == pytest.approx(1.1 * 13 / 12 - 1.1 * 14 / 15)
+    # 0.1688 / 0.03 = 5.6: every sixth step keeps it within 3 %.
+    assert measured.sample_every == 6
+    # Eight layers of 10 x 10 weights and 10 biases.
+    assert measured.num_parameters == 880
+
+
+def test_doctor_measures_a_real_training(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(doctor, "STEPS_PER_BLOCK", 3)
+    monkeypatch.setattr(doctor, "PAIRS", 2)
+    assert cli.main(["doctor", "--parameters", "1k", "--json"]) == 0
+    measured = json.loads(capsys.readouterr().out)["overhead"]
+    assert measured["step_ms"] > 0
+    assert measured["watched_step_ms"] > 0
+    assert cli.main(["doctor", "--parameters", "1k"]) == 0
+    printed = capsys.readouterr().out
+    assert "ms without" in printed
+    assert "watch(model" in printed
+
+
+@pytest.mark.parametrize(
+    ("ratio", "spread", "advice"),
+    [
+        (0.02, 0.01, "measure every step"),
+        (0.2, 0.01, "watch(model, sample_every=7)"),
+        (0.2, 0.3, "measure again when the machine is less busy"),
+        (-0.02, 0.02, "measure every step"),  # within the noise, and below zero
+    ],
+)
+def test_the_advice_follows_the_measurement(ratio: float, spread: float, advice: str) -> None:
+    measured = Overhead("cpu", 880, 256, 10.0, 10.0 * (1 + ratio), ratio, spread, sample_every=7)
+    assert advice in doctor._advice(measured)
+
+
+def test_a_problem_and_its_advice_are_printed_together() -> None:
+    stream = io.StringIO()
+    doctor._say_checks([Check("torch", "1.0", "problem", "upgrade it"), Check("numpy", "2.0")], Terminal(stream))
+    assert stream.getvalue().splitlines() == ["  ✗ torch  1.0", "           upgrade it", "  ✓ numpy  2.0"]
+
+
+# ---- the terminal
+
+
+class FakeTty(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+
+class AsciiStream(io.StringIO):
+    encoding = "ascii"
+
+
+def test_no_colour_where_it_is_unwanted_or_unseen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    assert Terminal(FakeTty()).style("x", "red") == "\x1b[31mx\x1b[0m"
+    assert Terminal(io.StringIO()).style("x", "red") == "x"
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert Terminal(FakeTty()).style("x", "red") == "x"
+
+
+def test_a_stream_without_unicode_gets_ascii_and_never_an_error() -> None:
+    stream = AsciiStream()
+    terminal = Terminal(stream)
+    terminal.print(f"{terminal.marks.good} {terminal.marks.warning} naïve")
+    assert stream.getvalue() == "+ ! na?ve\n"
+
+
+def test_json_has_no_nan() -> None:
+    stream = io.StringIO()
+    Terminal(stream).json({"a": float("nan"), "b": [1.5, float("inf")]})
+    assert json.loads(stream.getvalue()) == {"a": None, "b": [1.5, None]}
+
+
+def test_progress_redraws_one_line_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    stream = FakeTty()
+    with Progress(Terminal(stream), 4) as progress:
+        progress.update(4, "loss 1.0")
+        progress.say("a line that stays")
+    drawn = stream.getvalue().split("\r\x1b[2K")
+    assert drawn[1].startswith("  " + "━" * 30 + "  4/4")
+    assert drawn[2] == "a line that stays\n"
+    assert drawn[-1] == "", "the bar is erased at the end"
+
+
+def test_progress_in_a_log_is_a_line_at_every_quarter() -> None:
+    stream = io.StringIO()
+    with Progress(Terminal(stream), 100) as progress:
+        for step in range(1, 101):
+            progress.update(step, "loss")
+    assert [line.split("/")[0].strip() for line in stream.getvalue().splitlines()] == ["25", "50", "75", "100"]
+
+
+def test_a_path_is_never_broken_in_two() -> None:
+    stream = io.StringIO()
+    terminal = Terminal(stream)
+    path = "folder/" * 30
+    terminal.paragraph(f"look at {path} now", indent=2)
+    assert path in stream.getvalue()
