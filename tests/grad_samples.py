@@ -78,6 +78,25 @@ def together(samples: Iterable[Snapshot]) -> Snapshot:
     return merged
 
 
+def random_samples(seed: int, num: int = 60) -> list[Snapshot]:
+    """Samples with everything in them: missing, zero, NaN, Inf, skipped, tiny, huge, a name that appears later."""
+    rng = np.random.default_rng(seed)
+    samples = []
+    for step in range(1, num + 1):
+        grads: dict[str, np.ndarray | None] = {}
+        for index in range(3 + (step > num // 2)):
+            for part, size in (("weight", 6), ("bias", 2)):
+                values = rng.normal(0, 10.0 ** rng.integers(-12, 12 if rng.random() < 0.1 else 1), size)
+                draw = rng.random()
+                values[0] = np.nan if draw < 0.03 else np.inf if draw < 0.06 else values[0]
+                grads[f"{index}.{part}"] = None if draw > 0.95 else values * (draw < 0.9)
+        scale = float(rng.choice([np.nan, 1024.0, 0.25]))
+        parameters = {name: rng.normal(0, 1, 4) * (rng.random() < 0.9) for name in grads}
+        skipped = bool(rng.random() < 0.3)
+        samples.append(sample_of(grads, step=step, parameters=parameters, loss_scale=scale, skipped=skipped))
+    return samples
+
+
 @dataclass
 class Training:
     """A small training loop that keeps a sample of every step.

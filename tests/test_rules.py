@@ -8,7 +8,7 @@ import warnings
 
 import numpy as np
 import pytest
-from grad_samples import of_norms, row_of, sample_of, together
+from grad_samples import of_norms, random_samples, row_of, sample_of, together
 
 from wandb_gradwatch.rules import (
     DEFAULT_RULES,
@@ -403,28 +403,9 @@ def test_titles_are_short_stable_and_one_per_kind():
     assert default_rules()[2] is not default_rules()[2]
 
 
-def _random_samples(seed: int, num: int = 60) -> list[Snapshot]:
-    """Samples with everything in them: missing, zero, NaN, Inf, skipped, tiny, huge, a name that appears later."""
-    rng = np.random.default_rng(seed)
-    samples = []
-    for step in range(1, num + 1):
-        grads: dict[str, np.ndarray | None] = {}
-        for index in range(3 + (step > num // 2)):
-            for part, size in (("weight", 6), ("bias", 2)):
-                values = rng.normal(0, 10.0 ** rng.integers(-12, 12 if rng.random() < 0.1 else 1), size)
-                draw = rng.random()
-                values[0] = NAN if draw < 0.03 else INF if draw < 0.06 else values[0]
-                grads[f"{index}.{part}"] = None if draw > 0.95 else values * (draw < 0.9)
-        scale = float(rng.choice([NAN, 1024.0, 0.25]))
-        parameters = {name: rng.normal(0, 1, 4) * (rng.random() < 0.9) for name in grads}
-        skipped = bool(rng.random() < 0.3)
-        samples.append(sample_of(grads, step=step, parameters=parameters, loss_scale=scale, skipped=skipped))
-    return samples
-
-
 @pytest.mark.parametrize("seed", range(6))
 def test_state_survives_json_and_one_call_or_many_find_the_same(seed):
-    samples = _random_samples(seed)
+    samples = random_samples(seed)
     for whole, parts in zip(every_rule(), every_rule(), strict=True):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -440,8 +421,8 @@ def test_state_survives_json_and_one_call_or_many_find_the_same(seed):
         assert [(a.step, a.title, a.level) for a in found] == [(a.step, a.title, a.level) for a in expected], whole
 
 
-def test_the_random_samples_above_do_raise_alarms():
-    titles = {a.title for check in every_rule() for s in range(2) for a in check.check(together(_random_samples(s)))}
+def test_therandom_samples_above_do_raise_alarms():
+    titles = {a.title for check in every_rule() for s in range(2) for a in check.check(together(random_samples(s)))}
     assert titles >= {"NaN gradient", "Inf gradient", "Exploding gradient", "Loss scale collapse"}
 
 

@@ -1,0 +1,187 @@
+"""Real small trainings with one fault each: the fault is named first. Healthy ones: nothing is named."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+import trainings
+from grad_samples import module_kinds, of_norms, random_samples, sample_of, together
+
+from wandb_gradwatch.diagnosis import CAUSES, Diagnosis, diagnose, with_diagnosis
+from wandb_gradwatch.recorder import FlightRecorder
+from wandb_gradwatch.rules import Alert, ExplodingGradient, default_rules
+from wandb_gradwatch.rules.nonfinite import FIRST_BAD_RANK_METRIC
+from wandb_gradwatch.snapshot import Snapshot
+
+NAN, INF = float("nan"), float("inf")
+
+FAULTS = [
+    (trainings.wild_mlp, "learning rate too high"),
+    (trainings.wild_sgd, "learning rate too high"),
+    (trainings.wild_transformer, "learning rate too high"),
+    (trainings.large_initialisation, "poor initialisation"),
+    (trainings.small_initialisation, "poor initialisation"),
+    (trainings.growing_depth, "explosion through depth"),
+    (trainings.unclipped_rnn, "explosion through recurrence"),
+    (trainings.sigmoid_stack, "saturating activations"),
+    (trainings.batch_norm_of_two, "batch norm on small batches"),
+    (trainings.tiny_loss_fp16, "float16 underflow"),
+    (trainings.dead_relus, "dead ReLUs"),
+    (trainings.frozen_layer, "frozen or unused layers"),
+    (trainings.zeroed_before_step, "gradients zeroed before the step"),
+    (trainings.poisoned_batch, "one bad batch"),
+    (trainings.invalid_operation, "an operation without a finite derivative"),
+]
+HEALTHY = [
+    trainings.mlp, trainings.summed_loss, trainings.toy_curve, trainings.conv_net, trainings.char_transformer,
+    trainings.lora, trainings.lstm,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(("faulty", "cause"), FAULTS, ids=lambda value: getattr(value, "__name__", value))
+def test_a_real_faults_cause_is_named_first(faulty, cause, seed):
+    training = faulty(seed=seed)
+    samples = training.run(80)
+    for context in ({}, {"modules": module_kinds(training.model)}):
+        found = diagnose(samples, **context)
+        assert found[0].cause == cause, [str(d) for d in found]
+
+
+@pytest.mark.parametrize("healthy", HEALTHY, ids=lambda value: value.__name__)
+def test_a_healthy_training_has_no_diagnosis_at_any_time(healthy):
+    training = healthy(seed=0)
+    samples = training.run(120)
+    for kept in (20, 60, 120):
+        recorder = FlightRecorder(max_samples=kept)
+        for end in range(kept, 121, 20):
+            recorder.add(together([samples.sample(index) for index in range(end - 20, end)]))
+        for context in ({}, {"modules": module_kinds(training.model)}):
+            assert diagnose(recorder.history(), **context) == []
+
+
+def test_evidence_is_quoted_with_steps_layers_and_numbers():
+    def first(training, num_steps=80):
+        return diagnose(training.run(num_steps))[0].evidence
+
+    assert " from 16 back to 0, layer by layer" in first(trainings.sigmoid_stack(depth=8))  # 8 sigmoids, head at 16
+    assert "at step 60" in first(trainings.poisoned_batch(at=60))
+    assert "2.weight, 2.bias" in first(trainings.frozen_layer())
+    assert "100 % of 2" in first(trainings.dead_relus(layer=2))
+    assert "rnn.weight_hh_l0" in first(trainings.unclipped_rnn())
+    assert "finite in above and non-finite from below back" in first(trainings.invalid_operation(at=40))
+    assert "2^-24" in first(trainings.tiny_loss_fp16())
+
+
+def test_the_kinds_of_modules_are_quoted_where_they_are_known():
+    training = trainings.sigmoid_stack()
+    found = diagnose(training.run(20), modules=module_kinds(training.model))
+    assert "the model has Sigmoid layers" in found[0].evidence
+
+
+def test_a_note_of_the_bad_step_is_quoted():
+    found = diagnose(trainings.poisoned_batch(at=60).run(70), notes={60: {"batch_index": 4711}, 61: {"batch_index": 1}})
+    assert "at step 60 (noted: batch_index 4711)" in found[0].evidence
+
+
+def test_gradients_that_grow_towards_the_input_are_explosion_through_depth():
+    # 1000 nearest the input, 1 at the head: 10 per layer
+    stack = {f"{i}.weight": [10.0 ** (3 - i)] for i in range(4)}
+    (found,) = diagnose(together([sample_of(stack, step=s) for s in range(1, 6)]))
+    assert found.cause == "explosion through depth"
+    assert found.evidence == "norm grows 1e+03x from 3 back to 0, layer by layer"
+
+
+def test_growth_of_the_norm_alone_is_a_learning_rate_too_high():
+    (found,) = diagnose(of_norms(1.2 ** np.arange(40)))
+    assert found.cause == "learning rate too high"
+    assert "step by step, up to step 40" in found.evidence
+
+
+def test_skips_for_inf_are_the_scale_and_skips_for_nan_are_an_operation():
+    def stalled(value):
+        good = [sample_of({"a": [1.0], "b": [1.0]}, step=s, loss_scale=1024.0) for s in range(1, 4)]
+        bad = [sample_of({"a": [value], "b": [value]}, step=s, skipped=True, loss_scale=64.0) for s in range(4, 9)]
+        return diagnose(together(good + bad))[0]
+
+    assert stalled(INF).cause == "loss scale too high or values beyond float16"
+    assert "the last 5 updates were skipped for Inf, the loss scale is 64" in stalled(INF).evidence
+    assert stalled(NAN).cause == "an operation without a finite derivative"
+
+
+def test_an_isolated_skip_has_no_diagnosis():
+    samples = [sample_of({"a": [1.0]}, step=s, loss_scale=1024.0) for s in range(1, 20)]
+    samples[0] = sample_of({"a": [INF]}, step=1, loss_scale=65536.0, skipped=True)
+    assert diagnose(together(samples)) == []
+
+
+def test_a_rank_that_is_always_the_first_bad_one_is_named():
+    bad = together([sample_of({"a": [1.0]}, step=1)] + [sample_of({"a": [NAN]}, step=s) for s in (2, 3)])
+    one = Snapshot(bad.steps, bad.names, bad.rows, metrics={FIRST_BAD_RANK_METRIC: np.array([NAN, 3.0, 3.0])})
+    assert diagnose(one)[0].cause == "one bad rank"
+    assert "rank 3 was the first" in diagnose(one)[0].evidence
+    two = Snapshot(bad.steps, bad.names, bad.rows, metrics={FIRST_BAD_RANK_METRIC: np.array([NAN, 3.0, 1.0])})
+    assert "one bad rank" not in [found.cause for found in diagnose(two)]
+
+
+def test_a_rank_whose_norm_is_far_from_the_others_is_named():
+    calm = of_norms([1.0, 1.0])
+    (found,) = diagnose(calm, rank_grad_norm=np.array([[1.0, 1.1, 0.9], [1.0, 80.0, 0.9]]))
+    assert found.evidence == "rank 1 has a norm of 80, the others 0.95"
+    assert diagnose(calm, rank_grad_norm=np.array([[1.0, 1.1, 0.9]] * 2)) == []
+    assert diagnose(calm, rank_grad_norm=np.array([[1.0, NAN]] * 2))[0].cause == "one bad rank"
+
+
+def test_causes_are_ranked_by_confidence_and_known():
+    for faulty, _ in FAULTS[:4]:
+        found = diagnose(faulty(seed=0).run(40))
+        assert [d.confidence for d in found] == sorted((d.confidence for d in found), reverse=True)
+        assert all(d.cause in CAUSES and 0 < d.confidence < 1 for d in found)
+
+
+def test_every_cause_explains_titles_of_shipped_rules_only():
+    titles = {check.title for check in default_rules()}
+    assert all(set(explained) <= titles for explained in CAUSES.values())
+
+
+def test_an_alert_carries_the_diagnosis_in_place_of_its_general_cause():
+    samples = trainings.poisoned_batch(at=60).run(80)
+    alert = next(alert for alert in ExplodingGradient().check(samples) if alert.step == 60)
+    told = with_diagnosis(alert, samples)
+    assert (told.title, told.step, told.level) == (alert.title, alert.step, alert.level)
+    assert told.text.split("\n")[0] == alert.text.split("\n")[0]
+    assert told.text.count("Probable cause: ") == 1
+    assert "Probable cause: one bad batch (a lone spike of" in told.text
+    assert "Remedy: look at the batch of this step" in told.text
+
+
+def test_an_alerts_diagnosis_looks_at_no_later_sample_and_at_fitting_causes_only():
+    calm = of_norms([1.0] * 30)
+    later = of_norms([1e6], start=31)
+    alert = Alert("Exploding gradient", "Step 20: ...\nProbable cause: general. Remedy: general.", 20, "ERROR")
+    assert with_diagnosis(alert, calm.merge(later)) == alert
+    dead = Alert("Dead gradient", "text", 31)
+    assert with_diagnosis(dead, calm.merge(later)) == dead  # a bad batch explains no dead layer
+    assert with_diagnosis(Alert("My own rule", "text", 31), calm.merge(later)).text == "text"
+    assert with_diagnosis(alert, None) == alert
+
+
+def test_a_diagnosis_reads_as_a_sentence():
+    found = Diagnosis("one bad batch", 0.7, "a lone spike of 9x at step 3", "look at it")
+    assert str(found) == "one bad batch (a lone spike of 9x at step 3). Remedy: look at it."
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_history_breaks_it(seed):
+    samples = random_samples(seed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for num in (1, 2, 5, 6, 30, 60):
+            diagnose(together(samples[:num]))
+            diagnose(together(samples[-num:]))
+        diagnose(together([sample_of({"a": None}, step=s) for s in range(1, 9)]))
+        diagnose(together([sample_of({"a": [NAN]}, step=s) for s in range(1, 9)]))
+        diagnose(sample_of({}))
+        diagnose(Snapshot(np.zeros(0, dtype=np.int64), ("a",), np.zeros((0, 1, 13))))
