@@ -22,6 +22,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cadence": set(),
     "terminal": set(),
     "window": {"statistics"},
+    "reduction": {"statistics", "window"},
     "capture": {"statistics", "cadence", "window"},
     "snapshot": {"statistics"},
     "rules": {"statistics", "snapshot"},
