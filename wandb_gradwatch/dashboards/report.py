@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from ..diagnosis import CAUSES
 from .flow import FLOW_FIELDS, ensure_flow_chart
 from .history import FLIGHT_RECORDER_KEY, RecordedAlert
-from .template import SECTIONS, TemplateSection, markdown_words, require_workspaces
+from .template import SECTIONS, TemplateSection, markdown_words, require_workspaces, speaking_to_wandb
 from .words import WORDS
 
 DESCRIPTION: Final = "What the gradients of every layer did, and what to do about it. Written by wandb_gradwatch."
@@ -43,20 +43,19 @@ def create_report(
     Raises:
         ImportError: wandb-workspaces is not installed.
         ValueError: there is no such project, or `url` is no report's address.
+        RuntimeError: W&B refused; wandb.Error where it is the login.
     """
     reports, _ = require_workspaces()
-    import wandb
-
-    wandb.Api()  # no login is said here, in wandb's own words
     title = title or ("Gradients" if run is None else f"Gradients of run {run}")
     if len(title) > _MAX_TITLE:
         raise ValueError(f"title={title!r} has {len(title)} characters; W&B allows {_MAX_TITLE}")
-    existing = _report_id(reports, url) if url is not None else _find_report(entity, project, title)
-    chart = ensure_flow_chart(entity) if flow_chart else None
-    report = build_report(entity, project, run, title=title, alerts=alerts, flow_chart=chart)
-    if existing is not None:
-        report.id = existing
-    return str(report.save().url)
+    with speaking_to_wandb():
+        existing = _report_id(reports, url) if url is not None else _find_report(entity, project, title)
+        chart = ensure_flow_chart(entity) if flow_chart else None
+        report = build_report(entity, project, run, title=title, alerts=alerts, flow_chart=chart)
+        if existing is not None:
+            report.id = existing
+        return str(report.save().url)
 
 
 def build_report(
@@ -127,7 +126,7 @@ def _runset(reports: Any, run: str | None) -> Any:
         return reports.Runset(name="All runs")
     from wandb_workspaces import expr
 
-    return reports.Runset(name=run, filters=[expr.Metric("ID") == run])
+    return reports.Runset(name=run, filters=expr.And(expr.Metric("ID") == run))
 
 
 def _grid(reports: Any, section: TemplateSection, runset: Any) -> Any:

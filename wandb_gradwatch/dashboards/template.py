@@ -5,7 +5,8 @@ W&B draws no histogram panel, so the template stands on scalars; the histograms 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -140,6 +141,20 @@ def require_workspaces() -> tuple[Any, Any]:
             "W&B reports and workspaces need wandb-workspaces: pip install 'wandb-gradwatch[report]'"
         ) from error
     return reports, workspaces
+
+
+@contextmanager
+def speaking_to_wandb() -> Iterator[None]:
+    """Turn the failures of W&B's API, which have no public class, into a RuntimeError with their own words."""
+    import wandb
+
+    try:
+        wandb.Api()  # no login is said here, in wandb's own words
+        yield
+    except (wandb.Error, ValueError, ImportError):
+        raise
+    except Exception as error:
+        raise RuntimeError(f"W&B did not answer as expected: {str(error).strip()}") from error
 
 
 def panel_keys(sections: Sequence[TemplateSection] = SECTIONS) -> set[str]:

@@ -6,7 +6,7 @@ import hashlib
 from typing import Any, Final
 
 from .history import STEP_KEY
-from .template import SECTIONS, TemplateSection, markdown_words, require_workspaces
+from .template import SECTIONS, TemplateSection, markdown_words, require_workspaces, speaking_to_wandb
 
 VIEW_NAME: Final = "Gradients"
 
@@ -23,18 +23,20 @@ def save_workspace(entity: str, project: str, *, name: str = VIEW_NAME, url: str
     Raises:
         ImportError: wandb-workspaces is not installed.
         ValueError: there is no such project, or no such view at `url`.
+        RuntimeError: W&B refused; wandb.Error where it is the login.
     """
     _, workspaces = require_workspaces()
     workspace = build_workspace(entity, project, name=name)
-    if url is not None:
-        _take_place_of(workspace, workspaces.Workspace.from_url(url))
-    else:
-        existing = _find_view(workspaces, entity, project, view_id(name))
-        if existing is not None:
-            _take_place_of(workspace, existing)
+    with speaking_to_wandb():
+        if url is not None:
+            _take_place_of(workspace, workspaces.Workspace.from_url(url))
         else:
-            workspace._internal_name = f"nw-{view_id(name)}-v"
-    return str(workspace.save().url)
+            existing = _find_view(workspaces, entity, project, view_id(name))
+            if existing is not None:
+                _take_place_of(workspace, existing)
+            else:
+                workspace._internal_name = f"nw-{view_id(name)}-v"
+        return str(workspace.save().url)
 
 
 def build_workspace(entity: str, project: str, *, name: str = VIEW_NAME) -> Any:

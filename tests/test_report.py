@@ -1,0 +1,296 @@
+"""The W&B report and workspace: every key that they name is logged by a real run, and saving twice is saving once."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import wandb
+from fake_run import write_fake_run
+from loopback import ENTITY, PROJECT, LoopbackServer
+
+from wandb_gradwatch.dashboards.flow import CHART_NAME, FLOW_FIELDS, flow_spec
+from wandb_gradwatch.dashboards.history import NAME_METRICS, STEP_KEY, RecordedAlert, RunHistory
+from wandb_gradwatch.dashboards.read import read_run
+from wandb_gradwatch.dashboards.report import build_report, causes_by_title, create_report
+from wandb_gradwatch.dashboards.template import SECTIONS, LinePanel, TemplateSection, panel_keys, panel_patterns
+from wandb_gradwatch.dashboards.words import WORDS
+from wandb_gradwatch.dashboards.workspace import build_workspace, save_workspace
+
+reports = pytest.importorskip("wandb_workspaces.reports.v2", reason="the extra 'report' is not installed")
+workspaces = pytest.importorskip("wandb_workspaces.workspaces")
+internal = pytest.importorskip("wandb_workspaces.reports.v2.internal")
+
+
+@pytest.fixture(scope="module")
+def history(tmp_path_factory: pytest.TempPathFactory) -> RunHistory:
+    return read_run(write_fake_run(tmp_path_factory.mktemp("run"), num_flushes=30))
+
+
+def unlogged(sections: tuple[TemplateSection, ...], history: RunHistory) -> set[str]:
+    """Keys that nobody logs and patterns that find nothing."""
+    names = {key for key in panel_keys(sections) if key not in history.values}
+    return names | {
+        pattern for pattern in panel_patterns(sections) if not any(re.search(pattern, key) for key in history.values)
+    }
+
+
+# ---- what the template names
+
+
+def test_a_real_run_logs_every_key_that_the_template_names(history: RunHistory) -> None:
+    assert unlogged(SECTIONS, history) == set()
+    assert STEP_KEY in history.values
+
+
+def test_a_key_that_nobody_logs_would_be_noticed(history: RunHistory) -> None:
+    wrong = (
+        TemplateSection("norm", (LinePanel("x", ("gradwatch/gradient_norm",)), LinePanel("y", pattern="^norms/.+"))),
+    )
+    assert unlogged(wrong, history) == {"gradwatch/gradient_norm", "^norms/.+"}
+
+
+def test_a_pattern_finds_its_own_metric_of_every_name_and_no_other_metric(history: RunHistory) -> None:
+    for pattern in panel_patterns():
+        metric = pattern.removeprefix("^").partition("/")[0]
+        found = {key for key in history.values if re.search(pattern, key)}
+        assert found == {f"{metric}/{name}" for name in history.names}
+    assert {pattern.removeprefix("^").partition("/")[0] for pattern in panel_patterns()} == set(NAME_METRICS)
+
+
+def test_the_flow_chart_draws_columns_that_the_flight_recorder_has(history: RunHistory) -> None:
+    assert history.flight_recorder is not None
+    assert set(FLOW_FIELDS.values()) <= set(history.flight_recorder.columns)
+    assert set(re.findall(r"\$\{field:(\w+)\}", json.dumps(flow_spec()))) == set(FLOW_FIELDS)
+
+
+def test_every_section_says_what_healthy_looks_like_and_what_to_do() -> None:
+    for section in SECTIONS:
+        assert section.words.healthy.endswith(".")
+        assert section.words.otherwise.endswith(".")
+    assert len({words.title for words in WORDS.values()}) == len(WORDS)
+
+
+# ---- the objects, without any network
+
+
+def line_plots(blocks: list[Any]) -> list[Any]:
+    grids = [block for block in blocks if isinstance(block, reports.PanelGrid)]
+    return [panel for grid in grids for panel in grid.panels if isinstance(panel, reports.LinePlot)]
+
+
+def keys(plot: Any) -> list[str]:
+    """What a plot draws: plain names as they are built, objects with a name as they are loaded."""
+    return [str(getattr(metric, "name", metric)) for metric in plot.y]
+
+
+def axes(plots: list[Any]) -> set[str]:
+    return {str(getattr(plot.x, "name", plot.x)) for plot in plots}
+
+
+def test_the_report_survives_its_own_format() -> None:
+    report = build_report("someone", "loopback", flow_chart=f"someone/{CHART_NAME}")
+    spec = internal.Spec.model_validate_json(report._to_model().spec.model_dump_json(by_alias=True, exclude_none=True))
+    loaded = reports.Report._from_model(report._to_model().model_copy(update={"spec": spec}))
+    assert list(map(keys, line_plots(loaded.blocks))) == list(map(keys, line_plots(report.blocks)))
+    assert axes(line_plots(loaded.blocks)) == {STEP_KEY}
+    titles = [block.text for block in loaded.blocks if isinstance(block, reports.H2)]
+    for section in SECTIONS:
+        assert section.words.title in titles
+
+
+def test_a_report_about_one_run_shows_that_run_and_the_other_all_of_them() -> None:
+    one = build_report("someone", "loopback", "abcd1234")._to_model().spec.model_dump_json(by_alias=True)
+    every = build_report("someone", "loopback")._to_model().spec.model_dump_json(by_alias=True)
+    assert '{"section":"run","name":"name"},"op":"=","value":"abcd1234"' in one
+    assert '"value":"abcd1234"' not in every
+
+
+def test_alerts_are_plain_text_with_their_step() -> None:
+    alerts = (RecordedAlert("NaN gradient", "**blocks.2** <b>is NaN</b>", "ERROR", 265),) * 60
+    blocks = build_report("someone", "loopback", alerts=alerts).blocks
+    assert reports.H3("ERROR: NaN gradient · step 265") in blocks
+    assert blocks.count(reports.P("**blocks.2** <b>is NaN</b>")) == 50  # a paragraph, which W&B shows as it is
+    assert reports.P("and 10 more.") in blocks
+
+
+def test_every_alert_that_has_causes_is_explained() -> None:
+    text = "\n".join(b.text for b in build_report("a", "b").blocks if isinstance(b, reports.MarkdownBlock))
+    assert {"NaN gradient", "Exploding gradient", "Vanishing gradient", "No gradient"} <= set(causes_by_title())
+    for title in causes_by_title():
+        assert f"**{title}**" in text
+
+
+def test_the_workspace_has_the_same_panels_and_words() -> None:
+    workspace = build_workspace("someone", "loopback")
+    assert [section.name for section in workspace.sections] == [section.words.title for section in SECTIONS]
+    for built, section in zip(workspace.sections, SECTIONS, strict=True):
+        assert [panel.y for panel in built.panels[:-1]] == [list(panel.metrics) for panel in section.panels]
+        assert [panel.metric_regex for panel in built.panels[:-1]] == [panel.pattern for panel in section.panels]
+        assert section.words.otherwise in built.panels[-1].markdown
+
+
+def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb_workspaces.reports.v2", None)
+    with pytest.raises(ImportError, match=r"pip install 'wandb-gradwatch\[report\]'"):
+        build_report("someone", "loopback")
+    with pytest.raises(ImportError, match=r"pip install 'wandb-gradwatch\[report\]'"):
+        save_workspace("someone", "loopback")
+
+
+# ---- against a server
+
+
+class Views:
+    """A server's reports and saved views."""
+
+    def __init__(self, server: LoopbackServer) -> None:
+        self.views: dict[str, dict[str, Any]] = {}
+        self.charts: list[dict[str, Any]] = []
+        unread = {"entityName": ENTITY, "createdAt": "2025-01-01T00:00:00Z", "isBenchmark": False, "user": None}
+        server.graphql |= {
+            "ProjectViews": lambda sent: self._list(sent["project"], "runs"),
+            "View": lambda sent: self._list(sent["name"], sent["viewType"], sent["viewName"]),
+            "SpecificReport": lambda sent: {"view": self.views[sent["reportId"]]},
+            "upsertView": self._upsert,
+            "UpsertView2": self._upsert,
+            "CreateCustomChart": self._create_chart,
+            "GetProjects": {
+                "models": {
+                    "edges": [{"node": {"id": "project", "name": PROJECT, **unread}, "cursor": "1"}],
+                    "pageInfo": {"endCursor": "1", "hasNextPage": False},
+                }
+            },
+        }
+
+    def of_type(self, kind: str) -> list[dict[str, Any]]:
+        return [view for view in self.views.values() if view["type"] == kind]
+
+    def _list(self, project: str, kind: str, name: str | None = None) -> dict[str, Any]:
+        if project != PROJECT:
+            return {"project": None}
+        found = [view for view in self.of_type(kind) if name in (None, view["name"])]
+        edges = [{"node": view, "cursor": view["id"]} for view in found]
+        return {"project": {"allViews": {"edges": edges, "pageInfo": {"endCursor": None, "hasNextPage": False}}}}
+
+    def _upsert(self, sent: dict[str, Any]) -> dict[str, Any]:
+        view_id = sent.get("id") or base64.b64encode(f"View:{len(self.views) + 1}".encode()).decode()
+        inserted = view_id not in self.views
+        self.views[view_id] = {
+            **{key: sent[key] for key in ("name", "displayName", "description", "type", "spec")},
+            "id": view_id,
+            "project": {"id": "project", "name": sent["projectName"], "entityName": sent["entityName"]},
+            "user": {"username": ENTITY, "photoUrl": None, "email": None},
+            "createdAt": "2025-01-01T00:00:00Z",
+            "updatedAt": f"2025-01-01T00:00:{len(self.views):02}Z",
+        }
+        return {"upsertView": {"view": self.views[view_id], "inserted": inserted}}
+
+    def _create_chart(self, sent: dict[str, Any]) -> dict[str, Any]:
+        self.charts.append(sent)
+        return {"createCustomChart": {"chart": {"id": f"{sent['entity']}/{sent['chartName']}"}}}
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopbackServer]:
+    with LoopbackServer() as server:
+        wandb.teardown()  # what this process knows of servers and keys
+        for name, value in {**server.environment(), "HOME": str(tmp_path), "WANDB_SILENT": "true"}.items():
+            monkeypatch.setenv(name, value)
+        yield server
+        wandb.teardown()
+
+
+def test_a_saved_report_loads_back_with_all_its_panels(server: LoopbackServer) -> None:
+    Views(server)
+    url = create_report(ENTITY, PROJECT, "abcd1234")
+    assert f"/{ENTITY}/{PROJECT}/reports/Gradients-of-run-abcd1234--" in url
+    loaded = reports.Report.from_url(url)
+    expected = [panel for section in SECTIONS for panel in section.panels]
+    plots = line_plots(loaded.blocks)
+    assert [(plot.title, keys(plot), plot.metric_regex, plot.log_y) for plot in plots] == [
+        (panel.title, list(panel.metrics), panel.pattern, panel.log_y) for panel in expected
+    ]
+    assert axes(plots) == {STEP_KEY}
+    charts = [p for b in loaded.blocks if isinstance(b, reports.PanelGrid) for p in b.panels]
+    assert f"{ENTITY}/{CHART_NAME}" in [getattr(panel, "chart_name", None) for panel in charts]
+
+
+def test_saving_a_report_twice_updates_it(server: LoopbackServer) -> None:
+    views = Views(server)
+    first = create_report(ENTITY, PROJECT)
+    assert create_report(ENTITY, PROJECT, alerts=[RecordedAlert("NaN gradient", "now", "ERROR", 7)]) == first
+    assert len(views.of_type("runs")) == 1
+    assert "NaN gradient · step 7" in views.of_type("runs")[0]["spec"]
+    # Another run's report, and one that is named by its address, are their own.
+    other = create_report(ENTITY, PROJECT, "abcd1234")
+    assert other != first
+    assert len(views.of_type("runs")) == 2
+    renamed = create_report(ENTITY, PROJECT, "abcd1234", title="Another title", url=other)
+    assert renamed.rpartition("--")[2] == other.rpartition("--")[2]
+    assert sorted(view["displayName"] for view in views.of_type("runs")) == ["Another title", "Gradients"]
+
+
+def test_a_refused_chart_costs_its_panel_and_not_the_report(
+    server: LoopbackServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    views = Views(server)
+    del server.graphql["CreateCustomChart"]
+    create_report(ENTITY, PROJECT)
+    assert "no layers x steps chart" in caplog.text
+    assert CHART_NAME not in views.of_type("runs")[0]["spec"]
+    caplog.clear()
+    create_report(ENTITY, PROJECT, flow_chart=False)
+    assert caplog.text == ""
+
+
+def test_a_saved_workspace_loads_back_and_saving_it_twice_updates_it(server: LoopbackServer) -> None:
+    views = Views(server)
+    url = save_workspace(ENTITY, PROJECT)
+    loaded = workspaces.Workspace.from_url(url)
+    assert [section.name for section in loaded.sections] == [section.words.title for section in SECTIONS]
+    assert loaded.settings.x_axis == STEP_KEY
+    assert loaded.auto_generate_panels is False
+    assert [p.metric_regex for p in loaded.sections[1].panels[:-1]] == [p.pattern for p in SECTIONS[1].panels]
+    assert save_workspace(ENTITY, PROJECT) == url
+    assert save_workspace(ENTITY, PROJECT, name="Renamed", url=url) == url
+    assert [view["displayName"] for view in views.of_type("project-view")] == ["Renamed"]
+    assert save_workspace(ENTITY, PROJECT, name="Another") != url
+    assert len(views.of_type("project-view")) == 2
+
+
+def test_a_project_that_is_not_there_is_never_made_by_a_typing_error(server: LoopbackServer) -> None:
+    views = Views(server)
+    for save in (create_report, save_workspace):
+        with pytest.raises(ValueError, match="there is no project someone/typo, or you have no access to it"):
+            save(ENTITY, "typo")
+    assert views.views == {}
+
+
+def test_a_server_that_refuses_is_quoted(server: LoopbackServer) -> None:
+    Views(server)
+    for operation, save in (("upsertView", create_report), ("UpsertView2", save_workspace)):
+        del server.graphql[operation]
+        with pytest.raises(RuntimeError, match=f"W&B did not answer as expected.*does not know '{operation}'"):
+            save(ENTITY, PROJECT)
+
+
+def test_without_a_login_wandb_itself_says_so(server: LoopbackServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WANDB_API_KEY")
+    for save in (create_report, save_workspace):
+        with pytest.raises(wandb.Error, match="wandb login"):
+            save(ENTITY, PROJECT)
+
+
+def test_bad_titles_and_addresses_are_refused(server: LoopbackServer) -> None:
+    Views(server)
+    with pytest.raises(ValueError, match="has 200 characters; W&B allows 128"):
+        create_report(ENTITY, PROJECT, title="x" * 200)
+    with pytest.raises(ValueError, match="is not a report's address"):
+        create_report(ENTITY, PROJECT, url=f"{server.url}/someone/loopback")
