@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from ..rules.baseline import Growth, steady_growth
 from ..rules.depth import DepthTrend, trend_of
-from ..rules.fading import dead_units
+from ..rules.layers import dead_units, modules_of
 from ..snapshot import Snapshot
 from ..statistics.columns import Column, FloatArray
 
@@ -200,23 +200,18 @@ class Evidence:
 
     def batch_norms(self) -> list[int]:
         """Places of the batch norms among the modules: by their kind, else by a weight as long as its bias."""
+        size_P = np.max(np.nan_to_num(self.history.num_elements), axis=0)
+        sizes: list[list[float]] = [[] for _ in self.by_module.names]
+        for place, size in zip(modules_of(self.history.names).of_parameter, size_P.tolist(), strict=True):
+            sizes[place].append(size)
         places = []
         for place, module in enumerate(self.by_module.names):
             kind = self.modules.get(module)
-            if kind is not None:
-                if "BatchNorm" in kind:
-                    places.append(place)
-                continue
-            sizes = self._sizes_of(module)
-            if len(sizes) == 2 and sizes[0] == sizes[1] and "ln" not in module and "layernorm" not in module.lower():
+            as_long = len(sizes[place]) == 2 and sizes[place][0] == sizes[place][1]
+            looks_like = as_long and "ln" not in module and "layernorm" not in module.lower()
+            if looks_like if kind is None else "BatchNorm" in kind:
                 places.append(place)
         return places
-
-    def _sizes_of(self, module: str) -> list[float]:
-        size_P = np.nanmax(np.nan_to_num(self.history.num_elements), axis=0)
-        return [
-            float(size_P[index]) for index, name in enumerate(self.history.names) if name.rpartition(".")[0] == module
-        ]
 
     def recurrent(self) -> list[int]:
         """Indices of the recurrent parameters, by the kind of their module or by torch's names for them."""

@@ -8,6 +8,7 @@ import numpy as np
 
 from ..snapshot import Snapshot
 from ..statistics.columns import FloatArray
+from .layers import module_norms
 
 # L layers in model order, the first nearest the input
 
@@ -36,7 +37,7 @@ def depth_trend(snapshot: Snapshot, sample: int) -> DepthTrend | None:
 
     Parameters are merged into their module first, because a bias and a weight of one layer differ for other reasons.
     """
-    return trend_of(snapshot.by_group("module").names, snapshot.by_group("module").grad_norm[sample])
+    return trend_of(*module_norms(snapshot, sample))
 
 
 def trend_of(names_L: tuple[str, ...], norms_L: FloatArray) -> DepthTrend | None:

@@ -13,6 +13,7 @@ from ..snapshot import Snapshot
 from ..statistics.columns import FloatArray
 from .base import Alert
 from .depth import DepthTrend, depth_trend
+from .layers import dead_units
 from .memory import PerName
 from .words import number, sentence, worst_first
 
@@ -104,27 +105,6 @@ class VanishingGradient:
         self._num_small, self._num_faded = int(state["num_small"]), int(state["num_faded"])
         self._last_large = math.nan if state["last_large"] is None else float(state["last_large"])
         self._converged = bool(state["converged"])
-
-
-def dead_units(snapshot: Snapshot, sample: int) -> tuple[tuple[str, ...], FloatArray]:
-    """Each module's share of dead units at one sample: the modules' names [L] and shares [L], NaN where missing.
-
-    A dead unit's weights and bias are dead alike, so the least dead of a module's parameters bounds its share. Other
-    zeros are innocent: rows of an embedding that no token uses, columns of inputs that are always 0, a bias that a
-    batch norm cancels. A module without a bias could be an embedding, and counts only if all of it is dead.
-    """
-    dead_P, of_module = snapshot.dead_ratio[sample], dict[str, list[float]]()
-    biased = set()
-    for name, dead in zip(snapshot.names, dead_P.tolist(), strict=True):
-        module, _, parameter = name.rpartition(".")
-        of_module.setdefault(module or name, []).append(dead)
-        if "bias" in parameter:
-            biased.add(module or name)
-    shares = []
-    for module, parameters in of_module.items():
-        share = min((dead for dead in parameters if not math.isnan(dead)), default=math.nan)
-        shares.append(share if module in biased or math.isnan(share) else float(share == 1.0))
-    return tuple(of_module), np.array(shares)
 
 
 @dataclass(kw_only=True)
