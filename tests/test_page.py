@@ -18,7 +18,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wandb_gradwatch.dashboards.histograms import HistogramCollector, resample
-from wandb_gradwatch.dashboards.history import GLOBAL_KEYS, HistogramSeries, RecordedAlert, RunHistory, natural_order
+from wandb_gradwatch.dashboards.history import (
+    GLOBAL_KEYS,
+    HistogramSeries,
+    RecordedAlert,
+    RecordedTable,
+    RunHistory,
+    natural_order,
+)
 from wandb_gradwatch.dashboards.page import ASSETS, LIBRARY_SCRIPT, LIBRARY_STYLE, render_page, write_page
 from wandb_gradwatch.dashboards.payload import (
     CODE_FIRST,
@@ -104,7 +111,18 @@ def test_names_follow_the_model_where_the_configuration_tells_it_and_numbers_els
     values = {f"grad_norm/{name}": np.ones(2) for name in ("layers/10/w", "layers/2/w", "embed", "head")}
     assert small_history(values=values).names == ["embed", "head", "layers/2/w", "layers/10/w"]
     told = {"gradwatch": {"names": ["embed", "layers.2.w", "layers.10.w", "head"]}}
-    assert small_history(values=values, config=told).names == ["embed", "layers/2/w", "layers/10/w", "head"]
+    in_order = ["embed", "layers/2/w", "layers/10/w", "head"]
+    assert small_history(values=values, config=told).names == in_order
+    assert small_history(values=values, config=told).in_model_order
+    assert not small_history(values=values).in_model_order
+    recorded = RecordedTable(["step", "name"], [[7, "embed"], [7, "layers.2.w"], [7, "layers.10.w"], [7, "head"]])
+    assert small_history(values=values, flight_recorder=recorded).names == in_order
+
+
+def test_a_group_stands_where_its_first_parameter_does() -> None:
+    values = {f"grad_norm/{name}": np.ones(2) for name in ("a", "b", "c/0")}
+    recorded = RecordedTable(["name"], [["c.0.weight"], ["c.0.bias"], ["b.weight"], ["a.weight"]])
+    assert small_history(values=values, flight_recorder=recorded).names == ["c/0", "b", "a"]
 
 
 @given(st.lists(st.integers(0, 10**6)), st.text(), st.text(st.characters(exclude_categories=["Nd", "No"])))

@@ -48,6 +48,13 @@ class RecordedTable:
     columns: Sequence[str]
     rows: Sequence[Sequence[Any]]
 
+    def column(self, name: str) -> list[Any]:
+        """The cells of one column; none where the table has no such column."""
+        if name not in self.columns:
+            return []
+        index = list(self.columns).index(name)
+        return [row[index] for row in self.rows if index < len(row)]
+
 
 @dataclass(frozen=True, eq=False)
 class HistogramSeries:
@@ -112,19 +119,37 @@ class RunHistory:
     def names(self) -> list[str]:
         """The watched names, as they stand in the keys (`/` for `.`).
 
-        In the model's order where the run's configuration tells it (`gradwatch.names`), the others after them in
-        natural order: layer 2 before layer 10.
+        In the model's order where the run tells it, the others after them in natural order: layer 2 before layer 10.
         """
         found = dict.fromkeys(
             key.split("/", 1)[1] for key in self.values if key.split("/", 1)[0] in NAME_METRICS and "/" in key
         )
         found.update(dict.fromkeys(self.histograms))
-        settings = self.config.get("gradwatch")
-        told = settings.get("names") if isinstance(settings, Mapping) else None
-        place = {
-            str(name).replace(".", "/"): index for index, name in enumerate(told if isinstance(told, list) else [])
-        }
+        place = self._places()
         return sorted(found, key=lambda name: (place.get(name, len(place)), natural_order(name)))
+
+    @property
+    def in_model_order(self) -> bool:
+        """Whether the order of the names is the model's, from input to output."""
+        place = self._places()
+        return bool(self.names) and all(name in place for name in self.names)
+
+    def _places(self) -> dict[str, int]:
+        """Names, and the modules that they are in, with their place in the model.
+
+        A W&B history forgets the order of its keys. The flight recorder's table keeps it, and so does a list of names
+        in the run's configuration, under `gradwatch`.
+        """
+        settings = self.config.get("gradwatch")
+        told: object = settings.get("names") if isinstance(settings, Mapping) else None
+        if not isinstance(told, list):
+            told = self.flight_recorder.column("name") if self.flight_recorder is not None else []
+        place: dict[str, int] = {}
+        for name in dict.fromkeys(str(name).replace(".", "/") for name in told):
+            parts = name.split("/")
+            for depth in range(len(parts), 0, -1):
+                place.setdefault("/".join(parts[:depth]), len(place))
+        return place
 
     def of_names(self, metric: str) -> FloatArray:
         """One per-name metric: [R, P], NaN where it was not logged."""

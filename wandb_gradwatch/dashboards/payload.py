@@ -98,6 +98,7 @@ def build_payload(history: RunHistory) -> tuple[dict[str, Any], Blob]:
             if key in history.values and not np.isnan(history.values[key]).all()
         },
         "names": names,
+        "inModelOrder": history.in_model_order,
         "columns": [steps.tolist() for steps in pool_steps(history.steps, columns)],
         "pooledColumns": columns,
         "metrics": _metrics(history, columns, blob),

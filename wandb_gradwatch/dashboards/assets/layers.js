@@ -50,7 +50,7 @@ function layersCard() {
       "div",
       { class: "controls" },
       segmented("Metric", metrics.map((key) => [key, METRICS[key].label]), view.metric, setMetric),
-      segmented("Order", [["model", "By name"], ["interest", "Most changed"]], "model", (value) => {
+      segmented("Order", [["model", content.inModelOrder ? "Model order" : "By name"], ["interest", "Most changed"]], "model", (value) => {
         sorted = value === "interest";
         order();
       }),
