@@ -41,6 +41,21 @@ def isolated_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             sys.modules["wandb"].teardown()
 
 
+@pytest.fixture(scope="session")
+def script_environment(isolated_home: Path) -> Callable[..., dict[str, str]]:
+    """The environment of a script in a process of its own: `script_environment(WANDB_DIR=...)`.
+
+    For runs on the loopback server add `**loopback.environment()`.
+    """
+
+    def environment(**more: str) -> dict[str, str]:
+        # wandb.init() leaves the address of this process's wandb-core in WANDB_SERVICE: a script must start its own.
+        inherited = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}
+        return inherited | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | more
+
+    return environment
+
+
 @pytest.fixture
 def loopback() -> Iterator[LoopbackServer]:
     """A W&B server on 127.0.0.1: see `loopback.py`."""

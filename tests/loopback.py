@@ -107,7 +107,7 @@ class LoopbackServer:
         }
         self._lock = threading.RLock()
         self._faults: list[_Fault] = []
-        self._stopping = threading.Event()  # lets hanging requests go
+        self._hanging_ends = threading.Event()
         self._server = _QuietServer(("127.0.0.1", 0), _handler(self))
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
 
@@ -118,7 +118,7 @@ class LoopbackServer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stopping.set()
+        self.heal()
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -166,15 +166,17 @@ class LoopbackServer:
 
         Args:
             operation: a GraphQL operation, "file_stream", "upload", or "*" for everything.
-            trouble: "500", "hang" (no answer until the server stops) or "drop" (the connection closes).
+            trouble: "500", "hang" (no answer until `heal`) or "drop" (the connection closes).
         """
         with self._lock:
             self._faults.append(_Fault(operation, trouble, times))
 
     def heal(self) -> None:
-        """End all faults; requests that hang go on hanging."""
+        """End all faults; connections that hang are dropped, so that the client asks again."""
         with self._lock:
             self._faults.clear()
+            self._hanging_ends.set()
+            self._hanging_ends = threading.Event()
 
     def resume(self, run_name: str, *, last_step: int) -> None:
         """Make a run resumable that has logged the steps 0 to `last_step`."""
@@ -212,8 +214,11 @@ class LoopbackServer:
                     return fault.trouble
         return None
 
-    def wait_for_stop(self) -> None:
-        self._stopping.wait()
+    def hang(self) -> None:
+        with self._lock:
+            ends = self._hanging_ends if self._faults else None
+        if ends is not None:
+            ends.wait()
 
     def record(self, operation: str, path: str, body: Any) -> None:
         with self._lock:
@@ -323,7 +328,7 @@ def _handler(server: LoopbackServer) -> type[BaseHTTPRequestHandler]:
                 self._send(200, reply())
             else:
                 if trouble == "hang":
-                    server.wait_for_stop()
+                    server.hang()
                 self.close_connection = True
                 self.connection.shutdown(socket.SHUT_RDWR)
 

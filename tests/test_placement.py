@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import signal
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -254,6 +255,41 @@ def test_a_last_flush_is_asked_for_before_the_end() -> None:
     run.log({"loss": 0})
     run.finish()
     assert run.core.rows == [(0, {"loss": 0}), (1, {"own": "7"})]
+
+
+def test_a_last_flush_that_fails_does_not_take_the_waiting_rows_with_it(said: Any) -> None:
+    run = ModelRunWithLog()
+    placement = Placement(run)
+    placement.put("watcher", OwnRow([0]))
+    placement.before_end(lambda: 1 / 0)
+    run.finish()
+    assert run.core.rows == [(0, {"own": "0"})]
+    assert said() == ["The last gradients were not all logged to W&B."]
+
+
+def test_a_last_flush_that_was_taken_back_is_not_called() -> None:
+    run = ModelRunWithLog()
+    forget = Placement(run).before_end(lambda: pytest.fail("called"))
+    forget()
+    run.finish()
+
+
+def test_a_signal_handler_may_finish_the_run_at_any_moment() -> None:
+    # SIGUSR1 before preemption: the handler runs in the middle of put(), which holds its lock while rows merge.
+    class Interrupting(OwnRow):
+        def merge(self, later: OwnRow) -> OwnRow:
+            signal.raise_signal(signal.SIGUSR1)
+            return super().merge(later)
+
+    run = ModelRunWithLog()
+    placement = Placement(run, max_waiting=1)
+    before = signal.signal(signal.SIGUSR1, lambda *_: run.finish())
+    try:
+        placement.put("watcher", Interrupting([0]))
+        placement.put("watcher", Interrupting([1]))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert split_rows(run.core.rows)[1] == [0, 1]
 
 
 def test_a_timestamp_that_the_user_gave_stays() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -42,12 +41,14 @@ _ENDINGS = {
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[subprocess.CompletedProcess[str], Path]]:
+def ended(
+    tmp_path_factory: pytest.TempPathFactory, script_environment: Any
+) -> dict[str, tuple[subprocess.CompletedProcess[str], Path]]:
     """Run all scripts side by side: starting Python and wandb is what takes the time."""
     started = {}
     for ending, (line, _) in _ENDINGS.items():
         directory = tmp_path_factory.mktemp("ending")
-        environment = os.environ | {"WANDB_DIR": str(directory), "PYTHONPATH": os.pathsep.join(map(str, sys.path))}
+        environment = script_environment(WANDB_DIR=str(directory))
         script = _SCRIPT.replace("{package}", repr(_PACKAGE)) + line
         process = subprocess.Popen(
             [sys.executable, "-c", script], env=environment, stderr=subprocess.PIPE, text=True, cwd=directory

@@ -280,6 +280,17 @@ def test_a_last_flush_when_the_run_ends(offline_run: Any) -> None:
     assert [row["gradwatch/step"] for row in history(offline_run)] == [5]
 
 
+def test_a_closed_sink_lets_go_of_what_it_was_given(offline_run: Any) -> None:
+    sink = WandbSink(offline_run)
+    sink.before_run_ends(lambda: pytest.fail("called"))
+    sink.write(window({"a": [1.0]}, first_step=0))
+    sink.close()
+    sink.close()
+    sink.write(window({"a": [1.0]}, first_step=1))
+    offline_run.finish()
+    assert [row["gradwatch/step"] for row in history(offline_run)] == [0]
+
+
 def test_commit_makes_rows_of_our_own_at_once(start_run: Any, loopback: Any) -> None:
     run = start_run(server=loopback)
     sink = WandbSink(run, commit=True)
@@ -326,7 +337,7 @@ def test_a_server_in_trouble_loses_nothing(start_run: Any, loopback: Any, troubl
 
 def test_a_server_that_hangs_does_not_hold_training_up(start_run: Any, loopback: Any) -> None:
     # Nothing here waits for an answer; were it otherwise, the test would not get to its end.
-    run = start_run(server=loopback, settings={"finish_timeout": 1.0})
+    run = start_run(server=loopback)
     sink = WandbSink(run)
     loopback.fault("*", "hang")
     for step in range(50):
@@ -335,6 +346,9 @@ def test_a_server_that_hangs_does_not_hold_training_up(start_run: Any, loopback:
         run.log({"loss": step}, step=7 * step)
     loopback.heal()
     run.finish()
+    recorded = loopback.runs[run.id]
+    assert [row["gradwatch/step"] for row in recorded.history] == [row["loss"] for row in recorded.history]
+    assert (len(recorded.history), len(recorded.alerts)) == (50, 50)
 
 
 # ---- arguments

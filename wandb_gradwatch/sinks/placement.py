@@ -12,6 +12,8 @@ So, while the user may still log, we never commit, and never take a step that th
 - Otherwise rows wait, and neighbours merge when too many do.
 - When the run ends, nobody logs any more, and the rest is committed row by row.
 
+A process that is killed (SIGKILL) loses the rows that wait, as it loses W&B's own open row.
+
 Two views of the open row exist. We mirror W&B's rule at `run._log`, which every log call of the process passes
 through. `run.step`, which asks W&B itself, checks the mirror where a wrong one would lose a row (another process that
 logs is not seen), and replaces it where `_log` does not exist.
@@ -82,7 +84,9 @@ class Placement:
         self._shared = run.settings.mode == "shared"  # there the server orders rows: every writer just logs
         self._waiting: deque[_Waiting] = deque()
         self._parts: deque[dict[str, Any]] = deque()  # of the row whose placing has begun
-        self._waiting_lock = threading.Lock()  # never held while logging, so that write() never waits for a log call
+        # Never held while logging, so that put() never waits for a log call. Both are re-entrant, because a signal
+        # handler may log or finish the run in the middle of anything here.
+        self._waiting_lock = threading.RLock()
         self._log_lock = threading.RLock()  # held from looking at the open row to the end of the log call
         self._before_end: list[Callable[[], object]] = []
         self._calls_at_last_put = -1
@@ -123,9 +127,19 @@ class Placement:
             self._log_where_nothing_of_ours_is()
         self._calls_at_last_put = self.num_user_calls
 
-    def before_end(self, callback: Callable[[], object]) -> None:
-        """Call back once when the run ends, while rows can still be put: the moment of a last flush."""
+    def before_end(self, callback: Callable[[], object]) -> Callable[[], None]:
+        """Call back once when the run ends, while rows can still be put: the moment of a last flush.
+
+        Returns:
+            A function that takes the request back.
+        """
         self._before_end.append(callback)
+
+        def forget() -> None:
+            if callback in self._before_end:
+                self._before_end.remove(callback)
+
+        return forget
 
     def _merge_neighbours(self) -> None:
         """Merge the two neighbours of one owner that together hold the fewest windows; the oldest of equals."""
@@ -143,8 +157,10 @@ class Placement:
             return  # as many owners as rows
         num_windows, previous, index = best
         earlier, later = self._waiting[previous], self._waiting[index]
-        self._waiting[index] = _Waiting(later.owner, earlier.row.merge(later.row), num_windows)
-        del self._waiting[previous]
+        merged = _Waiting(later.owner, earlier.row.merge(later.row), num_windows)
+        if index < len(self._waiting) and self._waiting[previous] is earlier:  # else a signal handler ended the run
+            self._waiting[index] = merged
+            del self._waiting[previous]
 
     # ---- out
 
@@ -307,7 +323,8 @@ class Placement:
 
         run.finish(), wandb.finish(), `with wandb.init()` and a second wandb.init() run the teardown hooks. A script
         that just ends, sys.exit(), an exception and Ctrl-C do not: there, atexit calls the newest handler first, so
-        ours, registered after wandb.init(), runs before the one that ends W&B's process.
+        ours, registered after wandb.init(), runs before the one that ends W&B's process. (A handler of the user's own
+        that logs, registered between wandb.init() and us, runs after ours: its rows follow ours.)
         """
         atexit.register(self._end_at_exit)
         try:
@@ -332,19 +349,19 @@ class Placement:
         """Log everything that waits, and give the run back as it was. Idempotent; never raises."""
         if self.ended:
             return
-        try:
-            callbacks, self._before_end = self._before_end, []
-            for callback in callbacks:
-                callback()
-            self._log_all()
-        except Exception:
-            logger.exception("The last gradient rows were not logged to W&B.")
+        callbacks, self._before_end = self._before_end, []
+        for log in (*callbacks, self._log_all):
+            try:
+                log()
+            except Exception:
+                logger.exception("The last gradients were not all logged to W&B.")
         self._stop()
 
     def _stop(self) -> None:
         self.ended = True
         self._waiting.clear()
         self._parts.clear()
+        self._before_end.clear()
         atexit.unregister(self._end_at_exit)
         if self._sees_calls and vars(self._run).get("_log") == self._user_log:
             del vars(self._run)["_log"]

@@ -59,6 +59,7 @@ class WandbSink:
         self._commit = commit
         self._pictures = Pictures()
         self._said: set[str] = set()
+        self._forget: list[Callable[[], None]] = []
         self._placement: Placement | None = None
         if not run.disabled:
             self._placement = placement_of(run)
@@ -68,9 +69,12 @@ class WandbSink:
         return f"WandbSink(run={self._run.id!r})"
 
     def before_run_ends(self, callback: Callable[[], object]) -> None:
-        """Call back once when the run ends, however it ends, while `write` and `alert` still work: for a last flush."""
+        """Call back once when the run ends, however it ends, while `write` and `alert` still work: for a last flush.
+
+        `close` takes the request back.
+        """
         if self._placement is not None:
-            self._placement.before_end(callback)
+            self._forget.append(self._placement.before_end(callback))
 
     def write(self, snapshot: Snapshot) -> None:
         """Log a snapshot when that leaves the user's rows as they are."""
@@ -90,7 +94,9 @@ class WandbSink:
 
     def close(self) -> None:
         """Write no more. Rows that still wait stay with the run and are logged before it ends; the run goes on."""
-        self._said.add("ended")
+        for forget in self._forget:
+            forget()
+        self._placement = None
 
     def _has_ended(self, placement: Placement) -> bool:
         if placement.ended:
