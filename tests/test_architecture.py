@@ -32,7 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "desk": {"statistics", "snapshot", "rules", "diagnosis"},
     "sinks": {"statistics", "snapshot", "rules", "terminal"},
     "dashboards": {"statistics", "snapshot", "rules", "diagnosis", "terminal"},
-    "modules": {"statistics", "snapshot", "rules"},
+    "modules": {"statistics", "snapshot", "rules", "capture"},
 }
 _BELOW_WATCH = set(MAY_IMPORT)
 MAY_IMPORT["watch"] = _BELOW_WATCH - {"dashboards"}

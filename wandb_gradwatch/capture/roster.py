@@ -39,9 +39,9 @@ class Roster:
     """
 
     def __init__(self, models: Models, *, include: NameFilter | None = None, exclude: NameFilter | None = None) -> None:
-        self._models = [(prefix, weakref.ref(model)) for prefix, model in _with_prefixes(models)]
-        self._include = _predicate(include, "include")
-        self._exclude = _predicate(exclude, "exclude")
+        self._models = [(prefix, weakref.ref(model)) for prefix, model in with_prefixes(models)]
+        self._include = name_predicate(include, "include")
+        self._exclude = name_predicate(exclude, "exclude")
         self._watched: dict[str, bool] = {}  # the filters' verdict on every name seen so far
         self.slot_of_name: dict[str, int] = {}
         self.names: list[str] = []
@@ -124,14 +124,20 @@ def _walk(module: nn.Module, prefix: str, seen: set[int]) -> Iterator[tuple[str,
             yield prefix + key, parameter
     for key, child in module._modules.items():
         if child is not None:
-            yield from _walk(child, prefix if _is_transparent(module, key) else f"{prefix}{key}.", seen)
+            yield from _walk(child, prefix if is_transparent(module, key) else f"{prefix}{key}.", seen)
 
 
-def _is_transparent(parent: nn.Module, key: str) -> bool:
+def is_transparent(parent: nn.Module, key: str) -> bool:
+    """Whether this child is the module that its parent only wraps: it has the parent's name."""
     return key in _TRANSPARENT_CHILDREN or (key == "module" and type(parent).__name__ in _TRANSPARENT_PARENTS)
 
 
-def _with_prefixes(models: Models) -> Iterable[tuple[str, nn.Module]]:
+def with_prefixes(models: Models) -> Iterable[tuple[str, nn.Module]]:
+    """Each model with what its names begin with; one alone has no prefix.
+
+    Raises:
+        TypeError, ValueError: as the Roster's.
+    """
     if isinstance(models, nn.Module):
         return [("", models)]
     if isinstance(models, Mapping):
@@ -151,7 +157,12 @@ def _with_prefixes(models: Models) -> Iterable[tuple[str, nn.Module]]:
     return named
 
 
-def _predicate(names: NameFilter | None, argument: str) -> Callable[[str], bool] | None:
+def name_predicate(names: NameFilter | None, argument: str) -> Callable[[str], bool] | None:
+    """The filter as a function; None where there is none.
+
+    Raises:
+        ValueError: not a regular expression; `argument` is its name in the message.
+    """
     if names is None:
         return None
     if callable(names):
