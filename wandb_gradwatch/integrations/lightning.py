@@ -90,9 +90,9 @@ class GradWatchCallback(_Callback):  # type: ignore[misc]
         self._watch_options = watch_options
         self._feed = SampleFeed()
         self._book: BatchBook | None = None
-        self._epoch = -1
-        self._epoch_stats = self.init_epoch_stats()
+        self._begin_epoch(0)
         self._state: dict[str, Any] = {}
+        self._is_restored = False
         self._said_frozen = False
 
     # ---- what a subclass may change
@@ -131,12 +131,18 @@ class GradWatchCallback(_Callback):  # type: ignore[misc]
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin to watch: everything is wrapped and restored, and neither a rate finder nor a sanity check runs."""
         self._end()
+        if not self._is_restored:
+            self._begin_epoch(trainer.current_epoch)
+        self._is_restored = False
         self._begin(trainer, pl_module)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         """A model that was frozen as a whole may be unfrozen later."""
         if self.watcher is None:
             self._begin(trainer, pl_module)
+        if self._epoch != trainer.current_epoch:
+            # Resumed from a checkpoint of its last batch, an epoch has no end, and the next one no start.
+            self._end_epoch(trainer)
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """The sample that is open now is of this batch, whenever it arrives."""
@@ -152,9 +158,7 @@ class GradWatchCallback(_Callback):  # type: ignore[misc]
         """Log the epoch's numbers."""
         self._wait_for_samples()
         self._log_due(trainer)
-        if self._epoch == trainer.current_epoch and self._epoch_stats:
-            self._log_epoch(trainer, self.compute_epoch_stats(self._epoch_stats))
-        self._epoch_stats = self.init_epoch_stats()
+        self._end_epoch(trainer)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Flush and stop watching."""
@@ -175,6 +179,7 @@ class GradWatchCallback(_Callback):  # type: ignore[misc]
             self._state = {
                 "step": int(self.watcher.step),
                 "epoch": self._epoch,
+                "num_updates": self._num_updates,
                 "epoch_stats": copy.deepcopy(self._epoch_stats),
             }
         return self._state
@@ -182,8 +187,9 @@ class GradWatchCallback(_Callback):  # type: ignore[misc]
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where the checkpoint was written."""
         self._state = dict(state_dict)
-        self._epoch = state_dict.get("epoch", -1)
-        self._epoch_stats = copy.deepcopy(state_dict.get("epoch_stats") or self.init_epoch_stats())
+        self._epoch, self._num_updates = state_dict["epoch"], state_dict["num_updates"]
+        self._epoch_stats = copy.deepcopy(state_dict["epoch_stats"])
+        self._is_restored = True
 
     # ---- watching
 
@@ -258,12 +264,22 @@ class GradWatchCallback(_Callback):  # type: ignore[misc]
             return
         self._book.enter(self._feed.take())
         for place, sample in self._book.take_new():
-            if not self.track_epochs:
-                continue
-            if place.epoch != self._epoch:  # also after a resume from an epoch's last batch, which has no epoch start
-                self._epoch, self._epoch_stats = place.epoch, self.init_epoch_stats()
-            if is_update(sample):
+            if self.track_epochs and is_update(sample) and place.epoch == self._epoch:
                 self.update_epoch_stats(self._epoch_stats, self.compute_batch_stats(sample))
+                self._num_updates += 1
+
+    def _begin_epoch(self, epoch: int) -> None:
+        self._epoch, self._num_updates, self._epoch_stats = epoch, 0, self.init_epoch_stats()
+
+    def _end_epoch(self, trainer: Any) -> None:
+        """Log the numbers of an epoch that has any, and begin the next."""
+        if self._num_updates:
+            step = _place(trainer, 0).batch - 1  # where Lightning writes an epoch's metrics: at its last batch
+            self._log(
+                trainer, trainer.loggers, self.epoch_prefix, self.compute_epoch_stats(self._epoch_stats), step=step
+            )
+        is_over = self._epoch == trainer.current_epoch
+        self._begin_epoch(trainer.current_epoch + 1 if is_over else trainer.current_epoch)
 
     def _named_numbers(self, step: int) -> dict[str, float]:
         """The numbers of a due step, for its row in W&B, which has the layers by itself."""
@@ -281,10 +297,6 @@ class GradWatchCallback(_Callback):  # type: ignore[misc]
             others = [each for each in trainer.loggers if not _is_wandb(each)]
             self._log(trainer, others, self.step_prefix, self.compute_batch_stats(sample), step=batch)
 
-    def _log_epoch(self, trainer: Any, numbers: Mapping[str, float]) -> None:
-        step = _place(trainer, 0).batch - 1  # where Lightning writes an epoch's metrics: at its last batch
-        self._log(trainer, trainer.loggers, self.epoch_prefix, numbers, step=step)
-
     def _log(
         self, trainer: Any, loggers: Iterable[Any], prefix: str, numbers: Mapping[str, float], *, step: int
     ) -> None:
@@ -292,7 +304,7 @@ class GradWatchCallback(_Callback):  # type: ignore[misc]
         name, and on several ranks asks for a collective to average what is equal on all of them."""
         if not numbers:
             return
-        for each in loggers:
+        for each in loggers if trainer.is_global_zero else ():
             each.log_metrics(_prefixed(prefix, numbers), step=step)
         whole = _prefixed(prefix, _without_layers(numbers))
         trainer.callback_metrics.update({name: torch.tensor(number) for name, number in whole.items()})

@@ -1,0 +1,194 @@
+"""Lightning: a training that is resumed from a checkpoint logs what the uninterrupted one would have logged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from frameworks import Recomputed, batches
+from test_lightning import Notes, Regression, approx, loader, pl, trainer_of
+
+from wandb_gradwatch.integrations.lightning import GradWatchCallback
+from wandb_gradwatch.sinks import MemorySink
+
+NUM_BATCHES = 6  # of an epoch
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.*"),
+    pytest.mark.filterwarnings("ignore:.*is not supported for partial.*"),
+]
+
+
+class KilledError(RuntimeError):
+    """Stands for the end of the process, right after a checkpoint was written."""
+
+
+class Saver(pl.Callback):  # type: ignore[misc]
+    """Write a checkpoint at one moment, and end the training there.
+
+    Args:
+        path: where to.
+        moment: the hook.
+        when: (epoch, batch).
+    """
+
+    def __init__(self, path: Path, moment: str, when: tuple[int, int]) -> None:
+        self.path, self.moment, self.when = path, moment, when
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.moment == "on_train_batch_end" and self.when == (trainer.current_epoch, batch_idx):
+            self._save(trainer)
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        if self.moment == "on_validation_end" and self.when[0] == trainer.current_epoch and not trainer.sanity_checking:
+            self._save(trainer)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        if self.moment == "on_train_epoch_end" and self.when[0] == trainer.current_epoch:
+            self._save(trainer)
+
+    def _save(self, trainer: Any) -> None:
+        trainer.save_checkpoint(self.path)
+        raise KilledError
+
+
+class ResumableData:
+    """Batches in order, that go on where a checkpoint was written: Lightning saves the state of such a loader."""
+
+    def __init__(self, count: int) -> None:
+        self._batches = batches(count)
+        self._begin = self._given = 0
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        begin, self._begin = self._begin, 0
+        for place in range(begin, len(self._batches)):
+            self._given = place + 1
+            yield self._batches[place]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"begin": self._given % len(self._batches)}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._begin = state["begin"]
+
+
+class Validated(Regression):
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.log("val", batch.mean())
+
+
+def uninterrupted(epochs: int) -> list[float]:
+    module = Regression()
+    trainer_of([], max_epochs=epochs).fit(module, loader(NUM_BATCHES))
+    return module.expected.norms
+
+
+@pytest.mark.parametrize(
+    ("moment", "when"),
+    [
+        pytest.param("on_train_batch_end", (1, 2), id="mid-epoch"),
+        pytest.param("on_train_batch_end", (0, 0), id="first-batch"),
+        pytest.param("on_train_batch_end", (1, 5), id="last-batch"),
+        pytest.param("on_validation_end", (1, 5), id="validation-end"),
+        pytest.param("on_train_epoch_end", (1, 5), id="epoch-end"),
+    ],
+)
+def test_a_resumed_training_has_the_numbers_of_one_that_ran_through(
+    moment: str, when: tuple[int, int], tmp_path: Path
+) -> None:
+    path = tmp_path / "checkpoint.ckpt"
+    before = Notes()
+    validated = {"num_sanity_val_steps": 0} if moment == "on_validation_end" else {}
+    validation = (loader(1),) if validated else ()
+    kind = Validated if validated else Regression
+    with pytest.raises(KilledError):
+        trainer_of([GradWatchCallback(), Saver(path, moment, when)], notes=before, max_epochs=3, **validated).fit(
+            kind(), ResumableData(NUM_BATCHES), *validation
+        )
+
+    after, memory = Notes(), MemorySink()
+    trainer_of(GradWatchCallback(sinks=[memory]), notes=after, max_epochs=3, **validated).fit(
+        kind(), ResumableData(NUM_BATCHES), *validation, ckpt_path=path
+    )
+    norms = uninterrupted(3)
+    begin = when[0] * NUM_BATCHES + when[1] + 1  # the first batch after the checkpoint
+    assert [value for _, value in after.series("train/grad_norm")] == approx(norms[begin:])
+    means = [sum(norms[e * NUM_BATCHES : (e + 1) * NUM_BATCHES]) / NUM_BATCHES for e in range(3)]
+    # Of an epoch whose last batch is in the checkpoint Lightning may not call the end again; it is logged all the same.
+    is_logged = moment == "on_train_epoch_end"
+    ended = [e for e in range(3) if (e + 1) * NUM_BATCHES > begin - (not is_logged)]
+    expected = [((e + 1) * NUM_BATCHES - 1, approx(means[e])) for e in ended]
+    assert after.series("train_epoch/grad_norm") == expected
+    samples = memory.merged()
+    assert samples is not None
+    assert samples.steps.tolist() == list(range(begin + 1, 3 * NUM_BATCHES + 1))  # steps go on, too
+
+
+def test_the_steps_axis_goes_on_after_a_mid_epoch_resume(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint.ckpt"
+    with pytest.raises(KilledError):
+        trainer_of([GradWatchCallback(), Saver(path, "on_train_batch_end", (0, 2))], notes=Notes()).fit(
+            Regression(), loader(NUM_BATCHES)
+        )
+    after, own = Notes(), []
+    module = Regression()
+    module.on_train_batch_end = lambda *_: own.append(trainer.fit_loop.epoch_loop._batches_that_stepped)  # type: ignore[method-assign]
+    trainer = trainer_of(GradWatchCallback(), notes=after)
+    trainer.fit(module, loader(NUM_BATCHES), ckpt_path=path)
+    # The Trainer's own rows of these batches are the measure.
+    assert [step for step, _ in after.series("train/grad_norm")] == [step for step, _ in after.series("loss")]
+    assert [step for step, _ in after.series("train/grad_norm")] == own
+
+
+def test_the_state_is_plain_and_a_copy(tmp_path: Path) -> None:
+    """Lightning loads checkpoints with weights_only=True: numbers, strings, lists, dicts."""
+    callback = GradWatchCallback()
+    trainer = trainer_of(callback, enable_checkpointing=True, default_root_dir=tmp_path)
+    trainer.fit(Regression(), loader(3))
+    trainer.save_checkpoint(tmp_path / "end.ckpt")
+    loaded = torch.load(tmp_path / "end.ckpt", weights_only=True)["callbacks"][callback.state_key]
+    assert loaded["step"] == 3
+    assert loaded == callback.state_dict()
+    other = GradWatchCallback()
+    other.load_state_dict(loaded)
+    other._epoch_stats["grad_norm"] = (99, 0.0)
+    assert loaded == callback.state_dict()
+
+
+def test_the_rules_remember_what_was_usual(tmp_path: Path) -> None:
+    """A spike right after a resume is one against the steps before it."""
+    path, alerts = tmp_path / "checkpoint.ckpt", []
+    with pytest.raises(KilledError):
+        trainer_of([GradWatchCallback(), Saver(path, "on_train_batch_end", (0, 29))]).fit(
+            Regression(lr=1e-4), loader(40)
+        )
+
+    class Spikes(Regression):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            return super().training_step(batch, batch_idx) * (1000.0 if batch_idx == 30 else 1.0)
+
+    trainer_of(GradWatchCallback(on_alert=alerts.append)).fit(Spikes(lr=1e-4), loader(40), ckpt_path=path)
+    assert [(alert.title, alert.step) for alert in alerts] == [("Exploding gradient", 31)]
+
+
+def test_two_instances_keep_their_states_apart() -> None:
+    keys = {GradWatchCallback(step_prefix=prefix).state_key for prefix in ("a/", "b/")}
+    assert len(keys) == 2
+    assert GradWatchCallback().state_key == GradWatchCallback(per_layer=True).state_key
+
+
+def test_recomputed_is_a_second_opinion() -> None:
+    """The measure of these tests can tell a wrong number: another batch has another norm."""
+    module = Regression()
+    looks = Recomputed(module.net)
+    first, second = loader(2)
+    looks.look([first])
+    looks.look([second])
+    assert looks.norms[0] != approx(looks.norms[1])
