@@ -157,6 +157,12 @@ def test_an_alert_carries_the_diagnosis_in_place_of_its_general_cause():
     assert "Remedy: look at the batch of this step" in told.text
 
 
+def test_the_first_alert_of_too_high_a_learning_rate_says_so_with_one_update_to_look_at():
+    samples = trainings.wild_mlp(seed=0).run(2)
+    (alert,) = ExplodingGradient().check(samples)
+    assert "learning rate too high (the update of step 1 alone changed" in with_diagnosis(alert, samples).text
+
+
 def test_an_alerts_diagnosis_looks_at_no_later_sample_and_at_fitting_causes_only():
     calm = of_norms([1.0] * 30)
     later = of_norms([1e6], start=31)

@@ -320,14 +320,26 @@ def test_loras_first_step_is_not_dead():
         assert list(check.check(together([first, *later]))) == []
 
 
-def test_a_parameter_that_never_gets_a_gradient_is_said_and_one_that_pauses_is_not():
-    alternating = [
-        sample_of({"never": None, "pauses": None if s % 2 else [1.0], "always": [1.0]}, step=s) for s in range(1, 101)
-    ]
-    (alert,) = NoGradient(patience=100).check(together(alternating))
-    assert alert.step == 100
+def _never_lost_and_pausing() -> Snapshot:
+    return together(
+        sample_of({"never": None, "lost": [1.0] if s <= 20 else None, "pauses": None if s % 2 else [1.0]}, step=s)
+        for s in range(1, 121)
+    )
+
+
+def test_a_parameter_that_lost_its_gradient_is_said_and_one_that_pauses_or_never_had_one_is_not():
+    (alert,) = NoGradient(patience=100).check(_never_lost_and_pausing())
+    assert alert.step == 120  # present up to 20
     assert "1 of 3 watched parameters have had no gradient for 100 samples" in alert.text
-    assert "never (100 samples)" in alert.text
+    assert "lost (100 samples)" in alert.text
+
+
+def test_where_it_is_known_what_is_frozen_a_parameter_that_never_had_a_gradient_is_said_too():
+    alerts = list(NoGradient(patience=100, frozen=lambda: {"lost"}).check(_never_lost_and_pausing()))
+    assert steps(alerts) == list(range(100, 121))
+    assert "never (120 samples)" in alerts[-1].text
+    assert "lost" not in alerts[-1].text
+    assert list(NoGradient(patience=100, frozen=lambda: ["lost", "never"]).check(_never_lost_and_pausing())) == []
 
 
 def test_gradients_that_are_all_exactly_0_are_no_gradient_and_not_dead():

@@ -19,6 +19,7 @@ from ..statistics.columns import Column, FloatArray
 
 SPIKE_FACTOR: Final = 5.0
 MAX_MOVEMENT: Final = 0.08
+MAX_LEAP: Final = 0.5
 _NEIGHBOURS: Final = 16  # samples on each side that a spike is compared with
 _MIN_NEIGHBOURS: Final = 5
 _MOVEMENT_SAMPLES: Final = 5
@@ -114,26 +115,37 @@ class Evidence:
     # ---- the parameters
 
     @cached_property
-    def movement(self) -> tuple[float, int] | None:
-        """How fast the parameters move: the largest mean |relative change| of their total norm per step over five steps
-        in a row, and the sample where that began; None where it is unknown.
-
-        The first update of a zero-initialised parameter changes the total norm little, so it is no movement.
-        """
+    def changes(self) -> tuple[FloatArray, npt.NDArray[np.int64]]:
+        """|relative change| of the parameters' total norm by each update, and the samples of these updates."""
         sum_sq_SP = self.history.column(Column.PARAM_SUM_SQ)
         broken_S = np.nansum(self.history.column(Column.PARAM_NUM_NONFINITE), axis=1) > 0
         together_P = ~np.any(np.isnan(sum_sq_SP), axis=0)  # one set of parameters, or the norm changes with the set
         total_S = np.sum(sum_sq_SP[:, together_P], axis=1)
         known = np.flatnonzero((total_S > 0) & np.isfinite(total_S) & ~broken_S)
-        if not together_P.any() or len(known) < 3:
+        return np.abs(np.expm1(np.clip(np.diff(0.5 * np.log(total_S[known])), -700, 700))), known[:-1]
+
+    @cached_property
+    def movement(self) -> tuple[float, int] | None:
+        """How fast the parameters move for some steps in a row, and the sample where that began; None if unknown.
+
+        The second largest change of five in a row, the largest over all such stretches: one giant update can be a bad
+        batch, two in a row are a learning rate.
+        """
+        changes, samples = self.changes
+        if len(changes) < 2:
             return None
-        change = np.abs(np.expm1(np.clip(np.diff(0.5 * np.log(total_S[known])), -700, 700)))
-        length = min(_MOVEMENT_SAMPLES, len(change))
-        # The second largest of each stretch: one giant update is a bad batch, two in a row are a learning rate.
-        stretches = np.sort(np.lib.stride_tricks.sliding_window_view(change, length), axis=1)
-        lesser = stretches[:, -2] if length > 1 else stretches[:, 0]
+        length = min(_MOVEMENT_SAMPLES, len(changes))
+        lesser = np.sort(np.lib.stride_tricks.sliding_window_view(changes, length), axis=1)[:, -2]
         place = int(np.argmax(lesser))
-        return float(lesser[place]), int(known[place])
+        return float(lesser[place]), int(samples[place])
+
+    @cached_property
+    def leap(self) -> tuple[float, int] | None:
+        """An ordinary sample whose update changed the parameters' norm by half or more: the change, the sample."""
+        changes, samples = self.changes
+        spiky = {sample for sample, _ in self.spikes}
+        leaps = [(float(c), int(s)) for c, s in zip(changes, samples, strict=True) if c > MAX_LEAP and s not in spiky]
+        return leaps[0] if leaps else None
 
     @property
     def is_moving(self) -> bool:

@@ -82,6 +82,10 @@ def learning_rate(evidence: Evidence) -> Diagnosis | None:
             f"the parameters' norm changed by {100 * change:.0f} % per step or more, from step {evidence.step(sample)}"
         )
         return Diagnosis(LEARNING_RATE, 0.85, words, remedy)
+    if evidence.leap is not None:
+        change, sample = evidence.leap
+        words = f"the update of step {evidence.step(sample)} alone changed the parameters' norm by {100 * change:.0f} %"
+        return Diagnosis(LEARNING_RATE, 0.8, words, remedy)
     if evidence.growth is not None:
         rise, sample = evidence.growth
         words = (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
+
 from .base import MAX_TITLE, Alert, Level, Rule
 from .exploding import ExplodingGradient
 from .fading import DeadGradient, NoGradient, VanishingGradient
@@ -31,10 +33,13 @@ __all__ = [
 ]
 
 
-def default_rules() -> list[Rule]:
+def default_rules(*, frozen: Callable[[], Collection[str]] | None = None) -> list[Rule]:
     """The rules of a watcher that was given none: each stays silent on a healthy training.
 
     GradParamRatio and LayerSpread are not among them: healthy trainings exceed any threshold of theirs.
+
+    Args:
+        frozen: as in NoGradient.
     """
     return [
         NaNGradient(),
@@ -43,7 +48,7 @@ def default_rules() -> list[Rule]:
         LossScaleCollapse(),
         VanishingGradient(),
         DeadGradient(),
-        NoGradient(),
+        NoGradient(frozen=frozen),
     ]
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
+import numpy.typing as npt
 
 from ..snapshot import Snapshot
 from ..statistics.columns import FloatArray
@@ -159,10 +160,14 @@ class NoGradient:
     Args:
         patience: samples in a row in which a watched parameter had no gradient.
         zero_patience: samples in a row in which all gradients were exactly 0.
+        frozen: the names that are frozen now (`requires_grad` is False), which need no gradient. None: not known, and
+            then a parameter that never had a gradient is taken for frozen: fine-tuning a head is no fault.
     """
 
     patience: int = 100
     zero_patience: int = 10
+    frozen: Callable[[], Collection[str]] | None = None
+    _was_seen: PerName = field(default_factory=PerName, init=False, repr=False)
     _num_missing: PerName = field(default_factory=PerName, init=False, repr=False)
     _num_zero: int = field(default=0, init=False)
 
@@ -174,12 +179,23 @@ class NoGradient:
             missing_P = np.isnan(snapshot.num_elements[sample])
             count_P[missing_P] += 1
             count_P[~missing_P] = 0
+            self._was_seen.of(snapshot.names)[~missing_P] = 1.0
             all_zero = snapshot.total_grad_norm[sample] == 0 and not np.any(snapshot.num_nonfinite[sample] > 0)
             self._num_zero = self._num_zero + 1 if all_zero else 0
             if self._num_zero >= self.zero_patience:
                 yield self._zero_alert(int(snapshot.steps[sample]))
-            elif np.any(count_P >= self.patience):
-                yield self._missing_alert(int(snapshot.steps[sample]), snapshot.names, count_P)
+            elif (late := self._late(snapshot.names, count_P)).size:
+                yield self._missing_alert(int(snapshot.steps[sample]), snapshot.names, count_P, late)
+
+    def _late(self, names: tuple[str, ...], count_P: FloatArray) -> npt.NDArray[np.intp]:
+        """The parameters that should have had a gradient for long."""
+        late_P = count_P >= self.patience
+        if not late_P.any():
+            return np.flatnonzero(late_P)
+        if self.frozen is None:
+            return np.flatnonzero(late_P & (self._was_seen.of(names) > 0))
+        frozen = set(self.frozen())
+        return np.array([p for p in np.flatnonzero(late_P) if names[p] not in frozen], dtype=np.intp)
 
     def _zero_alert(self, step: int) -> Alert:
         fact = (
@@ -190,8 +206,10 @@ class NoGradient:
         remedy = "call zero_grad() before backward(), not after it; check the loss; use GradScaler or bfloat16"
         return Alert(self.title, sentence(fact, [], cause, remedy), step, "WARN")
 
-    def _missing_alert(self, step: int, names: tuple[str, ...], count_P: FloatArray) -> Alert:
-        missing = worst_first(count_P, np.flatnonzero(count_P >= self.patience))
+    def _missing_alert(
+        self, step: int, names: tuple[str, ...], count_P: FloatArray, late: npt.NDArray[np.intp]
+    ) -> Alert:
+        missing = worst_first(count_P, late.tolist())
         fact = (
             f"Step {step}: {len(missing)} of {len(names)} watched parameters have had no gradient for "
             f"{self.patience} samples or more."
@@ -202,8 +220,13 @@ class NoGradient:
         return Alert(self.title, sentence(fact, layers, cause, remedy), step, "WARN")
 
     def state_dict(self) -> dict[str, Any]:
-        return {"num_missing": self._num_missing.state_dict(), "num_zero": self._num_zero}
+        return {
+            "was_seen": self._was_seen.state_dict(),
+            "num_missing": self._num_missing.state_dict(),
+            "num_zero": self._num_zero,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._was_seen.load_state_dict(state["was_seen"])
         self._num_missing.load_state_dict(state["num_missing"])
         self._num_zero = int(state["num_zero"])
