@@ -16,15 +16,20 @@ def offline_file(run_or_directory: Any) -> Path:
     return Path(run_or_directory.settings.sync_file)
 
 
-def records(run_or_directory: Any) -> list[dict[str, Any]]:
-    """All records of an offline run that has ended, in order."""
+def records(run_or_directory: Any, *, idle_timeout: str = "10s") -> list[dict[str, Any]]:
+    """All records of a run that has ended, in order.
+
+    Args:
+        run_or_directory: see `offline_file`.
+        idle_timeout: how long to wait for the exit record; one that could not finish writes none.
+    """
     from wandb.util import get_core_path
 
     path = offline_file(run_or_directory)
     # The command behind `wandb leet inspect --json --follow`, without the second that the CLI takes to import. The
     # file can lag behind run.finish(): --follow ends at the exit record.
-    command = [get_core_path(), "leet", "inspect", "--no-observability", "--json", "--follow", "--idle-timeout", "10s"]
-    command += ["--run-file", str(path), str(path.parent)]
+    command = [get_core_path(), "leet", "inspect", "--no-observability", "--json", "--follow"]
+    command += ["--idle-timeout", idle_timeout, "--run-file", str(path), str(path.parent)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return [json.loads(line) for line in done.stdout.splitlines()]
 

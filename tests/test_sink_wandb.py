@@ -351,6 +351,22 @@ def test_a_server_that_hangs_does_not_hold_training_up(start_run: Any, loopback:
     assert (len(recorded.history), len(recorded.alerts)) == (50, 50)
 
 
+def test_without_a_server_the_local_file_keeps_every_row_and_alert(start_run: Any, loopback: Any) -> None:
+    run = start_run(server=loopback, settings={"finish_timeout": 1.0})
+    sink = WandbSink(run)
+    loopback.fault("file_stream", "500")
+    for step in range(5):
+        sink.write(window({"a": [1.0]}, first_step=step))
+        sink.alert(ALERT)
+        run.log({"loss": step})
+    run.finish()
+    kept = [record for record in records(run, idle_timeout="1s") if record["type"] in ("history", "alert")]
+    rows = [record["history"]["item"] for record in kept if record["type"] == "history"]
+    assert [(row["gradwatch/step"], row["loss"]) for row in rows] == [(step, step) for step in range(5)]
+    assert len(kept) == 10
+    assert not loopback.runs[run.id].rows
+
+
 # ---- arguments
 
 
