@@ -165,7 +165,9 @@ class GradWatchCallback(_Callback):  # type: ignore[misc]
         self._end(trainer)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Neither on_train_end nor teardown follows an exception."""
+        """Neither on_train_end nor teardown follows an exception, nor may other ranks come to a last reduction."""
+        if self.watcher is not None:
+            self.watcher.__exit__(type(exception), exception, exception.__traceback__)
         self._end()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:

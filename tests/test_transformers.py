@@ -1,0 +1,381 @@
+"""Hugging Face Trainer and Accelerate: right numbers under the Trainer's own steps."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from frameworks import Recomputed, batches, loss_of, small_model
+from offline import history
+from torch import nn
+
+import wandb_gradwatch
+from wandb_gradwatch.rules import Alert
+from wandb_gradwatch.sinks import MemorySink
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
+
+from wandb_gradwatch.integrations.transformers import GradWatchCallback  # noqa: E402
+
+FLOAT32 = 1e-5  # float32 gradients against float64 ones
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*pin_memory.*")
+
+
+class Net(nn.Module):
+    """The small model, as the Trainer wants models: a dictionary with the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = small_model()
+        self.expected = Recomputed(self.net)
+        self.seen: list[torch.Tensor] = []
+        self.accumulate = 1
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        if self.training:
+            self.seen.append(x)
+            if len(self.seen) == self.accumulate:
+                self.expected.look(self.seen)
+                self.seen = []
+        return {"loss": loss_of(self.net, x)}
+
+
+class Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    """The batches' rows, one by one."""
+
+    def __init__(self, count: int) -> None:
+        self.rows = batches(count).flatten(0, 1)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"x": self.rows[index]}
+
+
+def trainer_of(
+    folder: Path, callbacks: list[Any], *, model: nn.Module | None = None, count: int = 6, **more: Any
+) -> Trainer:
+    options = {
+        "per_device_train_batch_size": 4,
+        "num_train_epochs": 1,
+        "learning_rate": 0.05,
+        "lr_scheduler_type": "constant",
+        "optim": "sgd",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "remove_unused_columns": False,
+        "dataloader_pin_memory": False,
+    }
+    arguments = TrainingArguments(output_dir=str(folder), **options | more)
+    model = Net() if model is None else model
+    if isinstance(model, Net):
+        model.accumulate = arguments.gradient_accumulation_steps
+    trainer = InOrder(model=model, args=arguments, train_dataset=Rows(count), callbacks=callbacks)
+    trainer.model_accepts_loss_kwargs = False  # the Trainer itself divides the loss by the micro-batches
+    return trainer
+
+
+class InOrder(Trainer):
+    """Takes the data in order, so that the test knows each batch."""
+
+    def _get_train_sampler(self, *_: Any) -> Any:
+        return torch.utils.data.SequentialSampler(self.train_dataset)
+
+
+def logged(trainer: Trainer, key: str = "gradwatch/grad_norm") -> list[tuple[int, float]]:
+    return [(entry["step"], entry[key]) for entry in trainer.state.log_history if key in entry]
+
+
+def approx(values: Any) -> Any:
+    return pytest.approx(values, rel=FLOAT32, abs=1e-7)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 3])
+@pytest.mark.parametrize("max_grad_norm", [0.0, 0.05])
+def test_steps_agree_with_float64_before_clipping(accumulate: int, max_grad_norm: float, tmp_path: Path) -> None:
+    memory = MemorySink()
+    trainer = trainer_of(
+        tmp_path,
+        [GradWatchCallback(per_layer=True, sinks=[memory])],
+        gradient_accumulation_steps=accumulate,
+        max_grad_norm=max_grad_norm,
+        num_train_epochs=2,
+    )
+    trainer.train()
+    expected = trainer.model.expected
+    assert len(expected.norms) == 12 // accumulate
+    assert logged(trainer) == [(step, approx(norm)) for step, norm in enumerate(expected.norms, 1)]
+    assert logged(trainer, "gradwatch/grad_norm/net/2/weight") == [
+        (step, approx(norm)) for step, norm in enumerate(expected.layer_norms(2), 1)
+    ]
+    samples = memory.merged()
+    assert samples is not None
+    received = [min(norm, max_grad_norm) if max_grad_norm else norm for norm in expected.norms]
+    assert samples.total_grad_norm_clipped.tolist() == pytest.approx(received, rel=1e-4)
+
+
+def test_the_cadence_is_the_trainers_where_none_is_given(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, [GradWatchCallback()], logging_steps=2)
+    trainer.train()
+    assert [step for step, _ in logged(trainer)] == [2, 4, 6]
+    trainer = trainer_of(tmp_path, [GradWatchCallback(log_every=3)], logging_strategy="epoch")
+    trainer.train()
+    assert [step for step, _ in logged(trainer)] == [3, 6]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_mixed_gradients_are_those_of_the_optimizer(precision: str, tmp_path: Path) -> None:
+    """Autocast rounds the forward: autograd's own gradient is compared, as the step gets it unclipped."""
+
+    class Look(TrainerCallback):
+        norms: list[float] = []  # noqa: RUF012
+
+        def on_pre_optimizer_step(self, *_: Any, model: Any = None, **__: Any) -> None:
+            gradients = [p.grad.double().flatten() for p in model.parameters()]
+            self.norms.append(float(torch.cat(gradients).norm()))
+
+    look = Look()
+    trainer = trainer_of(tmp_path, [GradWatchCallback(), look], max_grad_norm=0.0, **{precision: True})
+    trainer.train()
+    assert logged(trainer) == [(step, approx(norm)) for step, norm in enumerate(look.norms, 1)]
+
+
+class Stop(TrainerCallback):
+    """End the process, as it were, after a checkpoint."""
+
+    def on_save(self, *_: Any, **__: Any) -> None:
+        raise RuntimeError("killed")
+
+
+@pytest.mark.parametrize("save_steps", [2, 3, 4], ids=["mid-epoch", "epoch-end", "next-epoch"])
+def test_steps_go_on_after_a_resume(save_steps: int, tmp_path: Path) -> None:
+    through = trainer_of(tmp_path / "through", [], count=3, num_train_epochs=3)
+    through.train()
+    saving = {"save_strategy": "steps", "save_steps": save_steps, "num_train_epochs": 3}
+    with pytest.raises(RuntimeError, match="killed"):
+        trainer_of(tmp_path, [GradWatchCallback(), Stop()], count=3, **saving).train()
+    memory = MemorySink()
+    trainer = trainer_of(tmp_path, [GradWatchCallback(sinks=[memory])], count=3, num_train_epochs=3)
+    trainer.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{save_steps}"))
+    norms = through.model.expected.norms
+    # The log of the first half is in the checkpoint, that of the second half joins it.
+    assert logged(trainer) == [(step, approx(norm)) for step, norm in enumerate(norms, 1)]
+    samples = memory.merged()
+    assert samples is not None
+    assert samples.steps.tolist() == list(range(save_steps + 1, 10))
+
+
+def test_a_watcher_of_a_training_that_raised_is_replaced(tmp_path: Path) -> None:
+    callback = GradWatchCallback()
+    model = Net()
+    with pytest.raises(RuntimeError, match="killed"):
+        trainer_of(tmp_path, [callback, Stop()], model=model, save_strategy="steps", save_steps=1).train()
+    old = callback.watcher
+    assert old is not None
+    trainer = trainer_of(tmp_path, [callback], model=model, count=2)
+    begin = len(model.expected.norms)
+    trainer.train()
+    assert logged(trainer) == [(step, approx(n)) for step, n in enumerate(model.expected.norms[begin:], 1)]
+    assert callback.watcher is None
+    assert all(not p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+def test_a_frozen_model_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Thaw(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+            if state.global_step == 2:
+                model.net.requires_grad_(True)
+
+    model = Net()
+    model.net.requires_grad_(False)
+    model.dummy = nn.Parameter(torch.zeros(()), requires_grad=False)
+    forward = model.forward
+    model.forward = lambda x: {"loss": forward(x)["loss"] + torch.zeros((), requires_grad=True)}  # type: ignore[method-assign]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with caplog.at_level(logging.WARNING, logger="wandb_gradwatch"):
+        trainer = trainer_of(tmp_path, [Thaw(), GradWatchCallback()], model=model, count=4)
+        trainer.optimizer = optimizer
+        trainer.train()
+    said = [record.message for record in caplog.records if "no trainable parameter" in record.message]
+    assert len(said) == 1
+    assert logged(trainer) == [(step, approx(model.expected.norms[step - 1])) for step in (3, 4)]
+
+
+def test_training_is_untouched(tmp_path: Path) -> None:
+    def trained(callbacks: list[Any]) -> list[torch.Tensor]:
+        trainer = trainer_of(tmp_path, callbacks, gradient_accumulation_steps=2, optim="adamw_torch")
+        trainer.train()
+        return [p.detach().clone() for p in trainer.model.parameters()]
+
+    for with_us, without in zip(trained([GradWatchCallback(per_layer=True)]), trained([]), strict=True):
+        assert torch.equal(with_us, without)
+
+
+def test_an_explosion_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    alerts: list[Alert] = []
+    rules = [wandb_gradwatch.rules.ExplodingGradient(threshold=1e-3)]
+    with caplog.at_level(logging.WARNING, logger="wandb_gradwatch"):
+        trainer_of(tmp_path, [GradWatchCallback(rules=rules, on_alert=alerts.append)], max_grad_norm=1e-4).train()
+    assert [alert.title for alert in alerts] == ["Exploding gradient"]
+    assert any("Exploding gradient" in record.message for record in caplog.records)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        ({"log_every": 0}, ValueError, r"log_every=0 must be a number of optimizer steps, at least 1, or None"),
+        ({"sampel_every": 1}, TypeError, r"GradWatchCallback got an unexpected argument 'sampel_every'"),
+    ],
+)
+def test_wrong_arguments_raise_at_once(arguments: dict[str, Any], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        GradWatchCallback(**arguments)
+
+
+# ---- W&B
+
+
+def test_the_trainers_own_run_gets_our_rows_and_keeps_its(start_run: Callable[..., Any], tmp_path: Path) -> None:
+    run = start_run(reinit="finish_previous")  # the only kind that becomes wandb.run
+    trainer = trainer_of(tmp_path, [GradWatchCallback(log_every=2)], report_to=["wandb"], logging_steps=2)
+    trainer.train()
+    run.finish()
+    rows = history(run)
+    ours = [row for row in rows if "gradwatch/step" in row]
+    expected = trainer.model.expected.norms
+    assert [row["gradwatch/step"] for row in ours] == [2, 4, 6]
+    assert [row["gradwatch/grad_norm"] for row in ours] == approx(expected[1::2])
+    theirs = [row for row in rows if "train/loss" in row]
+    assert [row["train/global_step"] for row in theirs] == [2, 4, 6]
+
+
+# ---- LoRA
+
+
+class TwoLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": loss_of(lambda v: self.second(torch.tanh(self.first(v))), x)}  # type: ignore[arg-type]
+
+
+def test_lora_wrapped_after_the_callback_was_made(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    alerts: list[Alert] = []
+    memory = MemorySink()
+    callback = GradWatchCallback(per_layer=True, sinks=[memory], on_alert=alerts.append)
+    base = TwoLayers()
+    model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["first"]))
+    norms: list[float] = []
+
+    class Look(TrainerCallback):
+        def on_pre_optimizer_step(self, *_: Any, model: Any = None, **__: Any) -> None:
+            norms.append(
+                math.sqrt(sum(float(p.grad.double().square().sum()) for p in model.parameters() if p.requires_grad))
+            )
+
+    trainer = trainer_of(tmp_path, [callback, Look()], model=model, count=4, max_grad_norm=0.0)
+    trainer.train()
+    assert logged(trainer) == [(step, approx(norm)) for step, norm in enumerate(norms, 1)]
+    samples = memory.merged()
+    assert samples is not None
+    present = [name for p, name in enumerate(samples.names) if not math.isnan(samples.grad_norm[0, p])]
+    assert [name.rsplit(".", 3)[-3] for name in present] == ["lora_A", "lora_B"]
+    # B starts at 0, so A's gradient is exactly 0 in the first step: real, and no cause for alarm.
+    assert samples.grad_norm[0, samples.names.index(present[0])] == 0.0
+    assert alerts == []
+
+
+def test_lora_wrapped_after_training_began() -> None:
+    peft = pytest.importorskip("peft")
+    memory = MemorySink()
+    base = TwoLayers()
+    data = batches(6)
+    with wandb_gradwatch.watch(base, sinks=[memory], log_every=1):
+        optimizer = torch.optim.SGD(base.parameters(), lr=0.05)
+        norms = [_step(base, optimizer, x) for x in data[:3]]
+        model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["first"]))
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
+        norms += [_step(model, optimizer, x) for x in data[3:]]
+    samples = memory.merged()
+    assert samples is not None
+    # The wrap froze every parameter that had a hook: nothing could tell of the first backward of the new ones. Before
+    # clipping their gradient was not seen in that step, so it is missing; what the optimizer received is known.
+    assert [step for step in range(6) if math.isnan(samples.total_grad_norm[step])] == [3]
+    seen = [0, 1, 2, 4, 5]
+    assert samples.total_grad_norm[seen].tolist() == approx([norms[step] for step in seen])
+    assert samples.total_grad_norm_clipped.tolist() == approx(norms)
+    assert sorted(name.rsplit(".", 3)[-3] for name in samples.names if "lora" in name) == ["lora_A", "lora_B"]
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> float:
+    optimizer.zero_grad()
+    model(x=x)["loss"].backward()
+    gradients = [p.grad.double().flatten() for p in model.parameters() if p.requires_grad and p.grad is not None]
+    optimizer.step()
+    return float(torch.cat(gradients).norm())
+
+
+# ---- Accelerate: two lines
+
+
+@pytest.fixture
+def accelerator() -> Iterator[Any]:
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)  # an earlier test's Trainer has set it
+    yield Accelerator(cpu=True, gradient_accumulation_steps=2)
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_accelerate_in_two_lines(accelerator: Any) -> None:
+    memory = MemorySink()
+    model = small_model()
+    expected = Recomputed(model)
+    data = batches(8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, torch.utils.data.DataLoader(data, batch_size=None))
+    watcher = wandb_gradwatch.watch(model, sinks=[memory], log_every=2)
+    for index, x in enumerate(loader):
+        if index % 2 == 0:
+            expected.look(data[index : index + 2])
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of(model, x))
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 0.05)
+            optimizer.step()
+            optimizer.zero_grad()
+    watcher.remove()
+    accelerator.end_training()
+    samples = memory.merged()
+    assert samples is not None
+    assert samples.steps.tolist() == [1, 2, 3, 4]
+    assert samples.total_grad_norm.tolist() == approx(expected.norms)
+    assert samples.total_grad_norm_clipped.tolist() == pytest.approx([0.05] * 4, rel=1e-4)
+
+
+def test_the_log_history_can_be_written(tmp_path: Path) -> None:
+    """The Trainer saves its state as JSON."""
+    trainer = trainer_of(tmp_path, [GradWatchCallback(per_layer=True)], count=2)
+    trainer.train()
+    trainer.save_state()
+    saved = json.loads((tmp_path / "trainer_state.json").read_text())
+    assert saved["log_history"] == trainer.state.log_history
