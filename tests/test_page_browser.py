@@ -329,6 +329,18 @@ def test_hostile_names_stay_text(show: Opener) -> None:
     assert page.locator("img, main b").count() == 0
 
 
+def test_what_never_happened_is_said_instead_of_drawn(show: Opener) -> None:
+    zeros = np.zeros(2)
+    values = {f"gradwatch/{key}": zeros for key in ("num_nan", "num_inf", "clip_ratio", "num_skipped_steps")}
+    values |= {"gradwatch/grad_norm": zeros + 1, "gradwatch/loss_scale": zeros + 1024}
+    page = show(RunHistory(path=Path("run-x.wandb"), run_id="x", steps=np.array([10, 20]), values=values))
+    assert page.locator(".never").all_inner_texts() == [
+        "No step was clipped.",
+        "No element was NaN or Inf.",
+        "No step was skipped.",
+    ]
+
+
 def test_a_run_without_our_rows_says_what_to_do(show: Opener) -> None:
     page = show(RunHistory(path=Path("run-x.wandb"), run_id="x", steps=np.array([], dtype=int), values={}, num_rows=7))
     assert "none of them was logged by wandb_gradwatch. Call wandb_gradwatch.watch(model)" in page.inner_text("#empty")

@@ -38,7 +38,7 @@ class LayerHeatmap {
   }
 
   height(width) {
-    return clamp(Math.round(this.order.length * 13), 150, width < 600 ? 420 : 560) + 46;
+    return clamp(Math.round(this.order.length * 13), 150, width < 600 ? 460 : 720) + 46;
   }
 
   gutter(width) {

@@ -17,7 +17,7 @@ function header() {
   const state = about.finished ? (about.exitCode ? ["failed", `ended with exit code ${about.exitCode}`] : ["finished", "finished"]) : ["open", "no end record"];
   const facts = [
     about.project,
-    about.id,
+    about.id === about.name ? null : about.id,
     about.startedAt && new Date(about.startedAt).toLocaleString(undefined, { dateStyle: "medium", timeStyle: "short" }),
     content.steps.length ? `steps ${content.steps[0].toLocaleString("en-US")}–${lastStep.toLocaleString("en-US")}` : null,
     run.names.length ? plural(run.names.length, "layer") : null,
@@ -84,6 +84,10 @@ function chartCard(key, parts, { wide = false } = {}) {
   if (used.length === 0) return null;
   const { node, picture } = card(key, { wide });
   for (const part of used) {
+    if (part.none && part.series.every((one) => one.values.every((value) => !value))) {
+      picture.append(element("p", { class: "never" }, part.none));
+      continue;
+    }
     const host = element("div", { class: "chart" });
     picture.append(host);
     queue(() => new LineChart(host, { label: part.title ?? content.words[key].title, xs: content.steps, ...part }));
@@ -104,7 +108,7 @@ function normCard() {
           ...globalSeries("grad_norm_clipped", "received by the optimizer", 2),
         ],
       },
-      { title: "Clip ratio", canLog: false, height: 110, limits: [0, 1.05], format: formatShare, tick: formatShareTick, series: globalSeries("clip_ratio", "steps clipped", 3, { kind: "bars", format: formatShare }) },
+      { title: "Clip ratio", none: "No step was clipped.", canLog: false, height: 110, limits: [0, 1.05], format: formatShare, tick: formatShareTick, series: globalSeries("clip_ratio", "steps clipped", 3, { kind: "bars", format: formatShare }) },
     ],
     { wide: true },
   );
@@ -128,12 +132,12 @@ function smallCards() {
   return [
     quantileCard(),
     chartCard("dead", [{ canLog: false, format: formatShare, tick: formatShareTick, series: globalSeries("dead_ratio", "of all elements", 0, { format: formatShare }) }]),
-    chartCard("nonfinite", [{ canLog: false, series: [...globalSeries("num_nan", "NaN", 3, { kind: "bars" }), ...globalSeries("num_inf", "Inf", 1, { kind: "bars" })] }]),
+    chartCard("nonfinite", [{ none: "No element was NaN or Inf.", canLog: false, series: [...globalSeries("num_nan", "NaN", 3, { kind: "bars" }), ...globalSeries("num_inf", "Inf", 1, { kind: "bars" })] }]),
     content.globals["gradwatch/loss_scale"] === undefined
       ? null
       : chartCard("scale", [
           { log: true, height: 170, series: globalSeries("loss_scale", "loss scale", 2, { kind: "steps" }) },
-          { title: "Skipped steps", canLog: false, height: 110, series: globalSeries("num_skipped_steps", "skipped steps", 3, { kind: "bars" }) },
+          { title: "Skipped steps", none: "No step was skipped.", canLog: false, height: 110, series: globalSeries("num_skipped_steps", "skipped steps", 3, { kind: "bars" }) },
         ]),
     chartCard("spread", [{ canLog: false, series: [...globalSeries("grad_std", "deviation", 5), ...globalSeries("grad_mean", "mean", 0)] }]),
     chartCard("overhead", [{ canLog: false, format: formatShare, tick: formatShareTick, series: globalSeries("overhead_ratio", "share of the training time", 4, { format: formatShare }) }]),
