@@ -22,7 +22,6 @@ pytestmark = [pytest.mark.browser, pytest.mark.skipif(CHROMIUM is None, reason="
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 
 HOSTILE = "</script><img src=x onerror=alert(1)><b>bold</b>\u202e"
-OPEN = "() => document.documentElement.dataset.state || ''"
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +47,7 @@ def show(browser: Any, tmp_path: Path) -> Iterator[Opener]:
     complaints: list[str] = []
     contexts = []
 
-    def open_page(history: RunHistory, *, width: int = 1400, scheme: str = "light", expect: str = "drawn") -> Any:
+    def open_page(history: RunHistory, *, width: int = 1400, scheme: str = "light", **options: Any) -> Any:
         context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
         contexts.append(context)
         page = context.new_page()
@@ -56,8 +55,8 @@ def show(browser: Any, tmp_path: Path) -> Iterator[Opener]:
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on("dialog", lambda dialog: (complaints.append(f"dialog {dialog.message}"), dialog.dismiss()))
         page.on("request", lambda request: _is_local(request.url) or complaints.append(f"request {request.url}"))
-        page.goto(write_page(history, tmp_path / "page.html").as_uri())
-        page.locator(f"html[data-state={expect}]").wait_for(state="attached")
+        page.goto(write_page(history, tmp_path / "page.html", **options).as_uri())
+        page.locator("html[data-state=drawn]").wait_for(state="attached")
         return page
 
     yield open_page
@@ -284,6 +283,23 @@ def test_the_theme_button_repaints_everything(show: Opener, history: RunHistory)
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(14, 18, 20)"
 
 
+def test_a_reloaded_page_keeps_its_view(show: Opener, history: RunHistory) -> None:
+    page = show(history, refresh_seconds=600)
+    assert page.locator("meta[http-equiv=refresh]").get_attribute("content") == "600"
+    page.locator("#theme").click()
+    page.locator("#layers").get_by_role("button", name="Dead").click()
+    page.locator("#lines .picker-head button").click()
+    page.locator("#lines .picker-list input").first.check()
+    page.locator(".range input").first.fill("200")
+    page.locator(".range input").first.press("Enter")
+    page.reload()
+    page.locator("html[data-state=drawn]").wait_for(state="attached")
+    assert page.locator(".range input").first.input_value() == "200"
+    assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+    assert page.locator("#layers button[aria-pressed=true]").first.inner_text() == "Dead"
+    assert page.locator("#lines .legend-label").count() == 1
+
+
 def test_the_flight_recorder_can_be_searched_and_sorted(show: Opener, history: RunHistory) -> None:
     page = show(history)
     table = page.locator("#recorder tbody tr")
@@ -324,8 +340,9 @@ def test_hostile_names_stay_text(show: Opener) -> None:
     shown = HOSTILE.replace("\u202e", "‹U+202E›")
     hover(page, "#layers .frame canvas", 0.7, 0.4)
     assert page.locator("#layers .tooltip .strong").inner_text() == shown
-    for selector in ("h1", ".note", ".alert strong", ".alert p", "#recorder td", ".picker-list label", "#other option"):
+    for selector in ("h1", ".note", ".alert strong", ".alert p", "#recorder td", "#other option"):
         assert shown in page.locator(selector).first.inner_text(), selector
+    assert page.locator(".picker-list label").get_attribute("title") == shown
     assert page.locator("img, main b").count() == 0
 
 

@@ -25,23 +25,25 @@ SCRIPTS: Final = ("text.js", "data.js", "theme.js", "view.js", "lines.js", "fram
 SCRIPTS_LAST: Final = ("words.js", "layers.js", "alerts.js", "table.js", "main.js")
 
 
-def write_page(history: RunHistory, output: str | os.PathLike[str]) -> Path:
+def write_page(history: RunHistory, output: str | os.PathLike[str], *, refresh_seconds: int | None = None) -> Path:
     """Write the page of a run and return its path. An existing file is replaced in one piece.
 
     Args:
         history: from `read_run`.
         output: the HTML file; its directory must exist.
+        refresh_seconds: an open page reloads itself this often, for a run that goes on; None: never.
     """
     output = Path(output)
     # A browser that reloads while the page is rewritten sees the old page or the new one, never half of one.
     partial = output.with_name(f"{output.name}.partial")
-    partial.write_text(render_page(history), encoding="utf-8")
+    partial.write_text(render_page(history, refresh_seconds=refresh_seconds), encoding="utf-8")
     partial.replace(output)
     return output.resolve()
 
 
-def render_page(history: RunHistory) -> str:
+def render_page(history: RunHistory, *, refresh_seconds: int | None = None) -> str:
     """The page of a run as HTML."""
+    refresh = "" if refresh_seconds is None else f'<meta http-equiv="refresh" content="{refresh_seconds:d}">\n'
     content, blob = build_payload(history)
     style = _asset(LIBRARY_STYLE) + _asset("page.css")
     library = _asset(LIBRARY_SCRIPT)
@@ -56,6 +58,7 @@ def render_page(history: RunHistory) -> str:
         [
             '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n',
             f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n',
+            refresh,
             '<meta name="viewport" content="width=device-width, initial-scale=1">\n',
             '<meta name="color-scheme" content="light dark">\n',
             f"<title>{title} · gradients</title>\n<style>{style}</style>\n</head>\n<body>\n",

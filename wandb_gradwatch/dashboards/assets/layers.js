@@ -90,7 +90,8 @@ function linesCard() {
     boxes = shown.map((name) => {
       const box = element("input", { type: "checkbox", onchange: () => toggleChosen(name) });
       const swatch = element("span", { class: "swatch" });
-      return { name, box, swatch, label: element("label", { title: run.names[name] }, box, swatch, element("span", {}, run.names[name])) };
+      const text = element("span", { "aria-label": run.names[name] }, shorten(run.names[name], 33));
+      return { name, box, swatch, label: element("label", { title: run.names[name] }, box, swatch, text) };
     });
     pickerList.replaceChildren(...boxes.map((one) => one.label));
     if (matches.length > shown.length) pickerList.append(element("p", { class: "hint" }, `${matches.length - shown.length} more: search for them`));

@@ -182,9 +182,10 @@ function emptyNotice() {
   return element("section", { class: "card wide notice", id: "empty" }, element("h2", {}, "No gradients here"), element("p", {}, text));
 }
 
-// The colours of the metric that says most about trouble come first into the lines: the layers that moved most.
+// Into the lines come the layers that were chosen before a reload, else those that moved most.
 function chooseAtFirst() {
-  for (const name of byInterest().slice(0, 5)) view.chosen.add(name);
+  const before = (memory.chosen ?? []).map((name) => run.names.indexOf(name)).filter((name) => name >= 0);
+  for (const name of memory.chosen ? before : byInterest().slice(0, 5)) view.chosen.add(name);
 }
 
 function build() {
@@ -197,7 +198,7 @@ function build() {
   if (hasRows) {
     parts.push(normCard());
     if (run.matrices.size) {
-      view.metric = METRIC_ORDER.find((key) => run.matrices.has(key));
+      view.metric = run.matrices.has(memory.metric) ? memory.metric : METRIC_ORDER.find((key) => run.matrices.has(key));
       chooseAtFirst();
       parts.push(layersCard(), linesCard());
     }

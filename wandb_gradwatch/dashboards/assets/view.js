@@ -22,6 +22,34 @@ const view = {
   chosen: new Set(), // indices of names
   metric: null, // shown by the layers' pictures
 };
+
+// A page that reloads while its run goes on comes back as it was left.
+const MEMORY = "gradwatch:" + content.run.id;
+
+function remembered() {
+  try {
+    return JSON.parse(sessionStorage.getItem(MEMORY)) ?? {};
+  } catch {
+    return {}; // some browsers give files no storage: the page starts afresh
+  }
+}
+
+function remember() {
+  const chosen = [...view.chosen].map((name) => content.names[name]);
+  const state = { range: isZoomed() ? view.range : null, chosen, metric: view.metric, theme: chosenTheme };
+  try {
+    sessionStorage.setItem(MEMORY, JSON.stringify(state));
+  } catch {
+    // as above
+  }
+}
+
+window.addEventListener("pagehide", remember);
+const memory = remembered();
+chosenTheme = memory.theme ?? null;
+document.documentElement.dataset.theme = isDark() ? "dark" : "light";
+if (memory.range) view.range = memory.range.map((step) => clamp(step, ...FULL_RANGE));
+
 const listeners = { range: [], step: [], chosen: [], metric: [] };
 
 function on(what, listener) {
