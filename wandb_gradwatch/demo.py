@@ -43,7 +43,7 @@ ACCIDENT_FACTOR: Final = 100  # of the learning rate
 ACCIDENT_STEPS: Final = 10
 LOG_EVERY: Final = 10
 MIN_STEPS: Final = 100  # the accident comes in the middle, when the rules have seen enough to know what is normal
-DEFAULT_STEPS: Final = 400
+DEFAULT_STEPS: Final = 300
 PROJECT: Final = "wandb-gradwatch-demo"
 PAGE_NAME: Final = "page.html"
 
@@ -140,7 +140,14 @@ def run_demo(output: Path, *, steps: int = DEFAULT_STEPS, online: bool = False, 
     if steps < MIN_STEPS:
         raise ValueError(f"steps={steps} is too short for an accident in the middle; give at least {MIN_STEPS}")
     output.mkdir(parents=True, exist_ok=True)
-    training = _train(output, steps, online, terminal)
+    # One thread: the same numbers, hence the same story, on machines with any number of cores; and several threads of
+    # so small a model mostly wait for each other, very long on a machine that has something else to do.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        training = _train(output, steps, online, terminal)
+    finally:
+        torch.set_num_threads(threads)
     # Everything said below is read from the run's file: the demo shows what was logged, not what should have been.
     history = read_run(training.run_folder)
     page = output / PAGE_NAME
