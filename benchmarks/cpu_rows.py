@@ -4,7 +4,7 @@ One read is torch.dot of every gradient with itself. Each figure is the median o
 the same round on one thread, so that a machine that changes its mind between rounds does not change the figure. The row
 "read again" is the read against itself: how far from 1 it is tells how far to trust the others.
 
-    python benchmarks/cpu_rows.py [--models MLP ...] [--backends cpu ...] [--dtype float32] [--rounds 9] [--json FILE]
+    python -m benchmarks.cpu_rows [--models MLP ...] [--backends cpu ...] [--dtype float32] [--rounds 9] [--json FILE]
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from shapes import MODELS, num_elements
+from benchmarks.shapes import MODELS, num_elements
 
 from wandb_gradwatch.statistics.measure import measure, sum_sq
 

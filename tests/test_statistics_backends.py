@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ from statistics_oracle import assert_row, expected_histogram, expected_row, floa
 from wandb_gradwatch.statistics.columns import NUM_BINS, NUM_COLUMNS, SCALE_POWER, Column, merge_rows
 from wandb_gradwatch.statistics.cpu_chunks import CHUNK, SEGMENT
 from wandb_gradwatch.statistics.cpu_small import SMALL
+from wandb_gradwatch.statistics.elements import elements_of
 from wandb_gradwatch.statistics.measure import Measurement, measure, resolve_backend, sum_sq
 from wandb_gradwatch.statistics.pages import LINE
 
@@ -231,6 +232,27 @@ def test_measuring_twice_gives_the_same_bits(backend: str) -> None:
     gradients = [g for size in (5, SMALL + 3, CHUNK + 7) for g in gradients_of(size, torch.float32)]
     first, second = (measure(gradients, gradients, backend=backend).rows.view(torch.int64) for _ in range(2))
     assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda base: base[::2],
+        lambda base: base.view(6, 4)[:, 0],
+        lambda base: base.view(3, 2, 4).permute(2, 0, 1),
+        lambda base: torch.stack([base.view(4, 6), base.view(4, 6)], dim=-1)[..., 0],
+        lambda base: base[:3].expand(4, 3),
+    ],
+)
+def test_elements_are_contiguous_and_complete_whatever_the_strides(
+    make: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    tensor = make(torch.arange(24.0))
+    elements, num_implicit_zeros = elements_of(tensor)
+    assert elements.is_contiguous()
+    assert elements.ndim == 1
+    assert sorted(elements.tolist()) == sorted(tensor.flatten().tolist())
+    assert num_implicit_zeros == 0
 
 
 # ---- the door

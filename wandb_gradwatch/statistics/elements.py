@@ -65,4 +65,4 @@ def _flat(tensor: Tensor) -> Tensor:
         tensor = tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))
     if tensor.ndim == 1 and tensor.is_contiguous():
         return tensor
-    return tensor.reshape(-1)
+    return tensor.reshape(-1).contiguous()  # a reshape may keep a stride: every other element stays every other element

@@ -61,7 +61,7 @@ def measure(
     histogram_NB = _reordered(histograms, order) if histogram else None
     num_implicit_zeros = tuple(pair[1] for pair in pairs)
     if any(num_implicit_zeros):
-        _add_implicit_zeros(rows_NC, histogram_NB, _uploaded(num_implicit_zeros, device))
+        add_implicit_zeros(rows_NC, histogram_NB, _uploaded(num_implicit_zeros, device))
     return rows_NC, histogram_NB
 
 
@@ -196,7 +196,7 @@ def _bin_table(double: bool, device: torch.device) -> Tensor:
     return upload(bin_of_code(FLOAT64 if double else FLOAT32, 0).copy(), device)
 
 
-def _add_implicit_zeros(rows_NC: Tensor, histogram_NB: Tensor | None, counts_N: Tensor) -> None:
+def add_implicit_zeros(rows_NC: Tensor, histogram_NB: Tensor | None, counts_N: Tensor) -> None:
     """Count the zeros that a sparse gradient does not store (NUM_ELEMENTS has them already)."""
     for column in (Column.NUM_ZERO, Column.NUM_DEAD):
         rows_NC[:, column] += counts_N

@@ -6,9 +6,12 @@ A backend is a module with two functions, `measure` and `sum_sq`, of the signatu
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Final
 
 import torch
@@ -18,7 +21,7 @@ from .columns import NUM_BINS, NUM_COLUMNS
 
 # N tensors, C columns, B histogram bins
 
-BACKENDS: Final = {"cpu": "cpu", "torch": "generic", "reference": "reference"}  # name -> module
+BACKENDS: Final = {"cpu": "cpu", "cuda": "cuda_launch", "torch": "generic", "reference": "reference"}  # name -> module
 
 
 @dataclass(frozen=True)
@@ -70,10 +73,15 @@ def measure(
             torch.empty((0, NUM_COLUMNS), dtype=torch.float64),
             torch.empty((0, NUM_BINS), dtype=torch.int64) if histogram else None,
         )
-    with _plain_arithmetic(gradients[0].device):
-        rows_NC, histogram_NB = _module_of(backend, gradients).measure(
-            gradients, parameters, dead_threshold=dead_threshold, inverse_scale=inverse_scale, histogram=histogram
-        )
+    rows_NC, histogram_NB = _run(
+        "measure",
+        backend,
+        gradients,
+        parameters,
+        dead_threshold=dead_threshold,
+        inverse_scale=inverse_scale,
+        histogram=histogram,
+    )
     return Measurement(rows_NC, histogram_NB)
 
 
@@ -87,8 +95,7 @@ def sum_sq(gradients: Sequence[Tensor], *, inverse_scale: Tensor | None = None, 
     """
     if not gradients:
         return torch.empty(0, dtype=torch.float64)
-    with _plain_arithmetic(gradients[0].device):
-        result: Tensor = _module_of(backend, gradients).sum_sq(gradients, inverse_scale=inverse_scale)
+    result: Tensor = _run("sum_sq", backend, gradients, inverse_scale=inverse_scale)
     return result
 
 
@@ -105,15 +112,54 @@ def resolve_backend(backend: str, device: torch.device, example_name: str) -> st
         RuntimeError: it cannot run on that device.
     """
     if backend == "auto":
-        return "cpu" if device.type == "cpu" else "torch"
+        return _best_backend(device)
     if backend not in BACKENDS:
         names = ", ".join(f'"{name}"' for name in BACKENDS)
         raise ValueError(f'backend={backend!r} is unknown; choose "auto" or one of {names}')
-    if backend == "cpu" and device.type != "cpu":
+    if backend in ("cpu", "cuda") and device.type != backend:
         raise RuntimeError(
-            f"backend={backend!r} needs CPU gradients, but {example_name!r} is on {device}; use backend='auto'"
+            f"backend={backend!r} needs {backend.upper()} gradients, but {example_name!r} is on {device}; "
+            "use backend='auto'"
         )
+    if backend == "cuda" and not _triton_is_installed():
+        raise RuntimeError("backend='cuda' needs Triton, which is not installed; pip install triton, or backend='auto'")
     return backend
+
+
+def _best_backend(device: torch.device) -> str:
+    if device.type == "cpu":
+        return "cpu"
+    if device.type == "cuda" and _triton_is_installed() and not _triton_failed:
+        return "cuda"
+    return "torch"
+
+
+@cache
+def _triton_is_installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+_triton_failed: list[Exception] = []  # why "auto" no longer chooses Triton in this process
+
+
+def _run(function: str, backend: str, gradients: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
+    """Call a backend's function; "auto" goes on without Triton where that fails, and says so once."""
+    device = gradients[0].device
+    name = resolve_backend(backend, device, "gradients[0]")
+    with _plain_arithmetic(device):
+        try:
+            return getattr(_module(name), function)(gradients, *args, **kwargs)
+        except Exception as error:
+            if backend != "auto" or name != "cuda":
+                raise
+            _triton_failed.append(error)
+        result = getattr(_module("torch"), function)(gradients, *args, **kwargs)  # if this fails too, it was not Triton
+        warnings.warn(
+            f"the Triton kernels failed ({_triton_failed[-1]!r}); measuring gradients with backend='torch' from now on",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+        return result
 
 
 def _plain_arithmetic(device: torch.device) -> AbstractContextManager[Any]:
@@ -123,6 +169,5 @@ def _plain_arithmetic(device: torch.device) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-def _module_of(backend: str, gradients: Sequence[Tensor]) -> Any:
-    name = resolve_backend(backend, gradients[0].device, "gradients[0]")
+def _module(name: str) -> Any:
     return importlib.import_module(f"{__package__}.{BACKENDS[name]}")

@@ -1,0 +1,276 @@
+"""Statistics on CUDA: one read of every gradient by fused Triton kernels, a handful of launches, no host sync.
+
+    table of addresses --> measure_chunks, one program per chunk --> partials [9, M] --> fold, one program per tensor
+                           square_chunks, the same for parameters -> partials [2, M] --> fold_squares   --> rows [N, C]
+
+Where chunks lie depends on sizes and dtypes alone and is uploaded once per plan. A sample uploads the addresses only,
+and only if one changed (table.py). The kernels are in cuda.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from . import cuda as kernels
+from .bits import FLOAT32, FLOAT64, largest_magnitude_within
+from .columns import NUM_BINS, NUM_COLUMNS, Column
+from .elements import elements_of
+from .generic import add_implicit_zeros
+from .pages import upload
+from .table import AddressTable
+
+# N tensors, M chunks, C columns, B histogram bins
+
+BLOCK: Final = 1024  # elements that a program holds at once
+CHUNK: Final = 16 * BLOCK  # elements of a program: in each of BLOCK lanes CHUNK / BLOCK squares add up in float32
+FOLD_BLOCK: Final = 128  # partials of one column that a program of the fold holds at once
+
+_CODE: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}  # of a dtype, in the kernels
+_ALIGNMENT: Final = 16  # bytes: a vector load
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Chunks that one launch reads: of one dtype, all aligned or not."""
+
+    dtype: torch.dtype
+    aligned: bool
+    first: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where the chunks of tensors of given sizes lie; its tensors are on the device."""
+
+    groups: tuple[_Group, ...]
+    num_chunks: int
+    chunk_tensor: Tensor  # [M] int32
+    chunk_start: Tensor  # [M] int64
+    sizes: Tensor  # [N] int64
+    first_chunk: Tensor  # [N] int32
+    num_chunks_of: Tensor  # [N] int32
+    table: AddressTable  # [2 + N]
+
+    @property
+    def chunks(self) -> tuple[Tensor, ...]:
+        """What every chunk kernel is told about where to read."""
+        return (self.table.device_table, self.chunk_tensor, self.chunk_start, self.sizes)
+
+
+# What a plan depends on: size, dtype and alignment of each tensor.
+_Key = tuple[tuple[int, torch.dtype, bool], ...]
+
+
+@lru_cache(maxsize=32)
+def _plan_for(key: _Key, role: str, device: torch.device, stream: int, chunk: int) -> Plan:
+    """Lay out chunks; apart per role and stream, so that no table is rewritten while another launch may read it."""
+    sizes = np.array([size for size, _, _ in key], dtype=np.int64)
+    num_chunks_of = -(-sizes // chunk)
+    first_chunk = np.zeros(len(key), dtype=np.int64)
+    groups: list[_Group] = []
+    order: list[int] = []
+    place = 0
+    for dtype, aligned in dict.fromkeys((dtype, aligned) for _, dtype, aligned in key):
+        members = [i for i, (_, d, a) in enumerate(key) if (d, a) == (dtype, aligned)]
+        first = place
+        for index in members:
+            first_chunk[index] = place
+            place += int(num_chunks_of[index])
+        order += members
+        if place > first:
+            groups.append(_Group(dtype, aligned, first, place - first))
+    chunk_tensor = np.repeat(np.array(order, dtype=np.int64), num_chunks_of[order])
+    chunk_start = (np.arange(place) - first_chunk[chunk_tensor]) * chunk
+    return Plan(
+        groups=tuple(groups),
+        num_chunks=place,
+        chunk_tensor=upload(chunk_tensor, device).to(torch.int32),
+        chunk_start=upload(chunk_start, device),
+        sizes=upload(sizes, device),
+        first_chunk=upload(first_chunk, device).to(torch.int32),
+        num_chunks_of=upload(num_chunks_of, device).to(torch.int32),
+        table=AddressTable(2 + len(key), device),
+    )
+
+
+def prepare(elements: Sequence[Tensor], role: str, dead_threshold: float = 0.0) -> Plan:
+    """Upload the addresses of flat tensors, if they changed: the part of a sample that a CUDA graph must leave out.
+
+    Args:
+        elements: of NATIVE_DTYPES, on one device; they must live until the launch that reads them is queued.
+        role: "gradients", "squares" or "parameters": each has tables of its own.
+        dead_threshold: of the gradients.
+    """
+    device = elements[0].device
+    addresses = [tensor.data_ptr() for tensor in elements]
+    key = tuple((e.numel(), e.dtype, a % _ALIGNMENT == 0) for e, a in zip(elements, addresses, strict=True))
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    plan = _plan_for(key, role, device, stream, CHUNK)
+    plan.table.write([*_dead_words(dead_threshold), *addresses])
+    return plan
+
+
+@lru_cache(maxsize=16)
+def _dead_words(dead_threshold: float) -> tuple[int, int]:
+    return largest_magnitude_within(dead_threshold, FLOAT32), largest_magnitude_within(dead_threshold, FLOAT64)
+
+
+def measure(
+    gradients: Sequence[Tensor],
+    parameters: Sequence[Tensor] | None,
+    *,
+    dead_threshold: float,
+    inverse_scale: Tensor | None,
+    histogram: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Measure each gradient: rows [N, C] in float64 and, if asked for, the histogram [N, B] in int64.
+
+    Cost: one launch per dtype and alignment of the gradients, one per that of the parameters, a fold for each; one read
+    of the gradients and of the parameters; no host sync unless a gradient is sparse.
+    """
+    pairs = [elements_of(gradient) for gradient in gradients]
+    elements = [pair[0] for pair in pairs]
+    parameter_elements = [elements_of(parameter)[0] for parameter in parameters or ()]
+    plan = prepare(elements, "gradients", dead_threshold)
+    parameter_plan = prepare(parameter_elements, "parameters") if parameters is not None else None
+    rows_NC, histogram_NB = launch(
+        plan, parameter_plan, dead=dead_threshold != 0, inverse_scale=inverse_scale, histogram=histogram
+    )
+    num_implicit_zeros = [pair[1] for pair in pairs]
+    if any(num_implicit_zeros):
+        counts_N = upload(np.array(num_implicit_zeros, dtype=np.int64), elements[0].device)
+        rows_NC[:, Column.NUM_ELEMENTS] += counts_N
+        add_implicit_zeros(rows_NC, histogram_NB, counts_N)
+    return rows_NC, histogram_NB
+
+
+def sum_sq(gradients: Sequence[Tensor], *, inverse_scale: Tensor | None) -> Tensor:
+    """Sum the squares of each gradient's finite elements: [N]. Two launches for gradients of one dtype."""
+    elements = [elements_of(gradient)[0] for gradient in gradients]
+    plan = prepare(elements, "squares")
+    sums_N2 = torch.empty((len(elements), 2), dtype=torch.float64, device=elements[0].device)
+    _launch_squares(plan, sums_N2, 0, inverse_scale)
+    return sums_N2[:, 0]
+
+
+def launch(
+    plan: Plan,
+    parameter_plan: Plan | None,
+    *,
+    dead: bool,
+    inverse_scale: Tensor | None,
+    histogram: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Queue the kernels on the current stream; nothing here reads or writes host memory, so a CUDA graph may hold it.
+
+    Args:
+        plan: of the gradients, prepared.
+        parameter_plan: of the parameters, prepared; None leaves their columns NaN.
+        dead: the dead threshold is not 0.
+
+    Returns:
+        rows [N, C] and, if asked for, the histogram [N, B].
+    """
+    device, num_tensors = plan.sizes.device, plan.sizes.numel()
+    rows_NC = torch.empty((num_tensors, NUM_COLUMNS), dtype=torch.float64, device=device)
+    histogram_NB = torch.zeros((num_tensors, NUM_BINS), dtype=torch.int64, device=device) if histogram else None
+    partials = torch.empty((kernels.NUM_PARTIALS, plan.num_chunks), dtype=torch.float64, device=device)
+    scaled = inverse_scale is not None
+    scale = inverse_scale if scaled else partials  # Triton wants some address; it is not read
+    with _on(device):
+        for group in plan.groups:
+            kernels.measure_chunks[(group.count,)](
+                *plan.chunks,
+                scale,
+                partials,
+                partials if histogram_NB is None else histogram_NB,
+                group.first,
+                plan.num_chunks,
+                **_reading(group),
+                DEAD=dead,
+                SCALED=scaled,
+                HISTOGRAM=histogram,
+            )
+        kernels.fold[(num_tensors,)](
+            plan.table.device_table,
+            partials,
+            plan.first_chunk,
+            plan.num_chunks_of,
+            plan.sizes,
+            scale,
+            rows_NC,
+            plan.num_chunks,
+            SCALED=scaled,
+            NUM_COLUMNS=NUM_COLUMNS,
+            BLOCK=FOLD_BLOCK,
+        )
+    if parameter_plan is not None:
+        _launch_squares(parameter_plan, rows_NC, Column.PARAM_SUM_SQ, None)
+    return rows_NC, histogram_NB
+
+
+def _launch_squares(plan: Plan, sums: Tensor, column: int, inverse_scale: Tensor | None) -> None:
+    """Write the sum of squares and the number of NaN and Inf into two columns of sums: [N, ...]."""
+    partials = torch.empty((2, plan.num_chunks), dtype=torch.float64, device=sums.device)
+    with _on(sums.device):
+        for group in plan.groups:
+            kernels.square_chunks[(group.count,)](
+                *plan.chunks, partials, group.first, plan.num_chunks, **_reading(group)
+            )
+        kernels.fold_squares[(len(sums),)](
+            partials,
+            plan.first_chunk,
+            plan.num_chunks_of,
+            partials if inverse_scale is None else inverse_scale,
+            sums,
+            plan.num_chunks,
+            SCALED=inverse_scale is not None,
+            STRIDE=sums.shape[1],
+            OFFSET=int(column),
+            BLOCK=FOLD_BLOCK,
+        )
+
+
+def _reading(group: _Group) -> dict[str, Any]:
+    return {
+        "DTYPE": _CODE[group.dtype],
+        "ITEMSIZE": group.dtype.itemsize,
+        "ALIGNED": group.aligned,
+        "BLOCK": BLOCK,
+        "CHUNK": CHUNK,
+    }
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    """Triton launches on the current device, which need not be the gradients'."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def warm_up(
+    device: torch.device, dtypes: Sequence[torch.dtype], *, dead_threshold: float, scaled: bool, histogram: bool
+) -> None:
+    """Compile what gradients and parameters of these dtypes need, so that the first sample does not: seconds each.
+
+    Args:
+        scaled: an inverse scale will be given.
+        histogram: some samples will want a histogram; the kernel without one is compiled too.
+    """
+    tensors = [torch.ones(1, dtype=dtype, device=device) for dtype in dict.fromkeys(dtypes)]
+    for with_histogram in sorted({False, histogram}):
+        measure(
+            tensors,
+            tensors,
+            dead_threshold=dead_threshold,
+            inverse_scale=torch.ones((), device=device) if scaled else None,
+            histogram=with_histogram,
+        )
+    sum_sq(tensors, inverse_scale=None)
