@@ -42,6 +42,8 @@ def test_an_episode_ends_only_after_enough_healthy_samples_in_a_row():
     desk = AlertDesk([alarms_above(10)], rearm_samples=3, cooldown_samples=0)
     # two healthy samples do not end it (steps 3, 4), three do (6, 7, 8)
     assert sent_steps(desk, [1, 20, 1, 1, 20, 1, 1, 1, 20]) == [2, 9]
+    desk = AlertDesk([alarms_above(10)], rearm_samples=3, cooldown_samples=0)
+    assert sent_steps(desk, [1, 20, 1, 1, 20, 1, 20]) == [2]  # three, but not in a row
 
 
 def test_an_alert_withheld_by_the_cool_down_is_sent_after_it_if_still_bad():

@@ -94,6 +94,22 @@ def test_gradients_that_grow_towards_the_input_are_explosion_through_depth():
     assert found.evidence == "norm grows 1e+03x from 3 back to 0, layer by layer"
 
 
+def test_a_nan_out_of_a_calm_recurrent_network_is_not_blamed_on_the_recurrence():
+    calm = [sample_of({"rnn.weight_hh_l0": [1.0], "head.weight": [0.5]}, step=s) for s in range(1, 21)]
+    broken = sample_of({"rnn.weight_hh_l0": [NAN], "head.weight": [NAN]}, step=21)
+    assert [found.cause for found in diagnose(together([*calm, broken]))] == ["one bad batch"]
+
+
+def test_layers_that_fade_in_no_order_are_no_saturation():
+    def causes(norms):
+        grads = {f"{index}.weight": [norm] for index, norm in enumerate(norms)}
+        return [found.cause for found in diagnose(together([sample_of(grads, step=s) for s in range(1, 9)]))]
+
+    # both lines rise far more than 30x over the depth; only the second goes up layer by layer
+    assert causes([1e-6, 1.0, 1e-5, 1.1, 0.9, 1.0]) == []
+    assert causes([1e-6, 1e-5, 1e-3, 1e-2, 0.1, 1.0]) == ["saturating activations"]
+
+
 def test_growth_of_the_norm_alone_is_a_learning_rate_too_high():
     (found,) = diagnose(of_norms(1.2 ** np.arange(40)))
     assert found.cause == "learning rate too high"
