@@ -23,7 +23,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "terminal": set(),
     "window": {"statistics"},
     "reduction": {"statistics", "window"},
-    "reduction": {"statistics", "window"},
     "capture": {"statistics", "cadence", "window"},
     "snapshot": {"statistics"},
     "rules": {"statistics", "snapshot"},
