@@ -41,7 +41,7 @@ class Terminal:
         if self.colour is None:
             self.colour = is_terminal and not os.environ.get("NO_COLOR")
         self.width = min(shutil.get_terminal_size().columns, _MAX_WIDTH)
-        self.marks = _marks(getattr(self.stream, "encoding", None) or "ascii")
+        self.marks = _marks(getattr(self.stream, "encoding", None) or "utf-8")
 
     def style(self, text: str, *styles: str) -> str:
         """The text in these styles: bold, dim, red, green, yellow, cyan."""
@@ -116,7 +116,7 @@ def _marks(encoding: str) -> Marks:
     try:
         "".join(vars(marks).values()).encode(encoding)
     except (UnicodeEncodeError, LookupError):
-        return Marks(full="#", rest="-", warning="!", good="ok", bad="x", times="x", dash="-")
+        return Marks(full="#", rest="-", warning="!", good="+", bad="x", times="x", dash="-")
     return marks
 
 
