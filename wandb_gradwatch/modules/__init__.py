@@ -1,1 +1,33 @@
+"""Any metric of any tensor: what `watch(..., metrics=[...])` takes, and the coordinate check."""
 
+from __future__ import annotations
+
+from .activations import Activations
+from .alerts import EntropyCollapse, NonFiniteActivation, nonfinite_activations
+from .attention import Attention, log_attention
+from .base import ModuleProbe
+from .binding import probes_of, rules_of
+from .custom import CustomMetrics
+from .metric import Metric
+from .mixin import MonitorMixin
+from .reference import Reference
+from .tap import log_tensor
+from .updates import Updates
+
+__all__ = [
+    "Activations",
+    "Attention",
+    "CustomMetrics",
+    "EntropyCollapse",
+    "Metric",
+    "ModuleProbe",
+    "MonitorMixin",
+    "NonFiniteActivation",
+    "Reference",
+    "Updates",
+    "log_attention",
+    "log_tensor",
+    "nonfinite_activations",
+    "probes_of",
+    "rules_of",
+]

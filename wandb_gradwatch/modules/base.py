@@ -1,0 +1,181 @@
+"""What probes share: they are bound to the watched models, and do nothing at moments that they have no use for."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from ..capture.probes import WatchedTensor
+from ..rules import Rule
+from .naming import Models
+from .tap import Dims, Tap
+
+logger: Final = logging.getLogger("wandb_gradwatch")
+
+# This many measured updates without a forward that is seen are worth a word; one may be another model's.
+_PATIENCE_IN_UPDATES: Final = 3
+
+
+class ModuleProbe:
+    """A probe that does nothing: see `capture.probes.Probe` for the moments."""
+
+    def bind(self, models: Models) -> None:
+        """Called once, by watch(): check what can be checked, and raise what has to be raised. Hook nothing yet."""
+
+    def rules(self) -> list[Rule]:
+        """The rules that a watcher with the default rules gets with this probe."""
+        return []
+
+    def start(self, next_step_is_due: bool) -> None:
+        """See Probe."""
+
+    def gradients_ready(self, tensors: Sequence[WatchedTensor]) -> None:
+        """See Probe."""
+
+    def before_update(self, tensors: Sequence[WatchedTensor]) -> None:
+        """See Probe."""
+
+    def after_update(self, tensors: Sequence[WatchedTensor]) -> None:
+        """See Probe."""
+
+    def take(self) -> Mapping[str, Tensor]:
+        """See Probe."""
+        return {}
+
+    def close(self) -> None:
+        """See Probe."""
+
+
+class ForwardProbe(ModuleProbe):
+    """A probe that looks into forwards: opens and shuts its tap, and says once where it sees nothing.
+
+    What a forward adds is pending until a backward has ended or an optimizer steps: the sample before may still be open
+    when the next forward runs.
+    """
+
+    def __init__(self) -> None:
+        self._tap: Tap | None = None
+        self._due = False
+        self._seen_any = False  # since the last update
+        self._unseen_updates = 0  # in a row
+
+    def tap_into(self, models: Models, on_logged: Callable[[str, str, Any, Dims], None] | None = None) -> None:
+        """Make the tap, shut."""
+        self._tap = Tap(repr(self), models, on_logged=on_logged)
+
+    def install(self, tap: Tap) -> None:
+        """Hook what is to be seen and is not hooked yet. Called when a sample that is due begins."""
+
+    def settle(self) -> None:
+        """What is pending belongs to the open sample."""
+
+    def forget_pending(self) -> None:
+        """What is pending belongs to no sample."""
+
+    def start(self, next_step_is_due: bool) -> None:
+        self._due = next_step_is_due
+        if self._tap is None:
+            return
+        if next_step_is_due:
+            self.install(self._tap)
+            self._tap.open()
+        else:
+            self._tap.shut()
+            self.forget_pending()
+
+    def gradients_ready(self, tensors: Sequence[WatchedTensor]) -> None:
+        self.settle()
+
+    def before_update(self, tensors: Sequence[WatchedTensor]) -> None:
+        self.settle()
+        if self._tap is None:
+            return
+        self._tap.shut()  # an optimizer that evaluates its closure again runs forwards of no interest
+        self._unseen_updates = 0 if self._seen_any else self._unseen_updates + 1
+        self._seen_any = False
+        if self._unseen_updates == _PATIENCE_IN_UPDATES:
+            logger.warning(
+                "wandb_gradwatch: %r has seen no forward of the modules that it matches in %d updates. Inside a "
+                "compiled model nothing can be seen: match the whole model's output, or compile less of it.",
+                self,
+                _PATIENCE_IN_UPDATES,
+            )
+
+    def after_update(self, tensors: Sequence[WatchedTensor]) -> None:
+        if self._tap is not None and self._due:
+            self._tap.open()
+
+    def close(self) -> None:
+        if self._tap is not None:
+            self._tap.remove()
+
+
+def tensors_in(output: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Every real or complex floating tensor in an output, with where it lies.
+
+    A lone tensor lies at "", those of tuples, lists and dicts at "output_0", "output_hidden_1", by index and key.
+    """
+    if isinstance(output, Tensor):
+        if (output.is_floating_point() or output.is_complex()) and not _is_inside_transform(output):
+            yield path, output.detach()
+        return
+    if isinstance(output, Mapping):
+        items: Any = output.items()
+    elif isinstance(output, tuple | list):
+        items = zip(getattr(output, "_fields", range(len(output))), output, strict=True)
+    else:
+        return
+    for key, value in items:
+        yield from tensors_in(value, f"{path or 'output'}_{key}")
+
+
+def _is_inside_transform(tensor: Tensor) -> bool:
+    """Whether this stands for many tensors, under vmap or grad: it has no elements to look at."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def slices(tensor: Tensor, dims: Dims) -> list[tuple[str, Tensor]]:
+    """A tensor's slices along its named dimensions, each with its label; without any, the tensor itself under "".
+
+    Raises:
+        ValueError: a dimension that the tensor does not have.
+    """
+    if not dims:
+        return [("", tensor)]
+    front, labels = _named_in_front(tensor, dims)
+    return list(zip(labels, front.flatten(0, len(dims) - 1), strict=True))
+
+
+def pieces(tensor: Tensor, dims: Dims) -> tuple[Tensor, list[str]]:
+    """The same slices, flattened, as one tensor: [K, E], and the K labels.
+
+    Raises:
+        ValueError: likewise.
+    """
+    if not dims:
+        return tensor.reshape(1, -1), [""]
+    front, labels = _named_in_front(tensor, dims)
+    return front.reshape(len(labels), -1), labels
+
+
+def _named_in_front(tensor: Tensor, dims: Mapping[int, str]) -> tuple[Tensor, list[str]]:
+    wrong = [dim for dim in dims if not -tensor.ndim <= dim < tensor.ndim]
+    if wrong:
+        raise ValueError(f"dims={dict(dims)!r} names dimension {wrong[0]}, but the tensor has shape {[*tensor.shape]}")
+    front = tensor.movedim([dim % tensor.ndim for dim in dims], list(range(len(dims))))
+    labels = [""]
+    for name, size in zip(dims.values(), front.shape, strict=False):
+        labels = [
+            f"{label}/{name}_{index}" if label else f"{name}_{index}" for label in labels for index in range(size)
+        ]
+    return front, labels
+
+
+def tensor_name(module: str, path: str, label: str = "") -> str:
+    """The name of a tensor: the module's, where it lies in the output, and which slice of it."""
+    name = f"{module}.{path}" if path else module
+    return f"{name}/{label}" if label else name

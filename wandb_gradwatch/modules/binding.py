@@ -1,0 +1,57 @@
+"""What watch(metrics=...) takes, as probes and rules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..capture.probes import Probe
+from ..capture.roster import Models as WatchedModels
+from ..capture.roster import with_prefixes
+from ..rules import Rule
+from .base import ModuleProbe
+from .custom import CustomMetrics
+from .metric import Metric
+from .naming import Models
+
+MetricLike = Metric | ModuleProbe
+
+
+def probes_of(metrics: Sequence[MetricLike], models: WatchedModels) -> list[Probe]:
+    """The probes that measure these metrics, bound to the models.
+
+    Args:
+        metrics: each a Metric, or a probe such as Activations(), Updates(), Attention() or Reference(model).
+        models: what watch() was given.
+
+    Raises:
+        TypeError: something else in metrics.
+        ValueError: one that matches nothing in the models, or does not work on what it matches.
+    """
+    _check(metrics)
+    bound = Models(with_prefixes(models))
+    custom = [metric for metric in metrics if isinstance(metric, Metric)]
+    probes = [probe for probe in metrics if isinstance(probe, ModuleProbe)]
+    if custom:
+        probes.append(CustomMetrics(custom))
+    for probe in probes:
+        probe.bind(bound)
+    return list(probes)
+
+
+def rules_of(metrics: Sequence[MetricLike]) -> list[Rule]:
+    """The rules that belong beside the default ones where these metrics are measured."""
+    _check(metrics)
+    return [rule for probe in metrics if isinstance(probe, ModuleProbe) for rule in probe.rules()]
+
+
+def _check(metrics: Sequence[MetricLike]) -> None:
+    if isinstance(metrics, Metric | ModuleProbe):
+        raise TypeError(f"metrics={metrics!r} must be a sequence; write metrics=[...] around it")
+    for metric in metrics:
+        if isinstance(metric, type) and issubclass(metric, ModuleProbe):
+            raise TypeError(f"metrics holds the class {metric.__name__}; write {metric.__name__}()")
+        if not isinstance(metric, Metric | ModuleProbe):
+            raise TypeError(
+                f"metrics holds {metric!r}, which is no metric; use Metric(name, fn) for a function, or one of "
+                "Activations, Updates, Attention and Reference"
+            )

@@ -1,0 +1,230 @@
+"""The probe behind Metric: applies the user's functions, and drops the one that fails without the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..capture.probes import WatchedTensor
+from .base import ForwardProbe, logger, pieces, slices, tensor_name, tensors_in
+from .metric import Metric
+from .mixin import MonitorMixin
+from .naming import Models, matcher, nothing_matches
+from .reduction import Tally
+from .shards import Whole
+from .tap import Dims, Tap
+from .updates import Befores
+
+
+class CustomMetrics(ForwardProbe):
+    """All the metrics of a watcher: they share the hooks and, for updates, the copies.
+
+    Memory: with metrics on updates a copy of the matching parameters, while an optimizer steps in a sampled step.
+
+    Raises:
+        ValueError: two metrics would log under the same keys.
+    """
+
+    def __init__(self, metrics: Iterable[Metric]) -> None:
+        super().__init__()
+        self._metrics = list(metrics)
+        self._matches: dict[int, Callable[[str], bool]] = {
+            id(metric): matcher(metric.match, str(metric)) for metric in self._metrics
+        }
+        seen: set[tuple[str, str]] = set()
+        for metric in self._metrics:
+            if (metric.on, metric.name) in seen:
+                raise ValueError(f"metrics holds two called {metric}; give them different names")
+            seen.add((metric.on, metric.name))
+        self._now: list[Metric] = []  # those that this sample measures
+        self._num_due = 0
+        self._sample: dict[tuple[str, str, str], Tally] = {}  # by family, name and metric
+        self._pending: dict[tuple[str, str, str], Tally] = {}
+        self._befores = Befores()
+        self._whole = Whole()
+
+    def __repr__(self) -> str:
+        return f"CustomMetrics({', '.join(metric.name for metric in self._metrics)})"
+
+    # ---- at watch()
+
+    def bind(self, models: Models) -> None:
+        """Try each metric once, on the smallest tensor that it matches, where there are tensors to try.
+
+        Raises:
+            ValueError: a metric matches nothing.
+            TypeError, or what fn raises: fn does not work on a parameter that it matches.
+        """
+        self._whole.bind(models)
+        parameters = {name: p for name, p in models.parameters() if p.is_floating_point() or p.is_complex()}
+        modules = dict(models.modules())
+        for metric in self._metrics:
+            if metric.on == "activation":
+                self._check_modules(metric, modules)
+            else:
+                self._check_parameters(metric, parameters)
+        if any(metric.on == "activation" for metric in self._metrics):
+            self.tap_into(models, self._logged)
+
+    def _check_parameters(self, metric: Metric, parameters: Mapping[str, Tensor]) -> None:
+        chosen = [name for name in parameters if self._matches[id(metric)](name)]
+        if not chosen:
+            raise nothing_matches(str(metric), metric.match, "parameter", list(parameters))
+        name = min(chosen, key=lambda name: parameters[name].numel())
+        example = parameters[name].detach()
+        if type(example).__name__ == "DTensor" or example.is_meta:
+            return
+        with torch.no_grad():
+            try:
+                pieces(metric.value_of(example), metric.dims)
+            except Exception as error:
+                kind = TypeError if isinstance(error, TypeError) else ValueError
+                raise kind(f"{metric} does not work on {name!r} of shape {[*example.shape]}: {error}") from error
+
+    def _check_modules(self, metric: Metric, modules: Mapping[str, Any]) -> None:
+        # A tensor that a module hands over is known only when it does.
+        if not any(map(self._matches[id(metric)], modules)) and not any(
+            isinstance(module, MonitorMixin) for module in modules.values()
+        ):
+            raise nothing_matches(str(metric), metric.match, "module", list(modules))
+
+    # ---- during a sample
+
+    def start(self, next_step_is_due: bool) -> None:
+        self._num_due += next_step_is_due
+        if next_step_is_due:
+            self._whole.look()
+        self._now = [m for m in self._metrics if next_step_is_due and self._num_due % m.every == 0]
+        self._befores.forget()
+        super().start(next_step_is_due and any(metric.on == "activation" for metric in self._now))
+
+    def install(self, tap: Tap) -> None:
+        chosen = [self._matches[id(metric)] for metric in self._metrics if metric.on == "activation"]
+        tap.hook(lambda name, _: any(matches(name) for matches in chosen), self._forward_done)
+
+    def _forward_done(self, name: str, module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        self._seen_any = True
+        for path, tensor in tensors_in(output):
+            self._apply("activation", tensor_name(name, path), tensor, self._pending, also_called=name)
+
+    def _logged(self, module: str, name: str, thing: Any, dims: Dims) -> None:
+        if not isinstance(thing, Tensor):
+            return
+        self._seen_any = True
+        for label, part in slices(thing.detach(), dims):
+            self._apply(
+                "activation", tensor_name(module, name, label), part, self._pending, also_called=f"{module}.{name}"
+            )
+
+    def gradients_ready(self, tensors: Sequence[WatchedTensor]) -> None:
+        super().gradients_ready(tensors)
+        for watched in tensors:
+            self._parameter(watched)
+            if watched.gradient is not None and self._whole.is_whole(watched.name):
+                self._gradient(watched, watched.gradient)
+
+    def before_update(self, tensors: Sequence[WatchedTensor]) -> None:
+        super().before_update(tensors)
+        for watched in tensors:
+            self._parameter(watched)
+        chosen = [metric for metric in self._now if metric.on == "update"]
+        self._befores.keep(
+            tensor
+            for tensor in tensors
+            if self._whole.is_whole(tensor.name) and any(self._matches[id(m)](tensor.name) for m in chosen)
+        )
+
+    def after_update(self, tensors: Sequence[WatchedTensor]) -> None:
+        super().after_update(tensors)
+        for name, change, _ in self._befores.changes(tensors):
+            self._apply("update", name, change, self._sample)
+
+    def take(self) -> Mapping[str, Tensor]:
+        taken = {}
+        by_name = {(metric.on, metric.name): metric for metric in self._metrics}
+        for (on, name, metric_name), tally in list(self._sample.items()):
+            if (on, metric_name) not in by_name:
+                continue
+            try:
+                for label, value in zip(tally.labels, tally.results(), strict=False):
+                    taken["/".join(part for part in (on, name, label, metric_name) if part)] = _scalar(value)
+            except Exception as error:
+                self._drop(by_name.pop((on, metric_name)), f"values of {on} {name!r}", error)
+        self._sample = {}
+        return taken
+
+    # ---- pending and settled
+
+    def settle(self) -> None:
+        for key, tally in self._pending.items():
+            if key in self._sample:
+                self._sample[key].merge(tally)
+            else:
+                self._sample[key] = tally
+        self._pending = {}
+
+    def forget_pending(self) -> None:
+        self._pending = {}
+
+    # ---- one tensor
+
+    def _parameter(self, watched: WatchedTensor) -> None:
+        if self._whole.is_whole(watched.name):
+            self._apply("parameter", watched.name, watched.parameter, self._sample, once=True)
+
+    def _gradient(self, watched: WatchedTensor, gradient: Tensor) -> None:
+        if not any(m.on == "gradient" and self._matches[id(m)](watched.name) for m in self._now):
+            return
+        if gradient.layout is not torch.strided:
+            gradient = gradient.to_dense()
+        if watched.inverse_scale is not None:
+            wide = gradient.float() if gradient.element_size() < 4 else gradient
+            gradient = wide * watched.inverse_scale.to(wide.device, non_blocking=True)
+        for metric in self._now:  # the last backward of a sample has the sum of all
+            self._sample.pop(("gradient", watched.name, metric.name), None)
+        self._apply("gradient", watched.name, gradient, self._sample)
+
+    def _apply(
+        self,
+        on: str,
+        name: str,
+        tensor: Tensor,
+        into: dict[tuple[str, str, str], Tally],
+        *,
+        also_called: str = "",
+        once: bool = False,
+    ) -> None:
+        for metric in tuple(self._now):
+            matches = self._matches[id(metric)]
+            if metric.on != on or not (matches(name) or (also_called and matches(also_called))):
+                continue
+            key = (on, name, metric.name)
+            if once and key in into:
+                continue
+            try:
+                values_KE, labels = pieces(metric.value_of(tensor), metric.dims)
+                if key not in into:
+                    into[key] = Tally(metric.aggregate, labels)
+                into[key].add(values_KE)
+            except Exception as error:
+                self._drop(metric, f"{on} {name!r} of shape {[*tensor.shape]}", error)
+
+    def _drop(self, metric: Metric, where: str, error: Exception) -> None:
+        self._metrics = [kept for kept in self._metrics if kept is not metric]
+        self._now = [kept for kept in self._now if kept is not metric]
+        for values in (self._sample, self._pending):
+            for key in [key for key in values if key[0] == metric.on and key[2] == metric.name]:
+                del values[key]
+        logger.error(
+            "wandb_gradwatch: %s failed on the %s and is dropped; the others go on.", metric, where, exc_info=error
+        )
+
+
+def _scalar(value: Tensor) -> Tensor:
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        found = f"shape {[*value.shape]}" if isinstance(value, Tensor) else repr(value)
+        raise TypeError(f"aggregate must return a scalar tensor, but returned {found}")
+    return value

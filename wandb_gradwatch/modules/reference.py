@@ -1,0 +1,266 @@
+"""Reference: how far parameters and activations have moved from those of a frozen model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..capture.probes import WatchedTensor
+from ..capture.roster import NameFilter
+from ..statistics.measure import sum_sq
+from .base import ForwardProbe, logger, tensor_name, tensors_in
+from .metric import Metric
+from .naming import ROOT, Models, matcher, nothing_matches
+from .reduction import Tally
+from .shards import Whole
+from .tap import Tap, Vanishing
+
+# What a difference is called beside the user's own functions.
+DIFFERENCE, RELATIVE = "difference", "relative_difference"
+
+Difference = Callable[[Tensor, Tensor], Tensor]
+
+
+class Reference(ForwardProbe):
+    """L2 distances of parameters and activations to those of a reference model on the same batch.
+
+    Logs `parameter/<name>/difference` and `.../relative_difference` (to the reference's norm), and for modules that
+    match `activations` the same under `activation/<module>/`. The reference's forward runs inside the sampled step's
+    forward, without gradients, with the same random numbers as the model's own, which stay as they were.
+
+    Args:
+        model: the model that is watched.
+        reference: one of the same structure; None: a copy of the model as it is when this is made. A copy is put in the
+            model's mode (training or evaluation), a given one stays in its own.
+        match: which parameters; a regular expression (searched in the name), several, or a function; None: all.
+        activations: which modules' outputs; None: none, and then the reference's forward never runs.
+        functions: further differences by name: each gets the tensor and the reference's, and returns a tensor, whose
+            mean is logged.
+
+    Memory: the reference, and at a sampled step its outputs of the matching modules until the model's own are there.
+
+    Raises:
+        TypeError: model or reference is not a module.
+        ValueError: the reference has other parameters than the model; a match that matches nothing (by watch()).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        reference: nn.Module | None = None,
+        *,
+        match: NameFilter | None = None,
+        activations: NameFilter | None = None,
+        functions: Mapping[str, Difference] | None = None,
+    ) -> None:
+        super().__init__()
+        for argument, module in (("model", model), ("reference", reference)):
+            if not isinstance(module, nn.Module) and not (argument == "reference" and module is None):
+                raise TypeError(f"Reference(): {argument} must be a torch.nn.Module, but is {type(module).__name__}")
+        self._is_copy = reference is None
+        self._reference = copy.deepcopy(model).requires_grad_(False) if reference is None else reference
+        # Of the watched model only that it is the one; a strong reference would keep it alive.
+        self._frozen = dict(Models([("", self._reference)]).parameters())
+        theirs = {name: p.shape for name, p in Models([("", model)]).parameters()}
+        ours = {name: p.shape for name, p in self._frozen.items()}
+        if ours != theirs:
+            wrong = sorted(set(ours.items()) ^ set(theirs.items()))
+            raise ValueError(
+                f"Reference(): the reference must have the model's parameters, but {wrong[0][0]!r} differs; "
+                "pass a copy of the model"
+            )
+        self._match, self._activations = match, activations
+        self._matches = matcher(match, repr(self))
+        self._matches_module = matcher(activations, repr(self)) if activations is not None else None
+        self._functions = dict(functions or {})
+        for name, function in self._functions.items():
+            Metric(name, function)  # type: ignore[arg-type]  # raises for a name or function that makes no sense
+        self._prefix = ""
+        self._models = Models([])
+        self._whole = Whole()
+        self._running = False
+        self._outputs: dict[str, list[Mapping[str, Tensor]]] = {}  # the reference's, by module, in the order of calls
+        self._handles: list[Any] = []
+        self._parameters_done: set[str] = set()
+        self._sample: dict[str, Tally] = {}
+        self._pending: dict[str, Tally] = {}
+        self._root_tap: Tap | None = None
+
+    def __repr__(self) -> str:
+        return "Reference()" if self._match is None else f"Reference(match={self._match!r})"
+
+    # ---- at watch()
+
+    def bind(self, models: Models) -> None:
+        ours = {name: parameter.shape for name, parameter in self._frozen.items()}
+        for prefix, model in models.alive():
+            if {name: p.shape for name, p in Models([("", model)]).parameters()} == ours:
+                self._prefix, self._models = prefix, Models([(prefix, model)])
+                break
+        else:
+            raise ValueError("Reference(): the model that it was made of is not watched here; pass the same model")
+        self._whole.bind(self._models)
+        names = [self._prefix + name for name in self._frozen]
+        if not any(map(self._matches, names)):
+            raise nothing_matches("Reference()", self._match, "parameter", names)
+        if self._matches_module is not None:
+            modules = [name for name, _ in self._models.modules()]
+            if not any(map(self._matches_module, modules)):
+                raise nothing_matches("Reference()", self._activations, "module", modules)
+            self.tap_into(self._models)
+            self._root_tap = Tap(repr(self), self._models)
+            self._hook_reference(self._matches_module)
+
+    def _hook_reference(self, matches: Callable[[str], bool]) -> None:
+        taken: set[str] = set()
+        for name, module in Models([(self._prefix, self._reference)]).modules():
+            if matches(name) and name not in taken:
+                taken.add(name)
+                self._handles.append(module.register_forward_hook(_Keep(self, name)))
+
+    # ---- forwards
+
+    def start(self, next_step_is_due: bool) -> None:
+        super().start(next_step_is_due)
+        self._parameters_done = set()
+        if next_step_is_due:
+            self._whole.look()
+        if self._root_tap is not None:
+            if next_step_is_due:
+                root = self._prefix.removesuffix(".") or ROOT
+                self._root_tap.hook(lambda name, _: name == root, self._model_begins, before=True)
+                self._root_tap.open()
+            else:
+                self._root_tap.shut()
+
+    def install(self, tap: Tap) -> None:
+        matches = self._matches_module
+        tap.hook(lambda name, _: matches is not None and matches(name), self._forward_done)
+
+    def before_update(self, tensors: Sequence[WatchedTensor]) -> None:
+        if self._tap is not None:
+            super().before_update(tensors)
+        self._compare_parameters(tensors)
+        if self._root_tap is not None:
+            self._root_tap.shut()
+
+    def after_update(self, tensors: Sequence[WatchedTensor]) -> None:
+        super().after_update(tensors)
+        if self._root_tap is not None and self._due:
+            self._root_tap.open()
+
+    def _model_begins(self, name: str, module: nn.Module, args: Any, kwargs: Mapping[str, Any], _: Any) -> None:
+        self._outputs = {}
+        if self._is_copy and self._reference.training != module.training:
+            self._reference.train(module.training)
+        devices = sorted({p.device.index for p in self._frozen.values() if p.is_cuda})
+        self._running = True
+        try:
+            with torch.random.fork_rng(devices):
+                self._reference(*args, **kwargs)
+        finally:
+            self._running = False
+
+    def keep_output(self, name: str, output: Any) -> None:
+        """A module of the reference's has put this out."""
+        if self._running:
+            self._outputs.setdefault(name, []).append(dict(tensors_in(output)))
+
+    def _forward_done(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        self._seen_any = True
+        waiting = self._outputs.get(name)
+        if not waiting:
+            return
+        references = waiting.pop(0)
+        for path, tensor in tensors_in(output):
+            if path in references and references[path].shape == tensor.shape:
+                self._compare(f"activation/{tensor_name(name, path)}", tensor, references[path], self._pending)
+
+    # ---- parameters
+
+    def gradients_ready(self, tensors: Sequence[WatchedTensor]) -> None:
+        super().gradients_ready(tensors)
+        self._compare_parameters(tensors)
+        self._outputs = {}
+
+    def _compare_parameters(self, tensors: Sequence[WatchedTensor]) -> None:
+        for watched in tensors:
+            name = watched.name.removeprefix(self._prefix)
+            if watched.name in self._parameters_done or not watched.name.startswith(self._prefix):
+                continue
+            if name not in self._frozen or not self._matches(watched.name) or not self._whole.is_whole(watched.name):
+                continue
+            self._parameters_done.add(watched.name)
+            self._compare(f"parameter/{watched.name}", watched.parameter, self._frozen[name].detach(), self._sample)
+
+    def _compare(self, key: str, tensor: Tensor, reference: Tensor, into: dict[str, Tally]) -> None:
+        reference = reference.to(tensor.device, non_blocking=True)
+        wide, wide_reference = _wide(tensor), _wide(reference)
+        # Squares are summed over micro-batches, so that the norms are those of the whole batch.
+        squares = sum_sq([wide - wide_reference, wide_reference])
+        into.setdefault(f"{key}/{DIFFERENCE}", Tally("sum", ["", "reference"])).add(squares[:, None])
+        for name, function in tuple(self._functions.items()):
+            try:
+                value = Metric(name, lambda t, f=function: f(t, wide_reference)).value_of(wide)  # type: ignore[misc]
+                into.setdefault(f"{key}/{name}", Tally("mean", [""])).add(value.reshape(1, -1))
+            except Exception as error:
+                del self._functions[name]
+                logger.error(
+                    "wandb_gradwatch: %r: the function %r failed on %s and is dropped; the others go on.",
+                    self,
+                    name,
+                    key,
+                    exc_info=error,
+                )
+
+    def settle(self) -> None:
+        for key, tally in self._pending.items():
+            if key in self._sample:
+                self._sample[key].merge(tally)
+            else:
+                self._sample[key] = tally
+        self._pending = {}
+
+    def forget_pending(self) -> None:
+        self._pending = {}
+        self._outputs = {}
+
+    def take(self) -> Mapping[str, Tensor]:
+        taken: dict[str, Tensor] = {}
+        for key, tally in self._sample.items():
+            results = tally.results()
+            if key.endswith(f"/{DIFFERENCE}"):
+                difference, norm = (square.sqrt() for square in results)
+                taken[key] = difference
+                relative = torch.where(norm > 0, difference / norm, torch.nan)
+                taken[key.removesuffix(DIFFERENCE) + RELATIVE] = relative
+            elif results:
+                taken[key] = results[0]
+        self._sample = {}
+        return taken
+
+    def close(self) -> None:
+        super().close()
+        if self._root_tap is not None:
+            self._root_tap.remove()
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._outputs = [], {}
+
+
+class _Keep(Vanishing):
+    """The hook of a module of the reference's."""
+
+    def __init__(self, reference: Reference, name: str) -> None:
+        self._reference, self._name = reference, name
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._reference.keep_output(self._name, output)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.is_floating_point() and tensor.element_size() < 4 else tensor
