@@ -1,0 +1,84 @@
+"""The integrations are optional: nothing imports a framework before it is asked for, and a missing one is named."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FRAMEWORKS = ("lightning", "pytorch_lightning", "ignite", "transformers", "accelerate", "peft")
+
+
+def run(program: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_importing_the_integrations_imports_no_framework() -> None:
+    program = "import sys, wandb_gradwatch, wandb_gradwatch.integrations; print(sorted(set(sys.modules) & set({!r})))"
+    assert run(program.format(FRAMEWORKS)) == "[]"
+
+
+@pytest.mark.parametrize("extra", ["lightning", "ignite", "transformers"])
+def test_a_missing_framework_names_its_extra(extra: str) -> None:
+    program = f"""
+import sys
+sys.modules.update(dict.fromkeys({FRAMEWORKS!r}))  # None: the import fails
+try:
+    import wandb_gradwatch.integrations.{extra}
+except ImportError as error:
+    print(error)
+"""
+    said = run(program)
+    assert f"run: pip install 'wandb-gradwatch[{extra}]'" in said
+    assert said.startswith(f"wandb_gradwatch.integrations.{extra} needs ")
+
+
+def test_a_trainer_of_pytorch_lightning_alone_is_enough() -> None:
+    pytest.importorskip("pytorch_lightning")
+    program = """
+import sys
+import pytorch_lightning
+sys.modules["lightning"] = sys.modules["lightning.pytorch"] = None
+from wandb_gradwatch.integrations.lightning import GradWatchCallback
+print(issubclass(GradWatchCallback, pytorch_lightning.Callback))
+"""
+    assert run(program) == "True"
+
+
+# ---- examples
+
+EXAMPLES = {
+    "lightning_fit": "lightning.pytorch",
+    "ignite_loop": "ignite",
+    "hf_trainer": "transformers",
+    "accelerate_loop": "accelerate",
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_runs_offline(name: str, tmp_path: Path) -> None:
+    from wandb_gradwatch.dashboards.read import read_run
+
+    pytest.importorskip(EXAMPLES[name].split(".")[0])
+    path = ROOT / "examples" / f"{name}.py"
+    assert len(path.read_text(encoding="utf-8").splitlines()) < 100
+    environment = {
+        **os.environ, "PYTHONPATH": str(ROOT), "HOME": str(tmp_path), "WANDB_DIR": str(tmp_path),
+        "WANDB_MODE": "offline", "OMP_NUM_THREADS": "1", "STEPS": "40",
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, str(path)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    assert "wandb_gradwatch has failed" not in done.stderr
+    (folder,) = (path for path in (tmp_path / "wandb").glob("offline-run-*") if path.is_dir())
+    history = read_run(folder)
+    assert history.steps.tolist() == [10, 20, 30, 40]  # each logs every tenth of 40 steps
+    assert all(value > 0 for value in history.values["gradwatch/grad_norm"])

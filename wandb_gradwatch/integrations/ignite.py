@@ -1,0 +1,293 @@
+"""Ignite: gradients in engine.state.metrics and in W&B, and a bad batch that is never applied.
+
+GradWatch(model).attach(trainer)
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from ..capture.containment import UserCallbackError
+from ..capture.probes import WatchedTensor
+from ..capture.roster import Models
+from ..capture.sharding import local_part
+from ..rules import Alert
+from ..snapshot import GroupBy, Snapshot
+from ..statistics.columns import Column
+from ..statistics.measure import measure
+from ..watch import Watcher, watch
+from .feed import AlertLog, SampleFeed, active_run, check_watch_options, sample_numbers, with_feed
+from .require import require
+from .spikes import SpikeRule
+
+_Events: Any = require("ignite.engine", extra="ignite").Events
+
+logger: Final = logging.getLogger("wandb_gradwatch")
+
+
+class GradWatch:
+    """Watch the gradients of the model that an engine trains, and leave out the batches that would break it.
+
+    As soon as a backward has ended, before any update, the norm of the gradient (accumulated, reduced over ranks,
+    unscaled, unclipped) is in `engine.state.metrics["grad_norm"]`, and `engine.state.unhealthy_spike` says whether it
+    is a spike. An optimizer that steps all the same then finds no gradients: parameters and its state stay as they
+    are, without a line in the train step. One that would rather decide itself reads the flag:
+
+        loss.backward()
+        if engine.state.unhealthy_spike:
+            optimizer.zero_grad()
+            return
+        optimizer.step()
+
+    Mean, deviation and sparsity follow in the metrics when the step is done. The active W&B run, such as that of
+    Ignite's WandBLogger, gets the rows, histograms and alerts of `wandb_gradwatch.watch`. The watcher is
+    `grad_watch.watcher` while the engine runs.
+
+    A step with a closure (LBFGS) makes its gradients by itself: its flag is right, but it is not left out.
+
+    Args:
+        model: a module, or a list or dict of modules.
+        max_norm: a larger norm is a spike; None: none is too large by itself.
+        stds: a log norm more than this many standard deviations above the usual is a spike; None: not judged.
+        rule: a function from the norm to whether it is a spike, instead of these two. NaN and infinity always are.
+        skip: leave out the updates of a batch with a spike.
+        on_spike: called with the engine at each spike, before the update; what it raises leaves `engine.run`.
+        per_layer: put the norm of every layer into the metrics too.
+        prefix: of the names of the metrics.
+        run: the W&B run; None takes the active one.
+        watch_options: further arguments of `wandb_gradwatch.watch`: scaler, log_every, rules, include, ...
+
+    Raises:
+        ValueError: max_norm or stds is not positive.
+        TypeError: an argument that watch() does not have.
+
+    Cost: one more pass over the gradients and one read of the device for each backward that ends in an update.
+    """
+
+    def __init__(
+        self,
+        model: Models,
+        *,
+        max_norm: float | None = None,
+        stds: float | None = 3.5,
+        rule: Callable[[float], bool] | None = None,
+        skip: bool = True,
+        on_spike: Callable[[Any], object] | None = None,
+        per_layer: bool = False,
+        prefix: str = "",
+        run: Any = None,
+        **watch_options: Any,
+    ) -> None:
+        check_watch_options(type(self).__name__, watch_options, reserved=("run", "start_step", "sample_every"))
+        self.watcher: Watcher | None = None
+        self.spikes = SpikeRule(max_norm=max_norm, stds=stds, own=rule)
+        self._model = model
+        self._skip = skip
+        self._on_spike = on_spike
+        self._per_layer = per_layer
+        self._prefix = prefix
+        self._run = run
+        self._watch_options = watch_options
+        self._step = 0
+        self._engine: Any = None
+        self._judged: dict[str, tuple[float, bool]] = {}  # by kind: the norms of this iteration, and whether spikes
+        self._is_updated = False
+        self._hook: RemovableHandle | None = None
+
+    def attach(self, engine: Any) -> GradWatch:
+        """Watch while this engine runs.
+
+        Raises:
+            ValueError: updates are to be left out, and the model is sharded: no rank knows its norm before the update.
+        """
+        if self._skip and _is_sharded(self._model):
+            raise ValueError(
+                "GradWatch(skip=True) cannot judge a sharded model before its update, because each rank has only a "
+                "part of the gradient; pass skip=False"
+            )
+        self._engine = engine
+        engine.state.unhealthy_spike = False
+        engine.add_event_handler(_Events.STARTED, self._start)
+        engine.add_event_handler(_Events.ITERATION_STARTED, self._begin_iteration)
+        engine.add_event_handler(_Events.ITERATION_COMPLETED, self._end_iteration)
+        # No handler for exceptions: where there is one, Ignite swallows them. The next run or the end of the script
+        # removes what such a run leaves.
+        engine.add_event_handler(_Events.COMPLETED, self._stop)
+        return self
+
+    def state_dict(self) -> dict[str, Any]:
+        """The step and what is usual, in plain values: for Ignite's Checkpoint."""
+        if self.watcher is not None:
+            self._step = int(self.watcher.step)
+        return {"step": self._step, "spikes": self.spikes.state_dict()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on where the checkpoint was written."""
+        self._step = int(state_dict["step"])
+        self.spikes.load_state_dict(state_dict["spikes"])
+
+    # ---- the engine's events
+
+    def _start(self, engine: Any) -> None:
+        self._stop()
+        options = with_feed(self._watch_options, _IntoMetrics(self))
+        options["sinks"] = [*(self._watch_options.get("sinks") or ()), AlertLog()]
+        options["probes"] = [*(self._watch_options.get("probes") or ()), _Judge(self)]
+        options["run"] = active_run() if self._run is None else self._run
+        self.watcher = watch(self._model, start_step=self._step, **options)
+        if self._skip:
+            # After watch(), whose own hook then sees the gradients that are about to be left out.
+            # Weakly: torch keeps its hooks, and a run that raised must not keep the model alive.
+            self._hook = register_optimizer_step_pre_hook(partial(_leave_out, weakref.ref(self)))
+
+    def _begin_iteration(self, engine: Any) -> None:
+        engine.state.unhealthy_spike = False
+        self._judged, self._is_updated = {}, False
+
+    def _end_iteration(self, engine: Any) -> None:
+        for kind, (norm, spike) in self._judged.items():
+            if self._is_updated or spike:
+                self.spikes.learn(norm, spike=spike, kind=kind)
+
+    def _stop(self, _: Any = None) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+        if self.watcher is not None:
+            self.state_dict()
+            self.watcher.remove()
+            self.watcher = None
+
+    # ---- between the backward and the update
+
+    def judge(self, norm: float, *, kind: str) -> None:
+        """The gradient is final and has this norm: NaN where it has elements that are not finite."""
+        state = self._engine.state
+        state.metrics[f"{self._prefix}grad_norm"] = norm
+        try:
+            spike = self.spikes.is_spike(norm, kind)
+            is_first = spike and not state.unhealthy_spike
+            self._judged[kind] = (norm, spike)
+            state.unhealthy_spike = state.unhealthy_spike or spike
+            if is_first and self._on_spike is not None:
+                self._on_spike(self._engine)
+        except Exception as error:  # the user's rule or callback
+            raise UserCallbackError(error) from error
+
+    def updated(self) -> None:
+        """An optimizer is about to update the model."""
+        self._is_updated = True
+
+    def leave_out(self, optimizer: Optimizer) -> None:
+        """Take the gradients of a bad batch away from an optimizer that is about to step."""
+        if not self._engine.state.unhealthy_spike:
+            return
+        ours = {id(parameter) for parameter in _parameters(self._model)}
+        stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if any(id(parameter) in ours for parameter in stepped):
+            for parameter in stepped:
+                parameter.grad = None  # every optimizer passes over it, decay and momentum too
+
+    # ---- after the update
+
+    def show(self, sample: Snapshot) -> None:
+        """Put a sample's numbers into the metrics."""
+        group_by: GroupBy = self._watch_options.get("group_by", "parameter")
+        numbers = sample_numbers(sample, per_layer=group_by if self._per_layer else None, sparsity=True)
+        # The whole norm is there since the backward, as NaN if it is none; a sample's is that of the finite rest.
+        numbers.pop("grad_norm", None)
+        self._engine.state.metrics.update({self._prefix + name: number for name, number in numbers.items()})
+
+
+class _IntoMetrics(SampleFeed):
+    """Shows samples at once: handlers of ITERATION_COMPLETED, loggers among them, find them in the metrics."""
+
+    def __init__(self, owner: GradWatch) -> None:
+        super().__init__()
+        self._owner = weakref.ref(owner)
+
+    def check(self, snapshot: Snapshot) -> Iterable[Alert]:
+        owner = self._owner()
+        if owner is not None:
+            for index in range(len(snapshot)):
+                owner.show(snapshot.sample(index))
+        return ()
+
+
+class _Judge:
+    """The probe that reads the norm of a gradient that is final."""
+
+    def __init__(self, owner: GradWatch) -> None:
+        self._owner = weakref.ref(owner)
+
+    def start(self, next_step_is_due: bool) -> None:
+        """Every step is."""
+
+    def gradients_ready(self, tensors: Sequence[WatchedTensor]) -> None:
+        present = [tensor for tensor in tensors if tensor.gradient is not None]
+        if present and (owner := self._owner()) is not None:
+            owner.judge(_norm(present), kind=str(len(present)))
+
+    def before_update(self, tensors: Sequence[WatchedTensor]) -> None:
+        if (owner := self._owner()) is not None:
+            owner.updated()
+
+    def after_update(self, tensors: Sequence[WatchedTensor]) -> None:
+        """Too late for a judgement."""
+
+    def take(self) -> Mapping[str, torch.Tensor]:
+        return {}
+
+    def close(self) -> None:
+        """No hook to remove."""
+
+
+_JUDGED_COLUMNS: Final = [Column.GRAD_SUM_SQ, Column.NUM_NAN, Column.NUM_INF]
+
+
+def _norm(tensors: Sequence[WatchedTensor]) -> float:
+    """The L2 norm; NaN if an element is not finite. A decision is made on the host: here it waits for the device."""
+    by_device: dict[torch.device, list[WatchedTensor]] = {}
+    for tensor in tensors:
+        assert tensor.gradient is not None
+        by_device.setdefault(tensor.gradient.device, []).append(tensor)
+    total = 0.0
+    for group in by_device.values():
+        gradients = [tensor.gradient for tensor in group if tensor.gradient is not None]
+        rows = measure(gradients, None, inverse_scale=group[0].inverse_scale).rows
+        sum_sq, *num_nonfinite = rows[:, _JUDGED_COLUMNS].sum(dim=0).tolist()
+        total += math.nan if any(num_nonfinite) else sum_sq
+    return math.sqrt(total)
+
+
+def _leave_out(reference: weakref.ref[GradWatch], optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    owner = reference()
+    if owner is not None:
+        owner.leave_out(optimizer)
+
+
+def _modules(models: Models) -> list[nn.Module]:
+    if isinstance(models, nn.Module):
+        return [models]
+    return list(models.values()) if isinstance(models, Mapping) else list(models)
+
+
+def _parameters(models: Models) -> list[torch.Tensor]:
+    return [parameter for module in _modules(models) for parameter in module.parameters()]
+
+
+def _is_sharded(models: Models) -> bool:
+    """By DTensors (FSDP2, tensor parallel) or by flat parameters (FSDP1)."""
+    fsdp1 = any(type(m).__name__ == "FullyShardedDataParallel" for module in _modules(models) for m in module.modules())
+    return fsdp1 or any(local_part(parameter) is not parameter for parameter in _parameters(models))
