@@ -54,10 +54,12 @@ def gradients_of(size: int, dtype: torch.dtype) -> Iterator[torch.Tensor]:
     normal = torch.randn(size, generator=torch.Generator().manual_seed(size))
     mixed = normal.clone()
     mixed[::7], mixed[1::7], mixed[2::9], mixed[3::5], mixed[4::5] = math.nan, math.inf, -math.inf, -0.0, 1e-40
+    exact = normal.clone()  # zeros of both signs, and the threshold of the tests below with and without their scale
+    exact[::6], exact[1::6], exact[2::6], exact[3::6], exact[4::6] = -0.0, 0.0, 0.25, -0.25, 0.25 * 65536
     one_nan, one_infinity = normal.clone(), normal.clone()
     one_nan[-1:], one_infinity[:1] = math.nan, -math.inf
     kinds = [normal, normal.relu(), -normal.abs(), normal * 1e-12, normal * 1e-41, normal * 1e25, normal * 0]
-    for values in [*kinds, torch.full((size,), math.nan), mixed, one_nan, one_infinity]:
+    for values in [*kinds, torch.full((size,), math.nan), mixed, exact, one_nan, one_infinity]:
         yield values.to(dtype).to(DEVICE)
 
 

@@ -1,0 +1,171 @@
+"""The CUDA kernels on a GPU: right first, then how fast, beside a copy and beside what others do.
+
+Every figure is the median over rounds, timed by CUDA events, all candidates in turn in one run. "of copy" is the share
+of the bandwidth that a device-to-device copy reaches in the same run, by the bytes that must be read once.
+
+    python -m benchmarks.kernel [--models "GPT-2 small" ...] [--dtypes bfloat16 ...] [--rounds 20] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.shapes import MODELS, num_elements
+from wandb_gradwatch.statistics.columns import Column
+from wandb_gradwatch.statistics.measure import measure, sum_sq
+
+Tensors = list[torch.Tensor]
+
+
+def check(gradients: Tensors, parameters: Tensors) -> None:
+    """Compare the kernels with the reference on the tensors to be timed, and with themselves.
+
+    Raises:
+        AssertionError: a number is wrong.
+    """
+    some = [0, 1, len(gradients) // 2, len(gradients) - 1]
+    measured = measure(gradients, parameters, histogram=True, backend="cuda")
+    again = measure(gradients, parameters, histogram=True, backend="cuda")
+    expected = measure([gradients[i] for i in some], [parameters[i] for i in some], histogram=True, backend="reference")
+    assert measured.histogram is not None
+    assert expected.histogram is not None
+    torch.testing.assert_close(measured.histogram[some], expected.histogram, rtol=0, atol=0)
+    for column in Column:
+        rtol = 1e-5 if column in (Column.GRAD_SUM_SQ, Column.RECEIVED_SUM_SQ, Column.PARAM_SUM_SQ) else 0
+        atol = 0.0
+        if column is Column.GRAD_SUM:  # signs cancel: right to a share of what was added up
+            atol = (
+                1e-5
+                * float((expected.rows[:, Column.NUM_ELEMENTS] * expected.rows[:, Column.GRAD_SUM_SQ]).max()) ** 0.5
+            )
+        torch.testing.assert_close(measured.rows[some, column], expected.rows[:, column], rtol=rtol, atol=atol)
+    assert torch.equal(measured.rows.view(torch.int64), again.rows.view(torch.int64)), "not the same bits twice"
+
+
+def assert_no_sync(gradients: Tensors, parameters: Tensors) -> None:
+    """Measure with torch's sync debugging set to raise."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        measure(gradients, parameters, histogram=True, backend="cuda")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def per_tensor_ops(gradients: Tensors) -> list[torch.Tensor]:
+    """What a hook per parameter does: norm, mean, deviation, extremes, zeros, NaN and Inf, one operation each."""
+    return [
+        torch.stack(
+            [
+                g.norm().float(),
+                *(statistic.float() for statistic in (g.mean(), g.std(), g.min(), g.max())),
+                *((mask).sum().float() for mask in (g == 0, g.isnan(), g.isinf())),
+            ]
+        )
+        for g in gradients
+    ]
+
+
+def wandb_watch_ops(gradients: Tensors, num_bins: int = 64) -> list[list[float]]:
+    """What wandb.watch(log="gradients") does to every gradient: finite check, extremes and a histogram on the host."""
+    histograms = []
+    for gradient in gradients:
+        flat = gradient.float().flatten()
+        flat = flat[torch.isfinite(flat)]
+        low, high = flat.min().item(), flat.max().item()
+        histograms.append(torch.histc(flat, bins=num_bins, min=low, max=high).cpu().tolist())
+    return histograms
+
+
+def candidates_for(gradients: Tensors, parameters: Tensors) -> dict[str, tuple[Callable[[], Any], int]]:
+    """Name -> (what to time, bytes that it must read)."""
+    size = sum(g.numel() * g.element_size() for g in gradients)
+    source = torch.empty(size, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return {
+        # A copy reads and writes: twice the bytes.
+        "copy": (lambda: target.copy_(source), 2 * size),
+        "columns": (lambda: measure(gradients, None, backend="cuda"), size),
+        "+ parameters": (lambda: measure(gradients, parameters, backend="cuda"), 2 * size),
+        "+ histogram": (lambda: measure(gradients, None, histogram=True, backend="cuda"), size),
+        "all": (lambda: measure(gradients, parameters, histogram=True, backend="cuda"), 2 * size),
+        "sum_sq": (lambda: sum_sq(gradients, backend="cuda"), size),
+        "backend torch": (lambda: measure(gradients, None, backend="torch"), size),
+        "_foreach_norm": (lambda: torch._foreach_norm(gradients), size),
+        "ops per tensor": (lambda: per_tensor_ops(gradients), size),
+        "as wandb.watch": (lambda: wandb_watch_ops(gradients), size),
+    }
+
+
+def timed(run: Callable[[], Any]) -> tuple[float, float]:
+    """Milliseconds on the GPU, and on the host until the call returns."""
+    torch.cuda.synchronize()
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    began = time.perf_counter()
+    run()
+    host = (time.perf_counter() - began) * 1e3
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end), host
+
+
+def benchmark(shapes: list[tuple[int, ...]], dtype: torch.dtype, rounds: int) -> dict[str, dict[str, float]]:
+    gradients = [(torch.randn(shape, device="cuda") * 1e-3).to(dtype) for shape in shapes]
+    parameters = [(torch.randn(shape, device="cuda") * 0.02).to(dtype) for shape in shapes]
+    check(gradients, parameters)
+    assert_no_sync(gradients, parameters)
+    candidates = candidates_for(gradients, parameters)
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in candidates}
+    for round_number in range(rounds + 2):
+        for name, (run, _) in candidates.items():
+            taken = timed(run)
+            if round_number >= 2:  # compiled, tuned and touched by then
+                times[name].append(taken)
+    results = {}
+    for name, (_, num_bytes) in candidates.items():
+        gpu, host = (statistics.median(column) for column in zip(*times[name], strict=True))
+        results[name] = {"gpu_ms": gpu, "host_ms": host, "gb_per_s": num_bytes / gpu / 1e6}
+    for result in results.values():
+        result["of_copy"] = result["gb_per_s"] / results["copy"]["gb_per_s"]
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=["ResNet-50", "GPT-2 small", "GPT 1.2B"])
+    parser.add_argument(
+        "--dtypes", nargs="+", choices=["bfloat16", "float32", "float16"], default=["bfloat16", "float32"]
+    )
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("benchmarks.kernel needs a CUDA device, and torch finds none here")
+
+    torch.manual_seed(0)
+    device = torch.cuda.get_device_name()
+    print(f"{device}, torch {torch.__version__}")
+    report: dict[str, Any] = {"device": device, "torch": torch.__version__, "results": []}
+    for model in arguments.models:
+        shapes = MODELS[model]()
+        for dtype in arguments.dtypes:
+            print(f"{model}, {dtype}: {len(shapes)} tensors, {num_elements(shapes) / 1e6:.1f} million elements")
+            results = benchmark(shapes, getattr(torch, dtype), arguments.rounds)
+            print(f"  {'':<16}{'GPU ms':>10}{'host ms':>10}{'GB/s':>8}{'of copy':>9}")
+            for name, r in results.items():
+                print(f"  {name:<16}{r['gpu_ms']:10.3f}{r['host_ms']:10.3f}{r['gb_per_s']:8.0f}{r['of_copy']:9.0%}")
+            report["results"].append({"model": model, "dtype": dtype, **results})
+    if arguments.json:
+        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""Plant faults in the statistics, one at a time, and see that a test catches each: `python tests/mutate_kernel.py`.
+
+Not collected by pytest: it runs the tests many times over, in a copy of the package.
+"""
+
+# ruff: noqa: E501
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parent.parent
+
+
+class Fault(NamedTuple):
+    """One replacement of text, which must occur exactly `occurrences` times."""
+
+    name: str
+    file: str
+    right: str
+    wrong: str
+    occurrences: int = 1
+
+
+KERNEL, LAUNCH, SMALL, CHUNKS, GENERIC = "cuda.py", "cuda_launch.py", "cpu_small.py", "cpu_chunks.py", "generic.py"
+
+# fmt: off
+FAULTS = (  # one line each, however long
+    Fault("the last element of a chunk is not read", KERNEL, "mask = begin + lanes < count", "mask = begin + lanes < count - 1", 2),
+    Fault("one element past the end is read", KERNEL, "mask = begin + lanes < count", "mask = begin + lanes <= count", 2),
+    Fault("a full chunk is read without its last block", KERNEL, "range(0, CHUNK, BLOCK)", "range(0, CHUNK - BLOCK, BLOCK)", 2),
+    Fault("chunks start one element late", LAUNCH, "first_chunk[chunk_tensor]) * chunk", "first_chunk[chunk_tensor]) * chunk + 1"),
+    Fault("the fold drops the last partial", KERNEL, "mask=index < count, other=0.0", "mask=index < count - 1, other=0.0"),
+    Fault("the minimum of the first partials only", KERNEL, "lowest = tl.minimum(lowest, tl.load(partials", "lowest = (tl.load(partials"),
+    Fault("NaN enters the careful sums", KERNEL, "finite = mask & (is_nan == 0) & (is_inf == 0)", "finite = mask & (is_inf == 0)"),
+    Fault("Inf is taken for NaN", KERNEL, "is_nan, is_inf = magnitude > _INFINITY_32, magnitude == _INFINITY_32", "is_nan, is_inf = magnitude >= _INFINITY_32, magnitude == 0x7F800001"),
+    Fault("overflow is not read again", KERNEL, ' & (chunk_sq < float("inf"))', "", 2),
+    Fault("underflow is not read again", KERNEL, "tl.constexpr(2.0**-98)", "tl.constexpr(-1.0)"),
+    Fault("zero is the smallest non-zero magnitude", KERNEL, "smallest = tl.minimum(smallest, doubled - 1)", "smallest = tl.minimum(smallest, doubled)"),
+    Fault("negative zero is no zero", KERNEL, "num_zero += (doubled == 0)", "num_zero += (values.to(tl.uint32, bitcast=True) == 0)"),
+    Fault("the dead threshold is exclusive", KERNEL, "(magnitude <= dead_bits)", "(magnitude < dead_bits)"),
+    Fault("the dead threshold is that of the other width", KERNEL, "tl.load(table + WIDE)", "tl.load(table + 1 - WIDE)"),
+    Fault("the sum of squares is scaled once", KERNEL, "count, BLOCK) * scale * scale", "count, BLOCK) * scale", 2),
+    Fault("bins are those of the scaled gradient", KERNEL, "_bins(wide, True)", "_bins(values.to(tl.float64), True)"),
+    Fault("bins begin one too high", KERNEL, "window = code - 158", "window = code - 157"),
+    Fault("subnormal values share the next bin", KERNEL, "lowest = code < 2", "lowest = code < 1"),
+    Fault("the sign of a bin is lost", KERNEL, "tl.where(bits < 0, _ZERO_BIN - 1 - magnitude_bin", "tl.where(bits < 0, _ZERO_BIN + 1 + magnitude_bin"),
+    Fault("masked lanes are counted as zeros", KERNEL, "tl.where(mask, bins, _NO_BIN)", "bins"),
+    Fault("a chunk that is read again is counted twice", KERNEL, "        counts = tl.zeros([512], dtype=tl.int32)\n        for", "        for"),
+    Fault("bfloat16 is read as float16", KERNEL, "values = (values.to(tl.uint32) << 16)", "values = (values.to(tl.uint32) << 13)"),
+    Fault("a list is read with its first dtype", LAUNCH, '"DTYPE": _CODE[group.dtype]', '"DTYPE": 0'),
+    Fault("an unchanged table is trusted too long", "table.py", "if values == self._last:", "if self._last is not None:"),
+    Fault("a slot in flight is reused", "table.py", "if self.slots and self.slots[0].is_free()", "if self.slots"),
+    Fault("strides are ignored", "elements.py", "tensor.reshape(-1).contiguous()", "tensor.reshape(-1)"),
+    Fault("CPU: the innermost negative is lost", CHUNKS, "np.minimum.reduce(signed)) + sign", "np.maximum.reduce(signed)) + sign"),
+    Fault("CPU: large squares stay in float32", CHUNKS, "_LARGE: Final = FLOAT32.bits_of(2.0**55)", "_LARGE: Final = FLOAT32.bits_of(2.0**90)"),
+    Fault("CPU: zeros count as subnormal", CHUNKS, "chunk_counts[0] -= positive_zeros", "pass"),
+    Fault("CPU: segments end one early", SMALL, "itertools.accumulate(e.numel()", "itertools.accumulate(e.numel() - 1"),
+    Fault("torch: filling counts as NaN", GENERIC, "rows_NC[:, Column.NUM_NAN] -= plan.num_filling", "pass"),
+    Fault("torch: the fold loses a line", "pages.py", "np.where(within < np.repeat(counts, groups)", "np.where(within + 1 < np.repeat(counts, groups)"),
+)
+# fmt: on
+
+
+def is_caught(fault: Fault, healthy: Path) -> bool:
+    """Run the tests on a copy of a healthy tree with this fault; True if one fails."""
+    with tempfile.TemporaryDirectory() as directory:
+        copy = Path(directory) / "tree"
+        shutil.copytree(healthy, copy)
+        path = copy / "wandb_gradwatch" / "statistics" / fault.file
+        text = path.read_text()
+        if text.count(fault.right) != fault.occurrences:
+            raise SystemExit(f"{fault.name}: {fault.right!r} occurs {text.count(fault.right)} times in {fault.file}")
+        path.write_text(text.replace(fault.right, fault.wrong))
+        tests = ["tests/test_statistics_cuda.py"]
+        if fault.file not in (KERNEL, LAUNCH, "table.py"):
+            tests = ["tests/test_statistics_backends.py", *tests]
+        # What a worker imports is the copy: its directory comes before anything that is installed.
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+        result = subprocess.run(
+            command, cwd=copy, env={**os.environ, "PYTHONPATH": str(copy)}, capture_output=True, check=False
+        )
+        if result.returncode not in (0, 1):
+            raise SystemExit(f"{fault.name}: the tests did not run\n{result.stdout.decode()}{result.stderr.decode()}")
+        return result.returncode == 1
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        healthy = Path(directory)  # one copy for all faults: the tree may be edited meanwhile
+        for name in ("wandb_gradwatch", "tests"):
+            shutil.copytree(ROOT / name, healthy / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(ROOT / "pyproject.toml", healthy)
+        sys.exit(run(healthy, sys.argv[1:]))
+
+
+def run(healthy: Path, files: list[str]) -> int:
+    """Plant the faults of these files (all if none is named) and print what became of them; 0 if all were caught."""
+    if is_caught(Fault("nothing", KERNEL, "NUM_PARTIALS: Final = 9", "NUM_PARTIALS: Final = 9"), healthy):
+        print("the tests fail without a fault")
+        return 1
+    chosen = [fault for fault in FAULTS if not files or fault.file in files]
+    num_missed = 0
+    for fault in chosen:
+        caught = is_caught(fault, healthy)
+        num_missed += not caught
+        print(f"{'caught' if caught else 'MISSED'}  {fault.file}: {fault.name}", flush=True)
+    print(f"{len(chosen) - num_missed} of {len(chosen)} faults caught")
+    return 1 if num_missed else 0
+
+
+if __name__ == "__main__":
+    main()
