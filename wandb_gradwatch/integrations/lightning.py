@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 
-from ..rules import ExplodingGradient, Rule, default_rules
+from ..rules import ExplodingGradient, Rule, as_rule, default_rules
 from ..sinks import Sink
 from ..sinks.wandb_run import WandbSink
 from ..snapshot import GroupBy, Snapshot
@@ -91,6 +91,7 @@ class GradWatchCallback(_Callback):  # type: ignore[misc]
         self._feed = SampleFeed()
         self._book: BatchBook | None = None
         self._begin_epoch(0)
+        self._rules: list[Rule] = []
         self._state: dict[str, Any] = {}
         self._is_restored = False
         self._said_frozen = False
@@ -183,6 +184,7 @@ class GradWatchCallback(_Callback):  # type: ignore[misc]
                 "epoch": self._epoch,
                 "num_updates": self._num_updates,
                 "epoch_stats": copy.deepcopy(self._epoch_stats),
+                "rules": [rule.state_dict() for rule in self._rules],
             }
         return self._state
 
@@ -205,14 +207,22 @@ class GradWatchCallback(_Callback):  # type: ignore[misc]
             return
         every = trainer.log_every_n_steps if self.log_every_n_steps is None else self.log_every_n_steps
         self._book = BatchBook(lambda: _place(trainer, every))
-        options = {"run": None, **self._watch_options}
-        options["rules"] = [*self._rules(), self._feed]
+        options = dict(self._watch_options)
+        self._rules = [as_rule(rule) for rule in self._chosen_rules()]
+        remembered = self._state.get("rules", [])
+        if trainer.global_step and len(remembered) == len(self._rules):
+            for rule, memory in zip(self._rules, remembered, strict=True):
+                rule.load_state_dict(memory)
+        options["rules"] = [*self._rules, self._feed]
         options["sinks"] = self._sinks(trainer, rows=every > 0)
         self.watcher = watch(
-            pl_module, log_every=every or _DEFAULT_LOG_EVERY, start_step=self._state.get("step", 0), **options
+            pl_module,
+            log_every=every or _DEFAULT_LOG_EVERY,
+            start_step=self._state.get("step", 0) if trainer.global_step else 0,
+            **options,
         )
 
-    def _rules(self) -> list[Rule]:
+    def _chosen_rules(self) -> list[Rule]:
         given = self._watch_options.get("rules")
         if given is not None:
             return list(given)
