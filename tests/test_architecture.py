@@ -22,7 +22,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cadence": set(),
     "terminal": set(),
     "window": {"statistics"},
-    "reduction": {"statistics", "window"},
+    "reduction": {"statistics", "window", "snapshot"},
     "capture": {"statistics", "cadence", "window"},
     "snapshot": {"statistics"},
     "rules": {"statistics", "snapshot"},

@@ -343,6 +343,24 @@ def test_one_flush_of_the_accumulated_gradient_at_step_ten():
     assert 10 in sink.snapshots[0].histogram_steps
 
 
+@pytest.mark.parametrize("histogram_every", [None, 1, 2])
+def test_histograms_of_accumulated_gradients_count_every_element_once(histogram_every):
+    model = Chosen(a=4)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    watcher, sink = watch(model, log_every=4, histogram_every=histogram_every)
+    for _ in range(8):
+        optimizer.zero_grad()
+        for _ in range(3):
+            model.loss(a=[1, 1, 0, -1]).backward()
+        optimizer.step()
+    watcher.remove()
+    steps = {None: [(4,), (8,)], 1: [(1, 2, 3, 4), (5, 6, 7, 8)], 2: [(2, 4), (6, 8)]}[histogram_every]
+    assert [snapshot.histogram_steps for snapshot in sink.snapshots] == steps
+    for snapshot, counted in zip(sink.snapshots, steps, strict=True):
+        assert snapshot.histogram.sum() == 4 * len(counted)
+        assert snapshot.histogram[0, 128] == len(counted)  # the bin of zero
+
+
 def test_sample_every_is_in_optimizer_steps():
     model = Chosen(a=1)
     optimizer = SGD(model.parameters(), lr=0.1)

@@ -12,8 +12,7 @@ from grad_samples import module_kinds, of_norms, random_samples, sample_of, toge
 from wandb_gradwatch.diagnosis import CAUSES, Diagnosis, diagnose, with_diagnosis
 from wandb_gradwatch.recorder import FlightRecorder
 from wandb_gradwatch.rules import Alert, ExplodingGradient, default_rules
-from wandb_gradwatch.rules.nonfinite import FIRST_BAD_RANK_METRIC
-from wandb_gradwatch.snapshot import Snapshot
+from wandb_gradwatch.snapshot import FIRST_BAD_RANK_METRIC, Snapshot
 
 NAN, INF = float("nan"), float("inf")
 

@@ -13,8 +13,7 @@ from grad_samples import of_norms, sample_of, together
 
 from wandb_gradwatch.recorder import MAX_NOTE_CHARACTERS, FlightRecorder, first_bad, read
 from wandb_gradwatch.rules import Alert
-from wandb_gradwatch.rules.nonfinite import FIRST_BAD_RANK_METRIC
-from wandb_gradwatch.snapshot import Snapshot
+from wandb_gradwatch.snapshot import FIRST_BAD_RANK_METRIC, Snapshot
 
 NAN = float("nan")
 

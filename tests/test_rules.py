@@ -30,9 +30,8 @@ from wandb_gradwatch.rules import (
 )
 from wandb_gradwatch.rules.baseline import student_factor
 from wandb_gradwatch.rules.memory import Kinds, PerName
-from wandb_gradwatch.rules.nonfinite import FIRST_BAD_RANK_METRIC
 from wandb_gradwatch.rules.words import listing
-from wandb_gradwatch.snapshot import Snapshot
+from wandb_gradwatch.snapshot import FIRST_BAD_RANK_METRIC, Snapshot
 
 NAN, INF = math.nan, math.inf
 

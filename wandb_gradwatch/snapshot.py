@@ -27,6 +27,9 @@ from .statistics.columns import (
 
 # S samples in the window, P watched parameters (or groups), C columns, B histogram bins, M magnitude bins
 
+# [S] in `metrics`, where ranks hold shards: the rank whose gradients were non-finite first, in the backward's order.
+FIRST_BAD_RANK_METRIC: Final = "gradwatch/first_nonfinite_rank"
+
 GroupBy = str | Callable[[str], str]
 
 # A clipped gradient is shorter than the one before by more than rounding: clip_grad_norm_ alone multiplies a norm equal

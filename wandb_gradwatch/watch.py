@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import atexit
+import itertools
 import logging
 import math
 import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final
+from dataclasses import replace
+from typing import Any, Final, TypeVar
 
 import numpy as np
-import torch
+from numpy.typing import NDArray
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
@@ -23,11 +25,13 @@ from .capture.gauge import MeasureOptions
 from .capture.probes import Probe
 from .capture.roster import Models, NameFilter, Roster
 from .capture.sampler import Sampler, SamplerEvents
+from .capture.sharding import rank
 from .desk import AlertDesk
+from .reduction import LocalWindow, Reducer
 from .rules import Alert, Rule, default_rules
 from .sinks import Sink
 from .snapshot import GroupBy, Snapshot, group_function
-from .statistics.columns import NUM_COLUMNS, Column, FloatArray
+from .statistics.columns import Column, FloatArray
 from .statistics.measure import resolve_backend
 from .window import ArrivedFlush, ArrivedSample, Window
 
@@ -38,6 +42,8 @@ STATISTICS: Final = ("parameter", "histogram")
 DEFAULT: Final = STATISTICS
 
 _CLIP_TOLERANCE: Final = 1e-5
+
+Number = TypeVar("Number", np.float64, np.int64)
 
 
 class StepNumber(int):
@@ -80,10 +86,13 @@ class Watcher:
         self._on_alert = tuple(on_alert)
         self._window = Window(keep_newest_histogram=cadence.keeps_newest_histogram)
         self._arrived: list[ArrivedSample] = []  # of the window that is not flushed yet
+        self._reducer: Reducer | None = None
+        self._number = next(_NUMBERS)
         self._latest: Snapshot | None = None
         self._unreturned: Snapshot | None = None
         self._said: set[str] = set()
         self._removed = False
+        self._reduces = True  # False at exit and in an exception: other ranks may not be there any more
         self._delivering = False
         self._flushed_at = time.perf_counter()
         self._containment = Containment(self._failed)
@@ -107,8 +116,8 @@ class Watcher:
     def __enter__(self) -> Watcher:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.remove()
+    def __exit__(self, exception_type: object, *_: object) -> None:
+        self._remove(reduce=exception_type is None)
 
     def __repr__(self) -> str:
         state = "removed" if self._removed else f"step {self.step}"
@@ -161,12 +170,18 @@ class Watcher:
         self._deliver()
 
     def remove(self) -> None:
-        """Flush, remove every hook and close the sinks. Idempotent."""
+        """Flush, remove every hook and close the sinks. Idempotent.
+
+        With a sharded model the last window is merged over the ranks: call it on all of them.
+        """
+        self._remove(reduce=True)
+
+    def _remove(self, *, reduce: bool) -> None:
         if self._removed:
             return
-        unreturned = self.flush()
+        self._reduces &= reduce
+        self._unreturned = self.flush()
         self._stop()
-        self._unreturned = unreturned
         for sink in list(self._sinks):
             self._guarded(sink, sink.close)
 
@@ -174,14 +189,16 @@ class Watcher:
 
     def _stop(self) -> None:
         self._removed = True
+        if self._reducer is not None:
+            self._reducer.close()
         self._sampler.stop()
         atexit.unregister(self._script_ends)
         if self in _WATCHERS:
             _WATCHERS.remove(self)
 
     def _script_ends(self) -> None:
-        """A plain end, sys.exit(), an exception, Ctrl-C: nothing is lost."""
-        self.remove()
+        """A plain end, sys.exit(), an exception, Ctrl-C: nothing is lost but what needs other ranks."""
+        self._remove(reduce=False)
 
     def _run_ends(self) -> None:
         """The run is being finished while the model is still watched: it gets what it is owed."""
@@ -189,7 +206,7 @@ class Watcher:
 
     def _model_gone(self, _: object) -> None:
         if not self._removed and not self._roster.alive:
-            self.remove()
+            self._remove(reduce=False)
 
     def _failed(self, error: Exception) -> None:
         """An exception inside the monitor: say it once, stop, keep what there is. Training goes on."""
@@ -221,6 +238,11 @@ class Watcher:
                     self._take_sample(arrived)
                 else:
                     self._take_flush(arrived)
+            if self._reducer is not None:
+                for merged in self._reducer.poll(wait=wait):
+                    for sample in merged.samples:
+                        self._judge(sample)
+                    self._write(merged.samples, merged.flush)
         finally:
             self._delivering = False
 
@@ -231,6 +253,14 @@ class Watcher:
         if np.any(np.sqrt(received) < np.sqrt(before) * (1 - _CLIP_TOLERANCE)):
             self._sampler.distrust_versions()
         self._arrived.append(arrived)
+        if not self._is_sharded:  # a shard's rows say nothing before they are merged
+            self._judge(arrived)
+
+    @property
+    def _is_sharded(self) -> bool:
+        return self._sampler.shards.any
+
+    def _judge(self, arrived: ArrivedSample) -> None:
         snapshot = self._snapshot_of([arrived], None)
         assert snapshot is not None
         for alert in self._desk.process(snapshot):
@@ -254,8 +284,27 @@ class Watcher:
                 )
 
     def _take_flush(self, flush: ArrivedFlush) -> None:
-        snapshot = self._snapshot_of(self._arrived, flush)
-        self._arrived = []
+        samples, self._arrived = tuple(self._arrived), []
+        if not samples:
+            return
+        if self._is_sharded:
+            if self._reduces:
+                self._reduce(samples, flush)
+        else:
+            self._write(samples, flush)
+
+    def _reduce(self, samples: tuple[ArrivedSample, ...], flush: ArrivedFlush) -> None:
+        """Merge the window with those of the other ranks, in the background."""
+        if self._reducer is None:
+            self._reducer = Reducer(f"{self._number}")
+        names = tuple(self._roster.names)
+        padded = tuple(replace(sample, rows=_padded(sample.rows, len(names))) for sample in samples)
+        if flush.histogram is not None:
+            flush = replace(flush, histogram=_padded(flush.histogram, len(names), fill=0))
+        self._reducer.submit(LocalWindow(padded, flush, names, self._sampler.shards.counted(len(names))))
+
+    def _write(self, samples: Sequence[ArrivedSample], flush: ArrivedFlush) -> None:
+        snapshot = self._snapshot_of(samples, flush)
         if snapshot is None:
             return
         self._latest = self._unreturned = snapshot
@@ -266,13 +315,10 @@ class Watcher:
         if not samples:
             return None
         num_names = len(self._roster.names)
-        rows = np.full((len(samples), num_names, NUM_COLUMNS), np.nan)
-        for index, arrived in enumerate(samples):
-            rows[index, : len(arrived.rows)] = arrived.rows
+        rows = np.stack([_padded(arrived.rows, num_names) for arrived in samples])
         histogram = None
         if flush is not None and flush.histogram is not None:
-            histogram = np.zeros((num_names, flush.histogram.shape[1]), dtype=np.int64)
-            histogram[: len(flush.histogram)] = flush.histogram
+            histogram = _padded(flush.histogram, num_names, fill=0)
         return Snapshot(
             steps=np.array([arrived.sample.step for arrived in samples], dtype=np.int64),
             names=tuple(self._roster.names),
@@ -326,11 +372,20 @@ class Watcher:
                 )
 
 
+def _padded(values: NDArray[Number], num_names: int, *, fill: float = math.nan) -> NDArray[Number]:
+    """Room for names that appeared after these values were measured: [..., P, any]."""
+    missing = num_names - len(values)
+    return np.pad(values, ((0, missing), (0, 0)), constant_values=fill) if missing else values
+
+
 def _stacked(metrics: Sequence[Mapping[str, float]]) -> dict[str, FloatArray]:
     """Values by key over samples, NaN where a sample has none: each [S]."""
     keys = dict.fromkeys(key for values in metrics for key in values)
     return {key: np.array([values.get(key, math.nan) for values in metrics]) for key in keys}
 
+
+# Ranks that call watch() equally often agree on the number, and with it on whose windows belong together.
+_NUMBERS: Final = itertools.count()
 
 _WATCHERS: Final[list[Watcher]] = []
 
@@ -439,7 +494,7 @@ def _measure_options(roster: Roster, statistics: Sequence[str], dead_threshold: 
 
 def _sinks(run: Any, sinks: Sequence[Sink] | None, group_by: GroupBy) -> list[Sink]:
     chosen: list[Sink] = list(sinks or ())
-    if _rank() != 0:
+    if rank() != 0:
         return []  # other ranks measure and take part in the reduction; they log nothing
     if run is None and sinks is None:
         run = getattr(sys.modules.get("wandb"), "run", None)
@@ -452,11 +507,6 @@ def _sinks(run: Any, sinks: Sequence[Sink] | None, group_by: GroupBy) -> list[Si
 
         chosen.append(WandbSink(run, group_by=None if group_by == "parameter" else group_by))
     return chosen
-
-
-def _rank() -> int:
-    distributed = torch.distributed
-    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
 
 
 def _replace_watchers_of(roster: Roster) -> None:

@@ -152,6 +152,7 @@ class _DeviceWindow:
         self.rows = torch.full((num_names + 1, NUM_COLUMNS), torch.nan, dtype=torch.float64, device=device)
         self.histogram = torch.zeros((num_names, NUM_BINS), dtype=torch.int64, device=device)
         self.has_histogram = False
+        self.sample_histogram: Tensor | None = None  # the open sample's; the window's once it is committed
         self._slots: dict[tuple[int, ...], Tensor] = {}
 
     def grow(self, num_names: int) -> None:
@@ -162,6 +163,23 @@ class _DeviceWindow:
         histogram = torch.zeros((num_names, NUM_BINS), dtype=torch.int64, device=self.device)
         histogram[:old] = self.histogram
         self.rows, self.histogram, self._slots = rows, histogram, {}
+        if self.sample_histogram is not None:
+            grown = torch.zeros_like(histogram)
+            grown[:old] = self.sample_histogram
+            self.sample_histogram = grown
+
+    def open_histogram(self) -> Tensor:
+        """The open sample's histogram: [P, B]."""
+        if self.sample_histogram is None:
+            self.sample_histogram = torch.zeros_like(self.histogram)
+        return self.sample_histogram
+
+    def add_sample_histogram(self) -> None:
+        """The open sample is done: its histogram becomes the window's."""
+        if self.sample_histogram is not None:
+            self.histogram += self.sample_histogram
+            self.sample_histogram = None
+            self.has_histogram = True
 
     def index(self, slots: tuple[int, ...]) -> Tensor | slice:
         """Slots as an index that needs no upload: a slice where they are consecutive, else a tensor that is kept."""
@@ -200,28 +218,18 @@ class Window:
 
     # ---- the open sample
 
-    def write(self, slots: Sequence[int], measurement: Measurement, *, step: int) -> None:
+    def write(self, slots: Sequence[int], measurement: Measurement) -> None:
         """Put rows into the open sample, over what was there.
 
         Args:
             slots: [N] ascending.
             measurement: rows [N, C] and, when due, histogram [N, B], on the gradients' device.
-            step: the open sample's number; the histogram's.
         """
         window = self._on(measurement.rows.device)
         index = window.index(tuple(slots))
         window.rows[index] = measurement.rows
-        if measurement.histogram is None:
-            return
-        if step not in self._histogram_steps and self._keep_newest:
-            self._drop_histogram()
-        if step not in self._histogram_steps:
-            self._histogram_steps.append(step)
-        window.has_histogram = True
-        if self._keep_newest:
-            window.histogram[index] = measurement.histogram
-        else:
-            window.histogram[index] += measurement.histogram
+        if measurement.histogram is not None:
+            window.open_histogram()[index] = measurement.histogram
 
     def write_after_clipping(self, slots: Sequence[int], measurement: Measurement) -> None:
         """Put in rows of gradients that may have been clipped before they were seen: what clipping hides is missing."""
@@ -239,7 +247,7 @@ class Window:
         """Multiply rows of the open sample by a factor per column: [C]. The histogram cannot follow and is dropped."""
         for window in self._devices.values():
             window.rows[window.index(tuple(slots))] *= factor_C.to(window.device, non_blocking=True)
-        self._drop_histogram()
+            window.sample_histogram = None
 
     def drop_zero_rows(self, slots: Sequence[int]) -> None:
         """Rows of gradients that nothing marked and that are all zero are leftovers of zero_grad(): missing."""
@@ -252,7 +260,10 @@ class Window:
     def clear(self, slots: Sequence[int]) -> None:
         """These parameters have no gradient in the open sample after all."""
         for window in self._devices.values():
-            window.rows[window.index(tuple(slots))] = torch.nan
+            index = window.index(tuple(slots))
+            window.rows[index] = torch.nan
+            if window.sample_histogram is not None:
+                window.sample_histogram[index] = 0
 
     def set_loss_scale(self, scale: Tensor) -> None:
         """Record the open sample's loss scale: a scalar tensor on its device."""
@@ -267,7 +278,12 @@ class Window:
     def commit(self, sample: Sample, metrics: Mapping[str, Tensor] | None = None) -> None:
         """Send the open sample on its way, with further scalars by key, and open the next."""
         transfers = []
+        if any(window.sample_histogram is not None for window in self._devices.values()):
+            if self._keep_newest:
+                self._drop_histogram()
+            self._histogram_steps.append(sample.step)
         for window in self._devices.values():
+            window.add_sample_histogram()
             transfers.append(_Transfer(window.rows))
             window.rows.fill_(torch.nan)
         by_device: dict[torch.device, list[str]] = {}

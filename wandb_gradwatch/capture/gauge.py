@@ -20,7 +20,7 @@ from ..window import Window
 from .owners import Entry, Owners
 from .probes import WatchedTensor
 from .scaling import SCALES, scale_tensor
-from .sharding import local_part
+from .sharding import local_gradient, local_part
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Gauge:
             if parameter.grad is not None:
                 self.seen[slot] = Seen(id(parameter.grad), parameter.grad._version, measured=False)
 
-    def measure(self, present: Iterable[Entry], *, step: int, histogram: bool) -> None:
+    def measure(self, present: Iterable[Entry], *, histogram: bool) -> None:
         """Measure gradients that are as the backward left them: scaled and unclipped."""
         for scaler, device, entries in self._grouped(present, scaled=True):
             inverse_scale = None
@@ -88,7 +88,7 @@ class Gauge:
                 histogram=histogram,
                 backend=self._options.backend,
             )
-            self._window.write(slots, measurement, step=step)
+            self._window.write(slots, measurement)
             for slot, parameter in entries:
                 assert parameter.grad is not None
                 self.seen[slot] = Seen(id(parameter.grad), parameter.grad._version, measured=True)
@@ -126,7 +126,7 @@ class Gauge:
                 WatchedTensor(
                     names[slot],
                     local_part(parameter).detach(),
-                    None if gradient is None else local_part(gradient).detach(),
+                    None if gradient is None else local_gradient(parameter).detach(),
                     None if scale is None else scale.reciprocal(),
                 )
             )
@@ -177,7 +177,7 @@ def _slot(entry: Entry) -> int:
 def _columns(entries: list[Entry]) -> tuple[list[int], list[Tensor], list[Tensor]]:
     """Slots, local gradients and local parameters of entries that all have a gradient."""
     slots = [slot for slot, _ in entries]
-    gradients = [local_part(gradient) for _, parameter in entries if (gradient := parameter.grad) is not None]
+    gradients = [local_gradient(parameter) for _, parameter in entries]
     return slots, gradients, [local_part(parameter).detach() for _, parameter in entries]
 
 

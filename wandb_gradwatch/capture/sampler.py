@@ -29,6 +29,7 @@ from .owners import Entry, Owners
 from .probes import Probe
 from .roster import Roster
 from .scaling import SCALES
+from .sharding import Shards, fsdp1_flat_parameters
 from .steps import STEP_HOOKS
 
 # Old code clips through `p.grad.data`, which leaves no trace in the version counter. The first samples and every
@@ -40,6 +41,8 @@ _RESETS_THAT_PROVE: Final = 3
 
 # This many backwards that only accumulate, without a step, are worth a word.
 _PATIENCE_IN_BACKWARDS: Final = 1000
+
+_NO_SLOT: Final = -1
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,7 @@ class Sampler:
         self._events = events
         self.containment = containment
         self.clock = SampleClock(step=start_step)
-        self._owners = Owners(roster, self.clock, self._follow, optimizer)
+        self._owners = Owners(roster, self.clock, self._rescan, optimizer)
         self._gauge = Gauge(window, self._owners, options)
         self._hooks = BackwardHooks(on_mark=self._mark, on_begin=self._backward_begins, on_end=self._backward_ended)
         self._muted = 0
@@ -113,8 +116,9 @@ class Sampler:
         self._samples_in_window = 0
         self._num_samples = 0
 
-        self._window.resize(len(roster.names))
-        self._hooks.follow(roster.scan())
+        self.shards = Shards()
+        self._roster_version = -1
+        self._follow(roster.scan(), said=False)
         if scaler is not None:
             SCALES.use(scaler)
         for probe in self._probes:
@@ -134,7 +138,7 @@ class Sampler:
     # ---- marks and backwards
 
     def _mark(self, slot: int) -> None:
-        if not self._muted:
+        if not self._muted and slot != _NO_SLOT:
             self.clock.marked.add(slot)
 
     @contained
@@ -150,7 +154,7 @@ class Sampler:
         if not self._owner_seen and self.clock.backwards and self._were_reset():
             self._close_update_by_hand()
         if self._is_due:
-            entries = self._follow()
+            entries = self._rescan()
             if self.clock.backwards + 1 >= self._expected_backwards:
                 self._measure_present(entries)
             else:
@@ -179,17 +183,26 @@ class Sampler:
         """How many backwards the open sample will have: the fewest of the last samples, so that none is missed."""
         return min(self._backwards_per_sample, default=1)
 
-    def _follow(self) -> list[Entry]:
-        """Walk the model, hook what is new, and make room for it."""
+    def _rescan(self) -> list[Entry]:
+        """Walk the model, and follow what is new in it."""
         entries = self._roster.scan()
+        self._follow(entries)
+        return entries
+
+    def _follow(self, entries: Sequence[Entry], *, said: bool = True) -> None:
+        """Hook what is new, and make room for it."""
         self._window.resize(len(self._roster.names))
-        new = self._hooks.follow(entries)
-        if new:
+        if self._roster.version != self._roster_version:
+            self._roster_version = self._roster.version
+            self.shards.update(entries, self._roster.models())
+        if self.shards.uses_fsdp1:  # the leaves of its backward are not the model's parameters: they tell when it ends
+            entries = [*entries, *((_NO_SLOT, leaf) for leaf in fsdp1_flat_parameters(self._roster.models()))]
+        new = [slot for slot in self._hooks.follow(entries) if slot != _NO_SLOT]
+        if new and said:
             self._events.notice(
                 "new parameters",
                 f"now following parameters that were added, replaced or unfrozen after watch(): {self._names(new)}",
             )
-        return entries
 
     def _measure_present(self, entries: Iterable[Entry]) -> None:
         """Measure every gradient that is there, marked or not: some hooks are blind (swapped tensors)."""
@@ -200,9 +213,9 @@ class Sampler:
             self._window.drop_zero_rows(unmarked)
 
     def _measure(self, present: Sequence[Entry]) -> None:
-        step = self.clock.open_step
-        histogram = self._cadence.histogram_due(step, first_of_window=self._samples_in_window == 0)
-        self._gauge.measure(present, step=step, histogram=histogram)
+        first_of_window = self._samples_in_window == 0
+        histogram = self._cadence.histogram_due(self.clock.open_step, first_of_window=first_of_window)
+        self._gauge.measure(present, histogram=histogram)
         if self._probes:
             tensors = self._gauge.watched(present, self._roster.names, scaled=True)
             for probe in self._probes:

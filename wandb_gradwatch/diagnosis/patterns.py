@@ -8,8 +8,8 @@ from typing import Final
 
 import numpy as np
 
-from ..rules.nonfinite import FIRST_BAD_RANK_METRIC
 from ..rules.words import listing, number
+from ..snapshot import FIRST_BAD_RANK_METRIC
 from ..statistics.columns import Column
 from .evidence import Evidence
 

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar
 
 import numpy as np
 
-from ..snapshot import Snapshot
+from ..snapshot import FIRST_BAD_RANK_METRIC, Snapshot
 from ..statistics.columns import Column, FloatArray
 from .base import Alert
 from .words import number, sentence
 
 # S samples, P watched parameters
-
-# [S] the first rank whose own gradients were non-finite; a watcher of several ranks puts it into Snapshot.metrics.
-FIRST_BAD_RANK_METRIC: Final = "first_nonfinite_rank"
 
 
 def first_bad_rank(snapshot: Snapshot, sample: int) -> int | None:

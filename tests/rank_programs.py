@@ -1,0 +1,275 @@
+"""What the ranks do in test_distributed.py: small trainings under every kind of parallelism, one watch() line each."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from gradients import watch
+from torch import nn
+
+LEARNING_RATE = 0.1
+
+
+def build(width: int = 5) -> nn.Module:
+    """A small MLP, the same on every rank. 5 and 3 rows do not divide evenly over 2 or 4 ranks."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 3), nn.Tanh(), nn.Linear(3, 1))
+
+
+def batch_of(rank: int, step: int, micro: int = 0) -> torch.Tensor:
+    return torch.randn(6, 4, generator=torch.Generator().manual_seed(1000 * step + 10 * micro + rank))
+
+
+def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).square().mean()
+
+
+def expected(
+    world: int, steps: int, *, micros: int = 1, clip: float | None = None, width: int = 5
+) -> dict[str, np.ndarray]:
+    """The whole training on one process in float64: gradients averaged over ranks, summed over micro-batches."""
+    model = build(width).double()
+    norms, clipped = [], []
+    for step in range(steps):
+        model.zero_grad()
+        for rank in range(world):
+            for micro in range(micros):
+                (loss_of(model, batch_of(rank, step, micro).double()) / world).backward()
+        parameters = list(model.parameters())
+        norms.append([parameter.grad.norm().item() for parameter in parameters])
+        if clip is not None:
+            nn.utils.clip_grad_norm_(parameters, clip)
+        clipped.append([parameter.grad.norm().item() for parameter in parameters])
+        with torch.no_grad():
+            for parameter in parameters:
+                parameter -= LEARNING_RATE * parameter.grad
+    return {"grad_norm": np.array(norms), "grad_norm_clipped": np.array(clipped)}
+
+
+def report(watcher: Any, sink: Any) -> dict[str, Any]:
+    """Remove the watcher; what this rank has to say."""
+    watcher.remove()
+    snapshot = watcher.latest if not sink.snapshots else sink.merged()
+    assert snapshot is not None
+    return {
+        "steps": snapshot.steps.tolist(),
+        "names": list(snapshot.names),
+        "grad_norm": snapshot.grad_norm,
+        "grad_norm_clipped": snapshot.grad_norm_clipped,
+        "total": snapshot.total_grad_norm,
+        "num_elements": snapshot.num_elements,
+        "clip_ratio": snapshot.clip_ratio,
+        "histogram": None if snapshot.histogram is None else snapshot.histogram.sum(axis=1),
+        "num_snapshots": len(sink.snapshots),
+        "alerts": [alert.text for alert in sink.alerts],
+        "first_bad_rank": snapshot.metrics.get("gradwatch/first_nonfinite_rank"),
+    }
+
+
+def collect_warnings() -> list[str]:
+    messages: list[str] = []
+
+    class Collector(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            messages.append(record.getMessage())
+
+    logging.getLogger("wandb_gradwatch").addHandler(Collector())
+    return messages
+
+
+def train(model: nn.Module, rank: int, steps: int, *, micros: int = 1, clip: Any = None, no_sync: Any = None) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    for step in range(steps):
+        optimizer.zero_grad()
+        for micro in range(micros):
+            with no_sync(micro < micros - 1) if no_sync else contextlib.nullcontext():
+                loss_of(model, batch_of(rank, step, micro)).backward()
+        if clip is not None:
+            clip(model)
+        optimizer.step()
+
+
+def ddp(
+    rank: int, world: int, *, steps: int, micros: int = 1, clip: float | None = None, hook: bool = False, **options
+):
+    model = nn.parallel.DistributedDataParallel(build(), **options)
+    if hook:
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+        model.register_comm_hook(None, default_hooks.allreduce_hook)
+    watcher, sink = watch(model)
+    train(
+        model,
+        rank,
+        steps,
+        micros=micros,
+        clip=(lambda m: nn.utils.clip_grad_norm_(m.parameters(), clip)) if clip else None,
+        no_sync=lambda quiet: model.no_sync() if quiet else contextlib.nullcontext(),
+    )
+    return report(watcher, sink)
+
+
+def fsdp2(
+    rank: int,
+    world: int,
+    *,
+    steps: int,
+    watch_first: bool = False,
+    micros: int = 1,
+    clip: float | None = None,
+    sync_every: bool = True,
+    mesh: list[int] | None = None,
+    log_every: int = 1,
+    offload: bool = False,
+):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+    shape = tuple(mesh or [world])
+    dimensions = ("replicate", "shard")[-len(shape) :]
+    options: dict[str, Any] = {"mesh": init_device_mesh("cpu", shape, mesh_dim_names=dimensions)}
+    if offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+    model = build()
+    if watch_first:
+        watcher, sink = watch(model, log_every=log_every)
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, **options)
+    fully_shard(model, **options)
+    if not watch_first:
+        watcher, sink = watch(model, log_every=log_every)
+
+    @contextlib.contextmanager
+    def no_sync(quiet):
+        if not sync_every:
+            model.set_requires_gradient_sync(not quiet)
+        yield
+
+    train(
+        model,
+        rank,
+        steps,
+        micros=micros,
+        clip=(lambda m: nn.utils.clip_grad_norm_(m.parameters(), clip)) if clip else None,
+        no_sync=no_sync,
+    )
+    return report(watcher, sink)
+
+
+def tensor_parallel(rank: int, world: int, *, steps: int, watch_first: bool = False, clip: float | None = None):
+    """Column then row parallel: one linear layer split by rows, the next by columns, the last replicated."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    model = build(width=6)  # DTensor's own backward needs even shards here
+    if watch_first:
+        watcher, sink = watch(model)
+    mesh = init_device_mesh("cpu", (world,))
+    parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    if not watch_first:
+        watcher, sink = watch(model)
+    # Foreach cannot mix plain tensors and DTensors: the last layer is plain.
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, foreach=False)
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, batch_of(0, step)).backward()  # every rank sees the same batch
+        optimizer.step()
+    return report(watcher, sink)
+
+
+def fsdp1(rank: int, world: int, *, steps: int, original: bool, clip: float | None = None, micros: int = 1):
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    model = FullyShardedDataParallel(
+        build(),
+        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+        use_orig_params=original,
+        device_id=torch.device("cpu"),
+    )
+    watcher, sink = watch(model)
+    train(model, rank, steps, micros=micros, clip=(lambda m: m.clip_grad_norm_(clip)) if clip else None)
+    return report(watcher, sink)
+
+
+def nan_on_one_rank(rank: int, world: int):
+    """In the third of four steps rank 1's shard of one layer's gradient gets a NaN."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = build()
+    fully_shard(model)
+    watcher, sink = watch(model, rules=None, log_every=4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+
+    def poison(parameter: Any) -> None:
+        if rank == 1 and step == 2:
+            with torch.no_grad():
+                parameter.grad._local_tensor[0, 0] = float("nan")
+
+    model[2].weight.register_post_accumulate_grad_hook(poison)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss_of(model, batch_of(rank, step)).backward()
+        optimizer.step()
+    return report(watcher, sink)
+
+
+def used_on_one_rank_only(rank: int, world: int, *, steps: int):
+    """DDP with unused parameters: a branch that only rank 0 takes."""
+
+    class Branching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.always, self.sometimes = nn.Linear(4, 1, bias=False), nn.Linear(4, 1, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.always(x) + (self.sometimes(x) if rank == 0 else 0)
+
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(Branching(), find_unused_parameters=True)
+    watcher, sink = watch(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    local = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, batch_of(rank, step)).backward()
+        local.append([parameter.grad.double().norm().item() for parameter in model.parameters()])
+        optimizer.step()
+    return report(watcher, sink) | {"local": local}
+
+
+def rank_that_watches_something_else(rank: int, world: int, *, steps: int):
+    """The ranks watch different parameters: nothing hangs, it is said once, each rank keeps its own numbers."""
+    from torch.distributed.fsdp import fully_shard
+
+    said = collect_warnings()
+    model = build()
+    fully_shard(model)
+    watcher, sink = watch(model, include="weight" if rank == 0 else "bias")
+    train(model, rank, steps)
+    return report(watcher, sink) | {"said": said}
+
+
+def rank_that_does_not_watch(rank: int, world: int, *, steps: int):
+    """Rank 1 never calls watch(): rank 0 waits within its limit, off the training's path, and says so."""
+    from datetime import timedelta
+
+    from torch.distributed.fsdp import fully_shard
+
+    import wandb_gradwatch.reduction as reduction
+
+    said = collect_warnings()
+    reduction.WAIT = timedelta(seconds=2)
+    model = build()
+    fully_shard(model)
+    if rank == 0:
+        watcher, sink = watch(model)
+    train(model, rank, steps)
+    dist.barrier()
+    return (report(watcher, sink) if rank == 0 else {}) | {"said": said}

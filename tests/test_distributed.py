@@ -1,0 +1,154 @@
+"""Several ranks: averaged gradients under DDP, whole norms from shards, against one process in float64."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+import ranks
+from rank_programs import expected
+
+pytestmark = pytest.mark.distributed
+
+NAMES = ["0.weight", "0.bias", "2.weight", "2.bias", "4.weight", "4.bias"]
+
+
+def check(results, world, steps, *, micros=1, clip=None, first=0, width=5):
+    """Rank 0 logged every sample of the whole model; all ranks know the same numbers."""
+    truth = expected(world, steps, micros=micros, clip=clip, width=width)
+    main = results[0]
+    assert main["steps"] == list(range(1, steps + 1))
+    assert main["names"] == NAMES
+    np.testing.assert_allclose(main["grad_norm"][first:], truth["grad_norm"][first:], rtol=2e-5)
+    np.testing.assert_allclose(main["grad_norm_clipped"], truth["grad_norm_clipped"], rtol=2e-5)
+    whole = np.sqrt((truth["grad_norm"] ** 2).sum(axis=1))
+    np.testing.assert_allclose(main["total"][first:], whole[first:], rtol=2e-5)
+    sizes = [4 * width, width, 3 * width, 3, 3, 1]
+    assert main["num_elements"].tolist() == [sizes] * steps
+    assert all(other["num_snapshots"] == 0 for other in results[1:])
+    for other in results[1:]:
+        np.testing.assert_array_equal(other["grad_norm"][-1], main["grad_norm"][-1])
+
+
+DDP = [
+    {},
+    {"gradient_as_bucket_view": True},
+    {"static_graph": True},
+    {"find_unused_parameters": True},
+    {"hook": True},
+    {"micros": 3},
+    {"clip": 0.1},
+    {"micros": 2, "clip": 0.1, "gradient_as_bucket_view": True},
+]
+FSDP2 = [
+    {},
+    {"clip": 0.1},
+    {"micros": 3},
+    {"micros": 2, "sync_every": False, "clip": 0.1},
+    {"offload": True},
+]
+
+
+FSDP1 = [
+    {"original": True},
+    {"original": True, "clip": 0.1},
+    {"original": True, "micros": 2},
+    {"original": False},
+    {"original": False, "clip": 0.1},
+]
+
+
+@functools.cache
+def on_two_ranks():
+    """Every program of this file that needs two ranks, in one start of the processes."""
+    calls = [("ddp", {"steps": 3} | options) for options in DDP]
+    calls += [("fsdp2", {"steps": 3} | options) for options in FSDP2]
+    calls += [("fsdp2", {"steps": 3, "watch_first": True}), ("fsdp2", {"steps": 6, "log_every": 3})]
+    calls += [("tensor_parallel", {"steps": 3, "watch_first": first}) for first in (False, True)]
+    calls += [("fsdp1", {"steps": 3} | options) for options in FSDP1]
+    calls += [("nan_on_one_rank", {}), ("used_on_one_rank_only", {"steps": 3})]
+    calls += [("rank_that_watches_something_else", {"steps": 3})]
+    results = ranks.run("rank_programs", calls, 2)
+    return {repr(call): result for call, result in zip(calls, results, strict=True)}
+
+
+def result_of(function, **arguments):
+    return on_two_ranks()[repr((function, arguments))]
+
+
+@pytest.mark.parametrize("options", DDP, ids=str)
+def test_ddp_shows_the_averaged_gradient_once(options):
+    results = result_of("ddp", steps=3, **options)
+    check(results, 2, 3, micros=options.get("micros", 1), clip=options.get("clip"))
+
+
+@pytest.mark.parametrize("options", FSDP2, ids=str)
+def test_fsdp2_shows_the_norm_of_the_whole(options):
+    results = result_of("fsdp2", steps=3, **options)
+    check(results, 2, 3, micros=options.get("micros", 1), clip=options.get("clip"))
+    histogram = results[0]["histogram"]
+    assert histogram.tolist() == [3 * size for size in (20, 5, 15, 3, 3, 1)]
+
+
+def test_fsdp2_on_four_ranks_some_shards_empty_and_hybrid():
+    calls = [("fsdp2", {"steps": 2, "mesh": mesh, "clip": 0.1}) for mesh in ([4], [2, 2])]
+    for results in ranks.run("rank_programs", calls, 4):
+        check(results, 4, 2, clip=0.1)
+
+
+def test_fsdp2_watched_before_it_is_sharded():
+    check(result_of("fsdp2", steps=3, watch_first=True), 2, 3, first=1)
+
+
+def test_fsdp2_one_reduction_per_flush():
+    results = result_of("fsdp2", steps=6, log_every=3)
+    check(results, 2, 6)
+    assert results[0]["num_snapshots"] == 2
+
+
+@pytest.mark.parametrize("watch_first", [False, True])
+def test_tensor_parallel_shows_the_norm_of_the_whole(watch_first):
+    # Every rank computes on the same batch, so the truth is that of one rank.
+    check(result_of("tensor_parallel", steps=3, watch_first=watch_first), 1, 3, first=int(watch_first), width=6)
+
+
+@pytest.mark.parametrize("options", FSDP1, ids=str)
+def test_fsdp1_shows_the_norm_of_the_whole(options):
+    results = result_of("fsdp1", steps=3, **options)
+    if options["original"]:
+        check(results, 2, 3, micros=options.get("micros", 1), clip=options.get("clip"))
+        return
+    # Without the original parameters there is one flat parameter per layer: compare the layers.
+    truth = expected(2, 3, clip=options.get("clip"))
+    for statistic in ("grad_norm", "grad_norm_clipped"):
+        per_layer = np.sqrt((truth[statistic].reshape(3, 3, 2) ** 2).sum(axis=2))
+        np.testing.assert_allclose(results[0][statistic], per_layer, rtol=2e-5)
+
+
+def test_the_rank_and_the_layer_that_went_bad_first_are_named():
+    main = result_of("nan_on_one_rank")[0]
+    assert np.isnan(main["first_bad_rank"][:2]).all()
+    assert main["first_bad_rank"][2] == 1
+    [text] = [text for text in main["alerts"] if text.startswith("Step 3: NaN")]
+    assert "first in 2.weight, on rank 1." in text
+
+
+def test_a_parameter_that_one_rank_uses_is_averaged_and_nothing_hangs():
+    results = result_of("used_on_one_rank_only", steps=3)
+    np.testing.assert_allclose(results[0]["grad_norm"], results[0]["local"], rtol=1e-6)
+    assert results[0]["steps"] == [1, 2, 3]
+
+
+def test_ranks_that_watch_different_parameters_say_so_and_go_on():
+    for rank, result in enumerate(result_of("rank_that_watches_something_else", steps=3)):
+        assert sum("no longer merged" in text for text in result["said"]) == 1
+        assert result["names"] == [name for name in NAMES if ("weight" if rank == 0 else "bias") in name]
+        assert result["steps"] == ([1, 2, 3] if rank == 0 else [3])  # the others keep their newest only
+
+
+def test_a_rank_that_does_not_watch_is_not_waited_for():
+    main, other = ranks.run("rank_programs", [("rank_that_does_not_watch", {"steps": 3})], 2)[0]
+    assert sum("no longer merged" in text for text in main["said"]) == 1
+    assert main["steps"] == [1, 2, 3]
+    assert other["said"] == []
