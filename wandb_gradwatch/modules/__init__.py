@@ -7,6 +7,7 @@ from .alerts import EntropyCollapse, NonFiniteActivation, nonfinite_activations
 from .attention import Attention, log_attention
 from .base import ModuleProbe
 from .binding import probes_of, rules_of
+from .coordinate_check import CoordinateCheck, coordinate_check
 from .custom import CustomMetrics
 from .metric import Metric
 from .mixin import MonitorMixin
@@ -17,6 +18,7 @@ from .updates import Updates
 __all__ = [
     "Activations",
     "Attention",
+    "CoordinateCheck",
     "CustomMetrics",
     "EntropyCollapse",
     "Metric",
@@ -25,6 +27,7 @@ __all__ = [
     "NonFiniteActivation",
     "Reference",
     "Updates",
+    "coordinate_check",
     "log_attention",
     "log_tensor",
     "nonfinite_activations",

@@ -58,7 +58,7 @@ class Metric:
             raise ValueError(f"{self}: aggregate={self.aggregate!r} must be one of {AGGREGATES} or a function")
         if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
             raise ValueError(f"{self}: every={self.every!r} must be a whole number of sampled steps, at least 1")
-        if self.dims is not None and not all(isinstance(d, int) and isinstance(n, str) for d, n in self.dims.items()):
+        if self.dims is not None and not _names_dimensions(self.dims):
             raise ValueError(f'{self}: dims={self.dims!r} must name dimensions, as in {{0: "head"}}')
 
     def __str__(self) -> str:
@@ -86,3 +86,7 @@ class Metric:
             )
         found = "a complex tensor" if isinstance(value, Tensor) else f"{type(value).__name__}"
         raise TypeError(f"{self} must return a real tensor, but returned {found}")
+
+
+def _names_dimensions(dims: object) -> bool:
+    return isinstance(dims, Mapping) and all(isinstance(d, int) and isinstance(name, str) for d, name in dims.items())

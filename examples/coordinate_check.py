@@ -1,0 +1,62 @@
+"""Does the learning rate transfer over widths? The refined coordinate check of an MLP, with its plot.
+
+python examples/coordinate_check.py
+
+In the standard parameterisation one learning rate serves every width, and what the hidden layer learns grows with the
+width. Scaled by 1 / width, as in muP, it stays of one size.
+"""
+
+import torch
+from torch import nn
+
+from wandb_gradwatch.modules import CoordinateCheck, coordinate_check
+
+WIDTHS = [64, 128, 256, 512, 1024]
+BASE_WIDTH, LR, STEPS = 64, 1e-3, 4
+
+
+def make_model(width: int) -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(32, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 8, bias=False)
+    )
+
+
+def standard(model: nn.Module, width: int) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=LR)
+
+
+def mup(model: nn.Module, width: int) -> torch.optim.Optimizer:
+    """Adam's updates have entries of the size of the learning rate: where `width` of them add up, it is divided."""
+    first, hidden, last = (model[index] for index in (0, 2, 4))
+    return torch.optim.Adam(
+        [
+            {"params": first.parameters(), "lr": LR},
+            {"params": [hidden.weight, last.weight], "lr": LR * BASE_WIDTH / width},
+            {"params": [hidden.bias], "lr": LR},
+        ]
+    )
+
+
+def check(make_optimizer: object) -> CoordinateCheck:
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(64, 32, generator=generator)
+    labels = torch.randint(0, 8, (64,), generator=generator)
+    return coordinate_check(
+        make_model,
+        make_optimizer,
+        widths=WIDTHS,
+        batches=[(inputs, labels)] * STEPS,
+        loss=lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]),
+    )
+
+
+def main() -> None:
+    for name, make_optimizer in (("standard", standard), ("mup", mup)):
+        result = check(make_optimizer)
+        result.plot(f"coordinate_check_{name}.svg")
+        powers = ", ".join(f"{k}: {p:+.2f}" for k, p in zip(result.layers, result.growth(), strict=True))
+        print(f"{name}: what each layer learns grows with the width to the power of {powers}")
+
+
+if __name__ == "__main__":
+    main()
