@@ -1,0 +1,168 @@
+"""The Triton kernels against the reference: on a GPU where there is one, otherwise in Triton's interpreter.
+
+Run by test_statistics_cuda.py in a process of its own, with TRITON_INTERPRET=1 where there is no GPU: Triton reads that
+when it is first imported, and other tests may have imported it before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from statistics_oracle import assert_row, expected_histogram, expected_row
+
+from wandb_gradwatch.statistics import cuda_launch, reference
+from wandb_gradwatch.statistics.columns import IDENTITY_C, Column
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+BLOCK, CHUNK = 64, 128  # small ones, so that the interpreter sees every way through a kernel in seconds
+SIZES = [0, 1, BLOCK - 1, BLOCK + 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 3]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+# float32 squares add up CHUNK / BLOCK deep in a lane, each addition right to 2**-24, and are rounded once themselves
+TOLERANCE = (CHUNK / BLOCK + 1) * 2.0**-24
+
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:(overflow|invalid value) encountered:RuntimeWarning"
+)  # numpy, interpreted
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_launch, "BLOCK", BLOCK)
+    monkeypatch.setattr(cuda_launch, "CHUNK", CHUNK)
+    monkeypatch.setattr(cuda_launch, "FOLD_BLOCK", 2)  # less than the chunks of the largest tensor
+
+
+def gradients_of(size: int, dtype: torch.dtype, few: bool = False) -> Iterator[torch.Tensor]:
+    """Values of every kind; few: those that tell dtypes apart. The interpreter needs milliseconds for each chunk."""
+    normal = torch.randn(size, generator=torch.Generator().manual_seed(size))
+    mixed = normal.clone()
+    mixed[::7], mixed[1::7], mixed[2::9], mixed[3::5], mixed[4::5] = math.nan, math.inf, -math.inf, -0.0, 1e-40
+    exact = normal.clone()  # zeros of both signs, and the threshold of the tests below with and without their scale
+    exact[::6], exact[1::6], exact[2::6], exact[3::6], exact[4::6] = -0.0, 0.0, 0.25, -0.25, 0.25 * 65536
+    one_nan, one_infinity = normal.clone(), normal.clone()
+    one_nan[-1:], one_infinity[:1] = math.nan, -math.inf
+    kinds = [normal, normal.relu(), -normal.abs(), normal * 1e-12, normal * 1e-41, normal * 1e25, normal * 0]
+    kinds += [torch.full((size,), math.nan), mixed, exact, one_nan, one_infinity]
+    for values in [normal, normal * 1e-41, mixed, exact] if few else kinds:
+        yield values.to(dtype).to(DEVICE)
+
+
+def assert_equals_reference(
+    gradients: list[torch.Tensor],
+    *,
+    dead_threshold: float = 0.0,
+    inverse_scale: torch.Tensor | None = None,
+    histogram: bool = True,
+    squares: bool = False,
+) -> None:
+    parameters = gradients[::-1] if squares else None
+    kwargs = {"dead_threshold": dead_threshold, "inverse_scale": inverse_scale, "histogram": histogram}
+    expected_rows, expected_histograms = reference.measure(gradients, parameters, **kwargs)
+    rows, histograms = cuda_launch.measure(gradients, parameters, **kwargs)
+    for row, expected_row_of in zip(rows.cpu().numpy(), expected_rows.cpu().numpy(), strict=True):
+        assert_row(row, expected_row_of, TOLERANCE)
+    assert (histograms is None) == (expected_histograms is None)
+    if histograms is not None and expected_histograms is not None:
+        np.testing.assert_array_equal(histograms.cpu(), expected_histograms.cpu())
+    if not squares:
+        return
+    sums = cuda_launch.sum_sq(gradients, inverse_scale=inverse_scale)
+    np.testing.assert_allclose(sums.cpu(), expected_rows[:, Column.GRAD_SUM_SQ].cpu(), rtol=TOLERANCE, atol=0)
+
+
+def test_a_worked_example() -> None:
+    gradients = [torch.tensor([3.0, -4.0, 0.0, math.nan], device=DEVICE), torch.empty(0, device=DEVICE)]
+    rows, histogram = cuda_launch.measure(gradients, None, dead_threshold=0.0, inverse_scale=None, histogram=True)
+    assert_row(rows[0].cpu().numpy(), expected_row([3.0, -4.0, 0.0, math.nan]), 0.0)
+    np.testing.assert_array_equal(rows[1, : Column.RECEIVED_SUM_SQ].cpu(), IDENTITY_C[: Column.RECEIVED_SUM_SQ])
+    assert histogram is not None
+    np.testing.assert_array_equal(histogram[0].cpu(), expected_histogram([3.0, -4.0, 0.0]))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_size_and_value_equals_the_reference(size: int) -> None:
+    assert_equals_reference(list(gradients_of(size, torch.float32)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype_equals_the_reference(dtype: torch.dtype) -> None:
+    assert_equals_reference([g for size in (1, CHUNK, CHUNK + 1) for g in gradients_of(size, dtype, few=True)])
+
+
+def test_parameters_and_sums_of_squares_equal_the_reference() -> None:
+    every_kind = list(gradients_of(CHUNK, torch.float32))
+    every_dtype = [g for dtype in DTYPES for g in gradients_of(CHUNK + 1, dtype, few=True)]
+    assert_equals_reference(every_kind + every_dtype, histogram=False, squares=True)
+    scale = torch.tensor(0.25, device=DEVICE)
+    assert_equals_reference(every_kind[:2], inverse_scale=scale, histogram=False, squares=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale", [None, 2.0**-16, 1 / 3])
+def test_thresholds_and_scales_equal_the_reference(dtype: torch.dtype, scale: float | None) -> None:
+    inverse_scale = None if scale is None else torch.tensor(scale, device=DEVICE)
+    gradients = list(gradients_of(CHUNK + 1, dtype, few=True))
+    assert_equals_reference(gradients, dead_threshold=0.25, inverse_scale=inverse_scale)
+    assert_equals_reference(gradients[:1], inverse_scale=inverse_scale, histogram=False)
+
+
+def test_a_mixed_list_is_read_with_each_tensors_own_dtype() -> None:
+    gradients = [g for size in (3, CHUNK + 1) for dtype in DTYPES for g in list(gradients_of(size, dtype))[:2]]
+    assert_equals_reference(gradients[::3] + gradients[1::3] + gradients[2::3], dead_threshold=0.1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_misaligned_and_strided_tensors_are_read_where_they_lie(dtype: torch.dtype) -> None:
+    base = next(gradients_of(2 * CHUNK + 8, dtype))
+    gradients = [base[1:], base[3 : CHUNK + 3], base[::4], base[: 2 * CHUNK].view(8, -1).T, base[:2].expand(9, 2)]
+    assert_equals_reference(gradients)
+
+
+def test_complex_sparse_and_float8_gradients_take_the_same_way() -> None:
+    sparse = torch.sparse_coo_tensor(
+        torch.tensor([[1, 1, 2]]), torch.ones(3, 4), (10, 4), check_invariants=True, is_coalesced=False
+    ).to(DEVICE)
+    others = [torch.tensor([3 + 4j]), torch.tensor([3.0, -4.0]).to(torch.float8_e4m3fn), torch.tensor(2.0)]
+    assert_equals_reference([sparse, *(t.to(DEVICE) for t in others)])
+
+
+def test_every_histogram_edge_falls_on_its_own_side() -> None:
+    edges = torch.tensor([0.0, 2.0**-149, 2.0**-126, 2.0**-47, 1.5 * 2.0**-47, 1.0, 1.5, 2.0**15, 1.5 * 2.0**15, 1e30])
+    both = torch.cat([edges, torch.nextafter(edges, torch.tensor(0.0)), torch.nextafter(edges, torch.tensor(1e38))])
+    assert_equals_reference([torch.cat([both, -both]).to(DEVICE), torch.cat([both, -both]).double().to(DEVICE)])
+
+
+def test_measuring_twice_gives_the_same_bits() -> None:
+    gradients = [g for size in (BLOCK, 3 * CHUNK + 3) for g in gradients_of(size, torch.float32)]
+    kwargs = {"dead_threshold": 0.0, "inverse_scale": None, "histogram": False}
+    first, second = (cuda_launch.measure(gradients, gradients, **kwargs)[0].view(torch.int64) for _ in range(2))
+    assert torch.equal(first, second)
+
+
+def test_a_tensor_at_address_0_is_missing_not_zero() -> None:
+    gradients = [torch.ones(CHUNK + 1, device=DEVICE), torch.ones(3, device=DEVICE)]
+    plan = cuda_launch.prepare(gradients, "gradients")
+    plan.table.write([0, 0, 0, gradients[1].data_ptr()])
+    rows, _ = cuda_launch.launch(plan, None, dead=False, inverse_scale=None, histogram=False)
+    assert math.isnan(rows[0, Column.NUM_ELEMENTS])
+    assert rows[1, Column.NUM_ELEMENTS] == 3
+    assert rows[1, Column.GRAD_SUM] == 3
+
+
+def test_rows_follow_gradients_that_moved() -> None:
+    kwargs = {"dead_threshold": 0.0, "inverse_scale": None, "histogram": False}
+    kept = [torch.full((5,), value, device=DEVICE) for value in (1.0, 2.0)]
+    sums = [cuda_launch.measure([g], None, **kwargs)[0][0, Column.GRAD_SUM].item() for g in kept]
+    assert sums == [5.0, 10.0]
+
+
+def test_warming_up_runs_every_kernel_without_a_model() -> None:
+    cuda_launch.warm_up(
+        DEVICE, [torch.float32, torch.bfloat16, torch.float32], dead_threshold=0.0, scaled=True, histogram=True
+    )
