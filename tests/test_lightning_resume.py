@@ -17,6 +17,10 @@ from wandb_gradwatch.sinks import MemorySink
 NUM_BATCHES = 6  # of an epoch
 
 pytestmark = [
+    pytest.mark.skipif(
+        tuple(map(int, pl.__version__.split(".")[:2])) < (2, 5),
+        reason="before 2.5 Lightning's own count of batches is one off after a resume",
+    ),
     pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
     pytest.mark.filterwarnings("ignore:.*LeafSpec.*"),
     pytest.mark.filterwarnings("ignore:.*is not supported for partial.*"),

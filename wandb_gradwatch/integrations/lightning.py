@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import copy
 import logging
+import sys
+import types
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
@@ -21,8 +23,15 @@ from .batches import BatchBook, Place
 from .feed import AlertLog, NamedWandbSink, SampleFeed, active_run, check_watch_options, is_update, sample_numbers
 from .require import require
 
-# Trainers of either package take callbacks of the other: only the base class must be one of the two.
-_Callback: Any = require("lightning.pytorch", "pytorch_lightning", extra="lightning").Callback
+
+def _callback_class() -> Any:
+    """A base that is a Callback of each of the two packages that is in use: before 2.6 their trainers look for it."""
+    packages = ("lightning.pytorch", "pytorch_lightning")
+    imported = tuple(module.Callback for name in packages if (module := sys.modules.get(name)) is not None)
+    return types.new_class("Callback", imported or (require(*packages, extra="lightning").Callback,))
+
+
+_Callback: Any = _callback_class()
 
 logger: Final = logging.getLogger("wandb_gradwatch")
 
