@@ -34,11 +34,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "dashboards": {"statistics", "snapshot", "rules", "diagnosis", "terminal"},
     "modules": {"statistics", "snapshot", "rules", "capture"},
 }
+_BELOW_DELIVERY = set(MAY_IMPORT) - {"dashboards", "modules"}
+MAY_IMPORT["guard"] = {"snapshot", "rules"}
+MAY_IMPORT["delivery"] = _BELOW_DELIVERY
+MAY_IMPORT["watcher"] = _BELOW_DELIVERY | {"delivery", "guard"}
 _BELOW_WATCH = set(MAY_IMPORT)
 MAY_IMPORT["watch"] = _BELOW_WATCH - {"dashboards"}
 MAY_IMPORT[""] = _BELOW_WATCH | {"watch"}
 for _top in ("integrations", "demo", "doctor", "cli"):
-    MAY_IMPORT[_top] = _BELOW_WATCH | {"watch", ""}
+    MAY_IMPORT[_top] = _BELOW_WATCH | {"watch", "watcher", ""}
 MAY_IMPORT["cli"] |= {"demo", "doctor"}
 
 WITHOUT_TORCH = ("snapshot", "rules", "diagnosis", "forecast", "recorder", "desk", "sinks", "dashboards", "terminal")

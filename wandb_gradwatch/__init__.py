@@ -1,13 +1,31 @@
 """One line that tells you, in Weights & Biases, what the gradients of every layer do.
 
-    wandb_gradwatch.watch(model)
+wandb_gradwatch.watch(model)
 """
 
-from .rules import Alert, Rule
-from .sinks import MemorySink, Sink
+from .guard import SkipGuard
+from .rules import Alert, Rule, default_rules, rule
+from .sinks import ConsoleSink, MemorySink, Sink, WandbSink, WebhookSink
 from .snapshot import Snapshot
-from .watch import Watcher, unwatch, watch
+from .watch import unwatch, watch
+from .watcher import Watcher
 
 __version__ = "0.1.0"
 
-__all__ = ["Alert", "MemorySink", "Rule", "Sink", "Snapshot", "Watcher", "__version__", "unwatch", "watch"]
+__all__ = [
+    "Alert",
+    "ConsoleSink",
+    "MemorySink",
+    "Rule",
+    "Sink",
+    "SkipGuard",
+    "Snapshot",
+    "WandbSink",
+    "Watcher",
+    "WebhookSink",
+    "__version__",
+    "default_rules",
+    "rule",
+    "unwatch",
+    "watch",
+]

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .statistics.columns import (
+    CLIP_TOLERANCE,
     NUM_BINS,
     NUM_COLUMNS,
     ZERO_BIN,
@@ -31,10 +32,6 @@ from .statistics.columns import (
 FIRST_BAD_RANK_METRIC: Final = "gradwatch/first_nonfinite_rank"
 
 GroupBy = str | Callable[[str], str]
-
-# A clipped gradient is shorter than the one before by more than rounding: clip_grad_norm_ alone multiplies a norm equal
-# to its limit by 1 - 2e-7.
-_CLIP_TOLERANCE: Final = 1e-5
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,7 +202,7 @@ class Snapshot:
     def clipped(self) -> FloatArray:
         """1 where the optimizer received less than was measured, 0 where not: [S]; NaN where either is unknown."""
         before, after = self.column(Column.GRAD_SUM_SQ), self.column(Column.RECEIVED_SUM_SQ)
-        smaller = np.any(np.sqrt(after) < np.sqrt(before) * (1 - _CLIP_TOLERANCE), axis=1)
+        smaller = np.any(np.sqrt(after) < np.sqrt(before) * (1 - CLIP_TOLERANCE), axis=1)
         unknown = np.isnan(self.total_grad_norm) | np.isnan(self.total_grad_norm_clipped)
         return np.where(unknown, np.nan, smaller.astype(np.float64))
 

@@ -1,393 +1,36 @@
-"""watch(model): build the corridor from gradients to W&B, and own its life."""
+"""watch(model): check the arguments, and build the corridor from gradients to W&B."""
 
 from __future__ import annotations
 
-import atexit
-import itertools
 import logging
 import math
 import sys
-import time
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, Final, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from .cadence import Cadence
-from .capture.containment import Containment, UserCallbackError
 from .capture.gauge import MeasureOptions
 from .capture.probes import Probe
 from .capture.roster import Models, NameFilter, Roster
-from .capture.sampler import Sampler, SamplerEvents
 from .capture.sharding import rank
 from .desk import AlertDesk
-from .reduction import LocalWindow, Reducer
+from .guard import GuardArgument, resolve_guard
+from .modules import MetricLike, probes_of, rules_of
 from .rules import Alert, Rule, default_rules
 from .sinks import Sink
-from .snapshot import GroupBy, Snapshot, group_function
-from .statistics.columns import Column, FloatArray
+from .snapshot import GroupBy, group_function
 from .statistics.measure import resolve_backend
-from .window import ArrivedFlush, ArrivedSample, Window
+from .watcher import WATCHERS, Watcher
 
 logger: Final = logging.getLogger("wandb_gradwatch")
 
 # What can be left out to save time. The gradient's own statistics are always there.
 STATISTICS: Final = ("parameter", "histogram")
 DEFAULT: Final = STATISTICS
-
-_CLIP_TOLERANCE: Final = 1e-5
-
-Number = TypeVar("Number", np.float64, np.int64)
-
-
-class StepNumber(int):
-    """The number of a step, and the way to say that the next one has been made."""
-
-    _advance: Callable[[], None]
-
-    def __new__(cls, number: int, advance: Callable[[], None]) -> StepNumber:
-        self = super().__new__(cls, number)
-        self._advance = advance
-        return self
-
-    def __call__(self) -> None:
-        self._advance()
-
-    def __reduce__(self) -> tuple[type[int], tuple[int]]:
-        return int, (int(self),)  # in a checkpoint it is a number like any other
-
-
-class Watcher:
-    """A watched model: everything that `watch()` returned owns, from the hooks to the sinks.
-
-    A context manager: leaving the block removes it. Not to be made by hand; see `watch()`.
-    """
-
-    def __init__(
-        self,
-        roster: Roster,
-        sampler_arguments: dict[str, Any],
-        *,
-        cadence: Cadence,
-        options: MeasureOptions,
-        sinks: Sequence[Sink],
-        desk: AlertDesk,
-        on_alert: Sequence[Callable[[Alert], object]],
-    ) -> None:
-        self._roster = roster
-        self._sinks = list(sinks)
-        self._desk = desk
-        self._on_alert = tuple(on_alert)
-        self._window = Window(keep_newest_histogram=cadence.keeps_newest_histogram)
-        self._arrived: list[ArrivedSample] = []  # of the window that is not flushed yet
-        self._reducer: Reducer | None = None
-        self._number = next(_NUMBERS)
-        self._latest: Snapshot | None = None
-        self._unreturned: Snapshot | None = None
-        self._said: set[str] = set()
-        self._removed = False
-        self._reduces = True  # False at exit and in an exception: other ranks may not be there any more
-        self._delivering = False
-        self._flushed_at = time.perf_counter()
-        self._containment = Containment(self._failed)
-        self._sampler = Sampler(
-            roster,
-            self._window,
-            cadence,
-            options,
-            SamplerEvents(self._deliver, self._notice, self._no_gradient),
-            self._containment,
-            **sampler_arguments,
-        )
-        # The model must not be kept alive by us, nor our hooks outlive it.
-        self._models = [weakref.ref(model, self._model_gone) for model in roster.models()]
-        for sink in self._sinks:
-            before_run_ends = getattr(sink, "before_run_ends", None)
-            if before_run_ends is not None:
-                before_run_ends(self._run_ends)
-        atexit.register(self._script_ends)
-
-    def __enter__(self) -> Watcher:
-        return self
-
-    def __exit__(self, exception_type: object, *_: object) -> None:
-        self._remove(reduce=exception_type is None)
-
-    def __repr__(self) -> str:
-        state = "removed" if self._removed else f"step {self.step}"
-        return f"Watcher({len(self._roster.names)} parameters, {state})"
-
-    # ---- what the user asks
-
-    @property
-    def step(self) -> StepNumber:
-        """The number of the last finished step; called, `watcher.step()`, it says that an update was just made.
-
-        Only loops without any optimizer need to call it.
-        """
-        return StepNumber(self._sampler.clock.step, self._mark_step)
-
-    @property
-    def parameter_names(self) -> tuple[str, ...]:
-        """Names of everything watched so far, wrappers' prefixes stripped."""
-        return tuple(self._roster.names)
-
-    @property
-    def latest(self) -> Snapshot | None:
-        """The newest flushed snapshot; before the first flush, what has been sampled so far; None for nothing."""
-        self._collect()
-        return self._latest if self._latest is not None else self._snapshot_of(self._arrived, None)
-
-    @property
-    def healthy(self) -> bool:
-        """False if a rule found an error in the newest evaluated sample."""
-        self._collect()
-        return bool(self._desk.healthy)
-
-    def flush(self) -> Snapshot | None:
-        """End the window now: send it to the sinks and wait until it has arrived.
-
-        Returns:
-            The newest window that no earlier call has returned; None if nothing was sampled since.
-        """
-        if not self._removed:
-            self._sampler.end_sample()
-            self._deliver(wait=True)
-            if self._arrived:
-                self._sampler.flush_window()
-                self._deliver(wait=True)
-        snapshot, self._unreturned = self._unreturned, None
-        return snapshot
-
-    def _mark_step(self) -> None:
-        self._sampler.step()
-        self._deliver()
-
-    def remove(self) -> None:
-        """Flush, remove every hook and close the sinks. Idempotent.
-
-        With a sharded model the last window is merged over the ranks: call it on all of them.
-        """
-        self._remove(reduce=True)
-
-    def _remove(self, *, reduce: bool) -> None:
-        if self._removed:
-            return
-        self._reduces &= reduce
-        self._unreturned = self.flush()
-        self._stop()
-        for sink in list(self._sinks):
-            self._guarded(sink, sink.close)
-
-    # ---- ends
-
-    def _stop(self) -> None:
-        self._removed = True
-        if self._reducer is not None:
-            self._reducer.close()
-        self._sampler.stop()
-        atexit.unregister(self._script_ends)
-        if self in _WATCHERS:
-            _WATCHERS.remove(self)
-
-    def _script_ends(self) -> None:
-        """A plain end, sys.exit(), an exception, Ctrl-C: nothing is lost but what needs other ranks."""
-        self._remove(reduce=False)
-
-    def _run_ends(self) -> None:
-        """The run is being finished while the model is still watched: it gets what it is owed."""
-        self.flush()
-
-    def _model_gone(self, _: object) -> None:
-        if not self._removed and not self._roster.alive:
-            self._remove(reduce=False)
-
-    def _failed(self, error: Exception) -> None:
-        """An exception inside the monitor: say it once, stop, keep what there is. Training goes on."""
-        if self._removed:
-            return
-        self._stop()
-        logger.error(
-            "wandb_gradwatch has failed and stopped watching; training goes on. Please report this traceback.",
-            exc_info=error,
-        )
-        if self._arrived:
-            self._take_flush(ArrivedFlush(None, ()))
-        for sink in list(self._sinks):
-            self._guarded(sink, sink.close)
-
-    # ---- from the window to rules and sinks
-
-    def _collect(self) -> None:
-        if not self._removed:
-            self._deliver()
-
-    def _deliver(self, *, wait: bool = False) -> None:
-        if self._delivering:  # a callback of the user's that asks for `latest` or flushes
-            return
-        self._delivering = True
-        try:
-            for arrived in self._window.poll(wait=wait):
-                if isinstance(arrived, ArrivedSample):
-                    self._take_sample(arrived)
-                else:
-                    self._take_flush(arrived)
-            if self._reducer is not None:
-                for merged in self._reducer.poll(wait=wait):
-                    for sample in merged.samples:
-                        self._judge(sample)
-                    self._write(merged.samples, merged.flush)
-        finally:
-            self._delivering = False
-
-    def _take_sample(self, arrived: ArrivedSample) -> None:
-        self._drop_zeroed(arrived)
-        compared = arrived.rows[list(arrived.sample.compared)]
-        before, received = compared[:, Column.GRAD_SUM_SQ], compared[:, Column.RECEIVED_SUM_SQ]
-        if np.any(np.sqrt(received) < np.sqrt(before) * (1 - _CLIP_TOLERANCE)):
-            self._sampler.distrust_versions()
-        self._arrived.append(arrived)
-        if not self._is_sharded:  # a shard's rows say nothing before they are merged
-            self._judge(arrived)
-
-    @property
-    def _is_sharded(self) -> bool:
-        return self._sampler.shards.any
-
-    def _judge(self, arrived: ArrivedSample) -> None:
-        snapshot = self._snapshot_of([arrived], None)
-        assert snapshot is not None
-        for alert in self._desk.process(snapshot):
-            self._send(alert)
-
-    def _drop_zeroed(self, arrived: ArrivedSample) -> None:
-        """An optimizer whose every gradient was zeroed before its step received nothing: missing, not 0."""
-        for slots in map(list, arrived.sample.updated):
-            rows = arrived.rows[slots]
-            received, measured = rows[:, Column.RECEIVED_SUM_SQ], rows[:, Column.GRAD_SUM_SQ]
-            present = ~np.isnan(rows[:, Column.NUM_ELEMENTS])
-            if not present.any() or arrived.skipped or np.any(received[present] != 0):
-                continue
-            nonfinite = rows[present][:, [Column.NUM_NAN, Column.NUM_INF]].sum()
-            if nonfinite == 0 and np.any(measured[present] != 0):
-                arrived.rows[slots] = np.nan
-                self._no_gradient(
-                    f"in step {arrived.sample.step} every gradient was already zero when the optimizer stepped, though "
-                    "the backward had computed them. Call zero_grad() after step(), or before backward().",
-                    arrived.sample.step,
-                )
-
-    def _take_flush(self, flush: ArrivedFlush) -> None:
-        samples, self._arrived = tuple(self._arrived), []
-        if not samples:
-            return
-        if self._is_sharded:
-            if self._reduces:
-                self._reduce(samples, flush)
-        else:
-            self._write(samples, flush)
-
-    def _reduce(self, samples: tuple[ArrivedSample, ...], flush: ArrivedFlush) -> None:
-        """Merge the window with those of the other ranks, in the background."""
-        if self._reducer is None:
-            self._reducer = Reducer(f"{self._number}")
-        names = tuple(self._roster.names)
-        padded = tuple(replace(sample, rows=_padded(sample.rows, len(names))) for sample in samples)
-        if flush.histogram is not None:
-            flush = replace(flush, histogram=_padded(flush.histogram, len(names), fill=0))
-        self._reducer.submit(LocalWindow(padded, flush, names, self._sampler.shards.counted(len(names))))
-
-    def _write(self, samples: Sequence[ArrivedSample], flush: ArrivedFlush) -> None:
-        snapshot = self._snapshot_of(samples, flush)
-        if snapshot is None:
-            return
-        self._latest = self._unreturned = snapshot
-        for sink in list(self._sinks):
-            self._guarded(sink, sink.write, snapshot)
-
-    def _snapshot_of(self, samples: Sequence[ArrivedSample], flush: ArrivedFlush | None) -> Snapshot | None:
-        if not samples:
-            return None
-        num_names = len(self._roster.names)
-        rows = np.stack([_padded(arrived.rows, num_names) for arrived in samples])
-        histogram = None
-        if flush is not None and flush.histogram is not None:
-            histogram = _padded(flush.histogram, num_names, fill=0)
-        return Snapshot(
-            steps=np.array([arrived.sample.step for arrived in samples], dtype=np.int64),
-            names=tuple(self._roster.names),
-            rows=rows,
-            histogram=histogram,
-            histogram_steps=flush.histogram_steps if flush is not None else (),
-            loss_scale=np.array([arrived.loss_scale for arrived in samples]),
-            skipped=np.array([arrived.skipped for arrived in samples]),
-            trainable=np.array(self._roster.trainable),
-            metrics=_stacked([arrived.metrics for arrived in samples]),
-            overhead_ratio=self._overhead_ratio() if flush is not None else math.nan,
-        )
-
-    def _overhead_ratio(self) -> float:
-        now = time.perf_counter()
-        ratio = self._containment.seconds_spent / max(now - self._flushed_at, 1e-9)
-        self._flushed_at, self._containment.seconds_spent = now, 0.0
-        return min(ratio, 1.0)
-
-    # ---- what is said
-
-    def _send(self, alert: Alert) -> None:
-        for sink in list(self._sinks):
-            self._guarded(sink, sink.alert, alert)
-        for callback in self._on_alert:
-            try:
-                callback(alert)
-            except Exception as error:
-                raise UserCallbackError(error) from error
-
-    def _no_gradient(self, text: str, step: int) -> None:
-        if "No gradient" not in self._said:
-            self._said.add("No gradient")
-            self._send(Alert("No gradient", f"No gradient: {text}", step, "WARN"))
-
-    def _notice(self, kind: str, text: str) -> None:
-        if kind not in self._said:
-            self._said.add(kind)
-            logger.warning("wandb_gradwatch: %s", text)
-
-    def _guarded(self, sink: Sink, method: Callable[..., None], *arguments: object) -> None:
-        try:
-            method(*arguments)
-        except Exception as error:
-            if sink in self._sinks:
-                self._sinks.remove(sink)
-                logger.error(
-                    "wandb_gradwatch: %s failed and is dropped; training and the other sinks go on.",
-                    type(sink).__name__,
-                    exc_info=error,
-                )
-
-
-def _padded(values: NDArray[Number], num_names: int, *, fill: float = math.nan) -> NDArray[Number]:
-    """Room for names that appeared after these values were measured: [..., P, any]."""
-    missing = num_names - len(values)
-    return np.pad(values, ((0, missing), (0, 0)), constant_values=fill) if missing else values
-
-
-def _stacked(metrics: Sequence[Mapping[str, float]]) -> dict[str, FloatArray]:
-    """Values by key over samples, NaN where a sample has none: each [S]."""
-    keys = dict.fromkeys(key for values in metrics for key in values)
-    return {key: np.array([values.get(key, math.nan) for values in metrics]) for key in keys}
-
-
-# Ranks that call watch() equally often agree on the number, and with it on whose windows belong together.
-_NUMBERS: Final = itertools.count()
-
-_WATCHERS: Final[list[Watcher]] = []
 
 
 def watch(
@@ -405,10 +48,12 @@ def watch(
     dead_threshold: float = 0.0,
     rules: Sequence[Rule] | None = None,
     sinks: Sequence[Sink] | None = None,
+    guard: GuardArgument = None,
     on_alert: Callable[[Alert], object] | Sequence[Callable[[Alert], object]] | None = None,
     scaler: GradScaler | None = None,
     backend: str = "auto",
     start_step: int = 0,
+    metrics: Sequence[MetricLike] = (),
     probes: Sequence[Probe] = (),
 ) -> Watcher:
     """Watch the gradients of a model: rows, histograms and alerts in the W&B run. Train as before.
@@ -431,19 +76,23 @@ def watch(
         dead_threshold: |g| <= this counts as dead, in units of the true gradient.
         rules: what raises alerts; None: the default rules; []: none.
         sinks: where snapshots and alerts go instead of the W&B run; a `run` given beside them is written too.
+        guard: "skip" does not apply a step whose gradients are not finite or explode; a function from a snapshot to
+            True does not apply that step; a `SkipGuard` sets the limits. Costs one read from the device a step.
         on_alert: called with every alert that is sent; what it raises reaches the training loop.
         scaler: the gradient scaler, if it has to be known before it is first used.
         backend: "auto", or one of the backends by name.
         start_step: the number of the last step already made, for a run that goes on.
-        probes: further measurements at sampled steps; see `wandb_gradwatch.modules`.
+        metrics: what else is measured at sampled steps: `Metric(name, fn)`, `Activations()`, `Attention()` and others
+            of `wandb_gradwatch.modules`. With the default rules, theirs are added.
+        probes: what else measures, by its own code (`capture.probes.Probe`).
 
     Returns:
         The watcher: `remove()`, `flush()`, `latest`, `step`, `healthy`.
 
     Raises:
-        TypeError: model is not a module or a collection of modules.
+        TypeError: model is not a module or a collection of modules; something in metrics is no metric.
         ValueError: nothing trainable to watch; a cadence, name filter, statistic, backend or threshold that makes no
-            sense.
+            sense; a metric that matches nothing.
         RuntimeError: there is no run and there are no sinks; the backend cannot run on the model's device.
 
     Cost: off-cadence 0.4 us per parameter and backward. A sampled step reads every gradient about as often as four
@@ -458,26 +107,28 @@ def watch(
     if not isinstance(start_step, int) or start_step < 0:
         raise ValueError(f"start_step={start_step!r} must be the number of a step, at least 0")
     callbacks = [on_alert] if callable(on_alert) else list(on_alert or ())
-    desk = AlertDesk(default_rules() if rules is None else list(rules))
+    all_probes = [*probes, *probes_of(metrics, model, roster.names)]
+    shipped = default_rules(frozen=roster.frozen_names) + rules_of(metrics)
+    skip_guard = resolve_guard(guard)
     chosen = _sinks(run, sinks, group_by)
     _replace_watchers_of(roster)
-    watcher = Watcher(
+    return Watcher(
         roster,
-        {"optimizer": optimizer, "scaler": scaler, "start_step": start_step, "probes": probes},
+        {"optimizer": optimizer, "scaler": scaler, "start_step": start_step, "probes": all_probes},
         cadence=cadence,
         options=options,
         sinks=chosen,
-        desk=desk,
+        desk=AlertDesk(shipped if rules is None else list(rules)),
+        guard=skip_guard,
         on_alert=callbacks,
+        judge_at_once=rules is not None,
     )
-    _WATCHERS.append(watcher)
-    return watcher
 
 
 def unwatch(model: nn.Module | None = None) -> None:
     """Remove the watcher of a model, or every watcher. Nothing is left behind on the model."""
-    for watcher in list(_WATCHERS):
-        if model is None or any(watched is model for watched in watcher._roster.models()):
+    for watcher in list(WATCHERS):
+        if model is None or watcher.watches(model):
             watcher.remove()
 
 
@@ -510,8 +161,7 @@ def _sinks(run: Any, sinks: Sequence[Sink] | None, group_by: GroupBy) -> list[Si
 
 
 def _replace_watchers_of(roster: Roster) -> None:
-    models: Iterable[nn.Module] = roster.models()
-    for watcher in list(_WATCHERS):
-        if any(watched is model for watched in watcher._roster.models() for model in models):
+    for watcher in list(WATCHERS):
+        if any(watcher.watches(model) for model in roster.models()):
             logger.warning("wandb_gradwatch: the model was already watched; the new watch() replaces the earlier one.")
             watcher.remove()

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .statistics.columns import NUM_BINS, NUM_COLUMNS, Column, FloatArray, IntArray
+from .statistics.columns import CLIP_TOLERANCE, NUM_BINS, NUM_COLUMNS, Column, FloatArray, IntArray
 from .statistics.measure import Measurement
 
 # S samples in the window, P watched parameters, N of them written at once, C columns, B histogram bins
@@ -66,6 +66,13 @@ class ArrivedSample:
     loss_scale: float
     skipped: bool
     metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def was_clipped_without_a_trace(self) -> bool:
+        """Whether a gradient that looked unmodified was shorter than measured: it was written through `.data`."""
+        compared = self.rows[list(self.sample.compared)]
+        before, received = compared[:, Column.GRAD_SUM_SQ], compared[:, Column.RECEIVED_SUM_SQ]
+        return bool(np.any(np.sqrt(received) < np.sqrt(before) * (1 - CLIP_TOLERANCE)))
 
 
 @dataclass(frozen=True)
@@ -275,6 +282,15 @@ class Window:
 
     # ---- towards the host
 
+    def peek(self) -> FloatArray:
+        """The open sample's rows, now: [P, C]. Waits for the device: for the guard, which must know before the step."""
+        transfers = tuple(_Transfer(window.rows) for window in self._devices.values())
+        for transfer in transfers:
+            transfer.arrived(wait=True)
+        arrived = _Shipment(Sample(0, False, ()), transfers, self._num_names).unpack()
+        assert isinstance(arrived, ArrivedSample)
+        return arrived.rows
+
     def commit(self, sample: Sample, metrics: Mapping[str, Tensor] | None = None) -> None:
         """Send the open sample on its way, with further scalars by key, and open the next."""
         transfers = []
@@ -295,6 +311,22 @@ class Window:
             if metrics is not None
         )
         self._shipments.append(_Shipment(sample, tuple(transfers), self._num_names, metrics=packed))
+
+    def open_histogram(self) -> tuple[IntArray | None, tuple[int, ...]]:
+        """The histogram [P, B] of the window that is not flushed yet, and its steps. Waits for the device."""
+        histogram = None
+        for window in self._devices.values():
+            if window.has_histogram:
+                counts = window.histogram.cpu().numpy()
+                histogram = counts.copy() if histogram is None else histogram + counts
+        return histogram, tuple(self._histogram_steps)
+
+    def restore_histogram(self, histogram: Tensor, steps: Sequence[int]) -> None:
+        """Go on with a histogram [P, B] of an unfinished window."""
+        window = self._on(torch.device("cpu"))
+        window.histogram[: len(histogram)] = histogram
+        window.has_histogram = True
+        self._histogram_steps = list(steps)
 
     def forget_sent(self) -> None:
         """Forget what was sent and not polled: it turned out not to be samples."""

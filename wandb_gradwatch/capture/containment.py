@@ -13,12 +13,8 @@ import torch
 from .untraced import untraced
 
 
-class UserCallbackError(Exception):
-    """Carries an exception that a callback of the user's raised on purpose through our containment."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(str(error))
-        self.error = error
+class CallbackError(Exception):
+    """Its cause was raised by a callback of the user's, on purpose, and is to be raised in the training loop."""
 
 
 class Containment:
@@ -49,10 +45,10 @@ class Containment:
                     self._depth -= 1
                     if not self._depth:
                         self.seconds_spent += time.perf_counter() - began
-        except UserCallbackError as raised:
+        except CallbackError as raised:
             if self._depth:  # still inside another of our calls
                 raise
-            raise raised.error from None
+            raise raised.__cause__ or raised from None
         except Exception as error:
             self.stopped = True
             self._failed(error)

@@ -61,11 +61,16 @@ class Roster:
         """False once every model has been collected."""
         return any(reference() is not None for _, reference in self._models)
 
+    def frozen_names(self) -> set[str]:
+        """What cannot have a gradient now: frozen, or no longer in the model."""
+        return {name for name, trainable in zip(self.names, self.trainable, strict=True) if not trainable}
+
     def scan(self) -> list[tuple[int, Tensor]]:
         """Walk the models: (slot, parameter) of every watched parameter, in model order, a tied one once.
 
         Cost: about 0.5 us a parameter on the host.
         """
+        self.trainable = [False] * len(self.names)
         entries: list[tuple[int, Tensor]] = []
         slot_of_id: dict[int, int] = {}
         for name, parameter in self._walk():

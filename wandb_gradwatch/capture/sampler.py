@@ -14,8 +14,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
+import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
@@ -44,6 +45,8 @@ _PATIENCE_IN_BACKWARDS: Final = 1000
 
 _NO_SLOT: Final = -1
 
+GUARD_METRIC: Final = "gradwatch/guard_skipped"  # 1 where the guard withheld a gradient, else 0; only with a guard
+
 
 @dataclass(frozen=True)
 class SamplerEvents:
@@ -53,11 +56,13 @@ class SamplerEvents:
         deliver: it is a good moment to hand over what has arrived.
         notice: something to be said once, by kind and text.
         no_gradient: gradients are computed and lead to no update (text, step): to be said once, as an alert.
+        skips: whether the gradients of these slots, about to be used, are to be withheld; None: never asked.
     """
 
     deliver: Callable[[], None]
     notice: Callable[[str, str], None]
     no_gradient: Callable[[str, int], None]
+    skips: Callable[[Sequence[int]], bool] | None = None
 
 
 class Sampler:
@@ -104,6 +109,7 @@ class Sampler:
 
         # The open sample.
         self._compared: tuple[int, ...] = ()
+        self._guarded = False
         self._joining: int | None = None
         self._being_unscaled: list[Entry] = []
 
@@ -258,6 +264,7 @@ class Sampler:
                 return
         if self._is_due:
             self._inspect(optimizer, inside_backward=inside_backward)
+            self._guard(optimizer)
             if self._probes:
                 tensors = self._gauge.watched(self._owners.entries(optimizer), self._roster.names, scaled=False)
                 for probe in self._probes:
@@ -349,6 +356,17 @@ class Sampler:
         if found_inf is not None:
             self._window.set_found_inf(found_inf)
 
+    def _guard(self, optimizer: Optimizer) -> None:
+        """Withhold gradients that must not be applied: an optimizer without gradients changes nothing at all."""
+        if self._events.skips is None:
+            return
+        entries = [entry for entry in self._owners.entries(optimizer) if entry[1].grad is not None]
+        skipped = bool(entries) and self._events.skips([slot for slot, _ in entries])
+        self._guarded = self._guarded or skipped
+        if skipped:
+            for _, parameter in entries:
+                parameter.grad = None
+
     @property
     def _must_compare_values(self) -> bool:
         return (
@@ -425,6 +443,24 @@ class Sampler:
             "were reset counts as a step; pass optimizer= if there is one, or call watcher.step() after each update",
         )
 
+    def state_dict(self) -> dict[str, Any]:
+        """What was learnt, in plain numbers."""
+        return {
+            "step": self.clock.step,
+            "backwards_per_sample": list(self._backwards_per_sample),
+            "trust_versions": self._trust_versions,
+            "num_samples": self._num_samples,
+            "samples_in_window": self._samples_in_window,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state_dict()`."""
+        self.clock.step = int(state["step"])
+        self._backwards_per_sample.extend(int(number) for number in state["backwards_per_sample"])
+        self._trust_versions = bool(state["trust_versions"])
+        self._num_samples = int(state["num_samples"])
+        self._samples_in_window = int(state["samples_in_window"])
+
     def step(self) -> None:
         """The user says that an update has been made."""
         self._owner_seen = True
@@ -449,6 +485,7 @@ class Sampler:
             self._window_commit(closed)
         self._gauge.begin_sample()
         self._compared = ()
+        self._guarded = False
         for probe in self._probes:
             probe.start(self._is_due)
         if self._cadence.flush_due(closed.step) and self._samples_in_window:
@@ -461,6 +498,8 @@ class Sampler:
             if not_stepped:
                 self._window.clear(not_stepped)
         metrics = {key: value for probe in self._probes for key, value in probe.take().items()}
+        if self._events.skips is not None:
+            metrics[GUARD_METRIC] = torch.tensor(float(self._guarded))
         self._window.commit(Sample(closed.step, closed.skipped, updated, self._compared), metrics)
         self._samples_in_window += 1
         self._num_samples += 1

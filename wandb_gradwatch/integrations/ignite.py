@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from ..capture.containment import UserCallbackError
+from ..capture.containment import CallbackError
 from ..capture.probes import WatchedTensor
 from ..capture.roster import Models
 from ..capture.sharding import local_part
@@ -26,7 +26,8 @@ from ..rules import Alert
 from ..snapshot import GroupBy, Snapshot
 from ..statistics.columns import Column
 from ..statistics.measure import measure
-from ..watch import Watcher, watch
+from ..watch import watch
+from ..watcher import Watcher
 from .feed import AlertLog, SampleFeed, active_run, check_watch_options, sample_numbers, with_feed
 from .require import require
 from .spikes import SpikeRule
@@ -183,7 +184,7 @@ class GradWatch:
             if is_first and self._on_spike is not None:
                 self._on_spike(self._engine)
         except Exception as error:  # the user's rule or callback
-            raise UserCallbackError(error) from error
+            raise CallbackError from error
 
     def updated(self) -> None:
         """An optimizer is about to update the model."""

@@ -18,7 +18,8 @@ from ..rules import ExplodingGradient, Rule, as_rule, default_rules
 from ..sinks import Sink
 from ..sinks.wandb_run import WandbSink
 from ..snapshot import GroupBy, Snapshot
-from ..watch import Watcher, watch
+from ..watch import watch
+from ..watcher import Watcher
 from .batches import BatchBook, Place
 from .feed import AlertLog, NamedWandbSink, SampleFeed, active_run, check_watch_options, is_update, sample_numbers
 from .require import require

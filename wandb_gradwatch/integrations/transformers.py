@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from ..snapshot import GroupBy
-from ..watch import Watcher, watch
+from ..watch import watch
+from ..watcher import Watcher
 from .feed import AlertLog, SampleFeed, active_run, check_watch_options, sample_numbers, with_feed
 from .require import require
 

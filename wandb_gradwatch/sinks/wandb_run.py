@@ -15,6 +15,7 @@ from .placement import Placement, placement_of
 
 logger = logging.getLogger("wandb_gradwatch")
 
+TABLE_KEY: Final = "gradwatch/flight_recorder"
 MAX_SERIES: Final = 256  # names per key family; W&B advises fewer than 10,000 metrics in a run
 MAX_ROW_BYTES: Final = 1_000_000  # W&B skips a row above 10.4 MB whole, with the user's keys in it
 _NUMBER_BYTES: Final = 24  # of a float as JSON, with its comma
@@ -59,6 +60,7 @@ class WandbSink:
         self._commit = commit
         self._pictures = Pictures()
         self._said: set[str] = set()
+        self._told_names: list[str] = []
         self._forget: list[Callable[[], None]] = []
         self._placement: Placement | None = None
         if not run.disabled:
@@ -81,10 +83,22 @@ class WandbSink:
         if self._placement is None or not len(snapshot) or self._has_ended(self._placement):
             return
         self._define_metrics(snapshot, self._placement)
+        self._tell_order(snapshot)
         row = HistoryRow.of(self._grouping.apply(snapshot))
         self._placement.put(self, _RunRow(row, self._pictures if self._histograms else None), commit=self._commit)
         if self._placement.num_waiting > 1:
             self._show_newest(row, self._placement)
+
+    @property
+    def directory(self) -> str | None:
+        """The run's folder, whose files W&B keeps with the run; None for a disabled run."""
+        return None if self._placement is None else str(self._run.dir)
+
+    def log_table(self, columns: list[str], rows: list[list[Any]]) -> None:
+        """Log the flight recorder, as a table in a row of its own."""
+        if self._placement is not None and rows and not self._has_ended(self._placement):
+            owner = object()  # a table merges with nothing
+            self._placement.put(owner, _TableRow(columns, rows), commit=self._commit)
 
     def alert(self, alert: Alert) -> None:
         """Send an alert now; W&B forwards it to the user's Slack or e-mail."""
@@ -119,6 +133,13 @@ class WandbSink:
         if kind not in self._said:
             self._said.add(kind)
             logger.warning(message, *args)
+
+    def _tell_order(self, snapshot: Snapshot) -> None:
+        """Put the names into the run's config, in the model's order: the history loses it."""
+        names = list(self._grouping.apply(snapshot).names)
+        if names != self._told_names:
+            self._told_names = names
+            self._run.config.update({"gradwatch": {"names": names}}, allow_val_change=True)
 
     # ---- metric definitions
 
@@ -209,6 +230,23 @@ class _RunRow:
         if self.pictures is not None and self.row.pictured is not None:
             values += _histograms(self.pictures, self.row.pictured)
         return _spread(values, {STEP_KEY: self.row.step})
+
+
+@dataclass(frozen=True)
+class _TableRow:
+    """The flight recorder's table as the placement sees it: the later of two holds what the earlier did."""
+
+    columns: list[str]
+    rows: list[list[Any]]
+
+    def merge(self, later: _TableRow) -> _TableRow:
+        return later
+
+    def parts(self) -> list[dict[str, Any]]:
+        import wandb
+
+        newest = max(row[self.columns.index("step")] for row in self.rows)
+        return [{STEP_KEY: newest, TABLE_KEY: wandb.Table(columns=[*self.columns], data=self.rows)}]
 
 
 def _histograms(pictures: Pictures, snapshot: Snapshot) -> Iterator[tuple[str, Any, int]]:

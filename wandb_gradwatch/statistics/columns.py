@@ -79,6 +79,11 @@ IDENTITY_C[list(MAX_COLUMNS)] = -np.inf
 MISSING_C: Final[FloatArray] = np.full(NUM_COLUMNS, np.nan)  # no gradient arrived
 
 
+# A clipped gradient is shorter than the one before by more than rounding: clip_grad_norm_ alone multiplies a norm equal
+# to its limit by 1 - 2e-7.
+CLIP_TOLERANCE: Final = 1e-5
+
+
 def merge_rows(rows: FloatArray, axis: int) -> FloatArray:
     """Merge rows along one axis; absent rows are skipped, and nothing but absent rows merges to an absent row.
 

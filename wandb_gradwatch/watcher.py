@@ -1,0 +1,356 @@
+"""A watched model: owns the corridor from its gradients to the sinks, from watch() to remove()."""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import logging
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from .cadence import Cadence
+from .capture.containment import CallbackError, Containment
+from .capture.gauge import MeasureOptions
+from .capture.roster import Roster
+from .capture.sampler import Sampler, SamplerEvents
+from .delivery import Delivery, Merger, Names, Overhead
+from .desk import AlertDesk
+from .diagnosis import Diagnosis
+from .guard import SkipGuard, TooManySkippedStepsError
+from .rules import Alert
+from .sinks import Sink
+from .snapshot import Snapshot
+from .statistics.columns import NUM_COLUMNS
+from .window import ArrivedFlush, ArrivedSample, Sample, Window
+
+logger: Final = logging.getLogger("wandb_gradwatch")
+
+# Ranks that call watch() equally often agree on the number, and with it on whose windows belong together.
+_NUMBERS: Final = itertools.count()
+
+
+class StepNumber(int):
+    """The number of a step, and the way to say that the next one has been made."""
+
+    _advance: Callable[[], None]
+
+    def __new__(cls, number: int, advance: Callable[[], None]) -> StepNumber:
+        self = super().__new__(cls, number)
+        self._advance = advance
+        return self
+
+    def __call__(self) -> None:
+        self._advance()
+
+    def __reduce__(self) -> tuple[type[int], tuple[int]]:
+        return int, (int(self),)  # in a checkpoint it is a number like any other
+
+
+class Watcher:
+    """What `watch()` returns. A context manager: leaving the block removes it."""
+
+    def __init__(
+        self,
+        roster: Roster,
+        sampler_arguments: dict[str, Any],
+        *,
+        cadence: Cadence,
+        options: MeasureOptions,
+        sinks: Sequence[Sink],
+        desk: AlertDesk,
+        guard: SkipGuard | None,
+        on_alert: Sequence[Callable[[Alert], object]],
+        judge_at_once: bool,
+    ) -> None:
+        self._roster = roster
+        self._desk = desk
+        self._guard = guard
+        self._window = Window(keep_newest_histogram=cadence.keeps_newest_histogram)
+        self._delivery = Delivery(
+            sinks,
+            desk,
+            on_alert=on_alert,
+            names=lambda: Names(tuple(roster.names), tuple(roster.trainable)),
+            modules={
+                name: type(module).__name__ for model in roster.models() for name, module in model.named_modules()
+            },
+            judge_at_once=judge_at_once,
+        )
+        self._number = next(_NUMBERS)
+        self._merger: Merger | None = None
+        self._merges = True  # False at exit and in an exception: other ranks may not be there any more
+        self._unreturned: Snapshot | None = None
+        self._removed = False
+        self._delivering = False
+        self._containment = Containment(self._failed)
+        self._overhead = Overhead(lambda: self._containment.seconds_spent)
+        events = SamplerEvents(
+            deliver=self._deliver,
+            notice=self._delivery.notice,
+            no_gradient=self._delivery.say_no_gradient,
+            skips=self._skips if guard is not None else None,
+        )
+        self._sampler = Sampler(roster, self._window, cadence, options, events, self._containment, **sampler_arguments)
+        # The model must not be kept alive by us, nor our hooks outlive it.
+        self._models = [weakref.ref(model, self._model_gone) for model in roster.models()]
+        for sink in sinks:
+            before_run_ends = getattr(sink, "before_run_ends", None)
+            if before_run_ends is not None:
+                before_run_ends(self.flush)  # a run that is finished while watched gets what it is owed
+        atexit.register(self._script_ends)
+        WATCHERS.append(self)
+
+    def __enter__(self) -> Watcher:
+        return self
+
+    def __exit__(self, exception_type: object, *_: object) -> None:
+        self._remove(merge=exception_type is None)
+
+    def __repr__(self) -> str:
+        state = "removed" if self._removed else f"step {self.step}"
+        return f"Watcher({len(self._roster.names)} parameters, {state})"
+
+    # ---- what the user asks
+
+    @property
+    def step(self) -> StepNumber:
+        """The number of the last finished step; called, `watcher.step()`, it says that an update was just made.
+
+        Only loops without any optimizer need to call it.
+        """
+        return StepNumber(self._sampler.clock.step, self._mark_step)
+
+    @property
+    def parameter_names(self) -> tuple[str, ...]:
+        """Names of everything watched so far, frozen parameters included, wrappers' prefixes stripped."""
+        return tuple(self._roster.names)
+
+    @property
+    def latest(self) -> Snapshot | None:
+        """The newest flushed snapshot; before the first flush, what has been sampled so far; None for nothing."""
+        self._collect()
+        if self._delivery.latest is not None:
+            return self._delivery.latest
+        return self._delivery.snapshot(self._delivery.window) if self._delivery.window else None
+
+    @property
+    def healthy(self) -> bool:
+        """False if a rule found an error in the newest sample that has arrived."""
+        self._collect()
+        return self._delivery.healthy
+
+    def watches(self, model: object) -> bool:
+        """Whether this is one of the watched models."""
+        return any(watched is model for watched in self._roster.models())
+
+    def diagnose(self) -> list[Diagnosis]:
+        """Probable causes of what the last samples show, most probable first; none for a healthy training."""
+        self._collect()
+        return self._delivery.diagnose()
+
+    def note(self, **context: object) -> None:
+        """Keep a few words or numbers with the open step, for the flight recorder: `watcher.note(batch=17)`."""
+        self._delivery.recorder.note(self._sampler.clock.open_step, **context)
+
+    def record(self, path: str | Path | None = None) -> list[Path]:
+        """Write the flight recorder: to a path, or beside the run, where its table is logged too.
+
+        Returns:
+            The files written; read one with `wandb_gradwatch.recorder.read`.
+        """
+        self._collect()
+        self._delivery.judge()
+        return self._delivery.record(path, table=path is None)
+
+    def flush(self) -> Snapshot | None:
+        """End the window now: send it to the sinks and wait until it has arrived.
+
+        Returns:
+            The newest window that no earlier call has returned; None if nothing was sampled since.
+        """
+        if not self._removed:
+            self._sampler.end_sample()
+            self._deliver(wait=True)
+            if self._delivery.window:
+                self._sampler.flush_window()
+                self._deliver(wait=True)
+        snapshot, self._unreturned = self._unreturned, None
+        return snapshot
+
+    def remove(self) -> None:
+        """Flush, remove every hook and close the sinks. Idempotent.
+
+        With a sharded model the last window is merged over the ranks: call it on all of them.
+        """
+        self._remove(merge=True)
+
+    # ---- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that a resumed training goes on with: numbers, lists and tensors only.
+
+        The step, what was learnt about the loop, the rules' and the guard's memory, and the window that is not flushed.
+        """
+        self._collect()
+        self._delivery.judge()
+        samples = self._delivery.window
+        histogram, histogram_steps = self._window.open_histogram()
+        return {
+            "sampler": self._sampler.state_dict(),
+            "desk": self._desk.state_dict(),
+            "guard": None if self._guard is None else self._guard.state_dict(),
+            "names": list(self._roster.names),
+            "samples": [
+                {
+                    "step": sample.sample.step,
+                    "rows": torch.from_numpy(sample.rows.copy()),
+                    "loss_scale": sample.loss_scale,
+                    "skipped": sample.skipped,
+                    "metrics": dict(sample.metrics),
+                }
+                for sample in samples
+            ],
+            "histogram": None if histogram is None else torch.from_numpy(histogram),
+            "histogram_steps": list(histogram_steps),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state_dict()`; parameters are matched by name, and those that are gone are dropped."""
+        self._sampler.load_state_dict(state["sampler"])
+        self._desk.load_state_dict(state["desk"])
+        if self._guard is not None and state["guard"] is not None:
+            self._guard.load_state_dict(state["guard"])
+        slots = self._roster.slot_of_name
+        kept = [(slots[name], index) for index, name in enumerate(state["names"]) if name in slots]
+        targets, sources = [slot for slot, _ in kept], [index for _, index in kept]
+        samples = []
+        for saved in state["samples"]:
+            rows = np.full((len(self._roster.names), NUM_COLUMNS), np.nan)
+            rows[targets] = _with_names(saved["rows"], len(state["names"])).numpy()[sources]
+            sample = Sample(int(saved["step"]), bool(saved["skipped"]), ())
+            samples.append(
+                ArrivedSample(sample, rows, float(saved["loss_scale"]), bool(saved["skipped"]), dict(saved["metrics"]))
+            )
+        self._delivery.window = samples
+        if state["histogram"] is not None:
+            counts = _with_names(state["histogram"], len(state["names"]))
+            histogram = torch.zeros((len(self._roster.names), counts.shape[1]), dtype=torch.int64)
+            histogram[targets] = counts[sources]
+            self._window.restore_histogram(histogram, state["histogram_steps"])
+
+    # ---- ends
+
+    def _remove(self, *, merge: bool) -> None:
+        if self._removed:
+            return
+        self._merges = merge
+        self._unreturned = self.flush()
+        self._delivery.judge()
+        self._stop()
+        self._delivery.close()
+
+    def _stop(self) -> None:
+        self._removed = True
+        self._sampler.stop()
+        if self._merger is not None:
+            self._merger.close()
+        atexit.unregister(self._script_ends)
+        if self in WATCHERS:
+            WATCHERS.remove(self)
+
+    def _script_ends(self) -> None:
+        """A plain end, sys.exit(), an exception, Ctrl-C: nothing is lost but what needs other ranks."""
+        crashed = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+        if crashed is not None and not self._removed:
+            self.record()
+        self._remove(merge=False)
+
+    def _model_gone(self, _: object) -> None:
+        if not self._removed and not self._roster.alive:
+            self._remove(merge=False)
+
+    def _failed(self, error: Exception) -> None:
+        """An exception inside the monitor: say it once, stop, keep what there is. Training goes on."""
+        if self._removed:
+            return
+        self._stop()
+        logger.error(
+            "wandb_gradwatch has failed and stopped watching; training goes on. Please report this traceback.",
+            exc_info=error,
+        )
+        if self._delivery.window and not self._sampler.shards.any:
+            self._delivery.write(self._delivery.end_window(), ArrivedFlush(None, ()), self._overhead.ratio())
+        self._delivery.close()
+
+    # ---- from the window to the delivery
+
+    def _mark_step(self) -> None:
+        self._sampler.step()
+        self._deliver()
+
+    def _collect(self) -> None:
+        if not self._removed:
+            self._deliver()
+
+    def _deliver(self, *, wait: bool = False) -> None:
+        if self._delivering:  # a callback of the user's that asks for `latest` or flushes
+            return
+        self._delivering = True
+        try:
+            for arrived in self._window.poll(wait=wait):
+                if isinstance(arrived, ArrivedSample):
+                    self._take(arrived)
+                else:
+                    self._end_window(arrived)
+            if self._merger is not None:
+                for merged, overhead_ratio in self._merger.poll(wait=wait and self._merges):
+                    self._delivery.judge_merged(merged)
+                    self._unreturned = self._delivery.write(merged.samples, merged.flush, overhead_ratio)
+        finally:
+            self._delivering = False
+
+    def _take(self, arrived: ArrivedSample) -> None:
+        if arrived.was_clipped_without_a_trace:
+            self._sampler.distrust_versions()
+        self._delivery.take(arrived, whole=not self._sampler.shards.any)
+
+    def _end_window(self, flush: ArrivedFlush) -> None:
+        samples = self._delivery.end_window()
+        if not samples:
+            return
+        overhead_ratio = self._overhead.ratio()
+        if not self._sampler.shards.any:
+            self._unreturned = self._delivery.write(samples, flush, overhead_ratio)
+        elif self._merges:
+            if self._merger is None:
+                self._merger = Merger(str(self._number))
+            names = tuple(self._roster.names)
+            self._merger.submit(samples, flush, names, self._sampler.shards.counted(len(names)), overhead_ratio)
+
+    def _skips(self, slots: Sequence[int]) -> bool:
+        """Ask the guard about the gradients of these slots, before they are used."""
+        assert self._guard is not None
+        rows = np.full((len(self._roster.names), NUM_COLUMNS), np.nan)
+        here = list(slots)
+        rows[here] = self._window.peek()[here]
+        sample = ArrivedSample(Sample(self._sampler.clock.open_step, False, ()), rows, float("nan"), False)
+        try:
+            return self._guard.skips(self._delivery.snapshot([sample]))
+        except TooManySkippedStepsError as error:
+            raise CallbackError from error
+
+
+def _with_names(rows: torch.Tensor, num_names: int) -> torch.Tensor:
+    """Rows saved before later names appeared, with room for them: [P, any]."""
+    missing = num_names - len(rows)
+    fill = torch.full((missing, rows.shape[1]), torch.nan if rows.is_floating_point() else 0, dtype=rows.dtype)
+    return torch.cat([rows, fill]) if missing else rows
+
+
+WATCHERS: Final[list[Watcher]] = []
