@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 import wandb_gradwatch
 from wandb_gradwatch import MemorySink, Watcher
-from wandb_gradwatch.modules import probes_of, rules_of
+from wandb_gradwatch.modules import rules_of
 
 
 def watch(model: Any, metrics: Sequence[Any], **options: Any) -> tuple[Watcher, MemorySink]:
     """watch() into memory with these metrics, every sample flushed."""
     sink = MemorySink()
     options = {"sinks": [sink], "rules": rules_of(metrics), "log_every": 1} | options
-    return wandb_gradwatch.watch(model, probes=probes_of(metrics, model), **options), sink
+    return wandb_gradwatch.watch(model, metrics=metrics, **options), sink
 
 
 def values(watcher: Watcher, sink: MemorySink) -> dict[str, Any]:

@@ -204,6 +204,22 @@ def test_matching_no_parameter_is_said_at_watch(on):
         watch(nn.Linear(2, 2), [Metric("x", norm, on=on, match="nope")])
 
 
+def test_what_include_leaves_out_matches_nothing():
+    model = Chosen(a=1, b=1)
+    with pytest.raises(ValueError, match="match='b' matches no parameter; the first names are 'a'"):
+        watch(model, [Metric("x", norm, match="b")], include="a")
+
+
+def test_the_rules_of_the_probes_join_the_default_ones_only():
+    model, alerts = nn.Sequential(nn.Linear(1, 1)), []
+    for rules, expected in ((None, {"NaN gradient", "Non-finite activation"}), ([], set())):
+        alerts.clear()
+        watcher, _ = watch(model, [Activations()], rules=rules, on_alert=alerts.append)
+        train(model, [torch.full((1, 1), math.nan)])
+        watcher.remove()
+        assert {alert.title for alert in alerts} == expected
+
+
 def test_matching_no_module_is_said_at_watch():
     model = nn.Sequential(nn.Linear(2, 2))
     for metric in (Metric("x", norm, on="activation", match="nope"), Activations("nope")):

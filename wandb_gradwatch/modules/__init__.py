@@ -6,7 +6,7 @@ from .activations import Activations
 from .alerts import EntropyCollapse, NonFiniteActivation, nonfinite_activations
 from .attention import Attention, log_attention
 from .base import ModuleProbe
-from .binding import probes_of, rules_of
+from .binding import MetricLike, probes_of, rules_of
 from .coordinate_check import CoordinateCheck, coordinate_check
 from .custom import CustomMetrics
 from .metric import Metric
@@ -22,6 +22,7 @@ __all__ = [
     "CustomMetrics",
     "EntropyCollapse",
     "Metric",
+    "MetricLike",
     "ModuleProbe",
     "MonitorMixin",
     "NonFiniteActivation",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from ..capture.probes import Probe
 from ..capture.roster import Models as WatchedModels
@@ -16,19 +16,22 @@ from .naming import Models
 MetricLike = Metric | ModuleProbe
 
 
-def probes_of(metrics: Sequence[MetricLike], models: WatchedModels) -> list[Probe]:
+def probes_of(
+    metrics: Sequence[MetricLike], models: WatchedModels, watched: Collection[str] | None = None
+) -> list[Probe]:
     """The probes that measure these metrics, bound to the models.
 
     Args:
         metrics: each a Metric, or a probe such as Activations(), Updates(), Attention() or Reference(model).
         models: what watch() was given.
+        watched: the names of the parameters that include and exclude leave; None: all.
 
     Raises:
         TypeError: something else in metrics.
         ValueError: one that matches nothing in the models, or does not work on what it matches.
     """
     _check(metrics)
-    bound = Models(with_prefixes(models))
+    bound = Models(with_prefixes(models), watched=watched)
     custom = [metric for metric in metrics if isinstance(metric, Metric)]
     probes = [probe for probe in metrics if isinstance(probe, ModuleProbe)]
     if custom:

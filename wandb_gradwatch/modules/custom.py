@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..capture.probes import WatchedTensor
+from .attention import AttentionCall
 from .base import ForwardProbe, logger, pieces, slices, tensor_name, tensors_in
 from .metric import Metric
 from .mixin import MonitorMixin
@@ -59,7 +60,7 @@ class CustomMetrics(ForwardProbe):
             TypeError, or what fn raises: fn does not work on a parameter that it matches.
         """
         self._whole.bind(models)
-        parameters = {name: p for name, p in models.parameters() if p.is_floating_point() or p.is_complex()}
+        parameters = {n: p for n, p in models.watched_parameters().items() if p.is_floating_point() or p.is_complex()}
         modules = dict(models.modules())
         for metric in self._metrics:
             if metric.on == "activation":
@@ -111,13 +112,14 @@ class CustomMetrics(ForwardProbe):
             self._apply("activation", tensor_name(name, path), tensor, self._pending, also_called=name)
 
     def _logged(self, module: str, name: str, thing: Any, dims: Dims) -> None:
-        if not isinstance(thing, Tensor):
-            return
-        self._seen_any = True
-        for label, part in slices(thing.detach(), dims):
-            self._apply(
-                "activation", tensor_name(module, name, label), part, self._pending, also_called=f"{module}.{name}"
-            )
+        if isinstance(thing, AttentionCall):
+            for part, tensor in (("query", thing.query), ("key", thing.key), ("value", thing.value)):
+                self._logged(module, part, tensor, {-3: "head"})
+        elif isinstance(thing, Tensor):
+            self._seen_any = True
+            for label, part_of in slices(thing.detach(), dims):
+                full_name = tensor_name(module, name, label)
+                self._apply("activation", full_name, part_of, self._pending, also_called=f"{module}.{name}")
 
     def gradients_ready(self, tensors: Sequence[WatchedTensor]) -> None:
         super().gradients_ready(tensors)

@@ -25,7 +25,8 @@ class Metric:
             device: no `.item()`. What it gets must not be kept or modified; half precision arrives as float32.
             parameter: the parameter, before the update. gradient: the true gradient, accumulated, without the loss
             scale, before clipping. update: the parameter's change. All of the parameter's own shape.
-            activation: the output of a module, or each tensor in it; once per forward, so per micro-batch.
+            activation: the output of a module, each tensor in it, and each tensor that a module hands over (of
+            attentions every head's query, key and value); once per forward, so per micro-batch.
         on: "parameter", "gradient", "activation" or "update".
         match: whose: a regular expression (searched in the name), several, or a function of the name; None: all.
         aggregate: what many values become, those of one result and those of the micro-batches alike: "mean" (over all

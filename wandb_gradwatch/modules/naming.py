@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Final
 
 from torch import Tensor, nn
@@ -20,9 +20,11 @@ class Models:
 
     Args:
         models: what each model's names begin with ("" or ending in a dot), and the model.
+        watched: the names of the parameters that are watched; None: all.
     """
 
-    def __init__(self, models: Iterable[tuple[str, nn.Module]]) -> None:
+    def __init__(self, models: Iterable[tuple[str, nn.Module]], *, watched: Collection[str] | None = None) -> None:
+        self._watched = None if watched is None else frozenset(watched)
         self._models = [(prefix, weakref.ref(model)) for prefix, model in models]
 
     def alive(self) -> list[tuple[str, nn.Module]]:
@@ -42,6 +44,10 @@ class Models:
                 if parameter is not None and id(parameter) not in seen:
                     seen.add(id(parameter))
                     yield prefix + key, parameter
+
+    def watched_parameters(self) -> dict[str, Tensor]:
+        """Those that probes are told of."""
+        return {name: p for name, p in self.parameters() if self._watched is None or name in self._watched}
 
     def _walk(self) -> Iterator[tuple[str, nn.Module]]:
         seen: set[int] = set()

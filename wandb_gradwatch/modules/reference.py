@@ -104,7 +104,7 @@ class Reference(ForwardProbe):
         else:
             raise ValueError("Reference(): the model that it was made of is not watched here; pass the same model")
         self._whole.bind(self._models)
-        names = [self._prefix + name for name in self._frozen]
+        names = [name for name in models.watched_parameters() if name.removeprefix(self._prefix) in self._frozen]
         if not any(map(self._matches, names)):
             raise nothing_matches("Reference()", self._match, "parameter", names)
         if self._matches_module is not None:

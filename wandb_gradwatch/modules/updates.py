@@ -70,7 +70,7 @@ class Updates(ModuleProbe):
 
     def bind(self, models: Models) -> None:
         self._whole.bind(models)
-        parameters = dict(models.parameters())
+        parameters = models.watched_parameters()
         chosen = {name: parameter for name, parameter in parameters.items() if self._matches(name)}
         if not chosen:
             raise nothing_matches("Updates()", self._match, "parameter", list(parameters))
