@@ -24,8 +24,9 @@ class SkipGuard:
     Needs one read from the device at each sampled step. With `sample_every` > 1 the steps between are not guarded.
 
     Args:
-        is_bad: judges a snapshot of one sample, of the gradients that are about to be used; None: non-finite or
-            exploding, as the default rules see it.
+        is_bad: judges a snapshot of one sample, of the gradients that are about to be used; None: non-finite, or a
+            norm more than 20 times the usual one. An alert that was not needed costs a glance; a good batch that was
+            dropped is lost, so the guard waits for more than the alerts do.
         max_in_a_row: so many skipped steps in a row are too many.
         then: "raise" a TooManySkippedStepsError from optimizer.step(), or "continue" and apply the step.
 
@@ -39,7 +40,8 @@ class SkipGuard:
     num_skipped: int = field(default=0, init=False)
     num_in_a_row: int = field(default=0, init=False)
     _rules: tuple[Rule, ...] = field(
-        default_factory=lambda: (NaNGradient(), InfGradient(), ExplodingGradient()), init=False
+        default_factory=lambda: (NaNGradient(), InfGradient(), ExplodingGradient(min_factor=20.0, growth=None)),
+        init=False,
     )
 
     def __post_init__(self) -> None:

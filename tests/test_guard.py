@@ -1,0 +1,269 @@
+"""Unhealthy steps that are not applied, and what a watcher leaves behind: recorder, notes, state."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+import torch
+from gradients import Chosen, of, step, watch
+from torch import nn
+
+from wandb_gradwatch import SkipGuard, recorder
+from wandb_gradwatch.guard import TooManySkippedStepsError
+
+OPTIMIZERS = {
+    "sgd momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.1),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
+    "adamw fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=True),
+    "adamw foreach": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, foreach=True),
+}
+
+
+def batches(poisoned=()):
+    for number in range(300):
+        batch = torch.randn(16, 4, generator=torch.Generator().manual_seed(number))
+        if number in poisoned:
+            batch[3, 2] = math.nan if number % 2 else 1e6
+        yield number, batch
+
+
+def final_state(make, numbers, *, poisoned=(), guard=None, accumulate=1, scaled=False, closure=False):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = make(model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=10**6, enabled=scaled)
+    watcher = watch(model, guard=guard)[0] if guard else None
+    for number, batch in batches(poisoned):
+        if number not in numbers:
+            continue
+
+        def evaluate(batch=batch):
+            optimizer.zero_grad()
+            for part in batch.chunk(accumulate):
+                loss = (model(part) + part.sum(dim=1, keepdim=True)).square().mean()
+                scaler.scale(loss).backward()
+            return loss
+
+        if closure:
+            optimizer.step(evaluate)
+        else:
+            evaluate()
+            scaler.step(optimizer)
+            scaler.update()
+    if watcher is not None:
+        watcher.remove()
+    return model.state_dict(), optimizer.state_dict()["state"]
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize("loop", [{}, {"accumulate": 4}, {"closure": True}], ids=str)
+def test_poisoned_batches_leave_no_trace(make, loop):
+    poisoned = {50, 151, 222}  # two explosions and a NaN
+    guarded = final_state(make, range(300), poisoned=poisoned, guard="skip", **loop)
+    clean = final_state(make, set(range(300)) - poisoned, **loop)
+    torch.testing.assert_close(guarded, clean, rtol=0, atol=0)
+
+
+def test_explosions_under_a_loss_scale_are_skipped_too():
+    make, poisoned = OPTIMIZERS["adam"], {50, 222}
+    guarded = final_state(make, range(300), poisoned=poisoned, guard="skip", scaled=True)
+    clean = final_state(make, set(range(300)) - poisoned, scaled=True)
+    torch.testing.assert_close(guarded, clean, rtol=0, atol=0)
+
+
+def test_without_the_guard_the_poison_shows():
+    make, poisoned = OPTIMIZERS["adam"], {151}
+    state, _ = final_state(make, range(300), poisoned=poisoned)
+    assert any(value.isnan().any() for value in state.values())
+
+
+def test_a_guard_of_ones_own():
+    model = Chosen(a=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    watcher, sink = watch(model, guard=lambda snapshot: snapshot.total_grad_norm[-1] > 5)
+    for gradient in (1, 10, 2):
+        step(model, optimizer, a=[gradient])
+    watcher.remove()
+    assert model.a.item() == 1 - 1 - 2
+    assert sink.merged().metrics["gradwatch/guard_skipped"].tolist() == [0, 1, 0]
+    assert of(sink.merged(), "a", "grad_norm").tolist() == [1, 10, 2]
+
+
+def test_too_many_skipped_steps_end_the_training_with_a_clear_error():
+    model = Chosen(a=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    watcher, _ = watch(model, guard=SkipGuard(max_in_a_row=3))
+    for _ in range(3):
+        step(model, optimizer, a=[math.nan])
+    with pytest.raises(TooManySkippedStepsError, match=r"step 4 is the 4th unhealthy step in a row \(max_in_a_row=3\)"):
+        step(model, optimizer, a=[math.nan])
+    watcher.remove()
+
+
+def test_or_go_on_as_chosen():
+    model = Chosen(a=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    watcher, _ = watch(model, guard=SkipGuard(max_in_a_row=1, then="continue"))
+    for _ in range(2):
+        step(model, optimizer, a=[math.nan])
+    assert model.a.isnan()
+    watcher.remove()
+
+
+@pytest.mark.parametrize(
+    ("guard", "message"),
+    [("drop", "guard='drop' must be"), (3, "guard=3 must be")],
+)
+def test_a_guard_that_makes_no_sense(guard, message):
+    with pytest.raises(ValueError, match=message):
+        watch(Chosen(a=1), guard=guard)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"max_in_a_row": 0}, "max_in_a_row=0 must be at least 1"), ({"then": "stop"}, "then='stop' must be")],
+)
+def test_limits_that_make_no_sense(options, message):
+    with pytest.raises(ValueError, match=message):
+        SkipGuard(**options)
+
+
+def test_what_on_alert_raises_reaches_the_training_loop():
+    def stop(alert):
+        raise KeyError(alert.title)
+
+    model = Chosen(a=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    watcher, _ = watch(model, rules=None, on_alert=stop)
+    with pytest.raises(KeyError, match="NaN gradient"):
+        step(model, optimizer, a=[math.nan])
+    step(model, optimizer, a=[1])
+    assert watcher.step == 2
+    watcher.remove()
+
+
+def test_healthy_tells_of_the_newest_sample():
+    model = Chosen(a=1)
+    watcher, _ = watch(model, rules=None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    step(model, optimizer, a=[1])
+    assert watcher.healthy is True
+    step(model, optimizer, a=[math.nan])
+    assert watcher.healthy is False
+    watcher.remove()
+
+
+def test_the_recorder_on_demand_with_notes(tmp_path):
+    model = Chosen(a=1, b=1)
+    watcher, _ = watch(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for number in range(3):
+        watcher.note(batch=number * 10)
+        step(model, optimizer, a=[number], b=[1])
+    [path] = watcher.record(tmp_path / "flight.npz")
+    recording = recorder.read(path)
+    assert of(recording.snapshot, "a", "grad_norm").tolist() == [0, 1, 2]
+    assert recording.notes == {1: {"batch": 0}, 2: {"batch": 10}, 3: {"batch": 20}}
+    watcher.remove()
+
+
+def test_a_script_killed_by_an_exception_after_a_nan_leaves_the_evidence(tmp_path, script_environment):
+    script = textwrap.dedent(
+        """
+        import torch, wandb, wandb_gradwatch
+        wandb.init(project="demo", mode="offline")
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+        wandb_gradwatch.watch(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for number in range(5):
+            optimizer.zero_grad()
+            loss = model(torch.ones(1, 2)).sum()
+            if number == 3:
+                loss = loss + model[1].weight.sum() * float("nan")
+            loss.backward()
+            optimizer.step()
+            if not all(p.isfinite().all() for p in model.parameters()):
+                raise RuntimeError("the loss is not finite")
+        """
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=tmp_path,
+        env=script_environment(WANDB_DIR=str(tmp_path)),
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert "the loss is not finite" in result.stderr
+    [path] = tmp_path.glob("wandb/offline-run-*/files/gradwatch-flight-recorder.npz")
+    recording = recorder.read(path)
+    assert recorder.first_bad(recording.snapshot)[:2] == (4, "1.weight")
+    assert recording.alerts[0].title == "NaN gradient"
+
+
+def make_watched(**options):
+    torch.manual_seed(0)
+    model = Chosen(a=2, b=1)
+    return model, torch.optim.SGD(model.parameters(), lr=0.0), *watch(model, **options)
+
+
+def test_resuming_in_the_middle_of_a_window_loses_nothing(tmp_path):
+    options = {"log_every": 10, "histogram_every": 1, "rules": None}
+
+    def train(model, optimizer, numbers):
+        for number in numbers:
+            step(model, optimizer, a=[number, 1], b=[0.5])
+
+    model, optimizer, watcher, sink = make_watched(**options)
+    train(model, optimizer, range(1, 21))
+    watcher.remove()
+    whole = sink.merged()
+
+    first_model, optimizer, watcher, first_sink = make_watched(**options)
+    train(first_model, optimizer, range(1, 8))
+    torch.save(watcher.state_dict(), tmp_path / "state.pt")
+    assert not first_sink.snapshots
+    state = torch.load(tmp_path / "state.pt", weights_only=True)
+    model, optimizer, watcher, second_sink = make_watched(**options)
+    watcher.load_state_dict(state)
+    assert watcher.step == 7
+    train(model, optimizer, range(8, 21))
+    watcher.remove()
+    resumed = second_sink.merged()
+    np.testing.assert_array_equal(resumed.steps, whole.steps)
+    np.testing.assert_array_equal(resumed.grad_norm, whole.grad_norm)
+    np.testing.assert_array_equal(resumed.histogram, whole.histogram)
+    assert [len(snapshot) for snapshot in second_sink.snapshots] == [10, 10]
+
+
+def test_rules_remember_over_a_resume():
+    def norms(numbers):
+        return [1 + 0.01 * (number % 3) for number in numbers]
+
+    model, optimizer, watcher, _ = make_watched(rules=None)
+    for value in norms(range(30)):
+        step(model, optimizer, a=[value, 0])
+    state = watcher.state_dict()
+    model, optimizer, watcher, sink = make_watched(rules=None)
+    watcher.load_state_dict(state)
+    step(model, optimizer, a=[50, 0])  # a watcher without memory would still be warming up
+    watcher.remove()
+    assert [alert.title for alert in sink.alerts] == ["Exploding gradient"]
+
+
+def test_diagnose_is_silent_on_a_healthy_training():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 1))
+    watcher, _ = watch(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _, batch in batches():
+        optimizer.zero_grad()
+        (model(batch) - batch.sum(dim=1, keepdim=True)).square().mean().backward()
+        optimizer.step()
+    assert watcher.diagnose() == []
+    watcher.remove()
