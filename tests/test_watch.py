@@ -1,0 +1,231 @@
+"""watch() itself: what it refuses, what it says, what it does in a real W&B run, and what it never does to training."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+
+import pytest
+import torch
+from gradients import Chosen, step, watch
+from offline import history
+from torch import nn
+
+import wandb_gradwatch
+
+SGD = torch.optim.SGD
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "error", "message"),
+    [
+        ("model", {}, TypeError, "needs a torch.nn.Module, or a list or dict of them, but got str"),
+        ([nn.Linear(1, 1), 3], {}, TypeError, "needs a torch.nn.Module, or a list or dict of them, but got int"),
+        ([], {}, ValueError, "empty collection of models"),
+        (nn.ReLU(), {}, ValueError, "found no trainable parameter: the model has none with requires_grad=True"),
+        (
+            nn.Linear(1, 1),
+            {"include": "conv"},
+            ValueError,
+            "no trainable parameter matching include='conv'; the first names are ['weight', 'bias']",
+        ),
+        (nn.Linear(1, 1), {"exclude": "."}, ValueError, "left after exclude='.'; the first names are"),
+        (nn.Linear(1, 1), {"include": "("}, ValueError, "include='(' is not a regular expression"),
+        (nn.Linear(1, 1), {"log_every": 0}, ValueError, "log_every=0 must be a whole number of optimizer steps"),
+        (
+            nn.Linear(1, 1),
+            {"sample_every": -1},
+            ValueError,
+            "sample_every=-1 must be a whole number of optimizer steps",
+        ),
+        (nn.Linear(1, 1), {"sample_every": 1.5}, ValueError, "sample_every=1.5 must be a whole number"),
+        (nn.Linear(1, 1), {"histogram_every": -5}, ValueError, "histogram_every=-5 must be a whole number"),
+        (nn.Linear(1, 1), {"backend": "gpu"}, ValueError, "backend='gpu' is unknown"),
+        (nn.Linear(1, 1), {"backend": "cuda"}, RuntimeError, "backend='cuda' needs CUDA gradients, but 'weight'"),
+        (nn.Linear(1, 1), {"statistics": ("median",)}, ValueError, "statistics=('median',) must be"),
+        (nn.Linear(1, 1), {"statistics": "histogram"}, ValueError, "statistics='histogram' must be a sequence"),
+        (nn.Linear(1, 1), {"dead_threshold": -1}, ValueError, "dead_threshold=-1 must be a number, at least 0"),
+        (nn.Linear(1, 1), {"dead_threshold": math.nan}, ValueError, "dead_threshold=nan must be"),
+        (nn.Linear(1, 1), {"group_by": "layer"}, ValueError, "group_by='layer' must be"),
+        (nn.Linear(1, 1), {"start_step": -1}, ValueError, "start_step=-1 must be"),
+        (nn.Linear(1, 1), {"rules": [3]}, TypeError, "3"),
+    ],
+)
+def test_bad_arguments_raise_at_once_and_say_what_to_do(model, options, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        watch(model, **options)
+
+
+def test_without_a_run_it_says_what_to_do():
+    with pytest.raises(RuntimeError, match=r"found no W&B run: call wandb.init\(\) first, pass run=, or pass sinks="):
+        wandb_gradwatch.watch(nn.Linear(1, 1))
+
+
+def test_a_refused_watch_leaves_nothing_behind():
+    model = Chosen(a=1)
+    with pytest.raises(ValueError, match="log_every"):
+        watch(model, log_every=0)
+    assert not model.a._post_accumulate_grad_hooks
+    first, sink = watch(model)
+    with pytest.raises(ValueError, match="guard"):
+        watch(model, guard="no")
+    step(model, SGD(model.parameters(), lr=0.1), a=[2])
+    first.remove()
+    assert sink.merged().total_grad_norm.tolist() == [2]
+
+
+def test_the_one_line_in_a_real_run(start_run):
+    run = start_run(mode="offline")
+    model = Chosen(a=2, b=1)
+    optimizer = SGD(model.parameters(), lr=0.0)
+    watcher = wandb_gradwatch.watch(model, run=run, log_every=2)
+    for number in range(1, 5):
+        step(model, optimizer, a=[3, 4], b=[12 * number])
+        run.log({"loss": number})
+    watcher.remove()
+    run.finish()
+    rows = [row for row in history(run) if "gradwatch/step" in row]
+    assert [row["gradwatch/step"] for row in rows] == [2, 4]
+    assert [row["gradwatch/grad_norm"] for row in rows] == pytest.approx([math.hypot(5, 24), math.hypot(5, 48)])
+    assert [row["gradwatch/grad_norm_max"] for row in rows] == [row["gradwatch/grad_norm"] for row in rows]
+    assert [row["grad_norm/a"] for row in rows] == [5, 5]
+    assert [row["grad_norm_max/b"] for row in rows] == [24, 48]
+    assert rows[0]["grad_param_ratio/a"] == pytest.approx(5 / math.sqrt(2))
+    assert [row["loss"] for row in history(run) if "loss" in row] == [1, 2, 3, 4]
+
+
+def test_a_run_that_ends_while_watched_gets_its_last_window_and_the_next_run_nothing_of_it(start_run):
+    model = Chosen(a=1)
+    optimizer = SGD(model.parameters(), lr=0.0)
+    first = start_run(mode="offline")
+    wandb_gradwatch.watch(model, run=first, log_every=2)
+    for number in range(1, 4):
+        step(model, optimizer, a=[number])
+        first.log({"loss": number})
+    first.finish()
+    second = start_run(mode="offline")
+    wandb_gradwatch.watch(model, run=second, log_every=2)
+    for number in range(4, 6):
+        step(model, optimizer, a=[number])
+        second.log({"loss": number})
+    wandb_gradwatch.unwatch()
+    second.finish()
+
+    def norms(run):
+        return [row["gradwatch/grad_norm"] for row in history(run) if "gradwatch/grad_norm" in row]
+
+    assert norms(first) == [2, 3]
+    assert norms(second) == [5]
+
+
+def test_an_exception_inside_the_monitor_is_reported_once_and_training_goes_on(monkeypatch, caplog):
+    from wandb_gradwatch.capture import gauge
+
+    model = Chosen(a=1)
+    optimizer = SGD(model.parameters(), lr=0.5)
+    watcher, sink = watch(model, log_every=10)
+    step(model, optimizer, a=[1])
+
+    def broken(*_, **__):
+        raise ZeroDivisionError("inside the monitor")
+
+    monkeypatch.setattr(gauge, "measure", broken)
+    for _ in range(3):
+        step(model, optimizer, a=[1])
+    assert model.a.item() == 1 - 4 * 0.5
+    assert [record.levelno for record in caplog.records if "stopped watching" in record.message] == [logging.ERROR]
+    assert "ZeroDivisionError: inside the monitor" in caplog.text
+    assert sink.merged().total_grad_norm.tolist() == [1]  # what was measured before is kept
+    assert sink.closed
+    watcher.remove()
+
+
+def test_a_sink_that_raises_is_dropped_and_the_others_go_on(caplog):
+    class Broken(wandb_gradwatch.MemorySink):
+        def write(self, snapshot):
+            raise OSError("disk full")
+
+    model = Chosen(a=1)
+    good = wandb_gradwatch.MemorySink()
+    watcher, _ = watch(model, sinks=[Broken(), good])
+    for _ in range(3):
+        step(model, SGD(model.parameters(), lr=0.0), a=[1])
+    watcher.remove()
+    assert caplog.text.count("Broken failed and is dropped") == 1
+    assert len(good.merged()) == 3
+
+
+def test_nan_at_50_and_a_spike_at_110_are_both_alerted_and_no_good_step_is():
+    model = Chosen(a=1)
+    optimizer = SGD(model.parameters(), lr=0.0)
+    watcher, sink = watch(model, rules=None, log_every=50)
+    noise = torch.randn(200, generator=torch.Generator().manual_seed(0)).mul(0.2).exp()
+    for number in range(1, 201):
+        value = {50: math.nan, 110: 1000 * noise[110].item()}.get(number, noise[number - 1].item())
+        step(model, optimizer, a=[value])
+    watcher.remove()
+    assert [(alert.title, alert.step) for alert in sink.alerts] == [("NaN gradient", 50), ("Exploding gradient", 110)]
+
+
+def test_nan_is_reported_with_its_own_step_not_the_flush_step():
+    model = Chosen(a=1, b=1)
+    optimizer = SGD(model.parameters(), lr=0.0)
+    watcher, sink = watch(model, rules=None, log_every=100)
+    for number in range(1, 8):
+        step(model, optimizer, a=[1], b=[math.nan if number == 5 else 1])
+    assert [alert.step for alert in sink.alerts] == [5]
+    assert "Step 5" in sink.alerts[0].text
+    assert "b (1 of 1 elements)" in sink.alerts[0].text
+    watcher.remove()
+
+
+def test_group_by_module_in_a_run(start_run):
+    run = start_run(mode="offline")
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    watcher = wandb_gradwatch.watch(model, run=run, log_every=1, group_by="module")
+    model(torch.ones(1, 2)).sum().backward()
+    SGD(model.parameters(), lr=0.1).step()
+    watcher.remove()
+    run.finish()
+    [row] = [row for row in history(run) if "gradwatch/step" in row]
+    assert {key for key in row if key.startswith("grad_norm/")} == {"grad_norm/0", "grad_norm/1"}
+
+
+def test_watched_twice_unwatched_and_watched_again_every_row_once(start_run):
+    run = start_run(mode="offline")
+    model = Chosen(a=1)
+    optimizer = SGD(model.parameters(), lr=0.0)
+    number = 0
+    for _ in range(3):
+        watcher = wandb_gradwatch.watch(model, run=run, log_every=1, start_step=number)
+        for _ in range(2):
+            number += 1
+            step(model, optimizer, a=[number])
+            run.log({"loss": number})
+        watcher.remove()
+    run.finish()
+    rows = [row for row in history(run) if "gradwatch/step" in row]
+    assert [row["gradwatch/grad_norm"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert [row["gradwatch/step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+
+
+def test_the_state_is_small_and_plain_when_nothing_is_pending():
+    model = Chosen(a=1)
+    watcher, _ = watch(model)
+    state = watcher.state_dict()
+    assert state["samples"] == []
+    assert state["sampler"]["step"] == 0
+    watcher.remove()
+
+
+def test_importing_the_package_imports_no_optional_dependency():
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, wandb_gradwatch; "
+        "print([name for name in ('lightning', 'ignite', 'transformers', 'numba', 'wandb_workspaces') "
+        "if name in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
