@@ -16,8 +16,9 @@ from module_probes import train, values, watch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from wandb_gradwatch.modules import Activations, Metric, MonitorMixin, log_tensor
+from wandb_gradwatch.modules import Activations, Metric, MonitorMixin, NonFiniteActivation, log_tensor
 from wandb_gradwatch.modules.rows import QUANTILES, STATISTICS
+from wandb_gradwatch.rules import NaNGradient
 from wandb_gradwatch.statistics.columns import magnitude_edges
 
 SGD = torch.optim.SGD
@@ -287,12 +288,13 @@ def test_the_first_module_that_is_not_finite_is_named():
             return self.last(self.middle(self.first(x) * (math.nan if self.broken else 1.0)))
 
     model, alerts = Model(), []
-    watcher, _ = watch(model, [Activations()], on_alert=alerts.append)
+    watcher, _ = watch(model, [Activations()], rules=[NonFiniteActivation(), NaNGradient()], on_alert=alerts.append)
     for step in range(3):
         model.broken = step == 2
         train(model, [torch.ones(1, 2)])
     watcher.remove()
-    assert [(alert.title, alert.step) for alert in alerts] == [("Non-finite activation", 3)]
+    assert [(alert.title, alert.step) for alert in alerts] == [("Non-finite activation", 3), ("NaN gradient", 3)]
+    assert "in the forward, the output of middle was the first that was not finite" in alerts[1].text
     assert "the output of middle was the first of the forward that is not finite, with 2 elements" in alerts[0].text
     assert "middle (2 non-finite), last (1 non-finite), root (1 non-finite)" in alerts[0].text
 

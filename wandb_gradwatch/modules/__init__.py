@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .activations import Activations
-from .alerts import EntropyCollapse, NonFiniteActivation, nonfinite_activations
+from .alerts import EntropyCollapse, NonFiniteActivation
 from .attention import Attention, log_attention
 from .base import ModuleProbe
 from .binding import MetricLike, probes_of, rules_of
@@ -31,7 +31,6 @@ __all__ = [
     "coordinate_check",
     "log_attention",
     "log_tensor",
-    "nonfinite_activations",
     "probes_of",
     "rules_of",
 ]

@@ -9,19 +9,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..rules import Alert
+from ..rules.forward import nonfinite_activations
 from ..rules.words import number, sentence
 from ..snapshot import Snapshot
-
-_PREFIX, _SUFFIX = "activation/", "/num_nonfinite"
-
-
-def nonfinite_activations(snapshot: Snapshot, sample: int) -> dict[str, int]:
-    """Modules whose output was not finite in a sample, in the order of the forward, and how many elements each had."""
-    found = {}
-    for key, counts in snapshot.metrics.items():
-        if key.startswith(_PREFIX) and key.endswith(_SUFFIX) and counts[sample] > 0:
-            found[key[len(_PREFIX) : -len(_SUFFIX)]] = int(counts[sample])
-    return found
 
 
 @dataclass(kw_only=True)

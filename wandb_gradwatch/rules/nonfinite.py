@@ -11,6 +11,7 @@ import numpy as np
 from ..snapshot import FIRST_BAD_RANK_METRIC, Snapshot
 from ..statistics.columns import Column, FloatArray
 from .base import Alert
+from .forward import nonfinite_activations
 from .words import number, sentence
 
 # S samples, P watched parameters
@@ -54,6 +55,9 @@ class _NonFiniteGradient:
             f"in the backward's order first in {snapshot.names[backward[0]]}"
             + (f", on rank {rank}." if rank is not None else ".")
         )
+        forward = list(nonfinite_activations(snapshot, sample))
+        if forward:
+            fact += f" Before that, in the forward, the output of {forward[0]} was the first that was not finite."
         broken = np.flatnonzero(snapshot.column(Column.PARAM_NUM_NONFINITE)[sample] > 0)
         if broken.size:
             cause = f"the parameter {snapshot.names[broken[0]]} was already non-finite before this step"

@@ -1,0 +1,94 @@
+"""A small GPT with everything measured that can be: activations, attention, updates, a reference, metrics of one's own.
+
+python examples/everything_on.py
+"""
+
+import math
+import os
+import time
+
+import torch
+import wandb
+from torch import nn
+from torch.nn import functional
+
+import wandb_gradwatch
+from wandb_gradwatch.modules import Activations, Attention, Metric, MonitorMixin, Reference, Updates
+
+os.environ.setdefault("WANDB_MODE", "offline")  # no account needed; `wandb sync` uploads the run later
+
+STEPS = int(os.environ.get("STEPS", "200"))
+SAMPLE_EVERY = int(os.environ.get("SAMPLE_EVERY", "10"))
+DIM, HEADS, LENGTH, BATCH = 128, 4, 64, 16
+TEXT = "what is watched grows well; what grows too fast is watched and named before it is lost. " * 200
+
+
+class SelfAttention(MonitorMixin, nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
+        self.log_attention(q, k, v, is_causal=True)  # does nothing, unless this step is sampled
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(mixed.transpose(1, 2).flatten(-2))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ln_1, self.attn, self.ln_2 = nn.LayerNorm(DIM), SelfAttention(), nn.LayerNorm(DIM)
+        self.mlp = nn.Sequential(nn.Linear(DIM, 4 * DIM), nn.GELU(), nn.Linear(4 * DIM, DIM))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+class GPT(nn.Module):
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(vocabulary, DIM), nn.Embedding(LENGTH, DIM)
+        self.blocks = nn.Sequential(*(Block() for _ in range(4)))
+        self.norm, self.head = nn.LayerNorm(DIM), nn.Linear(DIM, vocabulary, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens) + self.places.weight
+        return self.head(self.norm(self.blocks(x)))
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    letters = sorted(set(TEXT))
+    data = torch.tensor([letters.index(letter) for letter in TEXT])
+    model = GPT(len(letters))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    metrics = [
+        Activations(r"^blocks\.\d+$|mlp\.1$|head"),
+        Attention(),
+        Updates(),
+        Reference(model, match="weight$", activations=r"^blocks\.\d+$"),
+        Metric("spectral_norm", lambda w: torch.linalg.matrix_norm(w, 2), match=r"(qkv|out)\.weight$", every=5),
+        Metric("kurtosis", lambda a: ((a - a.mean()) / a.std()).pow(4).mean(), on="activation", match=r"^blocks\.\d+$"),
+    ]
+    with wandb.init(project="gradwatch-examples", name="everything_on"):
+        if SAMPLE_EVERY:  # 0: the same training unwatched, to compare the time
+            wandb_gradwatch.watch(model, sample_every=SAMPLE_EVERY, metrics=metrics)
+        times = []
+        for _ in range(STEPS):
+            began = time.perf_counter()
+            starts = torch.randint(len(data) - LENGTH - 1, (BATCH,)).tolist()
+            batch = torch.stack([data[start : start + LENGTH + 1] for start in starts])
+            loss = functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            wandb.log({"loss": loss.item(), "perplexity": math.exp(loss.item())})
+            times.append(time.perf_counter() - began)
+    print(f"final loss {loss.item():.5f}, {1000 * sum(times) / len(times):.1f} ms a step")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""The example with everything on: what it promises is in the run's own file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_examples import run_example
+
+
+def test_everything_is_measured_in_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAMPLE_EVERY", "4")
+    printed, history = run_example("everything_on", tmp_path)
+    assert "final loss" in printed
+    values = history.values
+    for key in (
+        "gradwatch/grad_norm",
+        "activation/blocks/3/std",
+        "activation/blocks/0/mlp/1/norm",
+        "activation/blocks/1/kurtosis",
+        "activation/blocks/2/difference",
+        "attention/blocks/0/attn/head_3/entropy",
+        "attention/blocks/0/attn/head_0/query_abs_max",
+        "update/blocks/1/mlp/0/weight/ratio",
+        "parameter/head/weight/relative_difference",
+        "parameter/blocks/0/attn/qkv/weight/spectral_norm",
+    ):
+        assert np.isfinite(values[key][-1]), key
+    assert values["parameter/head/weight/difference"][-1] > 0, "the model has moved away from its start"
+    # An update of AdamW with learning rate 1e-3 has entries of about that: the ratio is near 1e-2 for weights of 0.1.
+    assert 1e-4 < values["update/blocks/1/mlp/0/weight/ratio"][-1] < 1e-1
+    assert history.alerts == ()
+
+
+def test_the_coordinate_check_draws_both_scalings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+    import subprocess
+    import sys
+
+    root = Path(__file__).parent.parent
+    result = subprocess.run(
+        [sys.executable, str(root / "examples" / "coordinate_check.py")],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert result.returncode == 0, result.stderr
+    assert {path.name for path in tmp_path.glob("*.svg")} == {
+        "coordinate_check_standard.svg",
+        "coordinate_check_mup.svg",
+    }
+    standard, mup = (
+        [float(part.split(": ")[1]) for part in line.split(" of ")[1].split(", ")]
+        for line in result.stdout.splitlines()
+    )
+    assert min(standard[1:]) > 0.7
+    assert max(map(abs, mup)) < 0.2
