@@ -14,8 +14,9 @@ from importlib import metadata
 from typing import Final, Literal
 
 import torch
-import wandb
 from torch import nn
+
+import wandb
 
 from .sinks import MemorySink
 from .terminal import Progress, Terminal
@@ -171,7 +172,6 @@ def _judge_login(mode: str, base_url: str, has_credentials: Callable[[], bool]) 
 
 # What each optional package is for, in a few words. The names are those of the extras in pyproject.toml.
 _EXTRAS: Final = {
-    "numba": ("numba", "faster statistics on the CPU"),
     "wandb-workspaces": ("report", "W&B reports and workspaces"),
 }
 

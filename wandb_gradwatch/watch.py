@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import math
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final
 
+import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
@@ -136,11 +138,32 @@ def _measure_options(roster: Roster, statistics: Sequence[str], dead_threshold: 
     unknown = [name for name in ([statistics] if isinstance(statistics, str) else statistics) if name not in STATISTICS]
     if unknown or isinstance(statistics, str):
         raise ValueError(f"statistics={statistics!r} must be a sequence of names out of {STATISTICS}")
+    kernels: dict[torch.device, set[torch.dtype]] = {}
     if not isinstance(dead_threshold, int | float) or not 0 <= dead_threshold < math.inf:
         raise ValueError(f"dead_threshold={dead_threshold!r} must be a number, at least 0")
     for slot, parameter in roster.scan():
-        resolve_backend(backend, parameter.device, roster.names[slot])
+        if resolve_backend(backend, parameter.device, roster.names[slot]) == "cuda":
+            kernels.setdefault(parameter.device, set()).add(parameter.dtype)
+    if kernels:
+        _warm_up(kernels, dead_threshold, histogram="histogram" in statistics)
     return MeasureOptions("parameter" in statistics, float(dead_threshold), backend)
+
+
+def _warm_up(
+    kernels: Mapping[torch.device, Collection[torch.dtype]], dead_threshold: float, *, histogram: bool
+) -> None:
+    """Compile the kernels while the training starts: the first sampled step would wait seconds for each."""
+
+    def compile_all() -> None:
+        from .statistics.cuda_launch import warm_up
+
+        try:
+            for device, dtypes in kernels.items():
+                warm_up(device, list(dtypes), dead_threshold=dead_threshold, scaled=False, histogram=histogram)
+        except Exception as error:  # measure() meets it again, and falls back or raises as the backend demands
+            logger.debug("wandb_gradwatch: warming up the kernels failed: %r", error)
+
+    threading.Thread(target=compile_all, name="gradwatch-warm-up", daemon=True).start()
 
 
 def _sinks(run: Any, sinks: Sequence[Sink] | None, group_by: GroupBy) -> list[Sink]:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from .statistics.columns import CLIP_TOLERANCE, NUM_BINS, NUM_COLUMNS, Column, FloatArray, IntArray
+from .statistics.elements import wide_dtype
 from .statistics.measure import Measurement
 
 # S samples in the window, P watched parameters, N of them written at once, C columns, B histogram bins
@@ -131,7 +132,7 @@ class _Shipment:
                 counts = np.asarray(transfer.array, dtype=np.int64)
                 histogram = counts if histogram is None else histogram + counts
             return ArrivedFlush(histogram, self.histogram_steps)
-        rows = np.full((self.num_names, NUM_COLUMNS), np.nan)
+        rows: FloatArray = np.full((self.num_names, NUM_COLUMNS), np.nan)
         loss_scale, found_inf = np.nan, 0.0
         for packed in (np.asarray(transfer.array) for transfer in self.transfers):
             device_rows = packed[:-1]
@@ -156,7 +157,7 @@ class _DeviceWindow:
 
     def __init__(self, device: torch.device, num_names: int) -> None:
         self.device = device
-        self.rows = torch.full((num_names + 1, NUM_COLUMNS), torch.nan, dtype=torch.float64, device=device)
+        self.rows = torch.full((num_names + 1, NUM_COLUMNS), torch.nan, dtype=wide_dtype(device), device=device)
         self.histogram = torch.zeros((num_names, NUM_BINS), dtype=torch.int64, device=device)
         self.has_histogram = False
         self.sample_histogram: Tensor | None = None  # the open sample's; the window's once it is committed
@@ -165,7 +166,7 @@ class _DeviceWindow:
     def grow(self, num_names: int) -> None:
         """Make room for names that appeared: their rows are missing so far."""
         old = len(self.histogram)
-        rows = torch.full((num_names + 1, NUM_COLUMNS), torch.nan, dtype=torch.float64, device=self.device)
+        rows = torch.full((num_names + 1, NUM_COLUMNS), torch.nan, dtype=self.rows.dtype, device=self.device)
         rows[:old], rows[-1] = self.rows[:old], self.rows[-1]
         histogram = torch.zeros((num_names, NUM_BINS), dtype=torch.int64, device=self.device)
         histogram[:old] = self.histogram
@@ -200,6 +201,10 @@ class _DeviceWindow:
                 host = host.pin_memory()
             self._slots[slots] = host.to(self.device, non_blocking=True)
         return self._slots[slots]
+
+
+def _scalar(value: Tensor) -> Tensor:
+    return value.detach().to(wide_dtype(value.device)).reshape(())
 
 
 class Window:
@@ -274,11 +279,11 @@ class Window:
 
     def set_loss_scale(self, scale: Tensor) -> None:
         """Record the open sample's loss scale: a scalar tensor on its device."""
-        self._on(scale.device).rows[-1, _LOSS_SCALE] = scale.double()
+        self._on(scale.device).rows[-1, _LOSS_SCALE] = scale.to(wide_dtype(scale.device))
 
     def set_found_inf(self, found_inf: Tensor) -> None:
         """Record that an optimizer skips its update where this scalar tensor is not 0."""
-        self._on(found_inf.device).rows[-1, _FOUND_INF] = found_inf.double().reshape(())
+        self._on(found_inf.device).rows[-1, _FOUND_INF] = found_inf.to(wide_dtype(found_inf.device)).reshape(())
 
     # ---- towards the host
 
@@ -306,7 +311,7 @@ class Window:
         for key, value in (metrics or {}).items():
             by_device.setdefault(value.device, []).append(key)
         packed = tuple(
-            (tuple(keys), _Transfer(torch.stack([metrics[key].detach().double().reshape(()) for key in keys])))
+            (tuple(keys), _Transfer(torch.stack([_scalar(metrics[key]) for key in keys])))
             for keys in by_device.values()
             if metrics is not None
         )
