@@ -158,7 +158,9 @@ def test_checkpointing_counts_once_and_keeps_the_order_of_the_forward(use_reentr
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
-            self.before, self.blocks = nn.Linear(2, 2), nn.ModuleList(nn.Linear(2, 2) for _ in range(3))
+            self.before = nn.Linear(2, 2)
+            # Repeating a block stops at the last tensor that is needed: only the first of two layers runs again.
+            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(2))
 
         def forward(self, x):
             x = self.before(x)
@@ -168,7 +170,8 @@ def test_checkpointing_counts_once_and_keeps_the_order_of_the_forward(use_reentr
 
     count = Metric("count", torch.ones_like, on="activation", aggregate="sum")
     found = seen(Model(), [Activations(), count], torch.ones(5, 2), torch.ones(5, 2))
-    names = ["before", "blocks.0", "blocks.1", "blocks.2", "root"]
+    blocks = [f"blocks.{block}{layer}" for block in range(2) for layer in (".0", ".1", "")]
+    names = ["before", *blocks, "root"]
     for name in names:
         assert found[f"activation/{name}/count"].tolist() == [10, 10], name  # 5 x 2 elements, once
     assert [key.split("/")[1] for key in found if key.endswith("/norm")] == names
@@ -254,12 +257,13 @@ def test_a_compiled_model_is_not_broken_and_what_is_not_seen_is_said(compiled_fi
     assert len([text for text in said() if "Inside a compiled model nothing can be seen" in text]) == 1
 
 
-def test_an_output_under_vmap_is_left_alone():
+def test_an_output_under_vmap_is_left_alone(said):
     model = nn.Sequential(nn.Linear(2, 2))
-    watcher, _ = watch(model, [Activations(), Metric("x", torch.sum, on="activation")])
+    watcher, sink = watch(model, [Activations(), Metric("x", torch.sum, on="activation")])
     torch.vmap(model)(torch.ones(3, 2)).sum().backward()
     SGD(model.parameters(), lr=0.1).step()
-    watcher.remove()
+    assert values(watcher, sink) == {}
+    assert said() == []
 
 
 @pytest.mark.parametrize("metrics", [[], [Activations(), Metric("x", torch.sum, on="activation")]])

@@ -77,7 +77,9 @@ def test_dropout_is_the_same_in_both_and_training_is_untouched():
     def run(watched):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.BatchNorm1d(8), nn.Linear(8, 1))
+        model.eval()  # the copy follows the model's mode, also when that changes
         metrics = [Reference(model, activations="1")] if watched else []
+        model.train()
         watcher, sink = watch(model, metrics)
         train(model, torch.randn(3, 6, 4), optimizer=SGD(model.parameters(), lr=0.1))
         return model.state_dict(), values(watcher, sink)
