@@ -31,7 +31,7 @@ logger: Final = logging.getLogger("wandb_gradwatch")
 Number = TypeVar("Number", np.float64, np.int64)
 
 # Healthy samples wait for each other before the rules look at them: once for several costs little more than for one.
-_JUDGED_TOGETHER: Final = 8
+_JUDGED_TOGETHER: Final = 32
 # One whose norm has grown this much since the last look, or that is not finite, is judged at once.
 _SUSPICIOUS_GROWTH: Final = 1.5
 

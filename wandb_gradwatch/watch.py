@@ -14,7 +14,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from .cadence import Cadence
+from .cadence import Budget, Cadence
 from .capture.gauge import MeasureOptions
 from .capture.probes import Probe
 from .capture.roster import Models, NameFilter, Roster
@@ -53,6 +53,7 @@ def watch(
     guard: GuardArgument = None,
     on_alert: Callable[[Alert], object] | Sequence[Callable[[Alert], object]] | None = None,
     scaler: GradScaler | None = None,
+    max_overhead: float | None = None,
     backend: str = "auto",
     start_step: int = 0,
     metrics: Sequence[MetricLike] = (),
@@ -82,6 +83,8 @@ def watch(
             True does not apply that step; a `SkipGuard` sets the limits. Costs one read from the device a step.
         on_alert: called with every alert that is sent; what it raises reaches the training loop.
         scaler: the gradient scaler, if it has to be known before it is first used.
+        max_overhead: sample less often where the monitor takes more than this share of the training's host time, 0.01
+            for one percent; histograms are thinned first. The cadence that results is logged.
         backend: "auto", or one of the backends by name.
         start_step: the number of the last step already made, for a run that goes on.
         metrics: what else is measured at sampled steps: `Metric(name, fn)`, `Activations()`, `Attention()` and others
@@ -111,12 +114,13 @@ def watch(
     callbacks = [on_alert] if callable(on_alert) else list(on_alert or ())
     all_probes = [*probes, *probes_of(metrics, model, roster.names)]
     shipped = default_rules(frozen=roster.frozen_names) + rules_of(metrics)
+    budget = Budget(cadence, max_overhead) if max_overhead is not None else None
     skip_guard = resolve_guard(guard)
     chosen = _sinks(run, sinks, group_by)
     _replace_watchers_of(roster)
     return Watcher(
         roster,
-        {"optimizer": optimizer, "scaler": scaler, "start_step": start_step, "probes": all_probes},
+        {"optimizer": optimizer, "scaler": scaler, "start_step": start_step, "probes": all_probes, "budget": budget},
         cadence=cadence,
         options=options,
         sinks=chosen,

@@ -11,6 +11,7 @@ The SampleClock says when a sample is complete; it is then committed to the wind
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from ..cadence import Cadence
+from ..cadence import Budget, Cadence
 from ..window import Sample, Window
 from .clock import Closed, SampleClock
 from .containment import Containment, contained
@@ -45,6 +46,7 @@ _PATIENCE_IN_BACKWARDS: Final = 1000
 
 _NO_SLOT: Final = -1
 
+CADENCE_METRIC: Final = "gradwatch/sample_every"  # the cadence that max_overhead has come to
 GUARD_METRIC: Final = "gradwatch/guard_skipped"  # 1 where the guard withheld a gradient, else 0; only with a guard
 
 
@@ -79,6 +81,7 @@ class Sampler:
         scaler: the gradient scaler to assume until one is seen.
         start_step: the number of the last step before the first one.
         probes: what else measures at sampled steps.
+        budget: stretches the cadence where the monitor costs too much.
     """
 
     def __init__(
@@ -94,10 +97,12 @@ class Sampler:
         scaler: GradScaler | None = None,
         start_step: int = 0,
         probes: Sequence[Probe] = (),
+        budget: Budget | None = None,
     ) -> None:
         self._roster = roster
         self._window = window
         self._cadence = cadence
+        self._budget = budget
         self._events = events
         self.containment = containment
         self.clock = SampleClock(step=start_step)
@@ -498,11 +503,22 @@ class Sampler:
             if not_stepped:
                 self._window.clear(not_stepped)
         metrics = {key: value for probe in self._probes for key, value in probe.take().items()}
+        if self._budget is not None and not self._is_sharded:
+            spent = self.containment.seconds_spent
+            self._cadence = self._budget.after_sample(self._cadence, closed.step, time.perf_counter(), spent)
+            metrics[CADENCE_METRIC] = torch.tensor(float(self._cadence.sample_every))
         if self._events.skips is not None:
             metrics[GUARD_METRIC] = torch.tensor(float(self._guarded))
         self._window.commit(Sample(closed.step, closed.skipped, updated, self._compared), metrics)
         self._samples_in_window += 1
         self._num_samples += 1
+
+    @property
+    def _is_sharded(self) -> bool:
+        """Ranks that merge their windows must sample the same steps: none may choose for itself."""
+        if self.shards.any:
+            self._events.notice("budget", "max_overhead has no effect on a sharded model; use sample_every=")
+        return self.shards.any
 
     def flush_window(self) -> None:
         """End the window after the last committed sample."""
