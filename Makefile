@@ -6,10 +6,11 @@ VENV ?= .venv
 PYTHON ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp-installed
+DOCUMENTED := .snapshot .rules .sinks .modules .diagnosis .forecast .recorder .integrations.lightning .integrations.ignite .integrations.transformers
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench constraints clean
+.PHONY: help demo test lint bench docs constraints clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -25,8 +26,13 @@ lint: $(STAMP) ## style, formatting and types
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
-bench: $(STAMP) ## measure what watching costs on this machine
-	@$(BIN)/python -m benchmarks
+bench: $(STAMP) ## measure what watching and other monitors cost here (12 minutes), into README.md and docs/
+	@$(BIN)/python -m benchmarks && $(BIN)/python -m benchmarks.table
+
+docs: $(STAMP) ## make the API pages in build/docs
+	@$(BIN)/python -m pdoc --docformat google --output-directory build/docs \
+	  wandb_gradwatch $(addprefix wandb_gradwatch,$(DOCUMENTED))
+	@echo "build/docs/index.html"
 
 constraints: $(STAMP) ## pin today's newest versions in constraints.txt (torch stays)
 	@torch=$$(grep '^torch==' constraints.txt) && \

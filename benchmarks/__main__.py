@@ -1,0 +1,55 @@
+"""What watching gradients costs here, and what others cost: prints a table and writes it as JSON.
+
+python -m benchmarks [--models mlp resnet50 gpt2 1b] [--monitors gradwatch ...] [--rounds 5] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from benchmarks.harness import chosen_monitors, measure_task
+from benchmarks.machine import describe_machine, free_gib
+from benchmarks.models import TASKS
+from benchmarks.table import render
+
+RESULTS = Path(__file__).parent / "results"
+_NEEDED_GIB = {"1b": 12.0}  # parameters, gradients and the gradients to hand out, with room for a monitor's copies
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=list(TASKS), help="default: all, the last only on a GPU")
+    parser.add_argument("--monitors", nargs="+", default=[], help="those whose name holds one of these words")
+    parser.add_argument("--rounds", type=int, help="pairs of blocks per monitor")
+    parser.add_argument("--threads", type=int, help="of torch; default: torch's own choice")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--json", type=Path, help="default: benchmarks/results/<device>.json")
+    arguments = parser.parse_args()
+
+    device = torch.device(arguments.device)
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    models = arguments.models or [key for key in TASKS if key != "1b" or device.type == "cuda"]
+    monitors = chosen_monitors(arguments.monitors)
+    results = {"machine": describe_machine(device), "tasks": []}
+    for key in models:
+        if free_gib(device) < _NEEDED_GIB.get(key, 0.0):
+            print(f"{TASKS[key].name}: left out, it needs {_NEEDED_GIB[key]:.0f} GiB of memory", file=sys.stderr)
+            continue
+        rounds = arguments.rounds or TASKS[key].rounds
+        task = measure_task(TASKS[key], device, monitors, rounds, lambda line: print(line, file=sys.stderr))
+        results["tasks"].append(asdict(task))
+    path = arguments.json or RESULTS / f"{device.type}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    print(render(results))
+
+
+if __name__ == "__main__":
+    main()

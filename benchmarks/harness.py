@@ -1,0 +1,349 @@
+"""Time monitors against the unwatched step, in turn and in one process, and count what they send.
+
+A round takes for each monitor a block of unwatched steps and a block of watched ones (A B1 A B2 A ...): what a monitor
+adds is the difference within its pair, and of the pairs the median counts. One monitor is nothing at all: how far its
+figure is from 0 says how far to trust the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import json
+import statistics
+import subprocess
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import wandb
+from benchmarks.models import Task, Trainee
+from benchmarks.monitors import MONITORS, WARM_UP, Attached, Monitor, gradients
+
+_TRAFFIC_STEPS = 3
+_READS = ("item", "tolist", "cpu", "__float__", "__int__", "__bool__")
+
+QUIET = {
+    "console": "off",
+    "disable_git": True,
+    "mode": "offline",
+    "save_code": False,
+    "silent": True,
+    "x_disable_meta": True,
+    "x_disable_stats": True,
+    "x_save_requirements": False,
+}
+
+
+@dataclass
+class Cost:
+    """What one monitor adds; milliseconds.
+
+    Args:
+        sampled_ms: to a step that it measures, median of the pairs.
+        amortised_ms: to a step of its real cadence, on average.
+        spread_ms: half of the range that holds the middle half of the pairs' `sampled_ms`.
+        sampled_cpu_ms: processor time of the process for a sampled step.
+        host_reads: values that a sampled step makes the host wait for.
+        row_bytes: of a row that it logs, as JSON, the user's own values not counted.
+        rows_per_step: rows that hold values of it.
+        peak_mib: by how much a watched step's peak of memory is above an unwatched one's.
+    """
+
+    sampled_ms: float
+    amortised_ms: float
+    spread_ms: float
+    sampled_cpu_ms: float
+    host_reads: float = 0.0
+    row_bytes: float = 0.0
+    rows_per_step: float = 0.0
+    peak_mib: float = 0.0
+
+
+@dataclass
+class TaskResult:
+    """One model's table.
+
+    Args:
+        step_ms: a real unwatched step; None where there is none.
+        unwatched_ms: the step that monitors were measured on.
+        pass_ms: one `torch._foreach_norm` over all gradients.
+    """
+
+    name: str
+    num_tensors: int
+    num_elements: int
+    batch: str
+    step_ms: float | None
+    unwatched_ms: float
+    pass_ms: float
+    rounds: int
+    costs: dict[str, Cost] = field(default_factory=dict)
+
+
+class Bench:
+    """One task, ready to be stepped."""
+
+    def __init__(self, task: Task, device: torch.device, run: Any) -> None:
+        torch.manual_seed(0)
+        self.task, self.device, self.run = task, device, run
+        self.model: Trainee = task.make(device)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-6)
+        self.light = task.light
+
+    def step(self, monitor: Attached, *, light: bool | None = None) -> None:
+        loss = self.model(light=self.light if light is None else light)
+        loss.backward()
+        values = monitor.after_backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.run.log({"loss": 0.0, **values})
+
+    def wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def times(self, monitor: Attached, steps: int) -> list[tuple[float, float]]:
+        """Wall and processor seconds of each step."""
+        taken = []
+        for _ in range(steps):
+            self.wait()
+            wall, cpu = time.perf_counter(), time.process_time()
+            self.step(monitor)
+            self.wait()
+            taken.append((time.perf_counter() - wall, time.process_time() - cpu))
+        return taken
+
+    def attach(self, monitor: Monitor, steps: int) -> Attached:
+        return monitor.attach(self.model, self.run, steps)
+
+
+def measure_task(
+    task: Task, device: torch.device, monitors: list[Monitor], rounds: int, say: Callable[[str], None]
+) -> TaskResult:
+    """Everything about one model."""
+    with offline_run() as run:
+        bench = Bench(task, device, run)
+        nothing = Attached()
+        for _ in range(WARM_UP):
+            bench.step(nothing)
+        step_ms = _real_step_ms(bench) if task.batch else None
+        pairs: dict[str, list[tuple[list[tuple[float, float]], list[tuple[float, float]]]]] = {}
+        unwatched: list[float] = []
+        passes: list[float] = []
+        for number in range(rounds):
+            say(f"{task.name}: round {number + 1} of {rounds}")
+            passes.append(_pass_ms(bench))
+            for monitor in monitors:
+                pair = _pair(bench, monitor)
+                pairs.setdefault(monitor.name, []).append(pair)
+                unwatched += [wall for wall, _ in pair[0]]
+        parameters = list(bench.model.parameters())
+        result = TaskResult(
+            name=task.name,
+            num_tensors=len(parameters),
+            num_elements=sum(p.numel() for p in parameters),
+            batch=task.batch.get(device.type, ""),
+            step_ms=step_ms,
+            unwatched_ms=statistics.median(unwatched) * 1e3,
+            pass_ms=statistics.median(passes),
+            rounds=rounds,
+        )
+        for monitor in monitors:
+            result.costs[monitor.name] = _cost(monitor, pairs[monitor.name])
+    say(f"{task.name}: what is sent")
+    for monitor in monitors:
+        _add_traffic(bench, monitor, result.costs[monitor.name])
+    return result
+
+
+def _pair(bench: Bench, monitor: Monitor) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+    steps = bench.task.steps
+    before = bench.times(Attached(), steps)
+    attached = bench.attach(monitor, steps)
+    gc.collect()
+    gc.disable()  # a collection belongs to nobody's step
+    try:
+        for _ in range(WARM_UP):
+            bench.step(attached)
+        watched = bench.times(attached, steps)
+    finally:
+        gc.enable()
+        attached.close()
+    return before, watched
+
+
+def _cost(monitor: Monitor, pairs: list[tuple[list[tuple[float, float]], list[tuple[float, float]]]]) -> Cost:
+    sampled, amortised, cpu = [], [], []
+    for before, watched in pairs:
+        base_wall, base_cpu = (statistics.median(column) for column in zip(*before, strict=True))
+        special = {index % len(watched) for index in monitor.special}
+        added = [(wall - base_wall) * 1e3 for wall, _ in watched]
+        added_cpu = [(used - base_cpu) * 1e3 for _, used in watched]
+        plain = [value for index, value in enumerate(added) if index not in special]
+        measured = [i for i in range(len(added)) if (i in special) != monitor.samples] if special else range(len(added))
+        sampled.append(statistics.median(added[i] for i in measured))
+        cpu.append(statistics.median(added_cpu[i] for i in measured))
+        of_special = sum(added[index] for index in special)
+        amortised.append((of_special + (monitor.every - len(special)) * statistics.median(plain)) / monitor.every)
+    ordered = sorted(sampled)
+    quarter = len(ordered) // 4
+    return Cost(
+        sampled_ms=statistics.median(sampled),
+        amortised_ms=statistics.median(amortised),
+        spread_ms=(ordered[-1 - quarter] - ordered[quarter]) / 2,
+        sampled_cpu_ms=statistics.median(cpu),
+    )
+
+
+def _real_step_ms(bench: Bench) -> float:
+    steps = 200 if not bench.light else 4
+    bench.step(Attached(), light=False)
+    taken = []
+    for _ in range(steps):
+        bench.wait()
+        began = time.perf_counter()
+        bench.step(Attached(), light=False)
+        bench.wait()
+        taken.append(time.perf_counter() - began)
+    return statistics.median(taken) * 1e3
+
+
+def _pass_ms(bench: Bench) -> float:
+    bench.model(light=bench.light).backward()
+    present: list[Tensor] = gradients(bench.model)
+    taken = []
+    for _ in range(5):
+        bench.wait()
+        began = time.perf_counter()
+        torch._foreach_norm(present)
+        bench.wait()
+        taken.append(time.perf_counter() - began)
+    bench.optimizer.zero_grad()
+    return statistics.median(taken) * 1e3
+
+
+# ---- what is sent, read and held
+
+
+def _add_traffic(bench: Bench, monitor: Monitor, cost: Cost) -> None:
+    """A few steps in a run of their own; what is in its file afterwards is what W&B would have got."""
+    steps = _TRAFFIC_STEPS
+    with offline_run() as run:
+        bench.run = run
+        for _ in range(WARM_UP):
+            bench.step(Attached())
+        unwatched_peak = _peak_mib(bench, Attached(), steps)
+        attached = bench.attach(monitor, steps)
+        try:
+            with count_host_reads(bench.device) as reads:
+                watched_peak = _peak_mib(bench, attached, steps)
+        finally:
+            attached.close()
+        run.log({"loss": 0.0})  # a place for what still waits
+        file = Path(run.settings.sync_file)
+        run.finish()
+        rows, size = monitor_rows(file)
+    sampled = steps if monitor.samples or not monitor.special else len(monitor.special)
+    cost.host_reads = reads[0] / sampled
+    cost.peak_mib = max(watched_peak - unwatched_peak, 0.0)
+    if rows:
+        cost.row_bytes = size / rows
+        cost.rows_per_step = 1 / monitor.every
+
+
+def _peak_mib(bench: Bench, monitor: Attached, steps: int) -> float:
+    if bench.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(bench.device)
+    else:
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from what is resident now
+    for _ in range(steps):
+        bench.step(monitor)
+    if bench.device.type == "cuda":
+        return torch.cuda.max_memory_allocated(bench.device) / 2**20
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return 0.0
+    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM")) / 2**10
+
+
+@contextlib.contextmanager
+def count_host_reads(device: torch.device) -> Iterator[list[int]]:
+    """How often the host asks for a value: on CUDA every synchronisation, on CPU what would be one there."""
+    count = [0]
+    if device.type == "cuda":
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                yield count
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        count[0] = sum("synchroniz" in str(warning.message) for warning in caught)
+        return
+    originals = {name: getattr(Tensor, name) for name in _READS}
+
+    def counting(original: Callable[..., Any]) -> Callable[..., Any]:
+        def read(*args: Any, **kwargs: Any) -> Any:
+            count[0] += 1
+            return original(*args, **kwargs)
+
+        return read
+
+    try:
+        for name, original in originals.items():
+            setattr(Tensor, name, counting(original))
+        yield count
+    finally:
+        for name, original in originals.items():
+            setattr(Tensor, name, original)
+
+
+@contextlib.contextmanager
+def offline_run() -> Iterator[Any]:
+    with tempfile.TemporaryDirectory() as directory:
+        run = wandb.init(
+            project="benchmarks", dir=directory, settings=wandb.Settings(**QUIET), reinit="finish_previous"
+        )
+        try:
+            yield run
+        finally:
+            run.finish()
+
+
+def monitor_rows(file: Path) -> tuple[int, int]:
+    """Rows that hold something beside the user's loss, and the bytes of that as JSON."""
+    from wandb.util import get_core_path
+
+    command = [get_core_path(), "leet", "inspect", "--no-observability", "--json", "--follow", "--idle-timeout", "10s"]
+    done = subprocess.run(
+        [*command, "--run-file", str(file), str(file.parent)], capture_output=True, text=True, check=True
+    )
+    sizes = []
+    for line in done.stdout.splitlines():
+        record = json.loads(line)
+        if record["type"] == "history":
+            values = {k: v for k, v in record["history"]["item"].items() if k != "loss" and not k.startswith("_")}
+            if values:
+                sizes.append(len(json.dumps(values, separators=(",", ":"))))
+    return len(sizes), sum(sizes)
+
+
+def chosen_monitors(names: list[str]) -> list[Monitor]:
+    """The installed ones whose name holds one of these, or all; always with A against A."""
+    installed = [monitor for monitor in MONITORS if monitor.installed]
+    if not names:
+        return installed
+    wanted = (any(name.lower() in monitor.name.lower() for name in names) for monitor in installed)
+    chosen = list(itertools.compress(installed, wanted))
+    return chosen if installed[0] in chosen else [installed[0], *chosen]

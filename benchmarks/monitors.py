@@ -1,0 +1,235 @@
+"""What watches: nothing, the least that one could do, what others do, and this package.
+
+A monitor is attached to a model and a W&B run, is told when a backward and a step are over, and returns what the
+training loop should log for it beside the loss.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import wandb_gradwatch
+from wandb_gradwatch.sinks import Sink, WandbSink
+
+LOG_EVERY = 50  # of watch(), by default
+WARM_UP = 3  # steps between attaching a monitor and its first measured block
+
+
+class Attached:
+    """A monitor at work on one model; this one does nothing."""
+
+    def after_backward(self) -> dict[str, Any]:
+        """All gradients are there; returns values to log."""
+        return {}
+
+    def close(self) -> None:
+        """Leave the model as it was."""
+
+
+Attach = Callable[[nn.Module, Any, int], Attached]  # model, run, steps per block
+
+
+@dataclass(frozen=True)
+class Monitor:
+    """A row of the table.
+
+    Args:
+        name: as in the table.
+        attach: starts it, given the model, the run and the steps of a block.
+        every: how many steps one cycle has in real life.
+        special: which steps of a block are not like the others, counted from its start or, negative, its end.
+        statistics: what it tells of the gradients.
+        samples: whether the other steps are measured too, or only the special ones.
+        needs: packages that it takes.
+    """
+
+    name: str
+    attach: Attach
+    every: int = 1
+    special: tuple[int, ...] = ()
+    statistics: str = ""
+    samples: bool = True
+    needs: str = ""
+
+    @property
+    def installed(self) -> bool:
+        return not self.needs or importlib.util.find_spec(self.needs) is not None
+
+
+class _AfterBackward(Attached):
+    def __init__(self, model: nn.Module, look: Callable[[nn.Module], dict[str, Any]]) -> None:
+        self._model, self._look = model, look
+
+    @torch.no_grad()
+    def after_backward(self) -> dict[str, Any]:
+        return self._look(self._model)
+
+
+def _look(function: Callable[[nn.Module], dict[str, Any]]) -> Attach:
+    return lambda model, run, steps: _AfterBackward(model, function)
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def _one_pass(model: nn.Module) -> dict[str, Any]:
+    torch._foreach_norm(gradients(model))
+    return {}
+
+
+def _total_norm(model: nn.Module) -> dict[str, Any]:
+    norms = torch._foreach_norm(gradients(model))
+    return {"grad_norm": torch.stack(norms).norm().item()}
+
+
+def _norm_of_each(model: nn.Module) -> dict[str, Any]:
+    return {f"norm/{name}": p.grad.norm().item() for name, p in model.named_parameters() if p.grad is not None}
+
+
+_METRICS: dict[str, Callable[[Tensor], Tensor]] = {
+    "norm": lambda t: t.norm(),
+    "mean": lambda t: t.mean(),
+    "std": lambda t: t.std(unbiased=False),
+    "min": lambda t: t.min(),
+    "max": lambda t: t.max(),
+    "abs_max": lambda t: t.abs().max(),
+    "zeros": lambda t: (t == 0).float().mean(),
+    "nan": lambda t: torch.isnan(t).sum(),
+    "inf": lambda t: torch.isinf(t).sum(),
+}
+
+
+def _every_metric(model: nn.Module) -> dict[str, Any]:
+    values = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            values |= {f"{key}/{name}": metric(parameter.grad).item() for key, metric in _METRICS.items()}
+            values[f"param_norm/{name}"] = parameter.norm().item()
+    return values
+
+
+def _lightning(model: nn.Module) -> dict[str, Any]:
+    from lightning.pytorch.utilities import grad_norm
+
+    return {key: float(value) for key, value in grad_norm(model, norm_type=2).items()}
+
+
+class _WandbWatch(Attached):
+    def __init__(self, model: nn.Module, run: Any, log: str, every: int) -> None:
+        self._model, self._run = model, run
+        run.watch(model, log=log, log_freq=every)
+
+    def close(self) -> None:
+        self._run.unwatch(self._model)
+
+
+class _ModuleMonitor(Attached):
+    def __init__(self, model: nn.Module) -> None:
+        from torch_module_monitor import ModuleMonitor
+
+        self._monitor = ModuleMonitor(monitor_step_fn=lambda step: True, logger=logging.getLogger("silent"))
+        for key in ("norm", "mean", "std", "abs_max", "zeros"):
+            self._monitor.add_gradient_metric(key, _METRICS[key])
+        for key in ("norm", "mean", "std"):
+            self._monitor.add_parameter_metric(key, _METRICS[key])
+        self._monitor.set_module(model)
+        self._step = 0
+        self._monitor.begin_step(self._step)
+
+    def after_backward(self) -> dict[str, Any]:
+        self._monitor.monitor_gradients()
+        self._monitor.monitor_parameters()
+        self._monitor.end_step()
+        values: dict[str, Any] = self._monitor.get_step_metrics()
+        self._step += 1
+        self._monitor.begin_step(self._step)
+        return values
+
+    def close(self) -> None:
+        self._monitor.end_step()
+        self._monitor.activation_hooks.remove_all_hooks()
+
+
+class _Ours(Attached):
+    def __init__(self, model: nn.Module, run: Any, **arguments: Any) -> None:
+        sinks: list[Sink] = [WandbSink(run)]
+        self._watcher = wandb_gradwatch.watch(model, sinks=sinks, **arguments)
+
+    def close(self) -> None:
+        self._watcher.remove()
+
+
+def _ours_by_default(model: nn.Module, run: Any, steps: int) -> Attached:
+    # One window ends with the warm-up, the next with the block, which has every kind of step that LOG_EVERY steps have.
+    return _Ours(model, run, log_every=steps, start_step=steps - WARM_UP)
+
+
+_EACH = "gradient norm of each parameter"
+_MANY = "9 of each gradient, 1 of each parameter"
+_OURS = "11 of each gradient, 2 of each parameter"
+
+MONITORS = (
+    Monitor("nothing, again (A against A)", lambda model, run, steps: Attached()),
+    Monitor("one `_foreach_norm`, result dropped", _look(_one_pass)),
+    Monitor("one total norm, `.item()`", _look(_total_norm), statistics="one number"),
+    Monitor("a loop, `.item()` of each norm", _look(_norm_of_each), statistics=_EACH),
+    Monitor("a loop, `.item()` of each metric", _look(_every_metric), statistics=_MANY),
+    Monitor("Lightning `grad_norm`", _look(_lightning), statistics=_EACH, needs="lightning"),
+    Monitor(
+        "torch-module-monitor",
+        lambda model, run, steps: _ModuleMonitor(model),
+        statistics="5 of each gradient, 3 of each parameter",
+        needs="torch_module_monitor",
+    ),
+    Monitor(
+        '`wandb.watch`, "gradients", every step',
+        lambda model, run, steps: _WandbWatch(model, run, "gradients", 1),
+        statistics="histogram of each gradient",
+    ),
+    Monitor(
+        '`wandb.watch`, "all", every step',
+        lambda model, run, steps: _WandbWatch(model, run, "all", 1),
+        statistics="histogram of each gradient and parameter",
+    ),
+    Monitor(
+        '`wandb.watch`, "gradients", every 100',
+        lambda model, run, steps: _WandbWatch(model, run, "gradients", steps),
+        every=100,
+        special=(-1 - WARM_UP,),
+        statistics="histogram of each gradient",
+        samples=False,
+    ),
+    Monitor(
+        '`wandb.watch`, "all", every 100',
+        lambda model, run, steps: _WandbWatch(model, run, "all", steps),
+        every=100,
+        special=(-1 - WARM_UP,),
+        statistics="histogram of each gradient and parameter",
+        samples=False,
+    ),
+    Monitor(
+        "**wandb_gradwatch**, default",
+        _ours_by_default,
+        every=LOG_EVERY,
+        special=(0, -1),
+        statistics=f"{_OURS}; every 50 steps a row with histograms",
+    ),
+    Monitor(
+        "**wandb_gradwatch**, a row every step",
+        lambda model, run, steps: _Ours(model, run, log_every=1, histogram_every=0),
+        statistics=_OURS,
+    ),
+    Monitor(
+        "**wandb_gradwatch**, a row with histograms every step",
+        lambda model, run, steps: _Ours(model, run, log_every=1),
+        statistics=f"{_OURS}, histogram",
+    ),
+)
