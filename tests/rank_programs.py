@@ -30,7 +30,13 @@ def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 
 def expected(
-    world: int, steps: int, *, micros: int = 1, clip: float | None = None, width: int = 5
+    world: int,
+    steps: int,
+    *,
+    micros: int = 1,
+    clip: float | None = None,
+    width: int = 5,
+    learning_rate: float = LEARNING_RATE,
 ) -> dict[str, np.ndarray]:
     """The whole training on one process in float64: gradients averaged over ranks, summed over micro-batches."""
     model = build(width).double()
@@ -47,7 +53,7 @@ def expected(
         clipped.append([parameter.grad.norm().item() for parameter in parameters])
         with torch.no_grad():
             for parameter in parameters:
-                parameter -= LEARNING_RATE * parameter.grad
+                parameter -= learning_rate * parameter.grad
     return {"grad_norm": np.array(norms), "grad_norm_clipped": np.array(clipped)}
 
 
