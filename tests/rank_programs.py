@@ -204,6 +204,26 @@ def fsdp1(rank: int, world: int, *, steps: int, original: bool, clip: float | No
     return report(watcher, sink)
 
 
+def fsdp1_loss_scale(rank: int, world: int, *, steps: int, clip: float | None = None):
+    """FSDP1 with its own gradient scaler, which overrides the methods of the ordinary one."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+    model = FullyShardedDataParallel(build(), use_orig_params=True, device_id=torch.device("cpu"))
+    watcher, sink = watch(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    scaler = ShardedGradScaler(device="cpu", init_scale=1024.0)
+    for step in range(steps):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, batch_of(rank, step))).backward()
+        scaler.unscale_(optimizer)
+        if clip is not None:
+            model.clip_grad_norm_(clip)
+        scaler.step(optimizer)
+        scaler.update()
+    return report(watcher, sink)
+
+
 def nan_on_one_rank(rank: int, world: int):
     """In the third of four steps rank 1's shard of one layer's gradient gets a NaN."""
     from torch.distributed.fsdp import fully_shard

@@ -67,6 +67,7 @@ def on_two_ranks():
     calls += [("fsdp2", {"steps": 3, "watch_first": True}), ("fsdp2", {"steps": 6, "log_every": 3})]
     calls += [("tensor_parallel", {"steps": 3, "watch_first": first}) for first in (False, True)]
     calls += [("fsdp1", {"steps": 3} | options) for options in FSDP1]
+    calls += [("fsdp1_loss_scale", {"steps": 3, "clip": 0.1})]
     calls += [("nan_on_one_rank", {}), ("used_on_one_rank_only", {"steps": 3})]
     calls += [("rank_that_watches_something_else", {"steps": 3})]
     results = ranks.run("rank_programs", calls, 2)
@@ -124,6 +125,10 @@ def test_fsdp1_shows_the_norm_of_the_whole(options):
     for statistic in ("grad_norm", "grad_norm_clipped"):
         per_layer = np.sqrt((truth[statistic].reshape(3, 3, 2) ** 2).sum(axis=2))
         np.testing.assert_allclose(results[0][statistic], per_layer, rtol=2e-5)
+
+
+def test_fsdp1_with_its_own_gradient_scaler():
+    check(result_of("fsdp1_loss_scale", steps=3, clip=0.1), 2, 3, clip=0.1)
 
 
 def test_the_rank_and_the_layer_that_went_bad_first_are_named():

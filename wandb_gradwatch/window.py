@@ -246,7 +246,8 @@ class Window:
     def write_after_clipping(self, slots: Sequence[int], measurement: Measurement) -> None:
         """Put in rows of gradients that may have been clipped before they were seen: what clipping hides is missing."""
         rows = measurement.rows
-        rows[:, _HIDDEN_BY_CLIPPING] = torch.nan
+        for column in _HIDDEN_BY_CLIPPING:  # one by one: a list as an index is uploaded, and the upload waits
+            rows[:, column] = torch.nan
         window = self._on(rows.device)
         window.rows[window.index(tuple(slots))] = rows
 

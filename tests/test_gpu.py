@@ -1,0 +1,145 @@
+"""What only a GPU can show: the same numbers there, and a host that never waits. Skipped without one."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from gradients import Chosen, samples, step, watch
+from matrix_programs import CLIP, KINDS, MICROS
+from rank_programs import LEARNING_RATE, batch_of, build, expected, loss_of
+from torch import nn
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+STEPS = 3
+
+
+def train(model, kind, steps):
+    micros, clip = MICROS.get(kind, 1), CLIP.get(kind)
+    make = torch.optim.Adam if kind == "amp fused" else torch.optim.SGD
+    rate = 0.0 if kind == "amp fused" else LEARNING_RATE
+    optimizer = make(model.parameters(), lr=rate, **({"fused": True} if kind == "amp fused" else {}))
+    scaler = torch.amp.GradScaler("cuda", init_scale=4096.0, enabled=kind.startswith("amp"))
+    batches = [[batch_of(0, number, micro).cuda() for micro in range(micros)] for number in range(steps)]
+
+    def backwards(number):
+        optimizer.zero_grad()
+        for batch in batches[number]:
+            loss = loss_of(model, batch)
+            scaler.scale(loss).backward()
+        return loss
+
+    for number in range(steps):
+        if kind == "closure":
+            optimizer.step(lambda number=number: backwards(number))
+            continue
+        backwards(number)
+        if clip is not None:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        scaler.step(optimizer)
+        scaler.update()
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("checkpoint", "compile")])
+def test_matrix_on_the_gpu(kind, backend):
+    model = build().cuda()
+    watcher, sink = watch(model, backend=backend)
+    train(model, kind, STEPS)
+    snapshot = samples(watcher, sink)
+    rate = 0.0 if kind == "amp fused" else LEARNING_RATE
+    truth = expected(1, STEPS, micros=MICROS.get(kind, 1), clip=CLIP.get(kind), learning_rate=rate)
+    np.testing.assert_allclose(snapshot.grad_norm, truth["grad_norm"], rtol=1e-4)
+    np.testing.assert_allclose(snapshot.grad_norm_clipped, truth["grad_norm_clipped"], rtol=1e-4)
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_the_host_never_waits(backend, scaled, clip):
+    model = nn.Sequential(*[layer for _ in range(8) for layer in (nn.Linear(64, 64), nn.ReLU())]).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    scaler = torch.amp.GradScaler("cuda", enabled=scaled)
+    batch = torch.randn(32, 64, device="cuda")
+    watcher, sink = watch(model, rules=None, backend=backend, log_every=10, histogram_every=5)
+
+    def training_step():
+        optimizer.zero_grad()
+        scaler.scale(model(batch).square().mean()).backward()
+        if clip:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
+        scaler.step(optimizer)
+        scaler.update()
+
+    for _ in range(5):  # kernels are compiled and index tables uploaded
+        training_step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(50):
+            training_step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert watcher.step == 55  # a wait of ours would have raised inside the monitor and stopped it
+    snapshot = samples(watcher, sink)
+    assert snapshot.steps.tolist() == list(range(1, 56))
+    assert len(sink.snapshots) == 6
+
+
+def test_alerts_come_late_but_under_their_own_step():
+    model = Chosen(a=2).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    watcher, sink = watch(model, rules=None, log_every=100)
+    for number in range(1, 21):
+        optimizer.zero_grad()
+        (model.a * torch.tensor([math.nan if number == 7 else 1.0, 1.0], device="cuda")).sum().backward()
+        optimizer.step()
+    torch.cuda.synchronize()
+    watcher.remove()
+    assert [(alert.title, alert.step) for alert in sink.alerts] == [("NaN gradient", 7)]
+
+
+def test_gradients_on_two_devices_are_one_model():
+    model = Chosen(a=2, b=1)
+    model.b = nn.Parameter(model.b.detach().cuda())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, foreach=False)
+    watcher, sink = watch(model)
+    optimizer.zero_grad()
+    (model.a * torch.tensor([3.0, 4.0])).sum().backward()
+    (model.b * 12).sum().backward()
+    optimizer.step()
+    assert samples(watcher, sink).total_grad_norm.tolist() == [13]
+
+
+def test_training_on_the_gpu_is_bitwise_the_same():
+    def final(watched):
+        torch.manual_seed(0)
+        model = build().cuda()
+        watcher = watch(model)[0] if watched else None
+        train(model, "clip", 10)
+        if watcher is not None:
+            watcher.remove()
+        return model.state_dict()
+
+    plain, watched = final(False), final(True)
+    assert all(torch.equal(plain[name], watched[name]) for name in plain)
+
+
+def test_step_on_the_gpu_after_a_cpu_copy():
+    model = Chosen(a=1)
+    watcher, sink = watch(model)
+    step(model, torch.optim.SGD(model.parameters(), lr=0.0), a=[2])
+    model.cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer.zero_grad()
+    (model.a * 3).sum().backward()
+    optimizer.step()
+    assert samples(watcher, sink).total_grad_norm.tolist() == [2, 3]
