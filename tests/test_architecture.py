@@ -26,12 +26,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "capture": {"statistics", "cadence", "window"},
     "snapshot": {"statistics"},
     "rules": {"statistics", "snapshot"},
-    "diagnosis": {"statistics", "snapshot", "rules"},
     "forecast": {"statistics", "snapshot"},
+    "diagnosis": {"statistics", "snapshot", "rules", "forecast"},
     "recorder": {"statistics", "snapshot", "rules"},
     "desk": {"statistics", "snapshot", "rules", "diagnosis"},
-    "sinks": {"statistics", "snapshot", "rules", "terminal"},
-    "dashboards": {"statistics", "snapshot", "rules", "diagnosis", "terminal"},
+    "summary": {"statistics", "snapshot", "rules", "terminal"},
+    "sinks": {"statistics", "snapshot", "rules", "terminal", "forecast"},
+    "dashboards": {"statistics", "snapshot", "rules", "diagnosis", "terminal", "forecast"},
     "modules": {"statistics", "snapshot", "rules", "capture"},
 }
 _BELOW_DELIVERY = set(MAY_IMPORT) - {"dashboards", "modules"}
@@ -45,7 +46,9 @@ for _top in ("integrations", "demo", "doctor", "cli"):
     MAY_IMPORT[_top] = _BELOW_WATCH | {"watch", "watcher", ""}
 MAY_IMPORT["cli"] |= {"demo", "doctor"}
 
-WITHOUT_TORCH = ("snapshot", "rules", "diagnosis", "forecast", "recorder", "desk", "sinks", "dashboards", "terminal")
+WITHOUT_TORCH = (
+    "snapshot", "rules", "diagnosis", "forecast", "recorder", "desk", "summary", "sinks", "dashboards", "terminal",
+)  # fmt: skip
 WITHOUT_TORCH_FILES = (f"{PACKAGE}.statistics.columns", f"{PACKAGE}.cadence")
 WITH_WANDB = ("sinks", "dashboards", "watch", "demo", "doctor", "cli")
 WITH_TRITON = f"{PACKAGE}.statistics.cuda"

@@ -206,3 +206,11 @@ def test_no_history_breaks_it(seed):
         diagnose(together([sample_of({"a": [NAN]}, step=s) for s in range(1, 9)]))
         diagnose(sample_of({}))
         diagnose(Snapshot(np.zeros(0, dtype=np.int64), ("a",), np.zeros((0, 1, 13))))
+
+
+def test_the_remedy_for_float16_underflow_names_the_loss_scale_that_still_fits():
+    # The largest element is 1000 x 2^-24 = 5.96e-5: 65504 / 5.96e-5 lies between 2^30 and 2^31.
+    tiny = 2.0**-24 * np.array([0, 0, 0, 1, 2, 3, 1000.0])
+    (found,) = diagnose(together([sample_of({"a": tiny, "b": tiny}, step=s) for s in range(1, 21)]))
+    assert found.cause == "float16 underflow"
+    assert "a larger loss scale (up to 2^30 the largest gradient seen still fits)" in found.remedy

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from ..forecast import FORMATS
 from ..statistics.columns import FloatArray, IntArray
 
 # R rows (flushes) of the run, P watched names, H histograms of one name, B bins of a stored histogram
@@ -18,6 +19,8 @@ from ..statistics.columns import FloatArray, IntArray
 STEP_KEY: Final = "gradwatch/step"
 FLIGHT_RECORDER_KEY: Final = "gradwatch/flight_recorder"
 HISTOGRAM_PREFIX: Final = "gradients/"
+# The precision forecast: what each number format would do to the gradients.
+FORECASTS: Final = ("underflow_ratio", "flush_ratio", "headroom")
 # The whole model's metrics that have a picture of their own.
 GLOBAL_KEYS: Final = tuple(
     f"gradwatch/{metric}"
@@ -25,6 +28,7 @@ GLOBAL_KEYS: Final = tuple(
         *("grad_norm", "grad_norm_max", "grad_norm_clipped", "clip_ratio"),
         *("grad_mean", "grad_std", "grad_abs_max", "grad_abs_p01", "grad_abs_p50", "grad_abs_p99"),
         *("dead_ratio", "num_nan", "num_inf", "loss_scale", "num_skipped_steps", "overhead_ratio"),
+        *(f"{name}_{what}" for what in FORECASTS for name in FORMATS),
     )
 )
 # The per-name metrics, each logged under "<metric>/<name>", in the order in which the pictures offer them.

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
+from ..forecast import FORMATS
 from .history import STEP_KEY
 from .words import WORDS, Words
 
@@ -66,6 +67,10 @@ def _global(*names: str) -> tuple[str, ...]:
     return tuple(f"gradwatch/{name}" for name in names)
 
 
+def _forecast(what: str, *, without: str | None = None) -> tuple[str, ...]:
+    return _global(*(f"{name}_{what}" for name in FORMATS if name != without))
+
+
 SECTIONS: Final = (
     TemplateSection(
         "norm",
@@ -115,6 +120,15 @@ SECTIONS: Final = (
                 _global("grad_abs_p01", "grad_abs_p50", "grad_abs_p99", "grad_abs_max"),
                 log_y=True,
             ),
+        ),
+    ),
+    TemplateSection(
+        "precision",
+        (
+            LinePanel("Share below full precision", _forecast("underflow_ratio"), range_y=(0.0, None)),
+            LinePanel("Share that would become 0", _forecast("flush_ratio"), range_y=(0.0, None)),
+            # bfloat16 ends where float32 does: its line would press the others flat.
+            LinePanel("Octaves up to overflow", _forecast("headroom", without="bf16")),
         ),
     ),
     TemplateSection("spread", (LinePanel("Mean and deviation", _global("grad_mean", "grad_std")),)),

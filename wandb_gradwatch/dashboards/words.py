@@ -81,6 +81,14 @@ WORDS: Final[Mapping[str, Words]] = MappingProxyType(
             "Skips in a row, or a scale that falls towards 1: the gradients overflow for real. Lower the learning "
             "rate or switch to bfloat16.",
         ),
+        "precision": Words(
+            "Precision forecast",
+            "What would become of these gradients, without a loss scale, in smaller number formats: of the elements "
+            "that are not 0, the share that would lose digits, the share that would become 0, and how many times the "
+            "largest could double before it overflows. Nothing lost below 1 %, some octaves left.",
+            "A share that becomes 0 in fp16 is what a loss scale must save: each octave of headroom is one doubling of "
+            "it. Where headroom is used up before the share is gone, use bf16, or one scale per tensor for fp8.",
+        ),
         "spread": Words(
             "Mean and deviation",
             "The mean is far smaller than the deviation and crosses zero.",

@@ -8,6 +8,7 @@ from typing import Final
 
 import numpy as np
 
+from ..forecast import forecast
 from ..rules.words import listing, number
 from ..snapshot import FIRST_BAD_RANK_METRIC
 from ..statistics.columns import Column
@@ -209,7 +210,9 @@ def underflow(evidence: Evidence) -> Diagnosis | None:
         f"{100 * zeros:.0f} % of the elements are exactly 0 and the smallest others are "
         f"{number(float(steps_NP.min()))} x 2^-24, where float16 ends"
     )
-    remedy = "use torch.amp.GradScaler or a larger loss scale, do not divide the loss so far, or use bfloat16"
+    octaves = forecast(history)["fp16"].total_headroom
+    fits = f" (up to 2^{int(octaves)} the largest gradient seen still fits)" if octaves >= 1 else ""
+    remedy = f"use torch.amp.GradScaler or a larger loss scale{fits}, do not divide the loss so far, or use bfloat16"
     return Diagnosis(UNDERFLOW, 0.95, words, remedy)
 
 

@@ -12,6 +12,7 @@ from typing import Final
 
 import numpy as np
 
+from ..forecast import forecast
 from ..snapshot import Snapshot, last_present
 from ..statistics.columns import NUM_COLUMNS, FloatArray, merge_rows
 
@@ -119,6 +120,7 @@ class HistoryRow:
         if self.pictured is not None and self.pictured.names:
             total = self.pictured.total
             vitals |= _present({key: float(total.abs_quantile(q)[0]) for key, q in _ABS_QUANTILES.items()})
+            vitals |= _present(_precision(total))
         return vitals
 
     def scalars(self) -> dict[str, Number]:
@@ -147,6 +149,16 @@ def _newest(snapshot: Snapshot) -> dict[str, Number]:
             "gradwatch/grad_abs_max": float(total.grad_abs_max[0, 0]),
             "gradwatch/dead_ratio": float(total.dead_ratio[0, 0]),
         }
+    return values
+
+
+def _precision(total: Snapshot) -> dict[str, Number]:
+    """What smaller number formats would do to the gradient that the histogram counts."""
+    values: dict[str, Number] = {}
+    for name, of_format in forecast(total).items():
+        values[f"gradwatch/{name}_underflow_ratio"] = of_format.total_underflow_ratio
+        values[f"gradwatch/{name}_flush_ratio"] = of_format.total_flush_ratio
+        values[f"gradwatch/{name}_headroom"] = of_format.total_headroom
     return values
 
 
