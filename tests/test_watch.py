@@ -229,3 +229,19 @@ def test_importing_the_package_imports_no_optional_dependency():
         "if name in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+
+
+def test_two_models_with_equal_names_in_one_run_stay_apart(start_run):
+    run = start_run(mode="offline")
+    models = [Chosen(a=1), Chosen(a=1)]
+    optimizers = [SGD(model.parameters(), lr=0.0) for model in models]
+    watchers = [wandb_gradwatch.watch(model, run=run, log_every=1, include="^a$") for model in models]
+    assert [watcher.parameter_names for watcher in watchers] == [("a",), ("model1.a",)]
+    for model, optimizer, gradient in zip(models, optimizers, (3, 4), strict=True):
+        step(model, optimizer, a=[gradient])
+    for watcher in watchers:
+        watcher.remove()
+    run.finish()
+    values = {key: value for row in history(run) for key, value in row.items()}
+    assert (values["gradwatch/grad_norm"], values["gradwatch/model1/grad_norm"]) == (3, 4)
+    assert (values["grad_norm/a"], values["grad_norm/model1/a"]) == (3, 4)

@@ -14,9 +14,8 @@ from importlib import metadata
 from typing import Final, Literal
 
 import torch
-from torch import nn
-
 import wandb
+from torch import nn
 
 from .sinks import MemorySink
 from .terminal import Progress, Terminal

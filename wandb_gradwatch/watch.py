@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import sys
@@ -23,7 +24,7 @@ from .desk import AlertDesk
 from .guard import GuardArgument, resolve_guard
 from .modules import MetricLike, probes_of, rules_of
 from .rules import Alert, Rule, default_rules
-from .sinks import Sink
+from .sinks import Sink, WandbSink
 from .snapshot import GroupBy, group_function
 from .statistics.measure import resolve_backend
 from .watcher import WATCHERS, Watcher
@@ -116,8 +117,12 @@ def watch(
     shipped = default_rules(frozen=roster.frozen_names) + rules_of(metrics)
     budget = Budget(cadence, max_overhead) if max_overhead is not None else None
     skip_guard = resolve_guard(guard)
-    chosen = _sinks(run, sinks, group_by)
+    used_run = _run_of(run, sinks)
+    chosen = list(sinks or ()) if rank() == 0 else []
     _replace_watchers_of(roster)
+    if used_run is not None:
+        namespace = _namespace(used_run, roster)
+        chosen.append(WandbSink(used_run, group_by=None if group_by == "parameter" else group_by, namespace=namespace))
     return Watcher(
         roster,
         {"optimizer": optimizer, "scaler": scaler, "start_step": start_step, "probes": all_probes, "budget": budget},
@@ -170,21 +175,28 @@ def _warm_up(
     threading.Thread(target=compile_all, name="gradwatch-warm-up", daemon=True).start()
 
 
-def _sinks(run: Any, sinks: Sequence[Sink] | None, group_by: GroupBy) -> list[Sink]:
-    chosen: list[Sink] = list(sinks or ())
+def _run_of(run: Any, sinks: Sequence[Sink] | None) -> Any:
+    """The run that this watcher logs to; None on ranks other than 0, which log nothing, and where there are sinks."""
     if rank() != 0:
-        return []  # other ranks measure and take part in the reduction; they log nothing
+        return None
     if run is None and sinks is None:
         run = getattr(sys.modules.get("wandb"), "run", None)
         if run is None:
             raise RuntimeError(
                 "watch() found no W&B run: call wandb.init() first, pass run=, or pass sinks= to go without W&B"
             )
-    if run is not None:
-        from .sinks.wandb_run import WandbSink
+    return run
 
-        chosen.append(WandbSink(run, group_by=None if group_by == "parameter" else group_by))
-    return chosen
+
+def _namespace(run: Any, roster: Roster) -> str:
+    """Another model in the same run with the same names keeps them; this one's begin with "model1", "model2", ..."""
+    others = [watcher for watcher in WATCHERS if watcher.logs_to(run)]
+    if not any(set(roster.names) & set(watcher.parameter_names) for watcher in others):
+        return ""
+    taken = {name.partition(".")[0] for watcher in others for name in watcher.parameter_names}
+    namespace = next(f"model{number}" for number in itertools.count(1) if f"model{number}" not in taken)
+    roster.put_below(namespace)
+    return namespace
 
 
 def _replace_watchers_of(roster: Roster) -> None:

@@ -149,6 +149,10 @@ class Watcher:
         """Whether this is one of the watched models."""
         return any(watched is model for watched in self._roster.models())
 
+    def logs_to(self, run: object) -> bool:
+        """Whether one of the sinks writes to this W&B run."""
+        return any(getattr(sink, "run", None) is run for sink in self._delivery.sinks)
+
     def diagnose(self) -> list[Diagnosis]:
         """Probable causes of what the last samples show, most probable first; none for a healthy training."""
         self._collect()

@@ -42,6 +42,7 @@ class Roster:
         self._models = [(prefix, weakref.ref(model)) for prefix, model in with_prefixes(models)]
         self._include = name_predicate(include, "include")
         self._exclude = name_predicate(exclude, "exclude")
+        self._hidden = 0  # characters of a name that the user's filters do not see
         self._watched: dict[str, bool] = {}  # the filters' verdict on every name seen so far
         self.slot_of_name: dict[str, int] = {}
         self.names: list[str] = []
@@ -51,6 +52,13 @@ class Roster:
         entries = self.scan()
         if not any(parameter.requires_grad for _, parameter in entries):
             raise ValueError(self._nothing_to_watch(include, exclude))
+
+    def put_below(self, prefix: str) -> None:
+        """Begin every name with a prefix, before anything is measured: another watcher's names are the same."""
+        self._models = [(f"{prefix}.{own}", reference) for own, reference in self._models]
+        self._hidden = len(prefix) + 1
+        self._watched, self.slot_of_name, self.names, self.trainable = {}, {}, [], []
+        self.scan()
 
     def models(self) -> list[nn.Module]:
         """The models that are still alive."""
@@ -101,7 +109,8 @@ class Roster:
     def _is_watched(self, name: str, parameter: Tensor) -> bool:
         verdict = self._watched.get(name)
         if verdict is None:
-            wanted = (self._include is None or self._include(name)) and not (self._exclude and self._exclude(name))
+            own = name[self._hidden :]
+            wanted = (self._include is None or self._include(own)) and not (self._exclude and self._exclude(own))
             # Integer tensors (quantised weights) can never have a gradient.
             verdict = wanted and (parameter.is_floating_point() or parameter.is_complex())
             self._watched[name] = verdict

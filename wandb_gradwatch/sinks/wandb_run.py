@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from ..rules import Alert
 from ..snapshot import GroupBy, Snapshot, group_function
-from .history_row import HISTOGRAM_FAMILY, SCALAR_FAMILIES, STEP_KEY, HistoryRow, metric_name
+from .history_row import HISTOGRAM_FAMILY, SCALAR_FAMILIES, STEP_KEY, HistoryRow, Number, metric_name
 from .picture import Pictures
 from .placement import Placement, placement_of
 
@@ -34,6 +34,8 @@ class WandbSink:
         group_by: what one series shows: "parameter", "module" or a function from a parameter's name to its group's.
             None: parameters, and modules when there are more than 256 names, which is said once.
         histograms: log `gradients/<name>`.
+        namespace: log the whole model's numbers under `gradwatch/<namespace>/` instead of `gradwatch/`, for a second
+            model in one run.
         commit: log every row at once, as a W&B step of its own. For scripts that never call `run.log()`; it moves the
             steps of those that do.
 
@@ -43,7 +45,13 @@ class WandbSink:
     """
 
     def __init__(
-        self, run: Any = None, *, group_by: GroupBy | None = None, histograms: bool = True, commit: bool = False
+        self,
+        run: Any = None,
+        *,
+        group_by: GroupBy | None = None,
+        histograms: bool = True,
+        namespace: str = "",
+        commit: bool = False,
     ) -> None:
         import wandb
 
@@ -57,6 +65,7 @@ class WandbSink:
         self._run = run
         self._grouping = _Grouping(group_by)
         self._histograms = histograms
+        self._namespace = namespace
         self._commit = commit
         self._pictures = Pictures()
         self._said: set[str] = set()
@@ -69,6 +78,11 @@ class WandbSink:
 
     def __repr__(self) -> str:
         return f"WandbSink(run={self._run.id!r})"
+
+    @property
+    def run(self) -> Any:
+        """The run, as it was given."""
+        return self._run
 
     def before_run_ends(self, callback: Callable[[], object]) -> None:
         """Call back once when the run ends, however it ends, while `write` and `alert` still work: for a last flush.
@@ -85,7 +99,8 @@ class WandbSink:
         self._define_metrics(snapshot, self._placement)
         self._tell_order(snapshot)
         row = HistoryRow.of(self._grouping.apply(snapshot))
-        self._placement.put(self, _RunRow(row, self._pictures if self._histograms else None), commit=self._commit)
+        pictures = self._pictures if self._histograms else None
+        self._placement.put(self, _RunRow(row, pictures, self._namespace), commit=self._commit)
         if self._placement.num_waiting > 1:
             self._show_newest(row, self._placement)
 
@@ -119,7 +134,7 @@ class WandbSink:
 
     def _show_newest(self, row: HistoryRow, placement: Placement) -> None:
         """Rows pile up, as the script logs rarely or never: keep at least the run's summary fresh."""
-        self._run.summary.update(row.vitals())
+        self._run.summary.update(_in_namespace(row.vitals(), self._namespace))
         if placement.num_user_calls == 0 and placement.num_waiting >= _STARVED_WINDOWS:
             self._say(
                 "starved",
@@ -139,7 +154,8 @@ class WandbSink:
         names = list(self._grouping.apply(snapshot).names)
         if names != self._told_names:
             self._told_names = names
-            self._run.config.update({"gradwatch": {"names": names}}, allow_val_change=True)
+            told = {"names": names} if not self._namespace else {self._namespace: {"names": names}}
+            self._run.config.update({"gradwatch": told}, allow_val_change=True)
 
     # ---- metric definitions
 
@@ -219,13 +235,15 @@ class _RunRow:
 
     row: HistoryRow
     pictures: Pictures | None
+    namespace: str = ""
 
     def merge(self, later: _RunRow) -> _RunRow:
-        return _RunRow(self.row.merge(later.row), later.pictures)
+        return _RunRow(self.row.merge(later.row), later.pictures, later.namespace)
 
     def parts(self) -> list[dict[str, Any]]:
         values: list[tuple[str, Any, int]] = [
-            (key, value, len(key) + _NUMBER_BYTES) for key, value in self.row.scalars().items()
+            (key, value, len(key) + _NUMBER_BYTES)
+            for key, value in _in_namespace(self.row.scalars(), self.namespace).items()
         ]
         if self.pictures is not None and self.row.pictured is not None:
             values += _histograms(self.pictures, self.row.pictured)
@@ -247,6 +265,17 @@ class _TableRow:
 
         newest = max(row[self.columns.index("step")] for row in self.rows)
         return [{STEP_KEY: newest, TABLE_KEY: wandb.Table(columns=[*self.columns], data=self.rows)}]
+
+
+def _in_namespace(values: dict[str, Number], namespace: str) -> dict[str, Number]:
+    """The whole model's numbers below a namespace; the step, and what has a layer's name, stay."""
+    if not namespace:
+        return values
+    own = f"gradwatch/{namespace}/"
+    return {
+        key if key == STEP_KEY or not key.startswith("gradwatch/") else own + key.removeprefix("gradwatch/"): value
+        for key, value in values.items()
+    }
 
 
 def _histograms(pictures: Pictures, snapshot: Snapshot) -> Iterator[tuple[str, Any, int]]:
