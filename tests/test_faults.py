@@ -1,0 +1,342 @@
+"""What goes wrong around a training: the server, the disk, the clock, processes, and the user's own callbacks.
+
+The law of all of them: training is never held up, W&B gets the user's rows as without us and each of ours once, and
+every kind of trouble is told once.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gradients import Chosen, step
+from offline import history
+
+import wandb_gradwatch
+from wandb_gradwatch import MemorySink
+from wandb_gradwatch.rules import Alert
+
+STEPS, LOG_EVERY = 40, 5
+FLUSHED = list(range(LOG_EVERY, STEPS + 1, LOG_EVERY))
+
+
+def train(run: Any, **options: Any) -> wandb_gradwatch.Watcher:
+    """40 watched steps with the gradient {3, 4}, logged as users do; the watcher is left to the run's end."""
+    model = Chosen(a=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    watcher = wandb_gradwatch.watch(model, run=run, log_every=LOG_EVERY, **options)
+    for number in range(STEPS):
+        step(model, optimizer, a=[3, 4])
+        run.log({"loss": float(number)}, step=number)
+    return watcher
+
+
+def assert_complete(rows: list[dict[str, Any]]) -> None:
+    """The user's rows are as without us, and each of ours is there once, in order, with the right number."""
+    assert [(row["_step"], row["loss"]) for row in rows if "loss" in row] == [(n, float(n)) for n in range(STEPS)]
+    ours = [row for row in rows if "gradwatch/grad_norm" in row]
+    assert [row["gradwatch/step"] for row in ours] == FLUSHED
+    assert {row["gradwatch/grad_norm"] for row in ours} == {5.0}  # 9 + 16 = 25
+
+
+# ---- the server
+
+
+@pytest.mark.parametrize("trouble", ["500", "drop", "hang"])
+def test_no_row_is_lost_or_doubled_by_a_server_in_trouble(
+    start_run: Any, loopback: Any, said: Any, trouble: Any
+) -> None:
+    run = start_run(server=loopback)
+    loopback.fault("*", trouble)
+    watcher = train(run)  # gets to its end while the server answers nothing at all
+    assert watcher.step == STEPS
+    loopback.heal()
+    run.finish()
+    assert_complete(loopback.runs[run.id].history)
+    assert said() == []
+
+
+@pytest.mark.xfail(reason="the flight recorder's table asks the server, and fails the rows after it", strict=True)
+@pytest.mark.parametrize("trouble", ["500", "drop"])
+def test_an_alert_gets_through_a_server_in_trouble(start_run: Any, loopback: Any, trouble: Any) -> None:
+    run = start_run(server=loopback)
+    loopback.fault("NotifyScriptableRunAlert", trouble, times=1)
+    model = Chosen(a=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with wandb_gradwatch.watch(model, run=run, log_every=LOG_EVERY):
+        for number in range(10):
+            step(model, optimizer, a=[3, float("nan")] if number == 4 else [3, 4])
+            run.log({"loss": 0.0})
+    run.finish()
+    recorded = loopback.runs[run.id]
+    assert [alert["title"] for alert in recorded.alerts] == ["NaN gradient"]
+    assert len([row for row in recorded.history if "gradwatch/grad_norm" in row]) == 2
+
+
+def test_a_server_that_is_gone_costs_nothing_but_the_upload(start_run: Any, said: Any) -> None:
+    from loopback import LoopbackServer
+
+    with LoopbackServer() as server:
+        run = start_run(server=server, settings={"finish_timeout": 1.0})
+    train(run)
+    run.finish()
+    assert_complete(history(run))
+    assert said() == []
+
+
+# ---- the disk, and the end of the process
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A script that has ended."""
+
+    code: int
+    output: str
+    errors: str
+    directory: Path
+
+
+_SCRIPT = """
+import os, signal, sys
+import torch, wandb, wandb_gradwatch
+
+run = wandb.init(project="loopback")
+model = torch.nn.Linear(2, 1, bias=False)
+torch.nn.init.ones_(model.weight)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+if WATCHED:
+    wandb_gradwatch.watch(model, log_every=5)
+BEFORE
+for number in range(40):
+    optimizer.zero_grad()
+    model(torch.tensor([[3.0, 4.0]])).sum().backward()
+    optimizer.step()
+    run.log({"loss": float(number)}, step=number)
+print("trained", model.weight.tolist(), flush=True)
+AFTER
+"""
+
+
+# wandb-core writes the run's file; the limit is on every process that holds one, ours included.
+_DISK_FULL = """
+import psutil, resource
+for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (4096, 4096))
+"""
+
+# name -> watched, before the training, after it
+_SCRIPTS = {
+    "a full disk, unwatched": (False, _DISK_FULL, ""),
+    "a full disk": (True, _DISK_FULL, ""),
+    "kill -9": (True, "", "os.kill(os.getpid(), signal.SIGKILL)"),
+    "an exception": (True, "", "raise ValueError('the training failed')"),
+    "the model goes first": (True, "", "del model, optimizer"),
+}
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory, script_environment: Any) -> dict[str, Ended]:
+    """Run all scripts side by side: importing torch and wandb is what takes the time."""
+    started = {}
+    for name, (watched, before, after) in _SCRIPTS.items():
+        directory = tmp_path_factory.mktemp("ended")
+        program = _SCRIPT.replace("WATCHED", str(watched)).replace("BEFORE", before).replace("AFTER", after)
+        process = subprocess.Popen(
+            [sys.executable, "-c", program],
+            env=script_environment(WANDB_DIR=str(directory), WANDB_CONSOLE="off"),
+            cwd=directory,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        started[name] = (process, directory)
+    done = {}
+    for name, (process, directory) in started.items():
+        output, errors = process.communicate()
+        done[name] = Ended(process.returncode, output, errors, directory)
+    return done
+
+
+def test_a_full_disk_does_not_touch_the_training(ended: dict[str, Ended]) -> None:
+    plain, watched = ended["a full disk, unwatched"], ended["a full disk"]
+    assert plain.output.startswith("trained"), plain.errors
+    assert (watched.output, watched.code) == (plain.output, plain.code)
+    assert "wandb_gradwatch" not in watched.errors
+
+
+def test_kill_9_loses_no_more_than_wandb_does(ended: dict[str, Ended]) -> None:
+    killed = ended["kill -9"]
+    assert killed.code == -9, killed.errors
+    rows = history(killed.directory)
+    # W&B keeps what had reached it. A row that is there has what was due of ours: step 5 is the user's row 4.
+    assert [row["loss"] for row in rows] == list(range(len(rows)))
+    ours = [(row["_step"], row["gradwatch/step"]) for row in rows if "gradwatch/grad_norm" in row]
+    assert ours == [(step - 1, step) for step in FLUSHED if step <= len(rows)]
+
+
+@pytest.mark.parametrize(("name", "code"), [("an exception", 1), ("the model goes first", 0)])
+def test_a_script_may_end_while_it_is_watched(ended: dict[str, Ended], name: str, code: int) -> None:
+    script = ended[name]
+    assert script.code == code, script.errors
+    assert "wandb_gradwatch" not in script.errors
+    assert_complete(history(script.directory))
+
+
+def test_a_forked_child_that_trains_on_logs_nothing_into_its_parents_run(start_run: Any, loopback: Any) -> None:
+    run = start_run(server=loopback)
+    model = Chosen(a=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    wandb_gradwatch.watch(model, run=run, log_every=LOG_EVERY)
+    for number in range(STEPS):
+        step(model, optimizer, a=[3, 4])
+        run.log({"loss": float(number)}, step=number)
+        if number == 12:
+            child = os.fork()
+            if child == 0:
+                for _ in range(STEPS):
+                    step(model, optimizer, a=[30, 40])
+                os._exit(0)
+            assert os.waitpid(child, 0)[1] == 0
+    run.finish()
+    assert_complete(loopback.runs[run.id].history)
+
+
+class Gradients(torch.utils.data.Dataset[list[float]]):
+    """Forty times the same; in a worker process it also meets the watched model."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+
+    def __len__(self) -> int:
+        return STEPS
+
+    def __getitem__(self, index: int) -> list[float]:
+        with torch.no_grad():
+            assert float(self.model.a.sum()) == 2
+        return [3.0, 4.0]
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_workers_of_a_data_loader_neither_log_nor_hang(start_run: Any, loopback: Any, method: str) -> None:
+    run = start_run(server=loopback)
+    model = Chosen(a=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    wandb_gradwatch.watch(model, run=run, log_every=LOG_EVERY)
+    loader = torch.utils.data.DataLoader(
+        Gradients(model), batch_size=None, num_workers=1, multiprocessing_context=method
+    )
+    for number, gradient in enumerate(loader):
+        step(model, optimizer, a=gradient)
+        run.log({"loss": float(number)}, step=number)
+    run.finish()
+    assert_complete(loopback.runs[run.id].history)
+
+
+# ---- the clock
+
+
+def test_a_clock_that_jumps_moves_no_number(monkeypatch: pytest.MonkeyPatch, said: Any) -> None:
+    now = time.time
+    calls = iter(range(1_000_000))
+    monkeypatch.setattr(time, "time", lambda: now() + (-1) ** next(calls) * 86400.0)
+    memory = MemorySink()
+    model = Chosen(a=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with wandb_gradwatch.watch(model, sinks=[memory], log_every=LOG_EVERY):
+        for number in range(STEPS):
+            step(model, optimizer, a=[3, float("inf")] if number == 30 else [3, 4])
+    merged = memory.merged()
+    assert merged is not None
+    assert merged.steps.tolist() == list(range(1, STEPS + 1))
+    assert all(0 <= snapshot.overhead_ratio <= 1 for snapshot in memory.snapshots)
+    assert [(alert.title, alert.step) for alert in memory.alerts] == [("Inf gradient", 31)]
+    assert said() == []
+
+
+# ---- what the user hands in
+
+
+class Broken:
+    """A sink that raises in one of its methods, and counts how often it is asked."""
+
+    def __init__(self, method: str) -> None:
+        self.method, self.calls = method, 0
+
+    def _call(self, method: str) -> None:
+        if method == self.method:
+            self.calls += 1
+            raise OSError(28, "No space left on device")
+
+    def write(self, snapshot: Any) -> None:
+        self._call("write")
+
+    def alert(self, alert: Alert) -> None:
+        self._call("alert")
+
+    def close(self) -> None:
+        self._call("close")
+
+
+def with_nan(**options: Any) -> tuple[torch.Tensor, MemorySink]:
+    """A training with a NaN in every step from the tenth on: final parameters, and what a good sink saw."""
+    memory = MemorySink()
+    model = Chosen(a=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    sinks = [*options.pop("sinks", []), memory]
+    with wandb_gradwatch.watch(model, sinks=sinks, log_every=LOG_EVERY, **options):
+        for number in range(20):
+            step(model, optimizer, a=[1, float("nan")] if number == 10 else [1, 1])
+    return model.a.detach().clone(), memory
+
+
+@pytest.mark.parametrize("method", ["write", "alert", "close"])
+def test_a_sink_that_raises_is_dropped_and_said_once(said: Any, method: str) -> None:
+    broken = Broken(method)
+    parameters, memory = with_nan(sinks=[broken])
+    assert parameters[1].isnan()
+    assert parameters[0] == 1 - 20 * 0.125
+    assert broken.calls == 1
+    assert [len(snapshot) for snapshot in memory.snapshots] == [5, 5, 5, 5]
+    assert [alert.title for alert in memory.alerts] == ["NaN gradient"]
+    assert said() == ["wandb_gradwatch: Broken failed and is dropped; training and the other sinks go on."]
+
+
+def test_a_rule_that_raises_is_dropped_and_said_once(said: Any) -> None:
+    calls = []
+
+    def broken(snapshot: Any) -> None:
+        calls.append(snapshot)
+        raise ZeroDivisionError("a rule of the user's")
+
+    _, memory = with_nan(rules=[broken, *wandb_gradwatch.rules.default_rules()])
+    assert len(calls) == 1
+    assert [alert.title for alert in memory.alerts] == ["NaN gradient"]
+    assert [message.startswith("the rule") for message in said()] == [True]
+
+
+def test_what_on_alert_raises_reaches_the_training_loop_and_watching_goes_on() -> None:
+    def stop(alert: Alert) -> None:
+        raise RuntimeError(f"stop: {alert.title}")
+
+    memory = MemorySink()
+    model = Chosen(a=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    raised = []
+    with wandb_gradwatch.watch(model, sinks=[memory], log_every=LOG_EVERY, on_alert=stop):
+        for number in range(20):
+            try:
+                step(model, optimizer, a=[1, float("nan")] if number == 10 else [1, 1])
+            except RuntimeError as error:
+                raised.append(str(error))
+    assert raised == ["stop: NaN gradient"]
+    merged = memory.merged()
+    assert merged is not None
+    assert merged.steps.tolist() == list(range(1, 21))
