@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,12 @@ from typing import Any
 def offline_file(run_or_directory: Any) -> Path:
     """The `.wandb` file of a run, or of the only offline run below a directory."""
     if isinstance(run_or_directory, Path):
-        (path,) = run_or_directory.rglob("run-*.wandb")
-        return path
+        for _ in range(100):  # a script's own process can end before W&B's has made the file
+            if paths := list(run_or_directory.rglob("run-*.wandb")):
+                (path,) = paths
+                return path
+            threading.Event().wait(0.1)
+        raise FileNotFoundError(f"no offline run below {run_or_directory}")
     return Path(run_or_directory.settings.sync_file)
 
 

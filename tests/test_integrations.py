@@ -64,6 +64,8 @@ EXAMPLES = {
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_runs_offline(name: str, tmp_path: Path) -> None:
+    from offline import records
+
     from wandb_gradwatch.dashboards.read import read_run
 
     pytest.importorskip(EXAMPLES[name].split(".")[0])
@@ -79,6 +81,7 @@ def test_an_example_runs_offline(name: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "wandb_gradwatch has failed" not in done.stderr
     (folder,) = (path for path in (tmp_path / "wandb").glob("offline-run-*") if path.is_dir())
+    records(tmp_path)  # the file can lag behind the end of the script: wait for its end record
     history = read_run(folder)
     assert history.steps.tolist() == [10, 20, 30, 40]  # each logs every tenth of 40 steps
     assert all(value > 0 for value in history.values["gradwatch/grad_norm"])

@@ -75,12 +75,11 @@ class Reducer:
 
     Args:
         name: tells this reducer's traffic from that of others; the same on every rank.
-        wait: for the slowest rank to reach the same flush.
     """
 
-    def __init__(self, name: str, *, wait: timedelta = WAIT) -> None:
+    def __init__(self, name: str) -> None:
         self._name = name
-        self._wait = wait
+        self._wait = WAIT
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self._todo: queue.SimpleQueue[LocalWindow | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[MergedWindow] = queue.SimpleQueue()

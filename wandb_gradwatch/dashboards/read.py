@@ -169,6 +169,7 @@ class _Reading:
         table_path = row.get(f"{FLIGHT_RECORDER_KEY}.path")
         if isinstance(table_path, str):
             self.table_path = table_path
+            return  # the table has a row of its own: no gap in the curves
         step_value = _number(row.get(STEP_KEY))
         if step_value is None or not np.isfinite(step_value):
             return  # a row of the user's alone
