@@ -26,6 +26,7 @@ from .dashboards.history import HISTOGRAM_PREFIX, RunHistory
 from .dashboards.page import write_page
 from .dashboards.read import read_run
 from .rules import Alert
+from .summary import Summary
 from .terminal import Progress, Terminal
 from .watch import watch
 
@@ -45,6 +46,7 @@ LOG_EVERY: Final = 10
 MIN_STEPS: Final = 100  # the accident comes in the middle, when the rules have seen enough to know what is normal
 DEFAULT_STEPS: Final = 300
 PROJECT: Final = "wandb-gradwatch-demo"
+RUN_NAME: Final = "a learning-rate accident"
 PAGE_NAME: Final = "page.html"
 
 
@@ -114,12 +116,14 @@ class Training:
         steps: optimizer steps done.
         seconds: wall time of the training loop.
         interrupted: Ctrl-C ended it.
+        summary: the watcher's own, at the end.
     """
 
     run_folder: Path
     steps: int
     seconds: float
     interrupted: bool
+    summary: Summary
 
 
 def run_demo(output: Path, *, steps: int = DEFAULT_STEPS, online: bool = False, terminal: Terminal) -> int:
@@ -171,7 +175,9 @@ def _train(output: Path, steps: int, online: bool, terminal: Terminal) -> Traini
         f"{len(corpus) / 1e6:.1f} MB of Python's own library, on {device.type}"
     )
     settings = wandb.Settings(silent=True, console="off")  # the demo says itself where its run is
-    run = wandb.init(project=PROJECT, dir=output, mode="online" if online else "offline", settings=settings)
+    run = wandb.init(
+        project=PROJECT, name=RUN_NAME, dir=output, mode="online" if online else "offline", settings=settings
+    )
     accident = range(steps // 2, steps // 2 + ACCIDENT_STEPS)
     last_good = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     done, interrupted, started = 0, False, time.monotonic()
@@ -183,7 +189,7 @@ def _train(output: Path, steps: int, online: bool, terminal: Terminal) -> Traini
         def show(alert: Alert) -> None:
             say(alert.step, terminal.alert(alert.title, alert.level))
 
-        with run, watch(model, log_every=LOG_EVERY, on_alert=show):
+        with run, watch(model, log_every=LOG_EVERY, on_alert=show) as watcher:
             try:
                 for step in range(1, steps + 1):
                     if step == accident.start:
@@ -205,7 +211,8 @@ def _train(output: Path, steps: int, online: bool, terminal: Terminal) -> Traini
                     progress.update(step, f"loss {loss_now:.3f}")
             except KeyboardInterrupt:
                 interrupted = True
-    return Training(Path(run.settings.sync_dir), done, time.monotonic() - started, interrupted)
+            summary = watcher.summary()
+    return Training(Path(run.settings.sync_dir), done, time.monotonic() - started, interrupted, summary)
 
 
 def _set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
@@ -224,12 +231,14 @@ def _say_what_was_logged(training: Training, history: RunHistory, terminal: Term
     if training.interrupted:
         terminal.print(f"  stopped by Ctrl-C at step {training.steps}; what was logged until then is kept")
     own = [key for key in history.values if not key.startswith("_")]
+    # A flight recorder's table has a row of its own.
+    num_rows = np.count_nonzero(np.isfinite(history.values.get("gradwatch/grad_norm", np.empty(0))))
     num_histograms = sum(len(series.steps) for series in history.histograms.values())
     facts = [
         ("training", f"{training.steps} steps in {training.seconds:.0f} s"),
         (
             "in the run",
-            f"{len(history.steps)} rows of gradients, {len(own)} scalar keys, {num_histograms} histograms "
+            f"{num_rows} rows of gradients, {len(own)} scalar keys, {num_histograms} histograms "
             f"({HISTOGRAM_PREFIX}*) of {len(history.histograms)} parameters",
         ),
     ]
@@ -248,6 +257,9 @@ def _say_what_was_logged(training: Training, history: RunHistory, terminal: Term
         facts.append(("overhead", f"{np.nanmedian(overhead):.1%} of the training's time"))
     terminal.print()
     terminal.pairs(facts)
+    terminal.title("watcher.summary()")
+    for line in training.summary.text(ascii_only=terminal.ascii_only).splitlines():
+        terminal.print(f"  {line}".rstrip())
     if history.alerts:
         terminal.title("Alerts in the run (W&B passes them on to Slack or e-mail)")
         for alert in history.alerts:

@@ -98,6 +98,11 @@ class FlightRecorder:
         """The notes kept, by step."""
         return {step: dict(note) for step, note in self._notes.items()}
 
+    @property
+    def alerts(self) -> tuple[Alert, ...]:
+        """The alerts kept, oldest first."""
+        return tuple(self._alerts)
+
     def history(self) -> Snapshot | None:
         """All kept samples as one snapshot, with the newest histogram; None before the first.
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, TextIO
 
+BLOCKS: Final = "▁▂▃▄▅▆▇█"  # for a line in one line of text
 _STYLES: Final = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
 _LEVEL_STYLE: Final = {"ERROR": "red", "WARN": "yellow", "INFO": "cyan"}
 _MAX_WIDTH: Final = 100  # longer lines are hard to read, however wide the window
@@ -41,7 +42,9 @@ class Terminal:
         if self.colour is None:
             self.colour = is_terminal and not os.environ.get("NO_COLOR")
         self.width = min(shutil.get_terminal_size().columns, _MAX_WIDTH)
-        self.marks = _marks(getattr(self.stream, "encoding", None) or "utf-8")
+        encoding = getattr(self.stream, "encoding", None) or "utf-8"
+        self.marks = _marks(encoding)
+        self.ascii_only = not can_write(BLOCKS, encoding)
 
     def style(self, text: str, *styles: str) -> str:
         """The text in these styles: bold, dim, red, green, yellow, cyan."""
@@ -113,11 +116,18 @@ class Marks:
 def _marks(encoding: str) -> Marks:
     """The signs where the encoding has them all, ASCII otherwise."""
     marks = Marks()
+    if can_write("".join(vars(marks).values()), encoding):
+        return marks
+    return Marks(full="#", rest="-", warning="!", good="+", bad="x", times="x", dash="-")
+
+
+def can_write(text: str, encoding: str) -> bool:
+    """Whether an encoding has all characters of a text."""
     try:
-        "".join(vars(marks).values()).encode(encoding)
+        text.encode(encoding)
     except (UnicodeEncodeError, LookupError):
-        return Marks(full="#", rest="-", warning="!", good="+", bad="x", times="x", dash="-")
-    return marks
+        return False
+    return True
 
 
 class Progress:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import itertools
 import logging
+import math
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -27,6 +28,7 @@ from .rules import Alert
 from .sinks import Sink
 from .snapshot import Snapshot
 from .statistics.columns import NUM_COLUMNS
+from .summary import Summary, summarise
 from .window import ArrivedFlush, ArrivedSample, Sample, Window
 
 logger: Final = logging.getLogger("wandb_gradwatch")
@@ -157,6 +159,14 @@ class Watcher:
         """Probable causes of what the last samples show, most probable first; none for a healthy training."""
         self._collect()
         return self._delivery.diagnose()
+
+    def summary(self) -> Summary:
+        """The worst layers of the last samples, the total norm, the alerts: print it, or let a notebook show it."""
+        self._collect()
+        self._delivery.judge()
+        recorder, latest = self._delivery.recorder, self._delivery.latest
+        overhead_ratio = math.nan if latest is None else latest.overhead_ratio
+        return summarise(recorder.history(), alerts=recorder.alerts, overhead_ratio=overhead_ratio)
 
     def note(self, **context: object) -> None:
         """Keep a few words or numbers with the open step, for the flight recorder: `watcher.note(batch=17)`."""
