@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from offline import records
 
 from wandb_gradwatch.dashboards.history import RunHistory
 from wandb_gradwatch.dashboards.read import read_run
@@ -41,6 +42,7 @@ def run_example(name: str, folder: Path, *launcher: str) -> tuple[str, RunHistor
     assert "wandb_gradwatch has failed" not in result.stderr
     runs = [path for path in (folder / "wandb").glob("offline-run-*") if path.is_dir()]
     assert len(runs) == 1, f"{len(runs)} runs"
+    records(folder)  # the file can lag behind the end of the script: wait for its end record
     return result.stdout, read_run(runs[0])
 
 
