@@ -89,7 +89,7 @@ function chartCard(key, parts, { wide = false } = {}) {
       continue;
     }
     const host = element("div", { class: "chart" });
-    picture.append(host);
+    picture.append(part.caption ? element("p", { class: "caption" }, part.title) : "", host);
     queue(() => new LineChart(host, { label: part.title ?? content.words[key].title, xs: content.steps, ...part }));
   }
   return node;
@@ -129,23 +129,27 @@ function quantileCard() {
 }
 
 // bf16 ends where float32 does: its headroom would press the others' flat.
-const FORMATS = [["fp16", "fp16", 0], ["bf16", "bf16", 2], ["fp8_e5m2", "fp8 e5m2", 5], ["fp8_e4m3", "fp8 e4m3", 1]];
+const FORMATS = [["fp16", "fp16", 0], ["bf16", "bf16", 4], ["fp8_e5m2", "fp8 e5m2", 3], ["fp8_e4m3", "fp8 e4m3", 1]];
 
 function precisionCard() {
   const share = (what) => FORMATS.flatMap(([key, label, place]) => globalSeries(`${key}_${what}_ratio`, label, place, { format: formatShare }));
-  const shares = { canLog: false, height: 130, format: formatShare, tick: formatShareTick };
   const headroom = FORMATS.filter(([key]) => key !== "bf16").flatMap(([key, label, place]) => globalSeries(`${key}_headroom`, label, place));
-  return chartCard("precision", [
-    { ...shares, title: "Share below full precision", series: share("underflow") },
-    { ...shares, title: "Share that would become 0", none: "No element would become 0 in any of these formats.", series: share("flush") },
-    { canLog: false, height: 130, title: "Octaves up to overflow", series: headroom },
-  ]);
+  const chart = { canLog: false, height: 130, caption: true };
+  const shares = { ...chart, format: formatShare, tick: formatShareTick };
+  return chartCard(
+    "precision",
+    [
+      { ...shares, title: "Share that would lose digits", series: share("underflow") },
+      { ...shares, title: "Share that would become 0", none: "No element would become 0 in any of these formats.", series: share("flush") },
+      { ...chart, title: "Octaves from the largest element to overflow", series: headroom },
+    ],
+    { wide: true },
+  );
 }
 
 function smallCards() {
   return [
     quantileCard(),
-    precisionCard(),
     chartCard("dead", [{ canLog: false, format: formatShare, tick: formatShareTick, series: globalSeries("dead_ratio", "of all elements", 0, { format: formatShare }) }]),
     chartCard("nonfinite", [{ none: "No element was NaN or Inf.", canLog: false, series: [...globalSeries("num_nan", "NaN", 3, { kind: "bars" }), ...globalSeries("num_inf", "Inf", 1, { kind: "bars" })] }]),
     content.globals["gradwatch/loss_scale"] === undefined
@@ -218,6 +222,7 @@ function build() {
       parts.push(layersCard(), linesCard());
     }
     if (content.histograms.items.length) parts.push(histogramCard());
+    parts.push(precisionCard());
     parts.push(element("div", { class: "pair" }, smallCards()));
   }
   if (content.flightRecorder !== null) parts.push(recorderSection());
