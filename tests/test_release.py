@@ -1,0 +1,100 @@
+"""What a stranger meets first: the README's words, the tables, the API pages, the oldest versions."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import importlib
+import json
+import pkgutil
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+import wandb_gradwatch
+from benchmarks import table
+from wandb_gradwatch.sinks import MemorySink
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+RECIPES = re.findall(r"^\|[^|]*\| `(watch\(.*?\))` \|$", README, re.MULTILINE)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.ModuleDict({"attn": nn.Linear(2, 2)})
+
+
+def test_the_readme_has_recipes() -> None:
+    assert len(RECIPES) >= 5
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_of_the_readme_runs(recipe: str) -> None:
+    model = Model()
+    names = {"model": model, "generator": model, "discriminator": Model(), "MemorySink": MemorySink}
+    call = ast.parse(recipe, mode="eval").body
+    assert isinstance(call, ast.Call)
+    if not any(keyword.arg == "sinks" for keyword in call.keywords):
+        call.keywords.append(ast.parse("f(sinks=[MemorySink()])", mode="eval").body.keywords[0])  # type: ignore[attr-defined]
+    with eval(ast.unparse(call), {"watch": wandb_gradwatch.watch, **names}) as watcher:
+        assert watcher.parameter_names
+
+
+def test_the_tables_are_those_of_the_results() -> None:
+    results = [json.loads(path.read_text(encoding="utf-8")) for path in table.RESULTS if path.exists()]
+    if not results:
+        pytest.skip("no results: run make bench")
+    for path, text in table.pages(README, results).items():
+        assert path.read_text(encoding="utf-8") == text, f"{path.name}: run python -m benchmarks.table"
+
+
+def test_another_result_changes_the_readme() -> None:
+    cost = {"sampled_ms": 1.0, "amortised_ms": 0.5, "spread_ms": 0.1, "sampled_cpu_ms": 1.0}
+    cost |= {"host_reads": 2.0, "row_bytes": 2048.0, "rows_per_step": 0.5, "peak_mib": 3.0}
+    task = {"name": "a model", "num_tensors": 2, "num_elements": 3_000_000, "batch": "4 rows", "rounds": 7}
+    task |= {"step_ms": 50.0, "unwatched_ms": 5.0, "pass_ms": 0.25, "costs": {"somebody": cost}}
+    machine = {"device": "an abacus", "cores": 1, "threads": 1, "system": "Linux", "python": "3", "commit": "abc"}
+    results = {"machine": machine | {"versions": {"torch": "9"}}, "tasks": [task]}
+    pages = table.pages(README, [results])
+    # 0.5 of 50 ms are 1 %; 1 ms are 4 passes of 0.25; 2 KiB every second step are 1 KiB a step.
+    assert "| somebody | 1.0 % | 4.0 | 2 | 1.0 |" in pages[table.README]
+    assert "| somebody | 1.00 | 0.10 | 1.00 | 4.0 | 0.50 | 1.0 % | 2 | 2,048 | 1,024 | 3 |" in pages[table.PAGE]
+    assert "an abacus" in pages[table.README]
+
+
+def test_every_public_name_has_an_api_page(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pdoc", "--docformat", "google", "--output-directory", str(tmp_path)]
+    subprocess.run([*command, "wandb_gradwatch"], check=True, capture_output=True, text=True)
+    page = (tmp_path / "wandb_gradwatch.html").read_text(encoding="utf-8")
+    assert [name for name in wandb_gradwatch.__all__ if name != "__version__" and f'id="{name}"' not in page] == []
+
+
+def _modules() -> list[str]:
+    found = pkgutil.walk_packages(wandb_gradwatch.__path__, "wandb_gradwatch.")
+    return [module.name for module in found if not module.name.endswith(("__main__", ".cuda"))]
+
+
+def test_examples_in_docstrings_are_true() -> None:
+    failed = {name: doctest.testmod(importlib.import_module(name)).failed for name in _modules()}
+    assert {name: number for name, number in failed.items() if number} == {}
+
+
+def test_the_oldest_versions_are_those_that_the_program_is_run_with() -> None:
+    pyproject = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    pattern = r"^dependencies = .*\"wandb>=([0-9.]*)\".*"  # .ci/run finds the version with the same expression
+    assert re.search(pattern, pyproject, re.MULTILINE), "the dependencies are written in another way"
+    assert "tests/oldest_versions.py" in (ROOT / ".ci/run").read_text(encoding="utf-8")
+
+
+def test_todays_versions_do_what_is_asked_of_the_oldest(script_environment: Any) -> None:
+    program = [sys.executable, str(ROOT / "tests/oldest_versions.py")]
+    done = subprocess.run(program, env=script_environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("watches with torch")
