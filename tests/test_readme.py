@@ -1,0 +1,167 @@
+"""What the README shows as code runs as it stands there, and what it links to is there."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import wandb
+from torch import nn
+
+import wandb_gradwatch
+from wandb_gradwatch import ConsoleSink, MemorySink, default_rules, unwatch, watch
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+RECIPES = re.findall(r"\| `(?:with )?(watch\(.+?\))(?: as .*)?` \|$", README, re.MULTILINE)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = nn.Linear(4, 4)
+
+
+class Model(nn.Module):
+    """Has what the README's snippets name: an `attn` inside a block, a `head`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.head = Block(), nn.Linear(4, 1)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return torch.as_tensor(self.head(torch.relu(self.block.attn(inputs))))
+
+
+def loss_function(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return 1e3 * nn.functional.mse_loss(outputs, targets)  # large enough for the rule about the head
+
+
+@pytest.fixture
+def readers_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """What a reader of a snippet has already: a model, an optimizer, data, and an empty folder to be in."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    monkeypatch.setenv("WEBHOOK_URL", "http://127.0.0.1:9/")  # nothing is sent: there is no alert
+    torch.manual_seed(0)
+    model = Model()
+    yield {
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=1e-6),
+        "loss_function": loss_function,
+        "data": [(torch.randn(8, 4), torch.ones(8, 1)) for _ in range(3)],
+    }
+    unwatch()
+    if wandb.run is not None:
+        wandb.finish()
+
+
+def train(names: dict[str, Any]) -> None:
+    for inputs, targets in names["data"]:
+        names["optimizer"].zero_grad()
+        loss_function(names["model"](inputs), targets).backward()
+        names["optimizer"].step()
+
+
+def test_there_are_snippets_and_recipes_to_run() -> None:
+    assert len(BLOCKS) >= 6
+    assert len(RECIPES) >= 10
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=[f"block_{index}" for index in range(len(BLOCKS))])
+def test_every_snippet_runs(block: str, readers_names: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    if "wandb.init" not in block:
+        wandb.init(project="demo", settings=wandb.Settings(silent=True, console="off"))
+    with caplog.at_level(logging.WARNING, logger="wandb_gradwatch"):
+        exec(compile(block, "README.md", "exec"), readers_names)
+        if "watcher.remove()" not in block:
+            assert any(watcher.watches(readers_names["model"]) for watcher in wandb_gradwatch.watcher.WATCHERS)
+            train(readers_names)
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
+
+
+def test_the_rule_of_ones_own_speaks(readers_names: dict[str, Any]) -> None:
+    (block,) = [block for block in BLOCKS if "@wandb_gradwatch.rule" in block]
+    wandb.init(project="demo", settings=wandb.Settings(silent=True, console="off"))
+    exec(compile(block, "README.md", "exec"), readers_names)
+    (watcher,) = wandb_gradwatch.watcher.WATCHERS
+    train(readers_names)
+    watcher.flush()
+    (alert,) = [alert for alert in watcher.summary().alerts if alert.title == "Head too large"]
+    assert alert.level == "WARN"
+    assert "head.weight has a norm of" in alert.text
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_is_a_valid_call(recipe: str, readers_names: dict[str, Any]) -> None:
+    wandb.init(project="demo", settings=wandb.Settings(silent=True, console="off"))
+    scope = {
+        "watch": watch,
+        "wandb": wandb,
+        "MemorySink": MemorySink,
+        "ConsoleSink": ConsoleSink,
+        "generator": nn.Linear(2, 2),
+        "discriminator": nn.Linear(2, 1),
+        **readers_names,
+    }
+    watcher = eval(recipe.replace("\\|", "|"), scope)
+    train(readers_names)
+    assert watcher.parameter_names
+    watcher.remove()
+
+
+def test_the_thresholds_of_the_table_are_those_of_the_default_rules() -> None:
+    values = {
+        (type(rule).__name__, name): value for rule in default_rules() for name, value in sorted(vars(rule).items())
+    }
+    table = README[README.index("| title | when, by default |") : README.index("The cause is found")]
+    for (rule, name), words in {
+        ("ExplodingGradient", "stds"): "{:g} standard deviations",
+        ("ExplodingGradient", "window"): "the last {:g}",
+        ("ExplodingGradient", "min_factor"): "at least {:g} times",
+        ("ExplodingGradient", "growth"): "a steady rise of {:g} times",
+        ("VanishingGradient", "patience"): "for {:g} samples, unless",
+        ("DeadGradient", "patience"): "for {:g} samples |",
+        ("NoGradient", "patience"): "for {:g} samples;",
+        ("NoGradient", "zero_patience"): "exactly 0 for {:g};",
+        ("LossScaleCollapse", "patience"): "{:g} skipped updates in a row",
+        ("LossScaleCollapse", "min_scale"): "a scale below {:g}",
+    }.items():
+        assert words.format(values[rule, name]) in table
+    assert (values["ExplodingGradient", "threshold"], values["VanishingGradient", "min_norm"]) == (1e8, 1e-7)
+    assert "above 1e8" in table
+    assert "below 1e-7" in table
+    assert (values["VanishingGradient", "depth_factor"], values["DeadGradient", "max_ratio"]) == (1000, 0.5)
+    assert {rule.title for rule in default_rules()} <= set(
+        re.findall(r"[A-Z][a-zA-Z]+ (?:gradient|scale collapse)", table)
+    )
+
+
+def test_links_and_the_picture_lead_to_files_that_are_there() -> None:
+    links = re.findall(r"\]\(([^)#]+)\)", README)
+    assert "docs/page.png" in links
+    made = {"docs/benchmarks.md"}  # by `make bench`, with the table of the costs
+    missing = [link for link in links if "://" not in link and link not in made and not (ROOT / link).is_file()]
+    assert missing == []
+
+
+def test_the_examples_of_the_readme_are_all_there_and_all_named() -> None:
+    named = set(re.findall(r"examples/(\w+)\.py", README))
+    assert named == {path.stem for path in (ROOT / "examples").glob("*.py")}
+
+
+def test_every_room_of_the_package_stands_in_the_corridors_picture() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    picture = text[text.index("```\n gradient tensor") : text.index("The law behind it")]
+    package = ROOT / "wandb_gradwatch"
+    files = {path.name for path in package.glob("*.py")} - {"__init__.py"}
+    folders = {f"{path.parent.name}/" for path in package.glob("*/__init__.py")}
+    assert {room for room in files | folders if room not in picture} == set()
+    named = set(re.findall(r"[a-z_]+\.py", picture))
+    assert {name for name in named if not list(package.rglob(name))} == set()
