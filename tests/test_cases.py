@@ -681,3 +681,116 @@ def test_a_checker_of_equal_training_can_fail():
     plain = train(make, data, watched=False)
     other = train(make, [*data[:-1], data[-1] + 1e-3], watched=True)
     assert not all(torch.equal(plain[name], other[name]) for name in plain)
+
+
+def test_several_losses_before_the_first_step_are_one_sample():
+    model = Chosen(a=1, b=1)
+    first, second = SGD([model.a], lr=0.0), SGD([model.b], lr=0.0)
+    watcher, sink = watch(model)
+    for _ in range(3):
+        model.zero_grad()
+        model.loss(a=[3]).backward()
+        model.loss(b=[4]).backward()
+        first.step()
+        second.step()
+    assert watcher.step == 3
+    assert samples(watcher, sink).total_grad_norm.tolist() == [5, 5, 5]
+
+
+def test_an_overflowing_clip_is_an_explosion_not_a_zeroed_gradient():
+    model = Chosen(a=4)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    watcher, sink = watch(model, rules=None)
+    for number in range(12):
+        optimizer.zero_grad()
+        model.loss(a=[1e20 if number == 10 else 0.5] * 4).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    snapshot = samples(watcher, sink)
+    assert snapshot.total_grad_norm[10] == pytest.approx(2e20)
+    assert snapshot.total_grad_norm_clipped[10] == 0  # torch's own norm overflows, so that it clips to nothing
+    assert [alert.title for alert in sink.alerts] == ["Exploding gradient"]
+
+
+def test_blocks_that_are_trained_in_turn():
+    model = Chosen(head=1, body=1)
+    optimizer = SGD(model.parameters(), lr=0.0)
+    model.body.requires_grad_(False)
+    watcher, sink = watch(model)
+    step(model, optimizer, head=[2], body=[3])
+    model.head.requires_grad_(False)
+    model.body.requires_grad_(True)
+    for _ in range(3):
+        step(model, optimizer, head=[2], body=[3])
+    snapshot = samples(watcher, sink)
+    # The first gradient after the change is seen only when the optimizer uses it, perhaps clipped.
+    assert of(snapshot, "body", "grad_norm")[2:].tolist() == [3, 3]
+    assert of(snapshot, "body", "grad_norm_clipped")[1:].tolist() == [3, 3, 3]
+    assert np.isnan(of(snapshot, "head", "grad_norm")[1:]).all()
+
+
+def test_an_optimizer_whose_parameters_are_exchanged():
+    model = Chosen(a=1, b=1)
+    optimizer = SGD([model.a], lr=0.0)
+    watcher, sink = watch(model)
+    for parameter in (model.a, model.b, model.a):
+        optimizer.param_groups[0]["params"] = [parameter]
+        step(model, optimizer, a=[3], b=[4])
+    snapshot = samples(watcher, sink)
+    assert of(snapshot, "a", "grad_norm")[[0, 2]].tolist() == [3, 3]
+    assert of(snapshot, "b", "grad_norm")[1] == 4
+
+
+def test_a_gradient_replaced_twice_is_not_taken_for_the_first():
+    model = Chosen(a=1)
+    optimizer = SGD(model.parameters(), lr=0.0)
+    watcher, sink = watch(model)
+    for _ in range(8):
+        optimizer.zero_grad()
+        model.loss(a=[4]).backward()
+        model.a.grad = model.a.grad * 0.5
+        model.a.grad = model.a.grad * 0.5
+        optimizer.step()
+    snapshot = samples(watcher, sink)
+    assert of(snapshot, "a", "grad_norm").tolist() == [4] * 8
+    assert of(snapshot, "a", "grad_norm_clipped").tolist() == [1] * 8
+
+
+def test_a_flush_in_the_middle_of_an_accumulation_invents_no_sample():
+    model = Chosen(a=1)
+    optimizer = SGD(model.parameters(), lr=0.0)
+    watcher, sink = watch(model)
+    for number in range(4):
+        model.loss(a=[1]).backward()
+        if number == 1:
+            assert watcher.flush() is None
+    optimizer.step()
+    snapshot = samples(watcher, sink)
+    assert snapshot.steps.tolist() == [1]
+    assert of(snapshot, "a", "grad_norm").tolist() == [4]
+
+
+def test_a_step_on_zeroed_gradients_without_a_backward_logs_no_zero():
+    model = Chosen(a=1)
+    optimizer = SGD(model.parameters(), lr=0.0)
+    watcher, sink = watch(model)
+    step(model, optimizer, a=[3])
+    optimizer.zero_grad(set_to_none=False)
+    optimizer.step()
+    snapshot = samples(watcher, sink)
+    assert np.isnan(of(snapshot, "a", "grad_norm_clipped")).tolist() == [False, True]
+
+
+def test_an_optimizer_without_a_hash():
+    class Comparable(SGD):
+        def __eq__(self, other):
+            return self is other
+
+        __hash__ = None
+
+    model = Chosen(a=1)
+    optimizer = Comparable(model.parameters(), lr=0.0)
+    watcher, sink = watch(model)
+    for _ in range(2):
+        step(model, optimizer, a=[3])
+    assert of(samples(watcher, sink), "a", "grad_norm").tolist() == [3, 3]

@@ -267,3 +267,36 @@ def test_diagnose_is_silent_on_a_healthy_training():
         optimizer.step()
     assert watcher.diagnose() == []
     watcher.remove()
+
+
+def test_a_callback_that_raises_loses_no_row_and_no_other_callback():
+    heard = []
+
+    def stop(alert):
+        raise KeyError(alert.title)
+
+    model = Chosen(a=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    watcher, sink = watch(model, rules=None, log_every=2, on_alert=[stop, heard.append])
+    for number in range(1, 9):
+        try:
+            step(model, optimizer, a=[math.nan, math.inf] if number == 4 else [1, 1])
+        except KeyError:
+            assert number == 4
+    watcher.remove()
+    assert [snapshot.steps.tolist() for snapshot in sink.snapshots] == [[1, 2], [3, 4], [5, 6], [7, 8]]
+    assert [alert.title for alert in sink.alerts] == ["NaN gradient", "Inf gradient"]
+    assert heard == list(sink.alerts)
+
+
+def test_a_callback_that_removes_the_watcher_loses_nothing():
+    watchers = []
+    model = Chosen(a=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    watcher, sink = watch(model, rules=None, log_every=10, on_alert=lambda _: watchers[0].remove())
+    watchers.append(watcher)
+    for number in range(1, 9):
+        step(model, optimizer, a=[math.nan if number == 4 else 1])
+    assert sink.merged().steps.tolist() == [1, 2, 3, 4]
+    assert sink.closed
+    assert not model.a._post_accumulate_grad_hooks

@@ -323,3 +323,33 @@ def test_step_helper_is_what_it_says():
     optimizer = SGD(model.parameters(), lr=0.5)
     step(model, optimizer, a=[1])
     assert model.a.item() == 0.5
+
+
+def test_a_new_scaler_for_every_epoch():
+    model = Chosen(a=2)
+    optimizer = SGD(model.parameters(), lr=0.0)
+    watcher, sink = watch(model)
+    for _ in range(3):
+        scaler = scaler_of()
+        for _ in range(2):
+            amp_step(model, optimizer, scaler, a=[3, 4])
+        del scaler
+    snapshot = samples(watcher, sink)
+    assert snapshot.total_grad_norm.tolist() == [5] * 6
+    assert snapshot.clip_ratio == 0
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_loss_scaling_that_ends_and_begins_in_the_middle(fused):
+    model = Chosen(a=2)
+    optimizer, scaler = SGD(model.parameters(), lr=0.0, fused=fused), scaler_of()
+    watcher, sink = watch(model, rules=None)
+    for scaled in (False, True, True, False, False, True):
+        if scaled:
+            amp_step(model, optimizer, scaler, a=[3, 4])
+        else:
+            step(model, optimizer, a=[3, 4])
+    snapshot = samples(watcher, sink)
+    assert snapshot.total_grad_norm.tolist() == [5] * 6
+    assert snapshot.total_grad_norm_clipped == pytest.approx([5] * 6)
+    assert not sink.alerts

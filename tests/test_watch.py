@@ -50,6 +50,26 @@ SGD = torch.optim.SGD
         (nn.Linear(1, 1), {"group_by": "layer"}, ValueError, "group_by='layer' must be"),
         (nn.Linear(1, 1), {"start_step": -1}, ValueError, "start_step=-1 must be"),
         (nn.Linear(1, 1), {"rules": [3]}, TypeError, "3"),
+        (nn.Linear(1, 1), {"rules": len}, TypeError, "rules=<built-in function len> must be a list of rules"),
+        (nn.Linear(1, 1), {"optimizer": ["adam"]}, TypeError, "optimizer=['adam'] must be one torch.optim.Optimizer"),
+        (nn.Linear(1, 1), {"scaler": True}, TypeError, "scaler=True must be a torch.amp.GradScaler"),
+        (nn.Linear(1, 1), {"run": "mine"}, TypeError, "run='mine' must be what wandb.init() returns"),
+        (nn.Linear(1, 1), {"sinks": "console"}, TypeError, "sinks='console' must be a list of sinks"),
+        (nn.Linear(1, 1), {"sinks": [print]}, TypeError, "must be a list of sinks, with write(), alert() and close()"),
+        (nn.Linear(1, 1), {"on_alert": 5}, TypeError, "on_alert=5 must be a function, or several"),
+        (nn.Linear(1, 1), {"on_alert": [5]}, TypeError, "5 is no function"),
+        (nn.Linear(1, 1), {"probes": [3]}, TypeError, "probes=[3] must be a list of probes, but 3 is none"),
+        (nn.Linear(1, 1), {"metrics": 3}, TypeError, "metrics=3 must be a list of metrics"),
+        (nn.Linear(1, 1), {"include": 5}, ValueError, "include=5 must be a regular expression"),
+        (nn.Linear(1, 1), {"statistics": None}, ValueError, "statistics=None must be"),
+        (nn.Linear(1, 1), {"start_step": True}, ValueError, "start_step=True must be"),
+        (nn.Linear(1, 1), {"group_by": lambda name: 3}, TypeError, "must give a group's name, but gave 3 for 'weight'"),
+        (
+            {"a": nn.ModuleDict({"b": nn.Linear(1, 1)}), "a.b": nn.Linear(1, 1)},
+            {},
+            ValueError,
+            "two parameters would both be called 'a.b.weight'",
+        ),
     ],
 )
 def test_bad_arguments_raise_at_once_and_say_what_to_do(model, options, error, message):
@@ -68,8 +88,9 @@ def test_a_refused_watch_leaves_nothing_behind():
         watch(model, log_every=0)
     assert not model.a._post_accumulate_grad_hooks
     first, sink = watch(model)
-    with pytest.raises(ValueError, match="guard"):
-        watch(model, guard="no")
+    for options in ({"guard": "no"}, {"scaler": 3}, {"optimizer": 3}, {"rules": 3}, {"probes": [3]}, {"sinks": [3]}):
+        with pytest.raises((TypeError, ValueError), match=next(iter(options))):
+            watch(model, **options)
     step(model, SGD(model.parameters(), lr=0.1), a=[2])
     first.remove()
     assert sink.merged().total_grad_norm.tolist() == [2]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import Final
 
 
@@ -29,8 +30,9 @@ class Cadence:
             value = getattr(self, argument)
             if argument == "histogram_every" and value is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
                 raise ValueError(f"{argument}={value!r} must be a whole number of optimizer steps, at least {least}")
+            object.__setattr__(self, argument, int(value))  # numpy's whole numbers are welcome
 
     def sample_due(self, step: int) -> bool:
         """Whether this step is measured."""
@@ -49,9 +51,12 @@ class Cadence:
         if self.histogram_every == 0:
             return False
         if self.histogram_every is None:
-            next_flush = -(-step // self.log_every) * self.log_every
-            return first_of_window or step + self.sample_every > next_flush
+            return first_of_window or self.is_last_before_flush(step)
         return step // self.histogram_every != (step - self.sample_every) // self.histogram_every
+
+    def is_last_before_flush(self, step: int) -> bool:
+        """Whether no other step is measured between this one and the end of its window."""
+        return step + self.sample_every > -(-step // self.log_every) * self.log_every
 
     @property
     def keeps_newest_histogram(self) -> bool:

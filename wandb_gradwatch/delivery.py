@@ -35,6 +35,9 @@ _JUDGED_TOGETHER: Final = 32
 # One whose norm has grown this much since the last look, or that is not finite, is judged at once.
 _SUSPICIOUS_GROWTH: Final = 1.5
 
+# A norm above float16's largest value may overflow in the user's clipping, which then multiplies with 0: not zeroed.
+_CLIPPED_TO_NOTHING: Final = 65504.0
+
 _RECORDER_FILE: Final = "gradwatch-flight-recorder.npz"
 
 
@@ -109,7 +112,7 @@ class Delivery:
         self.judge()
         self.latest = snapshot = self.snapshot(samples, flush, overhead_ratio)
         for sink in list(self.sinks):
-            self.guarded(sink, sink.write, snapshot)
+            self.guarded(sink, "write", snapshot)
         return snapshot
 
     def snapshot(
@@ -136,12 +139,16 @@ class Delivery:
 
     def _drop_zeroed(self, arrived: ArrivedSample) -> None:
         """An optimizer whose every gradient was zeroed before its step received nothing: missing, not 0."""
+        # Zeros that no backward was seen to make are what zero_grad() left.
+        unseen = np.isnan(arrived.rows[:, Column.GRAD_SUM_SQ]) & (arrived.rows[:, Column.RECEIVED_SUM_SQ] == 0)
+        finite = arrived.rows[:, [Column.NUM_NAN, Column.NUM_INF]].sum(axis=1) == 0
+        arrived.rows[unseen & finite] = np.nan
         for slots in map(list, arrived.sample.updated):
             rows = arrived.rows[slots]
             received = rows[:, Column.RECEIVED_SUM_SQ]
             if arrived.skipped or np.nansum(received) != 0 or np.nansum(rows[:, [Column.NUM_NAN, Column.NUM_INF]]):
                 continue
-            if np.nansum(rows[:, Column.GRAD_SUM_SQ]) != 0:
+            if 0 < np.nansum(rows[:, Column.GRAD_SUM_SQ]) < _CLIPPED_TO_NOTHING**2:
                 arrived.rows[slots] = np.nan
                 self.say_no_gradient(
                     f"in step {arrived.sample.step} every gradient was already zero when the optimizer stepped, though "
@@ -167,8 +174,14 @@ class Delivery:
             return
         snapshot = self.snapshot(samples)
         self.recorder.add(snapshot)  # before the desk: the history of an alert has the alert's own sample
+        raised: CallbackError | None = None
         for alert in self._desk.process(snapshot):
-            self.send(with_diagnosis(alert, self.recorder.history(), **self._context))
+            try:
+                self.send(with_diagnosis(alert, self.recorder.history(), **self._context))
+            except CallbackError as error:
+                raised = raised or error
+        if raised is not None:
+            raise raised
 
     def judge_merged(self, merged: MergedWindow) -> None:
         """The same for a window that was merged over ranks."""
@@ -197,14 +210,17 @@ class Delivery:
         """To every sink, to the recorder and to the user's callbacks; an error also leaves the evidence."""
         self.recorder.alert(alert)
         for sink in list(self.sinks):
-            self.guarded(sink, sink.alert, alert)
+            self.guarded(sink, "alert", alert)
         if alert.level == "ERROR":
             self.record(table=True)
+        raised: Exception | None = None
         for callback in self._on_alert:
             try:
                 callback(alert)
             except Exception as error:
-                raise CallbackError from error
+                raised = raised or error
+        if raised is not None:
+            raise CallbackError from raised
 
     def record(self, path: str | Path | None = None, *, table: bool = False) -> list[Path]:
         """Write what the flight recorder holds: to a path, or beside the run of every sink that has one.
@@ -227,8 +243,8 @@ class Delivery:
         if table:
             columns, rows = self.recorder.table()
             for sink in list(self.sinks):
-                if log_table := getattr(sink, "log_table", None):
-                    self.guarded(sink, log_table, columns, rows)
+                if hasattr(sink, "log_table"):
+                    self.guarded(sink, "log_table", columns, rows)
         return written
 
     def say_no_gradient(self, text: str, step: int) -> None:
@@ -243,10 +259,10 @@ class Delivery:
             self._said.add(kind)
             logger.warning("wandb_gradwatch: %s", text)
 
-    def guarded(self, sink: Sink, method: Callable[..., None], *arguments: object) -> None:
+    def guarded(self, sink: Sink, method: str, *arguments: object) -> None:
         """Call a sink; one that raises is dropped, with its traceback, and the others go on."""
         try:
-            method(*arguments)
+            getattr(sink, method)(*arguments)
         except Exception as error:
             if sink in self.sinks:
                 self.sinks.remove(sink)
@@ -259,7 +275,7 @@ class Delivery:
     def close(self) -> None:
         """Close the sinks."""
         for sink in list(self.sinks):
-            self.guarded(sink, sink.close)
+            self.guarded(sink, "close")
 
 
 class Merger:

@@ -7,6 +7,7 @@ import logging
 import math
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final
 
@@ -104,22 +105,32 @@ def watch(
     Cost: off-cadence 0.4 us per parameter and backward. A sampled step reads every gradient about as often as four
     norms do, in one batched pass, and never waits for the device.
     """
-    cadence = Cadence(sample_every, log_every, histogram_every)
+    # Everything that can be refused is refused before anything is changed, an earlier watcher included.
+    cadence = Cadence(sample_every, log_every, histogram_every if "histogram" in _known(statistics) else 0)
     roster = Roster(model, include=include, exclude=exclude)
-    group_function(group_by)
+    _check_group_by(group_by, roster)
     options = _measure_options(roster, statistics, dead_threshold, backend)
-    if "histogram" not in statistics:
-        cadence = Cadence(sample_every, log_every, 0)
-    if not isinstance(start_step, int) or start_step < 0:
+    if isinstance(start_step, bool) or not isinstance(start_step, int) or start_step < 0:
         raise ValueError(f"start_step={start_step!r} must be the number of a step, at least 0")
-    callbacks = [on_alert] if callable(on_alert) else list(on_alert or ())
-    all_probes = [*probes, *probes_of(metrics, model, roster.names)]
+    _check_instance("optimizer", optimizer, Optimizer, "one torch.optim.Optimizer, and only for master weights")
+    _check_instance("scaler", scaler, GradScaler, "a torch.amp.GradScaler")
+    callbacks = [on_alert] if callable(on_alert) else _sequence("on_alert", on_alert, "a function, or several")
+    for callback in callbacks:
+        if not callable(callback):
+            raise TypeError(f"on_alert={on_alert!r}: {callback!r} is no function")
+    all_probes = [
+        *_instances("probes", probes, Probe, "probes"),
+        *probes_of(_sequence("metrics", metrics, "a list of metrics"), model, roster.names),
+    ]
     shipped = default_rules(frozen=roster.frozen_names) + rules_of(metrics)
+    desk = AlertDesk(shipped if rules is None else _sequence("rules", rules, "a list of rules, [] for none"))
     budget = Budget(cadence, max_overhead) if max_overhead is not None else None
     skip_guard = resolve_guard(guard)
+    own_sinks = _instances("sinks", sinks, Sink, "sinks, with write(), alert() and close()")
     used_run = _run_of(run, sinks)
-    chosen = list(sinks or ()) if rank() == 0 else []
+
     _replace_watchers_of(roster)
+    chosen = own_sinks if rank() == 0 else []
     if used_run is not None:
         namespace = _namespace(used_run, roster)
         chosen.append(WandbSink(used_run, group_by=None if group_by == "parameter" else group_by, namespace=namespace))
@@ -129,7 +140,7 @@ def watch(
         cadence=cadence,
         options=options,
         sinks=chosen,
-        desk=AlertDesk(shipped if rules is None else list(rules)),
+        desk=desk,
         guard=skip_guard,
         on_alert=callbacks,
         judge_at_once=rules is not None,
@@ -143,10 +154,42 @@ def unwatch(model: nn.Module | None = None) -> None:
             watcher.remove()
 
 
-def _measure_options(roster: Roster, statistics: Sequence[str], dead_threshold: float, backend: str) -> MeasureOptions:
-    unknown = [name for name in ([statistics] if isinstance(statistics, str) else statistics) if name not in STATISTICS]
-    if unknown or isinstance(statistics, str):
+def _known(statistics: Sequence[str]) -> Sequence[str]:
+    is_sequence = isinstance(statistics, Sequence) and not isinstance(statistics, str)
+    if not is_sequence or any(name not in STATISTICS for name in statistics):
         raise ValueError(f"statistics={statistics!r} must be a sequence of names out of {STATISTICS}")
+    return statistics
+
+
+def _sequence(argument: str, values: Any, what: str) -> list[Any]:
+    """The values as a list; none for None."""
+    if values is None:
+        return []
+    if isinstance(values, str) or not isinstance(values, Sequence | deque):
+        raise TypeError(f"{argument}={values!r} must be {what}")
+    return list(values)
+
+
+def _instances(argument: str, values: Any, protocol: type, what: str) -> list[Any]:
+    checked = _sequence(argument, values, f"a list of {what}")
+    for value in checked:
+        if isinstance(value, type) or not isinstance(value, protocol):
+            raise TypeError(f"{argument}={values!r} must be a list of {what}, but {value!r} is none")
+    return checked
+
+
+def _check_instance(argument: str, value: object, cls: type, what: str) -> None:
+    if value is not None and not isinstance(value, cls):
+        raise TypeError(f"{argument}={value!r} must be {what}")
+
+
+def _check_group_by(group_by: GroupBy, roster: Roster) -> None:
+    group_of, name = group_function(group_by), roster.names[0]
+    if not isinstance(group := group_of(name), str):
+        raise TypeError(f"group_by={group_by!r} must give a group's name, but gave {group!r} for {name!r}")
+
+
+def _measure_options(roster: Roster, statistics: Sequence[str], dead_threshold: float, backend: str) -> MeasureOptions:
     kernels: dict[torch.device, set[torch.dtype]] = {}
     if not isinstance(dead_threshold, int | float) or not 0 <= dead_threshold < math.inf:
         raise ValueError(f"dead_threshold={dead_threshold!r} must be a number, at least 0")
@@ -185,6 +228,8 @@ def _run_of(run: Any, sinks: Sequence[Sink] | None) -> Any:
             raise RuntimeError(
                 "watch() found no W&B run: call wandb.init() first, pass run=, or pass sinks= to go without W&B"
             )
+    if run is not None and not (hasattr(run, "log") and hasattr(run, "define_metric")):
+        raise TypeError(f"run={run!r} must be what wandb.init() returns")
     return run
 
 

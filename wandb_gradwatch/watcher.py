@@ -8,6 +8,7 @@ import logging
 import math
 import sys
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -89,7 +90,7 @@ class Watcher:
         self._merges = True  # False at exit and in an exception: other ranks may not be there any more
         self._unreturned: Snapshot | None = None
         self._removed = False
-        self._delivering = False
+        self._arrived: deque[ArrivedSample | ArrivedFlush] = deque()
         self._containment = Containment(self._failed)
         self._overhead = Overhead(lambda: self._containment.seconds_spent)
         events = SamplerEvents(
@@ -99,6 +100,7 @@ class Watcher:
             skips=self._skips if guard is not None else None,
         )
         self._sampler = Sampler(roster, self._window, cadence, options, events, self._containment, **sampler_arguments)
+        self._sampler.start()
         # The model must not be kept alive by us, nor our hooks outlive it.
         self._models = [weakref.ref(model, self._model_gone) for model in roster.models()]
         for sink in sinks:
@@ -188,8 +190,11 @@ class Watcher:
         Returns:
             The newest window that no earlier call has returned; None if nothing was sampled since.
         """
+        return self._flush(final=False)
+
+    def _flush(self, *, final: bool) -> Snapshot | None:
         if not self._removed:
-            self._sampler.end_sample()
+            self._sampler.end_sample(final=final)
             self._deliver(wait=True)
             if self._delivery.window:
                 self._sampler.flush_window()
@@ -264,7 +269,7 @@ class Watcher:
         if self._removed:
             return
         self._merges = merge
-        self._unreturned = self.flush()
+        self._unreturned = self._flush(final=True)
         self._delivery.judge()
         self._stop()
         self._delivery.close()
@@ -313,21 +318,23 @@ class Watcher:
             self._deliver()
 
     def _deliver(self, *, wait: bool = False) -> None:
-        if self._delivering:  # a callback of the user's that asks for `latest` or flushes
-            return
-        self._delivering = True
-        try:
-            for arrived in self._window.poll(wait=wait):
+        raised: CallbackError | None = None
+        self._arrived.extend(self._window.poll(wait=wait))
+        while self._arrived:  # shared: a callback of the user's that flushes goes on where this loop is
+            arrived = self._arrived.popleft()
+            try:
                 if isinstance(arrived, ArrivedSample):
                     self._take(arrived)
                 else:
                     self._end_window(arrived)
-            if self._merger is not None:
-                for merged, overhead_ratio in self._merger.poll(wait=wait and self._merges):
-                    self._delivery.judge_merged(merged)
-                    self._unreturned = self._delivery.write(merged.samples, merged.flush, overhead_ratio)
-        finally:
-            self._delivering = False
+            except CallbackError as error:  # what has arrived is delivered all the same
+                raised = raised or error
+        if self._merger is not None:
+            for merged, overhead_ratio in self._merger.poll(wait=wait and self._merges):
+                self._delivery.judge_merged(merged)
+                self._unreturned = self._delivery.write(merged.samples, merged.flush, overhead_ratio)
+        if raised is not None:
+            raise raised
 
     def _take(self, arrived: ArrivedSample) -> None:
         if arrived.was_clipped_without_a_trace:

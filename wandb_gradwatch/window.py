@@ -91,7 +91,7 @@ class _Transfer:
         if tensor.device.type == "cpu":
             self._host, self._event = tensor.clone(), None
         elif tensor.device.type == "cuda":
-            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
             self._host.copy_(tensor, non_blocking=True)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record(torch.cuda.current_stream(tensor.device))
@@ -196,7 +196,7 @@ class _DeviceWindow:
         if slots not in self._slots:
             if len(self._slots) > 64:
                 self._slots.clear()
-            host = torch.tensor(slots)
+            host = torch.tensor(slots, device="cpu")
             if self.device.type == "cuda":
                 host = host.pin_memory()
             self._slots[slots] = host.to(self.device, non_blocking=True)

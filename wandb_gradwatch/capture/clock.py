@@ -55,6 +55,7 @@ class SampleClock:
     _skipped: bool = False
     _previous: frozenset[int] = frozenset()  # the optimizers of the sample before
     _closed_any: bool = False
+    _orphans: set[int] = field(default_factory=set)  # their optimizer is gone: a new one may step soon
 
     @property
     def open_step(self) -> int:
@@ -73,11 +74,17 @@ class SampleClock:
                 del self.owner[slot]
         self.owned[optimizer] = slots
         self.owner.update(dict.fromkeys(slots, optimizer))
+        self._orphans -= slots
 
     def disown(self, optimizer: int) -> None:
-        """Forget an optimizer that is gone: nothing waits for it any more."""
+        """Forget an optimizer that is gone; its slots wait for a successor, until the next backward at most."""
+        orphans = {slot for slot in self.owned.get(optimizer, ()) if self.owner.get(slot) == optimizer}
         self.own(optimizer, frozenset())
-        del self.owned[optimizer]
+        self._orphans |= orphans
+        if optimizer in self._stepped:
+            self.owned[optimizer] = frozenset(orphans)  # the open sample is still its own
+        else:
+            del self.owned[optimizer]
         self._ever_stepped.discard(optimizer)
         self._previous -= {optimizer}
 
@@ -131,7 +138,7 @@ class SampleClock:
         if not self._previous <= self._stepped:
             return False
         waiting = self.marked.difference(*(self.owned[optimizer] for optimizer in self._stepped))
-        return all(self._closed_any and slot not in self.owner for slot in waiting)
+        return all(self._closed_any and slot not in self.owner and slot not in self._orphans for slot in waiting)
 
     def _close(self) -> Closed:
         self.step += 1

@@ -6,21 +6,26 @@ clipped, unscaled or replaced since; what has is measured again, as what the opt
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from ..statistics.columns import NUM_COLUMNS, SCALE_POWER
+from ..statistics.columns import NUM_COLUMNS, SCALE_POWER, Column
 from ..statistics.measure import measure, sum_sq
 from ..window import Window
 from .owners import Entry, Owners
 from .probes import WatchedTensor
 from .scaling import SCALES, scale_tensor
 from .sharding import local_gradient, local_part
+
+_TOKEN: Final = "_gradwatch_token"  # a number, so that a gradient that is saved loads with weights_only=True
+_TOKENS: Final = itertools.count(1)
 
 
 @dataclass(frozen=True)
@@ -38,17 +43,30 @@ class MeasureOptions:
     backend: str
 
 
-@dataclass
+@dataclass(slots=True)
 class Seen:
     """A gradient as the last backward left it, and whether it was measured."""
 
-    tensor_id: int
+    token: int  # also an attribute of the tensor: unlike an id it is not given to another when the tensor is gone
     version: int
     measured: bool
 
+    @classmethod
+    def of(cls, gradient: Tensor, *, measured: bool) -> Seen:
+        """This gradient as it is now."""
+        token = getattr(gradient, _TOKEN, None)
+        if token is None:
+            token = next(_TOKENS)
+            setattr(gradient, _TOKEN, token)
+        return cls(token, gradient._version, measured)
+
+    def is_of(self, gradient: Tensor) -> bool:
+        """Whether this is the same tensor."""
+        return getattr(gradient, _TOKEN, None) is self.token
+
     def is_unmodified(self, gradient: Tensor) -> bool:
-        """Whether this is the same tensor, unmodified (but for writes through `.data`, which leave no trace)."""
-        return self.tensor_id == id(gradient) and self.version == gradient._version
+        """Whether it is the same and unmodified (but for writes through `.data`, which leave no trace)."""
+        return self.version == gradient._version and self.is_of(gradient)
 
 
 class Gauge:
@@ -59,7 +77,7 @@ class Gauge:
         self._owners = owners
         self._options = options
         self.seen: dict[int, Seen] = {}  # by slot
-        self._assumed_scaler: dict[int, GradScaler] = {}  # by slot, where a scaler is in use
+        self._assumed_scaler: dict[int, GradScaler | None] = {}  # by slot, where a scaler is in use
 
     def begin_sample(self) -> None:
         """Forget what was seen: a new sample is open."""
@@ -70,10 +88,11 @@ class Gauge:
         """Remember the gradients' state without looking into them."""
         for slot, parameter in entries:
             if parameter.grad is not None:
-                self.seen[slot] = Seen(id(parameter.grad), parameter.grad._version, measured=False)
+                self.seen[slot] = Seen.of(parameter.grad, measured=False)
 
     def measure(self, present: Iterable[Entry], *, histogram: bool) -> None:
         """Measure gradients that are as the backward left them: scaled and unclipped."""
+        any_scaler = SCALES.scaler_of(None) is not None
         for scaler, device, entries in self._grouped(present, scaled=True):
             inverse_scale = None
             if scaler is not None and (scale := scale_tensor(scaler)) is not None:
@@ -91,8 +110,8 @@ class Gauge:
             self._window.write(slots, measurement)
             for slot, parameter in entries:
                 assert parameter.grad is not None
-                self.seen[slot] = Seen(id(parameter.grad), parameter.grad._version, measured=True)
-                if scaler is not None:
+                self.seen[slot] = Seen.of(parameter.grad, measured=True)
+                if any_scaler:
                     self._assumed_scaler[slot] = scaler
 
     def measure_after_clipping(self, present: Iterable[Entry], optimizer: Optimizer) -> None:
@@ -137,20 +156,28 @@ class Gauge:
         if not self._assumed_scaler:
             return
         actual = SCALES.scaler_of(optimizer)
-        wrong: dict[int, tuple[GradScaler, list[int]]] = {}
+        wrong: dict[int, tuple[GradScaler | None, list[int]]] = {}
         for slot in sorted(self._owners.slots(optimizer)):
-            assumed = self._assumed_scaler.pop(slot, None)
-            if assumed is not None and assumed is not actual:
+            if slot not in self._assumed_scaler:
+                continue
+            assumed = self._assumed_scaler.pop(slot)
+            if assumed is not actual:
                 wrong.setdefault(id(assumed), (assumed, []))[1].append(slot)
         for assumed, slots in wrong.values():
-            factor = scale_tensor(assumed)
-            assert factor is not None  # it was measured with
-            factor = factor.double()
-            if actual is not None and (scale := scale_tensor(actual)) is not None:
-                factor = factor / scale.double()
+            before = None if assumed is None else scale_tensor(assumed)
+            after = None if actual is None else scale_tensor(actual)
+            if after is not None:
+                self._window.set_loss_scale(after)
+            scale = before if before is not None else after
+            if scale is None:
+                continue
+            factor = scale.double() if before is not None else torch.ones_like(scale, dtype=torch.float64)
+            if after is not None:
+                factor = factor / after.double()
             factor_C = torch.ones(NUM_COLUMNS, dtype=torch.float64, device=factor.device)
             for column, power in SCALE_POWER.items():
                 factor_C[column] = factor**power
+            factor_C[Column.RECEIVED_SUM_SQ] = factor**2  # so far a copy of what was measured
             self._window.rescale(slots, factor_C)
 
     def _grouped(

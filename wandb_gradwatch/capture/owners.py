@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .clock import SampleClock
+from .identity import ByIdentity
 from .roster import Roster
 
 Entry = tuple[int, Tensor]  # a slot and its parameter
@@ -34,7 +35,7 @@ class Owners:
         self._clock = clock
         self._rescan = rescan
         self._appointed = weakref.ref(appointed) if appointed is not None else None
-        self._known: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
+        self._known: ByIdentity[Optimizer, tuple[int, int]] = ByIdentity()
         self._by_key: dict[int, weakref.ref[Optimizer]] = {}
         self._num_keys = 0
 
@@ -74,8 +75,12 @@ class Owners:
         ]
 
     def _fingerprint(self, optimizer: Optimizer) -> int:
-        """Changes when parameters are added to the optimizer, or replaced in the model."""
-        return hash((self._roster.version, *[len(group["params"]) for group in optimizer.param_groups]))
+        """Changes when parameters are added to the optimizer, exchanged in it, or replaced in the model."""
+        groups = [
+            (len(parameters), id(parameters[0]), id(parameters[-1])) if (parameters := group["params"]) else 0
+            for group in optimizer.param_groups
+        ]
+        return hash((self._roster.version, *groups))
 
     def _learn(self, optimizer: Optimizer) -> int:
         ids = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -26,6 +26,7 @@ class WatchedTensor:
     inverse_scale: Tensor | None = None
 
 
+@runtime_checkable
 class Probe(Protocol):
     """Measures something at sampled steps and keeps it on the device. Called under no_grad, inside the containment."""
 

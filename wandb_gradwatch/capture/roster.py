@@ -42,6 +42,7 @@ class Roster:
         self._models = [(prefix, weakref.ref(model)) for prefix, model in with_prefixes(models)]
         self._include = name_predicate(include, "include")
         self._exclude = name_predicate(exclude, "exclude")
+        self._scanned = False
         self._hidden = 0  # characters of a name that the user's filters do not see
         self._watched: dict[str, bool] = {}  # the filters' verdict on every name seen so far
         self.slot_of_name: dict[str, int] = {}
@@ -81,6 +82,7 @@ class Roster:
         self.trainable = [False] * len(self.names)
         entries: list[tuple[int, Tensor]] = []
         slot_of_id: dict[int, int] = {}
+        slots: set[int] = set()
         for name, parameter in self._walk():
             if id(parameter) in slot_of_id:
                 continue
@@ -91,12 +93,18 @@ class Roster:
                 slot = self.slot_of_name[name] = len(self.names)
                 self.names.append(name)
                 self.trainable.append(False)
+            if slot in slots:
+                if not self._scanned:
+                    raise ValueError(f"two parameters would both be called {name!r}; give the models other keys")
+                continue
+            slots.add(slot)
             self.trainable[slot] = parameter.requires_grad
             slot_of_id[id(parameter)] = slot
             entries.append((slot, parameter))
         if slot_of_id.keys() != self.slot_of_id.keys():
             self.version += 1
         self.slot_of_id = slot_of_id
+        self._scanned = True
         return entries
 
     def _walk(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -181,6 +189,8 @@ def name_predicate(names: NameFilter | None, argument: str) -> Callable[[str], b
         return None
     if callable(names):
         return names
+    if not isinstance(names, str | re.Pattern | Sequence):
+        raise ValueError(f"{argument}={names!r} must be a regular expression, several of them, or a function of a name")
     patterns = [names] if isinstance(names, str | re.Pattern) else list(names)
     try:
         compiled = [re.compile(pattern) for pattern in patterns]

@@ -110,6 +110,7 @@ class Sampler:
         self._gauge = Gauge(window, self._owners, options)
         self._hooks = BackwardHooks(on_mark=self._mark, on_begin=self._backward_begins, on_end=self._backward_ended)
         self._muted = 0
+        self._reached: set[int] = set()  # slots marked in the backward under way
         self._probes = tuple(probes)
 
         # The open sample.
@@ -124,14 +125,18 @@ class Sampler:
         self._owner_seen = optimizer is not None
         self._provisional = 0  # samples without an optimizer, before it is clear that there is none
         self.updates_by_hand = False
+        self._versions_at_backward = 0
         self._samples_in_window = 0
         self._num_samples = 0
 
-        self.shards = Shards()
-        self._roster_version = -1
-        self._follow(roster.scan(), said=False)
         if scaler is not None:
             SCALES.use(scaler)
+        self.shards = Shards()
+        self._roster_version = -1
+
+    def start(self) -> None:
+        """Hook everything; what can raise for a bad argument has done so before."""
+        self._follow(self._roster.scan(), said=False)
         for probe in self._probes:
             probe.start(self._is_due)
         SCALES.subscribe(self)
@@ -151,10 +156,12 @@ class Sampler:
     def _mark(self, slot: int) -> None:
         if not self._muted and slot != _NO_SLOT:
             self.clock.marked.add(slot)
+            self._reached.add(slot)
 
     @contained
     def _backward_begins(self) -> None:
         STEP_HOOKS.drop_raised()  # a step that raised must not leave us muted
+        self._reached.clear()
         if not self._muted:
             self._commit(self.clock.backward_begins())
 
@@ -164,6 +171,9 @@ class Sampler:
             return
         if not self._owner_seen and self.clock.backwards and self._were_reset():
             self._close_update_by_hand()
+            self.clock.marked |= self._reached
+        if not self._owner_seen:
+            self._versions_at_backward = self._parameter_versions()
         if self._is_due:
             entries = self._rescan()
             if self.clock.backwards + 1 >= self._expected_backwards:
@@ -241,7 +251,14 @@ class Sampler:
 
     def follows(self, optimizer: Optimizer) -> bool:
         """See StepListener."""
-        return not self.containment.stopped and self._owners.follows(optimizer)
+        answer = False
+
+        def ask() -> None:
+            nonlocal answer
+            answer = self._owners.follows(optimizer)
+
+        self.containment.run(ask)
+        return answer
 
     def is_part_of(self, inner: Optimizer, outer: Optimizer) -> bool:
         """See StepListener."""
@@ -346,6 +363,7 @@ class Sampler:
         if late:
             self._measure(late)
         if unclear:
+            self._rescan()  # nothing marked them: hook what was unfrozen
             self._gauge.measure_after_clipping(unclear, optimizer)
             self._events.notice(
                 "unclipped gradient not seen",
@@ -377,7 +395,7 @@ class Sampler:
         return (
             not self._trust_versions
             or self._num_samples < _COMPARED_SAMPLES
-            or self._cadence.flush_due(self.clock.open_step)
+            or self._cadence.is_last_before_flush(self.clock.open_step)
         )
 
     def distrust_versions(self) -> None:
@@ -407,7 +425,7 @@ class Sampler:
         """See ScaleListener."""
         for slot, parameter in self._being_unscaled:
             if parameter.grad is not None:
-                self._gauge.seen[slot] = Seen(id(parameter.grad), parameter.grad._version, measured=True)
+                self._gauge.seen[slot] = Seen.of(parameter.grad, measured=True)
         self._being_unscaled = []
 
     # ---- updates without an optimizer
@@ -426,8 +444,9 @@ class Sampler:
         """Accumulation adds to the same tensor, once: same id, version + 1. Anything else is a reset."""
         for slot, parameter in self._roster.scan():
             seen, gradient = self._gauge.seen.get(slot), parameter.grad
-            if seen is not None and gradient is not None:
-                return not (seen.tensor_id == id(gradient) and seen.version + 1 == gradient._version)
+            if slot not in self._reached or seen is None or gradient is None or gradient.requires_grad:
+                continue  # not reached by this backward, or create_graph=True, which adds out of place
+            return not (seen.is_of(gradient) and seen.version + 1 == gradient._version)
         return False
 
     def _close_update_by_hand(self) -> None:
@@ -473,13 +492,23 @@ class Sampler:
 
     # ---- the end of a sample
 
-    def end_sample(self) -> None:
-        """Close the open sample, if it has had a step, or a backward where there is no optimizer."""
+    def end_sample(self, *, final: bool = False) -> None:
+        """Close the open sample, if it has had a step, or an update by hand.
+
+        Args:
+            final: nothing comes any more: without any optimizer the last backward was for an update by hand.
+        """
         if closed := self.clock.close():
             self._commit(closed)
         elif not self._owner_seen and self.clock.backwards:
-            self._close_update_by_hand()
-            self._accept_updates_by_hand()
+            updated = self._versions_at_backward != self._parameter_versions()
+            if final or updated or self.updates_by_hand or self._provisional:
+                self._close_update_by_hand()
+                self._accept_updates_by_hand()
+
+    def _parameter_versions(self) -> int:
+        """Changes when a parameter is written to, but for writes through `.data`."""
+        return sum(parameter._version for _, parameter in self._roster.scan())
 
     def _commit(self, closed: Closed | None) -> None:
         if closed is None:
@@ -506,9 +535,9 @@ class Sampler:
         if self._budget is not None and not self._is_sharded:
             spent = self.containment.seconds_spent
             self._cadence = self._budget.after_sample(self._cadence, closed.step, time.perf_counter(), spent)
-            metrics[CADENCE_METRIC] = torch.tensor(float(self._cadence.sample_every))
+            metrics[CADENCE_METRIC] = torch.tensor(float(self._cadence.sample_every), device="cpu")
         if self._events.skips is not None:
-            metrics[GUARD_METRIC] = torch.tensor(float(self._guarded))
+            metrics[GUARD_METRIC] = torch.tensor(float(self._guarded), device="cpu")
         self._window.commit(Sample(closed.step, closed.skipped, updated, self._compared), metrics)
         self._samples_in_window += 1
         self._num_samples += 1

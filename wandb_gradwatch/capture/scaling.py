@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from .identity import ByIdentity
+
 
 class ScaleListener(Protocol):
     """What a watcher wants to know of gradient scalers."""
@@ -37,11 +39,10 @@ class ScaleBook:
     def __init__(self) -> None:
         self._listeners: tuple[ScaleListener, ...] = ()
         # None: this optimizer has stepped, and no scaler had to do with it.
-        self._scaler_of: weakref.WeakKeyDictionary[Optimizer, weakref.ref[GradScaler] | None] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._scaler_of: ByIdentity[Optimizer, weakref.ref[GradScaler] | None] = ByIdentity()
         self._last_used: weakref.ref[GradScaler] | None = None
-        self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # since their scaler's step began
+        self._stepped: ByIdentity[Optimizer, bool] = ByIdentity()  # since their scaler's step began
+        self._taught: ByIdentity[Optimizer, bool] = ByIdentity()  # unscaled or stepped by a scaler, not yet stepped
         self._originals: list[tuple[type, str, Any]] = []
 
     def subscribe(self, listener: ScaleListener) -> None:
@@ -65,13 +66,18 @@ class ScaleBook:
         """The scaler that steps this optimizer; for one that has not stepped yet (or None), the one last used."""
         reference = self._last_used
         if optimizer is not None:
-            reference = self._scaler_of.get(optimizer, reference)
+            known = self._scaler_of.get(optimizer)
+            if optimizer in self._scaler_of and (known is None or known() is not None):  # else: that scaler is gone
+                reference = known
         return reference() if reference is not None else None
 
     def note_step(self, optimizer: Optimizer) -> None:
         """An optimizer steps: its scaler, if it has one, did not skip it."""
-        self._scaler_of.setdefault(optimizer, None)
-        self._stepped.add(optimizer)
+        if optimizer in self._taught:
+            self._taught.discard(optimizer)
+        else:
+            self._scaler_of[optimizer] = None  # no scaler had to do with this step
+        self._stepped[optimizer] = True
 
     # ---- the wrapped methods
 
@@ -124,12 +130,14 @@ class ScaleBook:
         self._learn(scaler, optimizer)
         self._stepped.discard(optimizer)
         result = original(scaler, optimizer, *args, **kwargs)
+        self._taught.discard(optimizer)
         if optimizer not in self._stepped:
             for listener in self._listeners:
                 listener.step_skipped(optimizer)
         return result
 
     def _learn(self, scaler: GradScaler, optimizer: Optimizer) -> None:
+        self._taught[optimizer] = True
         known = self._scaler_of.get(optimizer)
         if known is None or known() is not scaler:
             self._scaler_of[optimizer] = weakref.ref(scaler)
