@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import wandb
 from torch import nn
 
 import wandb_gradwatch
@@ -38,7 +39,8 @@ def test_the_readme_has_recipes() -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_of_the_readme_runs(recipe: str) -> None:
     model = Model()
-    names = {"model": model, "generator": model, "discriminator": Model(), "MemorySink": MemorySink}
+    names = {"model": model, "generator": model, "discriminator": Model(), "MemorySink": MemorySink, "wandb": wandb}
+    names["ConsoleSink"] = wandb_gradwatch.ConsoleSink
     call = ast.parse(recipe, mode="eval").body
     assert isinstance(call, ast.Call)
     if not any(keyword.arg == "sinks" for keyword in call.keywords):

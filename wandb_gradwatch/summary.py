@@ -279,8 +279,8 @@ def _shortened(name: str, ascii_only: bool) -> str:
 
 
 def _html_row(cells: Sequence[str], tag: str) -> str:
-    left = 'style="text-align:left;white-space:pre;font-family:monospace"'
-    right = 'style="text-align:right"'
+    left = 'style="padding:2px 8px;text-align:left;white-space:pre;font-family:monospace"'
+    right = 'style="padding:2px 8px;text-align:right"'
     places = range(len(cells))
     row = [f"<{tag} {left if place in (0, places[-1]) else right}>{_escape(cells[place])}</{tag}>" for place in places]
     return f"<tr>{''.join(row)}</tr>"
