@@ -41,6 +41,7 @@ from wandb_gradwatch.dashboards.payload import (
     visible_text,
 )
 from wandb_gradwatch.dashboards.read import UnreadableRunError, _Reading, read_run
+from wandb_gradwatch.forecast import FORMATS
 from wandb_gradwatch.statistics.columns import FloatArray
 
 HOSTILE = "</script><script>window.hacked=1</script>\u202e&amp;"
@@ -383,3 +384,10 @@ def test_no_script_of_ours_or_theirs_can_end_its_element() -> None:
     for script in ASSETS.glob("*.js"):
         assert "</script" not in script.read_text(encoding="utf-8").lower()
         assert "<!--" not in script.read_text(encoding="utf-8")
+
+
+def test_the_page_draws_the_formats_of_the_forecast() -> None:
+    program = (ASSETS / "main.js").read_text(encoding="utf-8")
+    (line,) = [line for line in program.splitlines() if line.startswith("const FORMATS")]
+    assert re.findall(r'\["(\w+)", "', line) == list(FORMATS)
+    assert program.count("precisionCard()") == 2  # where it is made, and where it is put
