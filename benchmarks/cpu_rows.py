@@ -18,8 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from benchmarks.shapes import MODELS, num_elements
 
+from benchmarks.shapes import MODELS, num_elements
 from wandb_gradwatch.statistics.measure import measure, sum_sq
 
 

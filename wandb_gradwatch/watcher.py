@@ -266,7 +266,7 @@ class Watcher:
     # ---- ends
 
     def _remove(self, *, merge: bool) -> None:
-        if self._removed:
+        if self._removed or self._containment.in_forked_child:
             return
         self._merges = merge
         self._unreturned = self._flush(final=True)
@@ -318,6 +318,8 @@ class Watcher:
             self._deliver()
 
     def _deliver(self, *, wait: bool = False) -> None:
+        if self._containment.in_forked_child:
+            return
         raised: CallbackError | None = None
         self._arrived.extend(self._window.poll(wait=wait))
         while self._arrived:  # shared: a callback of the user's that flushes goes on where this loop is

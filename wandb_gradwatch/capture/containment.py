@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gc
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -26,16 +28,27 @@ class Containment:
 
     def __init__(self, failed: Callable[[Exception], None]) -> None:
         self.stopped = False
+        self._process = os.getpid()
         self.seconds_spent = 0.0  # on the host
         self._failed = failed
         self._lock = threading.RLock()
         self._depth = 0  # a call inside a call is not timed twice
 
+    @property
+    def in_forked_child(self) -> bool:
+        """Whether this is a copy of the process that watches: it has the hooks, but the run is not its own."""
+        return os.getpid() != self._process
+
     def run(self, function: Callable[[], None]) -> None:
         """Call the function, unless the monitor has stopped."""
-        if self.stopped:
+        if self.stopped or self.in_forked_child:
             return
         began = time.perf_counter()
+        # Thousands of short-lived tuples a sample set off the collector, which then walks the whole program: half of
+        # our cost with a thousand tensors.
+        pauses_collector = not self._depth and gc.isenabled()
+        if pauses_collector:
+            gc.disable()
         try:
             with self._lock, torch.no_grad():
                 self._depth += 1
@@ -52,6 +65,9 @@ class Containment:
         except Exception as error:
             self.stopped = True
             self._failed(error)
+        finally:
+            if pauses_collector:
+                gc.enable()
 
 
 class _Contained(Protocol):

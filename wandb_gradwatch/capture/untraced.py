@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -22,6 +23,17 @@ def untraced(function: Function) -> Function:
     if hasattr(eval_frame, "set_code_exec_strategy"):
         skip = eval_frame._FrameAction.SKIP
         eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
-    else:  # torch < 2.7
-        eval_frame.skip_code(function.__code__)
-    return function
+        return function
+
+    # torch < 2.7 can skip one frame, not those below it: there the compiler is switched off around the call.
+    @functools.wraps(function)
+    def alone(*args: Any, **kwargs: Any) -> Any:
+        before = eval_frame.set_eval_frame(None)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            eval_frame.set_eval_frame(before)
+
+    eval_frame.skip_code(cast("Any", alone).__code__)
+    alone._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return cast("Function", alone)

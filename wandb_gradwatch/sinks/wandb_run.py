@@ -70,6 +70,7 @@ class WandbSink:
         self._pictures = Pictures()
         self._said: set[str] = set()
         self._told_names: list[str] = []
+        self._kept_table: _TableRow | None = None
         self._forget: list[Callable[[], None]] = []
         self._placement: Placement | None = None
         if not run.disabled:
@@ -110,10 +111,24 @@ class WandbSink:
         return None if self._placement is None else str(self._run.dir)
 
     def log_table(self, columns: list[str], rows: list[list[Any]]) -> None:
-        """Log the flight recorder, as a table in a row of its own."""
-        if self._placement is not None and rows and not self._has_ended(self._placement):
-            owner = object()  # a table merges with nothing
-            self._placement.put(owner, _TableRow(columns, rows), commit=self._commit)
+        """Log the flight recorder, as a table in a row of its own; online when the run ends, the newest one.
+
+        W&B makes a table an artifact, and asks the server for it within `run.log`: a server that does not answer would
+        stop the training, at the very step that an alert is about.
+        """
+        if self._placement is None or not rows or self._has_ended(self._placement):
+            return
+        table = _TableRow(columns, rows)
+        if self._run.offline:
+            self._placement.put(object(), table, commit=self._commit)  # an owner of its own: it merges with nothing
+            return
+        if self._kept_table is None:
+            self._placement.before_end(self._put_kept_table)
+        self._kept_table = table
+
+    def _put_kept_table(self) -> None:
+        if self._placement is not None and self._kept_table is not None:
+            self._placement.put(object(), self._kept_table)
 
     def alert(self, alert: Alert) -> None:
         """Send an alert now; W&B forwards it to the user's Slack or e-mail."""
