@@ -361,3 +361,16 @@ def test_higher_order_gradients():
     optimizer.step()
     assert of(samples(watcher, sink), "a", "grad_norm") == 3
     model.a.grad = None
+
+
+def test_nothing_is_measured_while_a_cuda_graph_is_captured(monkeypatch):
+    model = Chosen(a=1)
+    optimizer = SGD(model.parameters(), lr=0.0)
+    watcher, sink = watch(model)
+    step(model, optimizer, a=[3])
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    step(model, optimizer, a=[100])
+    monkeypatch.undo()
+    step(model, optimizer, a=[4])
+    assert of(samples(watcher, sink), "a", "grad_norm").tolist() == [3, 4]

@@ -41,7 +41,7 @@ class Containment:
 
     def run(self, function: Callable[[], None]) -> None:
         """Call the function, unless the monitor has stopped."""
-        if self.stopped or self.in_forked_child:
+        if self.stopped or self.in_forked_child or _graph_is_captured():
             return
         began = time.perf_counter()
         # Thousands of short-lived tuples a sample set off the collector, which then walks the whole program: half of
@@ -68,6 +68,11 @@ class Containment:
         finally:
             if pauses_collector:
                 gc.enable()
+
+
+def _graph_is_captured() -> bool:
+    """Whether a CUDA graph is being captured: what ran now would be replayed later, without the Python around it."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 class _Contained(Protocol):
