@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from loopback import LoopbackServer
+from processes import inherited
 
 # Of a run that logs nothing by itself, and starts at once.
 QUIET = {
@@ -49,9 +50,7 @@ def script_environment(isolated_home: Path) -> Callable[..., dict[str, str]]:
     """
 
     def environment(**more: str) -> dict[str, str]:
-        # wandb.init() leaves the address of this process's wandb-core in WANDB_SERVICE: a script must start its own.
-        inherited = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}
-        return inherited | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | more
+        return inherited() | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | more
 
     return environment
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import pickle
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from processes import inherited
 
 _CHILD = """
 import pickle, sys, traceback
@@ -40,7 +41,7 @@ def run(module: str, calls: list[Call], world: int, *, timeout: float = 90) -> l
     """
     root = Path(__file__).parent
     code = _CHILD.format(path=[str(root), str(root.parent)], module=module)
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = inherited() | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as open_files:
         Path(f"{folder}/calls").write_bytes(pickle.dumps(calls))
         outputs = [open_files.enter_context(open(f"{folder}/output{rank}", "w+")) for rank in range(world)]

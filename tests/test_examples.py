@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from offline import records
+from processes import inherited
 
 from wandb_gradwatch.dashboards.history import RunHistory
 from wandb_gradwatch.dashboards.read import read_run
@@ -22,7 +22,7 @@ STEPS = 40  # of every example: two flushes where it flushes every 20, four wher
 def run_example(name: str, folder: Path, *launcher: str) -> tuple[str, RunHistory]:
     """What the example printed, and the history of the one run that it made."""
     environment = {
-        **os.environ,
+        **inherited(),
         "STEPS": str(STEPS),
         "HOME": str(folder),
         "WANDB_DIR": str(folder),

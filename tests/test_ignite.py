@@ -17,6 +17,7 @@ import pytest
 import torch
 from frameworks import Recomputed, batches, loss_of, small_model
 from offline import history
+from processes import inherited
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
@@ -512,7 +513,7 @@ def test_two_ranks_judge_the_averaged_gradient_and_leave_out_the_same_batch(tmp_
     worker = tmp_path / "worker.py"
     worker.write_text(WORKER)
     here = Path(__file__).parent
-    environment = {**os.environ, "PYTHONPATH": f"{here.parent}{os.pathsep}{here}", "OMP_NUM_THREADS": "1"}
+    environment = {**inherited(), "PYTHONPATH": f"{here.parent}{os.pathsep}{here}", "OMP_NUM_THREADS": "1"}
     launched = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", worker, tmp_path],
         env=environment, capture_output=True, text=True, timeout=100,

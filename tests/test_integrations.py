@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from processes import inherited
 
 ROOT = Path(__file__).parent.parent
 FRAMEWORKS = ("lightning", "pytorch_lightning", "ignite", "transformers", "accelerate", "peft")
 
 
 def run(program: str) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**inherited(), "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -72,7 +72,7 @@ def test_an_example_runs_offline(name: str, tmp_path: Path) -> None:
     path = ROOT / "examples" / f"{name}.py"
     assert len(path.read_text(encoding="utf-8").splitlines()) < 100
     environment = {
-        **os.environ, "PYTHONPATH": str(ROOT), "HOME": str(tmp_path), "WANDB_DIR": str(tmp_path),
+        **inherited(), "PYTHONPATH": str(ROOT), "HOME": str(tmp_path), "WANDB_DIR": str(tmp_path),
         "WANDB_MODE": "offline", "OMP_NUM_THREADS": "1", "STEPS": "40",
     }  # fmt: skip
     done = subprocess.run(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import inherited
 
 pytest.importorskip("lightning.pytorch")
 
@@ -50,7 +51,7 @@ def test_two_ranks_log_the_averaged_gradient_once(tmp_path: Path) -> None:
     worker = tmp_path / "worker.py"
     worker.write_text(WORKER)
     here = Path(__file__).parent
-    environment = {**os.environ, "PYTHONPATH": f"{here.parent}{os.pathsep}{here}", "OMP_NUM_THREADS": "1"}
+    environment = {**inherited(), "PYTHONPATH": f"{here.parent}{os.pathsep}{here}", "OMP_NUM_THREADS": "1"}
     # torchrun gives each process its rank, and ends both when one fails.
     launched = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", worker, tmp_path],

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from processes import inherited
 from test_examples import run_example
 
 
@@ -34,7 +35,6 @@ def test_everything_is_measured_in_one_run(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_the_coordinate_check_draws_both_scalings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import os
     import subprocess
     import sys
 
@@ -42,7 +42,7 @@ def test_the_coordinate_check_draws_both_scalings(tmp_path: Path, monkeypatch: p
     result = subprocess.run(
         [sys.executable, str(root / "examples" / "coordinate_check.py")],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
+        env={**inherited(), "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=100,

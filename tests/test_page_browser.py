@@ -315,6 +315,7 @@ def test_numbers_behind_a_picture(show: Opener, history: RunHistory) -> None:
     page = show(history)
     page.locator("#norm summary").first.click()
     rows = page.locator("#norm details").first.locator("tbody tr")
+    rows.nth(39).wait_for(state="attached")  # filled when the click's event arrives
     assert rows.count() == 40
     assert rows.last.locator("td").first.inner_text() == "400"
 
