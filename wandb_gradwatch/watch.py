@@ -102,8 +102,8 @@ def watch(
             sense; a metric that matches nothing.
         RuntimeError: there is no run and there are no sinks; the backend cannot run on the model's device.
 
-    Cost: off-cadence 0.4 us per parameter and backward. A sampled step reads every gradient about as often as four
-    norms do, in one batched pass, and never waits for the device.
+    Cost: a step that is not sampled some 0.05 ms on the host. A sampled one reads every gradient about as often as four
+    norms do, in one batched pass, takes about 20 us per tensor on the host, and never waits for the device.
     """
     # Everything that can be refused is refused before anything is changed, an earlier watcher included.
     cadence = Cadence(sample_every, log_every, histogram_every if "histogram" in _known(statistics) else 0)
