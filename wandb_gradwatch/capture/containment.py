@@ -72,7 +72,8 @@ class Containment:
 
 def _graph_is_captured() -> bool:
     """Whether a CUDA graph is being captured: what ran now would be replayed later, without the Python around it."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return bool(initialized) and torch.cuda.is_current_stream_capturing()
 
 
 class _Contained(Protocol):
