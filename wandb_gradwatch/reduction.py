@@ -11,7 +11,6 @@ import hashlib
 import logging
 import queue
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Final
@@ -164,7 +163,7 @@ class Reducer:
         steps = [sample.sample.step for sample in window.samples]
         what = repr((steps, window.names, window.flush.histogram is not None)).encode()
         digest = float(int.from_bytes(hashlib.sha256(what).digest()[:6], "big"))  # 48 bits: exact in float64
-        both = torch.tensor([digest, -digest], dtype=torch.float64)
+        both = torch.tensor([digest, -digest], dtype=torch.float64, device="cpu")
         _all_reduce(group, both.numpy(), dist.ReduceOp.MAX)
         if both[0] != digest or both[1] != -digest:
             raise RuntimeError(f"rank {self._rank} has {len(window.names)} parameters, steps {steps[0]} to {steps[-1]}")
@@ -251,14 +250,3 @@ def _codes_of_first_bad(rows_SPC: FloatArray, present_SP: npt.NDArray[np.bool_],
 
 def _first_bad_rank(code: float, world: int) -> dict[str, float]:
     return {} if code == _NOTHING_BAD else {FIRST_BAD_RANK_METRIC: float(int(-code) % world)}
-
-
-def merge_locally(windows: Sequence[LocalWindow]) -> MergedWindow:
-    """What the ranks' reduction must give, without any process group: for tests and for reading the law."""
-    packed = [
-        _pack(np.stack([sample.rows for sample in window.samples]), window, rank, len(windows))
-        for rank, window in enumerate(windows)
-    ]
-    sums = np.sum([sums for sums, _ in packed], axis=0)
-    extremes = np.max([extremes for _, extremes in packed], axis=0)
-    return _unpack(sums, extremes, windows[0], len(windows))

@@ -259,7 +259,7 @@ class Watcher:
         self._delivery.window = samples
         if state["histogram"] is not None:
             counts = _with_names(state["histogram"], len(state["names"]))
-            histogram = torch.zeros((len(self._roster.names), counts.shape[1]), dtype=torch.int64)
+            histogram = torch.zeros((len(self._roster.names), counts.shape[1]), dtype=torch.int64, device="cpu")
             histogram[targets] = counts[sources]
             self._window.restore_histogram(histogram, state["histogram_steps"])
 
@@ -372,7 +372,8 @@ class Watcher:
 def _with_names(rows: torch.Tensor, num_names: int) -> torch.Tensor:
     """Rows saved before later names appeared, with room for them: [P, any]."""
     missing = num_names - len(rows)
-    fill = torch.full((missing, rows.shape[1]), torch.nan if rows.is_floating_point() else 0, dtype=rows.dtype)
+    value = torch.nan if rows.is_floating_point() else 0
+    fill = rows.new_full((missing, rows.shape[1]), value)
     return torch.cat([rows, fill]) if missing else rows
 
 

@@ -82,15 +82,6 @@ class BackwardHooks:
         self._on_begin()
         _queue(partial(self._first_callback, task))
 
-    @property
-    def callback_is_due(self) -> bool:
-        """Whether a backward was marked whose end has not been seen: it raised, or it loses callbacks."""
-        return bool(self._armed)
-
-    def forget_backwards(self) -> None:
-        """Give up on the ends that never came."""
-        self._armed.clear()
-
     def _hook(self, slot: int) -> Callable[[Tensor], None]:
         armed, arm, mark = self._armed, self.arm, self._on_mark
 
