@@ -12,6 +12,8 @@ import torch.distributed as dist
 from gradients import watch
 from torch import nn
 
+from wandb_gradwatch.rank_tree import GROUP
+
 LEARNING_RATE = 0.1
 
 
@@ -132,7 +134,12 @@ def fsdp2(
     mesh: list[int] | None = None,
     log_every: int = 1,
     offload: bool = False,
+    group: int | None = None,
 ):
+    """`group`: ranks are merged over groups of this size, as large jobs are."""
+    import wandb_gradwatch.reduction as reduction
+
+    reduction.GROUP = group or GROUP
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 

@@ -92,8 +92,9 @@ def test_fsdp2_shows_the_norm_of_the_whole(options):
     assert histogram.tolist() == [3 * size for size in (20, 5, 15, 3, 3, 1)]
 
 
-def test_fsdp2_on_four_ranks_some_shards_empty_and_hybrid():
+def test_fsdp2_on_four_ranks_some_shards_empty_and_hybrid_and_over_groups_of_ranks():
     calls = [("fsdp2", {"steps": 2, "mesh": mesh, "clip": 0.1}) for mesh in ([4], [2, 2])]
+    calls += [("fsdp2", {"steps": 2, "clip": 0.1, "group": group}) for group in (2, 3)]
     for results in ranks.run("rank_programs", calls, 4):
         check(results, 4, 2, clip=0.1)
 

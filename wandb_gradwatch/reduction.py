@@ -1,8 +1,8 @@
 """Merge windows over the ranks of a sharded model: two all-reduces per flush, in the background.
 
 Rows are mergeable, so sums are all-reduced as sums and extremes as maxima (a minimum is a negated maximum), in fixed
-positions. The training loop never waits: a thread of our own talks over a process group of our own, so that neither
-the order nor the timing of the user's collectives matters, and a rank that never comes costs one message.
+positions. The training loop never waits: a thread of our own talks over process groups of our own (`rank_tree.py`), so
+that neither the order nor the timing of the user's collectives matters, and a rank that never comes costs one message.
 """
 
 from __future__ import annotations
@@ -13,15 +13,14 @@ import queue
 import threading
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
-import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
+from .rank_tree import GROUP, RankTree
 from .snapshot import FIRST_BAD_RANK_METRIC
 from .statistics.columns import MAX_COLUMNS, MIN_COLUMNS, NUM_COLUMNS, SUM_COLUMNS, Column, FloatArray
 from .window import ArrivedFlush, ArrivedSample
@@ -85,7 +84,8 @@ class Reducer:
         self._under_way = 0
         self._progress = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._store = _store_of_our_own()
+        self._group_size = GROUP
+        self._store = _get_default_store()  # now: the user may destroy the default group before the first flush
         self.given_up = False
 
     def submit(self, window: LocalWindow) -> None:
@@ -121,13 +121,14 @@ class Reducer:
     # ---- in the thread
 
     def _run(self) -> None:
-        group: Any = None
+        tree: RankTree | None = None
         while (window := self._todo.get()) is not None:
             if not self.given_up:
                 try:
-                    group = group or self._make_group()
-                    self._done.put(self._merge(group, window))
+                    tree = tree or self._meet()
+                    self._done.put(self._merge(tree, window))
                 except Exception as error:
+                    tree = None  # its connections close, so that ranks that still wait for this one hear of it
                     self._give_up(error)
             if self.given_up:
                 self._done.put(MergedWindow(window.samples, window.flush))
@@ -135,9 +136,9 @@ class Reducer:
                 self._under_way -= 1
                 self._progress.notify_all()
 
-    def _make_group(self) -> Any:
-        store = PrefixStore(f"gradwatch/{self._name}", self._store)
-        return dist.ProcessGroupGloo(store, self._rank, self._world, self._wait)
+    def _meet(self) -> RankTree:
+        store = PrefixStore(f"gradwatch/{self._name}", _over_our_own_connection(self._store))
+        return RankTree(store, self._rank, self._world, self._wait, size=self._group_size)
 
     def _give_up(self, error: Exception) -> None:
         self.given_up = True
@@ -150,37 +151,29 @@ class Reducer:
             error,
         )
 
-    def _merge(self, group: Any, window: LocalWindow) -> MergedWindow:
-        self._check_agreement(group, window)
+    def _merge(self, tree: RankTree, window: LocalWindow) -> MergedWindow:
+        self._check_agreement(tree, window)
         rows_SPC = np.stack([sample.rows for sample in window.samples])
         sums, extremes = _pack(rows_SPC, window, self._rank, self._world)
-        _all_reduce(group, sums, dist.ReduceOp.SUM)
-        _all_reduce(group, extremes, dist.ReduceOp.MAX)
+        tree.all_reduce(sums, dist.ReduceOp.SUM)
+        tree.all_reduce(extremes, dist.ReduceOp.MAX)
         return _unpack(sums, extremes, window, self._world)
 
-    def _check_agreement(self, group: Any, window: LocalWindow) -> None:
+    def _check_agreement(self, tree: RankTree, window: LocalWindow) -> None:
         """Ranks that send different shapes would wait for ever, or merge what does not belong together."""
         steps = [sample.sample.step for sample in window.samples]
         what = repr((steps, window.names, window.flush.histogram is not None)).encode()
         digest = float(int.from_bytes(hashlib.sha256(what).digest()[:6], "big"))  # 48 bits: exact in float64
-        both = torch.tensor([digest, -digest], dtype=torch.float64, device="cpu")
-        _all_reduce(group, both.numpy(), dist.ReduceOp.MAX)
+        both = np.array([digest, -digest])
+        tree.all_reduce(both, dist.ReduceOp.MAX)
         if both[0] != digest or both[1] != -digest:
             raise RuntimeError(f"rank {self._rank} has {len(window.names)} parameters, steps {steps[0]} to {steps[-1]}")
 
 
-def _store_of_our_own() -> Store:
-    """The store that the program's process groups met at, over a connection of our own where torch can open one."""
-    store = _get_default_store()
+def _over_our_own_connection(store: Store) -> Store:
+    """The store that the program's process groups met at; waiting there keeps nobody else from it where torch can."""
     clone = getattr(store, "clone", None)  # torch >= 2.6
     return clone() if clone is not None else store
-
-
-def _all_reduce(group: Any, values: FloatArray, operation: Any) -> None:
-    options = dist.AllreduceOptions()
-    options.reduceOp = operation
-    tensor: Tensor = torch.from_numpy(values)
-    group.allreduce([tensor], options).wait()
 
 
 def _pack(rows_SPC: FloatArray, window: LocalWindow, rank: int, world: int) -> tuple[FloatArray, FloatArray]:
