@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from wandb_gradwatch.modules import Activations, Attention, Metric, MonitorMixin, Reference, Updates
-from wandb_gradwatch.modules.rows import QUANTILES, STATISTICS
+from wandb_gradwatch.modules.rows import HISTOGRAM, QUANTILES, STATISTICS
 from wandb_gradwatch.statistics.measure import measure, sum_sq
 
 
@@ -80,7 +80,7 @@ def questions(metrics_of, monkeypatch):
 
 def everything(model):
     return [
-        Activations(statistics=[*STATISTICS, *QUANTILES]),
+        Activations(statistics=[*STATISTICS, *QUANTILES, HISTOGRAM]),
         Attention(),
         Updates(),
         Reference(model, activations="own"),

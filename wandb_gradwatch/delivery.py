@@ -22,6 +22,7 @@ from .rules import Alert
 from .sinks import Sink
 from .snapshot import Snapshot
 from .statistics.columns import Column, FloatArray
+from .statistics.found import MetricHistogram, merge_histograms
 from .window import ArrivedFlush, ArrivedSample
 
 # S samples in the window, P watched parameters, C columns, B histogram bins
@@ -59,6 +60,7 @@ class Delivery:
         names: asks for the names as they are now.
         modules: class names of the model's modules by name, for the diagnosis.
         judge_at_once: judge every sample when it arrives, as rules of the user's may need.
+        keep_newest_histogram: a new histogram of the probes replaces the window's instead of being added to it.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class Delivery:
         names: Callable[[], Names],
         modules: Mapping[str, str],
         judge_at_once: bool,
+        keep_newest_histogram: bool,
     ) -> None:
         self.sinks = list(sinks)
         self.recorder = FlightRecorder()
@@ -79,6 +82,7 @@ class Delivery:
         self._names = names
         self._modules = modules
         self._batch = 1 if judge_at_once else _JUDGED_TOGETHER
+        self._keep_newest_histogram = keep_newest_histogram
         self._window: list[ArrivedSample] = []  # arrived since the last flush
         self._unjudged: list[ArrivedSample] = []
         self._judged_sum_sq = math.inf  # of the last sample that the rules have seen
@@ -98,9 +102,22 @@ class Delivery:
     def take(self, sample: ArrivedSample, *, whole: bool) -> None:
         """A sample has arrived; `whole`: its rows are those of the whole model, not of this rank's shards."""
         self._drop_zeroed(sample)
+        if sample.histograms:
+            sample = self._with_earlier_histograms(sample)
         self._window.append(sample)
         if whole:
             self._judge_soon(sample)
+
+    def _with_earlier_histograms(self, sample: ArrivedSample) -> ArrivedSample:
+        """The window's histograms are those of its newest sample that has any: as many as there are keys, no more."""
+        earlier: list[Mapping[str, MetricHistogram]] = []
+        for index, other in enumerate(self._window):
+            if other.histograms:
+                earlier.append(other.histograms)
+                self._window[index] = replace(other, histograms={})
+        if self._keep_newest_histogram:
+            return sample
+        return replace(sample, histograms=merge_histograms([*earlier, sample.histograms]))
 
     def end_window(self) -> tuple[ArrivedSample, ...]:
         """The window's samples; the next window begins."""
@@ -135,6 +152,7 @@ class Delivery:
             trainable=np.array(known.trainable, dtype=bool),
             metrics=_stacked([arrived.metrics for arrived in samples]),
             overhead_ratio=overhead_ratio,
+            metric_histograms=merge_histograms(arrived.histograms for arrived in samples),
         )
 
     def _drop_zeroed(self, arrived: ArrivedSample) -> None:

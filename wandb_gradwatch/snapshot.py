@@ -25,6 +25,7 @@ from .statistics.columns import (
     magnitude_edges,
     merge_rows,
 )
+from .statistics.found import MetricHistogram, merge_histograms
 
 # S samples in the window, P watched parameters (or groups), C columns, B histogram bins, M magnitude bins
 
@@ -51,6 +52,7 @@ class Snapshot:
         trainable: [P] False for what is frozen: its missing rows are meant.
         metrics: further values by key, each [S]: logged under that key, the last one of the window.
         overhead_ratio: the monitor's share of the window's wall time; NaN where it is not measured.
+        metric_histograms: histograms by key, such as those of activations: of the whole window, logged under that key.
     """
 
     steps: IntArray
@@ -63,6 +65,7 @@ class Snapshot:
     trainable: npt.NDArray[np.bool_] = field(default=None)  # type: ignore[arg-type]  # filled in __post_init__
     metrics: Mapping[str, FloatArray] = field(default_factory=dict)
     overhead_ratio: float = float("nan")
+    metric_histograms: Mapping[str, MetricHistogram] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         num_samples, num_names = len(self.steps), len(self.names)
@@ -287,7 +290,7 @@ class Snapshot:
         return replace(self, names=tuple(members), rows=rows, histogram=histogram, trainable=trainable)
 
     def sample(self, index: int) -> Snapshot:
-        """One sample of this snapshot, without the histogram; negative indices count from the end."""
+        """One sample of this snapshot, without the histograms; negative indices count from the end."""
         chosen = [range(len(self))[index]]
         return replace(
             self,
@@ -298,6 +301,7 @@ class Snapshot:
             loss_scale=self.loss_scale[chosen],
             skipped=self.skipped[chosen],
             metrics={name: values[chosen] for name, values in self.metrics.items()},
+            metric_histograms={},
         )
 
     def merge(self, *others: Snapshot) -> Snapshot:
@@ -334,6 +338,7 @@ class Snapshot:
                 key: np.concatenate([s.metrics.get(key, np.full(len(s), np.nan)) for s in snapshots]) for key in keys
             },
             overhead_ratio=snapshots[-1].overhead_ratio,
+            metric_histograms=merge_histograms(s.metric_histograms for s in snapshots),
         )
 
 

@@ -29,6 +29,7 @@ from .rules import Alert
 from .sinks import Sink
 from .snapshot import Snapshot
 from .statistics.columns import NUM_COLUMNS
+from .statistics.found import MetricHistogram
 from .summary import Summary, summarise
 from .window import ArrivedFlush, ArrivedSample, Sample, Window
 
@@ -84,6 +85,7 @@ class Watcher:
                 name: type(module).__name__ for model in roster.models() for name, module in model.named_modules()
             },
             judge_at_once=judge_at_once,
+            keep_newest_histogram=cadence.keeps_newest_histogram,
         )
         self._number = next(_NUMBERS)
         self._merger: Merger | None = None
@@ -232,6 +234,7 @@ class Watcher:
                     "loss_scale": sample.loss_scale,
                     "skipped": sample.skipped,
                     "metrics": dict(sample.metrics),
+                    "histograms": {key: torch.from_numpy(h.packed()) for key, h in sample.histograms.items()},
                 }
                 for sample in samples
             ],
@@ -253,9 +256,11 @@ class Watcher:
             rows = np.full((len(self._roster.names), NUM_COLUMNS), np.nan)
             rows[targets] = _with_names(saved["rows"], len(state["names"])).numpy()[sources]
             sample = Sample(int(saved["step"]), bool(saved["skipped"]), ())
-            samples.append(
-                ArrivedSample(sample, rows, float(saved["loss_scale"]), bool(saved["skipped"]), dict(saved["metrics"]))
-            )
+            histograms = {
+                key: MetricHistogram.of(packed.numpy()) for key, packed in saved.get("histograms", {}).items()
+            }
+            of_sample = (float(saved["loss_scale"]), bool(saved["skipped"]), dict(saved["metrics"]), histograms)
+            samples.append(ArrivedSample(sample, rows, *of_sample))
         self._delivery.window = samples
         if state["histogram"] is not None:
             counts = _with_names(state["histogram"], len(state["names"]))

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from .statistics.columns import CLIP_TOLERANCE, NUM_BINS, NUM_COLUMNS, Column, FloatArray, IntArray
 from .statistics.elements import wide_dtype
+from .statistics.found import HISTOGRAM_SIZE, Distance, FoundDistance, FoundHistogram, MetricHistogram
 from .statistics.measure import Measurement
 
 # S samples in the window, P watched parameters, N of them written at once, C columns, B histogram bins
@@ -36,6 +37,9 @@ _SEEN_AFTER_CLIPPING: Final = [
     Column.PARAM_NUM_NONFINITE,
 ]
 _HIDDEN_BY_CLIPPING: Final = [column for column in Column if column not in _SEEN_AFTER_CLIPPING]
+
+# What a probe finds, by key. A plain number is a 0-dim tensor; to the key of a distance its names are appended.
+Found = Tensor | FoundHistogram | FoundDistance
 
 # Per-sample values that live on a device: written there, read when the sample arrives.
 _LOSS_SCALE, _FOUND_INF, _NUM_GLOBALS = 0, 1, 2
@@ -60,13 +64,18 @@ class Sample:
 
 @dataclass(frozen=True)
 class ArrivedSample:
-    """A sample on the host: rows [P, C], and the probes' values by key."""
+    """A sample on the host: rows [P, C], and what the probes found, by key.
+
+    `metrics` has what the distances mean, too: on a rank that holds shards, for these alone.
+    """
 
     sample: Sample
     rows: FloatArray
     loss_scale: float
     skipped: bool
     metrics: Mapping[str, float] = field(default_factory=dict)
+    histograms: Mapping[str, MetricHistogram] = field(default_factory=dict)
+    distances: Mapping[str, Distance] = field(default_factory=dict)
 
     @property
     def was_clipped_without_a_trace(self) -> bool:
@@ -110,6 +119,51 @@ class _Transfer:
         return self._host.numpy()
 
 
+class _FoundTransfer:
+    """What the probes found on one device, on its way to the host in one copy: a number, or a few, for each key."""
+
+    def __init__(self, found: Mapping[str, Found]) -> None:
+        # What is kept for the meaning holds no tensor: that would keep the device's memory until the arrival.
+        self._meanings = {
+            key: (v.names, v.parameter) if isinstance(v, FoundDistance) else None for key, v in found.items()
+        }
+        self._sizes = [_HOST_SIZE.get(type(value), 1) for value in found.values()]
+        self.transfer = _Transfer(torch.cat([_flat(value) for value in found.values()]))
+
+    def unpack(
+        self, metrics: dict[str, float], histograms: dict[str, MetricHistogram], distances: dict[str, Distance]
+    ) -> None:
+        """Put everything where it belongs."""
+        values = np.asarray(self.transfer.array, dtype=np.float64)
+        begin = 0
+        for (key, meaning), size in zip(self._meanings.items(), self._sizes, strict=True):
+            part, begin = values[begin : begin + size], begin + size
+            if meaning is not None:
+                distances[key] = Distance((float(part[0]), float(part[1])), *meaning)
+                metrics |= distances[key].metrics(key)
+            elif size == HISTOGRAM_SIZE:
+                histograms[key] = MetricHistogram.of(part)
+            else:
+                metrics[key] = float(part[0])
+
+
+_HOST_SIZE: Final = {FoundHistogram: HISTOGRAM_SIZE, FoundDistance: 2}
+
+
+def _flat(value: Found) -> Tensor:
+    if isinstance(value, FoundHistogram):
+        value = value.packed
+    elif isinstance(value, FoundDistance):
+        value = value.sums
+    return value.detach().to(wide_dtype(value.device)).reshape(-1)
+
+
+def _device_of(value: Found) -> torch.device:
+    if isinstance(value, FoundHistogram):
+        return value.packed.device
+    return value.sums.device if isinstance(value, FoundDistance) else value.device
+
+
 @dataclass(frozen=True)
 class _Shipment:
     """Transfers that arrive together: of a sample (rows and globals by device), or of a flush (histograms)."""
@@ -118,11 +172,11 @@ class _Shipment:
     transfers: tuple[_Transfer, ...]
     num_names: int
     histogram_steps: tuple[int, ...] = ()
-    metrics: tuple[tuple[tuple[str, ...], _Transfer], ...] = ()  # keys and their values, by device
+    found: tuple[_FoundTransfer, ...] = ()  # by device
 
     def arrived(self, *, wait: bool) -> bool:
         """Whether everything is here."""
-        transfers = (*self.transfers, *(transfer for _, transfer in self.metrics))
+        transfers = (*self.transfers, *(found.transfer for found in self.found))
         return all(transfer.arrived(wait=wait) for transfer in transfers)
 
     def unpack(self) -> ArrivedSample | ArrivedFlush:
@@ -141,12 +195,13 @@ class _Shipment:
             if not np.isnan(packed[-1, _LOSS_SCALE]):
                 loss_scale = packed[-1, _LOSS_SCALE]
             found_inf = np.fmax(found_inf, packed[-1, _FOUND_INF])
-        metrics = {
-            key: value
-            for keys, transfer in self.metrics
-            for key, value in zip(keys, transfer.array.tolist(), strict=True)
-        }
-        return ArrivedSample(self.sample, rows, float(loss_scale), self.sample.skipped or bool(found_inf), metrics)
+        metrics: dict[str, float] = {}
+        histograms: dict[str, MetricHistogram] = {}
+        distances: dict[str, Distance] = {}
+        for found in self.found:
+            found.unpack(metrics, histograms, distances)
+        skipped = self.sample.skipped or bool(found_inf)
+        return ArrivedSample(self.sample, rows, float(loss_scale), skipped, metrics, histograms, distances)
 
 
 class _DeviceWindow:
@@ -201,10 +256,6 @@ class _DeviceWindow:
                 host = host.pin_memory()
             self._slots[slots] = host.to(self.device, non_blocking=True)
         return self._slots[slots]
-
-
-def _scalar(value: Tensor) -> Tensor:
-    return value.detach().to(wide_dtype(value.device)).reshape(())
 
 
 class Window:
@@ -297,8 +348,8 @@ class Window:
         assert isinstance(arrived, ArrivedSample)
         return arrived.rows
 
-    def commit(self, sample: Sample, metrics: Mapping[str, Tensor] | None = None) -> None:
-        """Send the open sample on its way, with further scalars by key, and open the next."""
+    def commit(self, sample: Sample, found: Mapping[str, Found] | None = None) -> None:
+        """Send the open sample on its way, with what the probes found, by key, and open the next."""
         transfers = []
         if any(window.sample_histogram is not None for window in self._devices.values()):
             if self._keep_newest:
@@ -308,15 +359,11 @@ class Window:
             window.add_sample_histogram()
             transfers.append(_Transfer(window.rows))
             window.rows.fill_(torch.nan)
-        by_device: dict[torch.device, list[str]] = {}
-        for key, value in (metrics or {}).items():
-            by_device.setdefault(value.device, []).append(key)
-        packed = tuple(
-            (tuple(keys), _Transfer(torch.stack([_scalar(metrics[key]) for key in keys])))
-            for keys in by_device.values()
-            if metrics is not None
-        )
-        self._shipments.append(_Shipment(sample, tuple(transfers), self._num_names, metrics=packed))
+        by_device: dict[torch.device, dict[str, Found]] = {}
+        for key, value in (found or {}).items():
+            by_device.setdefault(_device_of(value), {})[key] = value
+        packed = tuple(map(_FoundTransfer, by_device.values()))
+        self._shipments.append(_Shipment(sample, tuple(transfers), self._num_names, found=packed))
 
     def open_histogram(self) -> tuple[IntArray | None, tuple[int, ...]]:
         """The histogram [P, B] of the window that is not flushed yet, and its steps. Waits for the device."""

@@ -8,6 +8,8 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
+from ..window import Found as Found  # what take() returns, for probes
+
 
 @dataclass(frozen=True)
 class WatchedTensor:
@@ -30,8 +32,11 @@ class WatchedTensor:
 class Probe(Protocol):
     """Measures something at sampled steps and keeps it on the device. Called under no_grad, inside the containment."""
 
-    def start(self, next_step_is_due: bool) -> None:
-        """A sample has been opened; whether it will be measured. Called once at watch(), then after every commit."""
+    def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
+        """A sample has been opened; whether it will be measured, and whether histograms of it are wanted.
+
+        Called once at watch(), then after every commit.
+        """
 
     def gradients_ready(self, tensors: Sequence[WatchedTensor]) -> None:
         """The gradients of a measured backward are final; called again if another backward adds to them."""
@@ -42,8 +47,8 @@ class Probe(Protocol):
     def after_update(self, tensors: Sequence[WatchedTensor]) -> None:
         """It has updated them."""
 
-    def take(self) -> Mapping[str, Tensor]:
-        """The measured sample's values by key, each a scalar tensor on any device; forgets them."""
+    def take(self) -> Mapping[str, Found]:
+        """The measured sample's values by key, each on any device; forgets them."""
 
     def close(self) -> None:
         """Remove every hook. Idempotent."""

@@ -22,7 +22,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from ..cadence import Budget, Cadence
-from ..window import Sample, Window
+from ..window import Found, Sample, Window
 from .clock import Closed, SampleClock
 from .containment import Containment, contained
 from .gauge import Gauge, MeasureOptions, Seen
@@ -137,8 +137,7 @@ class Sampler:
     def start(self) -> None:
         """Hook everything; what can raise for a bad argument has done so before."""
         self._follow(self._roster.scan(), said=False)
-        for probe in self._probes:
-            probe.start(self._is_due)
+        self._start_probes()
         SCALES.subscribe(self)
         STEP_HOOKS.subscribe(self)
 
@@ -200,6 +199,10 @@ class Sampler:
         return self._cadence.sample_due(self.clock.open_step)
 
     @property
+    def _histogram_is_due(self) -> bool:
+        return self._cadence.histogram_due(self.clock.open_step, first_of_window=self._samples_in_window == 0)
+
+    @property
     def _expected_backwards(self) -> int:
         """How many backwards the open sample will have: the fewest of the last samples, so that none is missed."""
         return min(self._backwards_per_sample, default=1)
@@ -234,9 +237,7 @@ class Sampler:
             self._window.drop_zero_rows(unmarked)
 
     def _measure(self, present: Sequence[Entry]) -> None:
-        first_of_window = self._samples_in_window == 0
-        histogram = self._cadence.histogram_due(self.clock.open_step, first_of_window=first_of_window)
-        self._gauge.measure(present, histogram=histogram)
+        self._gauge.measure(present, histogram=self._histogram_is_due)
         if self._probes:
             tensors = self._gauge.watched(present, self._roster.names, scaled=True)
             for probe in self._probes:
@@ -520,10 +521,16 @@ class Sampler:
         self._gauge.begin_sample()
         self._compared = ()
         self._guarded = False
-        for probe in self._probes:
-            probe.start(self._is_due)
         if self._cadence.flush_due(closed.step) and self._samples_in_window:
             self.flush_window()
+        self._start_probes()
+
+    def _start_probes(self) -> None:
+        if not self._probes:
+            return
+        histogram = self._is_due and self._histogram_is_due
+        for probe in self._probes:
+            probe.start(self._is_due, histogram)
 
     def _window_commit(self, closed: Closed) -> None:
         updated = tuple(tuple(sorted(self.clock.owned.get(key, ()))) for key in sorted(closed.stepped))
@@ -531,14 +538,14 @@ class Sampler:
             not_stepped = sorted(set(self._gauge.seen).difference(*updated))
             if not_stepped:
                 self._window.clear(not_stepped)
-        metrics = {key: value for probe in self._probes for key, value in probe.take().items()}
+        found: dict[str, Found] = {key: value for probe in self._probes for key, value in probe.take().items()}
         if self._budget is not None and not self._is_sharded:
             spent = self.containment.seconds_spent
             self._cadence = self._budget.after_sample(self._cadence, closed.step, time.perf_counter(), spent)
-            metrics[CADENCE_METRIC] = torch.tensor(float(self._cadence.sample_every), device="cpu")
+            found[CADENCE_METRIC] = torch.tensor(float(self._cadence.sample_every), device="cpu")
         if self._events.skips is not None:
-            metrics[GUARD_METRIC] = torch.tensor(float(self._guarded), device="cpu")
-        self._window.commit(Sample(closed.step, closed.skipped, updated, self._compared), metrics)
+            found[GUARD_METRIC] = torch.tensor(float(self._guarded), device="cpu")
+        self._window.commit(Sample(closed.step, closed.skipped, updated, self._compared), found)
         self._samples_in_window += 1
         self._num_samples += 1
 

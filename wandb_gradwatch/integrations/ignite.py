@@ -232,7 +232,7 @@ class _Judge:
     def __init__(self, owner: GradWatch) -> None:
         self._owner = weakref.ref(owner)
 
-    def start(self, next_step_is_due: bool) -> None:
+    def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
         """Every step is."""
 
     def gradients_ready(self, tensors: Sequence[WatchedTensor]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..capture.probes import Found
 from ..capture.roster import NameFilter
 from ..rules import Rule
 from .alerts import NonFiniteActivation
@@ -31,10 +32,12 @@ class Activations(ForwardProbe):
     Args:
         match: of which modules: a regular expression (searched in the name), several, or a function; None: all.
         statistics: names out of norm, rms, mean, std, min, max, abs_max, dead_ratio, zero_ratio, num_nonfinite (of the
-            finite elements, like those of gradients), abs_p01, abs_p50, abs_p99 (right to half an octave).
+            finite elements, like those of gradients), abs_p01, abs_p50, abs_p99 (right to half an octave), and
+            "histogram", at the steps that have histograms of gradients too: `histogram_every` of `watch()`.
         dead_threshold: |a| <= this counts as dead.
 
-    Cost: at a sampled step one batched pass over each matching output, when it is there; 13 numbers of each are kept.
+    Cost: at a sampled step one batched pass over each matching output, when it is there. 13 numbers of each are kept,
+        and with a histogram 259 more, until the sample is complete; on the host one histogram of each until the flush.
         At other steps 1 us per matching module.
 
     Raises:
@@ -51,7 +54,7 @@ class Activations(ForwardProbe):
         super().__init__()
         self._match = match
         self._matches = matcher(match, repr(self))
-        self._statistics = check_statistics(repr(self), statistics)
+        self._statistics = check_statistics(repr(self), statistics, histogram=True)
         self._pending = RowTally(self._statistics, dead_threshold)
         self._sample = RowTally(self._statistics, dead_threshold)
         self._source: dict[str, str] = {}  # of each tensor's name: what the tap's order knows
@@ -68,6 +71,10 @@ class Activations(ForwardProbe):
         if not any(map(self._matches, modules)) and not hands_over:
             raise nothing_matches("Activations()", self._match, "module", list(modules))
         self.tap_into(models, self._logged)
+
+    def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
+        super().start(next_step_is_due, histogram_is_due)
+        self._pending.histogram_is_due = self._sample.histogram_is_due = histogram_is_due
 
     def install(self, tap: Tap) -> None:
         tap.hook(lambda name, _: self._matches(name), self._forward_done)
@@ -95,7 +102,7 @@ class Activations(ForwardProbe):
     def forget_pending(self) -> None:
         self._pending.clear()
 
-    def take(self) -> Mapping[str, Tensor]:
+    def take(self) -> Mapping[str, Found]:
         taken = {f"activation/{name}/{statistic}": value for name, statistic, value in self._sample.read(self._order)}
         self._sample.clear()
         return taken

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ..capture.probes import Found
 from ..capture.roster import NameFilter
 from ..rules import Rule
 from ..statistics.elements import wide_dtype
@@ -104,7 +105,7 @@ class Attention(ForwardProbe):
         super().__init__()
         self._match = match
         self._matches = matcher(match, repr(self))
-        self._statistics = check_statistics(repr(self), statistics)
+        self._statistics = check_statistics(repr(self), statistics, histogram=False)
         self._entropy = entropy
         self._pending, self._sample = RowTally(self._statistics), RowTally(self._statistics)
         self._pending_entropy: dict[str, Tensor] = {}  # [H, 4]: sums and counts of both entropies, of each module
@@ -176,8 +177,10 @@ class Attention(ForwardProbe):
         self._pending.clear()
         self._pending_entropy = {}
 
-    def take(self) -> Mapping[str, Tensor]:
-        taken = {f"attention/{name}_{statistic}": value for name, statistic, value in self._sample.read()}
+    def take(self) -> Mapping[str, Found]:
+        taken: dict[str, Found] = {
+            f"attention/{name}_{statistic}": value for name, statistic, value in self._sample.read()
+        }
         for module, sums in self._sample_entropy.items():
             entropy_H, ratio_H = sums[:, 0] / sums[:, 1], sums[:, 2] / sums[:, 3]
             for head, (entropy, ratio) in enumerate(zip(entropy_H, ratio_H, strict=True)):

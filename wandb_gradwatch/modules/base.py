@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ..capture.probes import WatchedTensor
+from ..capture.probes import Found, WatchedTensor
 from ..rules import Rule
 from .naming import Models
 from .tap import Dims, Tap
@@ -30,7 +30,7 @@ class ModuleProbe:
         """The rules that a watcher with the default rules gets with this probe."""
         return []
 
-    def start(self, next_step_is_due: bool) -> None:
+    def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
         """See Probe."""
 
     def gradients_ready(self, tensors: Sequence[WatchedTensor]) -> None:
@@ -42,7 +42,7 @@ class ModuleProbe:
     def after_update(self, tensors: Sequence[WatchedTensor]) -> None:
         """See Probe."""
 
-    def take(self) -> Mapping[str, Tensor]:
+    def take(self) -> Mapping[str, Found]:
         """See Probe."""
         return {}
 
@@ -76,7 +76,7 @@ class ForwardProbe(ModuleProbe):
     def forget_pending(self) -> None:
         """What is pending belongs to no sample."""
 
-    def start(self, next_step_is_due: bool) -> None:
+    def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
         self._due = next_step_is_due
         if self._tap is None:
             return

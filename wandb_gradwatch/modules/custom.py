@@ -94,13 +94,13 @@ class CustomMetrics(ForwardProbe):
 
     # ---- during a sample
 
-    def start(self, next_step_is_due: bool) -> None:
+    def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
         self._num_due += next_step_is_due
         if next_step_is_due:
             self._whole.look()
         self._now = [m for m in self._metrics if next_step_is_due and self._num_due % m.every == 0]
         self._befores.forget()
-        super().start(next_step_is_due and any(metric.on == "activation" for metric in self._now))
+        super().start(next_step_is_due and any(metric.on == "activation" for metric in self._now), histogram_is_due)
 
     def install(self, tap: Tap) -> None:
         chosen = [self._matches[id(metric)] for metric in self._metrics if metric.on == "activation"]

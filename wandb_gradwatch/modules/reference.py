@@ -124,8 +124,8 @@ class Reference(ForwardProbe):
 
     # ---- forwards
 
-    def start(self, next_step_is_due: bool) -> None:
-        super().start(next_step_is_due)
+    def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
+        super().start(next_step_is_due, histogram_is_due)
         self._parameters_done = set()
         if next_step_is_due:
             self._whole.look()

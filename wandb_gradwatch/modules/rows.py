@@ -8,7 +8,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ..statistics.columns import MAX_COLUMNS, MIN_COLUMNS, ZERO_BIN, Column, magnitude_edges
+from ..capture.probes import Found
+from ..statistics.columns import MAX_COLUMNS, MIN_COLUMNS, NUM_COLUMNS, ZERO_BIN, Column, magnitude_edges
+from ..statistics.found import FoundHistogram
 from ..statistics.measure import measure
 
 # M tensors, C columns, B histogram bins
@@ -50,16 +52,24 @@ STATISTICS: Final[Mapping[str, Callable[[Columns], Tensor]]] = {
 # Of the magnitudes, zeros included: the upper edge of the histogram bin that holds them, so right to half an octave.
 QUANTILES: Final[Mapping[str, float]] = {"abs_p01": 0.01, "abs_p50": 0.5, "abs_p99": 0.99}
 
-DEFAULT_STATISTICS: Final = ("norm", "mean", "std", "min", "max", "dead_ratio", "num_nonfinite")
+# Not a number: the counts in the fixed bins, at the steps that have histograms of gradients too.
+HISTOGRAM: Final = "histogram"
+
+DEFAULT_STATISTICS: Final = ("norm", "mean", "std", "min", "max", "dead_ratio", "num_nonfinite", HISTOGRAM)
 
 
-def check_statistics(owner: str, statistics: Sequence[str]) -> tuple[str, ...]:
+def check_statistics(owner: str, statistics: Sequence[str], *, histogram: bool) -> tuple[str, ...]:
     """The statistics as they will be measured.
+
+    Args:
+        owner: whose they are, for the message.
+        statistics: names.
+        histogram: whether "histogram" is one of the names.
 
     Raises:
         ValueError: a name that is none.
     """
-    known = (*STATISTICS, *QUANTILES)
+    known = (*STATISTICS, *QUANTILES, *([HISTOGRAM] if histogram else []))
     unknown = [s for s in ([statistics] if isinstance(statistics, str) else statistics) if s not in known]
     if unknown or isinstance(statistics, str) or not statistics:
         raise ValueError(f"{owner}: statistics={statistics!r} must be a sequence of names out of {known}")
@@ -72,21 +82,24 @@ class RowTally:
     Args:
         statistics: what will be read from the rows.
         dead_threshold: |a| <= this counts as dead.
+
+    Memory: for each name 13 numbers, and the 257 of its histogram where there is one.
     """
 
     def __init__(self, statistics: Sequence[str], dead_threshold: float = 0.0) -> None:
-        self._statistics = statistics
+        self._numbers = [name for name in statistics if name != HISTOGRAM]
+        self._takes_histograms = HISTOGRAM in statistics
         self._dead_threshold = dead_threshold
-        self._with_histogram = any(name in QUANTILES for name in statistics)
+        self._needs_bins = any(name in QUANTILES for name in statistics)
+        self.histogram_is_due = False
         self._rows: dict[str, Tensor] = {}  # [C], and the histogram's [B] behind it where there is one
 
     def add(self, tensors: Mapping[str, Tensor]) -> None:
         """Measure tensors, all on one device, in one batched pass. None of them is kept."""
         if not tensors:
             return
-        measured = measure(
-            list(tensors.values()), None, dead_threshold=self._dead_threshold, histogram=self._with_histogram
-        )
+        histogram = self._needs_bins or (self._takes_histograms and self.histogram_is_due)
+        measured = measure(list(tensors.values()), None, dead_threshold=self._dead_threshold, histogram=histogram)
         rows = measured.rows
         if measured.histogram is not None:
             rows = torch.cat([rows, measured.histogram.to(rows.dtype)], dim=1)
@@ -103,22 +116,26 @@ class RowTally:
         """Forget everything."""
         self._rows = {}
 
-    def read(self, order: Callable[[str], Any] | None = None) -> Iterable[tuple[str, str, Tensor]]:
-        """Name, statistic and scalar of everything, by name in the order given, else in that of arrival."""
+    def read(self, order: Callable[[str], Any] | None = None) -> Iterable[tuple[str, str, Found]]:
+        """Name, statistic and value of everything, by name in the order given, else in that of arrival."""
         names = list(self._rows) if order is None else sorted(self._rows, key=order)
-        by_device: dict[torch.device, list[str]] = {}
+        alike: dict[tuple[torch.device, int], list[str]] = {}
         for name in names:
-            by_device.setdefault(self._rows[name].device, []).append(name)
-        for device_names in by_device.values():
-            rows_MC = torch.stack([self._rows[name] for name in device_names])
-            values = [self._read(rows_MC, statistic).unbind() for statistic in self._statistics]
-            for index, name in enumerate(device_names):
-                for statistic, scalars in zip(self._statistics, values, strict=True):
-                    yield name, statistic, scalars[index]
+            alike.setdefault((self._rows[name].device, len(self._rows[name])), []).append(name)
+        for (_, size), group in alike.items():
+            rows_MC = torch.stack([self._rows[name] for name in group])
+            values: dict[str, Sequence[Found]] = {
+                statistic: self._read(rows_MC, statistic).unbind() for statistic in self._numbers
+            }
+            if self._takes_histograms and self.histogram_is_due and size > NUM_COLUMNS:
+                values[HISTOGRAM] = _histograms(rows_MC)
+            for index, name in enumerate(group):
+                for statistic, of_names in values.items():
+                    yield name, statistic, of_names[index]
 
     def _read(self, rows_MC: Tensor, statistic: str) -> Tensor:
         if statistic in QUANTILES:
-            return _abs_quantile(rows_MC[:, len(Column) :], QUANTILES[statistic])
+            return _abs_quantile(rows_MC[:, NUM_COLUMNS:], QUANTILES[statistic])
         return STATISTICS[statistic](lambda column: rows_MC[:, column])
 
     def _put(self, name: str, row: Tensor) -> None:
@@ -128,12 +145,21 @@ class RowTally:
 
 def _merged(one: Tensor, other: Tensor) -> Tensor:
     """Two rows as one. Columns are selected one by one: a list of them would have to be uploaded, and waited for."""
+    # A forward that began before the sample before was closed may have been measured without a histogram: half of one
+    # would be wrong, so there is none.
+    size = min(len(one), len(other))
+    one, other = one[:size], other[:size]
     merged = one + other
     for column in MIN_COLUMNS:
         merged[column] = torch.minimum(one[column], other[column])
     for column in MAX_COLUMNS:
         merged[column] = torch.maximum(one[column], other[column])
     return merged
+
+
+def _histograms(rows_MC: Tensor) -> list[Found]:
+    low, high = rows_MC[:, Column.GRAD_MIN, None], rows_MC[:, Column.GRAD_MAX, None]
+    return [FoundHistogram(packed) for packed in torch.cat([rows_MC[:, NUM_COLUMNS:], low, high], dim=1)]
 
 
 def _abs_quantile(histogram_MB: Tensor, q: float) -> Tensor:
@@ -157,6 +183,6 @@ def _upper_edges(device: torch.device, dtype: torch.dtype) -> Tensor:
     """Uploaded once per device: 0 for the zeros, then the upper edge of every magnitude bin, the last one open."""
     key = (device, dtype)
     if key not in _edges:
-        edges = torch.cat([torch.zeros(1), torch.from_numpy(magnitude_edges()[1:])]).to(dtype)
+        edges = torch.cat([torch.zeros(1, device="cpu"), torch.from_numpy(magnitude_edges()[1:])]).to(dtype)
         _edges[key] = (edges.pin_memory() if device.type == "cuda" else edges).to(device, non_blocking=True)
     return _edges[key]

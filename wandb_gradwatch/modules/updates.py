@@ -81,7 +81,7 @@ class Updates(ModuleProbe):
                 f"max_mib={self._max_mib:g}; match fewer parameters, or raise max_mib"
             )
 
-    def start(self, next_step_is_due: bool) -> None:
+    def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
         self._due = next_step_is_due
         self._befores.forget()
         if next_step_is_due:

@@ -7,7 +7,7 @@ its memory does not grow with the number of samples. A value that is missing has
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -15,6 +15,7 @@ import numpy as np
 from ..forecast import forecast
 from ..snapshot import Snapshot, last_present
 from ..statistics.columns import NUM_COLUMNS, FloatArray, merge_rows
+from ..statistics.found import MetricHistogram, merge_histograms
 
 # S samples in the window, P watched parameters or groups, C columns
 
@@ -50,6 +51,7 @@ class HistoryRow:
         num_clipped: samples of the window whose gradient was clipped.
         num_clip_known: samples of the window where that is known.
         pictured: one sample, merged from those that the histogram counts, with the histogram; None without one.
+        metric_histograms: those of the window's metrics, by key.
     """
 
     step: int
@@ -60,6 +62,7 @@ class HistoryRow:
     num_clipped: int
     num_clip_known: int
     pictured: Snapshot | None
+    metric_histograms: dict[str, MetricHistogram] = field(default_factory=dict)
 
     @classmethod
     def of(cls, snapshot: Snapshot) -> HistoryRow:
@@ -89,6 +92,7 @@ class HistoryRow:
             num_clipped=int(snapshot.clipped[clip_known].sum()),
             num_clip_known=int(np.count_nonzero(clip_known)),
             pictured=_pictured(snapshot),
+            metric_histograms={metric_name(key): value for key, value in snapshot.metric_histograms.items()},
         )
 
     def merge(self, later: HistoryRow) -> HistoryRow:
@@ -104,6 +108,7 @@ class HistoryRow:
             num_clipped=self.num_clipped + later.num_clipped,
             num_clip_known=self.num_clip_known + later.num_clip_known,
             pictured=_pictured(pictures[0].merge(*pictures[1:])) if pictures else None,
+            metric_histograms=merge_histograms([self.metric_histograms, later.metric_histograms]),
         )
 
     def vitals(self) -> dict[str, Number]:

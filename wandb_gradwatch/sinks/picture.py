@@ -9,12 +9,14 @@ map are comparable.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Final
 
 import numpy as np
 
 from ..snapshot import Snapshot
 from ..statistics.columns import ZERO_BIN, FloatArray, IntArray, histogram_edges, magnitude_edges
+from ..statistics.found import MetricHistogram
 
 # P names, B bins of the snapshot, K bins of the picture
 
@@ -39,10 +41,23 @@ class Pictures:
         """
         if snapshot.histogram is None:
             return {}
-        drawn = np.flatnonzero(snapshot.histogram.sum(axis=1) > 0)
-        names = [snapshot.names[index] for index in drawn]
-        histogram_PB = snapshot.histogram[drawn]
-        low_P, high_P = (extreme[drawn] for extreme in _extremes(snapshot))
+        return self._draw(snapshot.names, snapshot.histogram, *_extremes(snapshot))
+
+    def of_metrics(self, histograms: Mapping[str, MetricHistogram]) -> dict[str, tuple[list[int], list[float]]]:
+        """Draw histograms by key: as above."""
+        if not histograms:
+            return {}
+        counts_PB = np.stack([histogram.counts for histogram in histograms.values()])
+        low_P = np.array([histogram.low for histogram in histograms.values()])
+        high_P = np.array([histogram.high for histogram in histograms.values()])
+        return self._draw(tuple(histograms), counts_PB, low_P, high_P)
+
+    def _draw(
+        self, all_names: tuple[str, ...], all_PB: IntArray, all_low_P: FloatArray, all_high_P: FloatArray
+    ) -> dict[str, tuple[list[int], list[float]]]:
+        drawn = np.flatnonzero(all_PB.sum(axis=1) > 0)
+        names = [all_names[index] for index in drawn.tolist()]
+        histogram_PB, low_P, high_P = all_PB[drawn], all_low_P[drawn], all_high_P[drawn]
         widths_P = np.array(
             [
                 math.ldexp(1.0, self._exponent(name, reach)) / HALF_BINS

@@ -33,7 +33,7 @@ class WandbSink:
         run: a `wandb.Run`; None takes `wandb.run`.
         group_by: what one series shows: "parameter", "module" or a function from a parameter's name to its group's.
             None: parameters, and modules when there are more than 256 names, which is said once.
-        histograms: log `gradients/<name>`.
+        histograms: log `gradients/<name>`, and the histograms of metrics.
         namespace: log the whole model's numbers under `gradwatch/<namespace>/` instead of `gradwatch/`, for a second
             model in one run.
         commit: log every row at once, as a W&B step of its own. For scripts that never call `run.log()`; it moves the
@@ -185,6 +185,9 @@ class WandbSink:
         for name in map(metric_name, snapshot.metrics):
             if name.partition("/")[0] not in SCALAR_FAMILIES and name not in placement.defined:
                 self._define(name, step_metric=STEP_KEY)
+        for name in map(metric_name, snapshot.metric_histograms):
+            # With the star: W&B heeds "none" for patterns only, and one may end in nothing but a star.
+            self._define(f"{name}*", step_metric=STEP_KEY, summary="none")
 
     def _define(self, name: str, **options: Any) -> None:
         assert self._placement is not None
@@ -260,8 +263,8 @@ class _RunRow:
             (key, value, len(key) + _NUMBER_BYTES)
             for key, value in _in_namespace(self.row.scalars(), self.namespace).items()
         ]
-        if self.pictures is not None and self.row.pictured is not None:
-            values += _histograms(self.pictures, self.row.pictured)
+        if self.pictures is not None:
+            values += _histograms(self.pictures, self.row)
         return _spread(values, {STEP_KEY: self.row.step})
 
 
@@ -293,11 +296,12 @@ def _in_namespace(values: dict[str, Number], namespace: str) -> dict[str, Number
     }
 
 
-def _histograms(pictures: Pictures, snapshot: Snapshot) -> Iterator[tuple[str, Any, int]]:
+def _histograms(pictures: Pictures, row: HistoryRow) -> Iterator[tuple[str, Any, int]]:
     import wandb
 
-    for name, (counts, edges) in pictures.of(snapshot).items():
-        key = f"{HISTOGRAM_FAMILY}/{metric_name(name)}"
+    drawn = {} if row.pictured is None else pictures.of(row.pictured)
+    keyed = {f"{HISTOGRAM_FAMILY}/{metric_name(name)}": picture for name, picture in drawn.items()}
+    for key, (counts, edges) in (keyed | pictures.of_metrics(row.metric_histograms)).items():
         size = len(key) + len(edges) * _NUMBER_BYTES + len(counts) * (len(str(max(counts))) + 2)
         # It asks for arrays and turns them into the lists that these are already.
         yield key, wandb.Histogram(np_histogram=(counts, edges)), size  # type: ignore[arg-type]
