@@ -158,7 +158,7 @@ def test_the_state_is_plain_and_a_copy(tmp_path: Path) -> None:
     trainer.fit(Regression(), loader(3))
     trainer.save_checkpoint(tmp_path / "end.ckpt")
     loaded = torch.load(tmp_path / "end.ckpt", weights_only=True)["callbacks"][callback.state_key]
-    assert loaded["step"] == 3
+    assert loaded["watched"]["step"] == 3
     assert loaded == callback.state_dict()
     other = GradWatchCallback()
     other.load_state_dict(loaded)

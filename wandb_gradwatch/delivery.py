@@ -86,7 +86,7 @@ class Delivery:
         self._window: list[ArrivedSample] = []  # arrived since the last flush
         self._unjudged: list[ArrivedSample] = []
         self._judged_sum_sq = math.inf  # of the last sample that the rules have seen
-        self._said: set[str] = set()
+        self.said: set[str] = set()  # what is said once, by kind
 
     # ---- samples
 
@@ -267,14 +267,14 @@ class Delivery:
 
     def say_no_gradient(self, text: str, step: int) -> None:
         """Once: gradients lead to no update."""
-        if "No gradient" not in self._said:
-            self._said.add("No gradient")
+        if "No gradient" not in self.said:
+            self.said.add("No gradient")
             self.send(Alert("No gradient", f"Step {step}: {text}", step, "WARN"))
 
     def notice(self, kind: str, text: str) -> None:
         """Say something once."""
-        if kind not in self._said:
-            self._said.add(kind)
+        if kind not in self.said:
+            self.said.add(kind)
             logger.warning("wandb_gradwatch: %s", text)
 
     def guarded(self, sink: Sink, method: str, *arguments: object) -> None:

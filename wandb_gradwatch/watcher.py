@@ -186,6 +186,16 @@ class Watcher:
         self._delivery.judge()
         return self._delivery.record(path, table=path is None)
 
+    def wait(self) -> None:
+        """Wait until every sample of the updates made so far has arrived and the rules have seen it.
+
+        The window stays open: no row is written. Of a sharded model what arrives is this rank's part.
+        """
+        if not self._removed:
+            self._sampler.end_sample()
+            self._deliver(wait=True)
+        self._delivery.judge()
+
     def flush(self) -> Snapshot | None:
         """End the window now: send it to the sinks and wait until it has arrived.
 
@@ -218,14 +228,14 @@ class Watcher:
 
         The step, what was learnt about the loop, the rules' and the guard's memory, and the window that is not flushed.
         """
-        self._collect()
-        self._delivery.judge()
+        self.wait()
         samples = self._delivery.window
         histogram, histogram_steps = self._window.open_histogram()
         return {
             "sampler": self._sampler.state_dict(),
             "desk": self._desk.state_dict(),
             "guard": None if self._guard is None else self._guard.state_dict(),
+            "said": sorted(self._delivery.said),
             "names": list(self._roster.names),
             "samples": [
                 {
@@ -248,6 +258,7 @@ class Watcher:
         self._desk.load_state_dict(state["desk"])
         if self._guard is not None and state["guard"] is not None:
             self._guard.load_state_dict(state["guard"])
+        self._delivery.said |= set(state["said"])
         slots = self._roster.slot_of_name
         kept = [(slots[name], index) for index, name in enumerate(state["names"]) if name in slots]
         targets, sources = [slot for slot, _ in kept], [index for _, index in kept]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import sys
 from collections import deque
@@ -12,12 +11,11 @@ from typing import Any, Final
 
 import numpy as np
 
-from ..rules import Alert, default_rules
+from ..rules import Alert
 from ..sinks.history_row import metric_name
 from ..sinks.wandb_run import WandbSink
 from ..snapshot import GroupBy, Snapshot
 from ..statistics.columns import Column
-from ..watch import watch
 
 # S samples in the window
 
@@ -48,13 +46,7 @@ class SampleFeed:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing is remembered: what is in the inbox was taken before the state was saved."""
-
-
-def with_feed(options: Mapping[str, Any], feed: SampleFeed) -> dict[str, Any]:
-    """The options of watch(), with the feed among the rules that they ask for."""
-    rules = options.get("rules")
-    return {**options, "rules": [*(default_rules() if rules is None else rules), feed]}
+        """Nothing is remembered: who saves a state has taken what is in the inbox."""
 
 
 class NamedWandbSink:
@@ -129,18 +121,6 @@ def newest_of(samples: list[Snapshot]) -> Snapshot:
 def is_update(sample: Snapshot) -> bool:
     """Whether a finite gradient led to an update: what an average may be made of."""
     return not sample.skipped[0] and float(np.nansum(sample.num_nonfinite)) == 0
-
-
-def check_watch_options(caller: str, options: Mapping[str, Any], *, reserved: Iterable[str]) -> None:
-    """Find a misspelt keyword when the callback is made, not when training starts.
-
-    Raises:
-        TypeError: an option is not one of watch(), or one that the integration sets by itself.
-    """
-    known = [name for name in inspect.signature(watch).parameters if name not in {"model", "optimizer", *reserved}]
-    for name in options:
-        if name not in known:
-            raise TypeError(f"{caller} got an unexpected argument {name!r}; beside its own it takes watch()'s: {known}")
 
 
 def active_run() -> Any:

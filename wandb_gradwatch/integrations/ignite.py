@@ -5,7 +5,6 @@ GradWatch(model).attach(trainer)
 
 from __future__ import annotations
 
-import logging
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,7 +12,6 @@ from functools import partial
 from typing import Any, Final
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -21,20 +19,17 @@ from torch.utils.hooks import RemovableHandle
 from ..capture.containment import CallbackError
 from ..capture.probes import WatchedTensor
 from ..capture.roster import Models
-from ..capture.sharding import local_part
 from ..rules import Alert
-from ..snapshot import GroupBy, Snapshot
+from ..snapshot import Snapshot
 from ..statistics.columns import Column
 from ..statistics.measure import measure
-from ..watch import watch
 from ..watcher import Watcher
-from .feed import AlertLog, SampleFeed, active_run, check_watch_options, sample_numbers, with_feed
+from .feed import AlertLog, SampleFeed, active_run
 from .require import require
+from .session import Session, is_sharded, modules_of
 from .spikes import SpikeRule
 
 _Events: Any = require("ignite.engine", extra="ignite").Events
-
-logger: Final = logging.getLogger("wandb_gradwatch")
 
 
 class GradWatch:
@@ -90,8 +85,8 @@ class GradWatch:
         run: Any = None,
         **watch_options: Any,
     ) -> None:
-        check_watch_options(type(self).__name__, watch_options, reserved=("run", "start_step", "sample_every"))
-        self.watcher: Watcher | None = None
+        reserved = ("run", "start_step", "sample_every")
+        self._session = Session(type(self).__name__, watch_options, reserved=reserved, feed=_IntoMetrics(self))
         self.spikes = SpikeRule(max_norm=max_norm, stds=stds, own=rule)
         self._model = model
         self._skip = skip
@@ -99,12 +94,15 @@ class GradWatch:
         self._per_layer = per_layer
         self._prefix = prefix
         self._run = run
-        self._watch_options = watch_options
-        self._step = 0
         self._engine: Any = None
         self._judged: dict[str, tuple[float, bool]] = {}  # by kind: the norms of this iteration, and whether spikes
         self._is_updated = False
         self._hook: RemovableHandle | None = None
+
+    @property
+    def watcher(self) -> Watcher | None:
+        """What `watch()` returned for this run of the engine; None between runs."""
+        return self._session.watcher
 
     def attach(self, engine: Any) -> GradWatch:
         """Watch while this engine runs.
@@ -112,7 +110,7 @@ class GradWatch:
         Raises:
             ValueError: updates are to be left out, and the model is sharded: no rank knows its norm before the update.
         """
-        if self._skip and _is_sharded(self._model):
+        if self._skip and is_sharded(self._model):
             raise ValueError(
                 "GradWatch(skip=True) cannot judge a sharded model before its update, because each rank has only a "
                 "part of the gradient; pass skip=False"
@@ -121,54 +119,63 @@ class GradWatch:
         engine.state.unhealthy_spike = False
         engine.add_event_handler(_Events.STARTED, self._start)
         engine.add_event_handler(_Events.ITERATION_STARTED, self._begin_iteration)
-        engine.add_event_handler(_Events.ITERATION_COMPLETED, self._end_iteration)
+        engine.add_event_handler(_Events.ITERATION_COMPLETED, self._learn)
         # No handler for exceptions: where there is one, Ignite swallows them. The next run or the end of the script
         # removes what such a run leaves.
         engine.add_event_handler(_Events.COMPLETED, self._stop)
         return self
 
     def state_dict(self) -> dict[str, Any]:
-        """The step and what is usual, in plain values: for Ignite's Checkpoint."""
-        if self.watcher is not None:
-            self._step = int(self.watcher.step)
-        return {"step": self._step, "spikes": self.spikes.state_dict()}
+        """The watcher's memory and what is usual, in plain values and tensors: for Ignite's Checkpoint.
+
+        Of a sharded model, call it on all ranks.
+        """
+        self._learn()
+        return {"watched": self._session.state_dict(), "spikes": self.spikes.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on where the checkpoint was written."""
-        self._step = int(state_dict["step"])
+        self._session.load_state_dict(state_dict["watched"])
         self.spikes.load_state_dict(state_dict["spikes"])
 
     # ---- the engine's events
 
     def _start(self, engine: Any) -> None:
         self._stop()
-        options = with_feed(self._watch_options, _IntoMetrics(self))
-        options["sinks"] = [*(self._watch_options.get("sinks") or ()), AlertLog()]
-        options["probes"] = [*(self._watch_options.get("probes") or ()), _Judge(self)]
-        options["run"] = active_run() if self._run is None else self._run
-        self.watcher = watch(self._model, start_step=self._step, **options)
+        self._begin()
         if self._skip:
             # After watch(), whose own hook then sees the gradients that are about to be left out.
             # Weakly: torch keeps its hooks, and a run that raised must not keep the model alive.
             self._hook = register_optimizer_step_pre_hook(partial(_leave_out, weakref.ref(self)))
 
+    def _begin(self) -> None:
+        options = self._session.options
+        self._session.begin(
+            self._model,
+            goes_on=True,
+            run=active_run() if self._run is None else self._run,
+            sinks=[*(options.get("sinks") or ()), AlertLog()],
+            probes=[*(options.get("probes") or ()), _Judge(self)],
+        )
+
     def _begin_iteration(self, engine: Any) -> None:
+        if self.watcher is None:  # a model that was frozen as a whole may be unfrozen later
+            self._begin()
         engine.state.unhealthy_spike = False
         self._judged, self._is_updated = {}, False
 
-    def _end_iteration(self, engine: Any) -> None:
+    def _learn(self, _: Any = None) -> None:
+        """Remember the norms of the iteration that ends, once: of updates that were made, or left out as spikes."""
         for kind, (norm, spike) in self._judged.items():
             if self._is_updated or spike:
                 self.spikes.learn(norm, spike=spike, kind=kind)
+        self._judged = {}
 
     def _stop(self, _: Any = None) -> None:
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
-        if self.watcher is not None:
-            self.state_dict()
-            self.watcher.remove()
-            self.watcher = None
+        self._session.end()
 
     # ---- between the backward and the update
 
@@ -194,7 +201,7 @@ class GradWatch:
         """Take the gradients of a bad batch away from an optimizer that is about to step."""
         if not self._engine.state.unhealthy_spike:
             return
-        ours = {id(parameter) for parameter in _parameters(self._model)}
+        ours = {id(parameter) for module in modules_of(self._model) for parameter in module.parameters()}
         stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if any(id(parameter) in ours for parameter in stepped):
             for parameter in stepped:
@@ -204,8 +211,7 @@ class GradWatch:
 
     def show(self, sample: Snapshot) -> None:
         """Put a sample's numbers into the metrics."""
-        group_by: GroupBy = self._watch_options.get("group_by", "parameter")
-        numbers = sample_numbers(sample, per_layer=group_by if self._per_layer else None, sparsity=True)
+        numbers = self._session.numbers(sample, per_layer=self._per_layer)
         # The whole norm is there since the backward, as NaN if it is none; a sample's is that of the finite rest.
         numbers.pop("grad_norm", None)
         self._engine.state.metrics.update({self._prefix + name: number for name, number in numbers.items()})
@@ -276,19 +282,3 @@ def _leave_out(reference: weakref.ref[GradWatch], optimizer: Optimizer, args: An
     owner = reference()
     if owner is not None:
         owner.leave_out(optimizer)
-
-
-def _modules(models: Models) -> list[nn.Module]:
-    if isinstance(models, nn.Module):
-        return [models]
-    return list(models.values()) if isinstance(models, Mapping) else list(models)
-
-
-def _parameters(models: Models) -> list[torch.Tensor]:
-    return [parameter for module in _modules(models) for parameter in module.parameters()]
-
-
-def _is_sharded(models: Models) -> bool:
-    """By DTensors (FSDP2, tensor parallel) or by flat parameters (FSDP1)."""
-    fsdp1 = any(type(m).__name__ == "FullyShardedDataParallel" for module in _modules(models) for m in module.modules())
-    return fsdp1 or any(local_part(parameter) is not parameter for parameter in _parameters(models))

@@ -6,23 +6,21 @@ trainer = Trainer(callbacks=[GradWatchCallback()])
 from __future__ import annotations
 
 import copy
-import logging
 import sys
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
-import torch
-
-from ..rules import ExplodingGradient, Rule, as_rule, default_rules
-from ..sinks import Sink
-from ..sinks.wandb_run import WandbSink
-from ..snapshot import GroupBy, Snapshot
-from ..watch import watch
+from ..rules import ExplodingGradient, Rule
+from ..snapshot import Snapshot
 from ..watcher import Watcher
-from .batches import BatchBook, Place
-from .feed import AlertLog, NamedWandbSink, SampleFeed, active_run, check_watch_options, is_update, sample_numbers
+from .batches import BatchBook
+from .feed import is_update
+from .lightning_loggers import log, place_of, prefixed, sinks_for, without_layers
 from .require import require
+from .session import Session
+
+_DEFAULT_LOG_EVERY: Final = 50  # of alerts' evidence where no rows are written
 
 
 def _callback_class() -> Any:
@@ -33,8 +31,6 @@ def _callback_class() -> Any:
 
 
 _Callback: Any = _callback_class()
-
-logger: Final = logging.getLogger("wandb_gradwatch")
 
 
 class GradWatchCallback(_Callback):  # type: ignore[misc]
@@ -87,7 +83,6 @@ class GradWatchCallback(_Callback):  # type: ignore[misc]
             raise ValueError(f"log_every_n_steps={log_every_n_steps!r} must be a number of steps, 0 for never, or None")
         if explosion_threshold is not None and not explosion_threshold > 0:
             raise ValueError(f"explosion_threshold={explosion_threshold!r} must be a positive number or None")
-        check_watch_options(type(self).__name__, watch_options, reserved=("run", "log_every", "start_step"))
         self.log_every_n_steps = log_every_n_steps
         self.step_prefix = step_prefix
         self.epoch_prefix = epoch_prefix
@@ -95,16 +90,17 @@ class GradWatchCallback(_Callback):  # type: ignore[misc]
         self.per_layer = per_layer
         self.track_sparsity = track_sparsity
         self.explosion_threshold = explosion_threshold
-        self.watcher: Watcher | None = None
         self._run = run
-        self._watch_options = watch_options
-        self._feed = SampleFeed()
+        reserved = ("run", "log_every", "start_step")
+        self._session = Session(type(self).__name__, watch_options, reserved=reserved, adapt=self._with_threshold)
         self._book: BatchBook | None = None
-        self._begin_epoch(0)
-        self._rules: list[Rule] = []
-        self._state: dict[str, Any] = {}
         self._is_restored = False
-        self._said_frozen = False
+        self._begin_epoch(0)
+
+    @property
+    def watcher(self) -> Watcher | None:
+        """What `watch()` returned for this fit; None between fits."""
+        return self._session.watcher
 
     # ---- what a subclass may change
 
@@ -114,8 +110,7 @@ class GradWatchCallback(_Callback):  # type: ignore[misc]
         Args:
             sample: a snapshot of one sample.
         """
-        group_by: GroupBy = self._watch_options.get("group_by", "parameter")
-        return sample_numbers(sample, per_layer=group_by if self.per_layer else None, sparsity=self.track_sparsity)
+        return self._session.numbers(sample, per_layer=self.per_layer, sparsity=self.track_sparsity)
 
     def init_epoch_stats(self) -> dict[str, Any]:
         """What an epoch begins with. It is saved in checkpoints: plain numbers, strings, lists, dicts and tensors."""
@@ -141,7 +136,7 @@ class GradWatchCallback(_Callback):  # type: ignore[misc]
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin to watch: everything is wrapped and restored, and neither a rate finder nor a sanity check runs."""
-        self._end()
+        self._session.end()
         if not self._is_restored:
             self._begin_epoch(trainer.current_epoch)
         self._is_restored = False
@@ -167,124 +162,67 @@ class GradWatchCallback(_Callback):  # type: ignore[misc]
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Log the epoch's numbers."""
-        self._wait_for_samples()
+        self._session.settle()
+        self._take_samples()
         self._log_due(trainer)
         self._end_epoch(trainer)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Flush and stop watching."""
-        self._end(trainer)
+        self._session.end()
+        self._take_samples()
+        self._log_due(trainer)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Neither on_train_end nor teardown follows an exception, nor may other ranks come to a last reduction."""
         if self.watcher is not None:
             self.watcher.__exit__(type(exception), exception, exception.__traceback__)
-        self._end()
+        self._session.end()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """See on_train_end."""
-        self._end()
+        self._session.end()
 
     def state_dict(self) -> dict[str, Any]:
-        """The step, the epoch so far and the rules' memory, in plain values: a resumed epoch gets the same numbers."""
-        if self.watcher is not None:
-            self._wait_for_samples()
-            self._state = {
-                "step": int(self.watcher.step),
-                "epoch": self._epoch,
-                "num_updates": self._num_updates,
-                "epoch_stats": copy.deepcopy(self._epoch_stats),
-                "rules": [rule.state_dict() for rule in self._rules],
-            }
-        return self._state
+        """The watcher's memory and the epoch so far, in plain values and tensors: a resumed fit logs the same."""
+        watched = self._session.state_dict()
+        self._take_samples()
+        epoch = {"number": self._epoch, "num_updates": self._num_updates, "stats": copy.deepcopy(self._epoch_stats)}
+        return {"watched": watched, "epoch": epoch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where the checkpoint was written."""
-        self._state = dict(state_dict)
-        self._epoch, self._num_updates = state_dict["epoch"], state_dict["num_updates"]
-        self._epoch_stats = copy.deepcopy(state_dict["epoch_stats"])
+        self._session.load_state_dict(state_dict["watched"])
+        epoch = state_dict["epoch"]
+        self._epoch, self._num_updates = epoch["number"], epoch["num_updates"]
+        self._epoch_stats = copy.deepcopy(epoch["stats"])
         self._is_restored = True
 
     # ---- watching
 
     def _begin(self, trainer: Any, pl_module: Any) -> None:
-        if not any(parameter.requires_grad for parameter in pl_module.parameters()):
-            if not self._said_frozen and trainer.is_global_zero:
-                logger.warning(
-                    "wandb_gradwatch: the model has no trainable parameter; watching begins when it has one."
-                )
-            self._said_frozen = True
-            return
         every = trainer.log_every_n_steps if self.log_every_n_steps is None else self.log_every_n_steps
-        self._book = BatchBook(lambda: _place(trainer, every))
-        options = dict(self._watch_options)
-        self._rules = [as_rule(rule) for rule in self._chosen_rules()]
-        remembered = self._state.get("rules", [])
-        if trainer.global_step and len(remembered) == len(self._rules):
-            for rule, memory in zip(self._rules, remembered, strict=True):
-                rule.load_state_dict(memory)
-        options["rules"] = [*self._rules, self._feed]
-        options["sinks"] = self._sinks(trainer, rows=every > 0)
-        self.watcher = watch(
+        self._book = BatchBook(lambda: place_of(trainer, every))
+        options = self._session.options
+        group_by = options.get("group_by", "parameter")
+        sinks = sinks_for(trainer, self._run, group_by, self._named_numbers, rows=every > 0)
+        self._session.begin(
             pl_module,
+            goes_on=trainer.global_step > 0,
             log_every=every or _DEFAULT_LOG_EVERY,
-            start_step=self._state.get("step", 0) if trainer.global_step else 0,
-            **options,
+            sinks=[*(options.get("sinks") or ()), *sinks],
         )
 
-    def _chosen_rules(self) -> list[Rule]:
-        given = self._watch_options.get("rules")
-        if given is not None:
-            return list(given)
-        return [
-            ExplodingGradient(threshold=self.explosion_threshold) if isinstance(rule, ExplodingGradient) else rule
-            for rule in default_rules()
-        ]
-
-    def _sinks(self, trainer: Any, *, rows: bool) -> list[Sink]:
-        given = list(self._watch_options.get("sinks") or ())
-        if not trainer.is_global_zero:
-            return given
-        sinks = [NamedWandbSink(sink, self._named_numbers, rows=rows) for sink in self._wandb_sinks(trainer)]
-        return [*given, *sinks, AlertLog()]
-
-    def _wandb_sinks(self, trainer: Any) -> list[WandbSink]:
-        runs = [self._run] if self._run is not None else [lg.experiment for lg in trainer.loggers if _is_wandb(lg)]
-        if not runs and (run := active_run()) is not None:
-            runs = [run]
-        group_by = self._watch_options.get("group_by", "parameter")
-        return [
-            WandbSink(run, group_by=None if group_by == "parameter" else group_by)
-            for run in {id(run): run for run in runs}.values()
-        ]
-
-    def _end(self, trainer: Any = None) -> None:
-        """Stop watching; with a trainer, log what was still under way."""
-        watcher = self.watcher
-        if watcher is None:
-            return
-        self.state_dict()
-        self.watcher = None
-        watcher.remove()
-        self._take_samples()
-        if trainer is not None:
-            self._log_due(trainer)
-        self._book = None
+    def _with_threshold(self, rules: list[Rule]) -> list[Rule]:
+        exploding = ExplodingGradient(threshold=self.explosion_threshold)
+        return [exploding if isinstance(rule, ExplodingGradient) else rule for rule in rules]
 
     # ---- samples
-
-    def _wait_for_samples(self) -> None:
-        """Take all samples of the steps made so far; from a GPU the last ones are still on their way."""
-        if self.watcher is not None and self._book is not None:
-            self._take_samples()
-            if self._book.is_waiting:
-                self.watcher.flush()
-                self._take_samples()
 
     def _take_samples(self) -> None:
         if self._book is None:
             return
-        self._book.enter(self._feed.take())
+        self._book.enter(self._session.take())
         for place, sample in self._book.take_new():
             if self.track_epochs and is_update(sample) and place.epoch == self._epoch:
                 self.update_epoch_stats(self._epoch_stats, self.compute_batch_stats(sample))
@@ -296,10 +234,9 @@ class GradWatchCallback(_Callback):  # type: ignore[misc]
     def _end_epoch(self, trainer: Any) -> None:
         """Log the numbers of an epoch that has any, and begin the next."""
         if self._num_updates:
-            step = _place(trainer, 0).batch - 1  # where Lightning writes an epoch's metrics: at its last batch
-            self._log(
-                trainer, trainer.loggers, self.epoch_prefix, self.compute_epoch_stats(self._epoch_stats), step=step
-            )
+            step = place_of(trainer, 0).batch - 1  # where Lightning writes an epoch's metrics: at its last batch
+            numbers = self.compute_epoch_stats(self._epoch_stats)
+            log(trainer, numbers, self.epoch_prefix, step=step, with_wandb=True)
         is_over = self._epoch == trainer.current_epoch
         self._begin_epoch(trainer.current_epoch + 1 if is_over else trainer.current_epoch)
 
@@ -307,48 +244,11 @@ class GradWatchCallback(_Callback):  # type: ignore[misc]
         """The numbers of a due step, for its row in W&B, which has the layers by itself."""
         if self._book is None:
             return {}
-        self._book.enter(self._feed.take())
+        self._book.enter(self._session.take())
         sample = self._book.due_sample(step)
-        return {} if sample is None else _prefixed(self.step_prefix, _without_layers(self.compute_batch_stats(sample)))
-
-    # ---- logging
+        return {} if sample is None else prefixed(self.step_prefix, without_layers(self.compute_batch_stats(sample)))
 
     def _log_due(self, trainer: Any) -> None:
-        """Log the due batches that are complete. W&B has them in the rows of its own sink."""
+        """Log the due batches that are complete. W&B has them in the rows of its own sinks."""
         for batch, sample in self._book.take_due() if self._book is not None else ():
-            others = [each for each in trainer.loggers if not _is_wandb(each)]
-            self._log(trainer, others, self.step_prefix, self.compute_batch_stats(sample), step=batch)
-
-    def _log(
-        self, trainer: Any, loggers: Iterable[Any], prefix: str, numbers: Mapping[str, float], *, step: int
-    ) -> None:
-        """Not by log_dict: it writes under the step at which the trainer happens to write, or never, takes 0.3 ms a
-        name, and on several ranks asks for a collective to average what is equal on all of them."""
-        if not numbers:
-            return
-        for each in loggers if trainer.is_global_zero else ():
-            each.log_metrics(_prefixed(prefix, numbers), step=step)
-        whole = _prefixed(prefix, _without_layers(numbers))
-        trainer.callback_metrics.update({name: torch.tensor(number) for name, number in whole.items()})
-
-
-_DEFAULT_LOG_EVERY: Final = 50  # of alerts' evidence where no rows are written
-
-
-def _place(trainer: Any, every: int) -> Place:
-    loop = trainer.fit_loop.epoch_loop
-    # Private, and what Trainer gives its loggers for a step; global_step counts every optimizer's.
-    batch = getattr(loop, "_batches_that_stepped", trainer.global_step)
-    return Place(batch, trainer.current_epoch, due=every > 0 and (batch + 1) % every == 0)
-
-
-def _is_wandb(other: Any) -> bool:
-    return any(cls.__name__ == "WandbLogger" for cls in type(other).__mro__)
-
-
-def _without_layers(numbers: Mapping[str, float]) -> dict[str, float]:
-    return {name: number for name, number in numbers.items() if "/" not in name}
-
-
-def _prefixed(prefix: str, numbers: Mapping[str, float]) -> dict[str, float]:
-    return {prefix + name: number for name, number in numbers.items()}
+            log(trainer, self.compute_batch_stats(sample), self.step_prefix, step=batch, with_wandb=False)

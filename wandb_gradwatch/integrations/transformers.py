@@ -8,21 +8,30 @@ A loop of one's own with Accelerate needs no class: `wandb_gradwatch.watch(model
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Final
 
-from ..snapshot import GroupBy
-from ..watch import watch
+import torch
+
 from ..watcher import Watcher
-from .feed import AlertLog, SampleFeed, active_run, check_watch_options, sample_numbers, with_feed
+from .feed import AlertLog, active_run
 from .require import require
+from .session import Session
 
 _TrainerCallback: Any = require("transformers", extra="transformers").TrainerCallback
 
 logger: Final = logging.getLogger("wandb_gradwatch")
 
 _DEFAULT_LOG_EVERY: Final = 50  # where the Trainer logs by epochs, or not at all
+# Beside the Trainer's own files in each checkpoint. Not in its trainer_state.json: an open window has too many numbers
+# for it, the Trainer restores callbacks by making new ones without the user's rules and functions, and it cannot save
+# one that is new since the checkpoint (KeyError).
+_FILE: Final = "gradwatch.pt"
 
 
 class GradWatchCallback(_TrainerCallback):  # type: ignore[misc]
@@ -32,6 +41,9 @@ class GradWatchCallback(_TrainerCallback):  # type: ignore[misc]
     `wandb_gradwatch.watch`; steps are the Trainer's global steps, also after a resume. `state.log_history` gets
     `gradwatch/grad_norm` and its like under the step that they belong to. The watcher is `callback.watcher` while the
     Trainer trains.
+
+    Each checkpoint has a file `gradwatch.pt`, with which a resumed training goes on: its alerts, its rules and its open
+    row. It is looked for in `TrainingArguments.resume_from_checkpoint` and in the checkpoints of `output_dir`.
 
     Args:
         log_every: write a row every n-th optimizer step; None: as the Trainer logs (`logging_steps`).
@@ -49,21 +61,23 @@ class GradWatchCallback(_TrainerCallback):  # type: ignore[misc]
     ) -> None:
         if log_every is not None and (not isinstance(log_every, int) or log_every < 1):
             raise ValueError(f"log_every={log_every!r} must be a number of optimizer steps, at least 1, or None")
-        check_watch_options(type(self).__name__, watch_options, reserved=("run", "log_every", "start_step"))
+        self._session = Session(type(self).__name__, watch_options, reserved=("run", "log_every", "start_step"))
         self.log_every = log_every
         self.per_layer = per_layer
-        self.watcher: Watcher | None = None
         self._run = run
-        self._watch_options = watch_options
-        self._feed = SampleFeed()
-        self._said_frozen = False
+
+    @property
+    def watcher(self) -> Watcher | None:
+        """What `watch()` returned for this training; None between trainings."""
+        return self._session.watcher
 
     # The Trainer makes no event of an exception: its watcher stays until the next training, or as long as the model.
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         """Begin to watch: the run is there, the model is wrapped, the step is restored."""
-        self._end()
-        self._feed.take()
+        self._session.end()
+        if state.global_step:
+            self._restore(args, state)
         self._begin(args, state, model)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
@@ -73,26 +87,54 @@ class GradWatchCallback(_TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Note the numbers of the steps that are logged."""
-        self._take_samples(args, state)
+        self._note_samples(args, state)
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Put a file into the checkpoint that has just been written."""
+        log_of_checkpoint = _log_of(state)
+        watched = self._session.state_dict()  # on every rank, for sharded models
+        late = self._note_samples(args, state)  # the Trainer has already written its log
+        folder = _folder_of(args, state)
+        if args.should_save and folder.is_dir():  # a hyperparameter search saves elsewhere, and is not resumed
+            saved = {"log": log_of_checkpoint, "watched": watched, "late": late}
+            unfinished = folder / f"{_FILE}.{os.getpid()}"
+            torch.save(saved, unfinished)
+            unfinished.replace(folder / _FILE)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Flush and stop watching."""
-        self._end()
-        self._take_samples(args, state)
+        self._session.end()
+        self._note_samples(args, state)
 
     def _begin(self, args: Any, state: Any, model: Any) -> None:
-        if not any(parameter.requires_grad for parameter in model.parameters()):
-            if not self._said_frozen and state.is_world_process_zero:
-                logger.warning(
-                    "wandb_gradwatch: the model has no trainable parameter; watching begins when it has one."
-                )
-            self._said_frozen = True
-            return
-        options = with_feed(self._watch_options, self._feed)
-        options["sinks"] = [*(self._watch_options.get("sinks") or ()), AlertLog()]
-        options["run"] = active_run() if self._run is None else self._run
-        every = self._every(args, state)
-        self.watcher = watch(model, log_every=every, start_step=int(state.global_step), **options)
+        self._session.begin(
+            model,
+            start_step=int(state.global_step),
+            log_every=self._every(args, state),
+            run=active_run() if self._run is None else self._run,
+            sinks=[*(self._session.options.get("sinks") or ()), AlertLog()],
+        )
+
+    def _restore(self, args: Any, state: Any) -> None:
+        """Find what this callback put into the checkpoint that the Trainer has resumed from."""
+        given = args.resume_from_checkpoint
+        folders = [Path(given)] if isinstance(given, str) and Path(given).is_dir() else []
+        folders.append(_folder_of(args, state))
+        for path in (folder / _FILE for folder in folders):
+            saved = _read(path) if path.exists() else None
+            if saved is not None and saved["log"] == _log_of(state):  # else of another training in the same folder
+                state.log_history += saved["late"]
+                self._session.load_state_dict(saved["watched"])
+                return
+        if state.is_world_process_zero:
+            logger.warning(
+                "wandb_gradwatch: the training was resumed at step %d, and no %s of that checkpoint was found in %s: "
+                "the rules begin without memory. If the checkpoint is elsewhere, set "
+                "TrainingArguments(resume_from_checkpoint=...) to its folder.",
+                state.global_step,
+                _FILE,
+                " or ".join(map(str, folders)),
+            )
 
     def _every(self, args: Any, state: Any) -> int:
         if self.log_every is not None:
@@ -101,19 +143,35 @@ class GradWatchCallback(_TrainerCallback):  # type: ignore[misc]
         # The state's is resolved: a fraction in the arguments is a share of all steps.
         return max(int(state.logging_steps), 1) if by_steps else _DEFAULT_LOG_EVERY
 
-    def _take_samples(self, args: Any, state: Any) -> None:
+    def _note_samples(self, args: Any, state: Any) -> list[dict[str, float]]:
+        """Add what has arrived to the Trainer's log, and return what was added."""
         every = self._every(args, state)
-        for sample in self._feed.take():
-            step = int(sample.steps[0])
-            if step % every == 0:
-                group_by: GroupBy = self._watch_options.get("group_by", "parameter")
-                numbers = sample_numbers(sample, per_layer=group_by if self.per_layer else None, sparsity=True)
-                state.log_history.append(_named(numbers) | {"step": step, "epoch": state.epoch})
+        entries = [
+            _named(self._session.numbers(sample, per_layer=self.per_layer))
+            | {"step": int(sample.steps[0]), "epoch": state.epoch}
+            for sample in self._session.take()
+            if int(sample.steps[0]) % every == 0
+        ]
+        state.log_history += entries
+        return entries
 
-    def _end(self) -> None:
-        if self.watcher is not None:
-            self.watcher.remove()
-            self.watcher = None
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        saved: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
+    except Exception:  # copied by halves, say: the training goes on all the same
+        logger.exception("wandb_gradwatch: %s could not be read", path)
+        return None
+    return saved
+
+
+def _folder_of(args: Any, state: Any) -> Path:
+    return Path(args.output_dir) / f"checkpoint-{state.global_step}"
+
+
+def _log_of(state: Any) -> str:
+    """Tells the checkpoints of different trainings apart: what the Trainer has logged, as it writes it."""
+    return hashlib.sha256(json.dumps(state.log_history, sort_keys=True).encode()).hexdigest()
 
 
 def _named(numbers: Mapping[str, float]) -> dict[str, float]:
