@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ def test_importing_the_integrations_imports_no_framework() -> None:
 def test_a_missing_framework_names_its_extra(extra: str) -> None:
     program = f"""
 import sys
+from collections.abc import Callable
 sys.modules.update(dict.fromkeys({FRAMEWORKS!r}))  # None: the import fails
 try:
     import wandb_gradwatch.integrations.{extra}
@@ -44,6 +46,7 @@ def test_a_trainer_of_pytorch_lightning_alone_is_enough() -> None:
     pytest.importorskip("pytorch_lightning")
     program = """
 import sys
+from collections.abc import Callable
 import pytorch_lightning
 sys.modules["lightning"] = sys.modules["lightning.pytorch"] = None
 from wandb_gradwatch.integrations.lightning import GradWatchCallback
@@ -85,3 +88,44 @@ def test_an_example_runs_offline(name: str, tmp_path: Path) -> None:
     history = read_run(folder)
     assert history.steps.tolist() == [10, 20, 30, 40]  # each logs every tenth of 40 steps
     assert all(value > 0 for value in history.values["gradwatch/grad_norm"])
+
+
+# ---- rules
+
+
+def test_the_rules_are_those_that_watch_takes() -> None:
+    """A trainable layer that is never used is an alert, a frozen one is not, and metrics bring rules of their own."""
+    import torch
+    from torch import nn
+
+    from wandb_gradwatch import MemorySink, watch
+    from wandb_gradwatch.integrations.session import Session
+    from wandb_gradwatch.modules import Activations
+
+    def alerts_of(begin: Callable[..., object], end: Callable[[], None], memory: MemorySink) -> list[tuple[str, str]]:
+        torch.manual_seed(0)
+        model = nn.ModuleDict({name: nn.Linear(2, 2) for name in ("used", "unused", "frozen")})
+        model["frozen"].requires_grad_(False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        begin(model)
+        for number in range(101):
+            optimizer.zero_grad()
+            loss = model["used"](torch.full((1, 2), float("inf") if number == 50 else 1.0)).sum()
+            (loss if number != 50 else 0 * model["used"].weight.sum()).backward()
+            optimizer.step()
+        end()
+        return [(alert.title, alert.text) for alert in memory.alerts]
+
+    memory, other = MemorySink(), MemorySink()
+    session = Session("Ours", {"metrics": [Activations()]}, reserved=())
+    ours = alerts_of(lambda model: session.begin(model, sinks=[memory]), session.end, memory)
+    watchers = []
+    plain = alerts_of(
+        lambda model: watchers.append(watch(model, sinks=[other], metrics=[Activations()])),
+        lambda: watchers[0].remove(),
+        other,
+    )
+    assert [title for title, _ in ours] == ["Non-finite activation", "No gradient"]
+    assert "unused.weight" in ours[1][1]
+    assert "frozen" not in ours[1][1].split("Probable cause")[0]
+    assert ours == plain

@@ -97,7 +97,10 @@ class Session:
 
         def frozen() -> set[str]:
             roster.scan()
-            return roster.frozen_names()
+            assert self.watcher is not None
+            # Beside another watcher of the same names in the same run, ours begin with a prefix.
+            prefix = self.watcher.parameter_names[0].removesuffix(roster.names[0])
+            return {prefix + name for name in roster.frozen_names()}
 
         # As watch() does where it is given none; with the feed among them it is given some.
         return self._adapt(default_rules(frozen=frozen) + rules_of(self.options.get("metrics", ())))
