@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Iterable
 
@@ -9,6 +10,10 @@ import numpy as np
 import torch
 
 from wandb_gradwatch.statistics.columns import NUM_BINS, NUM_COLUMNS, Column, FloatArray, IntArray, bins_of
+
+# The backends that run on every machine, and the compiled one where it can be compiled.
+FAST_BACKENDS = ["cpu", "torch", *(["compiled"] if importlib.util.find_spec("numba") else [])]
+BACKENDS = ["reference", *FAST_BACKENDS]
 
 EXACT_COLUMNS = (Column.NUM_ELEMENTS, Column.NUM_NAN, Column.NUM_INF, Column.NUM_ZERO, Column.NUM_DEAD)
 EXTREME_COLUMNS = (Column.GRAD_MIN, Column.GRAD_MAX, Column.GRAD_ABS_MIN_NONZERO)

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from statistics_oracle import BACKENDS, FAST_BACKENDS
 
 from wandb_gradwatch.snapshot import Snapshot
 from wandb_gradwatch.statistics.columns import Column
@@ -15,7 +16,7 @@ from wandb_gradwatch.statistics.measure import measure, sum_sq
 INF, NAN = math.inf, math.nan
 
 
-@pytest.fixture(params=["reference", "cpu", "torch"])
+@pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -100,7 +101,7 @@ def test_huge_and_tiny_magnitudes_neither_overflow_nor_vanish(backend: str, dtyp
         assert sum_sq([gradient], backend=backend).item() == pytest.approx(size * held**2, rel=1e-7)
 
 
-@pytest.mark.parametrize("fast", ["cpu", "torch"])
+@pytest.mark.parametrize("fast", FAST_BACKENDS)
 def test_a_hundred_million_elements_are_counted_exactly(fast: str) -> None:
     num_elements, num_zeros = 100_000_000, 2**24 + 1  # one more than float32 can count
     gradient = torch.full((num_elements,), 0.1)

@@ -27,7 +27,7 @@ from .modules import MetricLike, probes_of, rules_of
 from .rules import Alert, Rule, default_rules
 from .sinks import Sink, WandbSink
 from .snapshot import GroupBy, group_function
-from .statistics.measure import resolve_backend
+from .statistics.measure import compile_for_cpu, resolve_backend
 from .watcher import WATCHERS, Watcher
 
 logger: Final = logging.getLogger("wandb_gradwatch")
@@ -87,7 +87,9 @@ def watch(
         scaler: the gradient scaler, if it has to be known before it is first used.
         max_overhead: sample less often where the monitor takes more than this share of the training's host time, 0.01
             for one percent; histograms are thinned first. The cadence that results is logged.
-        backend: "auto", or one of the backends by name.
+        backend: "auto", or one of the backends by name. On CPU "auto" is "compiled" where numba is installed (the extra
+            `fast`), from when its loops are compiled, in the background, and "cpu", by torch and numpy, before and
+            elsewhere. "compiled" by name compiles before watch() returns, seconds the first time.
         start_step: the number of the last step already made, for a run that goes on.
         metrics: what else is measured at sampled steps: `Metric(name, fn)`, `Activations()`, `Attention()` and others
             of `wandb_gradwatch.modules`. With the default rules, theirs are added.
@@ -100,7 +102,8 @@ def watch(
         TypeError: model is not a module or a collection of modules; something in metrics is no metric.
         ValueError: nothing trainable to watch; a cadence, name filter, statistic, backend or threshold that makes no
             sense; a metric that matches nothing.
-        RuntimeError: there is no run and there are no sinks; the backend cannot run on the model's device.
+        RuntimeError: there is no run and there are no sinks; the backend cannot run on the model's device, or cannot be
+            compiled.
 
     Cost: a step that is not sampled some 0.05 ms on the host. A sampled one reads every gradient about as often as four
     norms do, in one batched pass, takes about 20 us per tensor on the host, and never waits for the device.
@@ -193,9 +196,13 @@ def _measure_options(roster: Roster, statistics: Sequence[str], dead_threshold: 
     kernels: dict[torch.device, set[torch.dtype]] = {}
     if not isinstance(dead_threshold, int | float) or not 0 <= dead_threshold < math.inf:
         raise ValueError(f"dead_threshold={dead_threshold!r} must be a number, at least 0")
+    on_cpu = False
     for slot, parameter in roster.scan():
+        on_cpu = on_cpu or parameter.device.type == "cpu"
         if resolve_backend(backend, parameter.device, roster.names[slot]) == "cuda":
             kernels.setdefault(parameter.device, set()).add(parameter.dtype)
+    if on_cpu:
+        compile_for_cpu(backend)
     if kernels:
         _warm_up(kernels, dead_threshold, histogram="histogram" in statistics)
     return MeasureOptions("parameter" in statistics, float(dead_threshold), backend)

@@ -46,7 +46,7 @@ def measure(
     histogram: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Measure each gradient: rows [N, C] in float64 and, if asked for, the histogram [N, B] in int64."""
-    elements, num_implicit_zeros, exponent = _scaled_elements(gradients, inverse_scale)
+    elements, num_implicit_zeros, exponent = scaled_elements(gradients, inverse_scale)
     rows_NC = np.empty((len(gradients), NUM_COLUMNS))
     rows_NC[:] = IDENTITY_C
     histogram_NB = np.zeros((len(gradients), NUM_BINS), dtype=np.int64) if histogram else None
@@ -57,7 +57,7 @@ def measure(
         if histogram_NB is not None and codes_NK is not None:
             histogram_NB += bins_from_codes(codes_NK, layout, exponent)
 
-    _add_implicit_zeros(rows_NC, num_implicit_zeros)
+    add_implicit_zeros(rows_NC, num_implicit_zeros)
     if exponent:
         for column, power in SCALE_POWER.items():
             rows_NC[:, column] *= math.ldexp(1.0, exponent * power)
@@ -74,11 +74,11 @@ def measure(
 @np.errstate(over="ignore", invalid="ignore")
 def sum_sq(gradients: Sequence[Tensor], *, inverse_scale: Tensor | None) -> Tensor:
     """Sum the squares of each gradient's finite elements: [N]."""
-    elements, _, exponent = _scaled_elements(gradients, inverse_scale)
+    elements, _, exponent = scaled_elements(gradients, inverse_scale)
     return torch.from_numpy(_sums_of_squares(elements)[:, 0] * math.ldexp(1.0, 2 * exponent))
 
 
-def _scaled_elements(gradients: Sequence[Tensor], inverse_scale: Tensor | None) -> tuple[list[Tensor], list[int], int]:
+def scaled_elements(gradients: Sequence[Tensor], inverse_scale: Tensor | None) -> tuple[list[Tensor], list[int], int]:
     """The elements, their implicit zeros, and the power of two with which the elements are still to be multiplied."""
     pairs = [elements_of(gradient) for gradient in gradients]
     elements, num_implicit_zeros = [p[0] for p in pairs], [p[1] for p in pairs]
@@ -165,7 +165,7 @@ def _chunks(elements: Tensor) -> Iterator[npt.NDArray[Any]]:
         yield widened[: piece.numel()].copy_(piece).numpy()
 
 
-def _add_implicit_zeros(rows_NC: FloatArray, num_implicit_zeros: Sequence[int]) -> None:
+def add_implicit_zeros(rows_NC: FloatArray, num_implicit_zeros: Sequence[int]) -> None:
     """Count the zeros that a sparse gradient does not store."""
     counts_N = np.array(num_implicit_zeros)
     if not counts_N.any():

@@ -17,11 +17,19 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from . import cpu_compiled
 from .columns import NUM_BINS, NUM_COLUMNS
 
 # N tensors, C columns, B histogram bins
 
-BACKENDS: Final = {"cpu": "cpu", "cuda": "cuda_launch", "torch": "generic", "reference": "reference"}  # name -> module
+BACKENDS: Final = {  # name -> module
+    "cpu": "cpu",
+    "compiled": "cpu_compiled",
+    "cuda": "cuda_launch",
+    "torch": "generic",
+    "reference": "reference",
+}
+_DEVICE_OF: Final = {"cpu": "cpu", "compiled": "cpu", "cuda": "cuda"}  # of the backends that know one device only
 
 
 @dataclass(frozen=True)
@@ -116,19 +124,37 @@ def resolve_backend(backend: str, device: torch.device, example_name: str) -> st
     if backend not in BACKENDS:
         names = ", ".join(f'"{name}"' for name in BACKENDS)
         raise ValueError(f'backend={backend!r} is unknown; choose "auto" or one of {names}')
-    if backend in ("cpu", "cuda") and device.type != backend:
+    only_device = _DEVICE_OF.get(backend, device.type)
+    if device.type != only_device:
         raise RuntimeError(
-            f"backend={backend!r} needs {backend.upper()} gradients, but {example_name!r} is on {device}; "
+            f"backend={backend!r} needs {only_device.upper()} gradients, but {example_name!r} is on {device}; "
             "use backend='auto'"
+        )
+    if backend == "compiled" and not cpu_compiled.is_installed():
+        raise RuntimeError(
+            "backend='compiled' needs numba, which is not installed; "
+            "pip install 'wandb-gradwatch[fast]', or backend='auto'"
         )
     if backend == "cuda" and not _triton_is_installed():
         raise RuntimeError("backend='cuda' needs Triton, which is not installed; pip install triton, or backend='auto'")
     return backend
 
 
+def compile_for_cpu(backend: str) -> None:
+    """Compile what CPU gradients need: in the background for "auto", at once for "compiled" by name.
+
+    Raises:
+        RuntimeError: the backend was asked for by name and cannot be compiled.
+    """
+    if backend == "compiled":
+        cpu_compiled.LOOPS.wait()
+    elif backend == "auto" and cpu_compiled.is_installed():
+        cpu_compiled.LOOPS.start()
+
+
 def _best_backend(device: torch.device) -> str:
     if device.type == "cpu":
-        return "cpu"
+        return "cpu" if cpu_compiled.LOOPS.made is None else "compiled"
     if device.type == "cuda" and _triton_is_installed() and not _triton_failed:
         return "cuda"
     return "torch"
@@ -139,23 +165,31 @@ def _triton_is_installed() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+_COMPILER: Final = {"cuda": "Triton", "compiled": "numba"}
+_WITHOUT_COMPILER: Final = {"cuda": "torch", "compiled": "cpu"}  # what "auto" chooses instead
 _triton_failed: list[Exception] = []  # why "auto" no longer chooses Triton in this process
 
 
 def _run(function: str, backend: str, gradients: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
-    """Call a backend's function; "auto" goes on without Triton where that fails, and says so once."""
+    """Call a backend's function; "auto" goes on without a compiler whose kernels fail, and says so once."""
     device = gradients[0].device
     name = resolve_backend(backend, device, "gradients[0]")
     with _plain_arithmetic(device):
         try:
             return getattr(_module(name), function)(gradients, *args, **kwargs)
         except Exception as error:
-            if backend != "auto" or name != "cuda":
+            if backend != "auto" or name not in _WITHOUT_COMPILER:
                 raise
-            _triton_failed.append(error)
-        result = getattr(_module("torch"), function)(gradients, *args, **kwargs)  # if this fails too, it was not Triton
+            failure = error
+        plain = _WITHOUT_COMPILER[name]
+        result = getattr(_module(plain), function)(gradients, *args, **kwargs)  # if this fails too, it was no compiler
+        if name == "cuda":
+            _triton_failed.append(failure)
+        else:
+            cpu_compiled.LOOPS.fail(failure)
         warnings.warn(
-            f"the Triton kernels failed ({_triton_failed[-1]!r}); measuring gradients with backend='torch' from now on",
+            f"the {_COMPILER[name]} kernels failed ({failure!r}); "
+            f"measuring gradients with backend={plain!r} from now on",
             RuntimeWarning,
             stacklevel=4,
         )

@@ -1,0 +1,351 @@
+"""The compiled CPU backend: what its loops must survive, and that nobody waits for them or depends on them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gradients import Chosen, samples, step, watch
+from statistics_oracle import assert_row
+
+from wandb_gradwatch.statistics import cpu_compiled
+from wandb_gradwatch.statistics.columns import Column
+from wandb_gradwatch.statistics.compilation import Compilation
+from wandb_gradwatch.statistics.measure import compile_for_cpu, measure, resolve_backend, sum_sq
+
+CPU = torch.device("cpu")
+LOOPS_MODULE = "wandb_gradwatch.statistics.cpu_loops"
+# Each of n additions in float64 rounds by at most 2**-53 of the sum so far.
+ROUNDING = 2.0**-53
+
+needs_numba = pytest.mark.skipif(not cpu_compiled.is_installed(), reason="numba is not installed")
+
+
+def ready(loops: Any) -> Compilation[Any]:
+    """A compilation that is done."""
+    compilation: Compilation[Any] = Compilation(lambda: loops, cpu_compiled._say_failure)
+    compilation.wait()
+    return compilation
+
+
+@pytest.fixture
+def replace_loops(monkeypatch: pytest.MonkeyPatch) -> Callable[[Compilation[Any]], None]:
+    """`replace_loops(compilation)`: what the backend compiles, in this test."""
+    monkeypatch.setattr(cpu_compiled, "is_installed", lambda: True)
+    return lambda compilation: monkeypatch.setattr(cpu_compiled, "LOOPS", compilation)
+
+
+@pytest.fixture
+def gate() -> Iterator[threading.Event]:
+    """What a compilation waits for; opened at the latest when the test ends."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+# ---- what is measured
+
+
+def assert_equals_reference(tensors: list[torch.Tensor]) -> None:
+    """Counts and histograms exact, extremes exact, sums to float64's rounding."""
+    kwargs: Any = {"dead_threshold": 0.25, "histogram": True}
+    expected = measure(tensors, tensors, **kwargs, backend="reference")
+    measured = measure(tensors, tensors, **kwargs, backend="compiled")
+    for tensor, row, expected_of in zip(tensors, measured.rows, expected.rows, strict=True):
+        assert_row(row.numpy(), expected_of.numpy(), max(tensor.numel(), 8) * ROUNDING)
+    assert torch.equal(measured.histogram, expected.histogram)  # type: ignore[arg-type]
+    squares = sum_sq(tensors, backend="compiled")
+    np.testing.assert_allclose(squares, expected.rows[:, Column.GRAD_SUM_SQ], rtol=1e-12)
+
+
+@needs_numba
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_every_kind_of_block_equals_the_reference_to_the_rounding_of_float64(dtype: torch.dtype) -> None:
+    from wandb_gradwatch.statistics.cpu_loops import BLOCK, SMALL
+
+    normal = torch.randn(3 * BLOCK + 5, generator=torch.Generator().manual_seed(0))
+    tensors = []
+    for size in (1, 2, 31, SMALL - 1, SMALL, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 5):
+        values = normal[:size]
+        spoilt = values.clone()
+        spoilt[::3], spoilt[1::50], spoilt[2::70], spoilt[::7] = torch.nan, torch.inf, -torch.inf, -0.0
+        one_nan_block = values.clone()
+        one_nan_block[:BLOCK] = torch.nan
+        last_only = torch.full_like(values, torch.nan)
+        last_only[-1] = -3.0
+        ends_in_zeros = values.clone()
+        ends_in_zeros[BLOCK:] = 0.0
+        signs = [values, values.abs(), -values.abs(), values.relu(), -values.relu()]
+        scales = [values * 1e-12, values * 1e-41, values * 1e-7, values * 1e4, values * 1e25, values.abs() * 1e-41]
+        constants = [torch.full_like(values, c) for c in (0.0, -0.0, torch.inf, -torch.inf, torch.nan, 2.0, -2.0)]
+        both_zeros = torch.where(values > 0, 0.0, -0.0)
+        for made in [*signs, *scales, *constants, both_zeros, spoilt, one_nan_block, last_only, ends_in_zeros]:
+            tensors.append(made.to(dtype))
+    assert_equals_reference(tensors)
+
+
+@needs_numba
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_number_of_sixteen_bits_is_read_right(dtype: torch.dtype) -> None:
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
+    assert_equals_reference([every, *every.split(4096)])
+
+
+def base() -> torch.Tensor:
+    return torch.linspace(-2, 2, 24)
+
+
+@needs_numba
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: base()[::2],
+        lambda: base()[5:],  # at an address that no vector is aligned to
+        lambda: torch.frombuffer(bytearray(base().numpy().tobytes()) + b"...", dtype=torch.float32, count=24),
+        lambda: torch.frombuffer(bytearray(b"." + base().numpy().tobytes()), dtype=torch.float32, count=24, offset=1),
+        lambda: base().view(6, 4).t(),
+        lambda: base().view(6, 4)[:, 1:3],
+        lambda: base()[:3].expand(4, 3),
+        lambda: base().view(2, 3, 2, 2).to(memory_format=torch.channels_last),
+        lambda: torch.empty(0),
+        lambda: torch.empty(0, 3, dtype=torch.float64),
+        lambda: torch.tensor(-0.5, dtype=torch.float16),
+        lambda: torch.nn.Parameter(base()),
+        lambda: torch.complex(base(), base()),
+        lambda: torch.complex(base(), base()).conj().imag,  # its memory holds the negatives
+        lambda: torch.arange(24) - 12,
+        lambda: base().to(torch.float8_e4m3fn),
+        lambda: base().view(6, 4).relu().to_sparse(),
+        lambda: base().view(6, 4).relu().to_sparse_csr(),
+    ],
+)
+def test_whatever_the_layout_the_elements_are_measured(make: Callable[[], torch.Tensor]) -> None:
+    tensor = make()
+    if tensor.is_sparse:
+        tensor = tensor.coalesce()
+    assert_equals_reference([tensor, base(), tensor])
+
+
+@needs_numba
+def test_a_tensor_without_memory_is_an_error_and_no_crash() -> None:
+    freed = torch.ones(10)
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="a tensor with elements has no memory: its storage was freed"):
+        measure([base(), freed], None, backend="compiled")
+
+
+@needs_numba
+def test_a_tensor_that_is_no_memory_is_not_read_from_memory() -> None:
+    class Doubled(torch.Tensor):  # what it says it holds is not what lies at its address
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            plain = [a.as_subclass(torch.Tensor) if isinstance(a, Doubled) else a for a in args]
+            if func is torch.Tensor.reshape:
+                return 2 * plain[0].reshape(*plain[1:])
+            return super().__torch_function__(func, types, args, kwargs)
+
+    row = measure([base().view(6, 4).as_subclass(Doubled)], None, backend="compiled").rows[0]
+    assert row[Column.GRAD_MAX] == 4.0
+
+
+@needs_numba
+def test_a_negative_dead_threshold_is_met_by_nothing() -> None:
+    assert measure([torch.zeros(3)], None, dead_threshold=-1.0, backend="compiled").rows[0, Column.NUM_DEAD] == 0
+
+
+@needs_numba
+def test_the_loops_know_the_columns_by_the_places_that_they_have() -> None:
+    from wandb_gradwatch.statistics import cpu_loops
+
+    assert {c.name: getattr(cpu_loops, c.name) for c in Column} == {c.name: c.value for c in Column}
+
+
+@needs_numba
+def test_threads_that_measure_at_once_do_not_disturb_each_other() -> None:
+    lists = [[torch.randn(5000), torch.zeros(300), torch.full((70,), torch.nan).half()] for _ in range(8)]
+
+    def rows(gradients: list[torch.Tensor]) -> tuple[list[Any], list[Any]]:
+        measured = measure(gradients, gradients, histogram=True, backend="compiled")
+        assert measured.histogram is not None
+        return measured.rows.view(torch.int64).tolist(), measured.histogram.tolist()
+
+    alone = [rows(gradients) for gradients in lists]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(20):
+            assert list(pool.map(rows, lists)) == alone
+
+
+# ---- until the loops are there
+
+
+def test_training_does_not_wait_for_the_loops_and_nothing_changes_when_they_come(
+    replace_loops: Callable[[Compilation[Any]], None], gate: threading.Event
+) -> None:
+    def make() -> Any:
+        gate.wait()
+        return cpu_compiled._compile() if cpu_compiled.is_installed.__wrapped__() else None
+
+    compilation: Compilation[Any] = Compilation(make, cpu_compiled._say_failure)
+    replace_loops(compilation)
+    model = Chosen(a=2000)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    watcher, sink = watch(model)
+    gradient = torch.linspace(-1, 1, 2000)
+    step(model, optimizer, a=gradient)
+    assert compilation.made is None
+    assert resolve_backend("auto", CPU, "a") == "cpu"
+    gate.set()
+    compilation._thread.join()  # type: ignore[union-attr]
+    step(model, optimizer, a=gradient)
+    snapshot = samples(watcher, sink)
+    assert snapshot.grad_norm[0] == pytest.approx(snapshot.grad_norm[1], rel=1e-7)
+    counted = [Column.NUM_ELEMENTS, Column.NUM_ZERO, Column.NUM_DEAD, Column.GRAD_MIN, Column.GRAD_MAX]
+    assert snapshot.rows[0][:, counted].tolist() == snapshot.rows[1][:, counted].tolist()
+
+
+@needs_numba
+def test_auto_takes_the_loops_from_when_they_are_there() -> None:
+    cpu_compiled.LOOPS.wait()
+    assert resolve_backend("auto", CPU, "a") == "compiled"
+
+
+def test_the_loops_are_compiled_once(gate: threading.Event) -> None:
+    made = []
+    compilation = Compilation(lambda: made.append(gate.wait()) or "made", cpu_compiled._say_failure)
+    for _ in range(3):
+        compilation.start()
+    gate.set()
+    assert compilation.wait() == "made"
+    assert len(made) == 1
+
+
+FORK_WHILE_COMPILING = """
+import os, threading
+from wandb_gradwatch.statistics.compilation import Compilation
+gate = threading.Event()
+compilation = Compilation(lambda: gate.wait() and "made", print)
+compilation.start()
+os.register_at_fork(before=gate.set)  # runs before the compilation's own, which was registered earlier
+child = os.fork()
+if child == 0:
+    os._exit(0 if compilation.made == "made" and compilation.wait() == "made" else 1)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+"""
+
+FORK_AFTER_USE = """
+import os, torch
+from wandb_gradwatch.statistics.measure import measure
+gradients = [torch.randn(5000), torch.randn(10)]
+expected = measure(gradients, gradients, histogram=True, backend="compiled").rows
+child = os.fork()
+if child == 0:
+    os._exit(0 if torch.equal(measure(gradients, gradients, histogram=True, backend="compiled").rows, expected) else 1)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+"""
+
+
+@pytest.mark.parametrize("script", [FORK_WHILE_COMPILING, pytest.param(FORK_AFTER_USE, marks=needs_numba)])
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows does not fork")
+def test_a_forked_child_can_measure(script: str, script_environment: Callable[..., dict[str, str]]) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", script], env=script_environment(), capture_output=True, text=True, timeout=100
+    )
+    assert result.returncode == 0, result.stderr
+
+
+@needs_numba
+def test_loops_are_compiled_where_nothing_can_be_kept_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    from numba.core import caching
+
+    from wandb_gradwatch.statistics import cpu_loops
+
+    asked = []
+
+    def fewer(*, cache: bool) -> str:
+        asked.append(cache)
+        import numba
+
+        numba.njit(numba.int64(numba.int64), cache=cache)(lambda x: x)  # what numba refuses, it refuses here
+        return "loops"
+
+    monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [])  # no folder may be written to
+    monkeypatch.setattr(cpu_loops, "compile_loops", fewer)
+    monkeypatch.setattr(cpu_compiled, "_check", lambda loops: None)
+    assert cpu_compiled._compile() == "loops"
+    assert asked == [True, False]
+
+
+# ---- where there are no loops
+
+
+def test_without_numba_auto_is_torch_and_numpy_and_says_nothing(
+    monkeypatch: pytest.MonkeyPatch, said: Callable[[], list[str]]
+) -> None:
+    monkeypatch.setattr(cpu_compiled.importlib.util, "find_spec", lambda name: None)
+    cpu_compiled.is_installed.cache_clear()
+    try:
+        compilation: Compilation[Any] = Compilation(lambda: pytest.fail("there is no numba"), cpu_compiled._say_failure)
+        monkeypatch.setattr(cpu_compiled, "LOOPS", compilation)
+        compile_for_cpu("auto")
+        assert compilation._thread is None
+        assert resolve_backend("auto", CPU, "a") == "cpu"
+        message = "backend='compiled' needs numba, which is not installed; pip install 'wandb-gradwatch\\[fast\\]'"
+        with pytest.raises(RuntimeError, match=message):
+            watch(Chosen(a=2), backend="compiled")
+        assert said() == []
+    finally:
+        cpu_compiled.is_installed.cache_clear()
+
+
+def test_a_numba_that_is_broken_is_said_once_and_torch_and_numpy_measure(
+    replace_loops: Callable[[Compilation[Any]], None],
+    monkeypatch: pytest.MonkeyPatch,
+    said: Callable[[], list[str]],
+) -> None:
+    monkeypatch.delitem(sys.modules, LOOPS_MODULE, raising=False)
+    monkeypatch.setitem(sys.modules, "numba", None)  # its import fails
+    compilation = Compilation(cpu_compiled._compile, cpu_compiled._say_failure)
+    replace_loops(compilation)
+    for _ in range(2):
+        watch(Chosen(a=2))[0].remove()
+        compilation._thread.join()  # type: ignore[union-attr]
+    (message,) = [text for text in said() if "numba" in text]
+    assert "numba is installed, but the compiled CPU backend could not be made (ModuleNotFoundError" in message
+    assert resolve_backend("auto", CPU, "a") == "cpu"
+    assert measure([torch.ones(4)], None).rows[0, Column.GRAD_SUM] == 4
+    with pytest.raises(RuntimeError, match="could not be made: ModuleNotFoundError"):
+        watch(Chosen(a=2), backend="compiled")
+
+
+def test_loops_that_fail_are_replaced_by_torch_and_numpy_with_one_warning(
+    replace_loops: Callable[[Compilation[Any]], None],
+) -> None:
+    def fail(*args: Any) -> None:
+        raise SystemError("no loops today")
+
+    replace_loops(ready((fail, fail)))
+    assert resolve_backend("auto", CPU, "a") == "compiled"
+    with pytest.raises(SystemError, match="no loops today"):
+        measure([torch.ones(4)], None, backend="compiled")
+    with pytest.warns(RuntimeWarning, match="the numba kernels failed \\(SystemError.*backend='cpu' from now on"):
+        assert measure([torch.ones(4)], None).rows[0, Column.GRAD_SUM] == 4
+    assert resolve_backend("auto", CPU, "a") == "cpu"
+    assert sum_sq([torch.ones(4)]).tolist() == [4.0]  # no warning: pytest turns them into nothing, the door into "cpu"
+
+
+def test_loops_that_measure_wrongly_are_not_used() -> None:
+    with pytest.raises(RuntimeError, match="the compiled loops do not measure what torch does"):
+        cpu_compiled._check((lambda *args: args[-2].fill(1.0), lambda *args: None))
+
+
+def test_a_backend_for_the_cpu_says_so_elsewhere() -> None:
+    message = "backend='compiled' needs CPU gradients, but 'head.weight' is on cuda:0; use backend='auto'"
+    with pytest.raises(RuntimeError, match=message):
+        resolve_backend("compiled", torch.device("cuda:0"), "head.weight")
