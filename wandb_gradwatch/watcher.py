@@ -334,7 +334,7 @@ class Watcher:
             self._deliver()
 
     def _deliver(self, *, wait: bool = False) -> None:
-        if self._containment.in_forked_child:
+        if not (self._window.has_sent or self._arrived or self._merger) or self._containment.in_forked_child:
             return
         raised: CallbackError | None = None
         self._arrived.extend(self._window.poll(wait=wait))

@@ -80,6 +80,8 @@ class ArrivedSample:
     @property
     def was_clipped_without_a_trace(self) -> bool:
         """Whether a gradient that looked unmodified was shorter than measured: it was written through `.data`."""
+        if not self.sample.compared:
+            return False
         compared = self.rows[list(self.sample.compared)]
         before, received = compared[:, Column.GRAD_SUM_SQ], compared[:, Column.RECEIVED_SUM_SQ]
         return bool(np.any(np.sqrt(received) < np.sqrt(before) * (1 - CLIP_TOLERANCE)))
@@ -94,11 +96,11 @@ class ArrivedFlush:
 
 
 class _Transfer:
-    """One tensor on its way to the host."""
+    """One tensor on its way to the host. On CPU it is there already: handed over, and not to be written again."""
 
     def __init__(self, tensor: Tensor) -> None:
         if tensor.device.type == "cpu":
-            self._host, self._event = tensor.clone(), None
+            self._host, self._event = tensor, None
         elif tensor.device.type == "cuda":
             self._host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
             self._host.copy_(tensor, non_blocking=True)
@@ -176,8 +178,9 @@ class _Shipment:
 
     def arrived(self, *, wait: bool) -> bool:
         """Whether everything is here."""
-        transfers = (*self.transfers, *(found.transfer for found in self.found))
-        return all(transfer.arrived(wait=wait) for transfer in transfers)
+        return all([transfer.arrived(wait=wait) for transfer in self.transfers]) and all(
+            [found.transfer.arrived(wait=wait) for found in self.found]
+        )
 
     def unpack(self) -> ArrivedSample | ArrivedFlush:
         if self.sample is None:
@@ -186,22 +189,28 @@ class _Shipment:
                 counts = np.asarray(transfer.array, dtype=np.int64)
                 histogram = counts if histogram is None else histogram + counts
             return ArrivedFlush(histogram, self.histogram_steps)
-        rows: FloatArray = np.full((self.num_names, NUM_COLUMNS), np.nan)
+        packed = [np.asarray(transfer.array, dtype=np.float64) for transfer in self.transfers]
+        rows = packed[0][:-1] if len(packed) == 1 else self._joined([one[:-1] for one in packed])
         loss_scale, found_inf = np.nan, 0.0
-        for packed in (np.asarray(transfer.array) for transfer in self.transfers):
-            device_rows = packed[:-1]
-            here = ~np.isnan(device_rows[:, Column.NUM_ELEMENTS])
-            rows[here] = device_rows[here]
-            if not np.isnan(packed[-1, _LOSS_SCALE]):
-                loss_scale = packed[-1, _LOSS_SCALE]
-            found_inf = np.fmax(found_inf, packed[-1, _FOUND_INF])
+        for one in packed:
+            scale, inf = one[-1, : _FOUND_INF + 1].tolist()
+            loss_scale = loss_scale if scale != scale else scale
+            found_inf = inf if inf > found_inf else found_inf
         metrics: dict[str, float] = {}
         histograms: dict[str, MetricHistogram] = {}
         distances: dict[str, Distance] = {}
         for found in self.found:
             found.unpack(metrics, histograms, distances)
         skipped = self.sample.skipped or bool(found_inf)
-        return ArrivedSample(self.sample, rows, float(loss_scale), skipped, metrics, histograms, distances)
+        return ArrivedSample(self.sample, rows, loss_scale, skipped, metrics, histograms, distances)
+
+    def _joined(self, rows_of_devices: Sequence[FloatArray]) -> FloatArray:
+        """Rows of several devices, each missing in all but one of them: [P, C]."""
+        rows: FloatArray = np.full((self.num_names, NUM_COLUMNS), np.nan)
+        for device_rows in rows_of_devices:
+            here = ~np.isnan(device_rows[:, Column.NUM_ELEMENTS])
+            rows[here] = device_rows[here]
+        return rows
 
 
 class _DeviceWindow:
@@ -236,6 +245,28 @@ class _DeviceWindow:
         if self.sample_histogram is None:
             self.sample_histogram = torch.zeros_like(self.histogram)
         return self.sample_histogram
+
+    def send_rows(self) -> _Transfer:
+        """The open sample's rows and globals on their way, and room for the next sample's."""
+        transfer = _Transfer(self.rows)
+        if self.device.type == "cpu":
+            self.rows = torch.full_like(self.rows, torch.nan)
+        else:
+            self.rows.fill_(torch.nan)
+        return transfer
+
+    def send_histogram(self) -> _Transfer:
+        """The window's histogram on its way. It is emptied by `drop_histogram`."""
+        return _Transfer(self.histogram)
+
+    def drop_histogram(self) -> None:
+        """An empty histogram for the next window."""
+        if self.has_histogram:
+            if self.device.type == "cpu":  # the old one may be on its way
+                self.histogram = torch.zeros_like(self.histogram)
+            else:
+                self.histogram.zero_()
+            self.has_histogram = False
 
     def add_sample_histogram(self) -> None:
         """The open sample is done: its histogram becomes the window's."""
@@ -339,6 +370,11 @@ class Window:
 
     # ---- towards the host
 
+    @property
+    def has_sent(self) -> bool:
+        """Whether anything is on its way."""
+        return bool(self._shipments)
+
     def peek(self) -> FloatArray:
         """The open sample's rows, now: [P, C]. Waits for the device: for the guard, which must know before the step."""
         transfers = tuple(_Transfer(window.rows) for window in self._devices.values())
@@ -346,7 +382,7 @@ class Window:
             transfer.arrived(wait=True)
         arrived = _Shipment(Sample(0, False, ()), transfers, self._num_names).unpack()
         assert isinstance(arrived, ArrivedSample)
-        return arrived.rows
+        return arrived.rows.copy()
 
     def commit(self, sample: Sample, found: Mapping[str, Found] | None = None) -> None:
         """Send the open sample on its way, with what the probes found, by key, and open the next."""
@@ -357,8 +393,7 @@ class Window:
             self._histogram_steps.append(sample.step)
         for window in self._devices.values():
             window.add_sample_histogram()
-            transfers.append(_Transfer(window.rows))
-            window.rows.fill_(torch.nan)
+            transfers.append(window.send_rows())
         by_device: dict[torch.device, dict[str, Found]] = {}
         for key, value in (found or {}).items():
             by_device.setdefault(_device_of(value), {})[key] = value
@@ -388,7 +423,7 @@ class Window:
 
     def flush(self) -> None:
         """Send the histogram after the window's samples and begin the next window."""
-        transfers = tuple(_Transfer(window.histogram) for window in self._devices.values() if window.has_histogram)
+        transfers = tuple(window.send_histogram() for window in self._devices.values() if window.has_histogram)
         self._shipments.append(_Shipment(None, transfers, self._num_names, tuple(self._histogram_steps)))
         self._drop_histogram()
 
@@ -402,9 +437,7 @@ class Window:
     def _drop_histogram(self) -> None:
         self._histogram_steps = []
         for window in self._devices.values():
-            if window.has_histogram:
-                window.histogram.zero_()
-                window.has_histogram = False
+            window.drop_histogram()
 
     def _on(self, device: torch.device) -> _DeviceWindow:
         window = self._devices.get(device)

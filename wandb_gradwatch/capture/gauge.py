@@ -1,31 +1,25 @@
-"""Measures gradients into the open sample, and remembers which of them it has seen, and in which state.
-
-A gradient that is the same tensor with the same version counter as at the end of the last backward has not been
-clipped, unscaled or replaced since; what has is measured again, as what the optimizer received.
-"""
+"""Measures gradients into the open sample, each in the units that it has at that moment."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ..statistics.columns import NUM_COLUMNS, SCALE_POWER, Column
 from ..statistics.measure import measure, sum_sq
 from ..window import Window
-from .owners import Entry, Owners
+from .owners import Owners
 from .probes import WatchedTensor
 from .scaling import SCALES, scale_tensor
+from .seen import Entry, SeenGradients
 from .sharding import local_gradient, local_part
-
-_TOKEN: Final = "_gradwatch_token"  # a number, so that a gradient that is saved loads with weights_only=True
-_TOKENS: Final = itertools.count(1)
 
 
 @dataclass(frozen=True)
@@ -44,29 +38,29 @@ class MeasureOptions:
 
 
 @dataclass(slots=True)
-class Seen:
-    """A gradient as the last backward left it, and whether it was measured."""
+class _Group:
+    """Gradients of one scaler on one device, in ascending slots: [N] each.
 
-    token: int  # also an attribute of the tensor: unlike an id it is not given to another when the tensor is gone
-    version: int
-    measured: bool
+    Args:
+        held: the gradients as their parameters hold them.
+    """
 
-    @classmethod
-    def of(cls, gradient: Tensor, *, measured: bool) -> Seen:
-        """This gradient as it is now."""
-        token = getattr(gradient, _TOKEN, None)
-        if token is None:
-            token = next(_TOKENS)
-            setattr(gradient, _TOKEN, token)
-        return cls(token, gradient._version, measured)
+    scaler: GradScaler | None
+    slots: list[int]
+    parameters: list[Tensor]
+    held: list[Tensor]
 
-    def is_of(self, gradient: Tensor) -> bool:
-        """Whether this is the same tensor."""
-        return getattr(gradient, _TOKEN, None) is self.token
+    @property
+    def device(self) -> torch.device:
+        return self.held[0].device
 
-    def is_unmodified(self, gradient: Tensor) -> bool:
-        """Whether it is the same and unmodified (but for writes through `.data`, which leave no trace)."""
-        return self.version == gradient._version and self.is_of(gradient)
+    @property
+    def tensors(self) -> tuple[list[Tensor], list[Tensor]]:
+        """The gradients and the parameters, their local parts where they are sharded."""
+        if all(type(parameter) is Parameter for parameter in self.parameters):
+            return self.held, self.parameters
+        gradients = [local_gradient(parameter) for parameter in self.parameters]
+        return gradients, [local_part(parameter) for parameter in self.parameters]
 
 
 class Gauge:
@@ -76,7 +70,7 @@ class Gauge:
         self._window = window
         self._owners = owners
         self._options = options
-        self.seen: dict[int, Seen] = {}  # by slot
+        self.seen = SeenGradients()
         self._assumed_scaler: dict[int, GradScaler | None] = {}  # by slot, where a scaler is in use
 
     def begin_sample(self) -> None:
@@ -86,19 +80,18 @@ class Gauge:
 
     def note(self, entries: Iterable[Entry]) -> None:
         """Remember the gradients' state without looking into them."""
-        for slot, parameter in entries:
-            if parameter.grad is not None:
-                self.seen[slot] = Seen.of(parameter.grad, measured=False)
+        present = [(slot, gradient) for slot, parameter in entries if (gradient := parameter.grad) is not None]
+        self.seen.remember([slot for slot, _ in present], [gradient for _, gradient in present], measured=False)
 
-    def measure(self, present: Iterable[Entry], *, histogram: bool) -> None:
+    def measure(self, present: Sequence[Entry], *, histogram: bool) -> None:
         """Measure gradients that are as the backward left them: scaled and unclipped."""
         any_scaler = SCALES.scaler_of(None) is not None
-        for scaler, device, entries in self._grouped(present, scaled=True):
+        for group in self._groups(present, by_scaler=any_scaler):
             inverse_scale = None
-            if scaler is not None and (scale := scale_tensor(scaler)) is not None:
+            if group.scaler is not None and (scale := scale_tensor(group.scaler)) is not None:
                 self._window.set_loss_scale(scale)
-                inverse_scale = scale.double().reciprocal().to(device, non_blocking=True)
-            slots, gradients, parameters = _columns(entries)
+                inverse_scale = scale.double().reciprocal().to(group.device, non_blocking=True)
+            gradients, parameters = group.tensors
             measurement = measure(
                 gradients,
                 parameters if self._options.parameters else None,
@@ -107,32 +100,30 @@ class Gauge:
                 histogram=histogram,
                 backend=self._options.backend,
             )
-            self._window.write(slots, measurement)
-            for slot, parameter in entries:
-                assert parameter.grad is not None
-                self.seen[slot] = Seen.of(parameter.grad, measured=True)
-                if any_scaler:
-                    self._assumed_scaler[slot] = scaler
+            self._window.write(group.slots, measurement)
+            self.seen.remember(group.slots, group.held, measured=True)
+            if any_scaler:
+                self._assumed_scaler.update(dict.fromkeys(group.slots, group.scaler))
 
-    def measure_after_clipping(self, present: Iterable[Entry], optimizer: Optimizer) -> None:
+    def measure_after_clipping(self, present: Sequence[Entry], optimizer: Optimizer) -> None:
         """Measure gradients that may have been clipped since the backward; what clipping hides stays missing."""
-        for _, device, entries in self._grouped(present, scaled=False):
-            slots, gradients, parameters = _columns(entries)
+        for group in self._groups(present, by_scaler=False):
+            gradients, parameters = group.tensors
             measurement = measure(
                 gradients,
                 parameters if self._options.parameters else None,
-                inverse_scale=_pending_inverse_scale(optimizer, device),
+                inverse_scale=_pending_inverse_scale(optimizer, group.device),
                 backend=self._options.backend,
             )
-            self._window.write_after_clipping(slots, measurement)
+            self._window.write_after_clipping(group.slots, measurement)
 
-    def measure_received(self, present: Iterable[Entry], optimizer: Optimizer) -> None:
+    def measure_received(self, present: Sequence[Entry], optimizer: Optimizer) -> None:
         """One cheap pass over gradients that may have changed between the backward and the step."""
-        for _, device, entries in self._grouped(present, scaled=False):
-            slots, gradients, _ = _columns(entries)
-            inverse_scale = _pending_inverse_scale(optimizer, device)
+        for group in self._groups(present, by_scaler=False):
+            gradients, _ = group.tensors
+            inverse_scale = _pending_inverse_scale(optimizer, group.device)
             received = sum_sq(gradients, inverse_scale=inverse_scale, backend=self._options.backend)
-            self._window.write_received(slots, received)
+            self._window.write_received(group.slots, received)
 
     def watched(self, entries: Iterable[Entry], names: Sequence[str], *, scaled: bool) -> list[WatchedTensor]:
         """The entries as probes see them."""
@@ -180,32 +171,32 @@ class Gauge:
             factor_C[Column.RECEIVED_SUM_SQ] = factor**2  # so far a copy of what was measured
             self._window.rescale(slots, factor_C)
 
-    def _grouped(
-        self, present: Iterable[Entry], *, scaled: bool
-    ) -> Iterator[tuple[GradScaler | None, torch.device, list[Entry]]]:
-        """Entries by scaler and device, each group in ascending slots."""
-        groups: dict[tuple[int, torch.device], tuple[GradScaler | None, list[Entry]]] = {}
-        any_scaler = scaled and SCALES.scaler_of(None) is not None
-        for slot, parameter in present:
-            assert parameter.grad is not None
-            scaler = SCALES.scaler_of(self._owners.of_slot(slot)) if any_scaler else None
-            key = (id(scaler), parameter.grad.device)
-            if key not in groups:
-                groups[key] = (scaler, [])
-            groups[key][1].append((slot, parameter))
-        for (_, device), (scaler, entries) in groups.items():
-            yield scaler, device, sorted(entries, key=_slot)
+    def _groups(self, present: Sequence[Entry], *, by_scaler: bool) -> Iterator[_Group]:
+        """Entries that have a gradient, by device and, if asked for, by the scaler of their optimizer."""
+        if not present:
+            return
+        slots = [slot for slot, _ in present]
+        if any(slot > following for slot, following in itertools.pairwise(slots)):
+            present = sorted(present, key=_slot)
+            slots = [slot for slot, _ in present]
+        parameters = [parameter for _, parameter in present]
+        held: list[Tensor] = [parameter.grad for parameter in parameters]  # type: ignore[misc]
+        devices = [gradient.device for gradient in held]
+        if not by_scaler and devices.count(devices[0]) == len(devices):  # as nearly always
+            yield _Group(None, slots, parameters, held)
+            return
+        groups: dict[tuple[int, torch.device], _Group] = {}
+        for slot, parameter, gradient, device in zip(slots, parameters, held, devices, strict=True):
+            scaler = SCALES.scaler_of(self._owners.of_slot(slot)) if by_scaler else None
+            group = groups.setdefault((id(scaler), device), _Group(scaler, [], [], []))
+            group.slots.append(slot)
+            group.parameters.append(parameter)
+            group.held.append(gradient)
+        yield from groups.values()
 
 
 def _slot(entry: Entry) -> int:
     return entry[0]
-
-
-def _columns(entries: list[Entry]) -> tuple[list[int], list[Tensor], list[Tensor]]:
-    """Slots, local gradients and local parameters of entries that all have a gradient."""
-    slots = [slot for slot, _ in entries]
-    gradients = [local_gradient(parameter) for _, parameter in entries]
-    return slots, gradients, [local_part(parameter).detach() for _, parameter in entries]
 
 
 def _pending_inverse_scale(optimizer: Optimizer, device: torch.device) -> Tensor | None:

@@ -6,14 +6,12 @@ import functools
 import weakref
 from collections.abc import Callable
 
-from torch import Tensor
 from torch.optim import Optimizer
 
 from .clock import SampleClock
 from .identity import ByIdentity
 from .roster import Roster
-
-Entry = tuple[int, Tensor]  # a slot and its parameter
+from .seen import Entry
 
 _NOTHING_WATCHED = -1
 

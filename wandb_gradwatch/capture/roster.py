@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 from torch import Tensor, nn
 
@@ -50,6 +50,8 @@ class Roster:
         self.trainable: list[bool] = []  # by slot, as of the last scan
         self.slot_of_id: dict[int, int] = {}  # id(parameter) -> slot, as of the last scan
         self.version = 0  # changes whenever slot_of_id does
+        self.changes = 0  # changes whenever there may be something to hook: another parameter, or an unfrozen one
+        self._seen = _Walked()
         entries = self.scan()
         if not any(parameter.requires_grad for _, parameter in entries):
             raise ValueError(self._nothing_to_watch(include, exclude))
@@ -59,6 +61,7 @@ class Roster:
         self._models = [(f"{prefix}.{own}", reference) for own, reference in self._models]
         self._hidden = len(prefix) + 1
         self._watched, self.slot_of_name, self.names, self.trainable = {}, {}, [], []
+        self._seen = _Walked()
         self.scan()
 
     def models(self) -> list[nn.Module]:
@@ -77,14 +80,29 @@ class Roster:
     def scan(self) -> list[tuple[int, Tensor]]:
         """Walk the models: (slot, parameter) of every watched parameter, in model order, a tied one once.
 
-        Cost: about 0.5 us a parameter on the host.
+        Cost: a walk over the modules where nothing has changed since the last scan, a few times as much else.
         """
-        self.trainable = [False] * len(self.names)
+        parameters = self._seen.parameters()
+        if parameters is None:
+            entries = self._scan_anew()
+        else:
+            entries = [(slot, parameters[place]) for slot, place in self._seen.places]
+        trainable = [False] * len(self.names)
+        for slot, parameter in entries:
+            trainable[slot] = parameter.requires_grad
+        if trainable != self.trainable:
+            self.trainable = trainable
+            self.changes += 1
+        return entries
+
+    def _scan_anew(self) -> list[tuple[int, Tensor]]:
         entries: list[tuple[int, Tensor]] = []
+        places: list[tuple[int, int]] = []
         slot_of_id: dict[int, int] = {}
         slots: set[int] = set()
-        for name, parameter in self._walk():
-            if id(parameter) in slot_of_id:
+        modules: list[nn.Module] = []
+        for place, (name, parameter) in enumerate(self._walk(modules)):
+            if parameter is None or id(parameter) in slot_of_id:
                 continue
             slot = self.slot_of_name.get(name)
             if slot is None:
@@ -92,27 +110,29 @@ class Roster:
                     continue
                 slot = self.slot_of_name[name] = len(self.names)
                 self.names.append(name)
-                self.trainable.append(False)
             if slot in slots:
                 if not self._scanned:
                     raise ValueError(f"two parameters would both be called {name!r}; give the models other keys")
                 continue
             slots.add(slot)
-            self.trainable[slot] = parameter.requires_grad
             slot_of_id[id(parameter)] = slot
             entries.append((slot, parameter))
+            places.append((slot, place))
+        self.changes += 1
         if slot_of_id.keys() != self.slot_of_id.keys():
             self.version += 1
         self.slot_of_id = slot_of_id
+        self._seen = _Walked(modules, places, complete=all(reference() is not None for _, reference in self._models))
         self._scanned = True
         return entries
 
-    def _walk(self) -> Iterator[tuple[str, nn.Parameter]]:
+    def _walk(self, modules: list[nn.Module]) -> Iterator[tuple[str, nn.Parameter | None]]:
+        """Every parameter's place, with its name; the modules are added to the list in the order of the walk."""
         seen: set[int] = set()
         for prefix, reference in self._models:
             model = reference()
             if model is not None:
-                yield from _walk(model, prefix, seen)
+                yield from _walk(model, prefix, seen, modules)
 
     def _is_watched(self, name: str, parameter: Tensor) -> bool:
         verdict = self._watched.get(name)
@@ -125,7 +145,7 @@ class Roster:
         return verdict
 
     def _nothing_to_watch(self, include: NameFilter | None, exclude: NameFilter | None) -> str:
-        trainable = [name for name, parameter in self._walk() if parameter.requires_grad]
+        trainable = [name for name, parameter in self._walk([]) if parameter is not None and parameter.requires_grad]
         if not trainable:
             return (
                 "watch() found no trainable parameter: the model has none with requires_grad=True; "
@@ -136,17 +156,66 @@ class Roster:
         return f"watch() found no trainable parameter {matching}{excluded}; the first names are {trainable[:3]}"
 
 
-def _walk(module: nn.Module, prefix: str, seen: set[int]) -> Iterator[tuple[str, nn.Parameter]]:
-    """named_parameters() without wrappers' prefixes, several times as fast; a shared module is visited once."""
+class _Walked:
+    """What the last walk met, to be compared with what is there now. Holds modules weakly, and no tensor.
+
+    Args:
+        modules: in the order of the walk, each once.
+        places: (slot, place among all the modules' parameters) of what is watched.
+        complete: False for a walk that cannot be repeated by asking these modules.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module] = (),
+        places: Sequence[tuple[int, int]] = (),
+        *,
+        complete: bool = False,
+    ) -> None:
+        self.places = places
+        self._complete = complete
+        self._modules = [weakref.ref(module) for module in modules]
+        self._parameter_ids = [id(parameter) for module in modules for parameter in module._parameters.values()]
+        self._child_ids = [id(child) for module in modules for child in module._modules.values()]
+        self._keys = [key for module in modules for key in (*module._parameters, *module._modules)]
+
+    def parameters(self) -> list[Tensor] | None:
+        """The parameters now, at their places; None if any module has other parameters, children or names than then.
+
+        A parameter that was freed and replaced by another of the same id is the same place of the same name.
+        """
+        if not self._complete:
+            return None
+        modules = [reference() for reference in self._modules]
+        parameters: list[Any] = []
+        children: list[Any] = []
+        keys: list[str] = []
+        for module in modules:
+            if module is None:
+                return None
+            parameters += module._parameters.values()
+            children += module._modules.values()
+            keys += module._parameters
+            keys += module._modules
+        same_tensors = list(map(id, parameters)) == self._parameter_ids
+        return (
+            parameters if same_tensors and list(map(id, children)) == self._child_ids and keys == self._keys else None
+        )
+
+
+def _walk(
+    module: nn.Module, prefix: str, seen: set[int], modules: list[nn.Module]
+) -> Iterator[tuple[str, nn.Parameter | None]]:
+    """named_parameters() without wrappers' prefixes and with the Nones; a shared module is visited once."""
     if id(module) in seen:
         return
     seen.add(id(module))
+    modules.append(module)
     for key, parameter in module._parameters.items():
-        if parameter is not None:
-            yield prefix + key, parameter
+        yield prefix + key, parameter
     for key, child in module._modules.items():
         if child is not None:
-            yield from _walk(child, prefix if is_transparent(module, key) else f"{prefix}{key}.", seen)
+            yield from _walk(child, prefix if is_transparent(module, key) else f"{prefix}{key}.", seen, modules)
 
 
 def is_transparent(parent: nn.Module, key: str) -> bool:

@@ -25,12 +25,13 @@ from ..cadence import Budget, Cadence
 from ..window import Found, Sample, Window
 from .clock import Closed, SampleClock
 from .containment import Containment, contained
-from .gauge import Gauge, MeasureOptions, Seen
+from .gauge import Gauge, MeasureOptions
 from .hooks import BackwardHooks, current_graph_task
-from .owners import Entry, Owners
+from .owners import Owners
 from .probes import Probe
 from .roster import Roster
 from .scaling import SCALES
+from .seen import Entry
 from .sharding import Shards, fsdp1_flat_parameters
 from .steps import STEP_HOOKS
 
@@ -132,7 +133,7 @@ class Sampler:
         if scaler is not None:
             SCALES.use(scaler)
         self.shards = Shards()
-        self._roster_version = -1
+        self._roster_version = self._roster_changes = -1
 
     def start(self) -> None:
         """Hook everything; what can raise for a bad argument has done so before."""
@@ -210,11 +211,18 @@ class Sampler:
     def _rescan(self) -> list[Entry]:
         """Walk the model, and follow what is new in it."""
         entries = self._roster.scan()
-        self._follow(entries)
+        if self._roster.changes != self._roster_changes or self.shards.uses_fsdp1 or self._some_are_unmarked(entries):
+            self._follow(entries)
         return entries
+
+    def _some_are_unmarked(self, entries: Iterable[Entry]) -> bool:
+        """Whether a gradient is there that no hook has told of: a hook is gone with a tensor that was swapped."""
+        marked = self.clock.marked
+        return any(slot not in marked and parameter.grad is not None for slot, parameter in entries)
 
     def _follow(self, entries: Sequence[Entry], *, said: bool = True) -> None:
         """Hook what is new, and make room for it."""
+        self._roster_changes = self._roster.changes
         self._window.resize(len(self._roster.names))
         if self._roster.version != self._roster_version:
             self._roster_version = self._roster.version
@@ -333,49 +341,35 @@ class Sampler:
 
     def _inspect(self, optimizer: Optimizer, *, inside_backward: bool) -> None:
         """Compare what the optimizer is about to use with what was measured, and measure what is not known yet."""
-        late: list[Entry] = []  # as the backward left it, and not measured
-        changed: list[Entry] = []  # measured, and modified since
-        unclear: list[Entry] = []  # not measured, and perhaps modified
-        unchanged: list[Entry] = []
-        gone: list[int] = []  # seen, and taken away before the step
-        for slot, parameter in self._owners.entries(optimizer):
-            gradient, seen = parameter.grad, self._gauge.seen.get(slot)
-            if gradient is None:
-                if seen is not None:
-                    gone.append(slot)
-            elif inside_backward:
-                self.clock.marked.add(slot)
-                late.append((slot, parameter))
-            elif seen is None:
-                unclear.append((slot, parameter))
-            elif seen.is_unmodified(gradient):
-                (unchanged if seen.measured else late).append((slot, parameter))
-            else:
-                (changed if seen.measured else unclear).append((slot, parameter))
+        entries = self._owners.entries(optimizer)
+        found = self._gauge.seen.inspect(entries, inside_backward=inside_backward)
+        if inside_backward:
+            self.clock.marked.update(slot for slot, _ in found.late)
         self._gauge.correct_scale(optimizer)
-        if gone:
-            self._window.clear(gone)
-            if not (late or changed or unclear or unchanged):
-                self._events.no_gradient(
-                    f"in step {self.clock.open_step} every gradient was already None when the optimizer stepped, "
-                    "though the backward had computed them. Call zero_grad() after step(), or before backward().",
-                    self.clock.open_step,
-                )
-        if late:
-            self._measure(late)
-        if unclear:
+        if found.gone:
+            self._window.clear(found.gone)
+        if found.nothing_is_left:
+            self._events.no_gradient(
+                f"in step {self.clock.open_step} every gradient was already None when the optimizer stepped, "
+                "though the backward had computed them. Call zero_grad() after step(), or before backward().",
+                self.clock.open_step,
+            )
+        if found.late:
+            self._measure(found.late)
+        if found.unclear:
             self._rescan()  # nothing marked them: hook what was unfrozen
-            self._gauge.measure_after_clipping(unclear, optimizer)
+            self._gauge.measure_after_clipping(found.unclear, optimizer)
             self._events.notice(
                 "unclipped gradient not seen",
-                f"the gradients of {self._names(slot for slot, _ in unclear)} could not be seen before clipping in "
-                f"step {self.clock.open_step}: their grad_norm is missing there, grad_norm_clipped is there",
+                f"the gradients of {self._names(slot for slot, _ in found.unclear)} could not be seen before clipping "
+                f"in step {self.clock.open_step}: their grad_norm is missing there, grad_norm_clipped is there",
             )
-        if unchanged and self._must_compare_values:
-            self._compared += tuple(slot for slot, _ in unchanged)
-            changed += unchanged
-        if changed:
-            self._gauge.measure_received(changed, optimizer)
+        modified = found.changed
+        if found.unchanged and self._must_compare_values:
+            self._compared += tuple(slot for slot, _ in found.unchanged)
+            modified = modified + found.unchanged
+        if modified:
+            self._gauge.measure_received(modified, optimizer)
         found_inf = getattr(optimizer, "found_inf", None)  # set by a scaler where the optimizer itself skips
         if found_inf is not None:
             self._window.set_found_inf(found_inf)
@@ -411,22 +405,16 @@ class Sampler:
         self._being_unscaled = []
         if not self._is_due or not self.follows(optimizer):
             return
-        late = []
-        for slot, parameter in self._owners.entries(optimizer):
-            gradient, seen = parameter.grad, self._gauge.seen.get(slot)
-            if gradient is not None and seen is not None and seen.is_unmodified(gradient):
-                self._being_unscaled.append((slot, parameter))
-                if not seen.measured:
-                    late.append((slot, parameter))
-        if late:
-            self._measure(late)
+        found = self._gauge.seen.inspect(self._owners.entries(optimizer), inside_backward=False)
+        self._being_unscaled = found.late + found.unchanged
+        if found.late:
+            self._measure(found.late)
 
     @contained
     def after_unscale(self, optimizer: Optimizer) -> None:
         """See ScaleListener."""
-        for slot, parameter in self._being_unscaled:
-            if parameter.grad is not None:
-                self._gauge.seen[slot] = Seen.of(parameter.grad, measured=True)
+        there = [(slot, parameter.grad) for slot, parameter in self._being_unscaled if parameter.grad is not None]
+        self._gauge.seen.remember([slot for slot, _ in there], [gradient for _, gradient in there], measured=True)
         self._being_unscaled = []
 
     # ---- updates without an optimizer
@@ -444,10 +432,12 @@ class Sampler:
     def _were_reset(self) -> bool:
         """Accumulation adds to the same tensor, once: same id, version + 1. Anything else is a reset."""
         for slot, parameter in self._roster.scan():
-            seen, gradient = self._gauge.seen.get(slot), parameter.grad
-            if slot not in self._reached or seen is None or gradient is None or gradient.requires_grad:
+            gradient = parameter.grad
+            if slot not in self._reached or gradient is None or gradient.requires_grad:
                 continue  # not reached by this backward, or create_graph=True, which adds out of place
-            return not (seen.is_of(gradient) and seen.version + 1 == gradient._version)
+            added = self._gauge.seen.was_added_to(slot, gradient)
+            if added is not None:
+                return not added
         return False
 
     def _close_update_by_hand(self) -> None:
@@ -535,7 +525,7 @@ class Sampler:
     def _window_commit(self, closed: Closed) -> None:
         updated = tuple(tuple(sorted(self.clock.owned.get(key, ()))) for key in sorted(closed.stepped))
         if updated:
-            not_stepped = sorted(set(self._gauge.seen).difference(*updated))
+            not_stepped = sorted(set(self._gauge.seen.slots).difference(*updated))
             if not_stepped:
                 self._window.clear(not_stepped)
         found: dict[str, Found] = {key: value for probe in self._probes for key, value in probe.take().items()}
