@@ -83,7 +83,7 @@ class RankTree:
             values: contiguous.
             operation: dist.ReduceOp.SUM or MAX.
 
-        Cost: a rank that is first in all its groups sends about twice the values at each level; another sends them once.
+        Cost: a rank that is first in all its groups sends about twice the values at each level; another, them once.
         """
         tensor = torch.from_numpy(values)
         for place, group in self._groups:
