@@ -33,7 +33,7 @@ class Recomputed:
     def look(self, micro_batches: Iterable[Tensor]) -> None:
         """Note the gradient of the mean of the micro-batches' losses, at the parameters as they are now."""
         copy = small_model().double()
-        copy.load_state_dict(self._model.state_dict())
+        copy.load_state_dict({name: whole(value) for name, value in self._model.state_dict().items()})
         losses = [loss_of(copy, x.double()) for x in micro_batches]
         self.gradients.append(list(torch.autograd.grad(torch.stack(losses).mean(), list(copy.parameters()))))
 
@@ -54,6 +54,11 @@ class Recomputed:
     def layer_norms(self, index: int) -> list[float]:
         """The norm of one parameter, of every look."""
         return [float(gradients[index].norm()) for gradients in self.gradients]
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor that may be sharded: then a collective."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def loss_of(model: nn.Module, x: Tensor) -> Tensor:

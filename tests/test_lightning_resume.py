@@ -63,8 +63,8 @@ class Saver(pl.Callback):  # type: ignore[misc]
 class ResumableData:
     """Batches in order, that go on where a checkpoint was written: Lightning saves the state of such a loader."""
 
-    def __init__(self, count: int) -> None:
-        self._batches = batches(count)
+    def __init__(self, data: torch.Tensor) -> None:
+        self._batches = data
         self._begin = self._given = 0
 
     def __len__(self) -> int:
@@ -114,12 +114,12 @@ def test_a_resumed_training_has_the_numbers_of_one_that_ran_through(
     kind = Validated if validated else Regression
     with pytest.raises(KilledError):
         trainer_of([GradWatchCallback(), Saver(path, moment, when)], notes=before, max_epochs=3, **validated).fit(
-            kind(), ResumableData(NUM_BATCHES), *validation
+            kind(), ResumableData(batches(NUM_BATCHES)), *validation
         )
 
     after, memory = Notes(), MemorySink()
     trainer_of(GradWatchCallback(sinks=[memory]), notes=after, max_epochs=3, **validated).fit(
-        kind(), ResumableData(NUM_BATCHES), *validation, ckpt_path=path
+        kind(), ResumableData(batches(NUM_BATCHES)), *validation, ckpt_path=path
     )
     norms = uninterrupted(3)
     begin = when[0] * NUM_BATCHES + when[1] + 1  # the first batch after the checkpoint

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import sys
 import types
+import weakref
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -94,6 +95,7 @@ class GradWatchCallback(_Callback):  # type: ignore[misc]
         reserved = ("run", "log_every", "start_step")
         self._session = Session(type(self).__name__, watch_options, reserved=reserved, adapt=self._with_threshold)
         self._book: BatchBook | None = None
+        self._trainer: weakref.ref[Any] | None = None  # while a fit goes on
         self._is_restored = False
         self._begin_epoch(0)
 
@@ -187,6 +189,8 @@ class GradWatchCallback(_Callback):  # type: ignore[misc]
         """The watcher's memory and the epoch so far, in plain values and tensors: a resumed fit logs the same."""
         watched = self._session.state_dict()
         self._take_samples()
+        if (trainer := self._trainer and self._trainer()) is not None:
+            self._log_due(trainer)  # what had to be waited for is not in the checkpoint: it is logged by this process
         epoch = {"number": self._epoch, "num_updates": self._num_updates, "stats": copy.deepcopy(self._epoch_stats)}
         return {"watched": watched, "epoch": epoch}
 
@@ -202,7 +206,7 @@ class GradWatchCallback(_Callback):  # type: ignore[misc]
 
     def _begin(self, trainer: Any, pl_module: Any) -> None:
         every = trainer.log_every_n_steps if self.log_every_n_steps is None else self.log_every_n_steps
-        self._book = BatchBook(lambda: place_of(trainer, every))
+        self._book, self._trainer = BatchBook(lambda: place_of(trainer, every)), weakref.ref(trainer)
         options = self._session.options
         group_by = options.get("group_by", "parameter")
         sinks = sinks_for(trainer, self._run, group_by, self._named_numbers, rows=every > 0)
