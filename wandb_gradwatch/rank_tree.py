@@ -83,7 +83,8 @@ class RankTree:
             values: contiguous.
             operation: dist.ReduceOp.SUM or MAX.
 
-        Cost: a rank that is first in all its groups sends about twice the values at each level; another, them once.
+        Cost: what a rank sends is in docs/growth.md: about three times the values, and five to ten times where it is
+        the first of a group, as gloo broadcasts along a binomial tree.
         """
         tensor = torch.from_numpy(values)
         for place, group in self._groups:
