@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from .hooks import current_graph_task
-from .untraced import untraced
+from .untraced import ADDED_FRAMES, untraced
 
 
 class StepListener(Protocol):
@@ -98,7 +98,7 @@ class StepHooks:
         listeners = [listener for listener in self._listeners if listener.follows(optimizer)]
         if not listeners:
             return None
-        frame = sys._getframe(1)
+        frame = sys._getframe(1 + ADDED_FRAMES)
         self._drop_raised(frame)
         for outer in self._stack.steps:
             listeners = [

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
 import torch
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+_SKIPS_ALL_BELOW: Final = hasattr(torch._C._dynamo.eval_frame, "set_code_exec_strategy")  # torch >= 2.7
+ADDED_FRAMES: Final = 0 if _SKIPS_ALL_BELOW else 1  # between an untraced function and its caller
 
 
 def untraced(function: Function) -> Function:
@@ -20,12 +23,12 @@ def untraced(function: Function) -> Function:
     """
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     eval_frame: Any = torch._C._dynamo.eval_frame
-    if hasattr(eval_frame, "set_code_exec_strategy"):
+    if _SKIPS_ALL_BELOW:
         skip = eval_frame._FrameAction.SKIP
         eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
         return function
 
-    # torch < 2.7 can skip one frame, not those below it: there the compiler is switched off around the call.
+    # torch < 2.7 can skip one frame, not those below it. There the compiler is switched off around the call.
     @functools.wraps(function)
     def alone(*args: Any, **kwargs: Any) -> Any:
         before = eval_frame.set_eval_frame(None)
