@@ -92,6 +92,10 @@ class AlertDesk:
         if not len(snapshot):
             return []
         findings = self._find(snapshot)
+        if not findings and not self._episodes:  # as nearly always: no sample needs a look of its own
+            self._num_samples += len(snapshot)
+            self.last_findings = []
+            return []
         sent: list[Alert] = []
         for index, step in enumerate(snapshot.steps.tolist()):
             self._num_samples += 1

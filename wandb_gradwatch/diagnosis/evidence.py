@@ -205,10 +205,8 @@ class Evidence:
     @cached_property
     def dead_L(self) -> tuple[tuple[str, ...], FloatArray]:
         """Each module's typical share of dead units over the newest clean samples."""
-        newest = self.clean[-20:].tolist()
-        shares = [dead_units(self.history, sample) for sample in newest]
-        names = shares[0][0] if shares else ()
-        return names, _median_or_nan(np.array([share for _, share in shares]).reshape(len(shares), len(names)))
+        names, share_SL = dead_units(self.history)
+        return names, _median_or_nan(share_SL[self.clean[-20:]])
 
     def batch_norms(self) -> list[int]:
         """Places of the batch norms among the modules: by their kind, else by a weight as long as its bias."""

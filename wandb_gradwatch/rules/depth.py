@@ -32,12 +32,27 @@ class DepthTrend:
     order: float
 
 
-def depth_trend(snapshot: Snapshot, sample: int) -> DepthTrend | None:
-    """The trend of the modules' gradient norms at one sample; None with fewer than 4 modules that have one.
+def depth_trends(snapshot: Snapshot, *, above: float) -> dict[int, DepthTrend]:
+    """The trends of the modules' gradient norms, by sample, where their factor is above a limit.
 
     Parameters are merged into their module first, because a bias and a weight of one layer differ for other reasons.
     """
-    return trend_of(*module_norms(snapshot, sample))
+    names_L, norms_SL = module_norms(snapshot)
+    candidates = np.flatnonzero(_factors(norms_SL) > above * (1 - 1e-9))  # a sum in another order may round otherwise
+    trends = {int(sample): trend_of(names_L, norms_SL[sample]) for sample in candidates}
+    return {sample: trend for sample, trend in trends.items() if trend is not None and trend.factor > above}
+
+
+def _factors(norms_SL: FloatArray) -> FloatArray:
+    """`DepthTrend.factor` of every sample at once: [S]; NaN where there are too few layers."""
+    seen_SL = np.isfinite(norms_SL) & (norms_SL > 0)
+    num_S = seen_SL.sum(axis=1)
+    log_SL = np.log(norms_SL, where=seen_SL, out=np.zeros_like(norms_SL))
+    centred_SL = np.where(seen_SL, np.cumsum(seen_SL, axis=1) - (num_S[:, None] + 1) / 2, 0.0)
+    squares_S = (centred_SL**2).sum(axis=1)
+    slope_S = (centred_SL * log_SL).sum(axis=1) / np.where(num_S < _MIN_LAYERS, np.nan, squares_S)
+    factor_S: FloatArray = np.exp(np.clip(slope_S * (num_S - 1), -700, 700))
+    return factor_S
 
 
 def trend_of(names_L: tuple[str, ...], norms_L: FloatArray) -> DepthTrend | None:

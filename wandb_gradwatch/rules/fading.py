@@ -13,7 +13,7 @@ import numpy.typing as npt
 from ..snapshot import Snapshot
 from ..statistics.columns import FloatArray
 from .base import Alert
-from .depth import DepthTrend, depth_trend
+from .depth import DepthTrend, depth_trends
 from .layers import dead_units
 from .memory import PerName
 from .words import number, sentence, worst_first
@@ -50,15 +50,16 @@ class VanishingGradient:
     title: ClassVar[str] = "Vanishing gradient"
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
-        for sample in np.flatnonzero(snapshot.total_grad_norm > 0):
+        steep = depth_trends(snapshot, above=self.depth_factor)
+        for sample in np.flatnonzero(snapshot.total_grad_norm > 0).tolist():
             small = self._is_small(float(snapshot.total_grad_norm[sample]))
-            trend = depth_trend(snapshot, int(sample))
-            faded = trend is not None and trend.factor > self.depth_factor and trend.order >= self.min_order
+            trend = steep.get(sample)
+            faded = trend is not None and trend.order >= self.min_order
             self._num_faded = self._num_faded + 1 if faded else 0
             if small and self._num_small >= self.patience:
-                yield self._small_alert(snapshot, int(sample))
+                yield self._small_alert(snapshot, sample)
             elif trend is not None and self._num_faded >= self.patience:
-                yield self._faded_alert(snapshot, int(sample), trend)
+                yield self._faded_alert(snapshot, sample, trend)
 
     def _is_small(self, norm: float) -> bool:
         if norm >= self.min_norm:
@@ -125,9 +126,10 @@ class DeadGradient:
     title: ClassVar[str] = "Dead gradient"
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
-        for sample in np.flatnonzero(snapshot.total_grad_norm > 0):  # nothing at all is NoGradient's
-            modules, share_L = dead_units(snapshot, int(sample))
-            count_L = self._num_dead.of(modules)
+        modules, share_SL = dead_units(snapshot)
+        count_L = self._num_dead.of(modules)
+        for sample in np.flatnonzero(snapshot.total_grad_norm > 0).tolist():  # nothing at all is NoGradient's
+            share_L = share_SL[sample]
             count_L[share_L > self.max_ratio] += 1
             count_L[share_L <= self.max_ratio] = 0  # a missing layer keeps its count
             dead = np.flatnonzero((count_L >= self.patience) & (share_L > self.max_ratio))
@@ -174,12 +176,15 @@ class NoGradient:
     title: ClassVar[str] = "No gradient"
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
-        for sample in range(len(snapshot)):
-            count_P = self._num_missing.of(snapshot.names)
-            missing_P = np.isnan(snapshot.num_elements[sample])
+        count_P, was_seen_P = self._num_missing.of(snapshot.names), self._was_seen.of(snapshot.names)
+        missing_SP = np.isnan(snapshot.num_elements)
+        if not missing_SP.any() and (snapshot.total_grad_norm > 0).all():  # as nearly always: no sample needs a look
+            count_P[:], was_seen_P[:], self._num_zero = 0, 1, 0
+            return
+        for sample, missing_P in enumerate(missing_SP):
             count_P[missing_P] += 1
             count_P[~missing_P] = 0
-            self._was_seen.of(snapshot.names)[~missing_P] = 1.0
+            was_seen_P[~missing_P] = 1.0
             all_zero = snapshot.total_grad_norm[sample] == 0 and not np.any(snapshot.num_nonfinite[sample] > 0)
             self._num_zero = self._num_zero + 1 if all_zero else 0
             if self._num_zero >= self.zero_patience:

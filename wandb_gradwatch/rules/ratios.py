@@ -38,9 +38,9 @@ class GradParamRatio:
     title: ClassVar[str] = "Gradient to parameter ratio"
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
-        for sample in range(len(snapshot)):
-            ratio_P, count_P = snapshot.grad_param_ratio[sample], self._num_outside.of(snapshot.names)
-            outside_P = (ratio_P > self.max_ratio) | ((ratio_P > 0) & (ratio_P < self.min_ratio))
+        count_P, ratio_SP = self._num_outside.of(snapshot.names), snapshot.grad_param_ratio
+        outside_SP = (ratio_SP > self.max_ratio) | ((ratio_SP > 0) & (ratio_SP < self.min_ratio))
+        for sample, (ratio_P, outside_P) in enumerate(zip(ratio_SP, outside_SP, strict=True)):
             count_P[outside_P] += 1
             count_P[~outside_P & ~np.isnan(ratio_P)] = 0
             late = np.flatnonzero((count_P >= self.patience) & outside_P)
