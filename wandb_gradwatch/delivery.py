@@ -22,7 +22,7 @@ from .rules import Alert
 from .sinks import Sink
 from .snapshot import Snapshot
 from .statistics.columns import Column, FloatArray
-from .statistics.found import MetricHistogram, merge_histograms
+from .statistics.found import merge_histograms
 from .window import ArrivedFlush, ArrivedSample
 
 # S samples in the window, P watched parameters, C columns, B histogram bins
@@ -99,25 +99,21 @@ class Delivery:
     def window(self, samples: Sequence[ArrivedSample]) -> None:
         self._window = list(samples)
 
+    @np.errstate(over="ignore", invalid="ignore")
     def take(self, sample: ArrivedSample, *, whole: bool) -> None:
         """A sample has arrived; `whole`: its rows are those of the whole model, not of this rank's shards."""
-        self._drop_zeroed(sample)
-        if sample.histograms:
-            sample = self._with_earlier_histograms(sample)
+        total_C: list[float] = np.add.reduce(sample.rows, axis=0).tolist()
+        # NaN: some are missing. Looking closer costs as much as all the rest, and is nearly always for nothing.
+        if (
+            math.isnan(total_C[Column.NUM_ELEMENTS])
+            or not total_C[Column.RECEIVED_SUM_SQ]
+            or len(sample.sample.updated) > 1
+        ):
+            self._drop_zeroed(sample)
+            total_C = np.nansum(sample.rows, axis=0).tolist()
         self._window.append(sample)
         if whole:
-            self._judge_soon(sample)
-
-    def _with_earlier_histograms(self, sample: ArrivedSample) -> ArrivedSample:
-        """The window's histograms are those of its newest sample that has any: as many as there are keys, no more."""
-        earlier: list[Mapping[str, MetricHistogram]] = []
-        for index, other in enumerate(self._window):
-            if other.histograms:
-                earlier.append(other.histograms)
-                self._window[index] = replace(other, histograms={})
-        if self._keep_newest_histogram:
-            return sample
-        return replace(sample, histograms=merge_histograms([*earlier, sample.histograms]))
+            self._judge_soon(sample, total_C)
 
     def end_window(self) -> tuple[ArrivedSample, ...]:
         """The window's samples; the next window begins."""
@@ -157,8 +153,6 @@ class Delivery:
 
     def _drop_zeroed(self, arrived: ArrivedSample) -> None:
         """An optimizer whose every gradient was zeroed before its step received nothing: missing, not 0."""
-        if not (arrived.rows[:, Column.RECEIVED_SUM_SQ] == 0).any():
-            return
         # Zeros that no backward was seen to make are what zero_grad() left.
         unseen = np.isnan(arrived.rows[:, Column.GRAD_SUM_SQ]) & (arrived.rows[:, Column.RECEIVED_SUM_SQ] == 0)
         finite = _num_nonfinite(arrived.rows) == 0
@@ -178,11 +172,10 @@ class Delivery:
 
     # ---- rules
 
-    def _judge_soon(self, sample: ArrivedSample) -> None:
+    def _judge_soon(self, sample: ArrivedSample, total_C: Sequence[float]) -> None:
         self._unjudged.append(sample)
-        sum_sq_P = sample.rows[:, Column.GRAD_SUM_SQ]
-        sum_sq = float(np.add.reduce(sum_sq_P, where=sum_sq_P == sum_sq_P))  # of the present ones; nansum is slower
-        nonfinite = (_num_nonfinite(sample.rows) > 0).any()
+        sum_sq = total_C[Column.GRAD_SUM_SQ]
+        nonfinite = total_C[Column.NUM_NAN] + total_C[Column.NUM_INF] > 0
         grown = not sum_sq <= self._judged_sum_sq * _SUSPICIOUS_GROWTH**2
         if nonfinite or grown or sample.skipped or len(self._unjudged) >= self._batch:
             self._judged_sum_sq = sum_sq

@@ -8,11 +8,14 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from typing import Concatenate, ParamSpec, Protocol, TypeVar, cast
+from typing import Concatenate, Final, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 
 from .untraced import untraced
+
+# What torch.no_grad() calls in the end, by way of four Python frames.
+_set_grad_enabled: Final[Callable[[bool], None]] = torch._C._set_grad_enabled
 
 
 class CallbackError(Exception):
@@ -50,11 +53,14 @@ class Containment:
         if pauses_collector:
             gc.disable()
         try:
-            with self._lock, torch.no_grad():
+            with self._lock:
                 self._depth += 1
+                with_autograd = torch.is_grad_enabled()
+                _set_grad_enabled(False)
                 try:
                     function()
                 finally:
+                    _set_grad_enabled(with_autograd)
                     self._depth -= 1
                     if not self._depth:
                         self.seconds_spent += time.perf_counter() - began

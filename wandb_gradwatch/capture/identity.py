@@ -22,6 +22,9 @@ class ByIdentity(Generic[Key, Value]):
         number, entries = id(key), self._entries
         self._entries[number] = (weakref.ref(key, lambda _: entries.pop(number, None)), value)
 
+    def __getitem__(self, key: Key) -> Value:
+        return self._entries[id(key)][1]
+
     def get(self, key: Key) -> Value | None:
         """The object's value; None without one."""
         entry = self._entries.get(id(key))

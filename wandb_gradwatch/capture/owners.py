@@ -37,17 +37,18 @@ class Owners:
         self._by_key: dict[int, weakref.ref[Optimizer]] = {}
         self._num_keys = 0
 
-    def follows(self, optimizer: Optimizer) -> bool:
-        """Whether it owns anything watched. Called at every step of every optimizer."""
+    def known_to_follow(self, optimizer: Optimizer) -> bool | None:
+        """Whether it owns anything watched; None if it is new or has changed. Asked at every step."""
         known = self._known.get(optimizer)
         if known is None or known[1] != self._fingerprint(optimizer):
-            return self._learn(optimizer) != _NOTHING_WATCHED
+            return None
         return known[0] != _NOTHING_WATCHED
 
     def key(self, optimizer: Optimizer) -> int:
         """The number that stands for this optimizer."""
-        known = self._known.get(optimizer)
-        return known[0] if known is not None else self._learn(optimizer)
+        if optimizer not in self._known:
+            self.learn(optimizer)
+        return self._known[optimizer][0]
 
     def slots(self, optimizer: Optimizer) -> frozenset[int]:
         """What it owns."""
@@ -80,7 +81,8 @@ class Owners:
         ]
         return hash((self._roster.version, *groups))
 
-    def _learn(self, optimizer: Optimizer) -> int:
+    def learn(self, optimizer: Optimizer) -> bool:
+        """Look at what it holds: whether any of it is watched."""
         ids = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
         if any(key not in self._roster.slot_of_id for key in ids):
             self._rescan()
@@ -98,7 +100,7 @@ class Owners:
         if key != _NOTHING_WATCHED:
             self._clock.own(key, frozenset(slots))
         self._known[optimizer] = (key, self._fingerprint(optimizer))
-        return key
+        return key != _NOTHING_WATCHED
 
     def _is_appointed(self, optimizer: Optimizer) -> bool:
         return self._appointed is not None and self._appointed() is optimizer

@@ -260,14 +260,20 @@ class Sampler:
 
     def follows(self, optimizer: Optimizer) -> bool:
         """See StepListener."""
-        answer = False
+        try:
+            answer = self._owners.known_to_follow(optimizer)
+        except Exception:  # comes again below, where it is contained and reported
+            answer = None
+        if answer is not None:
+            return answer
+        follows = False
 
         def ask() -> None:
-            nonlocal answer
-            answer = self._owners.follows(optimizer)
+            nonlocal follows
+            follows = self._owners.learn(optimizer)
 
         self.containment.run(ask)
-        return answer
+        return follows
 
     def is_part_of(self, inner: Optimizer, outer: Optimizer) -> bool:
         """See StepListener."""

@@ -75,9 +75,9 @@ class ScaleBook:
         """An optimizer steps: its scaler, if it has one, did not skip it."""
         if optimizer in self._taught:
             self._taught.discard(optimizer)
-        else:
+            self._stepped[optimizer] = True
+        elif optimizer not in self._scaler_of or self._scaler_of.get(optimizer) is not None:
             self._scaler_of[optimizer] = None  # no scaler had to do with this step
-        self._stepped[optimizer] = True
 
     # ---- the wrapped methods
 

@@ -94,9 +94,9 @@ def steady_growth(log_norms_N: Sequence[float], *, factor: float) -> Growth | No
     Steady: a straight line through the log norms of some recent stretch rises that far, and so surely that scatter
     alone would need a t-value of 8 (a shorter stretch: more). Scatter, one spike and a jump to a new level are not.
     """
-    past: FloatArray = np.asarray(log_norms_N, dtype=np.float64)
-    if len(past) < _GROWTH_LENGTHS[0] or past[-1] - past.min() < math.log(factor):
+    if len(log_norms_N) < _GROWTH_LENGTHS[0] or log_norms_N[-1] - min(log_norms_N) < math.log(factor):
         return None
+    past: FloatArray = np.asarray(log_norms_N, dtype=np.float64)
     for length in _GROWTH_LENGTHS:
         if length > len(past):
             return None
