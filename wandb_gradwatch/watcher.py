@@ -94,7 +94,6 @@ class Watcher:
         self._removed = False
         self._arrived: deque[ArrivedSample | ArrivedFlush] = deque()
         self._containment = Containment(self._failed)
-        self._overhead = Overhead(lambda: self._containment.seconds_spent)
         events = SamplerEvents(
             deliver=self._deliver,
             notice=self._delivery.notice,
@@ -102,6 +101,7 @@ class Watcher:
             skips=self._skips if guard is not None else None,
         )
         self._sampler = Sampler(roster, self._window, cadence, options, events, self._containment, **sampler_arguments)
+        self._overhead = Overhead(lambda: self._sampler.seconds_spent)
         self._sampler.start()
         # The model must not be kept alive by us, nor our hooks outlive it.
         self._models = [weakref.ref(model, self._model_gone) for model in roster.models()]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -30,7 +30,10 @@ class WatchedTensor:
 
 @runtime_checkable
 class Probe(Protocol):
-    """Measures something at sampled steps and keeps it on the device. Called under no_grad, inside the containment."""
+    """Measures something at sampled steps and keeps it on the device. Called under no_grad, inside the containment.
+
+    One that works at other moments too, in hooks of its own, tells how long: see `seconds_spent`.
+    """
 
     def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
         """A sample has been opened; whether it will be measured, and whether histograms of it are wanted.
@@ -52,3 +55,8 @@ class Probe(Protocol):
 
     def close(self) -> None:
         """Remove every hook. Idempotent."""
+
+
+def seconds_spent(probes: Iterable[Probe]) -> float:
+    """What probes have taken on the host in hooks of their own: their `seconds_spent`, where they have it."""
+    return sum(float(getattr(probe, "seconds_spent", 0.0)) for probe in probes)

@@ -28,7 +28,7 @@ from .containment import Containment, contained
 from .gauge import Gauge, MeasureOptions
 from .hooks import BackwardHooks, current_graph_task
 from .owners import Owners
-from .probes import Probe
+from .probes import Probe, seconds_spent
 from .roster import Roster
 from .scaling import SCALES
 from .seen import Entry
@@ -536,14 +536,19 @@ class Sampler:
                 self._window.clear(not_stepped)
         found: dict[str, Found] = {key: value for probe in self._probes for key, value in probe.take().items()}
         if self._budget is not None and not self._is_sharded:
-            spent = self.containment.seconds_spent
-            self._cadence = self._budget.after_sample(self._cadence, closed.step, time.perf_counter(), spent)
+            now, spent = time.perf_counter(), self.seconds_spent
+            self._cadence = self._budget.after_sample(self._cadence, closed.step, now, spent)
             found[CADENCE_METRIC] = torch.tensor(float(self._cadence.sample_every), device="cpu")
         if self._events.skips is not None:
             found[GUARD_METRIC] = torch.tensor(float(self._guarded), device="cpu")
         self._window.commit(Sample(closed.step, closed.skipped, updated, self._compared), found)
         self._samples_in_window += 1
         self._num_samples += 1
+
+    @property
+    def seconds_spent(self) -> float:
+        """Everything that watching has taken on the host so far."""
+        return self.containment.seconds_spent + seconds_spent(self._probes)
 
     @property
     def _is_sharded(self) -> bool:

@@ -23,6 +23,11 @@ _PATIENCE_IN_UPDATES: Final = 3
 class ModuleProbe:
     """A probe that does nothing: see `capture.probes.Probe` for the moments."""
 
+    @property
+    def seconds_spent(self) -> float:
+        """What it has taken on the host in hooks of its own."""
+        return 0.0
+
     def bind(self, models: Models) -> None:
         """Called once, by watch(): check what can be checked, and raise what has to be raised. Hook nothing yet."""
 
@@ -62,6 +67,10 @@ class ForwardProbe(ModuleProbe):
         self._due = False
         self._seen_any = False  # since the last update
         self._unseen_updates = 0  # in a row
+
+    @property
+    def seconds_spent(self) -> float:
+        return 0.0 if self._tap is None else self._tap.seconds_spent
 
     def tap_into(self, models: Models, on_logged: Callable[[str, str, Any, Dims], None] | None = None) -> None:
         """Make the tap, shut."""

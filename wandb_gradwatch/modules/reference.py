@@ -93,6 +93,10 @@ class Reference(ForwardProbe):
     def __repr__(self) -> str:
         return "Reference()" if self._match is None else f"Reference(match={self._match!r})"
 
+    @property
+    def seconds_spent(self) -> float:
+        return super().seconds_spent + (0.0 if self._root_tap is None else self._root_tap.seconds_spent)
+
     # ---- at watch()
 
     def bind(self, models: Models) -> None:

@@ -106,6 +106,11 @@ class Tap:
             self.order.setdefault(f"{module_name}.{name}", len(self.order))
             self.see(lambda: on_logged(module_name, name, thing, dims))
 
+    @property
+    def seconds_spent(self) -> float:
+        """On the host, so far."""
+        return self._containment.seconds_spent
+
     def _counts(self) -> bool:
         if not torch.is_grad_enabled():
             return False
