@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import pickle
 
@@ -14,12 +15,15 @@ from module_probes import mean_square, train, values, watch
 from torch import nn
 from torch.nn import functional
 
+import wandb_gradwatch
+from wandb_gradwatch import ConsoleSink
 from wandb_gradwatch.modules import (
     Activations,
     Attention,
     Metric,
     MonitorMixin,
     Reference,
+    Updates,
     coordinate_check,
 )
 
@@ -207,21 +211,30 @@ def test_its_memory_grows_with_the_steps_and_ours_does_not():
     model = nn.Linear(2, 2)
     monitor = peer_monitor(model)
     monitor.add_activation_metric("x", torch.mean)
-    metrics = [Activations(), Metric("x", torch.mean, on="activation", aggregate=torch.mean)]
-    watcher, _ = watch(model, metrics)
-    probes = watcher._sampler._probes
     optimizer = SGD(model.parameters(), lr=0.1)
-    sizes = []
     for step in range(20):
         monitor.begin_step(step)
         train(model, [torch.ones(1, 2)], optimizer=optimizer)
         monitor.end_step()
-        sizes.append(
-            [len(probe._sample._rows if isinstance(probe, Activations) else probe._sample) for probe in probes]
-        )
     assert len(monitor.get_all_metrics()) == 20
-    assert set(map(tuple, sizes)) == {(0, 0)}, "a sample is handed over and forgotten"
+
+    model = nn.Linear(2, 2)
+    metrics = [
+        Activations(),
+        Attention(),
+        Updates(),
+        Reference(model, activations="root"),
+        *(Metric("x", torch.mean, on=on, aggregate=torch.mean) for on in ("activation", "parameter", "gradient")),
+    ]
+    watcher = wandb_gradwatch.watch(model, metrics=metrics, sinks=[ConsoleSink()], rules=[], log_every=5)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    alive = []
+    for _ in range(4):
+        train(model, [torch.ones(1, 2)] * 5, optimizer=optimizer)
+        gc.collect()
+        alive.append(sum(type(thing) in (torch.Tensor, nn.Parameter) for thing in gc.get_objects()))
     watcher.remove()
+    assert alive[1] == alive[2] == alive[3], "a window is handed over and forgotten"
 
 
 def test_its_entropy_is_that_of_dropped_out_weights_and_ours_that_of_the_softmax():

@@ -11,6 +11,7 @@ import hashlib
 import logging
 import queue
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Final
@@ -22,6 +23,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 
 from .rank_tree import GROUP, RankTree
 from .snapshot import FIRST_BAD_RANK_METRIC
+from .statistics import distances
 from .statistics.columns import MAX_COLUMNS, MIN_COLUMNS, NUM_COLUMNS, SUM_COLUMNS, Column, FloatArray
 from .window import ArrivedFlush, ArrivedSample
 
@@ -152,17 +154,26 @@ class Reducer:
         )
 
     def _merge(self, tree: RankTree, window: LocalWindow) -> MergedWindow:
-        self._check_agreement(tree, window)
+        of_samples = [sample.distances for sample in window.samples]
+        kinds = distances.kinds_of(of_samples)
+        self._check_agreement(tree, window, kinds)
         rows_SPC = np.stack([sample.rows for sample in window.samples])
         sums, extremes = _pack(rows_SPC, window, self._rank, self._world)
+        num_sums = len(sums)
+        sums = np.concatenate([sums, distances.pack(of_samples, kinds, window.names, window.counted)])
         tree.all_reduce(sums, dist.ReduceOp.SUM)
         tree.all_reduce(extremes, dist.ReduceOp.MAX)
-        return _unpack(sums, extremes, window, self._world)
+        merged = _unpack(sums[:num_sums], extremes, window, self._world)
+        of_all = distances.unpack(sums[num_sums:], len(window.samples), kinds, window.names)
+        samples = zip(merged.samples, of_all, strict=True)
+        return replace(
+            merged, samples=tuple(replace(sample, metrics={**sample.metrics, **more}) for sample, more in samples)
+        )
 
-    def _check_agreement(self, tree: RankTree, window: LocalWindow) -> None:
+    def _check_agreement(self, tree: RankTree, window: LocalWindow, kinds: Sequence[distances.Kind]) -> None:
         """Ranks that send different shapes would wait for ever, or merge what does not belong together."""
         steps = [sample.sample.step for sample in window.samples]
-        what = repr((steps, window.names, window.flush.histogram is not None)).encode()
+        what = repr((steps, window.names, window.flush.histogram is not None, kinds)).encode()
         digest = float(int.from_bytes(hashlib.sha256(what).digest()[:6], "big"))  # 48 bits: exact in float64
         both = np.array([digest, -digest])
         tree.all_reduce(both, dist.ReduceOp.MAX)

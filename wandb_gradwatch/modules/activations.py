@@ -55,8 +55,7 @@ class Activations(ForwardProbe):
         self._match = match
         self._matches = matcher(match, repr(self))
         self._statistics = check_statistics(repr(self), statistics, histogram=True)
-        self._pending = RowTally(self._statistics, dead_threshold)
-        self._sample = RowTally(self._statistics, dead_threshold)
+        self._pending, self._sample = self.stores(lambda: RowTally(self._statistics, dead_threshold))
         self._source: dict[str, str] = {}  # of each tensor's name: what the tap's order knows
 
     def __repr__(self) -> str:
@@ -95,12 +94,6 @@ class Activations(ForwardProbe):
             by_device.setdefault(tensor.device, {})[name] = tensor
         for group in by_device.values():
             self._pending.add(group)
-
-    def settle(self) -> None:
-        self._sample.absorb(self._pending)
-
-    def forget_pending(self) -> None:
-        self._pending.clear()
 
     def take(self) -> Mapping[str, Found]:
         taken = {f"activation/{name}/{statistic}": value for name, statistic, value in self._sample.read(self._order)}

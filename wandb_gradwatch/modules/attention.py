@@ -23,6 +23,7 @@ from ..statistics.elements import wide_dtype
 from .alerts import EntropyCollapse
 from .base import ForwardProbe, logger, slices
 from .naming import Models, matcher, nothing_matches
+from .reduction import Sums
 from .rows import RowTally, check_statistics
 from .tap import Dims, Tap, hand_over
 
@@ -107,9 +108,9 @@ class Attention(ForwardProbe):
         self._matches = matcher(match, repr(self))
         self._statistics = check_statistics(repr(self), statistics, histogram=False)
         self._entropy = entropy
-        self._pending, self._sample = RowTally(self._statistics), RowTally(self._statistics)
-        self._pending_entropy: dict[str, Tensor] = {}  # [H, 4]: sums and counts of both entropies, of each module
-        self._sample_entropy: dict[str, Tensor] = {}
+        self._pending, self._sample = self.stores(lambda: RowTally(self._statistics))
+        # [H, 4] of each module: sums and counts of both entropies
+        self._pending_entropy, self._sample_entropy = self.stores(Sums)
         self._said_sharded = False
 
     def __repr__(self) -> str:
@@ -160,34 +161,19 @@ class Attention(ForwardProbe):
                 parts |= {f"{module}/{label}/{name}": part for label, part in slices(tensor.detach(), {-3: "head"})}
         self._pending.add(parts)
         if self._entropy:
-            sums = entropy_sums(call)
-            known = self._pending_entropy.get(module)
-            self._pending_entropy[module] = sums if known is None else known + sums
-
-    # ---- pending, settled, taken
-
-    def settle(self) -> None:
-        self._sample.absorb(self._pending)
-        for module, sums in self._pending_entropy.items():
-            known = self._sample_entropy.get(module)
-            self._sample_entropy[module] = sums if known is None else known + sums
-        self._pending_entropy = {}
-
-    def forget_pending(self) -> None:
-        self._pending.clear()
-        self._pending_entropy = {}
+            self._pending_entropy.add(module, entropy_sums(call))
 
     def take(self) -> Mapping[str, Found]:
         taken: dict[str, Found] = {
             f"attention/{name}_{statistic}": value for name, statistic, value in self._sample.read()
         }
-        for module, sums in self._sample_entropy.items():
+        for module, sums in self._sample_entropy:
             entropy_H, ratio_H = sums[:, 0] / sums[:, 1], sums[:, 2] / sums[:, 3]
             for head, (entropy, ratio) in enumerate(zip(entropy_H, ratio_H, strict=True)):
                 taken[f"attention/{module}/head_{head}/entropy"] = entropy
                 taken[f"attention/{module}/head_{head}/entropy_ratio"] = ratio
         self._sample.clear()
-        self._sample_entropy = {}
+        self._sample_entropy.clear()
         return taken
 
 

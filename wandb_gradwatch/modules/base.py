@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +13,9 @@ from ..capture.probes import Found, WatchedTensor
 from ..rules import Rule
 from .naming import Models
 from .tap import Dims, Tap
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 logger: Final = logging.getLogger("wandb_gradwatch")
 
@@ -55,6 +58,19 @@ class ModuleProbe:
         """See Probe."""
 
 
+class Store(Protocol):
+    """What keeps values of a sample, or of what may become part of one."""
+
+    def absorb(self, later: Self, /) -> None:
+        """Take over everything of another, and empty it."""
+
+    def clear(self) -> None:
+        """Forget everything."""
+
+
+AnyStore = TypeVar("AnyStore", bound=Store)
+
+
 class ForwardProbe(ModuleProbe):
     """A probe that looks into forwards: opens and shuts its tap, and says once where it sees nothing.
 
@@ -64,6 +80,7 @@ class ForwardProbe(ModuleProbe):
 
     def __init__(self) -> None:
         self._tap: Tap | None = None
+        self._stores: list[tuple[Any, Any]] = []  # pending, and of the sample
         self._due = False
         self._seen_any = False  # since the last update
         self._unseen_updates = 0  # in a row
@@ -79,11 +96,21 @@ class ForwardProbe(ModuleProbe):
     def install(self, tap: Tap) -> None:
         """Hook what is to be seen and is not hooked yet. Called when a sample that is due begins."""
 
+    def stores(self, make: Callable[[], AnyStore]) -> tuple[AnyStore, AnyStore]:
+        """Two stores: of what is pending, for a forward to add to, and of the open sample, for `take`."""
+        pair = make(), make()
+        self._stores.append(pair)
+        return pair
+
     def settle(self) -> None:
         """What is pending belongs to the open sample."""
+        for pending, sample in self._stores:
+            sample.absorb(pending)
 
     def forget_pending(self) -> None:
         """What is pending belongs to no sample."""
+        for pending, _ in self._stores:
+            pending.clear()
 
     def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
         self._due = next_step_is_due

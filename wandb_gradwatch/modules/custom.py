@@ -14,10 +14,12 @@ from .base import ForwardProbe, logger, pieces, slices, tensor_name, tensors_in
 from .metric import Metric
 from .mixin import MonitorMixin
 from .naming import Models, matcher, nothing_matches
-from .reduction import Tally
-from .shards import Whole
+from .reduction import Tallies
+from .shards import Shards
 from .tap import Dims, Tap
 from .updates import Befores
+
+_Key = tuple[str, str, str]  # what it is of, the name, the metric
 
 
 class CustomMetrics(ForwardProbe):
@@ -42,10 +44,11 @@ class CustomMetrics(ForwardProbe):
             seen.add((metric.on, metric.name))
         self._now: list[Metric] = []  # those that this sample measures
         self._num_due = 0
-        self._sample: dict[tuple[str, str, str], Tally] = {}  # by family, name and metric
-        self._pending: dict[tuple[str, str, str], Tally] = {}
+        self._pending: Tallies[_Key]
+        self._sample: Tallies[_Key]
+        self._pending, self._sample = self.stores(Tallies)
         self._befores = Befores()
-        self._whole = Whole()
+        self._shards = Shards()
 
     def __repr__(self) -> str:
         return f"CustomMetrics({', '.join(metric.name for metric in self._metrics)})"
@@ -59,7 +62,7 @@ class CustomMetrics(ForwardProbe):
             ValueError: a metric matches nothing.
             TypeError, or what fn raises: fn does not work on a parameter that it matches.
         """
-        self._whole.bind(models)
+        self._shards.bind(models)
         parameters = {n: p for n, p in models.watched_parameters().items() if p.is_floating_point() or p.is_complex()}
         modules = dict(models.modules())
         for metric in self._metrics:
@@ -96,8 +99,6 @@ class CustomMetrics(ForwardProbe):
 
     def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
         self._num_due += next_step_is_due
-        if next_step_is_due:
-            self._whole.look()
         self._now = [m for m in self._metrics if next_step_is_due and self._num_due % m.every == 0]
         self._befores.forget()
         super().start(next_step_is_due and any(metric.on == "activation" for metric in self._now), histogram_is_due)
@@ -123,21 +124,17 @@ class CustomMetrics(ForwardProbe):
 
     def gradients_ready(self, tensors: Sequence[WatchedTensor]) -> None:
         super().gradients_ready(tensors)
+        self._shards.look()
         for watched in tensors:
             self._parameter(watched)
-            if watched.gradient is not None and self._whole.is_whole(watched.name):
-                self._gradient(watched, watched.gradient)
+            self._gradient(watched)
 
     def before_update(self, tensors: Sequence[WatchedTensor]) -> None:
         super().before_update(tensors)
+        self._shards.look()
         for watched in tensors:
             self._parameter(watched)
-        chosen = [metric for metric in self._now if metric.on == "update"]
-        self._befores.keep(
-            tensor
-            for tensor in tensors
-            if self._whole.is_whole(tensor.name) and any(self._matches[id(m)](tensor.name) for m in chosen)
-        )
+        self._befores.keep(tensor for tensor in tensors if self._measures("update", tensor.name))
 
     def after_update(self, tensors: Sequence[WatchedTensor]) -> None:
         super().after_update(tensors)
@@ -147,7 +144,7 @@ class CustomMetrics(ForwardProbe):
     def take(self) -> Mapping[str, Tensor]:
         taken = {}
         by_name = {(metric.on, metric.name): metric for metric in self._metrics}
-        for (on, name, metric_name), tally in list(self._sample.items()):
+        for (on, name, metric_name), tally in self._sample:
             if (on, metric_name) not in by_name:
                 continue
             try:
@@ -155,30 +152,24 @@ class CustomMetrics(ForwardProbe):
                     taken["/".join(part for part in (on, name, label, metric_name) if part)] = _scalar(value)
             except Exception as error:
                 self._drop(by_name.pop((on, metric_name)), f"values of {on} {name!r}", error)
-        self._sample = {}
+        self._sample.clear()
         return taken
-
-    # ---- pending and settled
-
-    def settle(self) -> None:
-        for key, tally in self._pending.items():
-            if key in self._sample:
-                self._sample[key].merge(tally)
-            else:
-                self._sample[key] = tally
-        self._pending = {}
-
-    def forget_pending(self) -> None:
-        self._pending = {}
 
     # ---- one tensor
 
+    def _measures(self, on: str, name: str) -> bool:
+        """Whether a metric of this sample matches this parameter, and the parameter is whole."""
+        if not any(metric.on == on and self._matches[id(metric)](name) for metric in self._now):
+            return False
+        return self._shards.is_whole(name, needed_by="metrics of parameters, gradients and updates")
+
     def _parameter(self, watched: WatchedTensor) -> None:
-        if self._whole.is_whole(watched.name):
+        if self._measures("parameter", watched.name):
             self._apply("parameter", watched.name, watched.parameter, self._sample, once=True)
 
-    def _gradient(self, watched: WatchedTensor, gradient: Tensor) -> None:
-        if not any(m.on == "gradient" and self._matches[id(m)](watched.name) for m in self._now):
+    def _gradient(self, watched: WatchedTensor) -> None:
+        gradient = watched.gradient
+        if gradient is None or not self._measures("gradient", watched.name):
             return
         if gradient.layout is not torch.strided:
             gradient = gradient.to_dense()
@@ -186,7 +177,7 @@ class CustomMetrics(ForwardProbe):
             wide = gradient.float() if gradient.element_size() < 4 else gradient
             gradient = wide * watched.inverse_scale.to(wide.device, non_blocking=True)
         for metric in self._now:  # the last backward of a sample has the sum of all
-            self._sample.pop(("gradient", watched.name, metric.name), None)
+            self._sample.discard(("gradient", watched.name, metric.name))
         self._apply("gradient", watched.name, gradient, self._sample)
 
     def _apply(
@@ -194,7 +185,7 @@ class CustomMetrics(ForwardProbe):
         on: str,
         name: str,
         tensor: Tensor,
-        into: dict[tuple[str, str, str], Tally],
+        into: Tallies[_Key],
         *,
         also_called: str = "",
         once: bool = False,
@@ -208,18 +199,15 @@ class CustomMetrics(ForwardProbe):
                 continue
             try:
                 values_KE, labels = pieces(metric.value_of(tensor), metric.dims)
-                if key not in into:
-                    into[key] = Tally(metric.aggregate, labels)
-                into[key].add(values_KE)
+                into.of(key, metric.aggregate, labels).add(values_KE)
             except Exception as error:
                 self._drop(metric, f"{on} {name!r} of shape {[*tensor.shape]}", error)
 
     def _drop(self, metric: Metric, where: str, error: Exception) -> None:
         self._metrics = [kept for kept in self._metrics if kept is not metric]
         self._now = [kept for kept in self._now if kept is not metric]
-        for values in (self._sample, self._pending):
-            for key in [key for key in values if key[0] == metric.on and key[2] == metric.name]:
-                del values[key]
+        for store in (self._sample, self._pending):
+            store.drop(lambda key: key[0] == metric.on and key[2] == metric.name)
         logger.error(
             "wandb_gradwatch: %s failed on the %s and is dropped; the others go on.", metric, where, exc_info=error
         )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..capture.roster import NameFilter
-from .reduction import AGGREGATES, Aggregate
+from .reduction import AGGREGATES, Aggregate, widened
 
 SUBJECTS: Final = ("parameter", "gradient", "activation", "update")
 
@@ -71,8 +71,7 @@ class Metric:
         Raises:
             TypeError: it does not return a real tensor.
         """
-        if tensor.is_floating_point() and tensor.element_size() < 4:
-            tensor = tensor.float()
+        tensor = widened(tensor)
         devices = [tensor.device] if tensor.is_cuda else []
         with torch.autocast(tensor.device.type, enabled=False), torch.random.fork_rng(devices):
             return self._checked(self.fn(tensor))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Hashable, Iterator
+from typing import Final, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +14,13 @@ from ..statistics.elements import wide_dtype
 
 Aggregate = str | Callable[[Tensor], Tensor]
 AGGREGATES: Final = ("mean", "sum", "min", "max")
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+def widened(tensor: Tensor) -> Tensor:
+    """Half precision and less as float32, everything else as it is."""
+    return tensor.float() if tensor.is_floating_point() and tensor.element_size() < 4 else tensor
 
 
 class Tally:
@@ -70,3 +77,68 @@ class Tally:
         if self._state is None:
             return []
         return list(self._state / self._count if self._aggregate == "mean" else self._state)
+
+
+class Tallies(Generic[Key]):
+    """Tallies by key: those of a sample, or of what may become part of one."""
+
+    def __init__(self) -> None:
+        self._tallies: dict[Key, Tally] = {}
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._tallies
+
+    def __iter__(self) -> Iterator[tuple[Key, Tally]]:
+        return iter(tuple(self._tallies.items()))
+
+    def of(self, key: Key, aggregate: Aggregate, labels: list[str]) -> Tally:
+        """The key's tally, a new one where it has none."""
+        if key not in self._tallies:
+            self._tallies[key] = Tally(aggregate, labels)
+        return self._tallies[key]
+
+    def discard(self, key: Key) -> None:
+        """Forget one, if it is there."""
+        self._tallies.pop(key, None)
+
+    def drop(self, wrong: Callable[[Key], bool]) -> None:
+        """Forget those of some keys."""
+        self._tallies = {key: tally for key, tally in self._tallies.items() if not wrong(key)}
+
+    def absorb(self, later: Tallies[Key]) -> None:
+        """Take over everything of another."""
+        for key, tally in later:
+            if key in self._tallies:
+                self._tallies[key].merge(tally)
+            else:
+                self._tallies[key] = tally
+        later.clear()
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._tallies = {}
+
+
+class Sums:
+    """Tensors that are added, by key: those of a sample, or of what may become part of one."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(tuple(self._sums.items()))
+
+    def add(self, key: str, values: Tensor) -> None:
+        """Add to what the key has."""
+        known = self._sums.get(key)
+        self._sums[key] = values if known is None else known + values.to(known.device, non_blocking=True)
+
+    def absorb(self, later: Sums) -> None:
+        """Take over everything of another."""
+        for key, values in later:
+            self.add(key, values)
+        later.clear()
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._sums = {}

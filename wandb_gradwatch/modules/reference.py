@@ -9,14 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..capture.probes import WatchedTensor
+from ..capture.probes import Found, WatchedTensor
 from ..capture.roster import NameFilter
+from ..capture.sharding import local_part
+from ..statistics.found import FoundDistance
 from ..statistics.measure import sum_sq
 from .base import ForwardProbe, logger, tensor_name, tensors_in
 from .metric import Metric
 from .naming import ROOT, Models, matcher, nothing_matches
-from .reduction import Tally
-from .shards import Whole
+from .reduction import Sums, Tallies, widened
+from .shards import Shards, is_dtensor
 from .tap import Tap, Vanishing
 
 # What a difference is called beside the user's own functions.
@@ -41,11 +43,15 @@ class Reference(ForwardProbe):
         functions: further differences by name: each gets the tensor and the reference's, and returns a tensor, whose
             mean is logged.
 
-    Memory: the reference, and at a sampled step its outputs of the matching modules until the model's own are there.
+    Of a sharded parameter (FSDP2, tensor parallel) each rank measures its shard, and both distances are those of the
+    whole: they are merged over the ranks when the window is flushed. Make the reference before the model is sharded.
+    Functions, and parameters under FSDP1, are left out of shards, which is said.
+
+    Memory: the reference, whole on every rank, and at a sampled step its outputs of the matching modules until the model's own are there.
 
     Raises:
         TypeError: model or reference is not a module.
-        ValueError: the reference has other parameters than the model; a match that matches nothing (by watch()).
+        ValueError: the reference has other parameters than the model, or is sharded; a match that matches nothing (by watch()).
     """
 
     def __init__(
@@ -61,6 +67,11 @@ class Reference(ForwardProbe):
         for argument, module in (("model", model), ("reference", reference)):
             if not isinstance(module, nn.Module) and not (argument == "reference" and module is None):
                 raise TypeError(f"Reference(): {argument} must be a torch.nn.Module, but is {type(module).__name__}")
+        if any(map(is_dtensor, (model if reference is None else reference).parameters())):
+            raise ValueError(
+                "Reference(): the model is sharded already, and a reference must be whole; make the Reference before "
+                "the model is sharded, or pass reference=, a copy from before"
+            )
         self._is_copy = reference is None
         self._reference = copy.deepcopy(model).requires_grad_(False) if reference is None else reference
         # Of the watched model only that it is the one; a strong reference would keep it alive.
@@ -81,13 +92,16 @@ class Reference(ForwardProbe):
             Metric(name, function)  # type: ignore[arg-type]  # raises for a name or function that makes no sense
         self._prefix = ""
         self._models = Models([])
-        self._whole = Whole()
+        self._shards = Shards()
         self._running = False
         self._outputs: dict[str, list[Mapping[str, Tensor]]] = {}  # the reference's, by module, in the order of calls
         self._handles: list[Any] = []
         self._parameters_done: set[str] = set()
-        self._sample: dict[str, Tally] = {}
-        self._pending: dict[str, Tally] = {}
+        # [2] of each tensor: the squares of the difference and of the reference
+        self._pending, self._sample = self.stores(Sums)
+        self._pending_values: Tallies[str]
+        self._sample_values: Tallies[str]
+        self._pending_values, self._sample_values = self.stores(Tallies)
         self._root_tap: Tap | None = None
 
     def __repr__(self) -> str:
@@ -100,14 +114,13 @@ class Reference(ForwardProbe):
     # ---- at watch()
 
     def bind(self, models: Models) -> None:
-        ours = {name: parameter.shape for name, parameter in self._frozen.items()}
         for prefix, model in models.alive():
-            if {name: p.shape for name, p in Models([("", model)]).parameters()} == ours:
-                self._prefix, self._models = prefix, Models([(prefix, model)])
+            self._prefix, self._models = prefix, Models([(prefix, model)])
+            self._shards.bind(self._models)
+            if self._is_like(model):
                 break
         else:
             raise ValueError("Reference(): the model that it was made of is not watched here; pass the same model")
-        self._whole.bind(self._models)
         names = [name for name in models.watched_parameters() if name.removeprefix(self._prefix) in self._frozen]
         if not any(map(self._matches, names)):
             raise nothing_matches("Reference()", self._match, "parameter", names)
@@ -118,6 +131,12 @@ class Reference(ForwardProbe):
             self.tap_into(self._models)
             self._root_tap = Tap(repr(self), self._models)
             self._hook_reference(self._matches_module)
+
+    def _is_like(self, model: nn.Module) -> bool:
+        theirs = {name: parameter.shape for name, parameter in Models([("", model)]).parameters()}
+        if self._shards.uses_fsdp1:
+            return theirs.keys() == self._frozen.keys()
+        return theirs == {name: parameter.shape for name, parameter in self._frozen.items()}
 
     def _hook_reference(self, matches: Callable[[str], bool]) -> None:
         taken: set[str] = set()
@@ -131,8 +150,6 @@ class Reference(ForwardProbe):
     def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
         super().start(next_step_is_due, histogram_is_due)
         self._parameters_done = set()
-        if next_step_is_due:
-            self._whole.look()
         if self._root_tap is not None:
             if next_step_is_due:
                 root = self._prefix.removesuffix(".") or ROOT
@@ -182,7 +199,9 @@ class Reference(ForwardProbe):
         references = waiting.pop(0)
         for path, tensor in tensors_in(output):
             if path in references and references[path].shape == tensor.shape:
-                self._compare(f"activation/{tensor_name(name, path)}", tensor, references[path], self._pending)
+                key = f"activation/{tensor_name(name, path)}"
+                self._pending.add(key, self._difference(tensor, references[path]))
+                self._apply(key, tensor, references[path], self._pending_values)
 
     # ---- parameters
 
@@ -192,25 +211,36 @@ class Reference(ForwardProbe):
         self._outputs = {}
 
     def _compare_parameters(self, tensors: Sequence[WatchedTensor]) -> None:
+        self._shards.look()
         for watched in tensors:
             name = watched.name.removeprefix(self._prefix)
             if watched.name in self._parameters_done or not watched.name.startswith(self._prefix):
                 continue
-            if name not in self._frozen or not self._matches(watched.name) or not self._whole.is_whole(watched.name):
+            if name not in self._frozen or not self._matches(watched.name):
                 continue
             self._parameters_done.add(watched.name)
-            self._compare(f"parameter/{watched.name}", watched.parameter, self._frozen[name].detach(), self._sample)
+            whole = local_part(self._frozen[name]).detach()
+            reference = self._shards.part(watched.name, whole, needed_by="distances to a reference")
+            if reference is None:
+                continue
+            key = f"parameter/{watched.name}"
+            self._sample.add(key, self._difference(watched.parameter, reference))
+            if self._functions and self._shards.is_whole(watched.name, needed_by="functions of differences"):
+                self._apply(key, watched.parameter, reference, self._sample_values)
 
-    def _compare(self, key: str, tensor: Tensor, reference: Tensor, into: dict[str, Tally]) -> None:
-        reference = reference.to(tensor.device, non_blocking=True)
-        wide, wide_reference = _wide(tensor), _wide(reference)
-        # Squares are summed over micro-batches, so that the norms are those of the whole batch.
-        squares = sum_sq([wide - wide_reference, wide_reference])
-        into.setdefault(f"{key}/{DIFFERENCE}", Tally("sum", ["", "reference"])).add(squares[:, None])
+    # ---- one tensor
+
+    def _difference(self, tensor: Tensor, reference: Tensor) -> Tensor:
+        """Squares: they are summed over micro-batches and shards, so that the norms are those of the whole."""
+        wide, wide_reference = widened(tensor), widened(reference.to(tensor.device, non_blocking=True))
+        return sum_sq([wide - wide_reference, wide_reference])
+
+    def _apply(self, key: str, tensor: Tensor, reference: Tensor, into: Tallies[str]) -> None:
+        wide_reference = widened(reference.to(tensor.device, non_blocking=True))
         for name, function in tuple(self._functions.items()):
             try:
-                value = Metric(name, lambda t, f=function: f(t, wide_reference)).value_of(wide)  # type: ignore[misc]
-                into.setdefault(f"{key}/{name}", Tally("mean", [""])).add(value.reshape(1, -1))
+                value = Metric(name, lambda t, f=function: f(t, wide_reference)).value_of(tensor)  # type: ignore[misc]
+                into.of(f"{key}/{name}", "mean", [""]).add(value.reshape(1, -1))
             except Exception as error:
                 del self._functions[name]
                 logger.error(
@@ -221,30 +251,20 @@ class Reference(ForwardProbe):
                     exc_info=error,
                 )
 
-    def settle(self) -> None:
-        for key, tally in self._pending.items():
-            if key in self._sample:
-                self._sample[key].merge(tally)
-            else:
-                self._sample[key] = tally
-        self._pending = {}
+    # ---- the end of a sample
 
     def forget_pending(self) -> None:
-        self._pending = {}
+        super().forget_pending()
         self._outputs = {}
 
-    def take(self) -> Mapping[str, Tensor]:
-        taken: dict[str, Tensor] = {}
-        for key, tally in self._sample.items():
-            results = tally.results()
-            if key.endswith(f"/{DIFFERENCE}"):
-                difference, norm = (square.sqrt() for square in results)
-                taken[key] = difference
-                relative = torch.where(norm > 0, difference / norm, torch.nan)
-                taken[key.removesuffix(DIFFERENCE) + RELATIVE] = relative
-            elif results:
-                taken[key] = results[0]
-        self._sample = {}
+    def take(self) -> Mapping[str, Found]:
+        taken: dict[str, Found] = {}
+        for key, sums in self._sample:
+            parameter = key.removeprefix("parameter/") if key.startswith("parameter/") else None
+            taken[key] = FoundDistance(sums, (DIFFERENCE, RELATIVE), parameter)
+        taken |= {key: results[0] for key, tally in self._sample_values if (results := tally.results())}
+        self._sample.clear()
+        self._sample_values.clear()
         return taken
 
     def close(self) -> None:
@@ -264,7 +284,3 @@ class _Keep(Vanishing):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self._reference.keep_output(self._name, output)
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.is_floating_point() and tensor.element_size() < 4 else tensor

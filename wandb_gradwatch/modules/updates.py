@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
-import torch
 from torch import Tensor
 
-from ..capture.probes import WatchedTensor
+from ..capture.probes import Found, WatchedTensor
 from ..capture.roster import NameFilter
+from ..capture.sharding import local_part
+from ..statistics.found import FoundDistance
 from ..statistics.measure import sum_sq
 from .base import ModuleProbe
 from .naming import Models, matcher, nothing_matches
-from .shards import Whole
+from .reduction import widened
 
 _MIB: Final = 2**20
 
@@ -33,7 +34,7 @@ class Befores:
         for tensor in tensors:
             before = self._kept.pop(tensor.name, None)
             if before is not None and before.shape == tensor.parameter.shape:
-                yield tensor.name, _wide(tensor.parameter) - _wide(before), before
+                yield tensor.name, widened(tensor.parameter) - widened(before), before
 
     def forget(self) -> None:
         """Drop what is left, of updates that never ended."""
@@ -45,14 +46,15 @@ class Updates(ModuleProbe):
 
     Logs `update/<parameter>/norm` and `update/<parameter>/ratio`. A healthy ratio is often quoted as 1e-3. It is
     missing for a parameter that was all zero. The change is what the optimizer did: learning rate, momentum, weight
-    decay and all.
+    decay and all. Of a sharded parameter each rank measures its shard, and both numbers are those of the whole: they
+    are merged over the ranks when the window is flushed.
 
     Args:
         match: of which parameters: a regular expression (searched), several, or a function of the name; None: all.
-        max_mib: the memory that the copies may take.
+        max_mib: the memory that the copies may take on one rank.
 
-    Memory: one copy of the matching parameters, from before to after the optimizer's step, in sampled steps only; and
-    one parameter's change at a time.
+    Memory: one copy of the matching parameters (of this rank's shards of them), from before to after the optimizer's
+    step, in sampled steps only; and one parameter's change at a time, in float32 where it is half precision.
 
     Raises:
         ValueError: match matches nothing, or its parameters exceed max_mib; both by watch().
@@ -61,20 +63,20 @@ class Updates(ModuleProbe):
     def __init__(self, match: NameFilter | None = None, *, max_mib: float = 1024) -> None:
         self._match, self._max_mib = match, max_mib
         self._matches = matcher(match, repr(self))
-        self._befores, self._whole = Befores(), Whole()
+        self._befores = Befores()
         self._due = False
-        self._taken: dict[str, Tensor] = {}
+        self._taken: dict[str, Found] = {}
 
     def __repr__(self) -> str:
         return "Updates()" if self._match is None else f"Updates({self._match!r})"
 
     def bind(self, models: Models) -> None:
-        self._whole.bind(models)
         parameters = models.watched_parameters()
         chosen = {name: parameter for name, parameter in parameters.items() if self._matches(name)}
         if not chosen:
             raise nothing_matches("Updates()", self._match, "parameter", list(parameters))
-        size = sum(parameter.numel() * parameter.element_size() for parameter in chosen.values()) / _MIB
+        parts = map(local_part, chosen.values())
+        size = sum(part.numel() * part.element_size() for part in parts) / _MIB
         if size > self._max_mib:
             raise ValueError(
                 f"{self!r} would copy {size:.0f} MiB of parameters at each sampled step, more than "
@@ -84,26 +86,18 @@ class Updates(ModuleProbe):
     def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
         self._due = next_step_is_due
         self._befores.forget()
-        if next_step_is_due:
-            self._whole.look()
 
     def before_update(self, tensors: Sequence[WatchedTensor]) -> None:
         if self._due:
-            self._befores.keep(t for t in tensors if self._matches(t.name) and self._whole.is_whole(t.name))
+            self._befores.keep(tensor for tensor in tensors if self._matches(tensor.name))
 
     def after_update(self, tensors: Sequence[WatchedTensor]) -> None:
         for name, change, before in self._befores.changes(tensors):
-            change_norm, norm_before = sum_sq([change, before]).sqrt()
-            self._taken[f"update/{name}/norm"] = change_norm
-            self._taken[f"update/{name}/ratio"] = torch.where(norm_before > 0, change_norm / norm_before, torch.nan)
+            self._taken[f"update/{name}"] = FoundDistance(sum_sq([change, before]), ("norm", "ratio"), name)
 
-    def take(self) -> Mapping[str, Tensor]:
+    def take(self) -> Mapping[str, Found]:
         taken, self._taken = self._taken, {}
         return taken
 
     def close(self) -> None:
         self._befores.forget()
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.is_floating_point() and tensor.element_size() < 4 else tensor
