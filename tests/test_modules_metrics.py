@@ -316,6 +316,56 @@ def test_a_metric_that_fails_during_training_is_dropped_alone_and_said_once(said
     assert len([text for text in said() if "Metric('broken'" in text]) == 1
 
 
+def test_a_probe_that_fails_is_dropped_alone_and_said_once(said, monkeypatch):
+    model, probe = Chosen(a=1), Updates()
+    watcher, sink = watch(model, [probe, Metric("sum", torch.sum, on="gradient")])
+
+    def full(*_):
+        raise torch.OutOfMemoryError("no room for the copies")
+
+    monkeypatch.setattr(probe._befores, "keep", full)
+    optimizer = SGD(model.parameters(), lr=1.0)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model.loss(a=[1]).backward()
+        optimizer.step()
+    found = values(watcher, sink)
+    assert found["gradient/a/sum"].tolist() == [1, 1, 1]
+    assert sink.merged().grad_norm[:, 0].tolist() == [1, 1, 1]
+    assert len([text for text in said() if "Updates() failed and is dropped; training" in text]) == 1
+
+
+def test_a_parameter_without_elements_is_not_what_a_metric_is_tried_on():
+    model = Chosen(a=0, b=2)
+    watcher, sink = watch(model, [Metric("largest", torch.max, on="gradient")])
+    model.loss(b=[1, 3]).backward()
+    SGD(model.parameters(), lr=1.0).step()
+    assert values(watcher, sink)["gradient/b/largest"].tolist() == [3]
+
+
+class Vector:
+    """A probe of a user's, who hands over more than a number."""
+
+    def start(self, next_step_is_due, histogram_is_due):
+        pass
+
+    gradients_ready = before_update = after_update = lambda self, tensors: None
+    close = lambda self: None  # noqa: E731
+
+    def take(self):
+        return {"vector": torch.arange(3.0), "after": torch.tensor(7.0)}
+
+
+def test_more_than_one_number_is_never_taken_for_the_next_keys_value(said):
+    model = Chosen(a=1)
+    watcher, sink = watch(model, [], probes=[Vector()])
+    model.loss(a=[1]).backward()
+    SGD(model.parameters(), lr=1.0).step()
+    assert values(watcher, sink) == {}
+    assert sink.merged().grad_norm.tolist() == [[1]]
+    assert len([text for text in said() if "Vector" in text and "failed and is dropped" in text]) == 1
+
+
 def test_nothing_keeps_the_model_alive():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     metrics = [Activations(), Updates(), Metric("x", norm), Metric("y", norm, on="activation")]

@@ -157,7 +157,9 @@ def _flat(value: Found) -> Tensor:
         value = value.packed
     elif isinstance(value, FoundDistance):
         value = value.sums
-    return value.detach().to(wide_dtype(value.device)).reshape(-1)
+    else:
+        value = value.reshape(1)  # anything but one number would be taken for the next keys' values
+    return value.detach().to(wide_dtype(value.device))
 
 
 def _device_of(value: Found) -> torch.device:

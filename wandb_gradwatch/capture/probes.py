@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Final, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from ..window import Found as Found  # what take() returns, for probes
+from .containment import CallbackError
+
+logger: Final = logging.getLogger("wandb_gradwatch")
 
 
 @dataclass(frozen=True)
@@ -32,7 +37,7 @@ class WatchedTensor:
 class Probe(Protocol):
     """Measures something at sampled steps and keeps it on the device. Called under no_grad, inside the containment.
 
-    One that works at other moments too, in hooks of its own, tells how long: see `seconds_spent`.
+    One that works at other moments too, in hooks of its own, tells how long so far: in a number `seconds_spent`.
     """
 
     def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
@@ -57,6 +62,74 @@ class Probe(Protocol):
         """Remove every hook. Idempotent."""
 
 
-def seconds_spent(probes: Iterable[Probe]) -> float:
-    """What probes have taken on the host in hooks of their own: their `seconds_spent`, where they have it."""
-    return sum(float(getattr(probe, "seconds_spent", 0.0)) for probe in probes)
+class Probes:
+    """All the probes of a watcher. One that raises is dropped, with its traceback; the others and all else go on."""
+
+    def __init__(self, probes: Iterable[Probe]) -> None:
+        self._probes = list(probes)
+        self._seconds_of_dropped = 0.0
+
+    def __bool__(self) -> bool:
+        return bool(self._probes)
+
+    @property
+    def seconds_spent(self) -> float:
+        """What they have taken on the host in hooks of their own, where they tell."""
+        return self._seconds_of_dropped + sum(map(_seconds_spent, self._probes))
+
+    def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
+        """See Probe."""
+        self._each(lambda probe: probe.start(next_step_is_due, histogram_is_due))
+
+    def gradients_ready(self, tensors: Sequence[WatchedTensor]) -> None:
+        """See Probe."""
+        self._each(lambda probe: probe.gradients_ready(tensors))
+
+    def before_update(self, tensors: Sequence[WatchedTensor]) -> None:
+        """See Probe."""
+        self._each(lambda probe: probe.before_update(tensors))
+
+    def after_update(self, tensors: Sequence[WatchedTensor]) -> None:
+        """See Probe."""
+        self._each(lambda probe: probe.after_update(tensors))
+
+    def take(self) -> dict[str, Found]:
+        """What all have measured in this sample."""
+        found: dict[str, Found] = {}
+        self._each(lambda probe: found.update(_checked(probe.take())))
+        return found
+
+    def close(self) -> None:
+        """Remove every hook of theirs. Idempotent."""
+        self._each(lambda probe: probe.close())
+
+    def _each(self, function: Callable[[Probe], None]) -> None:
+        for probe in tuple(self._probes):
+            try:
+                function(probe)
+            except CallbackError:  # meant for the training loop
+                raise
+            except Exception as error:
+                self._drop(probe, error)
+
+    def _drop(self, probe: Probe, error: Exception) -> None:
+        self._probes.remove(probe)
+        self._seconds_of_dropped += _seconds_spent(probe)
+        logger.error(
+            "wandb_gradwatch: %r failed and is dropped; training, the gradients and the other metrics go on.",
+            probe,
+            exc_info=error,
+        )
+        with contextlib.suppress(Exception):  # what has failed may fail at its end too: that is not news
+            probe.close()
+
+
+def _checked(found: Mapping[str, Found]) -> Mapping[str, Found]:
+    for key, value in found.items():
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise TypeError(f"a probe must find one number for each key, but {key!r} has shape {[*value.shape]}")
+    return found
+
+
+def _seconds_spent(probe: Probe) -> float:
+    return float(getattr(probe, "seconds_spent", 0.0))

@@ -22,13 +22,13 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from ..cadence import Budget, Cadence
-from ..window import Found, Sample, Window
+from ..window import Sample, Window
 from .clock import Closed, SampleClock
 from .containment import Containment, contained
 from .gauge import Gauge, MeasureOptions
 from .hooks import BackwardHooks, current_graph_task
 from .owners import Owners
-from .probes import Probe, seconds_spent
+from .probes import Probe, Probes
 from .roster import Roster
 from .scaling import SCALES
 from .seen import Entry
@@ -112,7 +112,7 @@ class Sampler:
         self._hooks = BackwardHooks(on_mark=self._mark, on_begin=self._backward_begins, on_end=self._backward_ended)
         self._muted = 0
         self._reached: set[int] = set()  # slots marked in the backward under way
-        self._probes = tuple(probes)
+        self._probes = Probes(probes)
 
         # The open sample.
         self._compared: tuple[int, ...] = ()
@@ -148,8 +148,7 @@ class Sampler:
         STEP_HOOKS.unsubscribe(self)
         SCALES.unsubscribe(self)
         self._hooks.remove()
-        for probe in self._probes:
-            probe.close()
+        self._probes.close()
 
     # ---- marks and backwards
 
@@ -248,8 +247,7 @@ class Sampler:
         self._gauge.measure(present, histogram=self._histogram_is_due)
         if self._probes:
             tensors = self._gauge.watched(present, self._roster.names, scaled=True)
-            for probe in self._probes:
-                probe.gradients_ready(tensors)
+            self._probes.gradients_ready(tensors)
 
     def _names(self, slots: Iterable[int], limit: int = 3) -> str:
         names = [self._roster.names[slot] for slot in slots]
@@ -304,8 +302,7 @@ class Sampler:
             self._guard(optimizer)
             if self._probes:
                 tensors = self._gauge.watched(self._owners.entries(optimizer), self._roster.names, scaled=False)
-                for probe in self._probes:
-                    probe.before_update(tensors)
+                self._probes.before_update(tensors)
 
     @contained
     def after_step(self, optimizer: Optimizer, *, inside_backward: bool) -> None:
@@ -317,8 +314,7 @@ class Sampler:
             return
         if self._probes and self._is_due:
             tensors = self._gauge.watched(self._owners.entries(optimizer), self._roster.names, scaled=False)
-            for probe in self._probes:
-                probe.after_update(tensors)
+            self._probes.after_update(tensors)
         self._step_done(key, skipped=False, inside_backward=inside_backward)
 
     @contained
@@ -522,11 +518,8 @@ class Sampler:
         self._start_probes()
 
     def _start_probes(self) -> None:
-        if not self._probes:
-            return
-        histogram = self._is_due and self._histogram_is_due
-        for probe in self._probes:
-            probe.start(self._is_due, histogram)
+        if self._probes:
+            self._probes.start(self._is_due, self._is_due and self._histogram_is_due)
 
     def _window_commit(self, closed: Closed) -> None:
         updated = tuple(tuple(sorted(self.clock.owned.get(key, ()))) for key in sorted(closed.stepped))
@@ -534,7 +527,7 @@ class Sampler:
             not_stepped = sorted(set(self._gauge.seen.slots).difference(*updated))
             if not_stepped:
                 self._window.clear(not_stepped)
-        found: dict[str, Found] = {key: value for probe in self._probes for key, value in probe.take().items()}
+        found = self._probes.take()
         if self._budget is not None and not self._is_sharded:
             now, spent = time.perf_counter(), self.seconds_spent
             self._cadence = self._budget.after_sample(self._cadence, closed.step, now, spent)
@@ -548,7 +541,7 @@ class Sampler:
     @property
     def seconds_spent(self) -> float:
         """Everything that watching has taken on the host so far."""
-        return self.containment.seconds_spent + seconds_spent(self._probes)
+        return self.containment.seconds_spent + self._probes.seconds_spent
 
     @property
     def _is_sharded(self) -> bool:

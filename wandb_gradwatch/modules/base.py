@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..capture.probes import Found, WatchedTensor
+from ..capture.sharding import local_part
 from ..rules import Rule
 from .naming import Models
 from .tap import Dims, Tap
@@ -153,11 +154,12 @@ class ForwardProbe(ModuleProbe):
 def tensors_in(output: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
     """Every real or complex floating tensor in an output, with where it lies.
 
-    A lone tensor lies at "", those of tuples, lists and dicts at "output_0", "output_hidden_1", by index and key.
+    A lone tensor lies at "", those of tuples, lists and dicts at "output_0", "output_hidden_1", by index and key. Of a
+    tensor that several ranks hold together (a DTensor) it is this rank's part.
     """
     if isinstance(output, Tensor):
         if (output.is_floating_point() or output.is_complex()) and not _is_inside_transform(output):
-            yield path, output.detach()
+            yield path, local_part(output).detach()
         return
     if isinstance(output, Mapping):
         items: Any = output.items()

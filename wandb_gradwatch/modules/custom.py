@@ -63,6 +63,7 @@ class CustomMetrics(ForwardProbe):
             TypeError, or what fn raises: fn does not work on a parameter that it matches.
         """
         self._shards.bind(models)
+        self._shards.look()
         parameters = {n: p for n, p in models.watched_parameters().items() if p.is_floating_point() or p.is_complex()}
         modules = dict(models.modules())
         for metric in self._metrics:
@@ -77,10 +78,12 @@ class CustomMetrics(ForwardProbe):
         chosen = [name for name in parameters if self._matches[id(metric)](name)]
         if not chosen:
             raise nothing_matches(str(metric), metric.match, "parameter", list(parameters))
-        name = min(chosen, key=lambda name: parameters[name].numel())
-        example = parameters[name].detach()
-        if type(example).__name__ == "DTensor" or example.is_meta:
+        there = {name: parameters[name] for name in chosen if self._shards.holds_whole(name)}
+        there = {name: tensor for name, tensor in there.items() if tensor.numel() and not tensor.is_meta}
+        if not there:
             return
+        name = min(there, key=lambda name: there[name].numel())
+        example = there[name].detach()
         with torch.no_grad():
             try:
                 pieces(metric.value_of(example), metric.dims)

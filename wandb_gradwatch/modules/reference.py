@@ -47,11 +47,13 @@ class Reference(ForwardProbe):
     whole: they are merged over the ranks when the window is flushed. Make the reference before the model is sharded.
     Functions, and parameters under FSDP1, are left out of shards, which is said.
 
-    Memory: the reference, whole on every rank, and at a sampled step its outputs of the matching modules until the model's own are there.
+    Memory: the reference, whole on every rank, and at a sampled step its outputs of the matching modules until the
+        model's own are there.
 
     Raises:
         TypeError: model or reference is not a module.
-        ValueError: the reference has other parameters than the model, or is sharded; a match that matches nothing (by watch()).
+        ValueError: the reference has other parameters than the model, or is sharded; a match that matches nothing (by
+            watch()).
     """
 
     def __init__(

@@ -45,10 +45,14 @@ class Shards:
         """Whether a function of this parameter, as it is here, is one of the whole; where not, that is said."""
         if name in self._cuts_of:
             self._say(name, needed_by)
+        return self.holds_whole(name)
+
+    def holds_whole(self, name: str) -> bool:
+        """The same, and nothing is said."""
         return name not in self._cuts_of
 
     def part(self, name: str, whole: Tensor, *, needed_by: str) -> Tensor | None:
-        """The part that this rank holds of a tensor like the parameter; None, which is said, where that is not known."""
+        """The part of a tensor like the parameter that this rank holds; None, which is said, where it is unknown."""
         if name not in self._cuts_of:
             return whole
         cuts = self._cuts_of[name]
