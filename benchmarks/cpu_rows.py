@@ -4,13 +4,17 @@ One read is torch.dot of every gradient with itself. Each figure is the median o
 the same round on one thread, so that a machine that changes its mind between rounds does not change the figure. The row
 "read again" is the read against itself: how far from 1 it is tells how far to trust the others.
 
-    python -m benchmarks.cpu_rows [--models MLP ...] [--backends cpu ...] [--dtype float32] [--rounds 9] [--json FILE]
+    python -m benchmarks.cpu_rows [--models MLP ...] [--backends cpu compiled ...] [--dtype float32] [--zeros 0.5]
+        [--nans 0.01] [--rounds 9] [--json FILE]
+
+--zeros and --nans are shares of the elements; the compiled backend needs numba.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import platform
 import statistics
 import time
@@ -20,6 +24,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.shapes import MODELS, num_elements
+from wandb_gradwatch.statistics.cpu_compiled import is_installed
 from wandb_gradwatch.statistics.measure import measure, sum_sq
 
 
@@ -74,9 +79,10 @@ def candidates_for(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=["MLP", "ResNet-50", "GPT-2 small"])
-    parser.add_argument("--backends", nargs="+", default=["cpu"])
+    parser.add_argument("--backends", nargs="+", default=["cpu", *(["compiled"] if is_installed() else [])])
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16", "float64"])
     parser.add_argument("--zeros", type=float, default=0.0, help="share of the elements that are zero")
+    parser.add_argument("--nans", type=float, default=0.0, help="share of the elements that are NaN")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
@@ -88,8 +94,9 @@ def main() -> None:
         shapes = MODELS[model]()
         dtype = getattr(torch, arguments.dtype)
         gradients = [(torch.randn(shape) * 1e-3).to(dtype) for shape in shapes]
-        if arguments.zeros:
-            gradients = [torch.where(torch.rand(g.shape) < arguments.zeros, torch.zeros_like(g), g) for g in gradients]
+        for share, value in ((arguments.zeros, 0.0), (arguments.nans, math.nan)):
+            if share:
+                gradients = [g.masked_fill(torch.rand(g.shape) < share, value) for g in gradients]
         parameters = [(torch.randn(shape) * 0.02).to(dtype) for shape in shapes]
         rounds = arguments.rounds
         seconds, ratios = median_ratios(candidates_for(gradients, parameters, arguments.backends), rounds)

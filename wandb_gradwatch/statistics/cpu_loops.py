@@ -23,8 +23,9 @@ from numba.extending import intrinsic
 # N tensors, C columns, B histogram bins, K codes, E elements of one block
 
 BLOCK: Final = 2048  # elements: 8 KB of float32, beside as much scratch in the first-level cache
-SMALL: Final = 1024  # elements; below, a value goes straight to its bin: clearing a table of codes would cost more
+SMALL: Final = 1024  # elements; below, a value goes straight to its bin: adding up tables of codes would cost more
 TABLES: Final = 4  # tables of codes, used in turn: the next value need not wait until the last one's count is stored
+CODES32: Final = 1 << 10  # K of float32
 FOLD_EVERY: Final = 1 << 31  # elements, after which 32-bit counts are added up
 
 FLOAT32, BFLOAT16, FLOAT16, FLOAT64 = 0, 1, 2, 3  # kinds of tensors
@@ -259,17 +260,18 @@ def _without_nonfinite(words, doubled_infinity, spare):
 
 
 @_jit
-def _count_codes(words, shift, codes):
-    """Count the words' leading bits in tables that are used in turn."""
-    num_codes = codes.size // TABLES
-    whole = words.size - words.size % TABLES
-    for i in range(0, whole, TABLES):
-        codes[words[i] >> shift] += 1
-        codes[num_codes + (words[i + 1] >> shift)] += 1
-        codes[2 * num_codes + (words[i + 2] >> shift)] += 1
-        codes[3 * num_codes + (words[i + 3] >> shift)] += 1
+def _count_codes(words, codes):
+    """Count the leading bits of 32-bit words: two words a load, four tables in turn."""
+    whole = words.size - words.size % 4
+    pairs = words[:whole].view(np.uint64)
+    for i in range(0, pairs.size, 2):
+        first, second = pairs[i], pairs[i + 1]
+        codes[(first >> SHIFT32) & (CODES32 - 1)] += 1
+        codes[CODES32 + (first >> (32 + SHIFT32))] += 1
+        codes[2 * CODES32 + ((second >> SHIFT32) & (CODES32 - 1))] += 1
+        codes[3 * CODES32 + (second >> (32 + SHIFT32))] += 1
     for i in range(whole, words.size):
-        codes[words[i] >> shift] += 1
+        codes[words[i] >> SHIFT32] += 1
 
 
 @_jit
@@ -281,16 +283,24 @@ def _count_bins(words, shift, bins, histogram):
 
 
 @_jit
-def _add_codes(codes, bins, histogram):
-    """Add up the tables in the bins, and clear them."""
-    num_codes = codes.size // TABLES
-    for code in range(num_codes):
+def _add_codes(codes, first, last, bins, histogram):
+    """Add up the tables' codes from first to last in the bins, and clear them."""
+    for code in range(first, last + 1):
         count = np.int64(0)
-        for table in range(TABLES):
-            count += codes[table * num_codes + code]
+        for place in range(code, TABLES * CODES32, CODES32):
+            count += codes[place]
+            codes[place] = 0
         if bins[code] < histogram.size:
             histogram[bins[code]] += count
-    codes[:] = 0
+
+
+@_jit
+def _add_codes_between(smallest, largest, codes, bins, histogram):
+    """The same for the codes of either sign between those of two magnitudes, and those of zeros."""
+    for beginning in (0, CODES32 // 2):
+        if smallest > 0:
+            _add_codes(codes, beginning, beginning, bins, histogram)
+        _add_codes(codes, beginning + smallest, beginning + largest, bins, histogram)
 
 
 # ---- one tensor
@@ -304,7 +314,7 @@ def _gradient(address, size, kind, layout, dead, scratch, spare, row, codes, bin
         layout: the sign bit, the bits of infinity, both as words, and how far to shift a word to get its code.
         dead: the bits of the largest dead magnitude.
         scratch, spare: a block of words each.
-        codes: TABLES * K zeros; they are zeros again in the end.
+        codes: TABLES * CODES32 zeros; they are zeros again in the end.
         bins: the bin of each code: [K].
         histogram: zeros: [B], or [0] if none is wanted.
     """
@@ -314,6 +324,7 @@ def _gradient(address, size, kind, layout, dead, scratch, spare, row, codes, bin
     lowest, highest, outermost, smallest = _minus_one(zero), zero, sign, _minus_one(zero)
     num_finite = num_zero = num_dead = num_inf = positive_zeros = negative_zeros = np.int64(0)
     total = squares = 0.0
+    in_bins = size < SMALL or kind == FLOAT64
     for start in range(0, size, BLOCK):
         count = min(BLOCK, size - start)
         words = _block(address, start, count, kind, scratch)
@@ -356,15 +367,22 @@ def _gradient(address, size, kind, layout, dead, scratch, spare, row, codes, bin
                 positive_here = _num_positive_zero(words)
                 positive_zeros += positive_here
                 negative_zeros += zeros_here - positive_here
-            if size < SMALL:
+            if in_bins:
                 _count_bins(words, shift, bins, histogram)
             else:
-                _count_codes(words, shift, codes)
+                _count_codes(words, codes)
                 if (start + BLOCK) % FOLD_EVERY == 0:
-                    _add_codes(codes, bins, histogram)
+                    _add_codes(codes, 0, CODES32 - 1, bins, histogram)
     if histogram.size:
-        if size >= SMALL:
-            _add_codes(codes, bins, histogram)
+        if in_bins or num_zero == size:
+            pass
+        elif num_finite < size:
+            _add_codes(codes, 0, CODES32 - 1, bins, histogram)
+        else:  # most codes are those of magnitudes that no element has
+            largest = outermost if outermost < sign else zero
+            if highest >= sign:
+                largest = _larger(largest, _minus_sign(highest))
+            _add_codes_between(_halved_above(smallest) >> shift, largest >> shift, codes, bins, histogram)
         histogram[bins[0]] -= positive_zeros
         histogram[bins[bins.size // 2]] -= negative_zeros
         histogram[histogram.size // 2] += num_zero
@@ -410,17 +428,15 @@ def _measure_all(table, parameter_table, dead32, dead64, bins32, bins64, rows, h
     """
     scratch32, spare32 = np.empty(BLOCK, np.uint32), np.empty(BLOCK, np.uint32)
     scratch64, spare64 = np.empty(BLOCK, np.uint64), np.empty(BLOCK, np.uint64)
-    wanted = histogram.shape[1] > 0
-    codes32 = np.zeros(TABLES * bins32.size if wanted else 0, np.uint32)
-    codes64 = np.zeros(TABLES * bins64.size if wanted and np.any(table[:, KIND] == FLOAT64) else 0, np.uint32)
+    codes = np.zeros(TABLES * CODES32 if histogram.shape[1] > 0 else 0, np.uint32)
     layout32, layout64 = (SIGN32, INFINITY32, SHIFT32), (SIGN64, INFINITY64, SHIFT64)
     for i in range(len(table)):
         address, size, kind = table[i, ADDRESS], table[i, SIZE], table[i, KIND]
         row, counts = rows[i], histogram[i]
         if kind == FLOAT64:
-            _gradient(address, size, kind, layout64, dead64, scratch64, spare64, row, codes64, bins64, counts)
+            _gradient(address, size, kind, layout64, dead64, scratch64, spare64, row, codes, bins64, counts)
         else:
-            _gradient(address, size, kind, layout32, dead32, scratch32, spare32, row, codes32, bins32, counts)
+            _gradient(address, size, kind, layout32, dead32, scratch32, spare32, row, codes, bins32, counts)
     _all_squares(parameter_table, scratch32, scratch64, rows[:, PARAM_SUM_SQ:])
     if len(parameter_table) == 0:
         rows[:, PARAM_SUM_SQ:] = np.nan
