@@ -18,6 +18,7 @@ import wandb
 from torch import nn
 
 from .sinks import MemorySink
+from .statistics.measure import compile_for_cpu
 from .terminal import Progress, Terminal
 from .watch import watch
 
@@ -103,6 +104,7 @@ def check_environment() -> list[Check]:
         _check_version("wandb", floors),
         _check_device(),
         _check_triton(),
+        _check_numba(),
         _check_login(),
         *_check_extras(floors),
     ]
@@ -150,6 +152,22 @@ def _check_triton() -> Check:
         advice = "the fused kernel needs triton, so plain torch measures, more slowly: pip install triton"
         return Check("triton", "absent", "note", advice)
     return Check("triton", version)
+
+
+def _check_numba() -> Check:
+    """What measures gradients on the CPU; where numba is installed, its loops are compiled to know that they work."""
+    version = _version_or_none("numba")
+    if torch.cuda.is_available():
+        return Check("numba", f"{version or 'absent'} (only used on CPU)")
+    if version is None:
+        advice = f"torch and numpy measure; compiled loops are several times faster: pip install '{DISTRIBUTION}[fast]'"
+        return Check("numba", "absent: the backend is 'cpu'", "note", advice)
+    try:
+        compile_for_cpu("compiled")
+    except RuntimeError as error:
+        advice = f"torch and numpy measure instead, more slowly: pip install --upgrade '{DISTRIBUTION}[fast]'"
+        return Check("numba", f"{version}, and it does not work: {error}", "problem", advice)
+    return Check("numba", f"{version}: the backend is 'compiled'")
 
 
 def _check_login() -> Check:
