@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from ..cadence import Budget, Cadence
 from ..window import Sample, Window
+from .by_hand import UpdatesByHand
 from .clock import Closed, SampleClock
 from .containment import Containment, contained
 from .gauge import Gauge, MeasureOptions
@@ -38,9 +39,6 @@ from .steps import STEP_HOOKS
 # Old code clips through `p.grad.data`, which leaves no trace in the version counter. The first samples and every
 # flushed one are compared by value; one difference there, and every sample is.
 _COMPARED_SAMPLES: Final = 3
-
-# This many resets of the gradients without any optimizer mean that the user updates by hand.
-_RESETS_THAT_PROVE: Final = 3
 
 # This many backwards that only accumulate, without a step, are worth a word.
 _PATIENCE_IN_BACKWARDS: Final = 1000
@@ -123,10 +121,7 @@ class Sampler:
         # What was learnt.
         self._backwards_per_sample: deque[int] = deque(maxlen=4)
         self._trust_versions = True
-        self._owner_seen = optimizer is not None
-        self._provisional = 0  # samples without an optimizer, before it is clear that there is none
-        self.updates_by_hand = False
-        self._versions_at_backward = 0
+        self._by_hand = UpdatesByHand(roster, self._gauge.seen, excluded=optimizer is not None)
         self._samples_in_window = 0
         self._num_samples = 0
 
@@ -168,18 +163,18 @@ class Sampler:
     def _backward_ended(self) -> None:
         if self._muted:
             return
-        if not self._owner_seen and self.clock.backwards and self._were_reset():
-            self._close_update_by_hand()
-            self.clock.marked |= self._reached
-        if not self._owner_seen:
-            self._versions_at_backward = self._parameter_versions()
+        if self._by_hand.possible:
+            if self.clock.backwards and self._by_hand.were_reset(self._reached):
+                self._close_update_by_hand()
+                self.clock.marked |= self._reached
+            self._by_hand.remember_parameters()
         if self._is_due:
             entries = self._rescan()
             if self.clock.backwards + 1 >= self._expected_backwards:
                 self._measure_present(entries)
             else:
                 self._gauge.note(entries)
-        elif not self._owner_seen:
+        elif self._by_hand.possible:
             self._gauge.note(self._roster.scan())
         self._commit(self.clock.backward_ended())
         if self.clock.backwards == _PATIENCE_IN_BACKWARDS:
@@ -423,37 +418,18 @@ class Sampler:
 
     def _optimizer_found(self) -> None:
         """An optimizer is the clock: what looked like updates by hand before it was not."""
-        if self._provisional and not self.updates_by_hand:
-            self.clock.step -= self._provisional
+        if self._by_hand.possible and (taken_back := self._by_hand.exclude()):
+            self.clock.step -= taken_back
             self._window.forget_sent()
             self._samples_in_window = 0
-        self._provisional = 0
-        self._owner_seen = True
-        self.updates_by_hand = False
-
-    def _were_reset(self) -> bool:
-        """Accumulation adds to the same tensor, once: same id, version + 1. Anything else is a reset."""
-        for slot, parameter in self._roster.scan():
-            gradient = parameter.grad
-            if slot not in self._reached or gradient is None or gradient.requires_grad:
-                continue  # not reached by this backward, or create_graph=True, which adds out of place
-            added = self._gauge.seen.was_added_to(slot, gradient)
-            if added is not None:
-                return not added
-        return False
 
     def _close_update_by_hand(self) -> None:
-        """Without any optimizer, gradients that were reset between two backwards tell of an update between them."""
-        if not self.updates_by_hand:
-            self._provisional += 1
+        is_proof = self._by_hand.count()
         self._commit(self.clock.update())
-        if self._provisional >= _RESETS_THAT_PROVE:
-            self._accept_updates_by_hand()
+        if is_proof:
+            self._say_by_hand()
 
-    def _accept_updates_by_hand(self) -> None:
-        if self._owner_seen or self.updates_by_hand:
-            return
-        self.updates_by_hand = True
+    def _say_by_hand(self) -> None:
         self._events.notice(
             "no optimizer",
             "no optimizer step was seen that updates a watched parameter, so every backward after which the gradients "
@@ -480,7 +456,7 @@ class Sampler:
 
     def step(self) -> None:
         """The user says that an update has been made."""
-        self._owner_seen = True
+        self._by_hand.exclude()
         self._commit(self.clock.update())
 
     # ---- the end of a sample
@@ -493,15 +469,10 @@ class Sampler:
         """
         if closed := self.clock.close():
             self._commit(closed)
-        elif not self._owner_seen and self.clock.backwards:
-            updated = self._versions_at_backward != self._parameter_versions()
-            if final or updated or self.updates_by_hand or self._provisional:
-                self._close_update_by_hand()
-                self._accept_updates_by_hand()
-
-    def _parameter_versions(self) -> int:
-        """Changes when a parameter is written to, but for writes through `.data`."""
-        return sum(parameter._version for _, parameter in self._roster.scan())
+        elif self._by_hand.possible and self.clock.backwards and (final or self._by_hand.has_updated()):
+            self._close_update_by_hand()
+            if self._by_hand.settle():
+                self._say_by_hand()
 
     def _commit(self, closed: Closed | None) -> None:
         if closed is None:
@@ -556,5 +527,5 @@ class Sampler:
         self._samples_in_window = 0
 
     def _deliver(self) -> None:
-        if not self._provisional or self.updates_by_hand:
+        if not self._by_hand.withholds:
             self._events.deliver()

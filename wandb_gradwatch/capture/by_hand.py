@@ -1,0 +1,86 @@
+"""Loops without any optimizer: gradients that were reset between two backwards tell of an update between them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Final
+
+from .roster import Roster
+from .seen import SeenGradients
+
+# This many resets of the gradients without any optimizer mean that the user updates by hand. The samples until then are
+# provisional: an optimizer that steps after all takes them back.
+_RESETS_THAT_PROVE: Final = 3
+
+
+class UpdatesByHand:
+    """Whether there is an optimizer, and what stands in for its steps where there is none.
+
+    Args:
+        roster: the watched parameters.
+        seen: the open sample's gradients.
+        excluded: an optimizer is known already.
+    """
+
+    def __init__(self, roster: Roster, seen: SeenGradients, *, excluded: bool) -> None:
+        self._roster = roster
+        self._seen = seen
+        self.possible = not excluded  # no optimizer has stepped so far
+        self.proven = False
+        self._num_provisional = 0
+        self._versions = 0  # of the parameters, when the last backward ended
+
+    @property
+    def withholds(self) -> bool:
+        """Whether there are samples that may have to be taken back."""
+        return bool(self._num_provisional) and not self.proven
+
+    def exclude(self) -> int:
+        """An optimizer steps, or the user says when: what looked like updates before was not.
+
+        Returns:
+            How many provisional samples are to be taken back.
+        """
+        taken_back = self._num_provisional if self.withholds else 0
+        self._num_provisional, self.possible, self.proven = 0, False, False
+        return taken_back
+
+    def were_reset(self, reached: Collection[int]) -> bool:
+        """Whether the gradients that this backward has reached were reset before it.
+
+        Accumulation adds to the same tensor, once; anything else is a reset.
+        """
+        for slot, parameter in self._roster.scan():
+            gradient = parameter.grad
+            if slot not in reached or gradient is None or gradient.requires_grad:
+                continue  # not reached by this backward, or create_graph=True, which adds out of place
+            added = self._seen.was_added_to(slot, gradient)
+            if added is not None:
+                return not added
+        return False
+
+    def count(self) -> bool:
+        """An update is inferred; whether it is the one that proves that there is no optimizer."""
+        if self.proven:
+            return False
+        self._num_provisional += 1
+        self.proven = self._num_provisional >= _RESETS_THAT_PROVE
+        return self.proven
+
+    def settle(self) -> bool:
+        """Nothing better will be known: what was inferred counts; whether that is news."""
+        is_news = self.possible and not self.proven
+        self.proven = self.proven or is_news
+        return is_news
+
+    def remember_parameters(self) -> None:
+        """A backward has ended."""
+        self._versions = self._parameter_versions()
+
+    def has_updated(self) -> bool:
+        """Whether parameters were written to since the last backward, or updates were inferred before."""
+        return self.proven or bool(self._num_provisional) or self._versions != self._parameter_versions()
+
+    def _parameter_versions(self) -> int:
+        """Changes when a parameter is written to, but for writes through `.data`."""
+        return sum(parameter._version for _, parameter in self._roster.scan())
