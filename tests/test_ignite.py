@@ -139,9 +139,10 @@ def test_supervised_amp_is_seen_as_the_optimizer_gets_it() -> None:
     assert norms == approx(left)
 
 
+@pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("unscale", [False, True])
-def test_a_scaled_gradient_is_shown_unscaled(unscale: bool) -> None:
-    """The scaler is the train step's own; Ignite does not know of it."""
+def test_a_scaled_gradient_is_shown_unscaled(unscale: bool, given: bool) -> None:
+    """The scaler is the train step's own; Ignite does not know of it. Given to us, or found."""
     model = small_model()
     expected = Recomputed(model)
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.01), torch.amp.GradScaler("cpu", init_scale=65536.0)
@@ -158,7 +159,7 @@ def test_a_scaled_gradient_is_shown_unscaled(unscale: bool) -> None:
 
     engine = Engine(step)
     norms = collect(engine)
-    GradWatch(model, scaler=scaler).attach(engine)
+    GradWatch(model, scaler=scaler if given else None).attach(engine)
     engine.run(batches(6))
     assert norms == approx(expected.norms)
 
@@ -334,6 +335,34 @@ def test_gradients_zeroed_before_the_step_are_said_once(caplog: pytest.LogCaptur
         engine.run(batches(5))
     assert [r.message for r in caplog.records if "already None when the optimizer stepped" in r.message] != []
     assert sum("already None" in record.message for record in caplog.records) == 1
+
+
+def test_a_frozen_model_is_said_once_and_watched_when_it_thaws(caplog: pytest.LogCaptureFixture) -> None:
+    model = small_model().requires_grad_(False)
+    expected = Recomputed(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def step(engine: Engine, x: torch.Tensor) -> None:
+        if engine.state.iteration == 4:
+            model.requires_grad_(True)
+        expected.look([x])
+        loss = loss_of(model, x)
+        if loss.requires_grad:
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    engine, seen = Engine(step), []
+    engine.add_event_handler(Events.ITERATION_COMPLETED, lambda e: seen.append(e.state.metrics.get("grad_norm")))
+    with caplog.at_level(logging.WARNING, logger="wandb_gradwatch"):
+        GradWatch(model).attach(engine)
+        engine.run(batches(6))
+    assert [record.message for record in caplog.records] == [
+        "wandb_gradwatch: the model has no trainable parameter; watching begins when it has one."
+    ]
+    # It is looked for when an iteration begins: the first one that is watched is the next.
+    assert seen[:4] == [None] * 4
+    assert seen[4:] == approx(expected.norms[4:])
 
 
 # ---- beginnings and ends

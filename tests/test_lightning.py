@@ -463,6 +463,22 @@ def test_a_subclass_changes_what_is_computed() -> None:
     assert notes.series("train_epoch/grad_norm") == []
 
 
+def test_a_subclass_sets_its_prefixes() -> None:
+    class Named(GradWatchCallback):
+        step_prefix = "mine/"
+
+        @property
+        def epoch_prefix(self) -> str:  # type: ignore[override]
+            return f"{self.step_prefix}epoch/"
+
+    notes = Notes()
+    trainer_of(Named(track_sparsity=False), notes=notes).fit(Regression(), loader(1))
+    assert {key.rpartition("grad_")[0] for _, metrics in notes.calls for key in metrics if "grad" in key} == {
+        "mine/",
+        "mine/epoch/",
+    }
+
+
 def test_an_error_in_a_subclass_is_the_users() -> None:
     class Broken(GradWatchCallback):
         def compute_batch_stats(self, sample: Any) -> dict[str, float]:

@@ -46,13 +46,14 @@ class GradWatchCallback(_Callback):  # type: ignore[misc]
     `train/grad_norm` and its like beside them. The watcher is `callback.watcher` while a fit goes on.
 
     To log other numbers, override `compute_batch_stats`, and for other aggregates `init_epoch_stats`,
-    `update_epoch_stats` and `compute_epoch_stats`; a name with a slash is that of a layer.
+    `update_epoch_stats` and `compute_epoch_stats`; a name with a slash is that of a layer. A subclass may also set the
+    prefixes.
 
     Args:
         log_every_n_steps: log the numbers of every n-th batch that ended in an update; 0: of none; None: as the
             Trainer.
-        step_prefix: of the names of a step's numbers.
-        epoch_prefix: of the names of an epoch's numbers.
+        step_prefix: of the names of a step's numbers; None: the class's, "train/".
+        epoch_prefix: of the names of an epoch's numbers; None: the class's, "train_epoch/".
         track_epochs: log an epoch's numbers when it ends.
         per_layer: log the norm of every layer too, to the loggers.
         track_sparsity: log `grad_sparsity`, the share of dead elements (|g| <= `dead_threshold`, by default exactly 0).
@@ -66,12 +67,15 @@ class GradWatchCallback(_Callback):  # type: ignore[misc]
         TypeError: an argument that watch() does not have.
     """
 
+    step_prefix: str = "train/"
+    epoch_prefix: str = "train_epoch/"
+
     def __init__(
         self,
         *,
         log_every_n_steps: int | None = None,
-        step_prefix: str = "train/",
-        epoch_prefix: str = "train_epoch/",
+        step_prefix: str | None = None,
+        epoch_prefix: str | None = None,
         track_epochs: bool = True,
         per_layer: bool = False,
         track_sparsity: bool = True,
@@ -85,8 +89,10 @@ class GradWatchCallback(_Callback):  # type: ignore[misc]
         if explosion_threshold is not None and not explosion_threshold > 0:
             raise ValueError(f"explosion_threshold={explosion_threshold!r} must be a positive number or None")
         self.log_every_n_steps = log_every_n_steps
-        self.step_prefix = step_prefix
-        self.epoch_prefix = epoch_prefix
+        if step_prefix is not None:
+            self.step_prefix = step_prefix
+        if epoch_prefix is not None:
+            self.epoch_prefix = epoch_prefix
         self.track_epochs = track_epochs
         self.per_layer = per_layer
         self.track_sparsity = track_sparsity
