@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -129,3 +130,24 @@ def test_the_rules_are_those_that_watch_takes() -> None:
     assert "unused.weight" in ours[1][1]
     assert "frozen" not in ours[1][1].split("Probable cause")[0]
     assert ours == plain
+
+
+# ---- versions
+
+
+def test_the_readme_names_the_floors_and_the_newest_versions_that_are_tested() -> None:
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    floors = dict(re.findall(r'"([a-z-]+)>=([\d.]+)"', project))
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    newest = dict(re.findall(r"^([a-z-]+)==([\d.]+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    for name, package in {
+        "Lightning": "lightning",
+        "Ignite": "pytorch-ignite",
+        "transformers": "transformers",
+        "Accelerate": "accelerate",
+    }.items():
+        assert re.search(rf"^\|.*{name} {re.escape(floors[package])}\b[^.]", readme, re.MULTILINE), (name, "floor")
+        assert re.search(rf"^Tested up to .*{name} {re.escape(newest[package])}\b", readme, re.MULTILINE), (
+            name,
+            "newest",
+        )

@@ -209,6 +209,22 @@ def test_loss_scaling_and_an_overflow_leave_true_numbers() -> None:
     assert notes.series("train_epoch/grad_norm") == [(4, approx(mean))]
 
 
+def test_a_fused_optimizer_that_unscales_by_itself_leaves_true_numbers() -> None:
+    """Lightning does not unscale for it: at on_before_optimizer_step the gradients are 65536 times too large."""
+
+    class Fused(Regression):
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=0.05, fused=True)
+
+    notes, module = Notes(), Fused()
+    plugin = MixedPrecision("16-mixed", device="cpu", scaler=torch.amp.GradScaler("cpu", init_scale=65536.0))
+    plugin.forward_context = _no_autocast  # type: ignore[method-assign]
+    trainer_of(GradWatchCallback(), notes=notes, plugins=[plugin]).fit(module, loader(4))
+    norms = module.expected.norms
+    assert notes.series("train/grad_norm") == list(enumerate(approx(norm) for norm in norms))
+    assert notes.series("train_epoch/grad_norm") == [(3, approx(sum(norms) / 4))]
+
+
 def _no_autocast() -> Any:
     import contextlib
 
