@@ -17,6 +17,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from .cadence import Budget, Cadence
+from .capture.agreement import refuse_guard
 from .capture.gauge import MeasureOptions
 from .capture.probes import Probe
 from .capture.roster import Models, NameFilter, Roster
@@ -82,7 +83,8 @@ def watch(
         rules: what raises alerts; None: the default rules; []: none.
         sinks: where snapshots and alerts go instead of the W&B run; a `run` given beside them is written too.
         guard: "skip" does not apply a step whose gradients are not finite or explode; a function from a snapshot to
-            True does not apply that step; a `SkipGuard` sets the limits. Costs one read from the device a step.
+            True does not apply that step; a `SkipGuard` sets the limits. Every step is then measured, whatever
+            `sample_every` is. Fused optimizers never wait for it; others, and a function, read once a step.
         on_alert: called with every alert that is sent; what it raises reaches the training loop.
         scaler: the gradient scaler, if it has to be known before it is first used.
         max_overhead: sample less often where the monitor takes more than this share of the training's host time, 0.01
@@ -101,7 +103,7 @@ def watch(
     Raises:
         TypeError: model is not a module or a collection of modules; something in metrics is no metric.
         ValueError: nothing trainable to watch; a cadence, name filter, statistic, backend or threshold that makes no
-            sense; a metric that matches nothing.
+            sense; a metric that matches nothing; a guard on a model whose ranks could not decide alike.
         RuntimeError: there is no run and there are no sinks; the backend cannot run on the model's device, or cannot be
             compiled.
 
@@ -129,6 +131,8 @@ def watch(
     desk = AlertDesk(shipped if rules is None else _sequence("rules", rules, "a list of rules, [] for none"))
     budget = Budget(cadence, max_overhead) if max_overhead is not None else None
     skip_guard = resolve_guard(guard)
+    if skip_guard is not None:
+        refuse_guard(roster.models(), function=skip_guard.is_bad is not None)
     own_sinks = _instances("sinks", sinks, Sink, "sinks, with write(), alert() and close()")
     used_run = _run_of(run, sinks)
 

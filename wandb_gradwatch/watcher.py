@@ -24,7 +24,7 @@ from .capture.sampler import Sampler, SamplerEvents
 from .delivery import Delivery, Merger, Names, Overhead
 from .desk import AlertDesk
 from .diagnosis import Diagnosis
-from .guard import SkipGuard, TooManySkippedStepsError
+from .guard import GuardedSlots, SkipGuard
 from .rules import Alert
 from .sinks import Sink
 from .snapshot import Snapshot
@@ -98,7 +98,7 @@ class Watcher:
             deliver=self._deliver,
             notice=self._delivery.notice,
             no_gradient=self._delivery.say_no_gradient,
-            skips=self._skips if guard is not None else None,
+            judge=None if guard is None else GuardedSlots(guard, lambda: tuple(roster.names), self._peek),
         )
         self._sampler = Sampler(roster, self._window, cadence, options, events, self._containment, **sampler_arguments)
         self._overhead = Overhead(lambda: self._sampler.seconds_spent)
@@ -236,6 +236,7 @@ class Watcher:
             "desk": self._desk.state_dict(),
             "guard": None if self._guard is None else self._guard.state_dict(),
             "said": sorted(self._delivery.said),
+            "guarding": None if self._sampler.withholding is None else self._sampler.withholding.state_dict(),
             "names": list(self._roster.names),
             "samples": [
                 {
@@ -256,12 +257,13 @@ class Watcher:
         """Go on from `state_dict()`; parameters are matched by name, and those that are gone are dropped."""
         self._sampler.load_state_dict(state["sampler"])
         self._desk.load_state_dict(state["desk"])
-        if self._guard is not None and state["guard"] is not None:
-            self._guard.load_state_dict(state["guard"])
         self._delivery.said |= set(state["said"])
         slots = self._roster.slot_of_name
         kept = [(slots[name], index) for index, name in enumerate(state["names"]) if name in slots]
         targets, sources = [slot for slot, _ in kept], [index for _, index in kept]
+        if self._guard is not None and self._sampler.withholding is not None and state["guard"] is not None:
+            self._guard.load_state_dict(state["guard"])
+            self._sampler.withholding.load_state_dict(state["guarding"], {index: slot for slot, index in kept})
         samples = []
         for saved in state["samples"]:
             rows = np.full((len(self._roster.names), NUM_COLUMNS), np.nan)
@@ -286,6 +288,8 @@ class Watcher:
             return
         self._merges = merge
         self._unreturned = self._flush(final=True)
+        if self._sampler.withholding is not None:
+            self._sampler.withholding.finish()
         self._delivery.judge()
         self._stop()
         self._delivery.close()
@@ -315,8 +319,10 @@ class Watcher:
         if self._removed:
             return
         self._stop()
+        unguarded = "" if self._guard is None else ", unguarded"
         logger.error(
-            "wandb_gradwatch has failed and stopped watching; training goes on. Please report this traceback.",
+            "wandb_gradwatch has failed and stopped watching; training goes on%s. Please report this traceback.",
+            unguarded,
             exc_info=error,
         )
         if self._delivery.window and not self._sampler.shards.any:
@@ -372,17 +378,13 @@ class Watcher:
             names = tuple(self._roster.names)
             self._merger.submit(samples, flush, names, self._sampler.shards.counted(len(names)), overhead_ratio)
 
-    def _skips(self, slots: Sequence[int]) -> bool:
-        """Ask the guard about the gradients of these slots, before they are used."""
-        assert self._guard is not None
+    def _peek(self, slots: Sequence[int]) -> Snapshot:
+        """The open sample with nothing but these slots. Waits for the device."""
         rows = np.full((len(self._roster.names), NUM_COLUMNS), np.nan)
         here = list(slots)
         rows[here] = self._window.peek()[here]
         sample = ArrivedSample(Sample(self._sampler.clock.open_step, False, ()), rows, float("nan"), False)
-        try:
-            return self._guard.skips(self._delivery.snapshot([sample]))
-        except TooManySkippedStepsError as error:
-            raise CallbackError from error
+        return self._delivery.snapshot([sample])
 
 
 def _with_names(rows: torch.Tensor, num_names: int) -> torch.Tensor:

@@ -95,7 +95,7 @@ class ArrivedFlush:
     histogram_steps: tuple[int, ...]
 
 
-class _Transfer:
+class Transfer:
     """One tensor on its way to the host. On CPU it is there already: handed over, and not to be written again."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -130,7 +130,7 @@ class _FoundTransfer:
             key: (v.names, v.parameter) if isinstance(v, FoundDistance) else None for key, v in found.items()
         }
         self._sizes = [_HOST_SIZE.get(type(value), 1) for value in found.values()]
-        self.transfer = _Transfer(torch.cat([_flat(value) for value in found.values()]))
+        self.transfer = Transfer(torch.cat([_flat(value) for value in found.values()]))
 
     def unpack(
         self, metrics: dict[str, float], histograms: dict[str, MetricHistogram], distances: dict[str, Distance]
@@ -173,7 +173,7 @@ class _Shipment:
     """Transfers that arrive together: of a sample (rows and globals by device), or of a flush (histograms)."""
 
     sample: Sample | None
-    transfers: tuple[_Transfer, ...]
+    transfers: tuple[Transfer, ...]
     num_names: int
     histogram_steps: tuple[int, ...] = ()
     found: tuple[_FoundTransfer, ...] = ()  # by device
@@ -248,18 +248,18 @@ class _DeviceWindow:
             self.sample_histogram = torch.zeros_like(self.histogram)
         return self.sample_histogram
 
-    def send_rows(self) -> _Transfer:
+    def send_rows(self) -> Transfer:
         """The open sample's rows and globals on their way, and room for the next sample's."""
-        transfer = _Transfer(self.rows)
+        transfer = Transfer(self.rows)
         if self.device.type == "cpu":
             self.rows = torch.full_like(self.rows, torch.nan)
         else:
             self.rows.fill_(torch.nan)
         return transfer
 
-    def send_histogram(self) -> _Transfer:
+    def send_histogram(self) -> Transfer:
         """The window's histogram on its way. It is emptied by `drop_histogram`."""
-        return _Transfer(self.histogram)
+        return Transfer(self.histogram)
 
     def drop_histogram(self) -> None:
         """An empty histogram for the next window."""
@@ -370,6 +370,16 @@ class Window:
         """Record that an optimizer skips its update where this scalar tensor is not 0."""
         self._on(found_inf.device).rows[-1, _FOUND_INF] = found_inf.to(wide_dtype(found_inf.device)).reshape(())
 
+    def open_rows(self, slots: tuple[int, ...]) -> list[Tensor]:
+        """The open sample's rows of these slots, ascending, by device: each [N, C], missing where it is not there."""
+        return [window.rows[window.index(slots)] for window in self._devices.values()]
+
+    def discard(self) -> None:
+        """Forget the open sample, and open the next."""
+        for window in self._devices.values():
+            window.rows.fill_(torch.nan)
+            window.sample_histogram = None
+
     # ---- towards the host
 
     @property
@@ -379,7 +389,7 @@ class Window:
 
     def peek(self) -> FloatArray:
         """The open sample's rows, now: [P, C]. Waits for the device: for the guard, which must know before the step."""
-        transfers = tuple(_Transfer(window.rows) for window in self._devices.values())
+        transfers = tuple(Transfer(window.rows) for window in self._devices.values())
         for transfer in transfers:
             transfer.arrived(wait=True)
         arrived = _Shipment(Sample(0, False, ()), transfers, self._num_names).unpack()

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from ..cadence import Budget, Cadence
 from ..window import Sample, Window
+from .agreement import Agreements
 from .by_hand import UpdatesByHand
 from .clock import Closed, SampleClock
 from .containment import Containment, contained
@@ -35,6 +36,7 @@ from .scaling import SCALES
 from .seen import Entry
 from .sharding import Shards, fsdp1_flat_parameters
 from .steps import STEP_HOOKS
+from .withholding import Judge, Withholding
 
 # Old code clips through `p.grad.data`, which leaves no trace in the version counter. The first samples and every
 # flushed one are compared by value; one difference there, and every sample is.
@@ -46,7 +48,7 @@ _PATIENCE_IN_BACKWARDS: Final = 1000
 _NO_SLOT: Final = -1
 
 CADENCE_METRIC: Final = "gradwatch/sample_every"  # the cadence that max_overhead has come to
-GUARD_METRIC: Final = "gradwatch/guard_skipped"  # 1 where the guard withheld a gradient, else 0; only with a guard
+GUARD_METRIC: Final = "gradwatch/num_guarded_steps"  # withheld since the sample before; only with a guard
 
 
 @dataclass(frozen=True)
@@ -57,13 +59,13 @@ class SamplerEvents:
         deliver: it is a good moment to hand over what has arrived.
         notice: something to be said once, by kind and text.
         no_gradient: gradients are computed and lead to no update (text, step): to be said once, as an alert.
-        skips: whether the gradients of these slots, about to be used, are to be withheld; None: never asked.
+        judge: decides, at every step, whether its gradients are used; None: they are.
     """
 
     deliver: Callable[[], None]
     notice: Callable[[str, str], None]
     no_gradient: Callable[[str, int], None]
-    skips: Callable[[Sequence[int]], bool] | None = None
+    judge: Judge | None = None
 
 
 class Sampler:
@@ -108,13 +110,14 @@ class Sampler:
         self._owners = Owners(roster, self.clock, self._rescan, optimizer)
         self._gauge = Gauge(window, self._owners, options)
         self._hooks = BackwardHooks(on_mark=self._mark, on_begin=self._backward_begins, on_end=self._backward_ended)
+        self.withholding = Withholding(events.judge, window) if events.judge is not None else None
+        self._agreements = Agreements()
         self._muted = 0
         self._reached: set[int] = set()  # slots marked in the backward under way
         self._probes = Probes(probes)
 
         # The open sample.
         self._compared: tuple[int, ...] = ()
-        self._guarded = False
         self._joining: int | None = None
         self._being_unscaled: list[Entry] = []
 
@@ -124,6 +127,8 @@ class Sampler:
         self._by_hand = UpdatesByHand(roster, self._gauge.seen, excluded=optimizer is not None)
         self._samples_in_window = 0
         self._num_samples = 0
+        self._seconds_between = 0.0  # spent on guarding steps between samples: no cadence makes them fewer
+        self._seconds_at_commit = 0.0
 
         if scaler is not None:
             SCALES.use(scaler)
@@ -143,6 +148,8 @@ class Sampler:
         STEP_HOOKS.unsubscribe(self)
         SCALES.unsubscribe(self)
         self._hooks.remove()
+        if self.withholding is not None:
+            self.withholding.release()
         self._probes.close()
 
     # ---- marks and backwards
@@ -168,7 +175,7 @@ class Sampler:
                 self._close_update_by_hand()
                 self.clock.marked |= self._reached
             self._by_hand.remember_parameters()
-        if self._is_due:
+        if self._is_measured:
             entries = self._rescan()
             if self.clock.backwards + 1 >= self._expected_backwards:
                 self._measure_present(entries)
@@ -195,7 +202,13 @@ class Sampler:
 
     @property
     def _histogram_is_due(self) -> bool:
-        return self._cadence.histogram_due(self.clock.open_step, first_of_window=self._samples_in_window == 0)
+        first_of_window = self._samples_in_window == 0
+        return self._is_due and self._cadence.histogram_due(self.clock.open_step, first_of_window=first_of_window)
+
+    @property
+    def _is_measured(self) -> bool:
+        """Whether the open step's gradients are looked at: a guard judges every one."""
+        return self.withholding is not None or self._is_due
 
     @property
     def _expected_backwards(self) -> int:
@@ -240,7 +253,7 @@ class Sampler:
 
     def _measure(self, present: Sequence[Entry]) -> None:
         self._gauge.measure(present, histogram=self._histogram_is_due)
-        if self._probes:
+        if self._probes and self._is_due:
             tensors = self._gauge.watched(present, self._roster.names, scaled=True)
             self._probes.gradients_ready(tensors)
 
@@ -292,16 +305,24 @@ class Sampler:
             if self._joins_silently(optimizer, key):
                 self._joining = key
                 return
-        if self._is_due:
+        if self._is_measured:
             self._inspect(optimizer, inside_backward=inside_backward)
-            self._guard(optimizer)
-            if self._probes:
-                tensors = self._gauge.watched(self._owners.entries(optimizer), self._roster.names, scaled=False)
-                self._probes.before_update(tensors)
+        if self._probes and self._is_due:
+            tensors = self._gauge.watched(self._owners.entries(optimizer), self._roster.names, scaled=False)
+            self._probes.before_update(tensors)
+        if self.withholding is not None:  # last: what follows it up is the step, and then release()
+            entries = self._owners.entries(optimizer)
+            function = self.withholding.needs_rows
+            agreement = self._agreements.of(entries, self.shards, self._roster.version, function=function)
+            self.withholding.decide(
+                optimizer, self.clock.open_step, entries, agreement, inside_backward=inside_backward
+            )
 
     @contained
     def after_step(self, optimizer: Optimizer, *, inside_backward: bool) -> None:
         """See StepListener."""
+        if self.withholding is not None:
+            self.withholding.release(optimizer)
         key = self._owners.key(optimizer)
         if self._joining == key:
             self._joining = None
@@ -365,22 +386,11 @@ class Sampler:
         if found.unchanged and self._must_compare_values:
             self._compared += tuple(slot for slot, _ in found.unchanged)
             modified = modified + found.unchanged
-        if modified:
+        if modified and (self._is_due or (self.withholding is not None and self.withholding.needs_rows)):
             self._gauge.measure_received(modified, optimizer)
         found_inf = getattr(optimizer, "found_inf", None)  # set by a scaler where the optimizer itself skips
         if found_inf is not None:
             self._window.set_found_inf(found_inf)
-
-    def _guard(self, optimizer: Optimizer) -> None:
-        """Withhold gradients that must not be applied: an optimizer without gradients changes nothing at all."""
-        if self._events.skips is None:
-            return
-        entries = [entry for entry in self._owners.entries(optimizer) if entry[1].grad is not None]
-        skipped = bool(entries) and self._events.skips([slot for slot, _ in entries])
-        self._guarded = self._guarded or skipped
-        if skipped:
-            for _, parameter in entries:
-                parameter.grad = None
 
     @property
     def _must_compare_values(self) -> bool:
@@ -400,7 +410,7 @@ class Sampler:
     def before_unscale(self, optimizer: Optimizer) -> None:
         """See ScaleListener."""
         self._being_unscaled = []
-        if not self._is_due or not self.follows(optimizer):
+        if not self._is_measured or not self.follows(optimizer):
             return
         found = self._gauge.seen.inspect(self._owners.entries(optimizer), inside_backward=False)
         self._being_unscaled = found.late + found.unchanged
@@ -479,11 +489,16 @@ class Sampler:
             return
         if closed.backwards:
             self._backwards_per_sample.append(closed.backwards)
+        if self.withholding is not None:
+            self.withholding.end_step(closed.step)
         if self._cadence.sample_due(closed.step):
             self._window_commit(closed)
+        elif self.withholding is not None:
+            self._window.discard()
+            self._seconds_between += self.containment.seconds_spent - self._seconds_at_commit
+        self._seconds_at_commit = self.containment.seconds_spent
         self._gauge.begin_sample()
         self._compared = ()
-        self._guarded = False
         if self._cadence.flush_due(closed.step) and self._samples_in_window:
             self.flush_window()
         self._start_probes()
@@ -500,11 +515,11 @@ class Sampler:
                 self._window.clear(not_stepped)
         found = self._probes.take()
         if self._budget is not None and not self._is_sharded:
-            now, spent = time.perf_counter(), self.seconds_spent
+            now, spent = time.perf_counter(), self.seconds_spent - self._seconds_between
             self._cadence = self._budget.after_sample(self._cadence, closed.step, now, spent)
             found[CADENCE_METRIC] = torch.tensor(float(self._cadence.sample_every), device="cpu")
-        if self._events.skips is not None:
-            found[GUARD_METRIC] = torch.tensor(float(self._guarded), device="cpu")
+        if self.withholding is not None:
+            found[GUARD_METRIC] = self.withholding.take_count()
         self._window.commit(Sample(closed.step, closed.skipped, updated, self._compared), found)
         self._samples_in_window += 1
         self._num_samples += 1

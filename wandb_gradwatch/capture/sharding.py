@@ -106,6 +106,11 @@ def _fsdp1_parameters(models: Sequence[nn.Module]) -> dict[int, bool]:
     return found
 
 
+def has_fsdp1(models: Sequence[nn.Module]) -> bool:
+    """Whether FSDP1 shards any of these."""
+    return bool(_fsdp1_parameters(models))
+
+
 def _unit_counts(unit: Any) -> bool:
     strategy = unit.sharding_strategy.name
     if strategy == "NO_SHARD":

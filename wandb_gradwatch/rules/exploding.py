@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
+import numpy.typing as npt
 
 from ..snapshot import Snapshot
 from .base import Alert
@@ -27,6 +28,20 @@ class _Past:
     healthy: list[float] = field(default_factory=list)  # that raised no alarm: what is usual is learned from these
     all: list[float] = field(default_factory=list)
     num_alarmed: int = 0  # in a row, up to now
+
+    def see(self, log_norm: float, *, window: int) -> None:
+        """The newest norm, before it is judged."""
+        self.all = [*self.all[-(window - 1) :], log_norm]
+
+    def learn(self, *, alarmed: bool, window: int, adapt_after: int) -> None:
+        """It has been judged."""
+        if not alarmed:
+            self.num_alarmed = 0
+            self.healthy = [*self.healthy[-(window - 1) :], self.all[-1]]
+            return
+        self.num_alarmed += 1
+        if self.num_alarmed >= adapt_after:
+            self.healthy, self.num_alarmed = self.all[-adapt_after:], 0
 
 
 @dataclass(kw_only=True)
@@ -78,23 +93,44 @@ class ExplodingGradient:
             if fact is not None:
                 yield self._alert(snapshot, int(sample), fact)
 
+    def limit(self, names: tuple[str, ...], present_P: npt.NDArray[np.bool_]) -> float:
+        """The largest total norm of the gradients of these parameters that is no explosion now, growth apart.
+
+        What `check` calls an explosion by its first two measures is above it, and nothing else.
+        """
+        past = self._past(names, present_P)
+        limit = math.inf if self.threshold is None else self.threshold
+        if self.stds is None or not past.healthy:
+            return limit
+        if len(past.healthy) < self.warmup:
+            return min(limit, self.warmup_factor * math.exp(max(past.healthy)))
+        views = self._views(past)
+        return min(limit, *(limit_of(view, stds=self.stds, min_factor=self.min_factor).value for view in views))
+
+    def learn(self, names: tuple[str, ...], present_P: npt.NDArray[np.bool_], norm: float, *, alarmed: bool) -> None:
+        """Remember a total norm above 0 that someone else has judged, by `limit`."""
+        past = self._past(names, present_P)
+        past.see(_log(norm), window=self.window)
+        past.learn(alarmed=alarmed, window=self.window, adapt_after=self.adapt_after)
+
     def _judge(self, snapshot: Snapshot, sample: int) -> str | None:
         """What is wrong with the total norm, in words, or None; the past learns from it either way."""
-        present_P = ~np.isnan(snapshot.num_elements[sample])
-        past = self._pasts.setdefault(self._kinds.of(snapshot.names, present_P), _Past())
+        past = self._past(snapshot.names, ~np.isnan(snapshot.num_elements[sample]))
         norm = float(snapshot.total_grad_norm[sample])
-        log_norm = math.log(norm) if norm < math.inf else 1e3
-        past.all = [*past.all[-(self.window - 1) :], log_norm]
+        past.see(_log(norm), window=self.window)
         fact = self._too_large(norm) or self._unusual(norm, past) or self._growing(norm, past)
+        past.learn(alarmed=fact is not None, window=self.window, adapt_after=self.adapt_after)
         if fact is None:
-            past.num_alarmed = 0
-            past.healthy = [*past.healthy[-(self.window - 1) :], log_norm]
             self._learn_layers(snapshot, sample)
-            return None
-        past.num_alarmed += 1
-        if past.num_alarmed >= self.adapt_after:
-            past.healthy, past.num_alarmed = past.all[-self.adapt_after :], 0
         return fact
+
+    def _past(self, names: tuple[str, ...], present_P: npt.NDArray[np.bool_]) -> _Past:
+        return self._pasts.setdefault(self._kinds.of(names, present_P), _Past())
+
+    def _views(self, past: _Past) -> tuple[list[float], ...]:
+        """What counts as usual: all of the past, and its last part."""
+        recent = past.healthy[-max(self.window // 4, self.warmup) :]
+        return (past.healthy, recent) if len(recent) < len(past.healthy) else (recent,)
 
     def _too_large(self, norm: float) -> str | None:
         if self.threshold is None or norm <= self.threshold:
@@ -106,9 +142,7 @@ class ExplodingGradient:
             return None
         if len(past.healthy) < self.warmup:
             return self._unusual_in_warmup(norm, math.exp(max(past.healthy)))
-        recent = past.healthy[-max(self.window // 4, self.warmup) :]
-        views = (past.healthy, recent) if len(recent) < len(past.healthy) else (recent,)
-        for view in views:
+        for view in self._views(past):
             if math.log(norm) <= min(view) + math.log(self.min_factor):  # nearly always, and no deviation changes it
                 continue
             limit = limit_of(view, stds=self.stds, min_factor=self.min_factor)
@@ -177,3 +211,7 @@ class ExplodingGradient:
             int(past["kind"]): _Past(list(past["healthy"]), list(past["all"]), int(past["num_alarmed"]))
             for past in state["pasts"]
         }
+
+
+def _log(norm: float) -> float:
+    return math.log(norm) if norm < math.inf else 1e3

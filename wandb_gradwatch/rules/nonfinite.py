@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -24,7 +25,7 @@ def first_bad_rank(snapshot: Snapshot, sample: int) -> int | None:
 
 
 @dataclass(kw_only=True)
-class _NonFiniteGradient:
+class _NonFiniteGradient(ABC):
     """What the rules for NaN and for Inf share. A sample that AMP skipped is not theirs but the loss scale's."""
 
     title: ClassVar[str]
@@ -33,8 +34,9 @@ class _NonFiniteGradient:
     remedy: ClassVar[str]
 
     @staticmethod
+    @abstractmethod
     def counts_SP(snapshot: Snapshot) -> FloatArray:
-        raise NotImplementedError
+        """How many elements of each gradient are of this rule's kind: [S, P]."""
 
     def check(self, snapshot: Snapshot) -> Iterator[Alert]:
         counts_SP = self.counts_SP(snapshot)
@@ -72,7 +74,7 @@ class _NonFiniteGradient:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass  # every sample is judged by itself
+        del state  # every sample is judged by itself
 
 
 @dataclass(kw_only=True)

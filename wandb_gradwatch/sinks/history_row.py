@@ -31,6 +31,7 @@ SCALAR_FAMILIES: Final = (
     "dead_ratio",
     "num_nonfinite",
 )
+_COUNTS: Final = "gradwatch/num_"  # how the names of our own counts begin
 _ABS_QUANTILES: Final = {
     "gradwatch/grad_abs_p01": 0.01,
     "gradwatch/grad_abs_p50": 0.50,
@@ -70,7 +71,8 @@ class HistoryRow:
         total = snapshot.total
         clip_known = ~np.isnan(snapshot.clipped)
         names = [metric_name(name) for name in snapshot.names]
-        last = {metric_name(name): _last(values) for name, values in snapshot.metrics.items()}
+        counts = {name: values for name, values in snapshot.metrics.items() if name.startswith(_COUNTS)}
+        last = {metric_name(name): _last(values) for name, values in snapshot.metrics.items() if name not in counts}
         last |= _named("grad_norm", names, last_present(snapshot.grad_norm))
         last |= _named("grad_param_ratio", names, last_present(snapshot.grad_param_ratio))
         last |= _named("dead_ratio", names, last_present(snapshot.dead_ratio))
@@ -78,6 +80,7 @@ class HistoryRow:
         largest |= _named("grad_norm_max", names, np.fmax.reduce(snapshot.grad_norm, axis=0))
         summed = {
             "gradwatch/num_skipped_steps": float(np.count_nonzero(snapshot.skipped)),
+            **{name: float(np.nansum(values)) for name, values in counts.items()},
         }
         if snapshot.names:
             summed["gradwatch/num_nan"] = float(_sum_of_present(total.num_nan)[0])
