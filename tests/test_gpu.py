@@ -12,6 +12,8 @@ from matrix_programs import CLIP, KINDS, MICROS
 from rank_programs import LEARNING_RATE, batch_of, build, expected, loss_of
 from torch import nn
 
+from wandb_gradwatch import SkipGuard
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -143,3 +145,62 @@ def test_step_on_the_gpu_after_a_cpu_copy():
     (model.a * 3).sum().backward()
     optimizer.step()
     assert samples(watcher, sink).total_grad_norm.tolist() == [2, 3]
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_the_host_never_waits_for_the_guard_of_a_fused_optimizer(scaled):
+    model = nn.Sequential(*[layer for _ in range(8) for layer in (nn.Linear(64, 64), nn.ReLU())]).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    scaler = torch.amp.GradScaler("cuda", enabled=scaled, init_scale=1024.0)
+    batch = torch.randn(32, 64, device="cuda")
+    poison = batch * 1e6
+    guard = SkipGuard()
+    watcher, _ = watch(model, guard=guard, log_every=10, sample_every=5)
+
+    def training_step(batch):
+        optimizer.zero_grad()
+        scaler.scale(model(batch).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    for _ in range(15):  # kernels are compiled, state is made, and the guard knows what is usual
+        training_step(batch)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        training_step(poison)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(parameter, kept) for parameter, kept in zip(model.parameters(), before, strict=True))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(30):
+            training_step(batch)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    watcher.remove()
+    assert guard.num_skipped == 1
+    assert watcher.step == 46  # a wait of ours would have raised inside the monitor and stopped it
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_poison_leaves_no_trace_on_the_gpu(fused):
+    def final(poisoned, guard):
+        torch.manual_seed(0)
+        model = build().cuda()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01, fused=fused)
+        watcher = watch(model, guard=guard, sample_every=10)[0] if guard else None
+        for number in range(100):
+            if number in (31, 55, 72) and not poisoned:
+                continue
+            factor = {31: 1e6, 55: math.nan, 72: 1e6}.get(number, 1.0)
+            optimizer.zero_grad()
+            (factor * loss_of(model, batch_of(0, number).cuda())).backward()
+            optimizer.step()
+        if watcher is not None:
+            watcher.remove()
+        return [parameter.detach().cpu() for parameter in model.parameters()]
+
+    for guarded, clean in zip(final(True, "skip"), final(False, None), strict=True):
+        assert torch.equal(guarded, clean)

@@ -28,7 +28,7 @@ def batches(poisoned=()):
     for number in range(300):
         batch = torch.randn(16, 4, generator=torch.Generator().manual_seed(number))
         if number in poisoned:
-            batch[3, 2] = math.nan if number in (151, 1) else 1e6
+            batch[3, 2] = math.nan if number % 2 else 1e6
         yield number, batch
 
 

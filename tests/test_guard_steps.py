@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import io
+import math
 
 import pytest
 import torch
-from gradients import watch
+from gradients import Chosen, of, step, watch
 from test_guard import OPTIMIZERS, batches, final_state
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from wandb_gradwatch import SkipGuard
+from wandb_gradwatch.guard import TooManySkippedStepsError
+from wandb_gradwatch.sinks.history_row import HistoryRow
 
 FUSED = {
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01, fused=True),
@@ -112,3 +117,207 @@ def test_poison_between_two_samples_leaves_no_trace(make, loop):
     guarded = final_state(make, range(300), poisoned=poisoned, guard="skip", sample_every=10, **loop)
     clean = final_state(make, set(range(300)) - poisoned, **loop)
     torch.testing.assert_close(guarded, clean, rtol=0, atol=0)
+
+
+def state_of(model, optimizer):
+    return (
+        {name: parameter.detach().clone() for name, parameter in model.named_parameters()},
+        copy.deepcopy(optimizer.state_dict()),
+    )
+
+
+@pytest.mark.parametrize("make", FUSED.values(), ids=FUSED)
+def test_a_first_step_that_is_withheld_creates_no_state(make):
+    model = Chosen(a=2)
+    optimizer = make(model.parameters())
+    watcher, _ = watch(model, guard="skip")
+    before = state_of(model, optimizer)
+    step(model, optimizer, a=[math.nan, 1])
+    torch.testing.assert_close(state_of(model, optimizer), before, rtol=0, atol=0)
+    watcher.remove()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_parameters_that_are_not_watched_are_withheld_with_the_others(fused):
+    model = Chosen(a=1, b=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, fused=fused)
+    watcher, _ = watch(model, include="a", guard="skip")
+    step(model, optimizer, a=[math.nan], b=[1])
+    assert (model.a.item(), model.b.item()) == (1, 1)
+    step(model, optimizer, a=[1], b=[1])
+    assert (model.a.item(), model.b.item()) == (0, 0)
+    watcher.remove()
+
+
+@pytest.mark.parametrize("fused", [(False, False), (True, True), (True, False), (False, True)])
+def test_optimizers_of_one_backward_are_withheld_together(fused):
+    """The first one's gradients are bad, the second one's would be good; it is one step, and one count."""
+    model = Chosen(a=1, b=1)
+    optimizers = [
+        torch.optim.SGD([parameter], lr=1.0, fused=is_fused)
+        for parameter, is_fused in zip((model.a, model.b), fused, strict=True)
+    ]
+    guard = SkipGuard()
+    watcher, sink = watch(model, guard=guard)
+    for gradient in (1, math.nan, 1):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        model.loss(a=[gradient], b=[1]).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    watcher.remove()
+    assert (model.a.item(), model.b.item()) == (-1, -1)  # 1 - 1 - 1, twice
+    assert sink.merged().metrics["gradwatch/num_guarded_steps"].tolist() == [0, 1, 0]
+    assert guard.num_skipped == 1
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_after_the_step_everything_is_where_it_was(fused):
+    model = Chosen(a=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, fused=fused)
+    watcher, _ = watch(model, guard="skip")
+    step(model, optimizer, a=[math.nan])
+    assert model.a.grad.isnan()
+    assert not hasattr(optimizer, "found_inf")
+    watcher.remove()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_that_raises_leaves_nothing_behind(fused):
+    model = Chosen(a=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, fused=fused)
+    watcher, _ = watch(model, guard="skip")
+    hook = optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        step(model, optimizer, a=[math.nan])
+    hook.remove()
+    step(model, optimizer, a=[1])
+    assert model.a.item() == 0  # 1 - 1: with a found_inf left behind it would be 1, with the old gradient NaN
+    assert not hasattr(optimizer, "found_inf")
+    watcher.remove()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_loss_scaler_keeps_what_it_has_found(fused):
+    """It overflows in step 2: the scale is halved, the guard counts nothing, and the step is not made."""
+    model = Chosen(a=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    guard = SkipGuard()
+    watcher, sink = watch(model, guard=guard)
+    for gradient in (1, math.inf, 1):
+        optimizer.zero_grad()
+        scaler.scale(model.loss(a=[gradient])).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    watcher.remove()
+    assert model.a.item() == -1  # 1 - 1 - 1
+    assert scaler.get_scale() == 4
+    assert sink.merged().skipped.tolist() == [False, True, False]
+    assert (guard.num_skipped, guard.num_in_a_row) == (0, 0)
+
+
+def test_too_many_in_a_row_are_noticed_late_on_the_device():
+    model = Chosen(a=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, fused=True)
+    watcher, _ = watch(model, guard=SkipGuard(max_in_a_row=3))
+    for _ in range(11):
+        step(model, optimizer, a=[math.nan])
+    with pytest.raises(TooManySkippedStepsError, match="step 4 is the 4th unhealthy step in a row"):
+        step(model, optimizer, a=[math.nan])
+    assert model.a.item() == 1
+    watcher.remove()
+
+
+def test_or_let_through_late_as_chosen():
+    model = Chosen(a=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, fused=True)
+    watcher, _ = watch(model, guard=SkipGuard(max_in_a_row=3, then="continue"))
+    for number in range(1, 12):
+        step(model, optimizer, a=[math.nan])
+        assert model.a.isnan().item() == (number == 11)  # the third one in a row is known 8 steps after step 3
+    watcher.remove()
+
+
+def test_withheld_steps_between_two_samples_are_counted_in_the_next():
+    model = Chosen(a=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    watcher, sink = watch(model, guard="skip", sample_every=5, log_every=10)
+    for number in range(1, 21):
+        step(model, optimizer, a=[math.nan if number in (3, 4, 12) else 1])
+    watcher.remove()
+    assert [int(s) for s in sink.merged().steps] == [5, 10, 15, 20]
+    assert sink.merged().metrics["gradwatch/num_guarded_steps"].tolist() == [2, 0, 1, 0]
+    rows = [HistoryRow.of(snapshot).scalars()["gradwatch/num_guarded_steps"] for snapshot in sink.snapshots]
+    assert rows == [2, 1]
+    assert of(sink.merged(), "a", "grad_norm").tolist() == [1, 1, 1, 1]
+
+
+def test_a_function_is_asked_at_every_step():
+    asked = []
+    model = Chosen(a=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    watcher, _ = watch(model, guard=lambda s: asked.append((int(s.steps[-1]), s.param_norm[-1, 0])), sample_every=3)
+    for _ in range(4):
+        step(model, optimizer, a=[-1])
+    watcher.remove()
+    assert asked == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0)]
+
+
+def test_a_function_that_raises_reaches_the_training_loop():
+    """A guard that fell silent would be worse than one that was never there."""
+    model = Chosen(a=1)
+    watcher, _ = watch(model, guard=lambda snapshot: snapshot.no_such_thing)
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        step(model, torch.optim.SGD(model.parameters(), lr=1.0), a=[1])
+    watcher.remove()
+
+
+def test_inside_the_backward_only_what_is_not_finite_is_withheld():
+    """Each parameter steps for itself: one layer's norm says nothing of another's."""
+    model = Chosen(a=1, b=1)
+    optimizers = {p: torch.optim.SGD([p], lr=1.0) for p in model.parameters()}
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: optimizers[p].step() or setattr(p, "grad", None))
+    watcher, _ = watch(model, guard="skip")
+    for number in range(10):
+        model.loss(a=[math.nan if number == 8 else 1], b=[1e6]).backward()
+    watcher.remove()
+    assert model.a.item() == 1 - 9
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_guard_goes_on_where_it_stopped(fused):
+    """Also in the middle of the 8 steps that a fused optimizer's guard has not learnt from."""
+
+    def training():
+        torch.manual_seed(0)
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01, fused=fused)
+        guard = SkipGuard()
+        return model, optimizer, guard, watch(model, guard=guard)[0]
+
+    def train(model, optimizer, numbers):
+        for number, batch in batches({33, 35, 50}):
+            if number in numbers:
+                optimizer.zero_grad()
+                (model(batch) - 1).square().mean().backward()
+                optimizer.step()
+
+    model, optimizer, whole_guard, watcher = training()
+    train(model, optimizer, range(60))
+    watcher.remove()
+    first, first_optimizer, _, watcher = training()
+    train(first, first_optimizer, range(36))
+    state = io.BytesIO()
+    torch.save([first.state_dict(), first_optimizer.state_dict(), watcher.state_dict()], state)
+    watcher.remove()
+    resumed, resumed_optimizer, guard, watcher = training()
+    loaded = torch.load(io.BytesIO(state.getvalue()), weights_only=True)
+    for what, kept in zip((resumed, resumed_optimizer, watcher), loaded, strict=True):
+        what.load_state_dict(kept)
+    train(resumed, resumed_optimizer, range(36, 60))
+    watcher.remove()
+    torch.testing.assert_close(resumed.state_dict(), model.state_dict(), rtol=0, atol=0)
+    assert guard.num_skipped == whole_guard.num_skipped == 3
+    assert guard.state_dict() == whole_guard.state_dict()

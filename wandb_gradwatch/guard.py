@@ -32,9 +32,12 @@ class SkipGuard:
     were.
 
     Torch's fused optimizers (`fused=True`: Adam, AdamW, SGD, Adagrad) are told on the device, and the host never waits;
-    it hears of it some steps later, and so learns, counts and raises later. Their first step, which creates their
-    state, every step of another optimizer, and a function of your own cost one read from the device a step. On ranks
-    that hold shards all decide alike, by one small all-reduce a step: call `watch()` on all of them.
+    it hears of it 8 steps later, and so learns, counts and raises later. Their first step, which creates their state,
+    every step of another optimizer, and a function of your own cost one read from the device a step. On ranks that
+    hold shards all decide alike, by one small all-reduce a step: call `watch()` on all of them.
+
+    Of an optimizer that steps inside the backward, only what is not finite is withheld: there is no norm of the whole.
+    A step that a CUDA graph replays is not seen, and not guarded.
 
     Args:
         is_bad: judges a snapshot of one sample, of the gradients that are about to be used; None: non-finite, or a

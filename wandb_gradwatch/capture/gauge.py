@@ -83,18 +83,18 @@ class Gauge:
         present = [(slot, gradient) for slot, parameter in entries if (gradient := parameter.grad) is not None]
         self.seen.remember([slot for slot, _ in present], [gradient for _, gradient in present], measured=False)
 
-    def measure(self, present: Sequence[Entry], *, histogram: bool) -> None:
-        """Measure gradients that are as the backward left them: scaled and unclipped."""
+    def measure(self, present: Sequence[Entry], *, histogram: bool, parameters: bool = True) -> None:
+        """Measure gradients that are as the backward left them: scaled and unclipped; and their parameters."""
         any_scaler = SCALES.scaler_of(None) is not None
         for group in self._groups(present, by_scaler=any_scaler):
             inverse_scale = None
             if group.scaler is not None and (scale := scale_tensor(group.scaler)) is not None:
                 self._window.set_loss_scale(scale)
                 inverse_scale = scale.double().reciprocal().to(group.device, non_blocking=True)
-            gradients, parameters = group.tensors
+            gradients, theirs = group.tensors
             measurement = measure(
                 gradients,
-                parameters if self._options.parameters else None,
+                theirs if parameters and self._options.parameters else None,
                 dead_threshold=self._options.dead_threshold,
                 inverse_scale=inverse_scale,
                 histogram=histogram,

@@ -211,6 +211,11 @@ class Sampler:
         return self.withholding is not None or self._is_due
 
     @property
+    def _rows_are_read(self) -> bool:
+        """Whether the open step's rows are for more than a guard that judges by the norm."""
+        return self._is_due or (self.withholding is not None and self.withholding.needs_rows)
+
+    @property
     def _expected_backwards(self) -> int:
         """How many backwards the open sample will have: the fewest of the last samples, so that none is missed."""
         return min(self._backwards_per_sample, default=1)
@@ -252,7 +257,7 @@ class Sampler:
             self._window.drop_zero_rows(unmarked)
 
     def _measure(self, present: Sequence[Entry]) -> None:
-        self._gauge.measure(present, histogram=self._histogram_is_due)
+        self._gauge.measure(present, histogram=self._histogram_is_due, parameters=self._rows_are_read)
         if self._probes and self._is_due:
             tensors = self._gauge.watched(present, self._roster.names, scaled=True)
             self._probes.gradients_ready(tensors)
@@ -386,7 +391,7 @@ class Sampler:
         if found.unchanged and self._must_compare_values:
             self._compared += tuple(slot for slot, _ in found.unchanged)
             modified = modified + found.unchanged
-        if modified and (self._is_due or (self.withholding is not None and self.withholding.needs_rows)):
+        if modified and self._rows_are_read:
             self._gauge.measure_received(modified, optimizer)
         found_inf = getattr(optimizer, "found_inf", None)  # set by a scaler where the optimizer itself skips
         if found_inf is not None:

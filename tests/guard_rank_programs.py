@@ -1,0 +1,93 @@
+"""What the ranks do in test_guard_ranks.py: small sharded trainings with a guard, and a poison on one rank only."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from gradients import watch
+from rank_programs import batch_of, build, loss_of
+from torch import nn
+
+from wandb_gradwatch import SkipGuard
+
+OPTIMIZERS = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9, foreach=False),
+    "adamw fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=True),
+}
+
+
+def sharded(kind: str, world: int) -> nn.Module:
+    """The model, sharded or replicated as asked."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    if kind == "tensor parallel":  # one layer split by rows, the next by columns, the last one whole on every rank
+        model = build(width=6)
+        parallelize_module(model, init_device_mesh("cpu", (world,)), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        return model
+    model = build()
+    if kind == "ddp":
+        return nn.parallel.DistributedDataParallel(model)
+    shape = {"fsdp2": (world,), "hsdp": (world, 1)}[kind]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def guarded(
+    rank: int, world: int, *, kind: str, optimizer: str, steps: int, poison: dict[int, float], guard: bool = True
+) -> dict[str, Any]:
+    """Train; in the poisoned steps one rank's part of one gradient is multiplied by a number.
+
+    Args:
+        poison: step -> factor, on the last rank.
+        guard: else the poisoned steps are left out by hand.
+    """
+    model = sharded(kind, world)
+    inner = model.module if kind == "ddp" else model
+    chosen = OPTIMIZERS[optimizer](model.parameters())
+    skip_guard = SkipGuard()
+    watcher = watch(model, guard=skip_guard, sample_every=3)[0] if guard else None
+
+    def multiply(parameter: Any) -> None:
+        gradient = parameter.grad
+        if guard and rank == world - 1 and step in poison:
+            with torch.no_grad():
+                getattr(gradient, "_local_tensor", gradient).mul_(poison[step])
+
+    inner[2].weight.register_post_accumulate_grad_hook(multiply)
+    for step in range(steps):
+        if not guard and step in poison:
+            continue
+        chosen.zero_grad()
+        loss_of(model, batch_of(0 if kind == "tensor parallel" else rank, step)).backward()
+        chosen.step()
+    if watcher is not None:
+        watcher.remove()
+    parameters = [getattr(p, "_local_tensor", p).detach().numpy().copy() for p in model.parameters()]
+    pasts = skip_guard.state_dict()["usual"]["pasts"]
+    return {
+        "parameters": parameters,
+        "num_skipped": skip_guard.num_skipped,
+        "norms": [math.exp(log_norm) for log_norm in pasts[0]["all"]] if pasts else [],
+    }
+
+
+def refused(rank: int, world: int) -> list[str]:
+    """What watch() says where ranks could not decide alike."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    said = []
+    whole = FullyShardedDataParallel(build(), device_id=torch.device("cpu"))
+    for model, guard in ((whole, "skip"), (sharded("fsdp2", world), lambda snapshot: False)):
+        try:
+            watch(model, guard=guard)
+        except ValueError as error:
+            said.append(str(error))
+    return said
