@@ -374,3 +374,88 @@ def test_nothing_is_measured_while_a_cuda_graph_is_captured(monkeypatch):
     monkeypatch.undo()
     step(model, optimizer, a=[4])
     assert of(samples(watcher, sink), "a", "grad_norm").tolist() == [3, 4]
+
+
+def test_an_optimizer_that_begins_to_step_later_splits_no_sample():
+    """A warm-up that holds one of two optimizers back: nothing waits for it, and its first step opens no sample."""
+    model = Chosen(a=1, b=1)
+    first, second = SGD([model.a], lr=0.1), SGD([model.b], lr=0.1)
+    watcher, sink = watch(model)
+    for i in range(1, 7):
+        first.zero_grad()
+        second.zero_grad()
+        model.loss(a=[i], b=[10 * i]).backward()
+        first.step()
+        if i >= 4:
+            second.step()
+    snapshot = samples(watcher, sink)
+    assert snapshot.steps.tolist() == [1, 2, 3, 4, 5, 6]
+    assert of(snapshot, "a", "grad_norm").tolist() == [1, 2, 3, 4, 5, 6]
+    np.testing.assert_equal(of(snapshot, "b", "grad_norm"), [np.nan, np.nan, np.nan, np.nan, 50, 60])
+
+
+def test_one_of_two_optimizers_made_anew_keeps_the_samples_together():
+    model = Chosen(a=1, b=1)
+    first, second = SGD([model.a], lr=0.1), SGD([model.b], lr=0.1)
+    watcher, sink = watch(model)
+    for i in range(1, 7):
+        if i == 4:
+            second = SGD([model.b], lr=0.1)
+        first.zero_grad()
+        second.zero_grad()
+        model.loss(a=[i], b=[10 * i]).backward()
+        first.step()
+        second.step()
+    snapshot = samples(watcher, sink)
+    assert snapshot.steps.tolist() == [1, 2, 3, 4, 5, 6]
+    assert of(snapshot, "b", "grad_norm").tolist() == [10, 20, 30, 40, 50, 60]
+
+
+@pytest.mark.parametrize("num_optimizers", [1, 2])
+def test_gradients_assigned_by_hand_are_what_the_optimizers_received(num_optimizers):
+    """No backward tells of them: what they were before any clipping is not known, and which belong together is."""
+    model = Chosen(a=1, b=1)
+    optimizers = [SGD([model.a], lr=0.1), SGD([model.b], lr=0.1)] if num_optimizers == 2 else [SGD(model.parameters())]
+    watcher, sink = watch(model)
+    for i in range(1, 5):
+        model.a.grad, model.b.grad = torch.tensor([1.0 * i]), torch.tensor([10.0 * i])
+        for optimizer in optimizers:
+            optimizer.step()
+    snapshot = samples(watcher, sink)
+    assert snapshot.steps.tolist() == [1, 2, 3, 4]
+    assert of(snapshot, "a", "grad_norm_clipped").tolist() == [1, 2, 3, 4]
+    assert of(snapshot, "b", "grad_norm_clipped").tolist() == [10, 20, 30, 40]
+    assert np.isnan(of(snapshot, "a", "grad_norm")).all()
+
+
+def test_clipping_through_data_is_seen_whatever_the_cadences_are():
+    """sample_every does not divide log_every: the last sample before a flush is not at the flush's own step."""
+    model = Chosen(a=1)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    watcher, sink = watch(model, sample_every=3, log_every=7)
+    for i in range(42):
+        optimizer.zero_grad()
+        model.loss(a=[10]).backward()
+        if i > 14:
+            model.a.grad.data.mul_(0.1)
+        optimizer.step()
+    snapshot = samples(watcher, sink)
+    received = of(snapshot, "a", "grad_norm_clipped")
+    assert received[:5].tolist() == [10] * 5  # steps 3 to 15
+    assert received[6:].tolist() == [pytest.approx(1)] * 8  # from step 21: the last sample of the third window
+
+
+def test_another_default_device_changes_nothing():
+    """Tensors of our own say where they are: what torch.set_default_device() chose is the user's."""
+    model = Chosen(a=1, b=1)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with torch.device("meta"):
+        watcher, sink = watch(model, log_every=2, histogram_every=1)
+        for _ in range(4):
+            optimizer.zero_grad()
+            (3 * model.a.sum() + 4 * model.b.sum()).backward()
+            optimizer.step()
+        snapshot = samples(watcher, sink)
+    assert snapshot.total_grad_norm.tolist() == [5] * 4
+    assert snapshot.histogram is not None
+    assert snapshot.histogram.sum() == 8

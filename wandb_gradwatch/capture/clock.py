@@ -6,7 +6,7 @@ An optimizer is a key, a parameter is a slot. The rules:
 - A sample closes when the owner of every marked slot has stepped and so have the optimizers of the sample before; at
   the latest when the next backward begins.
 - The same optimizer stepping again opens a new sample.
-- An optimizer that comes late and without gradients joins the sample that has just closed.
+- An optimizer that comes late joins the sample that has just closed, unless it brings gradients from elsewhere.
 - In the first sample the owners are not all known yet: a marked slot without an owner keeps it open. Later it delays
   nothing.
 - Steps inside a backward (an optimizer fused into it) make one sample, closed when that backward ends.
@@ -14,6 +14,7 @@ An optimizer is a key, a parameter is a slot. The rules:
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 
@@ -54,6 +55,7 @@ class SampleClock:
     _inside_backward: bool = False  # an optimizer stepped inside a backward that has not ended
     _skipped: bool = False
     _previous: frozenset[int] = frozenset()  # the optimizers of the sample before
+    _marked_before: frozenset[int] = frozenset()  # the slots of the sample before
     _closed_any: bool = False
     _orphans: set[int] = field(default_factory=set)  # their optimizer is gone: a new one may step soon
 
@@ -110,6 +112,10 @@ class SampleClock:
         """Whether this optimizer has been seen to step before."""
         return optimizer in self._ever_stepped
 
+    def were_in_last_sample(self, slots: Iterable[int]) -> bool:
+        """Whether the backward of the sample that has just closed reached all of these slots."""
+        return self._marked_before.issuperset(slots)
+
     def join(self, optimizer: int) -> None:
         """Count a silent late-comer among the optimizers of the sample that has just closed."""
         self._previous |= {optimizer}
@@ -143,7 +149,7 @@ class SampleClock:
     def _close(self) -> Closed:
         self.step += 1
         closed = Closed(self.step, frozenset(self._stepped), frozenset(self.marked), self._skipped, self.backwards)
-        self._previous, self._closed_any = closed.stepped, True
+        self._previous, self._marked_before, self._closed_any = closed.stepped, closed.marked, True
         self._stepped, self._inside_backward, self._skipped = set(), False, False
         self.discard()
         return closed

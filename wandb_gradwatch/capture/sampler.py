@@ -350,12 +350,14 @@ class Sampler:
     def _joins_silently(self, optimizer: Optimizer, key: int) -> bool:
         """A late step belongs to the last sample, unless it brings gradients of its own.
 
-        Gradients that nothing marked are leftovers of an optimizer that is known; those of one that was never seen may
-        be new, from a backward whose hooks were blind.
+        Gradients that nothing marked are leftovers of an optimizer that is known, or of one that steps for the first
+        time, after a backward whose sample did not wait for it; else they may be new, from a backward whose hooks were
+        blind.
         """
         if not self.clock.is_late(key):
             return False
-        return self.clock.has_stepped(key) or all(p.grad is None for _, p in self._owners.entries(optimizer))
+        slots = [slot for slot, parameter in self._owners.entries(optimizer) if parameter.grad is not None]
+        return self.clock.has_stepped(key) or self.clock.were_in_last_sample(slots)
 
     def _step_done(self, key: int, *, skipped: bool, inside_backward: bool) -> None:
         self._commit(self.clock.step_ended(key, skipped=skipped, inside_backward=inside_backward))
@@ -380,7 +382,9 @@ class Sampler:
         if found.late:
             self._measure(found.late)
         if found.unclear:
-            self._rescan()  # nothing marked them: hook what was unfrozen
+            entries = self._rescan()  # nothing marked them: hook what was unfrozen
+            if not self.clock.backwards:  # assigned by hand, and for every optimizer that is going to step
+                self.clock.marked.update(slot for slot, parameter in entries if parameter.grad is not None)
             self._gauge.measure_after_clipping(found.unclear, optimizer)
             self._events.notice(
                 "unclipped gradient not seen",
