@@ -121,6 +121,7 @@ def _measure(
 
 
 _PLAIN: Final = frozenset([Tensor, torch.nn.Parameter])
+_DTYPE: Final = attrgetter("dtype")
 _FORMAT: Final = attrgetter("dtype", "layout", "is_cpu")
 _READABLE: Final = frozenset((dtype, torch.strided, True) for dtype in _KIND)
 
@@ -154,7 +155,7 @@ def _table(elements: Sequence[Tensor]) -> IntArray:
         raise RuntimeError("a tensor with elements has no memory: its storage was freed or is not allocated yet")
     table[:, 0] = addresses
     table[:, 1] = list(map(Tensor.numel, elements))
-    table[:, 2] = [_KIND[e.dtype] for e in elements]
+    table[:, 2] = list(map(_KIND.__getitem__, map(_DTYPE, elements)))
     return table
 
 

@@ -251,9 +251,9 @@ def _squares(words):
 @_jit
 def _without_nonfinite(words, doubled_infinity, spare):
     """The words with NaN and Inf replaced by a finite one of them, which there must be: [E], in spare."""
-    finite = _minus_one(words.dtype.type(0))
+    finite = largest = _minus_one(words.dtype.type(0))
     for i in range(words.size):
-        finite = _smaller(finite, words[i] if _doubled(words[i]) < doubled_infinity else finite)
+        finite = _smaller(finite, words[i] if _doubled(words[i]) < doubled_infinity else largest)
     for i in range(words.size):
         spare[i] = words[i] if _doubled(words[i]) < doubled_infinity else finite
     return spare[: words.size]
