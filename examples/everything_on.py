@@ -1,11 +1,15 @@
 """A small GPT with everything measured that can be: activations, attention, updates, a reference, metrics of one's own.
 
 python examples/everything_on.py
+
+Ends with the run's page, everything_on.html, and with what all of it has cost on this machine.
 """
 
 import math
 import os
+import statistics
 import time
+from pathlib import Path
 
 import torch
 import wandb
@@ -13,6 +17,8 @@ from torch import nn
 from torch.nn import functional
 
 import wandb_gradwatch
+from wandb_gradwatch.dashboards.page import write_page
+from wandb_gradwatch.dashboards.read import read_run
 from wandb_gradwatch.modules import Activations, Attention, Metric, MonitorMixin, Reference, Updates
 
 os.environ.setdefault("WANDB_MODE", "offline")  # no account needed; `wandb sync` uploads the run later
@@ -72,8 +78,8 @@ def main() -> None:
         Metric("spectral_norm", lambda w: torch.linalg.matrix_norm(w, 2), match=r"(qkv|out)\.weight$", every=5),
         Metric("kurtosis", lambda a: ((a - a.mean()) / a.std()).pow(4).mean(), on="activation", match=r"^blocks\.\d+$"),
     ]
-    with wandb.init(project="gradwatch-examples", name="everything_on"):
-        if SAMPLE_EVERY:  # 0: the same training unwatched, to compare the time
+    with wandb.init(project="gradwatch-examples", name="everything_on") as run:
+        if SAMPLE_EVERY:  # 0: the same training unwatched
             wandb_gradwatch.watch(model, sample_every=SAMPLE_EVERY, metrics=metrics)
         times = []
         for _ in range(STEPS):
@@ -85,9 +91,21 @@ def main() -> None:
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
-            wandb.log({"loss": loss.item(), "perplexity": math.exp(loss.item())})
             times.append(time.perf_counter() - began)
-    print(f"final loss {loss.item():.5f}, {1000 * sum(times) / len(times):.1f} ms a step")
+            wandb.log({"loss": loss.item(), "perplexity": math.exp(loss.item())})
+    print(f"final loss {loss.item():.5f}, {1000 * statistics.median(times):.1f} ms a step")
+    if SAMPLE_EVERY:
+        report(Path(run.dir).parent, times)
+
+
+def report(directory: Path, times: list[float]) -> None:
+    history = read_run(directory)
+    page = write_page(history, "everything_on.html")
+    share = statistics.mean(history.values["gradwatch/overhead_ratio"])
+    sampled = statistics.median(times[SAMPLE_EVERY - 1 :: SAMPLE_EVERY])
+    others = statistics.median(t for step, t in enumerate(times, 1) if step % SAMPLE_EVERY or SAMPLE_EVERY == 1)
+    print(f"a sampled step takes {1000 * sampled:.1f} ms, another {1000 * others:.1f} ms")
+    print(f"{share:.1%} of the time was spent on watching, one step in {SAMPLE_EVERY} sampled: {page}")
 
 
 if __name__ == "__main__":

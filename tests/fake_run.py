@@ -19,6 +19,7 @@ from wandb_gradwatch.rules import Alert
 from wandb_gradwatch.sinks.wandb_run import WandbSink
 from wandb_gradwatch.snapshot import Snapshot
 from wandb_gradwatch.statistics.columns import MISSING_C, NUM_BINS, NUM_COLUMNS, Column, bins_of
+from wandb_gradwatch.statistics.found import MetricHistogram
 
 GPT_NAMES = (
     "embed.token",
@@ -34,6 +35,7 @@ GPT_NAMES = (
     "norm.weight",
     "head.weight",
 )
+MODULE = "blocks.0.mlp"  # whose output has histograms
 LEAKING, FROZEN, BROKEN = "blocks.3.mlp.fc.weight", "embed.position", "blocks.2.attn.qkv.weight"
 
 ALERTS = (
@@ -74,7 +76,32 @@ def fake_snapshots(
             loss_scale=np.where(steps < 265, 65536.0, 32768.0),
             skipped=steps == 265,
             overhead_ratio=0.004 + 0.001 * rng.random(),
+            metrics={key: np.full(log_every, value) for key, value in _metrics(int(steps[-1]), names, rng)},
+            metric_histograms={
+                f"activation/{MODULE}/histogram": MetricHistogram(_histogram(rows[-1, 0], rng), -1.0, 1.0)
+            },
         )
+
+
+def _metrics(step: int, names: Sequence[str], rng: np.random.Generator) -> Iterator[tuple[str, float]]:
+    """What watch(metrics=...) would have measured: a block that grows, a head that collapses, updates that shrink."""
+    for block in range(4):
+        module = f"blocks.{block}"
+        yield f"activation/{module}/norm", 100.0 * (1 + block) * (1 + step / 400)
+        yield f"activation/{module}/mean", 0.01 * (block - 1.5) * np.sin(step / 50)
+        yield f"activation/{module}/std", 1.0 + 0.3 * block
+        yield f"activation/{module}/dead_ratio", 0.1 * block * step / 400
+        yield f"activation/{module}/num_nonfinite", 12.0 if block == 2 and 260 < step <= 270 else 0.0
+        for head in range(4):
+            collapse = np.exp(-step / 100) if (block, head) == (3, 1) else 1.0
+            yield f"attention/{module}.attn/head_{head}/entropy_ratio", 0.9 * collapse
+            yield f"attention/{module}.attn/head_{head}/query_abs_max", 2.0 + step / 100
+            yield f"attention/{module}.attn/head_{head}/key_abs_max", 2.0 + step / 200
+    for name in names:
+        yield f"update/{name}/norm", 0.1 * np.exp(rng.normal() / 4 - step / 200)
+        yield f"update/{name}/ratio", 1e-3 * np.exp(rng.normal() / 2 - step / 200)
+    yield f"parameter/{names[-1]}/relative_difference", step / 1000
+    yield f"gradient/{names[-1]}/kurtosis", 3.0 - step / 100
 
 
 def _sample(step: int, names: Sequence[str], size: Any, depth: Any, rng: np.random.Generator) -> Any:

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from wandb_gradwatch.dashboards.histograms import HistogramCollector, resample
 from wandb_gradwatch.dashboards.history import (
+    FAMILIES,
     GLOBAL_KEYS,
     HistogramSeries,
     RecordedAlert,
@@ -37,6 +38,7 @@ from wandb_gradwatch.dashboards.payload import (
     pool_steps,
     pool_width,
     quantise,
+    quantise_evenly,
     script_json,
     visible_text,
 )
@@ -118,6 +120,29 @@ def test_names_follow_the_model_where_the_configuration_tells_it_and_numbers_els
     assert not small_history(values=values).in_model_order
     recorded = RecordedTable(["step", "name"], [[7, "embed"], [7, "layers.2.w"], [7, "layers.10.w"], [7, "head"]])
     assert small_history(values=values, flight_recorder=recorded).names == in_order
+
+
+def test_the_order_of_a_healthy_run_is_in_its_own_file(tmp_path: Path) -> None:
+    names = ("embed.weight", "blocks.1.weight", "blocks.0.weight")  # no alphabet would order them so
+    history = read_run(write_fake_run(tmp_path, names=names, num_flushes=2, alerts=(), with_table=False))
+    assert history.in_model_order
+    assert history.names == ["embed/weight", "blocks/1/weight", "blocks/0/weight"]
+    assert history.config["lr"] == 3e-4
+
+
+def test_modules_stand_where_their_parameters_do() -> None:
+    told = {"gradwatch": {"names": ["embed", "layers.2.w", "layers.10.fc.w", "head"]}}
+    names = ("root", "head", "layers/10/act", "layers/10", "layers/2", "embed")
+    history = small_history(values={f"activation/{name}/norm": np.ones(2) for name in names}, config=told)
+    assert list(history.family("activation")) == ["embed", "layers/2", "layers/10", "layers/10/act", "head", "root"]
+    assert history.other_keys() == []
+
+
+def test_keys_of_the_user_that_only_look_like_ours_stay_his() -> None:
+    values = {key: np.ones(2) for key in ("update/x", "activation", "parameter//x", "gradient/a/", "loss")}
+    history = small_history(values=values)
+    assert history.other_keys() == sorted(values)
+    assert all(history.family(family) == {} for family in FAMILIES)
 
 
 def test_a_group_stands_where_its_first_parameter_does() -> None:
@@ -268,6 +293,31 @@ def test_a_stored_value_is_right_to_a_twentieth_of_a_percent(values: list[float]
     stored = 10 ** (start + step * (codes.astype(float) - CODE_FIRST))
     # Half a step of 0.0004 decades: 10 ** 0.0002 = 1.00046; rounding of the logarithm itself is far below.
     np.testing.assert_allclose(stored, values, rtol=4.7e-4)
+
+
+@given(st.lists(st.floats(-1e300, 1e300), min_size=1))
+def test_a_value_of_either_sign_is_right_to_a_hundred_thousandth_of_the_range(values: list[float]) -> None:
+    codes, start, step = quantise_evenly(np.array(values))
+    stored = start + step * (codes.astype(float) - CODE_FIRST)
+    assert codes.min() >= CODE_FIRST
+    # Half of a 65532nd part is 7.6e-6.
+    np.testing.assert_allclose(stored, values, rtol=0, atol=1e-5 * (max(values) / 2 - min(values) / 2) * 2 + 1e-307)
+
+
+def test_what_probes_measured_is_packed_by_family() -> None:
+    values = {
+        "activation/a/mean": np.array([-1.0, 1.0]),
+        "activation/a/norm": np.array([2.0, 3.0]),
+        "activation/b/norm": np.array([np.nan, 3.0]),
+        "activation/c/norm": np.array([np.nan, np.nan]),
+    }
+    series = HistogramSeries(np.array([20]), np.array([-1.0]), np.array([1.0]), np.ones((1, 64)))
+    content, _ = build_payload(small_history(values=values, family_histograms={"activation": {"d": series}}))
+    [family] = content["families"]
+    assert (family["key"], family["names"], family["histogramNames"]) == ("activation", ["a", "b"], ["d"])
+    assert [(metric["key"], metric["signed"]) for metric in family["metrics"]] == [("norm", False), ("mean", True)]
+    assert family["columns"] == [[10, 20], [10, 20]]
+    assert len(family["histograms"]["items"]) == 1
 
 
 def test_missing_zero_and_infinite_have_their_own_codes() -> None:

@@ -214,6 +214,16 @@ def test_a_drag_over_the_layers_zooms_into_rows_and_steps(show: Opener, history:
     assert page.locator("#layers .tooltip").inner_text().split("\n")[0] not in history.names[-20:]
 
 
+def test_a_click_on_a_row_adds_its_line_and_another_takes_it_away(show: Opener, history: RunHistory) -> None:
+    page = show(history)
+    page.locator("#lines .picker-head button").click()  # Clear
+    canvas = page.locator("#layers .frame canvas").first
+    labels = page.locator("#lines .legend-label")
+    for expected in ([history.names[0]], []):
+        canvas.click(position={"x": 600, "y": 20})  # the first row begins at 18
+        assert labels.all_inner_texts() == expected
+
+
 def test_steps_typed_into_the_toolbar_are_shown(show: Opener, history: RunHistory) -> None:
     page = show(history)
     with repainted(page, "#norm canvas"):
@@ -394,3 +404,67 @@ def test_values_that_are_zero_infinite_or_missing_everywhere_are_drawn(show: Ope
         hover(page, "#layers .frame canvas", 0.7, (18 + (row + 0.5) * (height - 46) / 3) / height)
         seen.append(page.locator("#layers .tooltip").inner_text().split("\n")[2])
     assert seen == ["gradient norm: Inf", "gradient norm: missing", "gradient norm: 0"]
+
+
+# ---- what watch(metrics=...) measured
+
+
+def line_labels(page: Any, card: str) -> list[str]:
+    return list(page.locator(f"#{card} .legend-label").all_inner_texts())
+
+
+def test_every_family_has_a_card_of_its_own(show: Opener, history: RunHistory) -> None:
+    page = show(history)
+    for card in ("activation", "attention", "update", "parameter", "gradient"):
+        assert colours(page, f"#{card} .frame canvas") > 3, card
+    assert colours(page, "#activation_histogram .frame canvas") > 20
+    assert page.locator("#activation_histogram select").input_value() == "0"
+    assert page.locator("#activation_histogram option").all_inner_texts() == ["blocks/0/mlp"]
+    assert page.locator("#other option").all_inner_texts() == ["loss"]
+
+
+def test_another_metric_repaints_its_own_card_only(show: Opener, history: RunHistory) -> None:
+    page = show(history)
+    of_layers = pixels(page, "#layers .frame canvas")
+    with repainted(page, "#activation .frame canvas"):
+        page.locator("#activation button", has_text="Mean").click()  # of both signs
+    assert "0" in page.locator("#activation .bar-ticks").inner_text()
+    assert pixels(page, "#layers .frame canvas") == of_layers
+
+
+def test_updates_have_the_usual_line(show: Opener, history: RunHistory) -> None:
+    page = show(history)
+    labels = line_labels(page, "update")
+    assert labels[0] == "usual"
+    assert len(labels) == 6  # and the five that moved most
+    page.locator("#update button", has_text="Norm").click()
+    assert "usual" not in line_labels(page, "update")
+
+
+def test_a_head_that_collapses_is_drawn_at_once_and_rows_add_and_take_away_lines(
+    show: Opener, history: RunHistory
+) -> None:
+    page = show(history)
+    assert line_labels(page, "attention")[0] == "blocks/3/attn/head_1"
+    page.locator("#attention button", has_text="Clear lines").click()
+    assert line_labels(page, "attention") == []
+    canvas = page.locator("#attention .frame canvas").first
+    canvas.click(position={"x": 600, "y": 24})  # the first row
+    assert line_labels(page, "attention") == ["blocks/0/attn/head_0"]
+    page.locator("#attention input[type=search]").fill("3 head_2")
+    assert "1 of 16 heads" in page.locator("#attention .count").inner_text()
+    canvas.click(position={"x": 600, "y": 60})
+    assert line_labels(page, "attention") == ["blocks/0/attn/head_0", "blocks/3/attn/head_2"]
+
+
+def test_a_bad_cell_is_red_and_says_so_in_every_metric(show: Opener, history: RunHistory) -> None:
+    page = show(history)
+    hover(page, "#activation .frame canvas", 0.67, 0.55)  # the third of four blocks; steps 261 to 270 of 400
+    assert "12 NaN or Inf elements" in page.locator("#activation .tooltip").inner_text()
+
+
+def test_names_of_modules_stay_text(show: Opener) -> None:
+    values = {f"activation/{HOSTILE.replace('/', '')}/norm": np.array([1.0, 2.0])}
+    page = show(RunHistory(path=Path("run-x.wandb"), run_id="x", steps=np.array([10, 20]), values=values))
+    assert "bold" in line_labels(page, "activation")[0]
+    assert page.locator("#activation b, #activation img").count() == 0

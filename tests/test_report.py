@@ -57,11 +57,24 @@ def test_a_key_that_nobody_logs_would_be_noticed(history: RunHistory) -> None:
 
 
 def test_a_pattern_finds_its_own_metric_of_every_name_and_no_other_metric(history: RunHistory) -> None:
-    for pattern in panel_patterns():
+    of_layers = {pattern for pattern in panel_patterns() if not pattern.endswith("$")}
+    for pattern in of_layers:
         metric = pattern.removeprefix("^").partition("/")[0]
         found = {key for key in history.values if re.search(pattern, key)}
         assert found == {f"{metric}/{name}" for name in history.names}
-    assert {pattern.removeprefix("^").partition("/")[0] for pattern in panel_patterns()} == set(NAME_METRICS)
+    assert {pattern.removeprefix("^").partition("/")[0] for pattern in of_layers} == set(NAME_METRICS)
+
+
+def test_a_pattern_of_a_family_finds_one_metric_of_its_own(history: RunHistory) -> None:
+    of_families = {pattern for pattern in panel_patterns() if pattern.endswith("$")}
+    assert {pattern.removeprefix("^").partition("/")[0] for pattern in of_families} == {
+        "activation", "attention", "update",
+    }  # fmt: skip
+    for pattern in of_families:
+        family = pattern.removeprefix("^").partition("/")[0]
+        metrics = {key.rpartition("/")[2] for key in history.values if re.search(pattern, key)}
+        assert metrics in ({"query_abs_max", "key_abs_max"}, {pattern.rpartition("/")[2].removesuffix("$")})
+        assert all(key.startswith(family) for key in history.values if re.search(pattern, key))
 
 
 def test_the_flow_chart_draws_columns_that_the_flight_recorder_has(history: RunHistory) -> None:

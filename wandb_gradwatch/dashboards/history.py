@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -33,6 +33,12 @@ GLOBAL_KEYS: Final = tuple(
 )
 # The per-name metrics, each logged under "<metric>/<name>", in the order in which the pictures offer them.
 NAME_METRICS: Final = ("grad_norm", "grad_norm_max", "grad_param_ratio", "dead_ratio", "num_nonfinite")
+
+
+# What watch(metrics=...) measures, each value under "<family>/<name>/<metric>", in the order of the pictures.
+FAMILIES: Final = ("activation", "attention", "update", "parameter", "gradient")
+# The one metric that is no number: "activation/<name>/histogram".
+_HISTOGRAM: Final = ("activation", "histogram")
 
 
 @dataclass(frozen=True)
@@ -93,6 +99,7 @@ class RunHistory:
         steps: [R] steps of the rows that carry `gradwatch/step`, ascending, each once.
         values: scalar key to its [R] values; NaN where missing.
         histograms: name (as in the key, without the prefix) to its histograms.
+        family_histograms: the same for the families of watch(metrics=...): family to name to its histograms.
         alerts: in the order in which they were sent.
         flight_recorder: the last table logged as `gradwatch/flight_recorder`.
         notes: what a reader of the pictures must know about this file: truncated, damaged, still open.
@@ -110,6 +117,7 @@ class RunHistory:
     exit_code: int | None = None
     num_rows: int = 0
     histograms: Mapping[str, HistogramSeries] = field(default_factory=dict)
+    family_histograms: Mapping[str, Mapping[str, HistogramSeries]] = field(default_factory=dict)
     alerts: tuple[RecordedAlert, ...] = ()
     flight_recorder: RecordedTable | None = None
     notes: tuple[str, ...] = ()
@@ -129,15 +137,16 @@ class RunHistory:
             key.split("/", 1)[1] for key in self.values if key.split("/", 1)[0] in NAME_METRICS and "/" in key
         )
         found.update(dict.fromkeys(self.histograms))
-        place = self._places()
+        place = self._places
         return sorted(found, key=lambda name: (place.get(name, len(place)), natural_order(name)))
 
     @property
     def in_model_order(self) -> bool:
         """Whether the order of the names is the model's, from input to output."""
-        place = self._places()
+        place = self._places
         return bool(self.names) and all(name in place for name in self.names)
 
+    @cached_property
     def _places(self) -> dict[str, int]:
         """Names, and the modules that they are in, with their place in the model.
 
@@ -161,11 +170,47 @@ class RunHistory:
         columns = [self.values.get(f"{metric}/{name}", missing) for name in self.names]
         return np.stack(columns, axis=1) if columns else np.empty((len(self.steps), 0))
 
+    def family(self, family: str) -> dict[str, dict[str, FloatArray]]:
+        """What watch(metrics=...) measured of one kind: name to metric to its [R] values, in the model's order."""
+        found: dict[str, dict[str, FloatArray]] = {}
+        for key, values in self.values.items():
+            parts = family_key(key)
+            if parts is not None and parts[0] == family:
+                found.setdefault(parts[1], {})[parts[2]] = values
+        return {name: found[name] for name in self.in_order(found)}
+
+    def in_order(self, names: Iterable[str]) -> list[str]:
+        """Names in the model's order; a module without parameters stands where the module that it is in does."""
+        place = self._places
+
+        def order(name: str) -> tuple[int, list[tuple[int, int, str]]]:
+            parts = name.split("/")
+            prefixes = ("/".join(parts[:depth]) for depth in range(len(parts), 0, -1))
+            return next((place[prefix] for prefix in prefixes if prefix in place), len(place)), natural_order(name)
+
+        return sorted(names, key=order)
+
     def other_keys(self) -> list[str]:
-        """Scalars of the same rows that have no picture of their own: custom metrics, and what the user logged."""
+        """Scalars of the same rows that have no picture of their own: what the user logged."""
         drawn = (*(f"{metric}/" for metric in NAME_METRICS), "_", f"{FLIGHT_RECORDER_KEY}.")
         known = {STEP_KEY, *GLOBAL_KEYS}
-        return sorted((key for key in self.values if key not in known and not key.startswith(drawn)), key=natural_order)
+        others = (key for key in self.values if key not in known and not key.startswith(drawn))
+        return sorted((key for key in others if family_key(key) is None), key=natural_order)
+
+
+def family_key(key: str) -> tuple[str, str, str] | None:
+    """Family, name and metric of a key of watch(metrics=...); None for any other."""
+    family, _, rest = key.partition("/")
+    name, _, metric = rest.rpartition("/")
+    return (family, name, metric) if family in FAMILIES and name and metric else None
+
+
+def histogram_key(key: str) -> tuple[str, str] | None:
+    """The family of a histogram, "" for that of gradients, and its name; None for one that is not ours."""
+    if key.startswith(HISTOGRAM_PREFIX):
+        return "", key.removeprefix(HISTOGRAM_PREFIX)
+    parts = family_key(key)
+    return parts[:2] if parts is not None and (parts[0], parts[2]) == _HISTOGRAM else None
 
 
 def natural_order(name: str) -> list[tuple[int, int, str]]:

@@ -22,7 +22,7 @@ LIBRARY_SCRIPT: Final = "uPlot.iife.min.js"
 LIBRARY_STYLE: Final = "uPlot.min.css"
 # One scope, in this order: a file may use what stands before it when it is loaded, and everything when it runs.
 SCRIPTS: Final = ("text.js", "data.js", "theme.js", "view.js", "lines.js", "frame.js", "heatmap.js", "ridges.js")
-SCRIPTS_LAST: Final = ("words.js", "layers.js", "alerts.js", "table.js", "main.js")
+SCRIPTS_LAST: Final = ("words.js", "layers.js", "families.js", "alerts.js", "table.js", "main.js")
 
 
 def write_page(history: RunHistory, output: str | os.PathLike[str], *, refresh_seconds: int | None = None) -> Path:

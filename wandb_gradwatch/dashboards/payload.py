@@ -12,6 +12,7 @@ import json
 import math
 import unicodedata
 import zlib
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, Final
 
@@ -19,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..statistics.columns import FloatArray, IntArray
-from .history import GLOBAL_KEYS, NAME_METRICS, HistogramSeries, RecordedTable, RunHistory
+from .history import FAMILIES, GLOBAL_KEYS, NAME_METRICS, HistogramSeries, RecordedTable, RunHistory
 from .words import WORDS
 
 # R rows of the run, P names, W columns of a picture (several rows pooled where there are too many), H histograms
@@ -28,6 +29,7 @@ MAX_CELLS: Final = 1_000_000  # of one names x steps matrix
 MIN_COLUMNS: Final = 50
 MAX_POINTS: Final = 4_000  # of one line
 MAX_HISTOGRAM_BYTES: Final = 4_000_000
+MAX_FAMILY_CELLS: Final = 4_000_000  # of all names x steps matrices of watch(metrics=...) together
 MAX_TABLE_ROWS: Final = 20_000
 MAX_OTHER_KEYS: Final = 300
 
@@ -102,7 +104,8 @@ def build_payload(history: RunHistory) -> tuple[dict[str, Any], Blob]:
         "columns": [steps.tolist() for steps in pool_steps(history.steps, columns)],
         "pooledColumns": columns,
         "metrics": _metrics(history, columns, blob),
-        "histograms": _histograms(history, names, blob),
+        "histograms": _histograms(history.histograms, names, MAX_HISTOGRAM_BYTES, blob),
+        "families": _families(history, blob),
         "other": _other(history, points, blob),
         "flightRecorder": None if history.flight_recorder is None else _table(history.flight_recorder),
     }
@@ -160,6 +163,20 @@ def quantise(values: FloatArray) -> tuple[npt.NDArray[np.uint16], float, float]:
     return codes, low, step
 
 
+def quantise_evenly(values: FloatArray) -> tuple[npt.NDArray[np.uint16], float, float]:
+    """Store values of both signs in even steps: as above, but a code's value is start + step * (code - CODE_FIRST).
+
+    Half a step is at most a hundred-thousandth of the range. Negative infinity is CODE_MISSING.
+    """
+    known = np.isfinite(values)
+    low, high = (float(values[known].min()), float(values[known].max())) if known.any() else (0.0, 0.0)
+    step = (high / 2 - low / 2) / ((CODE_LAST - CODE_FIRST) / 2) or 1.0  # halves: the difference may overflow
+    codes = np.full(values.shape, CODE_MISSING, dtype=np.uint16)
+    codes[known] = np.rint(values[known] / step - low / step).astype(np.uint16) + CODE_FIRST
+    codes[values == np.inf] = CODE_INFINITE
+    return codes, low, step
+
+
 def _metrics(history: RunHistory, width: int, blob: Blob) -> list[dict[str, Any]]:
     """The names x steps matrices that hold anything, names first: [P, W]."""
     found = []
@@ -172,13 +189,73 @@ def _metrics(history: RunHistory, width: int, blob: Blob) -> list[dict[str, Any]
     return found
 
 
-def _histograms(history: RunHistory, names: list[str], blob: Blob) -> dict[str, Any]:
+def _families(history: RunHistory, blob: Blob) -> list[dict[str, Any]]:
+    """What watch(metrics=...) measured: for each family the names and a names x steps matrix of every metric."""
+    families = {family: _present(history.family(family)) for family in FAMILIES}
+    num_series = sum(len(of_name) for found in families.values() for of_name in found.values())
+    width = pool_width(len(history.steps), max(MIN_COLUMNS, MAX_FAMILY_CELLS // max(num_series, 1)))
+    columns = [steps.tolist() for steps in pool_steps(history.steps, width)]
+    return [
+        {"key": family, "columns": columns, "pooled": width, **_family(history, family, found, width, blob)}
+        for family, found in families.items()
+        if found or family in history.family_histograms
+    ]
+
+
+def _family(
+    history: RunHistory, family: str, found: Mapping[str, Mapping[str, FloatArray]], width: int, blob: Blob
+) -> dict[str, Any]:
+    metrics = sorted({metric for of_name in found.values() for metric in of_name}, key=_metric_order)
+    histograms = history.family_histograms.get(family, {})
+    pictured = history.in_order(histograms)
+    return {
+        "names": list(found),
+        "metrics": [_family_metric(metric, found, width, blob) for metric in metrics],
+        "histogramNames": pictured,
+        "histograms": _histograms(histograms, pictured, MAX_HISTOGRAM_BYTES // 2, blob),
+    }
+
+
+# The metric that a family's picture shows first stands first; what is not listed follows by name.
+_METRIC_ORDER: Final = (
+    *("norm", "ratio", "entropy_ratio", "entropy", "relative_difference", "difference"),
+    *("rms", "mean", "std", "min", "max", "abs_max", "dead_ratio", "zero_ratio", "num_nonfinite"),
+)
+
+
+def _metric_order(metric: str) -> tuple[int, str]:
+    return (_METRIC_ORDER.index(metric) if metric in _METRIC_ORDER else len(_METRIC_ORDER)), metric
+
+
+def _present(found: Mapping[str, Mapping[str, FloatArray]]) -> dict[str, dict[str, FloatArray]]:
+    """Without metrics that are missing everywhere, and names that have no other."""
+    kept = {
+        name: {metric: values for metric, values in of_name.items() if not np.isnan(values).all()}
+        for name, of_name in found.items()
+    }
+    return {name: of_name for name, of_name in kept.items() if of_name}
+
+
+def _family_metric(
+    metric: str, found: Mapping[str, Mapping[str, FloatArray]], width: int, blob: Blob
+) -> dict[str, Any]:
+    """One metric of all names, names first: [P, W]; by logarithms where nothing is negative, else evenly."""
+    missing = np.full(len(next(iter(next(iter(found.values())).values()))), np.nan)
+    values = pool(np.stack([of_name.get(metric, missing) for of_name in found.values()], axis=1), width, metric).T
+    signed = bool((values < 0).any())
+    codes, start, step = quantise_evenly(values) if signed else quantise(values)
+    return {"key": metric, "signed": signed, "start": start, "step": step, "offset": blob.add_uint16(codes)}
+
+
+def _histograms(
+    histograms: Mapping[str, HistogramSeries], names: list[str], max_bytes: int, blob: Blob
+) -> dict[str, Any]:
     """Each name's histograms, thinned to a common budget: limits as float32, shares as bytes of their square root."""
-    series = {name: history.histograms[name] for name in names if name in history.histograms}
+    series = {name: histograms[name] for name in names if name in histograms}
     if not series:
         return {"bins": 0, "items": []}
     bins = next(iter(series.values())).counts.shape[1]
-    per_name = max(8, MAX_HISTOGRAM_BYTES // (bins * len(series)))
+    per_name = max(8, max_bytes // (bins * len(series)))
     items = []
     for index, name in enumerate(names):
         if name in series:

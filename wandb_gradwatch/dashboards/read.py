@@ -22,15 +22,16 @@ import numpy as np
 from .histograms import HistogramCollector
 from .history import (
     FLIGHT_RECORDER_KEY,
-    HISTOGRAM_PREFIX,
     STEP_KEY,
+    HistogramSeries,
     RecordedAlert,
     RecordedTable,
     RunHistory,
+    histogram_key,
 )
 
 _RECORD_TYPE: Final = re.compile(r'^\{"num":\d+,"type":"(\w+)"')
-_WANTED: Final = frozenset({"run", "history", "alert", "exit"})
+_WANTED: Final = frozenset({"run", "config", "history", "alert", "exit"})
 _STEP_IN_TEXT: Final = re.compile(r"\bstep[ =]+(\d{1,18})\b", re.IGNORECASE)
 _NON_FINITE: Final = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
 _INCOMPLETE: Final = "incomplete .wandb file"
@@ -141,6 +142,7 @@ class _Reading:
         self.notes: list[str] = []
         self.num_rows = 0
         self.run: dict[str, Any] = {}
+        self.config: dict[str, Any] = {}
         self.exit_code: int | None = None
         self.finished = False
         self.alerts: list[RecordedAlert] = []
@@ -161,6 +163,9 @@ class _Reading:
             self._take_alert(record)
         elif kind == "run":
             self.run.update(record)
+            self.config |= _updated(record.get("config", {}))
+        elif kind == "config":  # what was set after the run began, the names of the layers among it
+            self.config |= _updated(record)
         else:
             self.finished = True
             self.exit_code = record.get("exit_code", 0)
@@ -180,10 +185,10 @@ class _Reading:
                 self.steps.append(step)
                 self.keys.append(self.key_index.setdefault(key, len(self.key_index)))
                 self.values.append(number)
-            elif value == "histogram" and key.endswith("._type") and key.startswith(HISTOGRAM_PREFIX):
+            elif value == "histogram" and key.endswith("._type"):
                 stem = key.removesuffix("._type")
-                name = stem.removeprefix(HISTOGRAM_PREFIX)
-                self.histograms.add(name, step, row.get(f"{stem}.bins"), row.get(f"{stem}.values"))
+                if histogram_key(stem) is not None:
+                    self.histograms.add(stem, step, row.get(f"{stem}.bins"), row.get(f"{stem}.values"))
 
     def _take_alert(self, record: dict[str, Any]) -> None:
         text = str(record.get("text", ""))
@@ -202,6 +207,10 @@ class _Reading:
                 "The file has no end record: the run is still going on, or it was cut off. "
                 "The pictures show what was written so far.",
             )
+        histograms: dict[str, dict[str, HistogramSeries]] = {}
+        for key, series in self.histograms.series().items():
+            if (parts := histogram_key(key)) is not None:
+                histograms.setdefault(parts[0], {})[parts[1]] = series
         run_id = str(self.run.get("run_id", "")) or self.file.stem.removeprefix("run-")
         return RunHistory(
             path=self.file,
@@ -209,13 +218,14 @@ class _Reading:
             name=str(self.run.get("display_name", "")) or run_id,
             project=str(self.run.get("project", "")),
             started_at=str(self.run.get("start_time", "")),
-            config=_config(self.run),
+            config=self.config,
             finished=self.finished,
             exit_code=self.exit_code,
             num_rows=self.num_rows,
             steps=steps,
             values={key: matrix[index] for key, index in self.key_index.items()},
-            histograms=self.histograms.series(),
+            histograms=histograms.pop("", {}),
+            family_histograms=histograms,
             alerts=tuple(self.alerts),
             flight_recorder=self._flight_recorder(),
             notes=tuple(self.notes),
@@ -245,6 +255,7 @@ def _number(value: object) -> float | None:
     return _NON_FINITE.get(value) if isinstance(value, str) else None
 
 
-def _config(run: dict[str, Any]) -> dict[str, Any]:
-    update = run.get("config", {}).get("update", {})
+def _updated(config: dict[str, Any]) -> dict[str, Any]:
+    """What a record sets in the run's configuration, but for W&B's own."""
+    update = config.get("update", {})
     return {key: value for key, value in update.items() if not key.startswith("_")} if isinstance(update, dict) else {}

@@ -131,6 +131,25 @@ SECTIONS: Final = (
             LinePanel("Octaves up to overflow", _forecast("headroom", without="bf16")),
         ),
     ),
+    TemplateSection(
+        "activation",
+        (
+            LinePanel("Spread of every module's output", pattern="^activation/.+/std$", log_y=True),
+            LinePanel("Dead outputs", pattern="^activation/.+/dead_ratio$", range_y=(0.0, 1.0)),
+            LinePanel("NaN and Inf outputs", pattern="^activation/.+/num_nonfinite$"),
+        ),
+    ),
+    TemplateSection(
+        "attention",
+        (
+            LinePanel("Entropy of every head, of the possible", pattern="^attention/.+/entropy_ratio$", range_y=(0, 1)),
+            LinePanel("Largest element of queries and keys", pattern="^attention/.+/(query|key)_abs_max$", log_y=True),
+        ),
+    ),
+    TemplateSection(
+        "update",
+        (LinePanel("Update / parameter norm (usual: 1e-3)", pattern="^update/.+/ratio$", log_y=True),),
+    ),
     TemplateSection("spread", (LinePanel("Mean and deviation", _global("grad_mean", "grad_std")),)),
     TemplateSection("overhead", (LinePanel("Share of the training time", _global("overhead_ratio")),)),
 )

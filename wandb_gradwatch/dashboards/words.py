@@ -106,9 +106,48 @@ WORDS: Final[Mapping[str, Words]] = MappingProxyType(
             "It holds the last samples of every layer, newest first. Sort by step and look for the first NaN or Inf; "
             "of several bad layers in that step, the one nearest the output was first.",
         ),
+        "activation": Words(
+            "Activations: what the modules put out",
+            "Size and spread stay of one order of magnitude along the depth and over the run. No element is NaN or "
+            "Inf.",
+            "Sizes that grow from block to block: look at initialisation, residual scaling and normalisation. A "
+            "share of dead outputs that rises is units that switched off. The first module of the forward that "
+            "holds NaN or Inf is where it broke.",
+        ),
+        "activation_histogram": Words(
+            "Distribution of one module's output",
+            "A band whose width changes slowly. Behind a ReLU it is one-sided and holds many zeros.",
+            "Two bands at the ends of a sigmoid or tanh are saturation. A band that widens without bound precedes "
+            "an overflow, first in half precision.",
+        ),
+        "attention": Words(
+            "Attention heads",
+            "The entropy ratio is 1 where a head looks everywhere alike and 0 where it looks at one place only. At "
+            "first all heads are near 1; then they spread. Sizes of queries and keys grow slowly.",
+            "All heads of a layer near 0 are collapsed attention: query and key weights grow. Normalise queries and "
+            "keys, lower the learning rate or warm up for longer.",
+        ),
+        "update": Words(
+            "Updates: how far each step moves the parameters",
+            "The ratio of the update's norm to the parameter's lies around 0.001, the dashed line, and falls with "
+            "the learning rate. Biases and norms that begin at zero move more.",
+            "Ten times above the line: lower the learning rate, or warm up for longer. A hundred times below: the "
+            "layer hardly learns; raise its learning rate, or look for a gradient that dies before it.",
+        ),
+        "parameter": Words(
+            "Parameters",
+            "Distances to the reference grow fast at first and then slowly, alike in layers of one kind.",
+            "A layer that stays at its reference does not learn. One that runs away from the others has a learning "
+            "rate of its own, or no weight decay.",
+        ),
+        "gradient": Words(
+            "Metrics of the gradients",
+            "Metrics of your own, of gradients without the loss scale and before clipping.",
+            "Compare with the gradient norm of the same layer at the same step.",
+        ),
         "other": Words(
             "Other metrics of the same rows",
-            "Whatever was logged together with the gradients: the loss, custom metrics, activations.",
+            "Whatever else was logged together with the gradients: the loss, the learning rate.",
             "Compare the step at which the loss turns with the step at which a gradient does: the one that moves "
             "first is the cause.",
         ),

@@ -21,8 +21,11 @@ function float32At(offset, count) {
 
 // names x columns codes of one metric, and what a code means.
 class Matrix {
-  constructor(description, numNames, numColumns) {
+  // meaning: {label, long, colours, format, centre}
+  constructor(description, numNames, numColumns, meaning) {
     this.key = description.key;
+    this.meaning = meaning;
+    this.even = description.signed === true; // in even steps, for values of both signs; else in steps of the logarithm
     this.numColumns = numColumns;
     this.start = description.start;
     this.step = description.step;
@@ -37,6 +40,7 @@ class Matrix {
     if (code === CODE_MISSING) return NaN;
     if (code === CODE_ZERO) return 0;
     if (code === CODE_INFINITE) return Infinity;
+    if (this.even) return this.start + this.step * (code - CODE_FIRST);
     return 10 ** (this.start + this.step * (code - CODE_FIRST));
   }
 
@@ -69,7 +73,7 @@ const run = {
 
 function unpackRun() {
   for (const description of content.metrics) {
-    run.matrices.set(description.key, new Matrix(description, run.names.length, run.last.length));
+    run.matrices.set(description.key, new Matrix(description, run.names.length, run.last.length, METRICS[description.key]));
   }
   const { keys, offset } = content.other;
   const points = content.steps.length;
@@ -84,9 +88,8 @@ function drawable(values, positiveOnly) {
   );
 }
 
-function histogramOf(item) {
+function histogramOf(item, bins) {
   const count = item.steps.length;
-  const bins = content.histograms.bins;
   const limits = float32At(item.limits, 2 * count);
   return {
     steps: item.steps,

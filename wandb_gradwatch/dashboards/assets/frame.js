@@ -141,7 +141,8 @@ class Frame {
     if (this.drag === null) return;
     this.pointer = place;
     const area = this.dragArea();
-    const moved = area.width > 4 || area.height > 4;
+    // The pointer, not the area: that is the whole height or width where the drag hardly leaves a row or column.
+    const moved = Math.hypot(place.x - this.drag.x, place.y - this.drag.y) > 4;
     this.drag = null;
     if (!moved) return this.owner.onClick?.(place.x - this.box.left, place.y - this.box.top, this.box);
     if (area.wholeHeight === false) this.owner.onZoomY((area.top - this.box.top) / this.box.height, (area.top + area.height - this.box.top) / this.box.height);

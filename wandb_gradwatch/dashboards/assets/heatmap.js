@@ -1,15 +1,27 @@
 // Layers x steps: one row per layer, one column per flush, a colour per value.
 
+// What it draws of: names, first and last step of every column, the matrix of now, which cells are bad, the chosen names.
+const LAYERS = {
+  names: run.names,
+  first: run.first,
+  last: run.last,
+  chosen: view.chosen,
+  matrix: () => run.matrices.get(view.metric),
+  bad: () => run.matrices.get("num_nonfinite"),
+  toggle: toggleChosen,
+  colourOf: chosenColour,
+};
+
 class LayerHeatmap {
-  constructor(host) {
-    this.order = run.names.map((_, name) => name);
+  constructor(host, source = LAYERS, label = "Layers by steps. Arrow keys move, Enter adds the layer to the lines below.") {
+    this.source = source;
+    this.order = source.names.map((_, name) => name);
     this.visible = [0, this.order.length];
-    this.typical = typicalSpacing(run.last);
+    this.typical = typicalSpacing(source.last);
     this.legendHost = element("div", { class: "scale" });
     host.append(this.legendHost);
     this.prepare();
-    this.frame = new Frame(host, this, "Layers by steps. Arrow keys move, Enter adds the layer to the lines below.");
-    on("metric", () => this.refresh());
+    this.frame = new Frame(host, this, label);
     onTheme(() => this.refresh());
   }
 
@@ -26,8 +38,8 @@ class LayerHeatmap {
 
   // Codes to paint: a cell with non-finite elements wins whatever its finite rest says.
   prepare() {
-    this.matrix = run.matrices.get(view.metric);
-    const bad = run.matrices.get("num_nonfinite");
+    this.matrix = this.source.matrix();
+    const bad = this.source.bad();
     this.codes = this.matrix.codes;
     if (bad !== undefined && bad !== this.matrix) {
       this.codes = this.matrix.codes.map((code, cell) => (bad.codes[cell] > CODE_ZERO ? CODE_INFINITE : code));
@@ -42,14 +54,14 @@ class LayerHeatmap {
   }
 
   gutter(width) {
-    const longest = Math.max(8, ...this.order.slice(0, 2000).map((name) => run.names[name].length));
+    const longest = Math.max(8, ...this.order.slice(0, 2000).map((name) => this.source.names[name].length));
     return Math.round(Math.min(longest * 6.7 + 14, width * 0.3, 230));
   }
 
   paint(pixels, width, height) {
-    const spans = columnSpans(run.first, run.last, this.typical, width);
+    const spans = columnSpans(this.source.first, this.source.last, this.typical, width);
     const [top, bottom] = this.visible;
-    const columns = run.last.length;
+    const columns = this.source.last.length;
     for (let y = 0; y < height; y++) {
       const from = top + Math.floor((y * (bottom - top)) / height);
       const to = Math.max(from + 1, top + Math.floor(((y + 1) * (bottom - top)) / height));
@@ -77,9 +89,9 @@ class LayerHeatmap {
     const characters = Math.floor((left - 12) / 6.7);
     for (let row = first; row < last; row += every) {
       const name = this.order[row];
-      const chosen = view.chosen.has(name);
-      context.fillStyle = chosen ? chosenColour(name) : colour("muted");
-      context.fillText(shorten(run.names[name], characters), left - 8, top + (row - first + 0.5) * rowHeight);
+      const chosen = this.source.chosen.has(name);
+      context.fillStyle = chosen ? this.source.colourOf(name) : colour("muted");
+      context.fillText(shorten(this.source.names[name], characters), left - 8, top + (row - first + 0.5) * rowHeight);
     }
   }
 
@@ -103,23 +115,23 @@ class LayerHeatmap {
   }
 
   steps() {
-    return run.last;
+    return this.source.last;
   }
 
   stepNear(step) {
-    const column = columnAt(run.first, run.last, this.typical, step);
-    return column === null ? null : run.last[column];
+    const column = columnAt(this.source.first, this.source.last, this.typical, step);
+    return column === null ? null : this.source.last[column];
   }
 
   describe(step, y, height) {
     if (this.order.length === 0) return null;
     const name = this.order[this.rowAt(y, height)];
-    const column = lastAtMost(run.last, step);
-    const span = run.first[column] === run.last[column] ? "step " + step.toLocaleString("en-US") : `steps ${run.first[column].toLocaleString("en-US")}–${step.toLocaleString("en-US")}`;
+    const column = lastAtMost(this.source.last, step);
+    const span = this.source.first[column] === this.source.last[column] ? "step " + step.toLocaleString("en-US") : `steps ${this.source.first[column].toLocaleString("en-US")}–${step.toLocaleString("en-US")}`;
     const value = this.matrix.at(name, column);
-    const text = Number.isNaN(value) ? "missing" : METRICS[this.matrix.key].format(value);
-    const lines = [run.names[name], span, METRICS[this.matrix.key].long + ": " + text];
-    const bad = run.matrices.get("num_nonfinite")?.at(name, column) ?? NaN;
+    const text = Number.isNaN(value) ? "missing" : this.matrix.meaning.format(value);
+    const lines = [this.source.names[name], span, this.matrix.meaning.long + ": " + text];
+    const bad = this.source.bad()?.at(name, column) ?? NaN;
     if (bad > 0 && this.matrix.key !== "num_nonfinite") lines.push(formatNumber(Math.round(bad)) + " NaN or Inf elements; the value is of the finite rest");
     return lines;
   }
@@ -136,12 +148,12 @@ class LayerHeatmap {
   }
 
   onClick(x, y, box) {
-    if (this.order.length) toggleChosen(this.order[this.rowAt(y, box.height)]);
+    if (this.order.length) this.source.toggle(this.order[this.rowAt(y, box.height)]);
   }
 
   onKey(event, y, height) {
     if (event.key !== "Enter" || this.order.length === 0) return false;
-    toggleChosen(this.order[this.rowAt(y, height)]);
+    this.source.toggle(this.order[this.rowAt(y, height)]);
     return true;
   }
 }
@@ -172,8 +184,9 @@ function columnSpans(first, last, typical, width) {
 
 // Limits and colours of one metric: the middle 98 % of the logarithms, a fixed centre, or 0 to 1.
 function colourScale(matrix) {
-  const meaning = METRICS[matrix.key];
+  const { meaning } = matrix;
   if (meaning.colours === "share") return { ...meaning, linear: true, low: 0, high: 1 };
+  if (matrix.even) return evenScale(matrix);
   const present = matrix.codes.filter((code) => code >= CODE_FIRST && code < CODE_INFINITE).sort();
   if (present.length === 0) return { ...meaning, linear: false, low: 0.1, high: 1, empty: true };
   let low = matrix.valueOf(present[Math.floor(0.01 * (present.length - 1))]);
@@ -184,6 +197,13 @@ function colourScale(matrix) {
   }
   if (high < low * 1.5) [low, high] = [low / 1.5, high * 1.5];
   return { ...meaning, linear: false, low, high };
+}
+
+// Values of both signs: even, and as far below 0 as above it, to the middle 98 %.
+function evenScale(matrix) {
+  const sizes = Array.from(matrix.codes.filter((code) => code >= CODE_FIRST && code < CODE_INFINITE), (code) => Math.abs(matrix.valueOf(code)));
+  const reach = sizes.sort((a, b) => a - b)[Math.ceil(0.98 * (sizes.length - 1))] || 1;
+  return { ...matrix.meaning, colours: "diverging", linear: true, low: -reach, high: reach };
 }
 
 function placeOn(scale, value) {
@@ -211,7 +231,7 @@ function drawScale(host, scale) {
   bar.style.background = `linear-gradient(to right, ${stops.join(",")})`;
   const ticks = element("div", { class: "bar-ticks" });
   for (const value of scale.empty ? [] : scaleTicks(scale)) {
-    const tick = element("span", {}, scale.linear ? formatShare(value) : formatTick(value));
+    const tick = element("span", {}, scale.low === 0 ? formatShare(value) : formatTick(value));
     tick.style.left = 100 * placeOn(scale, value) + "%";
     ticks.append(tick);
   }
@@ -225,7 +245,7 @@ function drawScale(host, scale) {
 }
 
 function scaleTicks(scale) {
-  if (scale.linear) return [0, 0.5, 1];
+  if (scale.linear) return scale.low === 0 ? [0, 0.5, 1] : [scale.low, 0, scale.high].map((value) => Number(value.toPrecision(2)));
   const decades = Math.log10(scale.high / scale.low);
   if (decades < 1.2) {
     const ticks = linearTicks(scale.low, scale.high, 3);

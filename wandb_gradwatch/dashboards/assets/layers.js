@@ -61,6 +61,7 @@ function layersCard() {
   order();
   queue(() => {
     heatmap = new LayerHeatmap(picture);
+    on("metric", () => heatmap.refresh());
     on("chosen", () => heatmap.frame.draw());
     picture.append(element("p", { class: "hint" }, "Drag to zoom, double-click to reset. Click a row to add it to the lines below."));
     if (content.pooledColumns > 1) picture.append(element("p", { class: "hint" }, `Each column is the largest of ${content.pooledColumns} rows of the run.`));
@@ -142,10 +143,17 @@ function linesCard() {
 }
 
 function histogramCard() {
-  const items = content.histograms.items;
+  const source = { ...content.histograms, labelOf: (item) => run.names[item.name] };
   const { node, picture } = card("histogram", { wide: true });
-  const select = element("select", { "aria-label": "Layer" });
-  const search = element("input", { type: "search", placeholder: "Find a layer", "aria-label": "Find a layer's distribution" });
+  distribution(picture, source, "layer", "Distribution of the gradient's elements over steps");
+  return node;
+}
+
+// The histograms of one name over time, and what chooses the name.
+function distribution(picture, source, what, label) {
+  const { items } = source;
+  const select = element("select", { "aria-label": what[0].toUpperCase() + what.slice(1) });
+  const search = element("input", { type: "search", placeholder: "Find a " + what, "aria-label": `Find a ${what}'s distribution` });
   const controls = element("div", { class: "controls" }, search, select);
   picture.append(controls);
   const note = element("p", { class: "hint" });
@@ -153,8 +161,8 @@ function histogramCard() {
 
   function options() {
     const chosen = select.value;
-    const matches = items.map((item, index) => [item, index]).filter(([item]) => matcher(search.value)(run.names[item.name]));
-    select.replaceChildren(...matches.slice(0, 2000).map(([item, index]) => element("option", { value: index }, run.names[item.name])));
+    const matches = items.map((item, index) => [item, index]).filter(([item]) => matcher(search.value)(source.labelOf(item)));
+    select.replaceChildren(...matches.slice(0, 2000).map(([item, index]) => element("option", { value: index }, source.labelOf(item))));
     select.disabled = matches.length === 0;
     if (matches.some(([, index]) => String(index) === chosen)) select.value = chosen;
     else if (matches.length) choose();
@@ -169,10 +177,9 @@ function histogramCard() {
   search.addEventListener("input", options);
   select.addEventListener("change", choose);
   queue(() => {
-    drawn = new HistogramPicture(picture, controls);
+    drawn = new HistogramPicture(picture, controls, source, label);
     picture.append(note);
     options();
     choose();
   });
-  return node;
 }

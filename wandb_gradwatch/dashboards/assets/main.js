@@ -222,6 +222,7 @@ function build() {
       parts.push(layersCard(), linesCard());
     }
     if (content.histograms.items.length) parts.push(histogramCard());
+    parts.push(...familyCards());
     parts.push(precisionCard());
     parts.push(element("div", { class: "pair" }, smallCards()));
   }

@@ -1,11 +1,13 @@
 // One layer's histograms over time: steps across, the gradient's value upwards, the share of elements as colour.
 
 class HistogramPicture {
-  constructor(host, controls) {
+  // source: {bins, items}, and labelOf(item)
+  constructor(host, controls, source, label) {
+    this.source = source;
     this.full = false;
     controls.append(segmented("Vertical range", [["bulk", "Bulk"], ["all", "Whole range"]], "bulk", (value) => this.setFull(value === "all")));
-    this.show(content.histograms.items[0]);
-    this.frame = new Frame(host, this, "Distribution of the gradient's elements over steps");
+    this.show(source.items[0]);
+    this.frame = new Frame(host, this, label);
   }
 
   setFull(full) {
@@ -21,7 +23,7 @@ class HistogramPicture {
 
   show(item) {
     this.item = item;
-    this.data = histogramOf(item);
+    this.data = histogramOf(item, this.source.bins);
     this.typical = typicalSpacing(this.data.steps);
     this.setLimits();
   }
@@ -95,7 +97,7 @@ class HistogramPicture {
     const value = this.limits[1] - (y / height) * (this.limits[1] - this.limits[0]);
     const share = (this.shareAt(column, value, shares, low, high, bins) / 255) ** 2;
     return [
-      run.names[this.item.name],
+      this.source.labelOf(this.item),
       "step " + step.toLocaleString("en-US"),
       `about ${formatShare(share)} of the elements near ${formatNumber(value, 2)}`,
       `from ${formatNumber(low[column])} to ${formatNumber(high[column])}`,
