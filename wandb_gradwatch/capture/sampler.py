@@ -33,7 +33,7 @@ from .owners import Owners
 from .probes import Probe, Probes
 from .roster import Roster
 from .scaling import SCALES
-from .seen import Entry
+from .seen import Entry, was_seen
 from .sharding import Shards, fsdp1_flat_parameters
 from .steps import STEP_HOOKS
 from .withholding import Judge, Withholding
@@ -351,13 +351,16 @@ class Sampler:
         """A late step belongs to the last sample, unless it brings gradients of its own.
 
         Gradients that nothing marked are leftovers of an optimizer that is known, or of one that steps for the first
-        time, after a backward whose sample did not wait for it; else they may be new, from a backward whose hooks were
-        blind.
+        time after a sample that did not wait for it; else they may be new, from a backward whose hooks were blind.
         """
         if not self.clock.is_late(key):
             return False
-        slots = [slot for slot, parameter in self._owners.entries(optimizer) if parameter.grad is not None]
-        return self.clock.has_stepped(key) or self.clock.were_in_last_sample(slots)
+        if self.clock.has_stepped(key):
+            return True
+        present = [(slot, p.grad) for slot, p in self._owners.entries(optimizer) if p.grad is not None]
+        if self._cadence.sample_due(self.clock.step):
+            return all(was_seen(gradient) for _, gradient in present)
+        return self.clock.were_in_last_sample(slot for slot, _ in present)
 
     def _step_done(self, key: int, *, skipped: bool, inside_backward: bool) -> None:
         self._commit(self.clock.step_ended(key, skipped=skipped, inside_backward=inside_backward))

@@ -21,6 +21,11 @@ _TOKEN: Final = "_gradwatch_token"
 _TOKENS: Final = itertools.count(1)
 
 
+def was_seen(gradient: Tensor) -> bool:
+    """Whether this tensor has been looked at, in this sample or an earlier one."""
+    return hasattr(gradient, _TOKEN)
+
+
 @dataclass(slots=True)
 class Inspection:
     """Gradients that an optimizer is about to use, by what is known of them."""
