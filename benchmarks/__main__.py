@@ -17,6 +17,8 @@ from benchmarks.harness import chosen_monitors, measure_task
 from benchmarks.machine import describe_machine, free_gib
 from benchmarks.models import TASKS
 from benchmarks.table import render
+from wandb_gradwatch.statistics.cpu_compiled import is_installed
+from wandb_gradwatch.statistics.measure import compile_for_cpu
 
 RESULTS = Path(__file__).parent / "results"
 _NEEDED_GIB = {"1b": 12.0}  # parameters, gradients and the gradients to hand out, with room for a monitor's copies
@@ -33,6 +35,8 @@ def main() -> None:
     arguments = parser.parse_args()
 
     device = torch.device(arguments.device)
+    if device.type == "cpu" and is_installed():
+        compile_for_cpu("compiled")  # what a training meets after its first seconds, not while the first block runs
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     models = arguments.models or [key for key in TASKS if key != "1b" or device.type == "cuda"]

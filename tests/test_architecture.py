@@ -52,9 +52,13 @@ WITHOUT_TORCH = (
 )  # fmt: skip
 WITHOUT_TORCH_FILES = (f"{PACKAGE}.statistics.columns", f"{PACKAGE}.cadence")
 WITH_WANDB = ("sinks", "dashboards", "watch", "demo", "doctor", "cli")
-WITH_TRITON = f"{PACKAGE}.statistics.cuda"
+WITH_COMPILER = {  # a compiler and the one file of kernels that it compiles
+    "triton": f"{PACKAGE}.statistics.cuda",
+    "numba": f"{PACKAGE}.statistics.cpu_loops",
+    "llvmlite": f"{PACKAGE}.statistics.cpu_loops",
+}
 OPTIONAL = {
-    "accelerate", "ignite", "lightning", "numba", "pytorch_lightning", "requests", "rich", "tqdm", "transformers",
+    "accelerate", "ignite", "lightning", "llvmlite", "numba", "pytorch_lightning", "requests", "rich", "tqdm", "transformers",
     "triton", "wandb_workspaces",
 }  # fmt: skip
 
@@ -144,7 +148,7 @@ def wrong_arrows(imports: Iterable[Import]) -> list[str]:
 
 
 def misplaced_packages(imports: Iterable[Import]) -> list[str]:
-    """torch, wandb or triton where they do not belong, wherever in the file."""
+    """torch, wandb or a compiler where they do not belong, wherever in the file."""
     wrong = []
     for importer, imported, _ in imports:
         room = room_of(importer)
@@ -152,7 +156,7 @@ def misplaced_packages(imports: Iterable[Import]) -> list[str]:
         if (
             (imported == "torch" and torch_free)
             or (imported == "wandb" and room not in WITH_WANDB)
-            or (imported == "triton" and importer != WITH_TRITON)
+            or WITH_COMPILER.get(imported, importer) != importer
         ):
             wrong.append(f"{importer} imports {imported}")
     return wrong
@@ -199,7 +203,7 @@ def test_the_rooms_form_no_circle() -> None:
     assert order.index("statistics") < order.index("snapshot") < order.index("sinks") < order.index("watch")
 
 
-def test_torch_wandb_and_triton_stay_where_they_belong(imports: list[Import]) -> None:
+def test_torch_wandb_and_compilers_stay_where_they_belong(imports: list[Import]) -> None:
     assert misplaced_packages(imports) == []
 
 
@@ -239,7 +243,7 @@ BAD_SOURCES = parse_sources(
         f"{PACKAGE}/__init__.py": "from .watch import watch",
         f"{PACKAGE}/watch.py": "import requests\nfrom .rules import Alert",
         f"{PACKAGE}/statistics/__init__.py": "",
-        f"{PACKAGE}/statistics/cpu.py": "import triton\nimport torch",
+        f"{PACKAGE}/statistics/cpu.py": "import triton\nimport torch\nimport numba",
         f"{PACKAGE}/statistics/columns.py": "def f():\n    from ..snapshot import Snapshot\n    import wandb",
         f"{PACKAGE}/snapshot.py": "from .statistics import cpu",
         f"{PACKAGE}/rules/__init__.py": f"import torch\nimport {PACKAGE}.watch",
@@ -269,6 +273,7 @@ def test_an_arrow_that_turns_back_is_found(arrow: str) -> None:
         f"{PACKAGE}.rules imports torch",
         f"{PACKAGE}.statistics.columns imports wandb",
         f"{PACKAGE}.statistics.cpu imports triton",
+        f"{PACKAGE}.statistics.cpu imports numba",
     ],
 )
 def test_a_misplaced_package_is_found(misplaced: str) -> None:

@@ -210,6 +210,25 @@ def test_training_does_not_wait_for_the_loops_and_nothing_changes_when_they_come
     assert snapshot.rows[0][:, counted].tolist() == snapshot.rows[1][:, counted].tolist()
 
 
+def test_watch_returns_with_the_loops_where_they_were_asked_for_by_name(
+    replace_loops: Callable[[Compilation[Any]], None],
+) -> None:
+    compilation = Compilation(lambda: "loops", cpu_compiled._say_failure)
+    replace_loops(compilation)
+    watcher, _ = watch(Chosen(a=2), backend="compiled")
+    assert compilation.made == "loops"
+    watcher.remove()
+
+
+def test_watching_with_torch_and_numpy_by_name_compiles_nothing(
+    replace_loops: Callable[[Compilation[Any]], None],
+) -> None:
+    compilation: Compilation[Any] = Compilation(lambda: pytest.fail("nobody asked"), cpu_compiled._say_failure)
+    replace_loops(compilation)
+    watch(Chosen(a=2), backend="cpu")[0].remove()
+    assert compilation._thread is None
+
+
 @needs_numba
 def test_auto_takes_the_loops_from_when_they_are_there() -> None:
     cpu_compiled.LOOPS.wait()
