@@ -58,8 +58,8 @@ WITH_COMPILER = {  # a compiler and the one file of kernels that it compiles
     "llvmlite": f"{PACKAGE}.statistics.cpu_loops",
 }
 OPTIONAL = {
-    "accelerate", "ignite", "lightning", "llvmlite", "numba", "pytorch_lightning", "requests", "rich", "tqdm", "transformers",
-    "triton", "wandb_workspaces",
+    "accelerate", "ignite", "lightning", "llvmlite", "numba", "pytorch_lightning", "requests", "rich", "tqdm",
+    "transformers", "triton", "wandb_workspaces",
 }  # fmt: skip
 
 

@@ -103,6 +103,7 @@ def base() -> torch.Tensor:
 
 
 @needs_numba
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
 @pytest.mark.parametrize(
     "make",
     [
