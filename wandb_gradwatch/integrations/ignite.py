@@ -270,9 +270,11 @@ def _norm(tensors: Sequence[WatchedTensor]) -> float:
         assert tensor.gradient is not None
         by_device.setdefault(tensor.gradient.device, []).append(tensor)
     total = 0.0
-    for group in by_device.values():
+    for device, group in by_device.items():
         gradients = [tensor.gradient for tensor in group if tensor.gradient is not None]
-        rows = measure(gradients, None, inverse_scale=group[0].inverse_scale).rows
+        # Replicas must come to one verdict: not by loops that one rank may have compiled earlier than another.
+        backend = "cpu" if device.type == "cpu" else "auto"
+        rows = measure(gradients, None, inverse_scale=group[0].inverse_scale, backend=backend).rows
         sum_sq, *num_nonfinite = rows[:, _JUDGED_COLUMNS].sum(dim=0).tolist()
         total += math.nan if any(num_nonfinite) else sum_sq
     return math.sqrt(total)
