@@ -5,11 +5,9 @@ python examples/everything_on.py
 Ends with the run's page, everything_on.html, and with what all of it has cost on this machine.
 """
 
-import math
 import os
 import statistics
 import time
-from pathlib import Path
 
 import torch
 import wandb
@@ -37,8 +35,7 @@ class SelfAttention(MonitorMixin, nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
         self.log_attention(q, k, v, is_causal=True)  # does nothing, unless this step is sampled
-        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(mixed.transpose(1, 2).flatten(-2))
+        return self.out(functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
 
 
 class Block(nn.Module):
@@ -60,8 +57,7 @@ class GPT(nn.Module):
         self.norm, self.head = nn.LayerNorm(DIM), nn.Linear(DIM, vocabulary, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.tokens(tokens) + self.places.weight
-        return self.head(self.norm(self.blocks(x)))
+        return self.head(self.norm(self.blocks(self.tokens(tokens) + self.places.weight)))
 
 
 def main() -> None:
@@ -79,8 +75,7 @@ def main() -> None:
         Metric("kurtosis", lambda a: ((a - a.mean()) / a.std()).pow(4).mean(), on="activation", match=r"^blocks\.\d+$"),
     ]
     with wandb.init(project="gradwatch-examples", name="everything_on") as run:
-        if SAMPLE_EVERY:  # 0: the same training unwatched
-            wandb_gradwatch.watch(model, sample_every=SAMPLE_EVERY, metrics=metrics)
+        watcher = wandb_gradwatch.watch(model, sample_every=SAMPLE_EVERY, metrics=metrics)
         times = []
         for _ in range(STEPS):
             began = time.perf_counter()
@@ -89,23 +84,13 @@ def main() -> None:
             loss = functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
             optimizer.zero_grad()
             loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
-            times.append(time.perf_counter() - began)
-            wandb.log({"loss": loss.item(), "perplexity": math.exp(loss.item())})
-    print(f"final loss {loss.item():.5f}, {1000 * statistics.median(times):.1f} ms a step")
-    if SAMPLE_EVERY:
-        report(Path(run.dir).parent, times)
-
-
-def report(directory: Path, times: list[float]) -> None:
-    history = read_run(directory)
-    page = write_page(history, "everything_on.html")
-    share = statistics.mean(history.values["gradwatch/overhead_ratio"])
-    sampled = statistics.median(times[SAMPLE_EVERY - 1 :: SAMPLE_EVERY])
-    others = statistics.median(t for step, t in enumerate(times, 1) if step % SAMPLE_EVERY or SAMPLE_EVERY == 1)
-    print(f"a sampled step takes {1000 * sampled:.1f} ms, another {1000 * others:.1f} ms")
-    print(f"{share:.1%} of the time was spent on watching, one step in {SAMPLE_EVERY} sampled: {page}")
+            wandb.log({"loss": loss.item()})
+            times.append(1000 * (time.perf_counter() - began))
+    print(f"final loss {loss.item():.5f}, {statistics.median(times):.1f} ms a step")
+    sampled, share = statistics.median(times[SAMPLE_EVERY - 1 :: SAMPLE_EVERY]), watcher.latest.overhead_ratio
+    print(f"one step in {SAMPLE_EVERY} is sampled, which takes {sampled:.1f} ms: {share:.1%} of the time is watching")
+    print(f"page: {write_page(read_run(os.path.dirname(run.dir)), 'everything_on.html')}")
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ def run_example(name: str, folder: Path, *launcher: str) -> tuple[str, RunHistor
 def test_train_logs_every_layer_under_its_name(tmp_path: Path) -> None:
     printed, history = run_example("train", tmp_path)
     assert "final loss" in printed
-    assert history.names == ["0/bias", "0/weight", "2/bias", "2/weight"]
+    assert history.names == ["0/weight", "0/bias", "2/weight", "2/bias"]
     # Fewer steps than the default log_every: the one row is that of the end, with the last step in it.
     assert history.steps.tolist() == [STEPS]
     assert np.isfinite(history.values["gradwatch/grad_norm"]).all()
@@ -105,7 +105,7 @@ def test_two_processes_log_one_run_of_whole_parameters(name: str, tmp_path: Path
     printed, history = run_example(name, tmp_path, *launcher)
     assert printed.count("final loss") == 1
     assert history.steps.tolist() == [10, 20, 30, 40]
-    assert history.names == ["0/bias", "0/weight", "2/bias", "2/weight"]
+    assert history.names == ["0/weight", "0/bias", "2/weight", "2/bias"]
     assert np.isfinite(history.of_names("grad_norm")).all()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,13 @@ def test_everything_is_measured_in_one_run(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("SAMPLE_EVERY", "4")
     printed, history = run_example("everything_on", tmp_path)
     assert "final loss" in printed
+    share = re.search(r"one step in 4 is sampled, which takes [0-9.]+ ms: ([0-9.]+)% of the time is watching", printed)
+    assert share is not None
+    assert float(share[1]) == pytest.approx(100 * history.values["gradwatch/overhead_ratio"][-1], abs=0.06)
+    assert float(share[1]) > 0
+    page = (tmp_path / "everything_on.html").read_text(encoding="utf-8")
+    assert '"key":"attention"' in page
+    assert "attention/blocks/0/attn/head_3/entropy" not in history.other_keys()
     values = history.values
     for key in (
         "gradwatch/grad_norm",
@@ -32,6 +40,8 @@ def test_everything_is_measured_in_one_run(tmp_path: Path, monkeypatch: pytest.M
     # An update of AdamW with learning rate 1e-3 has entries of about that: the ratio is near 1e-2 for weights of 0.1.
     assert 1e-4 < values["update/blocks/1/mlp/0/weight/ratio"][-1] < 1e-1
     assert history.alerts == ()
+    assert {"blocks/0", "blocks/1/mlp/1", "head"} <= set(history.family_histograms["activation"])
+    assert history.family_histograms["activation"]["blocks/0"].counts.sum() == 16 * 64 * 128  # one batch
 
 
 def test_the_coordinate_check_draws_both_scalings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
