@@ -13,7 +13,6 @@ import itertools
 import json
 import math
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,6 +28,7 @@ from torch import Tensor
 
 from benchmarks.models import Task, Trainee
 from benchmarks.monitors import MONITORS, WARM_UP, Attached, Monitor, gradients
+from benchmarks.rows import history_rows
 
 _TRAFFIC_STEPS = 3
 _BLOCK_SECONDS = 5.0  # a block of a slow monitor ends here, with two steps at least
@@ -331,19 +331,11 @@ def offline_run() -> Iterator[Any]:
 
 def monitor_rows(file: Path) -> tuple[int, int]:
     """Rows that hold something beside the user's loss, and the bytes of that as JSON."""
-    from wandb.util import get_core_path
-
-    command = [get_core_path(), "leet", "inspect", "--no-observability", "--json", "--follow", "--idle-timeout", "10s"]
-    done = subprocess.run(
-        [*command, "--run-file", str(file), str(file.parent)], capture_output=True, text=True, check=True
-    )
     sizes = []
-    for line in done.stdout.splitlines():
-        record = json.loads(line)
-        if record["type"] == "history":
-            values = {k: v for k, v in record["history"]["item"].items() if k != "loss" and not k.startswith("_")}
-            if values:
-                sizes.append(len(json.dumps(values, separators=(",", ":"))))
+    for row in history_rows(file):
+        values = {key: value for key, value in row.items() if key != "loss" and not key.startswith("_")}
+        if values:
+            sizes.append(len(json.dumps(values, separators=(",", ":"))))
     return len(sizes), sum(sizes)
 
 
