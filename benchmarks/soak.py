@@ -179,7 +179,7 @@ def what_grew(looks: list[Look]) -> list[str]:
 
 
 def soak(run: Any, part: Part, steps: int, deadline: float, points: int = _POINTS) -> dict[str, Any]:
-    """One part: train, look, and say what was seen. Ends at the deadline (of `time.perf_counter`), however far it is."""
+    """One part: train, look, and say what was seen; ends at the deadline of `time.perf_counter` at the latest."""
     looks: list[Look] = []
     with Soak(
         run=run, sample_every=part.sample_every, log_every=part.log_every, user_logs_every=part.log_every

@@ -77,6 +77,11 @@ def test_bad_arguments_raise_at_once_and_say_what_to_do(model, options, error, m
         watch(model, **options)
 
 
+def test_a_run_and_a_sink_for_the_same_run_would_log_each_row_twice(offline_run):
+    with pytest.raises(ValueError, match="logged twice: pass one"):
+        wandb_gradwatch.watch(nn.Linear(1, 1), run=offline_run, sinks=[wandb_gradwatch.WandbSink(offline_run)])
+
+
 def test_without_a_run_it_says_what_to_do():
     with pytest.raises(RuntimeError, match=r"found no W&B run: call wandb.init\(\) first, pass run=, or pass sinks="):
         wandb_gradwatch.watch(nn.Linear(1, 1))

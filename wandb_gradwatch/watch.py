@@ -241,6 +241,10 @@ def _run_of(run: Any, sinks: Sequence[Sink] | None) -> Any:
             )
     if run is not None and not (hasattr(run, "log") and hasattr(run, "define_metric")):
         raise TypeError(f"run={run!r} must be what wandb.init() returns")
+    if run is not None and any(isinstance(sink, WandbSink) and sink.run is run for sink in sinks or ()):
+        raise ValueError(
+            "run= has a WandbSink already, so that with the one in sinks= each row is logged twice: pass one"
+        )
     return run
 
 
