@@ -26,7 +26,7 @@ BLOCK: Final = 2048  # elements: 8 KB of float32, beside as much scratch in the 
 SMALL: Final = 1024  # elements; below, a value goes straight to its bin: adding up tables of codes would cost more
 TABLES: Final = 4  # tables of codes, used in turn: the next value need not wait until the last one's count is stored
 CODES32: Final = 1 << 10  # K of float32
-FOLD_EVERY: Final = 1 << 31  # elements, after which 32-bit counts are added up
+FOLD_EVERY: Final = 1 << 26  # elements counted, after which the tables are added up: they count to 2**32
 
 FLOAT32, BFLOAT16, FLOAT16, FLOAT64 = 0, 1, 2, 3  # kinds of tensors
 
@@ -324,7 +324,7 @@ def _gradient(address, size, kind, layout, dead, scratch, spare, row, codes, bin
     lowest, highest, outermost, smallest = _minus_one(zero), zero, sign, _minus_one(zero)
     num_finite = num_zero = num_dead = num_inf = positive_zeros = negative_zeros = np.int64(0)
     total = squares = 0.0
-    in_bins = size < SMALL or kind == FLOAT64
+    in_bins, in_tables = size < SMALL or kind == FLOAT64, 0
     for start in range(0, size, BLOCK):
         count = min(BLOCK, size - start)
         words = _block(address, start, count, kind, scratch)
@@ -371,8 +371,10 @@ def _gradient(address, size, kind, layout, dead, scratch, spare, row, codes, bin
                 _count_bins(words, shift, bins, histogram)
             else:
                 _count_codes(words, codes)
-                if (start + BLOCK) % FOLD_EVERY == 0:
+                in_tables += count
+                if in_tables >= FOLD_EVERY:
                     _add_codes(codes, 0, CODES32 - 1, bins, histogram)
+                    in_tables = 0
     if histogram.size:
         if in_bins or num_zero == size:
             pass
