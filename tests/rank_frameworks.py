@@ -40,7 +40,7 @@ def report(model: torch.nn.Module, expected: Recomputed, memory: MemorySink) -> 
         "steps": None if merged is None else merged.steps.tolist(),
         "norms": None if merged is None else merged.total_grad_norm.tolist(),
         "received": None if merged is None else merged.total_grad_norm_clipped.tolist(),
-        "skipped": None if merged is None else merged.metrics["gradwatch/guard_skipped"].tolist(),
+        "skipped": None if merged is None else merged.metrics["gradwatch/num_guarded_steps"].tolist(),
         "weights": [parameter.detach().numpy() for parameter in model.parameters()],
     }
 

@@ -208,6 +208,38 @@ def test_the_bad_batch_is_not_applied_without_any_user_code(kind: str, bad: floa
         assert torch.equal(left_out, never_there)
 
 
+@pytest.mark.parametrize("watch_options", [{}, {"include": "weight"}], ids=["whole", "weights-only"])
+def test_the_bad_batch_moves_nothing_that_the_optimizer_holds(watch_options: dict[str, Any]) -> None:
+    """Another module in the same optimizer, and what is not watched, stay too. The row says that it was left out."""
+
+    def trained(data: torch.Tensor, memory: MemorySink | None) -> list[torch.Tensor]:
+        model, before = small_model(), nn.Linear(4, 4)
+        with torch.no_grad():
+            before.weight.fill_(0.5), before.bias.zero_()
+        optimizer = torch.optim.SGD([*model.parameters(), *before.parameters()], lr=0.01, momentum=0.9)
+
+        def step(engine: Engine, x: torch.Tensor) -> None:
+            loss_of(model, before(x)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        engine = Engine(step)
+        if memory is not None:
+            GradWatch(model, sinks=[memory], **watch_options).attach(engine)
+        engine.run(data)
+        return weights(model) + weights(before)
+
+    memory = MemorySink()
+    without = torch.cat([batches(NUM_BATCHES)[:BAD], batches(NUM_BATCHES)[BAD + 1 :]])
+    for left_out, never_there in zip(trained(with_a_bad_batch(), memory), trained(without, None), strict=True):
+        assert torch.equal(left_out, never_there)
+    samples = memory.merged()
+    assert samples is not None
+    assert samples.metrics["gradwatch/num_guarded_steps"].tolist() == [
+        float(index == BAD) for index in range(NUM_BATCHES)
+    ]
+
+
 @pytest.mark.parametrize("unscale", [False, True])
 def test_the_bad_batch_is_not_applied_under_loss_scaling(unscale: bool) -> None:
     def trained(data: torch.Tensor, *, watched: bool) -> list[torch.Tensor]:
@@ -429,6 +461,7 @@ def test_a_checkpoint_carries_the_step_and_what_is_usual() -> None:
         ({"max_norm": 0}, ValueError, r"max_norm=0 must be a positive number or None"),
         ({"stds": -1}, ValueError, r"stds=-1 must be a positive number or None"),
         ({"threshold": 1}, TypeError, r"GradWatch got an unexpected argument 'threshold'"),
+        ({"guard": "skip"}, TypeError, r"GradWatch got an unexpected argument 'guard'"),
     ],
 )
 def test_wrong_arguments_raise_at_once(arguments: dict[str, Any], error: type[Exception], match: str) -> None:

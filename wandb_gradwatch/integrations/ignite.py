@@ -6,19 +6,17 @@ GradWatch(model).attach(trainer)
 from __future__ import annotations
 
 import math
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any, Final
 
 import torch
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from ..capture.containment import CallbackError
 from ..capture.probes import WatchedTensor
 from ..capture.roster import Models
+from ..guard import SkipGuard
 from ..rules import Alert
 from ..snapshot import Snapshot
 from ..statistics.columns import Column
@@ -26,7 +24,7 @@ from ..statistics.measure import measure
 from ..watcher import Watcher
 from .feed import AlertLog, SampleFeed, active_run
 from .require import require
-from .session import Session, is_sharded, modules_of
+from .session import Session, is_sharded
 from .spikes import SpikeRule
 
 _Events: Any = require("ignite.engine", extra="ignite").Events
@@ -37,8 +35,9 @@ class GradWatch:
 
     As soon as a backward has ended, before any update, the norm of the gradient (accumulated, reduced over ranks,
     unscaled, unclipped) is in `engine.state.metrics["grad_norm"]`, and `engine.state.unhealthy_spike` says whether it
-    is a spike. An optimizer that steps all the same then finds no gradients: parameters and its state stay as they
-    are, without a line in the train step. One that would rather decide itself reads the flag:
+    is a spike. A step that is made all the same is then withheld by the guard of `watch()`: parameters and the
+    optimizer's state stay as they are, without a line in the train step. One that would rather decide itself reads the
+    flag:
 
         loss.backward()
         if engine.state.unhealthy_spike:
@@ -68,7 +67,8 @@ class GradWatch:
         ValueError: max_norm or stds is not positive.
         TypeError: an argument that watch() does not have.
 
-    Cost: one more pass over the gradients and one read of the device for each backward that ends in an update.
+    Cost: one more pass over the gradients and one read of the device for each backward that ends in an update, and
+    with `skip` one more read for the update.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class GradWatch:
         run: Any = None,
         **watch_options: Any,
     ) -> None:
-        reserved = ("run", "start_step", "sample_every")
+        reserved = ("run", "start_step", "sample_every", *(("guard",) if skip else ()))
         self._session = Session(type(self).__name__, watch_options, reserved=reserved, feed=_IntoMetrics(self))
         self.spikes = SpikeRule(max_norm=max_norm, stds=stds, own=rule)
         self._model = model
@@ -97,7 +97,8 @@ class GradWatch:
         self._engine: Any = None
         self._judged: dict[str, tuple[float, bool]] = {}  # by kind: the norms of this iteration, and whether spikes
         self._is_updated = False
-        self._hook: RemovableHandle | None = None
+        # It is the rule that ends a long series of spikes, by taking their level for the usual one.
+        self._guard = SkipGuard(is_bad=_Verdict(self), max_in_a_row=sys.maxsize)
 
     @property
     def watcher(self) -> Watcher | None:
@@ -143,10 +144,6 @@ class GradWatch:
     def _start(self, engine: Any) -> None:
         self._stop()
         self._begin()
-        if self._skip:
-            # After watch(), whose own hook then sees the gradients that are about to be left out.
-            # Weakly: torch keeps its hooks, and a run that raised must not keep the model alive.
-            self._hook = register_optimizer_step_pre_hook(partial(_leave_out, weakref.ref(self)))
 
     def _begin(self) -> None:
         options = self._session.options
@@ -156,6 +153,7 @@ class GradWatch:
             run=active_run() if self._run is None else self._run,
             sinks=[*(options.get("sinks") or ()), AlertLog()],
             probes=[*(options.get("probes") or ()), _Judge(self)],
+            guard=self._guard if self._skip else options.get("guard"),
         )
 
     def _begin_iteration(self, engine: Any) -> None:
@@ -172,9 +170,6 @@ class GradWatch:
         self._judged = {}
 
     def _stop(self, _: Any = None) -> None:
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
         self._session.end()
 
     # ---- between the backward and the update
@@ -197,15 +192,10 @@ class GradWatch:
         """An optimizer is about to update the model."""
         self._is_updated = True
 
-    def leave_out(self, optimizer: Optimizer) -> None:
-        """Take the gradients of a bad batch away from an optimizer that is about to step."""
-        if not self._engine.state.unhealthy_spike:
-            return
-        ours = {id(parameter) for module in modules_of(self._model) for parameter in module.parameters()}
-        stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if any(id(parameter) in ours for parameter in stepped):
-            for parameter in stepped:
-                parameter.grad = None  # every optimizer passes over it, decay and momentum too
+    @property
+    def is_bad(self) -> bool:
+        """Whether the updates of this iteration are to be left out."""
+        return bool(self._engine.state.unhealthy_spike)
 
     # ---- after the update
 
@@ -230,6 +220,17 @@ class _IntoMetrics(SampleFeed):
             for index in range(len(snapshot)):
                 owner.show(snapshot.sample(index))
         return ()
+
+
+class _Verdict:
+    """What the guard asks before every update. Weak, as a watcher must not keep a model alive."""
+
+    def __init__(self, owner: GradWatch) -> None:
+        self._owner = weakref.ref(owner)
+
+    def __call__(self, snapshot: Snapshot) -> bool:
+        owner = self._owner()
+        return owner is not None and owner.is_bad
 
 
 class _Judge:
@@ -278,9 +279,3 @@ def _norm(tensors: Sequence[WatchedTensor]) -> float:
         sum_sq, *num_nonfinite = rows[:, _JUDGED_COLUMNS].sum(dim=0).tolist()
         total += math.nan if any(num_nonfinite) else sum_sq
     return math.sqrt(total)
-
-
-def _leave_out(reference: weakref.ref[GradWatch], optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    owner = reference()
-    if owner is not None:
-        owner.leave_out(optimizer)
