@@ -19,23 +19,28 @@ from wandb_gradwatch.statistics.columns import IDENTITY_C, Column
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-BLOCK, CHUNK = 64, 128  # small ones, so that the interpreter sees every way through a kernel in seconds
-SIZES = [0, 1, BLOCK - 1, BLOCK + 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 3]
+# On a GPU the sizes that are used; small ones in the interpreter, which sees every way through a kernel in seconds so.
+LANES, CHUNK, FOLD_BLOCK = (
+    (cuda_launch.LANES, cuda_launch.CHUNK, cuda_launch.FOLD_BLOCK)
+    if DEVICE.type == "cuda"
+    else (2, 128, 2)  # the fold's is less than the chunks of the largest tensor
+)
+CAREFUL = 4 * LANES  # elements that the way with masks holds at once
+SIZES = [0, 1, CAREFUL - 1, CAREFUL + 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 3]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-# float32 squares add up CHUNK / BLOCK deep in a lane, each addition right to 2**-24, and are rounded once themselves
-TOLERANCE = (CHUNK / BLOCK + 1) * 2.0**-24
+# float32 squares add up CHUNK / LANES deep in a lane, each addition right to 2**-24, and are rounded once themselves
+TOLERANCE = (CHUNK / LANES + 1) * 2.0**-24
 
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:(overflow|invalid value) encountered:RuntimeWarning"
+    "ignore:(overflow|invalid value|All-NaN slice) encountered:RuntimeWarning"
 )  # numpy, interpreted
 
 
 @pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_launch, "BLOCK", BLOCK)
-    monkeypatch.setattr(cuda_launch, "CHUNK", CHUNK)
-    monkeypatch.setattr(cuda_launch, "FOLD_BLOCK", 2)  # less than the chunks of the largest tensor
+def chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("LANES", LANES), ("CHUNK", CHUNK), ("FOLD_BLOCK", FOLD_BLOCK)):
+        monkeypatch.setattr(cuda_launch, name, value)
 
 
 def gradients_of(size: int, dtype: torch.dtype, few: bool = False) -> Iterator[torch.Tensor]:
@@ -135,11 +140,26 @@ def test_complex_sparse_and_float8_gradients_take_the_same_way() -> None:
 def test_every_histogram_edge_falls_on_its_own_side() -> None:
     edges = torch.tensor([0.0, 2.0**-149, 2.0**-126, 2.0**-47, 1.5 * 2.0**-47, 1.0, 1.5, 2.0**15, 1.5 * 2.0**15, 1e30])
     both = torch.cat([edges, torch.nextafter(edges, torch.tensor(0.0)), torch.nextafter(edges, torch.tensor(1e38))])
-    assert_equals_reference([torch.cat([both, -both]).to(DEVICE), torch.cat([both, -both]).double().to(DEVICE)])
+    signed = torch.cat([both, -both])
+    whole = torch.cat([signed[signed.abs() < 1e15], torch.ones(CHUNK)])[:CHUNK]  # squares that float32 holds
+    assert_equals_reference([t.to(DEVICE) for t in (signed, signed.double(), whole)])
+    assert_equals_reference([whole.to(DEVICE)], inverse_scale=torch.tensor(2.0**-3, device=DEVICE))
+
+
+@pytest.mark.parametrize("scale", [0.0, math.inf, math.nan])
+def test_a_broken_scale_loses_no_element_of_the_histogram(scale: float) -> None:
+    gradients = list(gradients_of(CHUNK + 1, torch.float32, few=True))
+    broken = torch.tensor(scale, device=DEVICE)
+    kwargs = {"dead_threshold": 0.0, "inverse_scale": broken, "histogram": True}
+    _, histogram = cuda_launch.measure(gradients, None, **kwargs)
+    _, expected = reference.measure(gradients, None, **kwargs)
+    assert histogram is not None
+    assert expected is not None
+    np.testing.assert_array_equal(histogram.cpu(), expected.cpu())
 
 
 def test_measuring_twice_gives_the_same_bits() -> None:
-    gradients = [g for size in (BLOCK, 3 * CHUNK + 3) for g in gradients_of(size, torch.float32)]
+    gradients = [g for size in (CAREFUL, 3 * CHUNK + 3) for g in gradients_of(size, torch.float32)]
     kwargs = {"dead_threshold": 0.0, "inverse_scale": None, "histogram": False}
     first, second = (cuda_launch.measure(gradients, gradients, **kwargs)[0].view(torch.int64) for _ in range(2))
     assert torch.equal(first, second)

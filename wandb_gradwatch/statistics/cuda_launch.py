@@ -29,9 +29,9 @@ from .table import AddressTable
 
 # N tensors, M chunks, C columns, B histogram bins
 
-BLOCK: Final = 1024  # elements that a program holds at once
-CHUNK: Final = 16 * BLOCK  # elements of a program: in each of BLOCK lanes CHUNK / BLOCK squares add up in float32
-FOLD_BLOCK: Final = 128  # partials of one column that a program of the fold holds at once
+LANES: Final = 128  # of a program: four warps, and in each lane four loads of 16 bytes at once
+CHUNK: Final = 128 * LANES  # elements of a program: in each lane CHUNK / LANES squares add up in float32
+FOLD_BLOCK: Final = 512  # partials of one column that a program of the fold holds at once
 
 _CODE: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}  # of a dtype, in the kernels
 _ALIGNMENT: Final = 16  # bytes: a vector load
@@ -245,7 +245,7 @@ def _reading(group: _Group) -> dict[str, Any]:
         "DTYPE": _CODE[group.dtype],
         "ITEMSIZE": group.dtype.itemsize,
         "ALIGNED": group.aligned,
-        "BLOCK": BLOCK,
+        "LANES": LANES,
         "CHUNK": CHUNK,
     }
 
