@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -175,6 +176,27 @@ def test_a_tensor_at_address_0_is_missing_not_zero() -> None:
     assert rows[1, Column.GRAD_SUM] == 3
 
 
+def test_offsets_and_counts_are_right_beyond_32_bits() -> None:
+    # The last chunks of a tensor of 2**33 + 2 * CHUNK elements; the table says where its first element would lie.
+    begin, here = 2**33, torch.arange(1.0, 2 * CHUNK + 1, device=DEVICE)
+    plan = cuda_launch.prepare([here], "gradients")
+    plan.table.write([0, 0, here.data_ptr() - begin * here.element_size()])
+    plan = replace(plan, chunk_start=plan.chunk_start + begin, sizes=plan.sizes + begin)
+    rows, histogram = cuda_launch.launch(plan, None, dead=False, inverse_scale=None, histogram=True)
+    assert rows[0, Column.NUM_ELEMENTS] == begin + 2 * CHUNK
+    assert rows[0, Column.GRAD_MAX] == 2 * CHUNK
+    np.testing.assert_allclose(rows[0, Column.GRAD_SUM].item(), here.double().sum().item(), rtol=TOLERANCE)
+    assert histogram is not None
+    assert histogram.sum() == 2 * CHUNK
+
+    partials = torch.full((cuda_launch.kernels.NUM_PARTIALS, 2), 2.0**31 + 1, dtype=torch.float64, device=DEVICE)
+    rows.zero_()
+    tables = (plan.table.device_table, partials, plan.first_chunk, plan.num_chunks_of, plan.sizes, partials, rows)
+    constants = {"SCALED": False, "NUM_COLUMNS": rows.shape[1], "BLOCK": FOLD_BLOCK}
+    cuda_launch._queue(cuda_launch.kernels.fold, 1, *tables, 2, **constants, only_compile_for=None)
+    assert rows[0, Column.NUM_ZERO] == 2 * (2**31 + 1)
+
+
 def test_rows_follow_gradients_that_moved() -> None:
     kwargs = {"dead_threshold": 0.0, "inverse_scale": None, "histogram": False}
     kept = [torch.full((5,), value, device=DEVICE) for value in (1.0, 2.0)]
@@ -183,6 +205,12 @@ def test_rows_follow_gradients_that_moved() -> None:
 
 
 def test_warming_up_runs_every_kernel_without_a_model() -> None:
-    cuda_launch.warm_up(
-        DEVICE, [torch.float32, torch.bfloat16, torch.float32], dead_threshold=0.0, scaled=True, histogram=True
-    )
+    cuda_launch.warm_up(DEVICE, [torch.float32, torch.bfloat16, torch.float32], dead_threshold=0.0, histogram=True)
+    compiled = set(cuda_launch._compiled)
+    gradients = [torch.ones(CHUNK + 1, dtype=dtype, device=DEVICE) for dtype in (torch.float32, torch.bfloat16)]
+    for scale in (None, torch.ones((), device=DEVICE)):
+        kwargs = {"dead_threshold": 0.0, "inverse_scale": scale}
+        cuda_launch.measure(gradients, gradients, histogram=True, **kwargs)
+        cuda_launch.measure(gradients, None, histogram=False, **kwargs)
+        cuda_launch.sum_sq(gradients, inverse_scale=scale)
+    assert cuda_launch._compiled == compiled

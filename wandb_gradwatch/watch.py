@@ -87,8 +87,9 @@ def watch(
             `sample_every` is. Fused optimizers never wait for it; others, and a function, read once a step.
         on_alert: called with every alert that is sent; what it raises reaches the training loop.
         scaler: the gradient scaler, if it has to be known before it is first used.
-        max_overhead: sample less often where the monitor takes more than this share of the training's host time, 0.01
-            for one percent; histograms are thinned first. The cadence that results is logged.
+        max_overhead: sample less often where the monitor takes more than this share of the training's time, 0.01 for
+            one percent; histograms are thinned first. Host time and, on CUDA, device time count; the cadence that
+            results is logged. Without effect on a sharded model, whose ranks must sample the same steps.
         backend: "auto", or one of the backends by name. On CPU "auto" is "compiled" where numba is installed (the extra
             `fast`), from when its loops are compiled, in the background, and "cpu", by torch and numpy, before and
             elsewhere. "compiled" by name compiles before watch() returns, seconds the first time.
@@ -222,7 +223,7 @@ def _warm_up(
 
         try:
             for device, dtypes in kernels.items():
-                warm_up(device, list(dtypes), dead_threshold=dead_threshold, scaled=False, histogram=histogram)
+                warm_up(device, list(dtypes), dead_threshold=dead_threshold, histogram=histogram)
         except Exception as error:  # measure() meets it again, and falls back or raises as the backend demands
             logger.debug("wandb_gradwatch: warming up the kernels failed: %r", error)
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .statistics.columns import CLIP_TOLERANCE, NUM_BINS, NUM_COLUMNS, Column, FloatArray, IntArray
-from .statistics.elements import wide_dtype
+from .statistics.elements import onto, wide_dtype
 from .statistics.found import HISTOGRAM_SIZE, Distance, FoundDistance, FoundHistogram, MetricHistogram
 from .statistics.measure import Measurement
 
@@ -343,7 +343,7 @@ class Window:
     def rescale(self, slots: Sequence[int], factor_C: Tensor) -> None:
         """Multiply rows of the open sample by a factor per column: [C]. The histogram cannot follow and is dropped."""
         for window in self._devices.values():
-            window.rows[window.index(tuple(slots))] *= factor_C.to(window.device, non_blocking=True)
+            window.rows[window.index(tuple(slots))] *= onto(factor_C, window.device)
             window.sample_histogram = None
 
     def drop_zero_rows(self, slots: Sequence[int]) -> None:

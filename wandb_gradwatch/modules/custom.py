@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..capture.probes import WatchedTensor
+from ..statistics.elements import onto
 from .attention import AttentionCall
 from .base import ForwardProbe, logger, pieces, slices, tensor_name, tensors_in
 from .metric import Metric
@@ -178,7 +179,7 @@ class CustomMetrics(ForwardProbe):
             gradient = gradient.to_dense()
         if watched.inverse_scale is not None:
             wide = gradient.float() if gradient.element_size() < 4 else gradient
-            gradient = wide * watched.inverse_scale.to(wide.device, non_blocking=True)
+            gradient = wide * onto(watched.inverse_scale, wide.device)
         for metric in self._now:  # the last backward of a sample has the sum of all
             self._sample.discard(("gradient", watched.name, metric.name))
         self._apply("gradient", watched.name, gradient, self._sample)

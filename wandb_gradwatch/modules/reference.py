@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..capture.probes import Found, WatchedTensor
 from ..capture.roster import NameFilter
 from ..capture.sharding import local_part
+from ..statistics.elements import onto
 from ..statistics.found import FoundDistance
 from ..statistics.measure import sum_sq
 from .base import ForwardProbe, logger, tensor_name, tensors_in
@@ -234,11 +235,11 @@ class Reference(ForwardProbe):
 
     def _difference(self, tensor: Tensor, reference: Tensor) -> Tensor:
         """Squares: they are summed over micro-batches and shards, so that the norms are those of the whole."""
-        wide, wide_reference = widened(tensor), widened(reference.to(tensor.device, non_blocking=True))
+        wide, wide_reference = widened(tensor), widened(onto(reference, tensor.device))
         return sum_sq([wide - wide_reference, wide_reference])
 
     def _apply(self, key: str, tensor: Tensor, reference: Tensor, into: Tallies[str]) -> None:
-        wide_reference = widened(reference.to(tensor.device, non_blocking=True))
+        wide_reference = widened(onto(reference, tensor.device))
         for name, function in tuple(self._functions.items()):
             try:
                 value = Metric(name, lambda t, f=function: f(t, wide_reference)).value_of(tensor)  # type: ignore[misc]

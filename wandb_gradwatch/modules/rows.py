@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..capture.probes import Found
 from ..statistics.columns import MAX_COLUMNS, MIN_COLUMNS, NUM_COLUMNS, ZERO_BIN, Column, magnitude_edges
+from ..statistics.elements import onto
 from ..statistics.found import FoundHistogram
 from ..statistics.measure import measure
 
@@ -140,7 +141,7 @@ class RowTally:
 
     def _put(self, name: str, row: Tensor) -> None:
         known = self._rows.get(name)
-        self._rows[name] = row if known is None else _merged(known, row.to(known.device, non_blocking=True))
+        self._rows[name] = row if known is None else _merged(known, onto(row, known.device))
 
 
 def _merged(one: Tensor, other: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ and only if one changed (table.py). The kernels are in cuda.py.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -65,6 +66,11 @@ class Plan:
         """What every chunk kernel is told about where to read."""
         return (self.table.device_table, self.chunk_tensor, self.chunk_start, self.sizes)
 
+
+# Variants of kernels that are compiled. Two threads must not compile at once, and one that needs what the other is busy
+# with had better wait for it.
+_compiled: Final[set[tuple[Any, ...]]] = set()
+_compiling: Final = threading.Lock()
 
 # What a plan depends on: size, dtype and alignment of each tensor.
 _Key = tuple[tuple[int, torch.dtype, bool], ...]
@@ -169,6 +175,7 @@ def launch(
     dead: bool,
     inverse_scale: Tensor | None,
     histogram: bool,
+    only_compile_for: torch.device | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Queue the kernels on the current stream; nothing here reads or writes host memory, so a CUDA graph may hold it.
 
@@ -176,6 +183,7 @@ def launch(
         plan: of the gradients, prepared.
         parameter_plan: of the parameters, prepared; None leaves their columns NaN.
         dead: the dead threshold is not 0.
+        only_compile_for: queue nothing.
 
     Returns:
         rows [N, C] and, if asked for, the histogram [N, B].
@@ -184,60 +192,104 @@ def launch(
     rows_NC = torch.empty((num_tensors, NUM_COLUMNS), dtype=torch.float64, device=device)
     histogram_NB = torch.zeros((num_tensors, NUM_BINS), dtype=torch.int64, device=device) if histogram else None
     partials = torch.empty((kernels.NUM_PARTIALS, plan.num_chunks), dtype=torch.float64, device=device)
+    scale = _scale_or(partials, inverse_scale)
     scaled = inverse_scale is not None
-    scale = inverse_scale if scaled else partials  # Triton wants some address; it is not read
-    with _on(device):
-        for group in plan.groups:
-            kernels.measure_chunks[(group.count,)](
-                *plan.chunks,
-                scale,
-                partials,
-                partials if histogram_NB is None else histogram_NB,
-                group.first,
-                plan.num_chunks,
-                **_reading(group),
-                DEAD=dead,
-                SCALED=scaled,
-                HISTOGRAM=histogram,
-            )
-        kernels.fold[(num_tensors,)](
-            plan.table.device_table,
-            partials,
-            plan.first_chunk,
-            plan.num_chunks_of,
-            plan.sizes,
+    for group in plan.groups:
+        _queue(
+            kernels.measure_chunks,
+            group.count,
+            *plan.chunks,
             scale,
-            rows_NC,
+            partials,
+            partials if histogram_NB is None else histogram_NB,
+            group.first,
             plan.num_chunks,
+            **_reading(group),
+            DEAD=dead,
             SCALED=scaled,
-            NUM_COLUMNS=NUM_COLUMNS,
-            BLOCK=FOLD_BLOCK,
+            HISTOGRAM=histogram,
+            only_compile_for=only_compile_for,
         )
+    _queue(
+        kernels.fold,
+        num_tensors,
+        plan.table.device_table,
+        partials,
+        plan.first_chunk,
+        plan.num_chunks_of,
+        plan.sizes,
+        scale,
+        rows_NC,
+        plan.num_chunks,
+        SCALED=scaled,
+        NUM_COLUMNS=NUM_COLUMNS,
+        BLOCK=FOLD_BLOCK,
+        only_compile_for=only_compile_for,
+    )
     if parameter_plan is not None:
-        _launch_squares(parameter_plan, rows_NC, Column.PARAM_SUM_SQ, None)
+        _launch_squares(parameter_plan, rows_NC, Column.PARAM_SUM_SQ, None, only_compile_for)
     return rows_NC, histogram_NB
 
 
-def _launch_squares(plan: Plan, sums: Tensor, column: int, inverse_scale: Tensor | None) -> None:
+def _launch_squares(
+    plan: Plan,
+    sums: Tensor,
+    column: int,
+    inverse_scale: Tensor | None,
+    only_compile_for: torch.device | None = None,
+) -> None:
     """Write the sum of squares and the number of NaN and Inf into two columns of sums: [N, ...]."""
     partials = torch.empty((2, plan.num_chunks), dtype=torch.float64, device=sums.device)
-    with _on(sums.device):
-        for group in plan.groups:
-            kernels.square_chunks[(group.count,)](
-                *plan.chunks, partials, group.first, plan.num_chunks, **_reading(group)
-            )
-        kernels.fold_squares[(len(sums),)](
+    for group in plan.groups:
+        _queue(
+            kernels.square_chunks,
+            group.count,
+            *plan.chunks,
             partials,
-            plan.first_chunk,
-            plan.num_chunks_of,
-            partials if inverse_scale is None else inverse_scale,
-            sums,
+            group.first,
             plan.num_chunks,
-            SCALED=inverse_scale is not None,
-            STRIDE=sums.shape[1],
-            OFFSET=int(column),
-            BLOCK=FOLD_BLOCK,
+            **_reading(group),
+            only_compile_for=only_compile_for,
         )
+    _queue(
+        kernels.fold_squares,
+        len(sums),
+        partials,
+        plan.first_chunk,
+        plan.num_chunks_of,
+        _scale_or(partials, inverse_scale),
+        sums,
+        plan.num_chunks,
+        SCALED=inverse_scale is not None,
+        STRIDE=sums.shape[1],
+        OFFSET=int(column),
+        BLOCK=FOLD_BLOCK,
+        only_compile_for=only_compile_for,
+    )
+
+
+def _scale_or(some: Tensor, inverse_scale: Tensor | None) -> Tensor:
+    """The scale in the one dtype that kernels are compiled for; without one some address, which is not read."""
+    return some if inverse_scale is None else inverse_scale.to(torch.float64)
+
+
+def _queue(
+    kernel: Any, num_programs: int, *arguments: Any, only_compile_for: torch.device | None, **constants: Any
+) -> None:
+    """Launch a kernel on the current stream of its tensors' device, which need not be the current device."""
+    device = only_compile_for or arguments[0].device
+    variant = (kernel, device, *constants.values())
+    if only_compile_for is not None:
+        with _compiling, _on(device):
+            kernel.warmup(*arguments, grid=(num_programs,), **constants)
+            _compiled.add(variant)
+    elif variant in _compiled:
+        with _on(device):
+            kernel[(num_programs,)](*arguments, **constants)
+    else:
+        with _compiling, _on(device):
+            kernel[(num_programs,)](*arguments, **constants)
+            _compiled.add(variant)
 
 
 def _reading(group: _Group) -> dict[str, Any]:
@@ -255,22 +307,27 @@ def _on(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def warm_up(
-    device: torch.device, dtypes: Sequence[torch.dtype], *, dead_threshold: float, scaled: bool, histogram: bool
-) -> None:
+def warm_up(device: torch.device, dtypes: Sequence[torch.dtype], *, dead_threshold: float, histogram: bool) -> None:
     """Compile what gradients and parameters of these dtypes need, so that the first sample does not: seconds each.
 
+    Touches no memory of the device and queues nothing there: the program may be capturing a graph by then. What a loss
+    scale needs comes last.
+
     Args:
-        scaled: an inverse scale will be given.
         histogram: some samples will want a histogram; the kernel without one is compiled too.
     """
-    tensors = [torch.ones(1, dtype=dtype, device=device) for dtype in dict.fromkeys(dtypes)]
-    for with_histogram in sorted({False, histogram}):
-        measure(
-            tensors,
-            tensors,
-            dead_threshold=dead_threshold,
-            inverse_scale=torch.ones((), device=device) if scaled else None,
-            histogram=with_histogram,
-        )
-    sum_sq(tensors, inverse_scale=None)
+    # A kernel depends on dtypes and alignment, not on where its arguments lie.
+    tensors = [torch.ones(1, dtype=dtype, device="cpu") for dtype in dict.fromkeys(dtypes)]
+    plan, squares = prepare(tensors, "gradients", dead_threshold), prepare(tensors, "squares")
+    sums_N2 = torch.empty((len(tensors), 2), dtype=torch.float64, device="cpu")
+    for scale in (None, torch.ones((), dtype=torch.float64, device="cpu")):
+        for with_histogram in sorted({False, histogram}):
+            launch(
+                plan,
+                squares if scale is None else None,
+                dead=dead_threshold != 0,
+                inverse_scale=scale,
+                histogram=with_histogram,
+                only_compile_for=device,
+            )
+        _launch_squares(squares, sums_N2, 0, scale, device)

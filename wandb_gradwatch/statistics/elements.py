@@ -16,6 +16,11 @@ def wide_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
+def onto(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on a device; the host waits only where it is the one to read it: it must not read too early."""
+    return tensor.to(device, non_blocking=device.type != "cpu")
+
+
 def elements_of(tensor: Tensor) -> tuple[Tensor, int]:
     """Return a tensor's stored elements, flat and real, and how many zeros it has besides them.
 

@@ -78,8 +78,8 @@ def measure(
     if not gradients:
         resolve_backend(backend, torch.device("cpu"), "nothing")
         return Measurement(
-            torch.empty((0, NUM_COLUMNS), dtype=torch.float64),
-            torch.empty((0, NUM_BINS), dtype=torch.int64) if histogram else None,
+            torch.empty((0, NUM_COLUMNS), dtype=torch.float64, device="cpu"),
+            torch.empty((0, NUM_BINS), dtype=torch.int64, device="cpu") if histogram else None,
         )
     rows_NC, histogram_NB = _run(
         "measure",
@@ -102,7 +102,7 @@ def sum_sq(gradients: Sequence[Tensor], *, inverse_scale: Tensor | None = None, 
         RuntimeError: the backend cannot run on the gradients' device.
     """
     if not gradients:
-        return torch.empty(0, dtype=torch.float64)
+        return torch.empty(0, dtype=torch.float64, device="cpu")
     result: Tensor = _run("sum_sq", backend, gradients, inverse_scale=inverse_scale)
     return result
 

@@ -45,12 +45,12 @@ class AddressTable:
         """Make the table hold these values; False if it does already."""
         if values == self._last:
             return False
-        self._last = values
         on_host = torch.tensor(values, dtype=torch.int64, device="cpu")
-        if self.device_table.device.type != "cuda":
+        if self.device_table.device.type == "cuda":
+            self._upload(on_host)
+        else:
             self.device_table.copy_(on_host)
-            return True
-        self._upload(on_host)
+        self._last = values  # after the upload, which may fail
         return True
 
     def _upload(self, values: Tensor) -> None:
