@@ -68,7 +68,8 @@ class Budget:
     """Stretches a cadence so that the monitor's share of the time stays under a limit. Pure: time is an argument.
 
     Histograms are thinned first, to one for every flush; then samples. Nothing is thinned that costs less than allowed,
-    and nothing is measured oftener than the user asked for.
+    and nothing is measured oftener than the user asked for. What the host spends and what a device spends are added up,
+    as if neither ran beside the other: the true cost is at most that.
 
     Args:
         cadence: what the user asked for.
@@ -98,7 +99,7 @@ class Budget:
             cadence: the one in use.
             step: the sample's step.
             now: seconds, from any zero.
-            seconds_spent: by the monitor since the beginning.
+            seconds_spent: by the monitor since the beginning, on the host and on the device.
         """
         last, self._last = self._last, (step, now, seconds_spent)
         self._num_samples += 1

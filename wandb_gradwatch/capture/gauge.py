@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ..statistics.columns import NUM_COLUMNS, SCALE_POWER, Column
+from ..statistics.elements import onto
 from ..statistics.measure import measure, sum_sq
 from ..window import Window
 from .owners import Owners
@@ -20,6 +22,7 @@ from .probes import WatchedTensor
 from .scaling import SCALES, scale_tensor
 from .seen import Entry, SeenGradients
 from .sharding import local_gradient, local_part
+from .timing import DeviceTimer
 
 
 @dataclass(frozen=True)
@@ -64,14 +67,24 @@ class _Group:
 
 
 class Gauge:
-    """The open sample's gradients: what was seen of them, and their rows in the window."""
+    """The open sample's gradients: what was seen of them, and their rows in the window.
 
-    def __init__(self, window: Window, owners: Owners, options: MeasureOptions) -> None:
+    Args:
+        timer: told of every pass over gradients; None: nobody asks.
+    """
+
+    def __init__(
+        self, window: Window, owners: Owners, options: MeasureOptions, timer: DeviceTimer | None = None
+    ) -> None:
+        self._timer = timer
         self._window = window
         self._owners = owners
         self._options = options
         self.seen = SeenGradients()
         self._assumed_scaler: dict[int, GradScaler | None] = {}  # by slot, where a scaler is in use
+
+    def _timed(self, device: torch.device) -> AbstractContextManager[None]:
+        return nullcontext() if self._timer is None else self._timer.on(device)
 
     def begin_sample(self) -> None:
         """Forget what was seen: a new sample is open."""
@@ -90,16 +103,17 @@ class Gauge:
             inverse_scale = None
             if group.scaler is not None and (scale := scale_tensor(group.scaler)) is not None:
                 self._window.set_loss_scale(scale)
-                inverse_scale = scale.double().reciprocal().to(group.device, non_blocking=True)
+                inverse_scale = onto(scale.double().reciprocal(), group.device)
             gradients, theirs = group.tensors
-            measurement = measure(
-                gradients,
-                theirs if parameters and self._options.parameters else None,
-                dead_threshold=self._options.dead_threshold,
-                inverse_scale=inverse_scale,
-                histogram=histogram,
-                backend=self._options.backend,
-            )
+            with self._timed(group.device):
+                measurement = measure(
+                    gradients,
+                    theirs if parameters and self._options.parameters else None,
+                    dead_threshold=self._options.dead_threshold,
+                    inverse_scale=inverse_scale,
+                    histogram=histogram,
+                    backend=self._options.backend,
+                )
             self._window.write(group.slots, measurement)
             self.seen.remember(group.slots, group.held, measured=True)
             if any_scaler:
@@ -122,7 +136,8 @@ class Gauge:
         for group in self._groups(present, by_scaler=False):
             gradients, _ = group.tensors
             inverse_scale = _pending_inverse_scale(optimizer, group.device)
-            received = sum_sq(gradients, inverse_scale=inverse_scale, backend=self._options.backend)
+            with self._timed(group.device):
+                received = sum_sq(gradients, inverse_scale=inverse_scale, backend=self._options.backend)
             self._window.write_received(group.slots, received)
 
     def watched(self, entries: Iterable[Entry], names: Sequence[str], *, scaled: bool) -> list[WatchedTensor]:
@@ -202,4 +217,4 @@ def _slot(entry: Entry) -> int:
 def _pending_inverse_scale(optimizer: Optimizer, device: torch.device) -> Tensor | None:
     """What an optimizer that unscales by itself is still going to multiply with; None for every other."""
     grad_scale: Tensor | None = getattr(optimizer, "grad_scale", None)
-    return None if grad_scale is None else grad_scale.double().reciprocal().reshape(()).to(device, non_blocking=True)
+    return None if grad_scale is None else onto(grad_scale.double().reciprocal().reshape(()), device)

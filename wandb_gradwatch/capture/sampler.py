@@ -36,6 +36,7 @@ from .scaling import SCALES
 from .seen import Entry, was_seen
 from .sharding import Shards, fsdp1_flat_parameters
 from .steps import STEP_HOOKS
+from .timing import DeviceTimer
 from .withholding import Judge, Withholding
 
 # Old code clips through `p.grad.data`, which leaves no trace in the version counter. The first samples and every
@@ -108,7 +109,8 @@ class Sampler:
         self.containment = containment
         self.clock = SampleClock(step=start_step)
         self._owners = Owners(roster, self.clock, self._rescan, optimizer)
-        self._gauge = Gauge(window, self._owners, options)
+        self._timer = DeviceTimer() if budget is not None else None
+        self._gauge = Gauge(window, self._owners, options, self._timer)
         self._hooks = BackwardHooks(on_mark=self._mark, on_begin=self._backward_begins, on_end=self._backward_ended)
         self.withholding = Withholding(events.judge, window) if events.judge is not None else None
         self._agreements = Agreements()
@@ -528,6 +530,7 @@ class Sampler:
         found = self._probes.take()
         if self._budget is not None and not self._is_sharded:
             now, spent = time.perf_counter(), self.seconds_spent - self._seconds_between
+            spent += self._timer.seconds() if self._timer is not None else 0.0
             self._cadence = self._budget.after_sample(self._cadence, closed.step, now, spent)
             found[CADENCE_METRIC] = torch.tensor(float(self._cadence.sample_every), device="cpu")
         if self.withholding is not None:
@@ -543,7 +546,11 @@ class Sampler:
 
     @property
     def _is_sharded(self) -> bool:
-        """Ranks that merge their windows must sample the same steps: none may choose for itself."""
+        """Ranks that merge their windows must sample the same steps: none may choose for itself.
+
+        To choose together they would have to wait for each other: a rank learns of the others' windows in the
+        background, at a step of its own.
+        """
         if self.shards.any:
             self._events.notice("budget", "max_overhead has no effect on a sharded model; use sample_every=")
         return self.shards.any

@@ -1,0 +1,397 @@
+"""A GPU that is not there: `pytest -p pretend_gpu` runs what asks for "cuda" on the CPU and reports what would wait.
+
+Tensors of class Pretend compute on the CPU and say that they are on cuda:0. So every branch of Python code for CUDA
+runs, with true numbers, and these rules are checked that the CPU does not know:
+
+- What makes the host wait on CUDA (`item()`, a list or a mask as an index, a copy from memory that is not pinned, ...)
+  is noted in `GPU.waits`, and raises where `torch.cuda.set_sync_debug_mode("error")` asks for it.
+- A tensor of the host among those of the device is an error.
+- Memory that the device writes to holds nonsense until an event after the copy has been asked and has said yes, which
+  it does at the second question; memory that the device reads must not change before that.
+
+Not shown: what the kernels do on a real device (Triton's interpreter runs them), more than one stream, operations whose
+CUDA implementation waits where the CPU's looks innocent and that are not in the list below, and every time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter, tree_map_only
+
+CUDA: Final = torch.device("cuda", 0)
+
+# By name of the Python function: the host reads what the device has computed.
+_READ_BY_THE_HOST: Final = {
+    *["item", "tolist", "cpu", "nonzero", "masked_select", "unique", "unique_consecutive", "equal", "allclose"],
+    *[
+        "__bool__",
+        "__int__",
+        "__float__",
+        "__index__",
+        "__contains__",
+        "__repr__",
+        "is_nonzero",
+        "bincount",
+        "coalesce",
+    ],
+}
+# By name of the operation underneath, where a function of another name leads to it.
+_READ_UNDERNEATH: Final = {
+    *["_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "is_nonzero"],
+    *["equal", "bincount", "argwhere", "_coalesce", "repeat_interleave", "histc"],
+}
+
+
+@dataclass
+class _Copy:
+    """A copy that the device has been told to make."""
+
+    done: Callable[[], None]
+
+
+@dataclass
+class _Machine:
+    mode: str = "default"
+    waits: list[str] = field(default_factory=list)
+    pending: list[_Copy] = field(default_factory=list)
+    num_questions: int = 0  # to events
+
+    def wait(self, what: str) -> None:
+        """The host waits for the device, or would."""
+        self.waits.append(what)
+        if self.mode == "error":
+            raise RuntimeError(f"called a synchronizing CUDA operation: {what}")
+
+    def finish(self, number: int | None = None) -> None:
+        """The device has made its first copies, or all."""
+        number = len(self.pending) if number is None else number
+        finished, self.pending = self.pending[:number], self.pending[number:]
+        for copy in finished:
+            copy.done()
+
+
+GPU: Final = _Machine()
+
+
+class _Underneath(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in _READ_UNDERNEATH and isinstance(next(tree_iter(args)), Tensor):
+            GPU.wait(f"aten.{name}")
+        return func(*args, **(kwargs or {}))
+
+
+def pretend(tensor: Tensor) -> Pretend:
+    """The same object, on the device."""
+    tensor.__class__ = Pretend
+    return tensor  # type: ignore[return-value]
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """The same memory, on the host."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.detach()
+
+
+class Pretend(Tensor):
+    """A tensor that says it is on cuda:0."""
+
+    _is_param = False
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return CUDA
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        return True
+
+    @property
+    def grad(self) -> Tensor | None:  # type: ignore[override]
+        with torch._C.DisableTorchFunctionSubclass():
+            gradient = Tensor.grad.__get__(self)  # type: ignore[attr-defined]
+        return None if gradient is None else pretend(gradient)
+
+    @grad.setter
+    def grad(self, gradient: Tensor | None) -> None:
+        assert gradient is None or isinstance(gradient, Pretend), "a gradient on the host for a tensor on the device"
+        with torch._C.DisableTorchFunctionSubclass():
+            Tensor.grad.__set__(self, gradient)  # type: ignore[attr-defined]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        if name == "backward":  # hooks run in there, and their tensors are on the device too
+            with torch._C.DisableTorchFunctionSubclass():
+                root = args[0].view_as(args[0])
+            return root.backward(*args[1:], **kwargs)
+        if name == "copy_":
+            return _copy(*args, **kwargs)
+        if name == "to":
+            return _move(args[0], *args[1:], **kwargs)
+        if name in ("numpy", "__array__"):
+            raise TypeError("can't convert cuda:0 device type tensor to numpy")
+        if name in _READ_BY_THE_HOST:
+            GPU.wait(name)
+            GPU.finish()
+        if name == "cpu":
+            return _plain(args[0]).clone()
+        if name in ("__getitem__", "__setitem__"):
+            _check_index(args[1])
+        device = torch.device(kwargs.pop("device", None) or CUDA)
+        where = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor) and not isinstance(t, Pretend)]
+        assert not where, f"{name}: expected all tensors on the device, but {where[0].shape} is on the host"
+        # A dispatch mode keeps operations on lists from counting versions up.
+        looks = contextlib.nullcontext() if name.startswith(("_foreach", "_fused", "_amp")) else _Underneath()
+        with torch._C.DisableTorchFunctionSubclass(), looks:
+            result = func(*args, **kwargs)
+        return tree_map_only(Tensor, pretend, result) if device.type == "cuda" else result
+
+
+def _check_index(index: Any) -> None:
+    for part in index if isinstance(index, tuple) else (index,):
+        if isinstance(part, list | range) or (isinstance(part, Tensor) and not isinstance(part, Pretend)):
+            GPU.wait("an index made on the host")
+        if isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8):
+            GPU.wait("a mask as an index")
+
+
+def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    """What copy_ does, later where the device does it."""
+    to_device, from_device = isinstance(target, Pretend), isinstance(source, Pretend)
+    if to_device != from_device:
+        host = source if to_device else target
+        if not (non_blocking and getattr(host, "pinned", False)):
+            GPU.wait("a copy that is not asynchronous, or not from or to pinned memory")
+            GPU.finish()
+        elif to_device:
+            seen = _plain(source).clone()
+
+            def still_the_same() -> None:
+                assert torch.equal(seen, source), "memory was written to while the device was still to read it"
+
+            GPU.pending.append(_Copy(still_the_same))
+        else:
+            sent = _plain(source).clone()
+            target.fill_(float("nan") if target.is_floating_point() else -(2**40))
+            GPU.pending.append(_Copy(lambda: _TENSOR["copy_"](target, sent)))
+            return target
+    with torch._C.DisableTorchFunctionSubclass():
+        _TENSOR["copy_"](target, source)
+    return target
+
+
+def _move(tensor: Tensor, *args: Any, non_blocking: bool = False, **kwargs: Any) -> Tensor:
+    """What to() does; without a device among the arguments it stays where it is."""
+    device: Any = kwargs.pop("device", None)
+    rest = list(args)
+    if rest and (isinstance(rest[0], str | torch.device)):
+        device = rest.pop(0)
+    elif rest and isinstance(rest[0], Tensor):
+        device, rest[0] = rest[0].device, rest[0].dtype
+    here = isinstance(tensor, Pretend)
+    there = here if device is None else torch.device(device).type == "cuda"
+    with torch._C.DisableTorchFunctionSubclass():
+        result = _TENSOR["to"](tensor, *rest, **kwargs)
+    if here == there:
+        return pretend(result) if there else result
+    if not non_blocking or not there or not getattr(tensor, "pinned", False):
+        GPU.wait("to() that is not asynchronous, or not from pinned memory")
+        GPU.finish()
+    with torch._C.DisableTorchFunctionSubclass():
+        moved = result.clone()
+    return pretend(moved) if there else moved
+
+
+# ---- what replaces torch's own
+
+_TENSOR: Final[dict[str, Any]] = {name: getattr(Tensor, name) for name in ("to", "copy_", "cuda", "pin_memory")}
+_FACTORIES: Final = ["empty", "zeros", "ones", "full", "tensor", "arange", "randn", "rand", "randint", "scalar_tensor"]
+
+
+def _is_cuda(device: Any) -> bool:
+    return device is not None and torch.device(device).type == "cuda"
+
+
+def _factory(name: str) -> Callable[..., Tensor]:
+    original = getattr(torch, name)
+
+    def make(*args: Any, **kwargs: Any) -> Tensor:
+        on_device = _is_cuda(kwargs.get("device"))
+        if on_device:
+            kwargs.pop("device")
+        pinned = kwargs.pop("pin_memory", False)
+        if on_device and name == "tensor":
+            GPU.wait("torch.tensor(..., device='cuda')")
+        result: Tensor = original(*args, **kwargs)
+        if pinned:
+            result.pinned = True  # type: ignore[attr-defined]
+        return pretend(result) if on_device else result
+
+    return make
+
+
+def _to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    devices = [a for a in (*args[:1], kwargs.get("device")) if isinstance(a, str | torch.device)]
+    if isinstance(self, Pretend) or any(_is_cuda(device) for device in devices):
+        return _move(self, *args, **kwargs)
+    result: Tensor = _TENSOR["to"](self, *args, **kwargs)
+    return result
+
+
+def _copy_in_place(self: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    return _copy(self, source, non_blocking)
+
+
+def _cuda(self: Tensor, *_: Any, **kwargs: Any) -> Tensor:
+    return self if isinstance(self, Pretend) else _move(self, device=CUDA, **kwargs)
+
+
+def _pin(self: Tensor, *_: Any) -> Tensor:
+    assert not isinstance(self, Pretend), "cannot pin memory of the device"
+    result = self.clone()
+    result.pinned = True  # type: ignore[attr-defined]
+    return result
+
+
+def _module_cuda(self: nn.Module, *_: Any) -> nn.Module:
+    for tensor in (*self.parameters(), *self.buffers()):
+        is_parameter = isinstance(tensor, nn.Parameter)
+        pretend(tensor)._is_param = is_parameter
+        if tensor.grad is not None:
+            pretend(tensor.grad)
+    return self
+
+
+def _module_to(original: Any) -> Callable[..., nn.Module]:
+    def to(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        if any(_is_cuda(a) for a in (*args, kwargs.get("device")) if isinstance(a, str | torch.device)):
+            return _module_cuda(self)
+        result: nn.Module = original(self, *args, **kwargs)
+        return result
+
+    return to
+
+
+class Event:
+    """Says yes at the second question, as the last of a device that is behind."""
+
+    def __init__(self, enable_timing: bool = False, **_: Any) -> None:
+        self._behind, self._questions, self._recorded = 0, 0, False
+
+    def record(self, stream: Any = None) -> None:
+        self._behind, self._questions, self._recorded = len(GPU.pending), 0, True
+        self._pending = list(GPU.pending)
+        self._at = time.perf_counter()
+
+    def query(self) -> bool:
+        GPU.num_questions += 1
+        self._questions += 1
+        if self._recorded and self._questions > 1:
+            self._finish()
+        return not self._recorded or self._questions > 1
+
+    def synchronize(self) -> None:
+        GPU.waits.append("Event.synchronize()")  # torch's own debugging does not see it
+        self._questions = 1
+        self._finish()
+
+    def elapsed_time(self, end: Event) -> float:
+        return (end._at - self._at) * 1e3
+
+    def _finish(self) -> None:
+        waiting = [copy for copy in GPU.pending if copy in self._pending]
+        GPU.finish(GPU.pending.index(waiting[-1]) + 1 if waiting else 0)
+
+
+class _Stream:
+    cuda_stream = 7
+    device = CUDA
+
+    def wait_stream(self, _: Any) -> None:
+        pass
+
+
+def _synchronize(*_: Any) -> None:
+    GPU.waits.append("torch.cuda.synchronize()")
+    GPU.finish()
+
+
+def _grouped(original: Any) -> Callable[..., Any]:
+    """torch groups tensors by the device that its own code sees."""
+
+    def group(lists: Any, *args: Any, **kwargs: Any) -> Any:
+        on_device = any(isinstance(t, Pretend) for t in tree_iter(lists))
+        with torch._C.DisableTorchFunctionSubclass():
+            groups = original(lists, *args, **kwargs)
+        return {((CUDA if on_device else key[0]), *key[1:]): value for key, value in groups.items()}
+
+    return group
+
+
+def _in_the_interpreter(original: Any) -> Callable[..., Any]:
+    """Triton's interpreter copies what is on a device; here there is nothing to copy."""
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = tree_map_only(Pretend, _plain, (args, kwargs))
+        return original(self, *args, **kwargs)
+
+    return call
+
+
+def install() -> None:
+    """Put the device into this process, for good."""
+    import torch.optim.optimizer as optimizers
+    import torch.utils._foreach_utils as foreach
+    from torch.nn.utils import clip_grad
+
+    for name in _FACTORIES:
+        setattr(torch, name, _factory(name))
+    for name, method in (("to", _to), ("copy_", _copy_in_place), ("cuda", _cuda), ("pin_memory", _pin)):
+        setattr(Tensor, name, method)
+    nn.Module.cuda = _module_cuda  # type: ignore[assignment, method-assign]
+    nn.Module.to = _module_to(nn.Module.to)  # type: ignore[method-assign]
+    for module in (optimizers, foreach, clip_grad):
+        if hasattr(module, "_group_tensors_by_device_and_dtype"):
+            module._group_tensors_by_device_and_dtype = _grouped(module._group_tensors_by_device_and_dtype)
+        for kinds in ("_foreach_supported_types",):
+            if Pretend not in getattr(module, kinds, [Pretend]):
+                getattr(module, kinds).append(Pretend)
+    cuda: Any = torch.cuda
+    cuda.is_available = cuda.is_initialized = lambda: True
+    cuda.is_current_stream_capturing = lambda: False
+    cuda.device_count, cuda.current_device = lambda: 1, lambda: 0
+    cuda.get_device_name = lambda *_: "a pretended GPU"
+    cuda.get_device_capability = lambda *_: (9, 0)
+    cuda.mem_get_info = lambda *_: (2**36, 2**36)
+    cuda.current_stream = lambda *_: _Stream()
+    cuda.device = lambda _: contextlib.nullcontext()
+    cuda.synchronize = _synchronize
+    cuda.Event = Event
+    cuda.set_sync_debug_mode = lambda mode: setattr(GPU, "mode", mode)
+    with contextlib.suppress(ImportError):
+        from triton.runtime import interpreter
+
+        interpreter.GridExecutor.__call__ = _in_the_interpreter(interpreter.GridExecutor.__call__)
+
+
+@contextlib.contextmanager
+def no_waits() -> Iterator[None]:
+    """Fail if the host waits in here, Event.synchronize() included."""
+    before = len(GPU.waits)
+    yield
+    assert GPU.waits[before:] == []
+
+
+def pytest_configure(config: Any) -> None:
+    """A pytest plugin: `-p pretend_gpu`."""
+    install()

@@ -1,0 +1,108 @@
+"""Device time by events that are asked and never waited for, and the budget that it counts against."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from wandb_gradwatch.cadence import Budget, Cadence
+from wandb_gradwatch.capture.timing import _MAX_UNREAD, DeviceTimer
+
+CUDA, OTHER, CPU = torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cpu")
+
+
+class Device:
+    """A device whose clock is set by the test, and which has got as far as the test says."""
+
+    def __init__(self) -> None:
+        self.queued_at = 0.0  # milliseconds: when what is queued now will run
+        self.now = 0.0
+        self.num_events = 0
+
+    def event(self) -> FakeEvent:
+        self.num_events += 1
+        return FakeEvent(self)
+
+
+class FakeEvent:
+    def __init__(self, device: Device) -> None:
+        self.device = device
+
+    def record(self, stream: object = None) -> None:
+        assert stream in (CUDA, OTHER), "recorded on another stream than the current one of the device"
+        self.at = self.device.queued_at
+
+    def query(self) -> bool:
+        return self.at <= self.device.now
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        assert end.query(), "torch raises here: the device has not got there"
+        return end.at - self.at
+
+    def synchronize(self) -> None:
+        raise AssertionError("the host waited")
+
+
+def timer_of(device: Device) -> DeviceTimer:
+    return DeviceTimer(device.event, lambda where: where)
+
+
+def work(timer: DeviceTimer, device: Device, milliseconds: float, where: torch.device = CUDA) -> None:
+    with timer.on(where):
+        device.queued_at += milliseconds
+
+
+def test_what_the_device_has_done_is_added_up_and_the_rest_later() -> None:
+    device = Device()
+    timer = timer_of(device)
+    work(timer, device, 3)
+    work(timer, device, 5)
+    assert timer.seconds() == 0
+    device.now = 3
+    assert timer.seconds() == pytest.approx(0.003)
+    device.now = 8
+    assert timer.seconds() == pytest.approx(0.008)
+    assert timer.seconds() == pytest.approx(0.008)
+
+
+def test_events_are_used_again() -> None:
+    device = Device()
+    timer = timer_of(device)
+    for _ in range(10):
+        work(timer, device, 1)
+        device.now = device.queued_at
+        timer.seconds()
+    assert device.num_events == 2
+
+
+def test_a_device_that_never_gets_there_costs_a_bounded_number_of_events() -> None:
+    device = Device()
+    timer = timer_of(device)
+    for _ in range(_MAX_UNREAD + 100):
+        work(timer, device, 1)
+    assert timer.seconds() == 0
+    assert device.num_events == 2 * _MAX_UNREAD
+
+
+def test_devices_work_side_by_side_and_the_cpu_has_no_events() -> None:
+    device = Device()
+    timer = timer_of(device)
+    for where, milliseconds in ((CUDA, 3), (OTHER, 4), (CPU, 100)):
+        work(timer, device, milliseconds, where)
+    device.now = device.queued_at
+    assert timer.seconds() == pytest.approx(0.004)
+
+
+def test_the_budget_counts_what_only_the_device_spends() -> None:
+    # Steps of 10 ms, of which a sample costs the device 1 ms and the host nothing: 10 %, and 1 % is allowed.
+    device, budget, cadence = Device(), Budget(Cadence(), 0.01), Cadence()
+    timer = timer_of(device)
+    now = 0.0
+    for step in range(1, 200):
+        now += 0.010
+        if cadence.sample_due(step):
+            work(timer, device, 1.0)
+            device.now = device.queued_at
+            cadence = budget.after_sample(cadence, step, now, timer.seconds())
+    # 1 ms every n steps of 9 or 10 ms is at most 1 % from n = 10 or 11 on, and cadences are powers of two.
+    assert cadence.sample_every == 16

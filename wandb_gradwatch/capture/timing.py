@@ -1,0 +1,76 @@
+"""Device time of the monitor's own work, for `max_overhead`: by events that are asked and never waited for."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final, Protocol
+
+import torch
+
+_MAX_UNREAD: Final = 256  # pairs; a device further behind than that is not measured until it has caught up
+
+
+class Event(Protocol):
+    """What is used of `torch.cuda.Event`."""
+
+    def record(self, stream: Any = None) -> None:
+        """Mark the stream's end."""
+
+    def query(self) -> bool:
+        """Whether the device has got there."""
+
+    def elapsed_time(self, end: Any) -> float:
+        """Milliseconds from here to there; both have passed."""
+
+
+def _cuda_event() -> Event:
+    event: Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    return event
+
+
+class DeviceTimer:
+    """Adds up what CUDA devices spend between pairs of events on their current streams.
+
+    Work that is queued meanwhile on another stream is not told apart from a pause of this one. Other devices than CUDA
+    have no time here: on the CPU the host's is all there is.
+
+    Args:
+        make_event: makes an event; torch's own, unless a test has others.
+        stream_of: the stream to record on.
+    """
+
+    def __init__(
+        self,
+        make_event: Callable[[], Event] = _cuda_event,
+        stream_of: Callable[[torch.device], Any] = torch.cuda.current_stream,
+    ) -> None:
+        self._make_event, self._stream_of = make_event, stream_of
+        self._seconds: dict[torch.device, float] = {}
+        self._unread: dict[torch.device, deque[tuple[Event, Event]]] = {}
+        self._free: dict[torch.device, list[tuple[Event, Event]]] = {}  # an event belongs to the device it was first on
+
+    @contextmanager
+    def on(self, device: torch.device) -> Iterator[None]:
+        """Time what is queued in here on the device's current stream."""
+        unread = self._unread.setdefault(device, deque())
+        if device.type != "cuda" or len(unread) >= _MAX_UNREAD:
+            yield
+            return
+        free = self._free.setdefault(device, [])
+        start, end = free.pop() if free else (self._make_event(), self._make_event())
+        stream = self._stream_of(device)
+        start.record(stream)
+        yield
+        end.record(stream)
+        unread.append((start, end))
+
+    def seconds(self) -> float:
+        """What has passed so far, on the device that spent most: they work side by side."""
+        for device, unread in self._unread.items():
+            while unread and unread[0][1].query():
+                start, end = unread.popleft()
+                self._seconds[device] = self._seconds.get(device, 0.0) + start.elapsed_time(end) / 1e3
+                self._free[device].append((start, end))
+        return max(self._seconds.values(), default=0.0)
