@@ -1,9 +1,13 @@
 """The CUDA kernels on a GPU: right first, then how fast, beside a copy and beside what others do.
 
-Every figure is the median over rounds, timed by CUDA events, all candidates in turn in one run. "of copy" is the share
-of the bandwidth that a device-to-device copy reaches in the same run, by the bytes that must be read once.
+Every figure is the median over rounds, all candidates in turn in one run, the cache emptied before each. GPU time is
+between CUDA events, with the device kept busy until the host has queued everything; host time is until the call
+returns. "of copy" is the share of the bandwidth that a device-to-device copy reaches in the same run, by the bytes that
+must be read once. Last, what a real training step takes longer (kernel_step.py).
 
     python -m benchmarks.kernel [--models "GPT-2 small" ...] [--dtypes bfloat16 ...] [--rounds 20] [--json FILE]
+
+Writes the README's table between its markers with --readme; --tiny only shows that everything runs.
 """
 
 from __future__ import annotations
@@ -13,14 +17,21 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.kernel_step import AddedTime, measure_added_time
+from benchmarks.machine import describe_machine
 from benchmarks.shapes import MODELS, num_elements
+from benchmarks.table import README, with_table
 from wandb_gradwatch.statistics.columns import Column
 from wandb_gradwatch.statistics.measure import measure, sum_sq
+
+BEGIN, END = "<!-- kernel:begin -->", "<!-- kernel:end -->"
+TINY: list[tuple[int, ...]] = [(40,), (129, 130), (0,), (7,)]  # one whole chunk, parts of chunks, nothing
 
 Tensors = list[torch.Tensor]
 
@@ -31,22 +42,24 @@ def check(gradients: Tensors, parameters: Tensors) -> None:
     Raises:
         AssertionError: a number is wrong.
     """
-    some = [0, 1, len(gradients) // 2, len(gradients) - 1]
+    some = sorted({0, 1, len(gradients) // 2, len(gradients) - 1})
     measured = measure(gradients, parameters, histogram=True, backend="cuda")
     again = measure(gradients, parameters, histogram=True, backend="cuda")
     expected = measure([gradients[i] for i in some], [parameters[i] for i in some], histogram=True, backend="reference")
     assert measured.histogram is not None
     assert expected.histogram is not None
-    torch.testing.assert_close(measured.histogram[some], expected.histogram, rtol=0, atol=0)
+    counts, rows = measured.histogram.cpu()[some], measured.rows.cpu()[some]
+    torch.testing.assert_close(counts, expected.histogram.cpu(), rtol=0, atol=0)
+    expected_rows = expected.rows.cpu()
     for column in Column:
         rtol = 1e-5 if column in (Column.GRAD_SUM_SQ, Column.RECEIVED_SUM_SQ, Column.PARAM_SUM_SQ) else 0
         atol = 0.0
         if column is Column.GRAD_SUM:  # signs cancel: right to a share of what was added up
             atol = (
                 1e-5
-                * float((expected.rows[:, Column.NUM_ELEMENTS] * expected.rows[:, Column.GRAD_SUM_SQ]).max()) ** 0.5
+                * float((expected_rows[:, Column.NUM_ELEMENTS] * expected_rows[:, Column.GRAD_SUM_SQ]).max()) ** 0.5
             )
-        torch.testing.assert_close(measured.rows[some, column], expected.rows[:, column], rtol=rtol, atol=atol)
+        torch.testing.assert_close(rows[:, column], expected_rows[:, column], rtol=rtol, atol=atol, equal_nan=True)
     assert torch.equal(measured.rows.view(torch.int64), again.rows.view(torch.int64)), "not the same bits twice"
 
 
@@ -104,20 +117,31 @@ def candidates_for(gradients: Tensors, parameters: Tensors) -> dict[str, tuple[C
     }
 
 
-def timed(run: Callable[[], Any]) -> tuple[float, float]:
-    """Milliseconds on the GPU, and on the host until the call returns."""
-    torch.cuda.synchronize()
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    began = time.perf_counter()
-    run()
-    host = (time.perf_counter() - began) * 1e3
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end), host
+class Clock:
+    """Times on a GPU and on the host: median figures need many of them, so an idle device must not be in the way."""
+
+    def __init__(self, busy_cycles: int = 8_000_000, cache_bytes: int = 2**28) -> None:
+        self._busy_cycles = busy_cycles  # some 4 ms: longer than any candidate takes to be queued, if it does not wait
+        self._cache = torch.empty(cache_bytes, dtype=torch.uint8, device="cuda")
+
+    def time(self, run: Callable[[], Any]) -> tuple[float, float]:
+        """Milliseconds on the GPU, and on the host until the call returns."""
+        self._cache.zero_()
+        torch.cuda.synchronize()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(self._busy_cycles)
+        start.record()
+        began = time.perf_counter()
+        run()
+        host = (time.perf_counter() - began) * 1e3
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end), host
 
 
-def benchmark(shapes: list[tuple[int, ...]], dtype: torch.dtype, rounds: int) -> dict[str, dict[str, float]]:
+def benchmark(
+    shapes: list[tuple[int, ...]], dtype: torch.dtype, rounds: int, clock: Clock
+) -> dict[str, dict[str, float]]:
     gradients = [(torch.randn(shape, device="cuda") * 1e-3).to(dtype) for shape in shapes]
     parameters = [(torch.randn(shape, device="cuda") * 0.02).to(dtype) for shape in shapes]
     check(gradients, parameters)
@@ -126,7 +150,7 @@ def benchmark(shapes: list[tuple[int, ...]], dtype: torch.dtype, rounds: int) ->
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in candidates}
     for round_number in range(rounds + 2):
         for name, (run, _) in candidates.items():
-            taken = timed(run)
+            taken = clock.time(run)
             if round_number >= 2:  # compiled, tuned and touched by then
                 times[name].append(taken)
     results = {}
@@ -138,7 +162,32 @@ def benchmark(shapes: list[tuple[int, ...]], dtype: torch.dtype, rounds: int) ->
     return results
 
 
-def main() -> None:
+def render(report: dict[str, Any]) -> str:
+    """The README's table: every list, what of ours and of others' takes how long, and the real step."""
+    machine = report["machine"]
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    names = list(report["results"][0]["candidates"])
+    lines = [
+        f"{machine['device']}, {versions}. GPU ms (share of a copy's bandwidth) / host ms.",
+        "",
+        "| list | " + " | ".join(names) + " |",
+        "|---|" + "---|" * len(names),
+    ]
+    for result in report["results"]:
+        cells = [f"{r['gpu_ms']:.3f} ({r['of_copy']:.0%}) / {r['host_ms']:.2f}" for r in result["candidates"].values()]
+        lines.append(f"| {result['model']}, {result['dtype']} | " + " | ".join(cells) + " |")
+    added = AddedTime(**report["added_time"])
+    lines += [
+        "",
+        f"A training step of GPT-2 small (bfloat16 autocast, 8 x 1024 tokens) takes {added.plain:.2f} ms. Watching every "
+        f"one adds {added.added:.3f} ms ({added.added_ratio:.2%}; noise {added.noise:.3f} ms): per sample {added.host:.2f} "
+        f"ms of the host and {added.gpu:.3f} ms of the GPU, {added.gpu_everything:.3f} ms with a histogram every step. "
+        f"The host waited {added.num_waits} times more often.",
+    ]
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=["ResNet-50", "GPT-2 small", "GPT 1.2B"])
     parser.add_argument(
@@ -146,25 +195,34 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+    parser.add_argument("--readme", type=Path, nargs="?", const=README, help="write the table there")
+    parser.add_argument("--tiny", action="store_true", help="a few small tensors instead of the models")
+    options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks.kernel needs a CUDA device, and torch finds none here")
 
     torch.manual_seed(0)
-    device = torch.cuda.get_device_name()
-    print(f"{device}, torch {torch.__version__}")
-    report: dict[str, Any] = {"device": device, "torch": torch.__version__, "results": []}
-    for model in arguments.models:
-        shapes = MODELS[model]()
-        for dtype in arguments.dtypes:
+    report: dict[str, Any] = {"machine": describe_machine(torch.device("cuda")), "results": []}
+    print(report["machine"])
+    clock = Clock(1000, 1000) if options.tiny else Clock()
+    lists = {"tiny": TINY} if options.tiny else {name: MODELS[name]() for name in options.models}
+    for model, shapes in lists.items():
+        for dtype in options.dtypes:
             print(f"{model}, {dtype}: {len(shapes)} tensors, {num_elements(shapes) / 1e6:.1f} million elements")
-            results = benchmark(shapes, getattr(torch, dtype), arguments.rounds)
+            results = benchmark(shapes, getattr(torch, dtype), options.rounds, clock)
             print(f"  {'':<16}{'GPU ms':>10}{'host ms':>10}{'GB/s':>8}{'of copy':>9}")
             for name, r in results.items():
                 print(f"  {name:<16}{r['gpu_ms']:10.3f}{r['host_ms']:10.3f}{r['gb_per_s']:8.0f}{r['of_copy']:9.0%}")
-            report["results"].append({"model": model, "dtype": dtype, **results})
-    if arguments.json:
-        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+            report["results"].append({"model": model, "dtype": dtype, "candidates": results})
+            torch.cuda.empty_cache()
+    report["added_time"] = asdict(measure_added_time(tiny=options.tiny, rounds=min(options.rounds, 5)))
+    table = render(report)
+    print(table)
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    if options.readme:
+        text = options.readme.read_text(encoding="utf-8")
+        options.readme.write_text(with_table(text, table, begin=BEGIN, end=END), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -134,16 +134,16 @@ def _line(cells: Any) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def with_table(text: str, table: str) -> str:
+def with_table(text: str, table: str, *, begin: str = BEGIN, end: str = END) -> str:
     """The README with this table between its markers.
 
     Raises:
         ValueError: it has no markers.
     """
-    pattern = re.compile(f"{re.escape(BEGIN)}\n.*?{re.escape(END)}", re.DOTALL)
+    pattern = re.compile(f"{re.escape(begin)}\n.*?{re.escape(end)}", re.DOTALL)
     if not pattern.search(text):
-        raise ValueError(f"README.md lacks the markers {BEGIN} and {END}")
-    return pattern.sub(lambda _: f"{BEGIN}\n\n{table}\n\n{END}", text)
+        raise ValueError(f"README.md lacks the markers {begin} and {end}")
+    return pattern.sub(lambda _: f"{begin}\n\n{table}\n\n{end}", text)
 
 
 def pages(readme: str, results: list[dict[str, Any]]) -> dict[Path, str]:

@@ -377,6 +377,8 @@ def install() -> None:
     cuda.device = lambda _: contextlib.nullcontext()
     cuda.synchronize = _synchronize
     cuda.Event = Event
+    cuda._sleep = lambda _: None
+    cuda.empty_cache = lambda: None
     cuda.set_sync_debug_mode = lambda mode: setattr(GPU, "mode", mode)
     with contextlib.suppress(ImportError):
         from triton.runtime import interpreter

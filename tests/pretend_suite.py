@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pretend_gpu
 import pytest
@@ -102,3 +104,43 @@ def test_what_the_host_is_to_use_at_once_is_waited_for():
     before = len(pretend_gpu.GPU.waits)
     assert onto(torch.ones(2, device="cuda"), torch.device("cpu")).tolist() == [1, 1]
     assert len(pretend_gpu.GPU.waits) > before
+
+
+def test_the_benchmark_of_the_kernels_runs_and_writes_its_table(tmp_path):
+    from benchmarks import kernel
+
+    readme, results = tmp_path / "README.md", tmp_path / "results.json"
+    readme.write_text(f"before\n{kernel.BEGIN}\n{kernel.END}\nafter\n")
+    kernel.main(["--tiny", "--rounds", "1", "--json", str(results), "--readme", str(readme)])
+    report = json.loads(results.read_text())
+    assert [(result["model"], result["dtype"]) for result in report["results"]] == [
+        ("tiny", "bfloat16"),
+        ("tiny", "float32"),
+    ]
+    for result in report["results"]:
+        assert result["candidates"]["copy"]["of_copy"] == 1
+        assert all(candidate["gpu_ms"] > 0 for candidate in result["candidates"].values())
+    assert report["added_time"]["gpu"] > 0
+    assert report["added_time"]["host"] > 0
+    text = readme.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    assert "a pretended GPU" in text
+    assert "| tiny, bfloat16 |" in text
+
+
+def test_the_benchmark_notices_a_wrong_number(monkeypatch):
+    from benchmarks import kernel
+
+    right = kernel.measure
+
+    def wrong(*args, backend, **kwargs):
+        measurement = right(*args, backend=backend, **kwargs)
+        if backend == "cuda":
+            measurement.rows[0, 3] += 1
+        return measurement
+
+    monkeypatch.setattr(kernel, "measure", wrong)
+    gradients = [torch.ones(5, device="cuda")] * 2
+    with pytest.raises(AssertionError, match="are not close"):
+        kernel.check(gradients, gradients)

@@ -1,0 +1,148 @@
+"""What watching adds to a real training step on a GPU: GPT-2 small, bfloat16 autocast, every step sampled.
+
+Blocks of steps alternate: plain, watched, plain. The difference of the two plain ones is the noise.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from benchmarks.models import TASKS, Trainee
+from wandb_gradwatch import MemorySink, Watcher, watch
+
+LOG_EVERY = 50
+
+
+@dataclass(frozen=True)
+class AddedTime:
+    """Medians over rounds, in milliseconds a step.
+
+    Args:
+        plain: a step.
+        added: by watching, the host's and the device's part together.
+        noise: between two blocks of plain steps.
+        host: that the monitor itself spends on the host, per sample.
+        gpu: that its kernels take on the device, per sample.
+        gpu_everything: the same with a histogram in every sample.
+        num_waits: of the host for the device in a block of watched steps, more than in one of plain steps.
+    """
+
+    plain: float
+    added: float
+    noise: float
+    host: float
+    gpu: float
+    gpu_everything: float
+    num_waits: int
+
+    @property
+    def added_ratio(self) -> float:
+        """Of a plain step."""
+        return self.added / self.plain
+
+
+def training_step(trainee: Trainee) -> Callable[[], None]:
+    """One step of the kind that the name of this file promises."""
+    optimizer = torch.optim.AdamW(trainee.parameters(), lr=1e-4, fused=True)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = trainee(light=False)
+        loss.backward()
+        optimizer.step()
+
+    return step
+
+
+def measure_added_time(*, tiny: bool, rounds: int) -> AddedTime:
+    """Train with and without the monitor.
+
+    Args:
+        tiny: a few steps of an MLP, to see that everything runs.
+    """
+    torch.manual_seed(0)
+    trainee = TASKS["mlp" if tiny else "gpt2"].make(torch.device("cuda"))
+    step = training_step(trainee)
+    num_steps = 3 if tiny else LOG_EVERY
+    for _ in range(2 if tiny else 20):
+        step()
+    plain, added, noise, host = [], [], [], []
+    for _ in range(rounds):
+        before = _block(step, num_steps)
+        with _watched(trainee, step) as watcher:
+            spent = _host_seconds(watcher)
+            watched = _block(step, num_steps)
+            host.append((_host_seconds(watcher) - spent) / num_steps)
+        after = _block(step, num_steps)
+        plain.append((before + after) / 2)
+        added.append(watched - plain[-1])
+        noise.append(abs(after - before))
+    return AddedTime(
+        plain=statistics.median(plain) * 1e3,
+        added=statistics.median(added) * 1e3,
+        noise=statistics.median(noise) * 1e3,
+        host=statistics.median(host) * 1e3,
+        gpu=_gpu_seconds(trainee, step, num_steps, histogram_every=None) * 1e3,
+        gpu_everything=_gpu_seconds(trainee, step, num_steps, histogram_every=1) * 1e3,
+        num_waits=_waits_more(trainee, step, num_steps),
+    )
+
+
+def _watched(trainee: Trainee, step: Callable[[], None], **options: Any) -> Watcher:
+    """A watcher that has settled: kernels compiled, owners known, the first samples compared by value."""
+    watcher = watch(trainee, sinks=[MemorySink()], sample_every=1, log_every=LOG_EVERY, **options)
+    for _ in range(4):
+        step()
+    return watcher
+
+
+def _block(step: Callable[[], None], num_steps: int) -> float:
+    """Seconds a step, of the device and the host whichever is slower."""
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(num_steps):
+        step()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - began) / num_steps
+
+
+def _host_seconds(watcher: Watcher) -> float:
+    return watcher._sampler.seconds_spent
+
+
+def _gpu_seconds(trainee: Trainee, step: Callable[[], None], num_steps: int, *, histogram_every: int | None) -> float:
+    """Per sample, by the events that max_overhead looks at; a limit that is never reached."""
+    with _watched(trainee, step, histogram_every=histogram_every, max_overhead=0.999) as watcher:
+        timer = watcher._sampler._timer
+        assert timer is not None
+        torch.cuda.synchronize()
+        before = timer.seconds()
+        _block(step, num_steps)
+        return (timer.seconds() - before) / num_steps
+
+
+def _waits_more(trainee: Trainee, step: Callable[[], None], num_steps: int) -> int:
+    plain = _waits(step, num_steps)
+    with _watched(trainee, step):
+        return _waits(step, num_steps) - plain
+
+
+def _waits(step: Callable[[], None], num_steps: int) -> int:
+    torch.cuda.synchronize()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            for _ in range(num_steps):
+                step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return sum("synchronizing" in str(warning.message) for warning in caught)
