@@ -215,7 +215,19 @@ def _move(tensor: Tensor, *args: Any, non_blocking: bool = False, **kwargs: Any)
 # ---- what replaces torch's own
 
 _TENSOR: Final[dict[str, Any]] = {name: getattr(Tensor, name) for name in ("to", "copy_", "cuda", "pin_memory")}
-_FACTORIES: Final = ["empty", "zeros", "ones", "full", "tensor", "arange", "randn", "rand", "randint", "scalar_tensor"]
+_FACTORIES: Final = [
+    "empty",
+    "zeros",
+    "ones",
+    "full",
+    "tensor",
+    "arange",
+    "randn",
+    "rand",
+    "randint",
+    "scalar_tensor",
+    "as_tensor",
+]
 
 
 def _is_cuda(device: Any) -> bool:
@@ -230,8 +242,8 @@ def _factory(name: str) -> Callable[..., Tensor]:
         if on_device:
             kwargs.pop("device")
         pinned = kwargs.pop("pin_memory", False)
-        if on_device and name == "tensor":
-            GPU.wait("torch.tensor(..., device='cuda')")
+        if on_device and name in ("tensor", "as_tensor"):
+            GPU.wait(f"torch.{name}(..., device='cuda')")
         result: Tensor = original(*args, **kwargs)
         if pinned:
             result.pinned = True  # type: ignore[attr-defined]
@@ -377,6 +389,7 @@ def install() -> None:
     cuda.device = lambda _: contextlib.nullcontext()
     cuda.synchronize = _synchronize
     cuda.Event = Event
+    cuda.is_bf16_supported = lambda *_: True
     cuda._sleep = lambda _: None
     cuda.empty_cache = lambda: None
     cuda.set_sync_debug_mode = lambda mode: setattr(GPU, "mode", mode)

@@ -111,12 +111,9 @@ def test_the_benchmark_of_the_kernels_runs_and_writes_its_table(tmp_path):
 
     readme, results = tmp_path / "README.md", tmp_path / "results.json"
     readme.write_text(f"before\n{kernel.BEGIN}\n{kernel.END}\nafter\n")
-    kernel.main(["--tiny", "--rounds", "1", "--json", str(results), "--readme", str(readme)])
+    kernel.main(["--tiny", "--rounds", "1", "--dtypes", "bfloat16", "--json", str(results), "--readme", str(readme)])
     report = json.loads(results.read_text())
-    assert [(result["model"], result["dtype"]) for result in report["results"]] == [
-        ("tiny", "bfloat16"),
-        ("tiny", "float32"),
-    ]
+    assert [(result["model"], result["dtype"]) for result in report["results"]] == [("tiny", "bfloat16")]
     for result in report["results"]:
         assert result["candidates"]["copy"]["of_copy"] == 1
         assert all(candidate["gpu_ms"] > 0 for candidate in result["candidates"].values())
@@ -142,5 +139,5 @@ def test_the_benchmark_notices_a_wrong_number(monkeypatch):
 
     monkeypatch.setattr(kernel, "measure", wrong)
     gradients = [torch.ones(5, device="cuda")] * 2
-    with pytest.raises(AssertionError, match="are not close"):
+    with pytest.raises(AssertionError, match="not equal"):
         kernel.check(gradients, gradients)
