@@ -35,6 +35,7 @@ from benchmarks.rows import Tally, history_rows, steps_of, tally
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "tests"))
 from loopback import LoopbackServer, Trouble  # noqa: E402
+from processes import inherited  # noqa: E402
 
 LOG_EVERY = 5
 _QUIET = {"console": "off", "disable_git": True, "silent": True, "x_disable_stats": True, "x_disable_meta": True}
@@ -248,7 +249,9 @@ def processes_that_end(scenario: str, steps: int, ends: list[int], trouble: str)
             directory = Path(folder, str(number))
             directory.mkdir()
             command = [sys.executable, "-c", program, str(directory), str(steps), str(end), trouble]
-            children.append((directory, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)))
+            # A W&B core of its own: this process's would outlive the child's death, and know nothing of its full disk.
+            child = subprocess.Popen(command, env=inherited(), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+            children.append((directory, child))
         tallies, messages = [], 0
         for directory, child in children:
             output, errors = child.communicate()

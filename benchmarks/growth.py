@@ -1,36 +1,32 @@
 """How cost grows: with the number of tensors, series in W&B, samples, and ranks. Writes docs/growth.md.
 
-What one machine can hold is measured. What it cannot, thousands of ranks, is computed from measured pieces: the bytes
-of one flush, and the time of one message and of one byte between two processes here.
+What one machine can hold is measured: up to a few hundred ranks as processes. What it cannot, thousands of ranks, is
+computed from measured pieces: the bytes of one flush, what each place in a group sends of them, the time of a message,
+of a byte and of a request to the store.
 
-    python -m benchmarks.growth [--tensors 10 148 ...] [--rounds 5] [--json FILE]
+    python -m benchmarks.growth [--tensors 10 148 ...] [--rounds 5] [--ranks 8 32 64 128] [--json FILE]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import tempfile
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
-from torch import Tensor
 
 import wandb_gradwatch
 from benchmarks.harness import Bench, monitor_rows, offline_run
 from benchmarks.machine import describe_machine
 from benchmarks.models import Task, TensorList, Trainee
 from benchmarks.monitors import Attached
+from benchmarks.ranks import computed, measure_pieces, measured_tree
 from wandb_gradwatch.capture.roster import Roster
+from wandb_gradwatch.rank_tree import GROUP
 from wandb_gradwatch.reduction import LocalWindow, _pack
 from wandb_gradwatch.sinks import MemorySink, WandbSink
 from wandb_gradwatch.statistics.columns import NUM_BINS, NUM_COLUMNS
@@ -123,65 +119,14 @@ def bytes_of_flush(num_parameters: int) -> dict[str, float]:
     }
 
 
-def measure_transport() -> dict[str, float]:
-    """Two and four processes here, over gloo and loopback: a message's time, a byte's, and sockets per neighbour."""
-    with tempfile.TemporaryDirectory() as directory:
-        found = {world: _in_processes(world, Path(directory) / str(world)) for world in (2, 4)}
-    large = found[2]["large_bytes"]
-    # Of a ring of two each rank sends 2 * (R - 1) = 2 messages, and 2 * (R - 1) / R = 1 times the data.
-    return {
-        "message_us": found[2]["small_us"] / 2,
-        "gb_per_s": large / ((found[2]["large_us"] - found[2]["small_us"]) * 1e3),
-        "files_per_neighbour": (found[4]["files"] - found[2]["files"]) / 2,
-    }
-
-
-def _in_processes(world: int, path: Path) -> dict[str, float]:
-    multiprocessing.spawn(_rank_program, (world, str(path)), nprocs=world)
-    result: dict[str, float] = json.loads(Path(f"{path}.json").read_text(encoding="utf-8"))
-    return result
-
-
-def _rank_program(rank: int, world: int, path: str) -> None:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.set_num_threads(1)
-    store = dist.FileStore(path, world)
-    before = psutil.Process().num_fds()
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
-    small, large = torch.zeros(1, dtype=torch.float64), torch.zeros(2**19, dtype=torch.float64)
-    times = {name: _all_reduce_us(tensor) for name, tensor in (("small_us", small), ("large_us", large))}
-    files = psutil.Process().num_fds() - before
-    if rank == 0:
-        found = times | {"files": files, "large_bytes": large.nbytes}
-        Path(f"{path}.json").write_text(json.dumps(found), encoding="utf-8")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def _all_reduce_us(tensor: Tensor) -> float:
-    taken = []
-    for _ in range(30):
-        began = time.perf_counter()
-        dist.all_reduce(tensor)
-        taken.append(time.perf_counter() - began)
-    return statistics.median(taken) * 1e6
-
-
-def ring(num_bytes: float, ranks: int, transport: dict[str, float]) -> dict[str, float]:
-    """Bytes that one rank sends, and the time, of one ring all-reduce: 2 (R - 1) messages of 1/R of the data."""
-    sent = 2 * (ranks - 1) / ranks * num_bytes
-    seconds = 2 * (ranks - 1) * transport["message_us"] * 1e-6 + sent / (transport["gb_per_s"] * 1e9)
-    return {"sent": sent, "seconds": seconds}
-
-
 def render(found: dict[str, Any]) -> str:
-    machine, transport = found["machine"], found["transport"]
+    machine, pieces = found["machine"], found["pieces"]
     tensors = [
         f"| {row['tensors']:,} | {row['unwatched']:.2f} | {row['not sampled']:.2f} | {row['sampled']:.2f} | "
         f"{row['sampled'] / row['tensors'] * 1e3:.1f} | {row['keys']:,} | {row['row_bytes'] / 1024:,.0f} |"
         for row in found["tensors"]
     ]
-    flushes, rings = [], []
+    flushes, large = [], []
     for flush in found["flushes"]:
         total = flush["sums"] + flush["extremes"]
         flushes.append(
@@ -189,11 +134,17 @@ def render(found: dict[str, Any]) -> str:
             f"{total / SAMPLES / 1024:,.1f} | {flush['pack_ms']:.1f} |"
         )
         for ranks in RANKS:
-            parts = [ring(flush[key], ranks, transport) for key in ("sums", "extremes")] + [ring(16, ranks, transport)]
-            rings.append(
-                f"| {flush['parameters']:,} | {ranks:,} | {sum(p['sent'] for p in parts) / 1024:,.0f} | "
-                f"{sum(p['seconds'] for p in parts):.2f} | {transport['files_per_neighbour'] * (ranks - 1):,.0f} |"
+            one = computed(total, ranks, pieces)
+            large.append(
+                f"| {flush['parameters']:,} | {ranks:,} | {one['sent'] / 2**20:,.1f} | {one['seconds']:.2f} | "
+                f"{one['connections']} | {one['meeting']:.1f} |"
             )
+    trees = [
+        f"| {tree['ranks']:,} | {tree['first']['files']:.0f} | {tree['median']['files']:.0f} | "
+        f"{tree['first']['times_sent']:.1f} | {tree['median']['times_sent']:.1f} | {tree['median']['meeting_s']:.2f} | "
+        f"{tree['median']['merge_ms']:,.0f} | {tree['wrong']} |"
+        for tree in found["trees"]
+    ]
     return f"""# How cost grows
 
 Made by `python -m benchmarks.growth` on {machine["device"]}, {machine["cores"]} cores, torch
@@ -202,8 +153,8 @@ Made by `python -m benchmarks.growth` on {machine["device"]}, {machine["cores"]}
 ## Tensors, and series in W&B
 
 Tensors of {ELEMENTS} elements, so that it is the calls that are seen and not the reading; medians of {found["rounds"]}
-pairs, milliseconds a step. A row is one with histograms. Above 256 names the series are grouped, and a row stops
-growing.
+pairs, milliseconds a step. A row is one with histograms. Above 256 names the series are grouped by module, which is
+said once, and a row stops growing.
 
 | tensors | unwatched | adds, not sampled | adds, sampled | µs a tensor | metric names | KiB a row |
 | --: | --: | --: | --: | --: | --: | --: |
@@ -225,20 +176,30 @@ What a rank gives to them does not depend on the number of ranks. A window of {S
 | --: | --: | --: | --: | --: |
 {chr(10).join(flushes)}
 
-**Computed, not measured:** a ring all-reduce over R ranks sends 2 (R - 1) messages of 1/R of the data. Between two
-processes on this machine, over loopback, a message takes {transport["message_us"]:.0f} µs and a second moves
-{transport["gb_per_s"]:.2f} GB; a rank holds {transport["files_per_neighbour"]:.1f} sockets for each other rank.
-With these figures one flush costs:
+No rank is connected with all others. Groups of {GROUP} neighbours merge, then the first ranks of the groups, and so on
+(`wandb_gradwatch/rank_tree.py`). **Measured**, as so many processes on this machine; the times are those of
+{machine["cores"]} cores that do the work of all ranks, the other figures do not depend on that. Merged were
+{found["trees"][0]["numbers"]:,} numbers; "sent" is in multiples of them:
 
-| parameters | ranks | KiB sent by a rank | seconds in the background | open sockets of a rank |
-| --: | --: | --: | --: | --: |
-{chr(10).join(rings)}
+| ranks | files opened, rank 0 | median rank | sent, rank 0 | median rank | s to meet | ms a merge | wrong results |
+| --: | --: | --: | --: | --: | --: | --: | --: |
+{chr(10).join(trees)}
 
-The bytes hold at any number of ranks: twice the data at most. The time is that of the messages, grows with the ranks,
-and passes in a thread of its own beside {SAMPLES} training steps. What does not hold is the number of connections: a
-gloo group connects every rank with every other, and a process may often hold no more than 1,024 open files. Near a
-thousand ranks that limit must be raised (`ulimit -n`); where the group cannot be made, the sharded rows are not logged,
-which is said once, and training goes on.
+**Computed** from measured pieces, for rank 0, which is the first of all its groups and has most to do: between two
+processes here a message takes {pieces["message_us"]:.0f} µs and a second moves {pieces["gb_per_s"]:.2f} GB;
+the first of a group of {GROUP} sends its values {pieces["first_sends"]:.1f} times, another rank
+{pieces["member_sends"]:.1f} times; a `TCPStore` answers {pieces["requests_per_s"]:,.0f} requests a second.
+One flush, and the meeting that comes before the first:
+
+| parameters | ranks | MiB sent | seconds in the background | connections | seconds to meet |
+| --: | --: | --: | --: | --: | --: |
+{chr(10).join(large)}
+
+Why it holds: connections and messages grow with the logarithm of the ranks, the bytes with the number of levels, and
+all of it passes in a thread of its own beside {SAMPLES} training steps. The meeting grows with the ranks, since all
+addresses pass through the one store of the job, over one more connection of each rank to it: it happens once, and each
+wait in it ends after a minute. Where ranks cannot be met, the numbers are those of rank 0's shards, which is said once,
+and training goes on.
 """
 
 
@@ -246,6 +207,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tensors", type=int, nargs="+", default=[10, 148, 1000, 5000, 20_000])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 32, 64, 128])
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -254,7 +216,8 @@ def main() -> None:
         "rounds": arguments.rounds,
         "tensors": [cost_of_tensors(number, arguments.rounds) for number in arguments.tensors],
         "flushes": [bytes_of_flush(number) for number in (148, 1000)],
-        "transport": measure_transport(),
+        "trees": [measured_tree(world) for world in arguments.ranks],
+        "pieces": measure_pieces(),
     }
     PAGE.parent.mkdir(exist_ok=True)
     PAGE.write_text(render(found), encoding="utf-8")

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import socket
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from datetime import timedelta
@@ -23,11 +26,14 @@ import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
 
-from wandb_gradwatch.rank_tree import GROUP, RankTree
+from wandb_gradwatch.rank_tree import GROUP, RankTree, places
+from wandb_gradwatch.statistics.columns import FloatArray
 
 _WAIT = timedelta(seconds=120)
 _ROUNDS = 5
+_MERGES = 3  # a flush: that all agree, the sums, the extremes
 
 
 def main() -> None:
@@ -115,6 +121,102 @@ def _bytes_written() -> int:
     """What this process has written so far; gloo's messages are all that it writes."""
     [line] = [line for line in Path("/proc/self/io").read_text().splitlines() if line.startswith("wchar")]
     return int(line.split()[1])
+
+
+# ---- thousands of ranks, computed from measured pieces
+
+
+def measured_tree(world: int) -> dict[str, Any]:
+    """That many processes merging over the tree, in an interpreter of their own: they are forked."""
+    command = [sys.executable, "-m", "benchmarks.ranks", "--ranks", str(world)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent.parent)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def measure_pieces() -> dict[str, float]:
+    """What the figures for thousands of ranks are computed from."""
+    pair = measured_message()
+    # 33 ranks: rank 0 is the first of a group of 32 below and one of two at the top, where it sends the values once.
+    tree = measured_tree(GROUP + 1)
+    return pair | {
+        "first_sends": tree["first"]["times_sent"] - 1.0,
+        "member_sends": tree["median"]["times_sent"],
+        "requests_per_s": requests_per_second(),
+    }
+
+
+def measured_message() -> dict[str, float]:
+    """Two processes, over loopback: microseconds of a message, and bytes a second."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "pair"
+        multiprocessing.spawn(_pair, (str(path),), nprocs=2)
+        found = json.loads(Path(f"{path}.json").read_text(encoding="utf-8"))
+    # Each of two sends 2 (R - 1) = 2 messages, and 2 (R - 1) / R = 1 times the data.
+    return {
+        "message_us": found["small_us"] / 2,
+        "gb_per_s": found["large_bytes"] / ((found["large_us"] - found["small_us"]) * 1e3),
+    }
+
+
+def _pair(rank: int, path: str) -> None:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    tree = RankTree(dist.FileStore(path, 2), rank, 2, timedelta(seconds=60))
+    small, large = np.zeros(1), np.zeros(2**19)
+    times = {name: _all_reduce_us(tree, values) for name, values in (("small_us", small), ("large_us", large))}
+    if rank == 0:
+        Path(f"{path}.json").write_text(json.dumps(times | {"large_bytes": large.nbytes}), encoding="utf-8")
+
+
+def _all_reduce_us(tree: RankTree, values: FloatArray) -> float:
+    taken = []
+    for _ in range(30):
+        began = time.perf_counter()
+        tree.all_reduce(values, dist.ReduceOp.SUM)
+        taken.append(time.perf_counter() - began)
+    return statistics.median(taken) * 1e6
+
+
+def requests_per_second(count: int = 1000) -> float:
+    """What a TCPStore in a process of its own answers to one client, at the best of ten times."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        port = pool.apply(_serve)
+        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        store.set("key", "x" * 120)  # about what a rank's address takes
+        taken = []
+        for _ in range(10):
+            began = time.perf_counter()
+            for _ in range(count):
+                store.get("key")
+            taken.append(time.perf_counter() - began)
+        return count / min(taken)
+
+
+_SERVED: list[dist.TCPStore] = []
+
+
+def _serve() -> int:
+    _SERVED.append(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+    return int(_SERVED[0].port)
+
+
+def computed(num_bytes: float, ranks: int, pieces: dict[str, float]) -> dict[str, float]:
+    """One flush of so many bytes on rank 0, which is first in all its groups; its connections; the first meeting.
+
+    A reduction within a group passes 2 (n - 1) messages one after the other (a ring, then to the first), a broadcast
+    log2(n), the all-reduce at the top 2 (n - 1).
+    """
+    levels = list(places(0, ranks, GROUP))
+    factor = sum(2 * (place.size - 1) / place.size if place.is_top else pieces["first_sends"] for place in levels)
+    messages = sum(2 * (place.size - 1) + (0 if place.is_top else math.ceil(math.log2(place.size))) for place in levels)
+    meetings = sum(sum(place.size for place in places(rank, ranks, GROUP)) for rank in range(ranks))
+    return {
+        "sent": factor * num_bytes,
+        "seconds": _MERGES * messages * pieces["message_us"] * 1e-6 + factor * num_bytes / (pieces["gb_per_s"] * 1e9),
+        "connections": sum(place.size - 1 for place in levels),
+        "meeting": 2 * meetings / pieces["requests_per_s"],
+    }
 
 
 if __name__ == "__main__":

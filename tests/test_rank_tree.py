@@ -6,15 +6,20 @@ Ranks are threads here, each with gloo groups of its own; `test_distributed.py` 
 from __future__ import annotations
 
 import itertools
+import json
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
 import pytest
 import torch.distributed as dist
+from processes import inherited
 
 from wandb_gradwatch.rank_tree import RankTree, places
 
@@ -130,3 +135,19 @@ def test_places_are_the_same_from_both_sides() -> None:
     upper = [[place for place in places(rank, 8, 3)][1] for rank in (0, 3, 6)]
     assert [place.rank for place in upper] == [0, 1, 2]
     assert all(first.group == second.group for first, second in itertools.pairwise(upper))
+
+
+def test_forked_ranks_are_measured() -> None:
+    """`benchmarks/ranks.py`, from which docs/growth.md has its figures, on five processes in groups of two."""
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.ranks", "--ranks", "5", "--group", "2", "--numbers", "1000"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parent.parent,
+        env=inherited(),
+    )
+    found = json.loads(done.stdout)
+    assert found["wrong"] == 0
+    assert found["first"]["times_sent"] > found["median"]["times_sent"] > 0.5
+    assert found["first"]["files"] > found["median"]["files"] > 0
