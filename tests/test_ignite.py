@@ -320,6 +320,23 @@ def test_the_callback_comes_before_the_update_and_may_raise() -> None:
     assert [index for index, _ in called] == [BAD]
 
 
+@pytest.mark.parametrize(
+    "arguments", [{"max_norm": 1.0, "stds": None}, {"rule": lambda norm: norm > 1.0}], ids=["static", "own"]
+)
+def test_a_fixed_limit_or_a_function_is_the_rule(arguments: dict[str, Any]) -> None:
+    """With a learning rate of 0 the norms are known beforehand: those above 1 are flagged, and no others."""
+    model = small_model()
+    expected = Recomputed(model)
+    engine, flags = Engine(usual_step(model, torch.optim.SGD(model.parameters(), lr=0.0), expected)), []
+    engine.add_event_handler(Events.ITERATION_COMPLETED, lambda e: flags.append(e.state.unhealthy_spike))
+    data = batches(8)
+    data[::2] *= 0.01
+    GradWatch(model, **arguments).attach(engine)
+    engine.run(data)
+    assert flags == [norm > 1.0 for norm in expected.norms]
+    assert {True, False} == set(flags)
+
+
 def test_own_rule_and_its_errors() -> None:
     model = small_model()
     norms: list[float] = []

@@ -374,6 +374,21 @@ def test_an_explosion_is_judged_before_clipping_and_said(caplog: pytest.LogCaptu
     assert any("Exploding gradient" in record.message for record in caplog.records)
 
 
+def test_a_nan_is_an_alert_of_its_own_step_and_no_part_of_the_epoch() -> None:
+    alerts: list[Alert] = []
+    data = batches(4)
+    data[2] = torch.nan
+    notes, module = Notes(), Regression()
+    # The guard keeps the weights whole.
+    trainer_of(GradWatchCallback(on_alert=alerts.append, guard="skip"), notes=notes).fit(
+        module, DataLoader(data, batch_size=None)
+    )
+    assert [(alert.title, alert.step) for alert in alerts] == [("NaN gradient", 3)]
+    assert "net.0.weight" in alerts[0].text
+    healthy = [module.expected.norms[batch] for batch in (0, 1, 3)]
+    assert notes.series("train_epoch/grad_norm") == [(3, approx(sum(healthy) / 3))]
+
+
 def test_without_a_threshold_nothing_is_too_large() -> None:
     alerts: list[Alert] = []
     module = Regression(lr=0.0)
@@ -410,6 +425,23 @@ def test_two_fits_with_one_callback_are_two_trainings() -> None:
         trainer_of(callback, notes=notes).fit(module, loader(3))
         assert notes.series("train/grad_norm") == list(enumerate(approx(n) for n in module.expected.norms))
         assert len(notes.series("train_epoch/grad_norm")) == 1
+
+
+def test_the_steps_of_a_rate_finder_are_none_of_the_training(tmp_path: Any) -> None:
+    from lightning.pytorch.callbacks import LearningRateFinder
+
+    notes, module, memory = Notes(), Regression(), MemorySink()
+    finder = LearningRateFinder(num_training_steps=6, update_attr=False)
+    trainer_of([GradWatchCallback(sinks=[memory]), finder], notes=notes, default_root_dir=tmp_path).fit(
+        module, loader(4)
+    )
+    norms = module.expected.norms
+    assert len(norms) > 4  # those of the finder came first
+    assert notes.series("train/grad_norm") == list(enumerate(approx(norm) for norm in norms[-4:]))
+    assert notes.series("train_epoch/grad_norm") == [(3, approx(sum(norms[-4:]) / 4))]
+    samples = memory.merged()
+    assert samples is not None
+    assert samples.steps.tolist() == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("more", [{"fast_dev_run": 2}, {"barebones": True}], ids=["fast_dev_run", "barebones"])

@@ -7,6 +7,7 @@ the checkpoint only, so the resumed training is right only if it has all of them
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -105,8 +106,9 @@ def lightning(folder: Path, told: Told, *, killed: bool, resumed: bool) -> None:
     notes, module = Notes(), Regression(lr=0.01)
     watch = GradWatchCallback(log_every_n_steps=LOG_EVERY, guard="skip", **told.options)
     trainer = trainer_of([watch, *([Kill()] if killed else [])], notes=notes, max_epochs=EPOCHS)
+    safely = {"weights_only": True} if "weights_only" in inspect.signature(trainer.fit).parameters else {}
     try:
-        trainer.fit(module, Data(), ckpt_path=folder / "last.ckpt" if resumed else None, weights_only=True)
+        trainer.fit(module, Data(), ckpt_path=folder / "last.ckpt" if resumed else None, **safely)
     finally:
         told.numbers = [(step, values) for step, values in notes.calls if any("grad" in name for name in values)]
     told.leave(module)
