@@ -22,7 +22,7 @@ from .rules import Alert
 from .sinks import Sink
 from .snapshot import Snapshot
 from .statistics.columns import Column, FloatArray
-from .statistics.found import merge_histograms
+from .statistics.found import MetricHistogram, merge_histograms
 from .window import ArrivedFlush, ArrivedSample
 
 # S samples in the window, P watched parameters, C columns, B histogram bins
@@ -111,9 +111,22 @@ class Delivery:
         ):
             self._drop_zeroed(sample)
             total_C = np.nansum(sample.rows, axis=0).tolist()
+        if sample.histograms:
+            sample = self._with_earlier_histograms(sample)
         self._window.append(sample)
         if whole:
             self._judge_soon(sample, total_C)
+
+    def _with_earlier_histograms(self, sample: ArrivedSample) -> ArrivedSample:
+        """The window's histograms are those of its newest sample that has any: as many as there are keys, no more."""
+        earlier: list[Mapping[str, MetricHistogram]] = []
+        for index, other in enumerate(self._window):
+            if other.histograms:
+                earlier.append(other.histograms)
+                self._window[index] = replace(other, histograms={})
+        if self._keep_newest_histogram:
+            return sample
+        return replace(sample, histograms=merge_histograms([*earlier, sample.histograms]))
 
     def end_window(self) -> tuple[ArrivedSample, ...]:
         """The window's samples; the next window begins."""

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..capture.probes import Found, WatchedTensor
 from ..capture.sharding import local_part
 from ..rules import Rule
-from .naming import Models
+from .naming import ROOT, Models
 from .tap import Dims, Tap
 
 if TYPE_CHECKING:
@@ -68,6 +69,12 @@ class Store(Protocol):
     def clear(self) -> None:
         """Forget everything."""
 
+    def mark(self) -> None:
+        """Remember what there is."""
+
+    def go_back(self) -> None:
+        """Be again what was marked."""
+
 
 AnyStore = TypeVar("AnyStore", bound=Store)
 
@@ -76,11 +83,15 @@ class ForwardProbe(ModuleProbe):
     """A probe that looks into forwards: opens and shuts its tap, and says once where it sees nothing.
 
     What a forward adds is pending until a backward has ended or an optimizer steps: the sample before may still be open
-    when the next forward runs.
+    when the next forward runs. A forward of a whole model that does not come to its end, because something in it
+    raised, adds nothing.
     """
 
     def __init__(self) -> None:
         self._tap: Tap | None = None
+        self._around: tuple[Tap, ...] = ()  # where forwards of whole models begin, and where they end
+        self._roots: frozenset[str] = frozenset()
+        self._unfinished = False  # a forward has begun
         self._stores: list[tuple[Any, Any]] = []  # pending, and of the sample
         self._due = False
         self._seen_any = False  # since the last update
@@ -88,11 +99,17 @@ class ForwardProbe(ModuleProbe):
 
     @property
     def seconds_spent(self) -> float:
-        return 0.0 if self._tap is None else self._tap.seconds_spent
+        return sum(tap.seconds_spent for tap in self._taps)
+
+    @property
+    def _taps(self) -> tuple[Tap, ...]:
+        return () if self._tap is None else (self._tap, *self._around)
 
     def tap_into(self, models: Models, on_logged: Callable[[str, str, Any, Dims], None] | None = None) -> None:
         """Make the tap, shut."""
         self._tap = Tap(repr(self), models, on_logged=on_logged)
+        self._around = Tap(repr(self), models), Tap(repr(self), models)
+        self._roots = frozenset(prefix.removesuffix(".") or ROOT for prefix, _ in models.alive())
 
     def install(self, tap: Tap) -> None:
         """Hook what is to be seen and is not hooked yet. Called when a sample that is due begins."""
@@ -103,13 +120,31 @@ class ForwardProbe(ModuleProbe):
         self._stores.append(pair)
         return pair
 
+    def forward_begins(self, name: str, module: nn.Module, args: Any, kwargs: Mapping[str, Any], _: Any) -> None:
+        """The forward of a whole model begins."""
+        self._drop_unfinished()
+        for pending, _sample in self._stores:
+            pending.mark()
+        self._unfinished = True
+
+    def _forward_ends(self, *_: Any) -> None:
+        self._unfinished = False
+
+    def _drop_unfinished(self) -> None:
+        if self._unfinished:
+            self._unfinished = False
+            for pending, _ in self._stores:
+                pending.go_back()
+
     def settle(self) -> None:
         """What is pending belongs to the open sample."""
+        self._drop_unfinished()
         for pending, sample in self._stores:
             sample.absorb(pending)
 
     def forget_pending(self) -> None:
         """What is pending belongs to no sample."""
+        self._unfinished = False
         for pending, _ in self._stores:
             pending.clear()
 
@@ -119,9 +154,12 @@ class ForwardProbe(ModuleProbe):
             return
         if next_step_is_due:
             self.install(self._tap)
-            self._tap.open()
+            begins, ends = self._around
+            begins.hook(lambda name, _: name in self._roots, self.forward_begins, before=True)
+            ends.hook(lambda name, _: name in self._roots, self._forward_ends)
+            self._open()
         else:
-            self._tap.shut()
+            self._shut()
             self.forget_pending()
 
     def gradients_ready(self, tensors: Sequence[WatchedTensor]) -> None:
@@ -131,7 +169,7 @@ class ForwardProbe(ModuleProbe):
         self.settle()
         if self._tap is None:
             return
-        self._tap.shut()  # an optimizer that evaluates its closure again runs forwards of no interest
+        self._shut()  # an optimizer that evaluates its closure again runs forwards of no interest
         self._unseen_updates = 0 if self._seen_any else self._unseen_updates + 1
         self._seen_any = False
         if self._unseen_updates == _PATIENCE_IN_UPDATES:
@@ -143,28 +181,41 @@ class ForwardProbe(ModuleProbe):
             )
 
     def after_update(self, tensors: Sequence[WatchedTensor]) -> None:
-        if self._tap is not None and self._due:
-            self._tap.open()
+        if self._due:
+            self._open()
+
+    def _open(self) -> None:
+        for tap in self._taps:
+            tap.open()
+
+    def _shut(self) -> None:
+        for tap in self._taps:
+            tap.shut()
 
     def close(self) -> None:
-        if self._tap is not None:
-            self._tap.remove()
+        for tap in self._taps:
+            tap.remove()
 
 
 def tensors_in(output: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
     """Every real or complex floating tensor in an output, with where it lies.
 
-    A lone tensor lies at "", those of tuples, lists and dicts at "output_0", "output_hidden_1", by index and key. Of a
-    tensor that several ranks hold together (a DTensor) it is this rank's part.
+    A lone tensor lies at "", those of tuples, lists, dicts and dataclasses at "output_0", "output_hidden_1", by index
+    and key. Of a tensor that several ranks hold together (a DTensor) it is this rank's part.
     """
     if isinstance(output, Tensor):
         if (output.is_floating_point() or output.is_complex()) and not _is_inside_transform(output):
-            yield path, local_part(output).detach()
+            # A nested tensor has no shape of its own; what is empty has no statistics.
+            tensor = local_part(output.values() if output.is_nested else output).detach()
+            if tensor.numel():
+                yield path, tensor
         return
     if isinstance(output, Mapping):
         items: Any = output.items()
     elif isinstance(output, tuple | list):
         items = zip(getattr(output, "_fields", range(len(output))), output, strict=True)
+    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
+        items = [(field.name, getattr(output, field.name)) for field in dataclasses.fields(output)]
     else:
         return
     for key, value in items:

@@ -55,6 +55,12 @@ class Tally:
             most_K = values_KE.amax(1)
             self._state = most_K if self._state is None else torch.maximum(self._state, most_K)
 
+    def copy(self) -> Tally:
+        """Another one of the same values; tensors are shared, as they are never changed in place."""
+        other = Tally(self._aggregate, self.labels)
+        other._state, other._count, other._kept = self._state, self._count, list(self._kept)
+        return other
+
     def merge(self, later: Tally) -> None:
         """Add what another tally of the same metric holds."""
         self._kept += later._kept
@@ -84,6 +90,7 @@ class Tallies(Generic[Key]):
 
     def __init__(self) -> None:
         self._tallies: dict[Key, Tally] = {}
+        self._marked: dict[Key, Tally] = {}
 
     def __contains__(self, key: Key) -> bool:
         return key in self._tallies
@@ -114,9 +121,17 @@ class Tallies(Generic[Key]):
                 self._tallies[key] = tally
         later.clear()
 
+    def mark(self) -> None:
+        """Remember what there is."""
+        self._marked = {key: tally.copy() for key, tally in self._tallies.items()}
+
+    def go_back(self) -> None:
+        """Be again what was marked."""
+        self._tallies = self._marked
+
     def clear(self) -> None:
         """Forget everything."""
-        self._tallies = {}
+        self._tallies, self._marked = {}, {}
 
 
 class Sums:
@@ -124,6 +139,7 @@ class Sums:
 
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
+        self._marked: dict[str, Tensor] = {}
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return iter(tuple(self._sums.items()))
@@ -139,6 +155,14 @@ class Sums:
             self.add(key, values)
         later.clear()
 
+    def mark(self) -> None:
+        """Remember what there is; sums are never changed in place."""
+        self._marked = dict(self._sums)
+
+    def go_back(self) -> None:
+        """Be again what was marked."""
+        self._sums = self._marked
+
     def clear(self) -> None:
         """Forget everything."""
-        self._sums = {}
+        self._sums, self._marked = {}, {}

@@ -17,7 +17,7 @@ from ..statistics.found import FoundDistance
 from ..statistics.measure import sum_sq
 from .base import ForwardProbe, logger, tensor_name, tensors_in
 from .metric import Metric
-from .naming import ROOT, Models, matcher, nothing_matches
+from .naming import Models, matcher, nothing_matches
 from .reduction import Sums, Tallies, widened
 from .shards import Shards, is_dtensor
 from .tap import Tap, Vanishing
@@ -105,14 +105,9 @@ class Reference(ForwardProbe):
         self._pending_values: Tallies[str]
         self._sample_values: Tallies[str]
         self._pending_values, self._sample_values = self.stores(Tallies)
-        self._root_tap: Tap | None = None
 
     def __repr__(self) -> str:
         return "Reference()" if self._match is None else f"Reference(match={self._match!r})"
-
-    @property
-    def seconds_spent(self) -> float:
-        return super().seconds_spent + (0.0 if self._root_tap is None else self._root_tap.seconds_spent)
 
     # ---- at watch()
 
@@ -132,7 +127,6 @@ class Reference(ForwardProbe):
             if not any(map(self._matches_module, modules)):
                 raise nothing_matches("Reference()", self._activations, "module", modules)
             self.tap_into(self._models)
-            self._root_tap = Tap(repr(self), self._models)
             self._hook_reference(self._matches_module)
 
     def _is_like(self, model: nn.Module) -> bool:
@@ -153,13 +147,6 @@ class Reference(ForwardProbe):
     def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
         super().start(next_step_is_due, histogram_is_due)
         self._parameters_done = set()
-        if self._root_tap is not None:
-            if next_step_is_due:
-                root = self._prefix.removesuffix(".") or ROOT
-                self._root_tap.hook(lambda name, _: name == root, self._model_begins, before=True)
-                self._root_tap.open()
-            else:
-                self._root_tap.shut()
 
     def install(self, tap: Tap) -> None:
         matches = self._matches_module
@@ -169,15 +156,9 @@ class Reference(ForwardProbe):
         if self._tap is not None:
             super().before_update(tensors)
         self._compare_parameters(tensors)
-        if self._root_tap is not None:
-            self._root_tap.shut()
 
-    def after_update(self, tensors: Sequence[WatchedTensor]) -> None:
-        super().after_update(tensors)
-        if self._root_tap is not None and self._due:
-            self._root_tap.open()
-
-    def _model_begins(self, name: str, module: nn.Module, args: Any, kwargs: Mapping[str, Any], _: Any) -> None:
+    def forward_begins(self, name: str, module: nn.Module, args: Any, kwargs: Mapping[str, Any], _: Any) -> None:
+        super().forward_begins(name, module, args, kwargs, _)
         self._outputs = {}
         if self._is_copy and self._reference.training != module.training:
             self._reference.train(module.training)
@@ -272,8 +253,6 @@ class Reference(ForwardProbe):
 
     def close(self) -> None:
         super().close()
-        if self._root_tap is not None:
-            self._root_tap.remove()
         for handle in self._handles:
             handle.remove()
         self._handles, self._outputs = [], {}

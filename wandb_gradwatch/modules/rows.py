@@ -93,6 +93,7 @@ class RowTally:
         self._dead_threshold = dead_threshold
         self._needs_bins = any(name in QUANTILES for name in statistics)
         self.histogram_is_due = False
+        self._marked: dict[str, Tensor] = {}
         self._rows: dict[str, Tensor] = {}  # [C], and the histogram's [B] behind it where there is one
 
     def add(self, tensors: Mapping[str, Tensor]) -> None:
@@ -115,7 +116,15 @@ class RowTally:
 
     def clear(self) -> None:
         """Forget everything."""
-        self._rows = {}
+        self._rows, self._marked = {}, {}
+
+    def mark(self) -> None:
+        """Remember what there is; rows are never changed in place."""
+        self._marked = dict(self._rows)
+
+    def go_back(self) -> None:
+        """Be again what was marked."""
+        self._rows = self._marked
 
     def read(self, order: Callable[[str], Any] | None = None) -> Iterable[tuple[str, str, Found]]:
         """Name, statistic and value of everything, by name in the order given, else in that of arrival."""

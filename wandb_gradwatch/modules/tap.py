@@ -49,7 +49,7 @@ class Tap:
         self._models = models
         self._on_logged = on_logged
         self._containment = Containment(self._failed)
-        self._handles: dict[int, RemovableHandle] = {}  # by the module's id
+        self._handles: dict[int, tuple[RemovableHandle, _Hook]] = {}  # by the module's id
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 
     def hook(self, chosen: Callable[[str, nn.Module], bool], seen: SeenOutput, *, before: bool = False) -> None:
@@ -61,19 +61,22 @@ class Tap:
         """
         taken: set[str] = set()
         self._names.clear()
-        attached: dict[int, RemovableHandle] = {}
+        attached: dict[int, tuple[RemovableHandle, _Hook]] = {}
         for name, module in self._models.modules():
             self._names[module] = name
             if name in taken or not chosen(name, module):
                 continue
             taken.add(name)
-            handle = self._handles.get(id(module))
-            if handle is None or not _is_attached(handle, module, before):
+            handle, hook = self._handles.pop(id(module), (None, None))
+            if handle is None or hook is None or not _is_attached(handle, module, before):
                 hook = _Hook(self, name, seen)
                 register: Any = module.register_forward_pre_hook if before else module.register_forward_hook
                 handle = register(hook, with_kwargs=True)
                 assert handle is not None
-            attached[id(module)] = handle
+            hook.name = name  # a module can move: out of a list, into a wrapper
+            attached[id(module)] = handle, hook
+        for handle, _ in self._handles.values():  # not there any more, or not chosen under its new name
+            handle.remove()
         self._handles = attached
 
     def open(self) -> None:
@@ -90,7 +93,7 @@ class Tap:
     def remove(self) -> None:
         """Remove every hook. Idempotent."""
         self.shut()
-        for handle in self._handles.values():
+        for handle, _ in self._handles.values():
             handle.remove()
         self._handles = {}
 
@@ -140,14 +143,14 @@ class _Hook(Vanishing):
     """A module's forward hook."""
 
     def __init__(self, tap: Tap, name: str, seen: SeenOutput) -> None:
-        self._tap, self._name, self._seen = tap, name, seen
+        self._tap, self.name, self._seen = tap, name, seen
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any = None) -> None:
         # First of all, so that a compiler which traces this sees a constant, and guards nothing.
         if torch.compiler.is_compiling() or not self._tap.is_open:
             return
-        self._tap.order.setdefault(self._name, len(self._tap.order))
-        self._tap.see(lambda: self._seen(self._name, module, args, kwargs, output))
+        self._tap.order.setdefault(self.name, len(self._tap.order))
+        self._tap.see(lambda: self._seen(self.name, module, args, kwargs, output))
 
 
 def _is_attached(handle: RemovableHandle, module: nn.Module, before: bool) -> bool:
