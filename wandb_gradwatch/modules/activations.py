@@ -12,7 +12,7 @@ from ..capture.probes import Found
 from ..capture.roster import NameFilter
 from ..rules import Rule
 from .alerts import NonFiniteActivation
-from .base import ForwardProbe, slices, tensor_name, tensors_in
+from .base import ForwardProbe, is_measurable, slices, tensor_name, tensors_in
 from .mixin import MonitorMixin
 from .naming import Models, matcher, nothing_matches
 from .rows import DEFAULT_STATISTICS, RowTally, check_statistics
@@ -61,6 +61,9 @@ class Activations(ForwardProbe):
     def __repr__(self) -> str:
         return "Activations()" if self._match is None else f"Activations({self._match!r})"
 
+    def claims(self) -> set[tuple[str, str]]:
+        return {("activation", statistic) for statistic in self._statistics}
+
     def rules(self) -> list[Rule]:
         return [NonFiniteActivation()] if "num_nonfinite" in self._statistics else []
 
@@ -82,7 +85,7 @@ class Activations(ForwardProbe):
         self._add(name, {tensor_name(name, path): tensor for path, tensor in tensors_in(output)})
 
     def _logged(self, module: str, name: str, thing: Any, dims: Dims) -> None:
-        if isinstance(thing, Tensor) and (self._matches(module) or self._matches(f"{module}.{name}")):
+        if is_measurable(thing) and (self._matches(module) or self._matches(f"{module}.{name}")):
             parts = {tensor_name(module, name, label): part for label, part in slices(thing.detach(), dims)}
             self._add(f"{module}.{name}", parts)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,10 @@ class ModuleProbe:
 
     def bind(self, models: Models) -> None:
         """Called once, by watch(): check what can be checked, and raise what has to be raised. Hook nothing yet."""
+
+    def claims(self) -> set[tuple[str, str]]:
+        """Families and metrics that it logs under: ("update", "norm") for `update/<name>/norm`."""
+        return set()
 
     def rules(self) -> list[Rule]:
         """The rules that a watcher with the default rules gets with this probe."""
@@ -204,11 +208,8 @@ def tensors_in(output: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
     and key. Of a tensor that several ranks hold together (a DTensor) it is this rank's part.
     """
     if isinstance(output, Tensor):
-        if (output.is_floating_point() or output.is_complex()) and not _is_inside_transform(output):
-            # A nested tensor has no shape of its own; what is empty has no statistics.
-            tensor = local_part(output.values() if output.is_nested else output).detach()
-            if tensor.numel():
-                yield path, tensor
+        if is_measurable(output):
+            yield path, local_part(output.values() if output.is_nested else output).detach()
         return
     if isinstance(output, Mapping):
         items: Any = output.items()
@@ -222,9 +223,14 @@ def tensors_in(output: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
         yield from tensors_in(value, f"{path or 'output'}_{key}")
 
 
-def _is_inside_transform(tensor: Tensor) -> bool:
-    """Whether this stands for many tensors, under vmap or grad: it has no elements to look at."""
-    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+def is_measurable(thing: object) -> TypeGuard[Tensor]:
+    """Whether this is a tensor with real or complex floating elements to look at.
+
+    One under vmap or grad stands for many tensors and has none; what is empty has no statistics.
+    """
+    if not isinstance(thing, Tensor) or not (thing.is_floating_point() or thing.is_complex()):
+        return False
+    return thing.numel() > 0 and not torch._C._functorch.is_functorch_wrapped_tensor(thing)
 
 
 def slices(tensor: Tensor, dims: Dims) -> list[tuple[str, Tensor]]:

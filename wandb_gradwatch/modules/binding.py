@@ -12,6 +12,7 @@ from .base import ModuleProbe
 from .custom import CustomMetrics
 from .metric import Metric
 from .naming import Models
+from .reference import Reference
 
 MetricLike = Metric | ModuleProbe
 
@@ -28,7 +29,8 @@ def probes_of(
 
     Raises:
         TypeError: something else in metrics.
-        ValueError: one that matches nothing in the models, or does not work on what it matches.
+        ValueError: one that matches nothing in the models, or does not work on what it matches; two that would log
+            under the same keys.
     """
     _check(metrics)
     bound = Models(with_prefixes(models), watched=watched)
@@ -36,9 +38,23 @@ def probes_of(
     probes = [probe for probe in metrics if isinstance(probe, ModuleProbe)]
     if custom:
         probes.append(CustomMetrics(custom))
+    _check_keys(probes)
     for probe in probes:
         probe.bind(bound)
     return list(probes)
+
+
+def _check_keys(probes: Sequence[ModuleProbe]) -> None:
+    claimed: dict[tuple[str, str], ModuleProbe] = {}
+    for probe in probes:
+        for family, metric in sorted(probe.claims()):
+            other = claimed.setdefault((family, metric), probe)
+            # Several of one kind are for different names, as their match= says; a reference is of the whole model.
+            if other is not probe and (type(other) is not type(probe) or isinstance(probe, Reference)):
+                raise ValueError(
+                    f"metrics: {other!r} and {probe!r} would both log under {family}/<name>/{metric}; give one of them "
+                    "another name, or leave it out"
+                )
 
 
 def rules_of(metrics: Sequence[MetricLike]) -> list[Rule]:

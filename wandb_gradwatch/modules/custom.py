@@ -11,7 +11,7 @@ from torch import Tensor
 from ..capture.probes import WatchedTensor
 from ..statistics.elements import onto
 from .attention import AttentionCall
-from .base import ForwardProbe, logger, pieces, slices, tensor_name, tensors_in
+from .base import ForwardProbe, is_measurable, logger, pieces, slices, tensor_name, tensors_in
 from .metric import Metric
 from .mixin import MonitorMixin
 from .naming import Models, matcher, nothing_matches
@@ -53,6 +53,9 @@ class CustomMetrics(ForwardProbe):
 
     def __repr__(self) -> str:
         return f"CustomMetrics({', '.join(metric.name for metric in self._metrics)})"
+
+    def claims(self) -> set[tuple[str, str]]:
+        return {(metric.on, metric.name) for metric in self._metrics}
 
     # ---- at watch()
 
@@ -120,7 +123,7 @@ class CustomMetrics(ForwardProbe):
         if isinstance(thing, AttentionCall):
             for part, tensor in (("query", thing.query), ("key", thing.key), ("value", thing.value)):
                 self._logged(module, part, tensor, {-3: "head"})
-        elif isinstance(thing, Tensor):
+        elif is_measurable(thing):
             self._seen_any = True
             for label, part_of in slices(thing.detach(), dims):
                 full_name = tensor_name(module, name, label)

@@ -92,6 +92,8 @@ class Reference(ForwardProbe):
         self._matches_module = matcher(activations, repr(self)) if activations is not None else None
         self._functions = dict(functions or {})
         for name, function in self._functions.items():
+            if name in (DIFFERENCE, RELATIVE):
+                raise ValueError(f"Reference(): functions: {name!r} is the name of the distance itself; choose another")
             Metric(name, function)  # type: ignore[arg-type]  # raises for a name or function that makes no sense
         self._prefix = ""
         self._models = Models([])
@@ -108,6 +110,10 @@ class Reference(ForwardProbe):
 
     def __repr__(self) -> str:
         return "Reference()" if self._match is None else f"Reference(match={self._match!r})"
+
+    def claims(self) -> set[tuple[str, str]]:
+        families = ("parameter",) if self._matches_module is None else ("parameter", "activation")
+        return {(family, name) for family in families for name in (DIFFERENCE, RELATIVE, *self._functions)}
 
     # ---- at watch()
 

@@ -70,6 +70,9 @@ class Updates(ModuleProbe):
     def __repr__(self) -> str:
         return "Updates()" if self._match is None else f"Updates({self._match!r})"
 
+    def claims(self) -> set[tuple[str, str]]:
+        return {("update", "norm"), ("update", "ratio")}
+
     def bind(self, models: Models) -> None:
         parameters = models.watched_parameters()
         chosen = {name: parameter for name, parameter in parameters.items() if self._matches(name)}
