@@ -88,10 +88,16 @@ class ExplodingGradient:
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
         judged_S = (np.nansum(snapshot.num_nonfinite, axis=1) == 0) & ~snapshot.skipped & (snapshot.total_grad_norm > 0)
-        for sample in np.flatnonzero(judged_S):
-            fact = self._judge(snapshot, int(sample))
-            if fact is not None:
-                yield self._alert(snapshot, int(sample), fact)
+        healthy: list[int] = []  # whose layers are not learnt yet
+        for sample in np.flatnonzero(judged_S).tolist():
+            fact = self._judge(snapshot, sample)
+            if fact is None:
+                healthy.append(sample)
+            else:
+                self._learn_layers(snapshot, healthy)
+                healthy = []
+                yield self._alert(snapshot, sample, fact)
+        self._learn_layers(snapshot, healthy)
 
     def limit(self, names: tuple[str, ...], present_P: npt.NDArray[np.bool_]) -> float:
         """The largest total norm of the gradients of these parameters that is no explosion now, growth apart.
@@ -120,8 +126,6 @@ class ExplodingGradient:
         past.see(_log(norm), window=self.window)
         fact = self._too_large(norm) or self._unusual(norm, past) or self._growing(norm, past)
         past.learn(alarmed=fact is not None, window=self.window, adapt_after=self.adapt_after)
-        if fact is None:
-            self._learn_layers(snapshot, sample)
         return fact
 
     def _past(self, names: tuple[str, ...], present_P: npt.NDArray[np.bool_]) -> _Past:
@@ -172,12 +176,14 @@ class ExplodingGradient:
             f"{rise.num_samples} samples, step by step (threshold {number(self.growth)} times)"
         )
 
-    def _learn_layers(self, snapshot: Snapshot, sample: int) -> None:
-        usual_P, norm_P = self._usual.of(snapshot.names), snapshot.grad_norm[sample]
-        seen = norm_P > 0
-        log_P = np.log(norm_P[seen])
-        known_P = np.where(np.isnan(usual_P[seen]), log_P, usual_P[seen])
-        usual_P[seen] = known_P + _USUAL_WEIGHT * (log_P - known_P)
+    def _learn_layers(self, snapshot: Snapshot, samples: list[int]) -> None:
+        """Follow each layer's log norm with a moving average."""
+        usual_P, norm_SP = self._usual.of(snapshot.names), snapshot.grad_norm[samples]
+        seen_SP = norm_SP > 0
+        log_SP = np.log(norm_SP, where=seen_SP, out=np.zeros_like(norm_SP))
+        for log_P, seen_P in zip(log_SP, seen_SP, strict=True):
+            known_P = np.where(np.isnan(usual_P), log_P, usual_P)
+            np.copyto(usual_P, known_P + _USUAL_WEIGHT * (log_P - known_P), where=seen_P)
 
     def _alert(self, snapshot: Snapshot, sample: int, fact: str) -> Alert:
         norm_P, usual_P = snapshot.grad_norm[sample], np.exp(self._usual.of(snapshot.names))
