@@ -103,12 +103,9 @@ class Delivery:
     def take(self, sample: ArrivedSample, *, whole: bool) -> None:
         """A sample has arrived; `whole`: its rows are those of the whole model, not of this rank's shards."""
         total_C: list[float] = np.add.reduce(sample.rows, axis=0).tolist()
-        # NaN: some are missing. Looking closer costs as much as all the rest, and is nearly always for nothing.
-        if (
-            math.isnan(total_C[Column.NUM_ELEMENTS])
-            or not total_C[Column.RECEIVED_SUM_SQ]
-            or len(sample.sample.updated) > 1
-        ):
+        some_are_missing = math.isnan(total_C[Column.GRAD_SUM_SQ])
+        # Nearly always one optimizer has received something for everything: no need to look closer.
+        if some_are_missing or not total_C[Column.RECEIVED_SUM_SQ] or len(sample.sample.updated) > 1:
             self._drop_zeroed(sample)
             total_C = np.nansum(sample.rows, axis=0).tolist()
         if sample.histograms:

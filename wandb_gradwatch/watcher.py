@@ -18,9 +18,10 @@ import torch
 
 from .cadence import Cadence
 from .capture.containment import CallbackError, Containment
+from .capture.events import SamplerEvents
 from .capture.gauge import MeasureOptions
 from .capture.roster import Roster
-from .capture.sampler import Sampler, SamplerEvents
+from .capture.sampler import Sampler
 from .delivery import Delivery, Merger, Names, Overhead
 from .desk import AlertDesk
 from .diagnosis import Diagnosis

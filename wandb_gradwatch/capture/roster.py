@@ -77,6 +77,12 @@ class Roster:
         """What cannot have a gradient now: frozen, or no longer in the model."""
         return {name for name, trainable in zip(self.names, self.trainable, strict=True) if not trainable}
 
+    def some_names(self, slots: Iterable[int], limit: int = 3) -> str:
+        """The first of these slots' names, and how many more there are: for a message."""
+        names = [self.names[slot] for slot in slots]
+        more = f" and {len(names) - limit} more" if len(names) > limit else ""
+        return ", ".join(names[:limit]) + more
+
     def scan(self) -> list[tuple[int, Tensor]]:
         """Walk the models: (slot, parameter) of every watched parameter, in model order, a tied one once.
 

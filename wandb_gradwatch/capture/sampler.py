@@ -12,9 +12,7 @@ The SampleClock says when a sample is complete; it is then committed to the wind
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -27,46 +25,27 @@ from .agreement import Agreements
 from .by_hand import UpdatesByHand
 from .clock import Closed, SampleClock
 from .containment import Containment, contained
+from .events import SamplerEvents
+from .following import NO_SLOT, Following
 from .gauge import Gauge, MeasureOptions
 from .hooks import BackwardHooks, current_graph_task
+from .open_sample import OpenSample, Surroundings
 from .owners import Owners
 from .probes import Probe, Probes
 from .roster import Roster
 from .scaling import SCALES
+from .schedule import Schedule
 from .seen import Entry, was_seen
-from .sharding import Shards, fsdp1_flat_parameters
+from .sharding import Shards
 from .steps import STEP_HOOKS
 from .timing import DeviceTimer
-from .withholding import Judge, Withholding
-
-# Old code clips through `p.grad.data`, which leaves no trace in the version counter. The first samples and every
-# flushed one are compared by value; one difference there, and every sample is.
-_COMPARED_SAMPLES: Final = 3
+from .withholding import Withholding
 
 # This many backwards that only accumulate, without a step, are worth a word.
 _PATIENCE_IN_BACKWARDS: Final = 1000
 
-_NO_SLOT: Final = -1
-
 CADENCE_METRIC: Final = "gradwatch/sample_every"  # the cadence that max_overhead has come to
 GUARD_METRIC: Final = "gradwatch/num_guarded_steps"  # withheld since the sample before; only with a guard
-
-
-@dataclass(frozen=True)
-class SamplerEvents:
-    """What a sampler tells its watcher.
-
-    Args:
-        deliver: it is a good moment to hand over what has arrived.
-        notice: something to be said once, by kind and text.
-        no_gradient: gradients are computed and lead to no update (text, step): to be said once, as an alert.
-        judge: decides, at every step, whether its gradients are used; None: they are.
-    """
-
-    deliver: Callable[[], None]
-    notice: Callable[[str, str], None]
-    no_gradient: Callable[[str, int], None]
-    judge: Judge | None = None
 
 
 class Sampler:
@@ -103,44 +82,36 @@ class Sampler:
     ) -> None:
         self._roster = roster
         self._window = window
-        self._cadence = cadence
-        self._budget = budget
         self._events = events
         self.containment = containment
         self.clock = SampleClock(step=start_step)
-        self._owners = Owners(roster, self.clock, self._rescan, optimizer)
+        self._schedule = Schedule(self.clock, cadence, budget)
         self._timer = DeviceTimer() if budget is not None else None
-        self._gauge = Gauge(window, self._owners, options, self._timer)
         self._hooks = BackwardHooks(on_mark=self._mark, on_begin=self._backward_begins, on_end=self._backward_ended)
+        self.shards = Shards()
+        self._following = Following(roster, self._hooks, self.shards, found=window.resize, new=self._say_new)
+        self._owners = Owners(roster, self.clock, self._scan, optimizer)
         self.withholding = Withholding(events.judge, window) if events.judge is not None else None
         self._agreements = Agreements()
+        self._probes = Probes(probes)
+        around = Surroundings(roster, window, self.clock, self._schedule, self._owners, events, self._scan)
+        reads_rows = self.withholding is not None and self.withholding.needs_rows
+        gauge = Gauge(window, self._owners, options, self._timer)
+        self._sample = OpenSample(around, gauge, self._probes, guard_reads_rows=reads_rows)
         self._muted = 0
         self._reached: set[int] = set()  # slots marked in the backward under way
-        self._probes = Probes(probes)
-
-        # The open sample.
-        self._compared: tuple[int, ...] = ()
         self._joining: int | None = None
-        self._being_unscaled: list[Entry] = []
-
-        # What was learnt.
-        self._backwards_per_sample: deque[int] = deque(maxlen=4)
-        self._trust_versions = True
-        self._by_hand = UpdatesByHand(roster, self._gauge.seen, excluded=optimizer is not None)
-        self._samples_in_window = 0
-        self._num_samples = 0
+        self._by_hand = UpdatesByHand(roster, self._sample.seen, excluded=optimizer is not None)
         self._seconds_between = 0.0  # spent on guarding steps between samples: no cadence makes them fewer
         self._seconds_at_commit = 0.0
 
         if scaler is not None:
             SCALES.use(scaler)
-        self.shards = Shards()
-        self._roster_version = self._roster_changes = -1
 
     def start(self) -> None:
         """Hook everything; what can raise for a bad argument has done so before."""
-        self._follow(self._roster.scan(), said=False)
-        self._start_probes()
+        self._following.start()
+        self._sample.begin()
         SCALES.subscribe(self)
         STEP_HOOKS.subscribe(self)
 
@@ -157,7 +128,7 @@ class Sampler:
     # ---- marks and backwards
 
     def _mark(self, slot: int) -> None:
-        if not self._muted and slot != _NO_SLOT:
+        if not self._muted and slot != NO_SLOT:
             self.clock.marked.add(slot)
             self._reached.add(slot)
 
@@ -178,13 +149,13 @@ class Sampler:
                 self.clock.marked |= self._reached
             self._by_hand.remember_parameters()
         if self._is_measured:
-            entries = self._rescan()
-            if self.clock.backwards + 1 >= self._expected_backwards:
-                self._measure_present(entries)
+            entries = self._scan()
+            if self._schedule.has_all_backwards:
+                self._sample.measure_present(entries)
             else:
-                self._gauge.note(entries)
+                self._sample.note(entries)
         elif self._by_hand.possible:
-            self._gauge.note(self._roster.scan())
+            self._sample.note(self._roster.scan())
         self._commit(self.clock.backward_ended())
         if self.clock.backwards == _PATIENCE_IN_BACKWARDS:
             self._events.no_gradient(
@@ -199,75 +170,18 @@ class Sampler:
         self._muted += 1 if muted else -1
 
     @property
-    def _is_due(self) -> bool:
-        return self._cadence.sample_due(self.clock.open_step)
-
-    @property
-    def _histogram_is_due(self) -> bool:
-        first_of_window = self._samples_in_window == 0
-        return self._is_due and self._cadence.histogram_due(self.clock.open_step, first_of_window=first_of_window)
-
-    @property
     def _is_measured(self) -> bool:
         """Whether the open step's gradients are looked at: a guard judges every one."""
-        return self.withholding is not None or self._is_due
+        return self.withholding is not None or self._schedule.is_sampled
 
-    @property
-    def _rows_are_read(self) -> bool:
-        """Whether the open step's rows are for more than a guard that judges by the norm."""
-        return self._is_due or (self.withholding is not None and self.withholding.needs_rows)
+    def _scan(self) -> list[Entry]:
+        return self._following.scan(self.clock.marked)
 
-    @property
-    def _expected_backwards(self) -> int:
-        """How many backwards the open sample will have: the fewest of the last samples, so that none is missed."""
-        return min(self._backwards_per_sample, default=1)
-
-    def _rescan(self) -> list[Entry]:
-        """Walk the model, and follow what is new in it."""
-        entries = self._roster.scan()
-        if self._roster.changes != self._roster_changes or self.shards.uses_fsdp1 or self._some_are_unmarked(entries):
-            self._follow(entries)
-        return entries
-
-    def _some_are_unmarked(self, entries: Iterable[Entry]) -> bool:
-        """Whether a gradient is there that no hook has told of: a hook is gone with a tensor that was swapped."""
-        marked = self.clock.marked
-        return any(slot not in marked and parameter.grad is not None for slot, parameter in entries)
-
-    def _follow(self, entries: Sequence[Entry], *, said: bool = True) -> None:
-        """Hook what is new, and make room for it."""
-        self._roster_changes = self._roster.changes
-        self._window.resize(len(self._roster.names))
-        if self._roster.version != self._roster_version:
-            self._roster_version = self._roster.version
-            self.shards.update(entries, self._roster.models())
-        if self.shards.uses_fsdp1:  # the leaves of its backward are not the model's parameters: they tell when it ends
-            entries = [*entries, *((_NO_SLOT, leaf) for leaf in fsdp1_flat_parameters(self._roster.models()))]
-        new = [slot for slot in self._hooks.follow(entries) if slot != _NO_SLOT]
-        if new and said:
-            self._events.notice(
-                "new parameters",
-                f"now following parameters that were added, replaced or unfrozen after watch(): {self._names(new)}",
-            )
-
-    def _measure_present(self, entries: Iterable[Entry]) -> None:
-        """Measure every gradient that is there, marked or not: some hooks are blind (swapped tensors)."""
-        present = [entry for entry in entries if entry[1].grad is not None]
-        self._measure(present)
-        unmarked = sorted(slot for slot, _ in present if slot not in self.clock.marked)
-        if unmarked:
-            self._window.drop_zero_rows(unmarked)
-
-    def _measure(self, present: Sequence[Entry]) -> None:
-        self._gauge.measure(present, histogram=self._histogram_is_due, parameters=self._rows_are_read)
-        if self._probes and self._is_due:
-            tensors = self._gauge.watched(present, self._roster.names, scaled=True)
-            self._probes.gradients_ready(tensors)
-
-    def _names(self, slots: Iterable[int], limit: int = 3) -> str:
-        names = [self._roster.names[slot] for slot in slots]
-        more = f" and {len(names) - limit} more" if len(names) > limit else ""
-        return ", ".join(names[:limit]) + more
+    def _say_new(self, slots: Sequence[int]) -> None:
+        names = self._roster.some_names(slots)
+        self._events.notice(
+            "new parameters", f"now following parameters that were added, replaced or unfrozen after watch(): {names}"
+        )
 
     # ---- optimizer steps
 
@@ -313,10 +227,8 @@ class Sampler:
                 self._joining = key
                 return
         if self._is_measured:
-            self._inspect(optimizer, inside_backward=inside_backward)
-        if self._probes and self._is_due:
-            tensors = self._gauge.watched(self._owners.entries(optimizer), self._roster.names, scaled=False)
-            self._probes.before_update(tensors)
+            self._sample.inspect(optimizer, inside_backward=inside_backward)
+        self._sample.before_update(optimizer)
         if self.withholding is not None:  # last: what follows it up is the step, and then release()
             entries = self._owners.entries(optimizer)
             function = self.withholding.needs_rows
@@ -335,9 +247,7 @@ class Sampler:
             self._joining = None
             self.clock.join(key)
             return
-        if self._probes and self._is_due:
-            tensors = self._gauge.watched(self._owners.entries(optimizer), self._roster.names, scaled=False)
-            self._probes.after_update(tensors)
+        self._sample.after_update(optimizer)
         self._step_done(key, skipped=False, inside_backward=inside_backward)
 
     @contained
@@ -360,7 +270,7 @@ class Sampler:
         if self.clock.has_stepped(key):
             return True
         present = [(slot, p.grad) for slot, p in self._owners.entries(optimizer) if p.grad is not None]
-        if self._cadence.sample_due(self.clock.step):
+        if self._schedule.was_sampled(self.clock.step):
             return all(was_seen(gradient) for _, gradient in present)
         return self.clock.were_in_last_sample(slot for slot, _ in present)
 
@@ -369,74 +279,22 @@ class Sampler:
         if current_graph_task() == -1:  # never deliver from within a tensor hook
             self._deliver()
 
-    def _inspect(self, optimizer: Optimizer, *, inside_backward: bool) -> None:
-        """Compare what the optimizer is about to use with what was measured, and measure what is not known yet."""
-        entries = self._owners.entries(optimizer)
-        found = self._gauge.seen.inspect(entries, inside_backward=inside_backward)
-        if inside_backward:
-            self.clock.marked.update(slot for slot, _ in found.late)
-        self._gauge.correct_scale(optimizer)
-        if found.gone:
-            self._window.clear(found.gone)
-        if found.nothing_is_left:
-            self._events.no_gradient(
-                f"in step {self.clock.open_step} every gradient was already None when the optimizer stepped, "
-                "though the backward had computed them. Call zero_grad() after step(), or before backward().",
-                self.clock.open_step,
-            )
-        if found.late:
-            self._measure(found.late)
-        if found.unclear:
-            entries = self._rescan()  # nothing marked them: hook what was unfrozen
-            if not self.clock.backwards:  # assigned by hand, and for every optimizer that is going to step
-                self.clock.marked.update(slot for slot, parameter in entries if parameter.grad is not None)
-            self._gauge.measure_after_clipping(found.unclear, optimizer)
-            self._events.notice(
-                "unclipped gradient not seen",
-                f"the gradients of {self._names(slot for slot, _ in found.unclear)} could not be seen before clipping "
-                f"in step {self.clock.open_step}: their grad_norm is missing there, grad_norm_clipped is there",
-            )
-        modified = found.changed
-        if found.unchanged and self._must_compare_values:
-            self._compared += tuple(slot for slot, _ in found.unchanged)
-            modified = modified + found.unchanged
-        if modified and self._rows_are_read:
-            self._gauge.measure_received(modified, optimizer)
-        found_inf = getattr(optimizer, "found_inf", None)  # set by a scaler where the optimizer itself skips
-        if found_inf is not None:
-            self._window.set_found_inf(found_inf)
-
-    @property
-    def _must_compare_values(self) -> bool:
-        return (
-            not self._trust_versions
-            or self._num_samples < _COMPARED_SAMPLES
-            or self._cadence.is_last_before_flush(self.clock.open_step)
-        )
-
     def distrust_versions(self) -> None:
         """A gradient was modified without a trace: compare every sample by value from now on."""
-        self._trust_versions = False
+        self._schedule.distrust_versions()
 
     # ---- loss scale
 
     @contained
     def before_unscale(self, optimizer: Optimizer) -> None:
         """See ScaleListener."""
-        self._being_unscaled = []
-        if not self._is_measured or not self.follows(optimizer):
-            return
-        found = self._gauge.seen.inspect(self._owners.entries(optimizer), inside_backward=False)
-        self._being_unscaled = found.late + found.unchanged
-        if found.late:
-            self._measure(found.late)
+        if self._is_measured and self.follows(optimizer):
+            self._sample.before_unscale(optimizer)
 
     @contained
     def after_unscale(self, optimizer: Optimizer) -> None:
         """See ScaleListener."""
-        there = [(slot, parameter.grad) for slot, parameter in self._being_unscaled if parameter.grad is not None]
-        self._gauge.seen.remember([slot for slot, _ in there], [gradient for _, gradient in there], measured=True)
-        self._being_unscaled = []
+        self._sample.after_unscale()
 
     # ---- updates without an optimizer
 
@@ -445,7 +303,7 @@ class Sampler:
         if self._by_hand.possible and (taken_back := self._by_hand.exclude()):
             self.clock.step -= taken_back
             self._window.forget_sent()
-            self._samples_in_window = 0
+            self._schedule.begin_window()
 
     def _close_update_by_hand(self) -> None:
         is_proof = self._by_hand.count()
@@ -462,21 +320,12 @@ class Sampler:
 
     def state_dict(self) -> dict[str, Any]:
         """What was learnt, in plain numbers."""
-        return {
-            "step": self.clock.step,
-            "backwards_per_sample": list(self._backwards_per_sample),
-            "trust_versions": self._trust_versions,
-            "num_samples": self._num_samples,
-            "samples_in_window": self._samples_in_window,
-        }
+        return {"step": self.clock.step} | self._schedule.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state_dict()`."""
         self.clock.step = int(state["step"])
-        self._backwards_per_sample.extend(int(number) for number in state["backwards_per_sample"])
-        self._trust_versions = bool(state["trust_versions"])
-        self._num_samples = int(state["num_samples"])
-        self._samples_in_window = int(state["samples_in_window"])
+        self._schedule.load_state_dict(state)
 
     def step(self) -> None:
         """The user says that an update has been made."""
@@ -501,43 +350,32 @@ class Sampler:
     def _commit(self, closed: Closed | None) -> None:
         if closed is None:
             return
-        if closed.backwards:
-            self._backwards_per_sample.append(closed.backwards)
+        self._schedule.close(closed)
         if self.withholding is not None:
             self.withholding.end_step(closed.step)
-        if self._cadence.sample_due(closed.step):
+        if self._schedule.was_sampled(closed.step):
             self._window_commit(closed)
         elif self.withholding is not None:
             self._window.discard()
             self._seconds_between += self.containment.seconds_spent - self._seconds_at_commit
         self._seconds_at_commit = self.containment.seconds_spent
-        self._gauge.begin_sample()
-        self._compared = ()
-        if self._cadence.flush_due(closed.step) and self._samples_in_window:
+        if self._schedule.window_is_full(closed.step):
             self.flush_window()
-        self._start_probes()
-
-    def _start_probes(self) -> None:
-        if self._probes:
-            self._probes.start(self._is_due, self._is_due and self._histogram_is_due)
+        self._sample.begin()
 
     def _window_commit(self, closed: Closed) -> None:
         updated = tuple(tuple(sorted(self.clock.owned.get(key, ()))) for key in sorted(closed.stepped))
-        if updated:
-            not_stepped = sorted(set(self._gauge.seen.slots).difference(*updated))
-            if not_stepped:
-                self._window.clear(not_stepped)
+        self._sample.keep_only(updated)
         found = self._probes.take()
-        if self._budget is not None and not self._is_sharded:
-            now, spent = time.perf_counter(), self.seconds_spent - self._seconds_between
+        if self._schedule.has_budget and not self._is_sharded:
+            spent = self.seconds_spent - self._seconds_between
             spent += self._timer.seconds() if self._timer is not None else 0.0
-            self._cadence = self._budget.after_sample(self._cadence, closed.step, now, spent)
-            found[CADENCE_METRIC] = torch.tensor(float(self._cadence.sample_every), device="cpu")
+            sample_every = self._schedule.stretch(closed.step, time.perf_counter(), spent)
+            found[CADENCE_METRIC] = torch.tensor(float(sample_every), device="cpu")
         if self.withholding is not None:
             found[GUARD_METRIC] = self.withholding.take_count()
-        self._window.commit(Sample(closed.step, closed.skipped, updated, self._compared), found)
-        self._samples_in_window += 1
-        self._num_samples += 1
+        self._window.commit(Sample(closed.step, closed.skipped, updated, self._sample.compared), found)
+        self._schedule.add_sample()
 
     @property
     def seconds_spent(self) -> float:
@@ -558,7 +396,7 @@ class Sampler:
     def flush_window(self) -> None:
         """End the window after the last committed sample."""
         self._window.flush()
-        self._samples_in_window = 0
+        self._schedule.begin_window()
 
     def _deliver(self) -> None:
         if not self._by_hand.withholds:
