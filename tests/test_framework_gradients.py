@@ -22,7 +22,7 @@ Numbers = dict[str, float]
 def in_lightning(model: nn.Module, x: torch.Tensor, **options: Any) -> Numbers:
     """The numbers of one step on the sum of the model's outputs."""
     pl = pytest.importorskip("lightning.pytorch")
-    from test_lightning import Notes, trainer_of
+    from lightning_programs import Notes, trainer_of
 
     from wandb_gradwatch.integrations.lightning import GradWatchCallback
 

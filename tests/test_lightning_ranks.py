@@ -21,7 +21,7 @@ from datetime import timedelta
 import torch
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.strategies import DDPStrategy
-from test_lightning import Notes, Regression, batches, trainer_of
+from lightning_programs import Notes, Regression, batches, trainer_of
 from wandb_gradwatch.integrations.lightning import GradWatchCallback
 
 rank = int(os.environ["LOCAL_RANK"])
@@ -52,7 +52,7 @@ from datetime import timedelta
 import torch
 from torch.distributed.fsdp import fully_shard
 from lightning.pytorch.strategies import ModelParallelStrategy
-from test_lightning import Notes, Regression, batches, pl, trainer_of
+from lightning_programs import Notes, Regression, batches, pl, trainer_of
 from test_lightning_resume import ResumableData
 from wandb_gradwatch.integrations.lightning import GradWatchCallback
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from frameworks import Recomputed, batches
-from test_lightning import Notes, Regression, approx, loader, pl, trainer_of
+from lightning_programs import Notes, Regression, approx, loader, pl, trainer_of
 
 from wandb_gradwatch.integrations.lightning import GradWatchCallback
 from wandb_gradwatch.sinks import MemorySink

@@ -72,7 +72,7 @@ def lightning(folder: Path, told: Told, *, killed: bool, resumed: bool) -> None:
     pl = pytest.importorskip("lightning.pytorch")
     if tuple(map(int, pl.__version__.split(".")[:2])) < (2, 5):
         pytest.skip("before 2.5 Lightning's own count of batches is one off after a resume")
-    from test_lightning import Notes, Regression, trainer_of
+    from lightning_programs import Notes, Regression, trainer_of
 
     from wandb_gradwatch.integrations.lightning import GradWatchCallback
 

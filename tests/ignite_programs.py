@@ -1,0 +1,62 @@
+"""What the tests of the Ignite integration share: the usual train step, data with a bad batch, metrics as seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from frameworks import Recomputed, batches, loss_of
+from torch import nn
+
+pytest.importorskip("ignite")
+
+from ignite.engine import Engine, Events, create_supervised_trainer
+
+__all__ = [
+    "BAD", "NUM_BATCHES", "Engine", "Events", "approx", "collect", "create_supervised_trainer", "usual_step", "weights",
+    "with_a_bad_batch",
+]  # fmt: skip
+
+FLOAT32 = 1e-5  # float32 gradients against float64 ones
+BAD = 12  # the batch that is 1000 times too large, counted from 0
+NUM_BATCHES = 20
+
+Step = Callable[[Engine, torch.Tensor], float]
+
+
+def approx(values: Any) -> Any:
+    return pytest.approx(values, rel=FLOAT32, abs=1e-7)
+
+
+def with_a_bad_batch(factor: float = 1000.0) -> torch.Tensor:
+    data = batches(NUM_BATCHES)
+    data[BAD] *= factor
+    return data
+
+
+def usual_step(model: nn.Module, optimizer: torch.optim.Optimizer, expected: Recomputed | None = None) -> Step:
+    """As most train steps are written: nothing of ours in it, and no gradients left at its end."""
+
+    def step(engine: Engine, x: torch.Tensor) -> float:
+        if expected is not None:
+            expected.look([x])
+        loss = loss_of(model, x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return step
+
+
+def weights(model: nn.Module) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def collect(engine: Engine, key: str = "grad_norm") -> list[float]:
+    """The metric at the end of every iteration, by a handler that came before ours."""
+    seen: list[float] = []
+    engine.add_event_handler(Events.ITERATION_COMPLETED, lambda e: seen.append(e.state.metrics[key]))
+    return seen

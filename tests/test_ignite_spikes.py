@@ -1,0 +1,353 @@
+"""Ignite: a bad batch is judged before its update and never applied, on every rank alike."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from frameworks import Recomputed, batches, loss_of, small_model
+from ignite_programs import BAD, NUM_BATCHES, Engine, Events, approx, collect, usual_step, weights, with_a_bad_batch
+from processes import inherited
+from torch import nn
+
+from wandb_gradwatch.integrations.ignite import GradWatch
+from wandb_gradwatch.integrations.spikes import SpikeRule
+from wandb_gradwatch.sinks import MemorySink
+
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+
+# ---- the bad batch
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd-momentum-decay": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, weight_decay=0.1),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.5),
+    "adamw-fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5),
+}
+
+
+@pytest.mark.parametrize("bad", [1000.0, math.inf, math.nan], ids=["spike", "inf", "nan"])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_the_bad_batch_is_not_applied_without_any_user_code(kind: str, bad: float) -> None:
+    """Bitwise the training without that batch: decay, momentum and the optimizer's count do not move either."""
+
+    def trained(data: torch.Tensor, *, watched: bool) -> list[torch.Tensor]:
+        model = small_model()
+        engine = Engine(usual_step(model, OPTIMIZERS[kind](model.parameters())))
+        if watched:
+            GradWatch(model).attach(engine)
+        engine.run(data)
+        return weights(model)
+
+    without = torch.cat([batches(NUM_BATCHES)[:BAD], batches(NUM_BATCHES)[BAD + 1 :]])
+    for left_out, never_there in zip(
+        trained(with_a_bad_batch(bad), watched=True), trained(without, watched=False), strict=True
+    ):
+        assert torch.equal(left_out, never_there)
+
+
+@pytest.mark.parametrize("watch_options", [{}, {"include": "weight"}], ids=["whole", "weights-only"])
+def test_the_bad_batch_moves_nothing_that_the_optimizer_holds(watch_options: dict[str, Any]) -> None:
+    """Another module in the same optimizer, and what is not watched, stay too. The row says that it was left out."""
+
+    def trained(data: torch.Tensor, memory: MemorySink | None) -> list[torch.Tensor]:
+        model, before = small_model(), nn.Linear(4, 4)
+        with torch.no_grad():
+            before.weight.fill_(0.5), before.bias.zero_()
+        optimizer = torch.optim.SGD([*model.parameters(), *before.parameters()], lr=0.01, momentum=0.9)
+
+        def step(engine: Engine, x: torch.Tensor) -> None:
+            loss_of(model, before(x)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        engine = Engine(step)
+        if memory is not None:
+            GradWatch(model, sinks=[memory], **watch_options).attach(engine)
+        engine.run(data)
+        return weights(model) + weights(before)
+
+    memory = MemorySink()
+    without = torch.cat([batches(NUM_BATCHES)[:BAD], batches(NUM_BATCHES)[BAD + 1 :]])
+    for left_out, never_there in zip(trained(with_a_bad_batch(), memory), trained(without, None), strict=True):
+        assert torch.equal(left_out, never_there)
+    samples = memory.merged()
+    assert samples is not None
+    assert samples.metrics["gradwatch/num_guarded_steps"].tolist() == [
+        float(index == BAD) for index in range(NUM_BATCHES)
+    ]
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+def test_the_bad_batch_is_not_applied_under_loss_scaling(unscale: bool) -> None:
+    def trained(data: torch.Tensor, *, watched: bool) -> list[torch.Tensor]:
+        model = small_model()
+        optimizer, scaler = torch.optim.AdamW(model.parameters(), lr=0.01), torch.amp.GradScaler("cpu")
+
+        def step(engine: Engine, x: torch.Tensor) -> None:
+            scaler.scale(loss_of(model, x)).backward()
+            if unscale:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+        engine = Engine(step)
+        if watched:
+            GradWatch(model).attach(engine)
+        engine.run(data)
+        return weights(model)
+
+    without = torch.cat([batches(NUM_BATCHES)[:BAD], batches(NUM_BATCHES)[BAD + 1 :]])
+    for left_out, never_there in zip(
+        trained(with_a_bad_batch(), watched=True), trained(without, watched=False), strict=True
+    ):
+        assert torch.equal(left_out, never_there)
+
+
+def test_with_skip_off_the_bad_batch_is_applied_and_flagged() -> None:
+    model = small_model()
+    engine = Engine(usual_step(model, torch.optim.SGD(model.parameters(), lr=1e-12)))
+    flags: list[bool] = []
+    engine.add_event_handler(Events.ITERATION_COMPLETED, lambda e: flags.append(e.state.unhealthy_spike))
+    before = weights(model)
+    after: list[list[torch.Tensor]] = []
+    engine.add_event_handler(Events.ITERATION_COMPLETED(once=BAD + 1), lambda e: after.append(weights(model)))
+    GradWatch(model, skip=False, max_norm=1e4).attach(engine)
+    engine.run(with_a_bad_batch(1e8))
+    assert flags == [index == BAD for index in range(NUM_BATCHES)]
+    assert any(not torch.equal(a, b) for a, b in zip(before, after[0], strict=True))
+
+
+def test_a_train_step_can_decide_by_itself() -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    skipped: list[int] = []
+
+    def step(engine: Engine, x: torch.Tensor) -> None:
+        loss_of(model, x).backward()
+        if engine.state.unhealthy_spike:
+            skipped.append(engine.state.iteration - 1)
+            optimizer.zero_grad()
+            return
+        optimizer.step()
+        optimizer.zero_grad()
+
+    engine = Engine(step)
+    norms = collect(engine)
+    GradWatch(model, skip=False).attach(engine)
+    assert engine.state.unhealthy_spike is False
+    engine.run(with_a_bad_batch())
+    assert skipped == [BAD]
+    assert norms[BAD] > 100 * max(norms[:BAD])  # its norm is shown, though there was no step
+
+
+def test_the_callback_comes_before_the_update_and_may_raise() -> None:
+    model = small_model()
+    engine = Engine(usual_step(model, torch.optim.SGD(model.parameters(), lr=0.01)))
+    called: list[tuple[int, float]] = []
+
+    def note(engine: Engine) -> None:
+        called.append((engine.state.iteration - 1, engine.state.metrics["grad_norm"]))
+        raise RuntimeError("stop at the first spike")
+
+    GradWatch(model, on_spike=note).attach(engine)
+    with pytest.raises(RuntimeError, match="stop at the first spike"):
+        engine.run(with_a_bad_batch())
+    assert [index for index, _ in called] == [BAD]
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"max_norm": 1.0, "stds": None}, {"rule": lambda norm: norm > 1.0}], ids=["static", "own"]
+)
+def test_a_fixed_limit_or_a_function_is_the_rule(arguments: dict[str, Any]) -> None:
+    """With a learning rate of 0 the norms are known beforehand: those above 1 are flagged, and no others."""
+    model = small_model()
+    expected = Recomputed(model)
+    engine, flags = Engine(usual_step(model, torch.optim.SGD(model.parameters(), lr=0.0), expected)), []
+    engine.add_event_handler(Events.ITERATION_COMPLETED, lambda e: flags.append(e.state.unhealthy_spike))
+    data = batches(8)
+    data[::2] *= 0.01
+    GradWatch(model, **arguments).attach(engine)
+    engine.run(data)
+    assert flags == [norm > 1.0 for norm in expected.norms]
+    assert {True, False} == set(flags)
+
+
+def test_own_rule_and_its_errors() -> None:
+    model = small_model()
+    norms: list[float] = []
+
+    def own(norm: float) -> bool:
+        norms.append(norm)
+        if len(norms) == 3:
+            raise ValueError("in the user's rule")
+        return False
+
+    engine = Engine(usual_step(model, torch.optim.SGD(model.parameters(), lr=0.01)))
+    GradWatch(model, rule=own).attach(engine)
+    with pytest.raises(ValueError, match="in the user's rule"):
+        engine.run(batches(8))
+    assert len(norms) == 3
+
+
+def test_a_later_scheduler_and_the_metrics_of_ignite_go_on() -> None:
+    from ignite.metrics import RunningAverage
+
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    engine = Engine(usual_step(model, optimizer))
+    RunningAverage(output_transform=lambda loss: loss).attach(engine, "loss")
+    GradWatch(model).attach(engine)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    engine.add_event_handler(Events.ITERATION_COMPLETED, lambda _: scheduler.step())
+    engine.run(with_a_bad_batch())
+    assert math.isfinite(engine.state.metrics["loss"])
+    assert scheduler.last_epoch == NUM_BATCHES
+
+
+def test_gradients_zeroed_before_the_step_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def step(engine: Engine, x: torch.Tensor) -> None:
+        loss_of(model, x).backward()
+        optimizer.zero_grad()
+        optimizer.step()
+
+    engine = Engine(step)
+    GradWatch(model).attach(engine)
+    with caplog.at_level(logging.WARNING, logger="wandb_gradwatch"):
+        engine.run(batches(5))
+    assert [r.message for r in caplog.records if "already None when the optimizer stepped" in r.message] != []
+    assert sum("already None" in record.message for record in caplog.records) == 1
+
+
+def test_a_frozen_model_is_said_once_and_watched_when_it_thaws(caplog: pytest.LogCaptureFixture) -> None:
+    model = small_model().requires_grad_(False)
+    expected = Recomputed(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def step(engine: Engine, x: torch.Tensor) -> None:
+        if engine.state.iteration == 4:
+            model.requires_grad_(True)
+        expected.look([x])
+        loss = loss_of(model, x)
+        if loss.requires_grad:
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    engine, seen = Engine(step), []
+    engine.add_event_handler(Events.ITERATION_COMPLETED, lambda e: seen.append(e.state.metrics.get("grad_norm")))
+    with caplog.at_level(logging.WARNING, logger="wandb_gradwatch"):
+        GradWatch(model).attach(engine)
+        engine.run(batches(6))
+    assert [record.message for record in caplog.records] == [
+        "wandb_gradwatch: the model has no trainable parameter; watching begins when it has one."
+    ]
+    # It is looked for when an iteration begins: the first one that is watched is the next.
+    assert seen[:4] == [None] * 4
+    assert seen[4:] == approx(expected.norms[4:])
+
+
+# ---- the rule by itself
+
+
+def test_a_rule_forgets_neither_nan_nor_earlier_spikes() -> None:
+    rule = SpikeRule()
+    for _ in range(10):
+        rule.learn(1.0, spike=False)
+    assert rule.is_spike(math.nan)
+    rule.learn(math.nan, spike=True)
+    for spike in (100.0, 100.0):  # the second one is as unusual as the first: spikes are not learned from
+        assert rule.is_spike(spike)
+        rule.learn(spike, spike=True)
+    assert not rule.is_spike(1.5)
+
+
+def test_a_level_that_stays_becomes_the_usual_one() -> None:
+    """Else a training whose norms settled higher would never step again."""
+    rule = SpikeRule(adapt_after=20)
+    for _ in range(10):
+        rule.learn(1.0, spike=False)
+    judged = []
+    for _ in range(25):
+        judged.append(rule.is_spike(100.0))
+        rule.learn(100.0, spike=judged[-1])
+    assert judged == [True] * 20 + [False] * 5
+
+
+def test_memory_is_bounded() -> None:
+    rule = SpikeRule(window=64)
+    for index in range(1000):
+        rule.learn(1.0 + index % 7, spike=False, kind=str(index % 50))
+    state = rule.state_dict()
+    assert len(state["usual"]) <= 16
+    assert max(map(len, state["usual"].values())) <= 64
+
+
+# ---- two ranks
+
+WORKER = """
+import json, os, sys
+from datetime import timedelta
+import torch
+from torch import distributed
+from torch.nn.parallel import DistributedDataParallel
+from ignite.engine import Engine, Events
+from frameworks import batches, small_model
+from ignite_programs import BAD, collect, usual_step, weights
+from wandb_gradwatch.integrations.ignite import GradWatch
+
+distributed.init_process_group("gloo", timeout=timedelta(seconds=30))
+rank = distributed.get_rank()
+torch.set_num_threads(1)
+data = batches(40)[rank::2].clone()
+if rank == 1:
+    data[BAD] *= 1000.0  # bad on one rank only
+model = DistributedDataParallel(small_model())
+engine = Engine(usual_step(model, torch.optim.AdamW(model.parameters(), lr=0.01)))
+norms, flags = collect(engine), []
+engine.add_event_handler(Events.ITERATION_COMPLETED, lambda e: flags.append(e.state.unhealthy_spike))
+GradWatch(model).attach(engine)
+engine.run(data)
+json.dump(
+    {"norms": norms, "flags": flags, "weights": [w.tolist() for w in weights(model)]},
+    open(os.path.join(sys.argv[1], f"{rank}.json"), "w"),
+)
+distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.distributed
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
+def test_two_ranks_judge_the_averaged_gradient_and_leave_out_the_same_batch(tmp_path: Path) -> None:
+    import json
+
+    worker = tmp_path / "worker.py"
+    worker.write_text(WORKER)
+    here = Path(__file__).parent
+    environment = {**inherited(), "PYTHONPATH": f"{here.parent}{os.pathsep}{here}", "OMP_NUM_THREADS": "1"}
+    launched = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", worker, tmp_path],
+        env=environment, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert launched.returncode == 0, launched.stderr[-4000:]
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
+    assert first == second
+    assert first["flags"] == [index == BAD for index in range(NUM_BATCHES)]
+    # Of the first step, by float64: DDP averages the two ranks' gradients. No sqrt(2) in it.
+    expected = Recomputed(small_model())
+    expected.look(batches(40)[:2])
+    assert first["norms"][0] == approx(expected.norms[0])

@@ -1,0 +1,296 @@
+"""Lightning: what may go wrong, what a subclass may change, W&B, and both packages or one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from frameworks import Recomputed, batches, loss_of, small_model
+from lightning_programs import Notes, Regression, approx, loader, other, pl, trainer_of
+from offline import history
+from torch import nn
+from torch.utils.data import DataLoader
+
+from wandb_gradwatch.integrations.lightning import GradWatchCallback
+from wandb_gradwatch.rules import Alert
+from wandb_gradwatch.sinks import MemorySink
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.*"),
+]
+
+
+# ---- what may go wrong
+
+
+def test_a_frozen_model_is_said_once_and_watched_when_it_thaws(caplog: pytest.LogCaptureFixture) -> None:
+    class Thaws(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net.requires_grad_(False)
+            self.extra = nn.Parameter(torch.ones(()), requires_grad=False)
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 2:
+                self.net.requires_grad_(True)
+
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor | None:
+            loss = super().training_step(batch, batch_idx)
+            return loss if loss.requires_grad else None
+
+    notes, module = Notes(), Thaws()
+    with caplog.at_level(logging.WARNING, logger="wandb_gradwatch"):
+        trainer_of(GradWatchCallback(), notes=notes, max_epochs=1).fit(module, loader(6))
+    assert [r.message for r in caplog.records].count(
+        "wandb_gradwatch: the model has no trainable parameter; watching begins when it has one."
+    ) == 1
+    # Callbacks hear of a batch before the module does: the first one that is watched is the next.
+    assert notes.series("train/grad_norm") == [(b, approx(module.expected.norms[b])) for b in (3, 4, 5)]
+
+
+def test_a_batch_without_a_loss_has_no_number(caplog: pytest.LogCaptureFixture) -> None:
+    class Skips(Regression):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor | None:
+            loss = super().training_step(batch, batch_idx)
+            return None if batch_idx == 1 else loss
+
+    notes, module = Notes(), Skips()
+    trainer_of(GradWatchCallback(), notes=notes).fit(module, loader(3))
+    assert notes.series("train/grad_norm") == [(b, approx(module.expected.norms[b])) for b in (0, 2)]
+
+
+def test_an_explosion_is_judged_before_clipping_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    alerts: list[Alert] = []
+    callback = GradWatchCallback(explosion_threshold=1e-3, on_alert=alerts.append)
+    with caplog.at_level(logging.WARNING, logger="wandb_gradwatch"):
+        trainer_of(callback, gradient_clip_val=1e-4).fit(Regression(), loader(2))
+    assert [alert.title for alert in alerts] == ["Exploding gradient"]
+    assert "above the threshold 0.001" in alerts[0].text
+    assert any("Exploding gradient" in record.message for record in caplog.records)
+
+
+def test_a_nan_is_an_alert_of_its_own_step_and_no_part_of_the_epoch() -> None:
+    alerts: list[Alert] = []
+    data = batches(4)
+    data[2] = torch.nan
+    notes, module = Notes(), Regression()
+    # The guard keeps the weights whole.
+    trainer_of(GradWatchCallback(on_alert=alerts.append, guard="skip"), notes=notes).fit(
+        module, DataLoader(data, batch_size=None)
+    )
+    assert [(alert.title, alert.step) for alert in alerts] == [("NaN gradient", 3)]
+    assert "net.0.weight" in alerts[0].text
+    healthy = [module.expected.norms[batch] for batch in (0, 1, 3)]
+    assert notes.series("train_epoch/grad_norm") == [(3, approx(sum(healthy) / 3))]
+
+
+def test_without_a_threshold_nothing_is_too_large() -> None:
+    alerts: list[Alert] = []
+    module = Regression(lr=0.0)
+    with torch.no_grad():
+        module.net[2].bias += 1e12  # a loss of 1e24, gradients of 1e12: above the default threshold, 1e8
+    trainer_of(GradWatchCallback(explosion_threshold=None, on_alert=alerts.append)).fit(module, loader(2))
+    assert alerts == []
+    trainer_of(GradWatchCallback(on_alert=alerts.append)).fit(module, loader(2))
+    assert [alert.title for alert in alerts] == ["Exploding gradient"]
+
+
+def test_an_exception_leaves_nothing_behind() -> None:
+    class Breaks(Regression):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            if batch_idx == 2:
+                raise RuntimeError("broken batch")
+            return super().training_step(batch, batch_idx)
+
+    module, memory = Breaks(), MemorySink()
+    callback = GradWatchCallback(sinks=[memory])
+    with pytest.raises(RuntimeError, match="broken batch"):
+        trainer_of(callback).fit(module, loader(4))
+    assert callback.watcher is None
+    assert all(not p._post_accumulate_grad_hooks for p in module.parameters())
+    samples = memory.merged()
+    assert samples is not None
+    assert samples.total_grad_norm.tolist() == approx(module.expected.norms)
+
+
+def test_two_fits_with_one_callback_are_two_trainings() -> None:
+    callback = GradWatchCallback()
+    for _ in range(2):
+        notes, module = Notes(), Regression()
+        trainer_of(callback, notes=notes).fit(module, loader(3))
+        assert notes.series("train/grad_norm") == list(enumerate(approx(n) for n in module.expected.norms))
+        assert len(notes.series("train_epoch/grad_norm")) == 1
+
+
+def test_the_steps_of_a_rate_finder_are_none_of_the_training(tmp_path: Any) -> None:
+    from lightning.pytorch.callbacks import LearningRateFinder
+
+    notes, module, memory = Notes(), Regression(), MemorySink()
+    finder = LearningRateFinder(num_training_steps=6, update_attr=False)
+    trainer_of([GradWatchCallback(sinks=[memory]), finder], notes=notes, default_root_dir=tmp_path).fit(
+        module, loader(4)
+    )
+    norms = module.expected.norms
+    assert len(norms) > 4  # those of the finder came first
+    assert notes.series("train/grad_norm") == list(enumerate(approx(norm) for norm in norms[-4:]))
+    assert notes.series("train_epoch/grad_norm") == [(3, approx(sum(norms[-4:]) / 4))]
+    samples = memory.merged()
+    assert samples is not None
+    assert samples.steps.tolist() == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("more", [{"fast_dev_run": 2}, {"barebones": True}], ids=["fast_dev_run", "barebones"])
+def test_trainers_without_loggers(more: dict[str, Any]) -> None:
+    trainer = pl.Trainer(
+        accelerator="cpu", max_epochs=1, callbacks=[GradWatchCallback(log_every_n_steps=1)],
+        **({"enable_progress_bar": False, "enable_model_summary": False} if "barebones" not in more else {}), **more,
+    )  # fmt: skip
+    module = Regression()
+    module.log = lambda *_, **__: None  # type: ignore[method-assign]
+    trainer.fit(module, loader(2))
+    assert trainer.callback_metrics["train/grad_norm"] == approx(module.expected.norms[1])
+
+
+def test_training_is_untouched() -> None:
+    def trained(callbacks: list[Any]) -> list[torch.Tensor]:
+        module = Regression(accumulate=2)
+        trainer_of(callbacks, max_epochs=2, accumulate_grad_batches=2, gradient_clip_val=0.1).fit(module, loader(4))
+        return [p.detach().clone() for p in module.parameters()]
+
+    for with_us, without in zip(trained([GradWatchCallback(per_layer=True)]), trained([]), strict=True):
+        assert torch.equal(with_us, without)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        (
+            {"log_every_n_steps": -1},
+            ValueError,
+            r"log_every_n_steps=-1 must be a number of steps, 0 for never, or None",
+        ),
+        ({"explosion_threshold": 0}, ValueError, r"explosion_threshold=0 must be a positive number or None"),
+        ({"log_evry": 1}, TypeError, r"GradWatchCallback got an unexpected argument 'log_evry'"),
+        ({"log_every": 1}, TypeError, r"unexpected argument 'log_every'"),
+    ],
+)
+def test_wrong_arguments_raise_at_once(arguments: dict[str, Any], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        GradWatchCallback(**arguments)
+
+
+# ---- subclasses
+
+
+class MaxNorm(GradWatchCallback):
+    """The largest norm of the epoch, and a number of the user's own."""
+
+    def compute_batch_stats(self, sample: Any) -> dict[str, float]:
+        return {**super().compute_batch_stats(sample), "twice": 2 * float(sample.total_grad_norm[0])}
+
+    def init_epoch_stats(self) -> dict[str, Any]:
+        return {"largest": 0.0}
+
+    def update_epoch_stats(self, epoch_stats: dict[str, Any], batch_stats: Mapping[str, float]) -> None:
+        epoch_stats["largest"] = max(epoch_stats["largest"], batch_stats["grad_norm"])
+
+    def compute_epoch_stats(self, epoch_stats: Mapping[str, Any]) -> dict[str, float]:
+        return {"grad_norm_max": epoch_stats["largest"]}
+
+
+def test_a_subclass_changes_what_is_computed() -> None:
+    notes, module = Notes(), Regression()
+    trainer_of(MaxNorm(), notes=notes).fit(module, loader(5))
+    assert notes.series("train/twice") == [(b, approx(2 * n)) for b, n in enumerate(module.expected.norms)]
+    assert notes.series("train_epoch/grad_norm_max") == [(4, approx(max(module.expected.norms)))]
+    assert notes.series("train_epoch/grad_norm") == []
+
+
+def test_a_subclass_sets_its_prefixes() -> None:
+    class Named(GradWatchCallback):
+        step_prefix = "mine/"
+
+        @property
+        def epoch_prefix(self) -> str:  # type: ignore[override]
+            return f"{self.step_prefix}epoch/"
+
+    notes = Notes()
+    trainer_of(Named(track_sparsity=False), notes=notes).fit(Regression(), loader(1))
+    assert {key.rpartition("grad_")[0] for _, metrics in notes.calls for key in metrics if "grad" in key} == {
+        "mine/",
+        "mine/epoch/",
+    }
+
+
+def test_an_error_in_a_subclass_is_the_users() -> None:
+    class Broken(GradWatchCallback):
+        def compute_batch_stats(self, sample: Any) -> dict[str, float]:
+            raise KeyError("my layer")
+
+    with pytest.raises(KeyError, match="my layer"):
+        trainer_of(Broken()).fit(Regression(), loader(2))
+
+
+# ---- W&B
+
+
+def test_the_wandb_run_gets_our_rows_and_keeps_lightnings(start_run: Callable[..., Any]) -> None:
+    run = start_run()
+    notes, module = Notes(), Regression()
+    loggers = [pl.loggers.WandbLogger(experiment=run), notes]
+    trainer_of(GradWatchCallback(log_every_n_steps=2), notes=loggers, log_every_n_steps=1).fit(module, loader(6))
+    run.finish()
+    rows, norms = history(run), module.expected.norms
+    ours = [row for row in rows if "gradwatch/step" in row]
+    assert [row["gradwatch/step"] for row in ours] == [2, 4, 6]
+    assert [row["gradwatch/grad_norm"] for row in ours] == approx(norms[1::2])
+    assert [row["train/grad_norm"] for row in ours] == approx(norms[1::2])
+    assert [row["grad_norm/net/2/weight"] for row in ours] == approx(module.expected.layer_norms(2)[1::2])
+    assert [row["trainer/global_step"] for row in rows if "loss" in row] == list(range(6))
+    assert [row["train_epoch/grad_norm"] for row in rows if "train_epoch/grad_norm" in row] == [approx(sum(norms) / 6)]
+    assert notes.series("train/grad_norm") == [(b, approx(norms[b])) for b in (1, 3, 5)]
+
+
+def test_0_steps_leaves_only_alerts_and_epochs_in_wandb(start_run: Callable[..., Any]) -> None:
+    run = start_run()
+    callback = GradWatchCallback(log_every_n_steps=0, explosion_threshold=1e-3)
+    trainer_of(callback, notes=pl.loggers.WandbLogger(experiment=run)).fit(Regression(), loader(3))
+    run.finish()
+    rows = history(run)
+    assert [row for row in rows if "gradwatch/step" in row] == []
+    assert len([row for row in rows if "train_epoch/grad_norm" in row]) == 1
+
+
+# ---- both packages, or none
+
+
+def test_pytorch_lightning_takes_the_same_callback() -> None:
+    class Module(other.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = small_model()
+            self.expected = Recomputed(self.net)
+
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            self.expected.look([batch])
+            return loss_of(self.net, batch)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.05)
+
+    module = Module()
+    trainer = other.Trainer(
+        max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=[GradWatchCallback(log_every_n_steps=1)],
+    )  # fmt: skip
+    trainer.fit(module, loader(3))
+    assert trainer.callback_metrics["train/grad_norm"] == approx(module.expected.norms[-1])
+
+
+def test_the_callback_is_one_of_each_package_that_is_in_use() -> None:
+    assert issubclass(GradWatchCallback, pl.Callback)
+    assert issubclass(GradWatchCallback, other.Callback)
