@@ -16,12 +16,22 @@ from module_probes import train, values, watch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from wandb_gradwatch.modules import Activations, Metric, MonitorMixin, NonFiniteActivation, log_tensor
+from wandb_gradwatch.modules import (
+    Activations,
+    Attention,
+    Metric,
+    MonitorMixin,
+    NonFiniteActivation,
+    Reference,
+    Updates,
+    log_tensor,
+)
 from wandb_gradwatch.modules.rows import QUANTILES, STATISTICS
 from wandb_gradwatch.rules import NaNGradient
 from wandb_gradwatch.statistics.columns import magnitude_edges
 
 SGD = torch.optim.SGD
+COUNT = Metric("count", torch.ones_like, on="activation", aggregate="sum")
 
 
 class Passes(nn.Module):
@@ -180,7 +190,7 @@ def test_checkpointing_counts_once_and_keeps_the_order_of_the_forward(use_reentr
 @pytest.mark.parametrize("duplicate", ["deepcopy", "pickle", "save"])
 def test_a_copied_model_works_and_is_not_monitored(duplicate):
     model = nn.Sequential(nn.Linear(2, 2), nn.MultiheadAttention(2, 1))[:1]
-    watcher, sink = watch(model, [Activations()])
+    watcher, sink = watch(model, [Activations(), Attention(), Updates(), Reference(model, activations="."), COUNT])
     if duplicate == "deepcopy":
         copied = copy.deepcopy(model)
     elif duplicate == "pickle":
@@ -196,16 +206,23 @@ def test_a_copied_model_works_and_is_not_monitored(duplicate):
     (copied(x * 100).sum()).backward()
     train(model, [x])
     found = values(watcher, sink)
-    # The comparison above was a forward of the model's too.
+    # The comparison above was a forward of the model's too; that of the copy, a hundred times as large, was not.
     assert found["activation/root/max"][0] < 10
+    assert found["activation/root/count"].tolist() == [4]
 
 
 def test_removing_leaves_no_hook():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
-    watcher, _ = watch(model, [Activations(), Metric("x", torch.sum, on="activation")])
-    assert any(module._forward_hooks for module in model.modules())
+    frozen = copy.deepcopy(model)
+    modules = [*model.modules(), *frozen.modules()]
+    metrics = [Activations(), COUNT, Attention(), Reference(model, frozen, activations=".")]
+    watcher, _ = watch(model, metrics)
+    train(model, [torch.ones(1, 2)])
+    assert all(module._forward_hooks for module in modules)
+    assert model._forward_pre_hooks
     watcher.remove()
-    assert not any(module._forward_hooks or module._forward_hooks_with_kwargs for module in model.modules())
+    left = [name for module in modules for name in vars(module) if "_hooks" in name and getattr(module, name)]
+    assert left == []
 
 
 def test_a_module_that_is_added_later_is_seen():

@@ -124,6 +124,33 @@ def test_copies_for_updates_are_bounded_and_gone_between_steps():
     watcher.remove()
 
 
+def test_during_a_step_there_is_one_copy_of_what_matches_and_none_of_the_rest():
+    model = Chosen(a=1003, b=2003, c=3003)
+    copies = []
+
+    class Looks(SGD):
+        def step(self, closure=None):
+            known = {t.data_ptr() for p in model.parameters() for t in (p, p.grad)}
+            there = [
+                t
+                for t in gc.get_objects()
+                if type(t) is torch.Tensor and t.shape in [p.shape for p in model.parameters()]
+            ]
+            copies.extend(sorted(t.numel() for t in there if t.data_ptr() not in known))
+            return super().step(closure)
+
+    optimizer = Looks(model.parameters(), lr=0.1)
+    watcher, _ = watch(model, [Updates("a|b")])
+    gradients = {name: torch.ones(p.shape) for name, p in model.named_parameters()}
+    loss = model.loss(**gradients)
+    del gradients
+    loss.backward()
+    del loss
+    optimizer.step()
+    watcher.remove()
+    assert copies == [1003, 2003]
+
+
 def test_every_nth_sampled_step():
     model = Chosen(a=1)
     watcher, sink = watch(model, [Metric("x", torch.sum, every=3), Metric("y", torch.sum)])

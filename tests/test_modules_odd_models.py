@@ -11,6 +11,7 @@ import pytest
 import torch
 from module_probes import train, values, watch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from wandb_gradwatch.modules import Activations, Attention, Metric, MonitorMixin, Reference, Updates
 
@@ -153,6 +154,36 @@ def test_a_forward_that_raises_adds_nothing(retry):
     assert found["activation/inner/count"].tolist() == expected
     assert found["activation/inner/number"].tolist() == expected
     assert sink.snapshots[0].metric_histograms["activation/inner/histogram"].counts.sum() == expected[0]
+
+
+def test_a_model_that_calls_itself_is_one_forward():
+    class Tree(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.leaf = nn.Linear(2, 2)
+
+        def forward(self, x):
+            if len(x) == 1:
+                return self.leaf(x)
+            return torch.cat([self(x[:1]), self(x[1:])])
+
+    model = Tree()
+    watcher, sink = watch(model, [COUNT])
+    train(model, [torch.ones(4, 2)] * 2)
+    assert values(watcher, sink)["activation/leaf/count"].tolist() == [8, 8]  # four leaves of two elements
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_whole_model_that_is_checkpointed_counts_once(use_reentrant):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    watcher, sink = watch(model, [COUNT])
+    optimizer = SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        x = torch.ones(3, 2, requires_grad=True)
+        checkpoint(model, x, use_reentrant=use_reentrant).sum().backward()
+        optimizer.step()
+    assert values(watcher, sink)["activation/0/count"].tolist() == [6, 6]
 
 
 def test_a_module_that_moves_gets_its_new_name():

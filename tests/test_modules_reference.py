@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 
 import pytest
@@ -102,6 +103,32 @@ def test_the_reference_runs_only_where_it_is_compared():
     watcher.remove()
     assert len(calls) == 2  # steps 3 and 6
     assert len(frozen[0]._forward_hooks) == 0
+
+
+def test_outputs_of_the_reference_are_kept_until_the_models_own_are_there_and_no_longer():
+    class Looks(nn.Module):
+        """Counts the tensors of its output's shape, while the forward goes on and after it."""
+
+        def __init__(self):
+            super().__init__()
+            self.wide, self.narrow, self.found = nn.Linear(3, 50), nn.Linear(50, 1), []
+
+        def forward(self, x):
+            y = self.wide(x)
+            self.found.append(tensors_like(y))
+            return self.narrow(y)
+
+    def tensors_like(tensor):
+        gc.collect()
+        return sum(type(thing) is torch.Tensor and thing.shape == tensor.shape for thing in gc.get_objects())
+
+    model, frozen = Looks(), Looks()
+    watcher, _ = watch(model, [Reference(model, frozen, activations="wide")])
+    train(model, torch.randn(3, 7, 3))
+    # When the model's own output is there, that of the reference is gone.
+    assert model.found == [1, 1, 1]
+    assert tensors_like(torch.empty(7, 50)) == 1  # the one asked about
+    watcher.remove()
 
 
 def test_a_function_that_fails_is_dropped_alone(said):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeGuard, TypeVar
 
@@ -95,7 +96,8 @@ class ForwardProbe(ModuleProbe):
         self._tap: Tap | None = None
         self._around: tuple[Tap, ...] = ()  # where forwards of whole models begin, and where they end
         self._roots: frozenset[str] = frozenset()
-        self._unfinished = False  # a forward has begun
+        self._depth = 0  # of forwards of whole models that have begun: one may call itself
+        self._handled: BaseException | None = None  # what was being handled when the outermost began
         self._stores: list[tuple[Any, Any]] = []  # pending, and of the sample
         self._due = False
         self._seen_any = False  # since the last update
@@ -126,41 +128,38 @@ class ForwardProbe(ModuleProbe):
 
     def forward_begins(self, name: str, module: nn.Module, args: Any, kwargs: Mapping[str, Any], _: Any) -> None:
         """The forward of a whole model begins."""
-        self._drop_unfinished()
-        for pending, _sample in self._stores:
-            pending.mark()
-        self._unfinished = True
+        self._depth += 1
+        if self._depth == 1:
+            self._handled = sys.exc_info()[1]
+            for pending, _sample in self._stores:
+                pending.mark()
 
     def _forward_ends(self, *_: Any) -> None:
-        self._unfinished = False
-
-    def _drop_unfinished(self) -> None:
-        if self._unfinished:
-            self._unfinished = False
-            for pending, _ in self._stores:
+        self._depth = max(self._depth - 1, 0)
+        # In a hook that is always called, an exception that was not there at the beginning is the forward's own.
+        if self._depth == 0 and sys.exc_info()[1] is not self._handled:
+            for pending, _sample in self._stores:
                 pending.go_back()
 
     def settle(self) -> None:
         """What is pending belongs to the open sample."""
-        self._drop_unfinished()
         for pending, sample in self._stores:
             sample.absorb(pending)
 
     def forget_pending(self) -> None:
         """What is pending belongs to no sample."""
-        self._unfinished = False
         for pending, _ in self._stores:
             pending.clear()
 
     def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
-        self._due = next_step_is_due
+        self._due, self._depth = next_step_is_due, 0
         if self._tap is None:
             return
         if next_step_is_due:
             self.install(self._tap)
             begins, ends = self._around
             begins.hook(lambda name, _: name in self._roots, self.forward_begins, before=True)
-            ends.hook(lambda name, _: name in self._roots, self._forward_ends)
+            ends.hook(lambda name, _: name in self._roots, self._forward_ends, always=True)
             self._open()
         else:
             self._shut()

@@ -52,12 +52,20 @@ class Tap:
         self._handles: dict[int, tuple[RemovableHandle, _Hook]] = {}  # by the module's id
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 
-    def hook(self, chosen: Callable[[str, nn.Module], bool], seen: SeenOutput, *, before: bool = False) -> None:
+    def hook(
+        self,
+        chosen: Callable[[str, nn.Module], bool],
+        seen: SeenOutput,
+        *,
+        before: bool = False,
+        always: bool = False,
+    ) -> None:
         """Hook every chosen module that is not hooked yet, where several share a name the outermost.
 
         Args:
             seen: gets the module's name, the module, the arguments and keyword arguments of its call, and its output.
             before: call before the module's forward, with None for the output.
+            always: call after a forward that raised, too, with None for the output.
         """
         taken: set[str] = set()
         self._names.clear()
@@ -71,7 +79,7 @@ class Tap:
             if handle is None or hook is None or not _is_attached(handle, module, before):
                 hook = _Hook(self, name, seen)
                 register: Any = module.register_forward_pre_hook if before else module.register_forward_hook
-                handle = register(hook, with_kwargs=True)
+                handle = register(hook, with_kwargs=True, **({"always_call": True} if always else {}))
                 assert handle is not None
             hook.name = name  # a module can move: out of a list, into a wrapper
             attached[id(module)] = handle, hook
