@@ -79,6 +79,28 @@ def guarded(
     }
 
 
+def one_bad_rank(rank: int, world: int) -> list[str]:
+    """The last rank reads a broken shard of the data again and again; what the diagnosis names, most probable first."""
+    model = sharded("fsdp2", world)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    watcher, _ = watch(model, guard="skip")
+
+    def break_gradient(parameter: Any) -> None:
+        if rank == world - 1 and step in (6, 9, 11):
+            with torch.no_grad():
+                parameter.grad._local_tensor[0, 0] = float("nan")
+
+    model[2].weight.register_post_accumulate_grad_hook(break_gradient)
+    for step in range(12):
+        optimizer.zero_grad()
+        loss_of(model, batch_of(rank, step)).backward()
+        optimizer.step()
+    watcher.flush()
+    causes = [str(diagnosis) for diagnosis in watcher.diagnose()]
+    watcher.remove()
+    return causes
+
+
 def refused(rank: int, world: int) -> list[str]:
     """What watch() says where ranks could not decide alike."""
     from torch.distributed.fsdp import FullyShardedDataParallel

@@ -28,7 +28,7 @@ def results():
     for kind, optimizer in KINDS:
         common = {"kind": kind, "optimizer": optimizer, "steps": STEPS}
         calls += [("guarded", {**common, "poison": POISON, "guard": guard}) for guard in (True, False)]
-    calls.append(("refused", {}))
+    calls += [("one_bad_rank", {}), ("refused", {})]
     return ranks.run("guard_rank_programs", calls, 2)
 
 
@@ -49,6 +49,10 @@ def test_the_norm_that_is_judged_is_that_of_the_whole_model(results, case):
     if KINDS[case][0] in ("fsdp2", "hsdp"):
         whole = expected(2, 1)["grad_norm"]
         assert first[0] == pytest.approx(math.sqrt((whole[0] ** 2).sum()), rel=1e-6)
+
+
+def test_a_rank_with_broken_gradients_is_named_first(results):
+    assert results[-2][0][0].startswith("one bad rank (rank 1 was the first with NaN or Inf in all of 3 bad samples)")
 
 
 def test_what_ranks_could_not_agree_on_is_refused(results):

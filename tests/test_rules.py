@@ -247,7 +247,7 @@ def test_false_alarms_on_healthy_log_normal_norms_are_rare():
 def test_the_rate_of_false_alarms_can_be_exceeded():
     # 1 standard deviation is exceeded by 16 % of all samples: the counting above does see alarms.
     norms = np.exp(np.random.default_rng(6).normal(0, 0.5, 300))
-    assert len(list(ExplodingGradient(stds=1.0, min_factor=1.0).check(of_norms(norms)))) > 10
+    assert len(list(ExplodingGradient(stds=1.0, min_factor=1.0, record_factor=None).check(of_norms(norms)))) > 10
 
 
 @pytest.mark.parametrize(
@@ -453,3 +453,19 @@ def test_kinds_ignore_one_parameter_more_and_tell_disjoint_sets_apart():
 def test_a_listing_has_five_items_and_counts_the_rest():
     assert listing(["a"] * 5) == "a, a, a, a, a"
     assert listing(["a"] * 7) == "a, a, a, a, a, and 2 more"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_limit_that_a_guard_is_given_is_the_one_that_check_alarms_above(seed):
+    rng = np.random.default_rng(seed)
+    norms = np.exp(rng.normal(0, 0.7, 80)) * rng.choice([1.0, 30.0], 80, p=[0.9, 0.1])
+    asked, checked = ExplodingGradient(growth=None), ExplodingGradient(growth=None)
+    everything = np.ones(1, dtype=bool)
+    alarms = []
+    for step, norm in enumerate(norms.tolist(), start=1):
+        is_above = norm > asked.limit(("w",), everything)
+        asked.learn(("w",), everything, norm, alarmed=is_above)
+        alarms.append(is_above)
+        assert bool(list(checked.check(of_norms([norm], start=step)))) == is_above
+    assert any(alarms)
+    assert not all(alarms)

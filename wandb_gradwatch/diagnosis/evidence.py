@@ -19,7 +19,10 @@ from ..statistics.columns import Column, FloatArray
 
 SPIKE_FACTOR: Final = 5.0
 MAX_MOVEMENT: Final = 0.08
+MAX_FIRST_MOVEMENT: Final = 0.15
+_FIRST_STEPS: Final = 5
 MAX_LEAP: Final = 0.5
+_ALONE_FACTOR: Final = 3.0
 _NEIGHBOURS: Final = 16  # samples on each side that a spike is compared with
 _MIN_NEIGHBOURS: Final = 5
 _MOVEMENT_SAMPLES: Final = 5
@@ -76,6 +79,15 @@ class Evidence:
         found = np.flatnonzero(self.bad_S & ~self.history.skipped)
         return int(found[0]) if found.size else None
 
+    def is_broken(self, sample: int) -> bool:
+        """Whether a parameter was not finite before this sample's update: then every gradient of it is bad."""
+        return bool(np.any(self.history.column(Column.PARAM_NUM_NONFINITE)[sample] > 0))
+
+    def began_with_inf(self, sample: int) -> bool:
+        """Whether the first bad layer in the backward's order has Inf: what comes after it may be NaN for that."""
+        bad = np.flatnonzero(self.by_module.num_nonfinite[sample] > 0)
+        return bool(bad.size) and bool(self.by_module.num_inf[sample, bad[-1]] > 0)
+
     @cached_property
     def clean(self) -> npt.NDArray[np.int64]:
         """Indices of the samples with a finite, non-zero gradient."""
@@ -99,17 +111,24 @@ class Evidence:
     def spikes(self) -> list[tuple[int, float]]:
         """Lone samples whose norm is far above both sides: (sample, factor over the median of its neighbours).
 
-        Far: 5 times, and 6 times the neighbours' own scatter. The last sample has one side only.
+        Far: 5 times, 6 times the neighbours' own scatter, and 3 times all of them but one, so that heavy tails are no
+        spikes. What follows at once and is smaller is its aftermath. The last sample has one side only.
         """
         found = []
-        for place in range(_MIN_NEIGHBOURS, len(self.log_norm_N)):
+        place = _MIN_NEIGHBOURS
+        while place < len(self.log_norm_N):
             before = self.log_norm_N[max(place - _NEIGHBOURS, 0) : place]
             after = self.log_norm_N[place + 1 : place + 1 + _NEIGHBOURS]
-            rise = float(self.log_norm_N[place] - np.median(before))
-            scatter = 1.4826 * float(np.median(np.abs(before - np.median(before))))
-            back = not len(after) or float(np.median(after) - np.median(before)) < rise / 2
-            if rise > max(np.log(SPIKE_FACTOR), 6 * scatter) and back:
-                found.append((int(self.clean[place]), float(np.exp(min(rise, 700.0)))))
+            norm, usual = float(self.log_norm_N[place]), float(np.median(before))
+            scatter = 1.4826 * float(np.median(np.abs(before - usual)))
+            back = not len(after) or float(np.median(after)) - usual < (norm - usual) / 2
+            aftermath = _length_of_run((after > usual + np.log(SPIKE_FACTOR)) & (after < norm))
+            others = np.sort(np.concatenate([before, after[aftermath:]]))
+            is_alone = norm > others[-2] + np.log(_ALONE_FACTOR)
+            if norm - usual > max(np.log(SPIKE_FACTOR), 6 * scatter) and back and is_alone:
+                found.append((int(self.clean[place]), float(np.exp(min(norm - usual, 700.0)))))
+                place += aftermath
+            place += 1
         return found
 
     # ---- the parameters
@@ -136,8 +155,12 @@ class Evidence:
             return None
         length = min(_MOVEMENT_SAMPLES, len(changes))
         lesser = np.sort(np.lib.stride_tricks.sliding_window_view(changes, length), axis=1)[:, -2]
-        place = int(np.argmax(lesser))
+        place = int(np.argmax(lesser / self._movement_limit(samples[: len(lesser)])))
         return float(lesser[place]), int(samples[place])
+
+    def _movement_limit(self, samples_N: npt.NDArray[np.int64]) -> FloatArray:
+        """How fast the parameters may move from these samples on: the first steps of adaptive optimizers are large."""
+        return np.where(self.history.steps[samples_N] <= _FIRST_STEPS, MAX_FIRST_MOVEMENT, MAX_MOVEMENT)
 
     @cached_property
     def leap(self) -> tuple[float, int] | None:
@@ -150,7 +173,10 @@ class Evidence:
     @property
     def is_moving(self) -> bool:
         """The parameters move faster than any training survives: healthy ones stay below 5 % per step."""
-        return self.movement is not None and self.movement[0] > MAX_MOVEMENT
+        if self.movement is None:
+            return False
+        change, sample = self.movement
+        return change > float(self._movement_limit(np.array([sample]))[0])
 
     @cached_property
     def gains(self) -> list[tuple[str, float]]:
@@ -235,6 +261,11 @@ class Evidence:
     def has_kind(self, kinds: Sequence[str]) -> str | None:
         """The first of these kinds that the model has; None if it has none or the kinds are not known."""
         return next((kind for kind in kinds if kind in self.modules.values()), None)
+
+
+def _length_of_run(flags_N: npt.NDArray[np.bool_]) -> int:
+    """How many flags at the beginning are set."""
+    return len(flags_N) if flags_N.all() else int(np.argmin(flags_N))
 
 
 def _median_or_nan(values_NL: FloatArray) -> FloatArray:

@@ -106,11 +106,15 @@ def initialisation(evidence: Evidence) -> Diagnosis | None:
     if 0.04 < typical < 4.0:
         return None
     worst = sorted(gains, key=lambda gain: abs(np.log(max(gain[1], 1e-300))), reverse=True)
+    # Layers that are a little too large do no harm but by their number.
+    confidence = 0.8 if 4.0 <= typical < 8.0 and len(gains) >= 8 else 0.9
     words = (
         f"at step {evidence.step(0)} the weights are {number(typical)}x the size that keeps a signal's size, "
         f"1/sqrt(fan-in): {listing([f'{name} {number(gain)}x' for name, gain in worst])}"
     )
-    return Diagnosis(INITIALISATION, 0.9, words, "initialise with torch.nn.init.kaiming_normal_ or xavier_uniform_")
+    return Diagnosis(
+        INITIALISATION, confidence, words, "initialise with torch.nn.init.kaiming_normal_ or xavier_uniform_"
+    )
 
 
 def through_depth(evidence: Evidence) -> Diagnosis | None:
@@ -180,7 +184,8 @@ def batch_norm(evidence: Evidence) -> Diagnosis | None:
     if np.all(np.isnan(before)) or np.all(np.isnan(after)):
         return None
     wild, calm = int(np.nanargmax(before)), float(np.nanmin(after))
-    if not (scatter_L[wild] > 1.0 and scatter_L[wild] > 3 * calm):
+    typical = float(np.nanmedian(before))  # of all layers before it, or it is one layer's own unrest
+    if not (typical > 1.5 and typical > 3 * float(np.nanmax(after))):
         return None
     name = evidence.by_module.names
     words = (
@@ -217,10 +222,11 @@ def underflow(evidence: Evidence) -> Diagnosis | None:
 
 
 def scale_too_high(evidence: Evidence) -> Diagnosis | None:
-    """AMP skips update after update because of Inf, not NaN."""
+    """AMP skips update after update because of Inf, and of NaN only where Inf has come to on its way back."""
     history = evidence.history
     num_skipped = _length_of_last_run(history.skipped)
-    if num_skipped < 3 or np.any(history.num_nan[-num_skipped:] > 0):
+    samples = range(len(history) - num_skipped, len(history))
+    if num_skipped < 3 or not all(evidence.began_with_inf(sample) for sample in samples):
         return None
     words = f"the last {num_skipped} updates were skipped for Inf, the loss scale is {number(history.loss_scale[-1])}"
     remedy = "wait for a scaler that started too high; below a scale of 1 clip, or use bfloat16"
@@ -285,7 +291,8 @@ def bad_rank(evidence: Evidence) -> Diagnosis | None:
     remedy = "look at that rank's data shard and hardware; run it on another device"
     ranks_S = evidence.history.metrics.get(FIRST_BAD_RANK_METRIC)
     if ranks_S is not None:
-        ranks = ranks_S[np.isfinite(ranks_S)]
+        known = [s for s in np.flatnonzero(np.isfinite(ranks_S)) if not evidence.is_broken(int(s))]
+        ranks = ranks_S[known]
         if len(ranks) >= 2 and np.all(ranks == ranks[0]):
             words = f"rank {int(ranks[0])} was the first with NaN or Inf in all of {len(ranks)} bad samples"
             return Diagnosis(BAD_RANK, 0.9, words, remedy)
@@ -306,7 +313,9 @@ def invalid_operation(evidence: Evidence) -> Diagnosis | None:
     skipped = _length_of_last_run(evidence.history.skipped)
     if sample is None and skipped >= 3:  # AMP skips at any scale because the NaN does not depend on it
         sample = len(evidence.history) - 1
-    if sample is None or np.any(evidence.history.column(Column.PARAM_NUM_NONFINITE)[sample] > 0):
+        if evidence.began_with_inf(sample):
+            return None
+    if sample is None or evidence.is_broken(sample):
         return None
     nan_L = evidence.by_module.num_nonfinite[sample] > 0
     present = np.flatnonzero(~np.isnan(evidence.by_module.num_elements[sample]))
@@ -322,7 +331,7 @@ def invalid_operation(evidence: Evidence) -> Diagnosis | None:
             f"and non-finite from {names[bad[-1]]} back"
         )
         return Diagnosis(INVALID, 0.85, words, remedy)
-    if skipped >= 3 and np.any(evidence.history.num_nan[-skipped:] > 0):
+    if skipped >= 3 and np.all(np.any(evidence.history.num_nan[-skipped:] > 0, axis=1)):
         words = f"NaN in each of the last {skipped} samples, at whatever loss scale"
         return Diagnosis(INVALID, 0.7, words, remedy)
     return None

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from ..snapshot import Snapshot
 from .base import Alert
-from .baseline import limit_of, steady_growth
+from .baseline import Limit, limit_of, steady_growth
 from .memory import Kinds, PerName
 from .words import number, sentence, worst_first
 
@@ -58,6 +58,8 @@ class ExplodingGradient:
         stds: standard deviations of the log norm above its mean that are too many; None switches this measure off. For
             few samples as many as are equally unlikely by Student's distribution.
         min_factor: a norm below this multiple of the usual one is no explosion, however quiet the run was.
+        record_factor: nor is one below this multiple of the second largest of the last 16 healthy ones: losses that few
+            elements of a batch decide have norms with tails that no deviation describes. None: it does not matter.
         warmup: healthy samples before the second measure knows a deviation.
         warmup_factor: until then, a norm above this multiple of the largest so far is too large: 100 times too high a
             learning rate shows at the second step.
@@ -69,6 +71,7 @@ class ExplodingGradient:
     threshold: float | None = 1e8
     stds: float | None = 3.5
     min_factor: float = 5.0
+    record_factor: float | None = 3.0
     warmup: int = 5
     warmup_factor: float = 1000.0
     window: int = 64
@@ -83,6 +86,8 @@ class ExplodingGradient:
     def __post_init__(self) -> None:
         if not 2 <= self.warmup <= self.window:
             raise ValueError(f"warmup={self.warmup!r} must be between 2 and window={self.window!r}")
+        if self.record_factor is not None and self.record_factor < 1:
+            raise ValueError(f"record_factor={self.record_factor!r} must be at least 1, or None")
         if self.min_factor < 1:
             raise ValueError(f"min_factor={self.min_factor!r} must be at least 1")
 
@@ -111,7 +116,7 @@ class ExplodingGradient:
         if len(past.healthy) < self.warmup:
             return min(limit, self.warmup_factor * math.exp(max(past.healthy)))
         views = self._views(past)
-        return min(limit, *(limit_of(view, stds=self.stds, min_factor=self.min_factor).value for view in views))
+        return min(limit, *(self._limit_of(view, self.stds).value for view in views))
 
     def learn(self, names: tuple[str, ...], present_P: npt.NDArray[np.bool_], norm: float, *, alarmed: bool) -> None:
         """Remember a total norm above 0 that someone else has judged, by `limit`."""
@@ -149,15 +154,23 @@ class ExplodingGradient:
         for view in self._views(past):
             if math.log(norm) <= min(view) + math.log(self.min_factor):  # nearly always, and no deviation changes it
                 continue
-            limit = limit_of(view, stds=self.stds, min_factor=self.min_factor)
+            limit = self._limit_of(view, self.stds)
             if norm > limit.value:
+                record = (
+                    ""
+                    if self.record_factor is None
+                    else f" and {number(self.record_factor)} times the second largest of the last 16"
+                )
                 return (
                     f"the gradient norm is {number(norm)}, {number(norm / limit.usual)} times the usual "
                     f"{number(limit.usual)} of {limit.num_samples} healthy samples "
                     f"(threshold {number(limit.value)}: mean + {number(self.stds)} standard deviations of the log "
-                    f"norm, at least {number(self.min_factor)} times)"
+                    f"norm, at least {number(self.min_factor)} times{record})"
                 )
         return None
+
+    def _limit_of(self, view: list[float], stds: float) -> Limit:
+        return limit_of(view, stds=stds, min_factor=self.min_factor, record_factor=self.record_factor)
 
     def _unusual_in_warmup(self, norm: float, largest: float) -> str | None:
         if norm <= self.warmup_factor * largest:
