@@ -131,6 +131,29 @@ def test_the_rules_are_those_that_watch_takes() -> None:
     assert ours == plain
 
 
+def test_the_last_sample_is_judged_like_any_other(caplog: pytest.LogCaptureFixture) -> None:
+    """A layer that is unused for the 100th time in the last update, whose sample is open until the end."""
+    import torch
+    from torch import nn
+
+    from wandb_gradwatch import MemorySink
+    from wandb_gradwatch.integrations.session import Session
+
+    model, memory = nn.ModuleDict({name: nn.Linear(1, 1) for name in ("a", "b", "unused")}), MemorySink()
+    optimizers = [torch.optim.SGD(model[name].parameters(), lr=0.0) for name in ("a", "b")]
+    session = Session("Ours", {}, reserved=())
+    session.begin(model, sinks=[memory])
+    for number in range(100):  # in turn, as a GAN's: a sample is open until the next backward
+        name = ("a", "b")[number % 2]
+        model[name](torch.ones(1, 1)).sum().backward()
+        optimizers[number % 2].step()
+        optimizers[number % 2].zero_grad()
+    assert not memory.alerts
+    session.end()
+    assert [(alert.title, alert.step) for alert in memory.alerts] == [("No gradient", 100)]
+    assert "raised and is dropped" not in caplog.text
+
+
 # ---- versions
 
 

@@ -108,9 +108,11 @@ class Session:
     def end(self) -> None:
         """Flush and stop watching; what was learnt is kept for a training that goes on."""
         if self.watcher is not None:
-            watcher, self.watcher = self.watcher, None
-            watcher.remove()
-            self._memory = _memory_of(watcher)
+            try:
+                self.watcher.remove()
+                self._memory = _memory_of(self.watcher)
+            finally:  # what the user's on_alert raised
+                self.watcher = None
 
     # ---- samples
 
