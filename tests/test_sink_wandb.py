@@ -301,6 +301,19 @@ def test_commit_makes_rows_of_our_own_at_once(start_run: Any, loopback: Any) -> 
     assert [row["gradwatch/step"] for row in loopback.runs[run.id].history] == [0, 1, 2]
 
 
+def test_more_metrics_than_wandb_shows_well_are_said_once(offline_run: Any, said: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr("wandb_gradwatch.sinks.wandb_run.MAX_METRICS", 2)
+    sink = WandbSink(offline_run)
+    few = {f"activation/{index}/norm": np.array([1.0]) for index in range(2)}
+    sink.write(window({"a": [1.0]}, metrics=few))
+    assert said() == []
+    for _ in range(2):
+        sink.write(window({"a": [1.0]}, metrics=few | {"activation/2/norm": np.array([1.0])}))
+    (text,) = said()
+    assert "3 metrics are more than the 2 that W&B shows well" in text
+    assert "match=" in text
+
+
 def test_a_script_that_never_logs_keeps_its_summary_fresh_and_is_told_once(offline_run: Any, said: Any) -> None:
     sink = WandbSink(offline_run)
     for step in range(20):

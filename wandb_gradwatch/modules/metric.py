@@ -35,6 +35,9 @@ class Metric:
         dims: dimensions of fn's result that are kept apart, with their names: {0: "head"} logs
             `<on>/<name of the tensor>/head_0/<name>` and so on.
 
+    Memory: of each tensor one number per label until the sample is complete; where `aggregate` is a function, all that
+        fn has returned.
+
     Raises:
         TypeError: fn or aggregate is not a function.
         ValueError: a name, `on`, `aggregate`, `every` or `dims` that makes no sense.

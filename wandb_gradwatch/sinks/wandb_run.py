@@ -16,7 +16,8 @@ from .placement import Placement, placement_of
 logger = logging.getLogger("wandb_gradwatch")
 
 TABLE_KEY: Final = "gradwatch/flight_recorder"
-MAX_SERIES: Final = 256  # names per key family; W&B advises fewer than 10,000 metrics in a run
+MAX_METRICS: Final = 10_000  # W&B advises fewer in a run
+MAX_SERIES: Final = 256  # names per key family, of which there are a dozen
 MAX_ROW_BYTES: Final = 1_000_000  # W&B skips a row above 10.4 MB whole, with the user's keys in it
 _NUMBER_BYTES: Final = 24  # of a float as JSON, with its comma
 _ALERT_WAIT_SECONDS: Final = 1  # W&B swallows alerts of one title within this; 0 would mean its default of 60
@@ -185,6 +186,14 @@ class WandbSink:
         for name in map(metric_name, snapshot.metrics):
             if name.partition("/")[0] not in SCALAR_FAMILIES and name not in placement.defined:
                 self._define(name, step_metric=STEP_KEY)
+        if len(snapshot.metrics) > MAX_METRICS:
+            self._say(
+                "many metrics",
+                "%d metrics are more than the %d that W&B shows well in a run. Measure fewer: match= and statistics= "
+                "of what is in watch(metrics=...) choose among modules, parameters and numbers.",
+                len(snapshot.metrics),
+                MAX_METRICS,
+            )
         for name in map(metric_name, snapshot.metric_histograms):
             # With the star: W&B heeds "none" for patterns only, and one may end in nothing but a star.
             self._define(f"{name}*", step_metric=STEP_KEY, summary="none")
