@@ -71,6 +71,29 @@ def test_a_loss_scale_that_float16_cannot_hold_is_named_first():
     assert [alert.title for alert in sink.alerts] == ["Loss scale collapse"]
 
 
+def test_float16_underflow_is_quoted_with_what_became_of_the_other_elements():
+    """Through watch(): of the histogram that was flushed last, the share below 2^-14 among those that are not 0."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    watcher, _ = watch(model, rules=None, log_every=10)
+    batch = torch.randn(16, 8)
+    for _ in range(20):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = 1e-6 * model(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+    elements = torch.cat([parameter.grad.flatten() for parameter in model.parameters()]).abs()
+    kept = elements[elements > 0]
+    share = 100 * (kept < 2.0**-14).double().mean().item()
+    evidence = watcher.diagnose()[0].evidence
+    watcher.remove()
+    assert watcher.latest.histogram_steps == (20,)
+    assert "where float16 ends" in evidence
+    assert f"; {share:.0f} % of the others have lost digits (step 20)" in evidence
+
+
 @functools.cache
 def runs_of(build):
     return [(training, training.run(120)) for training in (build(seed=seed) for seed in (0, 1))]

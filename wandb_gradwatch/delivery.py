@@ -132,8 +132,9 @@ class Delivery:
 
     def write(self, samples: Sequence[ArrivedSample], flush: ArrivedFlush, overhead_ratio: float) -> Snapshot:
         """A window of the whole model is complete: hand it to the sinks."""
-        self.judge()
         self.latest = snapshot = self.snapshot(samples, flush, overhead_ratio)
+        self.recorder.picture(snapshot)  # before the rules: what an alert says may quote it
+        self.judge()
         for sink in list(self.sinks):
             self.guarded(sink, "write", snapshot)
         return snapshot

@@ -74,6 +74,10 @@ class FlightRecorder:
         """Keep these samples; of more than `max_samples` the newest."""
         for index in range(max(len(snapshot) - self.max_samples, 0), len(snapshot)):
             self._samples.append(snapshot.sample(index))  # indexing with a list copies
+        self.picture(snapshot)
+
+    def picture(self, snapshot: Snapshot) -> None:
+        """Keep the histogram of these samples, which have been added already, in place of an older one."""
         if snapshot.histogram is not None and len(snapshot):
             self._newest_histogram = replace(
                 snapshot.sample(-1), histogram=snapshot.histogram.copy(), histogram_steps=snapshot.histogram_steps

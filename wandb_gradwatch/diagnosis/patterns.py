@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
@@ -213,12 +214,21 @@ def underflow(evidence: Evidence) -> Diagnosis | None:
         return None
     words = (
         f"{100 * zeros:.0f} % of the elements are exactly 0 and the smallest others are "
-        f"{number(float(steps_NP.min()))} x 2^-24, where float16 ends"
+        f"{number(float(steps_NP.min()))} x 2^-24, where float16 ends" + _lost_digits(evidence, float(scale_N[-1]))
     )
     octaves = forecast(history)["fp16"].total_headroom
     fits = f" (up to 2^{int(octaves)} the largest gradient seen still fits)" if octaves >= 1 else ""
     remedy = f"use torch.amp.GradScaler or a larger loss scale{fits}, do not divide the loss so far, or use bfloat16"
     return Diagnosis(UNDERFLOW, 0.95, words, remedy)
+
+
+def _lost_digits(evidence: Evidence, scale: float) -> str:
+    """What float16 did to the elements that it kept, by the newest histogram, as the end of a sentence."""
+    steps = evidence.history.histogram_steps
+    if not steps or math.frexp(scale)[0] != 0.5:  # other scales move the format's limits off the bins' edges
+        return ""
+    share = forecast(evidence.history, scale=scale)["fp16"].total_underflow_ratio
+    return "" if math.isnan(share) else f"; {100 * share:.0f} % of the others have lost digits (step {steps[-1]})"
 
 
 def scale_too_high(evidence: Evidence) -> Diagnosis | None:
