@@ -35,6 +35,7 @@ from wandb_gradwatch.window import ArrivedFlush, ArrivedSample, Sample
 # S samples in the window, P parameters, C columns, R ranks
 
 PAGE = Path(__file__).parent.parent / "docs/growth.md"
+SOAK = Path(__file__).parent / "results/soak.json"  # as `python -m benchmarks.soak --json` writes it
 ELEMENTS = 64  # of each tensor: the calls are counted here, not the reading
 SAMPLES = 50  # of a window, by default
 RANKS = (8, 64, 1000, 10_000)
@@ -70,7 +71,8 @@ def cost_of_tensors(num_tensors: int, rounds: int) -> dict[str, float]:
 
 
 def _median_ms(bench: Bench) -> float:
-    return statistics.median(wall for wall, _ in bench.times(Attached(), bench.task.steps)) * 1e3
+    """Processor time, which other programs on the machine disturb less than the wall's."""
+    return statistics.median(cpu for _, cpu in bench.times(Attached(), bench.task.steps)) * 1e3
 
 
 def _row_of(bench: Bench) -> tuple[int, int]:
@@ -119,6 +121,26 @@ def bytes_of_flush(num_parameters: int) -> dict[str, float]:
     }
 
 
+def soaked(seen: dict[str, Any] | None) -> str:
+    """A run of benchmarks/soak.py in a table."""
+    if seen is None:
+        return ""
+    lines = [
+        f"| {part['sample_every']} | {part['steps']:,} | {part['cpu_us_per_step'] * part['steps'] / 6e7:.1f} | "
+        f"{part['rss_mib'][0]:.1f} | {part['rss_mib'][-1]:.1f} | {part['per_million_steps']['rss_mib']:.1f} | "
+        f"{part['open_files'][0]}, {part['open_files'][1]} | {part['threads'][0]}, {part['threads'][1]} | "
+        f"{part['objects'][0]:,}, {part['objects'][1]:,} |"
+        for part in seen["parts"]
+    ]
+    return f""" Its
+newest figures, of commit {seen["machine"]["commit"]}, at the first and at the last of twenty points of each part; of
+{seen["rows"]["expected"]:,} rows {seen["rows"]["lost"]} were lost and {seen["rows"]["duplicated"]} doubled:
+
+| sample_every | steps | CPU minutes | MiB | at the end | MiB in a million steps | files | threads | objects |
+| --: | --: | --: | --: | --: | --: | --: | --: | --: |
+{chr(10).join(lines)}"""
+
+
 def render(found: dict[str, Any]) -> str:
     machine, pieces = found["machine"], found["pieces"]
     tensors = [
@@ -153,7 +175,7 @@ Made by `python -m benchmarks.growth` on {machine["device"]}, {machine["cores"]}
 ## Tensors, and series in W&B
 
 Tensors of {ELEMENTS} elements, so that it is the calls that are seen and not the reading; medians of {found["rounds"]}
-pairs, milliseconds a step. A row is one with histograms. Above 256 names the series are grouped by module, which is
+pairs, milliseconds of processor time a step. A row is one with histograms. Above 256 names the series are grouped by module, which is
 said once, and a row stops growing.
 
 | tensors | unwatched | adds, not sampled | adds, sampled | µs a tensor | metric names | KiB a row |
@@ -164,8 +186,11 @@ said once, and a row stops growing.
 
 A window holds a row of {NUM_COLUMNS} numbers per parameter and sample on the host until it is flushed:
 {NUM_COLUMNS * 8} bytes. {SAMPLES} samples of 1,000 parameters are
-{SAMPLES * 1000 * NUM_COLUMNS * 8 / 2**20:.1f} MiB. Nothing grows with the number of steps: `tests/test_soak.py`,
-and `python -m benchmarks.soak` for a million of them.
+{SAMPLES * 1000 * NUM_COLUMNS * 8 / 2**20:.1f} MiB.
+
+## Steps
+
+Nothing grows with them: `tests/test_soak.py`, and `python -m benchmarks.soak` for a million.{soaked(found.get("soak"))}
 
 ## Ranks
 
@@ -197,8 +222,9 @@ One flush, and the meeting that comes before the first:
 
 Why it holds: connections and messages grow with the logarithm of the ranks, the bytes with the number of levels, and
 all of it passes in a thread of its own beside {SAMPLES} training steps. The meeting grows with the ranks, since all
-addresses pass through the one store of the job, over one more connection of each rank to it: it happens once, and each
-wait in it ends after a minute. Where ranks cannot be met, the numbers are those of rank 0's shards, which is said once,
+addresses pass through the one store of the job, over one more connection of each rank to it: it happens once, in the
+background too, and a wait in it ends after a minute, at thousands of ranks after one for each two thousand. Where
+ranks cannot be met, the numbers are those of rank 0's shards, which is said once,
 and training goes on.
 """
 
@@ -219,6 +245,8 @@ def main() -> None:
         "trees": [measured_tree(world) for world in arguments.ranks],
         "pieces": measure_pieces(),
     }
+    if SOAK.exists():
+        found["soak"] = json.loads(SOAK.read_text(encoding="utf-8"))
     PAGE.parent.mkdir(exist_ok=True)
     PAGE.write_text(render(found), encoding="utf-8")
     if arguments.json:

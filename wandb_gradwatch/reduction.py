@@ -32,6 +32,7 @@ from .window import ArrivedFlush, ArrivedSample
 logger: Final = logging.getLogger("wandb_gradwatch")
 
 WAIT: Final = timedelta(seconds=60)  # for the slowest rank to reach the same flush
+_RANKS_MET_IN_WAIT: Final = 2000  # all addresses pass through one store: docs/growth.md
 _CLOSING_WAIT: Final = 5.0  # seconds more than the limit of the collectives themselves
 
 _SUMS: Final = list(SUM_COLUMNS)
@@ -79,8 +80,8 @@ class Reducer:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._wait = WAIT
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
+        self._wait = WAIT * max(1, self._world // _RANKS_MET_IN_WAIT)
         self._todo: queue.SimpleQueue[LocalWindow | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[MergedWindow] = queue.SimpleQueue()
         self._under_way = 0

@@ -347,6 +347,10 @@ def group_function(group_by: GroupBy) -> Callable[[str], str]:
 
     Raises:
         ValueError: it is neither "parameter", "module" nor callable.
+
+    Example:
+        >>> group_function("module")("blocks.0.attn.weight")
+        'blocks.0.attn'
     """
     if callable(group_by):
         return group_by

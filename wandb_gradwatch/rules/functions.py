@@ -53,10 +53,19 @@ def rule(*, title: str, level: Level = "WARN") -> Callable[[Judge], FunctionRule
     """Make a rule of a function from a snapshot of one sample to words, an Alert, or None.
 
     Example:
-        @rule(title="Head too large", level="WARN")
-        def head_too_large(snapshot):
-            norm = snapshot.grad_norm[0, snapshot.names.index("head.weight")]
-            return f"head.weight {norm:.3g} at step {snapshot.steps[0]}" if norm > 10 else None
+        >>> import torch, wandb_gradwatch
+        >>> @rule(title="Weight too large", level="WARN")
+        ... def weight_too_large(snapshot):
+        ...     norm = snapshot.grad_norm[0, snapshot.names.index("weight")]
+        ...     return f"weight {norm:.3g} at step {snapshot.steps[0]}" if norm > 4 else None
+        >>> model = torch.nn.Linear(2, 1, bias=False)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> memory = wandb_gradwatch.MemorySink()
+        >>> with wandb_gradwatch.watch(model, sinks=[memory], rules=[weight_too_large]):
+        ...     model(torch.tensor([[3.0, 4.0]])).sum().backward()
+        ...     optimizer.step()
+        >>> [alert.text for alert in memory.alerts]
+        ['weight 5 at step 1']
     """
     return lambda judge: FunctionRule(judge, title=title, level=level)
 

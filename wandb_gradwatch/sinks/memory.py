@@ -13,6 +13,21 @@ class MemorySink:
 
     Args:
         max_snapshots: how many of each are kept; None keeps all.
+
+    Example:
+        >>> import torch, wandb_gradwatch
+        >>> model = torch.nn.Linear(2, 1, bias=False)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> memory = wandb_gradwatch.MemorySink()
+        >>> with wandb_gradwatch.watch(model, sinks=[memory]):
+        ...     for _ in range(3):
+        ...         optimizer.zero_grad()
+        ...         model(torch.tensor([[3.0, 4.0]])).sum().backward()  # the gradient is the input
+        ...         optimizer.step()
+        >>> memory.merged().steps.tolist()
+        [1, 2, 3]
+        >>> memory.merged().total_grad_norm.round(4).tolist()
+        [5.0, 5.0, 5.0]
     """
 
     def __init__(self, max_snapshots: int | None = None) -> None:
