@@ -10,6 +10,7 @@ of a byte and of a request to the store.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import statistics
 import time
@@ -30,6 +31,7 @@ from wandb_gradwatch.rank_tree import GROUP
 from wandb_gradwatch.reduction import LocalWindow, _pack
 from wandb_gradwatch.sinks import MemorySink, WandbSink
 from wandb_gradwatch.statistics.columns import NUM_BINS, NUM_COLUMNS
+from wandb_gradwatch.statistics.measure import compile_for_cpu
 from wandb_gradwatch.window import ArrivedFlush, ArrivedSample, Sample
 
 # S samples in the window, P parameters, C columns, R ranks
@@ -175,8 +177,8 @@ Made by `python -m benchmarks.growth` on {machine["device"]}, {machine["cores"]}
 ## Tensors, and series in W&B
 
 Tensors of {ELEMENTS} elements, so that it is the calls that are seen and not the reading; medians of {found["rounds"]}
-pairs, milliseconds of processor time a step. A row is one with histograms. Above 256 names the series are grouped by module, which is
-said once, and a row stops growing.
+pairs, milliseconds of processor time a step. A row is one with histograms. Above 256 names the series are grouped by
+module, which is said once, and a row stops growing.
 
 | tensors | unwatched | adds, not sampled | adds, sampled | µs a tensor | metric names | KiB a row |
 | --: | --: | --: | --: | --: | --: | --: |
@@ -237,6 +239,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    if importlib.util.find_spec("numba") is not None:
+        compile_for_cpu("compiled")  # what a training meets after its first seconds, not while the first block runs
     found: dict[str, Any] = {
         "machine": describe_machine(torch.device("cpu")),
         "rounds": arguments.rounds,
