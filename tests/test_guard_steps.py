@@ -149,6 +149,22 @@ def test_parameters_that_are_not_watched_are_withheld_with_the_others(fused):
     watcher.remove()
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_master_weights_are_withheld_too(fused):
+    """The optimizer has copies, with gradients of their own."""
+    model = Chosen(a=1, dtype=torch.bfloat16)
+    master = torch.ones(1, requires_grad=True)
+    optimizer = torch.optim.SGD([master], lr=1.0, fused=fused)
+    watcher, _ = watch(model, optimizer, guard="skip")
+    for gradient in (1, math.nan, 1):
+        model.zero_grad()
+        model.loss(a=[gradient]).backward()
+        master.grad = model.a.grad.float()
+        optimizer.step()
+    watcher.remove()
+    assert master.item() == -1  # 1 - 1 - 1
+
+
 @pytest.mark.parametrize("fused", [(False, False), (True, True), (True, False), (False, True)])
 def test_optimizers_of_one_backward_are_withheld_together(fused):
     """The first one's gradients are bad, the second one's would be good; it is one step, and one count."""

@@ -36,6 +36,9 @@ class SkipGuard:
     every step of another optimizer, and a function of your own cost one read from the device a step. On ranks that
     hold shards all decide alike, by one small all-reduce a step: call `watch()` on all of them.
 
+    A step between two samples costs what a sample costs without its histogram and its parameters' norms, and a dozen
+    operations on numbers; nothing of it is logged but how many steps were withheld (`gradwatch/num_guarded_steps`).
+
     Of an optimizer that steps inside the backward, only what is not finite is withheld: there is no norm of the whole.
     A step that a CUDA graph replays is not seen, and not guarded.
 
