@@ -271,3 +271,20 @@ def test_two_models_with_equal_names_in_one_run_stay_apart(start_run):
     values = {key: value for row in history(run) for key, value in row.items()}
     assert (values["gradwatch/grad_norm"], values["gradwatch/model1/grad_norm"]) == (3, 4)
     assert (values["grad_norm/a"], values["grad_norm/model1/a"]) == (3, 4)
+
+
+def test_default_rules_handed_over_know_what_is_frozen_too():
+    """`rules=[*default_rules(), mine]` is what the README advises: it must not see less than rules=None."""
+    model = Chosen(used=1, unused=1, frozen=1)
+    model.frozen.requires_grad_(False)
+    alerts = []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rules = [*wandb_gradwatch.default_rules(), lambda snapshot: None]
+    with watch(model, rules=rules, on_alert=alerts.append)[0]:
+        for _ in range(101):
+            optimizer.zero_grad()
+            model.loss(used=[1]).backward()
+            optimizer.step()
+    (alert,) = alerts
+    assert alert.title == "No gradient"
+    assert alert.text.startswith("Step 100: 1 of 3 watched parameters")

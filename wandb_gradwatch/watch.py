@@ -21,11 +21,11 @@ from .capture.agreement import refuse_guard
 from .capture.gauge import MeasureOptions
 from .capture.probes import Probe
 from .capture.roster import Models, NameFilter, Roster
-from .capture.sharding import rank
+from .capture.sharding import rank, world_size
 from .desk import AlertDesk
 from .guard import GuardArgument, resolve_guard
 from .modules import MetricLike, probes_of, rules_of
-from .rules import Alert, Rule, default_rules
+from .rules import Alert, NoGradient, Rule, default_rules
 from .sinks import Sink, WandbSink
 from .snapshot import GroupBy, group_function
 from .statistics.measure import compile_for_cpu, resolve_backend
@@ -115,6 +115,8 @@ def watch(
     cadence = Cadence(sample_every, log_every, histogram_every if "histogram" in _known(statistics) else 0)
     roster = Roster(model, include=include, exclude=exclude)
     _check_group_by(group_by, roster)
+    if guard is not None and world_size() > 1 and backend == "auto" and _is_on_cpu(roster):
+        backend = "cpu"  # replicas must decide alike, bit for bit: not by loops that one has compiled before another
     options = _measure_options(roster, statistics, dead_threshold, backend)
     if isinstance(start_step, bool) or not isinstance(start_step, int) or start_step < 0:
         raise ValueError(f"start_step={start_step!r} must be the number of a step, at least 0")
@@ -129,7 +131,11 @@ def watch(
         *probes_of(_sequence("metrics", metrics, "a list of metrics"), model, roster.names),
     ]
     shipped = default_rules(frozen=roster.frozen_names) + rules_of(metrics)
-    desk = AlertDesk(shipped if rules is None else _sequence("rules", rules, "a list of rules, [] for none"))
+    given = _sequence("rules", rules, "a list of rules, [] for none")
+    for candidate in given:
+        if isinstance(candidate, NoGradient) and candidate.frozen is None:
+            candidate.frozen = roster.frozen_names
+    desk = AlertDesk(shipped if rules is None else given)
     budget = Budget(cadence, max_overhead) if max_overhead is not None else None
     skip_guard = resolve_guard(guard)
     if skip_guard is not None:
@@ -211,6 +217,10 @@ def _measure_options(roster: Roster, statistics: Sequence[str], dead_threshold: 
     if kernels:
         _warm_up(kernels, dead_threshold, histogram="histogram" in statistics)
     return MeasureOptions("parameter" in statistics, float(dead_threshold), backend)
+
+
+def _is_on_cpu(roster: Roster) -> bool:
+    return all(parameter.device.type == "cpu" for _, parameter in roster.scan())
 
 
 def _warm_up(

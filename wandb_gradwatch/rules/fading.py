@@ -162,8 +162,9 @@ class NoGradient:
     Args:
         patience: samples in a row in which a watched parameter had no gradient.
         zero_patience: samples in a row in which all gradients were exactly 0.
-        frozen: the names that are frozen now (`requires_grad` is False), which need no gradient. None: not known, and
-            then a parameter that never had a gradient is taken for frozen: fine-tuning a head is no fault.
+        frozen: the names that are frozen now (`requires_grad` is False), which need no gradient. None: watch() fills
+            it in; elsewhere a parameter that never had a gradient is then taken for frozen: fine-tuning a head is no
+            fault.
     """
 
     patience: int = 100
