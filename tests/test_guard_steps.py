@@ -337,3 +337,30 @@ def test_a_guard_goes_on_where_it_stopped(fused):
     torch.testing.assert_close(resumed.state_dict(), model.state_dict(), rtol=0, atol=0)
     assert guard.num_skipped == whole_guard.num_skipped == 3
     assert guard.state_dict() == whole_guard.state_dict()
+
+
+def test_an_overflow_that_only_the_loss_scaler_sees_is_skipped_all_the_same():
+    """In a parameter that is not watched: the guard finds nothing, and must not overrule what the scaler has found."""
+    model = Chosen(a=1, b=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    watcher, _ = watch(model, include="a", guard="skip")
+    for gradient in (1, math.inf, 1):
+        optimizer.zero_grad()
+        scaler.scale(model.loss(a=[1], b=[gradient])).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    watcher.remove()
+    assert (model.a.item(), model.b.item()) == (-1, -1)  # 1 - 1 - 1
+    assert scaler.get_scale() == 4
+
+
+def test_a_guarded_step_between_two_samples_leaves_nothing_in_the_next():
+    model = Chosen(a=1, b=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    watcher, sink = watch(model, guard="skip", sample_every=2)
+    step(model, optimizer, a=[1], b=[1])
+    step(model, optimizer, a=[1])
+    watcher.remove()
+    assert of(sink.merged(), "a", "grad_norm").tolist() == [1]
+    assert math.isnan(of(sink.merged(), "b", "grad_norm")[0])
