@@ -306,7 +306,7 @@ def test_replicas_judge_by_the_same_loops(monkeypatch):
     """What one rank has compiled earlier than another differs in the last bits, and at the limit in the verdict."""
     model = Chosen(a=1)
     for ranks, expected in ((1, "auto"), (2, "cpu")):
-        monkeypatch.setattr("wandb_gradwatch.watch.world_size", lambda ranks=ranks: ranks)
+        monkeypatch.setattr(sys.modules["wandb_gradwatch.watch"], "world_size", lambda ranks=ranks: ranks)
         watcher, _ = watch(model, guard="skip")
         backend = watcher._sampler._sample._gauge._options.backend
         watcher.remove()
