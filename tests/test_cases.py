@@ -794,3 +794,56 @@ def test_an_optimizer_without_a_hash():
     for _ in range(2):
         step(model, optimizer, a=[3])
     assert of(samples(watcher, sink), "a", "grad_norm").tolist() == [3, 3]
+
+
+def test_modules_that_exchange_their_names_exchange_their_rows():
+    # The same parameters, ids and optimizer, under other names: nothing but the names has changed.
+    model = nn.ModuleDict({"a": Chosen(p=1), "b": Chosen(p=1), "c": Chosen(p=1)})
+    optimizer = SGD(model.parameters(), lr=0.0)
+    watcher, sink = watch(model)
+
+    def train(**gradients):
+        optimizer.zero_grad()
+        sum(model[name].loss(p=[gradient]) for name, gradient in gradients.items()).backward()
+        optimizer.step()
+
+    train(a=1, b=2, c=3)
+    model["a"], model["b"] = model["b"], model["a"]
+    train(a=10, b=20, c=30)
+    train(a=11)
+    model["d"] = model.pop("c")
+    train(a=12, b=22, d=32)
+    nan = math.nan
+    rows = samples(watcher, sink)
+    assert rows.names == ("a.p", "b.p", "c.p", "d.p")
+    expected = [[1, 2, 3, nan], [10, 20, 30, nan], [11, nan, nan, nan], [12, 22, nan, 32]]
+    np.testing.assert_array_equal(rows.grad_norm, expected)
+
+
+def test_hooks_go_with_the_names_of_their_parameters():
+    # Also where it is frozen, and cannot be hooked anew. Zeros that a hook has told of are no leftovers of zero_grad().
+    model = nn.ModuleDict({"a": Chosen(p=1), "b": Chosen(p=1)})
+    optimizer = SGD(model.parameters(), lr=0.0)
+    watcher, sink = watch(model)
+    for _ in range(2):
+        model["a"], model["b"] = model["b"], model["a"]
+        model["b"].p.requires_grad_(False)
+        for gradient in (3, 0):
+            optimizer.zero_grad()
+            model["a"].loss(p=[gradient]).backward()
+            optimizer.step()
+        model["b"].p.requires_grad_(True)
+    rows = samples(watcher, sink)
+    np.testing.assert_array_equal(rows.grad_norm, [[3, math.nan], [0, math.nan]] * 2)
+
+
+def test_zeros_that_zero_grad_left_are_in_no_histogram():
+    model = Chosen(a=2, b=2)
+    optimizer = SGD(model.parameters(), lr=0.0)
+    watcher, sink = watch(model)
+    for gradients in ({"a": [1, 0], "b": [1, 2]}, {"a": [1, 0]}):
+        optimizer.zero_grad(set_to_none=False)
+        model.loss(**gradients).backward()
+        optimizer.step()
+    watcher.remove()
+    assert [snapshot.histogram.sum(axis=1).tolist() for snapshot in sink.snapshots] == [[2, 2], [2, 0]]

@@ -353,6 +353,8 @@ class Window:
             rows = window.rows[index]
             leftover = rows[:, Column.NUM_ZERO] == rows[:, Column.NUM_ELEMENTS]
             window.rows[index] = torch.where(leftover[:, None], torch.nan, rows)
+            if window.sample_histogram is not None:
+                window.sample_histogram[index] *= ~leftover[:, None]
 
     def clear(self, slots: Sequence[int]) -> None:
         """These parameters have no gradient in the open sample after all."""

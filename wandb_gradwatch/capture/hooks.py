@@ -9,6 +9,7 @@ nested one after them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -22,6 +23,18 @@ current_graph_task: Final[Callable[[], int]] = torch._C._current_graph_task_id  
 
 # Tasks whose backward raised never run their callback and would stay here for good.
 _MAX_ARMED: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _Hook:
+    """A hook on a parameter.
+
+    Args:
+        place: [1] the slot that it marks; also a frozen parameter, which cannot be hooked anew, can get another.
+    """
+
+    handle: RemovableHandle
+    place: list[int]
 
 
 class BackwardHooks:
@@ -42,35 +55,38 @@ class BackwardHooks:
         # By graph task, not "is a list empty": a backward that raised never runs its callback, and the latch would
         # stay shut for good.
         self._armed: set[int] = set()
-        self._handles: dict[int, RemovableHandle] = {}  # by id(parameter)
+        self._hooks: dict[int, _Hook] = {}  # by id(parameter)
         self._removed = False
 
     def follow(self, entries: Iterable[tuple[int, Tensor]]) -> list[int]:
         """Hook every parameter that can have a gradient and is not hooked yet; returns their slots.
 
-        Hooks of parameters that are not among the entries any more are removed.
+        Hooks of parameters that are not among the entries any more are removed; one whose parameter has another slot
+        now, because its module was renamed, marks that.
         """
         new: list[int] = []
-        current: dict[int, RemovableHandle] = {}
+        current: dict[int, _Hook] = {}
         for slot, parameter in entries:
-            handle = self._handles.get(id(parameter))
-            if handle is not None and _is_attached(handle, parameter):
-                current[id(parameter)] = handle
+            hook = self._hooks.get(id(parameter))
+            if hook is not None and _is_attached(hook.handle, parameter):
+                hook.place[0] = slot
+                current[id(parameter)] = hook
             elif parameter.requires_grad and parameter.is_leaf:
-                current[id(parameter)] = _register(parameter, self._hook(slot))
+                place = [slot]
+                current[id(parameter)] = _Hook(_register(parameter, self._marking(place)), place)
                 new.append(slot)
-        if len(current) < len(self._handles) or new:
-            for key in self._handles.keys() - current.keys():
-                self._handles[key].remove()
-            self._handles = current
+        if len(current) < len(self._hooks) or new:
+            for key in self._hooks.keys() - current.keys():
+                self._hooks[key].handle.remove()
+            self._hooks = current
         return new
 
     def remove(self) -> None:
         """Remove every hook; safe at any time, also inside a backward. Idempotent."""
         self._removed = True
-        for handle in self._handles.values():
-            handle.remove()
-        self._handles = {}
+        for hook in self._hooks.values():
+            hook.handle.remove()
+        self._hooks = {}
 
     def arm(self, task: int) -> None:
         """Have on_end called when this graph task's backward has ended."""
@@ -82,7 +98,7 @@ class BackwardHooks:
         self._on_begin()
         _queue(partial(self._first_callback, task))
 
-    def _hook(self, slot: int) -> Callable[[Tensor], None]:
+    def _marking(self, place: list[int]) -> Callable[[Tensor], None]:
         armed, arm, mark = self._armed, self.arm, self._on_mark
 
         @untraced
@@ -92,7 +108,7 @@ class BackwardHooks:
                 if self._removed:
                     return
                 arm(task)
-            mark(slot)
+            mark(place[0])
 
         return mark_gradient
 

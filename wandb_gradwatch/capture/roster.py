@@ -125,7 +125,7 @@ class Roster:
             entries.append((slot, parameter))
             places.append((slot, place))
         self.changes += 1
-        if slot_of_id.keys() != self.slot_of_id.keys():
+        if slot_of_id != self.slot_of_id:  # other parameters, or the same under other names
             self.version += 1
         self.slot_of_id = slot_of_id
         self._seen = _Walked(modules, places, complete=all(reference() is not None for _, reference in self._models))
