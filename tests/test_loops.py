@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+import sys
 import threading
 
 import numpy as np
@@ -461,3 +463,104 @@ def test_another_default_device_changes_nothing():
     assert snapshot.total_grad_norm.tolist() == [5] * 4
     assert snapshot.histogram is not None
     assert snapshot.histogram.sum() == 8
+
+
+def test_master_weights_own_what_is_added_too():
+    model = nn.ModuleDict({"a": Chosen(p=1)})
+    optimizer = SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    watcher, sink = watch(model, optimizer)
+    for number in (1, 2, 3, 4):
+        if number == 3:
+            model["b"] = Chosen(p=1)
+        sum(one.loss(p=[number]) for one in model.values()).backward()
+        optimizer.step()
+        model.zero_grad()
+    snapshot = samples(watcher, sink)
+    assert snapshot.steps.tolist() == [1, 2, 3, 4]
+    assert of(snapshot, "a.p", "grad_norm_clipped").tolist() == [1, 2, 3, 4]
+    assert of(snapshot, "b.p", "grad_norm_clipped")[2:].tolist() == [3, 4]
+
+
+def test_names_move_from_one_optimizer_to_another():
+    model = nn.ModuleDict({"a": Chosen(p=1), "b": Chosen(p=1)})
+    often, seldom = (SGD(one.parameters(), lr=0.0) for one in model.values())
+    watcher, sink = watch(model)
+    for number in range(1, 5):
+        if number == 2:
+            model["a"], model["b"] = model["b"], model["a"]
+        model.zero_grad()
+        (model["a"].loss(p=[number]) + model["b"].loss(p=[10 * number])).backward()
+        often.step()
+        if number % 2:
+            seldom.step()
+    snapshot = samples(watcher, sink)
+    nan = math.nan
+    assert snapshot.steps.tolist() == [1, 2, 3, 4]
+    np.testing.assert_array_equal(snapshot.grad_norm, [[1, 10], [nan, 20], [3, 30], [nan, 40]])
+
+
+def test_a_late_step_that_is_skipped_joins_its_sample_like_any_other():
+    model = Chosen(a=1, b=1)
+    first, second = SGD([model.a], lr=0.0), SGD([model.b], lr=0.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    watcher, sink = watch(model)
+    for gradients, optimizers in (
+        ({"a": [1], "b": [1]}, (first, second)),
+        ({"a": [2], "b": [math.inf]}, (first,)),
+        ({"a": [3]}, (first, second)),  # b's gradient is the step's before, and not finite
+    ):
+        first.zero_grad()
+        scaler.scale(model.loss(**gradients)).backward()
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+    assert samples(watcher, sink).steps.tolist() == [1, 2, 3]
+
+
+def test_asking_for_the_newest_sample_makes_no_sample_of_a_backward_without_an_update():
+    model = Chosen(a=1)
+    watcher, sink = watch(model)
+    for gradient in (7, 8):  # a look at the gradients before the training begins
+        model.zero_grad()
+        model.loss(a=[gradient]).backward()
+        assert watcher.latest is None
+        assert watcher.healthy
+    optimizer = SGD(model.parameters(), lr=0.0)
+    for gradient in (1, 2):
+        step(model, optimizer, a=[gradient])
+    snapshot = samples(watcher, sink)
+    assert snapshot.steps.tolist() == [1, 2]
+    assert of(snapshot, "a", "grad_norm").tolist() == [1, 2]
+
+
+def test_whatever_another_thread_asks_no_sample_is_lost_split_or_out_of_order():
+    model = Chosen(a=1, b=1)
+    watcher, sink = watch(model, log_every=2)
+    trained = threading.Event()
+    raised = []
+
+    def ask():
+        questions = [watcher.wait, watcher.flush, watcher.state_dict, watcher.summary, lambda: watcher.latest]
+        while not trained.is_set():
+            for question in questions:
+                try:
+                    question()
+                except Exception as error:
+                    raised.append(error)
+
+    asking = threading.Thread(target=ask)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # the interpreter changes threads wherever it can
+    try:
+        asking.start()
+        optimizer = SGD(model.parameters(), lr=0.0)
+        for _ in range(400):
+            step(model, optimizer, a=[3], b=[4])
+    finally:
+        trained.set()
+        asking.join()
+        sys.setswitchinterval(interval)
+    snapshot = samples(watcher, sink)
+    assert not raised
+    assert snapshot.steps.tolist() == list(range(1, 401))
+    np.testing.assert_array_equal(snapshot.grad_norm, np.tile([3.0, 4.0], (400, 1)))

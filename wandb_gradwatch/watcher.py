@@ -10,6 +10,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 
 from .cadence import Cadence
-from .capture.containment import CallbackError, Containment
+from .capture.containment import CallbackError, Containment, alone
 from .capture.events import SamplerEvents
 from .capture.gauge import MeasureOptions
 from .capture.roster import Roster
@@ -116,6 +117,7 @@ class Watcher:
     def __enter__(self) -> Watcher:
         return self
 
+    @alone
     def __exit__(self, exception_type: object, *_: object) -> None:
         self._remove(merge=exception_type is None)
 
@@ -139,6 +141,7 @@ class Watcher:
         return tuple(self._roster.names)
 
     @property
+    @alone
     def latest(self) -> Snapshot | None:
         """The newest flushed snapshot; before the first flush, what has been sampled so far; None for nothing."""
         self._collect()
@@ -147,6 +150,7 @@ class Watcher:
         return self._delivery.snapshot(self._delivery.window) if self._delivery.window else None
 
     @property
+    @alone
     def healthy(self) -> bool:
         """False if a rule found an error in the newest sample that has arrived."""
         self._collect()
@@ -160,11 +164,13 @@ class Watcher:
         """Whether one of the sinks writes to this W&B run."""
         return any(getattr(sink, "run", None) is run for sink in self._delivery.sinks)
 
+    @alone
     def diagnose(self) -> list[Diagnosis]:
         """Probable causes of what the last samples show, most probable first; none for a healthy training."""
         self._collect()
         return self._delivery.diagnose()
 
+    @alone
     def summary(self) -> Summary:
         """The worst layers of the last samples, the total norm, the alerts: print it, or let a notebook show it."""
         self._collect()
@@ -177,6 +183,7 @@ class Watcher:
         """Keep a few words or numbers with the open step, for the flight recorder: `watcher.note(batch=17)`."""
         self._delivery.recorder.note(self._sampler.clock.open_step, **context)
 
+    @alone
     def record(self, path: str | Path | None = None) -> list[Path]:
         """Write the flight recorder: to a path, or beside the run, where its table is logged too.
 
@@ -187,6 +194,7 @@ class Watcher:
         self._delivery.judge()
         return self._delivery.record(path, table=path is None)
 
+    @alone
     def wait(self) -> None:
         """Wait until every sample of the updates made so far has arrived and the rules have seen it.
 
@@ -197,6 +205,7 @@ class Watcher:
             self._deliver(wait=True)
         self._delivery.judge()
 
+    @alone
     def flush(self) -> Snapshot | None:
         """End the window now: send it to the sinks and wait until it has arrived.
 
@@ -215,6 +224,7 @@ class Watcher:
         snapshot, self._unreturned = self._unreturned, None
         return snapshot
 
+    @alone
     def remove(self) -> None:
         """Flush, remove every hook and close the sinks. Idempotent.
 
@@ -224,6 +234,7 @@ class Watcher:
 
     # ---- state
 
+    @alone
     def state_dict(self) -> dict[str, Any]:
         """Everything that a resumed training goes on with: numbers, lists and tensors only.
 
@@ -254,6 +265,7 @@ class Watcher:
             "histogram_steps": list(histogram_steps),
         }
 
+    @alone
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state_dict()`; parameters are matched by name, and those that are gone are dropped."""
         self._sampler.load_state_dict(state["sampler"])
@@ -281,6 +293,12 @@ class Watcher:
             histogram = torch.zeros((len(self._roster.names), counts.shape[1]), dtype=torch.int64, device="cpu")
             histogram[targets] = counts[sources]
             self._window.restore_histogram(histogram, state["histogram_steps"])
+
+    def _own_turn(self) -> AbstractContextManager[object]:
+        """See `alone`. Not with shards: what is asked may wait for ranks whose training waits for this one's."""
+        if self._containment.in_forked_child or self._sampler.shards.any:  # in a child nobody would release the lock
+            return nullcontext()
+        return self._containment.lock
 
     # ---- ends
 
@@ -332,13 +350,14 @@ class Watcher:
 
     # ---- from the window to the delivery
 
+    @alone
     def _mark_step(self) -> None:
         self._sampler.step()
         self._deliver()
 
     def _collect(self) -> None:
         if not self._removed:
-            self._deliver()
+            self._sampler.deliver()
 
     def _deliver(self, *, wait: bool = False) -> None:
         if not (self._window.has_sent or self._arrived or self._merger) or self._containment.in_forked_child:

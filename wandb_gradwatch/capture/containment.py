@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Concatenate, Final, ParamSpec, Protocol, TypeVar, cast
 
 import torch
@@ -34,7 +35,7 @@ class Containment:
         self._process = os.getpid()
         self.seconds_spent = 0.0  # on the host
         self._failed = failed
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()  # held while any of it runs, and while the user asks for something
         self._depth = 0  # a call inside a call is not timed twice
 
     @property
@@ -52,8 +53,10 @@ class Containment:
         pauses_collector = not self._depth and gc.isenabled()
         if pauses_collector:
             gc.disable()
+        inside_another = False
         try:
-            with self._lock:
+            with self.lock:
+                inside_another = self._depth > 0
                 self._depth += 1
                 with_autograd = torch.is_grad_enabled()
                 _set_grad_enabled(False)
@@ -65,7 +68,7 @@ class Containment:
                     if not self._depth:
                         self.seconds_spent += time.perf_counter() - began
         except CallbackError as raised:
-            if self._depth:  # still inside another of our calls
+            if inside_another:
                 raise
             raise raised.__cause__ or raised from None
         except Exception as error:
@@ -99,3 +102,22 @@ def contained(method: Callable[Concatenate[Self, Arguments], None]) -> Callable[
         self.containment.run(lambda: method(self, *args, **kwargs))
 
     return cast("Callable[Concatenate[Self, Arguments], None]", wrapper)
+
+
+class _Asked(Protocol):
+    def _own_turn(self) -> AbstractContextManager[object]: ...
+
+
+Asked = TypeVar("Asked", bound=_Asked)
+Answer = TypeVar("Answer")
+
+
+def alone(method: Callable[Concatenate[Asked, Arguments], Answer]) -> Callable[Concatenate[Asked, Arguments], Answer]:
+    """Let the user call a method from any thread: it and the monitor's code in the training's take turns."""
+
+    @functools.wraps(method)
+    def wrapper(self: Asked, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Answer:
+        with self._own_turn():
+            return method(self, *args, **kwargs)
+
+    return cast("Callable[Concatenate[Asked, Arguments], Answer]", wrapper)

@@ -36,6 +36,7 @@ class Owners:
         self._known: ByIdentity[Optimizer, tuple[int, int]] = ByIdentity()
         self._by_key: dict[int, weakref.ref[Optimizer]] = {}
         self._num_keys = 0
+        self._version = roster.version  # of the names when every optimizer was looked at
 
     def known_to_follow(self, optimizer: Optimizer) -> bool | None:
         """Whether it owns anything watched; None if it is new or has changed. Asked at every step."""
@@ -82,16 +83,24 @@ class Owners:
         return hash((self._roster.version, *groups))
 
     def learn(self, optimizer: Optimizer) -> bool:
-        """Look at what it holds: whether any of it is watched."""
-        ids = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
-        if any(key not in self._roster.slot_of_id for key in ids):
+        """Look at what it holds: whether any of it is watched. Where names have moved, at what the others hold, too."""
+        if any(key not in self._roster.slot_of_id for key in _ids(optimizer)):
             self._rescan()
-        slot_of_id = self._roster.slot_of_id
-        slots = {slot_of_id[key] for key in ids if key in slot_of_id}
-        if self._is_appointed(optimizer):
-            slots |= set(range(len(self._roster.names))) - self._clock.owner.keys()
+        if self._version != self._roster.version:
+            self._version = self._roster.version
+            for other in [reference() for reference in self._by_key.values()]:
+                if other is not None and other is not optimizer:
+                    self._look_at(other)
+        return self._look_at(optimizer)
+
+    def _look_at(self, optimizer: Optimizer) -> bool:
         known = self._known.get(optimizer)
         key = known[0] if known is not None else _NOTHING_WATCHED
+        slot_of_id = self._roster.slot_of_id
+        slots = {slot_of_id[one] for one in _ids(optimizer) if one in slot_of_id}
+        if self._is_appointed(optimizer):
+            of_others = {slot for slot, owner in self._clock.owner.items() if owner != key}
+            slots |= set(range(len(self._roster.names))) - of_others
         if not slots:
             key = _NOTHING_WATCHED
         elif key == _NOTHING_WATCHED:
@@ -108,3 +117,7 @@ class Owners:
     def _gone(self, key: int, _: object) -> None:
         self._by_key.pop(key, None)
         self._clock.disown(key)
+
+
+def _ids(optimizer: Optimizer) -> list[int]:
+    return [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]

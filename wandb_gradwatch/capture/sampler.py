@@ -163,7 +163,7 @@ class Sampler:
                 "parameter. Is the step missing, or does the optimizer hold other tensors than the model?",
                 self.clock.open_step,
             )
-        self._deliver()
+        self.deliver()
 
     def mute(self, muted: bool) -> None:
         """See StepListener."""
@@ -222,7 +222,7 @@ class Sampler:
             self._hooks.arm(current_graph_task())
         self._commit(self.clock.step_begins(key))
         if not inside_backward:
-            self._deliver()
+            self.deliver()
             if self._joins_silently(optimizer, key):
                 self._joining = key
                 return
@@ -257,7 +257,10 @@ class Sampler:
             self._optimizer_found()
             key = self._owners.key(optimizer)
             self._commit(self.clock.step_begins(key))
-            self._step_done(key, skipped=True, inside_backward=False)
+            if self._joins_silently(optimizer, key):
+                self.clock.join(key)
+            else:
+                self._step_done(key, skipped=True, inside_backward=False)
 
     def _joins_silently(self, optimizer: Optimizer, key: int) -> bool:
         """A late step belongs to the last sample, unless it brings gradients of its own.
@@ -277,7 +280,7 @@ class Sampler:
     def _step_done(self, key: int, *, skipped: bool, inside_backward: bool) -> None:
         self._commit(self.clock.step_ended(key, skipped=skipped, inside_backward=inside_backward))
         if current_graph_task() == -1:  # never deliver from within a tensor hook
-            self._deliver()
+            self.deliver()
 
     def distrust_versions(self) -> None:
         """A gradient was modified without a trace: compare every sample by value from now on."""
@@ -398,6 +401,7 @@ class Sampler:
         self._window.flush()
         self._schedule.begin_window()
 
-    def _deliver(self) -> None:
+    def deliver(self) -> None:
+        """Hand over what has arrived, unless it may turn out not to be samples."""
         if not self._by_hand.withholds:
             self._events.deliver()
