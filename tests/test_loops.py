@@ -564,3 +564,20 @@ def test_whatever_another_thread_asks_no_sample_is_lost_split_or_out_of_order():
     assert not raised
     assert snapshot.steps.tolist() == list(range(1, 401))
     np.testing.assert_array_equal(snapshot.grad_norm, np.tile([3.0, 4.0], (400, 1)))
+
+
+def test_clipping_through_data_is_seen_after_the_first_steps_were_skipped():
+    model = Chosen(a=1)
+    optimizer = SGD(model.parameters(), lr=0.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    watcher, sink = watch(model, log_every=100)
+    for gradient in (math.inf, math.inf, math.inf, math.inf, 8, 8):
+        optimizer.zero_grad()
+        scaler.scale(model.loss(a=[gradient])).backward()
+        scaler.unscale_(optimizer)
+        model.a.grad.data.mul_(0.5)
+        scaler.step(optimizer)
+        scaler.update()
+    snapshot = samples(watcher, sink)
+    assert of(snapshot, "a", "grad_norm")[4:].tolist() == [8, 8]
+    assert of(snapshot, "a", "grad_norm_clipped")[4:].tolist() == [4, 4]

@@ -328,3 +328,21 @@ def test_a_checkpoint_has_the_update_whose_sample_is_still_open() -> None:
     second, sink = watch(model, log_every=10)
     second.load_state_dict(state)
     assert samples(second, sink).total_grad_norm.tolist() == [3, 4]
+
+
+def test_an_earlier_state_takes_the_place_of_the_window_that_is_there() -> None:
+    model = Chosen(a=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    watcher, sink = watch(model, log_every=4, histogram_every=1)
+    empty = watcher.state_dict()
+    for _ in range(3):
+        step(model, optimizer, a=[1])
+    watcher.load_state_dict(empty)
+    for _ in range(4):
+        step(model, optimizer, a=[1])
+    (snapshot,) = sink.snapshots
+    watcher.remove()
+    assert snapshot.steps.tolist() == [1, 2, 3, 4]
+    assert snapshot.histogram_steps == (1, 2, 3, 4)
+    assert snapshot.histogram is not None
+    assert snapshot.histogram.sum() == 4

@@ -288,11 +288,12 @@ class Watcher:
             of_sample = (float(saved["loss_scale"]), bool(saved["skipped"]), dict(saved["metrics"]), histograms)
             samples.append(ArrivedSample(sample, rows, *of_sample))
         self._delivery.window = samples
+        histogram = None
         if state["histogram"] is not None:
             counts = _with_names(state["histogram"], len(state["names"]))
             histogram = torch.zeros((len(self._roster.names), counts.shape[1]), dtype=torch.int64, device="cpu")
             histogram[targets] = counts[sources]
-            self._window.restore_histogram(histogram, state["histogram_steps"])
+        self._window.restore_histogram(histogram, state["histogram_steps"])
 
     def _own_turn(self) -> AbstractContextManager[object]:
         """See `alone`. Not with shards: what is asked may wait for ranks whose training waits for this one's."""

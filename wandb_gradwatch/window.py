@@ -423,12 +423,14 @@ class Window:
                 histogram = counts.copy() if histogram is None else histogram + counts
         return histogram, tuple(self._histogram_steps)
 
-    def restore_histogram(self, histogram: Tensor, steps: Sequence[int]) -> None:
-        """Go on with a histogram [P, B] of an unfinished window."""
-        window = self._on(torch.device("cpu"))
-        window.histogram[: len(histogram)] = histogram
-        window.has_histogram = True
-        self._histogram_steps = list(steps)
+    def restore_histogram(self, histogram: Tensor | None, steps: Sequence[int]) -> None:
+        """Go on with a histogram [P, B] of an unfinished window, or with none, instead of the one that is there."""
+        self._drop_histogram()
+        if histogram is not None:
+            window = self._on(torch.device("cpu"))
+            window.histogram[: len(histogram)] = histogram
+            window.has_histogram = True
+            self._histogram_steps = list(steps)
 
     def forget_sent(self) -> None:
         """Forget what was sent and not polled: it turned out not to be samples."""

@@ -378,7 +378,7 @@ class Sampler:
         if self.withholding is not None:
             found[GUARD_METRIC] = self.withholding.take_count()
         self._window.commit(Sample(closed.step, closed.skipped, updated, self._sample.compared), found)
-        self._schedule.add_sample()
+        self._schedule.add_sample(skipped=closed.skipped)
 
     @property
     def seconds_spent(self) -> float:

@@ -28,7 +28,7 @@ class Schedule:
         self._budget = budget
         self._backwards_per_sample: deque[int] = deque(maxlen=4)
         self._trust_versions = True
-        self._num_samples = 0
+        self._num_samples = 0  # with an update: what a loss scaler skips is not clipped
         self._samples_in_window = 0
 
     # ---- the open step
@@ -73,10 +73,10 @@ class Schedule:
         if closed.backwards:
             self._backwards_per_sample.append(closed.backwards)
 
-    def add_sample(self) -> None:
+    def add_sample(self, *, skipped: bool) -> None:
         """A sample was committed."""
         self._samples_in_window += 1
-        self._num_samples += 1
+        self._num_samples += not skipped
 
     def begin_window(self) -> None:
         """The window was flushed, or forgotten."""
