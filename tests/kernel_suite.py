@@ -6,15 +6,18 @@ when it is first imported, and other tests may have imported it before.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from statistics_oracle import assert_row, expected_histogram, expected_row
 
+from wandb_gradwatch.statistics import cuda as kernels
 from wandb_gradwatch.statistics import cuda_launch, reference
 from wandb_gradwatch.statistics.columns import IDENTITY_C, Column
 
@@ -204,7 +207,22 @@ def test_rows_follow_gradients_that_moved() -> None:
     assert sums == [5.0, 10.0]
 
 
-def test_warming_up_runs_every_kernel_without_a_model() -> None:
+def test_a_constant_of_a_kernel_is_annotated_with_the_class_not_with_its_name() -> None:
+    """Interpreters of older Triton take a name for an argument of the device, and fail in every kernel."""
+    for kernel in (kernels.measure_chunks, kernels.square_chunks, kernels.fold, kernels.fold_squares):
+        annotations = inspect.signature(kernel.fn).parameters
+        constants = [p.annotation for name, p in annotations.items() if name.isupper()]
+        assert constants
+        assert all(annotation is kernels.tl.constexpr for annotation in constants)
+
+
+def test_warming_up_runs_every_kernel_without_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not hasattr(kernels.fold, "warmup"):  # the interpreter before Triton 3.6; what compiles always had it
+
+        def warmup(kernel: Any, *arguments: Any, **constants: Any) -> None:
+            kernel.run(*arguments, warmup=True, **constants)
+
+        monkeypatch.setattr(type(kernels.fold), "warmup", warmup, raising=False)
     cuda_launch.warm_up(DEVICE, [torch.float32, torch.bfloat16, torch.float32], dead_threshold=0.0, histogram=True)
     compiled = set(cuda_launch._compiled)
     gradients = [torch.ones(CHUNK + 1, dtype=dtype, device=DEVICE) for dtype in (torch.float32, torch.bfloat16)]

@@ -13,8 +13,7 @@ that too few programs ran at once to keep the memory busy.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, import-untyped, import-not-found"
 # Nested ifs are meant: the outer one is decided when the kernel is compiled, and an `and` would compile both.
 # ruff: noqa: SIM102, SIM108
-
-from __future__ import annotations
+# No `from __future__ import annotations`: the interpreters of Triton 3.0 and 3.1 know tl.constexpr by its class only.
 
 from typing import Final
 
