@@ -178,6 +178,15 @@ def test_the_first_alert_of_too_high_a_learning_rate_says_so_with_one_update_to_
     assert "learning rate too high (the update of step 1 alone changed" in with_diagnosis(alert, samples).text
 
 
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_rate_that_jumps_is_told_from_a_bad_batch_at_the_first_spike(seed):
+    """Both are a lone spike so far; but a bad batch moves the parameters after it, not before."""
+    samples = trainings.rate_jumps(seed, at=60).run(61)
+    alert = next(alert for alert in ExplodingGradient().check(samples) if alert.step == 61)
+    told = with_diagnosis(alert, samples).text
+    assert "Probable cause: learning rate too high (the update of step 60, just before the spike, changed" in told
+
+
 def test_an_alerts_diagnosis_looks_at_no_later_sample_and_at_fitting_causes_only():
     calm = of_norms([1.0] * 30)
     later = of_norms([1e6], start=31)

@@ -274,6 +274,20 @@ def poisoned_batch(seed: int = 0, *, at: int = 60, factor: float = 1e3) -> Train
     return training
 
 
+def rate_jumps(seed: int = 0, *, at: int = 60, factor: float = 100) -> Training:
+    """A schedule with a slip: from one step on the learning rate is a hundred times what it was."""
+    training = mlp(seed, lr=1e-3)
+    clean = training.loss
+
+    def loss(model: nn.Module, step: int) -> torch.Tensor:
+        for group in training.optimizer.param_groups:
+            group["lr"] = 1e-3 * (factor if step >= at else 1.0)
+        return clean(model, step)
+
+    training.loss = loss
+    return training
+
+
 def zeroed_before_step(seed: int = 0) -> Training:
     torch.manual_seed(seed)
     training = mlp(seed)

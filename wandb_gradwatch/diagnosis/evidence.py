@@ -22,6 +22,10 @@ MAX_MOVEMENT: Final = 0.08
 MAX_FIRST_MOVEMENT: Final = 0.15
 _FIRST_STEPS: Final = 5
 MAX_LEAP: Final = 0.5
+_MIN_JUMP: Final = (
+    0.005  # of the parameters' norm, by one update; healthy ones are a tenth of that once a run is under way
+)
+_JUMP_FACTOR: Final = 20.0
 _ALONE_FACTOR: Final = 3.0
 _NEIGHBOURS: Final = 16  # samples on each side that a spike is compared with
 _MIN_NEIGHBOURS: Final = 5
@@ -169,6 +173,29 @@ class Evidence:
         spiky = {sample for sample, _ in self.spikes}
         leaps = [(float(c), int(s)) for c, s in zip(changes, samples, strict=True) if c > MAX_LEAP and s not in spiky]
         return leaps[0] if leaps else None
+
+    @cached_property
+    def jump(self) -> tuple[float, float, int] | None:
+        """An update just before a spike that moved the parameters far more than any of those before it.
+
+        A bad batch moves them after its spike, not before.
+
+        Returns:
+            The relative change of the parameters' norm, how many times the largest of the 16 before it that is, and the
+            sample of the update; None where there is none.
+        """
+        changes, samples = self.changes
+        for spike, _ in self.spikes:
+            place = int(np.searchsorted(samples, spike - 1))
+            if place == len(samples) or samples[place] != spike - 1:
+                continue
+            before = changes[max(place - _NEIGHBOURS, 0) : place]
+            if len(before) < _MIN_NEIGHBOURS or changes[place] < _MIN_JUMP:
+                continue
+            factor = float(changes[place] / max(float(before.max()), 1e-12))
+            if factor > _JUMP_FACTOR:
+                return float(changes[place]), factor, int(samples[place])
+        return None
 
     @property
     def is_moving(self) -> bool:

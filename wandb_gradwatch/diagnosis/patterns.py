@@ -88,6 +88,13 @@ def learning_rate(evidence: Evidence) -> Diagnosis | None:
         change, sample = evidence.leap
         words = f"the update of step {evidence.step(sample)} alone changed the parameters' norm by {100 * change:.0f} %"
         return Diagnosis(LEARNING_RATE, 0.8, words, remedy)
+    if evidence.jump is not None:
+        change, factor, sample = evidence.jump
+        words = (
+            f"the update of step {evidence.step(sample)}, just before the spike, changed the parameters' norm by "
+            f"{100 * change:.1f} %, {number(factor)}x as much as any of the updates before it"
+        )
+        return Diagnosis(LEARNING_RATE, 0.8, words, remedy)
     if evidence.growth is not None:
         rise, sample = evidence.growth
         words = (
