@@ -136,7 +136,8 @@ def soaked(seen: dict[str, Any] | None) -> str:
     ]
     return f""" Its
 newest figures, of commit {seen["machine"]["commit"]}, at the first and at the last of twenty points of each part; of
-{seen["rows"]["expected"]:,} rows {seen["rows"]["lost"]} were lost and {seen["rows"]["duplicated"]} doubled:
+{seen["rows"]["expected"]:,} rows {seen["rows"]["lost"]} were lost and {seen["rows"]["duplicated"]} doubled.
+Among the MiB is what the soak itself keeps of each point, a count of every type of object:
 
 | sample_every | steps | CPU minutes | MiB | at the end | MiB in a million steps | files | threads | objects |
 | --: | --: | --: | --: | --: | --: | --: | --: | --: |
