@@ -107,7 +107,7 @@ class TensorList(nn.Module):
         self.tensors = nn.ParameterList(torch.randn(shape, dtype=dtype) * 0.02 for shape in shapes)
 
     def forward(self) -> Tensor:
-        raise NotImplementedError("a list of tensors makes light steps only")
+        raise RuntimeError("a list of tensors makes light steps only")
 
 
 class _HandOut(torch.autograd.Function):
