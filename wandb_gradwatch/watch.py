@@ -108,8 +108,9 @@ def watch(
         RuntimeError: there is no run and there are no sinks; the backend cannot run on the model's device, or cannot be
             compiled.
 
-    Cost: a step that is not sampled some 0.05 ms on the host. A sampled one reads every gradient about as often as four
-    norms do, in one batched pass, takes about 20 us per tensor on the host, and never waits for the device.
+    Cost: a step that is not sampled runs a hook per parameter. A sampled one reads every gradient, and every parameter,
+    in one batched pass, and never waits for the device: docs/benchmarks.md says how long that takes beside other
+    monitors, docs/growth.md what a tensor costs on the host.
     """
     # Everything that can be refused is refused before anything is changed, an earlier watcher included.
     cadence = Cadence(sample_every, log_every, histogram_every if "histogram" in _known(statistics) else 0)

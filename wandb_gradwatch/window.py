@@ -112,7 +112,7 @@ class Transfer:
     def arrived(self, *, wait: bool) -> bool:
         if self._event is None:
             return True
-        if wait:  # the one place where the host waits for a device: flush() and remove() called by the user
+        if wait:  # the host waits for a device: in flush(), remove() and state_dict(), and for a guard, 8 steps late
             self._event.synchronize()
         return bool(self._event.query())  # type: ignore[no-untyped-call]
 

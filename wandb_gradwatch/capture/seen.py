@@ -74,18 +74,10 @@ class SeenGradients:
         else:
             self._measured.difference_update(slots)
 
-    def is_unmodified(self, slot: int, gradient: Tensor) -> bool:
-        """Whether this is the tensor that was seen, in the same version."""
-        return self._version.get(slot) == gradient._version and self._is_same(slot, gradient)
-
     def was_added_to(self, slot: int, gradient: Tensor) -> bool | None:
         """Whether exactly one accumulation has modified it since; None if it was not seen."""
         version = self._version.get(slot)
         return None if version is None else version + 1 == gradient._version and self._is_same(slot, gradient)
-
-    def is_measured(self, slot: int) -> bool:
-        """Whether its row is in the window."""
-        return slot in self._measured
 
     def inspect(self, entries: Iterable[Entry], *, inside_backward: bool) -> Inspection:
         """Sort parameters by the state of their gradients; inside a backward nothing was seen before it."""

@@ -41,11 +41,6 @@ class BatchBook:
         """The sample of this step is made by the batch under way."""
         self._places[step] = self._here()
 
-    @property
-    def is_waiting(self) -> bool:
-        """Whether a sample that was noted has not arrived."""
-        return bool(self._places)
-
     def enter(self, samples: list[Snapshot]) -> None:
         """Samples have arrived, in order."""
         for sample in samples:
