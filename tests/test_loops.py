@@ -581,3 +581,31 @@ def test_clipping_through_data_is_seen_after_the_first_steps_were_skipped():
     snapshot = samples(watcher, sink)
     assert of(snapshot, "a", "grad_norm")[4:].tolist() == [8, 8]
     assert of(snapshot, "a", "grad_norm_clipped")[4:].tolist() == [4, 4]
+
+
+def test_a_lazy_model_is_watched_before_its_first_forward():
+    """Its parameters have no shape yet, and torch refuses nearly every function of them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LazyLinear(3), nn.Tanh(), nn.LazyLinear(1))
+    watcher, sink = watch(model)
+    model(batches()[0])  # the dry run that torch's documentation asks for
+    expected = train(model, SGD(model.parameters(), lr=0.1))
+    snapshot = samples(watcher, sink)
+    assert snapshot.names == tuple(name for name, _ in model.named_parameters())
+    np.testing.assert_allclose(snapshot.grad_norm, expected, rtol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_a_scripted_model_is_watched_like_any_other():
+    """Its modules keep their parameters in wrappers that know items() and keys(), and cannot be iterated over."""
+    model = torch.jit.script(mlp())
+    watcher, sink = watch(model)
+    expected, optimizer = [], SGD(model.parameters(), lr=0.1)
+    for batch in batches():
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        expected.append([parameter.grad.double().norm().item() for parameter in model.parameters()])
+        optimizer.step()
+    snapshot = samples(watcher, sink)
+    assert snapshot.names == tuple(name for name, _ in model.named_parameters())
+    np.testing.assert_allclose(snapshot.grad_norm, expected, rtol=1e-5)

@@ -9,12 +9,14 @@ nested one after them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from .untraced import untraced
@@ -157,5 +159,7 @@ def _queue(callback: Callable[[], None]) -> None:
 
 
 def _register(parameter: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
-    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    # A lazy module's parameter refuses every function until its first forward; the hook itself stays through that.
+    with torch._C.DisableTorchFunctionSubclass() if is_lazy(parameter) else nullcontext():
+        handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
     return handle

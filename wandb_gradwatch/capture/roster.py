@@ -183,7 +183,7 @@ class _Walked:
         self._modules = [weakref.ref(module) for module in modules]
         self._parameter_ids = [id(parameter) for module in modules for parameter in module._parameters.values()]
         self._child_ids = [id(child) for module in modules for child in module._modules.values()]
-        self._keys = [key for module in modules for key in (*module._parameters, *module._modules)]
+        self._keys = [key for module in modules for key in (*module._parameters.keys(), *module._modules.keys())]
 
     def parameters(self) -> list[Tensor] | None:
         """The parameters now, at their places; None if any module has other parameters, children or names than then.
@@ -201,8 +201,8 @@ class _Walked:
                 return None
             parameters += module._parameters.values()
             children += module._modules.values()
-            keys += module._parameters
-            keys += module._modules
+            keys += module._parameters.keys()  # keys(): a scripted module's cannot be iterated over
+            keys += module._modules.keys()
         same_tensors = list(map(id, parameters)) == self._parameter_ids
         return (
             parameters if same_tensors and list(map(id, children)) == self._child_ids and keys == self._keys else None
