@@ -112,7 +112,7 @@ class FlightRecorder:
 
         A parameter that appeared later is missing in the samples before.
         """
-        merged = _stack(list(self._samples))
+        merged = concatenate(list(self._samples))
         newest = self._newest_histogram
         if merged is None or newest is None or newest.histogram is None:
             return merged
@@ -238,28 +238,6 @@ def first_bad(snapshot: Snapshot, *, include_skipped: bool = False) -> tuple[int
     sample = int(samples[0])
     name = snapshot.names[int(np.flatnonzero(bad_SP[sample])[-1])]
     return int(snapshot.steps[sample]), name, first_bad_rank(snapshot, sample)
-
-
-def _stack(samples: list[Snapshot]) -> Snapshot | None:
-    """Merge samples; those of the same names in one go, which is nearly all of them."""
-    runs: list[list[Snapshot]] = []
-    for sample in samples:
-        if runs and runs[-1][0].names == sample.names and runs[-1][0].metrics.keys() == sample.metrics.keys():
-            runs[-1].append(sample)
-        else:
-            runs.append([sample])
-    return concatenate([_stack_run(run) for run in runs])
-
-
-def _stack_run(run: list[Snapshot]) -> Snapshot:
-    return replace(
-        run[-1],
-        steps=np.concatenate([sample.steps for sample in run]),
-        rows=np.concatenate([sample.rows for sample in run]),
-        loss_scale=np.concatenate([sample.loss_scale for sample in run]),
-        skipped=np.concatenate([sample.skipped for sample in run]),
-        metrics={key: np.concatenate([sample.metrics[key] for sample in run]) for key in run[-1].metrics},
-    )
 
 
 def _table_row(history: Snapshot, sample: int, index: int) -> list[Any]:

@@ -14,6 +14,7 @@ import numpy as np
 
 from ..forecast import forecast
 from ..snapshot import Snapshot, last_present
+from ..snapshot.missing import sum_of_present
 from ..statistics.columns import NUM_COLUMNS, FloatArray, merge_rows
 from ..statistics.found import MetricHistogram, merge_histograms
 
@@ -83,9 +84,9 @@ class HistoryRow:
             **{name: float(np.nansum(values)) for name, values in counts.items()},
         }
         if snapshot.names:
-            summed["gradwatch/num_nan"] = float(_sum_of_present(total.num_nan)[0])
-            summed["gradwatch/num_inf"] = float(_sum_of_present(total.num_inf)[0])
-        summed |= _named("num_nonfinite", names, _sum_of_present(snapshot.num_nonfinite))
+            summed["gradwatch/num_nan"] = float(sum_of_present(total.num_nan)[0])
+            summed["gradwatch/num_inf"] = float(sum_of_present(total.num_inf)[0])
+        summed |= _named("num_nonfinite", names, sum_of_present(snapshot.num_nonfinite))
         return cls(
             step=int(snapshot.steps[-1]),
             newest=_present(_newest(snapshot)),
@@ -197,9 +198,3 @@ def _present(values: dict[str, Number]) -> dict[str, Number]:
 
 def _last(values_S: FloatArray) -> float:
     return float(last_present(np.asarray(values_S, dtype=np.float64)[:, None])[0])
-
-
-def _sum_of_present(counts_SP: FloatArray) -> FloatArray:
-    """Each name's count over the samples in which it is present: [P]; NaN where it never is."""
-    absent = np.isnan(counts_SP).all(axis=0)
-    return np.where(absent, np.nan, np.nansum(counts_SP, axis=0))

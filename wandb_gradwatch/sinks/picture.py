@@ -15,7 +15,8 @@ from typing import Final
 import numpy as np
 
 from ..snapshot import Snapshot
-from ..statistics.columns import ZERO_BIN, FloatArray, IntArray, histogram_edges, magnitude_edges
+from ..snapshot.quantiles import fold_signs
+from ..statistics.columns import FloatArray, IntArray, histogram_edges, magnitude_edges
 from ..statistics.found import MetricHistogram
 
 # P names, B bins of the snapshot, K bins of the picture
@@ -89,9 +90,8 @@ def _extremes(snapshot: Snapshot) -> tuple[FloatArray, FloatArray]:
 
 def _reach(histogram_PB: IntArray, low_P: FloatArray, high_P: FloatArray) -> FloatArray:
     """The end of the bin that holds the shown quantile of |g|, or the largest |g| where that is nearer: [P]."""
-    magnitude_PM = histogram_PB[:, ZERO_BIN + 1 :] + histogram_PB[:, ZERO_BIN - 1 :: -1]
     # Zeros are left out: where nearly all elements are zero (an embedding), the others make the picture.
-    up_to_PM = np.cumsum(magnitude_PM, axis=1)
+    up_to_PM = np.cumsum(fold_signs(histogram_PB), axis=1)
     shown_P = _SHOWN * up_to_PM[:, -1]
     last_bin_P = np.argmax(up_to_PM >= shown_P[:, None], axis=1)
     edges = magnitude_edges()

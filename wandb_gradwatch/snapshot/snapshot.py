@@ -1,38 +1,35 @@
-"""A window on the host: frozen arrays, and every number that is derived from them, by name.
-
-The device keeps sums; this file gives them their meaning. Nothing here needs torch or a W&B run.
-"""
+"""The samples of one window on the host: a frozen value, every number that follows from it, and other shapes of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from .statistics.columns import (
+from ..statistics.columns import (
     CLIP_TOLERANCE,
     NUM_BINS,
     NUM_COLUMNS,
-    ZERO_BIN,
     Column,
     FloatArray,
     IntArray,
     histogram_edges,
-    magnitude_edges,
     merge_rows,
 )
-from .statistics.found import MetricHistogram, merge_histograms
+from ..statistics.found import MetricHistogram, merge_histograms
+from .groups import GroupBy, group_function
+from .missing import finite_or_missing, ratio
+from .quantiles import check_quantile, fold_signs, magnitude_quantile, signed_quantile
 
 # S samples in the window, P watched parameters (or groups), C columns, B histogram bins, M magnitude bins
 
 # [S] in `metrics`, where ranks hold shards: the rank whose gradients were non-finite first, in the backward's order.
 FIRST_BAD_RANK_METRIC: Final = "gradwatch/first_nonfinite_rank"
-
-GroupBy = str | Callable[[str], str]
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +90,7 @@ class Snapshot:
         """One raw column: [S, P]."""
         return self.rows[..., column]
 
-    # ---- the gradient, before clipping: all [S, P]
+    # ---- one name at one sample, before clipping where nothing else is said: all [S, P]
 
     @cached_property
     def num_elements(self) -> FloatArray:
@@ -133,24 +130,24 @@ class Snapshot:
     @cached_property
     def grad_mean(self) -> FloatArray:
         """Mean of the finite elements."""
-        return _ratio(self.column(Column.GRAD_SUM), self.num_finite)
+        return ratio(self.column(Column.GRAD_SUM), self.num_finite)
 
     @cached_property
     def grad_std(self) -> FloatArray:
         """Population standard deviation of the finite elements."""
-        mean_sq = _ratio(self.column(Column.GRAD_SUM_SQ), self.num_finite)
+        mean_sq = ratio(self.column(Column.GRAD_SUM_SQ), self.num_finite)
         # Rounding can leave a constant gradient a hair below zero.
         return np.sqrt(np.maximum(mean_sq - self.grad_mean**2, 0.0))
 
     @cached_property
     def grad_min(self) -> FloatArray:
         """Smallest finite element."""
-        return _finite(self.column(Column.GRAD_MIN))
+        return finite_or_missing(self.column(Column.GRAD_MIN))
 
     @cached_property
     def grad_max(self) -> FloatArray:
         """Largest finite element."""
-        return _finite(self.column(Column.GRAD_MAX))
+        return finite_or_missing(self.column(Column.GRAD_MAX))
 
     @cached_property
     def grad_abs_max(self) -> FloatArray:
@@ -160,19 +157,17 @@ class Snapshot:
     @cached_property
     def grad_abs_min_nonzero(self) -> FloatArray:
         """Smallest magnitude of a non-zero finite element; NaN where there is none."""
-        return _finite(self.column(Column.GRAD_ABS_MIN_NONZERO))
+        return finite_or_missing(self.column(Column.GRAD_ABS_MIN_NONZERO))
 
     @cached_property
     def dead_ratio(self) -> FloatArray:
         """Share of the elements with |g| <= the dead threshold."""
-        return _ratio(self.column(Column.NUM_DEAD), self.num_elements)
+        return ratio(self.column(Column.NUM_DEAD), self.num_elements)
 
     @cached_property
     def zero_ratio(self) -> FloatArray:
         """Share of the elements that are exactly 0."""
-        return _ratio(self.column(Column.NUM_ZERO), self.num_elements)
-
-    # ---- the parameter
+        return ratio(self.column(Column.NUM_ZERO), self.num_elements)
 
     @cached_property
     def param_norm(self) -> FloatArray:
@@ -182,7 +177,7 @@ class Snapshot:
     @cached_property
     def grad_param_ratio(self) -> FloatArray:
         """grad_norm / param_norm: [S, P]; NaN for a parameter that is all zero (a fresh bias, LoRA's B)."""
-        return _ratio(self.grad_norm, self.param_norm)
+        return ratio(self.grad_norm, self.param_norm)
 
     # ---- the whole model: all [S]
 
@@ -225,9 +220,7 @@ class Snapshot:
     @cached_property
     def magnitude_histogram(self) -> IntArray | None:
         """The histogram of |g| without the zeros: [P, M]."""
-        if self.histogram is None:
-            return None
-        return self.histogram[:, ZERO_BIN + 1 :] + self.histogram[:, ZERO_BIN - 1 :: -1]
+        return None if self.histogram is None else fold_signs(self.histogram)
 
     def quantile(self, q: float) -> FloatArray:
         """The q-quantile of the signed gradient, right to a histogram bin: [P]; NaN without a histogram.
@@ -235,10 +228,10 @@ class Snapshot:
         Raises:
             ValueError: q is not between 0 and 1.
         """
+        check_quantile(q)
         if self.histogram is None:
-            return _no_quantile(q, len(self.names))
-        low, high = self._extremes("grad_min", "grad_max")
-        return _quantile(self.histogram, self.edges, q, low, high)
+            return np.full(len(self.names), np.nan)
+        return signed_quantile(self.histogram, q, *self._extremes(self.grad_min, self.grad_max))
 
     def abs_quantile(self, q: float) -> FloatArray:
         """The q-quantile of |g|, zeros included, right to a histogram bin: [P]; NaN without a histogram.
@@ -246,20 +239,17 @@ class Snapshot:
         Raises:
             ValueError: q is not between 0 and 1.
         """
-        if self.histogram is None or self.magnitude_histogram is None:
-            return _no_quantile(q, len(self.names))
-        counts = np.concatenate([self.histogram[:, ZERO_BIN, None], self.magnitude_histogram], axis=1)
-        low, high = self._extremes("grad_abs_min_nonzero", "grad_abs_max")
-        low = np.where(counts[:, 0] > 0, 0.0, low)
-        return _quantile(counts, np.concatenate([[0.0], magnitude_edges()]), q, low, high)
+        check_quantile(q)
+        if self.histogram is None:
+            return np.full(len(self.names), np.nan)
+        return magnitude_quantile(self.histogram, q, *self._extremes(self.grad_abs_min_nonzero, self.grad_abs_max))
 
-    def _extremes(self, low: str, high: str) -> tuple[FloatArray, FloatArray]:
+    def _extremes(self, low_SP: FloatArray, high_SP: FloatArray) -> tuple[FloatArray, FloatArray]:
         """The extremes of the samples that the histogram counts: two [P]."""
         counted = np.isin(self.steps, self.histogram_steps)
         if not counted.any():  # the histogram's samples are not in this snapshot: nothing narrows the open bins
             return np.full(len(self.names), -np.inf), np.full(len(self.names), np.inf)
-        lows, highs = getattr(self, low)[counted], getattr(self, high)[counted]
-        return np.fmin.reduce(lows, axis=0), np.fmax.reduce(highs, axis=0)
+        return np.fmin.reduce(low_SP[counted], axis=0), np.fmax.reduce(high_SP[counted], axis=0)
 
     # ---- other shapes of the same samples
 
@@ -310,21 +300,19 @@ class Snapshot:
         A name that a snapshot lacks is missing in its samples.
         """
         snapshots = (self, *others)
-        names = tuple(dict.fromkeys(name for snapshot in snapshots for name in snapshot.names))
-        place = {name: index for index, name in enumerate(names)}
+        names, places = _joint_names(snapshots)
         rows = np.full((sum(map(len, snapshots)), len(names), NUM_COLUMNS), np.nan)
         trainable = np.zeros(len(names), dtype=bool)
         histogram = None
         start = 0
         for snapshot in snapshots:
-            columns = [place[name] for name in snapshot.names]
-            rows[start : start + len(snapshot), columns] = snapshot.rows
-            trainable[columns] = snapshot.trainable
+            here = places[snapshot.names]
+            rows[start : start + len(snapshot), here] = snapshot.rows
+            trainable[here] = snapshot.trainable
             start += len(snapshot)
             if snapshot.histogram is not None:
                 histogram = np.zeros((len(names), NUM_BINS), dtype=np.int64) if histogram is None else histogram
-                histogram[columns] += snapshot.histogram
-        keys = dict.fromkeys(key for snapshot in snapshots for key in snapshot.metrics)
+                histogram[here] += snapshot.histogram
         return Snapshot(
             steps=np.concatenate([s.steps for s in snapshots]),
             names=names,
@@ -334,82 +322,35 @@ class Snapshot:
             loss_scale=np.concatenate([s.loss_scale for s in snapshots]),
             skipped=np.concatenate([s.skipped for s in snapshots]),
             trainable=trainable,
-            metrics={
-                key: np.concatenate([s.metrics.get(key, np.full(len(s), np.nan)) for s in snapshots]) for key in keys
-            },
+            metrics=_joint_metrics(snapshots),
             overhead_ratio=snapshots[-1].overhead_ratio,
             metric_histograms=merge_histograms(s.metric_histograms for s in snapshots),
         )
 
 
-def group_function(group_by: GroupBy) -> Callable[[str], str]:
-    """Resolve `group_by` to a function from a parameter's name to its group's name.
-
-    Raises:
-        ValueError: it is neither "parameter", "module" nor callable.
-
-    Example:
-        >>> group_function("module")("blocks.0.attn.weight")
-        'blocks.0.attn'
-    """
-    if callable(group_by):
-        return group_by
-    if group_by == "parameter":
-        return lambda name: name
-    if group_by == "module":
-        return lambda name: name.rpartition(".")[0] or name
-    raise ValueError(f'group_by={group_by!r} must be "parameter", "module" or a function from a name to its group')
-
-
-def last_present(values_SP: FloatArray) -> FloatArray:
-    """Each name's last value that is not missing: [P]; NaN where all are."""
-    if not len(values_SP):
-        return np.full(values_SP.shape[1:], np.nan)
-    present = ~np.isnan(values_SP)
-    last = len(values_SP) - 1 - np.argmax(present[::-1], axis=0)
-    result: FloatArray = np.take_along_axis(values_SP, last[None], axis=0)[0]
-    return result
-
-
-def _ratio(numerator: FloatArray, denominator: FloatArray) -> FloatArray:
-    """numerator / denominator, NaN where the denominator is 0 or either is missing."""
-    undefined = ~(denominator > 0)
-    return np.where(undefined, np.nan, numerator / np.where(undefined, 1.0, denominator))
-
-
-def _finite(values: FloatArray) -> FloatArray:
-    """The identity of a minimum or maximum (nothing entered it) as missing."""
-    return np.where(np.isinf(values), np.nan, values)
-
-
-def _no_quantile(q: float, num_names: int) -> FloatArray:
-    _check_quantile(q)
-    return np.full(num_names, np.nan)
-
-
-def _check_quantile(q: float) -> None:
-    if not 0 <= q <= 1:
-        raise ValueError(f"q={q!r} must be between 0 and 1")
-
-
-def _quantile(counts_PB: IntArray, edges: FloatArray, q: float, low_P: FloatArray, high_P: FloatArray) -> FloatArray:
-    """Find the bin that holds the q-quantile and interpolate in it linearly, within the known extremes: [P]."""
-    _check_quantile(q)
-    cumulative = np.cumsum(counts_PB, axis=1)
-    total = cumulative[:, -1]
-    # The rank counts elements from 1, so q = 0 is the first element and q = 1 the last.
-    rank = np.clip(np.ceil(q * total), 1, None)
-    bins = np.minimum(np.sum(cumulative < rank[:, None], axis=1), counts_PB.shape[1] - 1)
-    names = np.arange(len(counts_PB))
-    count = counts_PB[names, bins]
-    inside = (rank - (cumulative[names, bins] - count) - 0.5) / np.maximum(count, 1)
-    left = np.maximum(edges[bins], low_P)
-    right = np.maximum(np.minimum(edges[bins + 1], high_P), left)
-    with np.errstate(invalid="ignore"):  # an open bin without known extremes has no inside
-        value = left + inside * (right - left)
-    return np.where(total > 0, value, np.nan)
-
-
 def concatenate(snapshots: Sequence[Snapshot]) -> Snapshot | None:
     """Merge any number of snapshots; None for none."""
     return snapshots[0].merge(*snapshots[1:]) if snapshots else None
+
+
+Places = npt.NDArray[np.intp] | slice
+
+
+def _joint_names(snapshots: Sequence[Snapshot]) -> tuple[tuple[str, ...], dict[tuple[str, ...], Places]]:
+    """All names in the order in which they first appear, and by each snapshot's names where these are among them."""
+    distinct = dict.fromkeys(snapshot.names for snapshot in snapshots)
+    place = {name: index for index, name in enumerate(dict.fromkeys(chain.from_iterable(distinct)))}
+    names = tuple(place)
+    return names, {
+        some: slice(None) if some == names else np.array([place[name] for name in some], dtype=np.intp)
+        for some in distinct
+    }
+
+
+def _joint_metrics(snapshots: Sequence[Snapshot]) -> dict[str, FloatArray]:
+    """Every metric over the samples of all, NaN in those of a snapshot that lacks it: each [S]."""
+    keys = dict.fromkeys(key for snapshot in snapshots for key in snapshot.metrics)
+    return {
+        key: np.concatenate([s.metrics[key] if key in s.metrics else np.full(len(s), np.nan) for s in snapshots])
+        for key in keys
+    }

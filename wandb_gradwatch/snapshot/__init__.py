@@ -1,0 +1,19 @@
+"""A window on the host: frozen arrays, and every number that is derived from them, by name.
+
+The device keeps sums; this room gives them their meaning. Nothing here needs torch or a W&B run.
+"""
+
+from __future__ import annotations
+
+from .groups import GroupBy, group_function
+from .missing import last_present
+from .snapshot import FIRST_BAD_RANK_METRIC, Snapshot, concatenate
+
+__all__ = [
+    "FIRST_BAD_RANK_METRIC",
+    "GroupBy",
+    "Snapshot",
+    "concatenate",
+    "group_function",
+    "last_present",
+]
