@@ -2,7 +2,7 @@
 
 The story, in steps: layers shrink slowly with depth; `blocks/3/mlp/fc/weight` loses units from the start on;
 `embed/position` is frozen until 100; the learning rate is far too high from 250 to 270, so norms rise a thousandfold at
-260 and `blocks/2/attn/qkv/weight` holds NaN at 265; the loss scale is halved there.
+260 and `blocks/2/attn/qkv/weight` holds NaN at 265; the loss scale is halved there. A guard withholds step 262.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from wandb_gradwatch.recorder import FlightRecorder
 from wandb_gradwatch.rules import Alert
 from wandb_gradwatch.sinks.wandb_run import WandbSink
 from wandb_gradwatch.snapshot import Snapshot
-from wandb_gradwatch.statistics.columns import MISSING_C, NUM_BINS, NUM_COLUMNS, Column, bins_of
+from wandb_gradwatch.statistics.columns import GUARDED_STEPS, MISSING_C, NUM_BINS, NUM_COLUMNS, Column, bins_of
 from wandb_gradwatch.statistics.found import MetricHistogram
 
 GPT_NAMES = (
@@ -76,7 +76,8 @@ def fake_snapshots(
             loss_scale=np.where(steps < 265, 65536.0, 32768.0),
             skipped=steps == 265,
             overhead_ratio=0.004 + 0.001 * rng.random(),
-            metrics={key: np.full(log_every, value) for key, value in _metrics(int(steps[-1]), names, rng)},
+            metrics={key: np.full(log_every, value) for key, value in _metrics(int(steps[-1]), names, rng)}
+            | {GUARDED_STEPS: (steps == 262).astype(np.float64)},
             metric_histograms={
                 f"activation/{MODULE}/histogram": MetricHistogram(_histogram(rows[-1, 0], rng), -1.0, 1.0)
             },

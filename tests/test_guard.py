@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import subprocess
 import sys
@@ -15,6 +16,8 @@ from torch import nn
 
 from wandb_gradwatch import SkipGuard, recorder
 from wandb_gradwatch.guard import TooManySkippedStepsError
+from wandb_gradwatch.sinks.console import summary_line
+from wandb_gradwatch.sinks.history_row import HistoryRow
 
 OPTIMIZERS = {
     "sgd momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.1),
@@ -92,6 +95,81 @@ def test_a_guard_of_ones_own():
     assert model.a.item() == 1 - 1 - 2
     assert sink.merged().metrics["gradwatch/num_guarded_steps"].tolist() == [0, 1, 0]
     assert of(sink.merged(), "a", "grad_norm").tolist() == [1, 10, 2]
+
+
+def trained(gradients, optimizer=torch.optim.SGD, **options):
+    """The sink and the watcher's summary after a training with the default rules and these gradients."""
+    model = Chosen(a=1)
+    watcher, sink = watch(model, rules=None, **options)
+    made = optimizer(model.parameters(), lr=1e-3)
+    for gradient in gradients:
+        step(model, made, a=[gradient])
+    watcher.remove()
+    return sink, watcher.summary()
+
+
+# Calm steps first: enough for the rules and the guard to know what is usual, and for a diagnosis to call them calm.
+CALM = [1.0, 1.1, 0.9, 1.05, 0.95] * 4
+FUSED = functools.partial(torch.optim.SGD, fused=True)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, FUSED], ids=["sgd", "fused"])
+@pytest.mark.parametrize(("bad", "title"), [(math.nan, "NaN gradient"), (1e5, "Exploding gradient")])
+def test_an_alert_of_a_withheld_step_says_so_and_advises_no_guard(optimizer, bad, title):
+    sink, _ = trained([*CALM, bad, *CALM], optimizer, guard="skip")
+    (alert,) = sink.alerts
+    assert (alert.title, alert.step) == (title, 21)
+    fact, _, cause = alert.text.partition("Probable cause: ")
+    assert "The guard did not apply this step: parameters and optimizer state are as they were before it" in fact
+    assert "one bad batch" in cause
+    assert "look at the batch of this step and take it out of the data; the guard has left it out" in cause
+    assert "guard=" not in alert.text
+
+
+def test_an_alert_without_a_known_cause_says_so_too():
+    sink, _ = trained([math.nan], guard="skip")  # the first step: nothing before it tells anything
+    (alert,) = sink.alerts
+    assert "The guard did not apply this step" in alert.text.partition("Probable cause: ")[0]
+
+
+def test_an_alert_of_a_step_that_the_guard_has_let_through_says_how_to_have_it_skipped():
+    # A norm 14 times the usual one is an explosion, but not yet one that the guard skips.
+    (alert,) = trained([*CALM, 14.0, *CALM], guard="skip")[0].alerts
+    assert alert.title == "Exploding gradient"
+    assert "did not apply" not in alert.text
+    assert "have the guard skip such steps too: guard=SkipGuard(is_bad=...)" in alert.text
+
+
+def test_an_alert_without_a_guard_advises_one():
+    (alert,) = trained([*CALM, 14.0, *CALM])[0].alerts
+    assert "skip such steps with guard='skip'" in alert.text
+
+
+def test_only_the_withheld_step_itself_is_called_withheld():
+    # Sampled are the even steps. 23 is withheld between two samples and counted in the sample of 24, which is not.
+    sink, _ = trained([*CALM, 1, 1, math.nan, 14.0, *CALM], guard="skip", sample_every=2, log_every=2)
+    (alert,) = sink.alerts
+    assert alert.step == 24
+    assert "did not apply" not in alert.text
+    counts = {int(s.steps[-1]): s.num_guarded_steps for s in sink.snapshots}
+    assert {number: count for number, count in counts.items() if count} == {24: 1}
+    assert not any(s.guarded.any() for s in sink.snapshots)
+
+
+def test_withheld_steps_are_in_the_summary_and_on_the_console_where_there_were_any():
+    sink, summary = trained([*CALM, math.nan, math.nan], guard="skip")
+    assert summary.num_guarded == 2
+    assert "guard       2 steps not applied" in summary.text(ascii_only=True)
+    assert "withheld 1" in summary_line(sink.snapshots[-1])
+    sink, summary = trained(CALM, guard="skip")
+    assert "guard" not in summary.text()
+    assert "withheld" not in summary_line(sink.snapshots[-1])
+
+
+def test_the_rows_count_withheld_steps_and_hold_no_other_key_of_the_guard():
+    sink, _ = trained([1.0, math.nan], guard="skip", log_every=2)
+    scalars = HistoryRow.of(sink.snapshots[-1]).scalars()
+    assert {key: value for key, value in scalars.items() if "guard" in key} == {"gradwatch/num_guarded_steps": 1}
 
 
 def test_too_many_skipped_steps_end_the_training_with_a_clear_error():

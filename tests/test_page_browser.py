@@ -369,6 +369,16 @@ def test_what_never_happened_is_said_instead_of_drawn(show: Opener) -> None:
     ]
 
 
+@pytest.mark.parametrize("withheld", [0, 2])
+def test_withheld_steps_are_shown_where_there_were_any(show: Opener, withheld: int) -> None:
+    values = {"gradwatch/grad_norm": np.ones(2), "gradwatch/num_guarded_steps": np.array([0.0, withheld])}
+    page = show(RunHistory(path=Path("run-x.wandb"), run_id="x", steps=np.array([10, 20]), values=values))
+    assert page.locator(".tile", has_text="Withheld").all_inner_texts() == (
+        [f"Withheld\n{withheld}\nsteps not applied by the guard"] if withheld else []
+    )
+    assert page.get_by_text("Loss scale, and steps that were not applied").count() == (1 if withheld else 0)
+
+
 def test_a_run_without_our_rows_says_what_to_do(show: Opener) -> None:
     page = show(RunHistory(path=Path("run-x.wandb"), run_id="x", steps=np.array([], dtype=int), values={}, num_rows=7))
     assert "none of them was logged by wandb_gradwatch. Call wandb_gradwatch.watch(model)" in page.inner_text("#empty")

@@ -66,6 +66,7 @@ class Summary:
         worst: the layers most worth a look, the worst first.
         alerts: those that were sent, oldest first.
         overhead_ratio: the monitor's share of the time; NaN where it is not known.
+        num_guarded: steps of the history that the guard did not apply.
     """
 
     steps: tuple[int, int] | None
@@ -75,6 +76,7 @@ class Summary:
     worst: tuple[LayerSummary, ...]
     alerts: tuple[Alert, ...]
     overhead_ratio: float
+    num_guarded: int = 0
 
     @property
     def num_more(self) -> int:
@@ -126,6 +128,8 @@ class Summary:
         sent = [f"{_plain(alert.title, ascii_only)} (step {alert.step})" for alert in self.alerts[-_MAX_ALERTS:]]
         earlier = len(self.alerts) - len(sent)
         facts.append(("alerts", ", ".join(([f"{earlier} earlier"] if earlier else []) + sent) or "none"))
+        if self.num_guarded:
+            facts.append(("guard", f"{self.num_guarded} step{'s' if self.num_guarded > 1 else ''} not applied"))
         if not math.isnan(self.overhead_ratio):
             facts.append(("overhead", f"{100 * self.overhead_ratio:.2g} % of the time"))
         return facts
@@ -140,9 +144,9 @@ def summarise(
 ) -> Summary:
     """Choose the layers that are most worth a look, and what to say of them.
 
-    In this order: NaN or Inf in an applied sample (the earliest first, and in one sample the one nearest the output,
-    where the backward came first), trainable without any gradient, then the largest peak over the layer's own median by
-    octaves, the strangest ratio of gradient to parameter norm by decades, the most dead elements.
+    In this order: NaN or Inf in a sample that AMP did not skip (the earliest first, and in one sample the one nearest
+    the output, where the backward came first), trainable without any gradient, then the largest peak over the layer's
+    own median by octaves, the strangest ratio of gradient to parameter norm by decades, the most dead elements.
 
     Args:
         history: samples, oldest first; None or an empty one before the first.
@@ -161,6 +165,7 @@ def summarise(
         worst=tuple(layers[place] for place in _worst_first(history, layers)[:max_layers]),
         alerts=tuple(alerts),
         overhead_ratio=overhead_ratio,
+        num_guarded=int(np.nan_to_num(history.num_guarded_steps)),
     )
 
 

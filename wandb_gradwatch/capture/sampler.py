@@ -20,6 +20,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from ..cadence import Budget, Cadence
+from ..statistics.columns import GUARDED, GUARDED_STEPS
 from ..window import Sample, Window
 from .agreement import Agreements
 from .by_hand import UpdatesByHand
@@ -45,7 +46,6 @@ from .withholding import Withholding
 _PATIENCE_IN_BACKWARDS: Final = 1000
 
 CADENCE_METRIC: Final = "gradwatch/sample_every"  # the cadence that max_overhead has come to
-GUARD_METRIC: Final = "gradwatch/num_guarded_steps"  # withheld since the sample before; only with a guard
 
 
 class Sampler:
@@ -376,7 +376,8 @@ class Sampler:
             sample_every = self._schedule.stretch(closed.step, time.perf_counter(), spent)
             found[CADENCE_METRIC] = torch.tensor(float(sample_every), device="cpu")
         if self.withholding is not None:
-            found[GUARD_METRIC] = self.withholding.take_count()
+            found[GUARDED_STEPS] = self.withholding.take_count()
+            found[GUARDED] = self.withholding.last_withheld
         self._window.commit(Sample(closed.step, closed.skipped, updated, self._sample.compared), found)
         self._schedule.add_sample(skipped=closed.skipped)
 

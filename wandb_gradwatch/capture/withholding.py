@@ -130,6 +130,7 @@ class Withholding:
         self._opinions: list[_Opinion] = []  # of the open step
         self._withheld: Tensor | bool = False  # whether the open step is withheld from an optimizer
         self._unlearnt: deque[_Step] = deque()
+        self._last_withheld: Tensor | bool = False  # whether the step that has closed last was
         self._num_withheld: Tensor | float = 0.0  # steps since the last sample
 
     @property
@@ -183,6 +184,7 @@ class Withholding:
 
     def end_step(self, number: int) -> None:
         """The open sample has closed under this number."""
+        self._last_withheld = self._withheld
         if not self._opinions:
             return
         was_read = all(isinstance(opinion.values, list) for opinion in self._opinions)
@@ -196,7 +198,12 @@ class Withholding:
     def take_count(self) -> Tensor:
         """How many steps were withheld since this was last asked: a scalar on any device."""
         count, self._num_withheld = self._num_withheld, 0.0
-        return count if isinstance(count, Tensor) else torch.tensor(float(count), device="cpu")
+        return _scalar(count)
+
+    @property
+    def last_withheld(self) -> Tensor:
+        """1 if the step that has closed last was withheld from an optimizer, else 0: a scalar on any device."""
+        return _scalar(self._last_withheld)
 
     def finish(self) -> None:
         """No step comes any more: the guard's counts are brought up to date. Waits for the device."""
@@ -305,6 +312,10 @@ class Withholding:
             )
             for step in state["unlearnt"]
         )
+
+
+def _scalar(value: Tensor | float) -> Tensor:
+    return value if isinstance(value, Tensor) else torch.tensor(float(value), device="cpu")
 
 
 def _without_gradients(optimizer: Optimizer) -> _Held:

@@ -27,7 +27,8 @@ GLOBAL_KEYS: Final = tuple(
     for metric in (
         *("grad_norm", "grad_norm_max", "grad_norm_clipped", "clip_ratio"),
         *("grad_mean", "grad_std", "grad_abs_max", "grad_abs_p01", "grad_abs_p50", "grad_abs_p99"),
-        *("dead_ratio", "num_nan", "num_inf", "loss_scale", "num_skipped_steps", "overhead_ratio"),
+        *("dead_ratio", "num_nan", "num_inf", "loss_scale", "num_skipped_steps"),
+        *("num_guarded_steps", "overhead_ratio"),
         *(f"{name}_{what}" for what in FORECASTS for name in FORMATS),
     )
 )

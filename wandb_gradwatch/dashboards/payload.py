@@ -39,7 +39,7 @@ CODE_FIRST: Final = 2
 CODE_LAST: Final = 65534
 CODE_INFINITE: Final = 65535
 
-_SUMMED: Final = frozenset({"num_nan", "num_inf", "num_nonfinite", "num_skipped_steps"})
+_SUMMED: Final = frozenset({"num_nan", "num_inf", "num_nonfinite", "num_skipped_steps", "num_guarded_steps"})
 
 
 class Blob:

@@ -109,7 +109,10 @@ SECTIONS: Final = (
         "scale",
         (
             LinePanel("Loss scale", _global("loss_scale"), log_y=True),
-            LinePanel("Skipped steps in each window", _global("num_skipped_steps")),
+            LinePanel(
+                "Steps not applied in each window: skipped by the loss scaler, withheld by the guard",
+                _global("num_skipped_steps", "num_guarded_steps"),
+            ),
         ),
     ),
     TemplateSection(

@@ -76,10 +76,12 @@ WORDS: Final[Mapping[str, Words]] = MappingProxyType(
             "precision.",
         ),
         "scale": Words(
-            "Loss scale and skipped steps",
-            "The scale doubles every few thousand steps and halves now and then, with one skipped step each time.",
+            "Loss scale, and steps that were not applied",
+            "The scale doubles every few thousand steps and halves now and then, with one skipped step each time. The "
+            "guard, where there is one, withholds a step only now and then.",
             "Skips in a row, or a scale that falls towards 1: the gradients overflow for real. Lower the learning "
-            "rate or switch to bfloat16.",
+            "rate or switch to bfloat16. Steps withheld by the guard: look at their batches; many of them are no bad "
+            "batches but a training that is not stable.",
         ),
         "precision": Words(
             "Precision forecast",

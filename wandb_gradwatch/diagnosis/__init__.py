@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -16,6 +16,11 @@ from .evidence import Evidence
 from .patterns import CAUSES, PATTERNS, Diagnosis
 
 __all__ = ["CAUSES", "Diagnosis", "diagnose", "with_diagnosis"]
+
+_WITHHELD: Final = (
+    "The guard did not apply this step: parameters and optimizer state are as they were before it. A single one can be "
+    "left at that; if more follow, it is not the batch: act on the cause."
+)
 
 
 def diagnose(
@@ -47,9 +52,10 @@ def diagnose(
 
 
 def with_diagnosis(alert: Alert, history: Snapshot | None, **context: Any) -> Alert:
-    """The alert with its general cause replaced by what this history shows; unchanged where it shows nothing.
+    """The alert with its general cause replaced by what this history shows, and what the guard has done about it.
 
-    Only samples up to the alert's own are looked at, and only causes that can explain an alert of this title.
+    Only samples up to the alert's own are looked at, and only causes that can explain an alert of this title. A history
+    that shows nothing changes nothing.
 
     Args:
         history: samples with the alert's among them.
@@ -58,10 +64,14 @@ def with_diagnosis(alert: Alert, history: Snapshot | None, **context: Any) -> Al
     if history is None:
         return alert
     until = _until(history, alert.step)
+    fact, prefix, cause = alert.text.partition(CAUSE_PREFIX)
     fitting = [d for d in diagnose(until, **context) if alert.title in CAUSES[d.cause]]
-    if not fitting:
-        return alert
-    return replace(alert, text=f"{alert.text.partition(CAUSE_PREFIX)[0].rstrip()}\n{CAUSE_PREFIX}{fitting[0]}")
+    if fitting:
+        prefix, cause = CAUSE_PREFIX, str(fitting[0])
+    lines = [fact.rstrip()]
+    if len(until) and until.steps[-1] == alert.step and until.guarded[-1]:
+        lines.append(_WITHHELD)
+    return replace(alert, text="\n".join([*lines, prefix + cause]) if prefix else "\n".join(lines))
 
 
 def _until(history: Snapshot, step: int) -> Snapshot:

@@ -285,7 +285,6 @@ def zeroed(evidence: Evidence) -> Diagnosis | None:
 
 def bad_batch(evidence: Evidence) -> Diagnosis | None:
     """One sample stands out from calm neighbours, or the first NaN came out of a calm norm into every layer."""
-    remedy = "look at the batch of this step; clip, or skip such steps with guard='skip'"
     if evidence.first_bad is not None and evidence.growth is None:
         before = evidence.log_norm_N[evidence.clean < evidence.first_bad][-16:]
         if len(before) >= 5:
@@ -294,13 +293,24 @@ def bad_batch(evidence: Evidence) -> Diagnosis | None:
                 f"{number(float(np.exp(before.min())))} to {number(float(np.exp(before.max())))} in the {len(before)} "
                 f"samples before{evidence.note_of(evidence.first_bad)}"
             )
-            return Diagnosis(BAD_BATCH, 0.65, words, remedy)
+            return Diagnosis(BAD_BATCH, 0.65, words, _against_a_bad_batch(evidence, evidence.first_bad))
     if len(evidence.spikes) in (1, 2):
         sample, factor = max(evidence.spikes, key=lambda spike: spike[1])
         lone = "a lone spike" if len(evidence.spikes) == 1 else "one of two spikes"
         words = f"{lone} of {number(factor)}x at step {evidence.step(sample)}{evidence.note_of(sample)}"
-        return Diagnosis(BAD_BATCH, 0.5 if evidence.is_moving else 0.75, words, remedy)
+        confidence = 0.5 if evidence.is_moving else 0.75
+        return Diagnosis(BAD_BATCH, confidence, words, _against_a_bad_batch(evidence, sample))
     return None
+
+
+def _against_a_bad_batch(evidence: Evidence, sample: int) -> str:
+    """What to do about the batch of a sample, by what a guard has done already."""
+    history = evidence.history
+    if history.guarded[sample]:
+        return "look at the batch of this step and take it out of the data; the guard has left it out"
+    if math.isnan(history.num_guarded_steps):
+        return "look at the batch of this step; clip, or skip such steps with guard='skip'"
+    return "look at the batch of this step; clip, or have the guard skip such steps too: guard=SkipGuard(is_bad=...)"
 
 
 def bad_rank(evidence: Evidence) -> Diagnosis | None:

@@ -53,6 +53,7 @@ def summary_line(snapshot: Snapshot) -> str:
     fields += _field("clip_ratio", snapshot.clip_ratio)
     fields += _count("loss_scale", float(snapshot.loss_scale[-1]))
     fields += _count("skipped", float(np.count_nonzero(snapshot.skipped)))
+    fields += _count("withheld", snapshot.num_guarded_steps)
     return "  ".join(fields)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from ..forecast import forecast
 from ..snapshot import Snapshot, last_present
 from ..snapshot.missing import sum_of_present
-from ..statistics.columns import NUM_COLUMNS, FloatArray, merge_rows
+from ..statistics.columns import GUARDED, NUM_COLUMNS, FloatArray, merge_rows
 from ..statistics.found import MetricHistogram, merge_histograms
 
 # S samples in the window, P watched parameters or groups, C columns
@@ -73,7 +73,11 @@ class HistoryRow:
         clip_known = ~np.isnan(snapshot.clipped)
         names = [metric_name(name) for name in snapshot.names]
         counts = {name: values for name, values in snapshot.metrics.items() if name.startswith(_COUNTS)}
-        last = {metric_name(name): _last(values) for name, values in snapshot.metrics.items() if name not in counts}
+        last = {
+            metric_name(name): _last(values)
+            for name, values in snapshot.metrics.items()
+            if name not in counts and name != GUARDED
+        }
         last |= _named("grad_norm", names, last_present(snapshot.grad_norm))
         last |= _named("grad_param_ratio", names, last_present(snapshot.grad_param_ratio))
         last |= _named("dead_ratio", names, last_present(snapshot.dead_ratio))

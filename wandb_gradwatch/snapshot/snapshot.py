@@ -13,6 +13,8 @@ import numpy.typing as npt
 
 from ..statistics.columns import (
     CLIP_TOLERANCE,
+    GUARDED,
+    GUARDED_STEPS,
     NUM_BINS,
     NUM_COLUMNS,
     Column,
@@ -209,6 +211,18 @@ class Snapshot:
         """Share of the samples whose gradient was clipped; NaN where that is unknown for all of them."""
         known = self.clipped[~np.isnan(self.clipped)]
         return float(known.mean()) if known.size else float("nan")
+
+    @cached_property
+    def guarded(self) -> npt.NDArray[np.bool_]:
+        """True where the guard withheld the update: [S]."""
+        guarded: npt.NDArray[np.bool_] = self.metrics.get(GUARDED, np.zeros(len(self))) > 0
+        return guarded
+
+    @cached_property
+    def num_guarded_steps(self) -> float:
+        """Steps that the guard withheld, between the samples too; NaN without a guard."""
+        counts = self.metrics.get(GUARDED_STEPS)
+        return float("nan") if counts is None else float(np.nansum(counts))
 
     # ---- distributions
 

@@ -83,6 +83,10 @@ MISSING_C: Final[FloatArray] = np.full(NUM_COLUMNS, np.nan)  # no gradient arriv
 # to its limit by 1 - 2e-7.
 CLIP_TOLERANCE: Final = 1e-5
 
+# What a guard has done, by key among a sample's other numbers; neither is there without a guard.
+GUARDED_STEPS: Final = "gradwatch/num_guarded_steps"  # withheld since the sample before, this sample's own among them
+GUARDED: Final = "gradwatch/guarded"  # 1 where this sample's own step was withheld; in no row, which has the count
+
 
 def merge_rows(rows: FloatArray, axis: int) -> FloatArray:
     """Merge rows along one axis; absent rows are skipped, and nothing but absent rows merges to an absent row.

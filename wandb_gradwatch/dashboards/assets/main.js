@@ -71,6 +71,7 @@ function tiles() {
     has("clip_ratio") ? tile("Clipped", formatShare(mean("clip_ratio")), "of the steps, on average") : null,
     has("num_nan") || has("num_inf") ? tile("Non-finite", formatNumber(nonFinite), "NaN and Inf elements in the run", nonFinite > 0 ? "bad" : "good") : null,
     has("loss_scale") ? tile("Skipped", formatNumber(sum("num_skipped_steps")), "steps skipped by the loss scaler") : null,
+    sum("num_guarded_steps") > 0 ? tile("Withheld", formatNumber(sum("num_guarded_steps")), "steps not applied by the guard", "careful") : null,
     has("overhead_ratio") ? tile("Overhead", formatShare(mean("overhead_ratio")), "of the training time, on average") : null,
   );
 }
@@ -152,16 +153,24 @@ function smallCards() {
     quantileCard(),
     chartCard("dead", [{ canLog: false, format: formatShare, tick: formatShareTick, series: globalSeries("dead_ratio", "of all elements", 0, { format: formatShare }) }]),
     chartCard("nonfinite", [{ none: "No element was NaN or Inf.", canLog: false, series: [...globalSeries("num_nan", "NaN", 3, { kind: "bars" }), ...globalSeries("num_inf", "Inf", 1, { kind: "bars" })] }]),
-    content.globals["gradwatch/loss_scale"] === undefined
-      ? null
-      : chartCard("scale", [
-          { log: true, height: 170, series: globalSeries("loss_scale", "loss scale", 2, { kind: "steps" }) },
-          { title: "Skipped steps", none: "No step was skipped.", canLog: false, height: 110, series: globalSeries("num_skipped_steps", "skipped steps", 3, { kind: "bars" }) },
-        ]),
+    chartCard("scale", [...scaleParts(), ...guardParts()]),
     chartCard("spread", [{ canLog: false, series: [...globalSeries("grad_std", "deviation", 5), ...globalSeries("grad_mean", "mean", 0)] }]),
     chartCard("overhead", [{ canLog: false, format: formatShare, tick: formatShareTick, series: globalSeries("overhead_ratio", "share of the training time", 4, { format: formatShare }) }]),
     otherCard(),
   ];
+}
+
+function scaleParts() {
+  if (content.globals["gradwatch/loss_scale"] === undefined) return [];
+  return [
+    { log: true, height: 170, series: globalSeries("loss_scale", "loss scale", 2, { kind: "steps" }) },
+    { title: "Skipped steps", none: "No step was skipped.", canLog: false, height: 110, series: globalSeries("num_skipped_steps", "skipped steps", 3, { kind: "bars" }) },
+  ];
+}
+
+function guardParts() {
+  const wasUsed = (content.globals["gradwatch/num_guarded_steps"] ?? []).some((value) => value > 0);
+  return wasUsed ? [{ title: "Withheld steps", canLog: false, height: 110, series: globalSeries("num_guarded_steps", "withheld by the guard", 1, { kind: "bars" }) }] : [];
 }
 
 function otherCard() {
