@@ -416,6 +416,38 @@ def test_values_that_are_zero_infinite_or_missing_everywhere_are_drawn(show: Ope
     assert seen == ["gradient norm: Inf", "gradient norm: missing", "gradient norm: 0"]
 
 
+def test_a_norm_of_nothing_finite_says_of_what_it_is(show: Opener) -> None:
+    zeros = np.zeros(1)
+    values = {"gradwatch/grad_norm": zeros, "gradwatch/num_nan": zeros + 7, "gradwatch/num_inf": zeros}
+    page = show(RunHistory(path=Path("run-x.wandb"), run_id="x", steps=np.array([10]), values=values))
+    tile = page.locator(".tile", has_text="Gradient norm")
+    assert tile.locator(".tile-note").inner_text() == "of the finite elements alone, at the last flush"
+    assert "step 10" in page.locator(".facts span").all_inner_texts()
+    # A logarithm has no place for 0: said, instead of an empty chart; on the other scale it is drawn.
+    hint = page.locator("#norm .hint")
+    assert hint.inner_text() == "Nothing is above 0, and a logarithmic scale begins above it."
+    page.locator("#norm").get_by_role("button", name="Linear").click()
+    assert not hint.is_visible()
+
+
+@pytest.mark.parametrize("scale", ["Log", "Linear"])
+def test_values_of_every_size_have_an_axis(show: Opener, scale: str) -> None:
+    # The page keeps 7 digits; a float64 gradient, or the user's own loss, may be anywhere.
+    values = {
+        "gradwatch/grad_norm": np.array([2e-3, 2e3, 2e34]),
+        "gradwatch/grad_norm_max": np.array([2e-40, 2e-39, 1]),
+    }
+    page = show(RunHistory(path=Path("run-x.wandb"), run_id="x", steps=np.array([10, 20, 30]), values=values))
+    page.locator("#norm").get_by_role("button", name=scale).click()
+    left = (  # what is painted left of the plot, where the axis has its labels
+        "canvas => { const over = canvas.parentElement.querySelector('.u-over');"
+        "const width = Math.round(over.offsetLeft * devicePixelRatio) - 6;"
+        "return new Set(new Uint32Array(canvas.getContext('2d').getImageData(0, 0, width, canvas.height)"
+        ".data.buffer)).size - 1 }"
+    )
+    assert page.locator("#norm canvas").first.evaluate(left) > 3
+
+
 # ---- what watch(metrics=...) measured
 
 

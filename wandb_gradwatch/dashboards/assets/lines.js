@@ -1,7 +1,8 @@
 // A line chart over steps: shared zoom and cursor, alerts as flags, logarithmic or linear, usable by keyboard.
 
 const CHART_FONT = '11px ui-sans-serif, system-ui, -apple-system, "Segoe UI", Roboto, sans-serif';
-const everyChart = [];
+// uPlot draws an axis only where it finds its distance of ticks in a list.
+const ALL_SIZES = Array.from({ length: 620 }, (_, index) => Number(`1e${index - 311}`));
 
 class LineChart {
   // series: {label, values, colour: () => css, width, dash, kind: "line" | "bars" | "steps" | "band", format}
@@ -12,7 +13,8 @@ class LineChart {
     this.legend = element("div", { class: "legend" });
     this.controls = element("div", { class: "controls" });
     if (canLog) this.controls.append(scaleSwitch(log, (value) => this.setLog(value)));
-    host.append(this.controls, this.plotHost, this.legend, dataTable(() => this.tableContent()));
+    this.empty = element("p", { class: "hint", hidden: true }, "Nothing is above 0, and a logarithmic scale begins above it.");
+    host.append(this.controls, this.plotHost, this.empty, this.legend, dataTable(() => this.tableContent()));
     this.plotHost.addEventListener("keydown", (event) => this.onKey(event));
     this.plotHost.addEventListener("blur", () => setStep(null, this));
     this.build();
@@ -20,7 +22,6 @@ class LineChart {
     on("range", () => this.applyRange());
     on("step", (source) => this.applyStep(source));
     onTheme(() => this.rebuild());
-    everyChart.push(this);
   }
 
   setLog(value) {
@@ -42,13 +43,16 @@ class LineChart {
     // A bar of height zero would be a dash on the axis.
     const data = [this.xs, ...this.series.map((one) => drawable(one.values, this.log || one.kind === "bars"))];
     this.plot = new uPlot(this.options(), data, this.plotHost);
+    const isEmpty = data.slice(1).every((values) => values.every((value) => value === null));
+    this.empty.hidden = !(this.log && this.series.length && isEmpty);
     this.buildLegend();
   }
 
   options() {
     const grid = { stroke: () => colour("grid"), width: 1 };
     const axis = { stroke: () => colour("muted"), font: CHART_FONT, grid, ticks: { ...grid, size: 4 } };
-    const filter = this.log ? (plot, ticks) => roundLogTicks(ticks) : (plot, ticks) => ticks;
+    // uPlot's own ticks end at 1e32, and with them the whole axis: a training that diverges goes on beyond.
+    const splits = (plot, axis, low, high) => (this.log ? logTicks(low, high) : linearTicks(low, high, this.height / 40));
     return {
       width: this.plotHost.clientWidth || 300,
       height: this.height,
@@ -68,13 +72,12 @@ class LineChart {
         { ...axis, space: 64, size: 30, gap: 4, values: (plot, ticks) => ticks.map((tick) => (Number.isInteger(tick) ? tick.toLocaleString("en-US") : "")) },
         {
           ...axis,
-          space: 32,
           gap: 4,
-          filter,
-          grid: { ...grid, filter },
-          ticks: { ...axis.ticks, filter },
+          incrs: ALL_SIZES,
+          splits,
+          filter: (plot, ticks) => ticks,
           size: (plot, texts) => axisWidth(texts),
-          values: (plot, ticks) => ticks.map((tick) => (tick === null ? "" : this.tick(tick))),
+          values: (plot, ticks) => ticks.map(this.tick),
         },
       ],
       series: [{}, ...this.series.map((one) => this.plotSeries(one))],
@@ -177,13 +180,15 @@ function lastPresent(values) {
 }
 
 // Whole decades where the axis spans several, and not more of them than one can read; 1, 2 and 5 within one.
-function roundLogTicks(ticks) {
-  const power = (tick) => Math.round(Math.log10(tick));
-  const isDecade = (tick) => Math.abs(Math.log10(tick) - power(tick)) < 1e-9;
-  const decades = ticks.filter(isDecade).length;
-  if (decades < 2) return ticks.map((tick) => (/^[125]/.test(tick.toExponential(0)) ? tick : null));
-  const every = Math.ceil(decades / 7);
-  return ticks.map((tick) => (isDecade(tick) && power(tick) % every === 0 ? tick : null));
+function logTicks(low, high) {
+  const [first, last] = [Math.ceil(Math.log10(low) - 1e-9), Math.floor(Math.log10(high) + 1e-9)];
+  const every = Math.ceil((last - first + 1) / 7);
+  const ticks = [];
+  for (let power = first - 1; power <= last; power++) {
+    const factors = last > first ? (power % every === 0 ? [1] : []) : [1, 2, 5];
+    for (const factor of factors) ticks.push(Number(`${factor}e${power}`));
+  }
+  return ticks.filter((tick) => tick >= low * (1 - 1e-9) && tick <= high * (1 + 1e-9));
 }
 
 function axisWidth(texts) {

@@ -19,7 +19,7 @@ function header() {
     about.project,
     about.id === about.name ? null : about.id,
     about.startedAt && new Date(about.startedAt).toLocaleString(undefined, { dateStyle: "medium", timeStyle: "short" }),
-    content.steps.length ? `steps ${content.steps[0].toLocaleString("en-US")}–${lastStep.toLocaleString("en-US")}` : null,
+    content.steps.length ? stepRange(content.steps[0], lastStep) : null,
     run.names.length ? plural(run.names.length, "layer") : null,
     plural(about.numFlushes, "flush", "flushes"),
   ].filter(Boolean);
@@ -30,6 +30,10 @@ function header() {
     element("h1", {}, about.name, " ", element("span", { class: "pill " + state[0] }, state[1])),
     element("p", { class: "facts" }, facts.map((fact) => element("span", {}, fact))),
   );
+}
+
+function stepRange(first, last) {
+  return first === last ? `step ${last.toLocaleString("en-US")}` : `steps ${first.toLocaleString("en-US")}–${last.toLocaleString("en-US")}`;
 }
 
 function toolbar() {
@@ -63,11 +67,13 @@ function tiles() {
   const worst = content.alerts.some((alert) => alert.level === "ERROR") ? "bad" : content.alerts.length ? "careful" : "good";
   const first = content.alerts.find((alert) => alert.step !== null);
   const nonFinite = sum("num_nan") + sum("num_inf");
+  // 0 where all of them are NaN: who reads nothing else must not take it for a gradient that is zero.
+  const ofWhat = last("num_nan") + last("num_inf") > 0 ? "of the finite elements alone, at the last flush" : "at the last flush, before clipping";
   return element(
     "section",
     { class: "tiles", "aria-label": "At a glance" },
     tile("Alerts", String(content.alerts.length), first ? `first: ${first.title}, step ${first.step.toLocaleString("en-US")}` : "no rule found anything", worst),
-    has("grad_norm") ? tile("Gradient norm", formatNumber(last("grad_norm")), "at the last flush, before clipping") : null,
+    has("grad_norm") ? tile("Gradient norm", formatNumber(last("grad_norm")), ofWhat) : null,
     has("clip_ratio") ? tile("Clipped", formatShare(mean("clip_ratio")), "of the steps, on average") : null,
     has("num_nan") || has("num_inf") ? tile("Non-finite", formatNumber(nonFinite), "NaN and Inf elements in the run", nonFinite > 0 ? "bad" : "good") : null,
     has("loss_scale") ? tile("Skipped", formatNumber(sum("num_skipped_steps")), "steps skipped by the loss scaler") : null,
