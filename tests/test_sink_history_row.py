@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -78,8 +79,9 @@ def test_what_is_missing_has_no_key() -> None:
 
 def test_a_norm_that_could_not_be_seen_is_missing_and_the_clipped_one_is_there() -> None:
     snapshot = window({"a": [3.0, 4.0]}, {"a": [NAN, 1.0]})
-    snapshot.rows[1, 0, 5:10] = NAN  # the gradient before clipping was not seen in the last sample
-    scalars = HistoryRow.of(snapshot).scalars()
+    rows = snapshot.rows.copy()
+    rows[1, 0, 5:10] = NAN  # the gradient before clipping was not seen in the last sample
+    scalars = HistoryRow.of(replace(snapshot, rows=rows)).scalars()
     assert "gradwatch/grad_norm" not in scalars
     assert scalars["gradwatch/grad_norm_clipped"] == 1
     assert scalars["gradwatch/grad_norm_max"] == 5
@@ -87,7 +89,9 @@ def test_a_norm_that_could_not_be_seen_is_missing_and_the_clipped_one_is_there()
 
 def test_half_of_the_samples_clipped() -> None:
     clipped = window({"a": [5.0]})
-    clipped.rows[0, 0, 10] = 1.0  # RECEIVED_SUM_SQ
+    rows = clipped.rows.copy()
+    rows[0, 0, 10] = 1.0  # RECEIVED_SUM_SQ
+    clipped = replace(clipped, rows=rows)
     scalars = HistoryRow.of(window({"a": [1.0]}, first_step=0).merge(clipped)).scalars()
     assert scalars["gradwatch/clip_ratio"] == 0.5
     assert (scalars["gradwatch/grad_norm"], scalars["gradwatch/grad_norm_clipped"]) == (5, 1)
@@ -95,8 +99,9 @@ def test_half_of_the_samples_clipped() -> None:
 
 def test_a_zero_initialised_parameter_has_no_ratio() -> None:
     snapshot = window({"bias": [1.0]})
-    snapshot.rows[0, 0, 11] = 0.0  # PARAM_SUM_SQ
-    assert "grad_param_ratio/bias" not in HistoryRow.of(snapshot).scalars()
+    rows = snapshot.rows.copy()
+    rows[0, 0, 11] = 0.0  # PARAM_SUM_SQ
+    assert "grad_param_ratio/bias" not in HistoryRow.of(replace(snapshot, rows=rows)).scalars()
 
 
 def test_loss_scale_skipped_steps_and_metrics() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -57,6 +58,17 @@ def test_derived_values_have_their_closed_forms() -> None:
         assert derived.item() == pytest.approx(value), name
 
 
+def test_every_array_is_frozen_because_rules_and_sinks_share_it() -> None:
+    whole = sample(a=[3.0, -4.0], b=[0.0])
+    for snapshot in (whole, whole.by_group("module"), whole.sample(0), whole.merge(whole)):
+        arrays = {name: getattr(snapshot, name) for name in dir(snapshot) if not name.startswith("_")}
+        frozen = {name: values.flags.writeable is False for name, values in arrays.items() if hasattr(values, "flags")}
+        assert {"rows", "steps", "skipped", "grad_norm", "total_grad_norm", "clipped"} <= frozen.keys()
+        assert [name for name, is_frozen in frozen.items() if not is_frozen] == ["edges"]  # its own at every call
+        with pytest.raises(ValueError, match="read-only"):
+            snapshot.grad_norm[:] = 0
+
+
 def test_a_missing_gradient_is_missing_in_every_derived_value() -> None:
     snapshot = sample(a=None, b=[3.0, 4.0])
     for name in ("num_elements", "num_nan", "grad_norm", "grad_mean", "grad_std", "grad_min", "grad_max", "dead_ratio"):
@@ -81,7 +93,9 @@ def test_no_names_and_no_samples_are_no_error() -> None:
 
 def test_parameter_norm_and_its_ratio() -> None:
     snapshot = sample(a=[3.0, 4.0], b=[1.0], c=[2.0])
-    snapshot.rows[0, :, Column.PARAM_SUM_SQ] = [4.0, 0.0, NAN]
+    rows = snapshot.rows.copy()
+    rows[0, :, Column.PARAM_SUM_SQ] = [4.0, 0.0, NAN]
+    snapshot = replace(snapshot, rows=rows)
     np.testing.assert_array_equal(snapshot.param_norm, [[2.0, 0.0, NAN]])
     # a parameter of zeros has no ratio, and one that was not read has none either
     np.testing.assert_array_equal(snapshot.grad_param_ratio, [[2.5, NAN, NAN]])
@@ -90,11 +104,13 @@ def test_parameter_norm_and_its_ratio() -> None:
 def test_clipping_is_seen_sample_by_sample_and_rounding_is_not_clipping() -> None:
     snapshot = concatenate([sample(step, a=[3.0], b=[4.0]) for step in range(1, 5)])
     assert snapshot is not None
-    received = snapshot.rows[..., Column.RECEIVED_SUM_SQ]
+    rows = snapshot.rows.copy()
+    received = rows[..., Column.RECEIVED_SUM_SQ]
     received[0] *= 1 / 25  # to a norm of 1
     received[1] *= (1 - 2e-7) ** 2  # what clip_grad_norm_ does to a norm that equals its limit
     received[2, 1] *= 0.5  # one of two parameters by value
     received[3] = NAN
+    snapshot = replace(snapshot, rows=rows)
     np.testing.assert_array_equal(snapshot.clipped, [1, 0, 1, NAN])
     assert snapshot.clip_ratio == pytest.approx(2 / 3)
     assert snapshot.total_grad_norm_clipped[0] == pytest.approx(1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from itertools import chain
 from typing import Final
 
@@ -24,6 +23,7 @@ from ..statistics.columns import (
     merge_rows,
 )
 from ..statistics.found import MetricHistogram, merge_histograms
+from .frozen import derived, frozen
 from .groups import GroupBy, group_function
 from .missing import finite_or_missing, ratio
 from .quantiles import check_quantile, fold_signs, magnitude_quantile, signed_quantile
@@ -80,6 +80,9 @@ class Snapshot:
             object.__setattr__(self, "skipped", np.zeros(num_samples, dtype=bool))
         if self.trainable is None:
             object.__setattr__(self, "trainable", np.ones(num_names, dtype=bool))
+        for name in ("steps", "rows", "histogram", "loss_scale", "skipped", "trainable"):
+            if (values := getattr(self, name)) is not None:
+                object.__setattr__(self, name, frozen(values))
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -94,111 +97,111 @@ class Snapshot:
 
     # ---- one name at one sample, before clipping where nothing else is said: all [S, P]
 
-    @cached_property
+    @derived
     def num_elements(self) -> FloatArray:
         """Number of elements, finite or not."""
         return self.column(Column.NUM_ELEMENTS)
 
-    @cached_property
+    @derived
     def num_nan(self) -> FloatArray:
         """Number of NaN elements."""
         return self.column(Column.NUM_NAN)
 
-    @cached_property
+    @derived
     def num_inf(self) -> FloatArray:
         """Number of infinite elements, of either sign."""
         return self.column(Column.NUM_INF)
 
-    @cached_property
+    @derived
     def num_nonfinite(self) -> FloatArray:
         """Number of NaN and infinite elements."""
         return self.num_nan + self.num_inf
 
-    @cached_property
+    @derived
     def num_finite(self) -> FloatArray:
         """Number of finite elements: what means and deviations divide by."""
         return self.num_elements - self.num_nonfinite
 
-    @cached_property
+    @derived
     def grad_norm(self) -> FloatArray:
         """L2 norm of the finite elements."""
         return np.sqrt(self.column(Column.GRAD_SUM_SQ))
 
-    @cached_property
+    @derived
     def grad_norm_clipped(self) -> FloatArray:
         """L2 norm of the gradient that the optimizer received."""
         return np.sqrt(self.column(Column.RECEIVED_SUM_SQ))
 
-    @cached_property
+    @derived
     def grad_mean(self) -> FloatArray:
         """Mean of the finite elements."""
         return ratio(self.column(Column.GRAD_SUM), self.num_finite)
 
-    @cached_property
+    @derived
     def grad_std(self) -> FloatArray:
         """Population standard deviation of the finite elements."""
         mean_sq = ratio(self.column(Column.GRAD_SUM_SQ), self.num_finite)
         # Rounding can leave a constant gradient a hair below zero.
         return np.sqrt(np.maximum(mean_sq - self.grad_mean**2, 0.0))
 
-    @cached_property
+    @derived
     def grad_min(self) -> FloatArray:
         """Smallest finite element."""
         return finite_or_missing(self.column(Column.GRAD_MIN))
 
-    @cached_property
+    @derived
     def grad_max(self) -> FloatArray:
         """Largest finite element."""
         return finite_or_missing(self.column(Column.GRAD_MAX))
 
-    @cached_property
+    @derived
     def grad_abs_max(self) -> FloatArray:
         """Largest magnitude of a finite element."""
         return np.maximum(np.abs(self.grad_min), np.abs(self.grad_max))
 
-    @cached_property
+    @derived
     def grad_abs_min_nonzero(self) -> FloatArray:
         """Smallest magnitude of a non-zero finite element; NaN where there is none."""
         return finite_or_missing(self.column(Column.GRAD_ABS_MIN_NONZERO))
 
-    @cached_property
+    @derived
     def dead_ratio(self) -> FloatArray:
         """Share of the elements with |g| <= the dead threshold."""
         return ratio(self.column(Column.NUM_DEAD), self.num_elements)
 
-    @cached_property
+    @derived
     def zero_ratio(self) -> FloatArray:
         """Share of the elements that are exactly 0."""
         return ratio(self.column(Column.NUM_ZERO), self.num_elements)
 
-    @cached_property
+    @derived
     def param_norm(self) -> FloatArray:
         """L2 norm of the parameter's finite elements, before the update: [S, P]."""
         return np.sqrt(self.column(Column.PARAM_SUM_SQ))
 
-    @cached_property
+    @derived
     def grad_param_ratio(self) -> FloatArray:
         """grad_norm / param_norm: [S, P]; NaN for a parameter that is all zero (a fresh bias, LoRA's B)."""
         return ratio(self.grad_norm, self.param_norm)
 
     # ---- the whole model: all [S]
 
-    @cached_property
+    @derived
     def total(self) -> Snapshot:
         """All names merged into one, named "total"."""
         return self.by_group(lambda _: "total") if self.names else self
 
-    @cached_property
+    @derived
     def total_grad_norm(self) -> FloatArray:
         """L2 norm over everything watched: [S]."""
         return self.total.grad_norm[:, 0] if self.names else np.full(len(self), np.nan)
 
-    @cached_property
+    @derived
     def total_grad_norm_clipped(self) -> FloatArray:
         """L2 norm of everything that the optimizers received: [S]."""
         return self.total.grad_norm_clipped[:, 0] if self.names else np.full(len(self), np.nan)
 
-    @cached_property
+    @derived
     def clipped(self) -> FloatArray:
         """1 where the optimizer received less than was measured, 0 where not: [S]; NaN where either is unknown."""
         before, after = self.column(Column.GRAD_SUM_SQ), self.column(Column.RECEIVED_SUM_SQ)
@@ -206,19 +209,19 @@ class Snapshot:
         unknown = np.isnan(self.total_grad_norm) | np.isnan(self.total_grad_norm_clipped)
         return np.where(unknown, np.nan, smaller.astype(np.float64))
 
-    @cached_property
+    @derived
     def clip_ratio(self) -> float:
         """Share of the samples whose gradient was clipped; NaN where that is unknown for all of them."""
         known = self.clipped[~np.isnan(self.clipped)]
         return float(known.mean()) if known.size else float("nan")
 
-    @cached_property
+    @derived
     def guarded(self) -> npt.NDArray[np.bool_]:
         """True where the guard withheld the update: [S]."""
         guarded: npt.NDArray[np.bool_] = self.metrics.get(GUARDED, np.zeros(len(self))) > 0
         return guarded
 
-    @cached_property
+    @derived
     def num_guarded_steps(self) -> float:
         """Steps that the guard withheld, between the samples too; NaN without a guard."""
         counts = self.metrics.get(GUARDED_STEPS)
@@ -231,7 +234,7 @@ class Snapshot:
         """Edges of the histogram's bins: [B + 1], from -inf over the two zeros of the zero bin to +inf."""
         return histogram_edges()
 
-    @cached_property
+    @derived
     def magnitude_histogram(self) -> IntArray | None:
         """The histogram of |g| without the zeros: [P, M]."""
         return None if self.histogram is None else fold_signs(self.histogram)
