@@ -398,6 +398,33 @@ def test_an_optimizer_that_begins_to_step_later_splits_no_sample(sample_every):
     np.testing.assert_equal(of(snapshot, "b", "grad_norm"), [np.nan, np.nan, np.nan, np.nan, 50, 60][sampled])
 
 
+# `reached`: for each update, which of the two parameters its backward reaches.
+@pytest.mark.parametrize("sample_every", [1, 5])
+@pytest.mark.parametrize("set_to_none", [False, True], ids=["zeroed", "none"])
+@pytest.mark.parametrize("reached", ["ab ab ab ab", "a a a a", "b b b b", "b a b a"])
+@pytest.mark.parametrize("second_from", [0, 2])
+@pytest.mark.parametrize("watched_from", ["backward", "first step"])
+def test_watch_in_mid_training_splits_no_sample(sample_every, set_to_none, reached, second_from, watched_from):
+    model = Chosen(a=1, b=1)
+    first, second = SGD([model.a], lr=0.1), SGD([model.b], lr=0.1)
+    step(model, first, a=[1])
+    step(model, second, b=[1])  # both have gradients from before watch()
+    watcher = None
+    for number, names in enumerate(reached.split()):
+        first.zero_grad(set_to_none=set_to_none)
+        second.zero_grad(set_to_none=set_to_none)
+        if not watcher and watched_from == "backward":
+            watcher, _ = watch(model, sample_every=sample_every)
+        model.loss(**{name: [3] for name in names}).backward()
+        if not watcher:
+            watcher, _ = watch(model, sample_every=sample_every)
+        first.step()
+        if number >= second_from:
+            second.step()
+    watcher.remove()
+    assert watcher.step == 4
+
+
 def test_one_of_two_optimizers_made_anew_keeps_the_samples_together():
     model = Chosen(a=1, b=1)
     first, second = SGD([model.a], lr=0.1), SGD([model.b], lr=0.1)

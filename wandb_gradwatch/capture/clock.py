@@ -56,6 +56,7 @@ class SampleClock:
     _skipped: bool = False
     _previous: frozenset[int] = frozenset()  # the optimizers of the sample before
     _marked_before: frozenset[int] = frozenset()  # the slots of the sample before
+    _waited_for: set[int] = field(default_factory=set)  # slots that were marked when another optimizer stepped
     _closed_any: bool = False
     _orphans: set[int] = field(default_factory=set)  # their optimizer is gone: a new one may step soon
 
@@ -63,6 +64,11 @@ class SampleClock:
     def open_step(self) -> int:
         """The number that the open sample will get."""
         return self.step + 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether no sample has closed yet."""
+        return not self._closed_any
 
     @property
     def stepped(self) -> bool:
@@ -112,9 +118,9 @@ class SampleClock:
         """Whether this optimizer has been seen to step before."""
         return optimizer in self._ever_stepped
 
-    def were_in_last_sample(self, slots: Iterable[int]) -> bool:
-        """Whether the backward of the sample that has just closed reached all of these slots."""
-        return self._marked_before.issuperset(slots)
+    def were_marked(self, slots: Iterable[int]) -> bool:
+        """Whether a backward reached each of these: of the last sample, or of one before that had no step for it."""
+        return all(slot in self._marked_before or slot in self._waited_for for slot in slots)
 
     def join(self, optimizer: int) -> None:
         """Count a silent late-comer among the optimizers of the sample that has just closed."""
@@ -144,6 +150,7 @@ class SampleClock:
         if not self._previous <= self._stepped:
             return False
         waiting = self.marked.difference(*(self.owned[optimizer] for optimizer in self._stepped))
+        self._waited_for |= waiting
         return all(self._closed_any and slot not in self.owner and slot not in self._orphans for slot in waiting)
 
     def _close(self) -> Closed:

@@ -140,7 +140,7 @@ class OpenSample:
         around = self._around
         entries = around.scan()  # hook what was unfrozen
         if not around.clock.backwards:  # assigned by hand, and for every optimizer that is going to step
-            around.clock.marked.update(slot for slot, parameter in entries if parameter.grad is not None)
+            self.mark_present(entries)
         self._gauge.measure_after_clipping(unclear, optimizer)
         names = around.roster.some_names(slot for slot, _ in unclear)
         around.events.notice(
@@ -148,6 +148,10 @@ class OpenSample:
             f"the gradients of {names} could not be seen before clipping in step {around.clock.open_step}: their "
             "grad_norm is missing there, grad_norm_clipped is there",
         )
+
+    def mark_present(self, entries: Iterable[Entry]) -> None:
+        """Take every gradient that is there for one of the open sample's, though no backward was seen to make it."""
+        self._around.clock.marked.update(slot for slot, parameter in entries if parameter.grad is not None)
 
     def before_update(self, optimizer: Optimizer) -> None:
         """The optimizer is about to update its parameters."""

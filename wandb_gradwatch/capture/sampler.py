@@ -226,6 +226,8 @@ class Sampler:
             if self._joins_silently(optimizer, key):
                 self._joining = key
                 return
+        if self.clock.is_first and not self.clock.backwards and not inside_backward:
+            self._begin_after_backward()
         if self._is_measured:
             self._sample.inspect(optimizer, inside_backward=inside_backward)
         self._sample.before_update(optimizer)
@@ -236,6 +238,13 @@ class Sampler:
             self.withholding.decide(
                 optimizer, self.clock.open_step, entries, agreement, inside_backward=inside_backward
             )
+
+    def _begin_after_backward(self) -> None:
+        """The first step comes without a backward before it: watch() was called between the two."""
+        entries = self._scan()
+        self._sample.mark_present(entries)
+        if not self._is_measured:  # else it will be: noted, they would be taken for what a backward has left
+            self._sample.note(entries)
 
     @contained
     def after_step(self, optimizer: Optimizer, *, inside_backward: bool) -> None:
@@ -272,10 +281,8 @@ class Sampler:
             return False
         if self.clock.has_stepped(key):
             return True
-        present = [(slot, p.grad) for slot, p in self._owners.entries(optimizer) if p.grad is not None]
-        if self._schedule.was_sampled(self.clock.step):
-            return all(was_seen(gradient) for _, gradient in present)
-        return self.clock.were_in_last_sample(slot for slot, _ in present)
+        unseen = [slot for slot, p in self._owners.entries(optimizer) if p.grad is not None and not was_seen(p.grad)]
+        return not unseen or (not self._schedule.was_sampled(self.clock.step) and self.clock.were_marked(unseen))
 
     def _step_done(self, key: int, *, skipped: bool, inside_backward: bool) -> None:
         self._commit(self.clock.step_ended(key, skipped=skipped, inside_backward=inside_backward))
