@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import warnings
 
 import numpy as np
@@ -251,12 +252,23 @@ def test_the_rate_of_false_alarms_can_be_exceeded():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [({"warmup": 1}, "warmup=1 must be between 2 and window=64"), ({"min_factor": 0.5}, "min_factor=0.5 must be")],
+    ("make", "message"),
+    [
+        (lambda: ExplodingGradient(warmup=1), "warmup=1 must be between 2 and window=64"),
+        (lambda: ExplodingGradient(min_factor=0.5), "(min_factor=0.5): min_factor must be a number, at least 1"),
+        (lambda: ExplodingGradient(stds=-1), "(stds=-1): stds must be a number, at least 0, or None"),
+        (lambda: VanishingGradient(min_norm="1e-7"), "VanishingGradient(min_norm='1e-7'): min_norm must be a number"),
+        (lambda: VanishingGradient(min_order=2), "must be a number, between 0 and 1"),
+        (lambda: DeadGradient(max_ratio=50), "DeadGradient(max_ratio=50): max_ratio must be a number, between 0 and 1"),
+        (lambda: NoGradient(patience=0), "NoGradient(patience=0): patience must be a number, at least 1"),
+        (lambda: LossScaleCollapse(min_scale=NAN), "LossScaleCollapse(min_scale=nan): min_scale must be a number"),
+        (lambda: GradParamRatio(max_ratio=None), "GradParamRatio(max_ratio=None): max_ratio must be a number"),
+        (lambda: LayerSpread(max_spread=0.1), "LayerSpread(max_spread=0.1): max_spread must be a number, at least 1"),
+    ],
 )
-def test_impossible_thresholds_are_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        ExplodingGradient(**arguments)
+def test_impossible_limits_are_refused_before_training(make, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make()
 
 
 # ---- vanishing, dead, missing

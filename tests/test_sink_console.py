@@ -55,3 +55,8 @@ def test_without_a_file_it_is_the_standard_error_of_the_moment(capsys: pytest.Ca
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith("step 1 (1 sample)  grad_norm 1")
+
+
+def test_the_name_of_a_file_is_refused_at_once() -> None:
+    with pytest.raises(TypeError, match=r"ConsoleSink\(file='log.txt'\) must be an open text file"):
+        ConsoleSink("log.txt")  # type: ignore[arg-type]

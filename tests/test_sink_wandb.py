@@ -143,6 +143,24 @@ def test_very_many_modules_become_prefixes(offline_run: Any) -> None:
     assert row["gradwatch/grad_norm"] == 20  # sqrt(400)
 
 
+def test_modules_that_no_prefix_divides_are_grouped_by_neighbours(offline_run: Any, said: Any) -> None:
+    gradients = {f"{index}.weight": [3.0 if index % 4 == 0 else 4.0] for index in range(2 * MAX_SERIES)}
+    sink = WandbSink(offline_run)
+    sink.write(window(gradients))
+    offline_run.log({})
+    sink.write(window(gradients | {"late.weight": [7.0]}, first_step=2))
+    offline_run.finish()
+    first, second = history(offline_run)
+    norms = {key: value for key, value in first.items() if key.startswith("grad_norm/")}
+    # 512 modules in at most 255 series: three each, the first of norms 3, 4, 4 and the last, of two, 4 and 4.
+    assert len(norms) == 171
+    assert norms["grad_norm/0-2"] == pytest.approx(41**0.5)
+    assert norms["grad_norm/510-511"] == pytest.approx(32**0.5)
+    assert second["grad_norm/later"] == 7
+    (message,) = said()
+    assert "they are logged as 171 groups (3 neighbours each)" in message
+
+
 def test_a_choice_of_the_user_stays(offline_run: Any, said: Any) -> None:
     sink = WandbSink(offline_run, group_by="parameter")
     sink.write(window({f"p{index}": [1.0] for index in range(MAX_SERIES + 1)}))
@@ -395,6 +413,8 @@ def test_an_ended_run(offline_run: Any) -> None:
 
 
 def test_an_unknown_grouping(offline_run: Any) -> None:
+    with pytest.raises(TypeError, match=r"WandbSink\(run='mine'\) must be what wandb.init\(\) returns"):
+        WandbSink("mine")
     with pytest.raises(ValueError, match="group_by='layer' must be"):
         WandbSink(offline_run, group_by="layer")
 

@@ -159,6 +159,26 @@ def test_the_url_is_not_in_urllib3s_debug_log(loopback: Any, caplog: pytest.LogC
     assert "the-secret" not in caplog.text
 
 
+def test_an_error_that_is_not_requests_own_ends_nothing_and_shows_nothing(
+    hook: responses.RequestsMock, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    # As urllib3's LocationParseError, which requests lets through.
+    hook.post(URL, body=ValueError(f"cannot parse {URL}"))
+    hook.post(URL, body="ok")
+    sink = WebhookSink(URL, backoff=0.0, max_attempts=1)
+    sink.alert(ALERT)
+    sink.alert(ALERT)
+    sink.close()
+    assert "did not take the alert 'NaN gradient' of step 7: ValueError" in caplog.text
+    assert len(hook.calls) == 2
+    assert "the-secret" not in caplog.text + "".join(capfd.readouterr())
+
+
+def test_a_variable_that_is_not_set_is_asked_for() -> None:
+    with pytest.raises(TypeError, match=r"must be a text, but is NoneType: is the variable that holds it set\?"):
+        WebhookSink(None)  # type: ignore[arg-type]  # what os.environ.get gives
+
+
 def test_a_url_that_is_none_is_not_shown() -> None:
     with pytest.raises(ValueError, match=r"must begin with https:// or http://") as caught:
         WebhookSink("the-secret")
@@ -177,6 +197,13 @@ def test_a_url_that_is_none_is_not_shown() -> None:
 )
 def test_arguments_out_of_range(argument: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
+        WebhookSink(URL, **argument)
+
+
+@pytest.mark.parametrize("argument", [{"timeout": "3"}, {"max_attempts": 1.5}, {"backoff": None}])
+def test_arguments_of_another_type(argument: dict[str, Any]) -> None:
+    (name,) = argument
+    with pytest.raises(TypeError, match=rf"WebhookSink\({name}=.*\) must be a (whole )?number"):
         WebhookSink(URL, **argument)
 
 

@@ -60,6 +60,7 @@ SGD = torch.optim.SGD
         (nn.Linear(1, 1), {"on_alert": [5]}, TypeError, "5 is no function"),
         (nn.Linear(1, 1), {"probes": [3]}, TypeError, "probes=[3] must be a list of probes, but 3 is none"),
         (nn.Linear(1, 1), {"metrics": 3}, TypeError, "metrics=3 must be a list of metrics"),
+        (nn.Linear(1, 1), {"guard": wandb_gradwatch.SkipGuard}, ValueError, "or a SkipGuard"),
         (nn.Linear(1, 1), {"include": 5}, ValueError, "include=5 must be a regular expression"),
         (nn.Linear(1, 1), {"statistics": None}, ValueError, "statistics=None must be"),
         (nn.Linear(1, 1), {"start_step": True}, ValueError, "start_step=True must be"),
@@ -75,6 +76,21 @@ SGD = torch.optim.SGD
 def test_bad_arguments_raise_at_once_and_say_what_to_do(model, options, error, message):
     with pytest.raises(error, match=re.escape(message)):
         watch(model, **options)
+
+
+def test_no_metrics_may_be_said_as_none_like_all_else():
+    watch(Chosen(a=1), metrics=None)[0].remove()
+
+
+def test_unwatch_takes_what_watch_takes_and_refuses_what_is_no_model():
+    models = {"a": Chosen(a=1), "b": Chosen(a=1)}
+    watchers = [watch(model)[0] for model in models.values()]
+    with pytest.raises(TypeError, match=re.escape("unwatch() needs a torch.nn.Module, or a list or dict of them")):
+        wandb_gradwatch.unwatch(watchers[0])
+    wandb_gradwatch.unwatch([Chosen(a=1)])
+    assert all(model.a._post_accumulate_grad_hooks for model in models.values())
+    wandb_gradwatch.unwatch(models)
+    assert not any(model.a._post_accumulate_grad_hooks for model in models.values())
 
 
 def test_a_run_and_a_sink_for_the_same_run_would_log_each_row_twice(offline_run):
@@ -182,6 +198,12 @@ def test_a_sink_that_raises_is_dropped_and_the_others_go_on(caplog):
     assert len(good.merged()) == 3
 
 
+@pytest.mark.parametrize("kept", [0, -1, "all"])
+def test_a_memory_that_keeps_nothing_is_refused(kept):
+    with pytest.raises(ValueError, match=re.escape(f"MemorySink(max_snapshots={kept!r}) must be at least 1, or None")):
+        wandb_gradwatch.MemorySink(kept)
+
+
 def test_nan_at_50_and_a_spike_at_110_are_both_alerted_and_no_good_step_is():
     model = Chosen(a=1)
     optimizer = SGD(model.parameters(), lr=0.0)
@@ -216,6 +238,18 @@ def test_group_by_module_in_a_run(start_run):
     run.finish()
     [row] = [row for row in history(run) if "gradwatch/step" in row]
     assert {key for key in row if key.startswith("grad_norm/")} == {"grad_norm/0", "grad_norm/1"}
+
+
+def test_parameters_that_are_asked_for_stay_parameters_however_many_they_are(start_run, caplog):
+    run = start_run(mode="offline")
+    model = Chosen(**{f"p{index}": 1 for index in range(260)})
+    watcher = wandb_gradwatch.watch(model, run=run, log_every=1, group_by="parameter", histogram_every=0)
+    step(model, SGD(model.parameters(), lr=0.1), **{f"p{index}": [1] for index in range(260)})
+    watcher.remove()
+    run.finish()
+    [row] = [row for row in history(run) if "gradwatch/step" in row]
+    assert sum(key.startswith("grad_norm/") for key in row) == 260
+    assert "series" not in caplog.text
 
 
 def test_watched_twice_unwatched_and_watched_again_every_row_once(start_run):

@@ -184,6 +184,6 @@ def resolve_guard(guard: GuardArgument) -> SkipGuard | None:
         return guard
     if guard == "skip":
         return SkipGuard()
-    if callable(guard):
+    if callable(guard) and not isinstance(guard, type):  # the class itself would call every step bad
         return SkipGuard(is_bad=guard)
     raise ValueError(f'guard={guard!r} must be "skip", a function from a snapshot to True (skip), or a SkipGuard')

@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final
 
 import torch
-from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
@@ -20,7 +19,7 @@ from .cadence import Budget, Cadence
 from .capture.agreement import refuse_guard
 from .capture.gauge import MeasureOptions
 from .capture.probes import Probe
-from .capture.roster import Models, NameFilter, Roster
+from .capture.roster import Models, NameFilter, Roster, with_prefixes
 from .capture.sharding import rank, world_size
 from .desk import AlertDesk
 from .guard import GuardArgument, resolve_guard
@@ -48,7 +47,7 @@ def watch(
     sample_every: int = 1,
     log_every: int = 50,
     histogram_every: int | None = None,
-    group_by: GroupBy = "parameter",
+    group_by: GroupBy | None = None,
     statistics: Sequence[str] = DEFAULT,
     dead_threshold: float = 0.0,
     rules: Sequence[Rule] | None = None,
@@ -76,8 +75,8 @@ def watch(
         sample_every: measure every n-th optimizer step.
         log_every: write a row every n-th optimizer step.
         histogram_every: take histograms every n-th step; None: for every row; 0: never.
-        group_by: one series per "parameter" or "module", or a function from a parameter's name to its group's.
-            More than 256 parameters are grouped by module, which is said once.
+        group_by: one series per "parameter" or "module", or a function from a parameter's name to its group's. None:
+            per parameter; more than 256 are grouped by module, or more coarsely, which is said once.
         statistics: what is measured beside the gradient itself: "parameter" (its norm, for the ratio), "histogram".
         dead_threshold: |g| <= this counts as dead, in units of the true gradient.
         rules: what raises alerts; None: the default rules; []: none.
@@ -129,9 +128,9 @@ def watch(
             raise TypeError(f"on_alert={on_alert!r}: {callback!r} is no function")
     all_probes = [
         *_instances("probes", probes, Probe, "probes"),
-        *probes_of(_sequence("metrics", metrics, "a list of metrics"), model, roster.names),
+        *probes_of(chosen_metrics := _sequence("metrics", metrics, "a list of metrics"), model, roster.names),
     ]
-    shipped = default_rules(frozen=roster.frozen_names) + rules_of(metrics)
+    shipped = default_rules(frozen=roster.frozen_names) + rules_of(chosen_metrics)
     given = _sequence("rules", rules, "a list of rules, [] for none")
     for candidate in given:
         if isinstance(candidate, NoGradient) and candidate.frozen is None:
@@ -148,7 +147,7 @@ def watch(
     chosen = own_sinks if rank() == 0 else []
     if used_run is not None:
         namespace = _namespace(used_run, roster)
-        chosen.append(WandbSink(used_run, group_by=None if group_by == "parameter" else group_by, namespace=namespace))
+        chosen.append(WandbSink(used_run, group_by=group_by, namespace=namespace))
     return Watcher(
         roster,
         {"optimizer": optimizer, "scaler": scaler, "start_step": start_step, "probes": all_probes, "budget": budget},
@@ -162,10 +161,18 @@ def watch(
     )
 
 
-def unwatch(model: nn.Module | None = None) -> None:
-    """Remove the watcher of a model, or every watcher. Nothing is left behind on the model."""
+def unwatch(model: Models | None = None) -> None:
+    """Remove the watcher of a model, or every watcher. Nothing is left behind on the model.
+
+    Args:
+        model: what watch() was given, or one of several; None for all. One that is not watched is left alone.
+
+    Raises:
+        TypeError: model is not a module or a collection of modules.
+    """
+    models = None if model is None else [one for _, one in with_prefixes(model, asked_by="unwatch()")]
     for watcher in list(WATCHERS):
-        if model is None or watcher.watches(model):
+        if models is None or any(map(watcher.watches, models)):
             watcher.remove()
 
 
@@ -198,7 +205,9 @@ def _check_instance(argument: str, value: object, cls: type, what: str) -> None:
         raise TypeError(f"{argument}={value!r} must be {what}")
 
 
-def _check_group_by(group_by: GroupBy, roster: Roster) -> None:
+def _check_group_by(group_by: GroupBy | None, roster: Roster) -> None:
+    if group_by is None:
+        return
     group_of, name = group_function(group_by), roster.names[0]
     if not isinstance(group := group_of(name), str):
         raise TypeError(f"group_by={group_by!r} must give a group's name, but gave {group!r} for {name!r}")

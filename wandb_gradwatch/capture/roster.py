@@ -229,8 +229,8 @@ def is_transparent(parent: nn.Module, key: str) -> bool:
     return key in _TRANSPARENT_CHILDREN or (key == "module" and type(parent).__name__ in _TRANSPARENT_PARENTS)
 
 
-def with_prefixes(models: Models) -> Iterable[tuple[str, nn.Module]]:
-    """Each model with what its names begin with; one alone has no prefix.
+def with_prefixes(models: Models, *, asked_by: str = "watch()") -> Iterable[tuple[str, nn.Module]]:
+    """Each model with what its names begin with; one alone has no prefix. `asked_by` begins the messages.
 
     Raises:
         TypeError, ValueError: as the Roster's.
@@ -246,11 +246,11 @@ def with_prefixes(models: Models) -> Iterable[tuple[str, nn.Module]]:
     for _, model in named:
         if not isinstance(model, nn.Module):
             raise TypeError(
-                f"watch() needs a torch.nn.Module, or a list or dict of them, but got {type(model).__name__}; "
+                f"{asked_by} needs a torch.nn.Module, or a list or dict of them, but got {type(model).__name__}; "
                 "pass the model itself, not its parameters or its optimizer"
             )
     if not named:
-        raise ValueError("watch() got an empty collection of models; pass at least one torch.nn.Module")
+        raise ValueError(f"{asked_by} got an empty collection of models; pass at least one torch.nn.Module")
     return named
 
 

@@ -43,7 +43,7 @@ def log(trainer: Any, numbers: Mapping[str, float], prefix: str, *, step: int, w
 
 
 def sinks_for(
-    trainer: Any, run: Any, group_by: GroupBy, numbers_of: Callable[[int], Mapping[str, float]], *, rows: bool
+    trainer: Any, run: Any, group_by: GroupBy | None, numbers_of: Callable[[int], Mapping[str, float]], *, rows: bool
 ) -> list[Sink]:
     """The runs of the WandbLoggers, else the active one, and the program's log for alerts; none beyond rank zero.
 
@@ -57,8 +57,7 @@ def sinks_for(
     runs = [run] if run is not None else [logger.experiment for logger in trainer.loggers if _is_wandb(logger)]
     if not runs and (active := active_run()) is not None:
         runs = [active]
-    shown_by = None if group_by == "parameter" else group_by
-    sinks = [WandbSink(each, group_by=shown_by) for each in {id(each): each for each in runs}.values()]
+    sinks = [WandbSink(each, group_by=group_by) for each in {id(each): each for each in runs}.values()]
     return [*(NamedWandbSink(sink, numbers_of, rows=rows) for sink in sinks), AlertLog()]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Final, Literal, Protocol, runtime_checkable
 
 from ..snapshot import Snapshot
@@ -36,6 +37,27 @@ class Alert:
             )
         if self.level not in ("INFO", "WARN", "ERROR"):
             raise ValueError(f'level={self.level!r} must be "INFO", "WARN" or "ERROR"')
+
+
+def check_limits(rule: object, *or_none: str, **bounds: tuple[float, float]) -> None:
+    """Refuse a rule's limits at once that could only alarm always, never, or raise in the middle of a training.
+
+    Args:
+        rule: what has the limits as attributes.
+        or_none: which of them may be None.
+        bounds: the least and the largest of each.
+
+    Raises:
+        ValueError: one is no number or out of its bounds.
+    """
+    for name, (least, largest) in bounds.items():
+        value = getattr(rule, name)
+        if value is None and name in or_none:
+            continue
+        if isinstance(value, bool) or not isinstance(value, Real) or not least <= float(value) <= largest:
+            span = f"at least {least:g}" if largest == float("inf") else f"between {least:g} and {largest:g}"
+            none = ", or None" if name in or_none else ""
+            raise ValueError(f"{type(rule).__name__}({name}={value!r}): {name} must be a number, {span}{none}")
 
 
 @runtime_checkable

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..snapshot import Snapshot
-from .base import Alert
+from .base import Alert, check_limits
 from .baseline import Limit, limit_of, steady_growth
 from .memory import Kinds, PerName
 from .words import number, sentence, worst_first
@@ -84,12 +84,12 @@ class ExplodingGradient:
     title: ClassVar[str] = "Exploding gradient"
 
     def __post_init__(self) -> None:
+        from_1 = (1.0, math.inf)
+        check_limits(self, "threshold", "stds", threshold=(0.0, math.inf), stds=(0.0, math.inf))
+        check_limits(self, min_factor=from_1, warmup_factor=from_1, window=from_1, warmup=from_1, adapt_after=from_1)
+        check_limits(self, "record_factor", "growth", record_factor=from_1, growth=from_1)
         if not 2 <= self.warmup <= self.window:
             raise ValueError(f"warmup={self.warmup!r} must be between 2 and window={self.window!r}")
-        if self.record_factor is not None and self.record_factor < 1:
-            raise ValueError(f"record_factor={self.record_factor!r} must be at least 1, or None")
-        if self.min_factor < 1:
-            raise ValueError(f"min_factor={self.min_factor!r} must be at least 1")
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
         judged_S = (np.nansum(snapshot.num_nonfinite, axis=1) == 0) & ~snapshot.skipped & (snapshot.total_grad_norm > 0)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from ..snapshot import Snapshot
 from ..statistics.columns import FloatArray
-from .base import Alert
+from .base import Alert, check_limits
 from .depth import DepthTrend, depth_trends
 from .layers import dead_units
 from .memory import PerName
@@ -48,6 +48,10 @@ class VanishingGradient:
     _converged: bool = field(default=False, init=False)
 
     title: ClassVar[str] = "Vanishing gradient"
+
+    def __post_init__(self) -> None:
+        check_limits(self, min_norm=(0.0, math.inf), depth_factor=(1.0, math.inf))
+        check_limits(self, min_order=(0.0, 1.0), patience=(1.0, math.inf))
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
         steep = depth_trends(snapshot, above=self.depth_factor)
@@ -125,6 +129,9 @@ class DeadGradient:
 
     title: ClassVar[str] = "Dead gradient"
 
+    def __post_init__(self) -> None:
+        check_limits(self, max_ratio=(0.0, 1.0), patience=(1.0, math.inf))
+
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
         modules, share_SL = dead_units(snapshot)
         count_L = self._num_dead.of(modules)
@@ -175,6 +182,9 @@ class NoGradient:
     _num_zero: int = field(default=0, init=False)
 
     title: ClassVar[str] = "No gradient"
+
+    def __post_init__(self) -> None:
+        check_limits(self, patience=(1.0, math.inf), zero_patience=(1.0, math.inf))
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
         count_P, was_seen_P = self._num_missing.of(snapshot.names), self._was_seen.of(snapshot.names)

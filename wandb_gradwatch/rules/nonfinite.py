@@ -11,7 +11,7 @@ import numpy as np
 
 from ..snapshot import FIRST_BAD_RANK_METRIC, Snapshot
 from ..statistics.columns import Column, FloatArray
-from .base import Alert
+from .base import Alert, check_limits
 from .forward import nonfinite_activations
 from .words import number, sentence
 
@@ -127,6 +127,9 @@ class LossScaleCollapse:
     _num_in_a_row: int = field(default=0, init=False)
 
     title: ClassVar[str] = "Loss scale collapse"
+
+    def __post_init__(self) -> None:
+        check_limits(self, patience=(1.0, np.inf), min_scale=(0.0, np.inf))
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
         for sample in range(len(snapshot)):

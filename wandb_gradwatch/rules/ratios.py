@@ -10,7 +10,7 @@ import numpy as np
 
 from ..snapshot import Snapshot
 from ..statistics.columns import FloatArray
-from .base import Alert
+from .base import Alert, check_limits
 from .memory import PerName
 from .words import number, sentence, worst_first
 
@@ -36,6 +36,9 @@ class GradParamRatio:
     _num_outside: PerName = field(default_factory=PerName, init=False, repr=False)
 
     title: ClassVar[str] = "Gradient to parameter ratio"
+
+    def __post_init__(self) -> None:
+        check_limits(self, max_ratio=(0.0, np.inf), min_ratio=(0.0, np.inf), patience=(1.0, np.inf))
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
         count_P, ratio_SP = self._num_outside.of(snapshot.names), snapshot.grad_param_ratio
@@ -86,6 +89,9 @@ class LayerSpread:
     _num_wide: int = field(default=0, init=False)
 
     title: ClassVar[str] = "Layer spread"
+
+    def __post_init__(self) -> None:
+        check_limits(self, max_spread=(1.0, np.inf), patience=(1.0, np.inf))
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
         modules = snapshot.by_group("module")

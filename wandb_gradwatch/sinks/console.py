@@ -18,9 +18,14 @@ class ConsoleSink:
 
     Args:
         file: where to; None is whatever `sys.stderr` is at that moment.
+
+    Raises:
+        TypeError: file is not open, but a name.
     """
 
     def __init__(self, file: TextIO | None = None) -> None:
+        if file is not None and not hasattr(file, "write"):
+            raise TypeError(f"ConsoleSink(file={file!r}) must be an open text file, as open(name, 'w') returns it")
         self._file = file
 
     def write(self, snapshot: Snapshot) -> None:

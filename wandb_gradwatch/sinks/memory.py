@@ -14,6 +14,9 @@ class MemorySink:
     Args:
         max_snapshots: how many of each are kept; None keeps all.
 
+    Raises:
+        ValueError: max_snapshots is not a whole number, at least 1.
+
     Example:
         >>> import torch, wandb_gradwatch
         >>> model = torch.nn.Linear(2, 1, bias=False)
@@ -31,6 +34,8 @@ class MemorySink:
     """
 
     def __init__(self, max_snapshots: int | None = None) -> None:
+        if max_snapshots is not None and (not isinstance(max_snapshots, int) or max_snapshots < 1):
+            raise ValueError(f"MemorySink(max_snapshots={max_snapshots!r}) must be at least 1, or None for all")
         self.snapshots: deque[Snapshot] = deque(maxlen=max_snapshots)
         self.alerts: deque[Alert] = deque(maxlen=max_snapshots)
         self.closed = False

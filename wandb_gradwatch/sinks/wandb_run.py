@@ -42,6 +42,7 @@ class WandbSink:
 
     Raises:
         RuntimeError: there is no run, or it has ended.
+        TypeError: what is given as run is none.
         ValueError: `group_by` is none of the above.
     """
 
@@ -59,6 +60,8 @@ class WandbSink:
         run = wandb.run if run is None else run
         if run is None:
             raise RuntimeError("WandbSink() found no W&B run; call wandb.init() first or pass run=")
+        if not (hasattr(run, "log") and hasattr(run, "define_metric")):
+            raise TypeError(f"WandbSink(run={run!r}) must be what wandb.init() returns")
         if getattr(run, "_is_finished", False):
             raise RuntimeError(f"W&B run {run.id!r} has ended; call wandb.init() again and pass the new run")
         if group_by is not None:
@@ -209,9 +212,6 @@ class WandbSink:
         self._run.define_metric(name, **options)
 
 
-_COARSEST: Final[tuple[GroupBy, str]] = (lambda _: "all", "all in one")  # thousands of names without a dot
-
-
 class _Grouping:
     """The groups that the user asked for, or ones that keep the number of series sane."""
 
@@ -227,7 +227,8 @@ class _Grouping:
             return grouped
         names = snapshot.names
         self._automatic, description = next(
-            (coarser for coarser in _coarser(names) if _num_groups(names, coarser[0]) <= MAX_SERIES), _COARSEST
+            (coarser for coarser in _coarser(names) if _num_groups(names, coarser[0]) <= MAX_SERIES),
+            _neighbours(names),
         )
         grouped = snapshot.by_group(self._automatic)
         logger.warning(
@@ -246,6 +247,17 @@ def _coarser(names: tuple[str, ...]) -> Iterator[tuple[GroupBy, str]]:
     yield "module", "one per module"
     for depth in range(max(name.count(".") for name in names), 0, -1):
         yield _prefix(depth), f"by the first {depth} part{'s' if depth > 1 else ''} of the name"
+
+
+def _neighbours(names: tuple[str, ...]) -> tuple[GroupBy, str]:
+    """Thousands of modules side by side, which no part of their names divides: so many in a row are one group."""
+    modules = list(dict.fromkeys(map(_prefix(1), names)))
+    size = -(-len(modules) // (MAX_SERIES - 1))  # one series is for what appears later
+    groups: dict[str, str] = {}
+    for start in range(0, len(modules), size):
+        members = modules[start : start + size]
+        groups |= dict.fromkeys(members, f"{members[0]}-{members[-1]}" if len(members) > 1 else members[0])
+    return lambda name: groups.get(_prefix(1)(name), "later"), f"{size} neighbours each"
 
 
 def _num_groups(names: tuple[str, ...], group_by: GroupBy) -> int:

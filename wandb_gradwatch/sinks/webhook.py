@@ -35,7 +35,8 @@ class WebhookSink:
 
     Raises:
         ImportError: the extra `webhook` is not installed.
-        ValueError: the URL is none, or an argument is out of range.
+        TypeError: the URL is not a text, or an argument not a number.
+        ValueError: it is no URL, or an argument is out of range.
     """
 
     def __init__(
@@ -49,10 +50,20 @@ class WebhookSink:
         max_waiting: int = 100,
         close_timeout: float = 10.0,
     ) -> None:
+        if not isinstance(url, str):
+            raise TypeError(
+                f"WebhookSink(url) must be a text, but is {type(url).__name__}: is the variable that holds it set?"
+            )
         if not url.startswith(("https://", "http://")):
             raise ValueError(
                 "WebhookSink(url) must begin with https:// or http://; the value is a secret, so not shown"
             )
+        for name, value in {"timeout": timeout, "backoff": backoff, "close_timeout": close_timeout}.items():
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise TypeError(f"WebhookSink({name}={value!r}) must be a number of seconds")
+        for name, count in {"max_attempts": max_attempts, "max_waiting": max_waiting}.items():
+            if isinstance(count, bool) or not isinstance(count, int):
+                raise TypeError(f"WebhookSink({name}={count!r}) must be a whole number")
         for name, value in {"timeout": timeout, "max_attempts": max_attempts, "max_waiting": max_waiting}.items():
             if value <= 0:
                 raise ValueError(f"WebhookSink({name}={value!r}) must be above 0")
@@ -128,8 +139,8 @@ class WebhookSink:
                 break  # the time to close is for alerts that had no attempt yet
             try:
                 response = session.post(self._url, json=message, timeout=self._timeout, allow_redirects=False)
-            except self._requests.RequestException as error:
-                problem = type(error).__name__  # its text holds the URL
+            except Exception as error:  # not only requests': urllib3 raises what it thinks of an address
+                problem = type(error).__name__  # its text, and a traceback, hold the URL
                 continue
             if response.status_code < 300:
                 return
