@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +165,12 @@ def recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[RunHistory
     """What reading gives, call after call; the last stays. The pages that are written say how many rows they show."""
     histories = [make_history()]
     monkeypatch.setattr(read, "read_run", lambda path, progress: histories.pop(0) if histories[1:] else histories[0])
-    monkeypatch.setattr(page, "write_page", lambda history, output: Path(output).write_text(str(len(history.steps))))
+
+    def write_page(history: RunHistory, output: Path, *, refresh_seconds: int | None) -> None:
+        reloads = "" if refresh_seconds is None else f", reloads after {refresh_seconds} s"
+        output.write_text(f"{len(history.steps)}{reloads}")
+
+    monkeypatch.setattr(page, "write_page", write_page)
     monkeypatch.chdir(tmp_path)
     return histories
 
@@ -172,7 +178,19 @@ def recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[RunHistory
 def test_view_names_the_page_after_the_run(recorded: list[RunHistory], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["view", "wandb/latest-run"]) == 0
     assert Path("gradwatch-abcd1234.html").read_text() == "2"
-    assert capsys.readouterr().out == "gradwatch-abcd1234.html  2 rows, 1 names, 1 alerts\n"
+    assert capsys.readouterr().out == "gradwatch-abcd1234.html  2 rows, 1 name, 1 alert\n"
+
+
+def test_view_says_so_where_no_row_is_ours(recorded: list[RunHistory], capsys: pytest.CaptureFixture[str]) -> None:
+    recorded[:] = [replace(make_history(rows=0), num_rows=20, values={}, alerts=())]
+    assert cli.main(["view", "wandb/latest-run"]) == 0
+    assert capsys.readouterr().out.startswith("The run has rows, but none of wandb_gradwatch: call watch(model)")
+
+
+def test_view_puts_the_page_into_a_directory(recorded: list[RunHistory]) -> None:
+    Path("pages").mkdir()
+    assert cli.main(["view", "wandb/latest-run", "--output", "pages"]) == 0
+    assert Path("pages/gradwatch-abcd1234.html").read_text() == "2"
 
 
 def test_view_as_json_is_one_object(recorded: list[RunHistory], capsys: pytest.CaptureFixture[str]) -> None:
@@ -194,7 +212,11 @@ def test_view_watch_writes_until_the_run_has_finished(
 ) -> None:
     recorded[:] = [make_history(finished=False, rows=1), make_history(finished=False, rows=2), make_history(rows=3)]
     monkeypatch.setattr(cli, "WATCH_SECONDS", 0.0)
+    seen = []
+    monkeypatch.setattr(cli.time, "sleep", lambda _: seen.append(Path("p.html").read_text()))
     assert cli.main(["view", "wandb/latest-run", "--watch", "--output", "p.html"]) == 0
+    # An open page reloads itself as long as there is more to come.
+    assert seen == ["1, reloads after 10 s", "2, reloads after 10 s"]
     assert Path("p.html").read_text() == "3"
 
 

@@ -414,6 +414,13 @@ def test_an_existing_page_is_replaced_in_one_piece(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
 
 
+@pytest.mark.parametrize(("name", "problem"), [("", "is a directory"), ("no/page.html", "there is no directory")])
+def test_a_page_that_has_no_place_is_refused_and_leaves_nothing(name: str, problem: str, tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=f"{problem}.*; give the name of an HTML file"):
+        write_page(small_history(), tmp_path / name)
+    assert list(tmp_path.parent.glob("*.partial")) + list(tmp_path.iterdir()) == []
+
+
 # ---- what is vendored
 
 

@@ -32,8 +32,14 @@ def write_page(history: RunHistory, output: str | os.PathLike[str], *, refresh_s
         history: from `read_run`.
         output: the HTML file; its directory must exist.
         refresh_seconds: an open page reloads itself this often, for a run that goes on; None: never.
+
+    Raises:
+        OSError: output is a directory, or in none that exists; or it cannot be written.
     """
     output = Path(output)
+    if output.is_dir() or not output.parent.is_dir():
+        problem = "is a directory" if output.is_dir() else f"cannot be written: there is no directory {output.parent}"
+        raise OSError(f"the page {output} {problem}; give the name of an HTML file")
     # A browser that reloads while the page is rewritten sees the old page or the new one, never half of one.
     partial = output.with_name(f"{output.name}.partial")
     partial.write_text(render_page(history, refresh_seconds=refresh_seconds), encoding="utf-8")
