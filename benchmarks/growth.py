@@ -29,10 +29,10 @@ from benchmarks.ranks import computed, measure_pieces, measured_tree
 from wandb_gradwatch.capture.roster import Roster
 from wandb_gradwatch.rank_tree import GROUP
 from wandb_gradwatch.reduction import LocalWindow, _pack
+from wandb_gradwatch.shipments import ArrivedFlush, ArrivedSample, Sample
 from wandb_gradwatch.sinks import MemorySink, WandbSink
 from wandb_gradwatch.statistics.columns import NUM_BINS, NUM_COLUMNS
 from wandb_gradwatch.statistics.measure import compile_for_cpu
-from wandb_gradwatch.window import ArrivedFlush, ArrivedSample, Sample
 
 # S samples in the window, P parameters, C columns, R ranks
 

@@ -9,12 +9,13 @@ import pretend_gpu
 import pytest
 import torch
 
+from wandb_gradwatch.shipments import Sample
 from wandb_gradwatch.statistics.columns import NUM_COLUMNS
 from wandb_gradwatch.statistics.elements import onto
 from wandb_gradwatch.statistics.measure import Measurement
 from wandb_gradwatch.statistics.pages import upload
 from wandb_gradwatch.statistics.table import AddressTable
-from wandb_gradwatch.window import Sample, Window
+from wandb_gradwatch.window import Window
 
 WAITS = {
     "item": lambda x: x.item() if x.numel() == 1 else x.sum().item(),

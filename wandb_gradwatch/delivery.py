@@ -19,11 +19,11 @@ from .diagnosis import Diagnosis, diagnose, with_diagnosis
 from .recorder import FlightRecorder
 from .reduction import LocalWindow, MergedWindow, Reducer
 from .rules import Alert
+from .shipments import ArrivedFlush, ArrivedSample
 from .sinks import Sink
 from .snapshot import Snapshot
 from .statistics.columns import Column, FloatArray
 from .statistics.found import MetricHistogram, merge_histograms
-from .window import ArrivedFlush, ArrivedSample
 
 # S samples in the window, P watched parameters, C columns, B histogram bins
 

@@ -22,10 +22,10 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from .rank_tree import GROUP, RankTree
+from .shipments import ArrivedFlush, ArrivedSample
 from .snapshot import FIRST_BAD_RANK_METRIC
 from .statistics import distances
 from .statistics.columns import MAX_COLUMNS, MIN_COLUMNS, NUM_COLUMNS, SUM_COLUMNS, Column, FloatArray
-from .window import ArrivedFlush, ArrivedSample
 
 # S samples in the window, P watched parameters, C columns, B histogram bins, R ranks
 

@@ -28,12 +28,13 @@ from .desk import AlertDesk
 from .diagnosis import Diagnosis
 from .guard import GuardedSlots, SkipGuard
 from .rules import Alert
+from .shipments import ArrivedFlush, ArrivedSample, Sample
 from .sinks import Sink
 from .snapshot import Snapshot
 from .statistics.columns import NUM_COLUMNS
 from .statistics.found import MetricHistogram
 from .summary import Summary, summarise
-from .window import ArrivedFlush, ArrivedSample, Sample, Window
+from .window import Window
 
 logger: Final = logging.getLogger("wandb_gradwatch")
 

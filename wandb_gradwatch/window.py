@@ -5,24 +5,33 @@
     flush()                     the window is done: its histogram follows, and the next window begins
     poll()                      what has arrived, in order
 
-On CPU everything arrives at once. On other devices each shipment is an asynchronous copy into pinned memory and an
-event; poll() asks the event and never waits for it, unless told to.
+What lies on a device is in device_window.py, what is on its way to the host in shipments.py.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from .statistics.columns import CLIP_TOLERANCE, NUM_BINS, NUM_COLUMNS, Column, FloatArray, IntArray
+from .device_window import DeviceWindow
+from .shipments import (
+    FOUND_INF,
+    LOSS_SCALE,
+    ArrivedFlush,
+    ArrivedSample,
+    Found,
+    FoundTransfer,
+    Landings,
+    Sample,
+    Shipment,
+    device_of,
+)
+from .statistics.columns import Column, FloatArray, IntArray
 from .statistics.elements import onto, wide_dtype
-from .statistics.found import HISTOGRAM_SIZE, Distance, FoundDistance, FoundHistogram, MetricHistogram
 from .statistics.measure import Measurement
 
 # S samples in the window, P watched parameters, N of them written at once, C columns, B histogram bins
@@ -38,258 +47,6 @@ _SEEN_AFTER_CLIPPING: Final = [
 ]
 _HIDDEN_BY_CLIPPING: Final = [column for column in Column if column not in _SEEN_AFTER_CLIPPING]
 
-# What a probe finds, by key. A plain number is a 0-dim tensor; to the key of a distance its names are appended.
-Found = Tensor | FoundHistogram | FoundDistance
-
-# Per-sample values that live on a device: written there, read when the sample arrives.
-_LOSS_SCALE, _FOUND_INF, _NUM_GLOBALS = 0, 1, 2
-
-
-@dataclass(frozen=True)
-class Sample:
-    """What the host knows of a sample when it closes.
-
-    Args:
-        step: its number.
-        skipped: whether loss scaling skipped an update; an optimizer that skips by itself says so on the device.
-        updated: for each optimizer that stepped, the slots that it owns.
-        compared: slots whose gradient looked unmodified since the backward and was compared by value all the same.
-    """
-
-    step: int
-    skipped: bool
-    updated: tuple[tuple[int, ...], ...]
-    compared: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class ArrivedSample:
-    """A sample on the host: rows [P, C], and what the probes found, by key.
-
-    `metrics` has what the distances mean, too: on a rank that holds shards, for these alone.
-    """
-
-    sample: Sample
-    rows: FloatArray
-    loss_scale: float
-    skipped: bool
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    histograms: Mapping[str, MetricHistogram] = field(default_factory=dict)
-    distances: Mapping[str, Distance] = field(default_factory=dict)
-
-    @property
-    def was_clipped_without_a_trace(self) -> bool:
-        """Whether a gradient that looked unmodified was shorter than measured: it was written through `.data`."""
-        if not self.sample.compared:
-            return False
-        compared = self.rows[list(self.sample.compared)]
-        before, received = compared[:, Column.GRAD_SUM_SQ], compared[:, Column.RECEIVED_SUM_SQ]
-        return bool(np.any(np.sqrt(received) < np.sqrt(before) * (1 - CLIP_TOLERANCE)))
-
-
-@dataclass(frozen=True)
-class ArrivedFlush:
-    """The end of a window on the host: histogram [P, B], None where none was taken."""
-
-    histogram: IntArray | None
-    histogram_steps: tuple[int, ...]
-
-
-class Transfer:
-    """One tensor on its way to the host. On CPU it is there already: handed over, and not to be written again."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        if tensor.device.type == "cpu":
-            self._host, self._event = tensor, None
-        elif tensor.device.type == "cuda":
-            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
-            self._host.copy_(tensor, non_blocking=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record(torch.cuda.current_stream(tensor.device))
-        else:  # no pinned memory and no events that all such devices share: the copy waits
-            self._host, self._event = tensor.cpu(), None
-
-    def arrived(self, *, wait: bool) -> bool:
-        if self._event is None:
-            return True
-        if wait:  # the host waits for a device: in flush(), remove() and state_dict(), and for a guard, 8 steps late
-            self._event.synchronize()
-        return bool(self._event.query())  # type: ignore[no-untyped-call]
-
-    @property
-    def array(self) -> FloatArray | IntArray:
-        return self._host.numpy()
-
-
-class _FoundTransfer:
-    """What the probes found on one device, on its way to the host in one copy: a number, or a few, for each key."""
-
-    def __init__(self, found: Mapping[str, Found]) -> None:
-        # What is kept for the meaning holds no tensor: that would keep the device's memory until the arrival.
-        self._meanings = {
-            key: (v.names, v.parameter) if isinstance(v, FoundDistance) else None for key, v in found.items()
-        }
-        self._sizes = [_HOST_SIZE.get(type(value), 1) for value in found.values()]
-        self.transfer = Transfer(torch.cat([_flat(value) for value in found.values()]))
-
-    def unpack(
-        self, metrics: dict[str, float], histograms: dict[str, MetricHistogram], distances: dict[str, Distance]
-    ) -> None:
-        """Put everything where it belongs."""
-        values = np.asarray(self.transfer.array, dtype=np.float64)
-        begin = 0
-        for (key, meaning), size in zip(self._meanings.items(), self._sizes, strict=True):
-            part, begin = values[begin : begin + size], begin + size
-            if meaning is not None:
-                distances[key] = Distance((float(part[0]), float(part[1])), *meaning)
-                metrics |= distances[key].metrics(key)
-            elif size == HISTOGRAM_SIZE:
-                histograms[key] = MetricHistogram.of(part)
-            else:
-                metrics[key] = float(part[0])
-
-
-_HOST_SIZE: Final = {FoundHistogram: HISTOGRAM_SIZE, FoundDistance: 2}
-
-
-def _flat(value: Found) -> Tensor:
-    if isinstance(value, FoundHistogram):
-        value = value.packed
-    elif isinstance(value, FoundDistance):
-        value = value.sums
-    else:
-        value = value.reshape(1)  # anything but one number would be taken for the next keys' values
-    return value.detach().to(wide_dtype(value.device))
-
-
-def _device_of(value: Found) -> torch.device:
-    if isinstance(value, FoundHistogram):
-        return value.packed.device
-    return value.sums.device if isinstance(value, FoundDistance) else value.device
-
-
-@dataclass(frozen=True)
-class _Shipment:
-    """Transfers that arrive together: of a sample (rows and globals by device), or of a flush (histograms)."""
-
-    sample: Sample | None
-    transfers: tuple[Transfer, ...]
-    num_names: int
-    histogram_steps: tuple[int, ...] = ()
-    found: tuple[_FoundTransfer, ...] = ()  # by device
-
-    def arrived(self, *, wait: bool) -> bool:
-        """Whether everything is here."""
-        return all([transfer.arrived(wait=wait) for transfer in self.transfers]) and all(
-            [found.transfer.arrived(wait=wait) for found in self.found]
-        )
-
-    def unpack(self) -> ArrivedSample | ArrivedFlush:
-        if self.sample is None:
-            histogram: IntArray | None = None
-            for transfer in self.transfers:
-                counts = np.asarray(transfer.array, dtype=np.int64)
-                histogram = counts if histogram is None else histogram + counts
-            return ArrivedFlush(histogram, self.histogram_steps)
-        packed = [np.asarray(transfer.array, dtype=np.float64) for transfer in self.transfers]
-        rows = packed[0][:-1] if len(packed) == 1 else self._joined([one[:-1] for one in packed])
-        loss_scale, found_inf = np.nan, 0.0
-        for one in packed:
-            scale, inf = one[-1, : _FOUND_INF + 1].tolist()
-            loss_scale = loss_scale if scale != scale else scale
-            found_inf = inf if inf > found_inf else found_inf
-        metrics: dict[str, float] = {}
-        histograms: dict[str, MetricHistogram] = {}
-        distances: dict[str, Distance] = {}
-        for found in self.found:
-            found.unpack(metrics, histograms, distances)
-        skipped = self.sample.skipped or bool(found_inf)
-        return ArrivedSample(self.sample, rows, loss_scale, skipped, metrics, histograms, distances)
-
-    def _joined(self, rows_of_devices: Sequence[FloatArray]) -> FloatArray:
-        """Rows of several devices, each missing in all but one of them: [P, C]."""
-        rows: FloatArray = np.full((self.num_names, NUM_COLUMNS), np.nan)
-        for device_rows in rows_of_devices:
-            here = ~np.isnan(device_rows[:, Column.NUM_ELEMENTS])
-            rows[here] = device_rows[here]
-        return rows
-
-
-class _DeviceWindow:
-    """The open sample's rows and the window's histogram on one device.
-
-    The last row of `rows` holds the sample's globals, so that a sample travels in one copy.
-    """
-
-    def __init__(self, device: torch.device, num_names: int) -> None:
-        self.device = device
-        self.rows = torch.full((num_names + 1, NUM_COLUMNS), torch.nan, dtype=wide_dtype(device), device=device)
-        self.histogram = torch.zeros((num_names, NUM_BINS), dtype=torch.int64, device=device)
-        self.has_histogram = False
-        self.sample_histogram: Tensor | None = None  # the open sample's; the window's once it is committed
-        self._slots: dict[tuple[int, ...], Tensor] = {}
-
-    def grow(self, num_names: int) -> None:
-        """Make room for names that appeared: their rows are missing so far."""
-        old = len(self.histogram)
-        rows = torch.full((num_names + 1, NUM_COLUMNS), torch.nan, dtype=self.rows.dtype, device=self.device)
-        rows[:old], rows[-1] = self.rows[:old], self.rows[-1]
-        histogram = torch.zeros((num_names, NUM_BINS), dtype=torch.int64, device=self.device)
-        histogram[:old] = self.histogram
-        self.rows, self.histogram, self._slots = rows, histogram, {}
-        if self.sample_histogram is not None:
-            grown = torch.zeros_like(histogram)
-            grown[:old] = self.sample_histogram
-            self.sample_histogram = grown
-
-    def open_histogram(self) -> Tensor:
-        """The open sample's histogram: [P, B]."""
-        if self.sample_histogram is None:
-            self.sample_histogram = torch.zeros_like(self.histogram)
-        return self.sample_histogram
-
-    def send_rows(self) -> Transfer:
-        """The open sample's rows and globals on their way, and room for the next sample's."""
-        transfer = Transfer(self.rows)
-        if self.device.type == "cpu":
-            self.rows = torch.full_like(self.rows, torch.nan)
-        else:
-            self.rows.fill_(torch.nan)
-        return transfer
-
-    def send_histogram(self) -> Transfer:
-        """The window's histogram on its way. It is emptied by `drop_histogram`."""
-        return Transfer(self.histogram)
-
-    def drop_histogram(self) -> None:
-        """An empty histogram for the next window."""
-        if self.has_histogram:
-            if self.device.type == "cpu":  # the old one may be on its way
-                self.histogram = torch.zeros_like(self.histogram)
-            else:
-                self.histogram.zero_()
-            self.has_histogram = False
-
-    def add_sample_histogram(self) -> None:
-        """The open sample is done: its histogram becomes the window's."""
-        if self.sample_histogram is not None:
-            self.histogram += self.sample_histogram
-            self.sample_histogram = None
-            self.has_histogram = True
-
-    def index(self, slots: tuple[int, ...]) -> Tensor | slice:
-        """Slots as an index that needs no upload: a slice where they are consecutive, else a tensor that is kept."""
-        if slots[-1] - slots[0] + 1 == len(slots):
-            return slice(slots[0], slots[-1] + 1)
-        if slots not in self._slots:
-            if len(self._slots) > 64:
-                self._slots.clear()
-            host = torch.tensor(slots, device="cpu")
-            if self.device.type == "cuda":
-                host = host.pin_memory()
-            self._slots[slots] = host.to(self.device, non_blocking=True)
-        return self._slots[slots]
-
 
 class Window:
     """Rows of the open sample and the histogram since the last flush, on every device that has gradients.
@@ -300,16 +57,17 @@ class Window:
 
     def __init__(self, *, keep_newest_histogram: bool) -> None:
         self._keep_newest = keep_newest_histogram
-        self._devices: dict[torch.device, _DeviceWindow] = {}
+        self._devices: dict[torch.device, DeviceWindow] = {}
+        self._landings = Landings()
         self._num_names = 0
         self._histogram_steps: list[int] = []
-        self._shipments: deque[_Shipment] = deque()
+        self._shipments: deque[Shipment] = deque()
 
     def resize(self, num_names: int) -> None:
         """Make room for new names."""
         if num_names > self._num_names:
             self._num_names = num_names
-            for window in self._devices.values():
+            for window in self._everywhere():
                 window.grow(num_names)
 
     # ---- the open sample
@@ -342,13 +100,13 @@ class Window:
 
     def rescale(self, slots: Sequence[int], factor_C: Tensor) -> None:
         """Multiply rows of the open sample by a factor per column: [C]. The histogram cannot follow and is dropped."""
-        for window in self._devices.values():
+        for window in self._everywhere():
             window.rows[window.index(tuple(slots))] *= onto(factor_C, window.device)
             window.sample_histogram = None
 
     def drop_zero_rows(self, slots: Sequence[int]) -> None:
         """Rows of gradients that nothing marked and that are all zero are leftovers of zero_grad(): missing."""
-        for window in self._devices.values():
+        for window in self._everywhere():
             index = window.index(tuple(slots))
             rows = window.rows[index]
             leftover = rows[:, Column.NUM_ZERO] == rows[:, Column.NUM_ELEMENTS]
@@ -358,7 +116,7 @@ class Window:
 
     def clear(self, slots: Sequence[int]) -> None:
         """These parameters have no gradient in the open sample after all."""
-        for window in self._devices.values():
+        for window in self._everywhere():
             index = window.index(tuple(slots))
             window.rows[index] = torch.nan
             if window.sample_histogram is not None:
@@ -366,19 +124,19 @@ class Window:
 
     def set_loss_scale(self, scale: Tensor) -> None:
         """Record the open sample's loss scale: a scalar tensor on its device."""
-        self._on(scale.device).rows[-1, _LOSS_SCALE] = scale.to(wide_dtype(scale.device))
+        self._on(scale.device).rows[-1, LOSS_SCALE] = scale.to(wide_dtype(scale.device))
 
     def set_found_inf(self, found_inf: Tensor) -> None:
         """Record that an optimizer skips its update where this scalar tensor is not 0."""
-        self._on(found_inf.device).rows[-1, _FOUND_INF] = found_inf.to(wide_dtype(found_inf.device)).reshape(())
+        self._on(found_inf.device).rows[-1, FOUND_INF] = found_inf.to(wide_dtype(found_inf.device)).reshape(())
 
     def open_rows(self, slots: tuple[int, ...]) -> list[Tensor]:
         """The open sample's rows of these slots, ascending, by device: each [N, C], missing where it is not there."""
-        return [window.rows[window.index(slots)] for window in self._devices.values()]
+        return [window.rows[window.index(slots)] for window in self._everywhere()]
 
     def discard(self) -> None:
         """Forget the open sample, and open the next."""
-        for window in self._devices.values():
+        for window in self._everywhere():
             window.rows.fill_(torch.nan)
             window.sample_histogram = None
 
@@ -391,33 +149,33 @@ class Window:
 
     def peek(self) -> FloatArray:
         """The open sample's rows, now: [P, C]. Waits for the device: for the guard, which must know before the step."""
-        transfers = tuple(Transfer(window.rows) for window in self._devices.values())
+        transfers = tuple(self._landings.send(window.rows) for window in self._everywhere())
         for transfer in transfers:
             transfer.arrived(wait=True)
-        arrived = _Shipment(Sample(0, False, ()), transfers, self._num_names).unpack()
+        arrived = Shipment(Sample(0, False, ()), transfers, self._num_names).unpack()
         assert isinstance(arrived, ArrivedSample)
         return arrived.rows.copy()
 
     def commit(self, sample: Sample, found: Mapping[str, Found] | None = None) -> None:
         """Send the open sample on its way, with what the probes found, by key, and open the next."""
         transfers = []
-        if any(window.sample_histogram is not None for window in self._devices.values()):
+        if any(window.sample_histogram is not None for window in self._everywhere()):
             if self._keep_newest:
                 self._drop_histogram()
             self._histogram_steps.append(sample.step)
-        for window in self._devices.values():
+        for window in self._everywhere():
             window.add_sample_histogram()
             transfers.append(window.send_rows())
         by_device: dict[torch.device, dict[str, Found]] = {}
         for key, value in (found or {}).items():
-            by_device.setdefault(_device_of(value), {})[key] = value
-        packed = tuple(map(_FoundTransfer, by_device.values()))
-        self._shipments.append(_Shipment(sample, tuple(transfers), self._num_names, found=packed))
+            by_device.setdefault(device_of(value), {})[key] = value
+        packed = tuple(FoundTransfer(values, self._landings) for values in by_device.values())
+        self._shipments.append(Shipment(sample, tuple(transfers), self._num_names, found=packed))
 
     def open_histogram(self) -> tuple[IntArray | None, tuple[int, ...]]:
         """The histogram [P, B] of the window that is not flushed yet, and its steps. Waits for the device."""
         histogram = None
-        for window in self._devices.values():
+        for window in self._everywhere():
             if window.has_histogram:
                 counts = window.histogram.cpu().numpy()
                 histogram = counts.copy() if histogram is None else histogram + counts
@@ -439,8 +197,8 @@ class Window:
 
     def flush(self) -> None:
         """Send the histogram after the window's samples and begin the next window."""
-        transfers = tuple(window.send_histogram() for window in self._devices.values() if window.has_histogram)
-        self._shipments.append(_Shipment(None, transfers, self._num_names, tuple(self._histogram_steps)))
+        transfers = tuple(window.send_histogram() for window in self._everywhere() if window.has_histogram)
+        self._shipments.append(Shipment(None, transfers, self._num_names, tuple(self._histogram_steps)))
         self._drop_histogram()
 
     def poll(self, *, wait: bool = False) -> list[ArrivedSample | ArrivedFlush]:
@@ -452,11 +210,14 @@ class Window:
 
     def _drop_histogram(self) -> None:
         self._histogram_steps = []
-        for window in self._devices.values():
+        for window in self._everywhere():
             window.drop_histogram()
 
-    def _on(self, device: torch.device) -> _DeviceWindow:
+    def _on(self, device: torch.device) -> DeviceWindow:
         window = self._devices.get(device)
         if window is None:
-            window = self._devices[device] = _DeviceWindow(device, self._num_names)
-        return window
+            window = self._devices[device] = DeviceWindow(device, self._num_names, self._landings)
+        return window.follow()
+
+    def _everywhere(self) -> Iterator[DeviceWindow]:
+        return (window.follow() for window in self._devices.values())

@@ -10,7 +10,7 @@ from typing import Final, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from ..window import Found as Found  # what take() returns, for probes
+from ..shipments import Found as Found  # what take() returns, for probes
 from .containment import CallbackError
 
 logger: Final = logging.getLogger("wandb_gradwatch")

@@ -20,8 +20,9 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from ..cadence import Budget, Cadence
+from ..shipments import Sample
 from ..statistics.columns import GUARDED, GUARDED_STEPS
-from ..window import Sample, Window
+from ..window import Window
 from .agreement import Agreements
 from .by_hand import UpdatesByHand
 from .clock import Closed, SampleClock

@@ -25,8 +25,9 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
+from ..shipments import Landings, Transfer
 from ..statistics.columns import Column
-from ..window import Transfer, Window
+from ..window import Window
 from .agreement import Agreement
 from .containment import CallbackError
 from .hooks import current_graph_task
@@ -94,16 +95,16 @@ class _Opinion:
     learns: bool
     values: list[float] | Tensor | Transfer
 
-    def sent(self) -> _Opinion:
+    def sent(self, landings: Landings) -> _Opinion:
         """The same, on its way to the host."""
-        return replace(self, values=Transfer(self.values)) if isinstance(self.values, Tensor) else self
+        return replace(self, values=landings.send(self.values)) if isinstance(self.values, Tensor) else self
 
     def fetch(self) -> _Opinion:
         """The same, on the host. Waits if it is not there yet."""
         if not isinstance(self.values, Transfer):
             return self
         self.values.arrived(wait=True)
-        return replace(self, values=self.values.array.tolist())
+        return replace(self, values=self.values.take().tolist())
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,7 @@ class Withholding:
     def __init__(self, judge: Judge, window: Window) -> None:
         self._judge = judge
         self._window = window
+        self._landings = Landings()
         self._held: list[_Held] = []
         self._opinions: list[_Opinion] = []  # of the open step
         self._withheld: Tensor | bool = False  # whether the open step is withheld from an optimizer
@@ -188,7 +190,7 @@ class Withholding:
         if not self._opinions:
             return
         was_read = all(isinstance(opinion.values, list) for opinion in self._opinions)
-        step = _Step(number, tuple(opinion.sent() for opinion in self._opinions), was_read)
+        step = _Step(number, tuple(opinion.sent(self._landings) for opinion in self._opinions), was_read)
         self._num_withheld = self._num_withheld + self._withheld
         self._opinions, self._withheld = [], False
         self._unlearnt.append(step)
