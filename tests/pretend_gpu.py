@@ -1,16 +1,19 @@
-"""A GPU that is not there: `pytest -p pretend_gpu` runs what asks for "cuda" on the CPU and reports what would wait.
+"""GPUs that are not there: `pytest -p pretend_gpu` runs what asks for "cuda" on the CPU and reports what would wait.
 
-Tensors of class Pretend compute on the CPU and say that they are on cuda:0. So every branch of Python code for CUDA
-runs, with true numbers, and these rules are checked that the CPU does not know:
+Tensors of class Pretend compute on the CPU and say that they are on cuda:0 or cuda:1. So every branch of Python code
+for CUDA runs, with true numbers, and these rules are checked that the CPU does not know:
 
 - What makes the host wait on CUDA (`item()`, a list or a mask as an index, a copy from memory that is not pinned, ...)
   is noted in `GPU.waits`, and raises where `torch.cuda.set_sync_debug_mode("error")` asks for it.
-- A tensor of the host among those of the device is an error.
+- A tensor of the host, or of another device, among those of a device is an error, and so is a kernel that is launched
+  while another device is current.
+- What one stream writes another must not touch before it has waited (pretend_streams.py).
 - Memory that the device writes to holds nonsense until an event after the copy has been asked and has said yes, which
   it does at the second question; memory that the device reads must not change before that.
 
-Not shown: what the kernels do on a real device (Triton's interpreter runs them), more than one stream, operations whose
-CUDA implementation waits where the CPU's looks innocent and that are not in the list below, and every time.
+Not shown: what the kernels do on a real device (Triton's interpreter runs them), what a backward does on which stream,
+operations whose CUDA implementation waits where the CPU's looks innocent and that are not in the list below, and every
+time.
 """
 
 from __future__ import annotations
@@ -22,11 +25,13 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
+from pretend_streams import STREAMS, Stream
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
 CUDA: Final = torch.device("cuda", 0)
+OTHER: Final = torch.device("cuda", 1)
 
 # By name of the Python function: the host reads what the device has computed.
 _READ_BY_THE_HOST: Final = {
@@ -63,6 +68,8 @@ class _Machine:
     waits: list[str] = field(default_factory=list)
     pending: list[_Copy] = field(default_factory=list)
     num_questions: int = 0  # to events
+    num_pinned: int = 0  # allocations of pinned memory
+    current: torch.device = CUDA
 
     def wait(self, what: str) -> None:
         """The host waits for the device, or would."""
@@ -73,6 +80,8 @@ class _Machine:
     def finish(self, number: int | None = None) -> None:
         """The device has made its first copies, or all."""
         number = len(self.pending) if number is None else number
+        if number == len(self.pending):
+            STREAMS.host_has_seen_all()
         finished, self.pending = self.pending[:number], self.pending[number:]
         for copy in finished:
             copy.done()
@@ -89,9 +98,11 @@ class _Underneath(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def pretend(tensor: Tensor) -> Pretend:
+def pretend(tensor: Tensor, device: torch.device = CUDA) -> Pretend:
     """The same object, on the device."""
-    tensor.__class__ = Pretend
+    if not isinstance(tensor, Pretend):
+        tensor.__class__ = Pretend
+        tensor._where = device  # type: ignore[attr-defined]
     return tensor  # type: ignore[return-value]
 
 
@@ -102,13 +113,14 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 class Pretend(Tensor):
-    """A tensor that says it is on cuda:0."""
+    """A tensor that says it is on a GPU."""
 
     _is_param = False
+    _where = CUDA
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        return CUDA
+        return self._where
 
     @property
     def is_cuda(self) -> bool:  # type: ignore[override]
@@ -118,7 +130,10 @@ class Pretend(Tensor):
     def grad(self) -> Tensor | None:  # type: ignore[override]
         with torch._C.DisableTorchFunctionSubclass():
             gradient = Tensor.grad.__get__(self)  # type: ignore[attr-defined]
-        return None if gradient is None else pretend(gradient)
+        return None if gradient is None else pretend(gradient, self._where)
+
+    def record_stream(self, _: Any) -> None:  # type: ignore[override]
+        """Memory is not used again too early here: nothing to remember."""
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
@@ -147,14 +162,42 @@ class Pretend(Tensor):
             return _plain(args[0]).clone()
         if name in ("__getitem__", "__setitem__"):
             _check_index(args[1])
-        device = torch.device(kwargs.pop("device", None) or CUDA)
-        where = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor) and not isinstance(t, Pretend)]
+        tensors = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
+        where = [t for t in tensors if not isinstance(t, Pretend)]
         assert not where, f"{name}: expected all tensors on the device, but {where[0].shape} is on the host"
+        devices = {t.device for t in tensors}
+        assert len(devices) == 1 or name.startswith("_foreach"), f"{name}: tensors are on {devices}"
+        device = _known_device(kwargs.pop("device", None) or tensors[0].device)
         # A dispatch mode keeps operations on lists from counting versions up.
         looks = contextlib.nullcontext() if name.startswith(("_foreach", "_fused", "_amp")) else _Underneath()
         with torch._C.DisableTorchFunctionSubclass(), looks:
             result = func(*args, **kwargs)
-        return tree_map_only(Tensor, pretend, result) if device.type == "cuda" else result
+        if device.type != "cuda":
+            return result
+        result = tree_map_only(Tensor, lambda t: pretend(t, device), result)
+        if len(devices) == 1:
+            _queue(name, tensors, [t for t in tree_iter((result, kwargs.get("out"))) if isinstance(t, Tensor)])
+        return result
+
+
+def _queue(name: str, arguments: list[Tensor], results: list[Tensor]) -> None:
+    """An operation goes to its device's current stream. One that makes views only is none."""
+    if not arguments or (name.startswith("_") and name not in ("__setitem__",) and not name.startswith("__i")):
+        return
+    in_place = name == "__setitem__" or name.startswith("__i") or (name.endswith("_") and name[-2:] != "__")
+    with torch._C.DisableTorchFunctionSubclass():
+        addresses = {t.untyped_storage().data_ptr() for t in arguments if t.layout is torch.strided}
+        fresh = [t for t in results if t.layout is torch.strided and t.untyped_storage().data_ptr() not in addresses]
+    if in_place:
+        STREAMS.touch(arguments[0].device, arguments[1:], [arguments[0]], name)
+    elif fresh:
+        STREAMS.touch(arguments[0].device, arguments, fresh, name)
+
+
+def _known_device(device: Any) -> torch.device:
+    """The current one where the user only said "cuda"."""
+    device = torch.device(device)
+    return GPU.current if device.type == "cuda" and device.index is None else device
 
 
 def _check_index(index: Any) -> None:
@@ -168,6 +211,9 @@ def _check_index(index: Any) -> None:
 def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     """What copy_ does, later where the device does it."""
     to_device, from_device = isinstance(target, Pretend), isinstance(source, Pretend)
+    where = target.device if to_device else source.device
+    if to_device or from_device:
+        STREAMS.touch(where, [source] if from_device else [], [target] if to_device else [], "copy_")
     if to_device != from_device:
         host = source if to_device else target
         if not (non_blocking and getattr(host, "pinned", False)):
@@ -199,17 +245,38 @@ def _move(tensor: Tensor, *args: Any, non_blocking: bool = False, **kwargs: Any)
     elif rest and isinstance(rest[0], Tensor):
         device, rest[0] = rest[0].device, rest[0].dtype
     here = isinstance(tensor, Pretend)
-    there = here if device is None else torch.device(device).type == "cuda"
+    target = _known_device(device) if device is not None else tensor.device
+    there = target.type == "cuda"
     with torch._C.DisableTorchFunctionSubclass():
         result = _TENSOR["to"](tensor, *rest, **kwargs)
-    if here == there:
-        return pretend(result) if there else result
-    if not non_blocking or not there or not getattr(tensor, "pinned", False):
-        GPU.wait("to() that is not asynchronous, or not from pinned memory")
-        GPU.finish()
+        moved = result if result is not tensor or target == tensor.device else result.clone()
+    if here and there:
+        if moved is not tensor:
+            STREAMS.touch(tensor.device, [tensor], [], "to")
+            if target != tensor.device:  # torch orders such a copy on both devices
+                STREAMS.current(target.index).wait_stream(STREAMS.current(tensor.device.index))
+            STREAMS.touch(target, [], [moved], "to")
+        return pretend(moved, target)
+    if not here and not there:
+        return moved
     with torch._C.DisableTorchFunctionSubclass():
         moved = result.clone()
-    return pretend(moved) if there else moved
+    if here and non_blocking:  # torch pins what it copies into, and the host must not read it yet
+        return _on_its_way(pretend(moved, tensor.device))
+    if not non_blocking or not getattr(tensor, "pinned", False):
+        GPU.wait("to() that is not asynchronous, or not from pinned memory")
+        GPU.finish()
+    if there:
+        pretend(moved, target)
+        STREAMS.touch(target, [], [moved], "to")
+    return moved
+
+
+def _on_its_way(source: Tensor) -> Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        target = torch.empty(source.shape, dtype=source.dtype)
+    target.pinned = True  # type: ignore[attr-defined]
+    return _copy(target, source, non_blocking=True)
 
 
 # ---- what replaces torch's own
@@ -239,15 +306,17 @@ def _factory(name: str) -> Callable[..., Tensor]:
 
     def make(*args: Any, **kwargs: Any) -> Tensor:
         on_device = _is_cuda(kwargs.get("device"))
+        device = CUDA
         if on_device:
-            kwargs.pop("device")
+            device = _known_device(kwargs.pop("device"))
         pinned = kwargs.pop("pin_memory", False)
         if on_device and name in ("tensor", "as_tensor"):
             GPU.wait(f"torch.{name}(..., device='cuda')")
         result: Tensor = original(*args, **kwargs)
         if pinned:
+            GPU.num_pinned += 1
             result.pinned = True  # type: ignore[attr-defined]
-        return pretend(result) if on_device else result
+        return pretend(result, device) if on_device else result
 
     return make
 
@@ -270,24 +339,26 @@ def _cuda(self: Tensor, *_: Any, **kwargs: Any) -> Tensor:
 
 def _pin(self: Tensor, *_: Any) -> Tensor:
     assert not isinstance(self, Pretend), "cannot pin memory of the device"
+    GPU.num_pinned += 1
     result = self.clone()
     result.pinned = True  # type: ignore[attr-defined]
     return result
 
 
-def _module_cuda(self: nn.Module, *_: Any) -> nn.Module:
+def _module_cuda(self: nn.Module, device: Any = CUDA) -> nn.Module:
     for tensor in (*self.parameters(), *self.buffers()):
         is_parameter = isinstance(tensor, nn.Parameter)
-        pretend(tensor)._is_param = is_parameter
+        pretend(tensor, _known_device(device))._is_param = is_parameter
         if tensor.grad is not None:
-            pretend(tensor.grad)
+            pretend(tensor.grad, _known_device(device))
     return self
 
 
 def _module_to(original: Any) -> Callable[..., nn.Module]:
     def to(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        if any(_is_cuda(a) for a in (*args, kwargs.get("device")) if isinstance(a, str | torch.device)):
-            return _module_cuda(self)
+        devices = [a for a in (*args, kwargs.get("device")) if isinstance(a, str | torch.device) and _is_cuda(a)]
+        if devices:
+            return _module_cuda(self, devices[0])
         result: nn.Module = original(self, *args, **kwargs)
         return result
 
@@ -299,9 +370,14 @@ class Event:
 
     def __init__(self, enable_timing: bool = False, **_: Any) -> None:
         self._behind, self._questions, self._recorded = 0, 0, False
+        self.progress: dict[Stream, int] = {}
 
     def record(self, stream: Any = None) -> None:
         self._behind, self._questions, self._recorded = len(GPU.pending), 0, True
+        stream = stream or STREAMS.current(GPU.current.index)
+        device = getattr(self, "_device", stream.device)
+        assert device == stream.device, f"an event of {device} is recorded on {stream.device}"
+        self._device, self.progress = stream.device, stream.progress()
         self._pending = list(GPU.pending)
         self._at = time.perf_counter()
 
@@ -321,16 +397,22 @@ class Event:
         return (end._at - self._at) * 1e3
 
     def _finish(self) -> None:
+        STREAMS.host_has_seen(self.progress)
         waiting = [copy for copy in GPU.pending if copy in self._pending]
         GPU.finish(GPU.pending.index(waiting[-1]) + 1 if waiting else 0)
 
 
-class _Stream:
-    cuda_stream = 7
-    device = CUDA
+@contextlib.contextmanager
+def _device_made_current(device: Any) -> Iterator[None]:
+    before, GPU.current = GPU.current, _known_device(device)
+    try:
+        yield
+    finally:
+        GPU.current = before
 
-    def wait_stream(self, _: Any) -> None:
-        pass
+
+def _current_stream(device: Any = None) -> Stream:
+    return STREAMS.current(_known_device(device or "cuda").index)
 
 
 def _synchronize(*_: Any) -> None:
@@ -354,6 +436,11 @@ def _in_the_interpreter(original: Any) -> Callable[..., Any]:
     """Triton's interpreter copies what is on a device; here there is nothing to copy."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        tensors = [t for t in tree_iter((args, kwargs)) if isinstance(t, Pretend)]
+        for tensor in tensors:
+            assert tensor.device == GPU.current, f"a kernel is launched on {GPU.current}, and reads {tensor.device}"
+        if tensors:
+            STREAMS.touch(GPU.current, [], tensors, "a kernel")
         args, kwargs = tree_map_only(Pretend, _plain, (args, kwargs))
         return original(self, *args, **kwargs)
 
@@ -381,12 +468,12 @@ def install() -> None:
     cuda: Any = torch.cuda
     cuda.is_available = cuda.is_initialized = lambda: True
     cuda.is_current_stream_capturing = lambda: False
-    cuda.device_count, cuda.current_device = lambda: 1, lambda: 0
+    cuda.device_count, cuda.current_device = lambda: 2, lambda: GPU.current.index
     cuda.get_device_name = lambda *_: "a pretended GPU"
     cuda.get_device_capability = lambda *_: (9, 0)
     cuda.mem_get_info = lambda *_: (2**36, 2**36)
-    cuda.current_stream = lambda *_: _Stream()
-    cuda.device = lambda _: contextlib.nullcontext()
+    cuda.Stream, cuda.current_stream, cuda.stream = Stream, _current_stream, STREAMS.made_current
+    cuda.device = _device_made_current
     cuda.synchronize = _synchronize
     cuda.Event = Event
     cuda.is_bf16_supported = lambda *_: True

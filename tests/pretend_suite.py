@@ -9,10 +9,10 @@ import pretend_gpu
 import pytest
 import torch
 
-from wandb_gradwatch.shipments import Sample
-from wandb_gradwatch.statistics.columns import NUM_COLUMNS
+from wandb_gradwatch.shipments import Landings, Sample
+from wandb_gradwatch.statistics.columns import NUM_BINS, NUM_COLUMNS, Column
 from wandb_gradwatch.statistics.elements import onto
-from wandb_gradwatch.statistics.measure import Measurement
+from wandb_gradwatch.statistics.measure import Measurement, measure
 from wandb_gradwatch.statistics.pages import upload
 from wandb_gradwatch.statistics.table import AddressTable
 from wandb_gradwatch.window import Window
@@ -67,6 +67,103 @@ def test_what_has_not_arrived_is_nonsense():
     assert not event.query()
     assert event.query()
     assert pinned.tolist() == [1, 1, 1]
+
+
+def test_what_a_copy_to_the_host_brings_must_not_be_read_before_it_is_there():
+    early = torch.ones(3, device="cuda").to("cpu", non_blocking=True)
+    assert early.isnan().all()
+    torch.cuda.synchronize()
+    assert early.tolist() == [1, 1, 1]
+
+
+def test_memory_that_another_stream_is_still_to_write_is_a_race():
+    x, side = torch.zeros(3, device="cuda"), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        x.add_(1)
+    with pytest.raises(AssertionError, match="races with stream"):
+        x + 1
+    torch.cuda.current_stream().wait_stream(side)
+    assert (x + 1).tolist() == [2, 2, 2]
+
+
+def test_what_is_on_two_gpus_does_not_meet_in_one_operation():
+    with pytest.raises(AssertionError, match="tensors are on"):
+        torch.ones(3, device="cuda:0") + torch.ones(3, device="cuda:1")
+
+
+def test_an_event_belongs_to_the_device_it_was_first_recorded_on():
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream("cuda:1"))
+    with pytest.raises(AssertionError, match="recorded on cuda:0"):
+        event.record(torch.cuda.current_stream("cuda:0"))
+
+
+def rows_of(value):
+    return torch.full((3, NUM_COLUMNS), float(value), device="cuda", dtype=torch.float64)
+
+
+def test_a_window_that_goes_on_on_another_stream_waits_for_the_one_before():
+    window, side = Window(keep_newest_histogram=False), torch.cuda.Stream()
+    window.resize(3)
+    counts = torch.ones((3, NUM_BINS), device="cuda", dtype=torch.int64)
+    rows = [rows_of(value) for value in range(4)]
+    for step, stream in ((1, torch.cuda.current_stream()), (2, side), (3, torch.cuda.current_stream())):
+        stream.wait_stream(torch.cuda.current_stream())  # for the rows; for the window it is the window's business
+        with torch.cuda.stream(stream):
+            window.write([0, 1, 2], Measurement(rows[step], counts))
+            window.commit(Sample(step, False, ()))
+    window.flush()
+    torch.cuda.synchronize()
+    arrived = [*window.poll(), *window.poll(), *window.poll(), *window.poll(), *window.poll()]
+    assert [sample.rows[0, 0] for sample in arrived[:3]] == [1, 2, 3]
+    assert (arrived[3].histogram == 3).all()
+
+
+def test_samples_land_in_memory_that_is_there_already():
+    window = Window(keep_newest_histogram=False)
+    window.resize(3)
+    kept = []
+    for step in range(1, 21):
+        window.write([0, 1, 2], Measurement(rows_of(step), None))
+        if step == 1:
+            pinned = pretend_gpu.GPU.num_pinned
+        window.commit(Sample(step, False, ()))
+        kept += window.poll()
+    kept += window.poll(wait=True)
+    assert pretend_gpu.GPU.num_pinned == pinned  # two from the beginning, and one more would be one too many
+    # What has arrived stays what it was when its memory is landed in again.
+    assert [sample.rows[2, 5] for sample in kept] == list(range(1, 21))
+
+
+def test_a_device_that_is_behind_gets_as_much_memory_as_it_needs_and_no_more_later():
+    landings = Landings()
+    first = [landings.send(rows_of(value)) for value in range(7)]
+    torch.cuda.synchronize()
+    assert [transfer.take()[0, 0] for transfer in first if transfer.arrived(wait=True)] == list(range(7))
+    pinned = pretend_gpu.GPU.num_pinned
+    second = [landings.send(rows_of(value)) for value in range(7)]
+    assert all(transfer.arrived(wait=True) for transfer in second)
+    assert [transfer.take()[0, 0] for transfer in second] == list(range(7))
+    assert pretend_gpu.GPU.num_pinned == pinned
+
+
+def test_kinds_that_come_and_go_keep_a_bounded_number_of_landings():
+    landings = Landings()
+    for size in range(1, 40):
+        transfer = landings.send(torch.full((size,), float(size), device="cuda"))
+        assert transfer.arrived(wait=True)
+        assert transfer.take().tolist() == [size] * size
+    assert len(landings._free) <= 16
+
+
+def test_gradients_on_two_gpus_are_each_measured_where_they_are():
+    for backend in ("cuda", "torch"):
+        for device in ("cuda:0", "cuda:1"):
+            gradient = torch.tensor([3.0, -4.0], device=device)
+            measured = measure([gradient], [gradient], histogram=True, backend=backend)
+            assert measured.rows.device == gradient.device
+            assert measured.rows[0, Column.GRAD_SUM_SQ].item() == 25
 
 
 def test_a_window_is_written_and_sent_without_a_wait():
