@@ -423,11 +423,18 @@ def _synchronize(*_: Any) -> None:
 def _grouped(original: Any) -> Callable[..., Any]:
     """torch groups tensors by the device that its own code sees."""
 
-    def group(lists: Any, *args: Any, **kwargs: Any) -> Any:
-        on_device = any(isinstance(t, Pretend) for t in tree_iter(lists))
-        with torch._C.DisableTorchFunctionSubclass():
-            groups = original(lists, *args, **kwargs)
-        return {((CUDA if on_device else key[0]), *key[1:]): value for key, value in groups.items()}
+    def group(lists: Any, with_indices: bool = False) -> Any:
+        firsts = lists[0]
+        devices = dict.fromkeys(t.device for t in firsts)
+        groups = {}
+        for device in devices:
+            places = [place for place, t in enumerate(firsts) if t.device == device]
+            part = [[each[place] for place in places] if each else [] for each in lists]
+            with torch._C.DisableTorchFunctionSubclass():
+                of_device = original(part, with_indices)
+            for key, (values, indices) in of_device.items():
+                groups[(device, *key[1:])] = (values, [places[index] for index in indices])
+        return groups
 
     return group
 

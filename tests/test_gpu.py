@@ -163,6 +163,37 @@ def test_training_on_the_gpu_is_bitwise_the_same():
     assert all(torch.equal(plain[name], watched[name]) for name in plain)
 
 
+PLACES = [("cpu", "cuda:0"), ("cuda:0", "cpu"), ("cuda:0", "cuda:1")]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(("one", "two"), PLACES)
+@pytest.mark.parametrize("num_optimizers", [1, 2])
+def test_a_guard_adds_up_what_lies_on_two_devices(one, two, num_optimizers, fused):
+    if two == "cuda:1" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    model = Chosen(a=2, b=1)
+    model.a = nn.Parameter(model.a.detach().to(one))
+    model.b = nn.Parameter(model.b.detach().to(two))
+    owned = [[model.a, model.b]] if num_optimizers == 1 else [[model.a], [model.b]]
+    optimizers = [torch.optim.Adam(parameters, lr=0.1, fused=fused, foreach=False) for parameters in owned]
+    guard = SkipGuard()
+    watcher, sink = watch(model, guard=guard, backend=QUICK)
+    steps = 30
+    for number in range(1, steps + 1):
+        # Each step is unhealthy by what lies on the second device alone.
+        factor = math.nan if number == steps - 9 else 1.0
+        (model.a * torch.tensor([3.0, 4.0], device=one)).sum().backward()
+        (model.b * 12 * factor).sum().backward()
+        before = model.b.detach().clone()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert torch.equal(before, model.b) == math.isnan(factor)
+    assert samples(watcher, sink).total_grad_norm.tolist() == [13] * (steps - 10) + [5] + [13] * 9
+    assert guard.num_skipped == 1
+
+
 def test_step_on_the_gpu_after_a_cpu_copy():
     model = Chosen(a=1)
     watcher, sink = watch(model)

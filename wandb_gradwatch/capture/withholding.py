@@ -27,6 +27,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from ..shipments import Landings, Transfer
 from ..statistics.columns import Column
+from ..statistics.elements import onto, wide_dtype
 from ..window import Window
 from .agreement import Agreement
 from .containment import CallbackError
@@ -169,7 +170,7 @@ class Withholding:
             self._decide_here(optimizer, step, slots, [math.nan, math.nan, float(bad)], learns=False)
             return
         limit = math.inf if inside_backward else self._judge.limit(slots)
-        sums = self._sums(slots, agreement)
+        sums = self._sums(slots, _home(entries), agreement)
         bad_there = (sums[0] > 0) | (sums[1] > limit * limit)
         if _honours_found_inf(optimizer):
             self._decide_there(optimizer, slots, sums, bad_there, learns=not inside_backward)
@@ -191,7 +192,7 @@ class Withholding:
             return
         was_read = all(isinstance(opinion.values, list) for opinion in self._opinions)
         step = _Step(number, tuple(opinion.sent(self._landings) for opinion in self._opinions), was_read)
-        self._num_withheld = self._num_withheld + self._withheld
+        self._num_withheld = _sum(self._num_withheld, self._withheld)
         self._opinions, self._withheld = [], False
         self._unlearnt.append(step)
         if len(self._unlearnt) == 1 and step.was_read:
@@ -213,16 +214,22 @@ class Withholding:
 
     # ---- the decision
 
-    def _sums(self, slots: tuple[int, ...], agreement: Agreement | None) -> Tensor:
-        """Non-finite elements and sum of squares of these gradients, of all ranks where they are shards: [2]."""
+    def _sums(self, slots: tuple[int, ...], home: torch.device, agreement: Agreement | None) -> Tensor:
+        """Non-finite elements and sum of squares of these gradients, of all ranks where they are shards: [2], at home.
+
+        A device that has none of them adds nothing, but for a host that has none: it is not asked to wait.
+        """
         parts = []
         for rows_NC in self._window.open_rows(slots):
+            if rows_NC.device.type == "cpu" and home.type != "cpu":
+                continue
             weighted_NC = rows_NC if agreement is None else rows_NC * agreement.weights(slots, rows_NC)[:, None]
             sums_C = weighted_NC.nansum(dim=0)  # a missing row adds nothing
-            parts.append(torch.stack((sums_C[Column.NUM_NAN] + sums_C[Column.NUM_INF], sums_C[Column.GRAD_SUM_SQ])))
-        total = parts[0]
+            part = torch.stack((sums_C[Column.NUM_NAN] + sums_C[Column.NUM_INF], sums_C[Column.GRAD_SUM_SQ]))
+            parts.append(onto(part, home))
+        total = parts[0] if parts else torch.zeros(2, dtype=wide_dtype(home), device=home)
         for part in parts[1:]:
-            total = total + part.to(total, non_blocking=True)
+            total = total + part
         return total if agreement is None else agreement.sum_over_ranks(total)
 
     def _decide_here(
@@ -246,16 +253,17 @@ class Withholding:
         scalers: Tensor | None = getattr(optimizer, "found_inf", None)
         overflowed = torch.zeros_like(bad)
         if scalers is not None:
-            overflowed = scalers.reshape(()).to(bad.device, non_blocking=True) > 0
+            overflowed = onto(scalers.reshape(()), bad.device) > 0
         withheld = torch.zeros_like(bad)
         if not self._judge.lets_through:
-            skipped = bad | self._withheld
+            before = onto(self._withheld, bad.device) if isinstance(self._withheld, Tensor) else self._withheld
+            skipped = bad | before
             withheld = skipped & ~overflowed
             # The kernels compare with exactly 1, and the step counters go back by it.
             found_inf = (skipped | overflowed).to(torch.float32)
             self._held.append(_Held(optimizer, [], found_inf, scalers))
             optimizer.found_inf = found_inf  # type: ignore[attr-defined]
-            self._withheld = withheld | self._withheld
+            self._withheld = withheld | before
         flags = torch.stack((bad, withheld, overflowed)).to(sums.dtype)
         self._opinions.append(_Opinion(slots, learns, torch.cat((sums, flags))))
 
@@ -318,6 +326,25 @@ class Withholding:
 
 def _scalar(value: Tensor | float) -> Tensor:
     return value if isinstance(value, Tensor) else torch.tensor(float(value), device="cpu")
+
+
+def _home(entries: Sequence[Entry]) -> torch.device:
+    """Where an optimizer's numbers come together: on the host if a parameter is there, else where the first one is.
+
+    A fused optimizer brings `found_inf` to its other devices itself, but does not wait before the host reads it.
+    """
+    devices = [parameter.device for _, parameter in entries]
+    return next((device for device in devices if device.type == "cpu"), devices[0])
+
+
+def _sum(count: Tensor | float, one_more: Tensor | bool) -> Tensor | float:
+    """Of numbers that may be on different devices; the host does not wait."""
+    if isinstance(count, Tensor) and isinstance(one_more, Tensor) and count.device != one_more.device:
+        if one_more.device.type != "cpu":
+            count = onto(count, one_more.device)
+        else:
+            one_more = onto(one_more, count.device)
+    return count + one_more
 
 
 def _without_gradients(optimizer: Optimizer) -> _Held:

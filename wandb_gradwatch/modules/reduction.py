@@ -8,7 +8,7 @@ from typing import Final, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from ..statistics.elements import wide_dtype
+from ..statistics.elements import onto, wide_dtype
 
 # K labels (one without named dimensions), E elements of each
 
@@ -147,7 +147,7 @@ class Sums:
     def add(self, key: str, values: Tensor) -> None:
         """Add to what the key has."""
         known = self._sums.get(key)
-        self._sums[key] = values if known is None else known + values.to(known.device, non_blocking=True)
+        self._sums[key] = values if known is None else known + onto(values, known.device)
 
     def absorb(self, later: Sums) -> None:
         """Take over everything of another."""
