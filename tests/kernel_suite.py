@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -223,12 +224,44 @@ def test_warming_up_runs_every_kernel_without_a_model(monkeypatch: pytest.Monkey
             kernel.run(*arguments, warmup=True, **constants)
 
         monkeypatch.setattr(type(kernels.fold), "warmup", warmup, raising=False)
-    cuda_launch.warm_up(DEVICE, [torch.float32, torch.bfloat16, torch.float32], dead_threshold=0.0, histogram=True)
+    dtypes = [torch.float32, torch.bfloat16, torch.float32, torch.complex64, torch.float8_e4m3fn, torch.uint8]
+    cuda_launch.warm_up(DEVICE, dtypes, dead_threshold=0.0, histogram=True)
     compiled = set(cuda_launch._compiled)
-    gradients = [torch.ones(CHUNK + 1, dtype=dtype, device=DEVICE) for dtype in (torch.float32, torch.bfloat16)]
-    for scale in (None, torch.ones((), device=DEVICE)):
-        kwargs = {"dead_threshold": 0.0, "inverse_scale": scale}
-        cuda_launch.measure(gradients, gradients, histogram=True, **kwargs)
-        cuda_launch.measure(gradients, None, histogram=False, **kwargs)
-        cuda_launch.sum_sq(gradients, inverse_scale=scale)
+    size = CHUNK + 8
+    natives = [torch.ones(size, dtype=dtype, device=DEVICE) for dtype in (torch.float32, torch.bfloat16, torch.float64)]
+    others = [torch.ones(size, device=DEVICE).to(dtype) for dtype in (torch.complex64, torch.float8_e4m3fn)]
+    for gradients in (natives, others, [native[1:] for native in natives]):  # the last as in a bucket of gradients
+        for scale in (None, torch.ones((), device=DEVICE)):
+            kwargs = {"dead_threshold": 0.0, "inverse_scale": scale}
+            cuda_launch.measure(gradients, gradients, histogram=True, **kwargs)
+            cuda_launch.measure(gradients, None, histogram=False, **kwargs)
+            cuda_launch.sum_sq(gradients, inverse_scale=scale)
     assert cuda_launch._compiled == compiled
+
+
+def test_warming_up_ends_when_nobody_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_launch, "_compiled", set())
+    cuda_launch.warm_up(DEVICE, DTYPES, dead_threshold=0.0, histogram=True, goes_on=lambda: False)
+    assert cuda_launch._compiled == set()
+
+
+def test_a_thread_does_not_read_the_gradients_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two models of the same shapes, each trained in a thread of its own, have one table of addresses."""
+    kwargs = {"dead_threshold": 0.0, "inverse_scale": None, "histogram": False}
+    mine, theirs = torch.full((5,), 1.0, device=DEVICE), torch.full((5,), 2.0, device=DEVICE)
+    prepare, they_have_prepared = cuda_launch.prepare, threading.Event()
+    other = threading.Thread(target=lambda: cuda_launch.measure([theirs], None, **kwargs))
+
+    def interrupted(elements: list[torch.Tensor], *arguments: Any) -> cuda_launch.Plan:
+        plan = prepare(elements, *arguments)
+        if elements[0] is mine:
+            other.start()
+            they_have_prepared.wait(0.2)  # they cannot, before this one's launch
+        else:
+            they_have_prepared.set()
+        return plan
+
+    monkeypatch.setattr(cuda_launch, "prepare", interrupted)
+    rows, _ = cuda_launch.measure([mine], None, **kwargs)
+    other.join()
+    assert rows[0, Column.GRAD_SUM].item() == 5.0

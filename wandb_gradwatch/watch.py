@@ -241,13 +241,15 @@ def _warm_up(
     def compile_all() -> None:
         from .statistics.cuda_launch import warm_up
 
+        goes_on = threading.main_thread().is_alive
         try:
             for device, dtypes in kernels.items():
-                warm_up(device, list(dtypes), dead_threshold=dead_threshold, histogram=histogram)
+                warm_up(device, list(dtypes), dead_threshold=dead_threshold, histogram=histogram, goes_on=goes_on)
         except Exception as error:  # measure() meets it again, and falls back or raises as the backend demands
             logger.debug("wandb_gradwatch: warming up the kernels failed: %r", error)
 
-    threading.Thread(target=compile_all, name="gradwatch-warm-up", daemon=True).start()
+    # No daemon: an interpreter that ends while a compiler runs may crash. It waits for the kernel that is being made.
+    threading.Thread(target=compile_all, name="gradwatch-warm-up", daemon=False).start()
 
 
 def _run_of(run: Any, sinks: Sequence[Sink] | None) -> Any:

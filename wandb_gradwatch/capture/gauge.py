@@ -126,6 +126,7 @@ class Gauge:
             measurement = measure(
                 gradients,
                 parameters if self._options.parameters else None,
+                dead_threshold=self._options.dead_threshold,
                 inverse_scale=_pending_inverse_scale(optimizer, group.device),
                 backend=self._options.backend,
             )

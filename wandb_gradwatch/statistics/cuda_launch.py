@@ -10,7 +10,7 @@ and only if one changed (table.py). The kernels are in cuda.py.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
@@ -71,6 +71,10 @@ class Plan:
 # with had better wait for it.
 _compiled: Final[set[tuple[Any, ...]]] = set()
 _compiling: Final = threading.Lock()
+
+# Watchers of models with the same shapes share a plan, and a thread must not find another one's addresses in its table:
+# held from when the addresses are written until what reads them is queued.
+_one_at_a_time: Final = threading.Lock()
 
 # What a plan depends on: size, dtype and alignment of each tensor.
 _Key = tuple[tuple[int, torch.dtype, bool], ...]
@@ -146,11 +150,12 @@ def measure(
     pairs = [elements_of(gradient) for gradient in gradients]
     elements = [pair[0] for pair in pairs]
     parameter_elements = [elements_of(parameter)[0] for parameter in parameters or ()]
-    plan = prepare(elements, "gradients", dead_threshold)
-    parameter_plan = prepare(parameter_elements, "parameters") if parameters is not None else None
-    rows_NC, histogram_NB = launch(
-        plan, parameter_plan, dead=dead_threshold != 0, inverse_scale=inverse_scale, histogram=histogram
-    )
+    with _one_at_a_time:
+        plan = prepare(elements, "gradients", dead_threshold)
+        parameter_plan = prepare(parameter_elements, "parameters") if parameters is not None else None
+        rows_NC, histogram_NB = launch(
+            plan, parameter_plan, dead=dead_threshold != 0, inverse_scale=inverse_scale, histogram=histogram
+        )
     num_implicit_zeros = [pair[1] for pair in pairs]
     if any(num_implicit_zeros):
         counts_N = upload(np.array(num_implicit_zeros, dtype=np.int64), elements[0].device)
@@ -162,9 +167,10 @@ def measure(
 def sum_sq(gradients: Sequence[Tensor], *, inverse_scale: Tensor | None) -> Tensor:
     """Sum the squares of each gradient's finite elements: [N]. Two launches for gradients of one dtype."""
     elements = [elements_of(gradient)[0] for gradient in gradients]
-    plan = prepare(elements, "squares")
-    sums_N2 = torch.empty((len(elements), 2), dtype=torch.float64, device=elements[0].device)
-    _launch_squares(plan, sums_N2, 0, inverse_scale)
+    with _one_at_a_time:
+        plan = prepare(elements, "squares")
+        sums_N2 = torch.empty((len(elements), 2), dtype=torch.float64, device=elements[0].device)
+        _launch_squares(plan, sums_N2, 0, inverse_scale)
     return sums_N2[:, 0]
 
 
@@ -281,8 +287,9 @@ def _queue(
     variant = (kernel, device, *constants.values())
     if only_compile_for is not None:
         with _compiling, _on(device):
-            kernel.warmup(*arguments, grid=(num_programs,), **constants)
-            _compiled.add(variant)
+            if variant not in _compiled:
+                kernel.warmup(*arguments, grid=(num_programs,), **constants)
+                _compiled.add(variant)
     elif variant in _compiled:
         with _on(device):
             kernel[(num_programs,)](*arguments, **constants)
@@ -307,27 +314,46 @@ def _on(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def warm_up(device: torch.device, dtypes: Sequence[torch.dtype], *, dead_threshold: float, histogram: bool) -> None:
+def warm_up(
+    device: torch.device,
+    dtypes: Sequence[torch.dtype],
+    *,
+    dead_threshold: float,
+    histogram: bool,
+    goes_on: Callable[[], bool] = lambda: True,
+) -> None:
     """Compile what gradients and parameters of these dtypes need, so that the first sample does not: seconds each.
 
     Touches no memory of the device and queues nothing there: the program may be capturing a graph by then. What a loss
-    scale needs comes last.
+    scale needs comes later, and last what gradients need that do not begin where the allocator begins, as in buckets.
 
     Args:
+        dtypes: any; those that cannot have a gradient need nothing.
         histogram: some samples will want a histogram; the kernel without one is compiled too.
+        goes_on: asked before each kernel; False when nobody will need it any more.
     """
     # A kernel depends on dtypes and alignment, not on where its arguments lie.
-    tensors = [torch.ones(1, dtype=dtype, device="cpu") for dtype in dict.fromkeys(dtypes)]
-    plan, squares = prepare(tensors, "gradients", dead_threshold), prepare(tensors, "squares")
-    sums_N2 = torch.empty((len(tensors), 2), dtype=torch.float64, device="cpu")
-    for scale in (None, torch.ones((), dtype=torch.float64, device="cpu")):
-        for with_histogram in sorted({False, histogram}):
-            launch(
-                plan,
-                squares if scale is None else None,
-                dead=dead_threshold != 0,
-                inverse_scale=scale,
-                histogram=with_histogram,
-                only_compile_for=device,
-            )
-        _launch_squares(squares, sums_N2, 0, scale, device)
+    natives = dict.fromkeys(_native_dtype(dtype) for dtype in dtypes if dtype.is_floating_point or dtype.is_complex)
+    scale = torch.ones((), dtype=torch.float64, device="cpu")
+    for aligned, inverse_scale in ((True, None), (True, scale), (False, None), (False, scale)):
+        for dtype in natives:
+            tensors = [torch.ones(2, dtype=dtype, device="cpu")[0 if aligned else 1 :]]
+            plan, squares = prepare(tensors, "gradients", dead_threshold), prepare(tensors, "squares")
+            for with_histogram in sorted({False, histogram}):
+                if not goes_on():
+                    return
+                launch(
+                    plan,
+                    squares if inverse_scale is None else None,
+                    dead=dead_threshold != 0,
+                    inverse_scale=inverse_scale,
+                    histogram=with_histogram,
+                    only_compile_for=device,
+                )
+            sums_N2 = torch.empty((len(tensors), 2), dtype=torch.float64, device="cpu")
+            _launch_squares(squares, sums_N2, 0, inverse_scale, device)
+
+
+def _native_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The one that a kernel reads instead."""
+    return elements_of(torch.zeros(1, dtype=dtype, device="cpu"))[0].dtype
