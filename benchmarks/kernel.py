@@ -7,7 +7,9 @@ must be read once. Last, what a real training step takes longer (kernel_step.py)
 
     python -m benchmarks.kernel [--models "GPT-2 small" ...] [--dtypes bfloat16 ...] [--rounds 20] [--json FILE]
 
-Writes the README's table between its markers with --readme; --tiny only shows that everything runs.
+What fails is printed with its traceback and named in the table, and the rest goes on; the exit status says so in the
+end. The JSON is written after every part. --readme writes the README's table between its markers, and with --results
+FILE that of an earlier run, of another machine; --tiny only shows that everything runs.
 """
 
 from __future__ import annotations
@@ -15,22 +17,24 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.kernel_step import AddedTime, measure_added_time
+from benchmarks.kernel_step import measure_added_time
+from benchmarks.kernel_table import BEGIN, END, failures_of, render, targets
 from benchmarks.machine import describe_machine
 from benchmarks.shapes import MODELS, num_elements
 from benchmarks.table import README, with_table
 from wandb_gradwatch.statistics.columns import Column
 from wandb_gradwatch.statistics.measure import measure, sum_sq
 
-BEGIN, END = "<!-- kernel:begin -->", "<!-- kernel:end -->"
 TINY: list[tuple[int, ...]] = [(40,), (129, 130), (2,), (7,)]  # one whole chunk, and parts of chunks
 
 Tensors = list[torch.Tensor]
@@ -97,39 +101,60 @@ def wandb_watch_ops(gradients: Tensors, num_bins: int = 64) -> list[list[float]]
     return histograms
 
 
-def candidates_for(gradients: Tensors, parameters: Tensors) -> dict[str, tuple[Callable[[], Any], int]]:
-    """Name -> (what to time, bytes that it must read)."""
+class Candidate(NamedTuple):
+    """What is timed.
+
+    Args:
+        run: it.
+        num_bytes: that it must read, and a copy write.
+        waits: for the device, by its nature.
+    """
+
+    run: Callable[[], Any]
+    num_bytes: int
+    waits: bool = False
+
+
+def candidates_for(gradients: Tensors, parameters: Tensors) -> dict[str, Candidate]:
+    """What is timed, by name; the first is what the others are compared with."""
     size = sum(g.numel() * g.element_size() for g in gradients)
     source = torch.empty(size, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     return {
         # A copy reads and writes: twice the bytes.
-        "copy": (lambda: target.copy_(source), 2 * size),
-        "columns": (lambda: measure(gradients, None, backend="cuda"), size),
-        "+ parameters": (lambda: measure(gradients, parameters, backend="cuda"), 2 * size),
-        "+ histogram": (lambda: measure(gradients, None, histogram=True, backend="cuda"), size),
-        "all": (lambda: measure(gradients, parameters, histogram=True, backend="cuda"), 2 * size),
-        "sum_sq": (lambda: sum_sq(gradients, backend="cuda"), size),
-        "backend torch": (lambda: measure(gradients, None, backend="torch"), size),
-        "_foreach_norm": (lambda: torch._foreach_norm(gradients), size),
-        "ops per tensor": (lambda: per_tensor_ops(gradients), size),
-        "as wandb.watch": (lambda: wandb_watch_ops(gradients), size),
+        "copy": Candidate(lambda: target.copy_(source), 2 * size),
+        "columns": Candidate(lambda: measure(gradients, None, backend="cuda"), size),
+        "+ parameters": Candidate(lambda: measure(gradients, parameters, backend="cuda"), 2 * size),
+        "+ histogram": Candidate(lambda: measure(gradients, None, histogram=True, backend="cuda"), size),
+        "all": Candidate(lambda: measure(gradients, parameters, histogram=True, backend="cuda"), 2 * size),
+        "sum_sq": Candidate(lambda: sum_sq(gradients, backend="cuda"), size),
+        "backend torch": Candidate(lambda: measure(gradients, None, backend="torch"), size),
+        "_foreach_norm": Candidate(lambda: torch._foreach_norm(gradients), size),
+        "ops per tensor": Candidate(lambda: per_tensor_ops(gradients), size),
+        "as wandb.watch": Candidate(lambda: wandb_watch_ops(gradients), size, waits=True),
     }
 
 
 class Clock:
     """Times on a GPU and on the host: median figures need many of them, so an idle device must not be in the way."""
 
-    def __init__(self, busy_cycles: int = 8_000_000, cache_bytes: int = 2**28) -> None:
-        self._busy_cycles = busy_cycles  # some 4 ms: longer than any candidate takes to be queued, if it does not wait
+    _CYCLES_PER_MS = 2_000_000  # of a fast one: a slower one is kept busy for longer
+    _LONGEST_MS = 200.0
+
+    def __init__(self, cache_bytes: int = 2**28) -> None:
         self._cache = torch.empty(cache_bytes, dtype=torch.uint8, device="cuda")
 
-    def time(self, run: Callable[[], Any]) -> tuple[float, float]:
-        """Milliseconds on the GPU, and on the host until the call returns."""
+    def time(self, run: Callable[[], Any], *, busy_ms: float) -> tuple[float, float]:
+        """Milliseconds on the GPU, and on the host until the call returns.
+
+        Args:
+            busy_ms: for so long the device does something else first: longer than the host needs to queue everything.
+        """
         self._cache.zero_()
         torch.cuda.synchronize()
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda._sleep(self._busy_cycles)
+        if busy_ms:
+            torch.cuda._sleep(int(min(busy_ms, self._LONGEST_MS) * self._CYCLES_PER_MS))
         start.record()
         began = time.perf_counter()
         run()
@@ -140,54 +165,57 @@ class Clock:
 
 
 def benchmark(
-    shapes: list[tuple[int, ...]], dtype: torch.dtype, clock: Clock, *, rounds: int, warming: int = 2
-) -> dict[str, dict[str, float]]:
+    shapes: list[tuple[int, ...]], dtype: torch.dtype, clock: Clock, *, rounds: int, warming: int = 3
+) -> dict[str, Any]:
+    """Check, then time every candidate on one list.
+
+    Returns:
+        candidates: by name, their figures; failures: by what failed, why.
+
+    Raises:
+        AssertionError: a number is wrong, so that nothing is timed.
+    """
     gradients = [(torch.randn(shape, device="cuda") * 1e-3).to(dtype) for shape in shapes]
     parameters = [(torch.randn(shape, device="cuda") * 0.02).to(dtype) for shape in shapes]
     check(gradients, parameters)
-    assert_no_sync(gradients, parameters)
+    failures: dict[str, str] = {}
+    _attempt("no sync", failures, lambda: assert_no_sync(gradients, parameters))
     candidates = candidates_for(gradients, parameters)
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in candidates}
+    busy_ms = dict.fromkeys(candidates, 0.0)
     for round_number in range(warming + rounds):
-        for name, (run, _) in candidates.items():
-            taken = clock.time(run)
-            if round_number >= warming:  # compiled, tuned and touched by then
+        for name, candidate in candidates.items():
+            if name in failures:
+                continue
+            taken = _attempt(name, failures, lambda c=candidate, n=name: clock.time(c.run, busy_ms=busy_ms[n]))
+            if taken is not None and round_number >= warming:  # compiled, tuned and touched by then
                 times[name].append(taken)
-    results = {}
-    for name, (_, num_bytes) in candidates.items():
-        gpu, host = (statistics.median(column) for column in zip(*times[name], strict=True))
-        results[name] = {"gpu_ms": gpu, "host_ms": host, "gb_per_s": num_bytes / gpu / 1e6}
-    for result in results.values():
-        result["of_copy"] = result["gb_per_s"] / results["copy"]["gb_per_s"]
-    return results
+            elif taken is not None and round_number and not candidate.waits:
+                busy_ms[name] = 1.0 + 2 * taken[1]
+    figures: dict[str, dict[str, float]] = {}
+    for name, candidate in candidates.items():
+        if name not in failures:
+            gpu, host = (statistics.median(column) for column in zip(*times[name], strict=True))
+            figures[name] = {"gpu_ms": gpu, "host_ms": host, "gb_per_s": candidate.num_bytes / gpu / 1e6}
+    copy = figures.get("copy", {}).get("gb_per_s", float("nan"))
+    for figure in figures.values():
+        figure["of_copy"] = figure["gb_per_s"] / copy
+    return {"candidates": figures, "failures": failures}
 
 
-def render(report: dict[str, Any]) -> str:
-    """The README's table: every list, what of ours and of others' takes how long, and the real step."""
-    machine = report["machine"]
-    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
-    names = list(report["results"][0]["candidates"])
-    lines = [
-        f"{machine['device']}, {versions}. GPU ms (share of a copy's bandwidth) / host ms.",
-        "",
-        "| list | " + " | ".join(names) + " |",
-        "|---|" + "---|" * len(names),
-    ]
-    for result in report["results"]:
-        cells = [f"{r['gpu_ms']:.3f} ({r['of_copy']:.0%}) / {r['host_ms']:.2f}" for r in result["candidates"].values()]
-        lines.append(f"| {result['model']}, {result['dtype']} | " + " | ".join(cells) + " |")
-    added = AddedTime(**report["added_time"])
-    lines += [
-        "",
-        f"A training step of GPT-2 small (bfloat16 autocast, 8 x 1024 tokens) takes {added.plain:.2f} ms. Watching "
-        f"each adds {added.added:.3f} ms ({added.added_ratio:.2%}; noise {added.noise:.3f} ms): per sample "
-        f"{added.host:.2f} ms of the host and {added.gpu:.3f} ms of the GPU, {added.gpu_everything:.3f} ms with a "
-        f"histogram every step. The host waited {added.num_waits} times more often.",
-    ]
-    return "\n".join(lines)
+def _attempt(what: str, failures: dict[str, str], run: Callable[[], Any]) -> Any:
+    """What it returns; None where it raises, which is printed and kept among the failures."""
+    try:
+        return run()
+    except Exception as error:
+        print(f"{what} failed:", file=sys.stderr)
+        traceback.print_exc()
+        failures[what] = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+        return None
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str] | None = None) -> int:
+    """Returns: 1 if anything failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=["ResNet-50", "GPT-2 small", "GPT 1.2B"])
     parser.add_argument(
@@ -195,36 +223,59 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--results", type=Path, help="measure nothing: show what an earlier run has written")
     parser.add_argument("--readme", type=Path, nargs="?", const=README, help="write the table there")
     parser.add_argument("--tiny", action="store_true", help="a few small tensors instead of the models")
     options = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
+    if options.results is not None:
+        report = json.loads(options.results.read_text(encoding="utf-8"))
+    elif torch.cuda.is_available():
+        report = measure_all(options)
+    else:
         raise SystemExit("benchmarks.kernel needs a CUDA device, and torch finds none here")
+    table = render(report)
+    print("\n".join([table, "", *targets(report)]))
+    if options.readme:
+        text = options.readme.read_text(encoding="utf-8")
+        options.readme.write_text(with_table(text, table, begin=BEGIN, end=END), encoding="utf-8")
+    return 1 if failures_of(report) else 0
 
+
+def measure_all(options: argparse.Namespace) -> dict[str, Any]:
+    """Every list, then a real training step; what was measured is written after each."""
     torch.manual_seed(0)
-    report: dict[str, Any] = {"machine": describe_machine(torch.device("cuda")), "results": []}
+    machine = describe_machine(torch.device("cuda"))
+    report: dict[str, Any] = {"machine": machine, "results": [], "added_time": None, "failures": {}}
     print(report["machine"])
-    clock = Clock(1000, 1000) if options.tiny else Clock()
+    clock = Clock(1000) if options.tiny else Clock()
     lists = {"tiny": TINY} if options.tiny else {name: MODELS[name]() for name in options.models}
     for model, shapes in lists.items():
         for dtype in options.dtypes:
             print(f"{model}, {dtype}: {len(shapes)} tensors, {num_elements(shapes) / 1e6:.1f} million elements")
-            warming = 0 if options.tiny else 2
-            results = benchmark(shapes, getattr(torch, dtype), clock, rounds=options.rounds, warming=warming)
+            warming = 0 if options.tiny else 3
+
+            def run(shapes: list[tuple[int, ...]] = shapes, dtype: str = dtype, warming: int = warming) -> Any:
+                return benchmark(shapes, getattr(torch, dtype), clock, rounds=options.rounds, warming=warming)
+
+            failures: dict[str, str] = {}
+            result = _attempt("the list", failures, run) or {"candidates": {}, "failures": failures}
             print(f"  {'':<16}{'GPU ms':>10}{'host ms':>10}{'GB/s':>8}{'of copy':>9}")
-            for name, r in results.items():
+            for name, r in result["candidates"].items():
                 print(f"  {name:<16}{r['gpu_ms']:10.3f}{r['host_ms']:10.3f}{r['gb_per_s']:8.0f}{r['of_copy']:9.0%}")
-            report["results"].append({"model": model, "dtype": dtype, "candidates": results})
-            torch.cuda.empty_cache()
-    report["added_time"] = asdict(measure_added_time(tiny=options.tiny, rounds=min(options.rounds, 5)))
-    table = render(report)
-    print(table)
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    if options.readme:
-        text = options.readme.read_text(encoding="utf-8")
-        options.readme.write_text(with_table(text, table, begin=BEGIN, end=END), encoding="utf-8")
+            report["results"].append({"model": model, "dtype": dtype, **result})
+            _write(report, options.json)
+            _attempt("freeing memory", report["failures"], torch.cuda.empty_cache)
+    rounds = min(options.rounds, 5)
+    added = _attempt("a step", report["failures"], lambda: measure_added_time(tiny=options.tiny, rounds=rounds))
+    report["added_time"] = None if added is None else asdict(added)
+    _write(report, options.json)
+    return report
+
+
+def _write(report: dict[str, Any], path: Path | None) -> None:
+    if path is not None:
+        path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -146,4 +146,4 @@ def _waits(step: Callable[[], None], num_steps: int) -> int:
                 step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    return sum("synchronizing" in str(warning.message) for warning in caught)
+    return sum("called a synchronizing" in str(warning.message) for warning in caught)

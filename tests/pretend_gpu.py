@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -76,6 +77,8 @@ class _Machine:
         self.waits.append(what)
         if self.mode == "error":
             raise RuntimeError(f"called a synchronizing CUDA operation: {what}")
+        if self.mode == "warn":
+            warnings.warn(f"called a synchronizing CUDA operation: {what}", stacklevel=2)
 
     def finish(self, number: int | None = None) -> None:
         """The device has made its first copies, or all."""

@@ -209,7 +209,8 @@ def test_the_benchmark_of_the_kernels_runs_and_writes_its_table(tmp_path):
 
     readme, results = tmp_path / "README.md", tmp_path / "results.json"
     readme.write_text(f"before\n{kernel.BEGIN}\n{kernel.END}\nafter\n")
-    kernel.main(["--tiny", "--rounds", "1", "--dtypes", "bfloat16", "--json", str(results), "--readme", str(readme)])
+    arguments = ["--tiny", "--rounds", "1", "--dtypes", "bfloat16", "--json", str(results), "--readme", str(readme)]
+    assert kernel.main(arguments) == 0
     report = json.loads(results.read_text())
     assert [(result["model"], result["dtype"]) for result in report["results"]] == [("tiny", "bfloat16")]
     for result in report["results"]:
@@ -217,11 +218,65 @@ def test_the_benchmark_of_the_kernels_runs_and_writes_its_table(tmp_path):
         assert all(candidate["gpu_ms"] > 0 for candidate in result["candidates"].values())
     assert report["added_time"]["gpu"] > 0
     assert report["added_time"]["host"] > 0
+    assert report["added_time"]["num_waits"] == 0
     text = readme.read_text()
     assert text.startswith("before\n")
     assert text.endswith("after\n")
     assert "a pretended GPU" in text
     assert "| tiny, bfloat16 |" in text
+    assert "ailed" not in text
+    readme.write_text(f"{kernel.BEGIN}\n{kernel.END}\n")
+    assert kernel.main(["--results", str(results), "--readme", str(readme)]) == 0
+    assert readme.read_text() in text  # the same table, where it was not measured
+
+
+def test_a_part_of_the_benchmark_that_fails_is_named_and_the_rest_goes_on(tmp_path, monkeypatch, capsys):
+    from benchmarks import kernel
+
+    def fails(*args, **kwargs):
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2 GiB")
+
+    def is_wrong_in_float32(gradients, parameters):
+        assert gradients[0].dtype is not torch.float32, "a number is wrong"
+
+    right = kernel.measure  # the kernels themselves are not what this is about
+    monkeypatch.setattr(kernel, "measure", lambda *args, **kwargs: right(*args, **{**kwargs, "backend": "torch"}))
+    monkeypatch.setattr(kernel, "sum_sq", fails)
+    monkeypatch.setattr(kernel, "check", is_wrong_in_float32)
+    monkeypatch.setattr(kernel, "measure_added_time", fails)
+    readme, results = tmp_path / "README.md", tmp_path / "results.json"
+    readme.write_text(f"{kernel.BEGIN}\n{kernel.END}\n")
+    dtypes = ["--dtypes", "float32", "bfloat16"]
+    arguments = ["--tiny", "--rounds", "1", *dtypes, "--json", str(results), "--readme", str(readme)]
+    assert kernel.main(arguments) == 1
+    in_float32, in_bfloat16 = json.loads(results.read_text())["results"]
+    assert in_float32["candidates"] == {}
+    assert in_float32["failures"] == {"the list": "AssertionError: a number is wrong"}
+    assert in_bfloat16["failures"] == {"sum_sq": "OutOfMemoryError: CUDA out of memory."}
+    assert in_bfloat16["candidates"]["columns"]["gpu_ms"] > 0
+    text = readme.read_text()
+    assert "Failed: a step: OutOfMemoryError: CUDA out of memory." in text
+    assert "| failed |" in text
+    assert "is_wrong_in_float32" in capsys.readouterr().err  # the traceback
+
+
+def test_the_targets_are_those_that_were_asked_and_a_missed_one_is_called_so():
+    from benchmarks import kernel
+
+    def figures(gpu_ms, of_copy):
+        return {
+            name: {"gpu_ms": gpu_ms, "host_ms": 0.2, "of_copy": of_copy} for name in ("columns", "+ histogram", "all")
+        }
+
+    report = {
+        "results": [
+            {"model": "GPT 1.2B", "dtype": "bfloat16", "candidates": figures(1.0, 0.5)},
+            {"model": "GPT-2 small", "dtype": "bfloat16", "candidates": figures(0.6, 0.5)},
+        ],
+        "added_time": None,
+    }
+    # 0.5 of a copy is less than 0.7 and more than 0.35; 0.6 ms is more than 0.5, 0.2 ms less than 0.3.
+    assert [line.split()[0] for line in kernel.targets(report)] == ["MISSED", "met", "MISSED", "met"]
 
 
 def test_the_benchmark_notices_a_wrong_number(monkeypatch):

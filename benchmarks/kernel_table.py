@@ -1,0 +1,74 @@
+"""What kernel.py has measured, as the README's table and beside what was asked of the kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.kernel_step import AddedTime
+
+BEGIN, END = "<!-- kernel:begin -->", "<!-- kernel:end -->"
+
+
+def render(report: dict[str, Any]) -> str:
+    """The README's table: every list, what of ours and of others' takes how long, and the real step."""
+    machine = report["machine"]
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    names = list(dict.fromkeys(name for result in report["results"] for name in result["candidates"]))
+    lines = [
+        f"{machine['device']}, {versions}. GPU ms (share of a copy's bandwidth) / host ms.",
+        "",
+        "| list | " + " | ".join(names) + " |",
+        "|---|" + "---|" * len(names),
+    ]
+    for result in report["results"]:
+        cells = [_cell(result["candidates"].get(name)) for name in names]
+        lines.append(f"| {result['model']}, {result['dtype']} | " + " | ".join(cells) + " |")
+    if report["added_time"] is not None:
+        added = AddedTime(**report["added_time"])
+        lines += [
+            "",
+            f"A training step of GPT-2 small (bfloat16 autocast, 8 x 1024 tokens) takes {added.plain:.2f} ms. Watching "
+            f"each adds {added.added:.3f} ms ({added.added_ratio:.2%}; noise {added.noise:.3f} ms): per sample "
+            f"{added.host:.2f} ms of the host and {added.gpu:.3f} ms of the GPU, {added.gpu_everything:.3f} ms with a "
+            f"histogram every step. The host waited {added.num_waits} times more often.",
+        ]
+    if failed := failures_of(report):
+        lines += ["", *(f"Failed: {what}: {why.removesuffix('.')}." for what, why in failed.items())]
+    return "\n".join(lines)
+
+
+def _cell(figure: dict[str, float] | None) -> str:
+    if figure is None:
+        return "failed"
+    return f"{figure['gpu_ms']:.3f} ({figure['of_copy']:.0%}) / {figure['host_ms']:.2f}"
+
+
+def failures_of(report: dict[str, Any]) -> dict[str, str]:
+    """What went wrong, by where."""
+    failed = {
+        f"{result['model']}, {result['dtype']}, {what}": why
+        for result in report["results"]
+        for what, why in result["failures"].items()
+    }
+    return failed | report["failures"]
+
+
+def targets(report: dict[str, Any]) -> list[str]:
+    """What was asked of the kernels, and what they reach; only where it was measured."""
+    figures = {(result["model"], result["dtype"]): result["candidates"] for result in report["results"]}
+    billion, small = figures.get(("GPT 1.2B", "bfloat16"), {}), figures.get(("GPT-2 small", "bfloat16"), {})
+    added = None if report["added_time"] is None else AddedTime(**report["added_time"])
+    asked = [
+        ("1.2B bf16, columns, share of a copy", billion.get("columns", {}).get("of_copy"), 0.70, True),
+        ("1.2B bf16, + histogram, share of a copy", billion.get("+ histogram", {}).get("of_copy"), 0.35, True),
+        ("GPT-2 small bf16, all, GPU ms", small.get("all", {}).get("gpu_ms"), 0.5, False),
+        ("GPT-2 small bf16, all, host ms", small.get("all", {}).get("host_ms"), 0.3, False),
+        ("a training step, share added", added and added.added_ratio, 0.01, False),
+        ("a training step, waits of the host more", added and added.num_waits, 0, False),
+    ]
+    return [
+        f"{'met   ' if (seen >= limit if at_least else seen <= limit) else 'MISSED'}  {what}: {seen:.4g}, "
+        f"asked {'at least' if at_least else 'at most'} {limit:g}"
+        for what, seen, limit, at_least in asked
+        if seen is not None
+    ]
