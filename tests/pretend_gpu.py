@@ -56,6 +56,10 @@ _READ_UNDERNEATH: Final = {
 }
 
 
+# In floats, on CUDA.
+_NOT_DETERMINISTIC: Final = {"cumsum", "histc", "median", "kthvalue", "put_"}
+
+
 @dataclass
 class _Copy:
     """A copy that the device has been told to make."""
@@ -158,6 +162,10 @@ class Pretend(Tensor):
             return _move(args[0], *args[1:], **kwargs)
         if name in ("numpy", "__array__"):
             raise TypeError("can't convert cuda:0 device type tensor to numpy")
+        if name in _NOT_DETERMINISTIC and args[0].is_floating_point():
+            assert not torch.are_deterministic_algorithms_enabled(), (
+                f"{name} does not have a deterministic implementation"
+            )
         if name in _READ_BY_THE_HOST:
             GPU.wait(name)
             GPU.finish()

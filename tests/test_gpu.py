@@ -16,6 +16,7 @@ from rank_programs import LEARNING_RATE, batch_of, build, expected, loss_of
 from torch import nn
 
 from wandb_gradwatch import SkipGuard
+from wandb_gradwatch.modules import Activations
 
 pytestmark = [
     pytest.mark.gpu,
@@ -122,6 +123,37 @@ def test_the_host_never_waits(backend, scaled, clip, max_overhead):
         assert len(sink.snapshots) == -(-(warming + steps) // 3)
     assert np.isnan(snapshot.num_elements[:, snapshot.names.index("unused.weight")]).all()
     assert np.isfinite(snapshot.total_grad_norm).all()
+
+
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([1.0, -2.0, 4.0]))
+
+    def forward(self, x):
+        return x * self.weight
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_a_training_that_wants_deterministic_algorithms_only_is_watched_all_the_same(backend):
+    model = nn.Sequential(Scale(), Scale()).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    activations = Activations(statistics=("norm", "abs_p50", "histogram"))
+    watcher, sink = watch(model, backend=backend, metrics=[activations], histogram_every=1)
+    torch.use_deterministic_algorithms(True)
+    try:
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(3, device="cuda")).sum().backward()
+            optimizer.step()
+        snapshot = samples(watcher, sink)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    # The outputs are 1, -2, 4 and 1, 4, 16; the gradient of either weight is 1 * -2 * 4 in magnitudes.
+    assert snapshot.total_grad_norm.tolist() == pytest.approx([math.sqrt(42)] * 2)
+    assert snapshot.metrics["activation/1/norm"].tolist() == pytest.approx([math.sqrt(273)] * 2)
+    # 4 is the median, and begins a bin that ends at 6.
+    assert snapshot.metrics["activation/1/abs_p50"].tolist() == [6, 6]
 
 
 def test_alerts_come_late_but_under_their_own_step():

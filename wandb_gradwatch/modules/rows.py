@@ -179,7 +179,9 @@ def _abs_quantile(histogram_MB: Tensor, q: float) -> Tensor:
         histogram_MB[:, ZERO_BIN + 1 :],
         histogram_MB[:, :ZERO_BIN].flip(1),
     )
-    cumulative = torch.cat([zeros, positive + negative], dim=1).cumsum(1)
+    # In integers: CUDA has no deterministic sum of that kind in floats, and may have been told to use no other.
+    counts = torch.cat([zeros, positive + negative], dim=1).to(torch.int64)
+    cumulative = counts.cumsum(1).to(histogram_MB.dtype)
     total = cumulative[:, -1]
     bins = (cumulative < (q * total).ceil().clamp_min(1.0)[:, None]).sum(1)
     edges = _upper_edges(histogram_MB.device, histogram_MB.dtype)
