@@ -208,6 +208,19 @@ def test_rows_follow_gradients_that_moved() -> None:
     assert sums == [5.0, 10.0]
 
 
+def test_tensors_that_come_one_by_one_are_laid_out_once() -> None:
+    """A model whose optimizers step inside the backward has its plans made at the first step, not at each."""
+    one_by_one = [torch.ones(size, device=DEVICE) for size in range(1, 61)]
+    for tensor in one_by_one:
+        cuda_launch.prepare([tensor], "gradients")
+        cuda_launch.prepare([tensor], "parameters")
+    made = cuda_launch._plan_for_few.cache_info().misses
+    for tensor in one_by_one:
+        cuda_launch.prepare([tensor], "gradients")
+        cuda_launch.prepare([tensor], "parameters")
+    assert cuda_launch._plan_for_few.cache_info().misses == made
+
+
 def test_a_constant_of_a_kernel_is_annotated_with_the_class_not_with_its_name() -> None:
     """Interpreters of older Triton take a name for an argument of the device, and fail in every kernel."""
     for kernel in (kernels.measure_chunks, kernels.square_chunks, kernels.fold, kernels.fold_squares):

@@ -80,8 +80,7 @@ _one_at_a_time: Final = threading.Lock()
 _Key = tuple[tuple[int, torch.dtype, bool], ...]
 
 
-@lru_cache(maxsize=32)
-def _plan_for(key: _Key, role: str, device: torch.device, stream: int, chunk: int) -> Plan:
+def _plan_of(key: _Key, role: str, device: torch.device, stream: int, chunk: int) -> Plan:
     """Lay out chunks; apart per role and stream, so that no table is rewritten while another launch may read it."""
     sizes = np.array([size for size, _, _ in key], dtype=np.int64)
     num_chunks_of = -(-sizes // chunk)
@@ -112,6 +111,12 @@ def _plan_for(key: _Key, role: str, device: torch.device, stream: int, chunk: in
     )
 
 
+# Kept. Of whole models few, which are large where a model is; of one tensor or two, as optimizers inside the backward
+# and differences have them, one for each shape in a model.
+_plan_for = lru_cache(maxsize=32)(_plan_of)
+_plan_for_few = lru_cache(maxsize=512)(_plan_of)
+
+
 def prepare(elements: Sequence[Tensor], role: str, dead_threshold: float = 0.0) -> Plan:
     """Upload the addresses of flat tensors, if they changed: the part of a sample that a CUDA graph must leave out.
 
@@ -124,7 +129,7 @@ def prepare(elements: Sequence[Tensor], role: str, dead_threshold: float = 0.0) 
     addresses = [tensor.data_ptr() for tensor in elements]
     key = tuple((e.numel(), e.dtype, a % _ALIGNMENT == 0) for e, a in zip(elements, addresses, strict=True))
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    plan = _plan_for(key, role, device, stream, CHUNK)
+    plan = (_plan_for_few if len(key) <= 2 else _plan_for)(key, role, device, stream, CHUNK)
     plan.table.write([*_dead_words(dead_threshold), *addresses])
     return plan
 
