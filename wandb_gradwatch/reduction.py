@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import queue
 import threading
 from collections.abc import Sequence
@@ -50,12 +51,14 @@ class LocalWindow:
         flush: its histogram.
         names: [P] the same on every rank.
         counted: [P] True where this rank's rows count: it holds a shard, or it is the one that speaks for replicas.
+        overhead_ratio: of this rank; not merged.
     """
 
     samples: tuple[ArrivedSample, ...]
     flush: ArrivedFlush
     names: tuple[str, ...]
     counted: npt.NDArray[np.bool_]
+    overhead_ratio: float = math.nan
 
 
 @dataclass(frozen=True)
@@ -65,10 +68,12 @@ class MergedWindow:
     Args:
         samples: rows merged over ranks.
         flush: the histogram, summed.
+        overhead_ratio: as this rank has it.
     """
 
     samples: tuple[ArrivedSample, ...]
     flush: ArrivedFlush
+    overhead_ratio: float
 
 
 class Reducer:
@@ -134,7 +139,7 @@ class Reducer:
                     tree = None  # its connections close, so that ranks that still wait for this one hear of it
                     self._give_up(error)
             if self.given_up:
-                self._done.put(MergedWindow(window.samples, window.flush))
+                self._done.put(MergedWindow(window.samples, window.flush, window.overhead_ratio))
             with self._progress:
                 self._under_way -= 1
                 self._progress.notify_all()
@@ -240,7 +245,7 @@ def _unpack(sums: FloatArray, extremes: FloatArray, window: LocalWindow, world: 
     flush = window.flush
     if flush.histogram is not None:
         flush = replace(flush, histogram=counts.reshape(flush.histogram.shape).astype(np.int64))
-    return MergedWindow(samples, flush)
+    return MergedWindow(samples, flush, window.overhead_ratio)
 
 
 def _codes_of_first_bad(rows_SPC: FloatArray, present_SP: npt.NDArray[np.bool_], rank: int, world: int) -> FloatArray:

@@ -8,7 +8,6 @@ import logging
 import math
 import sys
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -18,21 +17,21 @@ import numpy as np
 import torch
 
 from .cadence import Cadence
-from .capture.containment import CallbackError, Containment, alone
+from .capture.containment import Containment, alone
 from .capture.events import SamplerEvents
 from .capture.gauge import MeasureOptions
 from .capture.roster import Roster
 from .capture.sampler import Sampler
-from .delivery import Delivery, Merger, Names, Overhead
+from .delivery import Delivery, Judging, Names, Outlets, Overhead, snapshot_of
+from .delivery.saved import NameMatch, load_histogram, load_samples, save_samples
 from .desk import AlertDesk
 from .diagnosis import Diagnosis
 from .guard import GuardedSlots, SkipGuard
 from .rules import Alert
-from .shipments import ArrivedFlush, ArrivedSample, Sample
+from .shipments import ArrivedSample, Sample
 from .sinks import Sink
 from .snapshot import Snapshot
 from .statistics.columns import NUM_COLUMNS
-from .statistics.found import MetricHistogram
 from .summary import Summary, summarise
 from .window import Window
 
@@ -60,7 +59,11 @@ class StepNumber(int):
 
 
 class Watcher:
-    """What `watch()` returns. A context manager: leaving the block removes it."""
+    """What `watch()` returns. A context manager: leaving the block removes it.
+
+    Owns the parts of the corridor, from the sampler to the outlets, and whether they have been removed. What is
+    measured, judged, written or said is remembered by the part whose business it is: see `wandb_gradwatch.delivery`.
+    """
 
     def __init__(
         self,
@@ -75,36 +78,34 @@ class Watcher:
         on_alert: Sequence[Callable[[Alert], object]],
         judge_at_once: bool,
     ) -> None:
+        number = next(_NUMBERS)
         self._roster = roster
         self._desk = desk
         self._guard = guard
-        self._window = Window(keep_newest_histogram=cadence.keeps_newest_histogram)
-        self._delivery = Delivery(
-            sinks,
-            desk,
-            on_alert=on_alert,
-            names=lambda: Names(tuple(roster.names), tuple(roster.trainable)),
-            modules={
-                name: type(module).__name__ for model in roster.models() for name, module in model.named_modules()
-            },
-            judge_at_once=judge_at_once,
-            keep_newest_histogram=cadence.keeps_newest_histogram,
-        )
-        self._number = next(_NUMBERS)
-        self._merger: Merger | None = None
-        self._merges = True  # False at exit and in an exception: other ranks may not be there any more
-        self._unreturned: Snapshot | None = None
         self._removed = False
-        self._arrived: deque[ArrivedSample | ArrivedFlush] = deque()
         self._containment = Containment(self._failed)
+        self._window = Window(keep_newest_histogram=cadence.keeps_newest_histogram)
+        self._outlets = Outlets(sinks, on_alert)
+        kinds = {name: type(module).__name__ for model in roster.models() for name, module in model.named_modules()}
+        self._judging = Judging(desk, self._outlets, names=self._names, modules=kinds, at_once=judge_at_once)
         events = SamplerEvents(
             deliver=self._deliver,
-            notice=self._delivery.notice,
-            no_gradient=self._delivery.say_no_gradient,
+            notice=self._outlets.notice,
+            no_gradient=self._outlets.say_no_gradient,
             judge=None if guard is None else GuardedSlots(guard, lambda: tuple(roster.names), self._peek),
         )
         self._sampler = Sampler(roster, self._window, cadence, options, events, self._containment, **sampler_arguments)
-        self._overhead = Overhead(lambda: self._sampler.seconds_spent)
+        self._delivery = Delivery(
+            self._window,
+            self._judging,
+            self._outlets,
+            names=self._names,
+            shards=self._sampler.shards,
+            overhead=Overhead(lambda: self._sampler.seconds_spent),
+            on_untraced_clipping=self._sampler.distrust_versions,
+            reduction=str(number),
+            keep_newest_histogram=cadence.keeps_newest_histogram,
+        )
         self._sampler.start()
         # The model must not be kept alive by us, nor our hooks outlive it.
         self._models = [weakref.ref(model, self._model_gone) for model in roster.models()]
@@ -146,16 +147,14 @@ class Watcher:
     def latest(self) -> Snapshot | None:
         """The newest flushed snapshot; before the first flush, what has been sampled so far; None for nothing."""
         self._collect()
-        if self._delivery.latest is not None:
-            return self._delivery.latest
-        return self._delivery.snapshot(self._delivery.window) if self._delivery.window else None
+        return self._delivery.newest
 
     @property
     @alone
     def healthy(self) -> bool:
         """False if a rule found an error in the newest sample that has arrived."""
         self._collect()
-        return self._delivery.healthy
+        return self._judging.healthy
 
     def watches(self, model: object) -> bool:
         """Whether this is one of the watched models."""
@@ -163,26 +162,26 @@ class Watcher:
 
     def logs_to(self, run: object) -> bool:
         """Whether one of the sinks writes to this W&B run."""
-        return any(getattr(sink, "run", None) is run for sink in self._delivery.sinks)
+        return self._outlets.log_to(run)
 
     @alone
     def diagnose(self) -> list[Diagnosis]:
         """Probable causes of what the last samples show, most probable first; none for a healthy training."""
         self._collect()
-        return self._delivery.diagnose()
+        return self._judging.diagnose()
 
     @alone
     def summary(self) -> Summary:
         """The worst layers of the last samples, the total norm, the alerts: print it, or let a notebook show it."""
         self._collect()
-        self._delivery.judge()
-        recorder, latest = self._delivery.recorder, self._delivery.latest
-        overhead_ratio = math.nan if latest is None else latest.overhead_ratio
+        self._judging.judge()
+        recorder, newest = self._outlets.recorder, self._delivery.newest
+        overhead_ratio = math.nan if newest is None else newest.overhead_ratio
         return summarise(recorder.history(), alerts=recorder.alerts, overhead_ratio=overhead_ratio)
 
     def note(self, **context: object) -> None:
         """Keep a few words or numbers with the open step, for the flight recorder: `watcher.note(batch=17)`."""
-        self._delivery.recorder.note(self._sampler.clock.open_step, **context)
+        self._outlets.recorder.note(self._sampler.clock.open_step, **context)
 
     @alone
     def record(self, path: str | Path | None = None) -> list[Path]:
@@ -192,8 +191,8 @@ class Watcher:
             The files written; read one with `wandb_gradwatch.recorder.read`.
         """
         self._collect()
-        self._delivery.judge()
-        return self._delivery.record(path, table=path is None)
+        self._judging.judge()
+        return self._outlets.record(path, table=path is None)
 
     @alone
     def wait(self) -> None:
@@ -204,7 +203,7 @@ class Watcher:
         if not self._removed:
             self._sampler.end_sample()
             self._deliver(wait=True)
-        self._delivery.judge()
+        self._judging.judge()
 
     @alone
     def flush(self) -> Snapshot | None:
@@ -213,17 +212,16 @@ class Watcher:
         Returns:
             The newest window that no earlier call has returned; None if nothing was sampled since.
         """
-        return self._flush(final=False)
+        self._end_window(final=False)
+        return self._delivery.pop_unreturned()
 
-    def _flush(self, *, final: bool) -> Snapshot | None:
+    def _end_window(self, *, final: bool) -> None:
         if not self._removed:
             self._sampler.end_sample(final=final)
             self._deliver(wait=True)
             if self._delivery.window:
                 self._sampler.flush_window()
                 self._deliver(wait=True)
-        snapshot, self._unreturned = self._unreturned, None
-        return snapshot
 
     @alone
     def remove(self) -> None:
@@ -242,26 +240,16 @@ class Watcher:
         The step, what was learnt about the loop, the rules' and the guard's memory, and the window that is not flushed.
         """
         self.wait()
-        samples = self._delivery.window
+        withholding = self._sampler.withholding
         histogram, histogram_steps = self._window.open_histogram()
         return {
             "sampler": self._sampler.state_dict(),
             "desk": self._desk.state_dict(),
             "guard": None if self._guard is None else self._guard.state_dict(),
-            "said": sorted(self._delivery.said),
-            "guarding": None if self._sampler.withholding is None else self._sampler.withholding.state_dict(),
+            "said": sorted(self._outlets.said),
+            "guarding": None if withholding is None else withholding.state_dict(),
             "names": list(self._roster.names),
-            "samples": [
-                {
-                    "step": sample.sample.step,
-                    "rows": torch.from_numpy(sample.rows.copy()),
-                    "loss_scale": sample.loss_scale,
-                    "skipped": sample.skipped,
-                    "metrics": dict(sample.metrics),
-                    "histograms": {key: torch.from_numpy(h.packed()) for key, h in sample.histograms.items()},
-                }
-                for sample in samples
-            ],
+            "samples": save_samples(self._delivery.window),
             "histogram": None if histogram is None else torch.from_numpy(histogram),
             "histogram_steps": list(histogram_steps),
         }
@@ -271,30 +259,14 @@ class Watcher:
         """Go on from `state_dict()`; parameters are matched by name, and those that are gone are dropped."""
         self._sampler.load_state_dict(state["sampler"])
         self._desk.load_state_dict(state["desk"])
-        self._delivery.said |= set(state["said"])
-        slots = self._roster.slot_of_name
-        kept = [(slots[name], index) for index, name in enumerate(state["names"]) if name in slots]
-        targets, sources = [slot for slot, _ in kept], [index for _, index in kept]
-        if self._guard is not None and self._sampler.withholding is not None and state["guard"] is not None:
+        self._outlets.said |= set(state["said"])
+        match = NameMatch.of(state["names"], self._roster.slot_of_name, len(self._roster.names))
+        withholding = self._sampler.withholding
+        if self._guard is not None and withholding is not None and state["guard"] is not None:
             self._guard.load_state_dict(state["guard"])
-            self._sampler.withholding.load_state_dict(state["guarding"], {index: slot for slot, index in kept})
-        samples = []
-        for saved in state["samples"]:
-            rows = np.full((len(self._roster.names), NUM_COLUMNS), np.nan)
-            rows[targets] = _with_names(saved["rows"], len(state["names"])).numpy()[sources]
-            sample = Sample(int(saved["step"]), bool(saved["skipped"]), ())
-            histograms = {
-                key: MetricHistogram.of(packed.numpy()) for key, packed in saved.get("histograms", {}).items()
-            }
-            of_sample = (float(saved["loss_scale"]), bool(saved["skipped"]), dict(saved["metrics"]), histograms)
-            samples.append(ArrivedSample(sample, rows, *of_sample))
-        self._delivery.window = samples
-        histogram = None
-        if state["histogram"] is not None:
-            counts = _with_names(state["histogram"], len(state["names"]))
-            histogram = torch.zeros((len(self._roster.names), counts.shape[1]), dtype=torch.int64, device="cpu")
-            histogram[targets] = counts[sources]
-        self._window.restore_histogram(histogram, state["histogram_steps"])
+            withholding.load_state_dict(state["guarding"], dict(zip(match.saved, match.slots, strict=True)))
+        self._delivery.window = load_samples(state["samples"], match)
+        self._window.restore_histogram(load_histogram(state["histogram"], match), state["histogram_steps"])
 
     def _own_turn(self) -> AbstractContextManager[object]:
         """See `alone`. Not with shards: what is asked may wait for ranks whose training waits for this one's."""
@@ -307,19 +279,19 @@ class Watcher:
     def _remove(self, *, merge: bool) -> None:
         if self._removed or self._containment.in_forked_child:
             return
-        self._merges = merge
-        self._unreturned = self._flush(final=True)
+        if not merge:
+            self._delivery.stop_merging()
+        self._end_window(final=True)
         if self._sampler.withholding is not None:
             self._sampler.withholding.finish()
-        self._delivery.judge()
+        self._judging.judge()
         self._stop()
-        self._delivery.close()
+        self._outlets.close()
 
     def _stop(self) -> None:
         self._removed = True
         self._sampler.stop()
-        if self._merger is not None:
-            self._merger.close()
+        self._delivery.close()
         atexit.unregister(self._script_ends)
         if self in WATCHERS:
             WATCHERS.remove(self)
@@ -346,9 +318,8 @@ class Watcher:
             unguarded,
             exc_info=error,
         )
-        if self._delivery.window and not self._sampler.shards.any:
-            self._delivery.write(self._delivery.end_window(), ArrivedFlush(None, ()), self._overhead.ratio())
-        self._delivery.close()
+        self._delivery.rescue()
+        self._outlets.close()
 
     # ---- from the window to the delivery
 
@@ -362,43 +333,11 @@ class Watcher:
             self._sampler.deliver()
 
     def _deliver(self, *, wait: bool = False) -> None:
-        if not (self._window.has_sent or self._arrived or self._merger) or self._containment.in_forked_child:
-            return
-        raised: CallbackError | None = None
-        self._arrived.extend(self._window.poll(wait=wait))
-        while self._arrived:  # shared: a callback of the user's that flushes goes on where this loop is
-            arrived = self._arrived.popleft()
-            try:
-                if isinstance(arrived, ArrivedSample):
-                    self._take(arrived)
-                else:
-                    self._end_window(arrived)
-            except CallbackError as error:  # what has arrived is delivered all the same
-                raised = raised or error
-        if self._merger is not None:
-            for merged, overhead_ratio in self._merger.poll(wait=wait and self._merges):
-                self._delivery.judge_merged(merged)
-                self._unreturned = self._delivery.write(merged.samples, merged.flush, overhead_ratio)
-        if raised is not None:
-            raise raised
+        if self._delivery.has_any and not self._containment.in_forked_child:
+            self._delivery.deliver(wait=wait)
 
-    def _take(self, arrived: ArrivedSample) -> None:
-        if arrived.was_clipped_without_a_trace:
-            self._sampler.distrust_versions()
-        self._delivery.take(arrived, whole=not self._sampler.shards.any)
-
-    def _end_window(self, flush: ArrivedFlush) -> None:
-        samples = self._delivery.end_window()
-        if not samples:
-            return
-        overhead_ratio = self._overhead.ratio()
-        if not self._sampler.shards.any:
-            self._unreturned = self._delivery.write(samples, flush, overhead_ratio)
-        elif self._merges:
-            if self._merger is None:
-                self._merger = Merger(str(self._number))
-            names = tuple(self._roster.names)
-            self._merger.submit(samples, flush, names, self._sampler.shards.counted(len(names)), overhead_ratio)
+    def _names(self) -> Names:
+        return Names(tuple(self._roster.names), tuple(self._roster.trainable))
 
     def _peek(self, slots: Sequence[int]) -> Snapshot:
         """The open sample with nothing but these slots. Waits for the device."""
@@ -406,15 +345,7 @@ class Watcher:
         here = list(slots)
         rows[here] = self._window.peek()[here]
         sample = ArrivedSample(Sample(self._sampler.clock.open_step, False, ()), rows, float("nan"), False)
-        return self._delivery.snapshot([sample])
-
-
-def _with_names(rows: torch.Tensor, num_names: int) -> torch.Tensor:
-    """Rows saved before later names appeared, with room for them: [P, any]."""
-    missing = num_names - len(rows)
-    value = torch.nan if rows.is_floating_point() else 0
-    fill = rows.new_full((missing, rows.shape[1]), value)
-    return torch.cat([rows, fill]) if missing else rows
+        return snapshot_of([sample], self._names())
 
 
 WATCHERS: Final[list[Watcher]] = []
