@@ -10,10 +10,11 @@ import numpy as np
 
 from ..rules import Alert
 from ..rules.words import CAUSE_PREFIX
-from ..snapshot import Snapshot
+from ..snapshot import Snapshot, select_samples
 from ..statistics.columns import FloatArray
+from .causes import CAUSES, Diagnosis
 from .evidence import Evidence
-from .patterns import CAUSES, PATTERNS, Diagnosis
+from .patterns import PATTERNS
 
 __all__ = ["CAUSES", "Diagnosis", "diagnose", "with_diagnosis"]
 
@@ -79,13 +80,4 @@ def _until(history: Snapshot, step: int) -> Snapshot:
     kept = np.flatnonzero(history.steps <= step)
     if len(kept) == len(history):
         return history
-    return replace(
-        history,
-        steps=history.steps[kept],
-        rows=history.rows[kept],
-        histogram=None,
-        histogram_steps=(),
-        loss_scale=history.loss_scale[kept],
-        skipped=history.skipped[kept],
-        metrics={key: values[kept] for key, values in history.metrics.items()},
-    )
+    return select_samples(history, kept)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from .groups import GroupBy, group_function
 from .missing import last_present
-from .snapshot import FIRST_BAD_RANK_METRIC, Snapshot, concatenate
+from .snapshot import FIRST_BAD_RANK_METRIC, Snapshot, concatenate, select_samples
 
 __all__ = [
     "FIRST_BAD_RANK_METRIC",
@@ -16,4 +16,5 @@ __all__ = [
     "concatenate",
     "group_function",
     "last_present",
+    "select_samples",
 ]

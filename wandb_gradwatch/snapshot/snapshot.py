@@ -298,18 +298,7 @@ class Snapshot:
 
     def sample(self, index: int) -> Snapshot:
         """One sample of this snapshot, without the histograms; negative indices count from the end."""
-        chosen = [range(len(self))[index]]
-        return replace(
-            self,
-            steps=self.steps[chosen],
-            rows=self.rows[chosen],
-            histogram=None,
-            histogram_steps=(),
-            loss_scale=self.loss_scale[chosen],
-            skipped=self.skipped[chosen],
-            metrics={name: values[chosen] for name, values in self.metrics.items()},
-            metric_histograms={},
-        )
+        return select_samples(self, [range(len(self))[index]])
 
     def merge(self, *others: Snapshot) -> Snapshot:
         """One snapshot of all samples in the order given: an epoch out of windows.
@@ -343,6 +332,22 @@ class Snapshot:
             overhead_ratio=snapshots[-1].overhead_ratio,
             metric_histograms=merge_histograms(s.metric_histograms for s in snapshots),
         )
+
+
+def select_samples(snapshot: Snapshot, indices: Sequence[int] | npt.NDArray[np.intp]) -> Snapshot:
+    """Some samples of a snapshot, copied, without the histograms, which nobody can take apart."""
+    chosen = list(indices)
+    return replace(
+        snapshot,
+        steps=snapshot.steps[chosen],
+        rows=snapshot.rows[chosen],
+        histogram=None,
+        histogram_steps=(),
+        loss_scale=snapshot.loss_scale[chosen],
+        skipped=snapshot.skipped[chosen],
+        metrics={name: values[chosen] for name, values in snapshot.metrics.items()},
+        metric_histograms={},
+    )
 
 
 def concatenate(snapshots: Sequence[Snapshot]) -> Snapshot | None:

@@ -1,0 +1,61 @@
+"""The probable causes by name, and what a diagnosis says of one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """One probable cause.
+
+    Args:
+        cause: what probably went wrong; one of the CAUSES.
+        confidence: between 0 and 1, to rank causes by; no probability.
+        evidence: what in the samples says so, with numbers.
+        remedy: what to do about it.
+    """
+
+    cause: str
+    confidence: float
+    evidence: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.cause} ({self.evidence}). Remedy: {self.remedy}."
+
+
+LEARNING_RATE = "learning rate too high"
+INITIALISATION = "poor initialisation"
+DEPTH = "explosion through depth"
+RECURRENCE = "explosion through recurrence"
+SATURATION = "saturating activations"
+BATCH_NORM = "batch norm on small batches"
+UNDERFLOW = "float16 underflow"
+SCALE = "loss scale too high or values beyond float16"
+DEAD_RELU = "dead ReLUs"
+FROZEN = "frozen or unused layers"
+ZEROED = "gradients zeroed before the step"
+BAD_BATCH = "one bad batch"
+BAD_RANK = "one bad rank"
+INVALID = "an operation without a finite derivative"
+
+# What each cause can explain, by the titles of the shipped rules.
+_EXPLOSION, _FADING = ("Exploding gradient", "NaN gradient", "Inf gradient"), ("Vanishing gradient", "Dead gradient")
+CAUSES: Final[dict[str, tuple[str, ...]]] = {
+    LEARNING_RATE: (*_EXPLOSION, "Dead gradient", "Loss scale collapse"),
+    INITIALISATION: (*_EXPLOSION, *_FADING, "Loss scale collapse"),
+    DEPTH: _EXPLOSION,
+    RECURRENCE: _EXPLOSION,
+    SATURATION: ("Vanishing gradient",),
+    BATCH_NORM: (*_EXPLOSION, *_FADING),
+    UNDERFLOW: (*_FADING, "No gradient"),
+    SCALE: ("Loss scale collapse",),
+    DEAD_RELU: _FADING,
+    FROZEN: ("No gradient",),
+    ZEROED: ("No gradient",),
+    BAD_BATCH: _EXPLOSION,
+    BAD_RANK: (*_EXPLOSION, "Loss scale collapse"),
+    INVALID: ("NaN gradient", "Inf gradient", "Loss scale collapse"),
+}
