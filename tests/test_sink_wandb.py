@@ -15,7 +15,9 @@ from windows import window
 import wandb_gradwatch
 from wandb_gradwatch.rules import Alert
 from wandb_gradwatch.sinks import Sink
-from wandb_gradwatch.sinks.wandb_run import MAX_ROW_BYTES, MAX_SERIES, WandbSink
+from wandb_gradwatch.sinks.run_rows import MAX_ROW_BYTES
+from wandb_gradwatch.sinks.series import MAX_SERIES
+from wandb_gradwatch.sinks.wandb_run import WandbSink
 
 NAN = float("nan")
 ALERT = Alert("NaN gradient", "layer b holds 1 NaN at step 7", step=7, level="ERROR")

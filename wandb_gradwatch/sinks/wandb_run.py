@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, Final
 
 from ..rules import Alert
 from ..snapshot import GroupBy, Snapshot, group_function
-from .history_row import HISTOGRAM_FAMILY, SCALAR_FAMILIES, STEP_KEY, HistoryRow, Number, metric_name
+from .history_row import HISTOGRAM_FAMILY, SCALAR_FAMILIES, STEP_KEY, HistoryRow, metric_name
 from .picture import Pictures
 from .placement import Placement, placement_of
+from .run_rows import RunRow, TableRow, in_namespace
+from .series import SeriesGrouping
 
 logger = logging.getLogger("wandb_gradwatch")
 
-TABLE_KEY: Final = "gradwatch/flight_recorder"
 MAX_METRICS: Final = 10_000  # W&B advises fewer in a run
-MAX_SERIES: Final = 256  # names per key family, of which there are a dozen
-MAX_ROW_BYTES: Final = 1_000_000  # W&B skips a row above 10.4 MB whole, with the user's keys in it
-_NUMBER_BYTES: Final = 24  # of a float as JSON, with its comma
 _ALERT_WAIT_SECONDS: Final = 1  # W&B swallows alerts of one title within this; 0 would mean its default of 60
 _STARVED_WINDOWS: Final = 8
 
@@ -67,14 +64,14 @@ class WandbSink:
         if group_by is not None:
             group_function(group_by)
         self._run = run
-        self._grouping = _Grouping(group_by)
+        self._grouping = SeriesGrouping(group_by)
         self._histograms = histograms
         self._namespace = namespace
         self._commit = commit
         self._pictures = Pictures()
         self._said: set[str] = set()
         self._told_names: list[str] = []
-        self._kept_table: _TableRow | None = None
+        self._kept_table: TableRow | None = None
         self._forget: list[Callable[[], None]] = []
         self._placement: Placement | None = None
         if not run.disabled:
@@ -102,10 +99,11 @@ class WandbSink:
         if self._placement is None or not len(snapshot) or self._has_ended(self._placement):
             return
         self._define_metrics(snapshot, self._placement)
-        self._tell_order(snapshot)
-        row = HistoryRow.of(self._grouping.apply(snapshot))
+        grouped = self._grouping.apply(snapshot)
+        self._tell_order(list(grouped.names))
+        row = HistoryRow.of(grouped)
         pictures = self._pictures if self._histograms else None
-        self._placement.put(self, _RunRow(row, pictures, self._namespace), commit=self._commit)
+        self._placement.put(self, RunRow(row, pictures, self._namespace), commit=self._commit)
         if self._placement.num_waiting > 1:
             self._show_newest(row, self._placement)
 
@@ -122,7 +120,7 @@ class WandbSink:
         """
         if self._placement is None or not rows or self._has_ended(self._placement):
             return
-        table = _TableRow(columns, rows)
+        table = TableRow(columns, rows)
         if self._run.offline:
             self._placement.put(object(), table, commit=self._commit)  # an owner of its own: it merges with nothing
             return
@@ -153,7 +151,7 @@ class WandbSink:
 
     def _show_newest(self, row: HistoryRow, placement: Placement) -> None:
         """Rows pile up, as the script logs rarely or never: keep at least the run's summary fresh."""
-        self._run.summary.update(_in_namespace(row.vitals(), self._namespace))
+        self._run.summary.update(in_namespace(row.vitals(), self._namespace))
         if placement.num_user_calls == 0 and placement.num_waiting >= _STARVED_WINDOWS:
             self._say(
                 "starved",
@@ -168,9 +166,8 @@ class WandbSink:
             self._said.add(kind)
             logger.warning(message, *args)
 
-    def _tell_order(self, snapshot: Snapshot) -> None:
+    def _tell_order(self, names: list[str]) -> None:
         """Put the names into the run's config, in the model's order: the history loses it."""
-        names = list(self._grouping.apply(snapshot).names)
         if names != self._told_names:
             self._told_names = names
             told = {"names": names} if not self._namespace else {self._namespace: {"names": names}}
@@ -210,132 +207,3 @@ class WandbSink:
             # Else W&B adds our step to rows of the user that hold a name of these families.
             options["step_sync"] = False
         self._run.define_metric(name, **options)
-
-
-class _Grouping:
-    """The groups that the user asked for, or ones that keep the number of series sane."""
-
-    def __init__(self, group_by: GroupBy | None) -> None:
-        self._chosen = group_by
-        self._automatic: GroupBy = "parameter"
-
-    def apply(self, snapshot: Snapshot) -> Snapshot:
-        if self._chosen is not None:
-            return snapshot.by_group(self._chosen)
-        grouped = snapshot.by_group(self._automatic)
-        if len(grouped.names) <= MAX_SERIES:
-            return grouped
-        names = snapshot.names
-        self._automatic, description = next(
-            (coarser for coarser in _coarser(names) if _num_groups(names, coarser[0]) <= MAX_SERIES),
-            _neighbours(names),
-        )
-        grouped = snapshot.by_group(self._automatic)
-        logger.warning(
-            "%d parameters are more than the %d series that W&B shows well: they are logged as %d groups (%s). "
-            'Pass group_by= ("parameter", "module" or a function) to choose.',
-            len(snapshot.names),
-            MAX_SERIES,
-            len(grouped.names),
-            description,
-        )
-        return grouped
-
-
-def _coarser(names: tuple[str, ...]) -> Iterator[tuple[GroupBy, str]]:
-    """Groupings from fine to coarse."""
-    yield "module", "one per module"
-    for depth in range(max(name.count(".") for name in names), 0, -1):
-        yield _prefix(depth), f"by the first {depth} part{'s' if depth > 1 else ''} of the name"
-
-
-def _neighbours(names: tuple[str, ...]) -> tuple[GroupBy, str]:
-    """Thousands of modules side by side, which no part of their names divides: so many in a row are one group."""
-    modules = list(dict.fromkeys(map(_prefix(1), names)))
-    size = -(-len(modules) // (MAX_SERIES - 1))  # one series is for what appears later
-    groups: dict[str, str] = {}
-    for start in range(0, len(modules), size):
-        members = modules[start : start + size]
-        groups |= dict.fromkeys(members, f"{members[0]}-{members[-1]}" if len(members) > 1 else members[0])
-    return lambda name: groups.get(_prefix(1)(name), "later"), f"{size} neighbours each"
-
-
-def _num_groups(names: tuple[str, ...], group_by: GroupBy) -> int:
-    return len(set(map(group_function(group_by), names)))
-
-
-def _prefix(depth: int) -> Callable[[str], str]:
-    return lambda name: ".".join(name.split(".")[:depth])
-
-
-@dataclass(frozen=True)
-class _RunRow:
-    """A row as the placement sees it: mergeable while it waits, made into W&B's types when its turn comes."""
-
-    row: HistoryRow
-    pictures: Pictures | None
-    namespace: str = ""
-
-    def merge(self, later: _RunRow) -> _RunRow:
-        return _RunRow(self.row.merge(later.row), later.pictures, later.namespace)
-
-    def parts(self) -> list[dict[str, Any]]:
-        values: list[tuple[str, Any, int]] = [
-            (key, value, len(key) + _NUMBER_BYTES)
-            for key, value in _in_namespace(self.row.scalars(), self.namespace).items()
-        ]
-        if self.pictures is not None:
-            values += _histograms(self.pictures, self.row)
-        return _spread(values, {STEP_KEY: self.row.step})
-
-
-@dataclass(frozen=True)
-class _TableRow:
-    """The flight recorder's table as the placement sees it: the later of two holds what the earlier did."""
-
-    columns: list[str]
-    rows: list[list[Any]]
-
-    def merge(self, later: _TableRow) -> _TableRow:
-        return later
-
-    def parts(self) -> list[dict[str, Any]]:
-        import wandb
-
-        newest = max(row[self.columns.index("step")] for row in self.rows)
-        return [{STEP_KEY: newest, TABLE_KEY: wandb.Table(columns=[*self.columns], data=self.rows)}]
-
-
-def _in_namespace(values: dict[str, Number], namespace: str) -> dict[str, Number]:
-    """The whole model's numbers below a namespace; the step, and what has a layer's name, stay."""
-    if not namespace:
-        return values
-    own = f"gradwatch/{namespace}/"
-    return {
-        key if key == STEP_KEY or not key.startswith("gradwatch/") else own + key.removeprefix("gradwatch/"): value
-        for key, value in values.items()
-    }
-
-
-def _histograms(pictures: Pictures, row: HistoryRow) -> Iterator[tuple[str, Any, int]]:
-    import wandb
-
-    drawn = {} if row.pictured is None else pictures.of(row.pictured)
-    keyed = {f"{HISTOGRAM_FAMILY}/{metric_name(name)}": picture for name, picture in drawn.items()}
-    for key, (counts, edges) in (keyed | pictures.of_metrics(row.metric_histograms)).items():
-        size = len(key) + len(edges) * _NUMBER_BYTES + len(counts) * (len(str(max(counts))) + 2)
-        # It asks for arrays and turns them into the lists that these are already.
-        yield key, wandb.Histogram(np_histogram=(counts, edges)), size  # type: ignore[arg-type]
-
-
-def _spread(values: list[tuple[str, Any, int]], step: dict[str, int]) -> list[dict[str, Any]]:
-    """Fill rows up to the size limit, in order, each with the step."""
-    parts: list[dict[str, Any]] = [dict(step)]
-    filled = 0
-    for key, value, size in values:
-        if filled + size > MAX_ROW_BYTES and len(parts[-1]) > len(step):
-            parts.append(dict(step))
-            filled = 0
-        parts[-1][key] = value
-        filled += size
-    return parts
