@@ -27,22 +27,19 @@ from wandb_gradwatch.dashboards.history import (
     RunHistory,
     natural_order,
 )
-from wandb_gradwatch.dashboards.page import ASSETS, LIBRARY_SCRIPT, LIBRARY_STYLE, render_page, write_page
-from wandb_gradwatch.dashboards.payload import (
+from wandb_gradwatch.dashboards.packing import (
     CODE_FIRST,
     CODE_INFINITE,
     CODE_MISSING,
     CODE_ZERO,
-    build_payload,
-    pool,
-    pool_steps,
-    pool_width,
     quantise,
     quantise_evenly,
-    script_json,
-    visible_text,
 )
+from wandb_gradwatch.dashboards.page import ASSETS, LIBRARY_SCRIPT, LIBRARY_STYLE, render_page, write_page
+from wandb_gradwatch.dashboards.payload import build_payload
+from wandb_gradwatch.dashboards.pooling import pool, pool_steps, pool_width
 from wandb_gradwatch.dashboards.read import UnreadableRunError, _Reading, read_run
+from wandb_gradwatch.dashboards.safe_text import script_json, visible_text
 from wandb_gradwatch.forecast import FORMATS
 from wandb_gradwatch.statistics.columns import FloatArray
 

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Final
 
 from .history import RunHistory
-from .payload import build_payload, script_json, visible_text
+from .payload import build_payload
+from .safe_text import script_json, visible_text
 
 ASSETS: Final = Path(__file__).parent / "assets"
 LIBRARY_SCRIPT: Final = "uPlot.iife.min.js"
