@@ -19,7 +19,7 @@ import pytest
 from wandb_gradwatch import __version__, cli, doctor
 from wandb_gradwatch.dashboards import page, read
 from wandb_gradwatch.dashboards.history import RecordedAlert, RunHistory
-from wandb_gradwatch.doctor import Check, Overhead
+from wandb_gradwatch.doctor import Check, Overhead, checks, measurement
 from wandb_gradwatch.terminal import Progress, Terminal
 
 ROOT = Path(__file__).parent.parent
@@ -284,7 +284,7 @@ def test_doctor_as_json_names_every_requirement(capsys: pytest.CaptureFixture[st
 def test_doctor_finds_a_version_below_its_floor(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(doctor, "_floors", lambda: {"numpy": "99.0"})
+    monkeypatch.setattr(checks, "_floors", lambda: {"numpy": "99.0"})
     assert cli.main(["doctor", "--no-measure"]) == 1
     said = [line.strip() for line in capsys.readouterr().out.splitlines()]
     # The command stands on a line of its own: to be copied.
@@ -303,8 +303,8 @@ def test_doctor_finds_a_version_below_its_floor(
 def test_versions_are_compared_as_numbers(
     version: str, floor: str, verdict: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor.metadata, "version", lambda name: version)
-    assert doctor._check_version("torch", {"torch": floor}).verdict == verdict
+    monkeypatch.setattr(checks.metadata, "version", lambda name: version)
+    assert checks._check_version("torch", {"torch": floor}).verdict == verdict
 
 
 def _refuse(backend: str) -> None:
@@ -322,10 +322,10 @@ def _refuse(backend: str) -> None:
 def test_doctor_says_what_measures_on_the_cpu(
     version: str | None, compile_it: Any, verdict: str, found: str, advice: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor.torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(doctor, "_version_or_none", lambda name: version)
-    monkeypatch.setattr(doctor, "compile_for_cpu", compile_it)
-    check = doctor._check_numba()
+    monkeypatch.setattr(checks.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(checks, "_version_or_none", lambda name: version)
+    monkeypatch.setattr(checks, "compile_for_cpu", compile_it)
+    check = checks._check_numba()
     assert (check.verdict, check.found) == (verdict, found)
     assert advice in check.advice
 
@@ -342,7 +342,7 @@ def test_doctor_says_what_measures_on_the_cpu(
 def test_the_login_is_judged_by_mode_and_credentials(
     mode: str, has_credentials: bool, verdict: str, found: str
 ) -> None:
-    check = doctor._judge_login(mode, "http://host", lambda: has_credentials)
+    check = checks._judge_login(mode, "http://host", lambda: has_credentials)
     assert check.verdict == verdict
     assert found in check.found
     assert bool(check.advice) == (verdict == "note")
@@ -350,7 +350,7 @@ def test_the_login_is_judged_by_mode_and_credentials(
 
 def test_the_login_is_checked_without_the_network(tmp_path: Path) -> None:
     # Nothing listens on port 9: a check that asked the server would fail. W&B reads its environment once per process.
-    program = "from wandb_gradwatch.doctor import _check_login; print(_check_login().found)"
+    program = "from wandb_gradwatch.doctor.checks import _check_login; print(_check_login().found)"
     settings = {"HOME": str(tmp_path), "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "k" * 40}
     clean = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
     result = subprocess.run(
@@ -367,7 +367,7 @@ def test_overhead_is_the_median_of_paired_blocks_in_alternating_order(monkeypatc
         order.append(watched)
         return (9.0 + len(order)) * (1.1 if watched else 1.0)
 
-    monkeypatch.setattr(doctor, "_train_block", block)
+    monkeypatch.setattr(measurement, "_train_block", block)
     measured = doctor.measure_overhead(800)
     assert order == [False, True, False, True, True, False, False, True]
     # The pairs' blocks take 12..17 ms before the cost of watching, so the pairs' ratios less 1 are
@@ -381,8 +381,8 @@ def test_overhead_is_the_median_of_paired_blocks_in_alternating_order(monkeypatc
 
 
 def test_doctor_measures_a_real_training(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(doctor, "STEPS_PER_BLOCK", 3)
-    monkeypatch.setattr(doctor, "PAIRS", 2)
+    monkeypatch.setattr(measurement, "STEPS_PER_BLOCK", 3)
+    monkeypatch.setattr(measurement, "PAIRS", 2)
     assert cli.main(["doctor", "--parameters", "1k", "--json"]) == 0
     measured = json.loads(capsys.readouterr().out)["overhead"]
     assert measured["step_ms"] > 0
