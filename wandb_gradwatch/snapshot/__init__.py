@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from .groups import GroupBy, group_function
 from .missing import last_present
-from .snapshot import FIRST_BAD_RANK_METRIC, Snapshot, concatenate, select_samples
+from .shapes import concatenate, select_samples
+from .snapshot import FIRST_BAD_RANK_METRIC, Snapshot
 
 __all__ = [
     "FIRST_BAD_RANK_METRIC",

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import chain
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -20,13 +19,13 @@ from ..statistics.columns import (
     FloatArray,
     IntArray,
     histogram_edges,
-    merge_rows,
 )
-from ..statistics.found import MetricHistogram, merge_histograms
+from ..statistics.found import MetricHistogram
 from .frozen import derived, frozen
 from .groups import GroupBy, group_function
 from .missing import finite_or_missing, ratio
 from .quantiles import check_quantile, fold_signs, magnitude_quantile, signed_quantile
+from .shapes import group_names, merge_snapshots, select_samples
 
 # S samples in the window, P watched parameters (or groups), C columns, B histogram bins, M magnitude bins
 
@@ -280,21 +279,7 @@ class Snapshot:
         Raises:
             ValueError: group_by is none of these.
         """
-        if group_by == "parameter":
-            return self
-        group_of = group_function(group_by)
-        members: dict[str, list[int]] = {}
-        for index, name in enumerate(self.names):
-            members.setdefault(group_of(name), []).append(index)
-        groups = list(members.values())
-        rows = np.empty((len(self), len(groups), NUM_COLUMNS))
-        for index, group in enumerate(groups):
-            rows[:, index] = merge_rows(self.rows[:, group], axis=1)
-        histogram = self.histogram
-        if histogram is not None:
-            histogram = np.stack([histogram[group].sum(axis=0) for group in groups])
-        trainable = np.array([self.trainable[group].any() for group in groups], dtype=bool)
-        return replace(self, names=tuple(members), rows=rows, histogram=histogram, trainable=trainable)
+        return self if group_by == "parameter" else group_names(self, group_function(group_by))
 
     def sample(self, index: int) -> Snapshot:
         """One sample of this snapshot, without the histograms; negative indices count from the end."""
@@ -305,74 +290,4 @@ class Snapshot:
 
         A name that a snapshot lacks is missing in its samples.
         """
-        snapshots = (self, *others)
-        names, places = _joint_names(snapshots)
-        rows = np.full((sum(map(len, snapshots)), len(names), NUM_COLUMNS), np.nan)
-        trainable = np.zeros(len(names), dtype=bool)
-        histogram = None
-        start = 0
-        for snapshot in snapshots:
-            here = places[snapshot.names]
-            rows[start : start + len(snapshot), here] = snapshot.rows
-            trainable[here] = snapshot.trainable
-            start += len(snapshot)
-            if snapshot.histogram is not None:
-                histogram = np.zeros((len(names), NUM_BINS), dtype=np.int64) if histogram is None else histogram
-                histogram[here] += snapshot.histogram
-        return Snapshot(
-            steps=np.concatenate([s.steps for s in snapshots]),
-            names=names,
-            rows=rows,
-            histogram=histogram,
-            histogram_steps=tuple(step for s in snapshots for step in s.histogram_steps),
-            loss_scale=np.concatenate([s.loss_scale for s in snapshots]),
-            skipped=np.concatenate([s.skipped for s in snapshots]),
-            trainable=trainable,
-            metrics=_joint_metrics(snapshots),
-            overhead_ratio=snapshots[-1].overhead_ratio,
-            metric_histograms=merge_histograms(s.metric_histograms for s in snapshots),
-        )
-
-
-def select_samples(snapshot: Snapshot, indices: Sequence[int] | npt.NDArray[np.intp]) -> Snapshot:
-    """Some samples of a snapshot, copied, without the histograms, which nobody can take apart."""
-    chosen = list(indices)
-    return replace(
-        snapshot,
-        steps=snapshot.steps[chosen],
-        rows=snapshot.rows[chosen],
-        histogram=None,
-        histogram_steps=(),
-        loss_scale=snapshot.loss_scale[chosen],
-        skipped=snapshot.skipped[chosen],
-        metrics={name: values[chosen] for name, values in snapshot.metrics.items()},
-        metric_histograms={},
-    )
-
-
-def concatenate(snapshots: Sequence[Snapshot]) -> Snapshot | None:
-    """Merge any number of snapshots; None for none."""
-    return snapshots[0].merge(*snapshots[1:]) if snapshots else None
-
-
-Places = npt.NDArray[np.intp] | slice
-
-
-def _joint_names(snapshots: Sequence[Snapshot]) -> tuple[tuple[str, ...], dict[tuple[str, ...], Places]]:
-    """All names in the order in which they first appear, and by each snapshot's names where these are among them."""
-    distinct = dict.fromkeys(snapshot.names for snapshot in snapshots)
-    place = {name: index for index, name in enumerate(dict.fromkeys(chain.from_iterable(distinct)))}
-    names = tuple(place)
-    return names, {
-        some: slice(None) if some == names else np.array([place[name] for name in some], dtype=np.intp)
-        for some in distinct
-    }
-
-
-def _joint_metrics(snapshots: Sequence[Snapshot]) -> dict[str, FloatArray]:
-    """Every metric over the samples of all, NaN in those of a snapshot that lacks it: each [S]."""
-    keys = dict.fromkeys(key for snapshot in snapshots for key in snapshot.metrics)
-    return {
-        key: np.concatenate([s.metrics[key] if key in s.metrics else np.full(len(s), np.nan) for s in snapshots])
-        for key in keys
-    }
+        return merge_snapshots((self, *others))
