@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from statistics_oracle import assert_row
 from wandb_gradwatch.statistics import cpu_compiled
 from wandb_gradwatch.statistics.columns import Column
 from wandb_gradwatch.statistics.compilation import Compilation
+from wandb_gradwatch.statistics.crew import Crew
 from wandb_gradwatch.statistics.measure import compile_for_cpu, measure, resolve_backend, sum_sq
 
 CPU = torch.device("cpu")
@@ -183,6 +186,101 @@ def test_threads_that_measure_at_once_do_not_disturb_each_other() -> None:
             assert list(pool.map(rows, lists)) == alone
 
 
+# ---- where threads share the work
+
+
+@pytest.fixture
+def num_threads() -> Iterator[Callable[[int], None]]:
+    """`num_threads(n)`: of torch, in this test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def shares_from_one(monkeypatch: pytest.MonkeyPatch) -> int:
+    """However little there is to read is shared, in pieces of this many elements, which no block divides."""
+    monkeypatch.setattr(cpu_compiled, "_SHARED_FROM", 1)
+    monkeypatch.setattr(cpu_compiled, "_PIECE", 2500)
+    return 2500
+
+
+@needs_numba
+def test_what_is_cut_into_pieces_equals_the_reference(shares_from_one: int) -> None:
+    piece, generator = shares_from_one, torch.Generator().manual_seed(0)
+    tensors = []
+    for size in (0, 1, piece - 1, piece, piece + 1, 5 * piece + 7):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+            values = torch.randn(size, generator=generator)
+            spoilt = values.clone()
+            spoilt[:piece] = torch.nan  # a piece with nothing to be merged
+            spoilt[-1:] = torch.inf
+            tensors += [values.to(dtype), spoilt.to(dtype), values.relu().to(dtype)]
+    assert_equals_reference(tensors)
+
+
+@needs_numba
+def test_a_parameter_is_cut_where_its_gradient_is_and_counted_once_where_they_differ_in_size(
+    shares_from_one: int,
+) -> None:
+    small, large = torch.full((5,), 2.0), torch.full((3 * shares_from_one + 1,), 2.0)
+    for gradient, parameter in ((small, large), (large, small), (large, large), (torch.empty(0), large)):
+        row = measure([gradient], [parameter.double()], backend="compiled").rows[0]
+        assert row[Column.GRAD_SUM_SQ] == 4 * gradient.numel()
+        assert row[Column.PARAM_SUM_SQ] == 4 * parameter.numel()
+
+
+@needs_numba
+def test_every_bit_is_the_same_with_any_number_of_threads(
+    shares_from_one: int, num_threads: Callable[[int], None]
+) -> None:
+    tensors = [torch.randn(size) for size in (100_003, 17, 50_000)]
+
+    def bits() -> list[Any]:
+        measured = measure(tensors, tensors, histogram=True, backend="compiled")
+        assert measured.histogram is not None
+        return [measured.rows.view(torch.int64).tolist(), measured.histogram.tolist(), sum_sq(tensors).tolist()]
+
+    num_threads(1)
+    alone = bits()
+    num_threads(4)
+    assert all(bits() == alone for _ in range(50))
+
+
+def test_a_crew_takes_part_and_every_piece_is_done_once_and_before_it_returns() -> None:
+    helped = threading.Event()
+    taken, done = itertools.count(), []
+
+    def work() -> None:
+        while (piece := next(taken)) < 100:
+            if threading.current_thread() is not threading.main_thread():
+                helped.set()
+            else:
+                assert helped.wait(60)  # the caller does nothing until somebody else has begun
+            done.append(piece)
+
+    Crew().run(work, lambda: len(done) == 100, 3)
+    assert sorted(done) == list(range(100))
+
+
+def test_without_a_thread_to_be_had_the_caller_does_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_more(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", no_more)
+    done = []
+    Crew().run(lambda: done.append(threading.current_thread()), lambda: True, 4)
+    assert done == [threading.main_thread()]
+
+
+def test_helpers_are_as_many_as_were_asked_for_and_wait_for_more_work() -> None:
+    crew = Crew()
+    before = threading.active_count()
+    for num_threads in (1, 3, 2, 3):
+        crew.run(lambda: None, lambda: True, num_threads)
+    assert threading.active_count() == before + 2
+
+
 # ---- until the loops are there
 
 
@@ -262,7 +360,8 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 FORK_AFTER_USE = """
 import os, torch
 from wandb_gradwatch.statistics.measure import measure
-gradients = [torch.randn(5000), torch.randn(10)]
+torch.set_num_threads(2)
+gradients = [torch.randn(3_000_000), torch.randn(10)]  # enough to be shared by threads
 expected = measure(gradients, gradients, histogram=True, backend="compiled").rows
 child = os.fork()
 if child == 0:
@@ -350,7 +449,7 @@ def test_loops_that_fail_are_replaced_by_torch_and_numpy_with_one_warning(
     def fail(*args: Any) -> None:
         raise SystemError("no loops today")
 
-    replace_loops(ready((fail, fail)))
+    replace_loops(ready(SimpleNamespace(measure_all=fail, sum_sq_all=fail)))
     assert resolve_backend("auto", CPU, "a") == "compiled"
     with pytest.raises(SystemError, match="no loops today"):
         measure([torch.ones(4)], None, backend="compiled")
@@ -362,7 +461,7 @@ def test_loops_that_fail_are_replaced_by_torch_and_numpy_with_one_warning(
 
 def test_loops_that_measure_wrongly_are_not_used() -> None:
     with pytest.raises(RuntimeError, match="the compiled loops do not measure what torch does"):
-        cpu_compiled._check((lambda *args: args[-2].fill(1.0), lambda *args: None))
+        cpu_compiled._check(SimpleNamespace(measure_all=lambda *args: args[6].fill(1.0)))  # the rows
 
 
 def test_a_backend_for_the_cpu_says_so_elsewhere() -> None:

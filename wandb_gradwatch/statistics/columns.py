@@ -110,6 +110,23 @@ def merge_rows(rows: FloatArray, axis: int) -> FloatArray:
     return merged
 
 
+def merge_adjacent_rows(rows: FloatArray, starts: IntArray) -> FloatArray:
+    """Merge each stretch of present rows into one.
+
+    Args:
+        rows: [M, C].
+        starts: the first row of each stretch, ascending: [N].
+
+    Returns:
+        [N, C]
+    """
+    merged: FloatArray = np.add.reduceat(rows, starts, axis=0)
+    for columns, merge in ((MIN_COLUMNS, np.minimum), (MAX_COLUMNS, np.maximum)):
+        for column in columns:
+            merged[:, column] = merge.reduceat(rows[:, column], starts)
+    return merged
+
+
 # Histogram bins by the float's bits: per sign one bin below float32's smallest normal, one up to the window, then two
 # per octave (the exponent and the first bit of the mantissa), the last one open. Zeros have a bin of their own.
 #

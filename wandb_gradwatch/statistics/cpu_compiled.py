@@ -1,5 +1,8 @@
 """Statistics on the CPU by loops that numba compiles: one call for all tensors, from a table of their addresses.
 
+Where there is much to read, large tensors are cut into pieces, which torch's number of threads share; rows of pieces
+merge, and always in the same order.
+
 numba is an optional extra. The loops are compiled in the background (compilation.py); until they are there, and where
 they fail, torch and numpy measure (cpu.py), with the same counts and histograms.
 """
@@ -12,7 +15,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from operator import attrgetter
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import torch
@@ -20,16 +23,23 @@ from torch import Tensor
 
 from . import cpu
 from .bits import FLOAT32, FLOAT64, bin_of_code, largest_magnitude_within
-from .columns import NUM_BINS, NUM_COLUMNS, SCALE_POWER, ZERO_BIN, Column, IntArray
+from .columns import NUM_BINS, NUM_COLUMNS, SCALE_POWER, ZERO_BIN, Column, IntArray, merge_adjacent_rows
 from .compilation import Compilation
+from .crew import CREW
 from .elements import elements_of
+
+if TYPE_CHECKING:
+    from .cpu_loops import Loops
 
 logger: Final = logging.getLogger("wandb_gradwatch")
 
-# N tensors, C columns, B histogram bins
+# N tensors, M pieces of them, C columns, B histogram bins, K kinds
 
 _KIND: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}  # of a dtype, in the loops
-_Loops = tuple[Callable[..., None], Callable[..., None]]  # of measure() and of sum_sq()
+_ITEMSIZE_K: Final = np.array([dtype.itemsize for dtype in _KIND])
+
+_PIECE: Final = 1 << 18  # elements that a thread takes at once: tens of microseconds
+_SHARED_FROM: Final = 1 << 21  # elements, below which one thread is done before another has woken
 
 
 @cache
@@ -38,7 +48,7 @@ def is_installed() -> bool:
     return importlib.util.find_spec("numba") is not None
 
 
-def _compile() -> _Loops:
+def _compile() -> Loops:
     from .cpu_loops import compile_loops
 
     try:
@@ -71,42 +81,49 @@ def measure(
 ) -> tuple[Tensor, Tensor | None]:
     """Measure each gradient: rows [N, C] in float64 and, if asked for, the histogram [N, B] in int64.
 
-    Cost: one read of the gradients and of the parameters, on this thread, without the interpreter's lock.
+    Cost: one read of the gradients and of the parameters, without the interpreter's lock.
     """
     return _measure(LOOPS.wait(), gradients, parameters, dead_threshold, inverse_scale, histogram)
 
 
 def sum_sq(gradients: Sequence[Tensor], *, inverse_scale: Tensor | None) -> Tensor:
     """Sum the squares of each gradient's finite elements: [N]."""
-    _, sum_sq_all = LOOPS.wait()
+    loops = LOOPS.wait()
     elements, _, exponent = _readable(gradients, inverse_scale)
-    sums_N2 = np.empty((len(elements), 2))
-    sum_sq_all(_table(elements), sums_N2)
-    return torch.from_numpy(sums_N2)[:, 0] * math.ldexp(1.0, 2 * exponent)
+    (table,), starts_N = _tables(elements)
+    sums = np.empty(len(table))
+    _share(loops, len(table), lambda progress: loops.sum_sq_all(table, sums, progress), shared=starts_N is not None)
+    if starts_N is not None:
+        sums = np.add.reduceat(sums, starts_N)
+    return torch.from_numpy(sums) * math.ldexp(1.0, 2 * exponent)
 
 
 def _measure(
-    loops: _Loops,
+    loops: Loops,
     gradients: Sequence[Tensor],
     parameters: Sequence[Tensor] | None,
     dead_threshold: float,
     inverse_scale: Tensor | None,
     histogram: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    measure_all, _ = loops
     elements, num_implicit_zeros, exponent = _readable(gradients, inverse_scale)
     parameter_elements = _readable(parameters, None)[0] if parameters is not None else ()
-    rows_NC = np.empty((len(elements), NUM_COLUMNS))
-    histogram_NB = np.zeros((len(elements), NUM_BINS if histogram else 0), dtype=np.int64)
-    measure_all(
-        _table(elements),
-        _table(parameter_elements),
+    (table, parameter_table), starts_N = _tables(elements, parameter_elements)
+    rows = np.empty((len(table), NUM_COLUMNS))
+    counts = np.zeros((len(table), NUM_BINS if histogram else 0), dtype=np.int64)
+    arguments = (
+        table,
+        parameter_table,
         *_dead_words(dead_threshold, exponent),
         bin_of_code(FLOAT32, exponent),
         bin_of_code(FLOAT64, exponent),
-        rows_NC,
-        histogram_NB,
+        rows,
+        counts,
     )
+    _share(loops, len(table), lambda progress: loops.measure_all(*arguments, progress), shared=starts_N is not None)
+    rows_NC, histogram_NB = rows, counts
+    if starts_N is not None:
+        rows_NC, histogram_NB = merge_adjacent_rows(rows, starts_N), np.add.reduceat(counts, starts_N, axis=0)
     if not dead_threshold >= 0:
         rows_NC[:, Column.NUM_DEAD] = 0
     if num_implicit_zeros:
@@ -118,6 +135,21 @@ def _measure(
             rows_NC[:, column] *= math.ldexp(1.0, exponent * power)
         rows_NC[:, Column.RECEIVED_SUM_SQ] = rows_NC[:, Column.GRAD_SUM_SQ]
     return torch.from_numpy(rows_NC), torch.from_numpy(histogram_NB) if histogram else None
+
+
+def _share(loops: Loops, num_pieces: int, work: Callable[[int], None], *, shared: bool) -> None:
+    """Let the loops work, on this thread or on several: `work` is given the address of their progress."""
+    progress = np.zeros(2, dtype=np.int64)
+    address = progress.ctypes.data
+    if not shared:
+        work(address)
+        return
+
+    def work_if_left() -> None:  # holds `progress`: a helper may come late
+        if progress[0] < num_pieces:
+            work(address)
+
+    CREW.run(work_if_left, lambda: loops.is_done(address, num_pieces), torch.get_num_threads())
 
 
 _PLAIN: Final = frozenset([Tensor, torch.nn.Parameter])
@@ -147,16 +179,46 @@ def _all_readable(tensors: Sequence[Tensor]) -> bool:
     )
 
 
-def _table(elements: Sequence[Tensor]) -> IntArray:
-    """Address, number of elements and kind of each tensor: [N, 3]."""
+def _tables(*lists: Sequence[Tensor]) -> tuple[list[IntArray], IntArray | None]:
+    """The tables of lists of N tensors each (or none): [M, 3] each (or [0, 3]), and each tensor's first piece: [N].
+
+    None for the first pieces: there is little to read, and every tensor is one piece.
+    """
+    tables, num_elements = [], 0
+    for elements in lists:
+        table, sizes = _table(elements)
+        tables.append(table)
+        num_elements += sum(sizes)
+    return (tables, None) if num_elements < _SHARED_FROM else _cut(tables)
+
+
+def _table(elements: Sequence[Tensor]) -> tuple[IntArray, list[int]]:
+    """Address, number of elements and kind of each tensor: [N, 3]; and the numbers of elements."""
     table = np.empty((len(elements), 3), dtype=np.int64)
-    addresses = list(map(Tensor.data_ptr, elements))
-    if 0 in addresses and any(e.numel() for e, address in zip(elements, addresses, strict=True) if not address):
+    addresses, sizes = list(map(Tensor.data_ptr, elements)), list(map(Tensor.numel, elements))
+    if 0 in addresses and any(size for size, address in zip(sizes, addresses, strict=True) if not address):
         raise RuntimeError("a tensor with elements has no memory: its storage was freed or is not allocated yet")
-    table[:, 0] = addresses
-    table[:, 1] = list(map(Tensor.numel, elements))
+    table[:, 0], table[:, 1] = addresses, sizes
     table[:, 2] = list(map(_KIND.__getitem__, map(_DTYPE, elements)))
-    return table
+    return table, sizes
+
+
+def _cut(tables: Sequence[IntArray]) -> tuple[list[IntArray], IntArray]:
+    """Cut the tensors of all lists at the same places: tables of pieces, and the first piece of each tensor."""
+    largest_N = np.maximum.reduce([table[:, 1] for table in tables if len(table)])
+    num_pieces_N = np.maximum(-(-largest_N // _PIECE), 1)
+    starts_N = np.cumsum(num_pieces_N) - num_pieces_N
+    of_tensor_M = np.repeat(np.arange(len(num_pieces_N)), num_pieces_N)
+    begin_M = (np.arange(len(of_tensor_M)) - starts_N[of_tensor_M]) * _PIECE
+    cut = []
+    for table in tables:
+        pieces = table[of_tensor_M] if len(table) else table
+        if len(table):
+            begin = np.minimum(begin_M, pieces[:, 1])
+            pieces[:, 0] += begin * _ITEMSIZE_K[pieces[:, 2]]
+            pieces[:, 1] = np.minimum(pieces[:, 1] - begin, _PIECE)
+        cut.append(pieces)
+    return cut, starts_N
 
 
 @lru_cache(maxsize=16)
@@ -168,7 +230,7 @@ def _dead_words(dead_threshold: float, exponent: int) -> tuple[np.uint32, np.uin
     )
 
 
-def _check(loops: _Loops) -> None:
+def _check(loops: Loops) -> None:
     """Compare with torch and numpy: they read raw memory, so a compiler that is wrong must not be believed."""
     values = torch.linspace(-3, 3, 2999, dtype=torch.float64, device="cpu")
     values[::7], values[1::50], values[2::50], values[3::50] = 0, math.nan, math.inf, 1e-30

@@ -1,4 +1,5 @@
-"""The compiled loops of the CPU backend: one call measures a whole list of tensors, block by block.
+"""The compiled loops of the CPU backend: one call measures a whole list of tensors, block by block,
+alone or together with other threads.
 
 A block of BLOCK elements is read into the first-level cache by the first loop and from there by the others, each of
 which the compiler turns into vector instructions. Floats are read as integers ("words", bits.py) wherever their order
@@ -12,7 +13,7 @@ is imported here from the rest of the package. What depends on it (edges of bins
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numba
 import numpy as np
@@ -20,7 +21,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-# N tensors, C columns, B histogram bins, K codes, E elements of one block
+# M pieces, C columns, B histogram bins, K codes, E elements of one block
 
 BLOCK: Final = 2048  # elements: 8 KB of float32, beside as much scratch in the first-level cache
 SMALL: Final = 1024  # elements; below, a value goes straight to its bin: adding up tables of codes would cost more
@@ -94,6 +95,19 @@ def _words_at(typing_context, address, like):
         return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
 
     return types.CPointer(like)(address, like), build
+
+
+@intrinsic
+def _fetch_add(typing_context, address, amount):
+    """Add to the integer at an address, in one step for all threads, and return what was there before."""
+    if address is not types.int64 or amount is not types.int64:
+        return None
+
+    def build(context, builder, signature, args):
+        place = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
+        return builder.atomic_rmw("add", place, args[1], "seq_cst")
+
+    return types.int64(address, amount), build
 
 
 @intrinsic
@@ -414,63 +428,99 @@ def _sum_of_squares(address, size, kind, infinity, scratch):
     return total, num_nonfinite
 
 
-# ---- a list of tensors
+# ---- a list of tensors: any number of threads may run the same call; each takes the next piece until none is left
 
 
-def _measure_all(table, parameter_table, dead32, dead64, bins32, bins64, rows, histogram):
-    """Measure tensors in memory.
+@_jit
+def _take(progress):
+    """The next piece that nobody has taken."""
+    return _fetch_add(progress, np.int64(1))
+
+
+@_jit
+def _finish(progress):
+    _fetch_add(progress + 8, np.int64(1))
+
+
+def _measure_all(table, parameter_table, dead32, dead64, bins32, bins64, rows, histogram, progress):
+    """Measure pieces of memory: tensors, or parts of them.
 
     Args:
-        table: address, number of elements and kind of each tensor: [N, 3].
+        table: address, number of elements and kind of each piece: [M, 3].
         parameter_table: the same of the parameters, or [0, 3].
         dead32, dead64: bits of the largest dead magnitude, as float32 and as float64.
         bins32, bins64: the histogram's bin of each code, B for none: [K] each.
-        rows: is filled in: [N, C].
-        histogram: zeros: [N, B], or [N, 0] if none is wanted.
+        rows: is filled in: [M, C].
+        histogram: zeros: [M, B], or [M, 0] if none is wanted.
+        progress: address of two integers, zeros: how many pieces have been taken, and how many are done.
     """
     scratch32, spare32 = np.empty(BLOCK, np.uint32), np.empty(BLOCK, np.uint32)
     scratch64, spare64 = np.empty(BLOCK, np.uint64), np.empty(BLOCK, np.uint64)
     codes = np.zeros(TABLES * CODES32 if histogram.shape[1] > 0 else 0, np.uint32)
     layout32, layout64 = (SIGN32, INFINITY32, SHIFT32), (SIGN64, INFINITY64, SHIFT64)
-    for i in range(len(table)):
+    i = _take(progress)
+    while i < len(table):
         address, size, kind = table[i, ADDRESS], table[i, SIZE], table[i, KIND]
         row, counts = rows[i], histogram[i]
         if kind == FLOAT64:
             _gradient(address, size, kind, layout64, dead64, scratch64, spare64, row, codes, bins64, counts)
         else:
             _gradient(address, size, kind, layout32, dead32, scratch32, spare32, row, codes, bins32, counts)
-    _all_squares(parameter_table, scratch32, scratch64, rows[:, PARAM_SUM_SQ:])
-    if len(parameter_table) == 0:
-        rows[:, PARAM_SUM_SQ:] = np.nan
+        row[PARAM_SUM_SQ], row[PARAM_NUM_NONFINITE] = np.nan, np.nan
+        if len(parameter_table):
+            row[PARAM_SUM_SQ], row[PARAM_NUM_NONFINITE] = _squares_of(parameter_table, i, scratch32, scratch64)
+        _finish(progress)
+        i = _take(progress)
 
 
 @_jit
-def _all_squares(table, scratch32, scratch64, sums):
-    for i in range(len(table)):
-        address, size, kind = table[i, ADDRESS], table[i, SIZE], table[i, KIND]
-        if kind == FLOAT64:
-            squares, num_nonfinite = _sum_of_squares(address, size, kind, INFINITY64, scratch64)
-        else:
-            squares, num_nonfinite = _sum_of_squares(address, size, kind, INFINITY32, scratch32)
-        sums[i, 0], sums[i, 1] = squares, num_nonfinite
+def _squares_of(table, i, scratch32, scratch64):
+    address, size, kind = table[i, ADDRESS], table[i, SIZE], table[i, KIND]
+    if kind == FLOAT64:
+        return _sum_of_squares(address, size, kind, INFINITY64, scratch64)
+    return _sum_of_squares(address, size, kind, INFINITY32, scratch32)
 
 
-def _sum_sq_all(table, sums):
-    """Write each tensor's sum of squares of finite elements and number of others into sums: [N, 2]."""
-    _all_squares(table, np.empty(BLOCK, np.uint32), np.empty(BLOCK, np.uint64), sums)
+def _sum_sq_all(table, sums, progress):
+    """Write each piece's sum of squares of finite elements into sums: [M]."""
+    scratch32, scratch64 = np.empty(BLOCK, np.uint32), np.empty(BLOCK, np.uint64)
+    i = _take(progress)
+    while i < len(table):
+        sums[i] = _squares_of(table, i, scratch32, scratch64)[0]
+        _finish(progress)
+        i = _take(progress)
 
 
-def compile_loops(*, cache: bool) -> tuple[Callable[..., None], Callable[..., None]]:
-    """Compile `_measure_all` and `_sum_sq_all`: seconds, or a fraction of one where numba finds them on disk.
+def _is_done(progress, num_pieces):
+    """Whether every piece is done; asks for some microseconds before it says no."""
+    done = False
+    for _ in range(1000):
+        done = _fetch_add(progress + 8, np.int64(0)) >= num_pieces
+        if done:
+            break
+    return done
+
+
+class Loops(NamedTuple):
+    """`_measure_all`, `_sum_sq_all` and `_is_done`, compiled."""
+
+    measure_all: Callable[..., None]
+    sum_sq_all: Callable[..., None]
+    is_done: Callable[[int, int], bool]
+
+
+def compile_loops(*, cache: bool) -> Loops:
+    """Compile the loops: seconds, or a fraction of one where numba finds them on disk.
 
     Args:
         cache: keep them on disk; an error where there is no folder that may be written to.
     """
-    table, rows = types.int64[:, ::1], types.float64[:, ::1]
+    table, rows, address = types.int64[:, ::1], types.float64[:, ::1], types.int64
     bins = types.Array(types.int64, 1, "C", readonly=True)
     compiler = {"nogil": True, "cache": cache}
-    signature = types.void(table, table, types.uint32, types.uint64, bins, bins, rows, table)
-    return (
-        numba.njit(signature, **compiler)(_measure_all),
-        numba.njit(types.void(table, rows), **compiler)(_sum_sq_all),
+    measure = types.void(table, table, types.uint32, types.uint64, bins, bins, rows, table, address)
+    return Loops(
+        numba.njit(measure, **compiler)(_measure_all),
+        numba.njit(types.void(table, types.float64[::1], address), **compiler)(_sum_sq_all),
+        numba.njit(types.boolean(address, types.int64), **compiler)(_is_done),
     )
