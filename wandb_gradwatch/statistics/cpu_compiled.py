@@ -92,7 +92,7 @@ def sum_sq(gradients: Sequence[Tensor], *, inverse_scale: Tensor | None) -> Tens
     elements, _, exponent = _readable(gradients, inverse_scale)
     (table,), starts_N = _tables(elements)
     sums = np.empty(len(table))
-    _share(loops, len(table), lambda progress: loops.sum_sq_all(table, sums, progress), shared=starts_N is not None)
+    _run(loops, loops.sum_sq_all, table, sums, num_pieces=len(table), shared=starts_N is not None)
     if starts_N is not None:
         sums = np.add.reduceat(sums, starts_N)
     return torch.from_numpy(sums) * math.ldexp(1.0, 2 * exponent)
@@ -111,7 +111,9 @@ def _measure(
     (table, parameter_table), starts_N = _tables(elements, parameter_elements)
     rows = np.empty((len(table), NUM_COLUMNS))
     counts = np.zeros((len(table), NUM_BINS if histogram else 0), dtype=np.int64)
-    arguments = (
+    _run(
+        loops,
+        loops.measure_all,
         table,
         parameter_table,
         *_dead_words(dead_threshold, exponent),
@@ -119,8 +121,9 @@ def _measure(
         bin_of_code(FLOAT64, exponent),
         rows,
         counts,
+        num_pieces=len(table),
+        shared=starts_N is not None,
     )
-    _share(loops, len(table), lambda progress: loops.measure_all(*arguments, progress), shared=starts_N is not None)
     rows_NC, histogram_NB = rows, counts
     if starts_N is not None:
         rows_NC, histogram_NB = merge_adjacent_rows(rows, starts_N), np.add.reduceat(counts, starts_N, axis=0)
@@ -137,19 +140,18 @@ def _measure(
     return torch.from_numpy(rows_NC), torch.from_numpy(histogram_NB) if histogram else None
 
 
-def _share(loops: Loops, num_pieces: int, work: Callable[[int], None], *, shared: bool) -> None:
-    """Let the loops work, on this thread or on several: `work` is given the address of their progress."""
+def _run(loops: Loops, work: Callable[..., None], *arguments: object, num_pieces: int, shared: bool) -> None:
+    """Run one of the loops over all pieces, on this thread or on several."""
     progress = np.zeros(2, dtype=np.int64)
-    address = progress.ctypes.data
     if not shared:
-        work(address)
+        work(*arguments, progress)
         return
 
-    def work_if_left() -> None:  # holds `progress`: a helper may come late
+    def work_if_left() -> None:  # holds all that it writes to: a helper may come late
         if progress[0] < num_pieces:
-            work(address)
+            work(*arguments, progress)
 
-    CREW.run(work_if_left, lambda: loops.is_done(address, num_pieces), torch.get_num_threads())
+    CREW.run(work_if_left, lambda: loops.is_done(progress, num_pieces), torch.get_num_threads())
 
 
 _PLAIN: Final = frozenset([Tensor, torch.nn.Parameter])

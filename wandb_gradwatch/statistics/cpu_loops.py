@@ -100,7 +100,7 @@ def _words_at(typing_context, address, like):
 @intrinsic
 def _fetch_add(typing_context, address, amount):
     """Add to the integer at an address, in one step for all threads, and return what was there before."""
-    if address is not types.int64 or amount is not types.int64:
+    if not isinstance(address, types.Integer) or amount is not types.int64:
         return None
 
     def build(context, builder, signature, args):
@@ -434,12 +434,12 @@ def _sum_of_squares(address, size, kind, infinity, scratch):
 @_jit
 def _take(progress):
     """The next piece that nobody has taken."""
-    return _fetch_add(progress, np.int64(1))
+    return _fetch_add(progress[:1].ctypes.data, np.int64(1))
 
 
 @_jit
 def _finish(progress):
-    _fetch_add(progress + 8, np.int64(1))
+    _fetch_add(progress[1:].ctypes.data, np.int64(1))
 
 
 def _measure_all(table, parameter_table, dead32, dead64, bins32, bins64, rows, histogram, progress):
@@ -452,7 +452,7 @@ def _measure_all(table, parameter_table, dead32, dead64, bins32, bins64, rows, h
         bins32, bins64: the histogram's bin of each code, B for none: [K] each.
         rows: is filled in: [M, C].
         histogram: zeros: [M, B], or [M, 0] if none is wanted.
-        progress: address of two integers, zeros: how many pieces have been taken, and how many are done.
+        progress: zeros: how many pieces have been taken, and how many are done: [2].
     """
     scratch32, spare32 = np.empty(BLOCK, np.uint32), np.empty(BLOCK, np.uint32)
     scratch64, spare64 = np.empty(BLOCK, np.uint64), np.empty(BLOCK, np.uint64)
@@ -495,7 +495,7 @@ def _is_done(progress, num_pieces):
     """Whether every piece is done; asks for some microseconds before it says no."""
     done = False
     for _ in range(1000):
-        done = _fetch_add(progress + 8, np.int64(0)) >= num_pieces
+        done = _fetch_add(progress[1:].ctypes.data, np.int64(0)) >= num_pieces
         if done:
             break
     return done
@@ -506,7 +506,7 @@ class Loops(NamedTuple):
 
     measure_all: Callable[..., None]
     sum_sq_all: Callable[..., None]
-    is_done: Callable[[int, int], bool]
+    is_done: Callable[..., bool]
 
 
 def compile_loops(*, cache: bool) -> Loops:
@@ -515,12 +515,12 @@ def compile_loops(*, cache: bool) -> Loops:
     Args:
         cache: keep them on disk; an error where there is no folder that may be written to.
     """
-    table, rows, address = types.int64[:, ::1], types.float64[:, ::1], types.int64
+    table, rows, progress = types.int64[:, ::1], types.float64[:, ::1], types.int64[::1]
     bins = types.Array(types.int64, 1, "C", readonly=True)
     compiler = {"nogil": True, "cache": cache}
-    measure = types.void(table, table, types.uint32, types.uint64, bins, bins, rows, table, address)
+    measure = types.void(table, table, types.uint32, types.uint64, bins, bins, rows, table, progress)
     return Loops(
         numba.njit(measure, **compiler)(_measure_all),
-        numba.njit(types.void(table, types.float64[::1], address), **compiler)(_sum_sq_all),
-        numba.njit(types.boolean(address, types.int64), **compiler)(_is_done),
+        numba.njit(types.void(table, types.float64[::1], progress), **compiler)(_sum_sq_all),
+        numba.njit(types.boolean(progress, types.int64), **compiler)(_is_done),
     )

@@ -9,7 +9,7 @@ import importlib
 import importlib.util
 import warnings
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
@@ -46,7 +46,6 @@ class Measurement:
     histogram: Tensor | None
 
 
-@torch.no_grad()
 def measure(
     gradients: Sequence[Tensor],
     parameters: Sequence[Tensor] | None,
@@ -93,7 +92,6 @@ def measure(
     return Measurement(rows_NC, histogram_NB)
 
 
-@torch.no_grad()
 def sum_sq(gradients: Sequence[Tensor], *, inverse_scale: Tensor | None = None, backend: str = "auto") -> Tensor:
     """Sum the squares of every gradient's finite elements: [N]. One read; 1e20 and 1e-25 are summed exactly too.
 
@@ -197,11 +195,17 @@ def _run(function: str, backend: str, gradients: Sequence[Tensor], *args: Any, *
 
 
 def _plain_arithmetic(device: torch.device) -> AbstractContextManager[Any]:
-    """Keep the user's autocast region from choosing dtypes in here."""
-    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return nullcontext()
+    """Keep autograd from following, and the user's autocast region from choosing dtypes in here."""
+    casts = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+    if not casts and not torch.is_grad_enabled():  # as nearly always
+        return nullcontext()
+    contexts = ExitStack()
+    contexts.enter_context(torch.no_grad())
+    if casts:
+        contexts.enter_context(torch.autocast(device.type, enabled=False))
+    return contexts
 
 
+@cache
 def _module(name: str) -> Any:
     return importlib.import_module(f"{__package__}.{BACKENDS[name]}")
