@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import Any
 
@@ -10,7 +11,8 @@ from gradients import watch
 from rank_programs import batch_of, build, loss_of
 from torch import nn
 
-from wandb_gradwatch import SkipGuard
+from wandb_gradwatch import SkipGuard, unwatch
+from wandb_gradwatch.capture.steps import STEP_HOOKS
 
 OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9, foreach=False),
@@ -99,6 +101,44 @@ def one_bad_rank(rank: int, world: int) -> list[str]:
     causes = [str(diagnosis) for diagnosis in watcher.diagnose()]
     watcher.remove()
     return causes
+
+
+def failing(rank: int, world: int, *, kind: str, optimizer: str, where: str | None) -> dict[str, Any]:
+    """Train with a guard whose monitor fails on the last rank at step 6; a poison of all ranks follows at step 9.
+
+    Args:
+        where: the methods that raise, below the sampler; None trains without any guard.
+    """
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("wandb_gradwatch")
+    logger.addHandler(handler)
+    model = sharded(kind, world)
+    chosen = OPTIMIZERS[optimizer](model.parameters())
+    watcher = watch(model, guard="skip")[0] if where else None
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("planted")
+
+    def one_step(step: int) -> None:
+        chosen.zero_grad()
+        (loss_of(model, batch_of(rank, step)) * (1e6 if step == 9 else 1)).backward()
+        chosen.step()
+
+    for step in range(20):
+        if step == 6 and where and rank == world - 1:
+            for place in where.split():
+                owner, _, method = place.partition(".")
+                setattr(getattr(watcher._sampler, owner), method, fail)
+        one_step(step)
+    if watcher is not None:
+        unwatch()
+        assert not STEP_HOOKS._listeners
+    one_step(20)  # nobody votes any more, and nobody waits
+    logger.removeHandler(handler)
+    parameters = [getattr(p, "_local_tensor", p).detach().numpy().copy() for p in model.parameters()]
+    return {"parameters": parameters, "said": said}
 
 
 def refused(rank: int, world: int) -> list[str]:

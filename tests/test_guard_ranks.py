@@ -22,6 +22,15 @@ KINDS = [
 ]
 
 
+# Where the monitor of one rank fails: before it has voted about a step, or after that.
+PLACES = {
+    "after the backward": "_sample.measure_present",
+    "before the vote": "withholding._sums",
+    "after the vote": "withholding._decide_here withholding._decide_there",
+    "after the step": "_sample.after_update",
+}
+
+
 @pytest.fixture(scope="module")
 def results():
     calls = []
@@ -29,6 +38,11 @@ def results():
         common = {"kind": kind, "optimizer": optimizer, "steps": STEPS}
         calls += [("guarded", {**common, "poison": POISON, "guard": guard}) for guard in (True, False)]
     calls += [("one_bad_rank", {}), ("refused", {})]
+    calls += [
+        ("failing", {"kind": "fsdp2", "optimizer": optimizer, "where": where})
+        for optimizer in OPTIMIZERS
+        for where in (None, *PLACES.values())
+    ]
     return ranks.run("guard_rank_programs", calls, 2)
 
 
@@ -52,11 +66,26 @@ def test_the_norm_that_is_judged_is_that_of_the_whole_model(results, case):
 
 
 def test_a_rank_with_broken_gradients_is_named_first(results):
-    assert results[-2][0][0].startswith("one bad rank (rank 1 was the first with NaN or Inf in all of 3 bad samples)")
+    assert results[2 * len(KINDS)][0][0].startswith(
+        "one bad rank (rank 1 was the first with NaN or Inf in all of 3 bad samples)"
+    )
+
+
+@pytest.mark.parametrize("optimizer", range(len(OPTIMIZERS)), ids=OPTIMIZERS)
+@pytest.mark.parametrize("place", range(len(PLACES)), ids=PLACES)
+def test_a_rank_whose_monitor_fails_ends_the_guard_on_all_and_nobody_waits(results, optimizer, place):
+    of_optimizer = results[2 * len(KINDS) + 2 + optimizer * (1 + len(PLACES)) :]
+    unguarded, failed = of_optimizer[0], of_optimizer[1 + place]
+    for rank in range(2):  # the poison after the failure is applied, on both alike
+        for with_guard, without in zip(failed[rank]["parameters"], unguarded[rank]["parameters"], strict=True):
+            np.testing.assert_array_equal(with_guard, without)
+    assert any("has failed and stopped watching; training goes on, unguarded" in text for text in failed[1]["said"])
+    assert [text for text in failed[0]["said"] if "the monitor of another rank has failed" in text] != []
+    assert not any("stopped watching" in text for text in failed[0]["said"])
 
 
 def test_what_ranks_could_not_agree_on_is_refused(results):
     for rank in range(2):
-        fsdp1, function = results[-1][rank]
+        fsdp1, function = results[2 * len(KINDS) + 1][rank]
         assert "does not work with FullyShardedDataParallel" in fsdp1
         assert "was given a function" in function

@@ -277,7 +277,10 @@ class Watcher:
     # ---- ends
 
     def _remove(self, *, merge: bool) -> None:
-        if self._removed or self._containment.in_forked_child:
+        if self._containment.in_forked_child:
+            return
+        if self._removed:
+            self._end_of_votes()
             return
         if not merge:
             self._delivery.stop_merging()
@@ -296,6 +299,12 @@ class Watcher:
         if self in WATCHERS:
             WATCHERS.remove(self)
 
+    def _end_of_votes(self) -> None:
+        """Of a monitor that has failed: see Sampler.keep_voting."""
+        self._sampler.stop()
+        if self in WATCHERS:
+            WATCHERS.remove(self)
+
     def _script_ends(self) -> None:
         """A plain end, sys.exit(), an exception, Ctrl-C: nothing is lost but what needs other ranks."""
         crashed = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
@@ -304,7 +313,7 @@ class Watcher:
         self._remove(merge=False)
 
     def _model_gone(self, _: object) -> None:
-        if not self._removed and not self._roster.alive:
+        if not self._roster.alive:
             self._remove(merge=False)
 
     def _failed(self, error: Exception) -> None:
@@ -312,6 +321,8 @@ class Watcher:
         if self._removed:
             return
         self._stop()
+        if self._sampler.keep_voting():
+            WATCHERS.append(self)  # so that unwatch() and another watch() end that, too
         unguarded = "" if self._guard is None else ", unguarded"
         logger.error(
             "wandb_gradwatch has failed and stopped watching; training goes on%s. Please report this traceback.",

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from ..statistics.elements import wide_dtype
 from .containment import CallbackError
 from .seen import Entry
-from .sharding import Shards, has_fsdp1, world_size
+from .sharding import Shards, has_fsdp1, local_part, world_size
 
 # N parameters of an optimizer
 
@@ -66,6 +68,7 @@ class Agreement:
         size = int(self._mesh.size())
         self._share = {slot: _num_shards(parameter) / size for slot, parameter in parameters.items()}
         self._weights: dict[tuple[int, ...], Tensor] = {}
+        self._device = local_part(next(iter(parameters.values()))).device
 
     def weights(self, slots: tuple[int, ...], like: Tensor) -> Tensor:
         """The share with which this rank's row of each counts, so that the sum over ranks has it once: [N]."""
@@ -77,11 +80,43 @@ class Agreement:
             self._weights[key] = host.to(like.device, non_blocking=True)
         return self._weights[key]
 
+    def abstain(self) -> None:
+        """Take part in a sum with NaN: it is NaN on every rank then, which is above no limit."""
+        self.sum_over_ranks(torch.full((2,), math.nan, dtype=wide_dtype(self._device), device=self._device))
+
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         """The sum of these over the ranks, in place; on a GPU the host does not wait for it."""
         for dimension in range(self._mesh.ndim):
             dist.all_reduce(values, group=self._mesh.get_group(dimension))
         return values
+
+
+class Deputy:
+    """Votes for a monitor that has failed: the other ranks wait for this one's vote at every step.
+
+    It abstains, which ends the guard on all of them together: a rank that knows nothing of its gradients cannot say
+    that they are healthy, and ranks that decide differently would have different models.
+
+    Args:
+        slot_of_id: the watched parameters, by their id, as they were last seen.
+    """
+
+    def __init__(self, slot_of_id: Mapping[int, int]) -> None:
+        self._slot_of_id = dict(slot_of_id)
+
+    def slots(self, optimizer: Optimizer) -> frozenset[int]:
+        """The watched parameters that this optimizer updates."""
+        return frozenset(slot for slot, _ in self._entries(optimizer))
+
+    def vote(self, optimizer: Optimizer) -> None:
+        """Abstain from the vote about a step, if there is one."""
+        entries = self._entries(optimizer)
+        if any(_dtensor(parameter) is not None for _, parameter in entries):
+            Agreement(dict(entries)).abstain()
+
+    def _entries(self, optimizer: Optimizer) -> list[Entry]:
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        return [(slot, p) for p in parameters if (slot := self._slot_of_id.get(id(p))) is not None]
 
 
 class Agreements:

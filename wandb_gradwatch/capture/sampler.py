@@ -23,7 +23,7 @@ from ..cadence import Budget, Cadence
 from ..shipments import Sample
 from ..statistics.columns import GUARDED, GUARDED_STEPS
 from ..window import Window
-from .agreement import Agreements
+from .agreement import Agreement, Agreements, Deputy
 from .by_hand import UpdatesByHand
 from .clock import Closed, SampleClock
 from .containment import Containment, contained
@@ -38,7 +38,7 @@ from .roster import Roster
 from .scaling import SCALES
 from .schedule import Schedule
 from .seen import Entry, was_seen
-from .sharding import Shards
+from .sharding import Shards, world_size
 from .steps import STEP_HOOKS
 from .timing import DeviceTimer
 from .withholding import Withholding
@@ -92,8 +92,9 @@ class Sampler:
         self.shards = Shards()
         self._following = Following(roster, self._hooks, self.shards, found=window.resize, new=self._say_new)
         self._owners = Owners(roster, self.clock, self._scan, optimizer)
-        self.withholding = Withholding(events.judge, window) if events.judge is not None else None
+        self.withholding = Withholding(events.judge, window, events.notice) if events.judge is not None else None
         self._agreements = Agreements()
+        self._deputy: Deputy | None = None  # of a monitor that has failed
         self._probes = Probes(probes)
         around = Surroundings(roster, window, self.clock, self._schedule, self._owners, events, self._scan)
         reads_rows = self.withholding is not None and self.withholding.needs_rows
@@ -125,6 +126,18 @@ class Sampler:
         if self.withholding is not None:
             self.withholding.release()
         self._probes.close()
+
+    def keep_voting(self) -> bool:
+        """After a failure, do what other ranks wait for: where a guard decides for all of them, each one must be heard.
+
+        Returns:
+            Whether there may be anything to vote about: then `stop()` ends it.
+        """
+        if self.withholding is None or world_size() == 1:
+            return False
+        self._deputy = Deputy(self._roster.slot_of_id)
+        STEP_HOOKS.subscribe(self)
+        return True
 
     # ---- marks and backwards
 
@@ -188,6 +201,8 @@ class Sampler:
 
     def follows(self, optimizer: Optimizer) -> bool:
         """See StepListener."""
+        if self._deputy is not None:
+            return bool(self._deputy.slots(optimizer))
         try:
             answer = self._owners.known_to_follow(optimizer)
         except Exception:  # comes again below, where it is contained and reported
@@ -205,7 +220,8 @@ class Sampler:
 
     def is_part_of(self, inner: Optimizer, outer: Optimizer) -> bool:
         """See StepListener."""
-        return self._owners.slots(inner) <= self._owners.slots(outer)
+        slots = self._owners.slots if self._deputy is None else self._deputy.slots
+        return slots(inner) <= slots(outer)
 
     @contained
     def before_closure(self, optimizer: Optimizer) -> None:
@@ -213,9 +229,17 @@ class Sampler:
         self._optimizer_found()
         self._commit(self.clock.step_begins(self._owners.key(optimizer)))
 
-    @contained
     def before_step(self, optimizer: Optimizer, *, inside_backward: bool) -> None:
         """See StepListener."""
+        if self.withholding is not None:
+            self.withholding.has_voted = False
+        self._before_step(optimizer, inside_backward)
+        # From the step on in which the monitor fails, unless it has been heard in that one.
+        if self._deputy is not None and self.withholding is not None and not self.withholding.has_voted:
+            self._deputy.vote(optimizer)
+
+    @contained
+    def _before_step(self, optimizer: Optimizer, inside_backward: bool) -> None:
         self._optimizer_found()
         SCALES.note_step(optimizer)
         key = self._owners.key(optimizer)
@@ -226,6 +250,8 @@ class Sampler:
             self.deliver()
             if self._joins_silently(optimizer, key):
                 self._joining = key
+                if self.withholding is not None and (agreement := self._agreement_about(optimizer)) is not None:
+                    self.withholding.abstain(agreement)
                 return
         if self.clock.is_first and not self.clock.backwards and not inside_backward:
             self._begin_after_backward()
@@ -233,12 +259,16 @@ class Sampler:
             self._sample.inspect(optimizer, inside_backward=inside_backward)
         self._sample.before_update(optimizer)
         if self.withholding is not None:  # last: what follows it up is the step, and then release()
-            entries = self._owners.entries(optimizer)
-            function = self.withholding.needs_rows
-            agreement = self._agreements.of(entries, self.shards, self._roster.version, function=function)
+            entries, agreement = self._owners.entries(optimizer), self._agreement_about(optimizer)
             self.withholding.decide(
                 optimizer, self.clock.open_step, entries, agreement, inside_backward=inside_backward
             )
+
+    def _agreement_about(self, optimizer: Optimizer) -> Agreement | None:
+        """How the ranks come to one decision about this optimizer's step; None where each decides for itself."""
+        entries = self._owners.entries(optimizer)
+        function = self.withholding is not None and self.withholding.needs_rows
+        return self._agreements.of(entries, self.shards, self._roster.version, function=function)
 
     def _begin_after_backward(self) -> None:
         """The first step comes without a backward before it: watch() was called between the two."""

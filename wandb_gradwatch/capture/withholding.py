@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol
@@ -38,6 +38,12 @@ from .seen import Entry
 
 # The host is seldom so many steps ahead of its device; where it is, it waits, and the device has work for 7 steps.
 _LEARNT_AFTER: Final = 8
+
+
+_UNHEARD: Final = (
+    "the monitor of another rank has failed, so that no rank can tell whether the gradients of the whole model are "
+    "healthy: from here on every step is applied, on all ranks alike"
+)
 
 
 class Judge(Protocol):
@@ -123,10 +129,13 @@ class Withholding:
     Args:
         judge: the guard.
         window: the open sample's rows.
+        notice: says something once, by its kind.
     """
 
-    def __init__(self, judge: Judge, window: Window) -> None:
+    def __init__(self, judge: Judge, window: Window, notice: Callable[[str, str], None]) -> None:
         self._judge = judge
+        self._notice = notice
+        self.has_voted = False  # about the step that an optimizer is about to make
         self._window = window
         self._landings = Landings()
         self._held: list[_Held] = []
@@ -177,6 +186,11 @@ class Withholding:
         else:  # the one place where a guard makes the host wait
             values = torch.cat((sums, bad_there.to(sums.dtype)[None])).tolist()
             self._decide_here(optimizer, step, slots, values, learns=not inside_backward)
+
+    def abstain(self, agreement: Agreement) -> None:
+        """Say nothing about a step that is not judged here, so that ranks that judge it do not wait for this one."""
+        self.has_voted = True
+        agreement.abstain()
 
     def release(self, optimizer: Optimizer | None = None) -> None:
         """Give back what this optimizer, or any, went without, and take away what it was handed."""
@@ -230,7 +244,10 @@ class Withholding:
         total = parts[0] if parts else torch.zeros(2, dtype=wide_dtype(home), device=home)
         for part in parts[1:]:
             total = total + part
-        return total if agreement is None else agreement.sum_over_ranks(total)
+        if agreement is None:
+            return total
+        self.has_voted = True  # before it raises: a second vote would be taken for one about the next step
+        return agreement.sum_over_ranks(total)
 
     def _decide_here(
         self, optimizer: Optimizer, step: int, slots: tuple[int, ...], values: list[float], *, learns: bool
@@ -278,6 +295,8 @@ class Withholding:
                 num_nonfinite, sum_sq, is_bad, is_withheld, overflowed = opinion.values
                 if overflowed:  # the loss scaler's business
                     continue
+                if opinion.learns and math.isnan(num_nonfinite):
+                    self._notice("guard", f"{_UNHEARD} (step {step.number})")
                 bad, skipped, counts = bad or bool(is_bad or is_withheld), skipped or bool(is_withheld), True
                 if opinion.learns and not num_nonfinite:
                     self._judge.learn(opinion.slots, math.sqrt(sum_sq), bad=bool(is_bad))
