@@ -103,7 +103,15 @@ def train(model: nn.Module, rank: int, steps: int, *, micros: int = 1, clip: Any
 
 
 def ddp(
-    rank: int, world: int, *, steps: int, micros: int = 1, clip: float | None = None, hook: bool = False, **options
+    rank: int,
+    world: int,
+    *,
+    steps: int,
+    micros: int = 1,
+    clip: float | None = None,
+    hook: bool = False,
+    sync_every: bool = False,
+    **options,
 ):
     model = nn.parallel.DistributedDataParallel(build(), **options)
     if hook:
@@ -117,7 +125,7 @@ def ddp(
         steps,
         micros=micros,
         clip=(lambda m: nn.utils.clip_grad_norm_(m.parameters(), clip)) if clip else None,
-        no_sync=lambda quiet: model.no_sync() if quiet else contextlib.nullcontext(),
+        no_sync=lambda quiet: model.no_sync() if quiet and not sync_every else contextlib.nullcontext(),
     )
     return report(watcher, sink)
 

@@ -611,6 +611,40 @@ def test_warm_up_backwards_before_the_first_step_are_no_samples():
     assert of(snapshot, "a", "grad_norm").tolist() == [1, 2]
 
 
+def test_warm_up_backwards_teach_nothing_about_accumulation():
+    model = Chosen(a=2)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    watcher, sink = watch(model)
+    for _ in range(3):
+        model.loss(a=[50, 50]).backward()
+    for _ in range(3):  # fewer backwards per step than in the warm-up: the first one is the last one
+        optimizer.zero_grad()
+        model.loss(a=[3, 4]).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    snapshot = samples(watcher, sink)
+    np.testing.assert_allclose(of(snapshot, "a", "grad_norm"), [5, 5, 5])
+    np.testing.assert_allclose(of(snapshot, "a", "grad_norm_clipped"), [1, 1, 1], rtol=1e-5)
+
+
+def test_a_backward_that_writes_twice_to_a_gradient_accumulates_all_the_same(caplog):
+    """As under DistributedDataParallel, which writes the average over what was accumulated."""
+    model = Chosen(a=1, b=1)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    watcher, sink = watch(model)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(1.0) and None)
+    for _ in range(2):
+        optimizer.zero_grad()
+        for _ in range(8):  # more of them than resets that would prove that there is no optimizer
+            model.loss(a=[3], b=[4]).backward()
+        optimizer.step()
+    snapshot = samples(watcher, sink)
+    assert snapshot.steps.tolist() == [1, 2]
+    np.testing.assert_allclose(snapshot.total_grad_norm, [40, 40])
+    assert "no optimizer" not in caplog.text
+
+
 def test_watcher_step_is_the_clock_of_exotic_loops():
     model = Chosen(a=1)
     watcher, sink = watch(model)

@@ -40,6 +40,10 @@ DDP = [
     {"micros": 3},
     {"clip": 0.1},
     {"micros": 2, "clip": 0.1, "gradient_as_bucket_view": True},
+    # More micro-batches before the first step than resets that would prove that there is no optimizer.
+    {"micros": 5, "clip": 0.1},
+    {"micros": 5, "clip": 0.1, "sync_every": True},
+    {"micros": 5, "clip": 0.1, "sync_every": True, "gradient_as_bucket_view": True},
 ]
 FSDP2 = [
     {},

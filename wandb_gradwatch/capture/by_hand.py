@@ -29,6 +29,7 @@ class UpdatesByHand:
         self.proven = False
         self._num_provisional = 0
         self._versions = 0  # of the parameters, when the last backward ended
+        self._writes: dict[int, int] | None = None  # by slot, from the last backward's end to this one's begin
 
     @property
     def withholds(self) -> bool:
@@ -45,19 +46,29 @@ class UpdatesByHand:
         self._num_provisional, self.possible, self.proven = 0, False, False
         return taken_back
 
-    def were_reset(self, reached: Collection[int]) -> bool:
-        """Whether the gradients that this backward has reached were reset before it.
+    def backward_begins(self) -> None:
+        """The first gradient of a backward is there, and no other yet: the moment to see what was reset before it.
 
-        Accumulation adds to the same tensor, once; anything else is a reset.
+        Later the backward has written to all of them, and DistributedDataParallel once more with their averages. The
+        inner backwards of re-entrant checkpoints begin too, in the middle of it.
         """
-        for slot, parameter in self._roster.scan():
-            gradient = parameter.grad
-            if slot not in reached or gradient is None or gradient.requires_grad:
-                continue  # not reached by this backward, or create_graph=True, which adds out of place
-            added = self._seen.was_added_to(slot, gradient)
-            if added is not None:
-                return not added
-        return False
+        if self._writes is None:
+            self._writes = {
+                slot: writes
+                for slot, parameter in self._roster.scan()
+                if (gradient := parameter.grad) is None or not gradient.requires_grad  # create_graph=True replaces it
+                if (writes := self._seen.writes_since(slot, gradient)) is not None
+            }
+
+    def were_reset(self, reached: Collection[int]) -> bool:
+        """Whether the gradients that this backward has reached were reset before it, or most of them.
+
+        What accumulates has written to the first gradient only, or, where they are views of one bucket, once to each.
+        """
+        writes = [writes for slot, writes in (self._writes or {}).items() if slot in reached]
+        self._writes = None
+        num_untouched = writes.count(0)
+        return len(writes) - num_untouched > num_untouched and any(number > 1 for number in writes)
 
     def count(self) -> bool:
         """An update is inferred; whether it is the one that proves that there is no optimizer."""

@@ -151,6 +151,8 @@ class Sampler:
         STEP_HOOKS.drop_raised()  # a step that raised must not leave us muted
         self._reached.clear()
         if not self._muted:
+            if self._by_hand.possible:
+                self._by_hand.backward_begins()
             self._commit(self.clock.backward_begins())
 
     @contained
@@ -158,7 +160,7 @@ class Sampler:
         if self._muted:
             return
         if self._by_hand.possible:
-            if self.clock.backwards and self._by_hand.were_reset(self._reached):
+            if self._by_hand.were_reset(self._reached) and self.clock.backwards:
                 self._close_update_by_hand()
                 self.clock.marked |= self._reached
             self._by_hand.remember_parameters()
@@ -391,7 +393,8 @@ class Sampler:
     def _commit(self, closed: Closed | None) -> None:
         if closed is None:
             return
-        self._schedule.close(closed)
+        if not self._by_hand.withholds:  # else perhaps no sample, but backwards before an optimizer's first step
+            self._schedule.close(closed)
         if self.withholding is not None:
             self.withholding.end_step(closed.step)
         if self._schedule.was_sampled(closed.step):

@@ -7,6 +7,7 @@ clipped, unscaled or replaced since (but for writes through `.data`, which leave
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterable, KeysView, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -19,6 +20,8 @@ Entry = tuple[int, Tensor]  # a slot and its parameter
 # keeps nothing alive. A number, so that a gradient that is saved loads with weights_only=True.
 _TOKEN: Final = "_gradwatch_token"
 _TOKENS: Final = itertools.count(1)
+
+_REPLACED: Final = sys.maxsize
 
 
 def was_seen(gradient: Tensor) -> bool:
@@ -74,10 +77,14 @@ class SeenGradients:
         else:
             self._measured.difference_update(slots)
 
-    def was_added_to(self, slot: int, gradient: Tensor) -> bool | None:
-        """Whether exactly one accumulation has modified it since; None if it was not seen."""
+    def writes_since(self, slot: int, gradient: Tensor | None) -> int | None:
+        """How often it was written to since; None if it was not seen, and more than any number if it was replaced."""
         version = self._version.get(slot)
-        return None if version is None else version + 1 == gradient._version and self._is_same(slot, gradient)
+        if version is None:
+            return None
+        if gradient is None or getattr(gradient, _TOKEN, None) != self._token[slot]:
+            return _REPLACED
+        return gradient._version - version
 
     def inspect(self, entries: Iterable[Entry], *, inside_backward: bool) -> Inspection:
         """Sort parameters by the state of their gradients; inside a backward nothing was seen before it."""
@@ -98,6 +105,3 @@ class SeenGradients:
             else:
                 (found.changed if slot in measured else found.unclear).append(entry)
         return found
-
-    def _is_same(self, slot: int, gradient: Tensor) -> bool:
-        return getattr(gradient, _TOKEN, None) == self._token[slot]
