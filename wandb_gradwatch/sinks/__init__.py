@@ -16,7 +16,11 @@ __all__ = ["ConsoleSink", "MemorySink", "Sink", "WandbSink", "WebhookSink"]
 
 @runtime_checkable
 class Sink(Protocol):
-    """Receives every flushed snapshot and every alert. A sink that raises is dropped, with one message."""
+    """Receives every flushed snapshot and every alert. A sink that raises is dropped, with one message.
+
+    It is called by the training's own thread: what may have to wait belongs in a thread of the sink's own, as in
+    `WebhookSink`.
+    """
 
     def write(self, snapshot: Snapshot) -> None: ...
 

@@ -39,9 +39,12 @@ def _against_a_bad_batch(evidence: Evidence, sample: int) -> str:
     history = evidence.history
     if history.guarded[sample]:
         return "look at the batch of this step and take it out of the data; the guard has left it out"
-    if math.isnan(history.num_guarded_steps):
-        return "look at the batch of this step; clip, or skip such steps with guard='skip'"
-    return "look at the batch of this step; clip, or have the guard skip such steps too: guard=SkipGuard(is_bad=...)"
+    skip = "skip such steps with guard='skip'"
+    if not math.isnan(history.num_guarded_steps):
+        skip = "have the guard skip such steps too: guard=SkipGuard(is_bad=...)"
+    # A norm that is NaN makes clip_grad_norm_ spread it over every gradient.
+    clip = "" if sample == evidence.first_bad else "clip, or "
+    return f"look at the batch of this step; {clip}{skip}"
 
 
 def bad_rank(evidence: Evidence) -> Diagnosis | None:
