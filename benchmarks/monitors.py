@@ -167,9 +167,13 @@ class _Ours(Attached):
         self._watcher.remove()
 
 
-def _ours_by_default(model: nn.Module, run: Any, steps: int) -> Attached:
+def _ours_by_default(model: nn.Module, run: Any, steps: int, **arguments: Any) -> Attached:
     # One window ends with the warm-up, the next with the block, which has every kind of step that LOG_EVERY steps have.
-    return _Ours(model, run, log_every=steps, start_step=steps - WARM_UP)
+    return _Ours(model, run, log_every=steps, start_step=steps - WARM_UP, **arguments)
+
+
+def _ours_with_histograms(model: nn.Module, run: Any, steps: int) -> Attached:
+    return _ours_by_default(model, run, steps, histogram_every=1)
 
 
 _EACH = "gradient norm of each parameter"
@@ -221,6 +225,13 @@ MONITORS = (
         every=LOG_EVERY,
         special=(0, -1),
         statistics=f"{_OURS}; every 50 steps a row with histograms",
+    ),
+    Monitor(
+        "**wandb_gradwatch**, histograms every step",
+        _ours_with_histograms,
+        every=LOG_EVERY,
+        special=(0, -1),
+        statistics=f"{_OURS}, histogram; every 50 steps a row",
     ),
     Monitor(
         "**wandb_gradwatch**, a row every step",
