@@ -263,6 +263,26 @@ def test_a_crew_takes_part_and_every_piece_is_done_once_and_before_it_returns() 
     assert sorted(done) == list(range(100))
 
 
+def test_an_interrupted_caller_waits_for_what_its_helpers_have_taken() -> None:
+    begun, may_end, done = threading.Event(), threading.Event(), threading.Event()
+
+    def work() -> None:
+        if threading.current_thread() is threading.main_thread():
+            assert begun.wait(60)
+            raise KeyboardInterrupt
+        begun.set()
+        assert may_end.wait(60)
+        done.set()
+
+    def is_done() -> bool:
+        may_end.set()  # asked only when the caller waits
+        return done.is_set()
+
+    with pytest.raises(KeyboardInterrupt):
+        Crew().run(work, is_done, 2)
+    assert done.is_set()
+
+
 def test_without_a_thread_to_be_had_the_caller_does_all(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_more(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")

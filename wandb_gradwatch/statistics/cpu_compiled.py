@@ -92,7 +92,8 @@ def sum_sq(gradients: Sequence[Tensor], *, inverse_scale: Tensor | None) -> Tens
     elements, _, exponent = _readable(gradients, inverse_scale)
     (table,), starts_N = _tables(elements)
     sums = np.empty(len(table))
-    _run(loops, loops.sum_sq_all, table, sums, num_pieces=len(table), shared=starts_N is not None)
+    shared = starts_N is not None
+    _run(loops, loops.sum_sq_all, table, sums, tensors=[elements], num_pieces=len(table), shared=shared)
     if starts_N is not None:
         sums = np.add.reduceat(sums, starts_N)
     return torch.from_numpy(sums) * math.ldexp(1.0, 2 * exponent)
@@ -121,6 +122,7 @@ def _measure(
         bin_of_code(FLOAT64, exponent),
         rows,
         counts,
+        tensors=[elements, parameter_elements],
         num_pieces=len(table),
         shared=starts_N is not None,
     )
@@ -140,14 +142,21 @@ def _measure(
     return torch.from_numpy(rows_NC), torch.from_numpy(histogram_NB) if histogram else None
 
 
-def _run(loops: Loops, work: Callable[..., None], *arguments: object, num_pieces: int, shared: bool) -> None:
-    """Run one of the loops over all pieces, on this thread or on several."""
+def _run(
+    loops: Loops,
+    work: Callable[..., None],
+    *arguments: object,
+    tensors: Sequence[Sequence[Tensor]],
+    num_pieces: int,
+    shared: bool,
+) -> None:
+    """Run one of the loops over all pieces of these tensors' memory, on this thread or on several."""
     progress = np.zeros(2, dtype=np.int64)
     if not shared:
         work(*arguments, progress)
         return
 
-    def work_if_left() -> None:  # holds all that it writes to: a helper may come late
+    def work_if_left(held: object = tensors) -> None:  # what a helper reads and writes must last as long as its work
         if progress[0] < num_pieces:
             work(*arguments, progress)
 

@@ -37,9 +37,11 @@ class Crew:
         """
         for _ in range(self._ready(num_threads - 1)):
             self._waiting.put(work)
-        work()
-        while not is_done():
-            _give_way()
+        try:
+            work()
+        finally:  # also where the user interrupts: what the work is about must stay as it is until nobody reads it
+            while not is_done():
+                _give_way()
 
     def _ready(self, wanted: int) -> int:
         """How many of these helpers there are, started if need be."""
