@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from wandb_gradwatch import __version__, cli, doctor
-from wandb_gradwatch.dashboards import page, read
+from wandb_gradwatch.dashboards import page, read, view
 from wandb_gradwatch.dashboards.history import RecordedAlert, RunHistory
 from wandb_gradwatch.doctor import Check, Overhead, checks, measurement
 from wandb_gradwatch.terminal import Progress, Terminal
@@ -211,9 +211,9 @@ def test_view_watch_writes_until_the_run_has_finished(
     recorded: list[RunHistory], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorded[:] = [make_history(finished=False, rows=1), make_history(finished=False, rows=2), make_history(rows=3)]
-    monkeypatch.setattr(cli, "WATCH_SECONDS", 0.0)
+    monkeypatch.setattr(view, "WATCH_SECONDS", 0.0)
     seen = []
-    monkeypatch.setattr(cli.time, "sleep", lambda _: seen.append(Path("p.html").read_text()))
+    monkeypatch.setattr(view.time, "sleep", lambda _: seen.append(Path("p.html").read_text()))
     assert cli.main(["view", "wandb/latest-run", "--watch", "--output", "p.html"]) == 0
     # An open page reloads itself as long as there is more to come.
     assert seen == ["1, reloads after 10 s", "2, reloads after 10 s"]
@@ -229,7 +229,7 @@ def test_view_open_says_where_the_page_is_when_no_browser_starts(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(cli.webbrowser, "open", lambda url: asked.append(url) or opened)
+    monkeypatch.setattr(view.webbrowser, "open", lambda url: asked.append(url) or opened)
     assert cli.main(["view", "wandb/latest-run", "--open", "--output", "p.html"]) == 0
     assert asked == [Path("p.html").resolve().as_uri()]
     printed = capsys.readouterr().out

@@ -10,23 +10,16 @@ import argparse
 import os
 import re
 import sys
-import time
-import webbrowser
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 from urllib.parse import unquote, urlsplit
 
 from . import __version__
 from .terminal import Terminal
 
-if TYPE_CHECKING:
-    from .dashboards.history import RunHistory
-
 PROGRAM: Final = "wandb-gradwatch"
 DEBUG_VARIABLE: Final = "WANDB_GRADWATCH_DEBUG"
-WATCH_SECONDS: Final = 5.0  # between two looks at a run that is still going on
-RELOAD_SECONDS: Final = 10  # until an open page of such a run reloads itself
 
 _COUNT_SUFFIX: Final = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
 
@@ -148,59 +141,16 @@ def _add_view(commands: _Commands[argparse.ArgumentParser]) -> None:
 
 
 def _view(arguments: argparse.Namespace) -> int:
-    terminal = Terminal()
-    messages = Terminal(sys.stderr) if arguments.json else terminal
-    history, page = _write_page(arguments.path, arguments.output, messages, reload=arguments.watch)
-    for note in history.notes:
-        messages.paragraph(note, indent=0)
-    if history.num_rows and not len(history.steps):
-        messages.paragraph("The run has rows, but none of wandb_gradwatch: call watch(model) after wandb.init().", 0)
-    if arguments.json:
-        terminal.json(_page_facts(history, page))
-    else:
-        found = f"{_many(history.steps, 'row')}, {_many(history.names, 'name')}, "
-        terminal.print(
-            f"{page}  {terminal.style(found, 'dim')}"
-            + terminal.style(_many(history.alerts, "alert"), "yellow" if history.alerts else "dim")
-        )
-    if arguments.open and not webbrowser.open(page.resolve().as_uri()):
-        messages.print(f"no browser could be started; open {page.resolve().as_uri()} yourself")
-    while arguments.watch and not history.finished:
-        time.sleep(WATCH_SECONDS)
-        history, page = _write_page(arguments.path, page, messages, reload=True)
-        said = f"{_many(history.steps, 'row')}, {_many(history.alerts, 'alert')}"
-        messages.print(f"{time.strftime('%H:%M:%S')}  {said}")
-    return 0
+    from .dashboards.view import run_view
 
-
-def _many(things: Sized, noun: str) -> str:
-    return f"{len(things)} {noun}{'' if len(things) == 1 else 's'}"
-
-
-def _write_page(path: Path, output: Path | None, terminal: Terminal, *, reload: bool) -> tuple[RunHistory, Path]:
-    from .dashboards.page import write_page
-    from .dashboards.read import read_run
-
-    # Nobody knows how many rows are still to come: a count, not a bar.
-    history = read_run(path, progress=lambda rows: terminal.transient(f"  {rows} rows read"))
-    terminal.transient("")
-    page = output or Path()
-    if page.is_dir():
-        page /= f"gradwatch-{history.run_id}.html"
-    write_page(history, page, refresh_seconds=RELOAD_SECONDS if reload and not history.finished else None)
-    return history, page
-
-
-def _page_facts(history: RunHistory, page: Path) -> dict[str, object]:
-    return {
-        "page": str(page.resolve()),
-        "run": history.run_id,
-        "finished": history.finished,
-        "rows": len(history.steps),
-        "names": history.names,
-        "alerts": [vars(alert) for alert in history.alerts],
-        "notes": list(history.notes),
-    }
+    return run_view(
+        arguments.path,
+        arguments.output,
+        opens=arguments.open,
+        watches=arguments.watch,
+        as_json=arguments.json,
+        terminal=Terminal(),
+    )
 
 
 # ---- report, workspace
