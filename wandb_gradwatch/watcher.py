@@ -109,10 +109,7 @@ class Watcher:
         self._sampler.start()
         # The model must not be kept alive by us, nor our hooks outlive it.
         self._models = [weakref.ref(model, self._model_gone) for model in roster.models()]
-        for sink in sinks:
-            before_run_ends = getattr(sink, "before_run_ends", None)
-            if before_run_ends is not None:
-                before_run_ends(self.flush)  # a run that is finished while watched gets what it is owed
+        self._outlets.before_runs_end(self.flush)
         atexit.register(self._script_ends)
         WATCHERS.append(self)
 
@@ -212,10 +209,10 @@ class Watcher:
         Returns:
             The newest window that no earlier call has returned; None if nothing was sampled since.
         """
-        self._end_window(final=False)
+        self._flush_window(final=False)
         return self._delivery.pop_unreturned()
 
-    def _end_window(self, *, final: bool) -> None:
+    def _flush_window(self, *, final: bool) -> None:
         if not self._removed:
             self._sampler.end_sample(final=final)
             self._deliver(wait=True)
@@ -284,7 +281,7 @@ class Watcher:
             return
         if not merge:
             self._delivery.stop_merging()
-        self._end_window(final=True)
+        self._flush_window(final=True)
         if self._sampler.withholding is not None:
             self._sampler.withholding.finish()
         self._judging.judge()

@@ -36,6 +36,13 @@ class Outlets:
         """Whether one of the sinks writes to this W&B run."""
         return any(getattr(sink, "run", None) is run for sink in self._sinks)
 
+    def before_runs_end(self, flush: Callable[[], object]) -> None:
+        """Have a run that is finished while watched call this first, so that it gets what it is owed."""
+        for sink in self._sinks:
+            before_run_ends = getattr(sink, "before_run_ends", None)
+            if before_run_ends is not None:
+                before_run_ends(flush)
+
     def write(self, snapshot: Snapshot) -> None:
         """A window, to every sink."""
         self._call_sinks("write", snapshot)
