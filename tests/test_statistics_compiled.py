@@ -283,6 +283,21 @@ def test_an_interrupted_caller_waits_for_what_its_helpers_have_taken() -> None:
     assert done.is_set()
 
 
+@needs_numba
+def test_an_interrupt_before_anything_was_taken_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, shares_from_one: int, num_threads: Callable[[int], None]
+) -> None:
+    num_threads(1)  # nobody else would do it
+    loops = cpu_compiled.LOOPS.wait()
+
+    def interrupted(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cpu_compiled, "LOOPS", ready(loops._replace(measure_all=interrupted)))
+    with pytest.raises(KeyboardInterrupt):
+        measure([torch.ones(10)], None, backend="compiled")
+
+
 def test_without_a_thread_to_be_had_the_caller_does_all(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_more(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")

@@ -492,13 +492,14 @@ def _sum_sq_all(table, sums, progress):
 
 
 def _is_done(progress, num_pieces):
-    """Whether every piece is done; asks for some microseconds before it says no."""
-    done = False
+    """Whether every piece that was taken is done; asks for some microseconds before it says no."""
+    is_done = False
     for _ in range(1000):
-        done = _fetch_add(progress[1:].ctypes.data, np.int64(0)) >= num_pieces
-        if done:
+        num_taken = min(_fetch_add(progress[:1].ctypes.data, np.int64(0)), num_pieces)
+        is_done = _fetch_add(progress[1:].ctypes.data, np.int64(0)) >= num_taken
+        if is_done:
             break
-    return done
+    return is_done
 
 
 class Loops(NamedTuple):
