@@ -90,7 +90,7 @@ def test_gradients_that_grow_towards_the_input_are_explosion_through_depth():
     stack = {f"{i}.weight": [10.0 ** (3 - i)] for i in range(4)}
     (found,) = diagnose(together([sample_of(stack, step=s) for s in range(1, 6)]))
     assert found.cause == "explosion through depth"
-    assert found.evidence == "norm grows 1e+03x from 3 back to 0, layer by layer"
+    assert found.evidence == "norm grows 1000x from 3 back to 0, layer by layer"
 
 
 def test_a_nan_out_of_a_calm_recurrent_network_is_not_blamed_on_the_recurrence():

@@ -15,12 +15,15 @@ def learning_rate(evidence: Evidence) -> Diagnosis | None:
     if evidence.parameters.is_moving and evidence.parameters.movement is not None:
         change, sample = evidence.parameters.movement
         words = (
-            f"the parameters' norm changed by {100 * change:.0f} % per step or more, from step {evidence.step(sample)}"
+            f"the parameters' norm changed by {number(100 * change)} % per step or more, "
+            f"from step {evidence.step(sample)}"
         )
         return Diagnosis(LEARNING_RATE, 0.85, words, remedy)
     if evidence.parameters.leap is not None:
         change, sample = evidence.parameters.leap
-        words = f"the update of step {evidence.step(sample)} alone changed the parameters' norm by {100 * change:.0f} %"
+        words = (
+            f"the update of step {evidence.step(sample)} alone changed the parameters' norm by {number(100 * change)} %"
+        )
         return Diagnosis(LEARNING_RATE, 0.8, words, remedy)
     if evidence.parameters.jump is not None:
         change, factor, sample = evidence.parameters.jump
