@@ -6,12 +6,14 @@ when it is first imported, and other tests may have imported it before.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -250,6 +252,24 @@ def test_warming_up_runs_every_kernel_without_a_model(monkeypatch: pytest.Monkey
             cuda_launch.measure(gradients, None, histogram=False, **kwargs)
             cuda_launch.sum_sq(gradients, inverse_scale=scale)
     assert cuda_launch._compiled == compiled
+
+
+def test_warming_up_builds_what_launches_each_kernel_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Compiled(NamedTuple):
+        src: str
+        metadata: str
+
+    built: list[tuple[str, str]] = []
+    driver = SimpleNamespace(launcher_cls=lambda src, metadata: built.append((src, metadata)))
+    monkeypatch.setattr(type(kernels.triton.runtime.driver), "active", driver)
+    for kernel in (kernels.measure_chunks, kernels.square_chunks, kernels.fold, kernels.fold_squares):
+        compiled = Compiled(kernel.fn.__name__, "metadata")
+        monkeypatch.setattr(kernel, "warmup", lambda *_, compiled=compiled, **__: compiled, raising=False)
+    monkeypatch.setattr(cuda_launch, "_compiled", set())
+    monkeypatch.setattr(cuda_launch, "_on", lambda device: contextlib.nullcontext())
+    cuda_launch.warm_up(DEVICE, [torch.float32], dead_threshold=0.0, histogram=True)
+    names = {"measure_chunks", "square_chunks", "fold", "fold_squares"}
+    assert set(built) == {(name, "metadata") for name in names}
 
 
 def test_warming_up_ends_when_nobody_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ that too few programs ran at once to keep the memory busy.
 # ruff: noqa: SIM102, SIM108
 # No `from __future__ import annotations`: the interpreters of Triton 3.0 and 3.1 know tl.constexpr by its class only.
 
-from typing import Final
+from typing import Any, Final
 
 import triton
 import triton.language as tl
@@ -35,6 +35,16 @@ _INFINITY_32: Final = tl.constexpr(0x7F800000)
 _INFINITY_64: Final = tl.constexpr(0x7FF0000000000000)
 _ZERO_BIN: Final = tl.constexpr(ZERO_BIN)
 _NUM_BINS: Final = tl.constexpr(NUM_BINS)
+
+
+def build_launcher(compiled: Any) -> None:
+    """Build what launches a kernel that `warmup` has compiled: up to Triton 3.6 a C compiler does, most of a second.
+
+    Without this that happens at the first launch. Loading the kernel onto the device is left to that: a CUDA graph
+    that is being captured may not stand it.
+    """
+    if compiled is not None:  # interpreters compile nothing
+        triton.runtime.driver.active.launcher_cls(compiled.src, compiled.metadata)
 
 
 @triton.jit

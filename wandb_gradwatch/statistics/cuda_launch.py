@@ -293,7 +293,7 @@ def _queue(
     if only_compile_for is not None:
         with _compiling, _on(device):
             if variant not in _compiled:
-                kernel.warmup(*arguments, grid=(num_programs,), **constants)
+                kernels.build_launcher(kernel.warmup(*arguments, grid=(num_programs,), **constants))
                 _compiled.add(variant)
     elif variant in _compiled:
         with _on(device):
@@ -344,7 +344,7 @@ def warm_up(
         for dtype in natives:
             tensors = [torch.ones(2, dtype=dtype, device="cpu")[0 if aligned else 1 :]]
             plan, squares = prepare(tensors, "gradients", dead_threshold), prepare(tensors, "squares")
-            for with_histogram in sorted({False, histogram}):
+            for with_histogram in sorted({False, histogram}, reverse=True):  # the first sample has one
                 if not goes_on():
                     return
                 launch(
