@@ -333,6 +333,60 @@ def test_a_graph_is_captured_while_the_kernels_are_still_being_compiled():
     assert samples(watcher, sink).steps.tolist() == [1]
 
 
+@real
+@pytest.mark.parametrize("guard", [None, "skip"])
+def test_a_step_that_a_graph_replays_is_trained_as_ever_and_not_seen(guard):
+    def train(watched):
+        torch.manual_seed(0)
+        model, loss_fn = nn.Linear(8, 8).cuda(), nn.MSELoss()
+        batch = torch.randn(4, 8, device="cuda")
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01, capturable=True)
+        watcher, sink = watch(model, guard=guard) if watched else (None, None)
+
+        def step():
+            optimizer.zero_grad(set_to_none=True)
+            loss_fn(model(batch), batch).backward()
+            optimizer.step()
+
+        side = torch.cuda.Stream()  # where torch wants the steps before a capture
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                step()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        for _ in range(5):
+            graph.replay()
+        step()
+        torch.cuda.synchronize()
+        seen = None if watcher is None else samples(watcher, sink).steps.tolist()
+        return [parameter.detach().cpu() for parameter in model.parameters()], seen
+
+    (plain, _), (watched, seen) = train(False), train(True)
+    assert all(torch.equal(one, other) for one, other in zip(plain, watched, strict=True))
+    assert seen == [1, 2, 3, 4]  # the replays are none of them
+
+
+def test_optimizers_inside_the_backward():
+    model = Chosen(a=2, b=1).cuda()
+    optimizers = {p: torch.optim.SGD([p], lr=0.0) for p in model.parameters()}
+    watcher, sink = watch(model, backend=QUICK)
+
+    def step(parameter):
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    handles = [p.register_post_accumulate_grad_hook(step) for p in model.parameters()]
+    for factor in (1.0, 2.0):
+        loss = (model.a * torch.tensor([3.0, 4.0], device="cuda")).sum() + (model.b * 12).sum()
+        (factor * loss).backward()
+    for handle in handles:
+        handle.remove()
+    assert samples(watcher, sink).total_grad_norm.tolist() == [13, 26]
+
+
 def test_a_training_on_a_stream_of_its_own_and_a_flush_outside_of_it():
     def seen(stream):
         torch.manual_seed(0)
