@@ -21,7 +21,7 @@ import torch
 from statistics_oracle import assert_row, expected_histogram, expected_row
 
 from wandb_gradwatch.statistics import cuda as kernels
-from wandb_gradwatch.statistics import cuda_launch, reference
+from wandb_gradwatch.statistics import cuda_launch, cuda_plan, reference
 from wandb_gradwatch.statistics.columns import IDENTITY_C, Column
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -216,11 +216,11 @@ def test_tensors_that_come_one_by_one_are_laid_out_once() -> None:
     for tensor in one_by_one:
         cuda_launch.prepare([tensor], "gradients")
         cuda_launch.prepare([tensor], "parameters")
-    made = cuda_launch._plan_for_few.cache_info().misses
+    made = cuda_plan._plan_for_few.cache_info().misses
     for tensor in one_by_one:
         cuda_launch.prepare([tensor], "gradients")
         cuda_launch.prepare([tensor], "parameters")
-    assert cuda_launch._plan_for_few.cache_info().misses == made
+    assert cuda_plan._plan_for_few.cache_info().misses == made
 
 
 def test_a_constant_of_a_kernel_is_annotated_with_the_class_not_with_its_name() -> None:
@@ -285,7 +285,7 @@ def test_a_thread_does_not_read_the_gradients_of_another(monkeypatch: pytest.Mon
     prepare, they_have_prepared = cuda_launch.prepare, threading.Event()
     other = threading.Thread(target=lambda: cuda_launch.measure([theirs], None, **kwargs))
 
-    def interrupted(elements: list[torch.Tensor], *arguments: Any) -> cuda_launch.Plan:
+    def interrupted(elements: list[torch.Tensor], *arguments: Any) -> cuda_plan.Plan:
         plan = prepare(elements, *arguments)
         if elements[0] is mine:
             other.start()

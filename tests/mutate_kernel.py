@@ -29,14 +29,15 @@ class Fault(NamedTuple):
     occurrences: int = 1
 
 
-KERNEL, LAUNCH, SMALL, CHUNKS, GENERIC = "cuda.py", "cuda_launch.py", "cpu_small.py", "cpu_chunks.py", "generic.py"
+KERNEL, LAUNCH, PLAN = "cuda.py", "cuda_launch.py", "cuda_plan.py"
+SMALL, CHUNKS, GENERIC = "cpu_small.py", "cpu_chunks.py", "generic.py"
 
 # fmt: off
 FAULTS = (  # one line each, however long
     Fault("the last element of a chunk is not read", KERNEL, "mask = begin + lanes < count", "mask = begin + lanes < count - 1", 2),
     Fault("one element past the end is read", KERNEL, "mask = begin + lanes < count", "mask = begin + lanes <= count", 2),
     Fault("a full chunk is read without its last tiles", KERNEL, "range(0, CHUNK, 4 * TILE)", "range(0, CHUNK - 4 * TILE, 4 * TILE)", 2),
-    Fault("chunks start one element late", LAUNCH, "first_chunk[chunk_tensor]) * chunk", "first_chunk[chunk_tensor]) * chunk + 1"),
+    Fault("chunks start one element late", PLAN, "first_chunk[chunk_tensor]) * chunk", "first_chunk[chunk_tensor]) * chunk + 1"),
     Fault("the fold drops the last partial", KERNEL, "mask = index < count\n", "mask = index < count - 1\n"),
     Fault("the minimum of the last partials only", KERNEL, "lowest = tl.minimum(lowest, tl.load(partials", "lowest = (tl.load(partials"),
     Fault("NaN enters the careful sums", KERNEL, "finite = mask & (is_nan == 0) & (is_inf == 0)", "finite = mask & (is_inf == 0)"),
@@ -93,7 +94,7 @@ def is_caught(fault: Fault, healthy: Path) -> bool:
             raise SystemExit(f"{fault.name}: {fault.right!r} occurs {text.count(fault.right)} times in {fault.file}")
         path.write_text(text.replace(fault.right, fault.wrong))
         tests = ["tests/kernel_suite.py"]
-        if fault.file not in (KERNEL, LAUNCH):
+        if fault.file not in (KERNEL, LAUNCH, PLAN):
             tests = ["tests/test_statistics_backends.py", "tests/test_statistics_cuda.py"]
         # What a worker imports is the copy: its directory comes before anything that is installed.
         environment = {**os.environ, "PYTHONPATH": str(copy)}

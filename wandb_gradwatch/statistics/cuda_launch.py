@@ -4,7 +4,7 @@
                            square_chunks, the same for parameters -> partials [2, M] --> fold_squares   --> rows [N, C]
 
 Where chunks lie depends on sizes and dtypes alone and is uploaded once per plan. A sample uploads the addresses only,
-and only if one changed (table.py). The kernels are in cuda.py.
+and only if one changed (table.py). The kernels are in cuda.py, the plans in cuda_plan.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final
 
@@ -23,10 +22,10 @@ from torch import Tensor
 from . import cuda as kernels
 from .bits import FLOAT32, FLOAT64, largest_magnitude_within
 from .columns import NUM_BINS, NUM_COLUMNS, Column
+from .cuda_plan import Group, Plan, plan_for
 from .elements import elements_of
 from .generic import add_implicit_zeros
 from .pages import upload
-from .table import AddressTable
 
 # N tensors, M chunks, C columns, B histogram bins
 
@@ -35,36 +34,6 @@ CHUNK: Final = 128 * LANES  # elements of a program: in each lane CHUNK / LANES 
 FOLD_BLOCK: Final = 512  # partials of one column that a program of the fold holds at once
 
 _CODE: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}  # of a dtype, in the kernels
-_ALIGNMENT: Final = 16  # bytes: a vector load
-
-
-@dataclass(frozen=True)
-class _Group:
-    """Chunks that one launch reads: of one dtype, all aligned or not."""
-
-    dtype: torch.dtype
-    aligned: bool
-    first: int
-    count: int
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Where the chunks of tensors of given sizes lie; its tensors are on the device."""
-
-    groups: tuple[_Group, ...]
-    num_chunks: int
-    chunk_tensor: Tensor  # [M] int32
-    chunk_start: Tensor  # [M] int64
-    sizes: Tensor  # [N] int64
-    first_chunk: Tensor  # [N] int32
-    num_chunks_of: Tensor  # [N] int32
-    table: AddressTable  # [2 + N]
-
-    @property
-    def chunks(self) -> tuple[Tensor, ...]:
-        """What every chunk kernel is told about where to read."""
-        return (self.table.device_table, self.chunk_tensor, self.chunk_start, self.sizes)
 
 
 # Variants of kernels that are compiled. Two threads must not compile at once, and one that needs what the other is busy
@@ -76,46 +45,6 @@ _compiling: Final = threading.Lock()
 # held from when the addresses are written until what reads them is queued.
 _one_at_a_time: Final = threading.Lock()
 
-# What a plan depends on: size, dtype and alignment of each tensor.
-_Key = tuple[tuple[int, torch.dtype, bool], ...]
-
-
-def _plan_of(key: _Key, role: str, device: torch.device, stream: int, chunk: int) -> Plan:
-    """Lay out chunks; apart per role and stream, so that no table is rewritten while another launch may read it."""
-    sizes = np.array([size for size, _, _ in key], dtype=np.int64)
-    num_chunks_of = -(-sizes // chunk)
-    first_chunk = np.zeros(len(key), dtype=np.int64)
-    groups: list[_Group] = []
-    order: list[int] = []
-    place = 0
-    for dtype, aligned in dict.fromkeys((dtype, aligned) for _, dtype, aligned in key):
-        members = [i for i, (_, d, a) in enumerate(key) if (d, a) == (dtype, aligned)]
-        first = place
-        for index in members:
-            first_chunk[index] = place
-            place += int(num_chunks_of[index])
-        order += members
-        if place > first:
-            groups.append(_Group(dtype, aligned, first, place - first))
-    chunk_tensor = np.repeat(np.array(order, dtype=np.int64), num_chunks_of[order])
-    chunk_start = (np.arange(place) - first_chunk[chunk_tensor]) * chunk
-    return Plan(
-        groups=tuple(groups),
-        num_chunks=place,
-        chunk_tensor=upload(chunk_tensor, device).to(torch.int32),
-        chunk_start=upload(chunk_start, device),
-        sizes=upload(sizes, device),
-        first_chunk=upload(first_chunk, device).to(torch.int32),
-        num_chunks_of=upload(num_chunks_of, device).to(torch.int32),
-        table=AddressTable(2 + len(key), device),
-    )
-
-
-# Kept. Of whole models few, which are large where a model is; of one tensor or two, as optimizers inside the backward
-# and differences have them, one for each shape in a model.
-_plan_for = lru_cache(maxsize=32)(_plan_of)
-_plan_for_few = lru_cache(maxsize=512)(_plan_of)
-
 
 def prepare(elements: Sequence[Tensor], role: str, dead_threshold: float = 0.0) -> Plan:
     """Upload the addresses of flat tensors, if they changed: the part of a sample that a CUDA graph must leave out.
@@ -125,11 +54,8 @@ def prepare(elements: Sequence[Tensor], role: str, dead_threshold: float = 0.0) 
         role: "gradients", "squares" or "parameters": each has tables of its own.
         dead_threshold: of the gradients.
     """
-    device = elements[0].device
     addresses = [tensor.data_ptr() for tensor in elements]
-    key = tuple((e.numel(), e.dtype, a % _ALIGNMENT == 0) for e, a in zip(elements, addresses, strict=True))
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    plan = (_plan_for_few if len(key) <= 2 else _plan_for)(key, role, device, stream, CHUNK)
+    plan = plan_for(elements, addresses, role, CHUNK)
     plan.table.write([*_dead_words(dead_threshold), *addresses])
     return plan
 
@@ -304,7 +230,7 @@ def _queue(
             _compiled.add(variant)
 
 
-def _reading(group: _Group) -> dict[str, Any]:
+def _reading(group: Group) -> dict[str, Any]:
     return {
         "DTYPE": _CODE[group.dtype],
         "ITEMSIZE": group.dtype.itemsize,
