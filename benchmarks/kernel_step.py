@@ -16,6 +16,7 @@ import torch
 
 from benchmarks.models import TASKS, Trainee
 from wandb_gradwatch import MemorySink, Watcher, watch
+from wandb_gradwatch.watch import wait_for_kernels
 
 LOG_EVERY = 50
 
@@ -102,6 +103,7 @@ def _watched(trainee: Trainee, step: Callable[[], None], **options: Any) -> Watc
     watcher = watch(trainee, sinks=[MemorySink()], sample_every=1, log_every=LOG_EVERY, **options)
     for _ in range(4):
         step()
+    wait_for_kernels()
     return watcher
 
 

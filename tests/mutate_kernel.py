@@ -68,7 +68,7 @@ FAULTS = (  # one line each, however long
     Fault("bfloat16 is read as float16", KERNEL, "values = (values.to(tl.uint32) << 16)", "values = (values.to(tl.uint32) << 13)"),
     Fault("a list is read with its first dtype", LAUNCH, '"DTYPE": _CODE[group.dtype]', '"DTYPE": 0'),
     Fault("threads share a table's moment", LAUNCH, "_one_at_a_time: Final = threading.Lock()", "_one_at_a_time: Final = nullcontext()"),
-    Fault("unaligned gradients are not warmed up", LAUNCH, "(True, scale), (False, None), (False, scale))", "(True, scale))"),
+    Fault("unaligned gradients are not warmed up", LAUNCH, "if not aligned and not in_buckets:", "if not aligned:"),
     Fault("launchers are not warmed up", LAUNCH, "kernels.build_launcher(kernel.warmup(*arguments, grid=(num_programs,), **constants))", "kernel.warmup(*arguments, grid=(num_programs,), **constants)"),
     Fault("an unchanged table is trusted too long", "table.py", "if values == self._last:", "if self._last is not None:"),
     Fault("a slot in flight is reused", "table.py", "if self.slots and self.slots[0].is_free()", "if self.slots"),

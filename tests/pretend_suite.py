@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import sys
+import threading
 
 import numpy as np
 import pretend_gpu
 import pytest
 import torch
 
+from wandb_gradwatch import MemorySink
 from wandb_gradwatch.shipments import Landings, Sample
 from wandb_gradwatch.statistics.columns import NUM_BINS, NUM_COLUMNS, Column
 from wandb_gradwatch.statistics.elements import onto
@@ -277,6 +280,28 @@ def test_the_targets_are_those_that_were_asked_and_a_missed_one_is_called_so():
     }
     # 0.5 of a copy is less than 0.7 and more than 0.35; 0.6 ms is more than 0.5, 0.2 ms less than 0.3.
     assert [line.split()[0] for line in kernel.targets(report)] == ["MISSED", "met", "MISSED", "met"]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_kernels_are_compiled_in_the_background_and_can_be_waited_for(world, monkeypatch):
+    from wandb_gradwatch.statistics import cuda_launch
+
+    door = sys.modules["wandb_gradwatch.watch"]  # the package has a function of the same name
+    asked, may_go_on = [], threading.Event()
+
+    def warm_up(device, dtypes, *, goes_on, **options):
+        assert may_go_on.wait(30)
+        asked.append((device, dtypes, goes_on(), options["in_buckets"]))
+
+    monkeypatch.setattr(cuda_launch, "warm_up", warm_up)
+    monkeypatch.setattr(door, "world_size", lambda: world)
+    model = torch.nn.Linear(2, 2, dtype=torch.bfloat16).cuda()
+    watcher = door.watch(model, sinks=[MemorySink()], rules=[])
+    assert asked == []  # watch() has not waited
+    may_go_on.set()
+    door.wait_for_kernels()
+    assert asked == [(pretend_gpu.CUDA, [torch.bfloat16], True, world > 1)]
+    watcher.remove()
 
 
 def test_the_benchmark_notices_a_wrong_number(monkeypatch):

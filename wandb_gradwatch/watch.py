@@ -36,6 +36,8 @@ logger: Final = logging.getLogger("wandb_gradwatch")
 STATISTICS: Final = ("parameter", "histogram")
 DEFAULT: Final = STATISTICS
 
+_WARMING_UP: Final = "gradwatch-warm-up"
+
 
 def watch(
     model: Models,
@@ -237,6 +239,8 @@ def _warm_up(
     kernels: Mapping[torch.device, Collection[torch.dtype]], dead_threshold: float, *, histogram: bool
 ) -> None:
     """Compile the kernels while the training starts: the first sampled step would wait seconds for each."""
+    options: dict[str, Any] = {"dead_threshold": dead_threshold, "histogram": histogram}
+    options["in_buckets"] = world_size() > 1  # one gradient behind the other, as DDP and FSDP can lay them
 
     def compile_all() -> None:
         from .statistics.cuda_launch import warm_up
@@ -244,12 +248,19 @@ def _warm_up(
         goes_on = threading.main_thread().is_alive
         try:
             for device, dtypes in kernels.items():
-                warm_up(device, list(dtypes), dead_threshold=dead_threshold, histogram=histogram, goes_on=goes_on)
+                warm_up(device, list(dtypes), goes_on=goes_on, **options)
         except Exception as error:  # measure() meets it again, and falls back or raises as the backend demands
             logger.debug("wandb_gradwatch: warming up the kernels failed: %r", error)
 
     # No daemon: an interpreter that ends while a compiler runs may crash. It waits for the kernel that is being made.
-    threading.Thread(target=compile_all, name="gradwatch-warm-up", daemon=False).start()
+    threading.Thread(target=compile_all, name=_WARMING_UP, daemon=False).start()
+
+
+def wait_for_kernels() -> None:
+    """Wait until nothing is compiled in the background any more: for those who want to know what a step costs."""
+    for thread in threading.enumerate():
+        if thread.name == _WARMING_UP:
+            thread.join()
 
 
 def _run_of(run: Any, sinks: Sequence[Sink] | None) -> Any:

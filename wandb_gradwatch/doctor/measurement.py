@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ..sinks import MemorySink
-from ..watch import watch
+from ..watch import wait_for_kernels, watch
 
 LAYERS: Final = 8  # of the model that is trained to measure the overhead
 BATCH: Final = 256  # rows of its batch
@@ -87,6 +87,7 @@ def _time_pairs(
     """Milliseconds per step of each unwatched and each watched block, in pairs."""
     _train_block(model, optimizer, batch, WARM_UP_STEPS, watched=False)
     _train_block(model, optimizer, batch, WARM_UP_STEPS, watched=True)
+    wait_for_kernels()  # compiling takes time from the steps, once in a training
     plain_ms: list[float] = []
     watched_ms: list[float] = []
     for pair in range(PAIRS):

@@ -251,6 +251,7 @@ def warm_up(
     *,
     dead_threshold: float,
     histogram: bool,
+    in_buckets: bool = True,
     goes_on: Callable[[], bool] = lambda: True,
 ) -> None:
     """Compile what gradients and parameters of these dtypes need, so that the first sample does not: seconds each.
@@ -261,12 +262,15 @@ def warm_up(
     Args:
         dtypes: any; those that cannot have a gradient need nothing.
         histogram: some samples will want a histogram; the kernel without one is compiled too.
+        in_buckets: gradients or parameters may begin anywhere, not only where the allocator lets tensors begin.
         goes_on: asked before each kernel; False when nobody will need it any more.
     """
     # A kernel depends on dtypes and alignment, not on where its arguments lie.
     natives = dict.fromkeys(_native_dtype(dtype) for dtype in dtypes if dtype.is_floating_point or dtype.is_complex)
     scale = torch.ones((), dtype=torch.float64, device="cpu")
     for aligned, inverse_scale in ((True, None), (True, scale), (False, None), (False, scale)):
+        if not aligned and not in_buckets:
+            continue
         for dtype in natives:
             tensors = [torch.ones(2, dtype=dtype, device="cpu")[0 if aligned else 1 :]]
             plan, squares = prepare(tensors, "gradients", dead_threshold), prepare(tensors, "squares")
