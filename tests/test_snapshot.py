@@ -7,12 +7,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from statistics_oracle import expected_histogram, expected_row
 
 from wandb_gradwatch.snapshot import Snapshot, concatenate, group_function, last_present
 from wandb_gradwatch.statistics.columns import MISSING_C, NUM_BINS, NUM_COLUMNS, Column, histogram_edges
+from wandb_gradwatch.statistics.measure import measure
 
 NAN, INF = math.nan, math.inf
 
@@ -99,6 +101,40 @@ def test_parameter_norm_and_its_ratio() -> None:
     np.testing.assert_array_equal(snapshot.param_norm, [[2.0, 0.0, NAN]])
     # a parameter of zeros has no ratio, and one that was not read has none either
     np.testing.assert_array_equal(snapshot.grad_param_ratio, [[2.5, NAN, NAN]])
+
+
+@pytest.mark.parametrize(
+    ("gradient", "norm"),
+    [
+        ([3e150, 4e150], 5e150),
+        ([3e-140, 4e-140], 5e-140),
+        ([1e200, -1e200], INF),  # 1e400 is beyond float64
+        ([3e-150, 4e-150], NAN),  # 9e-300 has all digits, but the square of an element beside it may have lost some
+        ([1e-200, 1e-200], NAN),
+        ([0.0, 0.0], 0.0),
+    ],
+)
+@pytest.mark.parametrize("backend", ["reference", "torch", "cpu", "compiled"])
+def test_a_norm_whose_squares_float64_cannot_hold_is_no_wrong_number(gradient, norm, backend) -> None:
+    gradients = [torch.tensor(values, dtype=torch.float64) for values in (gradient, [1.0, 0.0])]
+    rows = measure(gradients, gradients, backend=backend).rows.numpy()[None]
+    snapshot = Snapshot(steps=np.array([1]), names=("a", "b"), rows=rows)
+    for snapshot_of_a in (snapshot, snapshot.by_group(lambda name: name)):
+        assert snapshot_of_a.grad_norm[0, 0] == pytest.approx(norm, rel=1e-12, nan_ok=True)
+        assert snapshot_of_a.grad_norm_clipped[0, 0] == pytest.approx(norm, rel=1e-12, nan_ok=True)
+    assert snapshot.num_inf.sum() == 0
+    assert snapshot.grad_norm[0, 1] == 1.0
+    assert snapshot.total_grad_norm[0] == pytest.approx(INF if norm == INF else max(np.nan_to_num(norm), 1.0))
+    if not 0 <= norm < INF:
+        assert snapshot.grad_std[0, 0] in (INF,) or math.isnan(snapshot.grad_std[0, 0])
+    if norm == INF:  # not 0, as inf / inf or a number by an infinite one would be
+        assert math.isnan(snapshot.grad_param_ratio[0, 0])
+
+
+def test_a_number_by_an_infinite_norm_is_no_ratio() -> None:
+    rows = sample(a=[3.0, 4.0]).rows.copy()
+    rows[0, 0, Column.PARAM_SUM_SQ] = INF
+    assert math.isnan(replace(sample(a=[3.0, 4.0]), rows=rows).grad_param_ratio[0, 0])
 
 
 def test_clipping_is_seen_sample_by_sample_and_rounding_is_not_clipping() -> None:

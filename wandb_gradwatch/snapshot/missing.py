@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import numpy as np
+import numpy.typing as npt
 
 from ..statistics.columns import FloatArray
 
 # S samples in the window, P watched parameters (or groups)
 
 
+# Below it, a sum of squares may have lost digits, or all of it, to squares that float64 cannot hold: elements below
+# 1e-154, which only float64 gradients have.
+_LEAST_SUM_SQ: Final = 2.0**-970
+
+
 def ratio(numerator: FloatArray, denominator: FloatArray) -> FloatArray:
-    """numerator / denominator, NaN where the denominator is 0 or either is missing."""
-    undefined = ~(denominator > 0)
+    """numerator / denominator, NaN where the denominator is 0 or infinite, or either is missing."""
+    undefined = ~((denominator > 0) & (denominator < np.inf))
     return np.where(undefined, np.nan, numerator / np.where(undefined, 1.0, denominator))
 
 
 def finite_or_missing(extremes: FloatArray) -> FloatArray:
     """The identity of a minimum or maximum (nothing entered it) as missing."""
     return np.where(np.isinf(extremes), np.nan, extremes)
+
+
+def too_small(sum_sq_SP: FloatArray) -> npt.NDArray[np.bool_] | None:
+    """Where a sum of squares is 0 or may have lost digits: [S, P]; None for nowhere, as nearly always."""
+    tiny_SP: npt.NDArray[np.bool_] = sum_sq_SP < _LEAST_SUM_SQ
+    return tiny_SP if tiny_SP.any() else None
 
 
 def last_present(values_SP: FloatArray) -> FloatArray:

@@ -23,7 +23,7 @@ from ..statistics.columns import (
 from ..statistics.found import MetricHistogram
 from .frozen import derived, frozen
 from .groups import GroupBy, group_function
-from .missing import finite_or_missing, ratio
+from .missing import finite_or_missing, ratio, too_small
 from .quantiles import check_quantile, fold_signs, magnitude_quantile, signed_quantile
 from .shapes import group_names, merge_snapshots, select_samples
 
@@ -123,13 +123,24 @@ class Snapshot:
 
     @derived
     def grad_norm(self) -> FloatArray:
-        """L2 norm of the finite elements."""
-        return np.sqrt(self.column(Column.GRAD_SUM_SQ))
+        """L2 norm of the finite elements. Above 1.3e154, which only float64 gradients reach, it is infinite.
+
+        A norm below 1e-146 that is not 0 is missing: float64 cannot hold the squares.
+        """
+        norm = np.sqrt(self.column(Column.GRAD_SUM_SQ))
+        return norm if self._vanished is None else np.where(self._vanished, np.nan, norm)
+
+    @derived
+    def _vanished(self) -> npt.NDArray[np.bool_] | None:
+        """Where the gradient is not 0, and its squares are: [S, P]; None for nowhere."""
+        tiny_SP = too_small(self.column(Column.GRAD_SUM_SQ))
+        return None if tiny_SP is None else tiny_SP & (self.grad_abs_max > 0)
 
     @derived
     def grad_norm_clipped(self) -> FloatArray:
         """L2 norm of the gradient that the optimizer received."""
-        return np.sqrt(self.column(Column.RECEIVED_SUM_SQ))
+        norm = np.sqrt(self.column(Column.RECEIVED_SUM_SQ))
+        return norm if self._vanished is None else np.where(self._vanished, np.nan, norm)
 
     @derived
     def grad_mean(self) -> FloatArray:
@@ -140,8 +151,10 @@ class Snapshot:
     def grad_std(self) -> FloatArray:
         """Population standard deviation of the finite elements."""
         mean_sq = ratio(self.column(Column.GRAD_SUM_SQ), self.num_finite)
-        # Rounding can leave a constant gradient a hair below zero.
-        return np.sqrt(np.maximum(mean_sq - self.grad_mean**2, 0.0))
+        with np.errstate(over="ignore", invalid="ignore"):  # squares beyond float64: no deviation is known
+            # Rounding can leave a constant gradient a hair below zero.
+            std = np.sqrt(np.maximum(mean_sq - self.grad_mean**2, 0.0))
+        return std if self._vanished is None else np.where(self._vanished, np.nan, std)
 
     @derived
     def grad_min(self) -> FloatArray:
