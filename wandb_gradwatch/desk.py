@@ -96,12 +96,14 @@ class AlertDesk:
             self._num_samples += len(snapshot)
             self.last_findings = []
             return []
+        steps: list[int] = snapshot.steps.tolist()
+        by_step: dict[int, list[Alert]] = {step: [] for step in steps}
+        for finding in findings:  # a function may name a step of its own choice: it is told with the newest sample
+            by_step.get(finding.step, by_step[steps[-1]]).append(finding)
         sent: list[Alert] = []
-        for index, step in enumerate(snapshot.steps.tolist()):
+        for step in steps:
             self._num_samples += 1
-            # A function may name a step of its own choice: it is told with the newest sample.
-            is_last = index == len(snapshot) - 1
-            self.last_findings = [f for f in findings if f.step == step or (is_last and f.step not in snapshot.steps)]
+            self.last_findings = by_step[step]
             sent += self._decide(step)
         return sent
 

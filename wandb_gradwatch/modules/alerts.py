@@ -10,7 +10,7 @@ import numpy as np
 
 from ..rules import Alert
 from ..rules.forward import nonfinite_activations
-from ..rules.words import number, sentence
+from ..rules.words import listing, number, sentence
 from ..snapshot import Snapshot
 
 
@@ -39,7 +39,7 @@ class NonFiniteActivation:
             self.title,
             sentence(
                 fact,
-                [f"{name} ({count} non-finite)" for name, count in found.items()],
+                listing(found, lambda name: f"{name} ({found[name]} non-finite)"),
                 f"an input, a parameter or an operation of {first}: an overflow, 0/0, or the log or root of 0",
                 f"look at the inputs and parameters of {first} at this step, add an epsilon to logs, roots and "
                 "divisions, or use bfloat16 in place of float16",
@@ -103,7 +103,7 @@ class EntropyCollapse:
             self.title,
             sentence(
                 fact,
-                [f"{name} (at most {number(highest)})" for name, highest in collapsed.items()],
+                listing(collapsed, lambda name: f"{name} (at most {number(collapsed[name])})"),
                 "query and key weights that grow, at too high a learning rate or without warm-up",
                 "normalise queries and keys, lower the learning rate or warm up for longer, decay their weights",
             ),

@@ -14,7 +14,7 @@ from ..snapshot import Snapshot
 from .base import Alert, check_limits
 from .baseline import Limit, limit_of, steady_growth
 from .memory import Kinds, PerName
-from .words import number, sentence, worst_first
+from .words import listing, number, sentence, worst_first
 
 # S samples, P watched parameters
 
@@ -201,11 +201,13 @@ class ExplodingGradient:
     def _alert(self, snapshot: Snapshot, sample: int, fact: str) -> Alert:
         norm_P, usual_P = snapshot.grad_norm[sample], np.exp(self._usual.of(snapshot.names))
         worst = worst_first(norm_P, np.flatnonzero(norm_P > 0))
-        layers = [
-            f"{snapshot.names[p]} {number(norm_P[p])}"
-            + (f" (usually {number(usual_P[p])})" if np.isfinite(usual_P[p]) else "")
-            for p in worst
-        ]
+        layers = listing(
+            worst,
+            lambda p: (
+                f"{snapshot.names[p]} {number(norm_P[p])}"
+                + (f" (usually {number(usual_P[p])})" if np.isfinite(usual_P[p]) else "")
+            ),
+        )
         step = int(snapshot.steps[sample])
         cause = "too high a learning rate, a bad batch, or growth through depth or recurrence without clipping"
         remedy = (

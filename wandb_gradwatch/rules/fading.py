@@ -16,7 +16,7 @@ from .base import Alert, check_limits
 from .depth import DepthTrend, depth_trends
 from .layers import dead_units
 from .memory import PerName
-from .words import number, sentence, worst_first
+from .words import listing, number, sentence, worst_first
 
 # S samples, P watched parameters, L modules
 
@@ -81,7 +81,8 @@ class VanishingGradient:
             f"Step {step}: the gradient norm is {number(snapshot.total_grad_norm[sample])}, "
             f"below {number(self.min_norm)} for {self._num_small} samples."
         )
-        layers = [f"{snapshot.names[p]} {number(norm_P[p])}" for p in worst_first(-norm_P, range(len(norm_P)))]
+        order = worst_first(-norm_P, range(len(norm_P)))
+        layers = listing(order, lambda p: f"{snapshot.names[p]} {number(norm_P[p])}")
         cause = (
             "a saturated or dead network, a loss divided too often, or float16 gradients with too small a loss scale"
         )
@@ -94,7 +95,8 @@ class VanishingGradient:
             f"Step {step}: the norm falls {number(trend.factor)}x from {trend.last} back to {trend.first}, layer by "
             f"layer (threshold {number(self.depth_factor)}x), for {self._num_faded} samples."
         )
-        layers = [f"{snapshot.names[p]} {number(norm_P[p])}" for p in worst_first(-norm_P, np.flatnonzero(norm_P > 0))]
+        order = worst_first(-norm_P, np.flatnonzero(norm_P > 0))
+        layers = listing(order, lambda p: f"{snapshot.names[p]} {number(norm_P[p])}")
         cause = "saturating activations (sigmoid, tanh) or too small an initialisation in a deep network"
         remedy = "use ReLU or GELU, residual connections, normalisation, and Kaiming or Xavier initialisation"
         return Alert(self.title, sentence(fact, layers, cause, remedy), step, "WARN")
@@ -148,7 +150,7 @@ class DeadGradient:
             f"Step {step}: more than {100 * self.max_ratio:.0f} % of the units of {len(dead)} of {len(modules)} layers "
             f"have had no gradient for {self.patience} samples or more."
         )
-        layers = [f"{modules[index]} {100 * share_L[index]:.0f} %" for index in dead]
+        layers = listing(dead, lambda index: f"{modules[index]} {100 * share_L[index]:.0f} %")
         cause = (
             "ReLU units that never fire, by too large a step or a negative bias, or a layer that the loss does not use"
         )
@@ -220,7 +222,7 @@ class NoGradient:
         )
         cause = "gradients zeroed between backward() and step(), a constant loss, or an underflow of float16 gradients"
         remedy = "call zero_grad() before backward(), not after it; check the loss; use GradScaler or bfloat16"
-        return Alert(self.title, sentence(fact, [], cause, remedy), step, "WARN")
+        return Alert(self.title, sentence(fact, "", cause, remedy), step, "WARN")
 
     def _missing_alert(
         self, step: int, names: tuple[str, ...], count_P: FloatArray, late: npt.NDArray[np.intp]
@@ -230,7 +232,7 @@ class NoGradient:
             f"Step {step}: {len(missing)} of {len(names)} watched parameters have had no gradient for "
             f"{self.patience} samples or more."
         )
-        layers = [f"{names[p]} ({count_P[p]:.0f} samples)" for p in missing]
+        layers = listing(missing, lambda p: f"{names[p]} ({count_P[p]:.0f} samples)")
         cause = "layers frozen by mistake, detached from the loss, or not used by the forward"
         remedy = "check requires_grad, detach() and torch.no_grad(); exclude= what is frozen on purpose"
         return Alert(self.title, sentence(fact, layers, cause, remedy), step, "WARN")

@@ -13,7 +13,7 @@ from ..snapshot import FIRST_BAD_RANK_METRIC, Snapshot
 from ..statistics.columns import Column, FloatArray
 from .base import Alert, check_limits
 from .forward import nonfinite_activations
-from .words import number, sentence
+from .words import listing, number, sentence
 
 # S samples, P watched parameters
 
@@ -47,10 +47,10 @@ class _NonFiniteGradient(ABC):
         # A backward runs from the last layer to the first: what is last in the model's order went bad first.
         backward = np.flatnonzero(counts_P > 0)[::-1]
         num_present = int(np.sum(~np.isnan(snapshot.num_elements[sample])))
-        layers = [
-            f"{snapshot.names[p]} ({counts_P[p]:.0f} of {snapshot.num_elements[sample, p]:.0f} elements)"
-            for p in backward
-        ]
+        layers = listing(
+            backward,
+            lambda p: f"{snapshot.names[p]} ({counts_P[p]:.0f} of {snapshot.num_elements[sample, p]:.0f} elements)",
+        )
         step, rank = int(snapshot.steps[sample]), first_bad_rank(snapshot, sample)
         fact = (
             f"Step {step}: {self.what} in the gradient of {len(backward)} of {num_present} parameters (threshold: 0), "
@@ -150,7 +150,9 @@ class LossScaleCollapse:
         else:
             fact = f"Step {step}: the loss scale is {number(scale)}, below {number(self.min_scale)}."
         backward = np.flatnonzero(snapshot.num_nonfinite[sample] > 0)[::-1]
-        layers = [f"{snapshot.names[p]} ({snapshot.num_nonfinite[sample, p]:.0f} non-finite)" for p in backward]
+        layers = listing(
+            backward, lambda p: f"{snapshot.names[p]} ({snapshot.num_nonfinite[sample, p]:.0f} non-finite)"
+        )
         if np.any(snapshot.num_nan[sample] > 0):
             cause = "the gradients are NaN at any scale: the loss or an operation is broken, not the scale"
         else:

@@ -12,7 +12,7 @@ from ..snapshot import Snapshot
 from ..statistics.columns import FloatArray
 from .base import Alert, check_limits
 from .memory import PerName
-from .words import number, sentence, worst_first
+from .words import listing, number, sentence, worst_first
 
 # S samples, P watched parameters, L modules
 
@@ -57,7 +57,7 @@ class GradParamRatio:
             f"Step {step}: grad_norm / param_norm of {len(late)} of {len(names)} parameters has been outside "
             f"{number(self.min_ratio)} to {number(self.max_ratio)} for {self.patience} samples or more."
         )
-        layers = [f"{names[p]} {number(ratio_P[p])}" for p in worst_first(distance_P, late)]
+        layers = listing(worst_first(distance_P, late), lambda p: f"{names[p]} {number(ratio_P[p])}")
         cause = "a learning rate, an initialisation or a loss's reduction that does not fit these layers"
         remedy = (
             "above: lower the learning rate or clip; below: check that the layer still learns, raise its learning rate"
@@ -110,7 +110,7 @@ class LayerSpread:
             f"Step {step}: the largest layer's gradient norm is {number(spread)} times the smallest one's "
             f"(threshold {number(self.max_spread)}), for {self._num_wide} samples."
         )
-        layers = [f"{names[index]} {number(norm_L[index])}" for index in (seen[0], *reversed(seen[1:]))]
+        layers = listing((seen[0], *reversed(seen[1:])), lambda index: f"{names[index]} {number(norm_L[index])}")
         cause = "gradients that fade or grow through the depth, or layers of very different scale"
         remedy = "check initialisation and normalisation, or give the layers learning rates of their own"
         return Alert(self.title, sentence(fact, layers, cause, remedy), step, "WARN")

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Final
+from collections.abc import Callable, Collection
+from itertools import islice
+from typing import Final, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from ..statistics.columns import FloatArray
 
 # P watched parameters
+
+Item = TypeVar("Item")
 
 MAX_LAYERS: Final = 5
 CAUSE_PREFIX: Final = "Probable cause: "  # what follows it may be replaced by a diagnosis of the evidence
@@ -24,21 +28,24 @@ def number(value: float) -> str:
     return f"{mantissa}e{int(exponent)}" if exponent else text
 
 
-def listing(items: Sequence[str]) -> str:
-    """At most five of the items, then "and N more"."""
-    shown = ", ".join(items[:MAX_LAYERS])
+def listing(items: Collection[Item], describe: Callable[[Item], str] = str) -> str:
+    """At most five of the items, then "and N more". Only these are put into words: a rule may speak at every step."""
+    shown = ", ".join(map(describe, islice(items, MAX_LAYERS)))
     return f"{shown}, and {len(items) - MAX_LAYERS} more" if len(items) > MAX_LAYERS else shown
 
 
-def sentence(fact: str, layers: Sequence[str], cause: str, remedy: str) -> str:
-    """The text of an alert, one line each: the fact, the worst layers, the cause with its remedy."""
+def sentence(fact: str, layers: str, cause: str, remedy: str) -> str:
+    """The text of an alert, one line each: the fact, the worst layers if there are any, the cause with its remedy."""
     lines = [fact]
     if layers:
-        lines.append(f"Worst layers: {listing(layers)}.")
+        lines.append(f"Worst layers: {layers}.")
     lines.append(f"{CAUSE_PREFIX}{cause}. Remedy: {remedy}.")
     return "\n".join(lines)
 
 
-def worst_first(values_P: FloatArray, chosen_P: Iterable[int]) -> list[int]:
+def worst_first(values_P: FloatArray, chosen: npt.ArrayLike) -> list[int]:
     """The chosen indices by falling value; a missing value comes last."""
-    return sorted(chosen_P, key=lambda index: -values_P[index] if np.isfinite(values_P[index]) else np.inf)
+    chosen_N = np.asarray(chosen, dtype=np.intp)
+    values_N = values_P[chosen_N]
+    order: list[int] = chosen_N[np.argsort(np.where(np.isfinite(values_N), -values_N, np.inf), kind="stable")].tolist()
+    return order
