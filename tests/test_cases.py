@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import math
 import pickle
@@ -695,6 +696,38 @@ def test_a_collected_model_takes_its_watcher_along():
     assert reference() is None
     assert sink.closed
     watcher.remove()
+
+
+class LikeFabrics(nn.Module):
+    """Lightning Fabric's wrapper, which holds the model twice."""
+
+    def __init__(self, model):
+        super().__init__()
+        self._forward_module = self._original_module = model
+
+
+@pytest.mark.parametrize("wrap", [nn.DataParallel, LikeFabrics, functools.partial(torch.compile, backend="eager")])
+def test_a_wrapper_may_be_thrown_away_while_its_model_is_trained(wrap):
+    """A line such as watch(torch.compile(model)), a notebook's cell that wraps once more."""
+    model = Chosen(a=1)
+    watcher, sink = watch(wrap(model))
+    gc.collect()
+    for number in (1, 2):
+        step(model, SGD(model.parameters(), lr=0.1), a=[number])
+    snapshot = samples(watcher, sink)
+    assert snapshot.names == ("a",)
+    assert of(snapshot, "a", "grad_norm").tolist() == [1, 2]
+
+
+def test_a_wrapped_model_and_the_model_are_one_model_to_watch_and_unwatch(caplog):
+    model = Chosen(a=1)
+    wrapped = nn.DataParallel(model)
+    _, replaced = watch(wrapped)
+    _, sink = watch(model)
+    assert "already watched" in caplog.text
+    assert (replaced.closed, sink.closed) == (True, False)
+    wandb_gradwatch.unwatch(wrapped)
+    assert sink.closed
 
 
 def test_training_is_bitwise_the_same():

@@ -20,7 +20,7 @@ from .cadence import Cadence
 from .capture.containment import Containment, alone
 from .capture.events import SamplerEvents
 from .capture.gauge import MeasureOptions
-from .capture.roster import Roster
+from .capture.roster import Roster, unwrapped
 from .capture.sampler import Sampler
 from .delivery import Delivery, Judging, Names, Outlets, Overhead, snapshot_of
 from .delivery.saved import NameMatch, load_histogram, load_samples, save_samples
@@ -154,8 +154,9 @@ class Watcher:
         return self._judging.healthy
 
     def watches(self, model: object) -> bool:
-        """Whether this is one of the watched models."""
-        return any(watched is model for watched in self._roster.models())
+        """Whether this is one of the watched models, wrapped or not."""
+        inner = unwrapped(model) if isinstance(model, torch.nn.Module) else model
+        return any(watched is inner for watched in self._roster.models())
 
     def logs_to(self, run: object) -> bool:
         """Whether one of the sinks writes to this W&B run."""

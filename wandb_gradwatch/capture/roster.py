@@ -19,8 +19,9 @@ Models = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
 
 # Child names that wrappers put between a module and itself. "module" is an ordinary name too, so it is only stripped
 # below the classes that are known to add it.
-_TRANSPARENT_CHILDREN: Final = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-_TRANSPARENT_PARENTS: Final = frozenset({"DistributedDataParallel", "DataParallel"})
+_FSDP1_CHILD: Final = "_fsdp_wrapped_module"
+_TRANSPARENT_CHILDREN: Final = frozenset({"_orig_mod", _FSDP1_CHILD, "_checkpoint_wrapped_module", "_forward_module"})
+_TRANSPARENT_PARENTS: Final = frozenset({"DistributedDataParallel", "DataParallel", "DeepSpeedEngine"})
 
 
 class Roster:
@@ -39,7 +40,7 @@ class Roster:
     """
 
     def __init__(self, models: Models, *, include: NameFilter | None = None, exclude: NameFilter | None = None) -> None:
-        self._models = [(prefix, weakref.ref(model)) for prefix, model in with_prefixes(models)]
+        self._models = [(prefix, weakref.ref(unwrapped(model))) for prefix, model in with_prefixes(models)]
         self._include = name_predicate(include, "include")
         self._exclude = name_predicate(exclude, "exclude")
         self._scanned = False
@@ -65,7 +66,7 @@ class Roster:
         self.scan()
 
     def models(self) -> list[nn.Module]:
-        """The models that are still alive."""
+        """The models that are still alive, without what wraps the whole of one."""
         return [model for _, reference in self._models if (model := reference()) is not None]
 
     @property
@@ -227,6 +228,17 @@ def _walk(
 def is_transparent(parent: nn.Module, key: str) -> bool:
     """Whether this child is the module that its parent only wraps: it has the parent's name."""
     return key in _TRANSPARENT_CHILDREN or (key == "module" and type(parent).__name__ in _TRANSPARENT_PARENTS)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """What is inside of wrappers around a whole model, which come and go while it is trained.
+
+    FSDP1's is kept: it is how its flat parameters are found.
+    """
+    for key, child in model._modules.items():
+        if child is not None and key != _FSDP1_CHILD and is_transparent(model, key):
+            return unwrapped(child)
+    return model
 
 
 def with_prefixes(models: Models, *, asked_by: str = "watch()") -> Iterable[tuple[str, nn.Module]]:
