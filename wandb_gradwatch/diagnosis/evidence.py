@@ -15,7 +15,7 @@ from ..statistics.columns import Column, FloatArray
 from .layers import Layers
 from .parameters import Parameters
 
-# S samples, P watched parameters, L modules, R ranks
+# S samples, N clean samples, R ranks
 
 _SPIKE_FACTOR: Final = 5.0
 _ALONE_FACTOR: Final = 3.0

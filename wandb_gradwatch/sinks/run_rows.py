@@ -16,7 +16,13 @@ _NUMBER_BYTES: Final = 24  # of a float as JSON, with its comma
 
 @dataclass(frozen=True)
 class RunRow:
-    """A row as the placement sees it: mergeable while it waits, made into W&B's types when its turn comes."""
+    """One window's row, in as many parts as W&B's size limit asks for.
+
+    Args:
+        row: its values.
+        pictures: what draws its histograms; None: it has none.
+        namespace: what the whole model's numbers are logged below; "": nothing.
+    """
 
     row: HistoryRow
     pictures: Pictures | None
@@ -37,7 +43,7 @@ class RunRow:
 
 @dataclass(frozen=True)
 class TableRow:
-    """The flight recorder's table as the placement sees it: the later of two holds what the earlier did."""
+    """The flight recorder's table: the later of two holds what the earlier did."""
 
     columns: list[str]
     rows: list[list[Any]]
