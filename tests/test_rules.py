@@ -252,8 +252,8 @@ def test_the_rate_of_false_alarms_can_be_exceeded():
 
 
 def test_numbers_are_written_as_people_write_them():
-    values = (0.0, 1.0, 999.6, 1234.0, -113_250.0, 999_499.0, 1e6, 1.911e11, 0.0123, 5.51e-7, math.inf)
-    written = ["0", "1", "1000", "1230", "-113000", "999000", "1e6", "1.91e11", "0.0123", "5.51e-7", "inf"]
+    values = (0.0, 1.0, 999.6, 1234.5, 65536.0, -113_250.4, 999_499.4, 1e6, 1.911e11, 0.0123, 5.51e-7, math.inf)
+    written = ["0", "1", "1000", "1230", "65536", "-113000", "999000", "1e6", "1.91e11", "0.0123", "5.51e-7", "inf"]
     assert [number(value) for value in values] == written
 
 

@@ -111,7 +111,7 @@ class SkipGuard:
 
     def _too_many(self, step: int, num_in_a_row: int) -> TooManySkippedStepsError:
         return TooManySkippedStepsError(
-            f"guard: step {step} is the {num_in_a_row}th unhealthy step in a row "
+            f"guard: {num_in_a_row} unhealthy steps in a row, up to step {step} "
             f"(max_in_a_row={self.max_in_a_row}); the model no longer learns. Load an earlier checkpoint, "
             'lower the learning rate, or use SkipGuard(then="continue").'
         )

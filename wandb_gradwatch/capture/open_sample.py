@@ -130,8 +130,8 @@ class OpenSample:
         if found.nothing_is_left:
             step = self._around.clock.open_step
             self._around.events.no_gradient(
-                f"in step {step} every gradient was already None when the optimizer stepped, though the backward had "
-                "computed them. Call zero_grad() after step(), or before backward().",
+                "every gradient was already None when the optimizer stepped, though the backward had computed them. "
+                "Call zero_grad() after step(), or before backward().",
                 step,
             )
 

@@ -136,8 +136,8 @@ class Delivery:
         step = sample.sample.step
         if drop_zeroed(sample):
             self._outlets.say_no_gradient(
-                f"in step {step} every gradient was already zero when the optimizer stepped, though the backward had "
-                "computed them. Call zero_grad() after step(), or before backward().",
+                "every gradient was already zero when the optimizer stepped, though the backward had computed them. "
+                "Call zero_grad() after step(), or before backward().",
                 step,
             )
 

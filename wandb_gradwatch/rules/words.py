@@ -20,10 +20,10 @@ CAUSE_PREFIX: Final = "Probable cause: "  # what follows it may be replaced by a
 
 
 def number(value: float) -> str:
-    """A value as a person reads it, three significant digits: 0.0123, 113000, 1.91e11, 5.51e-7."""
+    """A value as a person reads it, three significant digits: 0.0123, 113000, 1.91e11, 5.51e-7; 4096 is 4096."""
     text = f"{value:.3g}"
     if 1e3 <= abs(float(text)) < 1e6:
-        return f"{float(text):.0f}"
+        return f"{value if float(value).is_integer() else float(text):.0f}"  # a loss scale is exact
     mantissa, _, exponent = text.partition("e")
     return f"{mantissa}e{int(exponent)}" if exponent else text
 
