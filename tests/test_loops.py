@@ -62,6 +62,23 @@ class Checkpointed(nn.Module):
         return self.last(x)
 
 
+def test_updates_by_hand_with_everything_inside_a_reentrant_checkpoint():
+    """Its inner backward marks every parameter, and is over before the outer one begins to be seen."""
+    model = Chosen(a=2, b=1)
+    watcher, sink = watch(model)
+    for _ in range(5):
+        for _ in range(2):
+            factor = torch.ones(1, requires_grad=True)
+            loss = checkpoint(lambda f: model.loss(a=[3, 0], b=[4]) * f, factor, use_reentrant=True)
+            loss.backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.1 * parameter.grad
+        model.zero_grad()
+    snapshot = samples(watcher, sink)
+    assert snapshot.total_grad_norm.tolist() == [10] * 5
+
+
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_activation_checkpointing(use_reentrant, tied):

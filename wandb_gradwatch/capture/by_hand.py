@@ -46,19 +46,23 @@ class UpdatesByHand:
         self._num_provisional, self.possible, self.proven = 0, False, False
         return taken_back
 
-    def backward_begins(self) -> None:
+    def backward_begins(self) -> bool:
         """The first gradient of a backward is there, and no other yet: the moment to see what was reset before it.
 
-        Later the backward has written to all of them, and DistributedDataParallel once more with their averages. The
-        inner backwards of re-entrant checkpoints begin too, in the middle of it.
+        Later the backward has written to all of them, and DistributedDataParallel once more with their averages.
+
+        Returns:
+            Whether it is one of its own: the inner backwards of re-entrant checkpoints begin too, in the middle of it.
         """
-        if self._writes is None:
+        is_outermost = self._writes is None
+        if is_outermost:
             self._writes = {
                 slot: writes
                 for slot, parameter in self._roster.scan()
                 if (gradient := parameter.grad) is None or not gradient.requires_grad  # create_graph=True replaces it
                 if (writes := self._seen.writes_since(slot, gradient)) is not None
             }
+        return is_outermost
 
     def were_reset(self, reached: Collection[int]) -> bool:
         """Whether the gradients that this backward has reached were reset before it, or most of them.

@@ -149,10 +149,9 @@ class Sampler:
     @contained
     def _backward_begins(self) -> None:
         STEP_HOOKS.drop_raised()  # a step that raised must not leave us muted
-        self._reached.clear()
         if not self._muted:
-            if self._by_hand.possible:
-                self._by_hand.backward_begins()
+            if not self._by_hand.possible or self._by_hand.backward_begins():
+                self._reached.clear()
             self._commit(self.clock.backward_begins())
 
     @contained
