@@ -10,6 +10,8 @@ import torch
 from gradients import Chosen, of, samples, step, watch
 from torch import nn
 
+from wandb_gradwatch.modules import Metric
+
 SGD = torch.optim.SGD
 SCALE = 65536.0
 
@@ -261,6 +263,74 @@ def test_clipping_by_value():
     snapshot = samples(watcher, sink)
     assert snapshot.grad_norm.tolist() == [[3, 4]]
     assert snapshot.grad_norm_clipped.tolist() == [[2, 2]]
+
+
+def replace_gradients(parameters):
+    for parameter in parameters:
+        parameter.grad = parameter.grad / 1024
+
+
+def divide_in_place(parameters):
+    for parameter in parameters:
+        parameter.grad /= 1024
+
+
+def divide_without_a_trace(parameters):
+    for parameter in parameters:
+        parameter.grad.data.div_(1024)
+
+
+def divide_all_at_once(parameters):
+    torch._foreach_div_([parameter.grad for parameter in parameters], 1024)
+
+
+def scaled_by_hand(divide, *, clip=None, accumulate=1, **options):
+    model = Chosen(a=2, b=1)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    watcher, sink = watch(model, **options)
+    for _ in range(6):
+        optimizer.zero_grad()
+        for _ in range(accumulate):
+            (model.loss(a=[3, 0], b=[-4]) * 1024 / accumulate).backward()
+        divide(list(model.parameters()))
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+    return samples(watcher, sink)
+
+
+@pytest.mark.parametrize(
+    "divide", [divide_in_place, replace_gradients, divide_all_at_once, divide_without_a_trace], ids=lambda f: f.__name__
+)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_scale_that_is_divided_out_by_hand_is_no_clipping_where_it_is_told(divide, accumulate):
+    snapshot = scaled_by_hand(divide, scaler=1024, accumulate=accumulate)
+    assert snapshot.total_grad_norm.tolist() == [5] * 6  # a power of two: nothing is rounded
+    assert snapshot.total_grad_norm_clipped.tolist() == [5] * 6
+    assert snapshot.clip_ratio == 0
+    assert snapshot.loss_scale.tolist() == [1024] * 6
+    assert of(snapshot, "b", "grad_min").tolist() == [-4] * 6
+    assert snapshot.dead_ratio.tolist() == [[0.5, 0]] * 6
+
+
+def test_metrics_of_gradients_are_told_of_a_scale_by_hand():
+    largest = Metric("largest", lambda gradient: gradient.abs().max(), on="gradient", match="b")
+    snapshot = scaled_by_hand(divide_in_place, scaler=1024, metrics=[largest])
+    assert snapshot.metrics["gradient/b/largest"].tolist() == [4] * 6
+
+
+def test_clipping_after_a_scale_was_divided_out_by_hand_is_seen():
+    snapshot = scaled_by_hand(divide_in_place, scaler=1024, clip=1.0)
+    assert snapshot.total_grad_norm.tolist() == [5] * 6
+    assert snapshot.total_grad_norm_clipped == pytest.approx([1] * 6, rel=1e-5)
+    assert snapshot.clip_ratio == 1
+
+
+def test_where_it_is_not_told_it_looks_like_clipping():
+    snapshot = scaled_by_hand(divide_in_place)
+    assert snapshot.total_grad_norm.tolist() == [5 * 1024] * 6
+    assert snapshot.total_grad_norm_clipped.tolist() == [5] * 6
+    assert snapshot.clip_ratio == 1
 
 
 def test_a_clip_that_does_not_bite_is_none():

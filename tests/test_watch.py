@@ -52,7 +52,9 @@ SGD = torch.optim.SGD
         (nn.Linear(1, 1), {"rules": [3]}, TypeError, "3"),
         (nn.Linear(1, 1), {"rules": len}, TypeError, "rules=<built-in function len> must be a list of rules"),
         (nn.Linear(1, 1), {"optimizer": ["adam"]}, TypeError, "optimizer=['adam'] must be one torch.optim.Optimizer"),
-        (nn.Linear(1, 1), {"scaler": True}, TypeError, "scaler=True must be a torch.amp.GradScaler"),
+        (nn.Linear(1, 1), {"scaler": True}, TypeError, "scaler=True must be a torch.amp.GradScaler, or a number"),
+        (nn.Linear(1, 1), {"scaler": "1024"}, TypeError, "scaler='1024' must be a torch.amp.GradScaler, or a number"),
+        (nn.Linear(1, 1), {"scaler": 0.0}, ValueError, "scaler=0.0 must be a loss scale above 0"),
         (nn.Linear(1, 1), {"run": "mine"}, TypeError, "run='mine' must be what wandb.init() returns"),
         (nn.Linear(1, 1), {"sinks": "console"}, TypeError, "sinks='console' must be a list of sinks"),
         (nn.Linear(1, 1), {"sinks": [print]}, TypeError, "must be a list of sinks, with write(), alert() and close()"),
@@ -109,7 +111,7 @@ def test_a_refused_watch_leaves_nothing_behind():
         watch(model, log_every=0)
     assert not model.a._post_accumulate_grad_hooks
     first, sink = watch(model)
-    for options in ({"guard": "no"}, {"scaler": 3}, {"optimizer": 3}, {"rules": 3}, {"probes": [3]}, {"sinks": [3]}):
+    for options in ({"guard": "no"}, {"scaler": -3}, {"optimizer": 3}, {"rules": 3}, {"probes": [3]}, {"sinks": [3]}):
         with pytest.raises((TypeError, ValueError), match=next(iter(options))):
             watch(model, **options)
     step(model, SGD(model.parameters(), lr=0.1), a=[2])

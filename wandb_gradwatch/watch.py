@@ -9,6 +9,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -56,7 +57,7 @@ def watch(
     sinks: Sequence[Sink] | None = None,
     guard: GuardArgument = None,
     on_alert: Callable[[Alert], object] | Sequence[Callable[[Alert], object]] | None = None,
-    scaler: GradScaler | None = None,
+    scaler: GradScaler | float | None = None,
     max_overhead: float | None = None,
     backend: str = "auto",
     start_step: int = 0,
@@ -87,7 +88,9 @@ def watch(
             True does not apply that step; a `SkipGuard` sets the limits. Every step is then measured, whatever
             `sample_every` is. Fused optimizers never wait for it; others, and a function, read once a step.
         on_alert: called with every alert that is sent; what it raises reaches the training loop.
-        scaler: the gradient scaler, if it has to be known before it is first used.
+        scaler: the gradient scaler, if it has to be known before it is first used; or a number, the loss scale that you
+            multiply the loss with and divide the gradients by yourself, between backward() and step(), which looks like
+            clipping else.
         max_overhead: sample less often where the monitor takes more than this share of the training's time, 0.01 for
             one percent; histograms are thinned first. Host time and, on CUDA, device time count; the cadence that
             results is logged. Without effect on a sharded model, whose ranks must sample the same steps.
@@ -119,11 +122,11 @@ def watch(
     _check_group_by(group_by, roster)
     if guard is not None and world_size() > 1 and backend == "auto" and _is_on_cpu(roster):
         backend = "cpu"  # replicas must decide alike, bit for bit: not by loops that one has compiled before another
-    options = _measure_options(roster, statistics, dead_threshold, backend)
+    loss_scale = _loss_scale_by_hand(scaler)
+    options = replace(_measure_options(roster, statistics, dead_threshold, backend), loss_scale=loss_scale)
     if isinstance(start_step, bool) or not isinstance(start_step, int) or start_step < 0:
         raise ValueError(f"start_step={start_step!r} must be the number of a step, at least 0")
     _check_instance("optimizer", optimizer, Optimizer, "one torch.optim.Optimizer, and only for master weights")
-    _check_instance("scaler", scaler, GradScaler, "a torch.amp.GradScaler")
     callbacks = [on_alert] if callable(on_alert) else _sequence("on_alert", on_alert, "a function, or several")
     for callback in callbacks:
         if not callable(callback):
@@ -152,7 +155,13 @@ def watch(
         chosen.append(WandbSink(used_run, group_by=group_by, namespace=namespace))
     return Watcher(
         roster,
-        {"optimizer": optimizer, "scaler": scaler, "start_step": start_step, "probes": all_probes, "budget": budget},
+        {
+            "optimizer": optimizer,
+            "scaler": scaler if loss_scale is None else None,
+            "start_step": start_step,
+            "probes": all_probes,
+            "budget": budget,
+        },
         cadence=cadence,
         options=options,
         sinks=chosen,
@@ -229,6 +238,17 @@ def _measure_options(roster: Roster, statistics: Sequence[str], dead_threshold: 
     if kernels:
         _warm_up(kernels, dead_threshold, histogram="histogram" in statistics)
     return MeasureOptions("parameter" in statistics, float(dead_threshold), backend)
+
+
+def _loss_scale_by_hand(scaler: object) -> float | None:
+    """The number that was given as `scaler=`; None for a scaler, or none."""
+    if scaler is None or isinstance(scaler, GradScaler):
+        return None
+    if isinstance(scaler, bool) or not isinstance(scaler, int | float):
+        raise TypeError(f"scaler={scaler!r} must be a torch.amp.GradScaler, or a number: the loss scale")
+    if not 0 < scaler < math.inf:
+        raise ValueError(f"scaler={scaler!r} must be a loss scale above 0")
+    return float(scaler)
 
 
 def _is_on_cpu(roster: Roster) -> bool:

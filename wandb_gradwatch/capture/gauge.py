@@ -33,11 +33,14 @@ class MeasureOptions:
         parameters: also the parameter's norm.
         dead_threshold: |g| <= this is dead.
         backend: as given to watch().
+        loss_scale: what the user's loss is multiplied with, and the gradients are divided by before the step, by hand;
+            None: by a scaler, or not at all.
     """
 
     parameters: bool
     dead_threshold: float
     backend: str
+    loss_scale: float | None = None
 
 
 @dataclass(slots=True)
@@ -81,6 +84,7 @@ class Gauge:
         self._owners = owners
         self._options = options
         self.seen = SeenGradients()
+        self._scales: dict[torch.device, Tensor] = {}  # by hand
         self._assumed_scaler: dict[int, GradScaler | None] = {}  # by slot, where a scaler is in use
 
     def _timed(self, device: torch.device) -> AbstractContextManager[None]:
@@ -101,7 +105,11 @@ class Gauge:
         any_scaler = SCALES.scaler_of(None) is not None
         for group in self._groups(present, by_scaler=any_scaler):
             inverse_scale = None
-            if group.scaler is not None and (scale := scale_tensor(group.scaler)) is not None:
+            if any_scaler:
+                scale = None if group.scaler is None else scale_tensor(group.scaler)
+            else:
+                scale = self._scale_by_hand(group.device)
+            if scale is not None:
                 self._window.set_loss_scale(scale)
                 inverse_scale = onto(scale.double().reciprocal(), group.device)
             gradients, theirs = group.tensors
@@ -118,6 +126,13 @@ class Gauge:
             self.seen.remember(group.slots, group.held, measured=True)
             if any_scaler:
                 self._assumed_scaler.update(dict.fromkeys(group.slots, group.scaler))
+
+    def _scale_by_hand(self, device: torch.device) -> Tensor | None:
+        if self._options.loss_scale is None:
+            return None
+        if device not in self._scales:
+            self._scales[device] = torch.full((), self._options.loss_scale, device=device)
+        return self._scales[device]
 
     def measure_after_clipping(self, present: Sequence[Entry], optimizer: Optimizer) -> None:
         """Measure gradients that may have been clipped since the backward; what clipping hides stays missing."""
@@ -148,6 +163,8 @@ class Gauge:
             gradient = parameter.grad
             scaler = SCALES.scaler_of(self._owners.of_slot(slot)) if scaled else None
             scale = scale_tensor(scaler) if scaler is not None else None
+            if scaled and SCALES.scaler_of(None) is None:
+                scale = self._scale_by_hand(parameter.device)
             tensors.append(
                 WatchedTensor(
                     names[slot],
