@@ -442,6 +442,22 @@ def test_watch_in_mid_training_splits_no_sample(sample_every, set_to_none, reach
     assert watcher.step == 4
 
 
+def test_a_parameter_added_and_first_used_alone_is_missing_once_which_is_said(said):
+    """No hook of ours is on anything that this backward reaches: it could have been clipped since."""
+    model = Chosen(a=1)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    watcher, sink = watch(model)
+    step(model, optimizer, a=[1])
+    model.b = nn.Parameter(torch.ones(1))
+    optimizer.add_param_group({"params": [model.b]})
+    for _ in range(3):
+        step(model, optimizer, b=[2])
+    snapshot = samples(watcher, sink)
+    np.testing.assert_equal(of(snapshot, "b", "grad_norm"), [np.nan, np.nan, 2, 2])
+    np.testing.assert_equal(of(snapshot, "b", "grad_norm_clipped"), [np.nan, 2, 2, 2])
+    assert [text for text in said() if "the gradients of b could not be seen before clipping in step 2" in text] != []
+
+
 def test_one_of_two_optimizers_made_anew_keeps_the_samples_together():
     model = Chosen(a=1, b=1)
     first, second = SGD([model.a], lr=0.1), SGD([model.b], lr=0.1)
