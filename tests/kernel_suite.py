@@ -242,7 +242,7 @@ def test_warming_up_runs_every_kernel_without_a_model(monkeypatch: pytest.Monkey
     dtypes = [torch.float32, torch.bfloat16, torch.float32, torch.complex64, torch.float8_e4m3fn, torch.uint8]
     cuda_launch.warm_up(DEVICE, dtypes, dead_threshold=0.0, histogram=True)
     compiled = set(cuda_launch._compiled)
-    size = CHUNK + 8
+    size = 9
     natives = [torch.ones(size, dtype=dtype, device=DEVICE) for dtype in (torch.float32, torch.bfloat16, torch.float64)]
     others = [torch.ones(size, device=DEVICE).to(dtype) for dtype in (torch.complex64, torch.float8_e4m3fn)]
     for gradients in (natives, others, [native[1:] for native in natives]):  # the last as in a bucket of gradients
