@@ -99,7 +99,7 @@ WORDS: Final[Mapping[str, Words]] = MappingProxyType(
         ),
         "overhead": Words(
             "Cost of watching",
-            "Below 1 % of the training time.",
+            "A few percent of the training time or less; the larger the batch, the smaller the share.",
             "Raise sample_every, log histograms less often, or set max_overhead.",
         ),
         "recorder": Words(

@@ -80,7 +80,10 @@ def _release(version: str) -> tuple[int, ...]:
 def _check_device() -> Check:
     if torch.cuda.is_available():
         return Check("device", f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}")
-    threads = f"CPU with {torch.get_num_threads()} threads of {os.cpu_count()} cores"
+    num_threads, num_cores = torch.get_num_threads(), os.cpu_count()
+    threads = (
+        f"CPU, {num_cores} core{'' if num_cores == 1 else 's'}, {num_threads} thread{'' if num_threads == 1 else 's'}"
+    )
     if torch.version.cuda:
         advice = "this torch is built for CUDA and sees no device: look at nvidia-smi and at CUDA_VISIBLE_DEVICES"
         return Check("device", threads, "note", advice)

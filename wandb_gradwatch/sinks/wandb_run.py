@@ -146,7 +146,8 @@ class WandbSink:
 
     def _has_ended(self, placement: Placement) -> bool:
         if placement.ended:
-            self._say("ended", "W&B run %r has ended: gradients are no longer logged to it.", self._run.id)
+            ended = "W&B run %r has ended: gradients are no longer logged to it. In the next run call watch() again."
+            self._say("ended", ended, self._run.id)
         return placement.ended
 
     def _show_newest(self, row: HistoryRow, placement: Placement) -> None:
