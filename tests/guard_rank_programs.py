@@ -103,17 +103,37 @@ def one_bad_rank(rank: int, world: int) -> list[str]:
     return causes
 
 
+def messages() -> tuple[list[str], logging.Handler]:
+    """What the package says from now on, and what to remove from its logger in the end."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("wandb_gradwatch").addHandler(handler)
+    return said, handler
+
+
+def over_budget(rank: int, world: int) -> dict[str, Any]:
+    """A sharded training with a budget that one sample would exceed a thousand times."""
+    said, handler = messages()
+    model = sharded("fsdp2", world)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    watcher, sink = watch(model, max_overhead=1e-6, log_every=4)
+    for step in range(12):
+        optimizer.zero_grad()
+        loss_of(model, batch_of(rank, step)).backward()
+        optimizer.step()
+    watcher.remove()
+    logging.getLogger("wandb_gradwatch").removeHandler(handler)
+    return {"said": said, "steps": sink.merged().steps.tolist() if rank == 0 else []}
+
+
 def failing(rank: int, world: int, *, kind: str, optimizer: str, where: str | None) -> dict[str, Any]:
     """Train with a guard whose monitor fails on the last rank at step 6; a poison of all ranks follows at step 9.
 
     Args:
         where: the methods that raise, below the sampler; None trains without any guard.
     """
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("wandb_gradwatch")
-    logger.addHandler(handler)
+    said, handler = messages()
     model = sharded(kind, world)
     chosen = OPTIMIZERS[optimizer](model.parameters())
     watcher = watch(model, guard="skip")[0] if where else None
@@ -136,7 +156,7 @@ def failing(rank: int, world: int, *, kind: str, optimizer: str, where: str | No
         unwatch()
         assert not STEP_HOOKS._listeners
     one_step(20)  # nobody votes any more, and nobody waits
-    logger.removeHandler(handler)
+    logging.getLogger("wandb_gradwatch").removeHandler(handler)
     parameters = [getattr(p, "_local_tensor", p).detach().numpy().copy() for p in model.parameters()]
     return {"parameters": parameters, "said": said}
 

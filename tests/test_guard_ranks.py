@@ -43,6 +43,7 @@ def results():
         for optimizer in OPTIMIZERS
         for where in (None, *PLACES.values())
     ]
+    calls += [("over_budget", {})]
     return ranks.run("guard_rank_programs", calls, 2)
 
 
@@ -82,6 +83,12 @@ def test_a_rank_whose_monitor_fails_ends_the_guard_on_all_and_nobody_waits(resul
     assert any("has failed and stopped watching; training goes on, unguarded" in text for text in failed[1]["said"])
     assert [text for text in failed[0]["said"] if "the monitor of another rank has failed" in text] != []
     assert not any("stopped watching" in text for text in failed[0]["said"])
+
+
+def test_a_budget_changes_nothing_with_shards_and_every_rank_says_so_once(results):
+    for rank in range(2):
+        assert len([text for text in results[-1][rank]["said"] if "max_overhead= has no effect" in text]) == 1
+    assert results[-1][0]["steps"] == list(range(1, 13))
 
 
 def test_what_ranks_could_not_agree_on_is_refused(results):

@@ -434,7 +434,11 @@ class Sampler:
         background, at a step of its own.
         """
         if self.shards.any:
-            self._events.notice("budget", "max_overhead has no effect on a sharded model; use sample_every=")
+            self._events.notice(
+                "budget",
+                "max_overhead= has no effect on a sharded model, whose ranks must sample the same steps: every step "
+                "that sample_every= names is measured; raise that where it costs too much",
+            )
         return self.shards.any
 
     def flush_window(self) -> None:
