@@ -163,6 +163,16 @@ def test_modules_that_no_prefix_divides_are_grouped_by_neighbours(offline_run: A
     assert "they are logged as 171 groups (3 neighbours each)" in message
 
 
+def test_names_that_become_one_in_wandb_are_said(offline_run: Any, said: Any) -> None:
+    sink = WandbSink(offline_run)
+    for step in (1, 2):
+        sink.write(window({"a/b.weight": [3.0], "a.b.weight": [4.0], "head.weight": [1.0]}, first_step=step))
+        offline_run.log({})
+    offline_run.finish()
+    (message,) = said()
+    assert "'a/b.weight' and 'a.b.weight' are one series, of the last of them" in message
+
+
 def test_a_choice_of_the_user_stays(offline_run: Any, said: Any) -> None:
     sink = WandbSink(offline_run, group_by="parameter")
     sink.write(window({f"p{index}": [1.0] for index in range(MAX_SERIES + 1)}))

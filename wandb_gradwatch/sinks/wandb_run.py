@@ -173,6 +173,20 @@ class WandbSink:
             self._told_names = names
             told = {"names": names} if not self._namespace else {self._namespace: {"names": names}}
             self._run.config.update({"gradwatch": told}, allow_val_change=True)
+            self._say_clashes(names)
+
+    def _say_clashes(self, names: list[str]) -> None:
+        by_key: dict[str, list[str]] = {}
+        for name in names:
+            by_key.setdefault(metric_name(name), []).append(name)
+        clashes = [" and ".join(map(repr, group)) for group in by_key.values() if len(group) > 1]
+        if clashes:
+            self._say(
+                "clashes",
+                "In W&B, where a name has / for every dot, %s are one series, of the last of them: give one another "
+                "name, or a group of its own with group_by=.",
+                "; ".join(clashes[:3]),
+            )
 
     # ---- metric definitions
 
