@@ -160,6 +160,20 @@ def test_kinds_that_come_and_go_keep_a_bounded_number_of_landings():
     assert len(landings._free) <= 16
 
 
+def test_kinds_that_are_used_all_the_time_are_kept_whatever_else_comes_on_any_device():
+    landings = Landings()
+    devices = ("cuda:0", "cuda:1")
+    rows = [torch.ones((3, 3), device=device) for device in devices]
+    for round_number in range(40):
+        for device, tensor in zip(devices, rows, strict=True):
+            landings.send(torch.ones(round_number + 1, device=device))
+            before = pretend_gpu.GPU.num_pinned
+            transfer = landings.send(tensor)
+            assert transfer.arrived(wait=True)
+            transfer.take()
+            assert pretend_gpu.GPU.num_pinned == before + (2 if round_number == 0 else 0)
+
+
 def test_gradients_on_two_gpus_are_each_measured_where_they_are():
     for backend in ("cuda", "torch"):
         for device in ("cuda:0", "cuda:1"):

@@ -30,7 +30,7 @@ Found = Tensor | FoundHistogram | FoundDistance
 # Per-sample values that live on a device: written there, read when the sample arrives.
 LOSS_SCALE, FOUND_INF = 0, 1
 
-_MAX_KINDS: Final = 16  # of tensors: what probes find may have another length at every sample
+_MAX_KINDS: Final = 16  # of tensors of a device: what probes find may have another length at every sample
 
 
 @dataclass(frozen=True)
@@ -123,11 +123,14 @@ class Landings:
 
     def _landings(self, like: Tensor) -> list[_Landing]:
         kind = (like.device, like.shape, like.dtype)
-        if kind not in self._free:
-            if len(self._free) >= _MAX_KINDS:
-                del self._free[next(iter(self._free))]  # torch keeps what is still to be written to until it has been
-            self._free[kind] = [_Landing(like), _Landing(like)]
-        return self._free[kind]
+        landings = self._free.pop(kind, None)
+        if landings is None:
+            landings = [_Landing(like), _Landing(like)]
+            of_device = [other for other in self._free if other[0] == like.device]
+            if len(of_device) >= _MAX_KINDS:
+                del self._free[of_device[0]]  # torch keeps what is still to be written to until it has been
+        self._free[kind] = landings  # the last of them is what was used last
+        return landings
 
 
 class Transfer:
