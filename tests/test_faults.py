@@ -339,6 +339,44 @@ def test_a_rule_that_raises_is_dropped_and_said_once(said: Any) -> None:
     assert [message.startswith("the rule") for message in said()] == [True]
 
 
+def test_a_row_is_not_lost_where_on_alert_raises_when_the_rules_look_at_the_flush() -> None:
+    def stop(alert: Alert) -> None:
+        raise RuntimeError(f"stop: {alert.title}")
+
+    memory = MemorySink()
+    model = Chosen(a=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    raised = []
+    watcher = wandb_gradwatch.watch(model, sinks=[memory], log_every=20, on_alert=stop)
+    for _ in range(25):
+        try:
+            step(model, optimizer, a=[1e-9, 1e-9])  # no reason to look at once
+        except RuntimeError as error:
+            raised.append(str(error))
+    watcher.remove()
+    assert raised == ["stop: Vanishing gradient"]
+    assert [snapshot.steps.tolist() for snapshot in memory.snapshots] == [list(range(1, 21)), list(range(21, 26))]
+
+
+def test_a_sample_is_not_lost_where_on_alert_raises_about_it() -> None:
+    def stop(alert: Alert) -> None:
+        raise RuntimeError(f"stop: {alert.title}")
+
+    memory = MemorySink()
+    model = Chosen(a=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    with wandb_gradwatch.watch(model, sinks=[memory], rules=[], on_alert=stop):
+        step(model, optimizer, a=[1, 1])
+        model.loss(a=[1, 1]).backward()
+        optimizer.zero_grad(set_to_none=False)  # at the wrong place
+        with pytest.raises(RuntimeError, match="stop: No gradient"):
+            optimizer.step()
+        step(model, optimizer, a=[1, 1])
+    merged = memory.merged()
+    assert merged is not None
+    assert merged.steps.tolist() == [1, 2, 3]
+
+
 def test_what_on_alert_raises_reaches_the_training_loop_and_watching_goes_on() -> None:
     def stop(alert: Alert) -> None:
         raise RuntimeError(f"stop: {alert.title}")

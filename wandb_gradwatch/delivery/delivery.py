@@ -109,8 +109,10 @@ class Delivery:
                 raised = raised or error
         if self._reducer is not None:
             for merged in self._reducer.poll(wait=wait and self._merges):
-                self._judging.judge(merged.samples)
-                self._unreturned = self._write(merged.samples, merged.flush, merged.overhead_ratio)
+                try:
+                    self._write(merged.samples, merged.flush, merged.overhead_ratio, unseen=merged.samples)
+                except CallbackError as error:
+                    raised = raised or error
         if raised is not None:
             raise raised
 
@@ -122,24 +124,27 @@ class Delivery:
             self._on_untraced_clipping()
         total_C: list[float] = np.add.reduce(sample.rows, axis=0).tolist()
         some_are_missing = math.isnan(total_C[Column.GRAD_SUM_SQ])
+        was_zeroed = False
         # Nearly always one optimizer has received something for everything: no need to look closer.
         if some_are_missing or not total_C[Column.RECEIVED_SUM_SQ] or len(sample.sample.updated) > 1:
-            self._drop_zeroed(sample)
+            was_zeroed = drop_zeroed(sample)
             total_C = np.nansum(sample.rows, axis=0).tolist()
         if sample.histograms:
             sample = self._with_earlier_histograms(sample)
-        self.window.append(sample)
-        if not self._shards.any:
-            self._judging.add(sample, total_C)
+        self.window.append(sample)  # before anything is said: a callback of the user's may raise
+        try:
+            if was_zeroed:
+                self._say_zeroed(sample.sample.step)
+        finally:
+            if not self._shards.any:
+                self._judging.add(sample, total_C)
 
-    def _drop_zeroed(self, sample: ArrivedSample) -> None:
-        step = sample.sample.step
-        if drop_zeroed(sample):
-            self._outlets.say_no_gradient(
-                "every gradient was already zero when the optimizer stepped, though the backward had computed them. "
-                "Call zero_grad() after step(), or before backward().",
-                step,
-            )
+    def _say_zeroed(self, step: int) -> None:
+        self._outlets.say_no_gradient(
+            "every gradient was already zero when the optimizer stepped, though the backward had computed them. "
+            "Call zero_grad() after step(), or before backward().",
+            step,
+        )
 
     def _with_earlier_histograms(self, sample: ArrivedSample) -> ArrivedSample:
         """The window's histograms are those of its newest sample that has any: as many as there are keys, no more."""
@@ -160,7 +165,7 @@ class Delivery:
             return
         overhead_ratio = self._overhead.ratio()
         if not self._shards.any:
-            self._unreturned = self._write(samples, flush, overhead_ratio)
+            self._write(samples, flush, overhead_ratio)
         elif self._merges:
             self._submit(samples, flush, overhead_ratio)
 
@@ -174,13 +179,20 @@ class Delivery:
             flush = replace(flush, histogram=padded(flush.histogram, len(names), fill=0))
         self._reducer.submit(LocalWindow(rows, flush, names, self._shards.counted(len(names)), overhead_ratio))
 
-    def _write(self, samples: Sequence[ArrivedSample], flush: ArrivedFlush, overhead_ratio: float) -> Snapshot:
-        """A window of the whole model is complete: hand it to the sinks."""
-        self._newest = snapshot = snapshot_of(samples, self._names(), flush, overhead_ratio)
+    def _write(
+        self,
+        samples: Sequence[ArrivedSample],
+        flush: ArrivedFlush,
+        overhead_ratio: float,
+        unseen: Sequence[ArrivedSample] = (),
+    ) -> None:
+        """A window of the whole model is complete: show the rules what is unseen of it, and hand it to the sinks."""
+        self._newest = self._unreturned = snapshot = snapshot_of(samples, self._names(), flush, overhead_ratio)
         self._outlets.recorder.picture(snapshot)  # before the rules: what an alert says may quote it
-        self._judging.judge()
-        self._outlets.write(snapshot)
-        return snapshot
+        try:
+            self._judging.judge(unseen)
+        finally:  # a callback of the user's may raise
+            self._outlets.write(snapshot)
 
     # ---- ends
 
