@@ -294,6 +294,19 @@ def test_a_state_that_does_not_fit_is_said_and_training_goes_on(caplog: pytest.L
 # ---- what a checkpoint holds of the core
 
 
+def test_a_state_of_something_else_is_refused_and_changes_nothing() -> None:
+    watcher, _ = watch(small_model(), start_step=3)
+    state = watcher.state_dict()
+    with pytest.raises(ValueError, match=r"'sampler' is not among the keys \['model', 'watcher'\]"):
+        watcher.load_state_dict({"model": {}, "watcher": state})
+    del state["histogram_steps"]
+    state["sampler"]["step"] = 7
+    with pytest.raises(ValueError, match="'histogram_steps' is not among the keys"):
+        watcher.load_state_dict(state)
+    assert watcher.step == 3
+    watcher.remove()
+
+
 def test_an_alert_that_is_said_once_is_not_said_again() -> None:
     """Gradients zeroed before the step, which no rule finds."""
     model, alerts = Chosen(a=1), []

@@ -40,6 +40,9 @@ logger: Final = logging.getLogger("wandb_gradwatch")
 # Ranks that call watch() equally often agree on the number, and with it on whose windows belong together.
 _NUMBERS: Final = itertools.count()
 
+# What a state holds.
+_OF_STATE: Final = ("sampler", "desk", "guard", "said", "guarding", "names", "samples", "histogram", "histogram_steps")
+
 
 class StepNumber(int):
     """The number of a step, and the way to say that the next one has been made."""
@@ -254,7 +257,16 @@ class Watcher:
 
     @alone
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state_dict()`; parameters are matched by name, and those that are gone are dropped."""
+        """Go on from `state_dict()`; parameters are matched by name, and those that are gone are dropped.
+
+        Raises:
+            ValueError: it is something else, a whole checkpoint perhaps; nothing is changed.
+        """
+        if missing := [key for key in _OF_STATE if key not in state]:
+            raise ValueError(
+                f"load_state_dict() needs what a watcher's state_dict() returned, but {missing[0]!r} is not among the "
+                f"keys {list(state)[:5]}; pass that part of the checkpoint"
+            )
         self._sampler.load_state_dict(state["sampler"])
         self._desk.load_state_dict(state["desk"])
         self._outlets.said |= set(state["said"])
