@@ -245,7 +245,7 @@ def test_group_by_module_in_a_run(start_run):
 def test_parameters_that_are_asked_for_stay_parameters_however_many_they_are(start_run, caplog):
     run = start_run(mode="offline")
     model = Chosen(**{f"p{index}": 1 for index in range(260)})
-    watcher = wandb_gradwatch.watch(model, run=run, log_every=1, group_by="parameter", histogram_every=0)
+    watcher = wandb_gradwatch.watch(model, run=run, log_every=1, group_by=str, histogram_every=0)
     step(model, SGD(model.parameters(), lr=0.1), **{f"p{index}": [1] for index in range(260)})
     watcher.remove()
     run.finish()

@@ -50,7 +50,7 @@ def watch(
     sample_every: int = 1,
     log_every: int = 50,
     histogram_every: int | None = None,
-    group_by: GroupBy | None = None,
+    group_by: GroupBy = "parameter",
     statistics: Sequence[str] = DEFAULT,
     dead_threshold: float = 0.0,
     rules: Sequence[Rule] | None = None,
@@ -78,8 +78,8 @@ def watch(
         sample_every: measure every n-th optimizer step.
         log_every: write a row every n-th optimizer step.
         histogram_every: take histograms every n-th step; None: for every row; 0: never.
-        group_by: one series per "parameter" or "module", or a function from a parameter's name to its group's. None:
-            per parameter; more than 256 are grouped by module, or more coarsely, which is said once.
+        group_by: one series per "parameter" (more than 256 are grouped by module, or more coarsely, which is said once)
+            or "module", or a function from a parameter's name to its group's: `str` keeps every parameter.
         statistics: what is measured beside the gradient itself: "parameter" (its norm, for the ratio), "histogram".
         dead_threshold: |g| <= this counts as dead, in units of the true gradient.
         rules: what raises alerts; None: the default rules; []: none.
@@ -216,9 +216,7 @@ def _check_instance(argument: str, value: object, cls: type, what: str) -> None:
         raise TypeError(f"{argument}={value!r} must be {what}")
 
 
-def _check_group_by(group_by: GroupBy | None, roster: Roster) -> None:
-    if group_by is None:
-        return
+def _check_group_by(group_by: GroupBy, roster: Roster) -> None:
     group_of, name = group_function(group_by), roster.names[0]
     if not isinstance(group := group_of(name), str):
         raise TypeError(f"group_by={group_by!r} must give a group's name, but gave {group!r} for {name!r}")

@@ -214,7 +214,7 @@ class GradWatchCallback(_Callback):  # type: ignore[misc]
         every = trainer.log_every_n_steps if self.log_every_n_steps is None else self.log_every_n_steps
         self._book, self._trainer = BatchBook(lambda: place_of(trainer, every)), weakref.ref(trainer)
         options = self._session.options
-        group_by = options.get("group_by")
+        group_by = options.get("group_by", "parameter")
         sinks = sinks_for(trainer, self._run, group_by, self._named_numbers, rows=every > 0)
         self._session.begin(
             pl_module,

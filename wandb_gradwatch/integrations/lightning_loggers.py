@@ -43,7 +43,7 @@ def log(trainer: Any, numbers: Mapping[str, float], prefix: str, *, step: int, w
 
 
 def sinks_for(
-    trainer: Any, run: Any, group_by: GroupBy | None, numbers_of: Callable[[int], Mapping[str, float]], *, rows: bool
+    trainer: Any, run: Any, group_by: GroupBy, numbers_of: Callable[[int], Mapping[str, float]], *, rows: bool
 ) -> list[Sink]:
     """The runs of the WandbLoggers, else the active one, and the program's log for alerts; none beyond rank zero.
 

@@ -132,7 +132,7 @@ class Session:
 
     def numbers(self, sample: Snapshot, *, per_layer: bool, sparsity: bool = True) -> dict[str, float]:
         """The numbers of one sample by name; with a slash in the name those of the layers."""
-        group_by: GroupBy = self.options.get("group_by") or "parameter"
+        group_by: GroupBy = self.options.get("group_by", "parameter")
         return sample_numbers(sample, per_layer=group_by if per_layer else None, sparsity=sparsity)
 
     # ---- memory

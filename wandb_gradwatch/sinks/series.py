@@ -19,16 +19,16 @@ class SeriesGrouping:
     Owns the grouping that was found to be coarse enough: it stays, and is said once.
 
     Args:
-        group_by: what the user asked for; None: choose.
+        group_by: what the user asked for; "parameter": as long as there are few enough of them.
     """
 
-    def __init__(self, group_by: GroupBy | None) -> None:
+    def __init__(self, group_by: GroupBy) -> None:
         self._chosen = group_by
         self._automatic: GroupBy = "parameter"
 
     def apply(self, snapshot: Snapshot) -> Snapshot:
         """The snapshot with one name per series."""
-        if self._chosen is not None:
+        if self._chosen != "parameter":
             return snapshot.by_group(self._chosen)
         grouped = snapshot.by_group(self._automatic)
         if len(grouped.names) <= MAX_SERIES:
@@ -41,7 +41,7 @@ class SeriesGrouping:
         grouped = snapshot.by_group(self._automatic)
         logger.warning(
             "%d parameters are more than the %d series that W&B shows well: they are logged as %d groups (%s). "
-            'Pass group_by= ("parameter", "module" or a function) to choose.',
+            "Pass group_by= (a function from a name to its group's; group_by=str keeps every parameter) to choose.",
             len(snapshot.names),
             MAX_SERIES,
             len(grouped.names),
