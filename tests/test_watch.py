@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import re
@@ -228,6 +229,20 @@ def test_nan_is_reported_with_its_own_step_not_the_flush_step():
     assert "Step 5" in sink.alerts[0].text
     assert "b (1 of 1 elements)" in sink.alerts[0].text
     watcher.remove()
+
+
+def test_the_signature_is_the_contract():
+    contract = {
+        "optimizer": None, "run": None, "include": None, "exclude": None, "sample_every": 1, "log_every": 50,
+        "histogram_every": None, "group_by": "parameter", "dead_threshold": 0.0, "metrics": (), "rules": None,
+        "sinks": None, "guard": None, "on_alert": None, "scaler": None, "max_overhead": None, "backend": "auto",
+        "start_step": 0,
+    }  # fmt: skip
+    parameters = inspect.signature(wandb_gradwatch.watch).parameters
+    assert {name: parameters[name].default for name in contract} == contract
+    assert list(parameters)[:2] == ["model", "optimizer"]
+    assert parameters["run"].kind is inspect.Parameter.KEYWORD_ONLY
+    assert [name for name, p in parameters.items() if p.default is inspect.Parameter.empty] == ["model"]
 
 
 def test_group_by_module_in_a_run(start_run):
