@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from grad_samples import of_norms, random_samples, row_of, sample_of, together
 
+from wandb_gradwatch.modules import EntropyCollapse
 from wandb_gradwatch.rules import (
     DEFAULT_RULES,
     MAX_TITLE,
@@ -263,6 +264,10 @@ def test_numbers_are_written_as_people_write_them():
         (lambda: ExplodingGradient(warmup=1), "warmup=1 must be between 2 and window=64"),
         (lambda: ExplodingGradient(min_factor=0.5), "(min_factor=0.5): min_factor must be a number, at least 1"),
         (lambda: ExplodingGradient(stds=-1), "(stds=-1): stds must be a number, at least 0, or None"),
+        (
+            lambda: EntropyCollapse(threshold=2),
+            "threshold=2): threshold must be a number, between 0 and 1",
+        ),
         (lambda: VanishingGradient(min_norm="1e-7"), "VanishingGradient(min_norm='1e-7'): min_norm must be a number"),
         (lambda: VanishingGradient(min_order=2), "must be a number, between 0 and 1"),
         (lambda: DeadGradient(max_ratio=50), "DeadGradient(max_ratio=50): max_ratio must be a number, between 0 and 1"),

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..rules import Alert
+from ..rules.base import check_limits
 from ..rules.forward import nonfinite_activations
 from ..rules.words import listing, number, sentence
 from ..snapshot import Snapshot
@@ -73,6 +74,9 @@ class EntropyCollapse:
     _once_open: set[str] = field(default_factory=set, init=False)
 
     title: ClassVar[str] = "Attention entropy collapse"
+
+    def __post_init__(self) -> None:
+        check_limits(self, threshold=(0.0, 1.0), patience=(1.0, np.inf))
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
         heads: dict[str, list[str]] = {}
