@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .withholding import Judge
+from .lessons import Judge
 
 
 @dataclass(frozen=True)

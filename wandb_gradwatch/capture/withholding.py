@@ -1,126 +1,34 @@
 """Withholds gradients from an optimizer, with or without asking the host, and gives them back after the step.
 
-    before_step   decide()      the open sample's rows of this optimizer -> [non-finite elements, sum of squares]
-                                (of shards: one all-reduce of these two numbers, so that every rank decides alike)
-                  fused         bad? is answered on the device and handed over as `optimizer.found_inf`
-                  others        bad? is read by the host: an optimizer without gradients changes nothing at all
-    after_step    release()     what was taken away or handed over is as it was before
-    sample over   end_step()    the numbers start their way to the host
-    later         decide()      the guard learns from them: at once where the host has read them, else 8 steps later
-
-Always 8, and not "when they have arrived": a limit that depends on the machine's timing would decide differently in
-every run, and on every rank.
+before_step   decide()      the open sample's rows of this optimizer -> [non-finite elements, sum of squares]
+                            (of shards: one all-reduce of these two numbers, so that every rank decides alike)
+              fused         bad? is answered on the device and handed over as `optimizer.found_inf`
+              others        bad? is read by the host: an optimizer without gradients changes nothing at all
+after_step    release()     what was taken away or handed over is as it was before
+sample over   end_step()    the numbers start their way to the host
+later         decide()      the guard learns from them (lessons.py)
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any, Final, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.optim import Optimizer
 
-from ..shipments import Landings, Transfer
+from ..shipments import Landings
 from ..statistics.columns import Column
 from ..statistics.elements import onto, wide_dtype
 from ..window import Window
 from .agreement import Agreement
-from .containment import CallbackError
-from .hooks import current_graph_task
+from .held import Held, honours_found_inf, without_gradients
+from .lessons import Judge, Lessons, Opinion, Step, raised_to_the_user
 from .seen import Entry
 
 # N parameters of an optimizer
-
-# The host is seldom so many steps ahead of its device; where it is, it waits, and the device has work for 7 steps.
-_LEARNT_AFTER: Final = 8
-
-
-_UNHEARD: Final = (
-    "the monitor of another rank has failed, so that no rank can tell whether the gradients of the whole model are "
-    "healthy: from here on every step is applied, on all ranks alike"
-)
-
-
-class Judge(Protocol):
-    """What decides; see guard.GuardedSlots. What it raises reaches the training loop."""
-
-    needs_rows: bool
-
-    @property
-    def lets_through(self) -> bool: ...
-
-    def is_bad(self, slots: Sequence[int]) -> bool: ...
-
-    def withholds(self, step: int, *, bad: bool) -> bool: ...
-
-    def limit(self, slots: Sequence[int]) -> float: ...
-
-    def learn(self, slots: Sequence[int], norm: float, *, bad: bool) -> None: ...
-
-    def count(self, step: int, *, bad: bool, skipped: bool, was_asked: bool) -> None: ...
-
-
-@dataclass
-class _Held:
-    """What an optimizer goes without, or was handed, while it steps."""
-
-    optimizer: Optimizer
-    gradients: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    found_inf: Tensor | None = None
-    scalers_found_inf: Tensor | None = None  # what it replaces
-
-    def give_back(self) -> None:
-        if self.found_inf is not None and getattr(self.optimizer, "found_inf", None) is self.found_inf:
-            if self.scalers_found_inf is None:
-                del self.optimizer.found_inf  # type: ignore[attr-defined]
-            else:
-                self.optimizer.found_inf = self.scalers_found_inf  # type: ignore[attr-defined]
-        if current_graph_task() != -1:
-            return  # the step has raised and the next backward runs: these are not its gradients
-        for parameter, gradient in self.gradients:
-            if parameter.grad is None:
-                parameter.grad = gradient
-
-
-@dataclass(frozen=True)
-class _Opinion:
-    """What is known of one optimizer's gradients in a step.
-
-    Args:
-        slots: of which parameters.
-        learns: whether their norm is one of those that the guard learns what is usual from.
-        values: [5] non-finite elements, sum of squares, and as 0 or 1: unhealthy, withheld, skipped by a loss scaler;
-            on the device until they are fetched.
-    """
-
-    slots: tuple[int, ...]
-    learns: bool
-    values: list[float] | Tensor | Transfer
-
-    def sent(self, landings: Landings) -> _Opinion:
-        """The same, on its way to the host."""
-        return replace(self, values=landings.send(self.values)) if isinstance(self.values, Tensor) else self
-
-    def fetch(self) -> _Opinion:
-        """The same, on the host. Waits if it is not there yet."""
-        if not isinstance(self.values, Transfer):
-            return self
-        self.values.arrived(wait=True)
-        return replace(self, values=self.values.take().tolist())
-
-
-@dataclass(frozen=True)
-class _Step:
-    """A closed step, of which the guard has not learnt yet."""
-
-    number: int
-    opinions: tuple[_Opinion, ...]
-    was_read: bool  # the host has decided: there is nothing to wait for, and nothing to tell it
 
 
 class Withholding:
@@ -134,14 +42,13 @@ class Withholding:
 
     def __init__(self, judge: Judge, window: Window, notice: Callable[[str, str], None]) -> None:
         self._judge = judge
-        self._notice = notice
+        self._lessons = Lessons(judge, notice)
         self.has_voted = False  # about the step that an optimizer is about to make
         self._window = window
         self._landings = Landings()
-        self._held: list[_Held] = []
-        self._opinions: list[_Opinion] = []  # of the open step
+        self._held: list[Held] = []
+        self._opinions: list[Opinion] = []  # of the open step
         self._withheld: Tensor | bool = False  # whether the open step is withheld from an optimizer
-        self._unlearnt: deque[_Step] = deque()
         self._last_withheld: Tensor | bool = False  # whether the step that has closed last was
         self._num_withheld: Tensor | float = 0.0  # steps since the last sample
 
@@ -168,20 +75,20 @@ class Withholding:
             agreement: how ranks that hold shards come to one decision.
             inside_backward: gradients come one by one: there is no norm of the whole, only what is not finite counts.
         """
-        self._learn(keep=_LEARNT_AFTER - 1)
+        self._lessons.learn_due()
         # On ranks with shards all of them, so that all ranks mean the same: an empty shard may have no gradient.
         slots = tuple(sorted(slot for slot, parameter in entries if agreement or parameter.grad is not None))
         if not slots:
             return
         if self._judge.needs_rows:
-            with _raised_to_the_user():
+            with raised_to_the_user():
                 bad = self._judge.is_bad(slots)
             self._decide_here(optimizer, step, slots, [math.nan, math.nan, float(bad)], learns=False)
             return
         limit = math.inf if inside_backward else self._judge.limit(slots)
         sums = self._sums(slots, _home(entries), agreement)
         bad_there = (sums[0] > 0) | (sums[1] > limit * limit)
-        if _honours_found_inf(optimizer):
+        if honours_found_inf(optimizer):
             self._decide_there(optimizer, slots, sums, bad_there, learns=not inside_backward)
         else:  # the one place where a guard makes the host wait
             values = torch.cat((sums, bad_there.to(sums.dtype)[None])).tolist()
@@ -205,12 +112,10 @@ class Withholding:
         if not self._opinions:
             return
         was_read = all(isinstance(opinion.values, list) for opinion in self._opinions)
-        step = _Step(number, tuple(opinion.sent(self._landings) for opinion in self._opinions), was_read)
+        step = Step(number, tuple(opinion.sent(self._landings) for opinion in self._opinions), was_read)
         self._num_withheld = _sum(self._num_withheld, self._withheld)
         self._opinions, self._withheld = [], False
-        self._unlearnt.append(step)
-        if len(self._unlearnt) == 1 and step.was_read:
-            self._learn(keep=0)
+        self._lessons.add(step)
 
     def take_count(self) -> Tensor:
         """How many steps were withheld since this was last asked: a scalar on any device."""
@@ -224,7 +129,21 @@ class Withholding:
 
     def finish(self) -> None:
         """No step comes any more: the guard's counts are brought up to date. Waits for the device."""
-        self._learn(keep=0, raises=False)
+        self._lessons.learn_all()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the guard has not learnt yet, in plain numbers. Waits for the device."""
+        return {"unlearnt": self._lessons.state(), "num_withheld": float(self._num_withheld)}
+
+    def load_state_dict(self, state: Mapping[str, Any], place: Mapping[int, int]) -> None:
+        """Go on from `state_dict()`.
+
+        Args:
+            state: it.
+            place: the slot now of each slot then; those of parameters that are gone are missing.
+        """
+        self._num_withheld = float(state["num_withheld"])
+        self._lessons.load_state(state["unlearnt"], place)
 
     # ---- the decision
 
@@ -255,13 +174,13 @@ class Withholding:
         """The host knows: values are the first three of an opinion's."""
         withheld = True  # also where `withholds` raises: the step is not made then
         try:
-            with _raised_to_the_user():
+            with raised_to_the_user():
                 withheld = self._judge.withholds(step, bad=bool(values[2]) or bool(self._withheld))
         finally:
-            self._opinions.append(_Opinion(slots, learns, [*values, float(withheld), 0.0]))
+            self._opinions.append(Opinion(slots, learns, [*values, float(withheld), 0.0]))
         if withheld:
             self._withheld = True
-            self._held.append(_without_gradients(optimizer))
+            self._held.append(without_gradients(optimizer))
 
     def _decide_there(
         self, optimizer: Optimizer, slots: tuple[int, ...], sums: Tensor, bad: Tensor, *, learns: bool
@@ -278,69 +197,11 @@ class Withholding:
             withheld = skipped & ~overflowed
             # The kernels compare with exactly 1, and the step counters go back by it.
             found_inf = (skipped | overflowed).to(torch.float32)
-            self._held.append(_Held(optimizer, [], found_inf, scalers))
+            self._held.append(Held(optimizer, [], found_inf, scalers))
             optimizer.found_inf = found_inf  # type: ignore[attr-defined]
             self._withheld = withheld | before
         flags = torch.stack((bad, withheld, overflowed)).to(sums.dtype)
-        self._opinions.append(_Opinion(slots, learns, torch.cat((sums, flags))))
-
-    # ---- what the guard learns
-
-    def _learn(self, *, keep: int, raises: bool = True) -> None:
-        while len(self._unlearnt) > keep:
-            step = self._unlearnt.popleft()
-            bad = skipped = counts = False
-            for opinion in (opinion.fetch() for opinion in step.opinions):
-                assert isinstance(opinion.values, list)
-                num_nonfinite, sum_sq, is_bad, is_withheld, overflowed = opinion.values
-                if overflowed:  # the loss scaler's business
-                    continue
-                if opinion.learns and math.isnan(num_nonfinite):
-                    self._notice("guard", f"{_UNHEARD} (step {step.number})")
-                bad, skipped, counts = bad or bool(is_bad or is_withheld), skipped or bool(is_withheld), True
-                if opinion.learns and not num_nonfinite:
-                    self._judge.learn(opinion.slots, math.sqrt(sum_sq), bad=bool(is_bad))
-            if counts:
-                with _raised_to_the_user():
-                    self._judge.count(step.number, bad=bad, skipped=skipped, was_asked=step.was_read or not raises)
-
-    def state_dict(self) -> dict[str, Any]:
-        """What the guard has not learnt yet, in plain numbers. Waits for the device."""
-        steps = []
-        for step in self._unlearnt:
-            opinions = [opinion.fetch() for opinion in step.opinions]
-            steps.append(
-                {
-                    "step": step.number,
-                    "was_read": step.was_read,
-                    "opinions": [{"slots": list(o.slots), "learns": o.learns, "values": o.values} for o in opinions],
-                }
-            )
-        return {"unlearnt": steps, "num_withheld": float(self._num_withheld)}
-
-    def load_state_dict(self, state: Mapping[str, Any], place: Mapping[int, int]) -> None:
-        """Go on from `state_dict()`.
-
-        Args:
-            state: it.
-            place: the slot now of each slot then; those of parameters that are gone are missing.
-        """
-        self._num_withheld = float(state["num_withheld"])
-        self._unlearnt = deque(
-            _Step(
-                int(step["step"]),
-                tuple(
-                    _Opinion(
-                        tuple(sorted(place[slot] for slot in opinion["slots"] if slot in place)),
-                        bool(opinion["learns"]),
-                        [float(value) for value in opinion["values"]],
-                    )
-                    for opinion in step["opinions"]
-                ),
-                bool(step["was_read"]),
-            )
-            for step in state["unlearnt"]
-        )
+        self._opinions.append(Opinion(slots, learns, torch.cat((sums, flags))))
 
 
 def _scalar(value: Tensor | float) -> Tensor:
@@ -364,47 +225,3 @@ def _sum(count: Tensor | float, one_more: Tensor | bool) -> Tensor | float:
         else:
             one_more = onto(one_more, count.device)
     return count + one_more
-
-
-def _without_gradients(optimizer: Optimizer) -> _Held:
-    """Take away every gradient that this optimizer could use, of parameters that are not watched too."""
-    held = _Held(optimizer)
-    for group in optimizer.param_groups:
-        held.gradients += [(p, p.grad) for p in group["params"] if p.grad is not None]
-    for parameter, _ in held.gradients:
-        parameter.grad = None
-    return held
-
-
-def _honours_found_inf(optimizer: Optimizer) -> bool:
-    """Whether this step leaves parameters and state bit for bit as they are where `optimizer.found_inf` is 1.
-
-    Only torch's own code is trusted with that: a class that adds something around its step would do it all the same.
-    """
-    if not getattr(optimizer, "_step_supports_amp_scaling", False):
-        return False
-    if type(optimizer).step not in (Adam.step, AdamW.step, SGD.step, Adagrad.step):
-        return False
-    return all(group.get("fused") and _has_state(optimizer, group) for group in optimizer.param_groups)
-
-
-def _has_state(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    """Whether a group's state exists: the step that creates it does so even where it is skipped, and a fused SGD takes
-    its momentum from there as it finds it, which is not initialised then."""
-    if group.get("momentum") == 0:  # SGD without momentum has none
-        return True
-    for parameter in group["params"]:
-        if parameter.grad is None:
-            continue
-        state = optimizer.state.get(parameter)
-        if not state or state.get("momentum_buffer", state) is None:
-            return False
-    return True
-
-
-@contextmanager
-def _raised_to_the_user() -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        raise CallbackError from error
