@@ -26,7 +26,7 @@ lint: $(STAMP) ## style, formatting and types
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
-bench: $(STAMP) ## measure what watching and other monitors cost here (12 minutes), into README.md and docs/
+bench: $(STAMP) ## measure what watching and other monitors cost here (15 minutes), into README.md and docs/
 	@$(BIN)/python -m benchmarks && $(BIN)/python -m benchmarks.table
 
 docs: $(STAMP) ## make the API pages in build/docs

@@ -199,7 +199,7 @@ TASKS = {
         "ResNet-50", _resnet, {"cpu": "8 images of 224", "cuda": "64 images of 224"}, light=True, steps=8, rounds=5
     ),
     "gpt2": Task(
-        "GPT-2 small", _gpt2, {"cpu": "2 x 256 tokens", "cuda": "8 x 1024 tokens"}, light=True, steps=4, rounds=3
+        "GPT-2 small", _gpt2, {"cpu": "2 x 256 tokens", "cuda": "8 x 1024 tokens"}, light=True, steps=4, rounds=5
     ),
     "1b": Task("1.2B tensors, bf16", _billion, {}, light=True, steps=3, rounds=2),
 }
