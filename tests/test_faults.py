@@ -339,10 +339,11 @@ def test_a_rule_that_raises_is_dropped_and_said_once(said: Any) -> None:
     assert [message.startswith("the rule") for message in said()] == [True]
 
 
-def test_a_row_is_not_lost_where_on_alert_raises_when_the_rules_look_at_the_flush() -> None:
-    def stop(alert: Alert) -> None:
-        raise RuntimeError(f"stop: {alert.title}")
+def stop(alert: Alert) -> None:
+    raise RuntimeError(f"stop: {alert.title}")
 
+
+def test_a_row_is_not_lost_where_on_alert_raises_when_the_rules_look_at_the_flush() -> None:
     memory = MemorySink()
     model = Chosen(a=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
@@ -359,9 +360,6 @@ def test_a_row_is_not_lost_where_on_alert_raises_when_the_rules_look_at_the_flus
 
 
 def test_a_sample_is_not_lost_where_on_alert_raises_about_it() -> None:
-    def stop(alert: Alert) -> None:
-        raise RuntimeError(f"stop: {alert.title}")
-
     memory = MemorySink()
     model = Chosen(a=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
@@ -378,9 +376,6 @@ def test_a_sample_is_not_lost_where_on_alert_raises_about_it() -> None:
 
 
 def test_what_on_alert_raises_reaches_the_training_loop_and_watching_goes_on() -> None:
-    def stop(alert: Alert) -> None:
-        raise RuntimeError(f"stop: {alert.title}")
-
     memory = MemorySink()
     model = Chosen(a=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.125)

@@ -298,6 +298,25 @@ def test_an_interrupt_before_anything_was_taken_is_not_waited_for(
         measure([torch.ones(10)], None, backend="compiled")
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_helper_that_fails_is_replaced_and_leaves_its_work_to_the_caller() -> None:
+    crew, failing, done = Crew(), [], []
+
+    def fail_elsewhere() -> None:
+        if threading.current_thread() is threading.main_thread():
+            done.append("by the caller")
+            return
+        failing.append(threading.current_thread())
+        raise MemoryError
+
+    crew.run(fail_elsewhere, lambda: bool(failing), 2)
+    failing[0].join(60)
+    assert done == ["by the caller"]
+
+    helped = threading.Event()
+    crew.run(lambda: None if threading.current_thread() is threading.main_thread() else helped.set(), helped.is_set, 2)
+
+
 def test_without_a_thread_to_be_had_the_caller_does_all(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_more(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")

@@ -11,7 +11,7 @@ from typing import Final
 
 Work = Callable[[], None]
 
-_MAX_HELPERS: Final = 7  # memory is no faster with more readers
+_MAX_HELPERS: Final = 7  # they all read one memory
 _give_way: Final[Callable[[], None]] = getattr(os, "sched_yield", lambda: time.sleep(0))
 
 
@@ -23,9 +23,8 @@ class Crew:
     """
 
     def __init__(self) -> None:
-        self._process = os.getpid()
         self._waiting: queue.SimpleQueue[Work] = queue.SimpleQueue()
-        self._num_helpers = 0
+        self._helpers: list[threading.Thread] = []
 
     def run(self, work: Work, is_done: Callable[[], bool], num_threads: int) -> None:
         """Do the work here, and in other threads too; return when all of it is done.
@@ -45,17 +44,18 @@ class Crew:
 
     def _ready(self, wanted: int) -> int:
         """How many of these helpers there are, started if need be."""
-        wanted = min(wanted, _MAX_HELPERS)
-        if wanted > 0 and self._process != os.getpid():  # the threads are the parent's
-            self._process, self._waiting, self._num_helpers = os.getpid(), queue.SimpleQueue(), 0
-        while self._num_helpers < wanted:
+        helpers = [helper for helper in self._helpers if helper.is_alive()]
+        if not helpers:  # none yet; or the process was forked, and what waits was for the parent's
+            self._waiting = queue.SimpleQueue()
+        while len(helpers) < min(wanted, _MAX_HELPERS):
             helper = threading.Thread(target=_help, args=(self._waiting,), name="gradwatch-measure", daemon=True)
             try:
                 helper.start()
             except RuntimeError:  # no more threads: the interpreter ends, or a limit is reached
                 break
-            self._num_helpers += 1
-        return max(min(wanted, self._num_helpers), 0)
+            helpers.append(helper)
+        self._helpers = helpers
+        return max(min(wanted, len(helpers)), 0)
 
 
 def _help(waiting: queue.SimpleQueue[Work]) -> None:
