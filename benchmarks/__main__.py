@@ -17,8 +17,8 @@ from benchmarks.harness import chosen_monitors, measure_task
 from benchmarks.machine import describe_machine, free_gib
 from benchmarks.models import TASKS
 from benchmarks.table import render
-from wandb_gradwatch.statistics.cpu_compiled import is_installed
-from wandb_gradwatch.statistics.measure import compile_for_cpu
+from wandb_gradwatch._measure.cpu_compiled import is_installed
+from wandb_gradwatch._measure.measure import compile_for_cpu
 
 RESULTS = Path(__file__).parent / "results"
 _NEEDED_GIB = {"1b": 12.0}  # parameters, gradients and the gradients to hand out, with room for a monitor's copies

@@ -24,8 +24,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.shapes import MODELS, num_elements
-from wandb_gradwatch.statistics.cpu_compiled import is_installed
-from wandb_gradwatch.statistics.measure import measure, sum_sq
+from wandb_gradwatch._measure.cpu_compiled import is_installed
+from wandb_gradwatch._measure.measure import measure, sum_sq
 
 
 def median_ratios(candidates: dict[str, Callable[[], object]], rounds: int) -> tuple[float, dict[str, float]]:

@@ -26,13 +26,13 @@ from benchmarks.machine import describe_machine
 from benchmarks.models import Task, TensorList, Trainee
 from benchmarks.monitors import Attached
 from benchmarks.ranks import computed, measure_pieces, measured_tree
-from wandb_gradwatch.capture.roster import Roster
-from wandb_gradwatch.rank_tree import GROUP
-from wandb_gradwatch.reduction import LocalWindow, _pack
-from wandb_gradwatch.shipments import ArrivedFlush, ArrivedSample, Sample
+from wandb_gradwatch._capture.parameter_registry import ParameterRegistry
+from wandb_gradwatch._measure.columns import NUM_BINS, NUM_COLUMNS
+from wandb_gradwatch._measure.measure import compile_for_cpu
+from wandb_gradwatch._pipeline.rank_merge import LocalWindow, _pack
+from wandb_gradwatch._pipeline.rank_tree import GROUP
+from wandb_gradwatch._transfer.transfers import ArrivedFlush, ArrivedSample, Sample
 from wandb_gradwatch.sinks import MemorySink, WandbSink
-from wandb_gradwatch.statistics.columns import NUM_BINS, NUM_COLUMNS
-from wandb_gradwatch.statistics.measure import compile_for_cpu
 
 # S samples in the window, P parameters, C columns, R ranks
 
@@ -65,7 +65,7 @@ def cost_of_tensors(num_tensors: int, rounds: int) -> dict[str, float]:
                         bench.step(Attached())
                     measured[name].append(_median_ms(bench) - base)
         began = time.perf_counter()
-        Roster(bench.model)
+        ParameterRegistry(bench.model)
         walk_ms = (time.perf_counter() - began) * 1e3
     keys, row_bytes = _row_of(bench)
     result = {name: statistics.median(values) for name, values in measured.items()}
@@ -205,7 +205,7 @@ What a rank gives to them does not depend on the number of ranks. A window of {S
 {chr(10).join(flushes)}
 
 No rank is connected with all others. Groups of {GROUP} neighbours merge, then the first ranks of the groups, and so on
-(`wandb_gradwatch/rank_tree.py`). **Measured**, as so many processes on this machine; the times are those of
+(`wandb_gradwatch/_pipeline/rank_tree.py`). **Measured**, as so many processes on this machine; the times are those of
 {machine["cores"]} cores that do the work of all ranks, the other figures do not depend on that. Merged were
 {found["trees"][0]["numbers"]:,} numbers; "sent" is in multiples of them:
 

@@ -302,7 +302,7 @@ def count_host_reads(device: torch.device) -> Iterator[list[int]]:
 
     def counting(original: Callable[..., Any]) -> Callable[..., Any]:
         def read(*args: Any, **kwargs: Any) -> Any:
-            if not sys._getframe(1).f_globals.get("__name__", "").startswith("wandb_gradwatch.statistics.cpu"):
+            if not sys._getframe(1).f_globals.get("__name__", "").startswith("wandb_gradwatch._measure.cpu"):
                 count[0] += 1
             return original(*args, **kwargs)
 

@@ -32,8 +32,8 @@ from benchmarks.kernel_table import BEGIN, END, failures_of, render, targets
 from benchmarks.machine import describe_machine
 from benchmarks.shapes import MODELS, num_elements
 from benchmarks.table import README, with_table
-from wandb_gradwatch.statistics.columns import Column
-from wandb_gradwatch.statistics.measure import measure, sum_sq
+from wandb_gradwatch._measure.columns import Column
+from wandb_gradwatch._measure.measure import measure, sum_sq
 
 TINY: list[tuple[int, ...]] = [(40,), (129, 130), (2,), (7,)]  # one whole chunk, and parts of chunks
 

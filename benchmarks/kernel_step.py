@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.models import TASKS, Trainee
 from wandb_gradwatch import MemorySink, Watcher, watch
-from wandb_gradwatch.watch import wait_for_kernels
+from wandb_gradwatch._watch import wait_for_kernels
 
 LOG_EVERY = 50
 

@@ -28,8 +28,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-from wandb_gradwatch.rank_tree import GROUP, RankTree, places
-from wandb_gradwatch.statistics.columns import FloatArray
+from wandb_gradwatch._measure.columns import FloatArray
+from wandb_gradwatch._pipeline.rank_tree import GROUP, RankTree, places
 
 _WAIT = timedelta(seconds=120)
 _ROUNDS = 5

@@ -9,7 +9,7 @@ width. Scaled by 1 / width, as in muP, it stays of one size.
 import torch
 from torch import nn
 
-from wandb_gradwatch.modules import CoordinateCheck, coordinate_check
+from wandb_gradwatch.metrics import CoordinateCheck, coordinate_check
 
 WIDTHS = [64, 128, 256, 512, 1024]
 BASE_WIDTH, LR, STEPS = 64, 1e-3, 4

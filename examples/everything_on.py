@@ -15,9 +15,9 @@ from torch import nn
 from torch.nn import functional
 
 import wandb_gradwatch
-from wandb_gradwatch.dashboards.page import write_page
-from wandb_gradwatch.dashboards.read import read_run
-from wandb_gradwatch.modules import Activations, Attention, Metric, MonitorMixin, Reference, Updates
+from wandb_gradwatch._page.page import write_page
+from wandb_gradwatch._page.read import read_run
+from wandb_gradwatch.metrics import Activations, Attention, Metric, MonitorMixin, Reference, Updates
 
 os.environ.setdefault("WANDB_MODE", "offline")  # no account needed; `wandb sync` uploads the run later
 

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import wandb
 
-from wandb_gradwatch.recorder import FlightRecorder
+from wandb_gradwatch._measure.columns import GUARDED_STEPS, MISSING_C, NUM_BINS, NUM_COLUMNS, Column, bins_of
+from wandb_gradwatch._measure.probe_values import MetricHistogram
+from wandb_gradwatch._pipeline.recorder import FlightRecorder
 from wandb_gradwatch.rules import Alert
-from wandb_gradwatch.sinks.wandb_run import WandbSink
+from wandb_gradwatch.sinks._wandb_run import WandbSink
 from wandb_gradwatch.snapshot import Snapshot
-from wandb_gradwatch.statistics.columns import GUARDED_STEPS, MISSING_C, NUM_BINS, NUM_COLUMNS, Column, bins_of
-from wandb_gradwatch.statistics.found import MetricHistogram
 
 GPT_NAMES = (
     "embed.token",

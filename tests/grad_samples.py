@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from wandb_gradwatch._measure.columns import NUM_BINS, NUM_COLUMNS, Column, bins_of
 from wandb_gradwatch.snapshot import Snapshot, concatenate
-from wandb_gradwatch.statistics.columns import NUM_BINS, NUM_COLUMNS, Column, bins_of
 
 
 def row_of(grad: np.ndarray, parameter: np.ndarray | None = None) -> np.ndarray:

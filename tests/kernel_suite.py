@@ -20,9 +20,9 @@ import pytest
 import torch
 from statistics_oracle import assert_row, expected_histogram, expected_row
 
-from wandb_gradwatch.statistics import cuda as kernels
-from wandb_gradwatch.statistics import cuda_launch, cuda_plan, reference
-from wandb_gradwatch.statistics.columns import IDENTITY_C, Column
+from wandb_gradwatch._measure import cuda as kernels
+from wandb_gradwatch._measure import cuda_launch, cuda_plan, reference
+from wandb_gradwatch._measure.columns import IDENTITY_C, Column
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

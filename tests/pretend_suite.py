@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from wandb_gradwatch import MemorySink
-from wandb_gradwatch.shipments import Landings, Sample
-from wandb_gradwatch.statistics.columns import NUM_BINS, NUM_COLUMNS, Column
-from wandb_gradwatch.statistics.elements import onto
-from wandb_gradwatch.statistics.measure import Measurement, measure
-from wandb_gradwatch.statistics.pages import upload
-from wandb_gradwatch.statistics.table import AddressTable
-from wandb_gradwatch.window import Window
+from wandb_gradwatch._measure.address_table import AddressTable
+from wandb_gradwatch._measure.columns import NUM_BINS, NUM_COLUMNS, Column
+from wandb_gradwatch._measure.elements import onto
+from wandb_gradwatch._measure.measure import Measurement, measure
+from wandb_gradwatch._measure.tiling import upload
+from wandb_gradwatch._transfer.sample_buffer import SampleBuffer
+from wandb_gradwatch._transfer.transfers import PinnedPool, Sample
 
 WAITS = {
     "item": lambda x: x.item() if x.numel() == 1 else x.sum().item(),
@@ -107,7 +107,7 @@ def rows_of(value):
 
 
 def test_a_window_that_goes_on_on_another_stream_waits_for_the_one_before():
-    window, side = Window(keep_newest_histogram=False), torch.cuda.Stream()
+    window, side = SampleBuffer(keep_newest_histogram=False), torch.cuda.Stream()
     window.resize(3)
     counts = torch.ones((3, NUM_BINS), device="cuda", dtype=torch.int64)
     rows = [rows_of(value) for value in range(4)]
@@ -124,7 +124,7 @@ def test_a_window_that_goes_on_on_another_stream_waits_for_the_one_before():
 
 
 def test_samples_land_in_memory_that_is_there_already():
-    window = Window(keep_newest_histogram=False)
+    window = SampleBuffer(keep_newest_histogram=False)
     window.resize(3)
     kept = []
     for step in range(1, 21):
@@ -140,35 +140,35 @@ def test_samples_land_in_memory_that_is_there_already():
 
 
 def test_a_device_that_is_behind_gets_as_much_memory_as_it_needs_and_no_more_later():
-    landings = Landings()
-    first = [landings.send(rows_of(value)) for value in range(7)]
+    pinned_pool = PinnedPool()
+    first = [pinned_pool.send(rows_of(value)) for value in range(7)]
     torch.cuda.synchronize()
     assert [transfer.take()[0, 0] for transfer in first if transfer.arrived(wait=True)] == list(range(7))
     pinned = pretend_gpu.GPU.num_pinned
-    second = [landings.send(rows_of(value)) for value in range(7)]
+    second = [pinned_pool.send(rows_of(value)) for value in range(7)]
     assert all(transfer.arrived(wait=True) for transfer in second)
     assert [transfer.take()[0, 0] for transfer in second] == list(range(7))
     assert pretend_gpu.GPU.num_pinned == pinned
 
 
 def test_kinds_that_come_and_go_keep_a_bounded_number_of_landings():
-    landings = Landings()
+    pinned_pool = PinnedPool()
     for size in range(1, 40):
-        transfer = landings.send(torch.full((size,), float(size), device="cuda"))
+        transfer = pinned_pool.send(torch.full((size,), float(size), device="cuda"))
         assert transfer.arrived(wait=True)
         assert transfer.take().tolist() == [size] * size
-    assert len(landings._free) <= 16
+    assert len(pinned_pool._free) <= 16
 
 
 def test_kinds_that_are_used_all_the_time_are_kept_whatever_else_comes_on_any_device():
-    landings = Landings()
+    pinned_pool = PinnedPool()
     devices = ("cuda:0", "cuda:1")
     rows = [torch.ones((3, 3), device=device) for device in devices]
     for round_number in range(40):
         for device, tensor in zip(devices, rows, strict=True):
-            landings.send(torch.ones(round_number + 1, device=device))
+            pinned_pool.send(torch.ones(round_number + 1, device=device))
             before = pretend_gpu.GPU.num_pinned
-            transfer = landings.send(tensor)
+            transfer = pinned_pool.send(tensor)
             assert transfer.arrived(wait=True)
             transfer.take()
             assert pretend_gpu.GPU.num_pinned == before + (2 if round_number == 0 else 0)
@@ -184,7 +184,7 @@ def test_gradients_on_two_gpus_are_each_measured_where_they_are():
 
 
 def test_a_window_is_written_and_sent_without_a_wait():
-    window = Window(keep_newest_histogram=False)
+    window = SampleBuffer(keep_newest_histogram=False)
     window.resize(5)
     rows = torch.arange(3.0 * NUM_COLUMNS, device="cuda").double().view(3, NUM_COLUMNS)
     torch.cuda.synchronize()
@@ -298,9 +298,9 @@ def test_the_targets_are_those_that_were_asked_and_a_missed_one_is_called_so():
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_kernels_are_compiled_in_the_background_and_can_be_waited_for(world, monkeypatch):
-    from wandb_gradwatch.statistics import cuda_launch
+    from wandb_gradwatch._measure import cuda_launch
 
-    door = sys.modules["wandb_gradwatch.watch"]  # the package has a function of the same name
+    door = sys.modules["wandb_gradwatch._watch"]  # the package has a function of the same name
     asked, may_go_on = [], threading.Event()
 
     def warm_up(device, dtypes, *, goes_on, **options):

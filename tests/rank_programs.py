@@ -12,7 +12,7 @@ import torch.distributed as dist
 from gradients import watch
 from torch import nn
 
-from wandb_gradwatch.rank_tree import GROUP
+from wandb_gradwatch._pipeline.rank_tree import GROUP
 
 LEARNING_RATE = 0.1
 
@@ -145,7 +145,7 @@ def fsdp2(
     group: int | None = None,
 ):
     """`group`: ranks are merged over groups of this size, as large jobs are."""
-    import wandb_gradwatch.reduction as reduction
+    import wandb_gradwatch._pipeline.rank_merge as reduction
 
     reduction.GROUP = group or GROUP
     from torch.distributed.device_mesh import init_device_mesh
@@ -303,7 +303,7 @@ def rank_that_does_not_watch(rank: int, world: int, *, steps: int):
 
     from torch.distributed.fsdp import fully_shard
 
-    import wandb_gradwatch.reduction as reduction
+    import wandb_gradwatch._pipeline.rank_merge as reduction
 
     said = collect_warnings()
     reduction.WAIT = timedelta(seconds=2)

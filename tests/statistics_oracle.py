@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
-from wandb_gradwatch.statistics.columns import NUM_BINS, NUM_COLUMNS, Column, FloatArray, IntArray, bins_of
+from wandb_gradwatch._measure.columns import NUM_BINS, NUM_COLUMNS, Column, FloatArray, IntArray, bins_of
 
 # The backends that run on every machine, and the compiled one where it can be compiled.
 FAST_BACKENDS = ["cpu", "torch", *(["compiled"] if importlib.util.find_spec("numba") else [])]

@@ -18,46 +18,56 @@ ROOT = Path(__file__).parent.parent / PACKAGE
 
 # A room is a file or a folder directly in the package; "" is the package's own __init__.py.
 MAY_IMPORT: dict[str, set[str]] = {
-    "statistics": set(),
-    "cadence": set(),
-    "terminal": set(),
-    "shipments": {"statistics"},
-    "device_window": {"statistics", "shipments"},
-    "window": {"statistics", "shipments", "device_window"},
-    "rank_tree": {"statistics"},
-    "reduction": {"statistics", "shipments", "snapshot", "rank_tree"},
-    "capture": {"statistics", "cadence", "shipments", "window"},
-    "snapshot": {"statistics"},
-    "rules": {"statistics", "snapshot"},
-    "forecast": {"statistics", "snapshot"},
-    "diagnosis": {"statistics", "snapshot", "rules", "forecast"},
-    "recorder": {"statistics", "snapshot", "rules"},
-    "desk": {"statistics", "snapshot", "rules", "diagnosis"},
-    "summary": {"statistics", "snapshot", "rules", "terminal"},
-    "sinks": {"statistics", "snapshot", "rules", "terminal", "forecast"},
-    "dashboards": {"statistics", "snapshot", "rules", "diagnosis", "terminal", "forecast"},
-    "modules": {"statistics", "snapshot", "rules", "capture"},
+    "_measure": set(),
+    "_terminal": set(),
+    "_runtime": set(),
+    "_transfer": {"_measure"},
+    "_guard": {"_measure", "_transfer", "_runtime", "snapshot", "_analysis", "rules"},
+    "_capture": {"_measure", "_transfer", "_runtime", "_guard"},
+    "snapshot": {"_measure"},
+    "_analysis": {"_measure", "snapshot"},
+    "rules": {"_measure", "snapshot", "_analysis"},
+    "_diagnosis": {"_measure", "snapshot", "_analysis", "rules"},
+    "_summary": {"_measure", "snapshot", "_analysis", "rules", "_terminal"},
+    "sinks": {"_measure", "snapshot", "_analysis", "rules", "_terminal"},
+    "_page": {"_measure", "snapshot", "_analysis", "rules", "_diagnosis", "_terminal"},
+    "_report": {"_measure", "snapshot", "_analysis", "rules", "_diagnosis", "_terminal", "_page"},
+    "_pipeline": {
+        "_measure",
+        "_transfer",
+        "_runtime",
+        "_capture",
+        "snapshot",
+        "_analysis",
+        "rules",
+        "_diagnosis",
+        "sinks",
+    },
+    "metrics": {"_measure", "snapshot", "_analysis", "rules", "_runtime", "_capture"},
 }
-_BELOW_DELIVERY = set(MAY_IMPORT) - {"dashboards", "modules"}
-MAY_IMPORT["guard"] = {"snapshot", "rules"}
-MAY_IMPORT["delivery"] = _BELOW_DELIVERY
-MAY_IMPORT["watcher"] = _BELOW_DELIVERY | {"delivery", "guard"}
+_BELOW_WATCHER = set(MAY_IMPORT) - {"_page", "_report", "metrics"}
+MAY_IMPORT["_watcher"] = _BELOW_WATCHER
 _BELOW_WATCH = set(MAY_IMPORT)
-MAY_IMPORT["watch"] = _BELOW_WATCH - {"dashboards"}
-MAY_IMPORT[""] = _BELOW_WATCH | {"watch"}
-for _top in ("integrations", "demo", "doctor", "cli"):
-    MAY_IMPORT[_top] = _BELOW_WATCH | {"watch", "watcher", ""}
-MAY_IMPORT["cli"] |= {"demo", "doctor"}
+MAY_IMPORT["_watch"] = _BELOW_WATCH - {"_page", "_report"}
+MAY_IMPORT[""] = _BELOW_WATCH | {"_watch"}
+for _top in ("integrations", "_demo", "_doctor", "_cli"):
+    MAY_IMPORT[_top] = _BELOW_WATCH | {"_watch", "_watcher", ""}
+MAY_IMPORT["_cli"] |= {"_demo", "_doctor"}
 
 WITHOUT_TORCH = (
-    "snapshot", "rules", "diagnosis", "forecast", "recorder", "desk", "summary", "sinks", "dashboards", "terminal",
+    "snapshot", "_analysis", "rules", "_diagnosis", "_summary", "sinks", "_page", "_report", "_terminal",
 )  # fmt: skip
-WITHOUT_TORCH_FILES = (f"{PACKAGE}.statistics.columns", f"{PACKAGE}.cadence")
-WITH_WANDB = ("sinks", "dashboards", "watch", "demo", "doctor", "cli")
+WITHOUT_TORCH_FILES = (
+    f"{PACKAGE}._measure.columns",
+    f"{PACKAGE}._capture.cadence",
+    f"{PACKAGE}._pipeline.alert_manager",
+    f"{PACKAGE}._pipeline.recorder",
+)
+WITH_WANDB = ("sinks", "_page", "_report", "_watch", "_demo", "_doctor", "_cli")
 WITH_COMPILER = {  # a compiler and the one file of kernels that it compiles
-    "triton": f"{PACKAGE}.statistics.cuda",
-    "numba": f"{PACKAGE}.statistics.cpu_loops",
-    "llvmlite": f"{PACKAGE}.statistics.cpu_loops",
+    "triton": f"{PACKAGE}._measure.cuda",
+    "numba": f"{PACKAGE}._measure.cpu_loops",
+    "llvmlite": f"{PACKAGE}._measure.cpu_loops",
 }
 OPTIONAL = {
     "accelerate", "ignite", "lightning", "llvmlite", "numba", "pytorch_lightning", "requests", "rich", "tqdm",
@@ -202,7 +212,7 @@ def test_no_arrow_turns_back(imports: list[Import]) -> None:
 
 def test_the_rooms_form_no_circle() -> None:
     order = list(TopologicalSorter(MAY_IMPORT).static_order())  # raises CycleError
-    assert order.index("statistics") < order.index("snapshot") < order.index("sinks") < order.index("watch")
+    assert order.index("_measure") < order.index("snapshot") < order.index("sinks") < order.index("_watch")
 
 
 def test_torch_wandb_and_compilers_stay_where_they_belong(imports: list[Import]) -> None:
@@ -242,15 +252,15 @@ def test_the_optional_packages_are_those_of_pyproject() -> None:
 
 BAD_SOURCES = parse_sources(
     {
-        f"{PACKAGE}/__init__.py": "from .watch import watch",
-        f"{PACKAGE}/watch.py": "import requests\nfrom .rules import Alert",
-        f"{PACKAGE}/statistics/__init__.py": "",
-        f"{PACKAGE}/statistics/cpu.py": "import triton\nimport torch\nimport numba",
-        f"{PACKAGE}/statistics/columns.py": "def f():\n    from ..snapshot import Snapshot\n    import wandb",
-        f"{PACKAGE}/snapshot.py": "from .statistics import cpu",
-        f"{PACKAGE}/rules/__init__.py": f"import torch\nimport {PACKAGE}.watch",
-        f"{PACKAGE}/sinks/__init__.py": "from ..rules import Alert\nfrom .. import doctor",
-        f"{PACKAGE}/doctor.py": "",
+        f"{PACKAGE}/__init__.py": "from ._watch import watch",
+        f"{PACKAGE}/_watch.py": "import requests\nfrom .rules import Alert",
+        f"{PACKAGE}/_measure/__init__.py": "",
+        f"{PACKAGE}/_measure/cpu.py": "import triton\nimport torch\nimport numba",
+        f"{PACKAGE}/_measure/columns.py": "def f():\n    from ..snapshot import Snapshot\n    import wandb",
+        f"{PACKAGE}/snapshot.py": "from ._measure import cpu",
+        f"{PACKAGE}/rules/__init__.py": f"import torch\nimport {PACKAGE}._watch",
+        f"{PACKAGE}/sinks/__init__.py": "from ..rules import Alert\nfrom .. import _doctor",
+        f"{PACKAGE}/_doctor.py": "",
         f"{PACKAGE}/attic.py": "from . import rules",
     }
 )
@@ -259,9 +269,9 @@ BAD_SOURCES = parse_sources(
 @pytest.mark.parametrize(
     "arrow",
     [
-        f"{PACKAGE}.statistics.columns imports {PACKAGE}.snapshot",
-        f"{PACKAGE}.rules imports {PACKAGE}.watch",
-        f"{PACKAGE}.sinks imports {PACKAGE}.doctor",
+        f"{PACKAGE}._measure.columns imports {PACKAGE}.snapshot",
+        f"{PACKAGE}.rules imports {PACKAGE}._watch",
+        f"{PACKAGE}.sinks imports {PACKAGE}._doctor",
         f"{PACKAGE}.attic: give its room a line",
     ],
 )
@@ -273,9 +283,9 @@ def test_an_arrow_that_turns_back_is_found(arrow: str) -> None:
     "misplaced",
     [
         f"{PACKAGE}.rules imports torch",
-        f"{PACKAGE}.statistics.columns imports wandb",
-        f"{PACKAGE}.statistics.cpu imports triton",
-        f"{PACKAGE}.statistics.cpu imports numba",
+        f"{PACKAGE}._measure.columns imports wandb",
+        f"{PACKAGE}._measure.cpu imports triton",
+        f"{PACKAGE}._measure.cpu imports numba",
     ],
 )
 def test_a_misplaced_package_is_found(misplaced: str) -> None:
@@ -284,12 +294,12 @@ def test_a_misplaced_package_is_found(misplaced: str) -> None:
 
 def test_torch_through_a_neighbour_is_found() -> None:
     loaded = loaded_with(f"{PACKAGE}.snapshot", imports_of(BAD_SOURCES), stop_at_root=True)
-    assert loaded["torch"] == f"{PACKAGE}.statistics.cpu"
+    assert loaded["torch"] == f"{PACKAGE}._measure.cpu"
 
 
 def test_an_extra_at_import_time_is_found_and_a_lazy_one_is_not() -> None:
     loaded = loaded_with(PACKAGE, imports_of(BAD_SOURCES), stop_at_root=False)
-    assert loaded["requests"] == f"{PACKAGE}.watch"
+    assert loaded["requests"] == f"{PACKAGE}._watch"
     assert "wandb" not in loaded  # columns imports it inside a function
 
 

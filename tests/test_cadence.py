@@ -8,7 +8,7 @@ import pytest
 import torch
 from gradients import Chosen, step, watch
 
-from wandb_gradwatch.cadence import Budget, Cadence
+from wandb_gradwatch._capture.cadence import Budget, Cadence
 
 
 def due(question, steps=range(1, 13)):

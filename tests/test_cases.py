@@ -70,10 +70,10 @@ def test_accumulation_is_measured_once(monkeypatch):
     optimizer = SGD(model.parameters(), lr=0.1)
     watcher, sink = watch(model)
     measured = []
-    from wandb_gradwatch.capture import gauge
+    from wandb_gradwatch._capture import measurer
 
-    original = gauge.measure
-    monkeypatch.setattr(gauge, "measure", lambda *a, **k: measured.append(1) or original(*a, **k))
+    original = measurer.measure
+    monkeypatch.setattr(measurer, "measure", lambda *a, **k: measured.append(1) or original(*a, **k))
     for _ in range(10):
         optimizer.zero_grad()
         for _ in range(4):

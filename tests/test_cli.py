@@ -16,11 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from wandb_gradwatch import __version__, cli, doctor
-from wandb_gradwatch.dashboards import page, read, view
-from wandb_gradwatch.dashboards.history import RecordedAlert, RunHistory
-from wandb_gradwatch.doctor import Check, Overhead, checks, measurement
-from wandb_gradwatch.terminal import Progress, Terminal
+from wandb_gradwatch import __version__
+from wandb_gradwatch import _cli as cli
+from wandb_gradwatch import _doctor as doctor
+from wandb_gradwatch._doctor import Check, OverheadMeasurement, checks, measurement
+from wandb_gradwatch._page import page, read, view
+from wandb_gradwatch._page.history import RecordedAlert, RunHistory
+from wandb_gradwatch._terminal import Progress, Terminal
 
 ROOT = Path(__file__).parent.parent
 COMMANDS = ("demo", "view", "report", "workspace", "doctor")
@@ -151,7 +153,7 @@ def test_ctrl_c_ends_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 def test_a_reader_that_has_read_enough_is_no_error() -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    program = [sys.executable, "-m", "wandb_gradwatch.cli", "doctor", "--no-measure", "--json"]
+    program = [sys.executable, "-m", "wandb_gradwatch._cli", "doctor", "--no-measure", "--json"]
     result = subprocess.run(program, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
     os.close(writer)
     assert (result.returncode, result.stderr) == (0, "")
@@ -261,7 +263,7 @@ def test_report_and_workspace_print_the_url(
         return "https://host.example/made"
 
     for name, function in (("report", "create_report"), ("workspace", "save_workspace")):
-        module = types.ModuleType(f"wandb_gradwatch.dashboards.{name}")
+        module = types.ModuleType(f"wandb_gradwatch._page.{name}")
         setattr(module, function, make)
         monkeypatch.setitem(sys.modules, module.__name__, module)
     assert cli.main(arguments) == 0
@@ -350,7 +352,7 @@ def test_the_login_is_judged_by_mode_and_credentials(
 
 def test_the_login_is_checked_without_the_network(tmp_path: Path) -> None:
     # Nothing listens on port 9: a check that asked the server would fail. W&B reads its environment once per process.
-    program = "from wandb_gradwatch.doctor.checks import _check_login; print(_check_login().found)"
+    program = "from wandb_gradwatch._doctor.checks import _check_login; print(_check_login().found)"
     settings = {"HOME": str(tmp_path), "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "k" * 40}
     clean = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
     result = subprocess.run(
@@ -403,7 +405,7 @@ def test_doctor_measures_a_real_training(monkeypatch: pytest.MonkeyPatch, capsys
     ],
 )
 def test_the_advice_follows_the_measurement(ratio: float, spread: float, advice: str) -> None:
-    measured = Overhead("cpu", 880, 256, 10.0, 10.0 * (1 + ratio), ratio, spread, sample_every=7)
+    measured = OverheadMeasurement("cpu", 880, 256, 10.0, 10.0 * (1 + ratio), ratio, spread, sample_every=7)
     assert advice in doctor._advice(measured)
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wandb_gradwatch.statistics.columns import (
+from wandb_gradwatch._measure.columns import (
     IDENTITY_C,
     MAGNITUDE_BINS,
     MAX_COLUMNS,

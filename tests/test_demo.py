@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from wandb_gradwatch import demo
-from wandb_gradwatch.dashboards.history import RunHistory
-from wandb_gradwatch.dashboards.read import read_run
-from wandb_gradwatch.terminal import Terminal
-from wandb_gradwatch.watch import watch
+from wandb_gradwatch import _demo as demo
+from wandb_gradwatch._page.history import RunHistory
+from wandb_gradwatch._page.read import read_run
+from wandb_gradwatch._terminal import Terminal
+from wandb_gradwatch._watch import watch
 
 STEPS = demo.MIN_STEPS
 ACCIDENT = range(STEPS // 2, STEPS // 2 + demo.ACCIDENT_STEPS)

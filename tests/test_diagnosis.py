@@ -9,8 +9,8 @@ import pytest
 import trainings
 from grad_samples import module_kinds, of_norms, random_samples, sample_of, together
 
-from wandb_gradwatch.diagnosis import CAUSES, Diagnosis, diagnose, with_diagnosis
-from wandb_gradwatch.recorder import FlightRecorder
+from wandb_gradwatch._diagnosis import CAUSES, Diagnosis, diagnose, with_diagnosis
+from wandb_gradwatch._pipeline.recorder import FlightRecorder
 from wandb_gradwatch.rules import Alert, ExplodingGradient, default_rules
 from wandb_gradwatch.snapshot import FIRST_BAD_RANK_METRIC, Snapshot
 

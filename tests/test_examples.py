@@ -11,8 +11,8 @@ import pytest
 from offline import records
 from processes import inherited
 
-from wandb_gradwatch.dashboards.history import RunHistory
-from wandb_gradwatch.dashboards.read import read_run
+from wandb_gradwatch._page.history import RunHistory
+from wandb_gradwatch._page.read import read_run
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"

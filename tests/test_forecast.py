@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from grad_samples import of_norms, sample_of
 
-from wandb_gradwatch.forecast import FORMATS, forecast
+from wandb_gradwatch._analysis.forecast import FORMATS, forecast
 
 
 def test_fp16_shares_are_those_of_a_cast():

@@ -16,7 +16,7 @@ from rank_programs import LEARNING_RATE, batch_of, build, expected, loss_of
 from torch import nn
 
 from wandb_gradwatch import SkipGuard
-from wandb_gradwatch.modules import Activations
+from wandb_gradwatch.metrics import Activations
 
 pytestmark = [
     pytest.mark.gpu,
@@ -301,7 +301,7 @@ def test_poison_leaves_no_trace_on_the_gpu(fused):
 
 @real
 def test_a_cuda_graph_may_hold_the_launches():
-    from wandb_gradwatch.statistics import cuda_launch
+    from wandb_gradwatch._measure import cuda_launch
 
     gradient = torch.ones(100_000, device="cuda")
     kwargs = {"dead": False, "inverse_scale": None, "histogram": True}

@@ -14,10 +14,11 @@ import torch
 from gradients import Chosen, of, step, watch
 from torch import nn
 
-from wandb_gradwatch import SkipGuard, recorder
-from wandb_gradwatch.guard import TooManySkippedStepsError
-from wandb_gradwatch.sinks.console import summary_line
-from wandb_gradwatch.sinks.history_row import HistoryRow
+from wandb_gradwatch import SkipGuard
+from wandb_gradwatch._guard.guard import TooManySkippedStepsError
+from wandb_gradwatch._pipeline import recorder
+from wandb_gradwatch.sinks._console import summary_line
+from wandb_gradwatch.sinks._history_row import HistoryRow
 
 OPTIMIZERS = {
     "sgd momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.1),
@@ -384,8 +385,8 @@ def test_replicas_judge_by_the_same_loops(monkeypatch):
     """What one rank has compiled earlier than another differs in the last bits, and at the limit in the verdict."""
     model = Chosen(a=1)
     for ranks, expected in ((1, "auto"), (2, "cpu")):
-        monkeypatch.setattr(sys.modules["wandb_gradwatch.watch"], "world_size", lambda ranks=ranks: ranks)
+        monkeypatch.setattr(sys.modules["wandb_gradwatch._watch"], "world_size", lambda ranks=ranks: ranks)
         watcher, _ = watch(model, guard="skip")
-        backend = watcher._sampler._sample._gauge._options.backend
+        backend = watcher._sampler._sample._measurer._options.backend
         watcher.remove()
         assert backend == expected

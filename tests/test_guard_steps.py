@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from wandb_gradwatch import SkipGuard
-from wandb_gradwatch.guard import TooManySkippedStepsError
-from wandb_gradwatch.sinks.history_row import HistoryRow
+from wandb_gradwatch._guard.guard import TooManySkippedStepsError
+from wandb_gradwatch.sinks._history_row import HistoryRow
 
 FUSED = {
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01, fused=True),

@@ -11,8 +11,8 @@ from grad_samples import module_kinds, together
 from gradients import watch
 from torch import nn
 
-from wandb_gradwatch.desk import AlertDesk
-from wandb_gradwatch.diagnosis import CAUSES, diagnose
+from wandb_gradwatch._diagnosis import CAUSES, diagnose
+from wandb_gradwatch._pipeline.alert_manager import AlertManager
 from wandb_gradwatch.rules import default_rules
 
 FAULTS = [
@@ -111,7 +111,7 @@ def test_a_healthy_training_has_no_diagnosis(build):
 
 def test_false_alarms_stay_below_the_bound():
     """1.35 in 1000 steps, 0.1 in the first 20: over all of them, those with heavy-tailed norms too."""
-    alerts = [AlertDesk(default_rules()).process(samples) for build in HEALTHY for _, samples in runs_of(build)]
+    alerts = [AlertManager(default_rules()).process(samples) for build in HEALTHY for _, samples in runs_of(build)]
     steps = [alert.step for of_run in alerts for alert in of_run]
     assert sum(step <= 20 for step in steps) / len(alerts) <= 0.1
     assert 1000 * sum(step > 20 for step in steps) / (100 * len(alerts)) <= 1.35

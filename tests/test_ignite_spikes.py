@@ -18,8 +18,8 @@ from ignite_programs import BAD, NUM_BATCHES, Engine, Events, approx, collect, u
 from processes import inherited
 from torch import nn
 
+from wandb_gradwatch.integrations._spikes import SpikeRule
 from wandb_gradwatch.integrations.ignite import GradWatch
-from wandb_gradwatch.integrations.spikes import SpikeRule
 from wandb_gradwatch.sinks import MemorySink
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")

@@ -69,7 +69,7 @@ EXAMPLES = {
 def test_an_example_runs_offline(name: str, tmp_path: Path) -> None:
     from offline import records
 
-    from wandb_gradwatch.dashboards.read import read_run
+    from wandb_gradwatch._page.read import read_run
 
     pytest.importorskip(EXAMPLES[name].split(".")[0])
     path = ROOT / "examples" / f"{name}.py"
@@ -99,8 +99,8 @@ def test_the_rules_are_those_that_watch_takes() -> None:
     from torch import nn
 
     from wandb_gradwatch import MemorySink, watch
-    from wandb_gradwatch.integrations.session import Session
-    from wandb_gradwatch.modules import Activations
+    from wandb_gradwatch.integrations._session import Session
+    from wandb_gradwatch.metrics import Activations
 
     def alerts_of(begin: Callable[..., object], end: Callable[[], None], memory: MemorySink) -> list[tuple[str, str]]:
         torch.manual_seed(0)
@@ -137,7 +137,7 @@ def test_the_last_sample_is_judged_like_any_other(caplog: pytest.LogCaptureFixtu
     from torch import nn
 
     from wandb_gradwatch import MemorySink
-    from wandb_gradwatch.integrations.session import Session
+    from wandb_gradwatch.integrations._session import Session
 
     model, memory = nn.ModuleDict({name: nn.Linear(1, 1) for name in ("a", "b", "unused")}), MemorySink()
     optimizers = [torch.optim.SGD(model[name].parameters(), lr=0.0) for name in ("a", "b")]

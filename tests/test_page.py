@@ -17,8 +17,10 @@ from fake_run import ALERTS, FROZEN, GPT_NAMES, write_fake_run
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wandb_gradwatch.dashboards.histograms import HistogramCollector, resample
-from wandb_gradwatch.dashboards.history import (
+from wandb_gradwatch._analysis.forecast import FORMATS
+from wandb_gradwatch._measure.columns import FloatArray
+from wandb_gradwatch._page.histograms import HistogramCollector, resample
+from wandb_gradwatch._page.history import (
     FAMILIES,
     GLOBAL_KEYS,
     HistogramSeries,
@@ -27,7 +29,7 @@ from wandb_gradwatch.dashboards.history import (
     RunHistory,
     natural_order,
 )
-from wandb_gradwatch.dashboards.packing import (
+from wandb_gradwatch._page.packing import (
     CODE_FIRST,
     CODE_INFINITE,
     CODE_MISSING,
@@ -35,13 +37,11 @@ from wandb_gradwatch.dashboards.packing import (
     quantise,
     quantise_evenly,
 )
-from wandb_gradwatch.dashboards.page import ASSETS, LIBRARY_SCRIPT, LIBRARY_STYLE, render_page, write_page
-from wandb_gradwatch.dashboards.payload import build_payload
-from wandb_gradwatch.dashboards.pooling import pool, pool_steps, pool_width
-from wandb_gradwatch.dashboards.read import UnreadableRunError, _Reading, read_run
-from wandb_gradwatch.dashboards.safe_text import script_json, visible_text
-from wandb_gradwatch.forecast import FORMATS
-from wandb_gradwatch.statistics.columns import FloatArray
+from wandb_gradwatch._page.page import ASSETS, LIBRARY_SCRIPT, LIBRARY_STYLE, render_page, write_page
+from wandb_gradwatch._page.payload import build_payload
+from wandb_gradwatch._page.pooling import pool, pool_steps, pool_width
+from wandb_gradwatch._page.read import UnreadableRunError, _Reading, read_run
+from wandb_gradwatch._page.safe_text import script_json, visible_text
 
 HOSTILE = "</script><script>window.hacked=1</script>\u202e&amp;"
 

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from fake_run import BROKEN, write_fake_run
 
-from wandb_gradwatch.dashboards.history import RecordedAlert, RecordedTable, RunHistory
-from wandb_gradwatch.dashboards.page import write_page
-from wandb_gradwatch.dashboards.read import read_run
+from wandb_gradwatch._page.history import RecordedAlert, RecordedTable, RunHistory
+from wandb_gradwatch._page.page import write_page
+from wandb_gradwatch._page.read import read_run
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = [pytest.mark.browser, pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")]

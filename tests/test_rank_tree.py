@@ -21,7 +21,7 @@ import pytest
 import torch.distributed as dist
 from processes import inherited
 
-from wandb_gradwatch.rank_tree import RankTree, places
+from wandb_gradwatch._pipeline.rank_tree import RankTree, places
 
 pytestmark = pytest.mark.distributed
 

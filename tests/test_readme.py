@@ -81,7 +81,7 @@ def test_every_snippet_runs(block: str, readers_names: dict[str, Any], caplog: p
     with caplog.at_level(logging.WARNING, logger="wandb_gradwatch"):
         exec(compile(block, "README.md", "exec"), readers_names)
         if "watcher.remove()" not in block:
-            assert any(watcher.watches(readers_names["model"]) for watcher in wandb_gradwatch.watcher.WATCHERS)
+            assert any(watcher.watches(readers_names["model"]) for watcher in wandb_gradwatch._watcher.WATCHERS)
             train(readers_names)
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
 
@@ -90,7 +90,7 @@ def test_the_rule_of_ones_own_speaks(readers_names: dict[str, Any]) -> None:
     (block,) = [block for block in BLOCKS if "@wandb_gradwatch.rule" in block]
     wandb.init(project="demo", settings=wandb.Settings(silent=True, console="off"))
     exec(compile(block, "README.md", "exec"), readers_names)
-    (watcher,) = wandb_gradwatch.watcher.WATCHERS
+    (watcher,) = wandb_gradwatch._watcher.WATCHERS
     train(readers_names)
     watcher.flush()
     (alert,) = [alert for alert in watcher.summary().alerts if alert.title == "Head too large"]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from grad_samples import of_norms, sample_of, together
 
-from wandb_gradwatch.recorder import MAX_NOTE_CHARACTERS, FlightRecorder, first_bad, read
+from wandb_gradwatch._pipeline.recorder import MAX_NOTE_CHARACTERS, FlightRecorder, first_bad, read
 from wandb_gradwatch.rules import Alert
 from wandb_gradwatch.snapshot import FIRST_BAD_RANK_METRIC, Snapshot
 
@@ -129,7 +129,7 @@ def test_a_process_killed_by_an_exception_after_a_nan_leaves_a_readable_file(tmp
 import sys
 sys.path.insert(0, "tests")
 from grad_samples import sample_of
-from wandb_gradwatch.recorder import FlightRecorder
+from wandb_gradwatch._pipeline.recorder import FlightRecorder
 recorder = FlightRecorder()
 for step in range(1, 4):
     recorder.add(sample_of({"fc1": [1.0], "fc2": [float("nan") if step == 3 else 1.0]}, step=step))

@@ -15,13 +15,13 @@ import wandb
 from fake_run import write_fake_run
 from loopback import ENTITY, PROJECT, LoopbackServer
 
-from wandb_gradwatch.dashboards.flow import CHART_NAME, FLOW_FIELDS, flow_spec
-from wandb_gradwatch.dashboards.history import NAME_METRICS, STEP_KEY, RecordedAlert, RunHistory
-from wandb_gradwatch.dashboards.read import read_run
-from wandb_gradwatch.dashboards.report import build_report, causes_by_title, create_report
-from wandb_gradwatch.dashboards.template import SECTIONS, LinePanel, TemplateSection, panel_keys, panel_patterns
-from wandb_gradwatch.dashboards.words import WORDS
-from wandb_gradwatch.dashboards.workspace import build_workspace, save_workspace
+from wandb_gradwatch._page.formatting import WORDS
+from wandb_gradwatch._page.history import NAME_METRICS, STEP_KEY, RecordedAlert, RunHistory
+from wandb_gradwatch._page.read import read_run
+from wandb_gradwatch._report.flow import CHART_NAME, FLOW_FIELDS, flow_spec
+from wandb_gradwatch._report.report import build_report, causes_by_title, create_report
+from wandb_gradwatch._report.template import SECTIONS, LinePanel, TemplateSection, panel_keys, panel_patterns
+from wandb_gradwatch._report.workspace import build_workspace, save_workspace
 
 reports = pytest.importorskip("wandb_workspaces.reports.v2", reason="the extra 'report' is not installed")
 workspaces = pytest.importorskip("wandb_workspaces.workspaces")

@@ -276,7 +276,7 @@ def test_a_checkpoint_elsewhere_is_found_where_the_arguments_say(tmp_path: Path)
 
 
 def test_a_state_that_does_not_fit_is_said_and_training_goes_on(caplog: pytest.LogCaptureFixture) -> None:
-    from wandb_gradwatch.integrations.session import Session
+    from wandb_gradwatch.integrations._session import Session
 
     session, memory = Session("Ours", {"sinks": [MemorySink()]}, reserved=()), MemorySink()
     session.options["sinks"] = [memory]

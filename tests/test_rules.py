@@ -11,7 +11,10 @@ import numpy as np
 import pytest
 from grad_samples import of_norms, random_samples, row_of, sample_of, together
 
-from wandb_gradwatch.modules import EntropyCollapse
+from wandb_gradwatch._analysis.baseline import student_factor
+from wandb_gradwatch._analysis.formatting import listing, number
+from wandb_gradwatch._analysis.memory import Kinds, PerName
+from wandb_gradwatch.metrics import EntropyCollapse
 from wandb_gradwatch.rules import (
     DEFAULT_RULES,
     MAX_TITLE,
@@ -30,9 +33,6 @@ from wandb_gradwatch.rules import (
     default_rules,
     rule,
 )
-from wandb_gradwatch.rules.baseline import student_factor
-from wandb_gradwatch.rules.memory import Kinds, PerName
-from wandb_gradwatch.rules.words import listing, number
 from wandb_gradwatch.snapshot import FIRST_BAD_RANK_METRIC, Snapshot
 
 NAN, INF = math.nan, math.inf

@@ -8,13 +8,13 @@ import trainings
 from grad_samples import Training
 from torch.optim.lr_scheduler import LambdaLR
 
-from wandb_gradwatch.desk import AlertDesk
+from wandb_gradwatch._pipeline.alert_manager import AlertManager
 from wandb_gradwatch.rules import default_rules
 from wandb_gradwatch.snapshot import Snapshot
 
 
 def alerts_of(samples: Snapshot) -> list[tuple[str, int]]:
-    return [(alert.title, alert.step) for alert in AlertDesk(default_rules()).process(samples)]
+    return [(alert.title, alert.step) for alert in AlertManager(default_rules()).process(samples)]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 from gradients import Chosen, of, samples, step, watch
 from torch import nn
 
-from wandb_gradwatch.modules import Metric
+from wandb_gradwatch.metrics import Metric
 
 SGD = torch.optim.SGD
 SCALE = 65536.0

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from windows import window
 
-from wandb_gradwatch.forecast import FORMATS
-from wandb_gradwatch.sinks.history_row import HistoryRow
+from wandb_gradwatch._analysis.forecast import FORMATS
+from wandb_gradwatch.sinks._history_row import HistoryRow
 
 FORECASTS = ("underflow_ratio", "flush_ratio", "headroom")
 NAN, INF = math.nan, math.inf

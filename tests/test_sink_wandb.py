@@ -15,9 +15,9 @@ from windows import window
 import wandb_gradwatch
 from wandb_gradwatch.rules import Alert
 from wandb_gradwatch.sinks import Sink
-from wandb_gradwatch.sinks.run_rows import MAX_ROW_BYTES
-from wandb_gradwatch.sinks.series import MAX_SERIES
-from wandb_gradwatch.sinks.wandb_run import WandbSink
+from wandb_gradwatch.sinks._run_rows import MAX_ROW_BYTES
+from wandb_gradwatch.sinks._series import MAX_SERIES
+from wandb_gradwatch.sinks._wandb_run import WandbSink
 
 NAN = float("nan")
 ALERT = Alert("NaN gradient", "layer b holds 1 NaN at step 7", step=7, level="ERROR")
@@ -335,7 +335,7 @@ def test_commit_makes_rows_of_our_own_at_once(start_run: Any, loopback: Any) -> 
 
 
 def test_more_metrics_than_wandb_shows_well_are_said_once(offline_run: Any, said: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr("wandb_gradwatch.sinks.wandb_run.MAX_METRICS", 2)
+    monkeypatch.setattr("wandb_gradwatch.sinks._wandb_run.MAX_METRICS", 2)
     sink = WandbSink(offline_run)
     few = {f"activation/{index}/norm": np.array([1.0]) for index in range(2)}
     sink.write(window({"a": [1.0]}, metrics=few))
@@ -439,7 +439,7 @@ def test_the_sinks_import_neither_wandb_nor_requests() -> None:
     script = (
         "import sys, types; package = sys.modules['wandb_gradwatch'] = types.ModuleType('wandb_gradwatch')\n"
         f"package.__path__ = {list(wandb_gradwatch.__path__)!r}\n"
-        "import wandb_gradwatch.sinks, wandb_gradwatch.sinks.wandb_run, wandb_gradwatch.sinks.webhook\n"
+        "import wandb_gradwatch.sinks, wandb_gradwatch.sinks._wandb_run, wandb_gradwatch.sinks._webhook\n"
         "assert not {'wandb', 'requests', 'torch'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", script], check=True)

@@ -17,7 +17,7 @@ from windows import window
 
 from wandb_gradwatch.rules import Alert
 from wandb_gradwatch.sinks import Sink
-from wandb_gradwatch.sinks.webhook import WebhookSink
+from wandb_gradwatch.sinks._webhook import WebhookSink
 
 URL = "https://hooks.example.com/services/T000/B000/the-secret"
 ALERT = Alert("NaN gradient", "layer b holds 1 NaN", step=7, level="ERROR")

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from statistics_oracle import BACKENDS, FAST_BACKENDS, assert_row, expected_histogram, expected_row, floats_of
 
-from wandb_gradwatch.statistics.columns import NUM_BINS, NUM_COLUMNS, SCALE_POWER, Column, merge_rows
-from wandb_gradwatch.statistics.cpu_chunks import CHUNK, SEGMENT
-from wandb_gradwatch.statistics.cpu_small import SMALL
-from wandb_gradwatch.statistics.elements import elements_of
-from wandb_gradwatch.statistics.measure import Measurement, measure, resolve_backend, sum_sq
-from wandb_gradwatch.statistics.pages import LINE
+from wandb_gradwatch._measure.columns import NUM_BINS, NUM_COLUMNS, SCALE_POWER, Column, merge_rows
+from wandb_gradwatch._measure.cpu_chunks import CHUNK, SEGMENT
+from wandb_gradwatch._measure.cpu_small import SMALL
+from wandb_gradwatch._measure.elements import elements_of
+from wandb_gradwatch._measure.measure import Measurement, measure, resolve_backend, sum_sq
+from wandb_gradwatch._measure.tiling import LINE
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 # Sums of up to SEGMENT float32 squares are added up in float32: at most half a unit in the last place per addition in

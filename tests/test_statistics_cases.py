@@ -9,9 +9,9 @@ import pytest
 import torch
 from statistics_oracle import BACKENDS, FAST_BACKENDS
 
+from wandb_gradwatch._measure.columns import Column
+from wandb_gradwatch._measure.measure import measure, sum_sq
 from wandb_gradwatch.snapshot import Snapshot
-from wandb_gradwatch.statistics.columns import Column
-from wandb_gradwatch.statistics.measure import measure, sum_sq
 
 INF, NAN = math.inf, math.nan
 
@@ -93,12 +93,12 @@ def test_the_norm_of_a_bfloat16_gradient_has_more_than_three_digits(backend: str
 def test_huge_and_tiny_magnitudes_neither_overflow_nor_vanish(backend: str, dtype: torch.dtype, size: int) -> None:
     for magnitude in (1e20, 1e-25):
         gradient = torch.full((size,), magnitude, dtype=dtype)
-        held = float(gradient[0])  # bfloat16 holds 1e20 to 8 bits
+        stash = float(gradient[0])  # bfloat16 holds 1e20 to 8 bits
         snapshot = snapshot_of(backend, gradient)
-        assert snapshot.grad_norm.item() == pytest.approx(held * math.sqrt(size), rel=1e-7)
+        assert snapshot.grad_norm.item() == pytest.approx(stash * math.sqrt(size), rel=1e-7)
         assert snapshot.num_inf.item() == 0
         assert snapshot.zero_ratio.item() == 0
-        assert sum_sq([gradient], backend=backend).item() == pytest.approx(size * held**2, rel=1e-7)
+        assert sum_sq([gradient], backend=backend).item() == pytest.approx(size * stash**2, rel=1e-7)
 
 
 @pytest.mark.parametrize("fast", FAST_BACKENDS)
@@ -106,12 +106,12 @@ def test_a_hundred_million_elements_are_counted_exactly(fast: str) -> None:
     num_elements, num_zeros = 100_000_000, 2**24 + 1  # one more than float32 can count
     gradient = torch.full((num_elements,), 0.1)
     gradient[:num_zeros] = 0
-    held = float(np.float32(0.1))
+    stash = float(np.float32(0.1))
     snapshot = snapshot_of(fast, gradient)
     assert snapshot.num_elements.item() == num_elements
     assert snapshot.column(Column.NUM_ZERO).item() == num_zeros
-    assert snapshot.grad_norm.item() == pytest.approx(held * math.sqrt(num_elements - num_zeros), rel=1e-6)
-    assert snapshot.grad_mean.item() == pytest.approx(held * (1 - num_zeros / num_elements), rel=1e-6)
+    assert snapshot.grad_norm.item() == pytest.approx(stash * math.sqrt(num_elements - num_zeros), rel=1e-6)
+    assert snapshot.grad_mean.item() == pytest.approx(stash * (1 - num_zeros / num_elements), rel=1e-6)
     assert snapshot.histogram is not None
     assert snapshot.histogram.sum() == num_elements
     assert snapshot.histogram[0, 128] == num_zeros

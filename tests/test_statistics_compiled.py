@@ -17,14 +17,14 @@ import torch
 from gradients import Chosen, samples, step, watch
 from statistics_oracle import assert_row
 
-from wandb_gradwatch.statistics import cpu_compiled
-from wandb_gradwatch.statistics.columns import Column
-from wandb_gradwatch.statistics.compilation import Compilation
-from wandb_gradwatch.statistics.crew import Crew
-from wandb_gradwatch.statistics.measure import compile_for_cpu, measure, resolve_backend, sum_sq
+from wandb_gradwatch._measure import cpu_compiled
+from wandb_gradwatch._measure.columns import Column
+from wandb_gradwatch._measure.compilation import Compilation
+from wandb_gradwatch._measure.measure import compile_for_cpu, measure, resolve_backend, sum_sq
+from wandb_gradwatch._measure.thread_pool import ThreadPool
 
 CPU = torch.device("cpu")
-LOOPS_MODULE = "wandb_gradwatch.statistics.cpu_loops"
+LOOPS_MODULE = "wandb_gradwatch._measure.cpu_loops"
 # Each of n additions in float64 rounds by at most 2**-53 of the sum so far.
 ROUNDING = 2.0**-53
 
@@ -71,7 +71,7 @@ def assert_equals_reference(tensors: list[torch.Tensor]) -> None:
 @needs_numba
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_every_kind_of_block_equals_the_reference_to_the_rounding_of_float64(dtype: torch.dtype) -> None:
-    from wandb_gradwatch.statistics.cpu_loops import BLOCK, SMALL
+    from wandb_gradwatch._measure.cpu_loops import BLOCK, SMALL
 
     normal = torch.randn(3 * BLOCK + 5, generator=torch.Generator().manual_seed(0))
     tensors = []
@@ -166,7 +166,7 @@ def test_a_negative_dead_threshold_is_met_by_nothing() -> None:
 
 @needs_numba
 def test_the_loops_know_the_columns_by_the_places_that_they_have() -> None:
-    from wandb_gradwatch.statistics import cpu_loops
+    from wandb_gradwatch._measure import cpu_loops
 
     assert {c.name: getattr(cpu_loops, c.name) for c in Column} == {c.name: c.value for c in Column}
 
@@ -259,7 +259,7 @@ def test_a_crew_takes_part_and_every_piece_is_done_once_and_before_it_returns() 
                 assert helped.wait(60)  # the caller does nothing until somebody else has begun
             done.append(piece)
 
-    Crew().run(work, lambda: len(done) == 100, 3)
+    ThreadPool().run(work, lambda: len(done) == 100, 3)
     assert sorted(done) == list(range(100))
 
 
@@ -279,7 +279,7 @@ def test_an_interrupted_caller_waits_for_what_its_helpers_have_taken() -> None:
         return done.is_set()
 
     with pytest.raises(KeyboardInterrupt):
-        Crew().run(work, is_done, 2)
+        ThreadPool().run(work, is_done, 2)
     assert done.is_set()
 
 
@@ -300,7 +300,7 @@ def test_an_interrupt_before_anything_was_taken_is_not_waited_for(
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_helper_that_fails_is_replaced_and_leaves_its_work_to_the_caller() -> None:
-    crew, failing, done = Crew(), [], []
+    thread_pool, failing, done = ThreadPool(), [], []
 
     def fail_elsewhere() -> None:
         if threading.current_thread() is threading.main_thread():
@@ -309,12 +309,14 @@ def test_a_helper_that_fails_is_replaced_and_leaves_its_work_to_the_caller() -> 
         failing.append(threading.current_thread())
         raise MemoryError
 
-    crew.run(fail_elsewhere, lambda: bool(failing), 2)
+    thread_pool.run(fail_elsewhere, lambda: bool(failing), 2)
     failing[0].join(60)
     assert done == ["by the caller"]
 
     helped = threading.Event()
-    crew.run(lambda: None if threading.current_thread() is threading.main_thread() else helped.set(), helped.is_set, 2)
+    thread_pool.run(
+        lambda: None if threading.current_thread() is threading.main_thread() else helped.set(), helped.is_set, 2
+    )
 
 
 def test_without_a_thread_to_be_had_the_caller_does_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,15 +325,15 @@ def test_without_a_thread_to_be_had_the_caller_does_all(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(threading.Thread, "start", no_more)
     done = []
-    Crew().run(lambda: done.append(threading.current_thread()), lambda: True, 4)
+    ThreadPool().run(lambda: done.append(threading.current_thread()), lambda: True, 4)
     assert done == [threading.main_thread()]
 
 
 def test_helpers_are_as_many_as_were_asked_for_and_wait_for_more_work() -> None:
-    crew = Crew()
+    thread_pool = ThreadPool()
     before = threading.active_count()
     for num_threads in (1, 3, 2, 3):
-        crew.run(lambda: None, lambda: True, num_threads)
+        thread_pool.run(lambda: None, lambda: True, num_threads)
     assert threading.active_count() == before + 2
 
 
@@ -400,7 +402,7 @@ def test_the_loops_are_compiled_once(gate: threading.Event) -> None:
 
 FORK_WHILE_COMPILING = """
 import os, threading
-from wandb_gradwatch.statistics.compilation import Compilation
+from wandb_gradwatch._measure.compilation import Compilation
 gate = threading.Event()
 compilation = Compilation(lambda: gate.wait() and "made", print)
 compilation.start()
@@ -413,7 +415,7 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 FORK_AFTER_USE = """
 import os, torch
-from wandb_gradwatch.statistics.measure import measure
+from wandb_gradwatch._measure.measure import measure
 torch.set_num_threads(2)
 gradients = [torch.randn(3_000_000), torch.randn(10)]  # enough to be shared by threads
 expected = measure(gradients, gradients, histogram=True, backend="compiled").rows
@@ -437,7 +439,7 @@ def test_a_forked_child_can_measure(script: str, script_environment: Callable[..
 def test_loops_are_compiled_where_nothing_can_be_kept_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     from numba.core import caching
 
-    from wandb_gradwatch.statistics import cpu_loops
+    from wandb_gradwatch._measure import cpu_loops
 
     asked = []
 

@@ -11,9 +11,9 @@ from typing import ClassVar
 import pytest
 import torch
 
-from wandb_gradwatch.statistics import measure as door
-from wandb_gradwatch.statistics.columns import Column
-from wandb_gradwatch.statistics.table import AddressTable
+from wandb_gradwatch._measure import measure as door
+from wandb_gradwatch._measure.address_table import AddressTable
+from wandb_gradwatch._measure.columns import Column
 
 
 @pytest.mark.timeout(600)
@@ -57,7 +57,7 @@ def test_a_slot_in_flight_is_never_written_to(monkeypatch: pytest.MonkeyPatch) -
             self.in_flight = True
             table.copy_(values)
 
-    monkeypatch.setattr("wandb_gradwatch.statistics.table.Slot", FakeSlot)
+    monkeypatch.setattr("wandb_gradwatch._measure.address_table.Slot", FakeSlot)
     table = AddressTable(1, torch.device("cpu"))
     for address in range(3):  # a host that runs ahead of the device
         table._upload(torch.tensor([address]))
@@ -93,7 +93,7 @@ def test_auto_uses_triton_where_it_is_installed_and_the_cuda_backend_asks_for_it
 def test_auto_goes_on_without_triton_and_says_so_once(
     monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
-    cuda_launch = pytest.importorskip("wandb_gradwatch.statistics.cuda_launch", reason="Triton is not installed")
+    cuda_launch = pytest.importorskip("wandb_gradwatch._measure.cuda_launch", reason="Triton is not installed")
 
     def broken(*args: object, **kwargs: object) -> None:
         raise ValueError("no such architecture")

@@ -13,9 +13,9 @@ import torch
 from windows import window
 
 from wandb_gradwatch import MemorySink, watch
+from wandb_gradwatch._summary import TRACE_WIDTH, LayerSummary, sparkline, summarise
 from wandb_gradwatch.rules import Alert
 from wandb_gradwatch.snapshot import Snapshot
-from wandb_gradwatch.summary import TRACE_WIDTH, LayerSummary, sparkline, summarise
 
 NAN, INF = math.nan, math.inf
 

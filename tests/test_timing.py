@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from wandb_gradwatch.cadence import Budget, Cadence
-from wandb_gradwatch.capture.timing import _MAX_UNREAD, DeviceTimer
+from wandb_gradwatch._capture.cadence import Budget, Cadence
+from wandb_gradwatch._capture.timing import _MAX_UNREAD, DeviceTimer
 
 CUDA, OTHER, CPU = torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cpu")
 

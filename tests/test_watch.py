@@ -165,7 +165,7 @@ def test_a_run_that_ends_while_watched_gets_its_last_window_and_the_next_run_not
 
 
 def test_an_exception_inside_the_monitor_is_reported_once_and_training_goes_on(monkeypatch, caplog):
-    from wandb_gradwatch.capture import gauge
+    from wandb_gradwatch._capture import measurer
 
     model = Chosen(a=1)
     optimizer = SGD(model.parameters(), lr=0.5)
@@ -175,7 +175,7 @@ def test_an_exception_inside_the_monitor_is_reported_once_and_training_goes_on(m
     def broken(*_, **__):
         raise ZeroDivisionError("inside the monitor")
 
-    monkeypatch.setattr(gauge, "measure", broken)
+    monkeypatch.setattr(measurer, "measure", broken)
     for _ in range(3):
         step(model, optimizer, a=[1])
     assert model.a.item() == 1 - 4 * 0.5

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from wandb_gradwatch._measure.columns import IDENTITY_C, MISSING_C, NUM_BINS, Column, bins_of
 from wandb_gradwatch.snapshot import Snapshot
-from wandb_gradwatch.statistics.columns import IDENTITY_C, MISSING_C, NUM_BINS, Column, bins_of
 
 Gradients = Mapping[str, Sequence[float] | None]  # None: no gradient arrived
 

@@ -3,12 +3,12 @@
 wandb_gradwatch.watch(model)
 """
 
-from .guard import SkipGuard
+from ._guard.guard import SkipGuard
+from ._watch import unwatch, watch
+from ._watcher import Watcher
 from .rules import Alert, Rule, default_rules, rule
 from .sinks import ConsoleSink, MemorySink, Sink, WandbSink, WebhookSink
 from .snapshot import Snapshot
-from .watch import unwatch, watch
-from .watcher import Watcher
 
 __version__ = "0.1.0"
 

@@ -13,19 +13,19 @@ from typing import Any, Final
 
 import torch
 
-from ..capture.containment import CallbackError
-from ..capture.probes import WatchedTensor
-from ..capture.roster import Models
-from ..guard import SkipGuard
+from .._capture.parameter_registry import Models
+from .._capture.probes import WatchedTensor
+from .._guard.guard import SkipGuard
+from .._measure.columns import Column
+from .._measure.measure import measure
+from .._runtime.error_boundary import CallbackError
+from .._watcher import Watcher
 from ..rules import Alert
 from ..snapshot import Snapshot
-from ..statistics.columns import Column
-from ..statistics.measure import measure
-from ..watcher import Watcher
-from .feed import AlertLog, SampleFeed, active_run
-from .require import require
-from .session import Session, is_sharded
-from .spikes import SpikeRule
+from ._require import require
+from ._sample_queue import AlertLog, SampleQueue, active_run
+from ._session import Session, is_sharded
+from ._spikes import SpikeRule
 
 _Events: Any = require("ignite.engine", extra="ignite").Events
 
@@ -152,7 +152,7 @@ class GradWatch:
             goes_on=True,
             run=active_run() if self._run is None else self._run,
             sinks=[*(options.get("sinks") or ()), AlertLog()],
-            probes=[*(options.get("probes") or ()), _Judge(self)],
+            probes=[*(options.get("probes") or ()), _SpikeGuard(self)],
             guard=self._guard if self._skip else options.get("guard"),
         )
 
@@ -207,7 +207,7 @@ class GradWatch:
         self._engine.state.metrics.update({self._prefix + name: number for name, number in numbers.items()})
 
 
-class _IntoMetrics(SampleFeed):
+class _IntoMetrics(SampleQueue):
     """Shows samples at once: handlers of ITERATION_COMPLETED, loggers among them, find them in the metrics."""
 
     def __init__(self, owner: GradWatch) -> None:
@@ -233,7 +233,7 @@ class _Verdict:
         return owner is not None and owner.is_bad
 
 
-class _Judge:
+class _SpikeGuard:
     """The probe that reads the norm of a gradient that is final."""
 
     def __init__(self, owner: GradWatch) -> None:

@@ -12,14 +12,14 @@ import weakref
 from collections.abc import Mapping
 from typing import Any, Final
 
+from .._watcher import Watcher
 from ..rules import ExplodingGradient, Rule
 from ..snapshot import Snapshot
-from ..watcher import Watcher
-from .batches import BatchBook
-from .feed import is_update
-from .lightning_loggers import log, place_of, prefixed, sinks_for, without_layers
-from .require import require
-from .session import Session
+from ._batch_index import BatchIndex
+from ._lightning_loggers import log, place_of, prefixed, sinks_for, without_layers
+from ._require import require
+from ._sample_queue import is_update
+from ._session import Session
 
 _DEFAULT_LOG_EVERY: Final = 50  # of alerts' evidence where no rows are written
 
@@ -100,7 +100,7 @@ class GradWatchCallback(_Callback):  # type: ignore[misc]
         self._run = run
         reserved = ("run", "log_every", "start_step")
         self._session = Session(type(self).__name__, watch_options, reserved=reserved, adapt=self._with_threshold)
-        self._book: BatchBook | None = None
+        self._book: BatchIndex | None = None
         self._trainer: weakref.ref[Any] | None = None  # while a fit goes on
         self._is_restored = False
         self._begin_epoch(0)
@@ -212,7 +212,7 @@ class GradWatchCallback(_Callback):  # type: ignore[misc]
 
     def _begin(self, trainer: Any, pl_module: Any) -> None:
         every = trainer.log_every_n_steps if self.log_every_n_steps is None else self.log_every_n_steps
-        self._book, self._trainer = BatchBook(lambda: place_of(trainer, every)), weakref.ref(trainer)
+        self._book, self._trainer = BatchIndex(lambda: place_of(trainer, every)), weakref.ref(trainer)
         options = self._session.options
         group_by = options.get("group_by", "parameter")
         sinks = sinks_for(trainer, self._run, group_by, self._named_numbers, rows=every > 0)

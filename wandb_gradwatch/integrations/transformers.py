@@ -18,10 +18,10 @@ from typing import Any, Final
 
 import torch
 
-from ..watcher import Watcher
-from .feed import AlertLog, active_run
-from .require import require
-from .session import Session
+from .._watcher import Watcher
+from ._require import require
+from ._sample_queue import AlertLog, active_run
+from ._session import Session
 
 _TrainerCallback: Any = require("transformers", extra="transformers").TrainerCallback
 

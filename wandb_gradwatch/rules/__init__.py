@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from .base import MAX_TITLE, Alert, Level, Rule
-from .exploding import ExplodingGradient
-from .fading import DeadGradient, NoGradient, VanishingGradient
-from .functions import FunctionRule, as_rule, rule
-from .nonfinite import InfGradient, LossScaleCollapse, NaNGradient
-from .ratios import GradParamRatio, LayerSpread
+from ._base import MAX_TITLE, Alert, Level, Rule
+from ._exploding import ExplodingGradient
+from ._functions import FunctionRule, as_rule, rule
+from ._nonfinite import InfGradient, LossScaleCollapse, NaNGradient
+from ._ratios import GradParamRatio, LayerSpread
+from ._vanishing import DeadGradient, NoGradient, VanishingGradient
 
 __all__ = [
     "DEFAULT_RULES",

@@ -6,10 +6,10 @@ from typing import Protocol, runtime_checkable
 
 from ..rules import Alert
 from ..snapshot import Snapshot
-from .console import ConsoleSink
-from .memory import MemorySink
-from .wandb_run import WandbSink
-from .webhook import WebhookSink
+from ._console import ConsoleSink
+from ._memory import MemorySink
+from ._wandb_run import WandbSink
+from ._webhook import WebhookSink
 
 __all__ = ["ConsoleSink", "MemorySink", "Sink", "WandbSink", "WebhookSink"]
 

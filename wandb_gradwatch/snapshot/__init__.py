@@ -5,10 +5,10 @@ The device keeps sums; this room gives them their meaning. Nothing here needs to
 
 from __future__ import annotations
 
-from .groups import GroupBy, group_function
-from .missing import last_present
-from .shapes import concatenate, select_samples
-from .snapshot import FIRST_BAD_RANK_METRIC, Snapshot
+from ._groups import GroupBy, group_function
+from ._missing import last_present
+from ._shapes import concatenate, select_samples
+from ._snapshot import FIRST_BAD_RANK_METRIC, Snapshot
 
 __all__ = [
     "FIRST_BAD_RANK_METRIC",

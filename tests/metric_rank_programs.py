@@ -1,0 +1,151 @@
+"""What the ranks do in test_metrics_distributed.py: small trainings with probes under every kind of parallelism."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from metric_probes import watch
+from rank_programs import LEARNING_RATE, batch_of, build, collect_warnings, loss_of
+from rank_programs import train as train_ranks
+from torch import nn
+
+from wandb_gradwatch.metrics import Activations, Metric, Reference, Updates
+
+
+def expected(world: int, steps: int, *, width: int = 5, same_batch: bool = False) -> dict[str, np.ndarray]:
+    """The whole training on one process in float64: the keys of Updates, Reference and rank 0's activations."""
+    model, first = build(width).double(), build(width).double()
+    found: dict[str, list[float]] = {}
+
+    def note(key: str, difference: Any, other: Any, names: tuple[str, str]) -> None:
+        norm = difference.norm().item()
+        found.setdefault(f"{key}/{names[0]}", []).append(norm)
+        found.setdefault(f"{key}/{names[1]}", []).append(norm / other.norm().item())
+
+    for step in range(steps):
+        model.zero_grad()
+        outputs: list[torch.Tensor] = []
+        with torch.no_grad():
+            for layer in model:
+                outputs.append(layer(outputs[-1] if outputs else batch_of(0, step).double()))
+            started = first[0](batch_of(0, step).double())
+        found.setdefault("activation/2/norm", []).append(outputs[2].norm().item())
+        note("activation/0", outputs[0] - started, started, ("difference", "relative_difference"))
+        for rank in range(world):
+            (loss_of(model, batch_of(0 if same_batch else rank, step).double()) / world).backward()
+        for (name, parameter), original in zip(model.named_parameters(), first.parameters(), strict=True):
+            with torch.no_grad():
+                note(f"parameter/{name}", parameter - original, original, ("difference", "relative_difference"))
+                update = LEARNING_RATE * parameter.grad
+                note(f"update/{name}", update, parameter, ("norm", "ratio"))
+                parameter -= update
+    return {key: np.array(values) for key, values in found.items()}
+
+
+def probes(model: nn.Module) -> list[Any]:
+    """Everything, with functions of one's own in every place that takes them."""
+    return [
+        Updates(),
+        Reference(model, activations="^0$", functions={"largest": lambda t, r: (t - r).abs().max()}),
+        Activations("^2$", statistics=["norm", "histogram"]),
+        *(Metric("own", lambda t: t.abs().max(), on=on) for on in ("parameter", "gradient", "update", "activation")),
+    ]
+
+
+def report(watcher: Any, sink: Any, said: list[str]) -> dict[str, Any]:
+    watcher.remove()
+    snapshot = sink.merged() if sink.snapshots else watcher.latest
+    assert snapshot is not None, said
+    return {
+        "metrics": {key: np.asarray(values) for key, values in snapshot.metrics.items()},
+        "histogram": int(snapshot.metric_histograms["activation/2/histogram"].counts.sum()),
+        "num_snapshots": len(sink.snapshots),
+        "said": said,
+    }
+
+
+def ddp(rank: int, world: int, *, steps: int):
+    said = collect_warnings()
+    model = build()
+    metrics = probes(model)
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    watcher, sink = watch(wrapped, metrics)
+    train_ranks(wrapped, rank, steps)
+    return report(watcher, sink, said)
+
+
+def fsdp2(rank: int, world: int, *, steps: int, watch_first: bool = False, mesh: list[int], log_every: int = 1):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    said = collect_warnings()
+    shape = tuple(mesh)
+    device_mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    model = build()
+    metrics = probes(model)
+    options: dict[str, Any] = {"log_every": log_every}
+    if watch_first:
+        watcher, sink = watch(model, metrics, **options)
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=device_mesh)
+    fully_shard(model, mesh=device_mesh)
+    if not watch_first:
+        watcher, sink = watch(model, metrics, **options)
+    train_ranks(model, rank, steps)
+    return report(watcher, sink, said)
+
+
+def fsdp1(rank: int, world: int, *, steps: int, original: bool):
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    said = collect_warnings()
+    model = build()
+    metrics = probes(model) if original else [Updates(), Activations("^2$")]
+    wrapped = FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+        use_orig_params=original,
+        device_id=torch.device("cpu"),
+    )
+    watcher, sink = watch(wrapped, metrics)
+    train_ranks(wrapped, rank, steps)
+    return report(watcher, sink, said)
+
+
+def tensor_parallel(rank: int, world: int, *, steps: int, local_output: bool):
+    """The first layer split by rows, the second by columns, the last replicated; the same batch on every rank."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    said = collect_warnings()
+    model = build(width=6)
+    metrics = probes(model)
+    mesh = init_device_mesh("cpu", (world,))
+    plan = {
+        "0": ColwiseParallel(use_local_output=local_output),
+        "2": RowwiseParallel() if local_output else RowwiseParallel(use_local_output=True),
+    }
+    parallelize_module(model, mesh, plan)
+    watcher, sink = watch(model, metrics)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, foreach=False)
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, batch_of(0, step)).backward()
+        optimizer.step()
+    return report(watcher, sink, said)
+
+
+def a_reference_that_is_made_too_late(rank: int, world: int):
+    from torch.distributed.fsdp import fully_shard
+
+    model = build()
+    fully_shard(model)
+    try:
+        Reference(model)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"

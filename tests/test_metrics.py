@@ -1,0 +1,405 @@
+"""Metric and Updates: any function of parameters, gradients and updates, and what happens to those that do not work."""
+
+from __future__ import annotations
+
+import gc
+import math
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from gradients import Chosen
+from metric_probes import train, values, watch
+from torch import nn
+
+from wandb_gradwatch.metrics import Activations, Metric, Updates, probes_of
+
+SGD = torch.optim.SGD
+
+
+def norm(tensor):
+    return torch.linalg.vector_norm(tensor)
+
+
+def test_parameter_gradient_and_update_are_those_of_the_step():
+    model = Chosen(a=2, b=1)
+    metrics = [
+        Metric("l2", norm, match="^a$"),
+        Metric("l2", norm, on="gradient"),
+        Metric("largest", lambda change: change.abs().max(), on="update", match="^a$"),
+    ]
+    watcher, sink = watch(model, metrics)
+    optimizer = SGD(model.parameters(), lr=0.5)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model.loss(a=[3, 4], b=[12]).backward()
+        optimizer.step()
+    found = values(watcher, sink)
+    # a is (1, 1) before the first step and (1 - 1.5, 1 - 2) before the second.
+    np.testing.assert_allclose(found["parameter/a/l2"], [math.sqrt(2), math.sqrt(0.25 + 1)])
+    np.testing.assert_allclose(found["gradient/a/l2"], [5, 5])
+    np.testing.assert_allclose(found["gradient/b/l2"], [12, 12])
+    np.testing.assert_allclose(found["update/a/largest"], [2, 2])  # 0.5 * 4
+    assert not any(key.startswith(("parameter/b", "update/b")) for key in found)
+
+
+def test_the_gradient_is_accumulated_unscaled_and_before_clipping():
+    model = Chosen(a=1)
+    watcher, sink = watch(model, [Metric("sum", torch.sum, on="gradient")])
+    optimizer = SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for gradient in (1, 1, 1, -2):
+        scaler.scale(model.loss(a=[gradient])).backward()
+    scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    scaler.step(optimizer)
+    scaler.update()
+    assert values(watcher, sink)["gradient/a/sum"].tolist() == [1]  # not a mean of 1, 2, 3 and 1
+
+
+def test_update_norm_and_ratio():
+    model = Chosen(a=2, b=1)
+    with torch.no_grad():
+        model.a.copy_(torch.tensor([3.0, 4.0]))
+        model.b.zero_()
+    watcher, sink = watch(model, [Updates()])
+    optimizer = SGD(model.parameters(), lr=0.1)
+    model.loss(a=[6, 8], b=[2]).backward()
+    optimizer.step()
+    found = values(watcher, sink)
+    assert found["update/a/norm"][0] == pytest.approx(1.0)  # 0.1 * 10
+    assert found["update/a/ratio"][0] == pytest.approx(0.2)  # 1 / 5
+    assert found["update/b/norm"][0] == pytest.approx(0.2)
+    assert math.isnan(found["update/b/ratio"][0]), "a parameter that was 0 has no ratio"
+
+
+class SetTo(torch.optim.Optimizer):
+    """Sets every element to -1."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            parameter.fill_(-1.0)
+
+
+def test_a_half_precision_update_is_subtracted_exactly():
+    model = Chosen(dtype=torch.bfloat16, a=4)
+    with torch.no_grad():
+        model.a.fill_(256.0)
+    watcher, sink = watch(model, [Updates()])
+    model.loss(a=[1, 1, 1, 1]).backward()
+    SetTo(model.parameters()).step()
+    # From 256 to -1 is 257, of which bfloat16's eight bits would make 256.
+    assert values(watcher, sink)["update/a/norm"].tolist() == [514]
+
+
+def test_two_optimizers_of_one_sample_each_update_their_own():
+    model = Chosen(a=1, b=1)
+    watcher, sink = watch(model, [Updates()])
+    first, second = SGD([model.a], lr=0.1), SGD([model.b], lr=0.2)
+    for _ in range(2):
+        first.zero_grad(), second.zero_grad()
+        model.loss(a=[1], b=[1]).backward()
+        first.step()
+        second.step()
+    found = values(watcher, sink)
+    np.testing.assert_allclose(found["update/a/norm"], [0.1, 0.1], rtol=1e-6)
+    np.testing.assert_allclose(found["update/b/norm"], [0.2, 0.2], rtol=1e-6)
+
+
+def test_copies_for_updates_are_bounded_and_gone_between_steps():
+    model = nn.Linear(1024, 1024, bias=False)  # 4 MiB
+    with pytest.raises(ValueError, match=r"would copy 4 MiB .* max_mib=3; match fewer"):
+        watch(model, [Updates(max_mib=3)])
+    optimizer = SGD(model.parameters(), lr=0.1)
+    watcher, _ = watch(model, [Updates()])
+    train(model, [torch.randn(2, 1024)], optimizer=optimizer)
+    tensors = [t for t in gc.get_objects() if type(t) in (torch.Tensor, nn.Parameter)]
+    known = {model.weight.data_ptr(), model.weight.grad.data_ptr()}
+    assert [t for t in tensors if t.shape == model.weight.shape and t.data_ptr() not in known] == []
+    watcher.remove()
+
+
+def test_during_a_step_there_is_one_copy_of_what_matches_and_none_of_the_rest():
+    model = Chosen(a=1003, b=2003, c=3003)
+    copies = []
+
+    class Looks(SGD):
+        def step(self, closure=None):
+            known = {t.data_ptr() for p in model.parameters() for t in (p, p.grad)}
+            there = [
+                t
+                for t in gc.get_objects()
+                if type(t) is torch.Tensor and t.shape in [p.shape for p in model.parameters()]
+            ]
+            copies.extend(sorted(t.numel() for t in there if t.data_ptr() not in known))
+            return super().step(closure)
+
+    optimizer = Looks(model.parameters(), lr=0.1)
+    watcher, _ = watch(model, [Updates("a|b")])
+    gradients = {name: torch.ones(p.shape) for name, p in model.named_parameters()}
+    loss = model.loss(**gradients)
+    del gradients
+    loss.backward()
+    del loss
+    optimizer.step()
+    watcher.remove()
+    assert copies == [1003, 2003]
+
+
+def test_every_nth_sampled_step():
+    model = Chosen(a=1)
+    watcher, sink = watch(model, [Metric("x", torch.sum, every=3), Metric("y", torch.sum)])
+    optimizer = SGD(model.parameters(), lr=0.0)
+    for _ in range(7):
+        optimizer.zero_grad()
+        model.loss(a=[1]).backward()
+        optimizer.step()
+    found = values(watcher, sink)
+    assert [not math.isnan(value) for value in found["parameter/a/x"]] == [
+        False,
+        False,
+        True,
+        False,
+        False,
+        True,
+        False,
+    ]
+    assert not np.isnan(found["parameter/a/y"]).any()
+
+
+def test_dims_keep_dimensions_apart():
+    model = nn.Linear(3, 2, bias=False)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 9.0]]))
+    metrics = [
+        Metric("mean", lambda w: w, dims={0: "unit"}),
+        Metric("max", lambda w: w, dims={-1: "input", 0: "unit"}, aggregate="max"),
+    ]
+    watcher, sink = watch(model, metrics)
+    train(model, [torch.ones(1, 3)])
+    found = values(watcher, sink)
+    assert found["parameter/weight/unit_0/mean"][0] == 2
+    assert found["parameter/weight/unit_1/mean"][0] == 6
+    assert found["parameter/weight/input_2/unit_1/max"][0] == 9
+
+
+@pytest.mark.parametrize(
+    ("aggregate", "expected"),
+    [
+        ("mean", 2.5),  # (1 + 2 + 3 + 4) / 4: of all elements, not of the means of 1.5 and 3.5 weighed alike
+        ("sum", 10.0),
+        ("min", 1.0),
+        ("max", 4.0),
+        (lambda all_values: all_values.median(), 2.0),  # torch's median of 1, 2, 3, 4
+    ],
+)
+def test_micro_batches_of_different_sizes_are_merged(aggregate, expected):
+    model = nn.Identity()
+    model.weight = nn.Parameter(torch.ones(1))
+    metric = Metric("x", lambda a: a, on="activation", match="^0$", aggregate=aggregate)
+    stack = nn.Sequential(model, nn.Linear(1, 1))
+    watcher, sink = watch(stack, [metric])
+    optimizer = SGD(stack.parameters(), lr=0.1)
+    for batch in ([[1.0]], [[2.0], [3.0], [4.0]]):
+        stack(torch.tensor(batch)).sum().backward()
+    optimizer.step()
+    assert values(watcher, sink)["activation/0/x"].tolist() == [expected]
+
+
+def test_half_precision_arrives_as_float32():
+    model = Chosen(dtype=torch.float16, a=300)
+    watcher, sink = watch(model, [Metric("sum_sq", lambda g: g.square().sum(), on="gradient")])
+    model.loss(a=[100] * 300).backward()
+    SGD(model.parameters(), lr=0.0).step()
+    assert values(watcher, sink)["gradient/a/sum_sq"].tolist() == [3e6]  # beyond float16's 65504
+
+
+def test_random_numbers_of_training_stay_as_they_were():
+    def run(metrics):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 1))
+        watcher, _ = watch(model, metrics)
+        train(model, [torch.randn(8, 4) for _ in range(3)])
+        watcher.remove()
+        return model.state_dict()
+
+    noisy = [Metric("noise", lambda w: (w * torch.randn_like(w)).sum())]
+    with_noise, without = run(noisy), run([])
+    assert all(torch.equal(with_noise[key], without[key]) for key in without)
+
+
+# ---- what does not work
+
+
+@pytest.mark.parametrize("on", ["parameter", "gradient", "update"])
+def test_matching_no_parameter_is_said_at_watch(on):
+    with pytest.raises(
+        ValueError, match=r"Metric\('x', on='\w+'\) with match='nope' matches no parameter; .* 'weight'"
+    ):
+        watch(nn.Linear(2, 2), [Metric("x", norm, on=on, match="nope")])
+
+
+def test_what_include_leaves_out_matches_nothing():
+    model = Chosen(a=1, b=1)
+    with pytest.raises(ValueError, match="match='b' matches no parameter; the first names are 'a'"):
+        watch(model, [Metric("x", norm, match="b")], include="a")
+
+
+def test_the_rules_of_the_probes_join_the_default_ones_only():
+    model, alerts = nn.Sequential(nn.Linear(1, 1)), []
+    for rules, expected in ((None, {"NaN gradient", "Non-finite activation"}), ([], set())):
+        alerts.clear()
+        watcher, _ = watch(model, [Activations()], rules=rules, on_alert=alerts.append)
+        train(model, [torch.full((1, 1), math.nan)])
+        watcher.remove()
+        assert {alert.title for alert in alerts} == expected
+
+
+def test_matching_no_module_is_said_at_watch():
+    model = nn.Sequential(nn.Linear(2, 2))
+    for metric in (Metric("x", norm, on="activation", match="nope"), Activations("nope")):
+        with pytest.raises(ValueError, match=r"match='nope' matches no module; the first names are 'root', '0'"):
+            watch(model, [metric])
+    with pytest.raises(ValueError, match=r"match='nope' matches no parameter"):
+        watch(model, [Updates("nope")])
+
+
+@pytest.mark.parametrize(
+    ("fn", "error", "words"),
+    [
+        (lambda w: w.norm().item(), TypeError, r"returned the Python number .* without \.item\(\)"),
+        (lambda w: None, TypeError, "must return a real tensor, but returned NoneType"),
+        (lambda w: w.to(torch.complex64), TypeError, "must return a real tensor, but returned a complex tensor"),
+        (lambda w: w @ w, ValueError, r"Metric\('x', on='parameter'\) does not work on 'bias' of shape \[3\]"),
+    ],
+)
+def test_a_function_that_cannot_work_is_said_at_watch(fn, error, words):
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.bias = nn.Parameter(torch.ones(3, 4)), nn.Parameter(torch.ones(3))
+
+    match = "bias" if error is TypeError else None
+    if error is ValueError:
+        fn = lambda w: w @ torch.ones(7)  # noqa: E731
+    with pytest.raises(error, match=words):
+        watch(Odd(), [Metric("x", fn, match=match)])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        (dict(name="a/b", fn=norm), ValueError, "without slashes and dots"),
+        (dict(name="x", fn=3), TypeError, "fn=3 must be a function"),
+        (dict(name="x", fn=norm, on="weight"), ValueError, "on='weight' must be one of"),
+        (dict(name="x", fn=norm, aggregate="median"), ValueError, "aggregate='median' must be one of"),
+        (dict(name="x", fn=norm, every=0), ValueError, "every=0 must be a whole number"),
+        (dict(name="x", fn=norm, dims=[1]), ValueError, r"dims=\[1\] must name dimensions"),
+    ],
+)
+def test_a_metric_that_makes_no_sense_is_refused(arguments, error, words):
+    with pytest.raises(error, match=words):
+        Metric(**arguments)
+
+
+def test_wrong_elements_of_metrics_are_named():
+    model = nn.Linear(2, 2)
+    with pytest.raises(TypeError, match=r"holds the class Activations; write Activations\(\)"):
+        probes_of([Activations], model)
+    with pytest.raises(TypeError, match="which is no metric"):
+        probes_of([norm], model)
+    with pytest.raises(TypeError, match=r"must be a sequence; write metrics=\[\.\.\.\]"):
+        probes_of(Metric("x", norm), model)
+    with pytest.raises(ValueError, match=r"holds two called Metric\('x'"):
+        probes_of([Metric("x", norm), Metric("x", torch.sum)], model)
+
+
+def test_a_metric_that_fails_during_training_is_dropped_alone_and_said_once(said):
+    def moody(gradient):
+        if (gradient == 7).any():
+            raise RuntimeError("seven")
+        return gradient.sum()
+
+    model = Chosen(a=1)
+    broken_aggregate = Metric("broken", lambda g: g, on="gradient", aggregate=lambda v: v[:0])
+    metrics = [Metric("moody", moody, on="gradient"), broken_aggregate, Metric("steady", torch.sum, on="gradient")]
+    watcher, sink = watch(model, metrics)
+    optimizer = SGD(model.parameters(), lr=0.0)
+    for gradient in (1, 7, 1, 7):
+        optimizer.zero_grad()
+        model.loss(a=[gradient]).backward()
+        optimizer.step()
+    found = values(watcher, sink)
+    assert found["gradient/a/steady"].tolist() == [1, 7, 1, 7]
+    assert found["gradient/a/moody"][0] == 1
+    assert np.isnan(found["gradient/a/moody"][1:]).all()
+    assert "gradient/a/broken" not in found
+    assert len([text for text in said() if "Metric('moody', on='gradient') failed on the gradient 'a'" in text]) == 1
+    assert len([text for text in said() if "Metric('broken'" in text]) == 1
+
+
+def test_a_probe_that_fails_is_dropped_alone_and_said_once(said, monkeypatch):
+    model, probe = Chosen(a=1), Updates()
+    watcher, sink = watch(model, [probe, Metric("sum", torch.sum, on="gradient")])
+
+    def full(*_):
+        raise torch.OutOfMemoryError("no room for the copies")
+
+    monkeypatch.setattr(probe._befores, "keep", full)
+    optimizer = SGD(model.parameters(), lr=1.0)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model.loss(a=[1]).backward()
+        optimizer.step()
+    found = values(watcher, sink)
+    assert found["gradient/a/sum"].tolist() == [1, 1, 1]
+    assert sink.merged().grad_norm[:, 0].tolist() == [1, 1, 1]
+    assert len([text for text in said() if "Updates() failed and is dropped; training" in text]) == 1
+
+
+def test_a_parameter_without_elements_is_not_what_a_metric_is_tried_on():
+    model = Chosen(a=0, b=2)
+    watcher, sink = watch(model, [Metric("largest", torch.max, on="gradient")])
+    model.loss(b=[1, 3]).backward()
+    SGD(model.parameters(), lr=1.0).step()
+    assert values(watcher, sink)["gradient/b/largest"].tolist() == [3]
+
+
+class Vector:
+    """A probe of a user's, who hands over more than a number."""
+
+    def start(self, next_step_is_due, histogram_is_due):
+        pass
+
+    gradients_ready = before_update = after_update = lambda self, tensors: None
+    close = lambda self: None  # noqa: E731
+
+    def take(self):
+        return {"vector": torch.arange(3.0), "after": torch.tensor(7.0)}
+
+
+def test_more_than_one_number_is_never_taken_for_the_next_keys_value(said):
+    model = Chosen(a=1)
+    watcher, sink = watch(model, [], probes=[Vector()])
+    model.loss(a=[1]).backward()
+    SGD(model.parameters(), lr=1.0).step()
+    assert values(watcher, sink) == {}
+    assert sink.merged().grad_norm.tolist() == [[1]]
+    assert len([text for text in said() if "Vector" in text and "failed and is dropped" in text]) == 1
+
+
+def test_nothing_keeps_the_model_alive():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    metrics = [Activations(), Updates(), Metric("x", norm), Metric("y", norm, on="activation")]
+    watcher, _ = watch(model, metrics)
+    train(model, [torch.randn(2, 4)])
+    reference = weakref.ref(model)
+    del model
+    gc.collect()
+    assert reference() is None
+    watcher.remove()

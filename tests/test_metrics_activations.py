@@ -1,0 +1,374 @@
+"""Activations and what modules hand over: seen once, in training, at sampled steps, and the model stays a model."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import pickle
+from collections import namedtuple
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from metric_probes import train, values, watch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from wandb_gradwatch._measure.columns import magnitude_edges
+from wandb_gradwatch.metrics import (
+    Activations,
+    Attention,
+    Metric,
+    MonitorMixin,
+    NonFiniteActivation,
+    Reference,
+    Updates,
+    log_tensor,
+)
+from wandb_gradwatch.metrics._rows import QUANTILES, STATISTICS
+from wandb_gradwatch.rules import NaNGradient
+
+SGD = torch.optim.SGD
+COUNT = Metric("count", torch.ones_like, on="activation", aggregate="sum")
+
+
+class Passes(nn.Module):
+    """Puts out what it is given, and has something to train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Identity()
+        self.gain = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * self.gain
+
+
+def seen(model, metrics, *batches, **options):
+    watcher, sink = watch(model, metrics, **options)
+    train(model, batches, optimizer=SGD(model.parameters(), lr=0.0))
+    return values(watcher, sink)
+
+
+def test_every_statistic_of_known_values():
+    everything = Activations("inner", statistics=[*STATISTICS, *QUANTILES], dead_threshold=0.5)
+    found = seen(Passes(), [everything], torch.tensor([3.0, -4.0, 0.0, 0.5, math.nan, math.inf, -math.inf, 0.0]))
+    # Finite: 3, -4, 0, 0.5, 0. Sum -0.5, squares 9 + 16 + 0.25 = 25.25.
+    expected = {
+        "norm": math.sqrt(25.25),
+        "rms": math.sqrt(5.05),
+        "mean": -0.1,
+        "std": math.sqrt(5.05 - 0.01),
+        "min": -4,
+        "max": 3,
+        "abs_max": 4,
+        "dead_ratio": 3 / 8,  # two zeros and 0.5
+        "zero_ratio": 2 / 8,
+        "num_nonfinite": 3,
+        "abs_p01": 0,
+    }
+    for name, value in expected.items():
+        assert found[f"activation/inner/{name}"][0] == pytest.approx(value), name
+    edges = magnitude_edges()
+    for name, value in (("abs_p50", 0.5), ("abs_p99", 4.0)):  # of 0, 0, 0.5, 3, 4 the third and the fifth
+        assert found[f"activation/inner/{name}"][0] == edges[np.searchsorted(edges, value, side="right")], name
+
+
+def test_micro_batches_merge_into_the_row_of_the_whole_batch():
+    torch.manual_seed(0)
+    model, whole = Passes(), torch.randn(7, 5)
+    watcher, sink = watch(model, [Activations("inner", statistics=list(STATISTICS))])
+    for part in whole.split(3):
+        model(part).sum().backward()
+    SGD(model.parameters(), lr=0.1).step()
+    merged = values(watcher, sink)
+    at_once = seen(Passes(), [Activations("inner", statistics=list(STATISTICS))], whole)
+    for key, value in at_once.items():
+        assert merged[key][0] == pytest.approx(value[0], rel=1e-9), key
+
+
+Pair = namedtuple("Pair", ["first", "second"])
+
+
+@pytest.mark.parametrize(
+    ("make", "names"),
+    [
+        (lambda x: (x, 2 * x), ["output_0", "output_1"]),
+        (lambda x: [x, None, 2 * x], ["output_0", "output_2"]),
+        (lambda x: {"logits": x, "ids": torch.ones(2, dtype=torch.long), "more": (2 * x,)},
+         ["output_logits", "output_more_0"]),
+        (lambda x: Pair(x, 2 * x), ["output_first", "output_second"]),
+    ],
+)  # fmt: skip
+def test_outputs_in_containers(make, names):
+    class Makes(nn.Module):
+        def forward(self, x):
+            return make(x)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.many, self.last = Makes(), nn.Linear(2, 1)
+
+        def forward(self, x):
+            self.many(x)
+            return self.last(x)
+
+    found = seen(Model(), [Activations("many")], torch.tensor([[3.0, 4.0]]))
+    assert {key.split("/")[1] for key in found} == {f"many.{name}" for name in names}
+    assert [found[f"activation/many.{name}/norm"][0] for name in names] == [5, 10]
+
+
+def test_evaluations_and_forwards_without_gradients_do_not_count():
+    model = Passes()
+    watcher, sink = watch(model, [Activations("inner")])
+    optimizer = SGD(model.parameters(), lr=0.0)
+    for _ in range(2):
+        model.eval()
+        model(torch.full((4,), 100.0))
+        with torch.no_grad():
+            model(torch.full((4,), 100.0))
+        model.train()
+        with torch.no_grad():
+            model(torch.full((4,), 100.0))
+        model(torch.ones(4)).sum().backward()
+        optimizer.step()
+    found = values(watcher, sink)
+    assert found["activation/inner/norm"].tolist() == [2, 2]
+
+
+def test_only_sampled_steps_are_measured():
+    model, calls = Passes(), []
+    counting = Metric("n", lambda a: calls.append(1) or a.sum(), on="activation", match="inner")
+    found = seen(model, [counting, Activations("inner")], *torch.arange(1.0, 7.0), sample_every=3)
+    assert found["activation/inner/max"].tolist() == [3, 6]
+    assert len(calls) == 2
+
+
+def test_a_closure_that_is_evaluated_often_counts_once():
+    model = nn.Linear(2, 1)
+    watcher, sink = watch(model, [Metric("sum", torch.ones_like, on="activation", aggregate="sum")])
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=5)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (model(torch.ones(3, 2)) - 1).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        optimizer.step(closure)
+    assert values(watcher, sink)["activation/root/sum"].tolist() == [3, 3]
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing_counts_once_and_keeps_the_order_of_the_forward(use_reentrant):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.before = nn.Linear(2, 2)
+            # Repeating a block stops at the last tensor that is needed: only the first of two layers runs again.
+            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(2))
+
+        def forward(self, x):
+            x = self.before(x)
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=use_reentrant)
+            return x
+
+    count = Metric("count", torch.ones_like, on="activation", aggregate="sum")
+    found = seen(Model(), [Activations(), count], torch.ones(5, 2), torch.ones(5, 2))
+    blocks = [f"blocks.{block}{layer}" for block in range(2) for layer in (".0", ".1", "")]
+    names = ["before", *blocks, "root"]
+    for name in names:
+        assert found[f"activation/{name}/count"].tolist() == [10, 10], name  # 5 x 2 elements, once
+    assert [key.split("/")[1] for key in found if key.endswith("/norm")] == names
+
+
+@pytest.mark.parametrize("duplicate", ["deepcopy", "pickle", "save"])
+def test_a_copied_model_works_and_is_not_monitored(duplicate):
+    model = nn.Sequential(nn.Linear(2, 2), nn.MultiheadAttention(2, 1))[:1]
+    watcher, sink = watch(model, [Activations(), Attention(), Updates(), Reference(model, activations="."), COUNT])
+    if duplicate == "deepcopy":
+        copied = copy.deepcopy(model)
+    elif duplicate == "pickle":
+        copied = pickle.loads(pickle.dumps(model))
+        assert b"gradwatch" not in pickle.dumps(model), "a saved model must load without this package"
+    else:
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        copied = torch.load(file, weights_only=False)
+    x = torch.ones(1, 2)
+    assert torch.equal(copied(x), model(x))
+    (copied(x * 100).sum()).backward()
+    train(model, [x])
+    found = values(watcher, sink)
+    # The comparison above was a forward of the model's too; that of the copy, a hundred times as large, was not.
+    assert found["activation/root/max"][0] < 10
+    assert found["activation/root/count"].tolist() == [4]
+
+
+def test_removing_leaves_no_hook():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    frozen = copy.deepcopy(model)
+    modules = [*model.modules(), *frozen.modules()]
+    metrics = [Activations(), COUNT, Attention(), Reference(model, frozen, activations=".")]
+    watcher, _ = watch(model, metrics)
+    train(model, [torch.ones(1, 2)])
+    assert all(module._forward_hooks for module in modules)
+    assert model._forward_pre_hooks
+    watcher.remove()
+    left = [name for module in modules for name in vars(module) if "_hooks" in name and getattr(module, name)]
+    assert left == []
+
+
+def test_a_module_that_is_added_later_is_seen():
+    model = nn.Sequential(nn.Linear(2, 2))
+    watcher, sink = watch(model, [Activations()])
+    optimizer = SGD(model.parameters(), lr=0.1)
+    train(model, [torch.ones(1, 2)], optimizer=optimizer)
+    model.append(nn.Tanh())
+    train(model, [torch.ones(1, 2)] * 2, optimizer=optimizer)
+    found = values(watcher, sink)["activation/1/norm"]
+    assert math.isnan(found[0])
+    assert not math.isnan(found[2])
+
+
+def test_several_models_have_their_prefixes():
+    models = {"D": nn.Linear(2, 1), "G": nn.Sequential(nn.Linear(2, 2))}
+    watcher, sink = watch(models, [Activations()])
+    optimizer = SGD([*models["D"].parameters(), *models["G"].parameters()], lr=0.1)
+    models["D"](models["G"](torch.ones(1, 2))).sum().backward()
+    optimizer.step()
+    assert {key.split("/")[1] for key in values(watcher, sink)} == {"G.0", "G", "D"}
+
+
+@pytest.mark.parametrize("compiled_first", [True, False])
+def test_a_compiled_model_is_not_broken_and_what_is_not_seen_is_said(compiled_first, said):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
+    graphs = []
+
+    def backend(graph, example_inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    if compiled_first:
+        compiled = torch.compile(model, backend=backend, fullgraph=True)
+        compiled(torch.ones(1, 4))
+    watcher, sink = watch(model, [Activations("0")])
+    if not compiled_first:
+        compiled = torch.compile(model, backend=backend, fullgraph=True)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    for _ in range(4):
+        optimizer.zero_grad()
+        compiled(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+    found = values(watcher, sink)
+    assert len(graphs) == 1, "a graph break or a recompilation"
+    assert not any(key.startswith("activation/0") for key in found)
+    assert len([text for text in said() if "Inside a compiled model nothing can be seen" in text]) == 1
+
+
+def test_an_output_under_vmap_is_left_alone(said):
+    model = nn.Sequential(nn.Linear(2, 2))
+    watcher, sink = watch(model, [Activations(), Metric("x", torch.sum, on="activation")])
+    torch.vmap(model)(torch.ones(3, 2)).sum().backward()
+    SGD(model.parameters(), lr=0.1).step()
+    assert values(watcher, sink) == {}
+    assert said() == []
+
+
+@pytest.mark.parametrize("metrics", [[], [Activations(), Metric("x", torch.sum, on="activation")]])
+def test_training_is_untouched(metrics):
+    def run(watched):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(inplace=True), nn.Dropout(0.3), nn.Linear(8, 1))
+        watcher = watch(model, metrics)[0] if watched else SimpleNamespace(remove=lambda: None)
+        train(model, torch.randn(5, 3, 4), optimizer=torch.optim.Adam(model.parameters()))
+        watcher.remove()
+        return model.state_dict()
+
+    one, other = run(True), run(False)
+    assert all(torch.equal(one[key], other[key]) for key in other)
+
+
+def test_the_first_module_that_is_not_finite_is_named():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            # Defined in another order than they run.
+            self.last, self.middle, self.first = nn.Linear(2, 1), nn.Tanh(), nn.Linear(2, 2)
+            self.broken = False
+
+        def forward(self, x):
+            return self.last(self.middle(self.first(x) * (math.nan if self.broken else 1.0)))
+
+    model, alerts = Model(), []
+    watcher, _ = watch(model, [Activations()], rules=[NonFiniteActivation(), NaNGradient()], on_alert=alerts.append)
+    for step in range(3):
+        model.broken = step == 2
+        train(model, [torch.ones(1, 2)])
+    watcher.remove()
+    assert [(alert.title, alert.step) for alert in alerts] == [("Non-finite activation", 3), ("NaN gradient", 3)]
+    assert "in the forward, the output of middle was the first that was not finite" in alerts[1].text
+    assert "the output of middle was the first of the forward that is not finite, with 2 elements" in alerts[0].text
+    assert "middle (2 non-finite), last (1 non-finite), root (1 non-finite)" in alerts[0].text
+
+
+class Gated(MonitorMixin, nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        gate = self.linear(x).sigmoid()
+        self.log_tensor("gate", gate.detach().clone())
+        self.log_tensor("heads", torch.arange(4.0).reshape(2, 2), dims={0: "head"})
+        return x * gate
+
+
+def test_modules_hand_over_tensors():
+    model = nn.Sequential(Gated(), nn.Linear(4, 1))
+    metrics = [
+        Activations(r"\.gate$|heads"),
+        Metric("top", lambda a: a.max(), on="activation", match=r"heads"),
+    ]
+    found = seen(model, metrics, torch.zeros(3, 4))
+    bias = model[0].linear.bias.detach()
+    expected = bias.sigmoid().repeat(3).norm().item()
+    assert found["activation/0.gate/norm"][0] == pytest.approx(expected, rel=1e-6)
+    assert found["activation/0.heads/head_0/max"][0] == 1
+    assert found["activation/0.heads/head_1/min"][0] == 2
+    assert found["activation/0.heads/head_1/top"][0] == 3
+    assert not any(key.startswith("activation/0/") for key in found)
+
+
+def test_handing_over_does_nothing_when_nobody_looks():
+    class Counts:
+        def __getattr__(self, name):
+            raise AssertionError(f"the tensor's {name} was asked for")
+
+    module = nn.Linear(2, 2)
+    log_tensor(module, "x", Counts())  # not watched
+    watcher, _ = watch(module, [Activations()], sample_every=2)
+    log_tensor(module, "x", Counts())  # watched, not sampled
+    log_tensor(nn.Linear(2, 2), "x", Counts())  # another model's
+    watcher.remove()
+    log_tensor(module, "x", Counts())
+
+
+def test_a_failure_in_a_forward_ends_the_probe_and_not_the_training(said):
+    model = nn.Sequential(Gated())
+    probe = Activations()
+    watcher, sink = watch(model, [probe, Metric("n", torch.sum, on="activation", match="^0$")])
+    probe._forward_done = None  # what it calls next
+    probe._add = None
+    train(model, [torch.ones(1, 4)] * 3)
+    found = values(watcher, sink)
+    assert len(found["activation/0/n"]) == 3
+    assert len([text for text in said() if "Activations() failed and is dropped" in text]) == 1

@@ -1,0 +1,104 @@
+"""Nothing in the probes asks the device for a number: on a GPU the host would wait for it."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from metric_probes import mean_square, watch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from wandb_gradwatch._measure.measure import measure, sum_sq
+from wandb_gradwatch.metrics import Activations, Attention, Metric, MonitorMixin, Reference, Updates
+from wandb_gradwatch.metrics._rows import HISTOGRAM, QUANTILES, STATISTICS
+
+
+class Questions(TorchDispatchMode):
+    """Notes what makes the host wait: a number read, or a shape that depends on data."""
+
+    WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+        self.num_operations = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num_operations += 1
+        name = func.overloadpacket.__name__
+        if name in self.WAITS:
+            self.asked.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+class SelfAttention(MonitorMixin, nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+
+    def forward(self, x):
+        q, k, v = (t.unflatten(-1, (2, 4)).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
+        self.log_attention(q, k, v, is_causal=True, attn_mask=torch.ones(5, 5, dtype=torch.bool))
+        self.log_tensor("gate", q, dims={1: "head"})
+        return nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.multi = SelfAttention(), nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x):
+        x = self.own(x)
+        return self.multi(x, x, x, attn_mask=torch.zeros(5, 5), need_weights=False)[0]
+
+
+def questions(metrics_of, monkeypatch):
+    """What is asked during the steps of a watched training, flushes left out."""
+    # The backend for any device; the CPU's own may look at numbers as it likes.
+    monkeypatch.setattr("wandb_gradwatch.metrics._rows.measure", partial(measure, backend="torch"))
+    for user in ("updates", "reference"):
+        monkeypatch.setattr(f"wandb_gradwatch.metrics.{user}.sum_sq", partial(sum_sq, backend="torch"))
+    torch.manual_seed(0)
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watcher, _ = watch(model, metrics_of(model), log_every=1000, backend="torch", rules=[])
+    asked = Questions()
+    with asked:
+        for _ in range(3):
+            optimizer.zero_grad()
+            for _ in range(2):
+                mean_square(model(torch.randn(2, 5, 8))).backward()
+            optimizer.step()
+    assert not watcher._removed, "it failed, and asked nothing"
+    watcher.remove()
+    return asked
+
+
+def everything(model):
+    return [
+        Activations(statistics=[*STATISTICS, *QUANTILES, HISTOGRAM]),
+        Attention(),
+        Updates(),
+        Reference(model, activations="own"),
+        *(
+            Metric(f"{on}_{aggregate}", torch.abs, on=on, aggregate=aggregate, dims={0: "row"})
+            for on in ("parameter", "gradient", "activation", "update")
+            for aggregate in ("mean", "min", "max")
+        ),
+        Metric("middle", torch.abs, on="activation", aggregate=torch.median),
+    ]
+
+
+def test_no_probe_makes_the_host_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_all, without = questions(everything, monkeypatch), questions(lambda model: [], monkeypatch)
+    assert with_all.num_operations > 3 * without.num_operations, "the probes did nothing"
+    assert with_all.asked == without.asked == []
+
+
+def test_a_question_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    asking = [Metric("x", lambda w: w * float(w.sum()))]
+    assert "_local_scalar_dense" in questions(lambda model: asking, monkeypatch).asked

@@ -1,0 +1,297 @@
+"""Models that do what models do in the wild: odd outputs, modules that move, forwards that fail, compiled blocks."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from metric_probes import train, values, watch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from wandb_gradwatch.metrics import Activations, Attention, Metric, MonitorMixin, Reference, Updates
+
+SGD = torch.optim.SGD
+COUNT = Metric("count", torch.ones_like, on="activation", aggregate="sum")
+
+
+def everything(model):
+    return [
+        Activations(),
+        Attention(),
+        Updates(),
+        Reference(model, activations="."),
+        *(Metric("own", lambda t: t.abs().max(), on=on) for on in ("activation", "parameter", "gradient", "update")),
+    ]
+
+
+@dataclasses.dataclass
+class Output:
+    logits: torch.Tensor
+    cache: Any = None
+
+
+class Makes(nn.Module):
+    """Puts out something odd on the side of an ordinary training."""
+
+    def __init__(self, make) -> None:
+        super().__init__()
+        self.odd, self.gain = Odd(make), nn.Parameter(torch.ones(2))
+
+    def forward(self, x):
+        self.odd(x)
+        return x * self.gain
+
+
+class Odd(nn.Module):
+    def __init__(self, make) -> None:
+        super().__init__()
+        self.make = make
+
+    def forward(self, x):
+        return self.make(x)
+
+
+class Ragged(nn.Module):
+    """Not of torch's kinds: it raises when it is looked into."""
+
+    def __iter__(self):
+        raise AssertionError("looked into")
+
+
+@pytest.mark.parametrize(
+    ("make", "names"),
+    [
+        (lambda x: None, []),
+        (lambda x: "text", []),
+        (lambda x: Ragged(), []),
+        (lambda x: (part for part in [x]), []),
+        (lambda x: x > 0, []),
+        (lambda x: torch.arange(3), []),
+        (lambda x: x[:0], []),
+        (lambda x: x.bfloat16(), ["odd"]),
+        (lambda x: x.half(), ["odd"]),
+        (lambda x: x.double(), ["odd"]),
+        (lambda x: x.sum(), ["odd"]),
+        (lambda x: x.expand(3, 2), ["odd"]),
+        (lambda x: torch.complex(x, x), ["odd"]),
+        (lambda x: torch.nested.nested_tensor([x, x[:1]], layout=torch.jagged), ["odd"]),
+        (lambda x: Output(x), ["odd.output_logits"]),
+        (lambda x: {"a": (x, [2 * x, {"b": None}]), 3: x}, ["odd.output_3", "odd.output_a_0", "odd.output_a_1_0"]),
+        (lambda x: (None, (), {}, x), ["odd.output_3"]),
+    ],
+)
+def test_an_odd_output_fails_nothing_and_what_is_a_tensor_in_it_is_seen(make, names, said):
+    model = Makes(make)
+    watcher, sink = watch(model, everything(model))
+    train(model, [torch.tensor([3.0, 4.0])] * 2, optimizer=SGD([model.gain], lr=0.0))
+    found = values(watcher, sink)
+    seen = {key.split("/")[1] for key in found if key.startswith("activation/odd")}
+    assert sorted(seen) == names
+    assert all(np.isfinite(found[f"activation/{name}/norm"]).all() for name in names)
+    assert all(f"activation/{name}/own" in found for name in names)
+    assert found["update/gain/norm"].tolist() == [0, 0]
+    assert said() == []
+
+
+def test_a_module_that_is_called_twice_counts_twice_under_its_first_name():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(2, 2)
+            self.alias = self.first
+
+        def forward(self, x):
+            return self.alias(self.first(x))
+
+    model = Twice()
+    watcher, sink = watch(model, [COUNT, Activations(statistics=["norm", "num_nonfinite"])])
+    train(model, [torch.ones(3, 2)])
+    found = values(watcher, sink)
+    assert found["activation/first/count"].tolist() == [12]  # 3 x 2 elements, twice
+    assert not any("alias" in key for key in found)
+
+
+class Fails(nn.Module):
+    """Raises in its second forward, after its first layer has put out something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.calls = nn.Linear(2, 2), 0
+
+    def forward(self, x):
+        y = self.inner(x)
+        self.calls += 1
+        if self.calls == 2:
+            raise torch.OutOfMemoryError("the batch is too large")
+        return y
+
+
+@pytest.mark.parametrize("retry", [True, False])
+def test_a_forward_that_raises_adds_nothing(retry):
+    model = Fails()
+    metrics = [COUNT, Activations(), Reference(model, activations="inner")]
+    # A function of all values keeps them: what was kept must go back too.
+    metrics.append(Metric("number", torch.ones_like, on="activation", aggregate=lambda values: values.sum()))
+    watcher, sink = watch(model, metrics)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        for _ in range(2):  # micro-batches; the second one fails at first
+            try:
+                model(torch.ones(1, 2)).sum().backward()
+            except torch.OutOfMemoryError:
+                if retry:
+                    model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    found = values(watcher, sink)
+    expected = [4, 4] if retry else [2, 4]
+    assert found["activation/inner/count"].tolist() == expected
+    assert found["activation/inner/number"].tolist() == expected
+    assert sink.snapshots[0].metric_histograms["activation/inner/histogram"].counts.sum() == expected[0]
+
+
+def test_a_model_that_calls_itself_is_one_forward():
+    class Tree(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.leaf = nn.Linear(2, 2)
+
+        def forward(self, x):
+            if len(x) == 1:
+                return self.leaf(x)
+            return torch.cat([self(x[:1]), self(x[1:])])
+
+    model = Tree()
+    watcher, sink = watch(model, [COUNT])
+    train(model, [torch.ones(4, 2)] * 2)
+    assert values(watcher, sink)["activation/leaf/count"].tolist() == [8, 8]  # four leaves of two elements
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_whole_model_that_is_checkpointed_counts_once(use_reentrant):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    watcher, sink = watch(model, [COUNT])
+    optimizer = SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        x = torch.ones(3, 2, requires_grad=True)
+        checkpoint(model, x, use_reentrant=use_reentrant).sum().backward()
+        optimizer.step()
+    assert values(watcher, sink)["activation/0/count"].tolist() == [6, 6]
+
+
+def test_a_module_that_moves_gets_its_new_name():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    watcher, sink = watch(model, [COUNT])
+    optimizer = SGD(model.parameters(), lr=0.1)
+    train(model, [torch.ones(1, 2)], optimizer=optimizer)
+    del model[0]  # the second is now called 0
+    train(model, [torch.ones(1, 2)] * 2, optimizer=optimizer)
+    found = values(watcher, sink)
+    # A sample that had begun keeps the names that it began with.
+    assert [not math.isnan(value) for value in found["activation/1/count"]] == [True, True, False]
+    assert [not math.isnan(value) for value in found["activation/0/count"]] == [True, False, True]
+
+
+def test_a_module_that_is_taken_out_keeps_no_hook():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    watcher, _ = watch(model, [Activations()])
+    taken = model[0]
+    model[0] = nn.Tanh()
+    train(model, [torch.ones(1, 2)])
+    assert not taken._forward_hooks
+    watcher.remove()
+
+
+def test_blocks_that_are_compiled_each_show_their_output_and_no_graph_breaks():
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph, example_inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(2)), nn.Linear(4, 1))
+    for block in model[:2]:
+        block.compile(backend=backend, fullgraph=True)
+    watcher, sink = watch(model, [Activations(), COUNT])
+    train(model, [torch.ones(3, 4)] * 3)
+    found = values(watcher, sink)
+    assert {"2", "root"} <= {key.split("/")[1] for key in found}
+    assert found["activation/2/count"].tolist() == [3, 3, 3]
+    assert len(graphs) <= 2, "a graph break or a recompilation"
+
+
+def test_an_evaluation_between_micro_batches_is_not_counted():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5))
+    watcher, sink = watch(model, [COUNT])
+    optimizer = SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        for _ in range(2):
+            model(torch.ones(1, 2)).sum().backward()
+            model.eval()
+            model(torch.ones(50, 2))  # with gradients enabled, as careless code does
+            model.train()
+        optimizer.step()
+    assert values(watcher, sink)["activation/0/count"].tolist() == [4, 4]
+
+
+class Hands(MonitorMixin, nn.Module):
+    """Hands over what is no tensor of numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x):
+        self.log_tensor("mask", x > 0)
+        self.log_tensor("nothing", x[:0])
+        self.log_tensor("good", x)
+        return self.linear(x)
+
+
+def test_what_is_handed_over_is_looked_at_as_outputs_are(said):
+    model = Hands()
+    watcher, sink = watch(model, [Activations(), Metric("own", lambda t: t.max(), on="activation")])
+    train(model, [torch.tensor([3.0, 4.0])])
+    found = values(watcher, sink)
+    assert {key.split("/")[1] for key in found} == {"root", "root.good", "linear"}
+    assert found["activation/root.good/norm"].tolist() == [5]
+    assert said() == []
+
+
+# ---- names that meet
+
+
+@pytest.mark.parametrize(
+    ("metrics", "words"),
+    [
+        (lambda m: [Activations(), Metric("norm", torch.sum, on="activation")], "activation/<name>/norm"),
+        (lambda m: [Metric("ratio", torch.sum, on="update"), Updates()], "update/<name>/ratio"),
+        (lambda m: [Reference(m), Metric("difference", torch.sum)], "parameter/<name>/difference"),
+        (lambda m: [Reference(m), Reference(m)], "parameter/<name>/difference"),
+        (lambda m: [Reference(m, functions={"own": torch.dot}), Metric("own", torch.sum)], "parameter/<name>/own"),
+    ],
+)
+def test_two_probes_that_would_log_under_one_key_are_refused(metrics, words):
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=f"{words}.*give one of them another name"):
+        watch(model, metrics(model))
+
+
+def test_a_function_of_differences_cannot_take_their_name():
+    with pytest.raises(ValueError, match="'difference' is the name of the distance itself"):
+        Reference(nn.Linear(2, 2), functions={"difference": torch.dot})
+
+
+def test_the_same_statistics_of_other_modules_are_welcome():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    watcher, sink = watch(model, [Activations("0"), Activations("1", dead_threshold=0.1), Updates("weight")])
+    train(model, [torch.ones(1, 2)])
+    assert {"activation/0/norm", "activation/1/norm"} <= set(values(watcher, sink))

@@ -1,0 +1,85 @@
+"""The monitor's share of the time holds what probes do in forwards: seen on a clock that only the test moves."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from metric_probes import train, watch
+from torch import nn
+
+from wandb_gradwatch._pipeline.overhead import Overhead
+from wandb_gradwatch.metrics import Metric, Reference
+
+
+class Clock:
+    """Seconds that pass when somebody says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def passes(self, seconds: float):
+        def work(tensor: torch.Tensor) -> torch.Tensor:
+            self.now += seconds
+            return tensor.sum()
+
+        return work
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    for user in ("capture.containment", "capture.sampler"):
+        monkeypatch.setattr(f"wandb_gradwatch.{user}.time", SimpleNamespace(perf_counter=clock))
+    monkeypatch.setattr(Overhead.__init__, "__defaults__", (clock,))
+    return clock
+
+
+class Slow(nn.Module):
+    """A model whose own forward takes six seconds."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.linear, self.clock = nn.Linear(2, 1), clock
+
+    def forward(self, x):
+        self.clock.now += 6.0
+        return self.linear(x)
+
+
+def ratios(metrics, clock, model=None, **options):
+    model = Slow(clock) if model is None else model
+    watcher, sink = watch(model, metrics(model), **options)
+    train(model, [torch.ones(1, 2)] * 2)
+    watcher.remove()
+    return [snapshot.overhead_ratio for snapshot in sink.snapshots]
+
+
+def test_a_metric_of_activations_is_counted(clock):
+    # Two seconds in the hook, six of the model's own.
+    on_activation = lambda model: [Metric("x", clock.passes(2), on="activation", match="linear")]  # noqa: E731
+    assert ratios(on_activation, clock) == [0.25, 0.25]
+
+
+def test_the_forward_of_a_reference_is_counted_once(clock):
+    model = Slow(clock)
+    frozen = Slow(clock)
+    assert ratios(lambda model: [Reference(model, frozen, activations="linear")], clock, model) == [0.5, 0.5]
+
+
+def test_without_probes_nothing_is(clock):
+    assert ratios(lambda model: [], clock) == [0.0, 0.0]
+
+
+def test_max_overhead_thins_samples_whose_cost_is_in_the_forward(clock):
+    model = Slow(clock)
+    metrics = [Metric("x", clock.passes(6), on="activation", match="linear")]
+    watcher, sink = watch(model, metrics, max_overhead=0.1)
+    train(model, [torch.ones(1, 2)] * 64)
+    watcher.remove()
+    # Six seconds a sample and six a step: a tenth is every tenth step, to the next power of two.
+    assert sink.merged().metrics["gradwatch/sample_every"][-1] == 16

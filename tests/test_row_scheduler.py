@@ -1,0 +1,370 @@
+"""No row of ours is lost and no row of the user is lost, moved or changed: the rule, against a model of W&B's."""
+
+from __future__ import annotations
+
+import logging
+import random
+import signal
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from offline import history
+from user_programs import STYLES, OpenRow, OwnRow, random_program, split_rows, user_rows
+
+from wandb_gradwatch.sinks._row_scheduler import RowScheduler, placement_of
+
+
+class ModelRun:
+    """A run that keeps W&B's rule and nothing else; `log` and `step` are all that is public."""
+
+    def __init__(self, start: int = 0) -> None:
+        self.core = OpenRow(start)
+        self.starting_step = start
+        self.settings = SimpleNamespace(mode="offline")
+
+    def log(self, data: Any, step: Any = None, commit: Any = None) -> None:
+        if not isinstance(data, dict):
+            raise TypeError("wandb.log must be passed a dictionary")
+        self.core.log(data, step, commit)
+
+    @property
+    def step(self) -> int:
+        return self.core.cur
+
+    def finish(self) -> None:
+        self.core.close()
+
+
+class ModelRunWithLog(ModelRun):
+    """With the private method that all log calls of the SDK pass through."""
+
+    def _log(self, data: Any, step: Any = None, commit: Any = None) -> None:
+        super().log(data, step, commit)
+
+    def log(self, data: Any, step: Any = None, commit: Any = None) -> None:
+        self._log(data, step=step, commit=commit)
+
+
+def play(run: Any, program: list[Any], max_waiting: int = 64) -> None:
+    """Run a program to its end, as the training script would."""
+    row_scheduler = RowScheduler(run, max_waiting)
+    owner = object()
+    for kind, *arguments in program:
+        if kind == "own":
+            row_scheduler.put(owner, OwnRow(arguments))
+        else:
+            data, step, commit = arguments
+            run.log(data, step=step, commit=commit)
+    run.finish()
+
+
+def own_numbers(program: list[Any]) -> list[int]:
+    return [action[1] for action in program if action[0] == "own"]
+
+
+@pytest.mark.parametrize("run_class", [ModelRun, ModelRunWithLog])
+@pytest.mark.parametrize("style", STYLES)
+def test_every_own_row_arrives_once_in_order_and_user_rows_are_as_without_us(style: str, run_class: Any) -> None:
+    for seed in range(100):
+        rng = random.Random(f"{style} {seed}")
+        program = random_program(rng, style=style)
+        run = run_class(start=rng.choice((0, 0, 17)))
+        expected = user_rows(program, run.core.cur)
+        play(run, program, max_waiting=rng.choice((1, 3, 64)))
+        user, own = split_rows(run.core.rows)
+        assert user == expected, (style, seed)
+        assert own == own_numbers(program), (style, seed)
+
+
+def test_the_fuzz_sees_what_a_library_that_commits_its_rows_does() -> None:
+    # Sibling of the test above: the check must be able to fail.
+    program = random_program(random.Random(0), style="implicit")
+    run = ModelRun()
+    for kind, *arguments in program:
+        run.log(*arguments) if kind == "log" else run.log({"own": str(arguments[0])})
+    run.finish()
+    assert split_rows(run.core.rows)[0] != user_rows(program)
+
+
+def test_the_fuzz_sees_what_two_rows_in_one_open_row_do() -> None:
+    program = [("own", 0), ("own", 1), ("log", {"u": 1}, None, None)]
+    run = ModelRun()
+    for kind, *arguments in program:
+        run.log(*arguments) if kind == "log" else run.log({"own": str(arguments[0])}, commit=False)
+    run.finish()
+    assert split_rows(run.core.rows)[1] == [1]
+
+
+def test_a_row_joins_the_row_that_the_user_logs_at_the_same_step_of_training() -> None:
+    run = ModelRunWithLog()
+    program: list[Any] = []
+    for step in range(5):
+        program += [("own", step), ("log", {"loss": step}, step, None)]
+    play(run, program)
+    assert run.core.rows == [(step, {"loss": step, "own": str(step)}) for step in range(5)]
+
+
+def test_steps_that_the_user_skips_take_the_rows_that_wait() -> None:
+    run = ModelRunWithLog()
+    play(run, [("log", {"loss": 0}, 0, None), ("own", 0), ("own", 1), ("own", 2), ("log", {"loss": 1}, 10, None)])
+    assert run.core.rows == [(0, {"loss": 0, "own": "0"}), (1, {"own": "1"}), (10, {"loss": 1, "own": "2"})]
+
+
+def test_neighbours_of_one_owner_merge_when_too_many_rows_wait() -> None:
+    run = ModelRunWithLog()
+    row_scheduler = RowScheduler(run, max_waiting=4)
+    first, second = object(), object()
+    for number in range(50):
+        row_scheduler.put(first, OwnRow([number]))
+        row_scheduler.put(second, OwnRow([100 + number]))
+        assert row_scheduler.num_waiting <= 5  # four and the one whose placing has begun
+    run.finish()
+    own = split_rows(run.core.rows)[1]
+    assert [number for number in own if number < 100] == list(range(50))
+    assert [number for number in own if number >= 100] == list(range(100, 150))
+
+
+def test_merged_windows_are_of_similar_length() -> None:
+    run = ModelRunWithLog()
+    play(run, [("own", number) for number in range(64)], max_waiting=8)
+    lengths = [len(row["own"].split(",")) for _, row in run.core.rows]
+    # 64 windows in at most 10 rows; pairing the shortest neighbours makes none longer than 4 times the even share of 8.
+    assert len(lengths) <= 10
+    assert max(lengths) <= 32
+
+
+def test_a_row_of_two_parts_takes_two_places() -> None:
+    run = ModelRunWithLog()
+    row_scheduler = RowScheduler(run)
+    row_scheduler.put(self_owner := object(), OwnRow([0], num_parts=2))
+    run.log({"loss": 0})
+    run.log({"loss": 1})
+    row_scheduler.put(self_owner, OwnRow([1]))
+    run.finish()
+    assert run.core.rows == [(0, {"own": "0", "loss": 0}), (1, {"own_more": "0", "loss": 1}), (2, {"own": "1"})]
+
+
+def test_the_placement_belongs_to_the_run() -> None:
+    run = ModelRunWithLog()
+    first = placement_of(run)
+    first.put("watcher", OwnRow([0]))
+    second = placement_of(run)
+    second.put("another watcher", OwnRow([1]))
+    run.log({"loss": 0})
+    run.finish()
+    assert first is second
+    assert split_rows(run.core.rows) == ([(0, {"loss": 0})], [0, 1])
+
+
+def test_commit_logs_at_once() -> None:
+    run = ModelRunWithLog()
+    row_scheduler = RowScheduler(run)
+    row_scheduler.put("watcher", OwnRow([0]), commit=True)
+    row_scheduler.put("watcher", OwnRow([1]), commit=True)
+    assert run.core.rows == [(0, {"own": "0"}), (1, {"own": "1"})]
+
+
+def test_rows_closed_behind_our_back_are_noticed() -> None:
+    # Another process logs into the run: W&B's step moves, no call passes by us.
+    run = ModelRunWithLog()
+    row_scheduler = RowScheduler(run)
+    row_scheduler.put("watcher", OwnRow([0]))
+    row_scheduler.put("watcher", OwnRow([1]))  # the second in a row without a call of the user: the first is placed
+    run.core.log({"theirs": 1})
+    row_scheduler.put("watcher", OwnRow([2]))
+    run.core.log({"theirs": 2})
+    run.finish()
+    assert run.core.rows[:2] == [(0, {"own": "0", "theirs": 1}), (1, {"own": "1", "theirs": 2})]
+    assert split_rows(run.core.rows)[1] == [0, 1, 2]
+
+
+def test_steps_closed_behind_our_back_are_not_taken_for_free_ones() -> None:
+    run = ModelRunWithLog()
+    row_scheduler = RowScheduler(run)
+    for _ in range(5):
+        run.core.log({"theirs": 1})  # steps 0 to 4, unseen
+    row_scheduler.put("watcher", OwnRow([0]))
+    row_scheduler.put("watcher", OwnRow([1]))
+    row_scheduler.put("watcher", OwnRow([2]))
+    run.log({"loss": 1}, step=9)
+    run.finish()
+    assert split_rows(run.core.rows)[1] == [0, 1, 2]
+
+
+def test_a_run_that_does_not_answer_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = ModelRunWithLog()
+    asked = []
+
+    def no_answer(_: Any) -> int:
+        asked.append(1)
+        raise TimeoutError("timed out")
+
+    monkeypatch.setattr(ModelRunWithLog, "step", property(no_answer))
+    play(run, random_program(random.Random(1), style="jumps"))
+    assert len(asked) == 1
+
+
+def test_a_user_call_that_fails_raises_and_changes_nothing() -> None:
+    run = ModelRunWithLog()
+    row_scheduler = RowScheduler(run)
+    row_scheduler.put("watcher", OwnRow([0]))
+    with pytest.raises(TypeError, match=r"wandb\.log must be passed a dictionary"):
+        run.log(["not a dict"], step=7)
+    assert run.core == OpenRow()
+    run.log({"loss": 0})
+    run.finish()
+    assert run.core.rows == [(0, {"loss": 0, "own": "0"})]
+
+
+def test_our_failure_is_said_once_and_leaves_the_user_alone(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(OwnRow):
+        def parts(self) -> list[dict[str, Any]]:
+            raise ZeroDivisionError("a bug of ours")
+
+    run = ModelRunWithLog()
+    row_scheduler = RowScheduler(run)
+    row_scheduler.put("watcher", Broken([0]))
+    with caplog.at_level(logging.ERROR, logger="wandb_gradwatch"):
+        for step in range(5):
+            run.log({"loss": step})
+        run.finish()
+    assert run.core.rows == [(step, {"loss": step}) for step in range(5)]
+    assert [record.message for record in caplog.records] == [
+        "Gradients are no longer logged to W&B: placing a row failed. Training goes on."
+    ]
+    assert row_scheduler.ended
+
+
+def test_the_end_gives_the_run_back_as_it_was() -> None:
+    run = ModelRunWithLog()
+    before = set(vars(run))
+    row_scheduler = RowScheduler(run)
+    assert "_log" in vars(run)
+    run.finish()
+    assert "_log" not in vars(run)
+    assert row_scheduler.ended
+    assert before <= set(vars(run))
+
+
+def test_a_last_flush_is_asked_for_before_the_end() -> None:
+    run = ModelRunWithLog()
+    row_scheduler = RowScheduler(run)
+    row_scheduler.before_end(lambda: row_scheduler.put("watcher", OwnRow([7])))
+    run.log({"loss": 0})
+    run.finish()
+    assert run.core.rows == [(0, {"loss": 0}), (1, {"own": "7"})]
+
+
+def test_a_last_flush_that_fails_does_not_take_the_waiting_rows_with_it(said: Any) -> None:
+    run = ModelRunWithLog()
+    row_scheduler = RowScheduler(run)
+    row_scheduler.put("watcher", OwnRow([0]))
+    row_scheduler.before_end(lambda: 1 / 0)
+    run.finish()
+    assert run.core.rows == [(0, {"own": "0"})]
+    assert said() == ["The last gradients were not all logged to W&B."]
+
+
+def test_a_last_flush_that_was_taken_back_is_not_called() -> None:
+    run = ModelRunWithLog()
+    forget = RowScheduler(run).before_end(lambda: pytest.fail("called"))
+    forget()
+    run.finish()
+
+
+def test_a_signal_handler_may_finish_the_run_at_any_moment() -> None:
+    # SIGUSR1 before preemption: the handler runs in the middle of put(), which holds its lock while rows merge.
+    class Interrupting(OwnRow):
+        def merge(self, later: OwnRow) -> OwnRow:
+            signal.raise_signal(signal.SIGUSR1)
+            return super().merge(later)
+
+    run = ModelRunWithLog()
+    row_scheduler = RowScheduler(run, max_waiting=1)
+    before = signal.signal(signal.SIGUSR1, lambda *_: run.finish())
+    try:
+        row_scheduler.put("watcher", Interrupting([0]))
+        row_scheduler.put("watcher", Interrupting([1]))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert split_rows(run.core.rows)[1] == [0, 1]
+
+
+def test_a_timestamp_that_the_user_gave_stays() -> None:
+    run = ModelRunWithLog()
+    row_scheduler = RowScheduler(run)
+    row_scheduler.put("watcher", OwnRow([0]))
+    run.log({"loss": 0, "_timestamp": 123.0}, step=5)
+    run.log({"loss": 1}, step=6)
+    assert run.core.rows[-1] == (5, {"loss": 0, "_timestamp": 123.0, "own": "0"})
+
+
+# ---- the real SDK
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_offline_files_hold_the_rows_of_the_model(start_run: Any, seed: int) -> None:
+    programs, runs = [], []
+    for style in STYLES:
+        program = random_program(random.Random(f"{style} {seed}"), style=style)
+        run = start_run()
+        play(run, program, max_waiting=random.Random(seed).choice((3, 64)))
+        programs.append(program)
+        runs.append(run)
+    for program, run, style in zip(programs, runs, STYLES, strict=True):
+        user, own = split_rows([(row["_step"], row) for row in history(run)])
+        assert user == user_rows(program), style
+        assert own == own_numbers(program), style
+
+
+def test_the_server_receives_the_rows_of_the_model(start_run: Any, loopback: Any) -> None:
+    for style in ("jumps", "no_commit", "mixed"):
+        program = random_program(random.Random(style), style=style)
+        run = start_run(server=loopback)
+        play(run, program)
+        user, own = split_rows([(row["_step"], row) for row in loopback.runs[run.id].history])
+        assert user == user_rows(program), style
+        assert own == own_numbers(program), style
+
+
+def test_three_threads_may_log(start_run: Any) -> None:
+    run = start_run()
+    row_scheduler = RowScheduler(run)
+
+    def user(name: str) -> None:
+        for number in range(40):
+            run.log({name: number})
+
+    threads = [threading.Thread(target=user, args=(name,)) for name in ("a", "b", "c")]
+    for thread in threads:
+        thread.start()
+    for number in range(40):
+        row_scheduler.put("watcher", OwnRow([number]))
+    for thread in threads:
+        thread.join()
+    run.finish()
+    user_part, own = split_rows([(row["_step"], row) for row in history(run)])
+    assert own == list(range(40))
+    assert [step for step, _ in user_part] == list(range(120))  # each call made a row of its own, and no step is lost
+    for name in ("a", "b", "c"):
+        assert [data[name] for _, data in user_part if name in data] == list(range(40))
+
+
+def test_media_files_keep_the_names_that_they_have_without_us(start_run: Any) -> None:
+    import wandb
+
+    def paths(with_us: bool) -> list[str]:
+        run = start_run()
+        if with_us:
+            row_scheduler = RowScheduler(run)
+        for step in (3, 9, 12):
+            if with_us:
+                for number in range(2):
+                    row_scheduler.put("watcher", OwnRow([number]))
+            run.log({"page": wandb.Html(f"<p>{step}</p>")}, step=step, commit=step == 12 or None)
+        run.finish()
+        return [row["page.path"] for row in history(run) if "page.path" in row]
+
+    assert paths(with_us=True) == paths(with_us=False)

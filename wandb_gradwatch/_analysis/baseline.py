@@ -1,0 +1,126 @@
+"""What a healthy norm looks like: mean and deviation of log norms that spikes cannot poison, and growth over time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from .._measure.columns import FloatArray
+
+# N past samples
+
+_MIN_STD: Final = 0.01  # of a log norm: a norm that never moved and then moves by 1 % is no explosion
+_OUTLIER_STDS: Final = 5.0
+_MIN_FOR_TRIMMING: Final = 8
+_RECENT: Final = 16
+_MAX_EXPONENT: Final = 700.0  # e to a larger power is no double
+_QUICK, _SLOW_FACTOR = 40, 5.0
+_GROWTH_LENGTHS: Final = (
+    5,
+    6,
+    7,
+    8,
+    10,
+    12,
+    15,
+    18,
+    22,
+    27,
+    33,
+    40,
+    50,
+    64,
+)  # a rise is seen within a fifth of its length
+
+
+@dataclass(frozen=True)
+class Limit:
+    """How large a norm may be, and what that is derived from. All but `num_samples` are norms, not logarithms."""
+
+    value: float
+    usual: float
+    stds: float
+    num_samples: int
+
+
+def student_factor(stds: float, num_samples: int) -> float:
+    """How many sample deviations from the mean of `num_samples` are as unlikely as `stds` true ones.
+
+    Student's t-quantile of the same tail (Wallace's approximation, right to about 5 % from 4 degrees of freedom on),
+    times sqrt(1 + 1/n) because the mean is an estimate too. For many samples it is `stds`.
+
+    Example: student_factor(3, 5) = 7.5 (exactly 7.3) and student_factor(3, 10000) = 3.00.
+    """
+    dof = num_samples - 1
+    z = stds * (8 * dof + 3) / (8 * dof + 1)
+    return math.sqrt(dof * math.expm1(min(z * z / dof, _MAX_EXPONENT))) * math.sqrt(1 + 1 / num_samples)
+
+
+def limit_of(
+    log_norms_N: Sequence[float], *, stds: float, min_factor: float, record_factor: float | None = None
+) -> Limit:
+    """The largest norm that is still usual after these.
+
+    A past sample far from the median does not count: the first step of a training is often 100 times larger than all
+    later ones and would hide the next explosion.
+
+    Args:
+        log_norms_N: the past, at least 2.
+        stds: deviations that are too many, if mean and deviation were known exactly.
+        min_factor: a norm below this multiple of the usual one is never too large.
+        record_factor: nor is one below this multiple of the second largest of the last 16, whether it counts or not.
+    """
+    past = np.asarray(log_norms_N, dtype=np.float64)
+    record = float(np.sort(past[-_RECENT:])[-2])  # the second, because one may be a transient
+    if len(past) >= _MIN_FOR_TRIMMING:
+        distance = np.abs(past - np.median(past))
+        # 1.4826 median distances are one standard deviation of a normal distribution.
+        kept = past[distance <= _OUTLIER_STDS * max(1.4826 * float(np.median(distance)), _MIN_STD)]
+        past = kept if len(kept) >= _MIN_FOR_TRIMMING else past
+    mean, std = float(past.mean()), max(float(past.std(ddof=1)), _MIN_STD)
+    distance_to_limit = max(student_factor(stds, len(past)) * std, math.log(min_factor))
+    if record_factor is not None:
+        distance_to_limit = max(distance_to_limit, record + math.log(record_factor) - mean)
+    return Limit(value=_exp(mean + distance_to_limit), usual=_exp(mean), stds=std, num_samples=len(past))
+
+
+@dataclass(frozen=True)
+class Growth:
+    """A steady rise: `factor` over the last `num_samples` samples."""
+
+    factor: float
+    num_samples: int
+
+
+def steady_growth(log_norms_N: Sequence[float], *, factor: float) -> Growth | None:
+    """The shortest steady rise up to now by at least `factor`; None where there is none.
+
+    Steady: a straight line through the log norms of some recent stretch rises that far, and so surely that scatter
+    alone would need a t-value of 8 (a shorter stretch: more). Scatter, one spike and a jump to a new level are not. A
+    rise that takes more than 40 samples has to be 5 times as large: so slowly a norm also leaves a plateau of the loss.
+    """
+    if len(log_norms_N) < _GROWTH_LENGTHS[0] or log_norms_N[-1] - min(log_norms_N) < math.log(factor):
+        return None
+    past: FloatArray = np.asarray(log_norms_N, dtype=np.float64)
+    for length in _GROWTH_LENGTHS:
+        if length > len(past):
+            return None
+        y = past[-length:]
+        x = np.arange(length) - (length - 1) / 2
+        slope = float(x @ y / (x @ x))
+        rise = slope * (length - 1)
+        scatter = math.sqrt(float(np.sum((y - y.mean() - slope * x) ** 2)) / (length - 2) / float(x @ x))
+        needed = student_factor(4.0, length - 1)  # degrees of freedom: length - 2
+        steady = slope > max(needed, 8.0) * scatter and float(np.max(np.diff(y))) < rise / 2  # else it is a jump
+        needed_factor = factor if length <= _QUICK else factor * _SLOW_FACTOR
+        if rise >= math.log(needed_factor) and steady:
+            return Growth(factor=_exp(rise), num_samples=length)
+    return None
+
+
+def _exp(value: float) -> float:
+    return math.exp(value) if value < _MAX_EXPONENT else math.inf

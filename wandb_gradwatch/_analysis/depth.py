@@ -1,0 +1,72 @@
+"""How a quantity changes from the layer nearest the input to the last one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from .._measure.columns import FloatArray
+from ..snapshot import Snapshot
+from .layers import module_norms
+
+# L layers in model order, the first nearest the input
+
+_MIN_LAYERS = 4
+
+
+@dataclass(frozen=True)
+class DepthTrend:
+    """The trend of log norms over the depth.
+
+    Args:
+        first, last: the names of the layers compared.
+        factor: the last layer's norm over the first one's, along the fitted line: above 1 where the gradient fades on
+            its way back to the input, below 1 where it grows.
+        order: Spearman's rank correlation of norm and depth: 1 where every layer's norm is above the one before it.
+    """
+
+    first: str
+    last: str
+    factor: float
+    order: float
+
+
+def depth_trends(snapshot: Snapshot, *, above: float) -> dict[int, DepthTrend]:
+    """The trends of the modules' gradient norms, by sample, where their factor is above a limit.
+
+    Parameters are merged into their module first, because a bias and a weight of one layer differ for other reasons.
+    """
+    names_L, norms_SL = module_norms(snapshot)
+    candidates = np.flatnonzero(_factors(norms_SL) > above * (1 - 1e-9))  # a sum in another order may round otherwise
+    trends = {int(sample): trend_of(names_L, norms_SL[sample]) for sample in candidates}
+    return {sample: trend for sample, trend in trends.items() if trend is not None and trend.factor > above}
+
+
+def _factors(norms_SL: FloatArray) -> FloatArray:
+    """`DepthTrend.factor` of every sample at once: [S]; NaN where there are too few layers."""
+    seen_SL = np.isfinite(norms_SL) & (norms_SL > 0)
+    num_S = seen_SL.sum(axis=1)
+    log_SL = np.log(norms_SL, where=seen_SL, out=np.zeros_like(norms_SL))
+    centred_SL = np.where(seen_SL, np.cumsum(seen_SL, axis=1) - (num_S[:, None] + 1) / 2, 0.0)
+    squares_S = (centred_SL**2).sum(axis=1)
+    slope_S = (centred_SL * log_SL).sum(axis=1) / np.where(num_S < _MIN_LAYERS, np.nan, squares_S)
+    factor_S: FloatArray = np.exp(np.clip(slope_S * (num_S - 1), -700, 700))
+    return factor_S
+
+
+def trend_of(names_L: tuple[str, ...], norms_L: FloatArray) -> DepthTrend | None:
+    """The trend of these layers' norms; zeros and missing ones are left out."""
+    seen = np.flatnonzero(np.isfinite(norms_L) & (norms_L > 0))
+    if len(seen) < _MIN_LAYERS:
+        return None
+    log_norms, depth = np.log(norms_L[seen]), np.arange(len(seen), dtype=np.float64)
+    centred = depth - depth.mean()
+    slope = float(centred @ log_norms / (centred @ centred))
+    ranks = np.argsort(np.argsort(log_norms)).astype(np.float64)
+    return DepthTrend(
+        first=names_L[seen[0]],
+        last=names_L[seen[-1]],
+        factor=float(np.exp(np.clip(slope * (len(seen) - 1), -700, 700))),
+        order=float(centred @ (ranks - ranks.mean()) / (centred @ centred)),
+    )

@@ -1,0 +1,51 @@
+"""How alerts are worded: the fact, the worst layers, the probable cause and the remedy, in this order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from itertools import islice
+from typing import Final, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from .._measure.columns import FloatArray
+
+# P watched parameters
+
+Item = TypeVar("Item")
+
+MAX_LAYERS: Final = 5
+CAUSE_PREFIX: Final = "Probable cause: "  # what follows it may be replaced by a diagnosis of the evidence
+
+
+def number(value: float) -> str:
+    """A value as a person reads it, three significant digits: 0.0123, 113000, 1.91e11, 5.51e-7; 4096 is 4096."""
+    text = f"{value:.3g}"
+    if 1e3 <= abs(float(text)) < 1e6:
+        return f"{value if float(value).is_integer() else float(text):.0f}"  # a loss scale is exact
+    mantissa, _, exponent = text.partition("e")
+    return f"{mantissa}e{int(exponent)}" if exponent else text
+
+
+def listing(items: Collection[Item], describe: Callable[[Item], str] = str) -> str:
+    """At most five of the items, then "and N more". Only these are put into words: a rule may speak at every step."""
+    shown = ", ".join(map(describe, islice(items, MAX_LAYERS)))
+    return f"{shown}, and {len(items) - MAX_LAYERS} more" if len(items) > MAX_LAYERS else shown
+
+
+def sentence(fact: str, layers: str, cause: str, remedy: str) -> str:
+    """The text of an alert, one line each: the fact, the worst layers if there are any, the cause with its remedy."""
+    lines = [fact]
+    if layers:
+        lines.append(f"Worst layers: {layers}.")
+    lines.append(f"{CAUSE_PREFIX}{cause}. Remedy: {remedy}.")
+    return "\n".join(lines)
+
+
+def worst_first(values_P: FloatArray, chosen: npt.ArrayLike) -> list[int]:
+    """The chosen indices by falling value; a missing value comes last."""
+    chosen_N = np.asarray(chosen, dtype=np.intp)
+    values_N = values_P[chosen_N]
+    order: list[int] = chosen_N[np.argsort(np.where(np.isfinite(values_N), -values_N, np.inf), kind="stable")].tolist()
+    return order

@@ -1,0 +1,70 @@
+"""Parameters as layers: a module's norm and its share of dead units, for every sample and therefore without a loop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from .._measure.columns import Column, FloatArray
+from ..snapshot import Snapshot, group_function
+
+# S samples, P watched parameters, L modules in model order, the first nearest the input
+
+
+@dataclass(frozen=True)
+class ModuleKinds:
+    """Which module each parameter belongs to.
+
+    Args:
+        names: [L] in the order in which they first appear.
+        of_parameter: [P] the module's place of each parameter.
+        has_bias: [L] True where one of the module's parameters is a bias.
+        order: [P] parameters sorted by their module.
+        starts: [L] where each module begins in that order.
+    """
+
+    names: tuple[str, ...]
+    of_parameter: npt.NDArray[np.intp]
+    has_bias: npt.NDArray[np.bool_]
+    order: npt.NDArray[np.intp]
+    starts: npt.NDArray[np.intp]
+
+
+@lru_cache(maxsize=16)
+def modules_of(names: tuple[str, ...]) -> ModuleKinds:
+    """The modules of these parameters; worked out once per set of names, not once per sample."""
+    module_of = group_function("module")
+    places: dict[str, int] = {}
+    of_P = np.array([places.setdefault(module_of(name), len(places)) for name in names], dtype=np.intp)
+    has_bias_L = np.zeros(len(places), dtype=bool)
+    has_bias_L[[place for name, place in zip(names, of_P, strict=True) if "bias" in name.rpartition(".")[2]]] = True
+    order_P = np.argsort(of_P, kind="stable")
+    starts_L = np.searchsorted(of_P[order_P], np.arange(len(places)))
+    return ModuleKinds(tuple(places), of_P, has_bias_L, order_P, starts_L)
+
+
+def module_norms(snapshot: Snapshot) -> tuple[tuple[str, ...], FloatArray]:
+    """Each module's gradient norm: names [L] and norms [S, L], NaN where no gradient arrived."""
+    modules = modules_of(snapshot.names)
+    sum_sq_SP = snapshot.column(Column.GRAD_SUM_SQ)[:, modules.order]
+    missing_SP = np.isnan(sum_sq_SP)
+    sum_sq_SL = np.add.reduceat(np.where(missing_SP, 0.0, sum_sq_SP), modules.starts, axis=1)
+    missing_SL = np.logical_and.reduceat(missing_SP, modules.starts, axis=1)
+    return modules.names, np.where(missing_SL, np.nan, np.sqrt(sum_sq_SL))
+
+
+def dead_units(snapshot: Snapshot) -> tuple[tuple[str, ...], FloatArray]:
+    """Each module's share of dead units: names [L] and shares [S, L], NaN where missing.
+
+    A dead unit's weights and bias are dead alike, so the least dead of a module's parameters bounds its share. Other
+    zeros are innocent: rows of an embedding that no token uses, columns of inputs that are always 0, a bias that a
+    batch norm cancels. A module without a bias could be an embedding, and counts only if all of it is dead.
+    """
+    modules = modules_of(snapshot.names)
+    dead_SP = snapshot.dead_ratio[:, modules.order]
+    least_SL = np.fmin.reduceat(dead_SP, modules.starts, axis=1)
+    whole_SL = np.where(modules.has_bias, least_SL, (least_SL == 1.0).astype(np.float64))
+    return modules.names, np.where(np.isnan(least_SL), np.nan, whole_SL)

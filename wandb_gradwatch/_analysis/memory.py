@@ -1,0 +1,88 @@
+"""What rules remember between samples: numbers by parameter name, and the kinds of samples of a training loop."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from .._measure.columns import FloatArray
+
+# P watched parameters
+
+MAX_KINDS: Final = 8
+
+
+class PerName:
+    """One number per parameter name, as an array that follows the names of the snapshot at hand.
+
+    Args:
+        default: the number of a name that was never seen.
+    """
+
+    def __init__(self, default: float = 0.0) -> None:
+        self.default = default
+        self._names: tuple[str, ...] = ()
+        self._values_P: FloatArray = np.zeros(0)
+        self._elsewhere: dict[str, float] = {}  # names of earlier snapshots that this one lacks
+
+    def of(self, names: tuple[str, ...]) -> FloatArray:
+        """The numbers of these names, to be changed in place: [P]."""
+        if names != self._names:
+            known = self._elsewhere | dict(zip(self._names, self._values_P.tolist(), strict=True))
+            self._values_P = np.array([known.pop(name, self.default) for name in names], dtype=np.float64)
+            self._names, self._elsewhere = names, known
+        return self._values_P
+
+    def state_dict(self) -> dict[str, float]:
+        values = self._elsewhere | dict(zip(self._names, self._values_P.tolist(), strict=True))
+        return {name: value for name, value in values.items() if value != self.default and value == value}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self._names, self._values_P = (), np.zeros(0)
+        self._elsewhere = {str(name): float(value) for name, value in state.items()}
+
+
+class Kinds:
+    """Tell the kinds of samples of one loop apart by which parameters they hold.
+
+    A GAN's two backward-step pairs, or training before and after most of a model is unfrozen, have norms of different
+    parameters: comparing them would call every second sample a spike, or hide the spikes of the smaller one. Samples
+    are of one kind when they share at least half of their parameters, so an expert that a batch does not use, or one
+    more unfrozen layer, changes nothing.
+    """
+
+    def __init__(self) -> None:
+        self._members: list[frozenset[str]] = []
+        self._names: tuple[str, ...] = ()
+        self._kind_of_mask: dict[bytes, int] = {}
+
+    def of(self, names: tuple[str, ...], present_P: npt.NDArray[np.bool_]) -> int:
+        """The kind of a sample that holds these of the names."""
+        mask = present_P.tobytes()
+        if names != self._names or len(self._kind_of_mask) > 4096:
+            self._names, self._kind_of_mask = names, {}
+        if mask not in self._kind_of_mask:
+            self._kind_of_mask[mask] = self._closest({names[i] for i in np.flatnonzero(present_P)})
+        return self._kind_of_mask[mask]
+
+    def _closest(self, sample: set[str]) -> int:
+        shares = [len(sample & members) / max(len(sample | members), 1) for members in self._members]
+        best = int(np.argmax(shares)) if shares else -1
+        if best >= 0 and (shares[best] >= 0.5 or len(self._members) == MAX_KINDS):
+            return best
+        self._members.append(frozenset(sample))
+        return len(self._members) - 1
+
+    def state_dict(self) -> list[list[str]]:
+        return [sorted(members) for members in self._members]
+
+    def load_state_dict(self, state: list[list[str]]) -> None:
+        self._members = [frozenset(members) for members in state]
+        self._names, self._kind_of_mask = (), {}
+
+
+def state_of(**fields: Any) -> dict[str, Any]:
+    """A state_dict of plain Python values: what has a state_dict of its own is asked for it."""
+    return {name: value.state_dict() if hasattr(value, "state_dict") else value for name, value in fields.items()}

@@ -1,0 +1,101 @@
+"""Loops without any optimizer: gradients that were reset between two backwards tell of an update between them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Final
+
+from .gradient_versions import GradientVersions
+from .parameter_registry import ParameterRegistry
+
+# This many resets of the gradients without any optimizer mean that the user updates by hand. The samples until then are
+# provisional: an optimizer that steps after all takes them back.
+_RESETS_THAT_PROVE: Final = 3
+
+
+class UpdatesByHand:
+    """Whether there is an optimizer, and what stands in for its steps where there is none.
+
+    Args:
+        roster: the watched parameters.
+        seen: the open sample's gradients.
+        excluded: an optimizer is known already.
+    """
+
+    def __init__(self, registry: ParameterRegistry, seen: GradientVersions, *, excluded: bool) -> None:
+        self._registry = registry
+        self._seen = seen
+        self.possible = not excluded  # no optimizer has stepped so far
+        self.proven = False
+        self._num_provisional = 0
+        self._versions = 0  # of the parameters, when the last backward ended
+        self._writes: dict[int, int] | None = None  # by slot, from the last backward's end to this one's begin
+
+    @property
+    def withholds(self) -> bool:
+        """Whether there are samples that may have to be taken back."""
+        return bool(self._num_provisional) and not self.proven
+
+    def exclude(self) -> int:
+        """An optimizer steps, or the user says when: what looked like updates before was not.
+
+        Returns:
+            How many provisional samples are to be taken back.
+        """
+        taken_back = self._num_provisional if self.withholds else 0
+        self._num_provisional, self.possible, self.proven = 0, False, False
+        return taken_back
+
+    def backward_begins(self) -> bool:
+        """The first gradient of a backward is there, and no other yet: the moment to see what was reset before it.
+
+        Later the backward has written to all of them, and DistributedDataParallel once more with their averages.
+
+        Returns:
+            Whether it is one of its own: the inner backwards of re-entrant checkpoints begin too, in the middle of it.
+        """
+        is_outermost = self._writes is None
+        if is_outermost:
+            self._writes = {
+                slot: writes
+                for slot, parameter in self._registry.scan()
+                if (gradient := parameter.grad) is None or not gradient.requires_grad  # create_graph=True replaces it
+                if (writes := self._seen.writes_since(slot, gradient)) is not None
+            }
+        return is_outermost
+
+    def were_reset(self, reached: Collection[int]) -> bool:
+        """Whether the gradients that this backward has reached were reset before it, or most of them.
+
+        What accumulates has written to the first gradient only, or, where they are views of one bucket, once to each.
+        """
+        writes = [writes for slot, writes in (self._writes or {}).items() if slot in reached]
+        self._writes = None
+        num_untouched = writes.count(0)
+        return len(writes) - num_untouched > num_untouched and any(number > 1 for number in writes)
+
+    def count(self) -> bool:
+        """An update is inferred; whether it is the one that proves that there is no optimizer."""
+        if self.proven:
+            return False
+        self._num_provisional += 1
+        self.proven = self._num_provisional >= _RESETS_THAT_PROVE
+        return self.proven
+
+    def settle(self) -> bool:
+        """Nothing better will be known: what was inferred counts; whether that is news."""
+        is_news = self.possible and not self.proven
+        self.proven = self.proven or is_news
+        return is_news
+
+    def remember_parameters(self) -> None:
+        """A backward has ended."""
+        self._versions = self._parameter_versions()
+
+    def has_updated(self) -> bool:
+        """Whether parameters were written to since the last backward, or updates were inferred before."""
+        return self.proven or bool(self._num_provisional) or self._versions != self._parameter_versions()
+
+    def _parameter_versions(self) -> int:
+        """Changes when a parameter is written to, but for writes through `.data`."""
+        return sum(parameter._version for _, parameter in self._registry.scan())

@@ -1,0 +1,107 @@
+"""Which gradients have been seen in the open sample, and in which state: is this the same tensor, unmodified since?
+
+A gradient that is the same tensor with the same version counter as at the end of the last backward has not been
+clipped, unscaled or replaced since (but for writes through `.data`, which leave no trace).
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterable, KeysView, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from torch import Tensor
+
+from .._runtime.autograd import Entry
+
+# An attribute of the tensor: unlike an id it is not given to another when the tensor is gone, and unlike a reference it
+# keeps nothing alive. A number, so that a gradient that is saved loads with weights_only=True.
+_TOKEN: Final = "_gradwatch_token"
+_TOKENS: Final = itertools.count(1)
+
+_REPLACED: Final = sys.maxsize
+
+
+def was_seen(gradient: Tensor) -> bool:
+    """Whether this tensor has been looked at, in this sample or an earlier one."""
+    return hasattr(gradient, _TOKEN)
+
+
+@dataclass(slots=True)
+class Inspection:
+    """Gradients that an optimizer is about to use, by what is known of them."""
+
+    late: list[Entry] = field(default_factory=list)  # as the backward left it, and not measured
+    changed: list[Entry] = field(default_factory=list)  # measured, and modified since
+    unclear: list[Entry] = field(default_factory=list)  # not measured, and perhaps modified
+    unchanged: list[Entry] = field(default_factory=list)
+    gone: list[int] = field(default_factory=list)  # seen, and taken away
+
+    @property
+    def nothing_is_left(self) -> bool:
+        """Whether there were gradients, and none of them is there any more."""
+        return bool(self.gone) and not (self.late or self.changed or self.unclear or self.unchanged)
+
+
+class GradientVersions:
+    """The open sample's gradients by slot, in parallel dictionaries: an object each would cost more than looking."""
+
+    def __init__(self) -> None:
+        self._token: dict[int, int] = {}
+        self._version: dict[int, int] = {}
+        self._measured: set[int] = set()
+
+    @property
+    def slots(self) -> KeysView[int]:
+        """Whose gradients have been seen."""
+        return self._token.keys()
+
+    def clear(self) -> None:
+        """Forget all: a new sample is open."""
+        self._token, self._version, self._measured = {}, {}, set()
+
+    def remember(self, slots: Sequence[int], gradients: Sequence[Tensor], *, measured: bool) -> None:
+        """These gradients, as they are now: [N] each."""
+        fresh = next(_TOKENS)
+        for slot, gradient in zip(slots, gradients, strict=True):
+            token = getattr(gradient, _TOKEN, None)
+            if token is None:
+                token = fresh  # one for all of them: a slot's gradient is compared with the same slot's only
+                setattr(gradient, _TOKEN, token)
+            self._token[slot] = token
+            self._version[slot] = gradient._version
+        if measured:
+            self._measured.update(slots)
+        else:
+            self._measured.difference_update(slots)
+
+    def writes_since(self, slot: int, gradient: Tensor | None) -> int | None:
+        """How often it was written to since; None if it was not seen, and more than any number if it was replaced."""
+        version = self._version.get(slot)
+        if version is None:
+            return None
+        if gradient is None or getattr(gradient, _TOKEN, None) != self._token[slot]:
+            return _REPLACED
+        return gradient._version - version
+
+    def inspect(self, entries: Iterable[Entry], *, inside_backward: bool) -> Inspection:
+        """Sort parameters by the state of their gradients; inside a backward nothing was seen before it."""
+        found = Inspection()
+        tokens, versions, measured = self._token, self._version, self._measured
+        for entry in entries:
+            slot, parameter = entry
+            gradient = parameter.grad
+            if gradient is None:
+                if slot in tokens:
+                    found.gone.append(slot)
+            elif inside_backward:
+                found.late.append(entry)
+            elif slot not in tokens:
+                found.unclear.append(entry)
+            elif versions[slot] == gradient._version and getattr(gradient, _TOKEN, None) == tokens[slot]:
+                (found.unchanged if slot in measured else found.late).append(entry)
+            else:
+                (found.changed if slot in measured else found.unclear).append(entry)
+        return found

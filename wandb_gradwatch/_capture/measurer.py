@@ -1,0 +1,243 @@
+"""Measures gradients into the open sample, each in the units that it has at that moment."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from .._measure.columns import NUM_COLUMNS, SCALE_POWER, Column
+from .._measure.elements import onto
+from .._measure.measure import measure, sum_sq
+from .._runtime.autograd import Entry
+from .._runtime.sharding import local_gradient, local_part
+from .._transfer.sample_buffer import SampleBuffer
+from .gradient_versions import GradientVersions
+from .optimizer_registry import OptimizerRegistry
+from .probes import WatchedTensor
+from .scaling import SCALES, scale_tensor
+from .timing import DeviceTimer
+
+
+@dataclass(frozen=True)
+class MeasureOptions:
+    """What is measured of each gradient.
+
+    Args:
+        parameters: also the parameter's norm.
+        dead_threshold: |g| <= this is dead.
+        backend: as given to watch().
+        loss_scale: what the user's loss is multiplied with, and the gradients are divided by before the step, by hand;
+            None: by a scaler, or not at all.
+    """
+
+    parameters: bool
+    dead_threshold: float
+    backend: str
+    loss_scale: float | None = None
+
+
+@dataclass(slots=True)
+class _Group:
+    """Gradients of one scaler on one device, in ascending slots: [N] each.
+
+    Args:
+        held: the gradients as their parameters hold them.
+    """
+
+    scaler: GradScaler | None
+    slots: list[int]
+    parameters: list[Tensor]
+    stash: list[Tensor]
+
+    @property
+    def device(self) -> torch.device:
+        return self.stash[0].device
+
+    @property
+    def tensors(self) -> tuple[list[Tensor], list[Tensor]]:
+        """The gradients and the parameters, their local parts where they are sharded."""
+        if all(type(parameter) is Parameter for parameter in self.parameters):
+            return self.stash, self.parameters
+        gradients = [local_gradient(parameter) for parameter in self.parameters]
+        return gradients, [local_part(parameter) for parameter in self.parameters]
+
+
+class Measurer:
+    """The open sample's gradients: what was seen of them, and their rows in the window.
+
+    Args:
+        timer: told of every pass over gradients; None: nobody asks.
+    """
+
+    def __init__(
+        self,
+        window: SampleBuffer,
+        optimizer_registry: OptimizerRegistry,
+        options: MeasureOptions,
+        timer: DeviceTimer | None = None,
+    ) -> None:
+        self._timer = timer
+        self._window = window
+        self._optimizer_registry = optimizer_registry
+        self._options = options
+        self.seen = GradientVersions()
+        self._scales: dict[torch.device, Tensor] = {}  # by hand
+        self._assumed_scaler: dict[int, GradScaler | None] = {}  # by slot, where a scaler is in use
+
+    def _timed(self, device: torch.device) -> AbstractContextManager[None]:
+        return nullcontext() if self._timer is None else self._timer.on(device)
+
+    def begin_sample(self) -> None:
+        """Forget what was seen: a new sample is open."""
+        self.seen.clear()
+        self._assumed_scaler.clear()
+
+    def note(self, entries: Iterable[Entry]) -> None:
+        """Remember the gradients' state without looking into them."""
+        present = [(slot, gradient) for slot, parameter in entries if (gradient := parameter.grad) is not None]
+        self.seen.remember([slot for slot, _ in present], [gradient for _, gradient in present], measured=False)
+
+    def measure(self, present: Sequence[Entry], *, histogram: bool, parameters: bool = True) -> None:
+        """Measure gradients that are as the backward left them: scaled and unclipped; and their parameters."""
+        any_scaler = SCALES.scaler_of(None) is not None
+        for group in self._groups(present, by_scaler=any_scaler):
+            inverse_scale = None
+            if any_scaler:
+                scale = None if group.scaler is None else scale_tensor(group.scaler)
+            else:
+                scale = self._scale_by_hand(group.device)
+            if scale is not None:
+                self._window.set_loss_scale(scale)
+                inverse_scale = onto(scale.double().reciprocal(), group.device)
+            gradients, theirs = group.tensors
+            with self._timed(group.device):
+                measurement = measure(
+                    gradients,
+                    theirs if parameters and self._options.parameters else None,
+                    dead_threshold=self._options.dead_threshold,
+                    inverse_scale=inverse_scale,
+                    histogram=histogram,
+                    backend=self._options.backend,
+                )
+            self._window.write(group.slots, measurement)
+            self.seen.remember(group.slots, group.stash, measured=True)
+            if any_scaler:
+                self._assumed_scaler.update(dict.fromkeys(group.slots, group.scaler))
+
+    def _scale_by_hand(self, device: torch.device) -> Tensor | None:
+        if self._options.loss_scale is None:
+            return None
+        if device not in self._scales:
+            self._scales[device] = torch.full((), self._options.loss_scale, device=device)
+        return self._scales[device]
+
+    def measure_after_clipping(self, present: Sequence[Entry], optimizer: Optimizer) -> None:
+        """Measure gradients that may have been clipped since the backward; what clipping hides stays missing."""
+        for group in self._groups(present, by_scaler=False):
+            gradients, parameters = group.tensors
+            measurement = measure(
+                gradients,
+                parameters if self._options.parameters else None,
+                dead_threshold=self._options.dead_threshold,
+                inverse_scale=_pending_inverse_scale(optimizer, group.device),
+                backend=self._options.backend,
+            )
+            self._window.write_after_clipping(group.slots, measurement)
+
+    def measure_received(self, present: Sequence[Entry], optimizer: Optimizer) -> None:
+        """One cheap pass over gradients that may have changed between the backward and the step."""
+        for group in self._groups(present, by_scaler=False):
+            gradients, _ = group.tensors
+            inverse_scale = _pending_inverse_scale(optimizer, group.device)
+            with self._timed(group.device):
+                received = sum_sq(gradients, inverse_scale=inverse_scale, backend=self._options.backend)
+            self._window.write_received(group.slots, received)
+
+    def watched(self, entries: Iterable[Entry], names: Sequence[str], *, scaled: bool) -> list[WatchedTensor]:
+        """The entries as probes see them."""
+        tensors = []
+        for slot, parameter in entries:
+            gradient = parameter.grad
+            scaler = SCALES.scaler_of(self._optimizer_registry.of_slot(slot)) if scaled else None
+            scale = scale_tensor(scaler) if scaler is not None else None
+            if scaled and SCALES.scaler_of(None) is None:
+                scale = self._scale_by_hand(parameter.device)
+            tensors.append(
+                WatchedTensor(
+                    names[slot],
+                    local_part(parameter).detach(),
+                    None if gradient is None else local_gradient(parameter).detach(),
+                    None if scale is None else scale.reciprocal(),
+                )
+            )
+        return tensors
+
+    def correct_scale(self, optimizer: Optimizer) -> None:
+        """Undo a loss scale that was assumed before it was known who steps this optimizer."""
+        if not self._assumed_scaler:
+            return
+        actual = SCALES.scaler_of(optimizer)
+        wrong: dict[int, tuple[GradScaler | None, list[int]]] = {}
+        for slot in sorted(self._optimizer_registry.slots(optimizer)):
+            if slot not in self._assumed_scaler:
+                continue
+            assumed = self._assumed_scaler.pop(slot)
+            if assumed is not actual:
+                wrong.setdefault(id(assumed), (assumed, []))[1].append(slot)
+        for assumed, slots in wrong.values():
+            before = None if assumed is None else scale_tensor(assumed)
+            after = None if actual is None else scale_tensor(actual)
+            if after is not None:
+                self._window.set_loss_scale(after)
+            scale = before if before is not None else after
+            if scale is None:
+                continue
+            factor = scale.double() if before is not None else torch.ones_like(scale, dtype=torch.float64)
+            if after is not None:
+                factor = factor / after.double()
+            factor_C = torch.ones(NUM_COLUMNS, dtype=torch.float64, device=factor.device)
+            for column, power in SCALE_POWER.items():
+                factor_C[column] = factor**power
+            factor_C[Column.RECEIVED_SUM_SQ] = factor**2  # so far a copy of what was measured
+            self._window.rescale(slots, factor_C)
+
+    def _groups(self, present: Sequence[Entry], *, by_scaler: bool) -> Iterator[_Group]:
+        """Entries that have a gradient, by device and, if asked for, by the scaler of their optimizer."""
+        if not present:
+            return
+        slots = [slot for slot, _ in present]
+        if any(slot > following for slot, following in itertools.pairwise(slots)):
+            present = sorted(present, key=_slot)
+            slots = [slot for slot, _ in present]
+        parameters = [parameter for _, parameter in present]
+        stash: list[Tensor] = [parameter.grad for parameter in parameters]  # type: ignore[misc]
+        devices = [gradient.device for gradient in stash]
+        if not by_scaler and devices.count(devices[0]) == len(devices):  # as nearly always
+            yield _Group(None, slots, parameters, stash)
+            return
+        groups: dict[tuple[int, torch.device], _Group] = {}
+        for slot, parameter, gradient, device in zip(slots, parameters, stash, devices, strict=True):
+            scaler = SCALES.scaler_of(self._optimizer_registry.of_slot(slot)) if by_scaler else None
+            group = groups.setdefault((id(scaler), device), _Group(scaler, [], [], []))
+            group.slots.append(slot)
+            group.parameters.append(parameter)
+            group.stash.append(gradient)
+        yield from groups.values()
+
+
+def _slot(entry: Entry) -> int:
+    return entry[0]
+
+
+def _pending_inverse_scale(optimizer: Optimizer, device: torch.device) -> Tensor | None:
+    """What an optimizer that unscales by itself is still going to multiply with; None for every other."""
+    grad_scale: Tensor | None = getattr(optimizer, "grad_scale", None)
+    return None if grad_scale is None else onto(grad_scale.double().reciprocal().reshape(()), device)

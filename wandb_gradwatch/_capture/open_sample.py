@@ -1,0 +1,191 @@
+"""What is measured of the open sample: each gradient as the backward left it, and as the optimizer received it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from torch.optim import Optimizer
+
+from .._runtime.autograd import Entry
+from .._transfer.sample_buffer import SampleBuffer
+from .clock import SampleClock
+from .events import SamplerEvents
+from .gradient_versions import GradientVersions, Inspection
+from .measurer import Measurer
+from .optimizer_registry import OptimizerRegistry
+from .parameter_registry import ParameterRegistry
+from .probes import Probes
+from .schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What the open sample is part of.
+
+    Args:
+        roster: the watched parameters.
+        window: where rows go.
+        clock: knows the open step and what was marked in it.
+        schedule: knows what is due.
+        owners: know which parameters an optimizer updates.
+        events: how the watcher hears of what is odd.
+        scan: walks the model and follows what is new in it.
+    """
+
+    registry: ParameterRegistry
+    window: SampleBuffer
+    clock: SampleClock
+    schedule: Schedule
+    optimizer_registry: OptimizerRegistry
+    events: SamplerEvents
+    scan: Callable[[], list[Entry]]
+
+
+class OpenSample:
+    """The open sample.
+
+    Args:
+        around: what it is part of.
+        gauge: measures gradients.
+        probes: measure everything else.
+        guard_reads_rows: whether a guard looks at the rows of every step, sampled or not.
+    """
+
+    def __init__(self, around: Surroundings, measurer: Measurer, probes: Probes, *, guard_reads_rows: bool) -> None:
+        self._around = around
+        self._measurer = measurer
+        self._probes = probes
+        self._guard_reads_rows = guard_reads_rows
+        self._being_unscaled: list[Entry] = []
+        self.compared: tuple[int, ...] = ()  # slots whose gradients looked unmodified and were compared all the same
+
+    @property
+    def seen(self) -> GradientVersions:
+        """The gradients that were seen in it."""
+        return self._measurer.seen
+
+    def begin(self) -> None:
+        """A new sample is open."""
+        self._measurer.begin_sample()
+        self.compared = ()
+        if self._probes:
+            schedule = self._around.schedule
+            self._probes.start(schedule.is_sampled, schedule.has_histogram)
+
+    # ---- after a backward
+
+    def note(self, entries: Iterable[Entry]) -> None:
+        """Remember the gradients' state without looking into them."""
+        self._measurer.note(entries)
+
+    def measure_present(self, entries: Iterable[Entry]) -> None:
+        """Measure every gradient that is there, marked or not: some hooks are blind (swapped tensors)."""
+        present = [entry for entry in entries if entry[1].grad is not None]
+        self._measure(present)
+        marked = self._around.clock.marked
+        unmarked = sorted(slot for slot, _ in present if slot not in marked)
+        if unmarked:
+            self._around.window.drop_zero_rows(unmarked)
+
+    def _measure(self, present: Sequence[Entry]) -> None:
+        schedule = self._around.schedule
+        self._measurer.measure(present, histogram=schedule.has_histogram, parameters=self._rows_are_read)
+        if self._probes and schedule.is_sampled:
+            tensors = self._measurer.watched(present, self._around.registry.names, scaled=True)
+            self._probes.gradients_ready(tensors)
+
+    @property
+    def _rows_are_read(self) -> bool:
+        """Whether the open step's rows are for more than a guard that judges by the norm."""
+        return self._guard_reads_rows or self._around.schedule.is_sampled
+
+    # ---- before a step
+
+    def inspect(self, optimizer: Optimizer, *, inside_backward: bool) -> None:
+        """Compare what the optimizer is about to use with what was measured, and measure what is not known yet."""
+        around = self._around
+        found = self.seen.inspect(around.optimizer_registry.entries(optimizer), inside_backward=inside_backward)
+        if inside_backward:
+            around.clock.marked.update(slot for slot, _ in found.late)
+        self._measurer.correct_scale(optimizer)
+        if found.gone:
+            self._drop(found)
+        if found.late:
+            self._measure(found.late)
+        if found.unclear:
+            self._measure_unclear(found.unclear, optimizer)
+        modified = found.changed
+        if found.unchanged and around.schedule.is_compared:
+            self.compared += tuple(slot for slot, _ in found.unchanged)
+            modified = modified + found.unchanged
+        if modified and self._rows_are_read:
+            self._measurer.measure_received(modified, optimizer)
+        found_inf = getattr(optimizer, "found_inf", None)  # set by a scaler where the optimizer itself skips
+        if found_inf is not None:
+            around.window.set_found_inf(found_inf)
+
+    def _drop(self, found: Inspection) -> None:
+        """Gradients that were seen are None."""
+        self._around.window.clear(found.gone)
+        if found.nothing_is_left:
+            step = self._around.clock.open_step
+            self._around.events.no_gradient(
+                "every gradient was already None when the optimizer stepped, though the backward had computed them. "
+                "Call zero_grad() after step(), or before backward().",
+                step,
+            )
+
+    def _measure_unclear(self, unclear: Sequence[Entry], optimizer: Optimizer) -> None:
+        """Gradients that nothing has told of may have been clipped."""
+        around = self._around
+        entries = around.scan()  # hook what was unfrozen
+        if not around.clock.backwards:  # assigned by hand, and for every optimizer that is going to step
+            self.mark_present(entries)
+        self._measurer.measure_after_clipping(unclear, optimizer)
+        names = around.registry.some_names(slot for slot, _ in unclear)
+        around.events.notice(
+            "unclipped gradient not seen",
+            f"the gradients of {names} could not be seen before clipping in step {around.clock.open_step}: their "
+            "grad_norm is missing there, grad_norm_clipped is there",
+        )
+
+    def mark_present(self, entries: Iterable[Entry]) -> None:
+        """Take every gradient that is there for one of the open sample's, though no backward was seen to make it."""
+        self._around.clock.marked.update(slot for slot, parameter in entries if parameter.grad is not None)
+
+    def before_update(self, optimizer: Optimizer) -> None:
+        """The optimizer is about to update its parameters."""
+        if self._probes and self._around.schedule.is_sampled:
+            entries = self._around.optimizer_registry.entries(optimizer)
+            self._probes.before_update(self._measurer.watched(entries, self._around.registry.names, scaled=False))
+
+    def after_update(self, optimizer: Optimizer) -> None:
+        """It has updated them."""
+        if self._probes and self._around.schedule.is_sampled:
+            entries = self._around.optimizer_registry.entries(optimizer)
+            self._probes.after_update(self._measurer.watched(entries, self._around.registry.names, scaled=False))
+
+    # ---- loss scale
+
+    def before_unscale(self, optimizer: Optimizer) -> None:
+        """A scaler is about to divide this optimizer's gradients."""
+        found = self.seen.inspect(self._around.optimizer_registry.entries(optimizer), inside_backward=False)
+        self._being_unscaled = found.late + found.unchanged
+        if found.late:
+            self._measure(found.late)
+
+    def after_unscale(self) -> None:
+        """It has: they are as they were before, in other units."""
+        there = [(slot, parameter.grad) for slot, parameter in self._being_unscaled if parameter.grad is not None]
+        self.seen.remember([slot for slot, _ in there], [gradient for _, gradient in there], measured=True)
+        self._being_unscaled = []
+
+    # ---- the end
+
+    def keep_only(self, updated: Sequence[Sequence[int]]) -> None:
+        """Gradients of parameters that no optimizer updated are missing in the sample."""
+        if updated:
+            not_stepped = sorted(set(self.seen.slots).difference(*updated))
+            if not_stepped:
+                self._around.window.clear(not_stepped)

@@ -1,0 +1,123 @@
+"""Which optimizer updates which parameters: found by looking at the optimizers that step."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+
+from torch.optim import Optimizer
+
+from .._runtime.autograd import Entry
+from .._runtime.weak_ids import WeakKeyDictionary
+from .clock import SampleClock
+from .parameter_registry import ParameterRegistry
+
+_NOTHING_WATCHED = -1
+
+
+class OptimizerRegistry:
+    """Optimizers by key, and the slots that they own, recorded in the clock. Keeps no optimizer alive.
+
+    Args:
+        roster: the watched parameters.
+        clock: is told who owns what.
+        rescan: walks the model again, when an optimizer holds tensors that the roster does not know.
+        appointed: an optimizer that owns every parameter no other one owns (it holds master weights).
+    """
+
+    def __init__(
+        self, registry: ParameterRegistry, clock: SampleClock, rescan: Callable[[], object], appointed: Optimizer | None
+    ) -> None:
+        self._registry = registry
+        self._clock = clock
+        self._rescan = rescan
+        self._appointed = weakref.ref(appointed) if appointed is not None else None
+        self._known: WeakKeyDictionary[Optimizer, tuple[int, int]] = WeakKeyDictionary()
+        self._by_key: dict[int, weakref.ref[Optimizer]] = {}
+        self._num_keys = 0
+        self._version = registry.version  # of the names when every optimizer was looked at
+
+    def known_to_follow(self, optimizer: Optimizer) -> bool | None:
+        """Whether it owns anything watched; None if it is new or has changed. Asked at every step."""
+        known = self._known.get(optimizer)
+        if known is None or known[1] != self._fingerprint(optimizer):
+            return None
+        return known[0] != _NOTHING_WATCHED
+
+    def key(self, optimizer: Optimizer) -> int:
+        """The number that stands for this optimizer."""
+        if optimizer not in self._known:
+            self.learn(optimizer)
+        return self._known[optimizer][0]
+
+    def slots(self, optimizer: Optimizer) -> frozenset[int]:
+        """What it owns."""
+        return self._clock.owned.get(self.key(optimizer), frozenset())
+
+    def of_slot(self, slot: int) -> Optimizer | None:
+        """Who owns this slot, as far as is known."""
+        key = self._clock.owner.get(slot)
+        reference = self._by_key.get(key) if key is not None else None
+        return reference() if reference is not None else None
+
+    def entries(self, optimizer: Optimizer) -> list[Entry]:
+        """The watched parameters that this optimizer is about to update."""
+        if self._is_appointed(optimizer):
+            slots = self.slots(optimizer)
+            return [entry for entry in self._registry.scan() if entry[0] in slots]
+        slot_of_id = self._registry.slot_of_id
+        return [
+            (slot, parameter)
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if (slot := slot_of_id.get(id(parameter))) is not None
+        ]
+
+    def _fingerprint(self, optimizer: Optimizer) -> int:
+        """Changes when parameters are added to the optimizer, exchanged in it, or replaced in the model."""
+        groups = [
+            (len(parameters), id(parameters[0]), id(parameters[-1])) if (parameters := group["params"]) else 0
+            for group in optimizer.param_groups
+        ]
+        return hash((self._registry.version, *groups))
+
+    def learn(self, optimizer: Optimizer) -> bool:
+        """Look at what it holds: whether any of it is watched. Where names have moved, at what the others hold, too."""
+        if any(key not in self._registry.slot_of_id for key in _ids(optimizer)):
+            self._rescan()
+        if self._version != self._registry.version:
+            self._version = self._registry.version
+            for other in [reference() for reference in self._by_key.values()]:
+                if other is not None and other is not optimizer:
+                    self._look_at(other)
+        return self._look_at(optimizer)
+
+    def _look_at(self, optimizer: Optimizer) -> bool:
+        known = self._known.get(optimizer)
+        key = known[0] if known is not None else _NOTHING_WATCHED
+        slot_of_id = self._registry.slot_of_id
+        slots = {slot_of_id[one] for one in _ids(optimizer) if one in slot_of_id}
+        if self._is_appointed(optimizer):
+            of_others = {slot for slot, owner in self._clock.owner.items() if owner != key}
+            slots |= set(range(len(self._registry.names))) - of_others
+        if not slots:
+            key = _NOTHING_WATCHED
+        elif key == _NOTHING_WATCHED:
+            key = self._num_keys = self._num_keys + 1
+            self._by_key[key] = weakref.ref(optimizer, functools.partial(self._gone, key))
+        if key != _NOTHING_WATCHED:
+            self._clock.own(key, frozenset(slots))
+        self._known[optimizer] = (key, self._fingerprint(optimizer))
+        return key != _NOTHING_WATCHED
+
+    def _is_appointed(self, optimizer: Optimizer) -> bool:
+        return self._appointed is not None and self._appointed() is optimizer
+
+    def _gone(self, key: int, _: object) -> None:
+        self._by_key.pop(key, None)
+        self._clock.disown(key)
+
+
+def _ids(optimizer: Optimizer) -> list[int]:
+    return [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]

@@ -1,0 +1,286 @@
+"""Which parameters are watched, under which names, and where each has its place in the window.
+
+Keeps no reference to a parameter, strong or weak: a strong one leaks the model, a weak one makes `model.to()` raise
+where it swaps tensors. The model is held weakly and walked again whenever its parameters are needed, which is also how
+new, replaced and unfrozen parameters are found.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from torch import Tensor, nn
+
+NameFilter = str | re.Pattern[str] | Callable[[str], bool] | Sequence["str | re.Pattern[str]"]
+Models = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
+
+# Child names that wrappers put between a module and itself. "module" is an ordinary name too, so it is only stripped
+# below the classes that are known to add it.
+_FSDP1_CHILD: Final = "_fsdp_wrapped_module"
+_TRANSPARENT_CHILDREN: Final = frozenset({"_orig_mod", _FSDP1_CHILD, "_checkpoint_wrapped_module", "_forward_module"})
+_TRANSPARENT_PARENTS: Final = frozenset({"DistributedDataParallel", "DataParallel", "DeepSpeedEngine"})
+
+
+class ParameterRegistry:
+    """Names, places (slots) and the way back to the living parameters.
+
+    A slot belongs to a name for good: a parameter that is replaced inherits it, one that appears later gets the next.
+
+    Args:
+        models: one model, or several with distinct prefixes ("model0.", "model1.", or the mapping's keys).
+        include: watch only names that match; a regular expression (searched), several of them, or a function.
+        exclude: do not watch names that match.
+
+    Raises:
+        TypeError: models is not a module, a sequence or a mapping of modules.
+        ValueError: nothing trainable is left to watch.
+    """
+
+    def __init__(self, models: Models, *, include: NameFilter | None = None, exclude: NameFilter | None = None) -> None:
+        self._models = [(prefix, weakref.ref(unwrapped(model))) for prefix, model in with_prefixes(models)]
+        self._include = name_predicate(include, "include")
+        self._exclude = name_predicate(exclude, "exclude")
+        self._scanned = False
+        self._hidden = 0  # characters of a name that the user's filters do not see
+        self._watched: dict[str, bool] = {}  # the filters' verdict on every name seen so far
+        self.slot_of_name: dict[str, int] = {}
+        self.names: list[str] = []
+        self.trainable: list[bool] = []  # by slot, as of the last scan
+        self.slot_of_id: dict[int, int] = {}  # id(parameter) -> slot, as of the last scan
+        self.version = 0  # changes whenever slot_of_id does
+        self.changes = 0  # changes whenever there may be something to hook: another parameter, or an unfrozen one
+        self._seen = _Walked()
+        entries = self.scan()
+        if not any(parameter.requires_grad for _, parameter in entries):
+            raise ValueError(self._nothing_to_watch(include, exclude))
+
+    def put_below(self, prefix: str) -> None:
+        """Begin every name with a prefix, before anything is measured: another watcher's names are the same."""
+        self._models = [(f"{prefix}.{own}", reference) for own, reference in self._models]
+        self._hidden = len(prefix) + 1
+        self._watched, self.slot_of_name, self.names, self.trainable = {}, {}, [], []
+        self._seen = _Walked()
+        self.scan()
+
+    def models(self) -> list[nn.Module]:
+        """The models that are still alive, without what wraps the whole of one."""
+        return [model for _, reference in self._models if (model := reference()) is not None]
+
+    @property
+    def alive(self) -> bool:
+        """False once every model has been collected."""
+        return any(reference() is not None for _, reference in self._models)
+
+    def frozen_names(self) -> set[str]:
+        """What cannot have a gradient now: frozen, or no longer in the model."""
+        return {name for name, trainable in zip(self.names, self.trainable, strict=True) if not trainable}
+
+    def some_names(self, slots: Iterable[int], limit: int = 3) -> str:
+        """The first of these slots' names, and how many more there are: for a message."""
+        names = [self.names[slot] for slot in slots]
+        more = f" and {len(names) - limit} more" if len(names) > limit else ""
+        return ", ".join(names[:limit]) + more
+
+    def scan(self) -> list[tuple[int, Tensor]]:
+        """Walk the models: (slot, parameter) of every watched parameter, in model order, a tied one once.
+
+        Cost: a walk over the modules where nothing has changed since the last scan, a few times as much else.
+        """
+        parameters = self._seen.parameters()
+        if parameters is None:
+            entries = self._scan_anew()
+        else:
+            entries = [(slot, parameters[place]) for slot, place in self._seen.places]
+        trainable = [False] * len(self.names)
+        for slot, parameter in entries:
+            trainable[slot] = parameter.requires_grad
+        if trainable != self.trainable:
+            self.trainable = trainable
+            self.changes += 1
+        return entries
+
+    def _scan_anew(self) -> list[tuple[int, Tensor]]:
+        entries: list[tuple[int, Tensor]] = []
+        places: list[tuple[int, int]] = []
+        slot_of_id: dict[int, int] = {}
+        slots: set[int] = set()
+        modules: list[nn.Module] = []
+        for place, (name, parameter) in enumerate(self._walk(modules)):
+            if parameter is None or id(parameter) in slot_of_id:
+                continue
+            slot = self.slot_of_name.get(name)
+            if slot is None:
+                if not self._is_watched(name, parameter):
+                    continue
+                slot = self.slot_of_name[name] = len(self.names)
+                self.names.append(name)
+            if slot in slots:
+                if not self._scanned:
+                    raise ValueError(f"two parameters would both be called {name!r}; give the models other keys")
+                continue
+            slots.add(slot)
+            slot_of_id[id(parameter)] = slot
+            entries.append((slot, parameter))
+            places.append((slot, place))
+        self.changes += 1
+        if slot_of_id != self.slot_of_id:  # other parameters, or the same under other names
+            self.version += 1
+        self.slot_of_id = slot_of_id
+        self._seen = _Walked(modules, places, complete=all(reference() is not None for _, reference in self._models))
+        self._scanned = True
+        return entries
+
+    def _walk(self, modules: list[nn.Module]) -> Iterator[tuple[str, nn.Parameter | None]]:
+        """Every parameter's place, with its name; the modules are added to the list in the order of the walk."""
+        seen: set[int] = set()
+        for prefix, reference in self._models:
+            model = reference()
+            if model is not None:
+                yield from _walk(model, prefix, seen, modules)
+
+    def _is_watched(self, name: str, parameter: Tensor) -> bool:
+        verdict = self._watched.get(name)
+        if verdict is None:
+            own = name[self._hidden :]
+            wanted = (self._include is None or self._include(own)) and not (self._exclude and self._exclude(own))
+            # Integer tensors (quantised weights) can never have a gradient.
+            verdict = wanted and (parameter.is_floating_point() or parameter.is_complex())
+            self._watched[name] = verdict
+        return verdict
+
+    def _nothing_to_watch(self, include: NameFilter | None, exclude: NameFilter | None) -> str:
+        trainable = [name for name, parameter in self._walk([]) if parameter is not None and parameter.requires_grad]
+        if not trainable:
+            return (
+                "watch() found no trainable parameter: the model has none with requires_grad=True; "
+                "pass the model that is trained, or unfreeze a layer first"
+            )
+        matching = f"matching include={include!r}" if include is not None else "left"
+        excluded = f" after exclude={exclude!r}" if exclude is not None else ""
+        return f"watch() found no trainable parameter {matching}{excluded}; the first names are {trainable[:3]}"
+
+
+class _Walked:
+    """What the last walk met, to be compared with what is there now. Holds modules weakly, and no tensor.
+
+    Args:
+        modules: in the order of the walk, each once.
+        places: (slot, place among all the modules' parameters) of what is watched.
+        complete: False for a walk that cannot be repeated by asking these modules.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module] = (),
+        places: Sequence[tuple[int, int]] = (),
+        *,
+        complete: bool = False,
+    ) -> None:
+        self.places = places
+        self._complete = complete
+        self._modules = [weakref.ref(module) for module in modules]
+        self._parameter_ids = [id(parameter) for module in modules for parameter in module._parameters.values()]
+        self._child_ids = [id(child) for module in modules for child in module._modules.values()]
+        self._keys = [key for module in modules for key in (*module._parameters.keys(), *module._modules.keys())]
+
+    def parameters(self) -> list[Tensor] | None:
+        """The parameters now, at their places; None if any module has other parameters, children or names than then.
+
+        A parameter that was freed and replaced by another of the same id is the same place of the same name.
+        """
+        if not self._complete:
+            return None
+        modules = [reference() for reference in self._modules]
+        parameters: list[Any] = []
+        children: list[Any] = []
+        keys: list[str] = []
+        for module in modules:
+            if module is None:
+                return None
+            parameters += module._parameters.values()
+            children += module._modules.values()
+            keys += module._parameters.keys()  # keys(): a scripted module's cannot be iterated over
+            keys += module._modules.keys()
+        same_tensors = list(map(id, parameters)) == self._parameter_ids
+        return (
+            parameters if same_tensors and list(map(id, children)) == self._child_ids and keys == self._keys else None
+        )
+
+
+def _walk(
+    module: nn.Module, prefix: str, seen: set[int], modules: list[nn.Module]
+) -> Iterator[tuple[str, nn.Parameter | None]]:
+    """named_parameters() without wrappers' prefixes and with the Nones; a shared module is visited once."""
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    modules.append(module)
+    for key, parameter in module._parameters.items():
+        yield prefix + key, parameter
+    for key, child in module._modules.items():
+        if child is not None:
+            yield from _walk(child, prefix if is_transparent(module, key) else f"{prefix}{key}.", seen, modules)
+
+
+def is_transparent(parent: nn.Module, key: str) -> bool:
+    """Whether this child is the module that its parent only wraps: it has the parent's name."""
+    return key in _TRANSPARENT_CHILDREN or (key == "module" and type(parent).__name__ in _TRANSPARENT_PARENTS)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """What is inside of wrappers around a whole model, which come and go while it is trained.
+
+    FSDP1's is kept: it is how its flat parameters are found.
+    """
+    for key, child in model._modules.items():
+        if child is not None and key != _FSDP1_CHILD and is_transparent(model, key):
+            return unwrapped(child)
+    return model
+
+
+def with_prefixes(models: Models, *, asked_by: str = "watch()") -> Iterable[tuple[str, nn.Module]]:
+    """Each model with what its names begin with; one alone has no prefix. `asked_by` begins the messages.
+
+    Raises:
+        TypeError, ValueError: as the ParameterRegistry's.
+    """
+    if isinstance(models, nn.Module):
+        return [("", models)]
+    if isinstance(models, Mapping):
+        named = [(f"{key}.", model) for key, model in models.items()]
+    elif isinstance(models, Sequence) and not isinstance(models, str):
+        named = [("" if len(models) == 1 else f"model{index}.", model) for index, model in enumerate(models)]
+    else:
+        named = [("", models)]
+    for _, model in named:
+        if not isinstance(model, nn.Module):
+            raise TypeError(
+                f"{asked_by} needs a torch.nn.Module, or a list or dict of them, but got {type(model).__name__}; "
+                "pass the model itself, not its parameters or its optimizer"
+            )
+    if not named:
+        raise ValueError(f"{asked_by} got an empty collection of models; pass at least one torch.nn.Module")
+    return named
+
+
+def name_predicate(names: NameFilter | None, argument: str) -> Callable[[str], bool] | None:
+    """The filter as a function; None where there is none.
+
+    Raises:
+        ValueError: not a regular expression; `argument` is its name in the message.
+    """
+    if names is None:
+        return None
+    if callable(names):
+        return names
+    if not isinstance(names, str | re.Pattern | Sequence):
+        raise ValueError(f"{argument}={names!r} must be a regular expression, several of them, or a function of a name")
+    patterns = [names] if isinstance(names, str | re.Pattern) else list(names)
+    try:
+        compiled = [re.compile(pattern) for pattern in patterns]
+    except (re.error, TypeError) as error:
+        raise ValueError(f"{argument}={names!r} is not a regular expression: {error}") from None
+    return lambda name: any(pattern.search(name) for pattern in compiled)

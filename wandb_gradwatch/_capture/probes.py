@@ -1,0 +1,135 @@
+"""What else can be measured along the way: the interface between the sampler and everything in modules/."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from .._runtime.error_boundary import CallbackError
+from .._transfer.transfers import Found as Found  # what take() returns, for probes
+
+logger: Final = logging.getLogger("wandb_gradwatch")
+
+
+@dataclass(frozen=True)
+class WatchedTensor:
+    """One watched parameter at a moment of a sample. Not to be kept beyond the call.
+
+    Args:
+        name: as in the snapshot.
+        parameter: the parameter, its local part where it is sharded.
+        gradient: its gradient as the backward left it; None where there is none.
+        inverse_scale: 0-dim: the true gradient is `gradient * inverse_scale`; None without a loss scale.
+    """
+
+    name: str
+    parameter: Tensor
+    gradient: Tensor | None
+    inverse_scale: Tensor | None = None
+
+
+@runtime_checkable
+class Probe(Protocol):
+    """Measures something at sampled steps and keeps it on the device. Called under no_grad, inside the containment.
+
+    One that works at other moments too, in hooks of its own, tells how long so far: in a number `seconds_spent`.
+    """
+
+    def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
+        """A sample has been opened; whether it will be measured, and whether histograms of it are wanted.
+
+        Called once at watch(), then after every commit.
+        """
+
+    def gradients_ready(self, tensors: Sequence[WatchedTensor]) -> None:
+        """The gradients of a measured backward are final; called again if another backward adds to them."""
+
+    def before_update(self, tensors: Sequence[WatchedTensor]) -> None:
+        """An optimizer is about to update these parameters, in a measured sample."""
+
+    def after_update(self, tensors: Sequence[WatchedTensor]) -> None:
+        """It has updated them."""
+
+    def take(self) -> Mapping[str, Found]:
+        """The measured sample's values by key, each on any device; forgets them."""
+
+    def close(self) -> None:
+        """Remove every hook. Idempotent."""
+
+
+class Probes:
+    """All the probes of a watcher. One that raises is dropped, with its traceback; the others and all else go on."""
+
+    def __init__(self, probes: Iterable[Probe]) -> None:
+        self._probes = list(probes)
+        self._seconds_of_dropped = 0.0
+
+    def __bool__(self) -> bool:
+        return bool(self._probes)
+
+    @property
+    def seconds_spent(self) -> float:
+        """What they have taken on the host in hooks of their own, where they tell."""
+        return self._seconds_of_dropped + sum(map(_seconds_spent, self._probes))
+
+    def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
+        """See Probe."""
+        self._each(lambda probe: probe.start(next_step_is_due, histogram_is_due))
+
+    def gradients_ready(self, tensors: Sequence[WatchedTensor]) -> None:
+        """See Probe."""
+        self._each(lambda probe: probe.gradients_ready(tensors))
+
+    def before_update(self, tensors: Sequence[WatchedTensor]) -> None:
+        """See Probe."""
+        self._each(lambda probe: probe.before_update(tensors))
+
+    def after_update(self, tensors: Sequence[WatchedTensor]) -> None:
+        """See Probe."""
+        self._each(lambda probe: probe.after_update(tensors))
+
+    def take(self) -> dict[str, Found]:
+        """What all have measured in this sample."""
+        found: dict[str, Found] = {}
+        self._each(lambda probe: found.update(_checked(probe.take())))
+        return found
+
+    def close(self) -> None:
+        """Remove every hook of theirs. Idempotent."""
+        self._each(lambda probe: probe.close())
+
+    def _each(self, function: Callable[[Probe], None]) -> None:
+        for probe in tuple(self._probes):
+            try:
+                function(probe)
+            except CallbackError:  # meant for the training loop
+                raise
+            except Exception as error:
+                self._drop(probe, error)
+
+    def _drop(self, probe: Probe, error: Exception) -> None:
+        self._probes.remove(probe)
+        self._seconds_of_dropped += _seconds_spent(probe)
+        logger.error(
+            "wandb_gradwatch: %r failed and is dropped; training, the gradients and the other metrics go on.",
+            probe,
+            exc_info=error,
+        )
+        with contextlib.suppress(Exception):  # what has failed may fail at its end too: that is not news
+            probe.close()
+
+
+def _checked(found: Mapping[str, Found]) -> Mapping[str, Found]:
+    for key, value in found.items():
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise TypeError(f"a probe must find one number for each key, but {key!r} has shape {[*value.shape]}")
+    return found
+
+
+def _seconds_spent(probe: Probe) -> float:
+    return float(getattr(probe, "seconds_spent", 0.0))

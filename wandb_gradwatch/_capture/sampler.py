@@ -1,0 +1,459 @@
+"""From hooks, optimizer steps and loss scalers to rows in the window: what is measured when.
+
+    a parameter is marked             BackwardHooks -> _mark
+    a backward has ended              BackwardHooks -> _backward_ended     measure every gradient that is there
+    an optimizer is about to step     StepHooks     -> before_step         measure what was missed; what was clipped
+    an optimizer has stepped          StepHooks     -> after_step          perhaps the sample is complete
+    a scaler unscales, or skips       LossScales     -> before_unscale, step_skipped
+
+The SampleClock says when a sample is complete; it is then committed to the window.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from .._guard.rank_consensus import ConsensusTable, FailedRankVoter, RankConsensus
+from .._guard.step_skipping import StepSkipping
+from .._measure.columns import GUARDED, GUARDED_STEPS
+from .._runtime.autograd import Entry, current_graph_task
+from .._runtime.error_boundary import ErrorBoundary, contained
+from .._runtime.sharding import Shards, world_size
+from .._transfer.sample_buffer import SampleBuffer
+from .._transfer.transfers import Sample
+from .by_hand import UpdatesByHand
+from .cadence import Budget, Cadence
+from .clock import Closed, SampleClock
+from .events import SamplerEvents
+from .gradient_versions import was_seen
+from .hook_sync import NO_SLOT, HookSync
+from .hooks import BackwardHooks
+from .measurer import MeasureOptions, Measurer
+from .open_sample import OpenSample, Surroundings
+from .optimizer_registry import OptimizerRegistry
+from .parameter_registry import ParameterRegistry
+from .probes import Probe, Probes
+from .scaling import SCALES
+from .schedule import Schedule
+from .steps import STEP_HOOKS
+from .timing import DeviceTimer
+
+# This many backwards that only accumulate, without a step, are worth a word.
+_PATIENCE_IN_BACKWARDS: Final = 1000
+
+CADENCE_METRIC: Final = "gradwatch/sample_every"  # the cadence that max_overhead has come to
+
+
+class Sampler:
+    """Owns the hooks and the open sample.
+
+    Args:
+        roster: the watched parameters.
+        window: where rows go.
+        cadence: which steps are measured and flushed.
+        options: what is measured.
+        events: how the watcher hears of it.
+        containment: where all of it runs.
+        optimizer: an optimizer to take for the owner of every parameter that no other one owns (master weights).
+        scaler: the gradient scaler to assume until one is seen.
+        start_step: the number of the last step before the first one.
+        probes: what else measures at sampled steps.
+        budget: stretches the cadence where the monitor costs too much.
+    """
+
+    def __init__(
+        self,
+        registry: ParameterRegistry,
+        window: SampleBuffer,
+        cadence: Cadence,
+        options: MeasureOptions,
+        events: SamplerEvents,
+        boundary: ErrorBoundary,
+        *,
+        optimizer: Optimizer | None = None,
+        scaler: GradScaler | None = None,
+        start_step: int = 0,
+        probes: Sequence[Probe] = (),
+        budget: Budget | None = None,
+    ) -> None:
+        self._registry = registry
+        self._window = window
+        self._events = events
+        self.boundary = boundary
+        self.clock = SampleClock(step=start_step)
+        self._schedule = Schedule(self.clock, cadence, budget)
+        self._timer = DeviceTimer() if budget is not None else None
+        self._hooks = BackwardHooks(on_mark=self._mark, on_begin=self._backward_begins, on_end=self._backward_ended)
+        self.shards = Shards()
+        self._hook_sync = HookSync(registry, self._hooks, self.shards, found=window.resize, new=self._say_new)
+        self._optimizer_registry = OptimizerRegistry(registry, self.clock, self._scan, optimizer)
+        self.step_skipping = StepSkipping(events.judge, window, events.notice) if events.judge is not None else None
+        self._consensuses = ConsensusTable()
+        self._failed_rank_voter: FailedRankVoter | None = None  # of a monitor that has failed
+        self._probes = Probes(probes)
+        around = Surroundings(
+            registry, window, self.clock, self._schedule, self._optimizer_registry, events, self._scan
+        )
+        reads_rows = self.step_skipping is not None and self.step_skipping.needs_rows
+        measurer = Measurer(window, self._optimizer_registry, options, self._timer)
+        self._sample = OpenSample(around, measurer, self._probes, guard_reads_rows=reads_rows)
+        self._muted = 0
+        self._reached: set[int] = set()  # slots marked in the backward under way
+        self._joining: int | None = None
+        self._by_hand = UpdatesByHand(registry, self._sample.seen, excluded=optimizer is not None)
+        self._seconds_between = 0.0  # spent on guarding steps between samples: no cadence makes them fewer
+        self._seconds_at_commit = 0.0
+
+        if scaler is not None:
+            SCALES.use(scaler)
+
+    def start(self) -> None:
+        """Hook everything; what can raise for a bad argument has done so before."""
+        self._hook_sync.start()
+        self._sample.begin()
+        SCALES.subscribe(self)
+        STEP_HOOKS.subscribe(self)
+
+    def stop(self) -> None:
+        """Remove every hook and wrapper. Idempotent."""
+        self.boundary.stopped = True
+        STEP_HOOKS.unsubscribe(self)
+        SCALES.unsubscribe(self)
+        self._hooks.remove()
+        if self.step_skipping is not None:
+            self.step_skipping.release()
+        self._probes.close()
+
+    def keep_voting(self) -> bool:
+        """After a failure, do what other ranks wait for: where a guard decides for all of them, each one must be heard.
+
+        Returns:
+            Whether there may be anything to vote about: then `stop()` ends it.
+        """
+        if self.step_skipping is None or world_size() == 1:
+            return False
+        self._failed_rank_voter = FailedRankVoter(self._registry.slot_of_id)
+        STEP_HOOKS.subscribe(self)
+        return True
+
+    # ---- marks and backwards
+
+    def _mark(self, slot: int) -> None:
+        if not self._muted and slot != NO_SLOT:
+            self.clock.marked.add(slot)
+            self._reached.add(slot)
+
+    @contained
+    def _backward_begins(self) -> None:
+        STEP_HOOKS.drop_raised()  # a step that raised must not leave us muted
+        if not self._muted:
+            if not self._by_hand.possible or self._by_hand.backward_begins():
+                self._reached.clear()
+            self._commit(self.clock.backward_begins())
+
+    @contained
+    def _backward_ended(self) -> None:
+        if self._muted:
+            return
+        if self._by_hand.possible:
+            if self._by_hand.were_reset(self._reached) and self.clock.backwards:
+                self._close_update_by_hand()
+                self.clock.marked |= self._reached
+            self._by_hand.remember_parameters()
+        if self._is_measured:
+            entries = self._scan()
+            if self._schedule.has_all_backwards:
+                self._sample.measure_present(entries)
+            else:
+                self._sample.note(entries)
+        elif self._by_hand.possible:
+            self._sample.note(self._registry.scan())
+        self._commit(self.clock.backward_ended())
+        if self.clock.backwards == _PATIENCE_IN_BACKWARDS:
+            self._events.no_gradient(
+                f"{_PATIENCE_IN_BACKWARDS} backwards have gone by without an optimizer step that updates a watched "
+                "parameter. Is the step missing, or does the optimizer hold other tensors than the model?",
+                self.clock.open_step,
+            )
+        self.deliver()
+
+    def mute(self, muted: bool) -> None:
+        """See StepListener."""
+        self._muted += 1 if muted else -1
+
+    @property
+    def _is_measured(self) -> bool:
+        """Whether the open step's gradients are looked at: a guard judges every one."""
+        return self.step_skipping is not None or self._schedule.is_sampled
+
+    def _scan(self) -> list[Entry]:
+        return self._hook_sync.scan(self.clock.marked)
+
+    def _say_new(self, slots: Sequence[int]) -> None:
+        names = self._registry.some_names(slots)
+        self._events.notice(
+            "new parameters", f"now following parameters that were added, replaced or unfrozen after watch(): {names}"
+        )
+
+    # ---- optimizer steps
+
+    def follows(self, optimizer: Optimizer) -> bool:
+        """See StepListener."""
+        if self._failed_rank_voter is not None:
+            return bool(self._failed_rank_voter.slots(optimizer))
+        try:
+            answer = self._optimizer_registry.known_to_follow(optimizer)
+        except Exception:  # comes again below, where it is contained and reported
+            answer = None
+        if answer is not None:
+            return answer
+        follows = False
+
+        def ask() -> None:
+            nonlocal follows
+            follows = self._optimizer_registry.learn(optimizer)
+
+        self.boundary.run(ask)
+        return follows
+
+    def is_part_of(self, inner: Optimizer, outer: Optimizer) -> bool:
+        """See StepListener."""
+        slots = self._optimizer_registry.slots if self._failed_rank_voter is None else self._failed_rank_voter.slots
+        return slots(inner) <= slots(outer)
+
+    @contained
+    def before_closure(self, optimizer: Optimizer) -> None:
+        """See StepListener."""
+        self._optimizer_found()
+        self._commit(self.clock.step_begins(self._optimizer_registry.key(optimizer)))
+
+    def before_step(self, optimizer: Optimizer, *, inside_backward: bool) -> None:
+        """See StepListener."""
+        if self.step_skipping is not None:
+            self.step_skipping.has_voted = False
+        self._before_step(optimizer, inside_backward)
+        # From the step on in which the monitor fails, unless it has been heard in that one.
+        if self._failed_rank_voter is not None and self.step_skipping is not None and not self.step_skipping.has_voted:
+            self._failed_rank_voter.vote(optimizer)
+
+    @contained
+    def _before_step(self, optimizer: Optimizer, inside_backward: bool) -> None:
+        self._optimizer_found()
+        SCALES.note_step(optimizer)
+        key = self._optimizer_registry.key(optimizer)
+        if inside_backward:
+            self._hooks.arm(current_graph_task())
+        self._commit(self.clock.step_begins(key))
+        if not inside_backward:
+            self.deliver()
+            if self._joins_silently(optimizer, key):
+                self._joining = key
+                if self.step_skipping is not None and (consensus := self._agreement_about(optimizer)) is not None:
+                    self.step_skipping.abstain(consensus)
+                return
+        if self.clock.is_first and not self.clock.backwards and not inside_backward:
+            self._begin_after_backward()
+        if self._is_measured:
+            self._sample.inspect(optimizer, inside_backward=inside_backward)
+        self._sample.before_update(optimizer)
+        if self.step_skipping is not None:  # last: what follows it up is the step, and then release()
+            entries, consensus = self._optimizer_registry.entries(optimizer), self._agreement_about(optimizer)
+            self.step_skipping.decide(
+                optimizer, self.clock.open_step, entries, consensus, inside_backward=inside_backward
+            )
+
+    def _agreement_about(self, optimizer: Optimizer) -> RankConsensus | None:
+        """How the ranks come to one decision about this optimizer's step; None where each decides for itself."""
+        entries = self._optimizer_registry.entries(optimizer)
+        function = self.step_skipping is not None and self.step_skipping.needs_rows
+        return self._consensuses.of(entries, self.shards, self._registry.version, function=function)
+
+    def _begin_after_backward(self) -> None:
+        """The first step comes without a backward before it: watch() was called between the two."""
+        entries = self._scan()
+        self._sample.mark_present(entries)
+        if not self._is_measured:  # else it will be: noted, they would be taken for what a backward has left
+            self._sample.note(entries)
+
+    @contained
+    def after_step(self, optimizer: Optimizer, *, inside_backward: bool) -> None:
+        """See StepListener."""
+        if self.step_skipping is not None:
+            self.step_skipping.release(optimizer)
+        key = self._optimizer_registry.key(optimizer)
+        if self._joining == key:
+            self._joining = None
+            self.clock.join(key)
+            return
+        self._sample.after_update(optimizer)
+        self._step_done(key, skipped=False, inside_backward=inside_backward)
+
+    @contained
+    def step_skipped(self, optimizer: Optimizer) -> None:
+        """See ScaleListener."""
+        if self.follows(optimizer):
+            self._optimizer_found()
+            key = self._optimizer_registry.key(optimizer)
+            self._commit(self.clock.step_begins(key))
+            if self._joins_silently(optimizer, key):
+                self.clock.join(key)
+            else:
+                self._step_done(key, skipped=True, inside_backward=False)
+
+    def _joins_silently(self, optimizer: Optimizer, key: int) -> bool:
+        """A late step belongs to the last sample, unless it brings gradients of its own.
+
+        Gradients that nothing marked are leftovers of an optimizer that is known, or of one that steps for the first
+        time after a sample that did not wait for it; else they may be new, from a backward whose hooks were blind.
+        """
+        if not self.clock.is_late(key):
+            return False
+        if self.clock.has_stepped(key):
+            return True
+        unseen = [
+            slot
+            for slot, p in self._optimizer_registry.entries(optimizer)
+            if p.grad is not None and not was_seen(p.grad)
+        ]
+        return not unseen or (not self._schedule.was_sampled(self.clock.step) and self.clock.were_marked(unseen))
+
+    def _step_done(self, key: int, *, skipped: bool, inside_backward: bool) -> None:
+        self._commit(self.clock.step_ended(key, skipped=skipped, inside_backward=inside_backward))
+        if current_graph_task() == -1:  # never deliver from within a tensor hook
+            self.deliver()
+
+    def distrust_versions(self) -> None:
+        """A gradient was modified without a trace: compare every sample by value from now on."""
+        self._schedule.distrust_versions()
+
+    # ---- loss scale
+
+    @contained
+    def before_unscale(self, optimizer: Optimizer) -> None:
+        """See ScaleListener."""
+        if self._is_measured and self.follows(optimizer):
+            self._sample.before_unscale(optimizer)
+
+    @contained
+    def after_unscale(self, optimizer: Optimizer) -> None:
+        """See ScaleListener."""
+        self._sample.after_unscale()
+
+    # ---- updates without an optimizer
+
+    def _optimizer_found(self) -> None:
+        """An optimizer is the clock: what looked like updates by hand before it was not."""
+        if self._by_hand.possible and (taken_back := self._by_hand.exclude()):
+            self.clock.step -= taken_back
+            self._window.forget_sent()
+            self._schedule.begin_window()
+
+    def _close_update_by_hand(self) -> None:
+        is_proof = self._by_hand.count()
+        self._commit(self.clock.update())
+        if is_proof:
+            self._say_by_hand()
+
+    def _say_by_hand(self) -> None:
+        self._events.notice(
+            "no optimizer",
+            "no optimizer step was seen that updates a watched parameter, so every backward after which the gradients "
+            "were reset counts as a step; pass optimizer= if there is one, or call watcher.step() after each update",
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was learnt, in plain numbers."""
+        return {"step": self.clock.step} | self._schedule.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state_dict()`."""
+        self.clock.step = int(state["step"])
+        self._schedule.load_state_dict(state)
+
+    def step(self) -> None:
+        """The user says that an update has been made."""
+        self._by_hand.exclude()
+        self._commit(self.clock.update())
+
+    # ---- the end of a sample
+
+    def end_sample(self, *, final: bool = False) -> None:
+        """Close the open sample, if it has had a step, or an update by hand.
+
+        Args:
+            final: nothing comes any more: without any optimizer the last backward was for an update by hand.
+        """
+        if closed := self.clock.close():
+            self._commit(closed)
+        elif self._by_hand.possible and self.clock.backwards and (final or self._by_hand.has_updated()):
+            self._close_update_by_hand()
+            if self._by_hand.settle():
+                self._say_by_hand()
+
+    def _commit(self, closed: Closed | None) -> None:
+        if closed is None:
+            return
+        if not self._by_hand.withholds:  # else perhaps no sample, but backwards before an optimizer's first step
+            self._schedule.close(closed)
+        if self.step_skipping is not None:
+            self.step_skipping.end_step(closed.step)
+        if self._schedule.was_sampled(closed.step):
+            self._window_commit(closed)
+        elif self.step_skipping is not None:
+            self._window.discard()
+            self._seconds_between += self.boundary.seconds_spent - self._seconds_at_commit
+        self._seconds_at_commit = self.boundary.seconds_spent
+        if self._schedule.window_is_full(closed.step):
+            self.flush_window()
+        self._sample.begin()
+
+    def _window_commit(self, closed: Closed) -> None:
+        updated = tuple(tuple(sorted(self.clock.owned.get(key, ()))) for key in sorted(closed.stepped))
+        self._sample.keep_only(updated)
+        found = self._probes.take()
+        if self._schedule.has_budget and not self._is_sharded:
+            spent = self.seconds_spent - self._seconds_between
+            spent += self._timer.seconds() if self._timer is not None else 0.0
+            sample_every = self._schedule.stretch(closed.step, time.perf_counter(), spent)
+            found[CADENCE_METRIC] = torch.tensor(float(sample_every), device="cpu")
+        if self.step_skipping is not None:
+            found[GUARDED_STEPS] = self.step_skipping.take_count()
+            found[GUARDED] = self.step_skipping.last_withheld
+        self._window.commit(Sample(closed.step, closed.skipped, updated, self._sample.compared), found)
+        self._schedule.add_sample(skipped=closed.skipped)
+
+    @property
+    def seconds_spent(self) -> float:
+        """Everything that watching has taken on the host so far."""
+        return self.boundary.seconds_spent + self._probes.seconds_spent
+
+    @property
+    def _is_sharded(self) -> bool:
+        """Ranks that merge their windows must sample the same steps: none may choose for itself.
+
+        To choose together they would have to wait for each other: a rank learns of the others' windows in the
+        background, at a step of its own.
+        """
+        if self.shards.any:
+            self._events.notice(
+                "budget",
+                "max_overhead= has no effect on a sharded model, whose ranks must sample the same steps: every step "
+                "that sample_every= names is measured; raise that where it costs too much",
+            )
+        return self.shards.any
+
+    def flush_window(self) -> None:
+        """End the window after the last committed sample."""
+        self._window.flush()
+        self._schedule.begin_window()
+
+    def deliver(self) -> None:
+        """Hand over what has arrived, unless it may turn out not to be samples."""
+        if not self._by_hand.withholds:
+            self._events.deliver()

@@ -1,0 +1,166 @@
+"""The loss scale, learned without a host sync and without the user's help.
+
+While something is watched, four public methods of the gradient scalers are wrapped: `scale` says which scaler is in
+use, `unscale_` and `step` which optimizer it belongs to, and a `step` that returns without an optimizer step was
+skipped. The scale itself stays the device tensor that the scaler keeps.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any, Final, Protocol
+
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from .._runtime.weak_ids import WeakKeyDictionary
+
+
+class ScaleListener(Protocol):
+    """What a watcher wants to know of gradient scalers."""
+
+    def before_unscale(self, optimizer: Optimizer) -> None:
+        """The last moment at which the gradients are scaled and unclipped."""
+
+    def after_unscale(self, optimizer: Optimizer) -> None:
+        """The gradients have been unscaled in place."""
+
+    def step_skipped(self, optimizer: Optimizer) -> None:
+        """The scaler was told to step and did not."""
+
+
+class LossScales:
+    """Which scaler is in use, and which optimizer it steps."""
+
+    def __init__(self) -> None:
+        self._listeners: tuple[ScaleListener, ...] = ()
+        # None: this optimizer has stepped, and no scaler had to do with it.
+        self._scaler_of: WeakKeyDictionary[Optimizer, weakref.ref[GradScaler] | None] = WeakKeyDictionary()
+        self._last_used: weakref.ref[GradScaler] | None = None
+        self._stepped: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()  # since their scaler's step began
+        self._taught: WeakKeyDictionary[Optimizer, bool] = (
+            WeakKeyDictionary()
+        )  # unscaled or stepped by a scaler, not yet stepped
+        self._originals: list[tuple[type, str, Any]] = []
+
+    def subscribe(self, listener: ScaleListener) -> None:
+        """Tell this listener what scalers do, and learn which they are."""
+        self._listeners = (*self._listeners, listener)
+        if not self._originals:
+            self._wrap()
+
+    def unsubscribe(self, listener: ScaleListener) -> None:
+        """Tell it no more; the wrappers go with the last listener. Idempotent."""
+        self._listeners = tuple(other for other in self._listeners if other is not listener)
+        if not self._listeners:
+            self._unwrap()
+            self._last_used = None
+
+    def use(self, scaler: GradScaler) -> None:
+        """Take this scaler to be the one in use until another scales a loss."""
+        self._last_used = weakref.ref(scaler)
+
+    def scaler_of(self, optimizer: Optimizer | None) -> GradScaler | None:
+        """The scaler that steps this optimizer; for one that has not stepped yet (or None), the one last used."""
+        reference = self._last_used
+        if optimizer is not None:
+            known = self._scaler_of.get(optimizer)
+            if optimizer in self._scaler_of and (known is None or known() is not None):  # else: that scaler is gone
+                reference = known
+        return reference() if reference is not None else None
+
+    def note_step(self, optimizer: Optimizer) -> None:
+        """An optimizer steps: its scaler, if it has one, did not skip it."""
+        if optimizer in self._taught:
+            self._taught.discard(optimizer)
+            self._stepped[optimizer] = True
+        elif optimizer not in self._scaler_of or self._scaler_of.get(optimizer) is not None:
+            self._scaler_of[optimizer] = None  # no scaler had to do with this step
+
+    # ---- the wrapped methods
+
+    def _wrap(self) -> None:
+        for cls in _scaler_classes():
+            self._replace(cls, "scale", self._scale)
+            self._replace(cls, "unscale_", self._unscale)
+            self._replace(cls, "step", self._step)
+
+    def _unwrap(self) -> None:
+        for cls, name, original in reversed(self._originals):
+            setattr(cls, name, original)
+        self._originals = []
+
+    def _replace(self, cls: type, name: str, wrapper: Callable[..., Any]) -> None:
+        original = cls.__dict__.get(name)
+        if original is None:  # inherited: wrapped where it is defined
+            return
+        self._originals.append((cls, name, original))
+
+        @functools.wraps(original)
+        def method(scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
+            return wrapper(original, scaler, *args, **kwargs)
+
+        setattr(cls, name, method)
+
+    def _scale(self, original: Callable[..., Any], scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
+        if scaler.is_enabled():
+            self.use(scaler)
+        return original(scaler, *args, **kwargs)
+
+    def _unscale(
+        self, original: Callable[..., Any], scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any
+    ) -> Any:
+        if not scaler.is_enabled():
+            return original(scaler, optimizer, *args, **kwargs)
+        self._learn(scaler, optimizer)
+        for listener in self._listeners:
+            listener.before_unscale(optimizer)
+        result = original(scaler, optimizer, *args, **kwargs)
+        for listener in self._listeners:
+            listener.after_unscale(optimizer)
+        return result
+
+    def _step(
+        self, original: Callable[..., Any], scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any
+    ) -> Any:
+        if not scaler.is_enabled():
+            return original(scaler, optimizer, *args, **kwargs)
+        self._learn(scaler, optimizer)
+        self._stepped.discard(optimizer)
+        result = original(scaler, optimizer, *args, **kwargs)
+        self._taught.discard(optimizer)
+        if optimizer not in self._stepped:
+            for listener in self._listeners:
+                listener.step_skipped(optimizer)
+        return result
+
+    def _learn(self, scaler: GradScaler, optimizer: Optimizer) -> None:
+        self._taught[optimizer] = True
+        known = self._scaler_of.get(optimizer)
+        if known is None or known() is not scaler:
+            self._scaler_of[optimizer] = weakref.ref(scaler)
+
+
+def scale_tensor(scaler: GradScaler) -> Tensor | None:
+    """The scaler's loss scale, on its device; None before its first use.
+
+    `get_scale()` is the public way and waits for the device; this reads the tensor that it would read.
+    """
+    scale: Tensor | None = getattr(scaler, "_scale", None)
+    return scale
+
+
+def _scaler_classes() -> list[type]:
+    classes: list[type] = [GradScaler]
+    # Overrides `scale` and `unscale_`; only there to be wrapped if the program has imported it.
+    sharded = sys.modules.get("torch.distributed.fsdp.sharded_grad_scaler")
+    if sharded is not None:
+        classes.append(sharded.ShardedGradScaler)
+    return classes
+
+
+SCALES: Final = LossScales()

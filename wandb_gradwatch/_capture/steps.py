@@ -1,0 +1,179 @@
+"""The optimizer step as the clock: one pair of global hooks, nesting, closures, steps that raise.
+
+The hooks exist only while something is watched. Every step event of every optimizer passes here; a listener is told of
+those that it follows, once per outermost step.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any, Final, Protocol
+
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from .._runtime.autograd import current_graph_task
+from .._runtime.dynamo import ADDED_FRAMES, dynamo_disabled
+
+
+class StepListener(Protocol):
+    """What a watcher wants to know of optimizer steps."""
+
+    def follows(self, optimizer: Optimizer) -> bool:
+        """Whether this optimizer updates something watched. Called at every step: must be cheap."""
+
+    def is_part_of(self, inner: Optimizer, outer: Optimizer) -> bool:
+        """Whether all that `inner` updates belongs to `outer`: then its steps inside `outer`'s are not its own."""
+
+    def before_step(self, optimizer: Optimizer, *, inside_backward: bool) -> None:
+        """The gradients are what the optimizer is going to use."""
+
+    def before_closure(self, optimizer: Optimizer) -> None:
+        """A step with a closure begins: what the gradients hold now means nothing."""
+
+    def after_step(self, optimizer: Optimizer, *, inside_backward: bool) -> None:
+        """The step is done; or it has raised, which may be noticed only when the next backward is under way."""
+
+    def mute(self, muted: bool) -> None:
+        """Backwards between a closure's first return and the end of its step are not seen."""
+
+
+@dataclass
+class _Step:
+    """A step under way, and where in the call stack it runs.
+
+    The frame itself is kept, not its id, which another frame takes over as soon as it is gone. A step that raised
+    keeps it until the thread's next step or backward.
+    """
+
+    optimizer: Optimizer
+    frame: FrameType
+    inside_backward: bool
+    listeners: list[StepListener]
+    muted: list[StepListener] = field(default_factory=list)
+
+
+class _Stack(threading.local):
+    def __init__(self) -> None:
+        self.steps: list[_Step] = []
+
+
+class StepHooks:
+    """The process's one subscription to optimizer steps."""
+
+    def __init__(self) -> None:
+        self._listeners: tuple[StepListener, ...] = ()
+        self._handles: list[RemovableHandle] = []
+        self._stack = _Stack()
+        self._lock = threading.Lock()
+
+    def subscribe(self, listener: StepListener) -> None:
+        """Tell this listener of the steps that it follows."""
+        with self._lock:
+            self._listeners = (*self._listeners, listener)
+            if not self._handles:
+                self._handles = [
+                    register_optimizer_step_pre_hook(self._before),
+                    register_optimizer_step_post_hook(self._after),
+                ]
+
+    def unsubscribe(self, listener: StepListener) -> None:
+        """Tell it no more. Idempotent. The hooks go with the last listener."""
+        with self._lock:
+            self._listeners = tuple(other for other in self._listeners if other is not listener)
+            # torch is iterating over its hooks when a step is under way in this thread, and a dictionary must not
+            # change meanwhile: the hooks then stay, doing nothing, until the next subscriber leaves.
+            if not self._listeners and not self._stack.steps:
+                for handle in self._handles:
+                    handle.remove()
+                self._handles = []
+
+    @dynamo_disabled
+    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        listeners = [listener for listener in self._listeners if listener.follows(optimizer)]
+        if not listeners:
+            return None
+        frame = sys._getframe(1 + ADDED_FRAMES)
+        self._drop_raised(frame)
+        for outer in self._stack.steps:
+            listeners = [
+                listener
+                for listener in listeners
+                if listener not in outer.listeners or not listener.is_part_of(optimizer, outer.optimizer)
+            ]
+        step = _Step(optimizer, frame, current_graph_task() != -1, listeners)
+        self._stack.steps.append(step)
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
+        if not callable(closure):
+            for listener in listeners:
+                listener.before_step(optimizer, inside_backward=step.inside_backward)
+            return None
+        for listener in listeners:
+            listener.before_closure(optimizer)
+        wrapped = _measured_at_first_return(closure, step)
+        return ((args[0], wrapped, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": wrapped})
+
+    @dynamo_disabled
+    def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        steps = self._stack.steps
+        if not any(step.optimizer is optimizer for step in steps):
+            return  # not followed, or watched only since it began
+        while steps:
+            step = steps.pop()
+            _end(step)
+            if step.optimizer is optimizer:
+                break
+
+    def _drop_raised(self, frame: FrameType) -> None:
+        """End the steps that raised: their frames are not in the call stack any more."""
+        steps = self._stack.steps
+        if not steps:
+            return
+        callers = set()
+        caller = frame.f_back
+        while caller is not None:
+            callers.add(caller)
+            caller = caller.f_back
+        while steps and steps[-1].frame not in callers:
+            _end(steps.pop())
+
+    def drop_raised(self) -> None:
+        """The same, from a place that is not a step: a step that raised must not mute the backwards after it."""
+        if self._stack.steps:
+            self._drop_raised(sys._getframe(0))
+
+
+def _end(step: _Step) -> None:
+    for listener in step.muted:
+        listener.mute(False)
+    for listener in step.listeners:
+        listener.after_step(step.optimizer, inside_backward=step.inside_backward)
+
+
+def _measured_at_first_return(closure: Callable[[], Any], step: _Step) -> Callable[[], Any]:
+    """The closure, with the gradients of its first evaluation measured as the step's.
+
+    Line searches evaluate up to 20 times more, and Lightning runs the whole training step in here.
+    """
+    evaluations = 0
+
+    def evaluate(*args: Any, **kwargs: Any) -> Any:
+        nonlocal evaluations
+        result = closure(*args, **kwargs)
+        evaluations += 1
+        if evaluations == 1:
+            for listener in step.listeners:
+                listener.before_step(step.optimizer, inside_backward=step.inside_backward)
+                listener.mute(True)
+                step.muted.append(listener)
+        return result
+
+    return evaluate
+
+
+STEP_HOOKS: Final = StepHooks()

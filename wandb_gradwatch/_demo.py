@@ -1,0 +1,282 @@
+"""A small GPT learns from Python's own sources, meets a learning-rate accident, and the alert is there to be seen.
+
+The smallest honest use of the package: a plain training script, one line more. No data is downloaded, and no W&B
+account is needed.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+import sys
+import sysconfig
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import torch
+import wandb
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
+
+from ._page.history import HISTOGRAM_PREFIX, RunHistory
+from ._page.page import write_page
+from ._page.read import read_run
+from ._summary import Summary
+from ._terminal import Progress, Terminal
+from ._watch import watch
+from .rules import Alert
+
+# B sequences in a batch, T bytes in a sequence, D channels, H heads
+
+VOCABULARY: Final = 256  # the model reads bytes
+CONTEXT: Final = 64
+CHANNELS: Final = 128
+HEADS: Final = 4
+LAYERS: Final = 4
+BATCH: Final = 16
+LEARNING_RATE: Final = 0.03  # at 0.1 the norm has spikes of its own, and the accident would not be the only alarm
+MOMENTUM: Final = 0.9
+ACCIDENT_FACTOR: Final = 100  # of the learning rate
+ACCIDENT_STEPS: Final = 10
+LOG_EVERY: Final = 10
+MIN_STEPS: Final = 100  # the accident comes in the middle, when the rules have seen enough to know what is normal
+DEFAULT_STEPS: Final = 300
+PROJECT: Final = "wandb-gradwatch-demo"
+RUN_NAME: Final = "a learning-rate accident"
+PAGE_NAME: Final = "page.html"
+
+
+class Block(nn.Module):
+    """Causal self-attention and a feed-forward layer, each behind a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm_1 = nn.LayerNorm(CHANNELS)
+        self.qkv = nn.Linear(CHANNELS, 3 * CHANNELS)
+        self.proj = nn.Linear(CHANNELS, CHANNELS)
+        self.norm_2 = nn.LayerNorm(CHANNELS)
+        self.up = nn.Linear(CHANNELS, 4 * CHANNELS)
+        self.down = nn.Linear(4 * CHANNELS, CHANNELS)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        heads = self.qkv(self.norm_1(x_BTD)).unflatten(-1, (3, HEADS, CHANNELS // HEADS))
+        q, k, v = heads.permute(2, 0, 3, 1, 4)  # each [B, H, T, D / H]
+        attended = scaled_dot_product_attention(q, k, v, is_causal=True)
+        x_BTD = x_BTD + self.proj(attended.transpose(1, 2).flatten(-2))
+        return x_BTD + torch.as_tensor(self.down(gelu(self.up(self.norm_2(x_BTD)))))
+
+
+class GPT(nn.Module):
+    """Predict the next byte: [B, T] bytes in, [B, T, VOCABULARY] logits out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, CHANNELS)
+        self.position = nn.Embedding(CONTEXT, CHANNELS)
+        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.norm = nn.LayerNorm(CHANNELS)
+        self.head = nn.Linear(CHANNELS, VOCABULARY)
+        for parameter in self.parameters():
+            if parameter.ndim == 2:
+                nn.init.normal_(parameter, std=0.02)
+
+    def forward(self, bytes_BT: Tensor) -> Tensor:
+        x_BTD = self.embedding(bytes_BT) + self.position.weight[: bytes_BT.shape[1]]
+        for block in self.blocks:
+            x_BTD = block(x_BTD)
+        return torch.as_tensor(self.head(self.norm(x_BTD)))
+
+
+def read_corpus() -> Tensor:
+    """The top-level modules of Python's standard library, one after the other: bytes, 1-D, int64.
+
+    Raises:
+        RuntimeError: this Python came without its sources.
+    """
+    folder = Path(sysconfig.get_path("stdlib"))
+    text = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))
+    if len(text) < 100 * CONTEXT:
+        raise RuntimeError(
+            f"the demo reads the standard library's sources, but {folder} holds {len(text)} bytes of them; "
+            "run it with a Python that was installed with its sources"
+        )
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+
+
+@dataclass(frozen=True)
+class Training:
+    """How the training ended.
+
+    Args:
+        run_folder: where the run's file lies.
+        steps: optimizer steps done.
+        seconds: wall time of the training loop.
+        interrupted: Ctrl-C ended it.
+        summary: the watcher's own, at the end.
+    """
+
+    run_folder: Path
+    steps: int
+    seconds: float
+    interrupted: bool
+    summary: Summary
+
+
+def run_demo(output: Path, *, steps: int = DEFAULT_STEPS, online: bool = False, terminal: Terminal) -> int:
+    """Train, write the page, and say what was logged and where to look.
+
+    Args:
+        output: the directory for the run and the page; made where it does not exist.
+        steps: optimizer steps; the accident is in the middle.
+        online: log to W&B's service instead of a local file.
+        terminal: where to write.
+
+    Returns:
+        The exit status: 0; 1 if the run's file lacks the rows or the alert; 130 after Ctrl-C.
+
+    Raises:
+        ValueError: fewer steps than the story needs.
+    """
+    if steps < MIN_STEPS:
+        raise ValueError(f"steps={steps} is too short for an accident in the middle; give at least {MIN_STEPS}")
+    output.mkdir(parents=True, exist_ok=True)
+    # One thread: the same numbers, hence the same story, on machines with any number of cores; and several threads of
+    # so small a model mostly wait for each other, very long on a machine that has something else to do.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        training = _train(output, steps, online, terminal)
+    finally:
+        torch.set_num_threads(threads)
+    # Everything said below is read from the run's file: the demo shows what was logged, not what should have been.
+    history = read_run(training.run_folder)
+    page = output / PAGE_NAME
+    write_page(history, page)
+    _say_what_was_logged(training, history, terminal)
+    _say_where_to_look(training.run_folder, page, online, terminal)
+    if training.interrupted:
+        return 130
+    return 0 if len(history.steps) and history.alerts else 1
+
+
+def _train(output: Path, steps: int, online: bool, terminal: Terminal) -> Training:
+    torch.manual_seed(0)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    corpus = read_corpus()
+    model = GPT().to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    terminal.print(
+        f"{terminal.style('wandb_gradwatch demo', 'bold')}: a GPT of {num_parameters / 1e6:.1f} M parameters reads "
+        f"{len(corpus) / 1e6:.1f} MB of Python's own library, on {device.type}"
+    )
+    settings = wandb.Settings(silent=True, console="off")  # the demo says itself where its run is
+    run = wandb.init(
+        project=PROJECT, name=RUN_NAME, dir=output, mode="online" if online else "offline", settings=settings
+    )
+    accident = range(steps // 2, steps // 2 + ACCIDENT_STEPS)
+    last_good = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    done, interrupted, started = 0, False, time.monotonic()
+    with Progress(terminal, steps) as progress:
+
+        def say(step: int, text: str) -> None:
+            progress.say(f"  step {step:<{len(str(steps))}}  {text}")
+
+        def show(alert: Alert) -> None:
+            say(alert.step, terminal.alert(alert.title, alert.level))
+
+        with run, watch(model, log_every=LOG_EVERY, on_alert=show) as watcher:
+            try:
+                for step in range(1, steps + 1):
+                    if step == accident.start:
+                        last_good = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+                        say(step, f"the accident: learning rate {terminal.marks.times} {ACCIDENT_FACTOR}")
+                        _set_learning_rate(optimizer, LEARNING_RATE * ACCIDENT_FACTOR)
+                    elif step == accident.stop:
+                        say(step, f"weights of step {accident.start - 1} restored, learning rate back")
+                        model.load_state_dict(last_good[0])
+                        optimizer.load_state_dict(last_good[1])
+                    inputs_BT, targets_BT = _batch(corpus, device)
+                    logits = model(inputs_BT)
+                    loss = cross_entropy(logits.flatten(0, 1), targets_BT.flatten())
+                    optimizer.zero_grad()
+                    loss.backward()  # type: ignore[no-untyped-call]  # torch's annotation
+                    optimizer.step()
+                    done, loss_now = step, loss.item()
+                    run.log({"loss": loss_now, "learning_rate": optimizer.param_groups[0]["lr"]})
+                    progress.update(step, f"loss {loss_now:.3f}")
+            except KeyboardInterrupt:
+                interrupted = True
+            summary = watcher.summary()
+    return Training(Path(run.settings.sync_dir), done, time.monotonic() - started, interrupted, summary)
+
+
+def _set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+
+
+def _batch(corpus: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Random pieces of the text and the same pieces one byte later: two [B, T]."""
+    starts_B1 = torch.randint(len(corpus) - CONTEXT, (BATCH, 1))
+    pieces = corpus[starts_B1 + torch.arange(CONTEXT + 1)].to(device)
+    return pieces[:, :-1], pieces[:, 1:]
+
+
+def _say_what_was_logged(training: Training, history: RunHistory, terminal: Terminal) -> None:
+    if training.interrupted:
+        terminal.print(f"  stopped by Ctrl-C at step {training.steps}; what was logged until then is kept")
+    own = [key for key in history.values if not key.startswith("_")]
+    # A flight recorder's table has a row of its own.
+    num_rows = np.count_nonzero(np.isfinite(history.values.get("gradwatch/grad_norm", np.empty(0))))
+    num_histograms = sum(len(series.steps) for series in history.histograms.values())
+    facts = [
+        ("training", f"{training.steps} steps in {training.seconds:.0f} s"),
+        (
+            "in the run",
+            f"{num_rows} rows of gradients, {len(own)} scalar keys, {num_histograms} histograms "
+            f"({HISTOGRAM_PREFIX}*) of {len(history.histograms)} parameters",
+        ),
+    ]
+    norms = history.values.get("gradwatch/grad_norm_max", np.empty(0))
+    if np.isfinite(norms).any():
+        worst = int(np.nanargmax(norms))
+        typical = float(np.nanmedian(norms))
+        facts.append(
+            (
+                "gradient norm",
+                f"{typical:.3g} as a rule, {norms[worst]:.3g} at its worst (row of step {history.steps[worst]})",
+            )
+        )
+    overhead = history.values.get("gradwatch/overhead_ratio", np.empty(0))
+    if np.isfinite(overhead).any():
+        facts.append(("overhead", f"{np.nanmedian(overhead):.1%} of the training's time"))
+    terminal.print()
+    terminal.pairs(facts)
+    terminal.title("watcher.summary()")
+    for line in training.summary.text(ascii_only=terminal.ascii_only).splitlines():
+        terminal.print(f"  {line}".rstrip())
+    if history.alerts:
+        terminal.title("Alerts in the run (W&B passes them on to Slack or e-mail)")
+        for alert in history.alerts:
+            terminal.print("  " + terminal.alert(alert.title, alert.level))
+            terminal.paragraph(alert.text, indent=4)
+
+
+def _say_where_to_look(run_folder: Path, page: Path, online: bool, terminal: Terminal) -> None:
+    terminal.title("Look at it")
+    folder = _short(run_folder)
+    command = "wandb" if shutil.which("wandb") else _short(Path(sys.executable).parent / "wandb")
+    looks = [("a page", _short(page)), ("a terminal", f"{command} leet {folder}")]
+    looks.append(("on W&B", "the project " + PROJECT if online else f"{command} sync {folder}"))
+    terminal.pairs(looks)
+
+
+def _short(path: Path) -> str:
+    """The path from here where it lies below, whole otherwise."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith(os.pardir) else relative

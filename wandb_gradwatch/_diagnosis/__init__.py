@@ -1,0 +1,83 @@
+"""Symptom -> probable cause -> remedy, as data and in words. Pure; nothing here needs torch or a W&B run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+import numpy as np
+
+from .._analysis.formatting import CAUSE_PREFIX
+from .._measure.columns import FloatArray
+from ..rules import Alert
+from ..snapshot import Snapshot, select_samples
+from .causes import CAUSES, Diagnosis
+from .evidence import Evidence
+from .patterns import PATTERNS
+
+__all__ = ["CAUSES", "Diagnosis", "diagnose", "with_diagnosis"]
+
+_WITHHELD: Final = (
+    "The guard did not apply this step: parameters and optimizer state are as they were before it. A single one can be "
+    "left at that; if more follow, it is not the batch: act on the cause."
+)
+
+
+def diagnose(
+    history: Snapshot,
+    *,
+    modules: Mapping[str, str] | None = None,
+    batch_size: int | None = None,
+    rank_grad_norm: FloatArray | None = None,
+    notes: Mapping[int, Mapping[str, object]] | None = None,
+) -> list[Diagnosis]:
+    """Name the probable causes of what a history shows, most probable first; none for a healthy one.
+
+    Layers are compared in the order of `history.names`, which is the model's: the first is nearest the input.
+    Parameters are merged into modules first, and a trend over the depth is a line through all of them, not two
+    extremes: "norm falls 40x from layer 9 back to layer 1".
+
+    Args:
+        history: samples of one training, oldest first: what a FlightRecorder keeps.
+        modules: class names of the modules by name, `{n: type(m).__name__ for n, m in model.named_modules()}`.
+        batch_size: samples per batch, to be quoted.
+        rank_grad_norm: [S, R] each rank's own total norm; NaN where it is non-finite.
+        notes: what the user said about steps: FlightRecorder.notes.
+    """
+    if not len(history) or not history.names:
+        return []
+    evidence = Evidence(history, modules=modules, batch_size=batch_size, rank_grad_norm=rank_grad_norm, notes=notes)
+    found = [diagnosis for pattern in PATTERNS if (diagnosis := pattern(evidence)) is not None]
+    return sorted(found, key=lambda diagnosis: -diagnosis.confidence)
+
+
+def with_diagnosis(alert: Alert, history: Snapshot | None, **context: Any) -> Alert:
+    """The alert with its general cause replaced by what this history shows, and what the guard has done about it.
+
+    Only samples up to the alert's own are looked at, and only causes that can explain an alert of this title. A history
+    that shows nothing changes nothing.
+
+    Args:
+        history: samples with the alert's among them.
+        context: as in `diagnose`.
+    """
+    if history is None:
+        return alert
+    until = _until(history, alert.step)
+    fact, prefix, cause = alert.text.partition(CAUSE_PREFIX)
+    fitting = [d for d in diagnose(until, **context) if alert.title in CAUSES[d.cause]]
+    if fitting:
+        prefix, cause = CAUSE_PREFIX, str(fitting[0])
+    lines = [fact.rstrip()]
+    if len(until) and until.steps[-1] == alert.step and until.guarded[-1]:
+        lines.append(_WITHHELD)
+    return replace(alert, text="\n".join([*lines, prefix + cause]) if prefix else "\n".join(lines))
+
+
+def _until(history: Snapshot, step: int) -> Snapshot:
+    """The samples up to a step. The histogram, which is of the newest ones, stays only if nothing is cut off."""
+    kept = np.flatnonzero(history.steps <= step)
+    if len(kept) == len(history):
+        return history
+    return select_samples(history, kept)

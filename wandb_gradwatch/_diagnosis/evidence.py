@@ -1,0 +1,146 @@
+"""What a history shows, measured once for all patterns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from .._analysis.baseline import Growth, steady_growth
+from .._measure.columns import Column, FloatArray
+from ..snapshot import Snapshot
+from .layers import Layers
+from .parameters import Parameters
+
+# S samples, N clean samples, R ranks
+
+_SPIKE_FACTOR: Final = 5.0
+_ALONE_FACTOR: Final = 3.0
+_NEIGHBOURS: Final = 16  # samples on each side that a spike is compared with
+_MIN_NEIGHBOURS: Final = 5
+
+
+class Evidence:
+    """A history and what may be known besides it.
+
+    Args:
+        history: samples of one training, oldest first.
+        modules: the class name of each module by its name, as `named_modules()` gives them; patterns that ask for a
+            kind of module fall back to names and numbers without it.
+        batch_size: samples per batch, where known.
+        rank_grad_norm: [S, R] each rank's own total gradient norm, NaN where it was non-finite.
+        notes: what the user said about a step.
+    """
+
+    def __init__(
+        self,
+        history: Snapshot,
+        *,
+        modules: Mapping[str, str] | None = None,
+        batch_size: int | None = None,
+        rank_grad_norm: FloatArray | None = None,
+        notes: Mapping[int, Mapping[str, object]] | None = None,
+    ) -> None:
+        self.history = history
+        self.modules = modules or {}
+        self.batch_size = batch_size
+        self.rank_grad_norm = rank_grad_norm
+        self.notes = notes or {}
+
+    def step(self, sample: int) -> int:
+        return int(self.history.steps[sample])
+
+    def note_of(self, sample: int) -> str:
+        """What the user noted about a sample, as the end of a sentence."""
+        note = self.notes.get(self.step(sample))
+        return "" if not note else " (noted: " + ", ".join(f"{key} {value}" for key, value in note.items()) + ")"
+
+    @cached_property
+    def parameters(self) -> Parameters:
+        """The parameters themselves."""
+        return Parameters(self.history, self.spikes)
+
+    @cached_property
+    def layers(self) -> Layers:
+        """The layers in the model's order."""
+        return Layers(self.history, self.clean, self.modules)
+
+    # ---- samples
+
+    @cached_property
+    def bad_S(self) -> npt.NDArray[np.bool_]:
+        """Samples with NaN or Inf."""
+        bad: npt.NDArray[np.bool_] = np.any(self.history.num_nonfinite > 0, axis=1)
+        return bad
+
+    @cached_property
+    def first_bad(self) -> int | None:
+        """The first bad sample that was not skipped."""
+        found = np.flatnonzero(self.bad_S & ~self.history.skipped)
+        return int(found[0]) if found.size else None
+
+    def is_broken(self, sample: int) -> bool:
+        """Whether a parameter was not finite before this sample's update: then every gradient of it is bad."""
+        return bool(np.any(self.history.column(Column.PARAM_NUM_NONFINITE)[sample] > 0))
+
+    def began_with_inf(self, sample: int) -> bool:
+        """Whether the first bad layer in the backward's order has Inf: what comes after it may be NaN for that."""
+        bad = np.flatnonzero(self.layers.by_module.num_nonfinite[sample] > 0)
+        return bool(bad.size) and bool(self.layers.by_module.num_inf[sample, bad[-1]] > 0)
+
+    @cached_property
+    def num_last_skipped(self) -> int:
+        """How many updates in a row were skipped, up to the last one."""
+        skipped_S = self.history.skipped
+        return len(skipped_S) if skipped_S.all() else int(np.argmin(skipped_S[::-1]))
+
+    @cached_property
+    def clean(self) -> npt.NDArray[np.int64]:
+        """Indices of the samples with a finite, non-zero gradient."""
+        return np.flatnonzero(~self.bad_S & ~self.history.skipped & (self.history.total_grad_norm > 0))
+
+    @cached_property
+    def log_norm_N(self) -> FloatArray:
+        """Log of the clean samples' total norm."""
+        return np.log(self.history.total_grad_norm[self.clean])
+
+    @cached_property
+    def growth(self) -> tuple[Growth, int] | None:
+        """A steady rise of the norm anywhere in the history, at least 20 times, and the sample where it was seen."""
+        for end in range(len(self.log_norm_N), 0, -1):
+            rise = steady_growth(self.log_norm_N[:end].tolist(), factor=20.0)
+            if rise is not None:
+                return rise, int(self.clean[end - 1])
+        return None
+
+    @cached_property
+    def spikes(self) -> list[tuple[int, float]]:
+        """Lone samples whose norm is far above both sides: (sample, factor over the median of its neighbours).
+
+        Far: 5 times, 6 times the neighbours' own scatter, and 3 times all of them but one, so that heavy tails are no
+        spikes. What follows at once and is smaller is its aftermath. The last sample has one side only.
+        """
+        found = []
+        place = _MIN_NEIGHBOURS
+        while place < len(self.log_norm_N):
+            before = self.log_norm_N[max(place - _NEIGHBOURS, 0) : place]
+            after = self.log_norm_N[place + 1 : place + 1 + _NEIGHBOURS]
+            norm, usual = float(self.log_norm_N[place]), float(np.median(before))
+            scatter = 1.4826 * float(np.median(np.abs(before - usual)))
+            back = not len(after) or float(np.median(after)) - usual < (norm - usual) / 2
+            aftermath = _length_of_run((after > usual + np.log(_SPIKE_FACTOR)) & (after < norm))
+            others = np.sort(np.concatenate([before, after[aftermath:]]))
+            is_alone = norm > others[-2] + np.log(_ALONE_FACTOR)
+            if norm - usual > max(np.log(_SPIKE_FACTOR), 6 * scatter) and back and is_alone:
+                found.append((int(self.clean[place]), float(np.exp(min(norm - usual, 700.0)))))
+                place += aftermath
+            place += 1
+        return found
+
+
+def _length_of_run(flags_N: npt.NDArray[np.bool_]) -> int:
+    """How many flags at the beginning are set."""
+    return len(flags_N) if flags_N.all() else int(np.argmin(flags_N))

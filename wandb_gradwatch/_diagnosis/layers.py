@@ -1,0 +1,105 @@
+"""What a history shows of the layers: their typical norms over the depth, their unrest, their dead units."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from .._analysis.depth import DepthTrend, trend_of
+from .._analysis.layers import dead_units, modules_of
+from .._measure.columns import FloatArray
+from ..snapshot import Snapshot
+
+# S samples, P watched parameters, L modules, N clean samples
+
+_RECURRENT_WORDS: Final = ("weight_hh", "bias_hh", "weight_ih", "bias_ih")
+_RECURRENT_KINDS: Final = ("RNN", "LSTM", "GRU", "RNNCell", "LSTMCell", "GRUCell")
+
+
+class Layers:
+    """The layers over a history.
+
+    Args:
+        history: samples of one training, oldest first.
+        clean: [N] indices of the samples with a finite, non-zero gradient.
+        kinds: the class name of each module by its name; empty where unknown.
+    """
+
+    def __init__(self, history: Snapshot, clean: npt.NDArray[np.int64], kinds: Mapping[str, str]) -> None:
+        self._history = history
+        self._clean = clean
+        self._kinds = kinds
+
+    @cached_property
+    def by_module(self) -> Snapshot:
+        return self._history.by_group("module")
+
+    @cached_property
+    def module_norm_L(self) -> FloatArray:
+        """Each module's median norm over the clean samples, NaN where it has none."""
+        return _median_or_nan(self.by_module.grad_norm[self._clean])
+
+    @cached_property
+    def depth(self) -> DepthTrend | None:
+        """How the typical norm changes over the depth."""
+        return trend_of(self.by_module.names, self.module_norm_L)
+
+    @cached_property
+    def first_depth(self) -> DepthTrend | None:
+        """The same at the first clean sample."""
+        first = self._clean[:1]
+        return trend_of(self.by_module.names, self.by_module.grad_norm[first[0]]) if first.size else None
+
+    @cached_property
+    def scatter_L(self) -> FloatArray:
+        """How much each module's log norm scatters from sample to sample."""
+        norm_NL = self.by_module.grad_norm[self._clean]
+        log_NL = np.log(np.where(norm_NL > 0, norm_NL, np.nan))
+        change_NL = np.diff(log_NL, axis=0)
+        # A median of changes, because a trend is no scatter and one spike is none either.
+        return _median_or_nan(np.abs(change_NL))
+
+    @cached_property
+    def dead_L(self) -> tuple[tuple[str, ...], FloatArray]:
+        """Each module's typical share of dead units over the newest clean samples."""
+        names, share_SL = dead_units(self._history)
+        return names, _median_or_nan(share_SL[self._clean[-20:]])
+
+    def batch_norms(self) -> list[int]:
+        """Places of the batch norms among the modules: by their kind, else by a weight as long as its bias."""
+        size_P = np.max(np.nan_to_num(self._history.num_elements), axis=0)
+        sizes: list[list[float]] = [[] for _ in self.by_module.names]
+        for place, size in zip(modules_of(self._history.names).of_parameter, size_P.tolist(), strict=True):
+            sizes[place].append(size)
+        places = []
+        for place, module in enumerate(self.by_module.names):
+            kind = self._kinds.get(module)
+            as_long = len(sizes[place]) == 2 and sizes[place][0] == sizes[place][1]
+            looks_like = as_long and "ln" not in module and "layernorm" not in module.lower()
+            if looks_like if kind is None else "BatchNorm" in kind:
+                places.append(place)
+        return places
+
+    def recurrent(self) -> list[int]:
+        """Indices of the recurrent parameters, by the kind of their module or by torch's names for them."""
+        return [
+            index
+            for index, name in enumerate(self._history.names)
+            if self._kinds.get(name.rpartition(".")[0]) in _RECURRENT_KINDS
+            or any(word in name.rpartition(".")[2] for word in _RECURRENT_WORDS)
+        ]
+
+    def has_kind(self, kinds: Sequence[str]) -> str | None:
+        """The first of these kinds that the model has; None if it has none or the kinds are not known."""
+        return next((kind for kind in kinds if kind in self._kinds.values()), None)
+
+
+def _median_or_nan(values_NL: FloatArray) -> FloatArray:
+    """The median over the samples of what is not missing: [L]."""
+    present = ~np.isnan(values_NL)
+    filled = [values_NL[present[:, index], index] for index in range(values_NL.shape[1])]
+    return np.array([float(np.median(column)) if column.size else np.nan for column in filled])

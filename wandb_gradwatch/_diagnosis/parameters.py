@@ -1,0 +1,126 @@
+"""What a history shows of the parameters: how large they are, and how far each update moved them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from .._measure.columns import Column, FloatArray
+from ..snapshot import Snapshot
+
+# S samples, P watched parameters, N samples with a known update
+
+_MAX_MOVEMENT: Final = 0.08
+_MAX_FIRST_MOVEMENT: Final = 0.15
+_FIRST_STEPS: Final = 5
+_MAX_LEAP: Final = 0.5
+# Of the parameters' norm, by one update; healthy ones are a tenth of that once a run is under way.
+_MIN_JUMP: Final = 0.005
+_JUMP_FACTOR: Final = 20.0
+_JUMP_NEIGHBOURS: Final = 16  # updates before it that a jump is compared with
+_MIN_JUMP_NEIGHBOURS: Final = 5
+_MOVEMENT_SAMPLES: Final = 5
+
+
+class Parameters:
+    """The parameters over a history.
+
+    Args:
+        history: samples of one training, oldest first.
+        spikes: its lone spikes of the gradient: (sample, factor).
+    """
+
+    def __init__(self, history: Snapshot, spikes: Sequence[tuple[int, float]]) -> None:
+        self._history = history
+        self._spikes = spikes
+
+    @cached_property
+    def changes(self) -> tuple[FloatArray, npt.NDArray[np.int64]]:
+        """|relative change| of the parameters' total norm by each update, and the samples of these updates."""
+        sum_sq_SP = self._history.column(Column.PARAM_SUM_SQ)
+        broken_S = np.nansum(self._history.column(Column.PARAM_NUM_NONFINITE), axis=1) > 0
+        together_P = ~np.any(np.isnan(sum_sq_SP), axis=0)  # one set of parameters, or the norm changes with the set
+        total_S = np.sum(sum_sq_SP[:, together_P], axis=1)
+        known = np.flatnonzero((total_S > 0) & np.isfinite(total_S) & ~broken_S)
+        return np.abs(np.expm1(np.clip(np.diff(0.5 * np.log(total_S[known])), -700, 700))), known[:-1]
+
+    @cached_property
+    def movement(self) -> tuple[float, int] | None:
+        """How fast the parameters move for some steps in a row, and the sample where that began; None if unknown.
+
+        The second largest change of five in a row, the largest over all such stretches: one giant update can be a bad
+        batch, two in a row are a learning rate.
+        """
+        changes, samples = self.changes
+        if len(changes) < 2:
+            return None
+        length = min(_MOVEMENT_SAMPLES, len(changes))
+        lesser = np.sort(np.lib.stride_tricks.sliding_window_view(changes, length), axis=1)[:, -2]
+        place = int(np.argmax(lesser / self._movement_limit(samples[: len(lesser)])))
+        return float(lesser[place]), int(samples[place])
+
+    def _movement_limit(self, samples_N: npt.NDArray[np.int64]) -> FloatArray:
+        """How fast the parameters may move from these samples on: the first steps of adaptive optimizers are large."""
+        return np.where(self._history.steps[samples_N] <= _FIRST_STEPS, _MAX_FIRST_MOVEMENT, _MAX_MOVEMENT)
+
+    @cached_property
+    def leap(self) -> tuple[float, int] | None:
+        """An ordinary sample whose update changed the parameters' norm by half or more: the change, the sample."""
+        changes, samples = self.changes
+        spiky = {sample for sample, _ in self._spikes}
+        leaps = [(float(c), int(s)) for c, s in zip(changes, samples, strict=True) if c > _MAX_LEAP and s not in spiky]
+        return leaps[0] if leaps else None
+
+    @cached_property
+    def jump(self) -> tuple[float, float, int] | None:
+        """An update just before a spike that moved the parameters far more than any of those before it.
+
+        A bad batch moves them after its spike, not before.
+
+        Returns:
+            The relative change of the parameters' norm, how many times the largest of the 16 before it that is, and the
+            sample of the update; None where there is none.
+        """
+        changes, samples = self.changes
+        for spike, _ in self._spikes:
+            place = int(np.searchsorted(samples, spike - 1))
+            if place == len(samples) or samples[place] != spike - 1:
+                continue
+            before = changes[max(place - _JUMP_NEIGHBOURS, 0) : place]
+            if len(before) < _MIN_JUMP_NEIGHBOURS or changes[place] < _MIN_JUMP:
+                continue
+            factor = float(changes[place] / max(float(before.max()), 1e-12))
+            if factor > _JUMP_FACTOR:
+                return float(changes[place]), factor, int(samples[place])
+        return None
+
+    @property
+    def is_moving(self) -> bool:
+        """The parameters move faster than any training survives: healthy ones stay below 5 % per step."""
+        if self.movement is None:
+            return False
+        change, sample = self.movement
+        return change > float(self._movement_limit(np.array([sample]))[0])
+
+    @cached_property
+    def gains(self) -> list[tuple[str, float]]:
+        """Each layer's RMS weight times sqrt(fan-in) in the first sample: about 1 keeps a signal's size.
+
+        The fan-in is the number of a weight's elements over that of its bias, so layers without a bias are left out,
+        and so are normalisation layers, whose weight and bias are equally many.
+        """
+        names = {name: index for index, name in enumerate(self._history.names)}
+        size_P, sum_sq_P = self._history.num_elements[0], self._history.column(Column.PARAM_SUM_SQ)[0]
+        found = []
+        for name, weight in names.items():
+            module, _, parameter = name.rpartition(".")
+            bias = names.get(f"{module}.{parameter.replace('weight', 'bias')}") if "weight" in parameter else None
+            if bias is None or not size_P[weight] > size_P[bias] or not sum_sq_P[weight] >= 0:
+                continue
+            fan_in = size_P[weight] / size_P[bias]
+            found.append((name, float(np.sqrt(sum_sq_P[weight] / size_P[weight] * fan_in))))
+        return found

@@ -1,0 +1,95 @@
+"""Patterns in how the norm differs from layer to layer."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..._analysis.formatting import number
+from ..._measure.columns import Column
+from ..causes import BATCH_NORM, DEPTH, RECURRENCE, SATURATION, Diagnosis
+from ..evidence import Evidence
+
+# P watched parameters, N clean samples, L modules
+
+
+def through_depth(evidence: Evidence) -> Diagnosis | None:
+    """From the first sample on, the norm grows from the last layer back to the first, or every layer multiplies what
+    passes it and the first norm is huge (equal gains on both ways leave no trend over the depth)."""
+    if not evidence.clean.size:
+        return None
+    remedy = "add residual connections or normalisation, lower the layers' gain at initialisation, and clip"
+    trend = evidence.layers.first_depth
+    if trend is not None and trend.factor <= 0.01 and trend.order < -0.9:
+        words = f"norm grows {number(1 / trend.factor)}x from {trend.last} back to {trend.first}, layer by layer"
+        return Diagnosis(DEPTH, 0.85, words, remedy)
+    first_norm = float(evidence.history.total_grad_norm[evidence.clean[0]])
+    gains = [
+        gain / np.sqrt(2) for _, gain in evidence.parameters.gains if gain > 0
+    ]  # sqrt(2) keeps the size through ReLUs
+    chain = float(np.exp(np.sum(np.log(gains)))) if len(gains) >= 4 else 0.0
+    if first_norm < 1e4 or chain < 100 or evidence.step(0) > 10:
+        return None
+    words = (
+        f"the first gradient norm is {number(first_norm)}, and {len(gains)} layers in a row multiply what passes them "
+        f"by {number(chain)} at least"
+    )
+    return Diagnosis(DEPTH, 0.85, words, remedy)
+
+
+def through_recurrence(evidence: Evidence) -> Diagnosis | None:
+    """An explosion, or NaN after one, most of it in a recurrent layer, and nobody clips."""
+    recurrent = evidence.layers.recurrent()
+    exploded = evidence.spikes or evidence.growth or evidence.first_bad is not None
+    if not recurrent or not exploded or evidence.clean.size == 0 or evidence.history.clip_ratio > 0:
+        return None
+    peak = int(evidence.clean[np.argmax(evidence.log_norm_N)])
+    square_P = evidence.history.column(Column.GRAD_SUM_SQ)[peak]
+    share = float(np.nansum(square_P[recurrent]) / np.nansum(square_P))
+    rise = float(np.exp(min(evidence.log_norm_N.max() - np.median(evidence.log_norm_N), 700.0)))
+    if share < 0.3 or rise < 5:
+        return None
+    worst = recurrent[int(np.nanargmax(square_P[recurrent]))]
+    words = (
+        f"at step {evidence.step(peak)} the norm was {number(rise)}x the usual one, {100 * share:.0f} % of its square "
+        f"in recurrent layers, most in {evidence.history.names[worst]}, and no gradient was clipped"
+    )
+    remedy = "clip with clip_grad_norm_(parameters, 1.0), shorten the unrolled sequence, use an LSTM or GRU"
+    return Diagnosis(RECURRENCE, 0.95, words, remedy)
+
+
+def saturation(evidence: Evidence) -> Diagnosis | None:
+    """The typical norm falls layer by layer on its way back to the input, with weights of an ordinary size."""
+    trend = evidence.layers.depth
+    if trend is None or trend.factor < 30 or trend.order < 0.9:
+        return None
+    kind = evidence.layers.has_kind(("Sigmoid", "Tanh", "Hardsigmoid", "Softsign", "LogSigmoid"))
+    words = f"norm falls {number(trend.factor)}x from {trend.last} back to {trend.first}, layer by layer" + (
+        f", and the model has {kind} layers" if kind else ""
+    )
+    remedy = "use ReLU or GELU, residual connections or normalisation between the layers"
+    return Diagnosis(SATURATION, 0.85 if kind else 0.8, words, remedy)
+
+
+def batch_norm(evidence: Evidence) -> Diagnosis | None:
+    """The gradient jumps from sample to sample before a batch norm and is calm after it: two inputs that happen to be
+    close are blown up by the division by their deviation, all others are flattened to plus and minus 1."""
+    scatter_L, norms = evidence.layers.scatter_L, evidence.layers.batch_norms()
+    if (
+        not norms or evidence.clean.size < 8 or evidence.parameters.is_moving
+    ):  # a model that moves wildly scatters everywhere
+        return None
+    last = norms[-1]
+    before, after = scatter_L[: norms[-1]], scatter_L[last:]
+    if np.all(np.isnan(before)) or np.all(np.isnan(after)):
+        return None
+    wild, calm = int(np.nanargmax(before)), float(np.nanmin(after))
+    typical = float(np.nanmedian(before))  # of all layers before it, or it is one layer's own unrest
+    if not (typical > 1.5 and typical > 3 * float(np.nanmax(after))):
+        return None
+    name = evidence.layers.by_module.names
+    words = (
+        f"from one sample to the next the norm of {name[wild]}, before the normalisation {name[last]}, changes "
+        f"{number(float(np.exp(scatter_L[wild])))}x, after it {number(float(np.exp(calm)))}x"
+        + (f"; the batch has {evidence.batch_size} samples" if evidence.batch_size else "")
+    )
+    return Diagnosis(BATCH_NORM, 0.9, words, "use batches of at least 8, GroupNorm or LayerNorm, or SyncBatchNorm")

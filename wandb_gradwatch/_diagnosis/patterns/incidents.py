@@ -1,0 +1,98 @@
+"""Patterns of what went wrong at one place: one batch, one rank, one operation."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from ..._analysis.formatting import number
+from ...snapshot import FIRST_BAD_RANK_METRIC
+from ..causes import BAD_BATCH, BAD_RANK, INVALID, Diagnosis
+from ..evidence import Evidence
+
+# S samples, L modules, R ranks
+
+
+def bad_batch(evidence: Evidence) -> Diagnosis | None:
+    """One sample stands out from calm neighbours, or the first NaN came out of a calm norm into every layer."""
+    if evidence.first_bad is not None and evidence.growth is None:
+        before = evidence.log_norm_N[evidence.clean < evidence.first_bad][-16:]
+        if len(before) >= 5:
+            words = (
+                f"NaN or Inf at step {evidence.step(evidence.first_bad)} out of a calm norm, "
+                f"{number(float(np.exp(before.min())))} to {number(float(np.exp(before.max())))} in the {len(before)} "
+                f"samples before{evidence.note_of(evidence.first_bad)}"
+            )
+            return Diagnosis(BAD_BATCH, 0.65, words, _against_a_bad_batch(evidence, evidence.first_bad))
+    if len(evidence.spikes) in (1, 2):
+        sample, factor = max(evidence.spikes, key=lambda spike: spike[1])
+        lone = "a lone spike" if len(evidence.spikes) == 1 else "one of two spikes"
+        words = f"{lone} of {number(factor)}x at step {evidence.step(sample)}{evidence.note_of(sample)}"
+        confidence = 0.5 if evidence.parameters.is_moving else 0.75
+        return Diagnosis(BAD_BATCH, confidence, words, _against_a_bad_batch(evidence, sample))
+    return None
+
+
+def _against_a_bad_batch(evidence: Evidence, sample: int) -> str:
+    """What to do about the batch of a sample, by what a guard has done already."""
+    history = evidence.history
+    if history.guarded[sample]:
+        return "look at the batch of this step and take it out of the data; the guard has left it out"
+    skip = "skip such steps with guard='skip'"
+    if not math.isnan(history.num_guarded_steps):
+        skip = "have the guard skip such steps too: guard=SkipGuard(is_bad=...)"
+    # A norm that is NaN makes clip_grad_norm_ spread it over every gradient.
+    clip = "" if sample == evidence.first_bad else "clip, or "
+    return f"look at the batch of this step; {clip}{skip}"
+
+
+def bad_rank(evidence: Evidence) -> Diagnosis | None:
+    """The same rank is the first with NaN or Inf again and again, or its norm is far from the others'."""
+    remedy = "look at that rank's data shard and hardware; run it on another device"
+    ranks_S = evidence.history.metrics.get(FIRST_BAD_RANK_METRIC)
+    if ranks_S is not None:
+        known = [s for s in np.flatnonzero(np.isfinite(ranks_S)) if not evidence.is_broken(int(s))]
+        ranks = ranks_S[known]
+        if len(ranks) >= 2 and np.all(ranks == ranks[0]):
+            words = f"rank {int(ranks[0])} was the first with NaN or Inf in all of {len(ranks)} bad samples"
+            return Diagnosis(BAD_RANK, 0.9, words, remedy)
+    norm_SR = evidence.rank_grad_norm
+    if norm_SR is not None and norm_SR.ndim == 2 and norm_SR.shape[1] >= 2 and len(norm_SR):
+        newest = np.where(np.isnan(norm_SR[-1]), np.inf, norm_SR[-1])
+        rank = int(np.argmax(newest))
+        others = float(np.median(np.delete(newest, rank)))
+        if np.isfinite(others) and newest[rank] > 10 * others:
+            words = f"rank {rank} has a norm of {number(float(newest[rank]))}, the others {number(others)}"
+            return Diagnosis(BAD_RANK, 0.9, words, remedy)
+    return None
+
+
+def invalid_operation(evidence: Evidence) -> Diagnosis | None:
+    """NaN from one layer back to the input, but not in the layers after it: it arose on the way back."""
+    sample = evidence.first_bad
+    skipped = evidence.num_last_skipped
+    if sample is None and skipped >= 3:  # AMP skips at any scale because the NaN does not depend on it
+        sample = len(evidence.history) - 1
+        if evidence.began_with_inf(sample):
+            return None
+    if sample is None or evidence.is_broken(sample):
+        return None
+    nan_L = evidence.layers.by_module.num_nonfinite[sample] > 0
+    present = np.flatnonzero(~np.isnan(evidence.layers.by_module.num_elements[sample]))
+    bad = [int(index) for index in present if nan_L[index]]
+    clean_after = [int(index) for index in present if bad and index > bad[-1]]
+    remedy = (
+        "add an epsilon inside sqrt, log and divisions; torch.autograd.set_detect_anomaly(True) names the operation"
+    )
+    names, step = evidence.layers.by_module.names, evidence.step(sample)
+    if bad and clean_after:
+        words = (
+            f"at step {step} the gradient is finite in {names[clean_after[0]]} "
+            f"and non-finite from {names[bad[-1]]} back"
+        )
+        return Diagnosis(INVALID, 0.85, words, remedy)
+    if skipped >= 3 and np.all(np.any(evidence.history.num_nan[-skipped:] > 0, axis=1)):
+        words = f"NaN in each of the last {skipped} samples, at whatever loss scale"
+        return Diagnosis(INVALID, 0.7, words, remedy)
+    return None

@@ -1,0 +1,62 @@
+"""Patterns in the parameters themselves: how large they are, and how far each update moves them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..._analysis.formatting import listing, number
+from ..causes import INITIALISATION, LEARNING_RATE, Diagnosis
+from ..evidence import Evidence
+
+
+def learning_rate(evidence: Evidence) -> Diagnosis | None:
+    """The parameters' norm changes by more per step than any finished training survives, or the norm grew steadily."""
+    remedy = "divide the learning rate by 10 or lengthen its warm-up, and clip with clip_grad_norm_"
+    if evidence.parameters.is_moving and evidence.parameters.movement is not None:
+        change, sample = evidence.parameters.movement
+        words = (
+            f"the parameters' norm changed by {number(100 * change)} % per step or more, "
+            f"from step {evidence.step(sample)}"
+        )
+        return Diagnosis(LEARNING_RATE, 0.85, words, remedy)
+    if evidence.parameters.leap is not None:
+        change, sample = evidence.parameters.leap
+        words = (
+            f"the update of step {evidence.step(sample)} alone changed the parameters' norm by {number(100 * change)} %"
+        )
+        return Diagnosis(LEARNING_RATE, 0.8, words, remedy)
+    if evidence.parameters.jump is not None:
+        change, factor, sample = evidence.parameters.jump
+        words = (
+            f"the update of step {evidence.step(sample)}, just before the spike, changed the parameters' norm by "
+            f"{100 * change:.1f} %, {number(factor)}x as much as any of the updates before it"
+        )
+        return Diagnosis(LEARNING_RATE, 0.8, words, remedy)
+    if evidence.growth is not None:
+        rise, sample = evidence.growth
+        words = (
+            f"the gradient norm grew {number(rise.factor)}x over {rise.num_samples} samples, step by step, "
+            f"up to step {evidence.step(sample)}"
+        )
+        return Diagnosis(LEARNING_RATE, 0.7, words, remedy)
+    return None
+
+
+def initialisation(evidence: Evidence) -> Diagnosis | None:
+    """At the start of a training, weights far from the size that keeps a signal's size from layer to layer."""
+    gains = evidence.parameters.gains
+    if not gains or evidence.step(0) > 10:
+        return None
+    typical = float(np.median([gain for _, gain in gains]))
+    if 0.04 < typical < 4.0:
+        return None
+    worst = sorted(gains, key=lambda gain: abs(np.log(max(gain[1], 1e-300))), reverse=True)
+    # Layers that are a little too large do no harm but by their number.
+    confidence = 0.8 if 4.0 <= typical < 8.0 and len(gains) >= 8 else 0.9
+    words = (
+        f"at step {evidence.step(0)} the weights are {number(typical)}x the size that keeps a signal's size, "
+        f"1/sqrt(fan-in): {listing([f'{name} {number(gain)}x' for name, gain in worst])}"
+    )
+    return Diagnosis(
+        INITIALISATION, confidence, words, "initialise with torch.nn.init.kaiming_normal_ or xavier_uniform_"
+    )

@@ -1,0 +1,44 @@
+"""Patterns of gradients that are zero, or never come."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..._analysis.formatting import listing
+from ..causes import DEAD_RELU, FROZEN, ZEROED, Diagnosis
+from ..evidence import Evidence
+
+# S samples, P watched parameters, L modules
+
+
+def dead_relu(evidence: Evidence) -> Diagnosis | None:
+    """Half of a layer's units or more get no gradient at all, in sample after sample."""
+    names, dead_L = evidence.layers.dead_L
+    dead = [index for index in range(len(names)) if dead_L[index] > 0.5]
+    if not dead:
+        return None
+    words = "no gradient at all for " + listing([f"{100 * dead_L[index]:.0f} % of {names[index]}" for index in dead])
+    remedy = "lower the learning rate, start with small or zero biases, use LeakyReLU or GELU"
+    return Diagnosis(DEAD_RELU, 0.75, words, remedy)
+
+
+def frozen(evidence: Evidence) -> Diagnosis | None:
+    """Some parameters never had a gradient while others had one every time."""
+    present_SP = ~np.isnan(evidence.history.num_elements)
+    never = np.flatnonzero(~present_SP.any(axis=0))
+    if not never.size or not present_SP.any(axis=1).all() or len(evidence.history) < 3:
+        return None
+    names = [evidence.history.names[index] for index in never]
+    words = f"no gradient in any of {len(evidence.history)} samples: {listing(names)}"
+    remedy = "check requires_grad, detach() and torch.no_grad(); exclude= what is frozen on purpose"
+    return Diagnosis(FROZEN, 0.6, words, remedy)
+
+
+def zeroed(evidence: Evidence) -> Diagnosis | None:
+    """All gradients are exactly 0 in nearly all samples."""
+    zero_S = (evidence.history.total_grad_norm == 0) & ~evidence.bad_S
+    if zero_S.mean() < 0.9 or len(zero_S) < 3:
+        return None
+    words = f"all elements of all gradients are exactly 0 in {zero_S.sum()} of {len(zero_S)} samples"
+    remedy = "call zero_grad() before backward() and not between backward() and step(); else the loss is constant"
+    return Diagnosis(ZEROED, 0.9, words, remedy)

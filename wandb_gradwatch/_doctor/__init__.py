@@ -1,0 +1,70 @@
+"""Check the environment, measure what watching costs here, and say what to change."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from .._terminal import Progress, Terminal
+from . import measurement
+from .checks import Check, check_environment
+from .measurement import ACCEPTABLE_OVERHEAD, OverheadMeasurement, measure_overhead
+
+__all__ = ["Check", "OverheadMeasurement", "check_environment", "measure_overhead", "run_doctor"]
+
+
+def run_doctor(num_parameters: int | None, *, as_json: bool, terminal: Terminal) -> int:
+    """Look at everything, print it, and return the exit status: 1 where something does not work.
+
+    Args:
+        num_parameters: size of the model to measure with; None: do not measure.
+        as_json: print one JSON object instead of words.
+        terminal: where to write.
+    """
+    checks = check_environment()
+    if as_json:
+        overhead = measure_overhead(num_parameters) if num_parameters else None
+        terminal.json({"checks": [asdict(c) for c in checks], "overhead": asdict(overhead) if overhead else None})
+    else:
+        _say_checks(checks, terminal)
+        if num_parameters:
+            _say_overhead(num_parameters, terminal)
+    return 1 if any(check.verdict == "problem" for check in checks) else 0
+
+
+def _say_checks(checks: list[Check], terminal: Terminal) -> None:
+    marks = terminal.marks
+    signs = {
+        "good": terminal.style(marks.good, "green"),
+        "note": terminal.style(marks.warning, "yellow"),
+        "problem": terminal.style(marks.bad, "red"),
+    }
+    width = max(len(check.name) for check in checks)
+    for check in checks:
+        terminal.print(f"  {signs[check.verdict]} {check.name.ljust(width)}  {check.found}")
+        if check.advice:
+            terminal.paragraph(check.advice, indent=width + 6)
+
+
+def _say_overhead(num_parameters: int, terminal: Terminal) -> None:
+    terminal.title(f"Training about {num_parameters:,} parameters here, with and without watch()")
+    with Progress(terminal, 2 * measurement.PAIRS) as progress:
+        measured = measure_overhead(num_parameters, lambda done, _: progress.update(done, "blocks"))
+    terminal.pairs(
+        [
+            ("model", f"{measured.num_parameters:,} parameters, {measured.batch} rows per step, on {measured.device}"),
+            ("a step", f"{measured.step_ms:.2f} ms without, {measured.watched_step_ms:.2f} ms with watch()"),
+            ("overhead", f"{measured.ratio:+.1%} (the pairs differ by {measured.spread:.1%})"),
+        ]
+    )
+    terminal.paragraph(_advice(measured))
+
+
+def _advice(measured: OverheadMeasurement) -> str:
+    if measured.spread > max(measured.ratio, ACCEPTABLE_OVERHEAD):
+        return "The pairs differ by more than what they should show: measure again when the machine is less busy."
+    if measured.ratio <= ACCEPTABLE_OVERHEAD:
+        return f"That is within {ACCEPTABLE_OVERHEAD:.0%}: measure every step, as watch(model) does by default."
+    return (
+        f"To stay within {ACCEPTABLE_OVERHEAD:.0%}: watch(model, sample_every={measured.sample_every}). "
+        "A larger batch per step has the same effect: the cost depends on the parameters, not on the data."
+    )

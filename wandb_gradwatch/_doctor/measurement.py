@@ -1,0 +1,132 @@
+"""What watching costs here: the same training with and without it, in turn."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import nn
+
+from .._watch import wait_for_kernels, watch
+from ..sinks import MemorySink
+
+LAYERS: Final = 8  # of the model that is trained to measure the overhead
+BATCH: Final = 256  # rows of its batch
+PAIRS: Final = 3  # blocks with and without watching, in turn
+STEPS_PER_BLOCK: Final = 50  # the default log_every: each watched block holds one flush, as in a real run
+WARM_UP_STEPS: Final = 5
+ACCEPTABLE_OVERHEAD: Final = 0.03  # of the step's time; above it the advice is to measure fewer steps
+
+
+@dataclass(frozen=True)
+class OverheadMeasurement:
+    """What watching costs on this machine.
+
+    Args:
+        device: where the model was trained.
+        num_parameters: of the trained model.
+        batch: rows per step.
+        step_ms: median time of a step that nobody watches.
+        watched_step_ms: median time of a watched one, its share of a flush included.
+        ratio: median over the pairs of (watched - unwatched) / unwatched.
+        spread: largest minus smallest ratio: how far to trust it.
+        sample_every: that keeps the ratio at ACCEPTABLE_OVERHEAD or below; 1: every step.
+    """
+
+    device: str
+    num_parameters: int
+    batch: int
+    step_ms: float
+    watched_step_ms: float
+    ratio: float
+    spread: float
+    sample_every: int
+
+
+def measure_overhead(num_parameters: int, progress: Callable[[int, int], None] | None = None) -> OverheadMeasurement:
+    """Train a multi-layer perceptron in blocks, every second one watched, and compare neighbours.
+
+    The comparison is paired and the order alternates (without-with, with-without, ...), so that a machine that slows
+    down or is shared disturbs both sides alike.
+
+    Args:
+        num_parameters: about how many the model has.
+        progress: called with (blocks done, blocks in all).
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    width = max(round(math.sqrt(num_parameters / LAYERS)), 1)
+    model = nn.Sequential(*(layer for _ in range(LAYERS) for layer in (nn.Linear(width, width), nn.ReLU()))).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    batch = torch.randn(BATCH, width, device=device)
+    plain_ms, watched_ms = _time_pairs(model, optimizer, batch, progress)
+    ratios = [(with_it - without) / without for with_it, without in zip(watched_ms, plain_ms, strict=True)]
+    ratio = statistics.median(ratios)
+    return OverheadMeasurement(
+        device=device.type,
+        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        batch=BATCH,
+        step_ms=statistics.median(plain_ms),
+        watched_step_ms=statistics.median(watched_ms),
+        ratio=ratio,
+        spread=max(ratios) - min(ratios),
+        sample_every=max(math.ceil(ratio / ACCEPTABLE_OVERHEAD), 1),
+    )
+
+
+def _time_pairs(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: torch.Tensor,
+    progress: Callable[[int, int], None] | None,
+) -> tuple[list[float], list[float]]:
+    """Milliseconds per step of each unwatched and each watched block, in pairs."""
+    _train_block(model, optimizer, batch, WARM_UP_STEPS, watched=False)
+    _train_block(model, optimizer, batch, WARM_UP_STEPS, watched=True)
+    wait_for_kernels()  # compiling takes time from the steps, once in a training
+    plain_ms: list[float] = []
+    watched_ms: list[float] = []
+    for pair in range(PAIRS):
+        order = (False, True) if pair % 2 == 0 else (True, False)
+        for place, watched in enumerate(order):
+            times = watched_ms if watched else plain_ms
+            times.append(_train_block(model, optimizer, batch, STEPS_PER_BLOCK, watched=watched))
+            if progress is not None:
+                progress(2 * pair + place + 1, 2 * PAIRS)
+    return plain_ms, watched_ms
+
+
+def _train_block(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor, steps: int, *, watched: bool
+) -> float:
+    """Milliseconds per step of a block; arming and disarming are outside the clock, as a real run does them once."""
+    memory = MemorySink(max_snapshots=1)
+    watcher = watch(model, sinks=[memory], log_every=steps) if watched else None
+    try:
+        _synchronize(batch.device)
+        started = time.perf_counter()
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+        _synchronize(batch.device)
+        seconds = time.perf_counter() - started
+    finally:
+        if watcher is not None:
+            watcher.remove()
+    seen = memory.merged()
+    if watched and (seen is None or len(seen) != steps):
+        raise RuntimeError(
+            f"of {steps} steps {0 if seen is None else len(seen)} were measured, so there is no overhead to tell; "
+            "the reason is logged above"
+        )
+    return seconds / steps * 1e3
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,170 @@
+"""How ranks that hold shards of one model come to one number: sums over ranks, each element counted once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .._measure.elements import wide_dtype
+from .._runtime.autograd import Entry
+from .._runtime.error_boundary import CallbackError
+from .._runtime.sharding import Shards, has_fsdp1, local_part, world_size
+
+# N parameters of an optimizer
+
+FSDP1_REFUSED: Final = (
+    "guard= does not work with FullyShardedDataParallel (FSDP1), whose ranks could not decide alike; "
+    "use fully_shard (FSDP2), or guard=None"
+)
+FUNCTION_REFUSED: Final = (
+    "guard= was given a function, which sees only the shards of its own rank and could decide otherwise on another; "
+    'with a sharded model use guard="skip"'
+)
+
+
+def refuse_guard(models: Sequence[nn.Module], *, function: bool) -> None:
+    """Say at watch() what `Agreements.of` would say at the first step.
+
+    Args:
+        models: the watched ones, sharded already or not.
+        function: the guard is a function of the user's.
+
+    Raises:
+        ValueError: ranks could not decide alike.
+    """
+    if world_size() == 1:
+        return
+    if has_fsdp1(models):
+        raise ValueError(FSDP1_REFUSED)
+    if function and any(_dtensor(parameter) is not None for model in models for parameter in model.parameters()):
+        raise ValueError(FUNCTION_REFUSED)
+
+
+class RankConsensus:
+    """Sums over the ranks that share the parameters of one optimizer.
+
+    Args:
+        parameters: by slot.
+
+    Raises:
+        ValueError: their meshes have no rank set that holds them all.
+    """
+
+    def __init__(self, parameters: dict[int, Tensor]) -> None:
+        meshes = {id(p.device_mesh): p.device_mesh for p in map(_dtensor, parameters.values()) if p is not None}
+        self._mesh = max(meshes.values(), key=lambda mesh: int(mesh.size()))
+        members = set(self._mesh.mesh.flatten().tolist())
+        if any(not members.issuperset(mesh.mesh.flatten().tolist()) for mesh in meshes.values()):
+            raise ValueError(
+                f"guard= needs one device mesh that has all ranks of the others, but the parameters of one optimizer "
+                f"are on {', '.join(map(str, meshes.values()))}; use guard=None, or an optimizer for each mesh"
+            )
+        size = int(self._mesh.size())
+        self._share = {slot: _num_shards(parameter) / size for slot, parameter in parameters.items()}
+        self._weights: dict[tuple[int, ...], Tensor] = {}
+        self._device = local_part(next(iter(parameters.values()))).device
+
+    def weights(self, slots: tuple[int, ...], like: Tensor) -> Tensor:
+        """The share with which this rank's row of each counts, so that the sum over ranks has it once: [N]."""
+        key = (*slots, hash(like.device))
+        if key not in self._weights:
+            host = torch.tensor([self._share[slot] for slot in slots], dtype=like.dtype, device="cpu")
+            if like.device.type == "cuda":
+                host = host.pin_memory()
+            self._weights[key] = host.to(like.device, non_blocking=True)
+        return self._weights[key]
+
+    def abstain(self) -> None:
+        """Take part in a sum with NaN: it is NaN on every rank then, which is above no limit."""
+        self.sum_over_ranks(torch.full((2,), math.nan, dtype=wide_dtype(self._device), device=self._device))
+
+    def sum_over_ranks(self, values: Tensor) -> Tensor:
+        """The sum of these over the ranks, in place; on a GPU the host does not wait for it."""
+        for dimension in range(self._mesh.ndim):
+            dist.all_reduce(values, group=self._mesh.get_group(dimension))
+        return values
+
+
+class FailedRankVoter:
+    """Votes for a monitor that has failed: the other ranks wait for this one's vote at every step.
+
+    It abstains, which ends the guard on all of them together: a rank that knows nothing of its gradients cannot say
+    that they are healthy, and ranks that decide differently would have different models.
+
+    Args:
+        slot_of_id: the watched parameters, by their id, as they were last seen.
+    """
+
+    def __init__(self, slot_of_id: Mapping[int, int]) -> None:
+        self._slot_of_id = dict(slot_of_id)
+
+    def slots(self, optimizer: Optimizer) -> frozenset[int]:
+        """The watched parameters that this optimizer updates."""
+        return frozenset(slot for slot, _ in self._entries(optimizer))
+
+    def vote(self, optimizer: Optimizer) -> None:
+        """Abstain from the vote about a step, if there is one."""
+        entries = self._entries(optimizer)
+        if any(_dtensor(parameter) is not None for _, parameter in entries):
+            RankConsensus(dict(entries)).abstain()
+
+    def _entries(self, optimizer: Optimizer) -> list[Entry]:
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        return [(slot, p) for p in parameters if (slot := self._slot_of_id.get(id(p))) is not None]
+
+
+class ConsensusTable:
+    """One for each optimizer, made anew when parameters were replaced."""
+
+    def __init__(self) -> None:
+        self._version = -1
+        self._by_slots: dict[tuple[int, ...], RankConsensus] = {}
+
+    def of(self, entries: Sequence[Entry], shards: Shards, version: int, *, function: bool) -> RankConsensus | None:
+        """The agreement about these parameters; None where every rank has them whole.
+
+        Args:
+            entries: the watched parameters of an optimizer.
+            shards: what is known of the model's sharding.
+            version: of the roster: changes when parameters were replaced.
+            function: the guard is a function of the user's.
+
+        Raises:
+            CallbackError: ranks could not decide alike.
+        """
+        if not shards.any:
+            return None
+        if shards.uses_fsdp1:
+            raise CallbackError from ValueError(FSDP1_REFUSED)
+        if function:
+            raise CallbackError from ValueError(FUNCTION_REFUSED)
+        if version != self._version:
+            self._version, self._by_slots = version, {}
+        slots = tuple(slot for slot, _ in entries)
+        if slots not in self._by_slots:
+            if all(_dtensor(parameter) is None for _, parameter in entries):
+                return None
+            try:
+                self._by_slots[slots] = RankConsensus(dict(entries))
+            except ValueError as error:
+                raise CallbackError from error
+        return self._by_slots[slots]
+
+
+def _dtensor(parameter: Tensor) -> Any:
+    return cast("Any", parameter) if type(parameter).__name__ == "DTensor" else None
+
+
+def _num_shards(parameter: Tensor) -> int:
+    """Into how many different pieces it is cut."""
+    dtensor = _dtensor(parameter)
+    if dtensor is None:
+        return 1
+    mesh = dtensor.device_mesh
+    return math.prod(int(mesh.size(d)) for d, placement in enumerate(dtensor.placements) if placement.is_shard())

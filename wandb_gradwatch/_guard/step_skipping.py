@@ -1,0 +1,227 @@
+"""Withholds gradients from an optimizer, with or without asking the host, and gives them back after the step.
+
+before_step   decide()      the open sample's rows of this optimizer -> [non-finite elements, sum of squares]
+                            (of shards: one all-reduce of these two numbers, so that every rank decides alike)
+              fused         bad? is answered on the device and handed over as `optimizer.found_inf`
+              others        bad? is read by the host: an optimizer without gradients changes nothing at all
+after_step    release()     what was taken away or handed over is as it was before
+sample over   end_step()    the numbers start their way to the host
+later         decide()      the guard learns from them (lessons.py)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .._measure.columns import Column
+from .._measure.elements import onto, wide_dtype
+from .._runtime.autograd import Entry
+from .._transfer.sample_buffer import SampleBuffer
+from .._transfer.transfers import PinnedPool
+from .gradient_stash import GradientStash, honours_found_inf, without_gradients
+from .pending_verdicts import Opinion, PendingVerdicts, Step, StepJudge, raised_to_the_user
+from .rank_consensus import RankConsensus
+
+# N parameters of an optimizer
+
+
+class StepSkipping:
+    """Carries out what a guard decides.
+
+    Args:
+        judge: the guard.
+        window: the open sample's rows.
+        notice: says something once, by its kind.
+    """
+
+    def __init__(self, judge: StepJudge, window: SampleBuffer, notice: Callable[[str, str], None]) -> None:
+        self._judge = judge
+        self._verdicts = PendingVerdicts(judge, notice)
+        self.has_voted = False  # about the step that an optimizer is about to make
+        self._window = window
+        self._pinned_pool = PinnedPool()
+        self._stash: list[GradientStash] = []
+        self._opinions: list[Opinion] = []  # of the open step
+        self._withheld: Tensor | bool = False  # whether the open step is withheld from an optimizer
+        self._last_withheld: Tensor | bool = False  # whether the step that has closed last was
+        self._num_withheld: Tensor | float = 0.0  # steps since the last sample
+
+    @property
+    def needs_rows(self) -> bool:
+        """Whether the guard looks at whole rows, not only at the norm and the non-finite elements."""
+        return self._judge.needs_rows
+
+    def decide(
+        self,
+        optimizer: Optimizer,
+        step: int,
+        entries: Sequence[Entry],
+        consensus: RankConsensus | None,
+        *,
+        inside_backward: bool,
+    ) -> None:
+        """Have this optimizer, about to step, use its gradients or not.
+
+        Args:
+            optimizer: it.
+            step: the open sample's number.
+            entries: its watched parameters, whose rows are in the open sample.
+            agreement: how ranks that hold shards come to one decision.
+            inside_backward: gradients come one by one: there is no norm of the whole, only what is not finite counts.
+        """
+        self._verdicts.learn_due()
+        # On ranks with shards all of them, so that all ranks mean the same: an empty shard may have no gradient.
+        slots = tuple(sorted(slot for slot, parameter in entries if consensus or parameter.grad is not None))
+        if not slots:
+            return
+        if self._judge.needs_rows:
+            with raised_to_the_user():
+                bad = self._judge.is_bad(slots)
+            self._decide_here(optimizer, step, slots, [math.nan, math.nan, float(bad)], learns=False)
+            return
+        limit = math.inf if inside_backward else self._judge.limit(slots)
+        sums = self._sums(slots, _home(entries), consensus)
+        bad_there = (sums[0] > 0) | (sums[1] > limit * limit)
+        if honours_found_inf(optimizer):
+            self._decide_there(optimizer, slots, sums, bad_there, learns=not inside_backward)
+        else:  # the one place where a guard makes the host wait
+            values = torch.cat((sums, bad_there.to(sums.dtype)[None])).tolist()
+            self._decide_here(optimizer, step, slots, values, learns=not inside_backward)
+
+    def abstain(self, consensus: RankConsensus) -> None:
+        """Say nothing about a step that is not judged here, so that ranks that judge it do not wait for this one."""
+        self.has_voted = True
+        consensus.abstain()
+
+    def release(self, optimizer: Optimizer | None = None) -> None:
+        """Give back what this optimizer, or any, went without, and take away what it was handed."""
+        released = [stash for stash in self._stash if optimizer is None or stash.optimizer is optimizer]
+        self._stash = [stash for stash in self._stash if stash not in released]
+        for stash in released:
+            stash.give_back()
+
+    def end_step(self, number: int) -> None:
+        """The open sample has closed under this number."""
+        self._last_withheld = self._withheld
+        if not self._opinions:
+            return
+        was_read = all(isinstance(opinion.values, list) for opinion in self._opinions)
+        step = Step(number, tuple(opinion.sent(self._pinned_pool) for opinion in self._opinions), was_read)
+        self._num_withheld = _sum(self._num_withheld, self._withheld)
+        self._opinions, self._withheld = [], False
+        self._verdicts.add(step)
+
+    def take_count(self) -> Tensor:
+        """How many steps were withheld since this was last asked: a scalar on any device."""
+        count, self._num_withheld = self._num_withheld, 0.0
+        return _scalar(count)
+
+    @property
+    def last_withheld(self) -> Tensor:
+        """1 if the step that has closed last was withheld from an optimizer, else 0: a scalar on any device."""
+        return _scalar(self._last_withheld)
+
+    def finish(self) -> None:
+        """No step comes any more: the guard's counts are brought up to date. Waits for the device."""
+        self._verdicts.learn_all()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the guard has not learnt yet, in plain numbers. Waits for the device."""
+        return {"unlearnt": self._verdicts.state(), "num_withheld": float(self._num_withheld)}
+
+    def load_state_dict(self, state: Mapping[str, Any], place: Mapping[int, int]) -> None:
+        """Go on from `state_dict()`.
+
+        Args:
+            state: it.
+            place: the slot now of each slot then; those of parameters that are gone are missing.
+        """
+        self._num_withheld = float(state["num_withheld"])
+        self._verdicts.load_state(state["unlearnt"], place)
+
+    # ---- the decision
+
+    def _sums(self, slots: tuple[int, ...], home: torch.device, consensus: RankConsensus | None) -> Tensor:
+        """Non-finite elements and sum of squares of these gradients, of all ranks where they are shards: [2], at home.
+
+        A device that has none of them adds nothing, but for a host that has none: it is not asked to wait.
+        """
+        parts = []
+        for rows_NC in self._window.open_rows(slots):
+            if rows_NC.device.type == "cpu" and home.type != "cpu":
+                continue
+            weighted_NC = rows_NC if consensus is None else rows_NC * consensus.weights(slots, rows_NC)[:, None]
+            sums_C = weighted_NC.nansum(dim=0)  # a missing row adds nothing
+            part = torch.stack((sums_C[Column.NUM_NAN] + sums_C[Column.NUM_INF], sums_C[Column.GRAD_SUM_SQ]))
+            parts.append(onto(part, home))
+        total = parts[0] if parts else torch.zeros(2, dtype=wide_dtype(home), device=home)
+        for part in parts[1:]:
+            total = total + part
+        if consensus is None:
+            return total
+        self.has_voted = True  # before it raises: a second vote would be taken for one about the next step
+        return consensus.sum_over_ranks(total)
+
+    def _decide_here(
+        self, optimizer: Optimizer, step: int, slots: tuple[int, ...], values: list[float], *, learns: bool
+    ) -> None:
+        """The host knows: values are the first three of an opinion's."""
+        withheld = True  # also where `withholds` raises: the step is not made then
+        try:
+            with raised_to_the_user():
+                withheld = self._judge.withholds(step, bad=bool(values[2]) or bool(self._withheld))
+        finally:
+            self._opinions.append(Opinion(slots, learns, [*values, float(withheld), 0.0]))
+        if withheld:
+            self._withheld = True
+            self._stash.append(without_gradients(optimizer))
+
+    def _decide_there(
+        self, optimizer: Optimizer, slots: tuple[int, ...], sums: Tensor, bad: Tensor, *, learns: bool
+    ) -> None:
+        """The device will know."""
+        scalers: Tensor | None = getattr(optimizer, "found_inf", None)
+        overflowed = torch.zeros_like(bad)
+        if scalers is not None:
+            overflowed = onto(scalers.reshape(()), bad.device) > 0
+        withheld = torch.zeros_like(bad)
+        if not self._judge.lets_through:
+            before = onto(self._withheld, bad.device) if isinstance(self._withheld, Tensor) else self._withheld
+            skipped = bad | before
+            withheld = skipped & ~overflowed
+            # The kernels compare with exactly 1, and the step counters go back by it.
+            found_inf = (skipped | overflowed).to(torch.float32)
+            self._stash.append(GradientStash(optimizer, [], found_inf, scalers))
+            optimizer.found_inf = found_inf  # type: ignore[attr-defined]
+            self._withheld = withheld | before
+        flags = torch.stack((bad, withheld, overflowed)).to(sums.dtype)
+        self._opinions.append(Opinion(slots, learns, torch.cat((sums, flags))))
+
+
+def _scalar(value: Tensor | float) -> Tensor:
+    return value if isinstance(value, Tensor) else torch.tensor(float(value), device="cpu")
+
+
+def _home(entries: Sequence[Entry]) -> torch.device:
+    """Where an optimizer's numbers come together: on the host if a parameter is there, else where the first one is.
+
+    A fused optimizer brings `found_inf` to its other devices itself, but does not wait before the host reads it.
+    """
+    devices = [parameter.device for _, parameter in entries]
+    return next((device for device in devices if device.type == "cpu"), devices[0])
+
+
+def _sum(count: Tensor | float, one_more: Tensor | bool) -> Tensor | float:
+    """Of numbers that may be on different devices; the host does not wait."""
+    if isinstance(count, Tensor) and isinstance(one_more, Tensor) and count.device != one_more.device:
+        if one_more.device.type != "cpu":
+            count = onto(count, one_more.device)
+        else:
+            one_more = onto(one_more, count.device)
+    return count + one_more

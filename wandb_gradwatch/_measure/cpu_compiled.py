@@ -1,0 +1,256 @@
+"""Statistics on the CPU by loops that numba compiles: one call for all tensors, from a table of their addresses.
+
+Where there is much to read, large tensors are cut into pieces, which torch's number of threads share; rows of pieces
+merge, and always in the same order.
+
+numba is an optional extra. The loops are compiled in the background (compilation.py); until they are there, and where
+they fail, torch and numpy measure (cpu.py), with the same counts and histograms.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import math
+from collections.abc import Callable, Sequence
+from functools import cache, lru_cache
+from operator import attrgetter
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from . import cpu
+from .columns import NUM_BINS, NUM_COLUMNS, SCALE_POWER, ZERO_BIN, Column, IntArray, merge_adjacent_rows
+from .compilation import Compilation
+from .elements import elements_of
+from .float_bits import FLOAT32, FLOAT64, bin_of_code, largest_magnitude_within
+from .thread_pool import THREAD_POOL
+
+if TYPE_CHECKING:
+    from .cpu_loops import Loops
+
+logger: Final = logging.getLogger("wandb_gradwatch")
+
+# N tensors, M pieces of them, C columns, B histogram bins, K kinds
+
+_KIND: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}  # of a dtype, in the loops
+_ITEMSIZE_K: Final = np.array([dtype.itemsize for dtype in _KIND])
+
+_PIECE: Final = 1 << 18  # elements that a thread takes at once: tens of microseconds
+_SHARED_FROM: Final = 1 << 21  # elements, below which one thread is done before another has woken
+
+
+@cache
+def is_installed() -> bool:
+    """Whether numba is there; it is not imported."""
+    return importlib.util.find_spec("numba") is not None
+
+
+def _compile() -> Loops:
+    from .cpu_loops import compile_loops
+
+    try:
+        loops = compile_loops(cache=True)
+    except Exception as error:  # no folder to write to, a full disk, a damaged file: not needed to compile
+        logger.debug("wandb_gradwatch: compiling without a cache on disk: %r", error)
+        loops = compile_loops(cache=False)
+    _check(loops)
+    return loops
+
+
+def _say_failure(error: Exception) -> None:
+    logger.warning(
+        "wandb_gradwatch: numba is installed, but the compiled CPU backend could not be made (%r); torch and numpy "
+        "measure instead, more slowly. Upgrade numba, or say backend='cpu'.",
+        error,
+    )
+
+
+LOOPS: Final = Compilation(_compile, _say_failure)
+
+
+def measure(
+    gradients: Sequence[Tensor],
+    parameters: Sequence[Tensor] | None,
+    *,
+    dead_threshold: float,
+    inverse_scale: Tensor | None,
+    histogram: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Measure each gradient: rows [N, C] in float64 and, if asked for, the histogram [N, B] in int64.
+
+    Cost: one read of the gradients and of the parameters, without the interpreter's lock.
+    """
+    return _measure(LOOPS.wait(), gradients, parameters, dead_threshold, inverse_scale, histogram)
+
+
+def sum_sq(gradients: Sequence[Tensor], *, inverse_scale: Tensor | None) -> Tensor:
+    """Sum the squares of each gradient's finite elements: [N]."""
+    loops = LOOPS.wait()
+    elements, _, exponent = _readable(gradients, inverse_scale)
+    (table,), starts_N = _tables(elements)
+    sums = np.empty(len(table))
+    shared = starts_N is not None
+    _run(loops, loops.sum_sq_all, table, sums, tensors=[elements], num_pieces=len(table), shared=shared)
+    if starts_N is not None:
+        sums = np.add.reduceat(sums, starts_N)
+    return torch.from_numpy(sums) * math.ldexp(1.0, 2 * exponent)
+
+
+def _measure(
+    loops: Loops,
+    gradients: Sequence[Tensor],
+    parameters: Sequence[Tensor] | None,
+    dead_threshold: float,
+    inverse_scale: Tensor | None,
+    histogram: bool,
+) -> tuple[Tensor, Tensor | None]:
+    elements, num_implicit_zeros, exponent = _readable(gradients, inverse_scale)
+    parameter_elements = _readable(parameters, None)[0] if parameters is not None else ()
+    (table, parameter_table), starts_N = _tables(elements, parameter_elements)
+    rows = np.empty((len(table), NUM_COLUMNS))
+    counts = np.zeros((len(table), NUM_BINS if histogram else 0), dtype=np.int64)
+    _run(
+        loops,
+        loops.measure_all,
+        table,
+        parameter_table,
+        *_dead_words(dead_threshold, exponent),
+        bin_of_code(FLOAT32, exponent),
+        bin_of_code(FLOAT64, exponent),
+        rows,
+        counts,
+        tensors=[elements, parameter_elements],
+        num_pieces=len(table),
+        shared=starts_N is not None,
+    )
+    rows_NC, histogram_NB = rows, counts
+    if starts_N is not None:
+        rows_NC, histogram_NB = merge_adjacent_rows(rows, starts_N), np.add.reduceat(counts, starts_N, axis=0)
+    if not dead_threshold >= 0:
+        rows_NC[:, Column.NUM_DEAD] = 0
+    if num_implicit_zeros:
+        cpu.add_implicit_zeros(rows_NC, num_implicit_zeros)
+        if histogram:
+            histogram_NB[:, ZERO_BIN] = rows_NC[:, Column.NUM_ZERO]
+    if exponent:
+        for column, power in SCALE_POWER.items():
+            rows_NC[:, column] *= math.ldexp(1.0, exponent * power)
+        rows_NC[:, Column.RECEIVED_SUM_SQ] = rows_NC[:, Column.GRAD_SUM_SQ]
+    return torch.from_numpy(rows_NC), torch.from_numpy(histogram_NB) if histogram else None
+
+
+def _run(
+    loops: Loops,
+    work: Callable[..., None],
+    *arguments: object,
+    tensors: Sequence[Sequence[Tensor]],
+    num_pieces: int,
+    shared: bool,
+) -> None:
+    """Run one of the loops over all pieces of these tensors' memory, on this thread or on several."""
+    progress = np.zeros(2, dtype=np.int64)
+    if not shared:
+        work(*arguments, progress)
+        return
+
+    def work_if_left(stash: object = tensors) -> None:  # what a helper reads and writes must last as long as its work
+        if progress[0] < num_pieces:
+            work(*arguments, progress)
+
+    THREAD_POOL.run(work_if_left, lambda: loops.is_done(progress, num_pieces), torch.get_num_threads())
+
+
+_PLAIN: Final = frozenset([Tensor, torch.nn.Parameter])
+_DTYPE: Final = attrgetter("dtype")
+_FORMAT: Final = attrgetter("dtype", "layout", "is_cpu")
+_READABLE: Final = frozenset((dtype, torch.strided, True) for dtype in _KIND)
+
+
+def _readable(tensors: Sequence[Tensor], inverse_scale: Tensor | None) -> tuple[Sequence[Tensor], list[int], int]:
+    """Tensors whose memory holds their elements, their implicit zeros (none: []), and a power of two still to apply."""
+    if inverse_scale is not None:
+        elements, num_implicit_zeros, exponent = cpu.scaled_elements(tensors, inverse_scale)
+        return elements, num_implicit_zeros, exponent
+    if _all_readable(tensors):
+        return tensors, [], 0
+    pairs = [(t, 0) if _all_readable([t]) else elements_of(t) for t in tensors]
+    return [pair[0] for pair in pairs], [pair[1] for pair in pairs], 0
+
+
+def _all_readable(tensors: Sequence[Tensor]) -> bool:
+    """Whether the elements lie one after the other where data_ptr() says; asked of all at once: each takes 0.1 us."""
+    return (
+        _PLAIN.issuperset(map(type, tensors))
+        and _READABLE.issuperset(map(_FORMAT, tensors))
+        and all(map(Tensor.is_contiguous, tensors))
+        and not any(map(Tensor.is_neg, tensors))
+    )
+
+
+def _tables(*lists: Sequence[Tensor]) -> tuple[list[IntArray], IntArray | None]:
+    """The tables of lists of N tensors each (or none): [M, 3] each (or [0, 3]), and each tensor's first piece: [N].
+
+    None for the first pieces: there is little to read, and every tensor is one piece.
+    """
+    tables, num_elements = [], 0
+    for elements in lists:
+        table, sizes = _table(elements)
+        tables.append(table)
+        num_elements += sum(sizes)
+    return (tables, None) if num_elements < _SHARED_FROM else _cut(tables)
+
+
+def _table(elements: Sequence[Tensor]) -> tuple[IntArray, list[int]]:
+    """Address, number of elements and kind of each tensor: [N, 3]; and the numbers of elements."""
+    table = np.empty((len(elements), 3), dtype=np.int64)
+    addresses, sizes = list(map(Tensor.data_ptr, elements)), list(map(Tensor.numel, elements))
+    if 0 in addresses and any(size for size, address in zip(sizes, addresses, strict=True) if not address):
+        raise RuntimeError("a tensor with elements has no memory: its storage was freed or is not allocated yet")
+    table[:, 0], table[:, 1] = addresses, sizes
+    table[:, 2] = list(map(_KIND.__getitem__, map(_DTYPE, elements)))
+    return table, sizes
+
+
+def _cut(tables: Sequence[IntArray]) -> tuple[list[IntArray], IntArray]:
+    """Cut the tensors of all lists at the same places: tables of pieces, and the first piece of each tensor."""
+    largest_N = np.maximum.reduce([table[:, 1] for table in tables if len(table)])
+    num_pieces_N = np.maximum(-(-largest_N // _PIECE), 1)
+    starts_N = np.cumsum(num_pieces_N) - num_pieces_N
+    of_tensor_M = np.repeat(np.arange(len(num_pieces_N)), num_pieces_N)
+    begin_M = (np.arange(len(of_tensor_M)) - starts_N[of_tensor_M]) * _PIECE
+    cut = []
+    for table in tables:
+        pieces = table[of_tensor_M] if len(table) else table
+        if len(table):
+            begin = np.minimum(begin_M, pieces[:, 1])
+            pieces[:, 0] += begin * _ITEMSIZE_K[pieces[:, 2]]
+            pieces[:, 1] = np.minimum(pieces[:, 1] - begin, _PIECE)
+        cut.append(pieces)
+    return cut, starts_N
+
+
+@lru_cache(maxsize=16)
+def _dead_words(dead_threshold: float, exponent: int) -> tuple[np.uint32, np.uint64]:
+    threshold = math.ldexp(dead_threshold, -exponent)
+    return (
+        np.uint32(max(largest_magnitude_within(threshold, FLOAT32), 0)),
+        np.uint64(max(largest_magnitude_within(threshold, FLOAT64), 0)),
+    )
+
+
+def _check(loops: Loops) -> None:
+    """Compare with torch and numpy: they read raw memory, so a compiler that is wrong must not be believed."""
+    values = torch.linspace(-3, 3, 2999, dtype=torch.float64, device="cpu")
+    values[::7], values[1::50], values[2::50], values[3::50] = 0, math.nan, math.inf, 1e-30
+    tensors = [values.to(dtype) for dtype in _KIND]
+    expected_rows, expected_histogram = cpu.measure(
+        tensors, tensors, dead_threshold=0.5, inverse_scale=None, histogram=True
+    )
+    rows, histogram = _measure(loops, tensors, tensors, 0.5, None, True)
+    assert expected_histogram is not None
+    assert histogram is not None
+    if not (torch.allclose(rows, expected_rows, rtol=1e-5) and torch.equal(histogram, expected_histogram)):
+        raise RuntimeError("the compiled loops do not measure what torch does")

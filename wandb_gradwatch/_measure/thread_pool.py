@@ -1,0 +1,68 @@
+"""Threads that lend a hand with work that is divided into pieces, and on which nothing depends."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+Work = Callable[[], None]
+
+_MAX_HELPERS: Final = 7  # they all read one memory
+_give_way: Final[Callable[[], None]] = getattr(os, "sched_yield", lambda: time.sleep(0))
+
+
+class ThreadPool:
+    """Threads that wait for work, started when there is some for them.
+
+    The work takes pieces for itself until none is left, so that a helper that comes late, or never (the process was
+    forked, the interpreter ends, no processor is free), only leaves more of them to the caller.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: queue.SimpleQueue[Work] = queue.SimpleQueue()
+        self._helpers: list[threading.Thread] = []
+
+    def run(self, work: Work, is_done: Callable[[], bool], num_threads: int) -> None:
+        """Do the work here, and in other threads too; return when all of it is done.
+
+        Args:
+            work: takes pieces until none is left, in any number of threads, with the interpreter's lock or without.
+            is_done: whether every piece that was taken is done.
+            num_threads: at most, with this one.
+        """
+        for _ in range(self._ready(num_threads - 1)):
+            self._waiting.put(work)
+        try:
+            work()
+        finally:  # also where the user interrupts: what the work is about must stay as it is until nobody reads it
+            while not is_done():
+                _give_way()
+
+    def _ready(self, wanted: int) -> int:
+        """How many of these helpers there are, started if need be."""
+        helpers = [helper for helper in self._helpers if helper.is_alive()]
+        if not helpers:  # none yet; or the process was forked, and what waits was for the parent's
+            self._waiting = queue.SimpleQueue()
+        while len(helpers) < min(wanted, _MAX_HELPERS):
+            helper = threading.Thread(target=_help, args=(self._waiting,), name="gradwatch-measure", daemon=True)
+            try:
+                helper.start()
+            except RuntimeError:  # no more threads: the interpreter ends, or a limit is reached
+                break
+            helpers.append(helper)
+        self._helpers = helpers
+        return max(min(wanted, len(helpers)), 0)
+
+
+def _help(waiting: queue.SimpleQueue[Work]) -> None:
+    while True:
+        work = waiting.get()
+        work()
+        del work  # what it holds is not kept until the next
+
+
+THREAD_POOL: Final = ThreadPool()

@@ -1,0 +1,110 @@
+"""Many tensors as lines of equal length, so that one operation of plain torch is one pass over all of them.
+
+A line is LINE elements of one tensor; a page is as many lines as are worth one operation. The filling of a tensor's
+last line is NaN: absent, like any other NaN. Lines fold into tensors by gathers in a fixed order, so that results
+repeat bit for bit. Where lines begin depends on sizes alone: the index tables are uploaded once per list of sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+# N tensors, R lines
+
+LINE: Final = 1024
+PAGE_LINES: Final = 4096  # 4 million elements: a few scratch copies of a page are small beside a model
+_FOLD: Final = 64  # lines that become one in one step of the fold
+
+
+@dataclass(frozen=True)
+class TilingPlan:
+    """Where the lines of tensors of given sizes lie.
+
+    Args:
+        num_lines: [N] of each tensor.
+        owner: [R] index of the tensor that each line belongs to, on the device.
+        num_filling: [N] NaN added to each tensor, on the device.
+        steps: index tables of the fold, on the device; index R stands for a line that changes nothing.
+    """
+
+    num_lines: tuple[int, ...]
+    owner: Tensor
+    num_filling: Tensor
+    steps: tuple[Tensor, ...]
+
+
+@lru_cache(maxsize=16)
+def plan_for(sizes: tuple[int, ...], device: torch.device) -> TilingPlan:
+    """Lay out tensors of these numbers of elements."""
+    num_lines = tuple(-(-size // LINE) for size in sizes)
+    filling = [lines * LINE - size for lines, size in zip(num_lines, sizes, strict=True)]
+    steps = []
+    counts = np.array(num_lines)
+    while (counts != 1).any():
+        groups = np.maximum(-(-counts // _FOLD), 1)  # a tensor without lines becomes one that changes nothing
+        first_line = np.repeat(np.cumsum(counts) - counts, groups)
+        first_group = np.repeat(np.cumsum(groups) - groups, groups)
+        within = (np.arange(groups.sum()) - first_group)[:, None] * _FOLD + np.arange(_FOLD)
+        index = np.where(within < np.repeat(counts, groups)[:, None], first_line[:, None] + within, counts.sum())
+        steps.append(upload(index, device))
+        counts = groups
+    owner = upload(np.repeat(np.arange(len(sizes)), num_lines), device)
+    return TilingPlan(num_lines, owner, upload(np.array(filling), device), tuple(steps))
+
+
+def upload(values: np.ndarray[tuple[int, ...], np.dtype[np.int64]], device: torch.device) -> Tensor:
+    """Copy integers to a device; the host does not wait for CUDA: the memory is pinned."""
+    tensor = torch.from_numpy(np.ascontiguousarray(values))
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
+def pages(elements: Sequence[Tensor], plan: TilingPlan) -> Iterator[Tensor]:
+    """Yield all lines in order: [up to PAGE_LINES, LINE] each.
+
+    Args:
+        elements: N flat tensors of one dtype.
+    """
+    nan = torch.full((LINE,), torch.nan, dtype=elements[0].dtype, device=elements[0].device)
+    pieces: list[Tensor] = []
+    room = PAGE_LINES
+    for tensor, num_lines in zip(elements, plan.num_lines, strict=True):
+        line = 0
+        while line < num_lines:
+            taken = min(room, num_lines - line)
+            piece = tensor[line * LINE : (line + taken) * LINE]
+            pieces.append(piece)
+            if piece.numel() < taken * LINE:
+                pieces.append(nan[: taken * LINE - piece.numel()])
+            line += taken
+            room -= taken
+            if room == 0:
+                yield _page(pieces)
+                pieces, room = [], PAGE_LINES
+    if pieces:
+        yield _page(pieces)
+
+
+def _page(pieces: list[Tensor]) -> Tensor:
+    return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).view(-1, LINE)
+
+
+def fold(lines: Tensor, plan: TilingPlan, merge: Callable[[Tensor], Tensor], identity: float) -> Tensor:
+    """Merge the lines of each tensor: [R, columns] becomes [N, columns].
+
+    Args:
+        merge: merges [groups, lines, columns] over its dimension 1.
+        identity: what changes nothing when merged.
+    """
+    for index in plan.steps:
+        nothing = torch.full_like(lines[:1], identity) if len(lines) else lines.new_full((1, lines.shape[1]), identity)
+        lines = merge(torch.cat([lines, nothing])[index])
+    return lines

@@ -1,0 +1,220 @@
+"""What a finished or running W&B run holds of ours, as arrays: the one thing that the pictures are drawn from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from .._analysis.forecast import FORMATS
+from .._measure.columns import FloatArray, IntArray
+
+# R rows (flushes) of the run, P watched names, H histograms of one name, B bins of a stored histogram
+
+STEP_KEY: Final = "gradwatch/step"
+FLIGHT_RECORDER_KEY: Final = "gradwatch/flight_recorder"
+HISTOGRAM_PREFIX: Final = "gradients/"
+# The precision forecast: what each number format would do to the gradients.
+FORECASTS: Final = ("underflow_ratio", "flush_ratio", "headroom")
+# The whole model's metrics that have a picture of their own.
+GLOBAL_KEYS: Final = tuple(
+    f"gradwatch/{metric}"
+    for metric in (
+        *("grad_norm", "grad_norm_max", "grad_norm_clipped", "clip_ratio"),
+        *("grad_mean", "grad_std", "grad_abs_max", "grad_abs_p01", "grad_abs_p50", "grad_abs_p99"),
+        *("dead_ratio", "num_nan", "num_inf", "loss_scale", "num_skipped_steps"),
+        *("num_guarded_steps", "overhead_ratio"),
+        *(f"{name}_{what}" for what in FORECASTS for name in FORMATS),
+    )
+)
+# The per-name metrics, each logged under "<metric>/<name>", in the order in which the pictures offer them.
+NAME_METRICS: Final = ("grad_norm", "grad_norm_max", "grad_param_ratio", "dead_ratio", "num_nonfinite")
+
+
+# What watch(metrics=...) measures, each value under "<family>/<name>/<metric>", in the order of the pictures.
+FAMILIES: Final = ("activation", "attention", "update", "parameter", "gradient")
+# The one metric that is no number: "activation/<name>/histogram".
+_HISTOGRAM: Final = ("activation", "histogram")
+
+
+@dataclass(frozen=True)
+class RecordedAlert:
+    """An alert of the run. `step` is None where neither its text nor an earlier row tells it."""
+
+    title: str
+    text: str
+    level: str
+    step: int | None
+
+
+@dataclass(frozen=True)
+class RecordedTable:
+    """A W&B table: its columns and its rows, as stored."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+
+    def column(self, name: str) -> list[Any]:
+        """The cells of one column; none where the table has no such column."""
+        if name not in self.columns:
+            return []
+        index = list(self.columns).index(name)
+        return [row[index] for row in self.rows if index < len(row)]
+
+
+@dataclass(frozen=True, eq=False)
+class HistogramSeries:
+    """Histograms of one name over time, each with bins of equal width between its own limits.
+
+    Args:
+        steps: [H] the step of each.
+        low, high: [H] the limits.
+        counts: [H, B] elements in each bin.
+    """
+
+    steps: IntArray
+    low: FloatArray
+    high: FloatArray
+    counts: FloatArray
+
+
+@dataclass(frozen=True, eq=False)
+class RunHistory:
+    """Everything of a run that the pictures need.
+
+    Args:
+        path: the `.wandb` file that it was read from.
+        run_id: W&B's id of the run.
+        name: the run's display name; the id where it has none.
+        project: the project; "" where the file does not tell.
+        started_at: ISO time of the start; "" where the file does not tell.
+        config: the run's configuration.
+        finished: the file ends with the run's exit record.
+        exit_code: of that record; None without one.
+        num_rows: rows of the whole history, the user's included.
+        steps: [R] steps of the rows that carry `gradwatch/step`, ascending, each once.
+        values: scalar key to its [R] values; NaN where missing.
+        histograms: name (as in the key, without the prefix) to its histograms.
+        family_histograms: the same for the families of watch(metrics=...): family to name to its histograms.
+        alerts: in the order in which they were sent.
+        flight_recorder: the last table logged as `gradwatch/flight_recorder`.
+        notes: what a reader of the pictures must know about this file: truncated, damaged, still open.
+    """
+
+    path: Path
+    run_id: str
+    steps: IntArray
+    values: Mapping[str, FloatArray]
+    name: str = ""
+    project: str = ""
+    started_at: str = ""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    finished: bool = True
+    exit_code: int | None = None
+    num_rows: int = 0
+    histograms: Mapping[str, HistogramSeries] = field(default_factory=dict)
+    family_histograms: Mapping[str, Mapping[str, HistogramSeries]] = field(default_factory=dict)
+    alerts: tuple[RecordedAlert, ...] = ()
+    flight_recorder: RecordedTable | None = None
+    notes: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        return (
+            f"RunHistory({self.run_id!r}, {len(self.steps)} rows, {len(self.names)} names, {len(self.alerts)} alerts)"
+        )
+
+    @cached_property
+    def names(self) -> list[str]:
+        """The watched names, as they stand in the keys (`/` for `.`).
+
+        In the model's order where the run tells it, the others after them in natural order: layer 2 before layer 10.
+        """
+        found = dict.fromkeys(
+            key.split("/", 1)[1] for key in self.values if key.split("/", 1)[0] in NAME_METRICS and "/" in key
+        )
+        found.update(dict.fromkeys(self.histograms))
+        place = self._places
+        return sorted(found, key=lambda name: (place.get(name, len(place)), natural_order(name)))
+
+    @property
+    def in_model_order(self) -> bool:
+        """Whether the order of the names is the model's, from input to output."""
+        place = self._places
+        return bool(self.names) and all(name in place for name in self.names)
+
+    @cached_property
+    def _places(self) -> dict[str, int]:
+        """Names, and the modules that they are in, with their place in the model.
+
+        A W&B history forgets the order of its keys. The flight recorder's table keeps it, and so does a list of names
+        in the run's configuration, under `gradwatch`.
+        """
+        settings = self.config.get("gradwatch")
+        told: object = settings.get("names") if isinstance(settings, Mapping) else None
+        if not isinstance(told, list):
+            told = self.flight_recorder.column("name") if self.flight_recorder is not None else []
+        place: dict[str, int] = {}
+        for name in dict.fromkeys(str(name).replace(".", "/") for name in told):
+            parts = name.split("/")
+            for depth in range(len(parts), 0, -1):
+                place.setdefault("/".join(parts[:depth]), len(place))
+        return place
+
+    def of_names(self, metric: str) -> FloatArray:
+        """One per-name metric: [R, P], NaN where it was not logged."""
+        missing = np.full(len(self.steps), np.nan)
+        columns = [self.values.get(f"{metric}/{name}", missing) for name in self.names]
+        return np.stack(columns, axis=1) if columns else np.empty((len(self.steps), 0))
+
+    def family(self, family: str) -> dict[str, dict[str, FloatArray]]:
+        """What watch(metrics=...) measured of one kind: name to metric to its [R] values, in the model's order."""
+        found: dict[str, dict[str, FloatArray]] = {}
+        for key, values in self.values.items():
+            parts = family_key(key)
+            if parts is not None and parts[0] == family:
+                found.setdefault(parts[1], {})[parts[2]] = values
+        return {name: found[name] for name in self.in_order(found)}
+
+    def in_order(self, names: Iterable[str]) -> list[str]:
+        """Names in the model's order; a module without parameters stands where the module that it is in does."""
+        place = self._places
+
+        def order(name: str) -> tuple[int, list[tuple[int, int, str]]]:
+            parts = name.split("/")
+            prefixes = ("/".join(parts[:depth]) for depth in range(len(parts), 0, -1))
+            return next((place[prefix] for prefix in prefixes if prefix in place), len(place)), natural_order(name)
+
+        return sorted(names, key=order)
+
+    def other_keys(self) -> list[str]:
+        """Scalars of the same rows that have no picture of their own: what the user logged."""
+        drawn = (*(f"{metric}/" for metric in NAME_METRICS), "_", f"{FLIGHT_RECORDER_KEY}.")
+        known = {STEP_KEY, *GLOBAL_KEYS}
+        others = (key for key in self.values if key not in known and not key.startswith(drawn))
+        return sorted((key for key in others if family_key(key) is None), key=natural_order)
+
+
+def family_key(key: str) -> tuple[str, str, str] | None:
+    """Family, name and metric of a key of watch(metrics=...); None for any other."""
+    family, _, rest = key.partition("/")
+    name, _, metric = rest.rpartition("/")
+    return (family, name, metric) if family in FAMILIES and name and metric else None
+
+
+def histogram_key(key: str) -> tuple[str, str] | None:
+    """The family of a histogram, "" for that of gradients, and its name; None for one that is not ours."""
+    if key.startswith(HISTOGRAM_PREFIX):
+        return "", key.removeprefix(HISTOGRAM_PREFIX)
+    parts = family_key(key)
+    return parts[:2] if parts is not None and (parts[0], parts[2]) == _HISTOGRAM else None
+
+
+def natural_order(name: str) -> list[tuple[int, int, str]]:
+    """Sort key that compares runs of digits as numbers, and never fails on a mixture."""
+    parts = re.split(r"([0-9]+)", name)
+    return [(0, int(part), "") if part.isdigit() and part.isascii() else (1, 0, part) for part in parts]

@@ -1,0 +1,114 @@
+"""What the page carries: small things as JSON, matrices as packed bytes."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict
+from typing import Any, Final
+
+import numpy as np
+
+from .._measure.columns import FloatArray
+from .families import pack_families
+from .formatting import WORDS
+from .history import GLOBAL_KEYS, NAME_METRICS, RecordedTable, RunHistory
+from .packing import Blob, pack_histograms
+from .pooling import picture_width, pool, pool_steps, pool_width
+from .safe_text import visible
+
+# R rows of the run, P names, W columns of a picture (several rows pooled where there are too many)
+
+MAX_CELLS: Final = 1_000_000  # of one names x steps matrix
+MAX_POINTS: Final = 4_000  # of one line
+MAX_HISTOGRAM_BYTES: Final = 4_000_000
+MAX_TABLE_ROWS: Final = 20_000
+MAX_OTHER_KEYS: Final = 300
+
+
+def build_payload(history: RunHistory) -> tuple[dict[str, Any], Blob]:
+    """Everything the page needs, as (JSON-able content, bytes)."""
+    blob = Blob()
+    names = history.names
+    columns = picture_width(len(history.steps), len(names), MAX_CELLS)
+    points = pool_width(len(history.steps), MAX_POINTS)
+    content = {
+        "run": _run(history),
+        "notes": list(history.notes),
+        "words": {key: asdict(words) for key, words in WORDS.items()},
+        "alerts": [
+            {"title": alert.title, "text": alert.text, "level": alert.level, "step": alert.step}
+            for alert in history.alerts
+        ],
+        "steps": pool_steps(history.steps, points)[1].tolist(),
+        "pooledPoints": points,
+        "globals": {
+            key: _jsonable(pool(history.values[key][:, None], points, key)[:, 0])
+            for key in GLOBAL_KEYS
+            if key in history.values and not np.isnan(history.values[key]).all()
+        },
+        "names": names,
+        "inModelOrder": history.in_model_order,
+        "columns": [steps.tolist() for steps in pool_steps(history.steps, columns)],
+        "pooledColumns": columns,
+        "metrics": _metrics(history, columns, blob),
+        "histograms": pack_histograms(history.histograms, names, MAX_HISTOGRAM_BYTES, blob),
+        "families": pack_families(history, blob),
+        "other": _other(history, points, blob),
+        "flightRecorder": None if history.flight_recorder is None else _table(history.flight_recorder),
+    }
+    visible_content: dict[str, Any] = visible(content)
+    return visible_content, blob
+
+
+def _run(history: RunHistory) -> dict[str, Any]:
+    return {
+        "id": history.run_id,
+        "name": history.name or history.run_id,
+        "project": history.project,
+        "startedAt": history.started_at,
+        "finished": history.finished,
+        "exitCode": history.exit_code,
+        "file": history.path.name,
+        "numRows": history.num_rows,
+        "numFlushes": len(history.steps),
+    }
+
+
+def _metrics(history: RunHistory, width: int, blob: Blob) -> list[dict[str, Any]]:
+    """The names x steps matrices that hold anything, names first: [P, W]."""
+    found = []
+    for metric in NAME_METRICS:
+        values = pool(history.of_names(metric), width, metric)
+        if not np.isnan(values).all():
+            found.append({"key": metric, **blob.add_matrix(values.T)})
+    return found
+
+
+def _other(history: RunHistory, width: int, blob: Blob) -> dict[str, Any]:
+    """Further scalars of the same rows: float32 [K, points]."""
+    keys = [key for key in history.other_keys() if not np.isnan(history.values[key]).all()]
+    chosen = keys[:MAX_OTHER_KEYS]
+    values = [pool(history.values[key][:, None], width, key)[:, 0] for key in chosen]
+    with np.errstate(over="ignore"):
+        offset = blob.add(b"".join(value.astype("<f4").tobytes() for value in values))
+    return {"keys": chosen, "offset": offset, "left": len(keys) - len(chosen)}
+
+
+def _table(table: RecordedTable) -> dict[str, Any]:
+    rows = [[_cell(value) for value in row] for row in table.rows[:MAX_TABLE_ROWS]]  # the newest stand first
+    return {"columns": list(table.columns), "rows": rows, "total": len(table.rows)}
+
+
+def _cell(value: Any) -> Any:
+    """A table's cell as a number, a text or None."""
+    if value is None or isinstance(value, (bool, int)):
+        return value
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else str(value)
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def _jsonable(values: FloatArray) -> list[float | None]:
+    """Numbers with the digits that a picture can show; None where there is none to draw."""
+    return [float(f"{value:.7g}") if math.isfinite(value) else None for value in values.tolist()]

@@ -1,0 +1,44 @@
+"""More rows than a picture has columns: neighbours become one, and nothing that matters is lost."""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+import numpy as np
+
+from .._measure.columns import FloatArray, IntArray
+
+# R rows of the run, P names, W columns of a picture
+
+MIN_COLUMNS: Final = 50
+_SUMMED: Final = frozenset({"num_nan", "num_inf", "num_nonfinite", "num_skipped_steps", "num_guarded_steps"})
+
+
+def pool_width(num_rows: int, max_columns: int) -> int:
+    """How many neighbouring rows become one column so that there are at most `max_columns`."""
+    return max(1, math.ceil(num_rows / max_columns))
+
+
+def picture_width(num_rows: int, num_names: int, max_cells: int) -> int:
+    """The same for a names x steps picture of at most `max_cells`, which has MIN_COLUMNS for any number of names."""
+    return pool_width(num_rows, max(MIN_COLUMNS, max_cells // max(num_names, 1)))
+
+
+def pool_steps(steps: IntArray, width: int) -> tuple[IntArray, IntArray]:
+    """First and last step of every column: two [W]."""
+    return steps[::width], np.append(steps[width - 1 :: width], steps[-1:] if len(steps) % width else steps[:0])
+
+
+def pool(values_RP: FloatArray, width: int, key: str) -> FloatArray:
+    """Pool neighbouring rows: counts are added, everything else keeps its largest value, so a spike stays seen.
+
+    Infinity wins over every number, a number over a missing value.
+    """
+    if width == 1:
+        return values_RP
+    starts = np.arange(0, len(values_RP), width)
+    if key.rpartition("/")[2] not in _SUMMED:
+        return np.fmax.reduceat(values_RP, starts, axis=0)
+    missing = np.logical_and.reduceat(np.isnan(values_RP), starts, axis=0)
+    return np.where(missing, np.nan, np.add.reduceat(np.nan_to_num(values_RP, nan=0.0), starts, axis=0))

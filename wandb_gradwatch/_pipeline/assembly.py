@@ -1,0 +1,66 @@
+"""Samples that have arrived become a snapshot, under the names of now."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .._measure.columns import FloatArray
+from .._measure.probe_values import merge_histograms
+from .._transfer.transfers import ArrivedFlush, ArrivedSample
+from ..snapshot import Snapshot
+
+# S samples in the window, P watched parameters
+
+Number = TypeVar("Number", np.float64, np.int64)
+
+
+@dataclass(frozen=True)
+class Names:
+    """What is known of the watched parameters at a moment: names [P] and which are trainable [P]."""
+
+    names: tuple[str, ...]
+    trainable: tuple[bool, ...]
+
+
+def snapshot_of(
+    samples: Sequence[ArrivedSample],
+    known: Names,
+    flush: ArrivedFlush | None = None,
+    overhead_ratio: float = math.nan,
+) -> Snapshot:
+    """These samples, at least one, under the names that are known."""
+    num_names = len(known.names)
+    histogram = None
+    if flush is not None and flush.histogram is not None:
+        histogram = padded(flush.histogram, num_names, fill=0)
+    return Snapshot(
+        steps=np.array([arrived.sample.step for arrived in samples], dtype=np.int64),
+        names=known.names,
+        rows=np.stack([padded(arrived.rows, num_names) for arrived in samples]),
+        histogram=histogram,
+        histogram_steps=flush.histogram_steps if flush is not None else (),
+        loss_scale=np.array([arrived.loss_scale for arrived in samples]),
+        skipped=np.array([arrived.skipped for arrived in samples]),
+        trainable=np.array(known.trainable, dtype=bool),
+        metrics=_stacked([arrived.metrics for arrived in samples]),
+        overhead_ratio=overhead_ratio,
+        metric_histograms=merge_histograms(arrived.histograms for arrived in samples),
+    )
+
+
+def padded(values: NDArray[Number], num_names: int, *, fill: float = math.nan) -> NDArray[Number]:
+    """Room for names that appeared after these values were measured: [P, any]."""
+    missing = num_names - len(values)
+    return np.pad(values, ((0, missing), (0, 0)), constant_values=fill) if missing else values
+
+
+def _stacked(metrics: Collection[Mapping[str, float]]) -> dict[str, FloatArray]:
+    """Values by key over samples, NaN where a sample has none: each [S]."""
+    keys = dict.fromkeys(key for values in metrics for key in values)
+    return {key: np.array([values.get(key, math.nan) for values in metrics]) for key in keys}

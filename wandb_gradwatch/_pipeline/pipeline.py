@@ -1,0 +1,212 @@
+"""What arrives on the host, taken sample by sample and handed on window by window."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from .._measure.columns import Column
+from .._measure.probe_values import MetricHistogram, merge_histograms
+from .._runtime.error_boundary import CallbackError
+from .._runtime.sharding import Shards
+from .._transfer.sample_buffer import SampleBuffer
+from .._transfer.transfers import ArrivedFlush, ArrivedSample
+from ..snapshot import Snapshot
+from .assembly import Names, padded, snapshot_of
+from .dispatcher import Dispatcher
+from .overhead import Overhead
+from .rank_merge import LocalWindow, RankMerger
+from .rule_runner import RuleRunner
+from .zeroed import drop_zeroed
+
+# P watched parameters, C columns
+
+
+class Pipeline:
+    """Takes what the device's window sends, and writes windows to the outlets.
+
+    Owns what has arrived and waits its turn, the samples of the open window, the windows that are being merged over
+    ranks, and the newest snapshot.
+
+    Args:
+        source: the device's window.
+        judging: sees every sample of a whole model as it arrives, and of a sharded one when its window is merged.
+        outlets: where finished windows go.
+        names: asks for the names as they are now.
+        shards: whether rows are parts of what other ranks have too, and which count.
+        overhead: the monitor's share of the time, asked once per window.
+        on_untraced_clipping: told that a gradient was modified and does not show it.
+        reduction: the name of this watcher's traffic between ranks; the same on every rank.
+        keep_newest_histogram: a new histogram of the probes replaces the window's instead of being added to it.
+    """
+
+    def __init__(
+        self,
+        source: SampleBuffer,
+        rule_runner: RuleRunner,
+        dispatcher: Dispatcher,
+        *,
+        names: Callable[[], Names],
+        shards: Shards,
+        overhead: Overhead,
+        on_untraced_clipping: Callable[[], None],
+        reduction: str,
+        keep_newest_histogram: bool,
+    ) -> None:
+        self.window: list[ArrivedSample] = []  # arrived since the last flush
+        self._source = source
+        self._rule_runner = rule_runner
+        self._dispatcher = dispatcher
+        self._names = names
+        self._shards = shards
+        self._overhead = overhead
+        self._on_untraced_clipping = on_untraced_clipping
+        self._reduction = reduction
+        self._keep_newest_histogram = keep_newest_histogram
+        self._arrived: deque[ArrivedSample | ArrivedFlush] = deque()
+        self._reducer: RankMerger | None = None
+        self._merges = True
+        self._newest: Snapshot | None = None
+        self._unreturned: Snapshot | None = None
+
+    @property
+    def has_any(self) -> bool:
+        """Whether something may have arrived."""
+        return bool(self._source.has_sent or self._arrived or self._reducer)
+
+    @property
+    def newest(self) -> Snapshot | None:
+        """The newest flushed snapshot; before the first flush, what has been sampled so far; None for nothing."""
+        if self._newest is not None:
+            return self._newest
+        return snapshot_of(self.window, self._names()) if self.window else None
+
+    def pop_unreturned(self) -> Snapshot | None:
+        """The newest window that no earlier call has returned."""
+        snapshot, self._unreturned = self._unreturned, None
+        return snapshot
+
+    def deliver(self, *, wait: bool = False) -> None:
+        """Hand on what has arrived; with `wait`, all that was sent.
+
+        Raises:
+            CallbackError: a callback of the user's raised; what has arrived is delivered all the same.
+        """
+        raised: CallbackError | None = None
+        self._arrived.extend(self._source.poll(wait=wait))
+        while self._arrived:  # shared: a callback of the user's that flushes goes on where this loop is
+            arrived = self._arrived.popleft()
+            try:
+                if isinstance(arrived, ArrivedSample):
+                    self._take(arrived)
+                else:
+                    self._end_window(arrived)
+            except CallbackError as error:
+                raised = raised or error
+        if self._reducer is not None:
+            for merged in self._reducer.poll(wait=wait and self._merges):
+                try:
+                    self._write(merged.samples, merged.flush, merged.overhead_ratio, unseen=merged.samples)
+                except CallbackError as error:
+                    raised = raised or error
+        if raised is not None:
+            raise raised
+
+    # ---- samples
+
+    @np.errstate(over="ignore", invalid="ignore")
+    def _take(self, sample: ArrivedSample) -> None:
+        if sample.was_clipped_without_a_trace:
+            self._on_untraced_clipping()
+        total_C: list[float] = np.add.reduce(sample.rows, axis=0).tolist()
+        some_are_missing = math.isnan(total_C[Column.GRAD_SUM_SQ])
+        was_zeroed = False
+        # Nearly always one optimizer has received something for everything: no need to look closer.
+        if some_are_missing or not total_C[Column.RECEIVED_SUM_SQ] or len(sample.sample.updated) > 1:
+            was_zeroed = drop_zeroed(sample)
+            total_C = np.nansum(sample.rows, axis=0).tolist()
+        if sample.histograms:
+            sample = self._with_earlier_histograms(sample)
+        self.window.append(sample)  # before anything is said: a callback of the user's may raise
+        try:
+            if was_zeroed:
+                self._say_zeroed(sample.sample.step)
+        finally:
+            if not self._shards.any:
+                self._rule_runner.add(sample, total_C)
+
+    def _say_zeroed(self, step: int) -> None:
+        self._dispatcher.say_no_gradient(
+            "every gradient was already zero when the optimizer stepped, though the backward had computed them. "
+            "Call zero_grad() after step(), or before backward().",
+            step,
+        )
+
+    def _with_earlier_histograms(self, sample: ArrivedSample) -> ArrivedSample:
+        """The window's histograms are those of its newest sample that has any: as many as there are keys, no more."""
+        earlier: list[Mapping[str, MetricHistogram]] = []
+        for index, other in enumerate(self.window):
+            if other.histograms:
+                earlier.append(other.histograms)
+                self.window[index] = replace(other, histograms={})
+        if self._keep_newest_histogram:
+            return sample
+        return replace(sample, histograms=merge_histograms([*earlier, sample.histograms]))
+
+    # ---- windows
+
+    def _end_window(self, flush: ArrivedFlush) -> None:
+        samples, self.window = self.window, []
+        if not samples:
+            return
+        overhead_ratio = self._overhead.ratio()
+        if not self._shards.any:
+            self._write(samples, flush, overhead_ratio)
+        elif self._merges:
+            self._submit(samples, flush, overhead_ratio)
+
+    def _submit(self, samples: Sequence[ArrivedSample], flush: ArrivedFlush, overhead_ratio: float) -> None:
+        """A window of shards starts its way through the reduction over ranks, in the background."""
+        if self._reducer is None:
+            self._reducer = RankMerger(self._reduction)
+        names = self._names().names
+        rows = tuple(replace(sample, rows=padded(sample.rows, len(names))) for sample in samples)
+        if flush.histogram is not None:
+            flush = replace(flush, histogram=padded(flush.histogram, len(names), fill=0))
+        self._reducer.submit(LocalWindow(rows, flush, names, self._shards.counted(len(names)), overhead_ratio))
+
+    def _write(
+        self,
+        samples: Sequence[ArrivedSample],
+        flush: ArrivedFlush,
+        overhead_ratio: float,
+        unseen: Sequence[ArrivedSample] = (),
+    ) -> None:
+        """A window of the whole model is complete: show the rules what is unseen of it, and hand it to the sinks."""
+        self._newest = self._unreturned = snapshot = snapshot_of(samples, self._names(), flush, overhead_ratio)
+        self._dispatcher.recorder.picture(snapshot)  # before the rules: what an alert says may quote it
+        try:
+            self._rule_runner.judge(unseen)
+        finally:  # a callback of the user's may raise
+            self._dispatcher.write(snapshot)
+
+    # ---- ends
+
+    def stop_merging(self) -> None:
+        """Other ranks may not be there any more: at exit, and in an exception."""
+        self._merges = False
+
+    def rescue(self) -> None:
+        """The monitor has failed: write what has arrived, of a whole model, without the histogram."""
+        if self.window and not self._shards.any:
+            samples, self.window = self.window, []
+            self._write(samples, ArrivedFlush(None, ()), self._overhead.ratio())
+
+    def close(self) -> None:
+        """End the reduction's thread. Idempotent."""
+        if self._reducer is not None:
+            self._reducer.close()

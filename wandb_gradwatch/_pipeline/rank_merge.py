@@ -1,0 +1,262 @@
+"""Merge windows over the ranks of a sharded model: two all-reduces per flush, in the background.
+
+Rows are mergeable, so sums are all-reduced as sums and extremes as maxima (a minimum is a negated maximum), in fixed
+positions. The training loop never waits: a thread of our own talks over process groups of our own (`rank_tree.py`), so
+that neither the order nor the timing of the user's collectives matters, and a rank that never comes costs one message.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import queue
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+
+from .._measure import distances
+from .._measure.columns import MAX_COLUMNS, MIN_COLUMNS, NUM_COLUMNS, SUM_COLUMNS, Column, FloatArray
+from .._transfer.transfers import ArrivedFlush, ArrivedSample
+from ..snapshot import FIRST_BAD_RANK_METRIC
+from .rank_tree import GROUP, RankTree
+
+# S samples in the window, P watched parameters, C columns, B histogram bins, R ranks
+
+logger: Final = logging.getLogger("wandb_gradwatch")
+
+WAIT: Final = timedelta(seconds=60)  # for the slowest rank to reach the same flush
+_RANKS_MET_IN_WAIT: Final = 2000  # all addresses pass through one store: docs/growth.md
+_CLOSING_WAIT: Final = 5.0  # seconds more than the limit of the collectives themselves
+
+_SUMS: Final = list(SUM_COLUMNS)
+_EXTREMES: Final = [*MIN_COLUMNS, *MAX_COLUMNS]
+_SIGN: Final = np.array([-1.0] * len(MIN_COLUMNS) + [1.0] * len(MAX_COLUMNS))
+_NOTHING_BAD: Final = -np.inf
+
+
+@dataclass(frozen=True)
+class LocalWindow:
+    """A window as one rank has it.
+
+    Args:
+        samples: its samples; every rank has the same steps.
+        flush: its histogram.
+        names: [P] the same on every rank.
+        counted: [P] True where this rank's rows count: it holds a shard, or it is the one that speaks for replicas.
+        overhead_ratio: of this rank; not merged.
+    """
+
+    samples: tuple[ArrivedSample, ...]
+    flush: ArrivedFlush
+    names: tuple[str, ...]
+    counted: npt.NDArray[np.bool_]
+    overhead_ratio: float = math.nan
+
+
+@dataclass(frozen=True)
+class MergedWindow:
+    """The window of all ranks.
+
+    Args:
+        samples: rows merged over ranks.
+        flush: the histogram, summed.
+        overhead_ratio: as this rank has it.
+    """
+
+    samples: tuple[ArrivedSample, ...]
+    flush: ArrivedFlush
+    overhead_ratio: float
+
+
+class RankMerger:
+    """Merges windows in order, in a thread.
+
+    Args:
+        name: tells this reducer's traffic from that of others; the same on every rank.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._rank, self._world = dist.get_rank(), dist.get_world_size()
+        self._wait = WAIT * max(1, self._world // _RANKS_MET_IN_WAIT)
+        self._todo: queue.SimpleQueue[LocalWindow | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[MergedWindow] = queue.SimpleQueue()
+        self._under_way = 0
+        self._progress = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._group_size = GROUP
+        self._store = _get_default_store()  # now: the user may destroy the default group before the first flush
+        self.given_up = False
+
+    def submit(self, window: LocalWindow) -> None:
+        """Merge this window when all ranks have got to it; returns at once."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="gradwatch-reducer", daemon=True)
+            self._thread.start()
+        with self._progress:
+            self._under_way += 1
+        self._todo.put(window)
+
+    def poll(self, *, wait: bool = False) -> list[MergedWindow]:
+        """The windows merged since the last poll, in order; with `wait`, all that were submitted, within the limit."""
+        if wait:
+            with self._progress:
+                self._progress.wait_for(lambda: not self._under_way, self._wait.total_seconds() + _CLOSING_WAIT)
+        merged = []
+        while not self._done.empty():
+            merged.append(self._done.get())
+        return merged
+
+    def close(self) -> None:
+        """Let the thread end when it has nothing left to do. Idempotent.
+
+        It is waited for, within a limit: a thread that is still destroying its process group while the interpreter
+        exits takes the process down.
+        """
+        if self._thread is not None:
+            self._todo.put(None)
+            self._thread.join(_CLOSING_WAIT)
+            self._thread = None
+
+    # ---- in the thread
+
+    def _run(self) -> None:
+        tree: RankTree | None = None
+        while (window := self._todo.get()) is not None:
+            if not self.given_up:
+                try:
+                    tree = tree or self._meet()
+                    self._done.put(self._merge(tree, window))
+                except Exception as error:
+                    tree = None  # its connections close, so that ranks that still wait for this one hear of it
+                    self._give_up(error)
+            if self.given_up:
+                self._done.put(MergedWindow(window.samples, window.flush, window.overhead_ratio))
+            with self._progress:
+                self._under_way -= 1
+                self._progress.notify_all()
+
+    def _meet(self) -> RankTree:
+        store = PrefixStore(f"gradwatch/{self._name}", _over_our_own_connection(self._store))
+        return RankTree(store, self._rank, self._world, self._wait, size=self._group_size)
+
+    def _give_up(self, error: Exception) -> None:
+        self.given_up = True
+        logger.warning(
+            "wandb_gradwatch: the gradients of the ranks are no longer merged: rank %d waited %.0f s for the others, "
+            "or found them watching something else (%s). From now on the numbers are those of this rank's shards only. "
+            "Call watch() on every rank, with the same arguments.",
+            self._rank,
+            self._wait.total_seconds(),
+            error,
+        )
+
+    def _merge(self, tree: RankTree, window: LocalWindow) -> MergedWindow:
+        of_samples = [sample.distances for sample in window.samples]
+        kinds = distances.kinds_of(of_samples)
+        self._check_agreement(tree, window, kinds)
+        rows_SPC = np.stack([sample.rows for sample in window.samples])
+        sums, extremes = _pack(rows_SPC, window, self._rank, self._world)
+        num_sums = len(sums)
+        sums = np.concatenate([sums, distances.pack(of_samples, kinds, window.names, window.counted)])
+        tree.all_reduce(sums, dist.ReduceOp.SUM)
+        tree.all_reduce(extremes, dist.ReduceOp.MAX)
+        merged = _unpack(sums[:num_sums], extremes, window, self._world)
+        of_all = distances.unpack(sums[num_sums:], len(window.samples), kinds, window.names)
+        samples = zip(merged.samples, of_all, strict=True)
+        return replace(
+            merged, samples=tuple(replace(sample, metrics={**sample.metrics, **more}) for sample, more in samples)
+        )
+
+    def _check_agreement(self, tree: RankTree, window: LocalWindow, kinds: Sequence[distances.Kind]) -> None:
+        """Ranks that send different shapes would wait for ever, or merge what does not belong together."""
+        steps = [sample.sample.step for sample in window.samples]
+        what = repr((steps, window.names, window.flush.histogram is not None, kinds)).encode()
+        digest = float(int.from_bytes(hashlib.sha256(what).digest()[:6], "big"))  # 48 bits: exact in float64
+        both = np.array([digest, -digest])
+        tree.all_reduce(both, dist.ReduceOp.MAX)
+        if both[0] != digest or both[1] != -digest:
+            raise RuntimeError(f"rank {self._rank} has {len(window.names)} parameters, steps {steps[0]} to {steps[-1]}")
+
+
+def _over_our_own_connection(store: Store) -> Store:
+    """The store that the program's process groups met at; waiting there keeps nobody else from it where torch can."""
+    clone = getattr(store, "clone", None)  # torch >= 2.6
+    return clone() if clone is not None else store
+
+
+def _pack(rows_SPC: FloatArray, window: LocalWindow, rank: int, world: int) -> tuple[FloatArray, FloatArray]:
+    """What this rank adds to the sums and to the maxima, in fixed positions.
+
+    sums:     per sample and name the sum columns and a 1 if the row is there; per sample 1 if skipped; the histogram
+    extremes: per sample and name the extremes, minima negated; per sample the loss scale and the code of the first
+              non-finite row
+    """
+    present_SP = ~np.isnan(rows_SPC[..., Column.NUM_ELEMENTS]) & window.counted
+    sums = np.where(present_SP[..., None], rows_SPC[..., _SUMS], 0.0)
+    extremes = np.where(present_SP[..., None], rows_SPC[..., _EXTREMES] * _SIGN, -np.inf)
+    # A maximum of NaN is not defined everywhere; that a column could not be seen is known from the sums.
+    extremes = np.where(np.isnan(extremes), -np.inf, extremes)
+    skipped_S = np.array([float(sample.skipped) for sample in window.samples])
+    scale_S = np.array([sample.loss_scale for sample in window.samples])
+    histogram = window.flush.histogram
+    counts = np.empty(0) if histogram is None else np.where(window.counted[:, None], histogram, 0).astype(np.float64)
+    return (
+        np.concatenate([sums.ravel(), present_SP.astype(np.float64).ravel(), skipped_S, counts.ravel()]),
+        np.concatenate(
+            [
+                extremes.ravel(),
+                np.where(np.isnan(scale_S), -np.inf, scale_S),
+                _codes_of_first_bad(rows_SPC, present_SP, rank, world),
+            ]
+        ),
+    )
+
+
+def _unpack(sums: FloatArray, extremes: FloatArray, window: LocalWindow, world: int) -> MergedWindow:
+    num_samples, num_names = len(window.samples), len(window.names)
+    cells = num_samples * num_names
+    sums_SPC, present_SP, skipped_S, counts = np.split(sums, np.cumsum([cells * len(_SUMS), cells, num_samples]))
+    extremes_SPC, scale_S, code_S = np.split(extremes, np.cumsum([cells * len(_EXTREMES), num_samples]))
+    rows_SPC = np.full((num_samples, num_names, NUM_COLUMNS), np.nan)
+    rows_SPC[..., _SUMS] = sums_SPC.reshape(num_samples, num_names, -1)
+    rows_SPC[..., _EXTREMES] = extremes_SPC.reshape(num_samples, num_names, -1) * _SIGN
+    hidden_SP = np.isnan(rows_SPC[..., Column.GRAD_SUM_SQ])
+    rows_SPC[..., _EXTREMES] = np.where(hidden_SP[..., None], np.nan, rows_SPC[..., _EXTREMES])
+    rows_SPC[present_SP.reshape(num_samples, num_names) == 0] = np.nan
+    samples = tuple(
+        replace(
+            sample,
+            rows=rows_SPC[index],
+            skipped=bool(skipped_S[index]),
+            loss_scale=float(scale_S[index]) if np.isfinite(scale_S[index]) else float("nan"),
+            metrics={**sample.metrics, **_first_bad_rank(float(code_S[index]), world)},
+        )
+        for index, sample in enumerate(window.samples)
+    )
+    flush = window.flush
+    if flush.histogram is not None:
+        flush = replace(flush, histogram=counts.reshape(flush.histogram.shape).astype(np.int64))
+    return MergedWindow(samples, flush, window.overhead_ratio)
+
+
+def _codes_of_first_bad(rows_SPC: FloatArray, present_SP: npt.NDArray[np.bool_], rank: int, world: int) -> FloatArray:
+    """Per sample a number that is largest for the row that went bad first, in the backward's order: [S].
+
+    That is the last layer in the model's order, and among the ranks that hold it the lowest.
+    """
+    bad_SP = present_SP & (rows_SPC[..., [Column.NUM_NAN, Column.NUM_INF]].sum(axis=-1) > 0)
+    from_the_end_S = np.argmax(bad_SP[:, ::-1], axis=1)
+    return np.where(bad_SP.any(axis=1), -(from_the_end_S * world + rank).astype(np.float64), _NOTHING_BAD)
+
+
+def _first_bad_rank(code: float, world: int) -> dict[str, float]:
+    return {} if code == _NOTHING_BAD else {FIRST_BAD_RANK_METRIC: float(int(-code) % world)}

@@ -1,0 +1,266 @@
+"""The flight recorder: the last samples of every layer at full resolution, and the file that outlives a crash."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+import zipfile
+from collections import deque
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from .._measure.columns import NUM_BINS, Column
+from ..rules import Alert
+from ..rules._nonfinite import first_bad_rank
+from ..snapshot import Snapshot, concatenate
+
+# S samples, P watched parameters, C columns, B histogram bins
+
+MAX_SAMPLES: Final = 256
+MAX_NOTE_CHARACTERS: Final = 200
+MAX_ALERTS: Final = 100
+TABLE_COLUMNS: Final = (
+    "step",
+    "name",
+    "grad_norm",
+    "grad_norm_clipped",
+    "grad_abs_max",
+    "param_norm",
+    "dead_ratio",
+    "num_nan",
+    "num_inf",
+    "loss_scale",
+    "skipped",
+)
+_FORMAT: Final = 1
+
+Note = dict[str, str | int | float | bool | None]
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What a recorder's file holds."""
+
+    snapshot: Snapshot | None
+    notes: dict[int, Note]
+    alerts: list[Alert]
+
+
+class FlightRecorder:
+    """Keep the last samples of every layer on the host, with the user's notes and the alerts.
+
+    Memory is bounded: `max_samples` rows of 13 numbers per parameter (27 MB for 1000 parameters and 256 samples), one
+    histogram, the newest. A sample is copied in: the window that it came from can be freed.
+
+    Args:
+        max_samples: how many samples, and notes, are kept.
+    """
+
+    def __init__(self, max_samples: int = MAX_SAMPLES) -> None:
+        if max_samples < 1:
+            raise ValueError(f"max_samples={max_samples!r} must be at least 1")
+        self.max_samples = max_samples
+        self._samples: deque[Snapshot] = deque(maxlen=max_samples)
+        self._newest_histogram: Snapshot | None = None
+        self._notes: dict[int, Note] = {}
+        self._alerts: deque[Alert] = deque(maxlen=MAX_ALERTS)
+
+    def add(self, snapshot: Snapshot) -> None:
+        """Keep these samples; of more than `max_samples` the newest."""
+        for index in range(max(len(snapshot) - self.max_samples, 0), len(snapshot)):
+            self._samples.append(snapshot.sample(index))  # indexing with a list copies
+        self.picture(snapshot)
+
+    def picture(self, snapshot: Snapshot) -> None:
+        """Keep the histogram of these samples, which have been added already, in place of an older one."""
+        if snapshot.histogram is not None and len(snapshot):
+            self._newest_histogram = replace(
+                snapshot.sample(-1), histogram=snapshot.histogram.copy(), histogram_steps=snapshot.histogram_steps
+            )
+
+    def note(self, step: int, /, **context: object) -> None:
+        """Keep a few words or numbers about a step: the batch's index, its file, a learning rate.
+
+        Several notes of one step are joined. A value that is no number, text or None is kept as its repr, shortened.
+        """
+        note = self._notes.pop(int(step), {})  # and put back as the newest
+        self._notes[int(step)] = note | {key: _small(value) for key, value in context.items()}
+        while len(self._notes) > self.max_samples:
+            del self._notes[next(iter(self._notes))]
+
+    def alert(self, alert: Alert) -> None:
+        """Keep an alert that was sent."""
+        self._alerts.append(alert)
+
+    @property
+    def notes(self) -> dict[int, Note]:
+        """The notes kept, by step."""
+        return {step: dict(note) for step, note in self._notes.items()}
+
+    @property
+    def alerts(self) -> tuple[Alert, ...]:
+        """The alerts kept, oldest first."""
+        return tuple(self._alerts)
+
+    def history(self) -> Snapshot | None:
+        """All kept samples as one snapshot, with the newest histogram; None before the first.
+
+        A parameter that appeared later is missing in the samples before.
+        """
+        merged = concatenate(list(self._samples))
+        newest = self._newest_histogram
+        if merged is None or newest is None or newest.histogram is None:
+            return merged
+        place = {name: index for index, name in enumerate(merged.names)}
+        known = [index for index, name in enumerate(newest.names) if name in place]
+        histogram = np.zeros((len(merged.names), NUM_BINS), dtype=np.int64)
+        histogram[[place[newest.names[index]] for index in known]] = newest.histogram[known]
+        return replace(merged, histogram=histogram, histogram_steps=newest.histogram_steps)
+
+    def write(self, path: str | os.PathLike[str]) -> Path:
+        """Write all that is kept to a file, at once or not at all: a crash on the way leaves the old file whole.
+
+        The format is numpy's compressed .npz without pickled objects: a float64 comes back bit by bit, NaN included,
+        any numpy reads it, and reading it runs no code.
+
+        Returns:
+            The path, with the suffix .npz as given or added.
+        """
+        target = Path(path)
+        target = target if target.suffix == ".npz" else target.with_name(target.name + ".npz")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.stem}-", suffix=".tmp")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                np.savez_compressed(file, **self._arrays())
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, target)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+        return target
+
+    def _arrays(self) -> dict[str, Any]:
+        history = self.history()
+        notes = [[step, note] for step, note in self._notes.items()]
+        words = {"format": _FORMAT, "notes": notes, "alerts": [asdict(alert) for alert in self._alerts]}
+        arrays: dict[str, Any] = {"words": np.array(json.dumps(words))}
+        if history is not None:
+            arrays |= {
+                "steps": history.steps,
+                "names": np.array(history.names, dtype=np.str_),
+                "columns": np.array([column.name for column in Column], dtype=np.str_),
+                "rows": history.rows,
+                "loss_scale": history.loss_scale,
+                "skipped": history.skipped,
+            }
+            arrays |= {f"metric/{key}": values for key, values in history.metrics.items()}
+            if history.histogram is not None:
+                arrays |= {"histogram": history.histogram, "histogram_steps": np.array(history.histogram_steps)}
+        return arrays
+
+    def table(self, *, max_rows: int = 10_000) -> tuple[list[str], list[list[Any]]]:
+        """The kept samples as rows of one layer at one step, newest sample first, for a W&B table.
+
+        Bounded: where not all fit, whole samples are dropped, oldest first; of a sample too large for the table alone
+        the layers with NaN or Inf stay, then those of the largest norms. What is missing is None.
+
+        Returns:
+            The column names and the rows.
+        """
+        history = self.history()
+        rows: list[list[Any]] = []
+        if history is not None:
+            for sample in reversed(range(len(history))):
+                present = np.flatnonzero(~np.isnan(history.num_elements[sample]))
+                if rows and len(rows) + len(present) > max_rows:
+                    break
+                if len(present) > max_rows:
+                    badness = np.lexsort((-history.grad_norm[sample], -history.num_nonfinite[sample]))
+                    present = np.sort(badness[np.isin(badness, present)][:max_rows])
+                rows += [_table_row(history, sample, int(index)) for index in present]
+        return list(TABLE_COLUMNS), rows
+
+
+def read(path: str | os.PathLike[str]) -> Recording:
+    """Read a recorder's file.
+
+    Raises:
+        ValueError: the file is not one, or of a newer format.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = {key: file[key] for key in file.files}
+        words = json.loads(str(arrays["words"]))
+    except (zipfile.BadZipFile, KeyError, ValueError, EOFError) as error:
+        raise ValueError(f"{os.fspath(path)!r} is not a flight recorder's file: {error}") from error
+    if words["format"] != _FORMAT:
+        raise ValueError(f"{os.fspath(path)!r} has format {words['format']}; this version reads format {_FORMAT}")
+    snapshot = None
+    if "steps" in arrays:
+        snapshot = Snapshot(
+            steps=arrays["steps"],
+            names=tuple(arrays["names"].tolist()),
+            rows=arrays["rows"],
+            histogram=arrays.get("histogram"),
+            histogram_steps=tuple(arrays["histogram_steps"].tolist()) if "histogram_steps" in arrays else (),
+            loss_scale=arrays["loss_scale"],
+            skipped=arrays["skipped"],
+            metrics={key.removeprefix("metric/"): arrays[key] for key in arrays if key.startswith("metric/")},
+        )
+    notes = {int(step): note for step, note in words["notes"]}
+    return Recording(snapshot, notes, [Alert(**alert) for alert in words["alerts"]])
+
+
+def first_bad(snapshot: Snapshot, *, include_skipped: bool = False) -> tuple[int, str, int | None] | None:
+    """Where it began: the first sample with a NaN or Inf, and in it the first bad layer in the backward's order.
+
+    A backward runs from the last layer to the first, so of the bad layers the last in the model's order was first.
+
+    Args:
+        include_skipped: count samples that AMP skipped too.
+
+    Returns:
+        (step, name, rank), with rank None where it is not known; None if no sample is bad.
+    """
+    bad_SP = snapshot.num_nonfinite > 0
+    if not include_skipped:
+        bad_SP = bad_SP & ~snapshot.skipped[:, None]
+    samples = np.flatnonzero(bad_SP.any(axis=1))
+    if not samples.size:
+        return None
+    sample = int(samples[0])
+    name = snapshot.names[int(np.flatnonzero(bad_SP[sample])[-1])]
+    return int(snapshot.steps[sample]), name, first_bad_rank(snapshot, sample)
+
+
+def _table_row(history: Snapshot, sample: int, index: int) -> list[Any]:
+    values = {
+        "step": int(history.steps[sample]),
+        "name": history.names[index],
+        "loss_scale": _or_none(history.loss_scale[sample]),
+        "skipped": bool(history.skipped[sample]),
+    }
+    return [
+        values[column] if column in values else _or_none(getattr(history, column)[sample, index])
+        for column in TABLE_COLUMNS
+    ]
+
+
+def _or_none(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None
+
+
+def _small(value: object) -> str | int | float | bool | None:
+    if value is None or isinstance(value, bool | int):
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else repr(value)
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= MAX_NOTE_CHARACTERS else text[: MAX_NOTE_CHARACTERS - 1] + "…"

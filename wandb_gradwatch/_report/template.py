@@ -1,0 +1,203 @@
+"""Which panels the W&B report and the workspace show: metrics and patterns, so that they fit a model of any naming.
+
+W&B draws no histogram panel, so the template stands on scalars; the histograms are on the run's own page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+from .._analysis.forecast import FORMATS
+from .._page.formatting import WORDS, Words
+from .._page.history import STEP_KEY
+
+
+@dataclass(frozen=True)
+class LinePanel:
+    """One line plot over `gradwatch/step`.
+
+    Args:
+        title: what it shows.
+        metrics: the keys that it draws.
+        pattern: or a regular expression for them, one line per name.
+        log_y: a logarithmic vertical axis.
+        range_y: its limits; None where W&B chooses.
+    """
+
+    title: str
+    metrics: tuple[str, ...] = ()
+    pattern: str | None = None
+    log_y: bool = False
+    range_y: tuple[float | None, float | None] = (None, None)
+
+    def build(self, reports: Any, *, width: int = 12) -> Any:
+        """The panel as an object of wandb-workspaces; `width` in 24ths of a report's page."""
+        return reports.LinePlot(
+            title=self.title,
+            x=STEP_KEY,
+            y=list(self.metrics),
+            metric_regex=self.pattern,
+            log_y=self.log_y,
+            range_y=self.range_y,
+            title_x="step",
+            smoothing_type="none",  # the default would draw another line than the one that was logged
+            # Bins keep their extremes: W&B's sampling would lose the spike that everybody looks for.
+            point_visualization_method="bucketing-gorilla",
+            max_runs_to_show=10,
+            layout=reports.Layout(w=width, h=8),
+        )
+
+
+@dataclass(frozen=True)
+class TemplateSection:
+    """Panels that belong together; `key` finds their words."""
+
+    key: str
+    panels: tuple[LinePanel, ...]
+
+    @property
+    def words(self) -> Words:
+        return WORDS[self.key]
+
+
+def _global(*names: str) -> tuple[str, ...]:
+    return tuple(f"gradwatch/{name}" for name in names)
+
+
+def _forecast(what: str, *, without: str | None = None) -> tuple[str, ...]:
+    return _global(*(f"{name}_{what}" for name in FORMATS if name != without))
+
+
+SECTIONS: Final = (
+    TemplateSection(
+        "norm",
+        (
+            LinePanel("Norm before clipping, and received", _global("grad_norm", "grad_norm_clipped"), log_y=True),
+            LinePanel("Largest norm of each window", _global("grad_norm_max"), log_y=True),
+            LinePanel("Clip ratio", _global("clip_ratio"), range_y=(0.0, 1.0)),
+        ),
+    ),
+    TemplateSection(
+        "lines",
+        (
+            LinePanel("Gradient norm of every layer", pattern="^grad_norm/.+", log_y=True),
+            LinePanel("Largest norm of each window, every layer", pattern="^grad_norm_max/.+", log_y=True),
+        ),
+    ),
+    TemplateSection(
+        "ratio",
+        (LinePanel("Gradient / parameter norm (healthy: 1e-6 to 1)", pattern="^grad_param_ratio/.+", log_y=True),),
+    ),
+    TemplateSection(
+        "dead",
+        (
+            LinePanel("Dead elements, whole model", _global("dead_ratio"), range_y=(0.0, None)),
+            LinePanel("Dead elements of every layer", pattern="^dead_ratio/.+", range_y=(0.0, 1.0)),
+        ),
+    ),
+    TemplateSection(
+        "nonfinite",
+        (
+            LinePanel("NaN and Inf elements, whole model", _global("num_nan", "num_inf")),
+            LinePanel("NaN and Inf elements of every layer", pattern="^num_nonfinite/.+"),
+        ),
+    ),
+    TemplateSection(
+        "scale",
+        (
+            LinePanel("Loss scale", _global("loss_scale"), log_y=True),
+            LinePanel(
+                "Steps not applied in each window: skipped by the loss scaler, withheld by the guard",
+                _global("num_skipped_steps", "num_guarded_steps"),
+            ),
+        ),
+    ),
+    TemplateSection(
+        "quantiles",
+        (
+            LinePanel(
+                "Size of the elements: 1st percentile, median, 99th percentile, largest",
+                _global("grad_abs_p01", "grad_abs_p50", "grad_abs_p99", "grad_abs_max"),
+                log_y=True,
+            ),
+        ),
+    ),
+    TemplateSection(
+        "precision",
+        (
+            LinePanel("Share below full precision", _forecast("underflow_ratio"), range_y=(0.0, None)),
+            LinePanel("Share that would become 0", _forecast("flush_ratio"), range_y=(0.0, None)),
+            # bfloat16 ends where float32 does: its line would press the others flat.
+            LinePanel("Octaves up to overflow", _forecast("headroom", without="bf16")),
+        ),
+    ),
+    TemplateSection(
+        "activation",
+        (
+            LinePanel("Spread of every module's output", pattern="^activation/.+/std$", log_y=True),
+            LinePanel("Dead outputs", pattern="^activation/.+/dead_ratio$", range_y=(0.0, 1.0)),
+            LinePanel("NaN and Inf outputs", pattern="^activation/.+/num_nonfinite$"),
+        ),
+    ),
+    TemplateSection(
+        "attention",
+        (
+            LinePanel("Entropy of every head, of the possible", pattern="^attention/.+/entropy_ratio$", range_y=(0, 1)),
+            LinePanel("Largest element of queries and keys", pattern="^attention/.+/(query|key)_abs_max$", log_y=True),
+        ),
+    ),
+    TemplateSection(
+        "update",
+        (LinePanel("Update / parameter norm (usual: 1e-3)", pattern="^update/.+/ratio$", log_y=True),),
+    ),
+    TemplateSection("spread", (LinePanel("Mean and deviation", _global("grad_mean", "grad_std")),)),
+    TemplateSection("overhead", (LinePanel("Share of the training time", _global("overhead_ratio")),)),
+)
+
+
+def markdown_words(words: Words) -> str:
+    """Healthy and otherwise, as W&B's markdown."""
+    return f"**Healthy.** {words.healthy}\n\n**Otherwise.** {words.otherwise}"
+
+
+def require_workspaces() -> tuple[Any, Any]:
+    """wandb-workspaces' two modules: (reports, workspaces).
+
+    Raises:
+        ImportError: it is not installed; the message names the extra.
+    """
+    try:
+        import wandb_workspaces.reports.v2 as reports
+        import wandb_workspaces.workspaces as workspaces
+    except ImportError as error:
+        raise ImportError(
+            "W&B reports and workspaces need wandb-workspaces: pip install 'wandb-gradwatch[report]'"
+        ) from error
+    return reports, workspaces
+
+
+@contextmanager
+def speaking_to_wandb() -> Iterator[None]:
+    """Turn the failures of W&B's API, which have no public class, into a RuntimeError with their own words."""
+    import wandb
+
+    try:
+        wandb.Api()  # no login is said here, in wandb's own words
+        yield
+    except (wandb.Error, ValueError, ImportError):
+        raise
+    except Exception as error:
+        raise RuntimeError(f"W&B did not answer as expected: {str(error).strip()}") from error
+
+
+def panel_keys(sections: Sequence[TemplateSection] = SECTIONS) -> set[str]:
+    """Every key that the template names outright."""
+    return {key for section in sections for panel in section.panels for key in panel.metrics}
+
+
+def panel_patterns(sections: Sequence[TemplateSection] = SECTIONS) -> set[str]:
+    """Every pattern that the template finds keys by."""
+    return {panel.pattern for section in sections for panel in section.panels if panel.pattern is not None}

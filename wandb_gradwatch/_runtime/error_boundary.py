@@ -1,0 +1,123 @@
+"""Our failure is not the user's failure: the one place where exceptions of the monitor are caught."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Concatenate, Final, ParamSpec, Protocol, TypeVar, cast
+
+import torch
+
+from .dynamo import dynamo_disabled
+
+# What torch.no_grad() calls in the end, by way of four Python frames.
+_set_grad_enabled: Final[Callable[[bool], None]] = torch._C._set_grad_enabled
+
+
+class CallbackError(Exception):
+    """Its cause was raised by a callback of the user's, on purpose, and is to be raised in the training loop."""
+
+
+class ErrorBoundary:
+    """Runs the monitor's code: one call at a time, without autograd, timed, its exceptions reported.
+
+    Args:
+        failed: told of an exception, after which nothing runs any more.
+    """
+
+    def __init__(self, failed: Callable[[Exception], None]) -> None:
+        self.stopped = False
+        self._process = os.getpid()
+        self.seconds_spent = 0.0  # on the host
+        self._failed = failed
+        self.lock = threading.RLock()  # held while any of it runs, and while the user asks for something
+        self._depth = 0  # a call inside a call is not timed twice
+
+    @property
+    def in_forked_child(self) -> bool:
+        """Whether this is a copy of the process that watches: it has the hooks, but the run is not its own."""
+        return os.getpid() != self._process
+
+    def run(self, function: Callable[[], None]) -> None:
+        """Call the function, unless the monitor has stopped."""
+        if self.stopped or self.in_forked_child or _graph_is_captured():
+            return
+        began = time.perf_counter()
+        # Thousands of short-lived tuples a sample set off the collector, which then walks the whole program: half of
+        # our cost with a thousand tensors.
+        pauses_collector = not self._depth and gc.isenabled()
+        if pauses_collector:
+            gc.disable()
+        inside_another = False
+        try:
+            with self.lock:
+                inside_another = self._depth > 0
+                self._depth += 1
+                with_autograd = torch.is_grad_enabled()
+                _set_grad_enabled(False)
+                try:
+                    function()
+                finally:
+                    _set_grad_enabled(with_autograd)
+                    self._depth -= 1
+                    if not self._depth:
+                        self.seconds_spent += time.perf_counter() - began
+        except CallbackError as raised:
+            if inside_another:
+                raise
+            raise raised.__cause__ or raised from None
+        except Exception as error:
+            self.stopped = True
+            self._failed(error)
+        finally:
+            if pauses_collector:
+                gc.enable()
+
+
+def _graph_is_captured() -> bool:
+    """Whether a CUDA graph is being captured: what ran now would be replayed later, without the Python around it."""
+    initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return bool(initialized) and torch.cuda.is_current_stream_capturing()
+
+
+class _Contained(Protocol):
+    boundary: ErrorBoundary
+
+
+Self = TypeVar("Self", bound=_Contained)
+Arguments = ParamSpec("Arguments")
+
+
+def contained(method: Callable[Concatenate[Self, Arguments], None]) -> Callable[Concatenate[Self, Arguments], None]:
+    """Run a method in its object's containment. Dynamo does not trace into it."""
+
+    @dynamo_disabled
+    @functools.wraps(method)
+    def wrapper(self: Self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
+        self.boundary.run(lambda: method(self, *args, **kwargs))
+
+    return cast("Callable[Concatenate[Self, Arguments], None]", wrapper)
+
+
+class _Asked(Protocol):
+    def _own_turn(self) -> AbstractContextManager[object]: ...
+
+
+Asked = TypeVar("Asked", bound=_Asked)
+Answer = TypeVar("Answer")
+
+
+def alone(method: Callable[Concatenate[Asked, Arguments], Answer]) -> Callable[Concatenate[Asked, Arguments], Answer]:
+    """Let the user call a method from any thread: it and the monitor's code in the training's take turns."""
+
+    @functools.wraps(method)
+    def wrapper(self: Asked, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Answer:
+        with self._own_turn():
+            return method(self, *args, **kwargs)
+
+    return cast("Callable[Concatenate[Asked, Arguments], Answer]", wrapper)

@@ -1,0 +1,35 @@
+"""A weak dictionary by identity: an optimizer may define equality, and then it has no hash."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Generic, TypeVar
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
+
+class WeakKeyDictionary(Generic[Key, Value]):
+    """Values for objects, forgotten with them."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, tuple[weakref.ref[Key], Value]] = {}
+
+    def __contains__(self, key: Key) -> bool:
+        return id(key) in self._entries
+
+    def __setitem__(self, key: Key, value: Value) -> None:
+        number, entries = id(key), self._entries
+        self._entries[number] = (weakref.ref(key, lambda _: entries.pop(number, None)), value)
+
+    def __getitem__(self, key: Key) -> Value:
+        return self._entries[id(key)][1]
+
+    def get(self, key: Key) -> Value | None:
+        """The object's value; None without one."""
+        entry = self._entries.get(id(key))
+        return None if entry is None else entry[1]
+
+    def discard(self, key: Key) -> None:
+        """Forget the object's value, if there is one."""
+        self._entries.pop(id(key), None)

@@ -1,0 +1,295 @@
+"""A history in a few lines: the worst layers, the total norm, the alerts; for a terminal or a notebook."""
+
+from __future__ import annotations
+
+import html
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from ._analysis.formatting import number
+from ._measure.columns import FloatArray
+from ._terminal import BLOCKS, can_write
+from .rules import Alert
+from .snapshot import Snapshot, last_present
+
+# S samples, P watched parameters
+
+DEFAULT_LAYERS: Final = 8
+TRACE_WIDTH: Final = 24
+_MAX_NAME: Final = 28
+_MAX_ALERTS: Final = 5
+_ASCII_BLOCKS: Final = "_.:-=+*#"
+_USUAL_RATIO: Final = 1e-3  # of gradient to parameter norm: what is far from it on either side is worth a look
+_MIN_OCTAVES: Final = 3.0  # a trace spans at least this much, so that noise does not look like a story
+_HEADINGS: Final = ("layer", "norm", "peak (step)", "grad/param", "dead", "NaN+Inf", "norm over time")
+
+
+@dataclass(frozen=True)
+class LayerSummary:
+    """One layer, or everything together, over the samples of a history. What is missing is NaN.
+
+    Args:
+        name: as in the snapshot.
+        norm: of the newest sample in which it is present and finite.
+        peak: the largest norm as a multiple of the layer's own median.
+        peak_step: the step of the largest norm; None where there is none.
+        grad_param_ratio: gradient norm by parameter norm, newest.
+        dead_ratio: share of dead elements, newest.
+        num_nonfinite: NaN and infinite elements of all samples.
+        trace: the norm over the samples, neighbours pooled to their largest; infinity where one was not finite.
+    """
+
+    name: str
+    norm: float
+    peak: float
+    peak_step: int | None
+    grad_param_ratio: float
+    dead_ratio: float
+    num_nonfinite: int
+    trace: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What `Watcher.summary()` returns: print it, or let a notebook show it.
+
+    Args:
+        steps: first and last step of the history; None without samples.
+        num_samples: how many samples it holds.
+        num_names: how many parameters.
+        total: everything watched as one layer; None without samples.
+        worst: the layers most worth a look, the worst first.
+        alerts: those that were sent, oldest first.
+        overhead_ratio: the monitor's share of the time; NaN where it is not known.
+        num_guarded: steps of the history that the guard did not apply.
+    """
+
+    steps: tuple[int, int] | None
+    num_samples: int
+    num_names: int
+    total: LayerSummary | None
+    worst: tuple[LayerSummary, ...]
+    alerts: tuple[Alert, ...]
+    overhead_ratio: float
+    num_guarded: int = 0
+
+    @property
+    def num_more(self) -> int:
+        """Layers that are not among the worst."""
+        return self.num_names - len(self.worst)
+
+    def __str__(self) -> str:
+        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+        return self.text(ascii_only=not can_write(BLOCKS + "×…", encoding))
+
+    def text(self, *, ascii_only: bool = False) -> str:
+        """The table as lines of text; `ascii_only` for a terminal that has no block characters."""
+        lines = [self._title()]
+        facts = self._facts(ascii_only)
+        label_width = max((len(label) for label, _ in facts), default=0)
+        lines += [f"  {label.ljust(label_width)}  {words}" for label, words in facts]
+        if self.worst:
+            rows = [_HEADINGS, *(_cells(layer, ascii_only) for layer in self.worst)]
+            widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+            lines += ["", *("  " + _aligned(row, widths) for row in rows)]
+        if self.worst and self.num_more:
+            lines.append(f"  and {self.num_more} more")
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        facts = "".join(f"<li>{_escape(label)}: {_escape(words)}</li>" for label, words in self._facts(False))
+        rows = "".join(_html_row(_cells(layer, False), "td") for layer in self.worst)
+        table = f"<table>{_html_row(_HEADINGS, 'th')}{rows}</table>" if self.worst else ""
+        more = f"<p>and {self.num_more} more</p>" if self.worst and self.num_more else ""
+        return f"<div><strong>{_escape(self._title())}</strong><ul>{facts}</ul>{table}{more}</div>"
+
+    def _title(self) -> str:
+        if self.steps is None:
+            return "Gradients: no sample has arrived yet"
+        samples = "1 sample" if self.num_samples == 1 else f"{self.num_samples} samples"
+        layers = "1 layer" if self.num_names == 1 else f"{self.num_names} layers"
+        first, last = self.steps
+        return f"Gradients of {layers}, " + (f"step {last}" if first == last else f"steps {first} to {last}, {samples}")
+
+    def _facts(self, ascii_only: bool) -> list[tuple[str, str]]:
+        facts = []
+        if self.total is not None:
+            peak = f", peak {number(self.total.peak)}x the median at step {self.total.peak_step}"
+            peak = "" if math.isnan(self.total.peak) else peak
+            bad = f", {self.total.num_nonfinite} NaN or Inf elements" if self.total.num_nonfinite else ""
+            facts.append(
+                ("total norm", f"{_number(self.total.norm)}{peak}{bad}  {sparkline(self.total.trace, ascii_only)}")
+            )
+        sent = [f"{_plain(alert.title, ascii_only)} (step {alert.step})" for alert in self.alerts[-_MAX_ALERTS:]]
+        earlier = len(self.alerts) - len(sent)
+        facts.append(("alerts", ", ".join(([f"{earlier} earlier"] if earlier else []) + sent) or "none"))
+        if self.num_guarded:
+            facts.append(("guard", f"{self.num_guarded} step{'s' if self.num_guarded > 1 else ''} not applied"))
+        if not math.isnan(self.overhead_ratio):
+            facts.append(("overhead", f"{100 * self.overhead_ratio:.2g} % of the time"))
+        return facts
+
+
+def summarise(
+    history: Snapshot | None,
+    *,
+    alerts: Sequence[Alert] = (),
+    overhead_ratio: float = math.nan,
+    max_layers: int = DEFAULT_LAYERS,
+) -> Summary:
+    """Choose the layers that are most worth a look, and what to say of them.
+
+    In this order: NaN or Inf in a sample that AMP did not skip (the earliest first, and in one sample the one nearest
+    the output, where the backward came first), trainable without any gradient, then the largest peak over the layer's
+    own median by octaves, the strangest ratio of gradient to parameter norm by decades, the most dead elements.
+
+    Args:
+        history: samples, oldest first; None or an empty one before the first.
+        alerts: those that were sent.
+        overhead_ratio: the monitor's share of the time.
+        max_layers: how many layers are shown.
+    """
+    if history is None or not len(history) or not history.names:
+        return Summary(None, 0, 0 if history is None else len(history.names), None, (), tuple(alerts), overhead_ratio)
+    layers = _layers(history)
+    return Summary(
+        steps=(int(history.steps[0]), int(history.steps[-1])),
+        num_samples=len(history),
+        num_names=len(history.names),
+        total=_layers(history.total)[0],
+        worst=tuple(layers[place] for place in _worst_first(history, layers)[:max_layers]),
+        alerts=tuple(alerts),
+        overhead_ratio=overhead_ratio,
+        num_guarded=int(np.nan_to_num(history.num_guarded_steps)),
+    )
+
+
+def sparkline(trace: Sequence[float], ascii_only: bool = False) -> str:
+    """A norm over time in one line, on a logarithmic scale.
+
+    A blank is missing, `0` is exactly zero, `×` (ASCII: `!`) not finite.
+
+    Example: sparkline([1, 2, 4, 8]) is "▁▃▆█".
+    """
+    blocks, bad = (_ASCII_BLOCKS, "!") if ascii_only else (BLOCKS, "×")
+    octaves = [math.log2(value) for value in trace if 0 < value < math.inf]
+    low = min(octaves, default=0.0)
+    span = max(max(octaves, default=0.0) - low, _MIN_OCTAVES)
+
+    def sign(value: float) -> str:
+        if math.isnan(value):
+            return " "
+        if math.isinf(value):
+            return bad
+        return blocks[round((math.log2(value) - low) / span * (len(blocks) - 1))] if value > 0 else "0"
+
+    return "".join(map(sign, trace))
+
+
+# ---- measuring
+
+
+def _layers(history: Snapshot) -> list[LayerSummary]:
+    bad_SP = history.num_nonfinite > 0
+    norm_SP = np.where(bad_SP, np.nan, history.grad_norm)  # the norm of a finite rest is not the layer's
+    trace_WP = _pooled(np.where(bad_SP, np.inf, norm_SP))
+    newest = [last_present(values_SP) for values_SP in (norm_SP, history.grad_param_ratio, history.dead_ratio)]
+    found = []
+    for place, name in enumerate(history.names):
+        norms = norm_SP[:, place]
+        known = norms[~np.isnan(norms)]
+        median = float(np.median(known)) if known.size else math.nan
+        found.append(
+            LayerSummary(
+                name=name,
+                norm=float(newest[0][place]),
+                peak=float(known.max() / median) if median > 0 else math.nan,
+                peak_step=int(history.steps[np.nanargmax(norms)]) if known.size else None,
+                grad_param_ratio=float(newest[1][place]),
+                dead_ratio=float(newest[2][place]),
+                num_nonfinite=int(np.nansum(history.num_nonfinite[:, place])),
+                trace=tuple(trace_WP[:, place].tolist()),
+            )
+        )
+    return found
+
+
+def _pooled(values_SP: FloatArray) -> FloatArray:
+    """Neighbouring samples as one, so that at most TRACE_WIDTH are left: the largest, missing only where all are."""
+    starts = np.unique(
+        np.linspace(0, len(values_SP), min(TRACE_WIDTH, len(values_SP)), endpoint=False).astype(np.int64)
+    )
+    pooled: FloatArray = np.fmax.reduceat(values_SP, starts, axis=0)
+    return pooled
+
+
+def _worst_first(history: Snapshot, layers: Sequence[LayerSummary]) -> list[int]:
+    """Places of the layers, the worst first."""
+    bad_SP = (history.num_nonfinite > 0) & ~history.skipped[:, None]
+    silent_P = np.isnan(history.num_elements).all(axis=0) & history.trainable
+
+    def badness(place: int) -> tuple[float, ...]:
+        layer = layers[place]
+        bad = np.flatnonzero(bad_SP[:, place])
+        first_bad, depth = (float(bad[0]), -float(place)) if bad.size else (math.inf, 0.0)
+        octaves = math.floor(math.log2(layer.peak)) if layer.peak > 0 else 0
+        ratio = layer.grad_param_ratio
+        decades = abs(round(math.log10(ratio / _USUAL_RATIO))) if ratio > 0 else 0
+        dead = 0.0 if math.isnan(layer.dead_ratio) else layer.dead_ratio
+        return first_bad, depth, -float(silent_P[place]), -octaves, -decades, -dead
+
+    return sorted(range(len(layers)), key=badness)
+
+
+# ---- words
+
+
+def _cells(layer: LayerSummary, ascii_only: bool) -> tuple[str, ...]:
+    return (
+        _shortened(_plain(layer.name, ascii_only), ascii_only),
+        _number(layer.norm),
+        "-" if math.isnan(layer.peak) else f"{number(layer.peak)}x ({layer.peak_step})",
+        _number(layer.grad_param_ratio),
+        "-" if math.isnan(layer.dead_ratio) else f"{100 * layer.dead_ratio:.0f} %",
+        str(layer.num_nonfinite) if layer.num_nonfinite else "-",
+        sparkline(layer.trace, ascii_only),
+    )
+
+
+def _number(value: float) -> str:
+    return "-" if math.isnan(value) else number(value)
+
+
+def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:
+    """The name and the trace to the left, numbers to the right."""
+    first, *numbers, last = [(cell, width) for cell, width in zip(cells, widths, strict=True)]
+    return "  ".join([first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in numbers), last[0]]).rstrip()
+
+
+def _plain(text: str, ascii_only: bool) -> str:
+    """Without characters that would steer a terminal, and without any that it cannot show."""
+    visible = "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in text)
+    return visible.encode("ascii", "backslashreplace").decode() if ascii_only else visible
+
+
+def _shortened(name: str, ascii_only: bool) -> str:
+    """The end of a name tells more than its beginning."""
+    dots = ".." if ascii_only else "…"
+    return name if len(name) <= _MAX_NAME else dots + name[len(dots) - _MAX_NAME :]
+
+
+def _html_row(cells: Sequence[str], tag: str) -> str:
+    left = 'style="padding:2px 8px;text-align:left;white-space:pre;font-family:monospace"'
+    right = 'style="padding:2px 8px;text-align:right"'
+    places = range(len(cells))
+    row = [f"<{tag} {left if place in (0, places[-1]) else right}>{_escape(cells[place])}</{tag}>" for place in places]
+    return f"<tr>{''.join(row)}</tr>"
+
+
+def _escape(text: str) -> str:
+    return html.escape(text, quote=True)

@@ -1,0 +1,112 @@
+"""What a window holds on one device: the open sample's rows and the window's histogram, preallocated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._measure.columns import NUM_BINS, NUM_COLUMNS
+from .._measure.elements import wide_dtype
+from .transfers import PinnedPool, Transfer
+
+# P watched parameters, C columns, B histogram bins
+
+
+class DeviceBuffer:
+    """The open sample's rows and the window's histogram on one device.
+
+    The last row of `rows` holds the sample's globals, so that a sample travels in one copy.
+
+    Args:
+        device: which.
+        num_names: P.
+        landings: where on the host what is sent arrives.
+    """
+
+    def __init__(self, device: torch.device, num_names: int, pinned_pool: PinnedPool) -> None:
+        self.device = device
+        self.rows = torch.full((num_names + 1, NUM_COLUMNS), torch.nan, dtype=wide_dtype(device), device=device)
+        self.histogram = torch.zeros((num_names, NUM_BINS), dtype=torch.int64, device=device)
+        self.has_histogram = False
+        self.sample_histogram: Tensor | None = None  # the open sample's; the window's once it is committed
+        self._slots: dict[tuple[int, ...], Tensor] = {}
+        self._pinned_pool = pinned_pool
+        self._stream: Any = torch.cuda.current_stream(device) if device.type == "cuda" else None  # that wrote last
+        pinned_pool.prepare(self.rows)
+
+    def follow(self) -> DeviceBuffer:
+        """The same, for the stream that is current: what another one is still to write comes before."""
+        if self._stream is None:
+            return self
+        stream = torch.cuda.current_stream(self.device)
+        if stream != self._stream:
+            stream.wait_stream(self._stream)
+            for tensor in (self.rows, self.histogram, self.sample_histogram, *self._slots.values()):
+                if tensor is not None:
+                    tensor.record_stream(stream)
+            self._stream = stream
+        return self
+
+    def grow(self, num_names: int) -> None:
+        """Make room for names that appeared: their rows are missing so far."""
+        old = len(self.histogram)
+        rows = torch.full((num_names + 1, NUM_COLUMNS), torch.nan, dtype=self.rows.dtype, device=self.device)
+        rows[:old], rows[-1] = self.rows[:old], self.rows[-1]
+        histogram = torch.zeros((num_names, NUM_BINS), dtype=torch.int64, device=self.device)
+        histogram[:old] = self.histogram
+        self.rows, self.histogram, self._slots = rows, histogram, {}
+        if self.sample_histogram is not None:
+            grown = torch.zeros_like(histogram)
+            grown[:old] = self.sample_histogram
+            self.sample_histogram = grown
+
+    def open_histogram(self) -> Tensor:
+        """The open sample's histogram: [P, B]."""
+        if self.sample_histogram is None:
+            self.sample_histogram = torch.zeros_like(self.histogram)
+            self._pinned_pool.prepare(self.histogram)
+        return self.sample_histogram
+
+    def send_rows(self) -> Transfer:
+        """The open sample's rows and globals on their way, and room for the next sample's."""
+        transfer = self._pinned_pool.send(self.rows)
+        if self.device.type == "cpu":
+            self.rows = torch.full_like(self.rows, torch.nan)
+        else:
+            self.rows.fill_(torch.nan)
+        return transfer
+
+    def send_histogram(self) -> Transfer:
+        """The window's histogram on its way. It is emptied by `drop_histogram`."""
+        return self._pinned_pool.send(self.histogram)
+
+    def drop_histogram(self) -> None:
+        """An empty histogram for the next window."""
+        if self.has_histogram:
+            if self.device.type == "cpu":  # the old one may be on its way
+                self.histogram = torch.zeros_like(self.histogram)
+            else:
+                self.histogram.zero_()
+            self.has_histogram = False
+
+    def add_sample_histogram(self) -> None:
+        """The open sample is done: its histogram becomes the window's."""
+        if self.sample_histogram is not None:
+            self.histogram += self.sample_histogram
+            self.sample_histogram = None
+            self.has_histogram = True
+
+    def index(self, slots: tuple[int, ...]) -> Tensor | slice:
+        """Slots as an index that needs no upload: a slice where they are consecutive, else a tensor that is kept."""
+        if slots[-1] - slots[0] + 1 == len(slots):
+            return slice(slots[0], slots[-1] + 1)
+        if slots not in self._slots:
+            if len(self._slots) > 64:
+                self._slots.clear()
+            host = torch.tensor(slots, device="cpu")
+            if self.device.type == "cuda":
+                host = host.pin_memory()
+            self._slots[slots] = host.to(self.device, non_blocking=True)
+        return self._slots[slots]

@@ -1,0 +1,223 @@
+"""The samples since the last flush: preallocated on each device, committed at a step, drained without waiting.
+
+    write(slots, measurement)   rows of the open sample; the last write wins
+    commit(sample)              the open sample is done: its rows start their way to the host
+    flush()                     the window is done: its histogram follows, and the next window begins
+    poll()                      what has arrived, in order
+
+What lies on a device is in device_window.py, what is on its way to the host in shipments.py.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from .._measure.columns import Column, FloatArray, IntArray
+from .._measure.elements import onto, wide_dtype
+from .._measure.measure import Measurement
+from .device_buffer import DeviceBuffer
+from .transfers import (
+    FOUND_INF,
+    LOSS_SCALE,
+    ArrivedFlush,
+    ArrivedSample,
+    Found,
+    PinnedPool,
+    ProbeTransfer,
+    Sample,
+    Shipment,
+    device_of,
+)
+
+# S samples in the window, P watched parameters, N of them written at once, C columns, B histogram bins
+
+# Columns that stay meaningful when only the gradient after clipping was seen.
+_SEEN_AFTER_CLIPPING: Final = [
+    Column.NUM_ELEMENTS,
+    Column.NUM_NAN,
+    Column.NUM_INF,
+    Column.RECEIVED_SUM_SQ,
+    Column.PARAM_SUM_SQ,
+    Column.PARAM_NUM_NONFINITE,
+]
+_HIDDEN_BY_CLIPPING: Final = [column for column in Column if column not in _SEEN_AFTER_CLIPPING]
+
+
+class SampleBuffer:
+    """Rows of the open sample and the histogram since the last flush, on every device that has gradients.
+
+    Args:
+        keep_newest_histogram: a new histogram replaces the window's instead of being added to it.
+    """
+
+    def __init__(self, *, keep_newest_histogram: bool) -> None:
+        self._keep_newest = keep_newest_histogram
+        self._devices: dict[torch.device, DeviceBuffer] = {}
+        self._pinned_pool = PinnedPool()
+        self._num_names = 0
+        self._histogram_steps: list[int] = []
+        self._shipments: deque[Shipment] = deque()
+
+    def resize(self, num_names: int) -> None:
+        """Make room for new names."""
+        if num_names > self._num_names:
+            self._num_names = num_names
+            for window in self._everywhere():
+                window.grow(num_names)
+
+    # ---- the open sample
+
+    def write(self, slots: Sequence[int], measurement: Measurement) -> None:
+        """Put rows into the open sample, over what was there.
+
+        Args:
+            slots: [N] ascending.
+            measurement: rows [N, C] and, when due, histogram [N, B], on the gradients' device.
+        """
+        window = self._on(measurement.rows.device)
+        index = window.index(tuple(slots))
+        window.rows[index] = measurement.rows
+        if measurement.histogram is not None:
+            window.open_histogram()[index] = measurement.histogram
+
+    def write_after_clipping(self, slots: Sequence[int], measurement: Measurement) -> None:
+        """Put in rows of gradients that may have been clipped before they were seen: what clipping hides is missing."""
+        rows = measurement.rows
+        for column in _HIDDEN_BY_CLIPPING:  # one by one: a list as an index is uploaded, and the upload waits
+            rows[:, column] = torch.nan
+        window = self._on(rows.device)
+        window.rows[window.index(tuple(slots))] = rows
+
+    def write_received(self, slots: Sequence[int], sum_sq: Tensor) -> None:
+        """Correct what the optimizer received, where it is not what was measured: sums of squares [N]."""
+        window = self._on(sum_sq.device)
+        window.rows[window.index(tuple(slots)), Column.RECEIVED_SUM_SQ] = sum_sq
+
+    def rescale(self, slots: Sequence[int], factor_C: Tensor) -> None:
+        """Multiply rows of the open sample by a factor per column: [C]. The histogram cannot follow and is dropped."""
+        for window in self._everywhere():
+            window.rows[window.index(tuple(slots))] *= onto(factor_C, window.device)
+            window.sample_histogram = None
+
+    def drop_zero_rows(self, slots: Sequence[int]) -> None:
+        """Rows of gradients that nothing marked and that are all zero are leftovers of zero_grad(): missing."""
+        for window in self._everywhere():
+            index = window.index(tuple(slots))
+            rows = window.rows[index]
+            leftover = rows[:, Column.NUM_ZERO] == rows[:, Column.NUM_ELEMENTS]
+            window.rows[index] = torch.where(leftover[:, None], torch.nan, rows)
+            if window.sample_histogram is not None:
+                window.sample_histogram[index] *= ~leftover[:, None]
+
+    def clear(self, slots: Sequence[int]) -> None:
+        """These parameters have no gradient in the open sample after all."""
+        for window in self._everywhere():
+            index = window.index(tuple(slots))
+            window.rows[index] = torch.nan
+            if window.sample_histogram is not None:
+                window.sample_histogram[index] = 0
+
+    def set_loss_scale(self, scale: Tensor) -> None:
+        """Record the open sample's loss scale: a scalar tensor on its device."""
+        self._on(scale.device).rows[-1, LOSS_SCALE] = scale.to(wide_dtype(scale.device))
+
+    def set_found_inf(self, found_inf: Tensor) -> None:
+        """Record that an optimizer skips its update where this scalar tensor is not 0."""
+        self._on(found_inf.device).rows[-1, FOUND_INF] = found_inf.to(wide_dtype(found_inf.device)).reshape(())
+
+    def open_rows(self, slots: tuple[int, ...]) -> list[Tensor]:
+        """The open sample's rows of these slots, ascending, by device: each [N, C], missing where it is not there."""
+        return [window.rows[window.index(slots)] for window in self._everywhere()]
+
+    def discard(self) -> None:
+        """Forget the open sample, and open the next."""
+        for window in self._everywhere():
+            window.rows.fill_(torch.nan)
+            window.sample_histogram = None
+
+    # ---- towards the host
+
+    @property
+    def has_sent(self) -> bool:
+        """Whether anything is on its way."""
+        return bool(self._shipments)
+
+    def peek(self) -> FloatArray:
+        """The open sample's rows, now: [P, C]. Waits for the device: for the guard, which must know before the step."""
+        transfers = tuple(self._pinned_pool.send(window.rows) for window in self._everywhere())
+        for transfer in transfers:
+            transfer.arrived(wait=True)
+        arrived = Shipment(Sample(0, False, ()), transfers, self._num_names).unpack()
+        assert isinstance(arrived, ArrivedSample)
+        return arrived.rows.copy()
+
+    def commit(self, sample: Sample, found: Mapping[str, Found] | None = None) -> None:
+        """Send the open sample on its way, with what the probes found, by key, and open the next."""
+        transfers = []
+        if any(window.sample_histogram is not None for window in self._everywhere()):
+            if self._keep_newest:
+                self._drop_histogram()
+            self._histogram_steps.append(sample.step)
+        for window in self._everywhere():
+            window.add_sample_histogram()
+            transfers.append(window.send_rows())
+        by_device: dict[torch.device, dict[str, Found]] = {}
+        for key, value in (found or {}).items():
+            by_device.setdefault(device_of(value), {})[key] = value
+        packed = tuple(ProbeTransfer(values, self._pinned_pool) for values in by_device.values())
+        self._shipments.append(Shipment(sample, tuple(transfers), self._num_names, found=packed))
+
+    def open_histogram(self) -> tuple[IntArray | None, tuple[int, ...]]:
+        """The histogram [P, B] of the window that is not flushed yet, and its steps. Waits for the device."""
+        histogram = None
+        for window in self._everywhere():
+            if window.has_histogram:
+                counts = window.histogram.cpu().numpy()
+                histogram = counts.copy() if histogram is None else histogram + counts
+        return histogram, tuple(self._histogram_steps)
+
+    def restore_histogram(self, histogram: Tensor | None, steps: Sequence[int]) -> None:
+        """Go on with a histogram [P, B] of an unfinished window, or with none, instead of the one that is there."""
+        self._drop_histogram()
+        if histogram is not None:
+            window = self._on(torch.device("cpu"))
+            window.histogram[: len(histogram)] = histogram
+            window.has_histogram = True
+            self._histogram_steps = list(steps)
+
+    def forget_sent(self) -> None:
+        """Forget what was sent and not polled: it turned out not to be samples."""
+        self._shipments.clear()
+        self._drop_histogram()
+
+    def flush(self) -> None:
+        """Send the histogram after the window's samples and begin the next window."""
+        transfers = tuple(window.send_histogram() for window in self._everywhere() if window.has_histogram)
+        self._shipments.append(Shipment(None, transfers, self._num_names, tuple(self._histogram_steps)))
+        self._drop_histogram()
+
+    def poll(self, *, wait: bool = False) -> list[ArrivedSample | ArrivedFlush]:
+        """What has arrived since the last poll, in order; with `wait`, all that was sent."""
+        arrived = []
+        while self._shipments and self._shipments[0].arrived(wait=wait):
+            arrived.append(self._shipments.popleft().unpack())
+        return arrived
+
+    def _drop_histogram(self) -> None:
+        self._histogram_steps = []
+        for window in self._everywhere():
+            window.drop_histogram()
+
+    def _on(self, device: torch.device) -> DeviceBuffer:
+        window = self._devices.get(device)
+        if window is None:
+            window = self._devices[device] = DeviceBuffer(device, self._num_names, self._pinned_pool)
+        return window.follow()
+
+    def _everywhere(self) -> Iterator[DeviceBuffer]:
+        return (window.follow() for window in self._devices.values())

@@ -1,0 +1,253 @@
+"""Samples and flushes on their way to the host: sent without waiting, unpacked when they have arrived.
+
+    PinnedPool.send(tensor)     a tensor is on its way: a copy that the device makes when it gets there, and an event
+    Shipment(sample, ...)     transfers that arrive together
+    arrived()                 asks the events and never waits for them, unless told to
+    unpack()                  the sample, or the flush; the memory that it arrived in is free for the next
+
+On CPU everything arrives at once. Devices other than CUDA have no events that are alike: there the copy waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .._measure.columns import CLIP_TOLERANCE, NUM_COLUMNS, Column, FloatArray, IntArray
+from .._measure.elements import wide_dtype
+from .._measure.probe_values import HISTOGRAM_SIZE, Distance, MetricHistogram, ProbeDistance, ProbeHistogram
+
+# P watched parameters, C columns, B histogram bins
+
+# What a probe finds, by key. A plain number is a 0-dim tensor; to the key of a distance its names are appended.
+Found = Tensor | ProbeHistogram | ProbeDistance
+
+# Per-sample values that live on a device: written there, read when the sample arrives.
+LOSS_SCALE, FOUND_INF = 0, 1
+
+_MAX_KINDS: Final = 16  # of tensors of a device: what probes find may have another length at every sample
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What the host knows of a sample when it closes.
+
+    Args:
+        step: its number.
+        skipped: whether loss scaling skipped an update; an optimizer that skips by itself says so on the device.
+        updated: for each optimizer that stepped, the slots that it owns.
+        compared: slots whose gradient looked unmodified since the backward and was compared by value all the same.
+    """
+
+    step: int
+    skipped: bool
+    updated: tuple[tuple[int, ...], ...]
+    compared: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class ArrivedSample:
+    """A sample on the host: rows [P, C], and what the probes found, by key.
+
+    `metrics` has what the distances mean, too: on a rank that holds shards, for these alone.
+    """
+
+    sample: Sample
+    rows: FloatArray
+    loss_scale: float
+    skipped: bool
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    histograms: Mapping[str, MetricHistogram] = field(default_factory=dict)
+    distances: Mapping[str, Distance] = field(default_factory=dict)
+
+    @property
+    def was_clipped_without_a_trace(self) -> bool:
+        """Whether a gradient that looked unmodified was shorter than measured: it was written through `.data`."""
+        if not self.sample.compared:
+            return False
+        compared = self.rows[list(self.sample.compared)]
+        before, received = compared[:, Column.GRAD_SUM_SQ], compared[:, Column.RECEIVED_SUM_SQ]
+        return bool(np.any(np.sqrt(received) < np.sqrt(before) * (1 - CLIP_TOLERANCE)))
+
+
+@dataclass(frozen=True)
+class ArrivedFlush:
+    """The end of a window on the host: histogram [P, B], None where none was taken."""
+
+    histogram: IntArray | None
+    histogram_steps: tuple[int, ...]
+
+
+class _PinnedBuffer:
+    """Pinned memory that one transfer arrives in, and the event that says when it has."""
+
+    def __init__(self, like: Tensor) -> None:
+        self.memory = torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=True)
+        self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+
+_Kind = tuple[torch.device, torch.Size, torch.dtype]
+
+
+class PinnedPool:
+    """Where transfers arrive: pinned memory, two for each kind of tensor from the beginning, used again and again.
+
+    While the device copies into one the host reads the other. A device that is further behind gets more, and then
+    those are there: allocating pinned memory takes long, and may stop the device, so it is not done at every sample.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[_Kind, list[_PinnedBuffer]] = {}
+
+    def prepare(self, like: Tensor) -> None:
+        """Make room for tensors of this one's device, shape and dtype, before the first is sent."""
+        if like.device.type == "cuda":
+            self._pinned_pool(like)
+
+    def send(self, tensor: Tensor) -> Transfer:
+        """The tensor as it is now, on its way. On CPU it is handed over: it must not be written again."""
+        if tensor.device.type == "cpu":
+            return Transfer(tensor)
+        if tensor.device.type != "cuda":
+            return Transfer(tensor.cpu())
+        pinned_pool = self._pinned_pool(tensor)
+        landing = pinned_pool.pop() if pinned_pool else _PinnedBuffer(tensor)
+        landing.memory.copy_(tensor, non_blocking=True)
+        landing.event.record(torch.cuda.current_stream(tensor.device))
+        return Transfer(landing.memory, landing, pinned_pool)
+
+    def _pinned_pool(self, like: Tensor) -> list[_PinnedBuffer]:
+        kind = (like.device, like.shape, like.dtype)
+        pinned_pool = self._free.pop(kind, None)
+        if pinned_pool is None:
+            pinned_pool = [_PinnedBuffer(like), _PinnedBuffer(like)]
+            of_device = [other for other in self._free if other[0] == like.device]
+            if len(of_device) >= _MAX_KINDS:
+                del self._free[of_device[0]]  # torch keeps what is still to be written to until it has been
+        self._free[kind] = pinned_pool  # the last of them is what was used last
+        return pinned_pool
+
+
+class Transfer:
+    """One tensor on its way to the host."""
+
+    def __init__(
+        self, host: Tensor, landing: _PinnedBuffer | None = None, free: list[_PinnedBuffer] | None = None
+    ) -> None:
+        self._host = host
+        self._landing, self._free = landing, free
+
+    def arrived(self, *, wait: bool) -> bool:
+        """Whether it is here."""
+        if self._landing is None:
+            return True
+        if wait:  # the host waits for a device: in flush(), remove() and state_dict(), and for a guard, 8 steps late
+            self._landing.event.synchronize()
+        return bool(self._landing.event.query())  # type: ignore[no-untyped-call]
+
+    def take(self) -> FloatArray | IntArray:
+        """What has arrived; the memory that it arrived in is free for another."""
+        if self._landing is not None and self._free is not None:
+            self._host = self._host.clone()  # not pinned
+            self._free.append(self._landing)
+            self._landing = self._free = None
+        return self._host.numpy()
+
+
+class ProbeTransfer:
+    """What the probes found on one device, on its way to the host in one copy: a number, or a few, for each key."""
+
+    def __init__(self, found: Mapping[str, Found], pinned_pool: PinnedPool) -> None:
+        # What is kept for the meaning holds no tensor: that would keep the device's memory until the arrival.
+        self._meanings = {
+            key: (v.names, v.parameter) if isinstance(v, ProbeDistance) else None for key, v in found.items()
+        }
+        self._sizes = [_HOST_SIZE.get(type(value), 1) for value in found.values()]
+        self.transfer = pinned_pool.send(torch.cat([_flat(value) for value in found.values()]))
+
+    def unpack(
+        self, metrics: dict[str, float], histograms: dict[str, MetricHistogram], distances: dict[str, Distance]
+    ) -> None:
+        """Put everything where it belongs."""
+        values = np.asarray(self.transfer.take(), dtype=np.float64)
+        begin = 0
+        for (key, meaning), size in zip(self._meanings.items(), self._sizes, strict=True):
+            part, begin = values[begin : begin + size], begin + size
+            if meaning is not None:
+                distances[key] = Distance((float(part[0]), float(part[1])), *meaning)
+                metrics |= distances[key].metrics(key)
+            elif size == HISTOGRAM_SIZE:
+                histograms[key] = MetricHistogram.of(part)
+            else:
+                metrics[key] = float(part[0])
+
+
+_HOST_SIZE: Final = {ProbeHistogram: HISTOGRAM_SIZE, ProbeDistance: 2}
+
+
+def _flat(value: Found) -> Tensor:
+    if isinstance(value, ProbeHistogram):
+        value = value.packed
+    elif isinstance(value, ProbeDistance):
+        value = value.sums
+    else:
+        value = value.reshape(1)  # anything but one number would be taken for the next keys' values
+    return value.detach().to(wide_dtype(value.device))
+
+
+def device_of(value: Found) -> torch.device:
+    if isinstance(value, ProbeHistogram):
+        return value.packed.device
+    return value.sums.device if isinstance(value, ProbeDistance) else value.device
+
+
+@dataclass(frozen=True)
+class Shipment:
+    """Transfers that arrive together: of a sample (rows and globals by device), or of a flush (histograms)."""
+
+    sample: Sample | None
+    transfers: tuple[Transfer, ...]
+    num_names: int
+    histogram_steps: tuple[int, ...] = ()
+    found: tuple[ProbeTransfer, ...] = ()  # by device
+
+    def arrived(self, *, wait: bool) -> bool:
+        """Whether everything is here."""
+        return all([transfer.arrived(wait=wait) for transfer in self.transfers]) and all(
+            [found.transfer.arrived(wait=wait) for found in self.found]
+        )
+
+    def unpack(self) -> ArrivedSample | ArrivedFlush:
+        if self.sample is None:
+            histogram: IntArray | None = None
+            for transfer in self.transfers:
+                counts = np.asarray(transfer.take(), dtype=np.int64)
+                histogram = counts if histogram is None else histogram + counts
+            return ArrivedFlush(histogram, self.histogram_steps)
+        packed = [np.asarray(transfer.take(), dtype=np.float64) for transfer in self.transfers]
+        rows = packed[0][:-1] if len(packed) == 1 else self._joined([one[:-1] for one in packed])
+        loss_scale, found_inf = np.nan, 0.0
+        for one in packed:
+            scale, inf = one[-1, : FOUND_INF + 1].tolist()
+            loss_scale = loss_scale if scale != scale else scale
+            found_inf = inf if inf > found_inf else found_inf
+        metrics: dict[str, float] = {}
+        histograms: dict[str, MetricHistogram] = {}
+        distances: dict[str, Distance] = {}
+        for found in self.found:
+            found.unpack(metrics, histograms, distances)
+        skipped = self.sample.skipped or bool(found_inf)
+        return ArrivedSample(self.sample, rows, loss_scale, skipped, metrics, histograms, distances)
+
+    def _joined(self, rows_of_devices: Sequence[FloatArray]) -> FloatArray:
+        """Rows of several devices, each missing in all but one of them: [P, C]."""
+        rows: FloatArray = np.full((self.num_names, NUM_COLUMNS), np.nan)
+        for device_rows in rows_of_devices:
+            here = ~np.isnan(device_rows[:, Column.NUM_ELEMENTS])
+            rows[here] = device_rows[here]
+        return rows

@@ -1,0 +1,320 @@
+"""watch(model): check the arguments, and build the corridor from gradients to W&B."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import torch
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from ._capture.cadence import Budget, Cadence
+from ._capture.measurer import MeasureOptions
+from ._capture.parameter_registry import Models, NameFilter, ParameterRegistry, with_prefixes
+from ._capture.probes import Probe
+from ._guard.guard import GuardArgument, resolve_guard
+from ._guard.rank_consensus import refuse_guard
+from ._measure.measure import compile_for_cpu, resolve_backend
+from ._pipeline.alert_manager import AlertManager
+from ._runtime.sharding import rank, world_size
+from ._watcher import WATCHERS, Watcher
+from .metrics import MetricLike, probes_of, rules_of
+from .rules import Alert, NoGradient, Rule, default_rules
+from .sinks import Sink, WandbSink
+from .snapshot import GroupBy, group_function
+
+logger: Final = logging.getLogger("wandb_gradwatch")
+
+# What can be left out to save time. The gradient's own statistics are always there.
+STATISTICS: Final = ("parameter", "histogram")
+DEFAULT: Final = STATISTICS
+
+_WARMING_UP: Final = "gradwatch-warm-up"
+
+
+def watch(
+    model: Models,
+    optimizer: Optimizer | None = None,
+    *,
+    run: Any = None,
+    include: NameFilter | None = None,
+    exclude: NameFilter | None = None,
+    sample_every: int = 1,
+    log_every: int = 50,
+    histogram_every: int | None = None,
+    group_by: GroupBy = "parameter",
+    statistics: Sequence[str] = DEFAULT,
+    dead_threshold: float = 0.0,
+    rules: Sequence[Rule] | None = None,
+    sinks: Sequence[Sink] | None = None,
+    guard: GuardArgument = None,
+    on_alert: Callable[[Alert], object] | Sequence[Callable[[Alert], object]] | None = None,
+    scaler: GradScaler | float | None = None,
+    max_overhead: float | None = None,
+    backend: str = "auto",
+    start_step: int = 0,
+    metrics: Sequence[MetricLike] = (),
+    probes: Sequence[Probe] = (),
+) -> Watcher:
+    """Watch the gradients of a model: rows, histograms and alerts in the W&B run. Train as before.
+
+    Needs no other call: optimizer steps, gradient accumulation, clipping and loss scaling are noticed by themselves.
+    Training is not changed, and an error inside the monitor never reaches it; wrong arguments raise at once.
+
+    Args:
+        model: a module, or a list or dict of modules.
+        optimizer: only needed for an optimizer that updates copies of the parameters (master weights).
+        run: the W&B run; None takes `wandb.run`.
+        include: watch only parameters whose name matches: a regular expression (searched), several, or a function.
+        exclude: do not watch those whose name matches.
+        sample_every: measure every n-th optimizer step.
+        log_every: write a row every n-th optimizer step.
+        histogram_every: take histograms every n-th step; None: for every row; 0: never.
+        group_by: one series per "parameter" (more than 256 are grouped by module, or more coarsely, which is said once)
+            or "module", or a function from a parameter's name to its group's: `str` keeps every parameter.
+        statistics: what is measured beside the gradient itself: "parameter" (its norm, for the ratio), "histogram".
+        dead_threshold: |g| <= this counts as dead, in units of the true gradient.
+        rules: what raises alerts; None: the default rules; []: none.
+        sinks: where snapshots and alerts go instead of the W&B run; a `run` given beside them is written too.
+        guard: "skip" does not apply a step whose gradients are not finite or explode; a function from a snapshot to
+            True does not apply that step; a `SkipGuard` sets the limits. Every step is then measured, whatever
+            `sample_every` is. Fused optimizers never wait for it; others, and a function, read once a step.
+        on_alert: called with every alert that is sent; what it raises reaches the training loop.
+        scaler: the gradient scaler, if it has to be known before it is first used; or a number, the loss scale that you
+            multiply the loss with and divide the gradients by yourself, between backward() and step(), which looks like
+            clipping else.
+        max_overhead: sample less often where the monitor takes more than this share of the training's time, 0.01 for
+            one percent; histograms are thinned first. Host time and, on CUDA, device time count; the cadence that
+            results is logged. Without effect on a sharded model, whose ranks must sample the same steps.
+        backend: "auto", or one of the backends by name. On CPU "auto" is "compiled" where numba is installed (the extra
+            `fast`), from when its loops are compiled, in the background, and "cpu", by torch and numpy, before and
+            elsewhere. "compiled" by name compiles before watch() returns, seconds the first time.
+        start_step: the number of the last step already made, for a run that goes on.
+        metrics: what else is measured at sampled steps: `Metric(name, fn)`, `Activations()`, `Attention()` and others
+            of `wandb_gradwatch.metrics`. With the default rules, theirs are added.
+        probes: what else measures, by its own code (`capture.probes.Probe`).
+
+    Returns:
+        The watcher: `remove()`, `flush()`, `latest`, `step`, `healthy`.
+
+    Raises:
+        TypeError: model is not a module or a collection of modules; something in metrics is no metric.
+        ValueError: nothing trainable to watch; a cadence, name filter, statistic, backend or threshold that makes no
+            sense; a metric that matches nothing; a guard on a model whose ranks could not decide alike.
+        RuntimeError: there is no run and there are no sinks; the backend cannot run on the model's device, or cannot be
+            compiled.
+
+    Cost: a step that is not sampled runs a hook per parameter. A sampled one reads every gradient, and every parameter,
+    in one batched pass, and never waits for the device: docs/benchmarks.md says how long that takes beside other
+    monitors, docs/growth.md what a tensor costs on the host.
+    """
+    # Everything that can be refused is refused before anything is changed, an earlier watcher included.
+    cadence = Cadence(sample_every, log_every, histogram_every if "histogram" in _known(statistics) else 0)
+    registry = ParameterRegistry(model, include=include, exclude=exclude)
+    _check_group_by(group_by, registry)
+    if guard is not None and world_size() > 1 and backend == "auto" and _is_on_cpu(registry):
+        backend = "cpu"  # replicas must decide alike, bit for bit: not by loops that one has compiled before another
+    loss_scale = _loss_scale_by_hand(scaler)
+    options = replace(_measure_options(registry, statistics, dead_threshold, backend), loss_scale=loss_scale)
+    if isinstance(start_step, bool) or not isinstance(start_step, int) or start_step < 0:
+        raise ValueError(f"start_step={start_step!r} must be the number of a step, at least 0")
+    _check_instance("optimizer", optimizer, Optimizer, "one torch.optim.Optimizer, and only for master weights")
+    callbacks = [on_alert] if callable(on_alert) else _sequence("on_alert", on_alert, "a function, or several")
+    for callback in callbacks:
+        if not callable(callback):
+            raise TypeError(f"on_alert={on_alert!r}: {callback!r} is no function")
+    all_probes = [
+        *_instances("probes", probes, Probe, "probes"),
+        *probes_of(chosen_metrics := _sequence("metrics", metrics, "a list of metrics"), model, registry.names),
+    ]
+    shipped = default_rules(frozen=registry.frozen_names) + rules_of(chosen_metrics)
+    given = _sequence("rules", rules, "a list of rules, [] for none")
+    for candidate in given:
+        if isinstance(candidate, NoGradient) and candidate.frozen is None:
+            candidate.frozen = registry.frozen_names
+    alert_manager = AlertManager(shipped if rules is None else given)
+    budget = Budget(cadence, max_overhead) if max_overhead is not None else None
+    skip_guard = resolve_guard(guard)
+    if skip_guard is not None:
+        refuse_guard(registry.models(), function=skip_guard.is_bad is not None)
+    own_sinks = _instances("sinks", sinks, Sink, "sinks, with write(), alert() and close()")
+    used_run = _run_of(run, sinks)
+
+    _replace_watchers_of(registry)
+    chosen = own_sinks if rank() == 0 else []
+    if used_run is not None:
+        namespace = _namespace(used_run, registry)
+        chosen.append(WandbSink(used_run, group_by=group_by, namespace=namespace))
+    return Watcher(
+        registry,
+        {
+            "optimizer": optimizer,
+            "scaler": scaler if loss_scale is None else None,
+            "start_step": start_step,
+            "probes": all_probes,
+            "budget": budget,
+        },
+        cadence=cadence,
+        options=options,
+        sinks=chosen,
+        alert_manager=alert_manager,
+        guard=skip_guard,
+        on_alert=callbacks,
+        judge_at_once=rules is not None,
+    )
+
+
+def unwatch(model: Models | None = None) -> None:
+    """Remove the watcher of a model, or every watcher. Nothing is left behind on the model.
+
+    Args:
+        model: what watch() was given, or one of several; None for all. One that is not watched is left alone.
+
+    Raises:
+        TypeError: model is not a module or a collection of modules.
+    """
+    models = None if model is None else [one for _, one in with_prefixes(model, asked_by="unwatch()")]
+    for watcher in list(WATCHERS):
+        if models is None or any(map(watcher.watches, models)):
+            watcher.remove()
+
+
+def _known(statistics: Sequence[str]) -> Sequence[str]:
+    is_sequence = isinstance(statistics, Sequence) and not isinstance(statistics, str)
+    if not is_sequence or any(name not in STATISTICS for name in statistics):
+        raise ValueError(f"statistics={statistics!r} must be a sequence of names out of {STATISTICS}")
+    return statistics
+
+
+def _sequence(argument: str, values: Any, what: str) -> list[Any]:
+    """The values as a list; none for None."""
+    if values is None:
+        return []
+    if isinstance(values, str) or not isinstance(values, Sequence | deque):
+        raise TypeError(f"{argument}={values!r} must be {what}")
+    return list(values)
+
+
+def _instances(argument: str, values: Any, protocol: type, what: str) -> list[Any]:
+    checked = _sequence(argument, values, f"a list of {what}")
+    for value in checked:
+        if isinstance(value, type) or not isinstance(value, protocol):
+            raise TypeError(f"{argument}={values!r} must be a list of {what}, but {value!r} is none")
+    return checked
+
+
+def _check_instance(argument: str, value: object, cls: type, what: str) -> None:
+    if value is not None and not isinstance(value, cls):
+        raise TypeError(f"{argument}={value!r} must be {what}")
+
+
+def _check_group_by(group_by: GroupBy, registry: ParameterRegistry) -> None:
+    group_of, name = group_function(group_by), registry.names[0]
+    if not isinstance(group := group_of(name), str):
+        raise TypeError(f"group_by={group_by!r} must give a group's name, but gave {group!r} for {name!r}")
+
+
+def _measure_options(
+    registry: ParameterRegistry, statistics: Sequence[str], dead_threshold: float, backend: str
+) -> MeasureOptions:
+    kernels: dict[torch.device, set[torch.dtype]] = {}
+    if not isinstance(dead_threshold, int | float) or not 0 <= dead_threshold < math.inf:
+        raise ValueError(f"dead_threshold={dead_threshold!r} must be a number, at least 0")
+    on_cpu = False
+    for slot, parameter in registry.scan():
+        on_cpu = on_cpu or parameter.device.type == "cpu"
+        if resolve_backend(backend, parameter.device, registry.names[slot]) == "cuda":
+            kernels.setdefault(parameter.device, set()).add(parameter.dtype)
+    if on_cpu:
+        compile_for_cpu(backend)
+    if kernels:
+        _warm_up(kernels, dead_threshold, histogram="histogram" in statistics)
+    return MeasureOptions("parameter" in statistics, float(dead_threshold), backend)
+
+
+def _loss_scale_by_hand(scaler: object) -> float | None:
+    """The number that was given as `scaler=`; None for a scaler, or none."""
+    if scaler is None or isinstance(scaler, GradScaler):
+        return None
+    if isinstance(scaler, bool) or not isinstance(scaler, int | float):
+        raise TypeError(f"scaler={scaler!r} must be a torch.amp.GradScaler, or a number: the loss scale")
+    if not 0 < scaler < math.inf:
+        raise ValueError(f"scaler={scaler!r} must be a loss scale above 0")
+    return float(scaler)
+
+
+def _is_on_cpu(registry: ParameterRegistry) -> bool:
+    return all(parameter.device.type == "cpu" for _, parameter in registry.scan())
+
+
+def _warm_up(
+    kernels: Mapping[torch.device, Collection[torch.dtype]], dead_threshold: float, *, histogram: bool
+) -> None:
+    """Compile the kernels while the training starts: the first sampled step would wait seconds for each."""
+    options: dict[str, Any] = {"dead_threshold": dead_threshold, "histogram": histogram}
+    options["in_buckets"] = world_size() > 1  # one gradient behind the other, as DDP and FSDP can lay them
+
+    def compile_all() -> None:
+        from ._measure.cuda_launch import warm_up
+
+        goes_on = threading.main_thread().is_alive
+        try:
+            for device, dtypes in kernels.items():
+                warm_up(device, list(dtypes), goes_on=goes_on, **options)
+        except Exception as error:  # measure() meets it again, and falls back or raises as the backend demands
+            logger.debug("wandb_gradwatch: warming up the kernels failed: %r", error)
+
+    # No daemon: an interpreter that ends while a compiler runs may crash. It waits for the kernel that is being made.
+    threading.Thread(target=compile_all, name=_WARMING_UP, daemon=False).start()
+
+
+def wait_for_kernels() -> None:
+    """Wait until nothing is compiled in the background any more: for those who want to know what a step costs."""
+    for thread in threading.enumerate():
+        if thread.name == _WARMING_UP:
+            thread.join()
+
+
+def _run_of(run: Any, sinks: Sequence[Sink] | None) -> Any:
+    """The run that this watcher logs to; None on ranks other than 0, which log nothing, and where there are sinks."""
+    if rank() != 0:
+        return None
+    if run is None and sinks is None:
+        run = getattr(sys.modules.get("wandb"), "run", None)
+        if run is None:
+            raise RuntimeError(
+                "watch() found no W&B run: call wandb.init() first, pass run=, or pass sinks= to go without W&B"
+            )
+    if run is not None and not (hasattr(run, "log") and hasattr(run, "define_metric")):
+        raise TypeError(f"run={run!r} must be what wandb.init() returns")
+    if run is not None and any(isinstance(sink, WandbSink) and sink.run is run for sink in sinks or ()):
+        raise ValueError(
+            "run= has a WandbSink already, so that with the one in sinks= each row is logged twice: pass one"
+        )
+    return run
+
+
+def _namespace(run: Any, registry: ParameterRegistry) -> str:
+    """Another model in the same run with the same names keeps them; this one's begin with "model1", "model2", ..."""
+    others = [watcher for watcher in WATCHERS if watcher.logs_to(run)]
+    if not any(set(registry.names) & set(watcher.parameter_names) for watcher in others):
+        return ""
+    taken = {name.partition(".")[0] for watcher in others for name in watcher.parameter_names}
+    namespace = next(f"model{number}" for number in itertools.count(1) if f"model{number}" not in taken)
+    registry.put_below(namespace)
+    return namespace
+
+
+def _replace_watchers_of(registry: ParameterRegistry) -> None:
+    for watcher in list(WATCHERS):
+        if any(watcher.watches(model) for model in registry.models()):
+            logger.warning("wandb_gradwatch: the model was already watched; the new watch() replaces the earlier one.")
+            watcher.remove()

@@ -1,0 +1,378 @@
+"""A watched model: owns the corridor from its gradients to the sinks, from watch() to remove()."""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import logging
+import math
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from ._capture.cadence import Cadence
+from ._capture.events import SamplerEvents
+from ._capture.measurer import MeasureOptions
+from ._capture.parameter_registry import ParameterRegistry, unwrapped
+from ._capture.sampler import Sampler
+from ._diagnosis import Diagnosis
+from ._guard.guard import GuardedSlots, SkipGuard
+from ._measure.columns import NUM_COLUMNS
+from ._pipeline.alert_manager import AlertManager
+from ._pipeline.assembly import Names, snapshot_of
+from ._pipeline.dispatcher import Dispatcher
+from ._pipeline.overhead import Overhead
+from ._pipeline.pipeline import Pipeline
+from ._pipeline.rule_runner import RuleRunner
+from ._pipeline.saved_samples import NameMatch, load_histogram, load_samples, save_samples
+from ._runtime.error_boundary import ErrorBoundary, alone
+from ._summary import Summary, summarise
+from ._transfer.sample_buffer import SampleBuffer
+from ._transfer.transfers import ArrivedSample, Sample
+from .rules import Alert
+from .sinks import Sink
+from .snapshot import Snapshot
+
+logger: Final = logging.getLogger("wandb_gradwatch")
+
+# Ranks that call watch() equally often agree on the number, and with it on whose windows belong together.
+_NUMBERS: Final = itertools.count()
+
+# What a state holds.
+_OF_STATE: Final = ("sampler", "desk", "guard", "said", "guarding", "names", "samples", "histogram", "histogram_steps")
+
+
+class StepNumber(int):
+    """The number of a step, and the way to say that the next one has been made."""
+
+    _advance: Callable[[], None]
+
+    def __new__(cls, number: int, advance: Callable[[], None]) -> StepNumber:
+        self = super().__new__(cls, number)
+        self._advance = advance
+        return self
+
+    def __call__(self) -> None:
+        self._advance()
+
+    def __reduce__(self) -> tuple[type[int], tuple[int]]:
+        return int, (int(self),)  # in a checkpoint it is a number like any other
+
+
+class Watcher:
+    """What `watch()` returns. A context manager: leaving the block removes it.
+
+    Owns the parts of the corridor, from the sampler to the outlets, and whether they have been removed. What is
+    measured, judged, written or said is remembered by the part whose business it is: see `wandb_gradwatch._pipeline`.
+    """
+
+    def __init__(
+        self,
+        registry: ParameterRegistry,
+        sampler_arguments: dict[str, Any],
+        *,
+        cadence: Cadence,
+        options: MeasureOptions,
+        sinks: Sequence[Sink],
+        alert_manager: AlertManager,
+        guard: SkipGuard | None,
+        on_alert: Sequence[Callable[[Alert], object]],
+        judge_at_once: bool,
+    ) -> None:
+        number = next(_NUMBERS)
+        self._registry = registry
+        self._alert_manager = alert_manager
+        self._guard = guard
+        self._removed = False
+        self._boundary = ErrorBoundary(self._failed)
+        self._window = SampleBuffer(keep_newest_histogram=cadence.keeps_newest_histogram)
+        self._dispatcher = Dispatcher(sinks, on_alert)
+        kinds = {name: type(module).__name__ for model in registry.models() for name, module in model.named_modules()}
+        self._rule_runner = RuleRunner(
+            alert_manager, self._dispatcher, names=self._names, modules=kinds, at_once=judge_at_once
+        )
+        events = SamplerEvents(
+            deliver=self._deliver,
+            notice=self._dispatcher.notice,
+            no_gradient=self._dispatcher.say_no_gradient,
+            judge=None if guard is None else GuardedSlots(guard, lambda: tuple(registry.names), self._peek),
+        )
+        self._sampler = Sampler(registry, self._window, cadence, options, events, self._boundary, **sampler_arguments)
+        self._pipeline = Pipeline(
+            self._window,
+            self._rule_runner,
+            self._dispatcher,
+            names=self._names,
+            shards=self._sampler.shards,
+            overhead=Overhead(lambda: self._sampler.seconds_spent),
+            on_untraced_clipping=self._sampler.distrust_versions,
+            reduction=str(number),
+            keep_newest_histogram=cadence.keeps_newest_histogram,
+        )
+        self._sampler.start()
+        # The model must not be kept alive by us, nor our hooks outlive it.
+        self._models = [weakref.ref(model, self._model_gone) for model in registry.models()]
+        self._dispatcher.before_runs_end(self.flush)
+        atexit.register(self._script_ends)
+        WATCHERS.append(self)
+
+    def __enter__(self) -> Watcher:
+        return self
+
+    @alone
+    def __exit__(self, exception_type: object, *_: object) -> None:
+        self._remove(merge=exception_type is None)
+
+    def __repr__(self) -> str:
+        state = "removed" if self._removed else f"step {self.step}"
+        return f"Watcher({len(self._registry.names)} parameters, {state})"
+
+    # ---- what the user asks
+
+    @property
+    def step(self) -> StepNumber:
+        """The number of the last finished step; called, `watcher.step()`, it says that an update was just made.
+
+        Only loops without any optimizer need to call it.
+        """
+        return StepNumber(self._sampler.clock.step, self._mark_step)
+
+    @property
+    def parameter_names(self) -> tuple[str, ...]:
+        """Names of everything watched so far, frozen parameters included, wrappers' prefixes stripped."""
+        return tuple(self._registry.names)
+
+    @property
+    @alone
+    def latest(self) -> Snapshot | None:
+        """The newest flushed snapshot; before the first flush, what has been sampled so far; None for nothing."""
+        self._collect()
+        return self._pipeline.newest
+
+    @property
+    @alone
+    def healthy(self) -> bool:
+        """False if a rule found an error in the newest sample that has arrived."""
+        self._collect()
+        return self._rule_runner.healthy
+
+    def watches(self, model: object) -> bool:
+        """Whether this is one of the watched models, wrapped or not."""
+        inner = unwrapped(model) if isinstance(model, torch.nn.Module) else model
+        return any(watched is inner for watched in self._registry.models())
+
+    def logs_to(self, run: object) -> bool:
+        """Whether one of the sinks writes to this W&B run."""
+        return self._dispatcher.log_to(run)
+
+    @alone
+    def diagnose(self) -> list[Diagnosis]:
+        """Probable causes of what the last samples show, most probable first; none for a healthy training."""
+        self._collect()
+        return self._rule_runner.diagnose()
+
+    @alone
+    def summary(self) -> Summary:
+        """The worst layers of the last samples, the total norm, the alerts: print it, or let a notebook show it."""
+        self._collect()
+        self._rule_runner.judge()
+        recorder, newest = self._dispatcher.recorder, self._pipeline.newest
+        overhead_ratio = math.nan if newest is None else newest.overhead_ratio
+        return summarise(recorder.history(), alerts=recorder.alerts, overhead_ratio=overhead_ratio)
+
+    def note(self, **context: object) -> None:
+        """Keep a few words or numbers with the open step, for the flight recorder: `watcher.note(batch=17)`."""
+        self._dispatcher.recorder.note(self._sampler.clock.open_step, **context)
+
+    @alone
+    def record(self, path: str | Path | None = None) -> list[Path]:
+        """Write the flight recorder: to a path, or beside the run, where its table is logged too.
+
+        Returns:
+            The files written; read one with `wandb_gradwatch._pipeline.recorder.read`.
+        """
+        self._collect()
+        self._rule_runner.judge()
+        return self._dispatcher.record(path, table=path is None)
+
+    @alone
+    def wait(self) -> None:
+        """Wait until every sample of the updates made so far has arrived and the rules have seen it.
+
+        The window stays open: no row is written. Of a sharded model what arrives is this rank's part.
+        """
+        if not self._removed:
+            self._sampler.end_sample()
+            self._deliver(wait=True)
+        self._rule_runner.judge()
+
+    @alone
+    def flush(self) -> Snapshot | None:
+        """End the window now: send it to the sinks and wait until it has arrived.
+
+        Returns:
+            The newest window that no earlier call has returned; None if nothing was sampled since.
+        """
+        self._flush_window(final=False)
+        return self._pipeline.pop_unreturned()
+
+    def _flush_window(self, *, final: bool) -> None:
+        if not self._removed:
+            self._sampler.end_sample(final=final)
+            self._deliver(wait=True)
+            if self._pipeline.window:
+                self._sampler.flush_window()
+                self._deliver(wait=True)
+
+    @alone
+    def remove(self) -> None:
+        """Flush, remove every hook and close the sinks. Idempotent.
+
+        With a sharded model the last window is merged over the ranks: call it on all of them.
+        """
+        self._remove(merge=True)
+
+    # ---- state
+
+    @alone
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that a resumed training goes on with: numbers, lists and tensors only.
+
+        The step, what was learnt about the loop, the rules' and the guard's memory, and the window that is not flushed.
+        """
+        self.wait()
+        step_skipping = self._sampler.step_skipping
+        histogram, histogram_steps = self._window.open_histogram()
+        return {
+            "sampler": self._sampler.state_dict(),
+            "desk": self._alert_manager.state_dict(),
+            "guard": None if self._guard is None else self._guard.state_dict(),
+            "said": sorted(self._dispatcher.said),
+            "guarding": None if step_skipping is None else step_skipping.state_dict(),
+            "names": list(self._registry.names),
+            "samples": save_samples(self._pipeline.window),
+            "histogram": None if histogram is None else torch.from_numpy(histogram),
+            "histogram_steps": list(histogram_steps),
+        }
+
+    @alone
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state_dict()`; parameters are matched by name, and those that are gone are dropped.
+
+        Raises:
+            ValueError: it is something else, a whole checkpoint perhaps; nothing is changed.
+        """
+        if missing := [key for key in _OF_STATE if key not in state]:
+            raise ValueError(
+                f"load_state_dict() needs what a watcher's state_dict() returned, but {missing[0]!r} is not among the "
+                f"keys {list(state)[:5]}; pass that part of the checkpoint"
+            )
+        self._sampler.load_state_dict(state["sampler"])
+        self._alert_manager.load_state_dict(state["desk"])
+        self._dispatcher.said |= set(state["said"])
+        match = NameMatch.of(state["names"], self._registry.slot_of_name, len(self._registry.names))
+        step_skipping = self._sampler.step_skipping
+        if self._guard is not None and step_skipping is not None and state["guard"] is not None:
+            self._guard.load_state_dict(state["guard"])
+            step_skipping.load_state_dict(state["guarding"], dict(zip(match.saved, match.slots, strict=True)))
+        self._pipeline.window = load_samples(state["samples"], match)
+        self._window.restore_histogram(load_histogram(state["histogram"], match), state["histogram_steps"])
+
+    def _own_turn(self) -> AbstractContextManager[object]:
+        """See `alone`. Not with shards: what is asked may wait for ranks whose training waits for this one's."""
+        if self._boundary.in_forked_child or self._sampler.shards.any:  # in a child nobody would release the lock
+            return nullcontext()
+        return self._boundary.lock
+
+    # ---- ends
+
+    def _remove(self, *, merge: bool) -> None:
+        if self._boundary.in_forked_child:
+            return
+        if self._removed:
+            self._end_of_votes()
+            return
+        if not merge:
+            self._pipeline.stop_merging()
+        self._flush_window(final=True)
+        if self._sampler.step_skipping is not None:
+            self._sampler.step_skipping.finish()
+        self._rule_runner.judge()
+        self._stop()
+        self._dispatcher.close()
+
+    def _stop(self) -> None:
+        self._removed = True
+        self._sampler.stop()
+        self._pipeline.close()
+        atexit.unregister(self._script_ends)
+        if self in WATCHERS:
+            WATCHERS.remove(self)
+
+    def _end_of_votes(self) -> None:
+        """Of a monitor that has failed: see Sampler.keep_voting."""
+        self._sampler.stop()
+        if self in WATCHERS:
+            WATCHERS.remove(self)
+
+    def _script_ends(self) -> None:
+        """A plain end, sys.exit(), an exception, Ctrl-C: nothing is lost but what needs other ranks."""
+        crashed = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+        if crashed is not None and not self._removed:
+            self.record()
+        self._remove(merge=False)
+
+    def _model_gone(self, _: object) -> None:
+        if not self._registry.alive:
+            self._remove(merge=False)
+
+    def _failed(self, error: Exception) -> None:
+        """An exception inside the monitor: say it once, stop, keep what there is. Training goes on."""
+        if self._removed:
+            return
+        self._stop()
+        if self._sampler.keep_voting():
+            WATCHERS.append(self)  # so that unwatch() and another watch() end that, too
+        unguarded = "" if self._guard is None else ", unguarded"
+        logger.error(
+            "wandb_gradwatch has failed and stopped watching; training goes on%s. Please report this traceback.",
+            unguarded,
+            exc_info=error,
+        )
+        self._pipeline.rescue()
+        self._dispatcher.close()
+
+    # ---- from the window to the delivery
+
+    @alone
+    def _mark_step(self) -> None:
+        self._sampler.step()
+        self._deliver()
+
+    def _collect(self) -> None:
+        if not self._removed:
+            self._sampler.deliver()
+
+    def _deliver(self, *, wait: bool = False) -> None:
+        if self._pipeline.has_any and not self._boundary.in_forked_child:
+            self._pipeline.deliver(wait=wait)
+
+    def _names(self) -> Names:
+        return Names(tuple(self._registry.names), tuple(self._registry.trainable))
+
+    def _peek(self, slots: Sequence[int]) -> Snapshot:
+        """The open sample with nothing but these slots. Waits for the device."""
+        rows = np.full((len(self._registry.names), NUM_COLUMNS), np.nan)
+        here = list(slots)
+        rows[here] = self._window.peek()[here]
+        sample = ArrivedSample(Sample(self._sampler.clock.open_step, False, ()), rows, float("nan"), False)
+        return snapshot_of([sample], self._names())
+
+
+WATCHERS: Final[list[Watcher]] = []

@@ -1,0 +1,141 @@
+"""What the integrations share: every sample for the framework, and the framework's numbers for the W&B row."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+import numpy as np
+
+from .._measure.columns import Column
+from ..rules import Alert
+from ..sinks._history_row import metric_name
+from ..sinks._wandb_run import WandbSink
+from ..snapshot import GroupBy, Snapshot
+
+# S samples in the window
+
+logger: Final = logging.getLogger("wandb_gradwatch")
+
+
+class SampleQueue:
+    """Keeps every sample until the framework has a moment for it.
+
+    A rule, because rules are given each sample once, in order, as soon as it is on the host, and on every rank, where
+    sinks get windows on rank 0. It finds nothing.
+    """
+
+    def __init__(self) -> None:
+        self._inbox: deque[Snapshot] = deque()
+
+    def check(self, snapshot: Snapshot) -> Iterable[Alert]:
+        self._inbox.extend(snapshot.sample(index) for index in range(len(snapshot)))
+        return ()
+
+    def take(self) -> list[Snapshot]:
+        """The samples that have arrived since the last call, in order, one snapshot each."""
+        taken = list(self._inbox)
+        self._inbox.clear()
+        return taken
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing is remembered: who saves a state has taken what is in the inbox."""
+
+
+class NamedWandbSink:
+    """The W&B run, with the framework's own names for some numbers in the same row.
+
+    Args:
+        sink: where rows and alerts go.
+        numbers_of: a sample's further numbers by key; {} for none.
+        rows: write rows at all, or only alerts.
+    """
+
+    def __init__(self, sink: WandbSink, numbers_of: Callable[[int], Mapping[str, float]], *, rows: bool = True) -> None:
+        self._sink = sink
+        self._numbers_of = numbers_of
+        self._rows = rows
+        self.before_run_ends = sink.before_run_ends
+
+    def write(self, snapshot: Snapshot) -> None:
+        if not self._rows:
+            return
+        numbers_S = [self._numbers_of(int(step)) for step in snapshot.steps]
+        keys = dict.fromkeys(key for numbers in numbers_S for key in numbers)
+        named = {key: np.array([numbers.get(key, np.nan) for numbers in numbers_S]) for key in keys}
+        self._sink.write(replace(snapshot, metrics={**snapshot.metrics, **named}) if named else snapshot)
+
+    def alert(self, alert: Alert) -> None:
+        self._sink.alert(alert)
+
+    def close(self) -> None:
+        self._sink.close()
+
+
+def sample_numbers(sample: Snapshot, *, per_layer: GroupBy | None, sparsity: bool) -> dict[str, float]:
+    """The numbers of one sample by name: of the whole model, and with a slash in the name those of the layers.
+
+    Args:
+        sample: a snapshot of one sample.
+        per_layer: what a layer is, None to leave layers out.
+        sparsity: with the share of dead elements.
+
+    Returns:
+        What is missing in the sample has no name here.
+    """
+    if not sample.names:
+        return {}
+    total = sample.total
+    numbers = {
+        "grad_norm": float(total.grad_norm[0, 0]),
+        "grad_mean": float(total.grad_mean[0, 0]),
+        "grad_std": float(total.grad_std[0, 0]),
+    }
+    if sparsity:
+        numbers["grad_sparsity"] = float(total.dead_ratio[0, 0])
+    if per_layer is not None:
+        layers = sample.by_group(per_layer)
+        norms = layers.grad_norm[0].tolist()
+        numbers |= {f"grad_norm/{metric_name(name)}": norm for name, norm in zip(layers.names, norms, strict=True)}
+    return {name: number for name, number in numbers.items() if number == number}
+
+
+def newest_of(samples: list[Snapshot]) -> Snapshot:
+    """One sample out of several: each parameter as in the last of them that has it (a GAN's two updates of a batch)."""
+    merged = samples[0].merge(*samples[1:])
+    newest = merged.sample(-1)
+    rows = newest.rows.copy()
+    for earlier in reversed(range(len(merged) - 1)):
+        absent = np.isnan(rows[0, :, Column.NUM_ELEMENTS])
+        rows[0, absent] = merged.rows[earlier, absent]
+    return replace(newest, rows=rows)
+
+
+def is_update(sample: Snapshot) -> bool:
+    """Whether a finite gradient led to an update: what an average may be made of."""
+    return not sample.skipped[0] and float(np.nansum(sample.num_nonfinite)) == 0
+
+
+def active_run() -> Any:
+    """The W&B run of this process; None where there is none, or W&B was never imported."""
+    return getattr(sys.modules.get("wandb"), "run", None)
+
+
+class AlertLog:
+    """Says alerts in the program's log, for trainings without W&B and people at the terminal."""
+
+    def write(self, snapshot: Snapshot) -> None:
+        """Rows are not its business."""
+
+    def alert(self, alert: Alert) -> None:
+        logger.warning("%s: %s", alert.title, alert.text)
+
+    def close(self) -> None:
+        """Nothing to release."""

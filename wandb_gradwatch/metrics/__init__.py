@@ -1,0 +1,36 @@
+"""Any metric of any tensor: what `watch(..., metrics=[...])` takes, and the coordinate check."""
+
+from __future__ import annotations
+
+from ._activations import Activations
+from ._attention import Attention, log_attention
+from ._binding import MetricLike, probes_of, rules_of
+from ._coordinate_check import CoordinateCheck, coordinate_check
+from ._forward_hooks import log_tensor
+from ._function_metrics import FunctionMetrics
+from ._metric import Metric
+from ._mixin import MonitorMixin
+from ._module_probe import ModuleProbe
+from ._reference import Reference
+from ._rules import EntropyCollapse, NonFiniteActivation
+from ._updates import Updates
+
+__all__ = [
+    "Activations",
+    "Attention",
+    "CoordinateCheck",
+    "EntropyCollapse",
+    "FunctionMetrics",
+    "Metric",
+    "MetricLike",
+    "ModuleProbe",
+    "MonitorMixin",
+    "NonFiniteActivation",
+    "Reference",
+    "Updates",
+    "coordinate_check",
+    "log_attention",
+    "log_tensor",
+    "probes_of",
+    "rules_of",
+]

@@ -1,0 +1,296 @@
+"""Attention: the queries, keys and values of every head, and the entropy of what it attends to.
+
+The entropy of one query's weights is between 0 (one place only) and the logarithm of the number of places that it may
+look at; `entropy` is its mean over queries, in nats, and `entropy_ratio` that of its ratio to this largest value, over
+the queries that have a choice. Both are those of the softmax itself, before any dropout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from .._capture.parameter_registry import NameFilter
+from .._capture.probes import Found
+from .._measure.elements import wide_dtype
+from ..rules import Rule
+from ._forward_hooks import Dims, ForwardHook, hand_over
+from ._module_index import ModuleIndex, matcher, nothing_matches
+from ._module_probe import ForwardProbe, logger, slices
+from ._reduction import Sums
+from ._rows import RowTally, check_statistics
+from ._rules import EntropyCollapse
+
+# N batch, H heads, L queries, S keys, D features of a head
+
+DEFAULT_STATISTICS: Final = ("norm", "mean", "std", "abs_max")
+
+# So many attention weights are computed at a time: 64 MiB in float32.
+_WEIGHTS_AT_ONCE: Final = 2**24
+
+# A bias below this forbids a place: masks are made of -inf, or of the dtype's smallest number.
+_FORBIDDEN: Final = -1e4
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One attention inside a forward: query [..., H, L, D], key and value [..., H, S, D], as torch's own function."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor | None
+    mask: Tensor | None
+    is_causal: bool
+    scale: float | None
+
+
+def log_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None = None,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> None:
+    """Hand over the tensors of an attention from inside a module's forward, for `Attention` to measure.
+
+    The arguments are those of `torch.nn.functional.scaled_dot_product_attention`. Does nothing unless the model is
+    watched with `Attention` and the step is sampled.
+
+    Args:
+        module: the module whose forward this is.
+        query: [..., H, L, D].
+        key: [..., H, S, D], with fewer heads where several queries share one.
+        value: [..., H, S, D]; may be left out.
+        attn_mask: broadcasts to [..., H, L, S]: True where a place may be looked at, or a number added to the logits.
+        is_causal: each query looks at the keys up to its own.
+        scale: of the logits; None: 1 / sqrt(D).
+    """
+    hand_over(module, "attention", AttentionCall(query, key, value, attn_mask, is_causal, scale))
+
+
+class Attention(ForwardProbe):
+    """Per-head statistics of query, key and value, and the entropy of the attention weights.
+
+    Logs `attention/<module>/head_<i>/query_norm` and so on, `.../entropy` and `.../entropy_ratio`.
+    `nn.MultiheadAttention` is measured by itself; any other module calls `log_attention` in its forward, or
+    `log_tensor` with a dimension named "head" for the statistics alone.
+
+    Args:
+        match: of which modules: a regular expression (searched in the name), several, or a function; None: all.
+        statistics: of query, key and value: as for `Activations`.
+        entropy: whether to compute the attention weights again for their entropy.
+
+    Cost: at a sampled step, the projections of each nn.MultiheadAttention and the weights of each attention once more,
+        at most 64 MiB of weights at a time.
+
+    Raises:
+        ValueError: an unknown statistic; match matches no module (by watch()).
+    """
+
+    def __init__(
+        self,
+        match: NameFilter | None = None,
+        *,
+        statistics: Sequence[str] = DEFAULT_STATISTICS,
+        entropy: bool = True,
+    ) -> None:
+        super().__init__()
+        self._match = match
+        self._matches = matcher(match, repr(self))
+        self._statistics = check_statistics(repr(self), statistics, histogram=False)
+        self._entropy = entropy
+        self._pending, self._sample = self.stores(lambda: RowTally(self._statistics))
+        # [H, 4] of each module: sums and counts of both entropies
+        self._pending_entropy, self._sample_entropy = self.stores(Sums)
+        self._said_sharded = False
+
+    def __repr__(self) -> str:
+        return "Attention()" if self._match is None else f"Attention({self._match!r})"
+
+    def rules(self) -> list[Rule]:
+        return [EntropyCollapse()] if self._entropy else []
+
+    def bind(self, models: ModuleIndex) -> None:
+        modules = dict(models.modules())
+        if not any(map(self._matches, modules)):
+            raise nothing_matches("Attention()", self._match, "module", list(modules))
+        self.tap_into(models, self._logged)
+
+    def install(self, tap: ForwardHook) -> None:
+        tap.hook(lambda name, module: isinstance(module, nn.MultiheadAttention) and self._matches(name), self._done)
+
+    # ---- what is seen
+
+    def _done(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], _: Any) -> None:
+        assert isinstance(module, nn.MultiheadAttention)
+        if any(type(parameter).__name__ == "DTensor" for parameter in module.parameters()):
+            if not self._said_sharded:
+                self._said_sharded = True
+                logger.warning(
+                    "wandb_gradwatch: %r leaves out %s, which is sharded; call log_attention() in it.", self, name
+                )
+            return
+        with torch.autocast(module.out_proj.weight.device.type, enabled=False):
+            self._measure(name, _call_of(module, *args, **kwargs))
+
+    def _logged(self, module: str, name: str, thing: Any, dims: Dims) -> None:
+        if not self._matches(module):
+            return
+        if isinstance(thing, AttentionCall):
+            device_type = thing.query.device.type
+            with torch.autocast(device_type, enabled=False):
+                self._measure(module, thing)
+        elif isinstance(thing, Tensor) and dims and "head" in dims.values():
+            self._seen_any = True
+            self._pending.add({f"{module}/{label}/{name}": part for label, part in slices(thing.detach(), dims)})
+
+    def _measure(self, module: str, call: AttentionCall) -> None:
+        self._seen_any = True
+        parts: dict[str, Tensor] = {}
+        for name, tensor in (("query", call.query), ("key", call.key), ("value", call.value)):
+            if tensor is not None:
+                parts |= {f"{module}/{label}/{name}": part for label, part in slices(tensor.detach(), {-3: "head"})}
+        self._pending.add(parts)
+        if self._entropy:
+            self._pending_entropy.add(module, entropy_sums(call))
+
+    def take(self) -> Mapping[str, Found]:
+        taken: dict[str, Found] = {
+            f"attention/{name}_{statistic}": value for name, statistic, value in self._sample.read()
+        }
+        for module, sums in self._sample_entropy:
+            entropy_H, ratio_H = sums[:, 0] / sums[:, 1], sums[:, 2] / sums[:, 3]
+            for head, (entropy, ratio) in enumerate(zip(entropy_H, ratio_H, strict=True)):
+                taken[f"attention/{module}/head_{head}/entropy"] = entropy
+                taken[f"attention/{module}/head_{head}/entropy_ratio"] = ratio
+        self._sample.clear()
+        self._sample_entropy.clear()
+        return taken
+
+
+def entropy_sums(call: AttentionCall) -> Tensor:
+    """Sum and count of the entropies, sum and count of their ratios to the largest possible: [H, 4].
+
+    A query that may look nowhere counts in neither; one that may look at one place has an entropy of 0 and no ratio.
+    """
+    query = call.query.detach().flatten(0, -4) if call.query.ndim > 3 else call.query.detach()[None]
+    key = call.key.detach().flatten(0, -4) if call.key.ndim > 3 else call.key.detach()[None]
+    key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    bias = _bias(call, query, key)
+    scale = 1 / math.sqrt(query.shape[-1]) if call.scale is None else call.scale
+    per_item = query.shape[1] * query.shape[2] * key.shape[2]
+    items = max(1, _WEIGHTS_AT_ONCE // max(per_item, 1))
+    sums = query.new_zeros((query.shape[1], 4), dtype=wide_dtype(query.device))
+    for begin in range(0, len(query), items):
+        chosen = slice(begin, begin + items)
+        logits = (query[chosen].float() @ key[chosen].float().transpose(-2, -1)) * scale
+        if bias is not None:
+            logits = logits + (bias if len(bias) == 1 else bias[chosen])
+        sums += _sums_of_logits(logits, bias is not None)
+    return sums
+
+
+def _sums_of_logits(logits_NHLS: Tensor, is_masked: bool) -> Tensor:
+    entropy = torch.special.entr(torch.softmax(logits_NHLS, dim=-1)).sum(-1)
+    num_keys = logits_NHLS.shape[-1]
+    places = (logits_NHLS > _FORBIDDEN).sum(-1) if is_masked else torch.full_like(entropy, num_keys)
+    has_any, has_choice = places > 0, places > 1
+    entropy = torch.where(has_any, entropy, 0.0)
+    ratio = torch.where(has_choice, entropy / places.clamp_min(2).log(), 0.0)
+    wide = wide_dtype(entropy.device)
+    return torch.stack([t.sum((0, 2), dtype=wide) for t in (entropy, has_any, ratio, has_choice)], dim=1)
+
+
+def _bias(call: AttentionCall, query: Tensor, key: Tensor) -> Tensor | None:
+    """Mask and causality as a number to add: [1 or N, 1 or H, 1 or L, S]; None without either."""
+    bias: Tensor | None = None
+    if call.mask is not None:
+        mask = call.mask.detach()
+        if mask.dtype == torch.bool:
+            bias = torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, -math.inf)
+        else:
+            bias = mask.float()
+        while bias.ndim < 4:
+            bias = bias[None]
+        bias = bias.flatten(0, -4)
+    if call.is_causal:
+        above = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).triu(1)
+        causal = torch.zeros(above.shape, device=query.device).masked_fill_(above, -math.inf)[None, None]
+        bias = causal if bias is None else bias + causal
+    return bias
+
+
+def _call_of(
+    module: nn.MultiheadAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_padding_mask: Tensor | None = None,
+    need_weights: bool = True,
+    attn_mask: Tensor | None = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+) -> AttentionCall:
+    """The projections and masks of an nn.MultiheadAttention, computed again from the arguments of its forward."""
+    del need_weights, average_attn_weights, is_causal  # is_causal is a hint about attn_mask, which must be there
+    tensors = [tensor.detach() for tensor in (query, key, value)]
+    if query.ndim == 2:
+        tensors = [tensor[None] for tensor in tensors]
+        key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
+    elif not module.batch_first:
+        tensors = [tensor.transpose(0, 1) for tensor in tensors]
+    projected = [
+        functional.linear(tensor.float(), weight.float(), None if bias is None else bias.float())
+        for tensor, weight, bias in zip(tensors, *_projections(module), strict=True)
+    ]
+    for index, extra in ((1, module.bias_k), (2, module.bias_v)):
+        if extra is not None:
+            projected[index] = torch.cat([projected[index], extra.float().expand(len(projected[index]), 1, -1)], dim=1)
+    if module.add_zero_attn:
+        projected[1:] = [functional.pad(tensor, (0, 0, 0, 1)) for tensor in projected[1:]]
+    heads = [tensor.view(*tensor.shape[:2], module.num_heads, -1).transpose(1, 2) for tensor in projected]
+    mask = _mask_of(module, attn_mask, key_padding_mask, num_items=len(heads[0]), num_keys=heads[1].shape[2])
+    return AttentionCall(heads[0], heads[1], heads[2], mask, False, None)
+
+
+def _projections(module: nn.MultiheadAttention) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
+    if module.in_proj_weight is not None:
+        weights: Sequence[Tensor] = module.in_proj_weight.chunk(3)
+    else:
+        weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
+    biases = [None] * 3 if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
+    return weights, biases
+
+
+def _mask_of(
+    module: nn.MultiheadAttention,
+    attn_mask: Tensor | None,
+    key_padding_mask: Tensor | None,
+    *,
+    num_items: int,
+    num_keys: int,
+) -> Tensor | None:
+    """Both masks as numbers to add to the logits, with zeros for the keys that the module appends itself."""
+    total: Tensor | None = None
+    if attn_mask is not None:
+        bias = _additive(attn_mask, num_keys)
+        total = bias.view(num_items, module.num_heads, *bias.shape[1:]) if bias.ndim == 3 else bias[None, None]
+    if key_padding_mask is not None:
+        padding = _additive(key_padding_mask, num_keys)[:, None, None]
+        total = padding if total is None else total + padding
+    return total
+
+
+def _additive(mask: Tensor, num_keys: int) -> Tensor:
+    if mask.dtype == torch.bool:  # True forbids, in this module
+        mask = torch.zeros(mask.shape, device=mask.device).masked_fill_(mask, -math.inf)
+    return functional.pad(mask.float(), (0, num_keys - mask.shape[-1]))

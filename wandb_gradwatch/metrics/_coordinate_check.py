@@ -1,0 +1,224 @@
+"""The refined coordinate check: does a layer learn, and is what it learns of the right size at every width?
+
+After t updates the output of a layer has moved for two reasons: its own weights moved, and its input did. For a layer
+with weights W that is fed x,
+
+    W_t x_t - W_0 x_0  =  (W_t - W_0) x_t  +  W_0 (x_t - x_0)
+
+and the two terms are measured apart. In a parameterisation that transfers its learning rate over widths both stay of
+the same size per coordinate as the width grows; under one that does not, the first of them grows or fades with a power
+of the width.
+
+Source: M. Haas et al., arXiv 2505.22491.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .._capture.parameter_registry import NameFilter
+from .._measure.columns import FloatArray
+from ._module_index import ModuleIndex, matcher, nothing_matches
+
+# W widths, T checked steps, L layers
+
+# Layers whose output is linear in their input, but for the bias.
+_LINEAR_IN_INPUT: Final = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+@dataclass(frozen=True, eq=False)
+class CoordinateCheck:
+    """What coordinate_check() found. Sizes are root mean squares over all coordinates and positions of the batch.
+
+    Args:
+        widths: [W].
+        steps: [T] after how many updates.
+        layers: [L] names of modules.
+        weight_change: [W, T, L] the size of (W_t - W_0) x_t, without biases.
+        input_change: [W, T, L] the size of W_0 (x_t - x_0), without biases; 0 for what is fed the data itself.
+        output: [W, T, L] the size of W_t x_t, with biases: the layer's output.
+    """
+
+    widths: FloatArray
+    steps: FloatArray
+    layers: tuple[str, ...]
+    weight_change: FloatArray
+    input_change: FloatArray
+    output: FloatArray
+
+    def growth(self, quantity: str = "weight_change") -> FloatArray:
+        """The power of the width with which each layer's size grows, at the last step: [L]; NaN where it is 0.
+
+        0 is stable; 1 doubles with the width.
+
+        Raises:
+            ValueError: quantity is none of weight_change, input_change and output.
+        """
+        if quantity not in ("weight_change", "input_change", "output"):
+            raise ValueError(f'quantity={quantity!r} must be "weight_change", "input_change" or "output"')
+        sizes_WL = getattr(self, quantity)[:, -1]
+        with np.errstate(divide="ignore"):
+            logs_WL = np.log(sizes_WL)
+        known = np.isfinite(logs_WL).all(axis=0)
+        centred = np.log(self.widths) - np.log(self.widths).mean()
+        slopes = centred @ np.where(known, logs_WL, 0.0) / (centred**2).sum()
+        return np.where(known, slopes, np.nan)
+
+    def plot(self, path: str | Path) -> None:
+        """Draw both terms over the widths, one line per layer, as an SVG file."""
+        from ._coordinate_plot import draw
+
+        Path(path).write_text(draw(self), encoding="utf-8")
+
+
+def coordinate_check(
+    make_model: Callable[[int], nn.Module],
+    make_optimizer: Callable[[nn.Module, int], Optimizer],
+    *,
+    widths: Sequence[int],
+    batches: Sequence[Any],
+    loss: Callable[[nn.Module, Any], Tensor],
+    match: NameFilter | None = None,
+    check_steps: Iterable[int] | None = None,
+    seed: int = 0,
+) -> CoordinateCheck:
+    """Train a model at several widths for a few steps and measure what moved the output of each layer.
+
+    The terms are computed in float64 from the differences of weights and inputs, not from differences of outputs, so a
+    small learning rate loses no digits. Every width sees the same batches. The random numbers of the caller stay as
+    they were.
+
+    Args:
+        make_model: a model of a width.
+        make_optimizer: the optimizer of a model of a width, learning rates scaled as they should be for it.
+        widths: at least two.
+        batches: one per update; the last is also the batch x on which is measured.
+        loss: of a model and a batch, a scalar. It runs the model's forward exactly once.
+        match: which layers, out of the modules with a weight of their own and no children (linear, convolution,
+            embedding, norm): a regular expression (searched), several, or a function of the name; None: all.
+        check_steps: after which updates is measured; None: after the last.
+        seed: of each model.
+
+    Returns:
+        The sizes [W, T, L]; `growth()` and `plot()` of them.
+
+    Raises:
+        ValueError: fewer than two widths, no batch, a step that is not made, or a match that matches nothing.
+
+    Memory: two copies of one model, and the inputs of its layers on one batch twice.
+    """
+    steps = sorted({len(batches)} if check_steps is None else set(check_steps))
+    if len(set(widths)) < 2:
+        raise ValueError(f"coordinate_check(): widths={widths!r} must hold at least two widths to compare")
+    if not batches or not steps or steps[0] < 1 or steps[-1] > len(batches):
+        raise ValueError(
+            f"coordinate_check(): steps {steps} are to be checked, but there are {len(batches)} batches; pass a batch "
+            "per update, and check_steps between 1 and their number"
+        )
+    found: list[list[dict[str, FloatArray]]] = []
+    with torch.random.fork_rng():
+        for width in widths:
+            torch.manual_seed(seed)
+            model = make_model(width)
+            found.append(_check_one(model, make_optimizer(model, width), batches, loss, match, steps))
+    layers = tuple(found[0][0])
+    for width, per_step in zip(widths, found, strict=True):
+        if tuple(per_step[0]) != layers:
+            raise ValueError(
+                f"coordinate_check(): the model of width {width} has other layers than that of width {widths[0]}"
+            )
+    sizes_WTLQ = np.array([[[sizes[layer] for layer in layers] for sizes in per_step] for per_step in found])
+    return CoordinateCheck(
+        np.array(widths, dtype=np.float64), np.array(steps, dtype=np.float64), layers, *np.moveaxis(sizes_WTLQ, -1, 0)
+    )
+
+
+def _check_one(
+    model: nn.Module,
+    optimizer: Optimizer,
+    batches: Sequence[Any],
+    loss: Callable[[nn.Module, Any], Tensor],
+    match: NameFilter | None,
+    steps: Sequence[int],
+) -> list[dict[str, FloatArray]]:
+    """Sizes by layer, for each checked step: [Q]."""
+    named = [(name, module) for name, module in ModuleIndex([("", model)]).modules() if _has_weights(module)]
+    matches = matcher(match, "coordinate_check()")
+    layers = {name: module for name, module in named if matches(name)}
+    if not layers:
+        raise nothing_matches("coordinate_check()", match, "layer", [name for name, _ in named])
+    initial = {name: copy.deepcopy(layer) for name, layer in layers.items()}
+    inputs_0 = _inputs(model, layers, batches[-1], loss)
+    found = []
+    for step, batch in enumerate(batches, start=1):
+        optimizer.zero_grad()
+        torch.autograd.backward(loss(model, batch))
+        optimizer.step()
+        if step in steps:
+            inputs_t = _inputs(model, layers, batches[-1], loss)
+            found.append(
+                {name: _sizes(layers[name], initial[name], inputs_t[name], inputs_0[name]) for name in inputs_t}
+            )
+    return found
+
+
+def _inputs(
+    model: nn.Module, layers: Mapping[str, nn.Module], batch: Any, loss: Callable[[nn.Module, Any], Tensor]
+) -> dict[str, Tensor]:
+    """What each layer is fed on a batch, in evaluation mode; one that is called several times, at its first call."""
+    inputs: dict[str, Tensor] = {}
+    handles = []
+    for name, layer in layers.items():
+
+        def keep(_: nn.Module, args: tuple[Any, ...], name: str = name) -> None:
+            if args and isinstance(args[0], Tensor):
+                inputs.setdefault(name, args[0].detach().clone())
+
+        handles.append(layer.register_forward_pre_hook(keep))
+    modes = {module: module.training for module in model.modules()}
+    try:
+        model.eval()
+        with torch.no_grad():
+            loss(model, batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module, training in modes.items():
+            module.training = training
+    return {name: inputs[name] for name in layers if name in inputs}
+
+
+@torch.no_grad()
+def _sizes(layer_t: nn.Module, layer_0: nn.Module, x_t: Tensor, x_0: Tensor) -> FloatArray:
+    """The sizes of (W_t - W_0) x_t, of W_0 (x_t - x_0) and of the output W_t x_t."""
+    wide_t, wide_0, change = (copy.deepcopy(layer).double().eval() for layer in (layer_t, layer_0, layer_t))
+    x_t, x_0 = (x.double() if x.is_floating_point() else x for x in (x_t, x_0))
+    output = wide_t(x_t)
+    # Every layer with weights of its own is linear in them, once its bias is out of the way.
+    for layer in (wide_t, wide_0, change):
+        bias = layer._parameters.get("bias")
+        if bias is not None:
+            bias.zero_()
+    for (_, parameter), (_, before) in zip(change.named_parameters(), wide_0.named_parameters(), strict=True):
+        parameter.sub_(before)
+    weight_change = change(x_t)
+    is_linear = isinstance(layer_t, _LINEAR_IN_INPUT)
+    input_change = wide_0(x_t - x_0) if is_linear else wide_0(x_t) - wide_0(x_0)
+    return np.array([_rms(tensor) for tensor in (weight_change, input_change, output)])
+
+
+def _has_weights(module: nn.Module) -> bool:
+    return module._parameters.get("weight") is not None and not module._modules
+
+
+def _rms(tensor: Tensor) -> float:
+    return float(tensor.square().mean().sqrt())

@@ -1,0 +1,191 @@
+"""Seeing into forwards: hooks that a model can be copied and saved with, and tensors that modules hand over themselves.
+
+What is seen is the training's own forward, once: not an evaluation, not a forward without gradients, not what
+checkpointing computes again, and nothing at a step that is not sampled.
+
+Inside a compiled region nothing is seen: a hook there would break the graph, or the fusion that the compiler found. The
+outputs of modules outside of it are, that of the compiled model among them; what stays unseen is said once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from .._runtime.autograd import current_graph_task
+from .._runtime.error_boundary import ErrorBoundary
+from ._module_index import ModuleIndex
+
+logger: Final = logging.getLogger("wandb_gradwatch")
+
+Dims = Mapping[int, str] | None
+SeenOutput = Callable[[str, nn.Module, tuple[Any, ...], Mapping[str, Any], Any], None]
+SeenThing = Callable[[str, str, Any, Dims], None]
+
+# torch.utils.checkpoint's re-entrant Function, and that of the libraries which took it over.
+_REENTRANT: Final = "CheckpointFunctionBackward"
+
+
+class ForwardHook:
+    """Hooks on modules, open during the forwards of sampled steps.
+
+    Args:
+        owner: whose it is, for messages.
+        models: whose forwards are seen.
+        on_logged: gets what modules hand over: the module's name, the thing's name, the thing, its named dimensions.
+    """
+
+    def __init__(self, owner: str, models: ModuleIndex, *, on_logged: SeenThing | None = None) -> None:
+        self.is_open = False
+        self.order: dict[str, int] = {}  # of everything's first end in a forward, counted or not
+        self._owner = owner
+        self._models = models
+        self._on_logged = on_logged
+        self._boundary = ErrorBoundary(self._failed)
+        self._handles: dict[int, tuple[RemovableHandle, _Hook]] = {}  # by the module's id
+        self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+
+    def hook(
+        self,
+        chosen: Callable[[str, nn.Module], bool],
+        seen: SeenOutput,
+        *,
+        before: bool = False,
+        always: bool = False,
+    ) -> None:
+        """Hook every chosen module that is not hooked yet, where several share a name the outermost.
+
+        Args:
+            seen: gets the module's name, the module, the arguments and keyword arguments of its call, and its output.
+            before: call before the module's forward, with None for the output.
+            always: call after a forward that raised, too, with None for the output.
+        """
+        taken: set[str] = set()
+        self._names.clear()
+        attached: dict[int, tuple[RemovableHandle, _Hook]] = {}
+        for name, module in self._models.modules():
+            self._names[module] = name
+            if name in taken or not chosen(name, module):
+                continue
+            taken.add(name)
+            handle, hook = self._handles.pop(id(module), (None, None))
+            if handle is None or hook is None or not _is_attached(handle, module, before):
+                hook = _Hook(self, name, seen)
+                register: Any = module.register_forward_pre_hook if before else module.register_forward_hook
+                handle = register(hook, with_kwargs=True, **({"always_call": True} if always else {}))
+                assert handle is not None
+            hook.name = name  # a module can move: out of a list, into a wrapper
+            attached[id(module)] = handle, hook
+        for handle, _ in self._handles.values():  # not there any more, or not chosen under its new name
+            handle.remove()
+        self._handles = attached
+
+    def open(self) -> None:
+        """Begin to see."""
+        self.is_open = not self._boundary.stopped
+        if self.is_open and self._on_logged is not None:
+            _open_taps.add(self)
+
+    def shut(self) -> None:
+        """See nothing until it is opened again."""
+        self.is_open = False
+        _open_taps.discard(self)
+
+    def remove(self) -> None:
+        """Remove every hook. Idempotent."""
+        self.shut()
+        for handle, _ in self._handles.values():
+            handle.remove()
+        self._handles = {}
+
+    def see(self, function: Callable[[], None]) -> None:
+        """Run this if the forward under way counts; an exception in it is reported once and ends this tap only."""
+        if self._counts():
+            self._boundary.run(function)
+
+    def handed_over(self, module: nn.Module, name: str, thing: Any, dims: Dims) -> None:
+        """A module hands over something."""
+        module_name, on_logged = self._names.get(module), self._on_logged
+        if module_name is not None and on_logged is not None:
+            self.order.setdefault(f"{module_name}.{name}", len(self.order))
+            self.see(lambda: on_logged(module_name, name, thing, dims))
+
+    @property
+    def seconds_spent(self) -> float:
+        """On the host, so far."""
+        return self._boundary.seconds_spent
+
+    def _counts(self) -> bool:
+        if not torch.is_grad_enabled():
+            return False
+        if current_graph_task() == -1:
+            return any(model.training for _, model in self._models.alive())
+        # In a backward, checkpointing repeats forwards. The re-entrant kind had run the first one without gradients, so
+        # that only the repetition is seen; the other kind's repetition is the second of two.
+        return type(torch._C._current_autograd_node()).__name__ == _REENTRANT
+
+    def _failed(self, error: Exception) -> None:
+        self.remove()
+        logger.error("wandb_gradwatch: %s failed and is dropped; training goes on.", self._owner, exc_info=error)
+
+
+class Vanishing:
+    """A module's hook that, copied, pickled or saved with the module, becomes a function that does nothing.
+
+    A closure would make all of that fail. And what it becomes is the standard library's: a saved model can be loaded
+    where this package is not installed.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (contextlib.nullcontext(), "__exit__")
+
+
+class _Hook(Vanishing):
+    """A module's forward hook."""
+
+    def __init__(self, tap: ForwardHook, name: str, seen: SeenOutput) -> None:
+        self._tap, self.name, self._seen = tap, name, seen
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any = None) -> None:
+        # First of all, so that a compiler which traces this sees a constant, and guards nothing.
+        if torch.compiler.is_compiling() or not self._tap.is_open:
+            return
+        self._tap.order.setdefault(self.name, len(self._tap.order))
+        self._tap.see(lambda: self._seen(self.name, module, args, kwargs, output))
+
+
+def _is_attached(handle: RemovableHandle, module: nn.Module, before: bool) -> bool:
+    """Whether the handle's hook is this module's: ids are used again after a module is gone."""
+    return handle.id in (module._forward_pre_hooks if before else module._forward_hooks)
+
+
+_open_taps: Final[set[ForwardHook]] = set()
+
+
+def log_tensor(module: nn.Module, name: str, tensor: Tensor, *, dims: Dims = None) -> None:
+    """Hand over any tensor from inside a module's forward: it is treated like an output called `<module>.<name>`.
+
+    Does nothing unless the model is watched with a probe that wants it, and the step is sampled.
+
+    Args:
+        module: the module whose forward this is.
+        name: what the tensor is called.
+        tensor: of any shape; it is not kept.
+        dims: dimensions to keep apart by index, with their names: {1: "head"} makes `<module>.<name>/head_0/...`.
+    """
+    hand_over(module, name, tensor, dims)
+
+
+def hand_over(module: nn.Module, name: str, thing: Any, dims: Dims = None) -> None:
+    """Give something to every tap that is open, as a module's."""
+    if torch.compiler.is_compiling() or not _open_taps:
+        return
+    for tap in tuple(_open_taps):
+        tap.handed_over(module, name, thing, dims)

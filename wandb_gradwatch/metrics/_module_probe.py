@@ -1,0 +1,275 @@
+"""What probes share: they are bound to the watched models, and do nothing at moments that they have no use for."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeGuard, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from .._capture.probes import Found, WatchedTensor
+from .._runtime.sharding import local_part
+from ..rules import Rule
+from ._forward_hooks import Dims, ForwardHook
+from ._module_index import ROOT, ModuleIndex
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+logger: Final = logging.getLogger("wandb_gradwatch")
+
+# This many measured updates without a forward that is seen are worth a word; one may be another model's.
+_PATIENCE_IN_UPDATES: Final = 3
+
+
+class ModuleProbe:
+    """A probe that does nothing: see `capture.probes.Probe` for the moments."""
+
+    @property
+    def seconds_spent(self) -> float:
+        """What it has taken on the host in hooks of its own."""
+        return 0.0
+
+    def bind(self, models: ModuleIndex) -> None:
+        """Called once, by watch(): check what can be checked, and raise what has to be raised. Hook nothing yet."""
+
+    def claims(self) -> set[tuple[str, str]]:
+        """Families and metrics that it logs under: ("update", "norm") for `update/<name>/norm`."""
+        return set()
+
+    def rules(self) -> list[Rule]:
+        """The rules that a watcher with the default rules gets with this probe."""
+        return []
+
+    def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
+        """See Probe."""
+
+    def gradients_ready(self, tensors: Sequence[WatchedTensor]) -> None:
+        """See Probe."""
+
+    def before_update(self, tensors: Sequence[WatchedTensor]) -> None:
+        """See Probe."""
+
+    def after_update(self, tensors: Sequence[WatchedTensor]) -> None:
+        """See Probe."""
+
+    def take(self) -> Mapping[str, Found]:
+        """See Probe."""
+        return {}
+
+    def close(self) -> None:
+        """See Probe."""
+
+
+class Store(Protocol):
+    """What keeps values of a sample, or of what may become part of one."""
+
+    def absorb(self, later: Self, /) -> None:
+        """Take over everything of another, and empty it."""
+
+    def clear(self) -> None:
+        """Forget everything."""
+
+    def mark(self) -> None:
+        """Remember what there is."""
+
+    def go_back(self) -> None:
+        """Be again what was marked."""
+
+
+AnyStore = TypeVar("AnyStore", bound=Store)
+
+
+class ForwardProbe(ModuleProbe):
+    """A probe that looks into forwards: opens and shuts its tap, and says once where it sees nothing.
+
+    What a forward adds is pending until a backward has ended or an optimizer steps: the sample before may still be open
+    when the next forward runs. A forward of a whole model that does not come to its end, because something in it
+    raised, adds nothing.
+    """
+
+    def __init__(self) -> None:
+        self._tap: ForwardHook | None = None
+        self._around: tuple[ForwardHook, ...] = ()  # where forwards of whole models begin, and where they end
+        self._roots: frozenset[str] = frozenset()
+        self._depth = 0  # of forwards of whole models that have begun: one may call itself
+        self._handled: BaseException | None = None  # what was being handled when the outermost began
+        self._stores: list[tuple[Any, Any]] = []  # pending, and of the sample
+        self._due = False
+        self._seen_any = False  # since the last update
+        self._unseen_updates = 0  # in a row
+
+    @property
+    def seconds_spent(self) -> float:
+        return sum(tap.seconds_spent for tap in self._taps)
+
+    @property
+    def _taps(self) -> tuple[ForwardHook, ...]:
+        return () if self._tap is None else (self._tap, *self._around)
+
+    def tap_into(self, models: ModuleIndex, on_logged: Callable[[str, str, Any, Dims], None] | None = None) -> None:
+        """Make the tap, shut."""
+        self._tap = ForwardHook(repr(self), models, on_logged=on_logged)
+        self._around = ForwardHook(repr(self), models), ForwardHook(repr(self), models)
+        self._roots = frozenset(prefix.removesuffix(".") or ROOT for prefix, _ in models.alive())
+
+    def install(self, tap: ForwardHook) -> None:
+        """Hook what is to be seen and is not hooked yet. Called when a sample that is due begins."""
+
+    def stores(self, make: Callable[[], AnyStore]) -> tuple[AnyStore, AnyStore]:
+        """Two stores: of what is pending, for a forward to add to, and of the open sample, for `take`."""
+        pair = make(), make()
+        self._stores.append(pair)
+        return pair
+
+    def forward_begins(self, name: str, module: nn.Module, args: Any, kwargs: Mapping[str, Any], _: Any) -> None:
+        """The forward of a whole model begins."""
+        self._depth += 1
+        if self._depth == 1:
+            self._handled = sys.exc_info()[1]
+            for pending, _sample in self._stores:
+                pending.mark()
+
+    def _forward_ends(self, *_: Any) -> None:
+        self._depth = max(self._depth - 1, 0)
+        # In a hook that is always called, an exception that was not there at the beginning is the forward's own.
+        if self._depth == 0 and sys.exc_info()[1] is not self._handled:
+            for pending, _sample in self._stores:
+                pending.go_back()
+
+    def settle(self) -> None:
+        """What is pending belongs to the open sample."""
+        for pending, sample in self._stores:
+            sample.absorb(pending)
+
+    def forget_pending(self) -> None:
+        """What is pending belongs to no sample."""
+        for pending, _ in self._stores:
+            pending.clear()
+
+    def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
+        self._due, self._depth = next_step_is_due, 0
+        if self._tap is None:
+            return
+        if next_step_is_due:
+            self.install(self._tap)
+            begins, ends = self._around
+            begins.hook(lambda name, _: name in self._roots, self.forward_begins, before=True)
+            ends.hook(lambda name, _: name in self._roots, self._forward_ends, always=True)
+            self._open()
+        else:
+            self._shut()
+            self.forget_pending()
+
+    def gradients_ready(self, tensors: Sequence[WatchedTensor]) -> None:
+        self.settle()
+
+    def before_update(self, tensors: Sequence[WatchedTensor]) -> None:
+        self.settle()
+        if self._tap is None:
+            return
+        self._shut()  # an optimizer that evaluates its closure again runs forwards of no interest
+        self._unseen_updates = 0 if self._seen_any else self._unseen_updates + 1
+        self._seen_any = False
+        if self._unseen_updates == _PATIENCE_IN_UPDATES:
+            logger.warning(
+                "wandb_gradwatch: %r has seen no forward of the modules that it matches in %d updates. Inside a "
+                "compiled model nothing can be seen: match the whole model's output, or compile less of it.",
+                self,
+                _PATIENCE_IN_UPDATES,
+            )
+
+    def after_update(self, tensors: Sequence[WatchedTensor]) -> None:
+        if self._due:
+            self._open()
+
+    def _open(self) -> None:
+        for tap in self._taps:
+            tap.open()
+
+    def _shut(self) -> None:
+        for tap in self._taps:
+            tap.shut()
+
+    def close(self) -> None:
+        for tap in self._taps:
+            tap.remove()
+
+
+def tensors_in(output: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Every real or complex floating tensor in an output, with where it lies.
+
+    A lone tensor lies at "", those of tuples, lists, dicts and dataclasses at "output_0", "output_hidden_1", by index
+    and key. Of a tensor that several ranks hold together (a DTensor) it is this rank's part.
+    """
+    if isinstance(output, Tensor):
+        if is_measurable(output):
+            yield path, local_part(output.values() if output.is_nested else output).detach()
+        return
+    if isinstance(output, Mapping):
+        items: Any = output.items()
+    elif isinstance(output, tuple | list):
+        items = zip(getattr(output, "_fields", range(len(output))), output, strict=True)
+    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
+        items = [(field.name, getattr(output, field.name)) for field in dataclasses.fields(output)]
+    else:
+        return
+    for key, value in items:
+        yield from tensors_in(value, f"{path or 'output'}_{key}")
+
+
+def is_measurable(thing: object) -> TypeGuard[Tensor]:
+    """Whether this is a tensor with real or complex floating elements to look at.
+
+    One under vmap or grad stands for many tensors and has none; what is empty has no statistics.
+    """
+    if not isinstance(thing, Tensor) or not (thing.is_floating_point() or thing.is_complex()):
+        return False
+    return thing.numel() > 0 and not torch._C._functorch.is_functorch_wrapped_tensor(thing)
+
+
+def slices(tensor: Tensor, dims: Dims) -> list[tuple[str, Tensor]]:
+    """A tensor's slices along its named dimensions, each with its label; without any, the tensor itself under "".
+
+    Raises:
+        ValueError: a dimension that the tensor does not have.
+    """
+    if not dims:
+        return [("", tensor)]
+    front, labels = _named_in_front(tensor, dims)
+    return list(zip(labels, front.flatten(0, len(dims) - 1), strict=True))
+
+
+def pieces(tensor: Tensor, dims: Dims) -> tuple[Tensor, list[str]]:
+    """The same slices, flattened, as one tensor: [K, E], and the K labels.
+
+    Raises:
+        ValueError: likewise.
+    """
+    if not dims:
+        return tensor.reshape(1, -1), [""]
+    front, labels = _named_in_front(tensor, dims)
+    return front.reshape(len(labels), -1), labels
+
+
+def _named_in_front(tensor: Tensor, dims: Mapping[int, str]) -> tuple[Tensor, list[str]]:
+    wrong = [dim for dim in dims if not -tensor.ndim <= dim < tensor.ndim]
+    if wrong:
+        raise ValueError(f"dims={dict(dims)!r} names dimension {wrong[0]}, but the tensor has shape {[*tensor.shape]}")
+    front = tensor.movedim([dim % tensor.ndim for dim in dims], list(range(len(dims))))
+    labels = [""]
+    for name, size in zip(dims.values(), front.shape, strict=False):
+        labels = [
+            f"{label}/{name}_{index}" if label else f"{name}_{index}" for label in labels for index in range(size)
+        ]
+    return front, labels
+
+
+def tensor_name(module: str, path: str, label: str = "") -> str:
+    """The name of a tensor: the module's, where it lies in the output, and which slice of it."""
+    name = f"{module}.{path}" if path else module
+    return f"{name}/{label}" if label else name

@@ -1,0 +1,274 @@
+"""Reference: how far parameters and activations have moved from those of a frozen model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._capture.parameter_registry import NameFilter
+from .._capture.probes import Found, WatchedTensor
+from .._measure.elements import onto
+from .._measure.measure import sum_sq
+from .._measure.probe_values import ProbeDistance
+from .._runtime.sharding import local_part
+from ._forward_hooks import ForwardHook, Vanishing
+from ._metric import Metric
+from ._module_index import ModuleIndex, matcher, nothing_matches
+from ._module_probe import ForwardProbe, logger, tensor_name, tensors_in
+from ._reduction import Sums, Tallies, widened
+from ._shards import ProbeShards, is_dtensor
+
+# What a difference is called beside the user's own functions.
+DIFFERENCE, RELATIVE = "difference", "relative_difference"
+
+Difference = Callable[[Tensor, Tensor], Tensor]
+
+
+class Reference(ForwardProbe):
+    """L2 distances of parameters and activations to those of a reference model on the same batch.
+
+    Logs `parameter/<name>/difference` and `.../relative_difference` (to the reference's norm), and for modules that
+    match `activations` the same under `activation/<module>/`. The reference's forward runs inside the sampled step's
+    forward, without gradients, with the same random numbers as the model's own, which stay as they were.
+
+    Args:
+        model: the model that is watched.
+        reference: one of the same structure; None: a copy of the model as it is when this is made. A copy is put in the
+            model's mode (training or evaluation), a given one stays in its own.
+        match: which parameters; a regular expression (searched in the name), several, or a function; None: all.
+        activations: which modules' outputs; None: none, and then the reference's forward never runs.
+        functions: further differences by name: each gets the tensor and the reference's, and returns a tensor, whose
+            mean is logged.
+
+    Of a sharded parameter (FSDP2, tensor parallel) each rank measures its shard, and both distances are those of the
+    whole: they are merged over the ranks when the window is flushed. Make the reference before the model is sharded.
+    Functions, and parameters under FSDP1, are left out of shards, which is said.
+
+    Memory: the reference, whole on every rank, and at a sampled step its outputs of the matching modules until the
+        model's own are there.
+
+    Raises:
+        TypeError: model or reference is not a module.
+        ValueError: the reference has other parameters than the model, or is sharded; a match that matches nothing (by
+            watch()).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        reference: nn.Module | None = None,
+        *,
+        match: NameFilter | None = None,
+        activations: NameFilter | None = None,
+        functions: Mapping[str, Difference] | None = None,
+    ) -> None:
+        super().__init__()
+        for argument, module in (("model", model), ("reference", reference)):
+            if not isinstance(module, nn.Module) and not (argument == "reference" and module is None):
+                raise TypeError(f"Reference(): {argument} must be a torch.nn.Module, but is {type(module).__name__}")
+        if any(map(is_dtensor, (model if reference is None else reference).parameters())):
+            raise ValueError(
+                "Reference(): the model is sharded already, and a reference must be whole; make the Reference before "
+                "the model is sharded, or pass reference=, a copy from before"
+            )
+        self._is_copy = reference is None
+        self._reference = copy.deepcopy(model).requires_grad_(False) if reference is None else reference
+        # Of the watched model only that it is the one; a strong reference would keep it alive.
+        self._frozen = dict(ModuleIndex([("", self._reference)]).parameters())
+        theirs = {name: p.shape for name, p in ModuleIndex([("", model)]).parameters()}
+        ours = {name: p.shape for name, p in self._frozen.items()}
+        if ours != theirs:
+            wrong = sorted(set(ours.items()) ^ set(theirs.items()))
+            raise ValueError(
+                f"Reference(): the reference must have the model's parameters, but {wrong[0][0]!r} differs; "
+                "pass a copy of the model"
+            )
+        self._match, self._activations = match, activations
+        self._matches = matcher(match, repr(self))
+        self._matches_module = matcher(activations, repr(self)) if activations is not None else None
+        self._functions = dict(functions or {})
+        for name, function in self._functions.items():
+            if name in (DIFFERENCE, RELATIVE):
+                raise ValueError(f"Reference(): functions: {name!r} is the name of the distance itself; choose another")
+            Metric(name, function)  # type: ignore[arg-type]  # raises for a name or function that makes no sense
+        self._prefix = ""
+        self._models = ModuleIndex([])
+        self._shards = ProbeShards()
+        self._running = False
+        self._outputs: dict[str, list[Mapping[str, Tensor]]] = {}  # the reference's, by module, in the order of calls
+        self._handles: list[Any] = []
+        self._parameters_done: set[str] = set()
+        # [2] of each tensor: the squares of the difference and of the reference
+        self._pending, self._sample = self.stores(Sums)
+        self._pending_values: Tallies[str]
+        self._sample_values: Tallies[str]
+        self._pending_values, self._sample_values = self.stores(Tallies)
+
+    def __repr__(self) -> str:
+        return "Reference()" if self._match is None else f"Reference(match={self._match!r})"
+
+    def claims(self) -> set[tuple[str, str]]:
+        families = ("parameter",) if self._matches_module is None else ("parameter", "activation")
+        return {(family, name) for family in families for name in (DIFFERENCE, RELATIVE, *self._functions)}
+
+    # ---- at watch()
+
+    def bind(self, models: ModuleIndex) -> None:
+        for prefix, model in models.alive():
+            self._prefix, self._models = prefix, ModuleIndex([(prefix, model)])
+            self._shards.bind(self._models)
+            if self._is_like(model):
+                break
+        else:
+            raise ValueError("Reference(): the model that it was made of is not watched here; pass the same model")
+        names = [name for name in models.watched_parameters() if name.removeprefix(self._prefix) in self._frozen]
+        if not any(map(self._matches, names)):
+            raise nothing_matches("Reference()", self._match, "parameter", names)
+        if self._matches_module is not None:
+            modules = [name for name, _ in self._models.modules()]
+            if not any(map(self._matches_module, modules)):
+                raise nothing_matches("Reference()", self._activations, "module", modules)
+            self.tap_into(self._models)
+            self._hook_reference(self._matches_module)
+
+    def _is_like(self, model: nn.Module) -> bool:
+        theirs = {name: parameter.shape for name, parameter in ModuleIndex([("", model)]).parameters()}
+        if self._shards.uses_fsdp1:
+            return theirs.keys() == self._frozen.keys()
+        return theirs == {name: parameter.shape for name, parameter in self._frozen.items()}
+
+    def _hook_reference(self, matches: Callable[[str], bool]) -> None:
+        taken: set[str] = set()
+        for name, module in ModuleIndex([(self._prefix, self._reference)]).modules():
+            if matches(name) and name not in taken:
+                taken.add(name)
+                self._handles.append(module.register_forward_hook(_Keep(self, name)))
+
+    # ---- forwards
+
+    def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
+        super().start(next_step_is_due, histogram_is_due)
+        self._parameters_done = set()
+
+    def install(self, tap: ForwardHook) -> None:
+        matches = self._matches_module
+        tap.hook(lambda name, _: matches is not None and matches(name), self._forward_done)
+
+    def before_update(self, tensors: Sequence[WatchedTensor]) -> None:
+        if self._tap is not None:
+            super().before_update(tensors)
+        self._compare_parameters(tensors)
+
+    def forward_begins(self, name: str, module: nn.Module, args: Any, kwargs: Mapping[str, Any], _: Any) -> None:
+        super().forward_begins(name, module, args, kwargs, _)
+        self._outputs = {}
+        if self._is_copy and self._reference.training != module.training:
+            self._reference.train(module.training)
+        devices = sorted({p.device.index for p in self._frozen.values() if p.is_cuda})
+        self._running = True
+        try:
+            with torch.random.fork_rng(devices):
+                self._reference(*args, **kwargs)
+        finally:
+            self._running = False
+
+    def keep_output(self, name: str, output: Any) -> None:
+        """A module of the reference's has put this out."""
+        if self._running:
+            self._outputs.setdefault(name, []).append(dict(tensors_in(output)))
+
+    def _forward_done(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        self._seen_any = True
+        waiting = self._outputs.get(name)
+        if not waiting:
+            return
+        references = waiting.pop(0)
+        for path, tensor in tensors_in(output):
+            if path in references and references[path].shape == tensor.shape:
+                key = f"activation/{tensor_name(name, path)}"
+                self._pending.add(key, self._difference(tensor, references[path]))
+                self._apply(key, tensor, references[path], self._pending_values)
+
+    # ---- parameters
+
+    def gradients_ready(self, tensors: Sequence[WatchedTensor]) -> None:
+        super().gradients_ready(tensors)
+        self._compare_parameters(tensors)
+        self._outputs = {}
+
+    def _compare_parameters(self, tensors: Sequence[WatchedTensor]) -> None:
+        self._shards.look()
+        for watched in tensors:
+            name = watched.name.removeprefix(self._prefix)
+            if watched.name in self._parameters_done or not watched.name.startswith(self._prefix):
+                continue
+            if name not in self._frozen or not self._matches(watched.name):
+                continue
+            self._parameters_done.add(watched.name)
+            whole = local_part(self._frozen[name]).detach()
+            reference = self._shards.part(watched.name, whole, needed_by="distances to a reference")
+            if reference is None:
+                continue
+            key = f"parameter/{watched.name}"
+            self._sample.add(key, self._difference(watched.parameter, reference))
+            if self._functions and self._shards.is_whole(watched.name, needed_by="functions of differences"):
+                self._apply(key, watched.parameter, reference, self._sample_values)
+
+    # ---- one tensor
+
+    def _difference(self, tensor: Tensor, reference: Tensor) -> Tensor:
+        """Squares: they are summed over micro-batches and shards, so that the norms are those of the whole."""
+        wide, wide_reference = widened(tensor), widened(onto(reference, tensor.device))
+        return sum_sq([wide - wide_reference, wide_reference])
+
+    def _apply(self, key: str, tensor: Tensor, reference: Tensor, into: Tallies[str]) -> None:
+        wide_reference = widened(onto(reference, tensor.device))
+        for name, function in tuple(self._functions.items()):
+            try:
+                value = Metric(name, lambda t, f=function: f(t, wide_reference)).value_of(tensor)  # type: ignore[misc]
+                into.of(f"{key}/{name}", "mean", [""]).add(value.reshape(1, -1))
+            except Exception as error:
+                del self._functions[name]
+                logger.error(
+                    "wandb_gradwatch: %r: the function %r failed on %s and is dropped; the others go on.",
+                    self,
+                    name,
+                    key,
+                    exc_info=error,
+                )
+
+    # ---- the end of a sample
+
+    def forget_pending(self) -> None:
+        super().forget_pending()
+        self._outputs = {}
+
+    def take(self) -> Mapping[str, Found]:
+        taken: dict[str, Found] = {}
+        for key, sums in self._sample:
+            parameter = key.removeprefix("parameter/") if key.startswith("parameter/") else None
+            taken[key] = ProbeDistance(sums, (DIFFERENCE, RELATIVE), parameter)
+        taken |= {key: results[0] for key, tally in self._sample_values if (results := tally.results())}
+        self._sample.clear()
+        self._sample_values.clear()
+        return taken
+
+    def close(self) -> None:
+        super().close()
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._outputs = [], {}
+
+
+class _Keep(Vanishing):
+    """The hook of a module of the reference's."""
+
+    def __init__(self, reference: Reference, name: str) -> None:
+        self._reference, self._name = reference, name
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._reference.keep_output(self._name, output)

@@ -1,0 +1,200 @@
+"""Rows of tensors that are no gradients, on their device: merged over micro-batches, and read as numbers by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from .._capture.probes import Found
+from .._measure.columns import MAX_COLUMNS, MIN_COLUMNS, NUM_COLUMNS, ZERO_BIN, Column, magnitude_edges
+from .._measure.elements import onto
+from .._measure.measure import measure
+from .._measure.probe_values import ProbeHistogram
+
+# M tensors, C columns, B histogram bins
+
+Columns = Callable[[Column], Tensor]
+
+
+def _num_finite(column: Columns) -> Tensor:
+    return column(Column.NUM_ELEMENTS) - column(Column.NUM_NAN) - column(Column.NUM_INF)
+
+
+def _mean(column: Columns) -> Tensor:
+    return column(Column.GRAD_SUM) / _num_finite(column)  # 0 / 0 is NaN: missing
+
+
+def _std(column: Columns) -> Tensor:
+    mean_sq = column(Column.GRAD_SUM_SQ) / _num_finite(column)
+    return (mean_sq - _mean(column) ** 2).clamp_min(0.0).sqrt()  # rounding leaves a constant a hair below zero
+
+
+def _present(extreme: Tensor) -> Tensor:
+    return torch.where(extreme.isinf(), torch.nan, extreme)  # nothing entered it
+
+
+# Of the finite elements, as for gradients.
+STATISTICS: Final[Mapping[str, Callable[[Columns], Tensor]]] = {
+    "norm": lambda c: c(Column.GRAD_SUM_SQ).sqrt(),
+    "rms": lambda c: (c(Column.GRAD_SUM_SQ) / _num_finite(c)).sqrt(),
+    "mean": _mean,
+    "std": _std,
+    "min": lambda c: _present(c(Column.GRAD_MIN)),
+    "max": lambda c: _present(c(Column.GRAD_MAX)),
+    "abs_max": lambda c: _present(torch.maximum(c(Column.GRAD_MIN).abs(), c(Column.GRAD_MAX).abs())),
+    "dead_ratio": lambda c: c(Column.NUM_DEAD) / c(Column.NUM_ELEMENTS),
+    "zero_ratio": lambda c: c(Column.NUM_ZERO) / c(Column.NUM_ELEMENTS),
+    "num_nonfinite": lambda c: c(Column.NUM_NAN) + c(Column.NUM_INF),
+}
+
+# Of the magnitudes, zeros included: the upper edge of the histogram bin that holds them, so right to half an octave.
+QUANTILES: Final[Mapping[str, float]] = {"abs_p01": 0.01, "abs_p50": 0.5, "abs_p99": 0.99}
+
+# Not a number: the counts in the fixed bins, at the steps that have histograms of gradients too.
+HISTOGRAM: Final = "histogram"
+
+DEFAULT_STATISTICS: Final = ("norm", "mean", "std", "min", "max", "dead_ratio", "num_nonfinite", HISTOGRAM)
+
+
+def check_statistics(owner: str, statistics: Sequence[str], *, histogram: bool) -> tuple[str, ...]:
+    """The statistics as they will be measured.
+
+    Args:
+        owner: whose they are, for the message.
+        statistics: names.
+        histogram: whether "histogram" is one of the names.
+
+    Raises:
+        ValueError: a name that is none.
+    """
+    known = (*STATISTICS, *QUANTILES, *([HISTOGRAM] if histogram else []))
+    unknown = [s for s in ([statistics] if isinstance(statistics, str) else statistics) if s not in known]
+    if unknown or isinstance(statistics, str) or not statistics:
+        raise ValueError(f"{owner}: statistics={statistics!r} must be a sequence of names out of {known}")
+    return tuple(statistics)
+
+
+class RowTally:
+    """One row per name, of one sample or of what may become part of one.
+
+    Args:
+        statistics: what will be read from the rows.
+        dead_threshold: |a| <= this counts as dead.
+
+    Memory: for each name 13 numbers, and the 257 of its histogram where there is one.
+    """
+
+    def __init__(self, statistics: Sequence[str], dead_threshold: float = 0.0) -> None:
+        self._numbers = [name for name in statistics if name != HISTOGRAM]
+        self._takes_histograms = HISTOGRAM in statistics
+        self._dead_threshold = dead_threshold
+        self._needs_bins = any(name in QUANTILES for name in statistics)
+        self.histogram_is_due = False
+        self._marked: dict[str, Tensor] = {}
+        self._rows: dict[str, Tensor] = {}  # [C], and the histogram's [B] behind it where there is one
+
+    def add(self, tensors: Mapping[str, Tensor]) -> None:
+        """Measure tensors, all on one device, in one batched pass. None of them is kept."""
+        if not tensors:
+            return
+        histogram = self._needs_bins or (self._takes_histograms and self.histogram_is_due)
+        measured = measure(list(tensors.values()), None, dead_threshold=self._dead_threshold, histogram=histogram)
+        rows = measured.rows
+        if measured.histogram is not None:
+            rows = torch.cat([rows, measured.histogram.to(rows.dtype)], dim=1)
+        for name, row in zip(tensors, rows, strict=True):
+            self._put(name, row)
+
+    def absorb(self, other: RowTally) -> None:
+        """Merge everything of another tally into this one and empty it."""
+        for name, row in other._rows.items():
+            self._put(name, row)
+        other.clear()
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._rows, self._marked = {}, {}
+
+    def mark(self) -> None:
+        """Remember what there is; rows are never changed in place."""
+        self._marked = dict(self._rows)
+
+    def go_back(self) -> None:
+        """Be again what was marked."""
+        self._rows = self._marked
+
+    def read(self, order: Callable[[str], Any] | None = None) -> Iterable[tuple[str, str, Found]]:
+        """Name, statistic and value of everything, by name in the order given, else in that of arrival."""
+        names = list(self._rows) if order is None else sorted(self._rows, key=order)
+        alike: dict[tuple[torch.device, int], list[str]] = {}
+        for name in names:
+            alike.setdefault((self._rows[name].device, len(self._rows[name])), []).append(name)
+        for (_, size), group in alike.items():
+            rows_MC = torch.stack([self._rows[name] for name in group])
+            values: dict[str, Sequence[Found]] = {
+                statistic: self._read(rows_MC, statistic).unbind() for statistic in self._numbers
+            }
+            if self._takes_histograms and self.histogram_is_due and size > NUM_COLUMNS:
+                values[HISTOGRAM] = _histograms(rows_MC)
+            for index, name in enumerate(group):
+                for statistic, of_names in values.items():
+                    yield name, statistic, of_names[index]
+
+    def _read(self, rows_MC: Tensor, statistic: str) -> Tensor:
+        if statistic in QUANTILES:
+            return _abs_quantile(rows_MC[:, NUM_COLUMNS:], QUANTILES[statistic])
+        return STATISTICS[statistic](lambda column: rows_MC[:, column])
+
+    def _put(self, name: str, row: Tensor) -> None:
+        known = self._rows.get(name)
+        self._rows[name] = row if known is None else _merged(known, onto(row, known.device))
+
+
+def _merged(one: Tensor, other: Tensor) -> Tensor:
+    """Two rows as one. Columns are selected one by one: a list of them would have to be uploaded, and waited for."""
+    # A forward that began before the sample before was closed may have been measured without a histogram: half of one
+    # would be wrong, so there is none.
+    size = min(len(one), len(other))
+    one, other = one[:size], other[:size]
+    merged = one + other
+    for column in MIN_COLUMNS:
+        merged[column] = torch.minimum(one[column], other[column])
+    for column in MAX_COLUMNS:
+        merged[column] = torch.maximum(one[column], other[column])
+    return merged
+
+
+def _histograms(rows_MC: Tensor) -> list[Found]:
+    low, high = rows_MC[:, Column.GRAD_MIN, None], rows_MC[:, Column.GRAD_MAX, None]
+    return [ProbeHistogram(packed) for packed in torch.cat([rows_MC[:, NUM_COLUMNS:], low, high], dim=1)]
+
+
+def _abs_quantile(histogram_MB: Tensor, q: float) -> Tensor:
+    """The upper edge of the bin of magnitudes that holds the q-quantile: [M]; 0 for the zeros, NaN without elements."""
+    zeros, positive, negative = (
+        histogram_MB[:, ZERO_BIN : ZERO_BIN + 1],
+        histogram_MB[:, ZERO_BIN + 1 :],
+        histogram_MB[:, :ZERO_BIN].flip(1),
+    )
+    # In integers: CUDA has no deterministic sum of that kind in floats, and may have been told to use no other.
+    counts = torch.cat([zeros, positive + negative], dim=1).to(torch.int64)
+    cumulative = counts.cumsum(1).to(histogram_MB.dtype)
+    total = cumulative[:, -1]
+    bins = (cumulative < (q * total).ceil().clamp_min(1.0)[:, None]).sum(1)
+    edges = _upper_edges(histogram_MB.device, histogram_MB.dtype)
+    return torch.where(total > 0, edges[bins.clamp_max(len(edges) - 1)], torch.nan)
+
+
+_edges: Final[dict[tuple[torch.device, torch.dtype], Tensor]] = {}
+
+
+def _upper_edges(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Uploaded once per device: 0 for the zeros, then the upper edge of every magnitude bin, the last one open."""
+    key = (device, dtype)
+    if key not in _edges:
+        edges = torch.cat([torch.zeros(1, device="cpu"), torch.from_numpy(magnitude_edges()[1:])]).to(dtype)
+        _edges[key] = (edges.pin_memory() if device.type == "cuda" else edges).to(device, non_blocking=True)
+    return _edges[key]

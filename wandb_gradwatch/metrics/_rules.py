@@ -1,0 +1,123 @@
+"""Rules that read what the probes measured: pure, snapshot in, alerts out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+
+from .._analysis.formatting import listing, number, sentence
+from .._analysis.forward import nonfinite_activations
+from ..rules import Alert
+from ..rules._base import check_limits
+from ..snapshot import Snapshot
+
+
+@dataclass(kw_only=True)
+class NonFiniteActivation:
+    """A module's output has NaN or infinite elements: "Non-finite activation", naming the first in the forward.
+
+    Not at a sample that loss scaling skipped: an overflow there is how the scale finds its place.
+    """
+
+    title: ClassVar[str] = "Non-finite activation"
+
+    def check(self, snapshot: Snapshot) -> Iterable[Alert]:
+        for sample in range(len(snapshot)):
+            found = nonfinite_activations(snapshot, sample)
+            if found and not snapshot.skipped[sample]:
+                yield self._alert(int(snapshot.steps[sample]), found)
+
+    def _alert(self, step: int, found: dict[str, int]) -> Alert:
+        first = next(iter(found))
+        fact = (
+            f"Step {step}: the output of {first} was the first of the forward that is not finite, with {found[first]} "
+            f"elements; {len(found)} module outputs are in all (threshold: 0)."
+        )
+        return Alert(
+            self.title,
+            sentence(
+                fact,
+                listing(found, lambda name: f"{name} ({found[name]} non-finite)"),
+                f"an input, a parameter or an operation of {first}: an overflow, 0/0, or the log or root of 0",
+                f"look at the inputs and parameters of {first} at this step, add an epsilon to logs, roots and "
+                "divisions, or use bfloat16 in place of float16",
+            ),
+            step,
+            "ERROR",
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass  # every sample is judged by itself
+
+
+@dataclass(kw_only=True)
+class EntropyCollapse:
+    """Every head of an attention looks at one place only: "Attention entropy collapse".
+
+    One such head is healthy (it copies the token before, say); all heads of a layer, for several samples in a row and
+    not from the first sample on, mean logits that grow without bound.
+
+    Args:
+        threshold: of the entropy's ratio to its largest possible value, below which a head looks at one place.
+        patience: samples in a row.
+    """
+
+    threshold: float = 0.02
+    patience: int = 5
+    _in_a_row: dict[str, int] = field(default_factory=dict, init=False)
+    _once_open: set[str] = field(default_factory=set, init=False)
+
+    title: ClassVar[str] = "Attention entropy collapse"
+
+    def __post_init__(self) -> None:
+        check_limits(self, threshold=(0.0, 1.0), patience=(1.0, np.inf))
+
+    def check(self, snapshot: Snapshot) -> Iterable[Alert]:
+        heads: dict[str, list[str]] = {}
+        for key in snapshot.metrics:
+            if key.startswith("attention/") and key.endswith("/entropy_ratio"):
+                heads.setdefault(key.split("/")[1], []).append(key)
+        for sample in range(len(snapshot)):
+            collapsed = {}
+            for module, keys in heads.items():
+                highest = max(float(snapshot.metrics[key][sample]) for key in keys)
+                if np.isnan(highest):
+                    continue
+                if highest >= self.threshold:
+                    self._once_open.add(module)
+                low = highest < self.threshold and module in self._once_open
+                self._in_a_row[module] = self._in_a_row.get(module, 0) + 1 if low else 0
+                if self._in_a_row[module] >= self.patience:
+                    collapsed[module] = highest
+            if collapsed:
+                yield self._alert(int(snapshot.steps[sample]), collapsed)
+
+    def _alert(self, step: int, collapsed: dict[str, float]) -> Alert:
+        fact = (
+            f"Step {step}: in {len(collapsed)} attention modules no head has had more than {number(self.threshold)} of "
+            f"the possible entropy for {self.patience} samples: each position looks at one place only."
+        )
+        return Alert(
+            self.title,
+            sentence(
+                fact,
+                listing(collapsed, lambda name: f"{name} (at most {number(collapsed[name])})"),
+                "query and key weights that grow, at too high a learning rate or without warm-up",
+                "normalise queries and keys, lower the learning rate or warm up for longer, decay their weights",
+            ),
+            step,
+            "WARN",
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"in_a_row": dict(self._in_a_row), "once_open": sorted(self._once_open)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._in_a_row = {str(name): int(count) for name, count in state["in_a_row"].items()}
+        self._once_open = set(state["once_open"])

@@ -1,0 +1,106 @@
+"""Updates: by how much each parameter changed, and how that compares with the parameter itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Final
+
+from torch import Tensor
+
+from .._capture.parameter_registry import NameFilter
+from .._capture.probes import Found, WatchedTensor
+from .._measure.measure import sum_sq
+from .._measure.probe_values import ProbeDistance
+from .._runtime.sharding import local_part
+from ._module_index import ModuleIndex, matcher, nothing_matches
+from ._module_probe import ModuleProbe
+from ._reduction import widened
+
+_MIB: Final = 2**20
+
+
+class Befores:
+    """Copies of parameters from before an update until after it."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Tensor] = {}
+
+    def keep(self, tensors: Iterable[WatchedTensor]) -> None:
+        """Copy these."""
+        self._kept |= {tensor.name: tensor.parameter.clone() for tensor in tensors}
+
+    def changes(self, tensors: Iterable[WatchedTensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Name, change (half precision in float32) and former value of each that was kept; each copy is dropped."""
+        for tensor in tensors:
+            before = self._kept.pop(tensor.name, None)
+            if before is not None and before.shape == tensor.parameter.shape:
+                yield tensor.name, widened(tensor.parameter) - widened(before), before
+
+    def forget(self) -> None:
+        """Drop what is left, of updates that never ended."""
+        self._kept.clear()
+
+
+class Updates(ModuleProbe):
+    """The norm of each parameter's change in a step, and its ratio to the parameter's norm before.
+
+    Logs `update/<parameter>/norm` and `update/<parameter>/ratio`. A healthy ratio is often quoted as 1e-3. It is
+    missing for a parameter that was all zero. The change is what the optimizer did: learning rate, momentum, weight
+    decay and all. Of a sharded parameter each rank measures its shard, and both numbers are those of the whole: they
+    are merged over the ranks when the window is flushed.
+
+    Args:
+        match: of which parameters: a regular expression (searched), several, or a function of the name; None: all.
+        max_mib: the memory that the copies may take on one rank.
+
+    Memory: one copy of the matching parameters (of this rank's shards of them), from before to after the optimizer's
+    step, in sampled steps only; and one parameter's change at a time, in float32 where it is half precision.
+
+    Raises:
+        ValueError: match matches nothing, or its parameters exceed max_mib; both by watch().
+    """
+
+    def __init__(self, match: NameFilter | None = None, *, max_mib: float = 1024) -> None:
+        self._match, self._max_mib = match, max_mib
+        self._matches = matcher(match, repr(self))
+        self._befores = Befores()
+        self._due = False
+        self._taken: dict[str, Found] = {}
+
+    def __repr__(self) -> str:
+        return "Updates()" if self._match is None else f"Updates({self._match!r})"
+
+    def claims(self) -> set[tuple[str, str]]:
+        return {("update", "norm"), ("update", "ratio")}
+
+    def bind(self, models: ModuleIndex) -> None:
+        parameters = models.watched_parameters()
+        chosen = {name: parameter for name, parameter in parameters.items() if self._matches(name)}
+        if not chosen:
+            raise nothing_matches("Updates()", self._match, "parameter", list(parameters))
+        parts = map(local_part, chosen.values())
+        size = sum(part.numel() * part.element_size() for part in parts) / _MIB
+        if size > self._max_mib:
+            raise ValueError(
+                f"{self!r} would copy {size:.0f} MiB of parameters at each sampled step, more than "
+                f"max_mib={self._max_mib:g}; match fewer parameters, or raise max_mib"
+            )
+
+    def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
+        self._due = next_step_is_due
+        self._befores.forget()
+
+    def before_update(self, tensors: Sequence[WatchedTensor]) -> None:
+        if self._due:
+            self._befores.keep(tensor for tensor in tensors if self._matches(tensor.name))
+
+    def after_update(self, tensors: Sequence[WatchedTensor]) -> None:
+        for name, change, before in self._befores.changes(tensors):
+            self._taken[f"update/{name}"] = ProbeDistance(sum_sq([change, before]), ("norm", "ratio"), name)
+
+    def take(self) -> Mapping[str, Found]:
+        taken, self._taken = self._taken, {}
+        return taken
+
+    def close(self) -> None:
+        self._befores.forget()

@@ -1,0 +1,88 @@
+"""A user's function as a rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from ..snapshot import Snapshot
+from ._base import Alert, Level, Rule
+
+RuleFunction = Callable[[Snapshot], str | Alert | None]
+
+
+class FunctionRule:
+    """A rule that asks a function about every sample.
+
+    Args:
+        judge: gets a snapshot of one sample and returns what is wrong with it: words, an Alert, or None.
+        title: of the alerts made of words.
+        level: likewise.
+    """
+
+    def __init__(self, judge: RuleFunction, *, title: str, level: Level = "WARN") -> None:
+        Alert(title, "", 0, level)  # a title or level that no alert may have is an error here, not in training
+        self.judge, self.title, self.level = judge, title, level
+
+    def __call__(self, snapshot: Snapshot) -> str | Alert | None:
+        return self.judge(snapshot)
+
+    def __repr__(self) -> str:
+        return f"FunctionRule({getattr(self.judge, '__name__', self.judge)}, title={self.title!r})"
+
+    def check(self, snapshot: Snapshot) -> Iterable[Alert]:
+        for index in range(len(snapshot)):
+            # A lone sample keeps its histogram; of several samples nobody knows whose the histogram's elements are.
+            sample = snapshot if len(snapshot) == 1 else snapshot.sample(index)
+            answer = self.judge(sample)
+            if isinstance(answer, Alert):
+                yield answer
+            elif isinstance(answer, str):
+                yield Alert(self.title, answer, int(sample.steps[0]), self.level)
+            elif answer is not None:
+                raise TypeError(f"the rule {self!r} must return a str, an Alert or None, but returned {answer!r}")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass  # what a plain function remembers is its own business
+
+
+def rule(*, title: str, level: Level = "WARN") -> Callable[[RuleFunction], FunctionRule]:
+    """Make a rule of a function from a snapshot of one sample to words, an Alert, or None.
+
+    Example:
+        >>> import torch, wandb_gradwatch
+        >>> @rule(title="Weight too large", level="WARN")
+        ... def weight_too_large(snapshot):
+        ...     norm = snapshot.grad_norm[0, snapshot.names.index("weight")]
+        ...     return f"weight {norm:.3g} at step {snapshot.steps[0]}" if norm > 4 else None
+        >>> model = torch.nn.Linear(2, 1, bias=False)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> memory = wandb_gradwatch.MemorySink()
+        >>> with wandb_gradwatch.watch(model, sinks=[memory], rules=[weight_too_large]):
+        ...     model(torch.tensor([[3.0, 4.0]])).sum().backward()
+        ...     optimizer.step()
+        >>> [alert.text for alert in memory.alerts]
+        ['weight 5 at step 1']
+    """
+    return lambda judge: FunctionRule(judge, title=title, level=level)
+
+
+def as_rule(candidate: object) -> Rule:
+    """A rule as it is, a function as a rule titled by its name.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    if isinstance(candidate, type):
+        raise TypeError(
+            f"a rule must be an instance, but {candidate.__name__} is a class; write {candidate.__name__}()"
+        )
+    if isinstance(candidate, Rule):
+        return candidate
+    if callable(candidate):
+        name = getattr(candidate, "__name__", type(candidate).__name__).strip("_<>")
+        return FunctionRule(candidate, title=name.replace("_", " ").capitalize()[:63])
+    raise TypeError(f"a rule must have check() or be a function from a snapshot to words, but {candidate!r} is neither")

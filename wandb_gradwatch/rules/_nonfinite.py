@@ -1,0 +1,168 @@
+"""NaN, Inf, and a loss scale that cannot find its place."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+
+from .._analysis.formatting import listing, number, sentence
+from .._analysis.forward import nonfinite_activations
+from .._measure.columns import Column, FloatArray
+from ..snapshot import FIRST_BAD_RANK_METRIC, Snapshot
+from ._base import Alert, check_limits
+
+# S samples, P watched parameters
+
+
+def first_bad_rank(snapshot: Snapshot, sample: int) -> int | None:
+    """The first rank whose own gradients were non-finite at this sample; None where that is not known."""
+    ranks = snapshot.metrics.get(FIRST_BAD_RANK_METRIC)
+    return None if ranks is None or not np.isfinite(ranks[sample]) else int(ranks[sample])
+
+
+@dataclass(kw_only=True)
+class _NonFiniteGradient(ABC):
+    """What the rules for NaN and for Inf share. A sample that AMP skipped is not theirs but the loss scale's."""
+
+    title: ClassVar[str]
+    what: ClassVar[str]
+    cause: ClassVar[str]
+    remedy: ClassVar[str]
+
+    @staticmethod
+    @abstractmethod
+    def counts_SP(snapshot: Snapshot) -> FloatArray:
+        """How many elements of each gradient are of this rule's kind: [S, P]."""
+
+    def check(self, snapshot: Snapshot) -> Iterator[Alert]:
+        counts_SP = self.counts_SP(snapshot)
+        for sample in np.flatnonzero(np.any(counts_SP > 0, axis=1) & ~snapshot.skipped):
+            yield self._alert(snapshot, int(sample), counts_SP[sample])
+
+    def _alert(self, snapshot: Snapshot, sample: int, counts_P: FloatArray) -> Alert:
+        # A backward runs from the last layer to the first: what is last in the model's order went bad first.
+        backward = np.flatnonzero(counts_P > 0)[::-1]
+        num_present = int(np.sum(~np.isnan(snapshot.num_elements[sample])))
+        layers = listing(
+            backward,
+            lambda p: f"{snapshot.names[p]} ({counts_P[p]:.0f} of {snapshot.num_elements[sample, p]:.0f} elements)",
+        )
+        step, rank = int(snapshot.steps[sample]), first_bad_rank(snapshot, sample)
+        fact = (
+            f"Step {step}: {self.what} in the gradient of {len(backward)} of {num_present} parameters (threshold: 0), "
+            f"in the backward's order first in {snapshot.names[backward[0]]}"
+            + (f", on rank {rank}." if rank is not None else ".")
+        )
+        forward = list(nonfinite_activations(snapshot, sample))
+        if forward:
+            fact += f" Before that, in the forward, the output of {forward[0]} was the first that was not finite."
+        broken = np.flatnonzero(snapshot.column(Column.PARAM_NUM_NONFINITE)[sample] > 0)
+        if broken.size:
+            cause = f"the parameter {snapshot.names[broken[0]]} was already non-finite before this step"
+            remedy = (
+                "load the last good checkpoint; the update that broke it had too high a learning rate or no clipping"
+            )
+        else:
+            cause, remedy = self.cause, self.remedy
+        return Alert(self.title, sentence(fact, layers, cause, remedy), step, "ERROR")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        del state  # every sample is judged by itself
+
+
+@dataclass(kw_only=True)
+class NaNGradient(_NonFiniteGradient):
+    """A gradient has NaN elements: "NaN gradient", at every sample that AMP did not skip."""
+
+    title: ClassVar[str] = "NaN gradient"
+    what: ClassVar[str] = "NaN"
+    cause: ClassVar[str] = "a bad batch, or an operation without a derivative (0/0, log 0, sqrt at 0)"
+    remedy: ClassVar[str] = (
+        "look at the batch of this step, add an epsilon inside log, sqrt and divisions; "
+        "torch.autograd.set_detect_anomaly(True) names the operation"
+    )
+
+    @staticmethod
+    def counts_SP(snapshot: Snapshot) -> FloatArray:
+        return snapshot.num_nan
+
+
+@dataclass(kw_only=True)
+class InfGradient(_NonFiniteGradient):
+    """A gradient has infinite elements: "Inf gradient", at every sample that AMP did not skip."""
+
+    title: ClassVar[str] = "Inf gradient"
+    what: ClassVar[str] = "Inf"
+    cause: ClassVar[str] = "an overflow: values beyond the range of the dtype, by growth or by a division by almost 0"
+    remedy: ClassVar[str] = (
+        "lower the learning rate or clip, use bfloat16 in place of float16, add an epsilon to divisions"
+    )
+
+    @staticmethod
+    def counts_SP(snapshot: Snapshot) -> FloatArray:
+        return snapshot.num_inf
+
+
+@dataclass(kw_only=True)
+class LossScaleCollapse:
+    """AMP skips update after update, or its scale falls below a floor: "Loss scale collapse".
+
+    An isolated skipped update is how a loss scale finds its place, and no alert.
+
+    Args:
+        patience: skipped samples in a row that are too many. torch's scaler starts at 65536 and halves once per skip:
+            5 in a row pass through 2048, below where a healthy model settles within a few steps.
+        min_scale: a scale below it means that even unscaled gradients overflow.
+    """
+
+    patience: int = 5
+    min_scale: float = 1.0
+    _num_in_a_row: int = field(default=0, init=False)
+
+    title: ClassVar[str] = "Loss scale collapse"
+
+    def __post_init__(self) -> None:
+        check_limits(self, patience=(1.0, np.inf), min_scale=(0.0, np.inf))
+
+    def check(self, snapshot: Snapshot) -> Iterable[Alert]:
+        for sample in range(len(snapshot)):
+            self._num_in_a_row = self._num_in_a_row + 1 if snapshot.skipped[sample] else 0
+            scale = float(snapshot.loss_scale[sample])
+            stalled, low = self._num_in_a_row >= self.patience, scale < self.min_scale
+            if stalled or low:
+                yield self._alert(snapshot, sample, scale, stalled)
+
+    def _alert(self, snapshot: Snapshot, sample: int, scale: float, stalled: bool) -> Alert:
+        step = int(snapshot.steps[sample])
+        scale_words = "" if np.isnan(scale) else f", the loss scale is {number(scale)}"
+        if stalled:
+            fact = (
+                f"Step {step}: {self._num_in_a_row} updates in a row were skipped "
+                f"(threshold {self.patience}){scale_words}; the model is not learning."
+            )
+        else:
+            fact = f"Step {step}: the loss scale is {number(scale)}, below {number(self.min_scale)}."
+        backward = np.flatnonzero(snapshot.num_nonfinite[sample] > 0)[::-1]
+        layers = listing(
+            backward, lambda p: f"{snapshot.names[p]} ({snapshot.num_nonfinite[sample, p]:.0f} non-finite)"
+        )
+        if np.any(snapshot.num_nan[sample] > 0):
+            cause = "the gradients are NaN at any scale: the loss or an operation is broken, not the scale"
+        else:
+            cause = "gradients beyond the range of float16, by growth or by values that need bfloat16"
+        remedy = "look for NaN with autocast off, clip after unscale_(), lower the learning rate, or use bfloat16"
+        # Only a stalled sample is an ERROR: it was not applied anyway, so a guard that skips it loses nothing.
+        return Alert(self.title, sentence(fact, layers, cause, remedy), step, "ERROR" if stalled else "WARN")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_in_a_row": self._num_in_a_row}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._num_in_a_row = int(state["num_in_a_row"])

@@ -1,0 +1,250 @@
+"""Gradients that fade, die or never arrive."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from .._analysis.depth import DepthTrend, depth_trends
+from .._analysis.formatting import listing, number, sentence, worst_first
+from .._analysis.layers import dead_units
+from .._analysis.memory import PerName
+from .._measure.columns import FloatArray
+from ..snapshot import Snapshot
+from ._base import Alert, check_limits
+
+# S samples, P watched parameters, L modules
+
+_ABRUPT: float = 1e3  # a fall below the floor from a norm this many times above it is no slow convergence
+
+
+@dataclass(kw_only=True)
+class VanishingGradient:
+    """The gradient fades: all of it, or on its way back to the input: "Vanishing gradient".
+
+    A total norm that sinks slowly below the floor is a training that has converged, and no alert; one that was below
+    it from the start, or fell off a cliff, is one.
+
+    Args:
+        min_norm: a total norm above 0 and below this is too small.
+        depth_factor: how much smaller the first layer's norm may be than the last one's, if the norms fall layer by
+            layer (rank correlation at least `min_order`); without an order, layers differ for healthy reasons.
+        min_order: see `depth_factor`.
+        patience: samples in a row before it counts.
+    """
+
+    min_norm: float = 1e-7
+    depth_factor: float = 1e3
+    min_order: float = 0.9
+    patience: int = 10
+    _num_small: int = field(default=0, init=False)
+    _num_faded: int = field(default=0, init=False)
+    _last_large: float = field(default=math.nan, init=False)  # the newest norms that were not too small, averaged
+    _converged: bool = field(default=False, init=False)
+
+    title: ClassVar[str] = "Vanishing gradient"
+
+    def __post_init__(self) -> None:
+        check_limits(self, min_norm=(0.0, math.inf), depth_factor=(1.0, math.inf))
+        check_limits(self, min_order=(0.0, 1.0), patience=(1.0, math.inf))
+
+    def check(self, snapshot: Snapshot) -> Iterable[Alert]:
+        steep = depth_trends(snapshot, above=self.depth_factor)
+        for sample in np.flatnonzero(snapshot.total_grad_norm > 0).tolist():
+            small = self._is_small(float(snapshot.total_grad_norm[sample]))
+            trend = steep.get(sample)
+            faded = trend is not None and trend.order >= self.min_order
+            self._num_faded = self._num_faded + 1 if faded else 0
+            if small and self._num_small >= self.patience:
+                yield self._small_alert(snapshot, sample)
+            elif trend is not None and self._num_faded >= self.patience:
+                yield self._faded_alert(snapshot, sample, trend)
+
+    def _is_small(self, norm: float) -> bool:
+        if norm >= self.min_norm:
+            self._last_large = norm if math.isnan(self._last_large) else 0.9 * self._last_large + 0.1 * norm
+            self._num_small, self._converged = 0, False
+            return False
+        if self._num_small == 0:
+            self._converged = self._last_large < _ABRUPT * self.min_norm
+        self._num_small += 1
+        return not self._converged
+
+    def _small_alert(self, snapshot: Snapshot, sample: int) -> Alert:
+        step, norm_P = int(snapshot.steps[sample]), snapshot.grad_norm[sample]
+        fact = (
+            f"Step {step}: the gradient norm is {number(snapshot.total_grad_norm[sample])}, "
+            f"below {number(self.min_norm)} for {self._num_small} samples."
+        )
+        order = worst_first(-norm_P, range(len(norm_P)))
+        layers = listing(order, lambda p: f"{snapshot.names[p]} {number(norm_P[p])}")
+        cause = (
+            "a saturated or dead network, a loss divided too often, or float16 gradients with too small a loss scale"
+        )
+        remedy = "check the loss's reduction and scale, the activations and the initialisation, or use bfloat16"
+        return Alert(self.title, sentence(fact, layers, cause, remedy), step, "WARN")
+
+    def _faded_alert(self, snapshot: Snapshot, sample: int, trend: DepthTrend) -> Alert:
+        step, norm_P = int(snapshot.steps[sample]), snapshot.grad_norm[sample]
+        fact = (
+            f"Step {step}: the norm falls {number(trend.factor)}x from {trend.last} back to {trend.first}, layer by "
+            f"layer (threshold {number(self.depth_factor)}x), for {self._num_faded} samples."
+        )
+        order = worst_first(-norm_P, np.flatnonzero(norm_P > 0))
+        layers = listing(order, lambda p: f"{snapshot.names[p]} {number(norm_P[p])}")
+        cause = "saturating activations (sigmoid, tanh) or too small an initialisation in a deep network"
+        remedy = "use ReLU or GELU, residual connections, normalisation, and Kaiming or Xavier initialisation"
+        return Alert(self.title, sentence(fact, layers, cause, remedy), step, "WARN")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "num_small": self._num_small,
+            "num_faded": self._num_faded,
+            "last_large": None if math.isnan(self._last_large) else self._last_large,
+            "converged": self._converged,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._num_small, self._num_faded = int(state["num_small"]), int(state["num_faded"])
+        self._last_large = math.nan if state["last_large"] is None else float(state["last_large"])
+        self._converged = bool(state["converged"])
+
+
+@dataclass(kw_only=True)
+class DeadGradient:
+    """Many units of a layer get no gradient at all: "Dead gradient".
+
+    Args:
+        max_ratio: the share of a layer's units that may be dead. 5 % and 20 %, as is often read, is what an untrained
+            `Linear(1, 32)` before a ReLU has (a quarter of its units fire for no input in [-1, 1]); half is not.
+        patience: samples in a row before it counts: LoRA's A and all before a zero-initialised layer are dead at first.
+    """
+
+    max_ratio: float = 0.5
+    patience: int = 10
+    _num_dead: PerName = field(default_factory=PerName, init=False, repr=False)
+
+    title: ClassVar[str] = "Dead gradient"
+
+    def __post_init__(self) -> None:
+        check_limits(self, max_ratio=(0.0, 1.0), patience=(1.0, math.inf))
+
+    def check(self, snapshot: Snapshot) -> Iterable[Alert]:
+        modules, share_SL = dead_units(snapshot)
+        count_L = self._num_dead.of(modules)
+        for sample in np.flatnonzero(snapshot.total_grad_norm > 0).tolist():  # nothing at all is NoGradient's
+            share_L = share_SL[sample]
+            count_L[share_L > self.max_ratio] += 1
+            count_L[share_L <= self.max_ratio] = 0  # a missing layer keeps its count
+            dead = np.flatnonzero((count_L >= self.patience) & (share_L > self.max_ratio))
+            if dead.size:
+                yield self._alert(int(snapshot.steps[sample]), modules, share_L, worst_first(share_L, dead))
+
+    def _alert(self, step: int, modules: tuple[str, ...], share_L: FloatArray, dead: list[int]) -> Alert:
+        fact = (
+            f"Step {step}: more than {100 * self.max_ratio:.0f} % of the units of {len(dead)} of {len(modules)} layers "
+            f"have had no gradient for {self.patience} samples or more."
+        )
+        layers = listing(dead, lambda index: f"{modules[index]} {100 * share_L[index]:.0f} %")
+        cause = (
+            "ReLU units that never fire, by too large a step or a negative bias, or a layer that the loss does not use"
+        )
+        remedy = "lower the learning rate, use LeakyReLU or GELU, check the initialisation and the use of the output"
+        return Alert(self.title, sentence(fact, layers, cause, remedy), step, "WARN")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_dead": self._num_dead.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._num_dead.load_state_dict(state["num_dead"])
+
+
+@dataclass(kw_only=True)
+class NoGradient:
+    """Parameters whose gradient does not arrive, or gradients that are all exactly 0: "No gradient".
+
+    Args:
+        patience: samples in a row in which a watched parameter had no gradient.
+        zero_patience: samples in a row in which all gradients were exactly 0.
+        frozen: the names that are frozen now (`requires_grad` is False), which need no gradient. None: watch() fills
+            it in; elsewhere a parameter that never had a gradient is then taken for frozen: fine-tuning a head is no
+            fault.
+    """
+
+    patience: int = 100
+    zero_patience: int = 10
+    frozen: Callable[[], Collection[str]] | None = None
+    _was_seen: PerName = field(default_factory=PerName, init=False, repr=False)
+    _num_missing: PerName = field(default_factory=PerName, init=False, repr=False)
+    _num_zero: int = field(default=0, init=False)
+
+    title: ClassVar[str] = "No gradient"
+
+    def __post_init__(self) -> None:
+        check_limits(self, patience=(1.0, math.inf), zero_patience=(1.0, math.inf))
+
+    def check(self, snapshot: Snapshot) -> Iterable[Alert]:
+        count_P, was_seen_P = self._num_missing.of(snapshot.names), self._was_seen.of(snapshot.names)
+        missing_SP = np.isnan(snapshot.num_elements)
+        if not missing_SP.any() and (snapshot.total_grad_norm > 0).all():  # as nearly always: no sample needs a look
+            count_P[:], was_seen_P[:], self._num_zero = 0, 1, 0
+            return
+        for sample, missing_P in enumerate(missing_SP):
+            count_P[missing_P] += 1
+            count_P[~missing_P] = 0
+            was_seen_P[~missing_P] = 1.0
+            all_zero = snapshot.total_grad_norm[sample] == 0 and not np.any(snapshot.num_nonfinite[sample] > 0)
+            self._num_zero = self._num_zero + 1 if all_zero else 0
+            if self._num_zero >= self.zero_patience:
+                yield self._zero_alert(int(snapshot.steps[sample]))
+            elif (late := self._late(snapshot.names, count_P)).size:
+                yield self._missing_alert(int(snapshot.steps[sample]), snapshot.names, count_P, late)
+
+    def _late(self, names: tuple[str, ...], count_P: FloatArray) -> npt.NDArray[np.intp]:
+        """The parameters that should have had a gradient for long."""
+        late_P = count_P >= self.patience
+        if not late_P.any():
+            return np.flatnonzero(late_P)
+        if self.frozen is None:
+            return np.flatnonzero(late_P & (self._was_seen.of(names) > 0))
+        frozen = set(self.frozen())
+        return np.array([p for p in np.flatnonzero(late_P) if names[p] not in frozen], dtype=np.intp)
+
+    def _zero_alert(self, step: int) -> Alert:
+        fact = (
+            f"Step {step}: all gradients have been exactly 0 for {self._num_zero} samples "
+            f"(threshold {self.zero_patience})."
+        )
+        cause = "gradients zeroed between backward() and step(), a constant loss, or an underflow of float16 gradients"
+        remedy = "call zero_grad() before backward(), not after it; check the loss; use GradScaler or bfloat16"
+        return Alert(self.title, sentence(fact, "", cause, remedy), step, "WARN")
+
+    def _missing_alert(
+        self, step: int, names: tuple[str, ...], count_P: FloatArray, late: npt.NDArray[np.intp]
+    ) -> Alert:
+        missing = worst_first(count_P, late.tolist())
+        fact = (
+            f"Step {step}: {len(missing)} of {len(names)} watched parameters have had no gradient for "
+            f"{self.patience} samples or more."
+        )
+        layers = listing(missing, lambda p: f"{names[p]} ({count_P[p]:.0f} samples)")
+        cause = "layers frozen by mistake, detached from the loss, or not used by the forward"
+        remedy = "check requires_grad, detach() and torch.no_grad(); exclude= what is frozen on purpose"
+        return Alert(self.title, sentence(fact, layers, cause, remedy), step, "WARN")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "was_seen": self._was_seen.state_dict(),
+            "num_missing": self._num_missing.state_dict(),
+            "num_zero": self._num_zero,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._was_seen.load_state_dict(state["was_seen"])
+        self._num_missing.load_state_dict(state["num_missing"])
+        self._num_zero = int(state["num_zero"])

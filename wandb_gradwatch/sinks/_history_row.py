@@ -1,0 +1,204 @@
+"""What one window looks like as a row of the W&B history: plain numbers under the names that users see.
+
+A row is mergeable, like everything here: HistoryRow.of(a.merge(b)) equals HistoryRow.of(a).merge(HistoryRow.of(b)), but
+its memory does not grow with the number of samples. A value that is missing has no key; it is never NaN and never 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+
+from .._analysis.forecast import forecast
+from .._measure.columns import GUARDED, NUM_COLUMNS, FloatArray, merge_rows
+from .._measure.probe_values import MetricHistogram, merge_histograms
+from ..snapshot import Snapshot, last_present
+from ..snapshot._missing import sum_of_present
+
+# S samples in the window, P watched parameters or groups, C columns
+
+Number = int | float
+
+STEP_KEY: Final = "gradwatch/step"
+HISTOGRAM_FAMILY: Final = "gradients"
+SCALAR_FAMILIES: Final = (
+    "gradwatch",
+    "grad_norm",
+    "grad_norm_max",
+    "grad_param_ratio",
+    "dead_ratio",
+    "num_nonfinite",
+)
+_COUNTS: Final = "gradwatch/num_"  # how the names of our own counts begin
+_ABS_QUANTILES: Final = {
+    "gradwatch/grad_abs_p01": 0.01,
+    "gradwatch/grad_abs_p50": 0.50,
+    "gradwatch/grad_abs_p99": 0.99,
+}
+
+
+@dataclass(frozen=True)
+class HistoryRow:
+    """One row before it is logged.
+
+    Args:
+        step: the step of the last sample.
+        newest: values of the last sample; a later row replaces them all, missing ones too.
+        last: values that last until a newer one arrives.
+        largest: maxima over the window.
+        summed: counts over the window.
+        num_clipped: samples of the window whose gradient was clipped.
+        num_clip_known: samples of the window where that is known.
+        pictured: one sample, merged from those that the histogram counts, with the histogram; None without one.
+        metric_histograms: those of the window's metrics, by key.
+    """
+
+    step: int
+    newest: dict[str, Number]
+    last: dict[str, Number]
+    largest: dict[str, Number]
+    summed: dict[str, Number]
+    num_clipped: int
+    num_clip_known: int
+    pictured: Snapshot | None
+    metric_histograms: dict[str, MetricHistogram] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, snapshot: Snapshot) -> HistoryRow:
+        """Make the row of a window that holds at least one sample."""
+        total = snapshot.total
+        clip_known = ~np.isnan(snapshot.clipped)
+        names = [metric_name(name) for name in snapshot.names]
+        counts = {name: values for name, values in snapshot.metrics.items() if name.startswith(_COUNTS)}
+        last = {
+            metric_name(name): _last(values)
+            for name, values in snapshot.metrics.items()
+            if name not in counts and name != GUARDED
+        }
+        last |= _named("grad_norm", names, last_present(snapshot.grad_norm))
+        last |= _named("grad_param_ratio", names, last_present(snapshot.grad_param_ratio))
+        last |= _named("dead_ratio", names, last_present(snapshot.dead_ratio))
+        largest = {"gradwatch/grad_norm_max": float(np.fmax.reduce(snapshot.total_grad_norm))}
+        largest |= _named("grad_norm_max", names, np.fmax.reduce(snapshot.grad_norm, axis=0))
+        summed = {
+            "gradwatch/num_skipped_steps": float(np.count_nonzero(snapshot.skipped)),
+            **{name: float(np.nansum(values)) for name, values in counts.items()},
+        }
+        if snapshot.names:
+            summed["gradwatch/num_nan"] = float(sum_of_present(total.num_nan)[0])
+            summed["gradwatch/num_inf"] = float(sum_of_present(total.num_inf)[0])
+        summed |= _named("num_nonfinite", names, sum_of_present(snapshot.num_nonfinite))
+        return cls(
+            step=int(snapshot.steps[-1]),
+            newest=_present(_newest(snapshot)),
+            last=_present(last),
+            largest=_present(largest),
+            summed={key: int(value) for key, value in _present(summed).items()},
+            num_clipped=int(snapshot.clipped[clip_known].sum()),
+            num_clip_known=int(np.count_nonzero(clip_known)),
+            pictured=_pictured(snapshot),
+            metric_histograms={metric_name(key): value for key, value in snapshot.metric_histograms.items()},
+        )
+
+    def merge(self, later: HistoryRow) -> HistoryRow:
+        """This row and a later one as one: the row of both windows."""
+        rebinner = [picture for picture in (self.pictured, later.pictured) if picture is not None]
+        return HistoryRow(
+            step=later.step,
+            newest=later.newest,
+            last=self.last | later.last,
+            largest=self.largest
+            | {key: max(value, self.largest.get(key, value)) for key, value in later.largest.items()},
+            summed=self.summed | {key: value + self.summed.get(key, 0) for key, value in later.summed.items()},
+            num_clipped=self.num_clipped + later.num_clipped,
+            num_clip_known=self.num_clip_known + later.num_clip_known,
+            pictured=_pictured(rebinner[0].merge(*rebinner[1:])) if rebinner else None,
+            metric_histograms=merge_histograms([self.metric_histograms, later.metric_histograms]),
+        )
+
+    def vitals(self) -> dict[str, Number]:
+        """The numbers of the whole model, under `gradwatch/`, the step first."""
+        vitals: dict[str, Number] = {STEP_KEY: self.step, **self.newest}
+        vitals |= {
+            key: value
+            for values in (self.last, self.largest, self.summed)
+            for key, value in values.items()
+            if key.startswith("gradwatch/")
+        }
+        if self.num_clip_known:
+            vitals["gradwatch/clip_ratio"] = self.num_clipped / self.num_clip_known
+        if self.pictured is not None and self.pictured.names:
+            total = self.pictured.total
+            vitals |= _present({key: float(total.abs_quantile(q)[0]) for key, q in _ABS_QUANTILES.items()})
+            vitals |= _present(_precision(total))
+        return vitals
+
+    def scalars(self) -> dict[str, Number]:
+        """Every number of the row, the step first."""
+        return self.vitals() | self.last | self.largest | self.summed
+
+
+def metric_name(name: str) -> str:
+    """A parameter's name in a key: with `/` for `.`, because W&B ignores the options of metrics with dots."""
+    return name.replace(".", "/")
+
+
+def _newest(snapshot: Snapshot) -> dict[str, Number]:
+    """The whole model in the last sample. What could not be seen there is missing, not taken from an earlier sample."""
+    total = snapshot.total.sample(-1)
+    values: dict[str, Number] = {
+        "gradwatch/loss_scale": float(snapshot.loss_scale[-1]),
+        "gradwatch/overhead_ratio": float(snapshot.overhead_ratio),
+    }
+    if snapshot.names:
+        values |= {
+            "gradwatch/grad_norm": float(total.grad_norm[0, 0]),
+            "gradwatch/grad_norm_clipped": float(total.grad_norm_clipped[0, 0]),
+            "gradwatch/grad_mean": float(total.grad_mean[0, 0]),
+            "gradwatch/grad_std": float(total.grad_std[0, 0]),
+            "gradwatch/grad_abs_max": float(total.grad_abs_max[0, 0]),
+            "gradwatch/dead_ratio": float(total.dead_ratio[0, 0]),
+        }
+    return values
+
+
+def _precision(total: Snapshot) -> dict[str, Number]:
+    """What smaller number formats would do to the gradient that the histogram counts."""
+    values: dict[str, Number] = {}
+    for name, of_format in forecast(total).items():
+        values[f"gradwatch/{name}_underflow_ratio"] = of_format.total_underflow_ratio
+        values[f"gradwatch/{name}_flush_ratio"] = of_format.total_flush_ratio
+        values[f"gradwatch/{name}_headroom"] = of_format.total_headroom
+    return values
+
+
+def _pictured(snapshot: Snapshot) -> Snapshot | None:
+    """The histogram, with one row per name that knows its extremes."""
+    if snapshot.histogram is None:
+        return None
+    counted = np.isin(snapshot.steps, snapshot.histogram_steps)
+    rows_SPC = np.full((1, len(snapshot.names), NUM_COLUMNS), np.nan)
+    if counted.any():
+        rows_SPC[0] = merge_rows(snapshot.rows[counted], axis=0)
+    return Snapshot(
+        steps=snapshot.steps[-1:],
+        names=snapshot.names,
+        rows=rows_SPC,
+        histogram=snapshot.histogram,
+        histogram_steps=(int(snapshot.steps[-1]),) if counted.any() else (),
+    )
+
+
+def _named(family: str, names: Iterable[str], values_P: FloatArray) -> dict[str, Number]:
+    return {f"{family}/{name}": value for name, value in zip(names, values_P.tolist(), strict=True)}
+
+
+def _present(values: dict[str, Number]) -> dict[str, Number]:
+    return {key: value for key, value in values.items() if value == value}
+
+
+def _last(values_S: FloatArray) -> float:
+    return float(last_present(np.asarray(values_S, dtype=np.float64)[:, None])[0])

@@ -1,0 +1,98 @@
+"""The rows of ours that wait for a place, in order."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+class Row(Protocol):
+    """A row that waits; it becomes one or several dictionaries only when a place is found."""
+
+    def merge(self, later: Any) -> Any:
+        """This row and a later one of the same owner as one."""
+
+    def parts(self) -> list[dict[str, Any]]:
+        """What to log, in order; each part takes a place of its own."""
+
+
+@dataclass
+class _QueuedRow:
+    owner: object
+    row: Row
+    num_windows: int = 1
+
+
+class RowQueue:
+    """Rows in a line, and in front of them the parts of the row whose placing has begun. Owns both.
+
+    The lock is never held while logging, so that `put` never waits for a log call, and it is re-entrant, because a
+    signal handler may log or finish the run in the middle of anything here.
+
+    Args:
+        max_waiting: how many rows may wait before neighbours of one owner are merged.
+    """
+
+    def __init__(self, max_waiting: int) -> None:
+        self._max_waiting = max_waiting
+        self._waiting: deque[_QueuedRow] = deque()
+        self._parts: deque[dict[str, Any]] = deque()
+        self._lock = threading.RLock()
+
+    def __len__(self) -> int:
+        """Rows that have no place yet."""
+        return len(self._waiting) + (1 if self._parts else 0)
+
+    def put(self, owner: object, row: Row) -> None:
+        """To the end of the line."""
+        with self._lock:
+            self._waiting.append(_QueuedRow(owner, row))
+            if len(self._waiting) > self._max_waiting:
+                self._merge_neighbours()
+
+    def next_part(self) -> dict[str, Any] | None:
+        """The part whose turn it is; it stays in line until `pop_part`."""
+        while not self._parts:
+            with self._lock:
+                if not self._waiting:
+                    return None
+                row = self._waiting.popleft().row
+            self._parts.extend(row.parts())
+        return self._parts[0]
+
+    def pop_part(self) -> None:
+        """The part whose turn it was is logged."""
+        self._parts.popleft()
+
+    def have_several(self) -> bool:
+        """Whether another part or row waits behind the next part."""
+        self.next_part()
+        return len(self._parts) + len(self._waiting) > 1
+
+    def clear(self) -> None:
+        """Nothing waits any more."""
+        self._waiting.clear()
+        self._parts.clear()
+
+    def _merge_neighbours(self) -> None:
+        """Merge the two neighbours of one owner that together hold the fewest windows; the oldest of equals."""
+        pair = self._lightest_neighbours()
+        if pair is None:
+            return  # as many owners as rows
+        previous, index = pair
+        earlier, later = self._waiting[previous], self._waiting[index]
+        merged = _QueuedRow(later.owner, earlier.row.merge(later.row), earlier.num_windows + later.num_windows)
+        if index < len(self._waiting) and self._waiting[previous] is earlier:  # else a signal handler ended the run
+            self._waiting[index] = merged
+            del self._waiting[previous]
+
+    def _lightest_neighbours(self) -> tuple[int, int] | None:
+        last_of: dict[int, int] = {}
+        pairs: list[tuple[int, int]] = []
+        for index, waiting in enumerate(self._waiting):
+            if (previous := last_of.get(id(waiting.owner))) is not None:
+                pairs.append((previous, index))
+            last_of[id(waiting.owner)] = index
+        return min(pairs, key=lambda pair: sum(self._waiting[place].num_windows for place in pair), default=None)

@@ -1,0 +1,254 @@
+"""Where our rows go among the rows of a user's run: none of ours is lost, none of the user's is lost, moved or changed.
+
+W&B keeps one open row at a step. A log call with a larger step closes the row and opens that step; one with a smaller
+step is dropped; then its keys merge into the open row, and the row closes if the call commits (without `step=` it does,
+unless `commit=False`). A library that commits a row of its own therefore shifts or drops rows of the user, and one that
+merges two rows of its own into the same open row loses the first.
+
+So, while the user may still log, we never commit, and never take a step that the user could still use:
+
+- A user's call is about to close the open row: the oldest waiting row joins it.
+- A user's call jumps over steps: waiting rows take the steps in between, which nobody can use any more.
+- Otherwise rows wait, and neighbours merge when too many do.
+- When the run ends, nobody logs any more, and the rest is committed row by row.
+
+A process that is killed (SIGKILL) loses the rows that wait, as it loses W&B's own open row.
+
+Two views of the open row exist. We mirror W&B's rule at `run._log`, which every log call of the process passes
+through. `run.step`, which asks W&B itself, checks the mirror where a wrong one would lose a row (another process that
+logs is not seen), and replaces it where `_log` does not exist.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from . import _sdk as sdk
+from ._open_row import OpenRow, closes
+from ._row_queue import Row, RowQueue
+
+logger = logging.getLogger("wandb_gradwatch")
+
+MAX_WAITING: Final = 64  # rows; above it neighbours merge. With 256 histograms each these are about 35 MB.
+_ATTRIBUTE: Final = "_wandb_gradwatch_placement"
+
+
+def placement_of(run: Any) -> RowScheduler:
+    """The placement of a run: one for the run's whole life, whoever watches into it.
+
+    Args:
+        run: a `wandb.Run` that is neither finished nor disabled.
+    """
+    existing = vars(run).get(_ATTRIBUTE)
+    if existing is None:
+        # vars(), because a run refuses unknown attributes once it is initialised.
+        existing = vars(run)[_ATTRIBUTE] = RowScheduler(run)
+    return existing  # type: ignore[no-any-return]
+
+
+class RowScheduler:
+    """The rule that finds a place for the rows that wait, and the one who logs them.
+
+    Owns the run's log call while it lasts, what waits (`RowQueue`), what is known of the open row (`OpenRow`), and
+    who is to be called before the end.
+
+    Args:
+        run: a `wandb.Run`.
+        max_waiting: how many rows may wait before neighbours of one owner are merged.
+    """
+
+    def __init__(self, run: Any, max_waiting: int = MAX_WAITING) -> None:
+        self.ended = False
+        self.defined: set[str] = set()  # metric names and globs that this run knows already
+        self.num_user_calls = 0
+        self._run = run
+        self._pid = os.getpid()
+        self._shared = run.settings.mode == "shared"  # there the server orders rows: every writer just logs
+        self._waiting = RowQueue(max_waiting)
+        self._open = OpenRow(run.starting_step)
+        # Held from looking at the open row to the end of the log call. Re-entrant, because a signal handler may log or
+        # finish the run in the middle of anything here.
+        self._log_lock = threading.RLock()
+        self._before_end: list[Callable[[], object]] = []
+        self._forget_exit: Callable[[], None] = lambda: None
+        self._calls_at_last_put = -1
+        self._log: Callable[..., None] = getattr(run, "_log", run.log)
+        self._sees_calls = hasattr(run, "_log") and not self._shared
+        self._asks_step = not self._shared
+        self._look_at_step()
+        if self._sees_calls:
+            # There `run.step` is the SDK's own count, which drifts: the mirror knows better.
+            self._asks_step = self._asks_step and "_step" not in vars(run)
+            run._log = self._user_log
+        self._forget_exit = sdk.call_before_the_end(run, self.end)
+
+    # ---- in
+
+    @property
+    def num_waiting(self) -> int:
+        """Rows that have no place yet."""
+        return len(self._waiting)
+
+    def put(self, owner: object, row: Row, *, commit: bool = False) -> None:
+        """Take a row; it is logged when it can be without touching the user's rows, at the latest when the run ends.
+
+        Args:
+            owner: rows of the same owner may merge, and keep their order.
+            commit: log it now, as a step of its own. For users who never log: it moves the steps of those who do.
+        """
+        self._waiting.put(owner, row)
+        if commit or self._shared:
+            self._log_all()
+        elif not self._sees_calls or (self._calls_at_last_put == self.num_user_calls and self.num_waiting > 1):
+            self._log_where_nothing_of_ours_is()
+        self._calls_at_last_put = self.num_user_calls
+
+    def before_end(self, callback: Callable[[], object]) -> Callable[[], None]:
+        """Call back once when the run ends, while rows can still be put: the moment of a last flush.
+
+        Returns:
+            A function that takes the request back.
+        """
+        self._before_end.append(callback)
+
+        def forget() -> None:
+            if callback in self._before_end:
+                self._before_end.remove(callback)
+
+        return forget
+
+    # ---- out
+
+    def _place(self, *, step: int | None = None, commit: bool = False) -> None:
+        """Log the part whose turn it is, if there is one."""
+        part = self._waiting.next_part()
+        if part is None:
+            return
+        if self._open.timestamp is not None and (step is None or step == self._open.step):
+            part = {**part, "_timestamp": self._open.timestamp}
+        counter = sdk.media_counter(self._run)
+        self._log(part, step=step, commit=commit)
+        # Only now: interrupted before, it is logged again, into the same open row, with the same keys.
+        self._waiting.pop_part()
+        self._open.note_call(step, commit, own=True)
+        if not commit:
+            sdk.restore_media_counter(self._run, counter)
+
+    def _log_all(self) -> None:
+        with self._log_lock:
+            if self._shared:
+                while (part := self._waiting.next_part()) is not None:
+                    self._log(part)
+                    self._waiting.pop_part()
+                return
+            if self._waiting.next_part() is not None and self._open.has_own:
+                self._look_at_step()
+            while self._waiting.next_part() is not None:
+                if self._open.has_own:
+                    self._log({}, commit=True)
+                    self._open.note_call(None, True)
+                self._place(commit=True)
+
+    def _log_where_nothing_of_ours_is(self) -> None:
+        """Place a row without waiting for the user's next call, as none may come that we see."""
+        if not self._log_lock.acquire(blocking=False):
+            return  # a log call is under way in another thread: it is the call that was missing
+        try:
+            # Always: a row placed under an old step would look like one that was closed since.
+            self._look_at_step()
+            if not self._open.has_own:
+                self._place()
+        finally:
+            self._log_lock.release()
+
+    # ---- the user's calls
+
+    def _user_log(self, data: Any, step: Any = None, commit: Any = None, **more: Any) -> None:
+        """Stand in for `run._log`: place what waits around a call of the user, which passes unchanged."""
+        if self.ended or os.getpid() != self._pid:  # in a forked child nobody may ever release the lock
+            return self._log(data, step=step, commit=commit, **more)
+        with self._log_lock:
+            self.num_user_calls += 1
+            effective_step = sdk.effective_step(step)
+            self._guarded(lambda: self._place_before(data, effective_step, commit))
+            self._log(data, step=step, commit=commit, **more)
+            self._guarded(lambda: self._place_after(data, effective_step, commit))
+
+    def _place_before(self, data: Any, step: int | None, commit: bool | None) -> None:
+        valid = isinstance(data, Mapping) and all(isinstance(key, str) for key in data)
+        if not valid or self._open.drops(step) or self._waiting.next_part() is None:
+            return  # it will raise, or be dropped, or nothing waits
+        jumps = self._open.is_left_by(step)
+        if step is not None and jumps and self._waiting.have_several():
+            self._fill_steps_before(step)
+        if closes(step, commit) and (jumps or not self._open.has_own):
+            self._place(step=step if jumps else None)
+
+    def _fill_steps_before(self, step: int) -> None:
+        """Give waiting rows the steps that the user skips; the newest waits for the row that the user is to open."""
+        self._look_at_step()
+        free = self._open.step + 1 if self._open.has_own else self._open.step
+        while free < step and self._waiting.have_several():
+            self._place(step=free)
+            free += 1
+
+    def _place_after(self, data: Any, step: int | None, commit: bool | None) -> None:
+        if self._open.drops(step):
+            return
+        # After a jump the open row may be closed by the next jump, as users with step= do, so this is the row's turn.
+        opened = self._open.is_left_by(step) and not closes(step, commit)
+        self._open.note_call(step, commit)
+        self._open.timestamp = None if closes(step, commit) else data.get("_timestamp")
+        if opened:
+            self._place()
+
+    def _look_at_step(self) -> None:
+        """Ask W&B for the open row's step: rows were closed that we did not see if it is larger than ours.
+
+        Cost: one exchange with W&B's process, 0.5 to 2 ms.
+        """
+        if not self._asks_step:
+            return
+        try:
+            step = self._run.step
+        except Exception as error:  # it waits up to 30 s for an answer: once is enough, the mirror goes on alone
+            logger.debug("run.step does not answer: %s", error)
+            self._asks_step = False
+            return
+        self._open.note_step(step)
+
+    def _guarded(self, place: Callable[[], None]) -> None:
+        """Our failure is not the user's failure: say it once, and leave the user's calls alone from then on."""
+        if self.ended:
+            return
+        try:
+            place()
+        except Exception:
+            logger.exception("Gradients are no longer logged to W&B: placing a row failed. Training goes on.")
+            self._stop()
+
+    # ---- the end
+
+    def end(self) -> None:
+        """Log everything that waits, and give the run back as it was. Idempotent; never raises."""
+        if self.ended:
+            return
+        callbacks, self._before_end = self._before_end, []
+        for log in (*callbacks, self._log_all):
+            try:
+                log()
+            except Exception:
+                logger.exception("The last gradients were not all logged to W&B.")
+        self._stop()
+
+    def _stop(self) -> None:
+        self.ended = True
+        self._waiting.clear()
+        self._before_end.clear()
+        self._forget_exit()
+        if self._sees_calls and vars(self._run).get("_log") == self._user_log:
+            del vars(self._run)["_log"]

@@ -1,0 +1,223 @@
+"""Log snapshots and alerts to a W&B run that the user owns: never started, finished or moved by us."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, Final
+
+from ..rules import Alert
+from ..snapshot import GroupBy, Snapshot, group_function
+from ._history_row import HISTOGRAM_FAMILY, SCALAR_FAMILIES, STEP_KEY, HistoryRow, metric_name
+from ._rebinning import Rebinner
+from ._row_scheduler import RowScheduler, placement_of
+from ._run_rows import RunRow, TableRow, in_namespace
+from ._series import SeriesGrouping
+
+logger = logging.getLogger("wandb_gradwatch")
+
+MAX_METRICS: Final = 10_000  # W&B advises fewer in a run
+_ALERT_WAIT_SECONDS: Final = 1  # W&B swallows alerts of one title within this; 0 would mean its default of 60
+_STARVED_WINDOWS: Final = 8
+
+
+class WandbSink:
+    """Write one history row per snapshot, under the keys of the README, and send alerts with `run.alert`.
+
+    The user's own rows stay as they are without this sink; see `placement`. Rows may therefore wait for the user's next
+    `run.log()`, at the latest until the run ends. In a disabled run nothing happens.
+
+    Args:
+        run: a `wandb.Run`; None takes `wandb.run`.
+        group_by: what one series shows: "parameter" (of more than 256, the module, or more, which is said once),
+            "module", or a function from a parameter's name to its group's: `str` keeps every parameter.
+        histograms: log `gradients/<name>`, and the histograms of metrics.
+        namespace: log the whole model's numbers under `gradwatch/<namespace>/` instead of `gradwatch/`, for a second
+            model in one run.
+        commit: log every row at once, as a W&B step of its own. For scripts that never call `run.log()`; it moves the
+            steps of those that do.
+
+    Raises:
+        RuntimeError: there is no run, or it has ended.
+        TypeError: what is given as run is none.
+        ValueError: `group_by` is none of the above.
+    """
+
+    def __init__(
+        self,
+        run: Any = None,
+        *,
+        group_by: GroupBy = "parameter",
+        histograms: bool = True,
+        namespace: str = "",
+        commit: bool = False,
+    ) -> None:
+        import wandb
+
+        run = wandb.run if run is None else run
+        if run is None:
+            raise RuntimeError("WandbSink() found no W&B run; call wandb.init() first or pass run=")
+        if not (hasattr(run, "log") and hasattr(run, "define_metric")):
+            raise TypeError(f"WandbSink(run={run!r}) must be what wandb.init() returns")
+        if getattr(run, "_is_finished", False):
+            raise RuntimeError(f"W&B run {run.id!r} has ended; call wandb.init() again and pass the new run")
+        group_function(group_by)
+        self._run = run
+        self._grouping = SeriesGrouping(group_by)
+        self._histograms = histograms
+        self._namespace = namespace
+        self._commit = commit
+        self._rebinner = Rebinner()
+        self._said: set[str] = set()
+        self._told_names: list[str] = []
+        self._kept_table: TableRow | None = None
+        self._forget: list[Callable[[], None]] = []
+        self._row_scheduler: RowScheduler | None = None
+        if not run.disabled:
+            self._row_scheduler = placement_of(run)
+            self._define_families()
+
+    def __repr__(self) -> str:
+        return f"WandbSink(run={self._run.id!r})"
+
+    @property
+    def run(self) -> Any:
+        """The run, as it was given."""
+        return self._run
+
+    def before_run_ends(self, callback: Callable[[], object]) -> None:
+        """Call back once when the run ends, however it ends, while `write` and `alert` still work: for a last flush.
+
+        `close` takes the request back.
+        """
+        if self._row_scheduler is not None:
+            self._forget.append(self._row_scheduler.before_end(callback))
+
+    def write(self, snapshot: Snapshot) -> None:
+        """Log a snapshot when that leaves the user's rows as they are."""
+        if self._row_scheduler is None or not len(snapshot) or self._has_ended(self._row_scheduler):
+            return
+        self._define_metrics(snapshot, self._row_scheduler)
+        grouped = self._grouping.apply(snapshot)
+        self._tell_order(list(grouped.names))
+        row = HistoryRow.of(grouped)
+        rebinner = self._rebinner if self._histograms else None
+        self._row_scheduler.put(self, RunRow(row, rebinner, self._namespace), commit=self._commit)
+        if self._row_scheduler.num_waiting > 1:
+            self._show_newest(row, self._row_scheduler)
+
+    @property
+    def directory(self) -> str | None:
+        """The run's folder, whose files W&B keeps with the run; None for a disabled run."""
+        return None if self._row_scheduler is None else str(self._run.dir)
+
+    def log_table(self, columns: list[str], rows: list[list[Any]]) -> None:
+        """Log the flight recorder, as a table in a row of its own; online when the run ends, the newest one.
+
+        W&B makes a table an artifact, and asks the server for it within `run.log`: a server that does not answer would
+        stop the training, at the very step that an alert is about.
+        """
+        if self._row_scheduler is None or not rows or self._has_ended(self._row_scheduler):
+            return
+        table = TableRow(columns, rows)
+        if self._run.offline:
+            self._row_scheduler.put(object(), table, commit=self._commit)  # an owner of its own: it merges with nothing
+            return
+        if self._kept_table is None:
+            self._row_scheduler.before_end(self._put_kept_table)
+        self._kept_table = table
+
+    def _put_kept_table(self) -> None:
+        if self._row_scheduler is not None and self._kept_table is not None:
+            self._row_scheduler.put(object(), self._kept_table)
+
+    def alert(self, alert: Alert) -> None:
+        """Send an alert now; W&B forwards it to the user's Slack or e-mail."""
+        if self._row_scheduler is None or self._has_ended(self._row_scheduler):
+            return
+        self._run.alert(title=alert.title, text=alert.text, level=alert.level, wait_duration=_ALERT_WAIT_SECONDS)
+
+    def close(self) -> None:
+        """Write no more. Rows that still wait stay with the run and are logged before it ends; the run goes on."""
+        for forget in self._forget:
+            forget()
+        self._row_scheduler = None
+
+    def _has_ended(self, row_scheduler: RowScheduler) -> bool:
+        if row_scheduler.ended:
+            ended = "W&B run %r has ended: gradients are no longer logged to it. In the next run call watch() again."
+            self._say("ended", ended, self._run.id)
+        return row_scheduler.ended
+
+    def _show_newest(self, row: HistoryRow, row_scheduler: RowScheduler) -> None:
+        """Rows pile up, as the script logs rarely or never: keep at least the run's summary fresh."""
+        self._run.summary.update(in_namespace(row.vitals(), self._namespace))
+        if row_scheduler.num_user_calls == 0 and row_scheduler.num_waiting >= _STARVED_WINDOWS:
+            self._say(
+                "starved",
+                "%d windows of gradients wait for a row in the W&B history, because the script has not called "
+                "run.log() yet. They are saved when it does or when the run ends; if it never does, use "
+                "watch(..., sinks=[WandbSink(commit=True)]).",
+                row_scheduler.num_waiting,
+            )
+
+    def _say(self, kind: str, message: str, *args: object) -> None:
+        if kind not in self._said:
+            self._said.add(kind)
+            logger.warning(message, *args)
+
+    def _tell_order(self, names: list[str]) -> None:
+        """Put the names into the run's config, in the model's order: the history loses it."""
+        if names != self._told_names:
+            self._told_names = names
+            told = {"names": names} if not self._namespace else {self._namespace: {"names": names}}
+            self._run.config.update({"gradwatch": told}, allow_val_change=True)
+            self._say_clashes(names)
+
+    def _say_clashes(self, names: list[str]) -> None:
+        by_key: dict[str, list[str]] = {}
+        for name in names:
+            by_key.setdefault(metric_name(name), []).append(name)
+        clashes = [" and ".join(map(repr, group)) for group in by_key.values() if len(group) > 1]
+        if clashes:
+            self._say(
+                "clashes",
+                "In W&B, where a name has / for every dot, %s are one series, of the last of them: give one another "
+                "name, or a group of its own with group_by=.",
+                "; ".join(clashes[:3]),
+            )
+
+    # ---- metric definitions
+
+    def _define_families(self) -> None:
+        self._define(STEP_KEY)
+        for family in SCALAR_FAMILIES:
+            self._define(f"{family}/*", step_metric=STEP_KEY)
+        # A histogram in the summary is sent again, whole, every few seconds.
+        self._define(f"{HISTOGRAM_FAMILY}/*", step_metric=STEP_KEY, summary="none")
+
+    def _define_metrics(self, snapshot: Snapshot, row_scheduler: RowScheduler) -> None:
+        for name in map(metric_name, snapshot.metrics):
+            if name.partition("/")[0] not in SCALAR_FAMILIES and name not in row_scheduler.defined:
+                self._define(name, step_metric=STEP_KEY)
+        if len(snapshot.metrics) > MAX_METRICS:
+            self._say(
+                "many metrics",
+                "%d metrics are more than the %d that W&B shows well in a run. Measure fewer: match= and statistics= "
+                "of what is in watch(metrics=...) choose among modules, parameters and numbers.",
+                len(snapshot.metrics),
+                MAX_METRICS,
+            )
+        for name in map(metric_name, snapshot.metric_histograms):
+            # With the star: W&B heeds "none" for patterns only, and one may end in nothing but a star.
+            self._define(f"{name}*", step_metric=STEP_KEY, summary="none")
+
+    def _define(self, name: str, **options: Any) -> None:
+        assert self._row_scheduler is not None
+        if name in self._row_scheduler.defined:
+            return
+        self._row_scheduler.defined.add(name)
+        if "step_metric" in options:
+            # Else W&B adds our step to rows of the user that hold a name of these families.
+            options["step_sync"] = False
+        self._run.define_metric(name, **options)

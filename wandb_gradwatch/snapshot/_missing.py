@@ -1,0 +1,50 @@
+"""Arithmetic in which NaN is what is missing: never 0, and never a number made of nothing."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from .._measure.columns import FloatArray
+
+# S samples in the window, P watched parameters (or groups)
+
+
+# Below it, a sum of squares may have lost digits, or all of it, to squares that float64 cannot hold: elements below
+# 1e-154, which only float64 gradients have.
+_LEAST_SUM_SQ: Final = 2.0**-970
+
+
+def ratio(numerator: FloatArray, denominator: FloatArray) -> FloatArray:
+    """numerator / denominator, NaN where the denominator is 0 or infinite, or either is missing."""
+    undefined = ~((denominator > 0) & (denominator < np.inf))
+    return np.where(undefined, np.nan, numerator / np.where(undefined, 1.0, denominator))
+
+
+def finite_or_missing(extremes: FloatArray) -> FloatArray:
+    """The identity of a minimum or maximum (nothing entered it) as missing."""
+    return np.where(np.isinf(extremes), np.nan, extremes)
+
+
+def too_small(sum_sq_SP: FloatArray) -> npt.NDArray[np.bool_] | None:
+    """Where a sum of squares is 0 or may have lost digits: [S, P]; None for nowhere, as nearly always."""
+    tiny_SP: npt.NDArray[np.bool_] = sum_sq_SP < _LEAST_SUM_SQ
+    return tiny_SP if tiny_SP.any() else None
+
+
+def last_present(values_SP: FloatArray) -> FloatArray:
+    """Each name's last value that is not missing: [P]; NaN where all are."""
+    if not len(values_SP):
+        return np.full(values_SP.shape[1:], np.nan)
+    present = ~np.isnan(values_SP)
+    last = len(values_SP) - 1 - np.argmax(present[::-1], axis=0)
+    result: FloatArray = np.take_along_axis(values_SP, last[None], axis=0)[0]
+    return result
+
+
+def sum_of_present(counts_SP: FloatArray) -> FloatArray:
+    """Each name's count over the samples in which it is present: [P]; NaN where it never is."""
+    absent = np.isnan(counts_SP).all(axis=0)
+    return np.where(absent, np.nan, np.nansum(counts_SP, axis=0))

@@ -1,0 +1,108 @@
+"""Other shapes of the same samples: fewer names, fewer samples, several snapshots as one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from .._measure.columns import NUM_BINS, NUM_COLUMNS, FloatArray, merge_rows
+from .._measure.probe_values import merge_histograms
+
+if TYPE_CHECKING:
+    from ._snapshot import Snapshot
+
+# S samples, P watched parameters (or groups)
+
+Places = npt.NDArray[np.intp] | slice
+
+
+def group_names(snapshot: Snapshot, group_of: Callable[[str], str]) -> Snapshot:
+    """Merge the names of one group, in the order in which the groups first appear."""
+    members: dict[str, list[int]] = {}
+    for index, name in enumerate(snapshot.names):
+        members.setdefault(group_of(name), []).append(index)
+    groups = list(members.values())
+    rows = np.empty((len(snapshot), len(groups), NUM_COLUMNS))
+    for index, group in enumerate(groups):
+        rows[:, index] = merge_rows(snapshot.rows[:, group], axis=1)
+    histogram = snapshot.histogram
+    if histogram is not None:
+        histogram = np.stack([histogram[group].sum(axis=0) for group in groups])
+    trainable = np.array([snapshot.trainable[group].any() for group in groups], dtype=bool)
+    return replace(snapshot, names=tuple(members), rows=rows, histogram=histogram, trainable=trainable)
+
+
+def select_samples(snapshot: Snapshot, indices: Sequence[int] | npt.NDArray[np.intp]) -> Snapshot:
+    """Some samples of a snapshot, copied, without the histograms, which nobody can take apart."""
+    chosen = list(indices)
+    return replace(
+        snapshot,
+        steps=snapshot.steps[chosen],
+        rows=snapshot.rows[chosen],
+        histogram=None,
+        histogram_steps=(),
+        loss_scale=snapshot.loss_scale[chosen],
+        skipped=snapshot.skipped[chosen],
+        metrics={name: values[chosen] for name, values in snapshot.metrics.items()},
+        metric_histograms={},
+    )
+
+
+def concatenate(snapshots: Sequence[Snapshot]) -> Snapshot | None:
+    """Merge any number of snapshots; None for none."""
+    return merge_snapshots(snapshots) if snapshots else None
+
+
+def merge_snapshots(snapshots: Sequence[Snapshot]) -> Snapshot:
+    """One snapshot of the samples of several, at least one, in the order given; what a snapshot lacks is missing."""
+    names, places = _joint_names(snapshots)
+    rows = np.full((sum(map(len, snapshots)), len(names), NUM_COLUMNS), np.nan)
+    trainable = np.zeros(len(names), dtype=bool)
+    histogram = None
+    start = 0
+    for snapshot in snapshots:
+        here = places[snapshot.names]
+        rows[start : start + len(snapshot), here] = snapshot.rows
+        trainable[here] = snapshot.trainable
+        start += len(snapshot)
+        if snapshot.histogram is not None:
+            histogram = np.zeros((len(names), NUM_BINS), dtype=np.int64) if histogram is None else histogram
+            histogram[here] += snapshot.histogram
+    return replace(
+        snapshots[-1],
+        steps=np.concatenate([s.steps for s in snapshots]),
+        names=names,
+        rows=rows,
+        histogram=histogram,
+        histogram_steps=tuple(step for s in snapshots for step in s.histogram_steps),
+        loss_scale=np.concatenate([s.loss_scale for s in snapshots]),
+        skipped=np.concatenate([s.skipped for s in snapshots]),
+        trainable=trainable,
+        metrics=_joint_metrics(snapshots),
+        metric_histograms=merge_histograms(s.metric_histograms for s in snapshots),
+    )
+
+
+def _joint_names(snapshots: Sequence[Snapshot]) -> tuple[tuple[str, ...], dict[tuple[str, ...], Places]]:
+    """All names in the order in which they first appear, and by each snapshot's names where these are among them."""
+    distinct = dict.fromkeys(snapshot.names for snapshot in snapshots)
+    place = {name: index for index, name in enumerate(dict.fromkeys(chain.from_iterable(distinct)))}
+    names = tuple(place)
+    return names, {
+        some: slice(None) if some == names else np.array([place[name] for name in some], dtype=np.intp)
+        for some in distinct
+    }
+
+
+def _joint_metrics(snapshots: Sequence[Snapshot]) -> dict[str, FloatArray]:
+    """Every metric over the samples of all, NaN in those of a snapshot that lacks it: each [S]."""
+    keys = dict.fromkeys(key for snapshot in snapshots for key in snapshot.metrics)
+    return {
+        key: np.concatenate([s.metrics[key] if key in s.metrics else np.full(len(s), np.nan) for s in snapshots])
+        for key in keys
+    }

@@ -1,0 +1,306 @@
+"""The samples of one window on the host: a frozen value, every number that follows from it, and other shapes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from .._measure.columns import (
+    CLIP_TOLERANCE,
+    GUARDED,
+    GUARDED_STEPS,
+    NUM_BINS,
+    NUM_COLUMNS,
+    Column,
+    FloatArray,
+    IntArray,
+    histogram_edges,
+)
+from .._measure.probe_values import MetricHistogram
+from ._frozen import derived, frozen
+from ._groups import GroupBy, group_function
+from ._missing import finite_or_missing, ratio, too_small
+from ._quantiles import check_quantile, fold_signs, magnitude_quantile, signed_quantile
+from ._shapes import group_names, merge_snapshots, select_samples
+
+# S samples in the window, P watched parameters (or groups), C columns, B histogram bins, M magnitude bins
+
+# [S] in `metrics`, where ranks hold shards: the rank whose gradients were non-finite first, in the backward's order.
+FIRST_BAD_RANK_METRIC: Final = "gradwatch/first_nonfinite_rank"
+
+
+@dataclass(frozen=True, eq=False)
+class Snapshot:
+    """The samples since the last flush, in true gradient units (unscaled, accumulated, before clipping).
+
+    A value that is missing is NaN, never 0: no gradient arrived for that parameter in that sample.
+
+    Args:
+        steps: [S] the step of each sample.
+        names: [P] parameter or group names, dots as in `named_parameters()`.
+        rows: [S, P, C] the mergeable rows.
+        histogram: [P, B] counts of the samples in `histogram_steps`; None where none was taken.
+        histogram_steps: the steps whose gradients the histogram counts.
+        loss_scale: [S] the loss scale of each sample; NaN without one.
+        skipped: [S] True where AMP skipped the update.
+        trainable: [P] False for what is frozen: its missing rows are meant.
+        metrics: further values by key, each [S]: logged under that key, the last one of the window.
+        overhead_ratio: the monitor's share of the window's wall time; NaN where it is not measured.
+        metric_histograms: histograms by key, such as those of activations: of the whole window, logged under that key.
+    """
+
+    steps: IntArray
+    names: tuple[str, ...]
+    rows: FloatArray
+    histogram: IntArray | None = None
+    histogram_steps: tuple[int, ...] = ()
+    loss_scale: FloatArray = field(default=None)  # type: ignore[arg-type]  # filled in __post_init__
+    skipped: npt.NDArray[np.bool_] = field(default=None)  # type: ignore[arg-type]  # filled in __post_init__
+    trainable: npt.NDArray[np.bool_] = field(default=None)  # type: ignore[arg-type]  # filled in __post_init__
+    metrics: Mapping[str, FloatArray] = field(default_factory=dict)
+    overhead_ratio: float = float("nan")
+    metric_histograms: Mapping[str, MetricHistogram] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        num_samples, num_names = len(self.steps), len(self.names)
+        if self.rows.shape != (num_samples, num_names, NUM_COLUMNS):
+            raise ValueError(
+                f"rows must be [S, P, C] = {(num_samples, num_names, NUM_COLUMNS)}, but are {self.rows.shape}"
+            )
+        if self.histogram is not None and self.histogram.shape != (num_names, NUM_BINS):
+            raise ValueError(f"histogram must be [P, B] = {(num_names, NUM_BINS)}, but is {self.histogram.shape}")
+        if self.loss_scale is None:
+            object.__setattr__(self, "loss_scale", np.full(num_samples, np.nan))
+        if self.skipped is None:
+            object.__setattr__(self, "skipped", np.zeros(num_samples, dtype=bool))
+        if self.trainable is None:
+            object.__setattr__(self, "trainable", np.ones(num_names, dtype=bool))
+        for name in ("steps", "rows", "histogram", "loss_scale", "skipped", "trainable"):
+            if (values := getattr(self, name)) is not None:
+                object.__setattr__(self, name, frozen(values))
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def __repr__(self) -> str:
+        span = f"steps {self.steps[0]}..{self.steps[-1]}" if len(self) else "no samples"
+        return f"Snapshot({span}, {len(self.names)} names, histogram={'no' if self.histogram is None else 'yes'})"
+
+    def column(self, column: Column) -> FloatArray:
+        """One raw column: [S, P]."""
+        return self.rows[..., column]
+
+    # ---- one name at one sample, before clipping where nothing else is said: all [S, P]
+
+    @derived
+    def num_elements(self) -> FloatArray:
+        """Number of elements, finite or not."""
+        return self.column(Column.NUM_ELEMENTS)
+
+    @derived
+    def num_nan(self) -> FloatArray:
+        """Number of NaN elements."""
+        return self.column(Column.NUM_NAN)
+
+    @derived
+    def num_inf(self) -> FloatArray:
+        """Number of infinite elements, of either sign."""
+        return self.column(Column.NUM_INF)
+
+    @derived
+    def num_nonfinite(self) -> FloatArray:
+        """Number of NaN and infinite elements."""
+        return self.num_nan + self.num_inf
+
+    @derived
+    def num_finite(self) -> FloatArray:
+        """Number of finite elements: what means and deviations divide by."""
+        return self.num_elements - self.num_nonfinite
+
+    @derived
+    def grad_norm(self) -> FloatArray:
+        """L2 norm of the finite elements. Above 1.3e154, which only float64 gradients reach, it is infinite.
+
+        A norm below 1e-146 that is not 0 is missing: float64 cannot hold the squares.
+        """
+        norm = np.sqrt(self.column(Column.GRAD_SUM_SQ))
+        return norm if self._vanished is None else np.where(self._vanished, np.nan, norm)
+
+    @derived
+    def _vanished(self) -> npt.NDArray[np.bool_] | None:
+        """Where the gradient is not 0, and its squares are: [S, P]; None for nowhere."""
+        tiny_SP = too_small(self.column(Column.GRAD_SUM_SQ))
+        return None if tiny_SP is None else tiny_SP & (self.grad_abs_max > 0)
+
+    @derived
+    def grad_norm_clipped(self) -> FloatArray:
+        """L2 norm of the gradient that the optimizer received."""
+        norm = np.sqrt(self.column(Column.RECEIVED_SUM_SQ))
+        return norm if self._vanished is None else np.where(self._vanished, np.nan, norm)
+
+    @derived
+    def grad_mean(self) -> FloatArray:
+        """Mean of the finite elements."""
+        return ratio(self.column(Column.GRAD_SUM), self.num_finite)
+
+    @derived
+    def grad_std(self) -> FloatArray:
+        """Population standard deviation of the finite elements."""
+        mean_sq = ratio(self.column(Column.GRAD_SUM_SQ), self.num_finite)
+        with np.errstate(over="ignore", invalid="ignore"):  # squares beyond float64: no deviation is known
+            # Rounding can leave a constant gradient a hair below zero.
+            std = np.sqrt(np.maximum(mean_sq - self.grad_mean**2, 0.0))
+        return std if self._vanished is None else np.where(self._vanished, np.nan, std)
+
+    @derived
+    def grad_min(self) -> FloatArray:
+        """Smallest finite element."""
+        return finite_or_missing(self.column(Column.GRAD_MIN))
+
+    @derived
+    def grad_max(self) -> FloatArray:
+        """Largest finite element."""
+        return finite_or_missing(self.column(Column.GRAD_MAX))
+
+    @derived
+    def grad_abs_max(self) -> FloatArray:
+        """Largest magnitude of a finite element."""
+        return np.maximum(np.abs(self.grad_min), np.abs(self.grad_max))
+
+    @derived
+    def grad_abs_min_nonzero(self) -> FloatArray:
+        """Smallest magnitude of a non-zero finite element; NaN where there is none."""
+        return finite_or_missing(self.column(Column.GRAD_ABS_MIN_NONZERO))
+
+    @derived
+    def dead_ratio(self) -> FloatArray:
+        """Share of the elements with |g| <= the dead threshold."""
+        return ratio(self.column(Column.NUM_DEAD), self.num_elements)
+
+    @derived
+    def zero_ratio(self) -> FloatArray:
+        """Share of the elements that are exactly 0."""
+        return ratio(self.column(Column.NUM_ZERO), self.num_elements)
+
+    @derived
+    def param_norm(self) -> FloatArray:
+        """L2 norm of the parameter's finite elements, before the update: [S, P]."""
+        return np.sqrt(self.column(Column.PARAM_SUM_SQ))
+
+    @derived
+    def grad_param_ratio(self) -> FloatArray:
+        """grad_norm / param_norm: [S, P]; NaN for a parameter that is all zero (a fresh bias, LoRA's B)."""
+        return ratio(self.grad_norm, self.param_norm)
+
+    # ---- the whole model: all [S]
+
+    @derived
+    def total(self) -> Snapshot:
+        """All names merged into one, named "total"."""
+        return self.by_group(lambda _: "total") if self.names else self
+
+    @derived
+    def total_grad_norm(self) -> FloatArray:
+        """L2 norm over everything watched: [S]."""
+        return self.total.grad_norm[:, 0] if self.names else np.full(len(self), np.nan)
+
+    @derived
+    def total_grad_norm_clipped(self) -> FloatArray:
+        """L2 norm of everything that the optimizers received: [S]."""
+        return self.total.grad_norm_clipped[:, 0] if self.names else np.full(len(self), np.nan)
+
+    @derived
+    def clipped(self) -> FloatArray:
+        """1 where the optimizer received less than was measured, 0 where not: [S]; NaN where either is unknown."""
+        before, after = self.column(Column.GRAD_SUM_SQ), self.column(Column.RECEIVED_SUM_SQ)
+        smaller = np.any(np.sqrt(after) < np.sqrt(before) * (1 - CLIP_TOLERANCE), axis=1)
+        unknown = np.isnan(self.total_grad_norm) | np.isnan(self.total_grad_norm_clipped)
+        return np.where(unknown, np.nan, smaller.astype(np.float64))
+
+    @derived
+    def clip_ratio(self) -> float:
+        """Share of the samples whose gradient was clipped; NaN where that is unknown for all of them."""
+        known = self.clipped[~np.isnan(self.clipped)]
+        return float(known.mean()) if known.size else float("nan")
+
+    @derived
+    def guarded(self) -> npt.NDArray[np.bool_]:
+        """True where the guard withheld the update: [S]."""
+        guarded: npt.NDArray[np.bool_] = self.metrics.get(GUARDED, np.zeros(len(self))) > 0
+        return guarded
+
+    @derived
+    def num_guarded_steps(self) -> float:
+        """Steps that the guard withheld, between the samples too; NaN without a guard."""
+        counts = self.metrics.get(GUARDED_STEPS)
+        return float("nan") if counts is None else float(np.nansum(counts))
+
+    # ---- distributions
+
+    @property
+    def edges(self) -> FloatArray:
+        """Edges of the histogram's bins: [B + 1], from -inf over the two zeros of the zero bin to +inf."""
+        return histogram_edges()
+
+    @derived
+    def magnitude_histogram(self) -> IntArray | None:
+        """The histogram of |g| without the zeros: [P, M]."""
+        return None if self.histogram is None else fold_signs(self.histogram)
+
+    def quantile(self, q: float) -> FloatArray:
+        """The q-quantile of the signed gradient, right to a histogram bin: [P]; NaN without a histogram.
+
+        Raises:
+            ValueError: q is not between 0 and 1.
+        """
+        check_quantile(q)
+        if self.histogram is None:
+            return np.full(len(self.names), np.nan)
+        return signed_quantile(self.histogram, q, *self._extremes(self.grad_min, self.grad_max))
+
+    def abs_quantile(self, q: float) -> FloatArray:
+        """The q-quantile of |g|, zeros included, right to a histogram bin: [P]; NaN without a histogram.
+
+        Raises:
+            ValueError: q is not between 0 and 1.
+        """
+        check_quantile(q)
+        if self.histogram is None:
+            return np.full(len(self.names), np.nan)
+        return magnitude_quantile(self.histogram, q, *self._extremes(self.grad_abs_min_nonzero, self.grad_abs_max))
+
+    def _extremes(self, low_SP: FloatArray, high_SP: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """The extremes of the samples that the histogram counts: two [P]."""
+        counted = np.isin(self.steps, self.histogram_steps)
+        if not counted.any():  # the histogram's samples are not in this snapshot: nothing narrows the open bins
+            return np.full(len(self.names), -np.inf), np.full(len(self.names), np.inf)
+        return np.fmin.reduce(low_SP[counted], axis=0), np.fmax.reduce(high_SP[counted], axis=0)
+
+    # ---- other shapes of the same samples
+
+    def by_group(self, group_by: GroupBy) -> Snapshot:
+        """Merge parameters into groups, in the order in which the groups first appear.
+
+        Args:
+            group_by: "parameter" (nothing to merge), "module" (the name up to the last dot), or a function from a
+                parameter's name to its group's name.
+
+        Raises:
+            ValueError: group_by is none of these.
+        """
+        return self if group_by == "parameter" else group_names(self, group_function(group_by))
+
+    def sample(self, index: int) -> Snapshot:
+        """One sample of this snapshot, without the histograms; negative indices count from the end."""
+        return select_samples(self, [range(len(self))[index]])
+
+    def merge(self, *others: Snapshot) -> Snapshot:
+        """One snapshot of all samples in the order given: an epoch out of windows.
+
+        A name that a snapshot lacks is missing in its samples.
+        """
+        return merge_snapshots((self, *others))
