@@ -6,7 +6,7 @@ VENV ?= .venv
 PYTHON ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp-installed
-DOCUMENTED := .snapshot .rules .sinks .modules .diagnosis .summary .forecast .recorder .integrations.lightning .integrations.ignite .integrations.transformers
+DOCUMENTED := .snapshot .rules .sinks .metrics .integrations.lightning .integrations.ignite .integrations.transformers
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 .DEFAULT_GOAL := help

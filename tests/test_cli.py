@@ -263,7 +263,7 @@ def test_report_and_workspace_print_the_url(
         return "https://host.example/made"
 
     for name, function in (("report", "create_report"), ("workspace", "save_workspace")):
-        module = types.ModuleType(f"wandb_gradwatch._page.{name}")
+        module = types.ModuleType(f"wandb_gradwatch._report.{name}")
         setattr(module, function, make)
         monkeypatch.setitem(sys.modules, module.__name__, module)
     assert cli.main(arguments) == 0

@@ -25,8 +25,8 @@ KINDS = [
 # Where the monitor of one rank fails: before it has voted about a step, or after that.
 PLACES = {
     "after the backward": "_sample.measure_present",
-    "before the vote": "withholding._sums",
-    "after the vote": "withholding._decide_here withholding._decide_there",
+    "before the vote": "step_skipping._sums",
+    "after the vote": "step_skipping._decide_here step_skipping._decide_there",
     "after the step": "_sample.after_update",
 }
 

@@ -60,7 +60,7 @@ def questions(metrics_of, monkeypatch):
     """What is asked during the steps of a watched training, flushes left out."""
     # The backend for any device; the CPU's own may look at numbers as it likes.
     monkeypatch.setattr("wandb_gradwatch.metrics._rows.measure", partial(measure, backend="torch"))
-    for user in ("updates", "reference"):
+    for user in ("_updates", "_reference"):
         monkeypatch.setattr(f"wandb_gradwatch.metrics.{user}.sum_sq", partial(sum_sq, backend="torch"))
     torch.manual_seed(0)
     model = Model()

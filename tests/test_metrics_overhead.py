@@ -33,7 +33,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for user in ("capture.containment", "capture.sampler"):
+    for user in ("_runtime.error_boundary", "_capture.sampler"):
         monkeypatch.setattr(f"wandb_gradwatch.{user}.time", SimpleNamespace(perf_counter=clock))
     monkeypatch.setattr(Overhead.__init__, "__defaults__", (clock,))
     return clock
