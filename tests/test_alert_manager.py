@@ -1,4 +1,4 @@
-"""The desk: one alert per episode, at most so many an hour, and a broken rule harms nothing."""
+"""The alert manager: one alert per episode, at most so many an hour, and a broken rule harms nothing."""
 
 from __future__ import annotations
 
@@ -39,27 +39,39 @@ def test_an_episode_is_one_alert_however_long_it_is():
 
 
 def test_an_episode_ends_only_after_enough_healthy_samples_in_a_row():
-    alert_manager = AlertManager([alarms_above(10)], rearm_samples=3, cooldown_samples=0)
+    alert_manager = AlertManager([alarms_above(10)], rearm_samples=3)
     # two healthy samples do not end it (steps 3, 4), three do (6, 7, 8)
     assert sent_steps(alert_manager, [1, 20, 1, 1, 20, 1, 1, 1, 20]) == [2, 9]
-    alert_manager = AlertManager([alarms_above(10)], rearm_samples=3, cooldown_samples=0)
+    alert_manager = AlertManager([alarms_above(10)], rearm_samples=3)
     assert sent_steps(alert_manager, [1, 20, 1, 1, 20, 1, 20]) == [2]  # three, but not in a row
 
 
-def test_an_alert_withheld_by_the_cool_down_is_sent_after_it_if_still_bad():
-    alert_manager = AlertManager([alarms_above(10)], rearm_samples=1, cooldown_samples=6)
-    # sent at 2; healthy at 3; bad from 4 on: 8 is the first sample 6 after the second
-    assert sent_steps(alert_manager, [1, 20, 1, 20, 20, 20, 20, 20, 20]) == [2, 8]
-    alert_manager = AlertManager([alarms_above(10)], rearm_samples=1, cooldown_samples=6)
-    assert sent_steps(alert_manager, [1, 20, 1, 20, 1, 1, 1, 1, 1]) == [2]  # over before the cool-down was
+def test_what_comes_again_and_again_is_told_ever_more_rarely():
+    alert_manager = AlertManager([alarms_above(10)], rearm_samples=2)
+    # 2 healthy samples end the first episode, 4 the second, 8 the third: alerts at 1, 4, and not before 4 + 4 + 1
+    assert sent_steps(alert_manager, [20, 1, 1] * 3 + [20]) == [1, 4]
+    assert sent_steps(alert_manager, [1] * 4 + [20] + [1] * 7 + [20] + [1] * 8 + [20], start=11) == [15, 32]
+
+
+def test_within_an_episode_only_what_is_worse_is_told():
+    alert_manager = AlertManager([alarms_above(10, level="INFO"), alarms_above(50, level="WARN"), alarms_above(100)])
+    assert sent_steps(alert_manager, [20, 20, 60, 60, 20, 200, 60, 200]) == [1, 3, 6]
+
+
+def test_no_title_crowds_out_another_one_within_the_hour():
+    alert_manager = AlertManager([alarms_above(10), NaNGradient()], max_per_hour=1, clock=lambda: 0.0)
+    assert [alert.title for alert in alert_manager.process(of_norms([20.0, float("nan")]))] == [
+        "Too large",
+        "NaN gradient",
+    ]
 
 
 def test_samples_in_one_call_or_one_by_one_send_the_same():
     norms = [1, 20, 1, 1, 20, 1, 1, 1, 1, 1, 20, 20, 1, 1, 1, 1, 1, 1, 1, 1, 20]
-    whole, parts = AlertManager([alarms_above(10)]), AlertManager([alarms_above(10)])
+    whole, parts = (AlertManager([alarms_above(10)], rearm_samples=5) for _ in range(2))
     one_by_one = [step for index, norm in enumerate(norms) for step in sent_steps(parts, [norm], start=index + 1)]
     assert sent_steps(whole, norms) == one_by_one
-    assert len(one_by_one) == 2  # 2 and 12: the rest is healthy for less than 5 or within 10 of 2
+    assert one_by_one == [2, 11]  # five healthy samples before 11; fewer than ten before 21
 
 
 def test_titles_have_episodes_of_their_own_and_two_rules_of_one_title_share_one():
@@ -73,9 +85,9 @@ def test_titles_have_episodes_of_their_own_and_two_rules_of_one_title_share_one(
 
 def test_at_most_so_many_an_hour_and_the_last_says_that_more_are_withheld():
     clock = Clock()
-    alert_manager = AlertManager([alarms_above(10)], rearm_samples=1, cooldown_samples=0, max_per_hour=3, clock=clock)
-    alerts = alert_manager.process(of_norms([20, 1] * 10))
-    assert [alert.step for alert in alerts] == [1, 3, 5]
+    alert_manager = AlertManager([alarms_above(10)], rearm_samples=1, max_per_hour=3, clock=clock)
+    alerts = alert_manager.process(of_norms([20, 1, 20, 1, 1, 20, *[1] * 4, 20, *[1] * 9]))
+    assert [alert.step for alert in alerts] == [1, 3, 6]  # episodes end after 1, 2 and 4 healthy samples
     assert "further ones are withheld until the hour is over" in alerts[2].text
     assert "withheld" not in alerts[1].text
     clock.now += 3599
@@ -168,22 +180,21 @@ def test_a_state_that_does_not_fit_costs_a_rule_its_memory_only(caplog):
 
 def test_the_hours_limit_survives_a_resume():
     clock = Clock()
-    alert_manager = AlertManager([alarms_above(10)], max_per_hour=1, clock=clock)
+    alert_manager = AlertManager([alarms_above(10)], rearm_samples=1, max_per_hour=1, clock=clock)
     alert_manager.process(of_norms([20]))
     clock.now += 3000
     other = Clock()
     other.now = 5.0  # another process, another zero
-    resumed = AlertManager([alarms_above(10, title="Other")], max_per_hour=1, clock=other)
+    resumed = AlertManager([alarms_above(10)], rearm_samples=1, max_per_hour=1, clock=other)
     resumed.load_state_dict(alert_manager.state_dict())
-    assert sent_steps(resumed, [20], start=2) == []
+    assert sent_steps(resumed, [1, 20], start=2) == []
     other.now += 600
-    assert sent_steps(resumed, [20], start=3) == [3]
+    assert sent_steps(resumed, [20], start=4) == [4]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"cooldown_samples": -1}, "cooldown_samples=-1 must be at least 0"),
         ({"rearm_samples": 0}, "rearm_samples=0 must be at least 1"),
         ({"max_per_hour": 0}, "max_per_hour=0 must be at least 1"),
     ],

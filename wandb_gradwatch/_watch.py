@@ -168,7 +168,6 @@ def watch(
         alert_manager=alert_manager,
         guard=skip_guard,
         on_alert=callbacks,
-        judge_at_once=rules is not None,
     )
 
 

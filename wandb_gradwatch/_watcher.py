@@ -83,7 +83,6 @@ class Watcher:
         alert_manager: AlertManager,
         guard: SkipGuard | None,
         on_alert: Sequence[Callable[[Alert], object]],
-        judge_at_once: bool,
     ) -> None:
         number = next(_NUMBERS)
         self._registry = registry
@@ -95,7 +94,7 @@ class Watcher:
         self._dispatcher = Dispatcher(sinks, on_alert)
         kinds = {name: type(module).__name__ for model in registry.models() for name, module in model.named_modules()}
         self._rule_runner = RuleRunner(
-            alert_manager, self._dispatcher, names=self._names, modules=kinds, at_once=judge_at_once
+            alert_manager, self._dispatcher, names=self._names, modules=kinds
         )
         events = SamplerEvents(
             deliver=self._deliver,
@@ -181,7 +180,6 @@ class Watcher:
     def summary(self) -> Summary:
         """The worst layers of the last samples, the total norm, the alerts: print it, or let a notebook show it."""
         self._collect()
-        self._rule_runner.judge()
         recorder, newest = self._dispatcher.recorder, self._pipeline.newest
         overhead_ratio = math.nan if newest is None else newest.overhead_ratio
         return summarise(recorder.history(), alerts=recorder.alerts, overhead_ratio=overhead_ratio)
@@ -198,7 +196,6 @@ class Watcher:
             The files written; read one with `wandb_gradwatch._pipeline.recorder.read`.
         """
         self._collect()
-        self._rule_runner.judge()
         return self._dispatcher.record(path, table=path is None)
 
     @alone
@@ -210,7 +207,6 @@ class Watcher:
         if not self._removed:
             self._sampler.end_sample()
             self._deliver(wait=True)
-        self._rule_runner.judge()
 
     @alone
     def flush(self) -> Snapshot | None:
@@ -303,7 +299,6 @@ class Watcher:
         self._flush_window(final=True)
         if self._sampler.step_skipping is not None:
             self._sampler.step_skipping.finish()
-        self._rule_runner.judge()
         self._stop()
         self._dispatcher.close()
 

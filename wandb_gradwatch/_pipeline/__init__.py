@@ -2,10 +2,10 @@
 
 What is remembered here has one owner each:
 
-    delivery.py   what has arrived and waits its turn, the open window's samples, the windows being merged over ranks
-    judging.py    the samples that the rules have not seen
-    outlets.py    the sinks, the user's callbacks, the flight recorder, what was said once
-    overhead.py   the time that the monitor had taken at the last flush
+    pipeline.py       what has arrived and waits its turn, the open window's samples, the windows being merged over ranks
+    alert_manager.py  the rules, and which episodes of each title are open
+    dispatcher.py     the sinks, the user's callbacks, the flight recorder, what was said once
+    overhead.py       the time that the monitor had taken at the last flush
 
 The rest are functions: arrays in, arrays out. Below are the gradients (the sampler and the device's window own those),
 above is the watcher, who owns all of it.

@@ -6,15 +6,17 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from ..rules import Alert, Rule, as_rule
+from ..rules import Alert, Level, Rule, as_rule
 from ..rules._functions import RuleFunction
 from ..snapshot import Snapshot
 
 _LOGGER: Final = logging.getLogger("wandb_gradwatch")
 _HOUR: Final = 3600.0
+_LEVELS: Final[tuple[Level, ...]] = ("INFO", "WARN", "ERROR")
+_MAX_DOUBLINGS: Final = 16  # of the healthy samples that end an episode: half a million, and still a number
 
 
 @dataclass
@@ -23,29 +25,30 @@ class _Episode:
 
     is_open: bool = False
     num_healthy: int = 0  # samples in a row without a finding
-    last_sent: int | None = None  # the number of the sample, counted by the desk
+    num_sent: int = 0
     first_step: int = 0
+    level: Level = "INFO"  # of its newest alert
+    sent_at: deque[float] = field(default_factory=deque)  # within the last hour
 
-    def state_dict(self) -> dict[str, Any]:
-        return dict(vars(self))
+    def state_dict(self, now: float) -> dict[str, Any]:
+        ages = [now - sent for sent in self.sent_at]  # the next process has another clock
+        return vars(self) | {"sent_at": ages}
 
 
 class AlertManager:
     """Run the rules on new samples and choose the alerts that a person should get.
 
-    A title is sent when its episode begins; again only after `rearm_samples` healthy samples in a row ended that
-    episode and `cooldown_samples` have passed since it was sent. An alert that a cool-down withheld is sent after
-    it, if the sample then is still bad. At most `max_per_hour` are sent; the last of them says that more may be
-    withheld.
+    A title is sent when its episode begins, and again only after healthy samples in a row have ended that episode:
+    `rearm_samples` of them after the first alert, twice as many after each further one, so that what comes again and
+    again is not told again and again; within an episode only what is worse than it was. Each title has a limit of its own for an hour: no other one crowds out a NaN.
 
     A rule that raises is dropped and reported once, with its traceback, by the logger "wandb_gradwatch"; the others go
     on. Recovery is noted there too.
 
     Args:
         rules: rules, or functions from a snapshot of one sample to words, an Alert or None.
-        cooldown_samples: samples between two alerts of one title.
-        rearm_samples: healthy samples in a row that end an episode.
-        max_per_hour: alerts of all titles together in any hour.
+        rearm_samples: healthy samples in a row that end a title's first episode.
+        max_per_hour: alerts of one title in any hour; the last of them says that more may be withheld.
         clock: seconds, from any zero, never going back.
 
     Raises:
@@ -57,26 +60,19 @@ class AlertManager:
         self,
         rules: Iterable[Rule | RuleFunction],
         *,
-        cooldown_samples: int = 10,
-        rearm_samples: int = 5,
-        max_per_hour: int = 20,
+        rearm_samples: int = 10,
+        max_per_hour: int = 5,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        for name, value, least in (
-            ("cooldown_samples", cooldown_samples, 0),
-            ("rearm_samples", rearm_samples, 1),
-            ("max_per_hour", max_per_hour, 1),
-        ):
-            if value < least:
-                raise ValueError(f"{name}={value!r} must be at least {least}")
+        for name, value in (("rearm_samples", rearm_samples), ("max_per_hour", max_per_hour)):
+            if value < 1:
+                raise ValueError(f"{name}={value!r} must be at least 1")
         self.rules = [as_rule(candidate) for candidate in rules]
         self.last_findings: list[Alert] = []  # all that the rules said about the newest sample, sent or not
         self._keys = _keys_of(self.rules)
-        self._limits = (cooldown_samples, rearm_samples, max_per_hour)
+        self._rearm_samples, self._max_per_hour = rearm_samples, max_per_hour
         self._clock = clock
         self._episodes: dict[str, _Episode] = {}
-        self._sent_at: deque[float] = deque()
-        self._num_samples = 0
 
     @property
     def healthy(self) -> bool:
@@ -93,7 +89,6 @@ class AlertManager:
             return []
         findings = self._find(snapshot)
         if not findings and not self._episodes:  # as nearly always: no sample needs a look of its own
-            self._num_samples += len(snapshot)
             self.last_findings = []
             return []
         steps: list[int] = snapshot.steps.tolist()
@@ -102,7 +97,6 @@ class AlertManager:
             by_step.get(finding.step, by_step[steps[-1]]).append(finding)
         sent: list[Alert] = []
         for step in steps:
-            self._num_samples += 1
             self.last_findings = by_step[step]
             sent += self._decide(step)
         return sent
@@ -126,7 +120,7 @@ class AlertManager:
         by_title: dict[str, Alert] = {}
         for finding in self.last_findings:  # two rules of one title make one alert, the worse one
             known = by_title.get(finding.title)
-            if known is None or (finding.level == "ERROR" and known.level != "ERROR"):
+            if known is None or _LEVELS.index(finding.level) > _LEVELS.index(known.level):
                 by_title[finding.title] = finding
         for title, episode in self._episodes.items():
             if title not in by_title:
@@ -135,7 +129,8 @@ class AlertManager:
 
     def _note_healthy(self, title: str, episode: _Episode, step: int) -> None:
         episode.num_healthy += 1
-        if episode.is_open and episode.num_healthy >= self._limits[1]:
+        needed = self._rearm_samples * 2 ** min(episode.num_sent - 1, _MAX_DOUBLINGS)
+        if episode.is_open and episode.num_healthy >= needed:
             episode.is_open = False
             _LOGGER.info(
                 "recovered: no %r for %d samples, up to step %d (it began at step %d)",
@@ -147,24 +142,22 @@ class AlertManager:
 
     def _open(self, finding: Alert) -> Alert | None:
         """Begin an episode with this finding and return its alert, unless one is open or a limit withholds it."""
-        cooldown, _, max_per_hour = self._limits
         episode = self._episodes.setdefault(finding.title, _Episode())
         episode.num_healthy = 0
-        if episode.is_open:
-            return None
-        if episode.last_sent is not None and self._num_samples - episode.last_sent < cooldown:
-            return None
         now = self._clock()
-        while self._sent_at and now - self._sent_at[0] >= _HOUR:
-            self._sent_at.popleft()
-        if len(self._sent_at) >= max_per_hour:
+        while episode.sent_at and now - episode.sent_at[0] >= _HOUR:
+            episode.sent_at.popleft()
+        is_told = episode.is_open and _LEVELS.index(finding.level) <= _LEVELS.index(episode.level)
+        if is_told or len(episode.sent_at) >= self._max_per_hour:
             return None
-        self._sent_at.append(now)
-        episode.is_open, episode.last_sent, episode.first_step = True, self._num_samples, finding.step
-        if len(self._sent_at) < max_per_hour:
+        episode.sent_at.append(now)
+        episode.first_step = episode.first_step if episode.is_open else finding.step
+        episode.is_open, episode.level, episode.num_sent = True, finding.level, episode.num_sent + 1
+        if len(episode.sent_at) < self._max_per_hour:
             return finding
         withheld = (
-            f"This is alert number {max_per_hour} within an hour: further ones are withheld until the hour is over."
+            f"This is number {self._max_per_hour} of this title within an hour: further ones are withheld until the "
+            "hour is over."
         )
         return replace(finding, text=f"{finding.text}\n{withheld}")
 
@@ -173,23 +166,22 @@ class AlertManager:
         now = self._clock()
         return {
             "rules": {key: dict(kept.state_dict()) for key, kept in zip(self._keys, self.rules, strict=True)},
-            "episodes": {title: episode.state_dict() for title, episode in self._episodes.items()},
-            "num_samples": self._num_samples,
-            "sent_ages": [now - sent for sent in self._sent_at],  # the next process has another clock
+            "episodes": {title: episode.state_dict(now) for title, episode in self._episodes.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where a desk stopped; a rule that is new, or whose state does not fit, starts without memory."""
+        """Go on where another one stopped; a rule that is new, or whose state does not fit, starts without memory."""
         for key, kept in zip(self._keys, self.rules, strict=True):
             if key in state["rules"]:
                 try:
                     kept.load_state_dict(state["rules"][key])
                 except Exception:  # a rule changed since it was saved: the training goes on without its memory
                     _LOGGER.exception("the rule %r could not load its state and starts without memory", kept)
-        self._episodes = {title: _Episode(**episode) for title, episode in state["episodes"].items()}
-        self._num_samples = int(state["num_samples"])
         now = self._clock()
-        self._sent_at = deque(now - float(age) for age in state["sent_ages"])
+        self._episodes = {
+            title: _Episode(**episode | {"sent_at": deque(now - float(age) for age in episode["sent_at"])})
+            for title, episode in state["episodes"].items()
+        }
 
 
 def _keys_of(rules: Sequence[Rule]) -> list[str]:

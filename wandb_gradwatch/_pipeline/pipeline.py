@@ -128,7 +128,6 @@ class Pipeline:
         # Nearly always one optimizer has received something for everything: no need to look closer.
         if some_are_missing or not total_C[Column.RECEIVED_SUM_SQ] or len(sample.sample.updated) > 1:
             was_zeroed = drop_zeroed(sample)
-            total_C = np.nansum(sample.rows, axis=0).tolist()
         if sample.histograms:
             sample = self._with_earlier_histograms(sample)
         self.window.append(sample)  # before anything is said: a callback of the user's may raise
@@ -137,7 +136,7 @@ class Pipeline:
                 self._say_zeroed(sample.sample.step)
         finally:
             if not self._shards.any:
-                self._rule_runner.add(sample, total_C)
+                self._rule_runner.judge([sample])
 
     def _say_zeroed(self, step: int) -> None:
         self._dispatcher.say_no_gradient(
@@ -190,7 +189,8 @@ class Pipeline:
         self._newest = self._unreturned = snapshot = snapshot_of(samples, self._names(), flush, overhead_ratio)
         self._dispatcher.recorder.picture(snapshot)  # before the rules: what an alert says may quote it
         try:
-            self._rule_runner.judge(unseen)
+            if unseen:
+                self._rule_runner.judge(unseen)
         finally:  # a callback of the user's may raise
             self._dispatcher.write(snapshot)
 

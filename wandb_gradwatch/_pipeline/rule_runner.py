@@ -1,34 +1,25 @@
-"""When the rules look at which samples, and what becomes of their findings."""
+"""The rules look at every sample when it arrives; what becomes of their findings."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 from .._diagnosis import Diagnosis, diagnose, with_diagnosis
-from .._measure.columns import Column
 from .._runtime.error_boundary import CallbackError
 from .._transfer.transfers import ArrivedSample
 from .alert_manager import AlertManager
 from .assembly import Names, snapshot_of
 from .dispatcher import Dispatcher
 
-# Healthy samples wait for each other before the rules look at them: once for several costs little more than for one.
-_JUDGED_TOGETHER: Final = 32
-# One whose norm has grown this much since the last look, or that is not finite, is judged at once.
-_SUSPICIOUS_GROWTH: Final = 1.5
-
-
 class RuleRunner:
-    """Shows every sample to the rules once, in order. Owns the samples that they have not seen.
+    """Shows every sample to the rules once, in order, when it arrives.
 
     Args:
-        desk: the rules and what is sent of their findings.
-        outlets: where alerts go, with their diagnosis; their recorder keeps what was judged.
+        alert_manager: the rules and what is sent of their findings.
+        dispatcher: where alerts go, with their diagnosis; its recorder keeps what was judged.
         names: asks for the names as they are now.
         modules: class names of the model's modules by name, for the diagnosis.
-        at_once: judge every sample when it arrives, as rules of the user's may need.
     """
 
     def __init__(
@@ -38,37 +29,16 @@ class RuleRunner:
         *,
         names: Callable[[], Names],
         modules: Mapping[str, str],
-        at_once: bool,
     ) -> None:
         self._alert_manager = alert_manager
         self._dispatcher = dispatcher
         self._names = names
         self._modules = modules
-        self._batch = 1 if at_once else _JUDGED_TOGETHER
-        self._waiting: list[ArrivedSample] = []
-        self._judged_sum_sq = math.inf  # of the last sample that the rules have seen
 
-    def add(self, sample: ArrivedSample, total_C: Sequence[float]) -> None:
-        """A sample waits its turn, unless it looks suspicious.
-
-        Args:
-            total_C: the sums of its rows' columns; only those of sum columns mean anything.
-        """
-        self._waiting.append(sample)
-        sum_sq = total_C[Column.GRAD_SUM_SQ]
-        nonfinite = total_C[Column.NUM_NAN] + total_C[Column.NUM_INF] > 0
-        grown = not sum_sq <= self._judged_sum_sq * _SUSPICIOUS_GROWTH**2
-        if nonfinite or grown or sample.skipped or len(self._waiting) >= self._batch:
-            self._judged_sum_sq = sum_sq
-            self.judge()
-
-    def judge(self, more: Sequence[ArrivedSample] = ()) -> None:
-        """Let the rules look at what they have not seen yet, and at these, and send what they find."""
-        samples, self._waiting = [*self._waiting, *more], []
-        if not samples:
-            return
+    def judge(self, samples: Sequence[ArrivedSample]) -> None:
+        """Let the rules look at samples, at least one, and send what they find."""
         snapshot = snapshot_of(samples, self._names())
-        self._dispatcher.recorder.add(snapshot)  # before the desk: the history of an alert has the alert's own sample
+        self._dispatcher.recorder.add(snapshot)  # first: the history of an alert has the alert's own sample
         raised: CallbackError | None = None
         for alert in self._alert_manager.process(snapshot):
             try:
@@ -81,12 +51,10 @@ class RuleRunner:
     @property
     def healthy(self) -> bool:
         """No rule found an error in the newest sample."""
-        self.judge()
         return self._alert_manager.healthy
 
     def diagnose(self) -> list[Diagnosis]:
         """Probable causes of what the last samples show, most probable first."""
-        self.judge()
         history = self._dispatcher.recorder.history()
         return [] if history is None else diagnose(history, **self._context)
 
