@@ -6,7 +6,6 @@ VENV ?= .venv
 PYTHON ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp-installed
-DOCUMENTED := .snapshot .rules .sinks .metrics .integrations.lightning .integrations.ignite .integrations.transformers
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 .DEFAULT_GOAL := help
@@ -29,10 +28,8 @@ lint: $(STAMP) ## style, formatting and types
 bench: $(STAMP) ## measure what watching and other monitors cost here (15 minutes), into README.md and docs/
 	@$(BIN)/python -m benchmarks && $(BIN)/python -m benchmarks.table
 
-docs: $(STAMP) ## make the API pages in build/docs
-	@$(BIN)/python -m pdoc --docformat google --output-directory build/docs \
-	  wandb_gradwatch $(addprefix wandb_gradwatch,$(DOCUMENTED))
-	@echo "build/docs/index.html"
+docs: $(STAMP) ## make the site in build/docs: the pages of docs/ and the API
+	@$(BIN)/python -m mkdocs build --quiet && echo "build/docs/index.html"
 
 constraints: $(STAMP) ## pin today's newest versions in constraints.txt (torch stays)
 	@torch=$$(grep '^torch==' constraints.txt) && \

@@ -1,7 +1,8 @@
-"""What the README shows as code runs as it stands there, and what it links to is there."""
+"""What the README and the pages in docs/ show as code runs as it stands there, and what they link to is there."""
 
 from __future__ import annotations
 
+import inspect
 import logging
 import re
 from collections.abc import Iterator
@@ -17,9 +18,16 @@ import wandb_gradwatch
 from wandb_gradwatch import ConsoleSink, MemorySink, default_rules, unwatch, watch
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-RECIPES = re.findall(r"\| `(?:with )?(watch\(.+?\))(?: as .*)?` \|$", README, re.MULTILINE)
+PAGES = {
+    path.name: path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+}
+README = PAGES["README.md"]
+BLOCKS = [
+    pytest.param(block, id=f"{name}-{number}")
+    for name, text in PAGES.items()
+    for number, block in enumerate(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
+]
+RECIPES = re.findall(r"\| `(?:with )?(watch\(.+?\))(?: as .*)?` \|$", PAGES["recipes.md"], re.MULTILINE)
 
 
 class Block(nn.Module):
@@ -74,7 +82,7 @@ def test_there_are_snippets_and_recipes_to_run() -> None:
     assert len(RECIPES) >= 10
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=[f"block_{index}" for index in range(len(BLOCKS))])
+@pytest.mark.parametrize("block", BLOCKS)
 def test_every_snippet_runs(block: str, readers_names: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     if "wandb.init" not in block:
         wandb.init(project="demo", settings=wandb.Settings(silent=True, console="off"))
@@ -87,7 +95,7 @@ def test_every_snippet_runs(block: str, readers_names: dict[str, Any], caplog: p
 
 
 def test_the_rule_of_ones_own_speaks(readers_names: dict[str, Any]) -> None:
-    (block,) = [block for block in BLOCKS if "@wandb_gradwatch.rule" in block]
+    (block,) = [param.values[0] for param in BLOCKS if "@wandb_gradwatch.rule" in param.values[0]]
     wandb.init(project="demo", settings=wandb.Settings(silent=True, console="off"))
     exec(compile(block, "README.md", "exec"), readers_names)
     (watcher,) = wandb_gradwatch._watcher.WATCHERS
@@ -120,7 +128,8 @@ def test_the_thresholds_of_the_table_are_those_of_the_default_rules() -> None:
     values = {
         (type(rule).__name__, name): value for rule in default_rules() for name, value in sorted(vars(rule).items())
     }
-    table = README[README.index("| title | when, by default |") : README.index("The cause is found")]
+    page = PAGES["alerts.md"]
+    table = page[page.index("| title | when, by default |") : page.index("The cause is found")]
     for (rule, name), words in {
         ("ExplodingGradient", "stds"): "{:g} standard deviations",
         ("ExplodingGradient", "window"): "the last {:g}",
@@ -144,6 +153,7 @@ def test_the_thresholds_of_the_table_are_those_of_the_default_rules() -> None:
 
 
 def test_links_and_the_picture_lead_to_files_that_are_there() -> None:
+    # Between the pages of docs/ the site's builder checks them.
     links = re.findall(r"\]\(([^)#]+)\)", README)
     assert "docs/page.png" in links
     made = {"docs/benchmarks.md"}  # by `make bench`, with the table of the costs
@@ -151,8 +161,21 @@ def test_links_and_the_picture_lead_to_files_that_are_there() -> None:
     assert missing == []
 
 
-def test_the_examples_of_the_readme_are_all_there_and_all_named() -> None:
-    named = set(re.findall(r"examples/(\w+)\.py", README))
+def test_every_page_is_on_the_site_and_linked_from_the_readme_or_the_site_alone() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    pages = set(PAGES) - {"README.md"}
+    assert {page for page in pages if f": {page}\n" not in navigation} == set()
+    assert {page for page in pages - {"index.md", "api.md"} if f"](docs/{page})" not in README} == set()
+
+
+def test_the_arguments_of_the_readme_are_those_of_watch() -> None:
+    table = README[README.index("| argument | default |") :].split("\n\n")[0]
+    named = [name for line in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", line.split("|")[1])]
+    assert sorted(named) == sorted(inspect.signature(watch).parameters)
+
+
+def test_the_examples_of_the_recipes_are_all_there_and_all_named() -> None:
+    named = set(re.findall(r"examples/(\w+)\.py", PAGES["recipes.md"]))
     assert named == {path.stem for path in (ROOT / "examples").glob("*.py")}
 
 

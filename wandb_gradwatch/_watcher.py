@@ -93,9 +93,7 @@ class Watcher:
         self._window = SampleBuffer(keep_newest_histogram=cadence.keeps_newest_histogram)
         self._dispatcher = Dispatcher(sinks, on_alert)
         kinds = {name: type(module).__name__ for model in registry.models() for name, module in model.named_modules()}
-        self._rule_runner = RuleRunner(
-            alert_manager, self._dispatcher, names=self._names, modules=kinds
-        )
+        self._rule_runner = RuleRunner(alert_manager, self._dispatcher, names=self._names, modules=kinds)
         events = SamplerEvents(
             deliver=self._deliver,
             notice=self._dispatcher.notice,

@@ -12,6 +12,7 @@ from .alert_manager import AlertManager
 from .assembly import Names, snapshot_of
 from .dispatcher import Dispatcher
 
+
 class RuleRunner:
     """Shows every sample to the rules once, in order, when it arrives.
 
