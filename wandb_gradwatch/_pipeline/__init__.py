@@ -2,7 +2,7 @@
 
 What is remembered here has one owner each:
 
-    pipeline.py       what has arrived and waits its turn, the open window's samples, the windows being merged over ranks
+    pipeline.py       what has arrived, the open window's samples, the windows that are being merged over ranks
     alert_manager.py  the rules, and which episodes of each title are open
     dispatcher.py     the sinks, the user's callbacks, the flight recorder, what was said once
     overhead.py       the time that the monitor had taken at the last flush

@@ -40,7 +40,8 @@ class AlertManager:
 
     A title is sent when its episode begins, and again only after healthy samples in a row have ended that episode:
     `rearm_samples` of them after the first alert, twice as many after each further one, so that what comes again and
-    again is not told again and again; within an episode only what is worse than it was. Each title has a limit of its own for an hour: no other one crowds out a NaN.
+    again is not told again and again; within an episode only what is worse than it was. Each title has a limit of its
+    own for an hour: no other one crowds out a NaN.
 
     A rule that raises is dropped and reported once, with its traceback, by the logger "wandb_gradwatch"; the others go
     on. Recovery is noted there too.

@@ -12,7 +12,6 @@ from ._ratios import GradParamRatio, LayerSpread
 from ._vanishing import DeadGradient, NoGradient, VanishingGradient
 
 __all__ = [
-    "DEFAULT_RULES",
     "MAX_TITLE",
     "Alert",
     "DeadGradient",
@@ -50,6 +49,3 @@ def default_rules(*, frozen: Callable[[], Collection[str]] | None = None) -> lis
         DeadGradient(),
         NoGradient(frozen=frozen),
     ]
-
-
-DEFAULT_RULES = default_rules  # the factory: rules have a memory, so two watchers must not share them
