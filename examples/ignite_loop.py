@@ -36,7 +36,7 @@ def main() -> None:
         print(f"iteration {engine.state.iteration}: norm {engine.state.metrics['grad_norm']:.0f}, left out")
 
     with wandb.init(project="gradwatch-examples", name="ignite"):
-        GradWatch(model, on_spike=tell, log_every=10).attach(trainer)  # the one line
+        GradWatch(model, skip=True, on_spike=tell, log_every=10).attach(trainer)  # the one line
 
         @trainer.on(Events.ITERATION_COMPLETED(every=10))
         def log(engine: Engine) -> None:

@@ -89,7 +89,7 @@ def with_ignite() -> None:
             optimizer.zero_grad()
 
         engine = Engine(step)
-        grad_watch = GradWatch(net, sinks=[memory], max_norm=1e3).attach(engine)
+        grad_watch = GradWatch(net, sinks=[memory], max_norm=1e3, skip=True).attach(engine)
         if saved is not None:
             grad_watch.load_state_dict(saved)
         engine.run(EPOCH)

@@ -195,6 +195,32 @@ def test_or_go_on_as_chosen():
 
 
 @pytest.mark.parametrize(
+    ("limits", "last", "skipped"),
+    [
+        ({}, 18.0, False),  # below 20 times the usual norm of 1
+        ({}, 25.0, True),
+        ({"factor": 4.0}, 4.5, True),
+        ({"factor": 4.0}, 3.5, False),
+        ({"stds": 4.0}, 1.5, True),  # norms of exactly 1 deviate by 1 %, as the least that counts
+        ({"stds": 4.0, "factor": 4.0}, 1.5, False),
+        ({"threshold": 1.2}, 1.3, True),
+        ({"threshold": 1e6}, 1e5, False),  # no limit that was not asked for
+    ],
+    ids=str,
+)
+def test_the_limits_of_a_guard_are_the_callers_and_no_others(limits, last, skipped):
+    model = Chosen(a=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    guard = SkipGuard(**limits)
+    watcher, _ = watch(model, guard=guard)
+    for _ in range(16):
+        step(model, optimizer, a=[1.0])
+    step(model, optimizer, a=[last])
+    watcher.remove()
+    assert guard.num_skipped == skipped
+
+
+@pytest.mark.parametrize(
     ("guard", "message"),
     [("drop", "guard='drop' must be"), (3, "guard=3 must be")],
 )
@@ -205,7 +231,13 @@ def test_a_guard_that_makes_no_sense(guard, message):
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"max_in_a_row": 0}, "max_in_a_row=0 must be at least 1"), ({"then": "stop"}, "then='stop' must be")],
+    [
+        ({"max_in_a_row": 0}, "max_in_a_row=0 must be at least 1"),
+        ({"then": "stop"}, "then='stop' must be"),
+        ({"threshold": "10"}, "threshold='10' must be a number, at least 0"),
+        ({"factor": 0.5}, "factor=0.5 must be a number, at least 1"),
+        ({"is_bad": bool, "factor": 2.0}, "pass is_bad=, or the limits"),
+    ],
 )
 def test_limits_that_make_no_sense(options, message):
     with pytest.raises(ValueError, match=message):

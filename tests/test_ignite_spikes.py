@@ -18,7 +18,6 @@ from ignite_programs import BAD, NUM_BATCHES, Engine, Events, approx, collect, u
 from processes import inherited
 from torch import nn
 
-from wandb_gradwatch.integrations._spikes import SpikeRule
 from wandb_gradwatch.integrations.ignite import GradWatch
 from wandb_gradwatch.sinks import MemorySink
 
@@ -44,7 +43,7 @@ def test_the_bad_batch_is_not_applied_without_any_user_code(kind: str, bad: floa
         model = small_model()
         engine = Engine(usual_step(model, OPTIMIZERS[kind](model.parameters())))
         if watched:
-            GradWatch(model).attach(engine)
+            GradWatch(model, skip=True).attach(engine)
         engine.run(data)
         return weights(model)
 
@@ -72,7 +71,7 @@ def test_the_bad_batch_moves_nothing_that_the_optimizer_holds(watch_options: dic
 
         engine = Engine(step)
         if memory is not None:
-            GradWatch(model, sinks=[memory], **watch_options).attach(engine)
+            GradWatch(model, skip=True, sinks=[memory], **watch_options).attach(engine)
         engine.run(data)
         return weights(model) + weights(before)
 
@@ -104,7 +103,7 @@ def test_the_bad_batch_is_not_applied_under_loss_scaling(unscale: bool) -> None:
 
         engine = Engine(step)
         if watched:
-            GradWatch(model).attach(engine)
+            GradWatch(model, skip=True).attach(engine)
         engine.run(data)
         return weights(model)
 
@@ -115,7 +114,7 @@ def test_the_bad_batch_is_not_applied_under_loss_scaling(unscale: bool) -> None:
         assert torch.equal(left_out, never_there)
 
 
-def test_with_skip_off_the_bad_batch_is_applied_and_flagged() -> None:
+def test_by_default_the_bad_batch_is_applied_and_flagged() -> None:
     model = small_model()
     engine = Engine(usual_step(model, torch.optim.SGD(model.parameters(), lr=1e-12)))
     flags: list[bool] = []
@@ -123,7 +122,7 @@ def test_with_skip_off_the_bad_batch_is_applied_and_flagged() -> None:
     before = weights(model)
     after: list[list[torch.Tensor]] = []
     engine.add_event_handler(Events.ITERATION_COMPLETED(once=BAD + 1), lambda e: after.append(weights(model)))
-    GradWatch(model, skip=False, max_norm=1e4).attach(engine)
+    GradWatch(model, max_norm=1e4).attach(engine)
     engine.run(with_a_bad_batch(1e8))
     assert flags == [index == BAD for index in range(NUM_BATCHES)]
     assert any(not torch.equal(a, b) for a, b in zip(before, after[0], strict=True))
@@ -145,7 +144,7 @@ def test_a_train_step_can_decide_by_itself() -> None:
 
     engine = Engine(step)
     norms = collect(engine)
-    GradWatch(model, skip=False).attach(engine)
+    GradWatch(model).attach(engine)
     assert engine.state.unhealthy_spike is False
     engine.run(with_a_bad_batch())
     assert skipped == [BAD]
@@ -168,7 +167,7 @@ def test_the_callback_comes_before_the_update_and_may_raise() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"max_norm": 1.0, "stds": None}, {"rule": lambda norm: norm > 1.0}], ids=["static", "own"]
+    "arguments", [{"max_norm": 1.0}, {"rule": lambda norm: norm > 1.0}], ids=["static", "own"]
 )
 def test_a_fixed_limit_or_a_function_is_the_rule(arguments: dict[str, Any]) -> None:
     """With a learning rate of 0 the norms are known beforehand: those above 1 are flagged, and no others."""
@@ -208,7 +207,7 @@ def test_a_later_scheduler_and_the_metrics_of_ignite_go_on() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     engine = Engine(usual_step(model, optimizer))
     RunningAverage(output_transform=lambda loss: loss).attach(engine, "loss")
-    GradWatch(model).attach(engine)
+    GradWatch(model, skip=True).attach(engine)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     engine.add_event_handler(Events.ITERATION_COMPLETED, lambda _: scheduler.step())
     engine.run(with_a_bad_batch())
@@ -261,40 +260,93 @@ def test_a_frozen_model_is_said_once_and_watched_when_it_thaws(caplog: pytest.Lo
     assert seen[4:] == approx(expected.norms[4:])
 
 
-# ---- the rule by itself
+# ---- the limits
 
 
-def test_a_rule_forgets_neither_nan_nor_earlier_spikes() -> None:
-    rule = SpikeRule()
-    for _ in range(10):
-        rule.learn(1.0, spike=False)
-    assert rule.is_spike(math.nan)
-    rule.learn(math.nan, spike=True)
-    for spike in (100.0, 100.0):  # the second one is as unusual as the first: spikes are not learned from
-        assert rule.is_spike(spike)
-        rule.learn(spike, spike=True)
-    assert not rule.is_spike(1.5)
+def flags_of(norms: list[float], **limits: Any) -> list[bool]:
+    """Which of these gradient norms are flagged: a model whose one parameter has the given number as its gradient."""
+    model = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+
+    def step(engine: Engine, norm: float) -> None:
+        (model.weight * norm).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    engine, flags = Engine(step), []
+    engine.add_event_handler(Events.ITERATION_COMPLETED, lambda e: flags.append(e.state.unhealthy_spike))
+    GradWatch(model, sinks=[MemorySink()], rules=[], **limits).attach(engine)
+    engine.run(norms)
+    return flags
+
+
+# Log norms of +-0.1 around 0 have a sample deviation of 0.103 at 16 samples; 3 deviations of 15 degrees of freedom are
+# 3.6 of these, a factor of 1.45; 1.05 times the usual norm is within one.
+QUIET = [math.exp(0.1 * (-1) ** index) for index in range(16)]
+
+
+@pytest.mark.parametrize(
+    ("limits", "flagged"),
+    [
+        ({}, [False, False, True]),  # 5 times the usual norm
+        ({"stds": 3.0}, [False, True, True]),  # beyond any factor
+        ({"factor": 1.5}, [False, True, True]),  # beyond any deviation
+        ({"factor": 4.0}, [False, False, True]),
+        ({"stds": 3.0, "factor": 4.0}, [False, False, True]),  # both
+        ({"max_norm": 3.0}, [False, False, True]),
+        ({"max_norm": 1000.0}, [False, False, False]),  # no limit that was not asked for
+    ],
+    ids=str,
+)
+def test_the_limits_are_the_callers_and_no_others(limits: dict[str, float], flagged: list[bool]) -> None:
+    flags = flags_of([*QUIET, 1.05, 2.0, 100.0], **limits)
+    assert flags == [False] * len(QUIET) + flagged
+
+
+@pytest.mark.parametrize(("window", "flagged"), [(8, True), (64, False)])
+def test_the_window_is_what_counts_as_usual(window: int, flagged: bool) -> None:
+    """24 norms of e and 1/e in turn, then 8 quiet ones: beside the quiet ones alone 2 is unusual."""
+    loud = [math.exp((-1) ** index) for index in range(24)]
+    assert flags_of([*loud, *QUIET[:8], 2.0], stds=3.0, window=window)[-1] == flagged
+
+
+def test_neither_nan_nor_spikes_are_learned_from() -> None:
+    nan, spike = math.nan, 100.0
+    assert flags_of([*QUIET, nan, spike, spike, 1.1]) == [False] * len(QUIET) + [True, True, True, False]
 
 
 def test_a_level_that_stays_becomes_the_usual_one() -> None:
-    """Else a training whose norms settled higher would never step again."""
-    rule = SpikeRule(adapt_after=20)
-    for _ in range(10):
-        rule.learn(1.0, spike=False)
-    judged = []
-    for _ in range(25):
-        judged.append(rule.is_spike(100.0))
-        rule.learn(100.0, spike=judged[-1])
-    assert judged == [True] * 20 + [False] * 5
+    """Otherwise a training whose norms have settled at a higher level would never step again."""
+    assert flags_of([*QUIET, *[100.0] * 25]) == [False] * len(QUIET) + [True] * 20 + [False] * 5
 
 
-def test_memory_is_bounded() -> None:
-    rule = SpikeRule(window=64)
-    for index in range(1000):
-        rule.learn(1.0 + index % 7, spike=False, kind=str(index % 50))
-    state = rule.state_dict()
-    assert len(state["usual"]) <= 16
-    assert max(map(len, state["usual"].values())) <= 64
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"max_norm": 0}, "max_norm=0 must be a positive number"),
+        ({"stds": -1.0}, "stds=-1.0 must be a number, at least 0"),
+        ({"factor": 0.5}, "factor=0.5 must be a number, at least 1"),
+        ({"window": 1}, "window=1 must be a number of steps"),
+        ({"rule": bool, "stds": 3.0}, "pass rule=, or the limits"),
+    ],
+    ids=str,
+)
+def test_limits_that_make_no_sense(limits: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GradWatch(small_model(), **limits)
+
+
+def test_by_default_the_training_is_the_same_bit_for_bit_through_nan_and_spikes() -> None:
+    def trained(*, watched: bool) -> list[torch.Tensor]:
+        model = small_model()
+        engine = Engine(usual_step(model, torch.optim.SGD(model.parameters(), lr=1e-4)))
+        if watched:
+            GradWatch(model).attach(engine)
+        engine.run(with_a_bad_batch())
+        return weights(model)
+
+    for watched, plain in zip(trained(watched=True), trained(watched=False), strict=True):
+        assert torch.equal(watched, plain)
 
 
 # ---- two ranks
@@ -320,7 +372,7 @@ model = DistributedDataParallel(small_model())
 engine = Engine(usual_step(model, torch.optim.AdamW(model.parameters(), lr=0.01)))
 norms, flags = collect(engine), []
 engine.add_event_handler(Events.ITERATION_COMPLETED, lambda e: flags.append(e.state.unhealthy_spike))
-GradWatch(model).attach(engine)
+GradWatch(model, skip=True).attach(engine)
 engine.run(data)
 json.dump(
     {"norms": norms, "flags": flags, "weights": [w.tolist() for w in weights(model)]},

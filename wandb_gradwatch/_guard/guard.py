@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,31 @@ from ..snapshot import Snapshot
 # P watched parameters
 
 StepJudge = Callable[[Snapshot], bool]
+
+
+DEFAULT_WINDOW: Final = ExplodingGradient.window
+
+
+def judge_of_norms(
+    *, threshold: float | None, factor: float | None, stds: float | None, window: int, default_factor: float
+) -> ExplodingGradient:
+    """The rule whose `limit` holds these limits, and no others; without any, its own, at `default_factor`.
+
+    Raises:
+        ValueError: a limit that makes no sense.
+    """
+    for name, value, least in (("threshold", threshold, 0), ("factor", factor, 1), ("stds", stds, 0)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value >= least):
+            raise ValueError(f"{name}={value!r} must be a number, at least {least}, or None")
+    if isinstance(window, bool) or not isinstance(window, int) or window < 2:
+        raise ValueError(f"window={window!r} must be a number of steps, at least 2")
+    usual: dict[str, Any] = {"window": window, "warmup": min(ExplodingGradient.warmup, window), "growth": None}
+    if threshold is None and factor is None and stds is None:
+        return ExplodingGradient(min_factor=default_factor, **usual)
+    if factor is not None and stds is None:
+        stds = 0.0  # the mean itself, and the factor above it
+    usual |= {"record_factor": None, "warmup_factor": math.inf}
+    return ExplodingGradient(threshold=threshold, min_factor=1.0 if factor is None else factor, stds=stds, **usual)
 
 
 class TooManySkippedStepsError(RuntimeError):
@@ -42,12 +67,19 @@ class SkipGuard:
     Of an optimizer that steps inside the backward, only what is not finite is withheld: there is no norm of the whole.
     A step that a CUDA graph replays is not seen, and not guarded.
 
+    Gradients that are not finite are always unhealthy. A norm is, by the limits given here and by no others; where none
+    is given, by a factor of 20 and 3.5 standard deviations. An alert that was not needed costs a glance; a good batch
+    that was dropped is lost, so the guard waits for more than the alerts do.
+
     Args:
-        is_bad: judges a snapshot of one sample, of the gradients that are about to be used; None: non-finite, or a
-            norm more than 20 times the usual one. An alert that was not needed costs a glance; a good batch that was
-            dropped is lost, so the guard waits for more than the alerts do.
+        is_bad: judges a snapshot of one sample, of the gradients that are about to be used, instead of all limits.
         max_in_a_row: so many skipped steps in a row are too many.
         then: "raise" a TooManySkippedStepsError from optimizer.step(), or "continue" and apply the step.
+        threshold: a larger norm is unhealthy, whatever came before.
+        factor: a norm above this multiple of the usual one is unhealthy, from the sixth healthy step on.
+        stds: so is a log norm more than this many standard deviations above the mean; with `factor`, a norm has to be
+            beyond both.
+        window: healthy steps that count as usual.
 
     Raises:
         ValueError: a limit that makes no sense.
@@ -56,17 +88,24 @@ class SkipGuard:
     is_bad: StepJudge | None = None
     max_in_a_row: int = 20
     then: Literal["raise", "continue"] = "raise"
+    threshold: float | None = None
+    factor: float | None = None
+    stds: float | None = None
+    window: int = DEFAULT_WINDOW
     num_skipped: int = field(default=0, init=False)
     num_in_a_row: int = field(default=0, init=False)  # unhealthy steps, up to now
-    _usual: ExplodingGradient = field(
-        default_factory=lambda: ExplodingGradient(min_factor=20.0, growth=None), init=False, repr=False
-    )
+    _usual: ExplodingGradient = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.max_in_a_row < 1:
             raise ValueError(f"max_in_a_row={self.max_in_a_row!r} must be at least 1")
         if self.then not in ("raise", "continue"):
             raise ValueError(f'then={self.then!r} must be "raise" or "continue"')
+        if self.is_bad is not None and (self.threshold, self.factor, self.stds) != (None, None, None):
+            raise ValueError("SkipGuard() was given is_bad= and limits of the norm; pass is_bad=, or the limits")
+        self._usual = judge_of_norms(
+            threshold=self.threshold, factor=self.factor, stds=self.stds, window=self.window, default_factor=20.0
+        )
 
     @property
     def lets_through(self) -> bool:

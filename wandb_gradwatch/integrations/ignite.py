@@ -1,4 +1,4 @@
-"""Ignite: gradients in engine.state.metrics and in W&B, and a bad batch that is never applied.
+"""Ignite: gradients in engine.state.metrics and in W&B, and, if asked for, a bad batch that is never applied.
 
 GradWatch(model).attach(trainer)
 """
@@ -11,11 +11,12 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
+import numpy as np
 import torch
 
 from .._capture.parameter_registry import Models
 from .._capture.probes import WatchedTensor
-from .._guard.guard import SkipGuard
+from .._guard.guard import DEFAULT_WINDOW, SkipGuard, judge_of_norms
 from .._measure.columns import Column
 from .._measure.measure import measure
 from .._runtime.error_boundary import CallbackError
@@ -25,19 +26,20 @@ from ..snapshot import Snapshot
 from ._require import require
 from ._sample_queue import AlertLog, SampleQueue, active_run
 from ._session import Session, is_sharded
-from ._spikes import SpikeRule
+
+_Present = tuple[tuple[str, ...], tuple[bool, ...]]  # names, and which of them have a gradient
 
 _Events: Any = require("ignite.engine", extra="ignite").Events
 
 
 class GradWatch:
-    """Watch the gradients of the model that an engine trains, and leave out the batches that would break it.
+    """Watch the gradients of the model that an engine trains; with `skip=True`, leave out the batches that would break it.
 
     As soon as a backward has ended, before any update, the norm of the gradient (accumulated, reduced over ranks,
     unscaled, unclipped) is in `engine.state.metrics["grad_norm"]`, and `engine.state.unhealthy_spike` says whether it
-    is a spike. A step that is made all the same is then withheld by the guard of `watch()`: parameters and the
-    optimizer's state stay as they are, without a line in the train step. One that would rather decide itself reads the
-    flag:
+    is a spike. The training is not changed. With `skip=True` the guard of `watch()` withholds the update of a spike:
+    parameters and the optimizer's state stay as they are, without a line in the train step. A train step that would
+    rather decide by itself reads the flag:
 
         loss.backward()
         if engine.state.unhealthy_spike:
@@ -51,11 +53,16 @@ class GradWatch:
 
     A step with a closure (LBFGS) makes its gradients by itself: its flag is right, but it is not left out.
 
+    What a spike is, the limits given here say, and no others; where none is given, one that is 5 times the usual norm
+    and 3.5 standard deviations above it. NaN and infinity always are.
+
     Args:
         model: a module, or a list or dict of modules.
-        max_norm: a larger norm is a spike; None: none is too large by itself.
-        stds: a log norm more than this many standard deviations above the usual is a spike; None: not judged.
-        rule: a function from the norm to whether it is a spike, instead of these two. NaN and infinity always are.
+        max_norm: a larger norm is a spike, whatever came before.
+        stds: a log norm more than this many standard deviations above the mean is a spike, from the sixth update on.
+        factor: so is a norm above this multiple of the usual one; with `stds`, a norm has to be beyond both.
+        window: healthy updates that count as usual.
+        rule: a function from the norm to whether it is a spike, instead of all limits.
         skip: leave out the updates of a batch with a spike.
         on_spike: called with the engine at each spike, before the update; what it raises leaves `engine.run`.
         per_layer: put the norm of every layer into the metrics too.
@@ -64,7 +71,7 @@ class GradWatch:
         watch_options: further arguments of `wandb_gradwatch.watch`: scaler, log_every, rules, include, ...
 
     Raises:
-        ValueError: max_norm or stds is not positive.
+        ValueError: a limit that makes no sense; a rule beside limits.
         TypeError: an argument that watch() does not have.
 
     Cost: one more pass over the gradients and one read of the device for each backward that ends in an update, and
@@ -76,9 +83,11 @@ class GradWatch:
         model: Models,
         *,
         max_norm: float | None = None,
-        stds: float | None = 3.5,
+        stds: float | None = None,
+        factor: float | None = None,
+        window: int = DEFAULT_WINDOW,
         rule: Callable[[float], bool] | None = None,
-        skip: bool = True,
+        skip: bool = False,
         on_spike: Callable[[Any], object] | None = None,
         per_layer: bool = False,
         prefix: str = "",
@@ -87,7 +96,12 @@ class GradWatch:
     ) -> None:
         reserved = ("run", "start_step", "sample_every", *(("guard",) if skip else ()))
         self._session = Session(type(self).__name__, watch_options, reserved=reserved, feed=_IntoMetrics(self))
-        self.spikes = SpikeRule(max_norm=max_norm, stds=stds, own=rule)
+        if max_norm is not None and not max_norm > 0:
+            raise ValueError(f"max_norm={max_norm!r} must be a positive number or None")
+        if rule is not None and (max_norm, stds, factor) != (None, None, None):
+            raise ValueError("GradWatch() was given rule= and limits of the norm; pass rule=, or the limits")
+        self._usual = judge_of_norms(threshold=max_norm, factor=factor, stds=stds, window=window, default_factor=5.0)
+        self._rule = rule
         self._model = model
         self._skip = skip
         self._on_spike = on_spike
@@ -95,9 +109,9 @@ class GradWatch:
         self._prefix = prefix
         self._run = run
         self._engine: Any = None
-        self._judged: dict[str, tuple[float, bool]] = {}  # by kind: the norms of this iteration, and whether spikes
+        self._judged: dict[_Present, tuple[float, bool]] = {}  # the norms of this iteration, and whether spikes
         self._is_updated = False
-        # It is the rule that ends a long series of spikes, by taking their level for the usual one.
+        # What ends a long series of spikes is that their level is taken for the usual one.
         self._guard = SkipGuard(is_bad=_Verdict(self), max_in_a_row=sys.maxsize)
 
     @property
@@ -132,12 +146,12 @@ class GradWatch:
         Of a sharded model, call it on all ranks.
         """
         self._learn()
-        return {"watched": self._session.state_dict(), "spikes": self.spikes.state_dict()}
+        return {"watched": self._session.state_dict(), "usual": self._usual.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on where the checkpoint was written."""
         self._session.load_state_dict(state_dict["watched"])
-        self.spikes.load_state_dict(state_dict["spikes"])
+        self._usual.load_state_dict(state_dict["usual"])
 
     # ---- the engine's events
 
@@ -164,9 +178,9 @@ class GradWatch:
 
     def _learn(self, _: Any = None) -> None:
         """Remember the norms of the iteration that ends, once: of updates that were made, or left out as spikes."""
-        for kind, (norm, spike) in self._judged.items():
-            if self._is_updated or spike:
-                self.spikes.learn(norm, spike=spike, kind=kind)
+        for (names, mask), (norm, spike) in self._judged.items():
+            if (self._is_updated or spike) and 0 < norm < math.inf:
+                self._usual.learn(names, np.array(mask), norm, alarmed=spike)
         self._judged = {}
 
     def _stop(self, _: Any = None) -> None:
@@ -174,19 +188,27 @@ class GradWatch:
 
     # ---- between the backward and the update
 
-    def judge(self, norm: float, *, kind: str) -> None:
+    def judge(self, norm: float, present: _Present) -> None:
         """The gradient is final and has this norm: NaN where it has elements that are not finite."""
         state = self._engine.state
         state.metrics[f"{self._prefix}grad_norm"] = norm
         try:
-            spike = self.spikes.is_spike(norm, kind)
+            spike = self._is_spike(norm, present)
             is_first = spike and not state.unhealthy_spike
-            self._judged[kind] = (norm, spike)
+            self._judged[present] = (norm, spike)
             state.unhealthy_spike = state.unhealthy_spike or spike
             if is_first and self._on_spike is not None:
                 self._on_spike(self._engine)
         except Exception as error:  # the user's rule or callback
             raise CallbackError from error
+
+    def _is_spike(self, norm: float, present: _Present) -> bool:
+        if not norm < math.inf:
+            return True
+        if self._rule is not None:
+            return bool(self._rule(norm))
+        names, mask = present
+        return norm > self._usual.limit(names, np.array(mask))
 
     def updated(self) -> None:
         """An optimizer is about to update the model."""
@@ -243,9 +265,10 @@ class _SpikeGuard:
         """Every step is."""
 
     def gradients_ready(self, tensors: Sequence[WatchedTensor]) -> None:
-        present = [tensor for tensor in tensors if tensor.gradient is not None]
-        if present and (owner := self._owner()) is not None:
-            owner.judge(_norm(present), kind=str(len(present)))
+        mask = tuple(tensor.gradient is not None for tensor in tensors)
+        if any(mask) and (owner := self._owner()) is not None:
+            names = tuple(tensor.name for tensor in tensors)
+            owner.judge(_norm([tensor for tensor in tensors if tensor.gradient is not None]), (names, mask))
 
     def before_update(self, tensors: Sequence[WatchedTensor]) -> None:
         if (owner := self._owner()) is not None:
