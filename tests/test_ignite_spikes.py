@@ -166,9 +166,7 @@ def test_the_callback_comes_before_the_update_and_may_raise() -> None:
     assert [index for index, _ in called] == [BAD]
 
 
-@pytest.mark.parametrize(
-    "arguments", [{"max_norm": 1.0}, {"rule": lambda norm: norm > 1.0}], ids=["static", "own"]
-)
+@pytest.mark.parametrize("arguments", [{"max_norm": 1.0}, {"rule": lambda norm: norm > 1.0}], ids=["static", "own"])
 def test_a_fixed_limit_or_a_function_is_the_rule(arguments: dict[str, Any]) -> None:
     """With a learning rate of 0 the norms are known beforehand: those above 1 are flagged, and no others."""
     model = small_model()

@@ -33,7 +33,7 @@ _Events: Any = require("ignite.engine", extra="ignite").Events
 
 
 class GradWatch:
-    """Watch the gradients of the model that an engine trains; with `skip=True`, leave out the batches that would break it.
+    """Watch the gradients of the model that an engine trains; `skip=True` leaves out the batches that would break it.
 
     As soon as a backward has ended, before any update, the norm of the gradient (accumulated, reduced over ranks,
     unscaled, unclipped) is in `engine.state.metrics["grad_norm"]`, and `engine.state.unhealthy_spike` says whether it
