@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from statistics_oracle import BACKENDS, FAST_BACKENDS, assert_row, expected_histogram, expected_row, floats_of
+from torch.utils._pytree import tree_map_only
 
 from wandb_gradwatch._measure.columns import NUM_BINS, NUM_COLUMNS, SCALE_POWER, Column, merge_rows
 from wandb_gradwatch._measure.cpu_chunks import CHUNK, SEGMENT
@@ -256,6 +258,40 @@ def test_elements_are_contiguous_and_complete_whatever_the_strides(
 
 
 # ---- the door
+
+
+class Wrapper(torch.Tensor):
+    """A tensor without memory of its own, as a float8 weight of FSDP2: operations read the one that it wraps."""
+
+    @staticmethod
+    def __new__(cls, wrapped: torch.Tensor) -> Wrapper:
+        made: Wrapper = torch.Tensor._make_wrapper_subclass(cls, wrapped.shape, dtype=wrapped.dtype)  # type: ignore[attr-defined]
+        made.wrapped = wrapped
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["wrapped"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], *_: object) -> Wrapper:
+        return cls(inner["wrapped"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        plain_args, plain_kwargs = tree_map_only(Wrapper, lambda t: t.wrapped, (args, kwargs or {}))
+        result = func(*plain_args, **plain_kwargs)
+        return cls(result) if func is torch.ops.aten.detach.default else result
+
+
+def test_a_tensor_without_memory_of_its_own_is_measured_by_what_it_wraps(backend: str) -> None:
+    gradient, parameter = (Wrapper(torch.tensor([3.0, -4.0, 0.0], dtype=torch.bfloat16)) for _ in range(2))
+    measured = measure([gradient], [torch.nn.Parameter(parameter)], histogram=True, backend=backend)
+    expected = expected_row([3.0, -4.0, 0.0])
+    expected[Column.PARAM_SUM_SQ], expected[Column.PARAM_NUM_NONFINITE] = 25, 0
+    assert_row(rows_of(measured)[0], expected, 0.0)
+    assert measured.histogram is not None
+    assert measured.histogram[0].tolist() == expected_histogram([3.0, -4.0, 0.0]).tolist()
+    assert sum_sq([gradient], backend=backend).tolist() == [25]
 
 
 def test_nothing_to_measure_is_an_empty_measurement(backend: str) -> None:

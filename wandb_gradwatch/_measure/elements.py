@@ -6,6 +6,7 @@ from typing import Final
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 # The dtypes that every backend reads as they are; any other real dtype is widened to float32 (fp8) or float64.
 NATIVE_DTYPES: Final = frozenset([torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -34,6 +35,9 @@ def elements_of(tensor: Tensor) -> tuple[Tensor, int]:
         num_implicit_zeros: elements that the layout does not store.
     """
     stored = tensor.detach() if tensor.requires_grad else tensor
+    if type(stored) is not Tensor and is_traceable_wrapper_subclass(stored):
+        # A wrapper, such as a float8 weight under FSDP2, has no memory of its own: its address is 0.
+        stored = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(stored)
     if stored.layout is not torch.strided:
         stored = _stored_values(stored)
     num_implicit_zeros = 0 if stored is tensor else tensor.numel() - stored.numel()
