@@ -1,12 +1,17 @@
 """The Triton kernels of the CUDA backend, launched by cuda_launch.py. The only file that imports Triton.
 
-A chunk is CHUNK elements of one tensor. Its sums run in float32, a few terms per lane, where no square can overflow or
-vanish; any other chunk, and a tensor's last, is read again in float64 with masks, so that NaN and Inf cost the ordinary
-chunk nothing. Partials are added in a fixed order: results repeat bit for bit. Histograms are integer atomics, whose
-order does not matter.
+    measure_chunks     ordinary chunks of gradients, in float32  -->
+    square_chunks      ordinary chunks of parameters             --> partials [NUM_PARTIALS, M] --> fold --> rows [N, C]
+    measure_carefully  float64, ends, and what those refused     -->
+
+A chunk is part of one tensor. Its sums run in float32, a few terms per lane, where no square can overflow or vanish; a
+chunk for which that does not hold is refused, and read again in float64 with masks, so that NaN and Inf cost the
+ordinary chunk nothing: neither instructions nor registers. Partials are added in a fixed order: results repeat bit for
+bit. Histograms are integer atomics, whose order does not matter.
 
 A lane keeps sums of its own, one per column, and has 64 bytes under way: a sum per element would take so many registers
-that too few programs ran at once to keep the memory busy.
+that too few programs ran at once to keep the memory busy. No integer wraps around, so that Triton's own checks for
+that (TRITON_DEBUG=1) find nothing.
 """
 
 # Triton types its own language: the arguments of a kernel are pointers and numbers of the device.
@@ -22,19 +27,66 @@ import triton.language as tl
 
 from .columns import NUM_BINS, ZERO_BIN
 
-# N tensors, M chunks, C columns, B histogram bins
+# N tensors (gradients, then parameters), M chunks, C columns, B histogram bins
 
 NUM_PARTIALS: Final = 9  # columns NUM_NAN to GRAD_ABS_MIN_NONZERO, in their order
+CAREFUL_ONLY: Final = 4  # added to a chunk's dtype: no ordinary kernel reads it
 
-_FLOAT64: Final = tl.constexpr(3)
+_BFLOAT16: Final = tl.constexpr(1)
+_CAREFUL_ONLY: Final = tl.constexpr(CAREFUL_ONLY)
+_REFUSED: Final = tl.constexpr(-1.0)  # as the number of NaN of a chunk
 
 # A chunk's sum of squares in float32 is ordinary above this share of the number of its elements: what squares below
 # 2**-126 lose is then less than 2**-28 of it.
 _ORDINARY: Final = tl.constexpr(2.0**-98)
-_INFINITY_32: Final = tl.constexpr(0x7F800000)
-_INFINITY_64: Final = tl.constexpr(0x7FF0000000000000)
+_INFINITY: Final = tl.constexpr(0x7FF0000000000000)
+_MAGNITUDE: Final = tl.constexpr(0x7FFFFFFFFFFFFFFF)
+_LARGEST: Final = tl.constexpr(0xFFFFFFFF)
 _ZERO_BIN: Final = tl.constexpr(ZERO_BIN)
 _NUM_BINS: Final = tl.constexpr(NUM_BINS)
+
+# A program counts in cells: one for each sign, exponent and first mantissa bit of float32, 1024 in all, which become
+# bins when the program ends. On NVIDIA they lie in shared memory, twice: lanes that hit one cell at the same time wait
+# for each other, and neighbours have a copy each. tl.histogram would take ballots up to Triton 3.7, some 60
+# instructions per element, and the language's own atomics all go to global memory.
+_NUM_CELLS: Final = tl.constexpr(1024)
+_NO_CELL: Final = tl.constexpr(511)  # of NaN: not looked at
+_ALLOCATE: Final = tl.constexpr("""{
+    .shared .align 16 .b32 gradwatch_cells[2048];
+    .reg .b32 copy;
+    mov.u32 copy, %laneid;
+    and.b32 copy, copy, 1;
+    mov.u32 $0, gradwatch_cells;
+    mad.lo.u32 $0, copy, 4, $0;
+}""")
+_CLEAR: Final = tl.constexpr("""{
+    .reg .b32 place;
+    and.b32 place, $2, -8;
+    mad.lo.u32 place, $1, 8, place;
+    mov.u32 $0, 0;
+    st.shared.v2.u32 [place], {$0, $0};
+}""")
+_COUNT: Final = tl.constexpr("""{
+    .reg .b32 place;
+    .reg .pred counts;
+    setp.ne.u32 counts, $2, 0;
+    mad.lo.u32 place, $1, 8, $3;
+    mov.u32 $0, 0;
+    @counts red.relaxed.cta.shared.add.u32 [place], 1;
+}""")
+_READ: Final = tl.constexpr("""{
+    .reg .b32 place, other;
+    and.b32 place, $2, -8;
+    mad.lo.u32 place, $1, 8, place;
+    ld.shared.v2.u32 {$0, other}, [place];
+    add.u32 $0, $0, other;
+}""")
+
+
+def counts_in_shared_memory() -> bool:
+    """Whether the cells lie in shared memory, which takes instructions of NVIDIA's."""
+    compiled = isinstance(measure_chunks, triton.JITFunction)  # otherwise interpreted
+    return compiled and triton.runtime.driver.active.get_current_target().backend == "cuda"
 
 
 def build_launcher(compiled: Any) -> None:
@@ -47,112 +99,119 @@ def build_launcher(compiled: Any) -> None:
         triton.runtime.driver.active.launcher_cls(compiled.src, compiled.metadata)
 
 
+# ---- reading
+
+
 @triton.jit
-def _read(address, offsets, mask, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr):
-    """Elements at an address in float32, or float64 if that is what they are; 0 where masked."""
+def _chunk(table, chunks, num_chunks, chunk):
+    """A chunk's tensor, address, number of elements (0 at address 0) and dtype."""
+    tensor = tl.load(chunks + chunk)
+    start = tl.load(chunks + num_chunks + chunk)
+    size = tl.load(chunks + 2 * num_chunks + chunk)
+    dtype = tl.load(chunks + 3 * num_chunks + chunk)
+    address = tl.load(table + 2 + tensor)
+    return tensor, address + start, tl.where(address == 0, 0, size).to(tl.int32), dtype
+
+
+@triton.jit
+def _load(address, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, LANES: tl.constexpr):
+    """A tile: 16 bytes for each lane; bfloat16 in pairs, as words, where the address allows it.
+
+    The elements of a lane lie along one axis: [LANES, 16 bytes]. Where the address does not allow loads of 16 bytes,
+    lanes beside each other read elements beside each other: [any, LANES].
+    """
     if DTYPE == 0:
         pointer = address.to(tl.pointer_type(tl.float32))
-    elif DTYPE == 1:
-        pointer = address.to(tl.pointer_type(tl.uint16))
     elif DTYPE == 2:
         pointer = address.to(tl.pointer_type(tl.float16))
+    elif ALIGNED:
+        pointer = address.to(tl.pointer_type(tl.uint32))
     else:
-        pointer = address.to(tl.pointer_type(tl.float64))
+        pointer = address.to(tl.pointer_type(tl.uint16))
+    WORDS: tl.constexpr = DTYPE == 0 or (DTYPE == _BFLOAT16 and ALIGNED)
+    VECTOR: tl.constexpr = 4 if WORDS else 8
     if ALIGNED:
-        pointer = tl.multiple_of(pointer, 16)
-    if MASKED:
-        values = tl.load(pointer + offsets, mask=mask, other=0)
+        offsets = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+        values = tl.load(tl.multiple_of(pointer, 16) + offsets)
     else:
+        offsets = tl.arange(0, VECTOR)[:, None] * LANES + tl.arange(0, LANES)[None, :]
         values = tl.load(pointer + offsets)
-    if DTYPE == 1:  # by its bits: a conversion may flush subnormal numbers
-        values = (values.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-    elif DTYPE == 2:
-        values = values.to(tl.float32)
     return values
 
 
 @triton.jit
-def _tile_offsets(ITEMSIZE: tl.constexpr, ALIGNED: tl.constexpr, LANES: tl.constexpr):
-    """Offsets of LANES loads of 16 bytes, so that the elements of a lane lie along one axis: [LANES, 16 bytes].
-
-    Where the address does not allow such loads, lanes beside each other read elements beside each other: [any, LANES].
-    """
-    VECTOR: tl.constexpr = 16 // ITEMSIZE
-    if ALIGNED:
-        offsets = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+def _first(tile, DTYPE: tl.constexpr):
+    """The elements of a tile in float32; of a tile of pairs the first ones."""
+    if DTYPE == _BFLOAT16:  # by its bits: a conversion may flush subnormal numbers
+        values = (tile.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:
-        offsets = tl.arange(0, VECTOR)[:, None] * LANES + tl.arange(0, LANES)[None, :]
-    return offsets
+        values = tile.to(tl.float32)
+    return values
 
 
 @triton.jit
-def _is_nan_or_inf(values, DTYPE: tl.constexpr):
-    if DTYPE == _FLOAT64:
-        magnitude = values.to(tl.int64, bitcast=True) & 0x7FFFFFFFFFFFFFFF
-        is_nan, is_inf = magnitude > _INFINITY_64, magnitude == _INFINITY_64
+def _second(tile):
+    """The other elements of a tile of pairs."""
+    return (tile & 0xFFFF0000).to(tl.float32, bitcast=True)
+
+
+# ---- the histogram
+
+
+@triton.jit
+def _no_counts(SHARED: tl.constexpr):
+    """Counters of a program, all 0: the address of its cells, or the counts themselves."""
+    if SHARED:
+        counts = tl.inline_asm_elementwise(_ALLOCATE, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+        cells = tl.arange(0, _NUM_CELLS)
+        tl.inline_asm_elementwise(_CLEAR, "=r,r,r", [cells, counts], dtype=tl.int32, is_pure=False, pack=1)
+        tl.debug_barrier()
     else:
-        magnitude = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        is_nan, is_inf = magnitude > _INFINITY_32, magnitude == _INFINITY_32
-    return is_nan, is_inf
+        counts = tl.zeros([_NUM_CELLS], dtype=tl.int32)
+    return counts
 
 
 @triton.jit
-def _cells(values, WIDE: tl.constexpr):
-    """Histogram cell of float32 or (WIDE) float64 values by their leading bits: 128 for the sign and the magnitude bin.
-
-    Zeros, NaN and Inf go to cell 0, and the second result says which they are: `_add_histogram` takes them out again.
-    tl.histogram counts a power of two of cells; with cells of their own there would be twice as many.
-    """
-    if WIDE:
-        bits = values.to(tl.int64, bitcast=True)
-        magnitude = bits & 0x7FFFFFFFFFFFFFFF
-        code = (magnitude >> 51).to(tl.int32)
-        window = code - 1950  # (1023 - 47) * 2 is magnitude bin 2
-        lowest = code < 1794  # (1023 - 126) * 2
-        nowhere = (magnitude == 0) | (magnitude >= _INFINITY_64)
+def _count(counts, cells, counted, SHARED: tl.constexpr):
+    """Count a tile's cells where `counted` is not 0."""
+    if SHARED:
+        tl.inline_asm_elementwise(_COUNT, "=r,r,r,r", [cells, counted, counts], dtype=tl.int32, is_pure=False, pack=1)
     else:
-        bits = values.to(tl.int32, bitcast=True)
-        magnitude = bits & 0x7FFFFFFF
-        code = magnitude >> 22
-        window = code - 158  # (127 - 47) * 2 is magnitude bin 2
-        lowest = code < 2
-        nowhere = (magnitude == 0) | (magnitude >= _INFINITY_32)
-    magnitude_bin = tl.where(lowest, 0, tl.minimum(tl.maximum(window, 1), 127))
-    return tl.where(nowhere, 0, tl.where(bits < 0, magnitude_bin + 128, magnitude_bin)), nowhere
+        counts += tl.histogram(tl.ravel(tl.where(counted != 0, cells.to(tl.int32), _NO_CELL)), _NUM_CELLS)
+    return counts
 
 
 @triton.jit
-def _ordinary_cells(values, doubled):
-    """The same for float32 values none of which is NaN or Inf, in half as many instructions: they are what limits."""
-    code = (doubled >> 23).to(tl.int32)
-    lowest = tl.minimum(code >> 1, 1)
-    magnitude_bin = tl.minimum(tl.maximum(code - 158, lowest), 127)
-    return tl.where(values < 0.0, magnitude_bin + 128, magnitude_bin)  # -0.0 is not below 0: it goes to cell 0 too
-
-
-@triton.jit
-def _add_histogram(histogram, tensor, counts, nowhere, zeros):
-    """Add a chunk's cells to the tensor's histogram; `nowhere` of those in cell 0 are in no magnitude bin."""
-    row = histogram + tensor.to(tl.int64) * _NUM_BINS
-    cell = tl.arange(0, 256)
-    counts = tl.where(cell == 0, counts - nowhere, counts)
-    bins = tl.where(cell < 128, _ZERO_BIN + 1 + cell, _ZERO_BIN + 127 - cell)
-    tl.atomic_add(row + bins, counts.to(tl.int64), mask=counts > 0, sem="relaxed")
+def _add_counts(histogram, tensor, counts, zeros, SHARED: tl.constexpr):
+    """Add what a program has counted, and zeros besides, to the tensor's histogram."""
+    cells = tl.arange(0, _NUM_CELLS)
+    if SHARED:
+        tl.debug_barrier()
+        counts = tl.inline_asm_elementwise(_READ, "=r,r,r", [cells, counts], dtype=tl.int32, is_pure=False, pack=1)
+    code = cells & 511
+    magnitude_bin = tl.minimum(tl.maximum(code - 158, tl.minimum(code >> 1, 1)), 127)  # (127 - 47) * 2 is bin 2
+    bins = tl.where(cells < 512, _ZERO_BIN + 1 + magnitude_bin, _ZERO_BIN - 1 - magnitude_bin)
+    row = histogram + tensor * _NUM_BINS
+    tl.atomic_add(row + bins, counts.to(tl.int64), mask=(counts > 0) & (code < 510), sem="relaxed")
     tl.atomic_add(row + _ZERO_BIN, zeros.to(tl.int64), mask=zeros > 0, sem="relaxed")
 
 
 @triton.jit
-def _chunk(table, chunk_tensor, chunk_start, sizes, first, ITEMSIZE: tl.constexpr, CHUNK: tl.constexpr):
-    """This program's chunk: its number, its tensor, its address, and how many elements it has (0 at address 0)."""
-    chunk = first + tl.program_id(0)
-    tensor = tl.load(chunk_tensor + chunk)
-    start = tl.load(chunk_start + chunk)
-    address = tl.load(table + 2 + tensor)
-    rest = tl.minimum(tl.load(sizes + tensor) - start, CHUNK)
-    count = tl.where(address == 0, 0, rest).to(tl.int32)
-    return chunk, tensor, address + start * ITEMSIZE, count
+def _cells_of_float64(values):
+    """Cells of finite values that are not 0: of those in float32 that become their bin."""
+    bits = values.to(tl.int64, bitcast=True)
+    code = ((bits & _MAGNITUDE) >> 51).to(tl.int32) - 1792  # (1023 - 127) * 2: as if the exponent were float32's
+    code = tl.where(code < 2, 0, tl.minimum(code, 509))
+    return tl.where(bits < 0, code + 512, code)
 
 
+@triton.jit
+def _is_finite_and_not_zero(values):
+    magnitude = values.to(tl.int64, bitcast=True) & _MAGNITUDE
+    return ((magnitude > 0) & (magnitude < _INFINITY)).to(tl.int32)
+
+
+# ---- ordinary chunks
 # Four tiles to one value per lane. A loop that ended in `total += tl.sum(load)` would crash the compiler (Triton 3.6).
 
 
@@ -176,348 +235,357 @@ def _maxima(a, b, c, d, AXIS: tl.constexpr):
 
 
 @triton.jit
-def _is_dead(doubled, dead_bits):
-    return ((doubled >> 1).to(tl.int64) <= dead_bits).to(tl.int32)
+def _sums_of_squares(a, b, c, d, AXIS: tl.constexpr):
+    return _sums(a * a, b * b, c * c, d * d, AXIS)
 
 
 @triton.jit
-def _count_scaled(
-    tile,
-    scale,
-    dead_bits,
-    counts,
-    deads,
-    nowheres,
-    true_zeros,
-    AXIS: tl.constexpr,
-    DEAD: tl.constexpr,
-    HISTOGRAM: tl.constexpr,
-):
-    """What depends on the loss scale: counts of a tile in float64, where the scaled gradient is what it really is."""
-    wide = tile.to(tl.float64) * scale
-    if DEAD:
-        magnitude = wide.to(tl.int64, bitcast=True) & 0x7FFFFFFFFFFFFFFF
-        deads += tl.sum((magnitude <= dead_bits).to(tl.int32), axis=AXIS)
-    if HISTOGRAM:
-        cells, is_nowhere = _cells(wide, True)
-        nowheres += tl.sum(is_nowhere.to(tl.int32), axis=AXIS)
+def _doubled(tile):
+    """The bits of a magnitude, times 2: what a float32 is without its sign."""
+    return tile.to(tl.uint32, bitcast=True) << 1
+
+
+@triton.jit
+def _is_zero(doubled):
+    return (doubled == 0).to(tl.int32)
+
+
+@triton.jit
+def _or_largest(doubled):
+    return tl.where(doubled == 0, _LARGEST, doubled)
+
+
+@triton.jit
+def _is_dead(tile, dead, scale, SCALED: tl.constexpr):
+    """Whether |tile| * scale is within the dead threshold."""
+    if SCALED:  # in float64, where the scaled gradient is what it really is
+        is_dead = ((tile.to(tl.float64) * scale).to(tl.int64, bitcast=True) & _MAGNITUDE) <= dead
+    else:
+        is_dead = _doubled(tile) < dead.to(tl.uint32)
+    return is_dead.to(tl.int32)
+
+
+@triton.jit
+def _count_tile(counts, true_zeros, tile, scale, AXIS: tl.constexpr, SCALED: tl.constexpr, SHARED: tl.constexpr):
+    if SCALED:
+        wide = tile.to(tl.float64) * scale
+        counts = _count(counts, _cells_of_float64(wide), _is_finite_and_not_zero(wide), SHARED)
         true_zeros += tl.sum((wide == 0.0).to(tl.int32), axis=AXIS)
-        counts += tl.histogram(tl.ravel(cells), 256)
-    return counts, deads, nowheres, true_zeros
+    else:
+        counts = _count(counts, tile.to(tl.uint32, bitcast=True) >> 22, _doubled(tile), SHARED)
+    return counts, true_zeros
+
+
+@triton.jit
+def _add_tiles(
+    total, total_sq, lowest, highest, smallest, zeros, deads, counts, true_zeros, a, b, c, d, dead, scale,
+    AXIS: tl.constexpr, DEAD: tl.constexpr, SCALED: tl.constexpr, HISTOGRAM: tl.constexpr, SHARED: tl.constexpr,
+):  # fmt: skip
+    total += _sums(a, b, c, d, AXIS)
+    total_sq += _sums_of_squares(a, b, c, d, AXIS)
+    lowest = tl.minimum(lowest, _minima(a, b, c, d, AXIS))
+    highest = tl.maximum(highest, _maxima(a, b, c, d, AXIS))
+    da, db, dc, dd = _doubled(a), _doubled(b), _doubled(c), _doubled(d)
+    smallest = tl.minimum(smallest, _minima(_or_largest(da), _or_largest(db), _or_largest(dc), _or_largest(dd), AXIS))
+    zeros += _sums(_is_zero(da), _is_zero(db), _is_zero(dc), _is_zero(dd), AXIS)
+    if DEAD:
+        deads += _sums(
+            _is_dead(a, dead, scale, SCALED),
+            _is_dead(b, dead, scale, SCALED),
+            _is_dead(c, dead, scale, SCALED),
+            _is_dead(d, dead, scale, SCALED),
+            AXIS,
+        )
+    if HISTOGRAM:
+        counts, true_zeros = _count_tile(counts, true_zeros, a, scale, AXIS, SCALED, SHARED)
+        counts, true_zeros = _count_tile(counts, true_zeros, b, scale, AXIS, SCALED, SHARED)
+        counts, true_zeros = _count_tile(counts, true_zeros, c, scale, AXIS, SCALED, SHARED)
+        counts, true_zeros = _count_tile(counts, true_zeros, d, scale, AXIS, SCALED, SHARED)
+    return total, total_sq, lowest, highest, smallest, zeros, deads, counts, true_zeros
 
 
 @triton.jit(do_not_specialize=["first", "num_chunks"])  # or every model and dtype would compile its own
 def measure_chunks(
-    table,  # [2 + N] int64: bits of the dead threshold in float32 and in float64, addresses
-    chunk_tensor,  # [M] int32
-    chunk_start,  # [M] int64: elements
-    sizes,  # [N] int64: elements
-    inverse_scale,  # 0-dim; read if SCALED
+    table,  # [2 + N] int64: dead threshold as twice its float32 bits + 1 and as its float64 bits, addresses
+    chunks,  # [4, M] int64: tensor, first byte, elements, dtype
+    inverse_scale,  # 0-dim float64; read if SCALED
     partials,  # [NUM_PARTIALS, M] float64
-    histogram,  # [N, B] int64, zeroed; written if HISTOGRAM
+    histogram,  # [gradients, B] int64, zeroed; written if HISTOGRAM
     first,  # chunk of the first program
     num_chunks,  # M
     DTYPE: tl.constexpr,
-    ITEMSIZE: tl.constexpr,
     ALIGNED: tl.constexpr,
+    LANES: tl.constexpr,
     DEAD: tl.constexpr,  # the dead threshold is not 0
     SCALED: tl.constexpr,
     HISTOGRAM: tl.constexpr,
-    LANES: tl.constexpr,
-    CHUNK: tl.constexpr,
+    SHARED: tl.constexpr,
 ):
-    chunk, tensor, address, count = _chunk(table, chunk_tensor, chunk_start, sizes, first, ITEMSIZE, CHUNK)
-    WIDE: tl.constexpr = SCALED or DTYPE == _FLOAT64
-    TILE: tl.constexpr = LANES * (16 // ITEMSIZE)
-    AXIS: tl.constexpr = 1 if ALIGNED else 0
-    dead_bits = tl.load(table + WIDE)
-    scale = 1.0
-    if SCALED:
-        scale = tl.load(inverse_scale).to(tl.float64)
-    counts = tl.zeros([256], dtype=tl.int32)
-    nowhere, bin_zeros = count * 0, count * 0  # elements in no magnitude bin, and those of them that are 0
-    ordinary = count < 0  # no: what follows must make it so
-
-    if DTYPE != _FLOAT64:
-        if count == CHUNK:
-            total = tl.zeros([LANES], dtype=tl.float32)
-            total_sq = tl.zeros([LANES], dtype=tl.float32)
-            lowest = tl.full([LANES], float("inf"), dtype=tl.float32)
-            highest = tl.full([LANES], float("-inf"), dtype=tl.float32)
-            smallest = tl.full([LANES], 0xFFFFFFFF, dtype=tl.uint32)  # of doubled magnitude bits, less 1
-            zeros = tl.zeros([LANES], dtype=tl.int32)
-            deads = tl.zeros([LANES], dtype=tl.int32)
-            nowheres = tl.zeros([LANES], dtype=tl.int32)
-            true_zeros = tl.zeros([LANES], dtype=tl.int32)
-            offsets = _tile_offsets(ITEMSIZE, ALIGNED, LANES)
-            for begin in range(0, CHUNK, 4 * TILE):
-                # All four loads are under way before the first is used: one at a time would not keep the memory busy.
-                tile0 = _read(address + (begin + 0 * TILE) * ITEMSIZE, offsets, True, DTYPE, ALIGNED, False)
-                tile1 = _read(address + (begin + 1 * TILE) * ITEMSIZE, offsets, True, DTYPE, ALIGNED, False)
-                tile2 = _read(address + (begin + 2 * TILE) * ITEMSIZE, offsets, True, DTYPE, ALIGNED, False)
-                tile3 = _read(address + (begin + 3 * TILE) * ITEMSIZE, offsets, True, DTYPE, ALIGNED, False)
-                double0 = tile0.to(tl.uint32, bitcast=True) << 1  # drops the sign
-                double1 = tile1.to(tl.uint32, bitcast=True) << 1
-                double2 = tile2.to(tl.uint32, bitcast=True) << 1
-                double3 = tile3.to(tl.uint32, bitcast=True) << 1
-                total += _sums(tile0, tile1, tile2, tile3, AXIS)
-                total_sq += _sums(tile0 * tile0, tile1 * tile1, tile2 * tile2, tile3 * tile3, AXIS)
-                lowest = tl.minimum(lowest, _minima(tile0, tile1, tile2, tile3, AXIS))
-                highest = tl.maximum(highest, _maxima(tile0, tile1, tile2, tile3, AXIS))
-                # Zero wraps around to the largest integer.
-                smallest = tl.minimum(smallest, _minima(double0 - 1, double1 - 1, double2 - 1, double3 - 1, AXIS))
-                zeros += _sums(
-                    (double0 == 0).to(tl.int32),
-                    (double1 == 0).to(tl.int32),
-                    (double2 == 0).to(tl.int32),
-                    (double3 == 0).to(tl.int32),
-                    AXIS,
-                )
-                if WIDE:
-                    counts, deads, nowheres, true_zeros = _count_scaled(
-                        tile0, scale, dead_bits, counts, deads, nowheres, true_zeros, AXIS, DEAD, HISTOGRAM
-                    )
-                    counts, deads, nowheres, true_zeros = _count_scaled(
-                        tile1, scale, dead_bits, counts, deads, nowheres, true_zeros, AXIS, DEAD, HISTOGRAM
-                    )
-                    counts, deads, nowheres, true_zeros = _count_scaled(
-                        tile2, scale, dead_bits, counts, deads, nowheres, true_zeros, AXIS, DEAD, HISTOGRAM
-                    )
-                    counts, deads, nowheres, true_zeros = _count_scaled(
-                        tile3, scale, dead_bits, counts, deads, nowheres, true_zeros, AXIS, DEAD, HISTOGRAM
-                    )
-                else:
-                    if DEAD:
-                        deads += _sums(
-                            _is_dead(double0, dead_bits),
-                            _is_dead(double1, dead_bits),
-                            _is_dead(double2, dead_bits),
-                            _is_dead(double3, dead_bits),
-                            AXIS,
-                        )
-                    if HISTOGRAM:
-                        counts += tl.histogram(tl.ravel(_ordinary_cells(tile0, double0)), 256)
-                        counts += tl.histogram(tl.ravel(_ordinary_cells(tile1, double1)), 256)
-                        counts += tl.histogram(tl.ravel(_ordinary_cells(tile2, double2)), 256)
-                        counts += tl.histogram(tl.ravel(_ordinary_cells(tile3, double3)), 256)
-            chunk_sq = tl.sum(total_sq.to(tl.float64), axis=0)
-            num_zero = tl.sum(zeros, axis=0)
-            if WIDE:
-                nowhere, bin_zeros = tl.sum(nowheres, axis=0), tl.sum(true_zeros, axis=0)
-            else:
-                nowhere, bin_zeros = num_zero, num_zero
-            ordinary = ((chunk_sq > CHUNK * _ORDINARY) & (chunk_sq < float("inf"))) | (num_zero == CHUNK)
-            if ordinary:
-                tl.store(partials + 0 * num_chunks + chunk, 0.0)
-                tl.store(partials + 1 * num_chunks + chunk, 0.0)
-                tl.store(partials + 2 * num_chunks + chunk, num_zero.to(tl.float64))
-                if DEAD:
-                    tl.store(partials + 3 * num_chunks + chunk, tl.sum(deads, axis=0).to(tl.float64))
-                else:
-                    tl.store(partials + 3 * num_chunks + chunk, num_zero.to(tl.float64))
-                tl.store(partials + 4 * num_chunks + chunk, tl.sum(total.to(tl.float64), axis=0))
-                tl.store(partials + 5 * num_chunks + chunk, chunk_sq)
-                tl.store(partials + 6 * num_chunks + chunk, tl.min(lowest, axis=0).to(tl.float64))
-                tl.store(partials + 7 * num_chunks + chunk, tl.max(highest, axis=0).to(tl.float64))
-                bits = (tl.min(smallest, axis=0) + 1) >> 1
-                magnitude = bits.to(tl.float32, bitcast=True).to(tl.float64)
-                tl.store(partials + 8 * num_chunks + chunk, tl.where(bits == 0, float("inf"), magnitude))
-
-    if ordinary == 0:
-        CAREFUL: tl.constexpr = 4 * LANES  # float64 takes registers, and those of the way above decide how many run
-        lanes = tl.arange(0, CAREFUL)
-        nans, infs, zeros, deads = 0, 0, 0, 0
-        nowhere, bin_zeros = count * 0, count * 0
-        chunk_sum = tl.zeros([CAREFUL], dtype=tl.float64)
-        chunk_sum_sq = tl.zeros([CAREFUL], dtype=tl.float64)
-        lowest = tl.full([CAREFUL], float("inf"), dtype=tl.float64)
-        highest = tl.full([CAREFUL], float("-inf"), dtype=tl.float64)
-        smallest = tl.full([CAREFUL], float("inf"), dtype=tl.float64)
-        counts = tl.zeros([256], dtype=tl.int32)
-        for begin in range(0, count, CAREFUL):
-            mask = begin + lanes < count
-            values = _read(address, begin + lanes, mask, DTYPE, ALIGNED, True)
-            is_nan, is_inf = _is_nan_or_inf(values, DTYPE)
-            finite = mask & (is_nan == 0) & (is_inf == 0)
-            wide = values.to(tl.float64)
-            clean = tl.where(finite, wide, 0.0)
-            nans += tl.sum((is_nan & mask).to(tl.int32), axis=0)
-            infs += tl.sum((is_inf & mask).to(tl.int32), axis=0)
-            zeros += tl.sum((finite & (wide == 0.0)).to(tl.int32), axis=0)
-            chunk_sum += clean
-            chunk_sum_sq += clean * clean
-            lowest = tl.minimum(lowest, tl.where(finite, wide, float("inf")))
-            highest = tl.maximum(highest, tl.where(finite, wide, float("-inf")))
-            magnitude = tl.abs(clean)
-            smallest = tl.minimum(smallest, tl.where(magnitude > 0.0, magnitude, float("inf")))
-            true = wide * scale
-            if DEAD:
-                if WIDE:
-                    bits = true.to(tl.int64, bitcast=True) & 0x7FFFFFFFFFFFFFFF
-                else:
-                    bits = (values.to(tl.int32, bitcast=True) & 0x7FFFFFFF).to(tl.int64)
-                deads += tl.sum((finite & (bits <= dead_bits)).to(tl.int32), axis=0)
-            if HISTOGRAM:
-                if WIDE:
-                    cells, is_nowhere = _cells(true, True)
-                else:
-                    cells, is_nowhere = _cells(values, False)
-                nowhere += tl.sum(is_nowhere.to(tl.int32), axis=0)  # masked lanes hold 0
-                bin_zeros += tl.sum((mask & (true == 0.0)).to(tl.int32), axis=0)
-                counts += tl.histogram(cells, 256)
-        tl.store(partials + 0 * num_chunks + chunk, nans * 1.0)
-        tl.store(partials + 1 * num_chunks + chunk, infs * 1.0)
-        tl.store(partials + 2 * num_chunks + chunk, zeros * 1.0)
-        if DEAD:
-            tl.store(partials + 3 * num_chunks + chunk, deads * 1.0)
+    chunk = first + tl.program_id(0)
+    tensor, address, count, dtype = _chunk(table, chunks, num_chunks, chunk)
+    if dtype < _CAREFUL_ONLY:
+        AXIS: tl.constexpr = 1 if ALIGNED else 0
+        ITEMSIZE: tl.constexpr = 4 if DTYPE == 0 else 2
+        TILE: tl.constexpr = LANES * 16  # bytes
+        if SCALED:
+            scale = tl.load(inverse_scale)
+            dead = tl.load(table + 1)
         else:
-            tl.store(partials + 3 * num_chunks + chunk, zeros * 1.0)
-        tl.store(partials + 4 * num_chunks + chunk, tl.sum(chunk_sum, axis=0))
-        tl.store(partials + 5 * num_chunks + chunk, tl.sum(chunk_sum_sq, axis=0))
-        tl.store(partials + 6 * num_chunks + chunk, tl.min(lowest, axis=0))
-        tl.store(partials + 7 * num_chunks + chunk, tl.max(highest, axis=0))
-        tl.store(partials + 8 * num_chunks + chunk, tl.min(smallest, axis=0))
-
-    if HISTOGRAM:
-        _add_histogram(histogram, tensor, counts, nowhere, bin_zeros)
+            scale = 1.0
+            dead = tl.load(table)
+        total = tl.zeros([LANES], dtype=tl.float32)
+        total_sq = tl.zeros([LANES], dtype=tl.float32)
+        lowest = tl.full([LANES], float("inf"), dtype=tl.float32)
+        highest = tl.full([LANES], float("-inf"), dtype=tl.float32)
+        smallest = tl.full([LANES], _LARGEST, dtype=tl.uint32)  # of doubled magnitude bits
+        zeros = tl.zeros([LANES], dtype=tl.int32)
+        deads = tl.zeros([LANES], dtype=tl.int32)
+        true_zeros = tl.zeros([LANES], dtype=tl.int32)
+        counts = zeros
+        if HISTOGRAM:
+            counts = _no_counts(SHARED)
+        for begin in range(0, count * ITEMSIZE, 4 * TILE):
+            # All four loads are under way before the first is used: one at a time would not keep the memory busy.
+            a = _load(address + (begin + 0 * TILE), DTYPE, ALIGNED, LANES)
+            b = _load(address + (begin + 1 * TILE), DTYPE, ALIGNED, LANES)
+            c = _load(address + (begin + 2 * TILE), DTYPE, ALIGNED, LANES)
+            d = _load(address + (begin + 3 * TILE), DTYPE, ALIGNED, LANES)
+            total, total_sq, lowest, highest, smallest, zeros, deads, counts, true_zeros = _add_tiles(
+                total, total_sq, lowest, highest, smallest, zeros, deads, counts, true_zeros,
+                _first(a, DTYPE), _first(b, DTYPE), _first(c, DTYPE), _first(d, DTYPE), dead, scale,
+                AXIS, DEAD, SCALED, HISTOGRAM, SHARED,
+            )  # fmt: skip
+            if ALIGNED:
+                if DTYPE == _BFLOAT16:
+                    total, total_sq, lowest, highest, smallest, zeros, deads, counts, true_zeros = _add_tiles(
+                        total, total_sq, lowest, highest, smallest, zeros, deads, counts, true_zeros,
+                        _second(a), _second(b), _second(c), _second(d), dead, scale,
+                        AXIS, DEAD, SCALED, HISTOGRAM, SHARED,
+                    )  # fmt: skip
+        chunk_sq = tl.sum(total_sq.to(tl.float64), axis=0)
+        num_zero = tl.sum(zeros, axis=0)
+        partials += chunk
+        if ((chunk_sq > count * _ORDINARY) & (chunk_sq < float("inf"))) | ((num_zero == count) & (count > 0)):
+            tl.store(partials + 0 * num_chunks, 0.0)
+            tl.store(partials + 1 * num_chunks, 0.0)
+            tl.store(partials + 2 * num_chunks, num_zero.to(tl.float64))
+            if DEAD:
+                tl.store(partials + 3 * num_chunks, tl.sum(deads, axis=0).to(tl.float64))
+            else:
+                tl.store(partials + 3 * num_chunks, num_zero.to(tl.float64))
+            tl.store(partials + 4 * num_chunks, tl.sum(total.to(tl.float64), axis=0))
+            tl.store(partials + 5 * num_chunks, chunk_sq)
+            tl.store(partials + 6 * num_chunks, tl.min(lowest, axis=0).to(tl.float64))
+            tl.store(partials + 7 * num_chunks, tl.max(highest, axis=0).to(tl.float64))
+            bits = tl.min(smallest, axis=0)
+            magnitude = (bits >> 1).to(tl.float32, bitcast=True).to(tl.float64)
+            tl.store(partials + 8 * num_chunks, tl.where(bits == _LARGEST, float("inf"), magnitude))
+            if HISTOGRAM:
+                if SCALED:
+                    num_zero = tl.sum(true_zeros, axis=0)
+                _add_counts(histogram, tensor, counts, num_zero, SHARED)
+        else:
+            tl.store(partials, _REFUSED)
 
 
 @triton.jit(do_not_specialize=["first", "num_chunks"])
 def square_chunks(
     table,
-    chunk_tensor,
-    chunk_start,
-    sizes,
-    partials,  # [2, M] float64: sum of squares, number of NaN and Inf
+    chunks,
+    partials,  # of them the numbers of NaN and Inf, and the sum of squares
     first,
     num_chunks,
     DTYPE: tl.constexpr,
-    ITEMSIZE: tl.constexpr,
     ALIGNED: tl.constexpr,
     LANES: tl.constexpr,
-    CHUNK: tl.constexpr,
 ):
-    chunk, _, address, count = _chunk(table, chunk_tensor, chunk_start, sizes, first, ITEMSIZE, CHUNK)
-    TILE: tl.constexpr = LANES * (16 // ITEMSIZE)
-    AXIS: tl.constexpr = 1 if ALIGNED else 0
-    ordinary = count < 0
-    if DTYPE != _FLOAT64:
-        if count == CHUNK:
-            total_sq = tl.zeros([LANES], dtype=tl.float32)
-            offsets = _tile_offsets(ITEMSIZE, ALIGNED, LANES)
-            for begin in range(0, CHUNK, 4 * TILE):
-                tile0 = _read(address + (begin + 0 * TILE) * ITEMSIZE, offsets, True, DTYPE, ALIGNED, False)
-                tile1 = _read(address + (begin + 1 * TILE) * ITEMSIZE, offsets, True, DTYPE, ALIGNED, False)
-                tile2 = _read(address + (begin + 2 * TILE) * ITEMSIZE, offsets, True, DTYPE, ALIGNED, False)
-                tile3 = _read(address + (begin + 3 * TILE) * ITEMSIZE, offsets, True, DTYPE, ALIGNED, False)
-                total_sq += _sums(tile0 * tile0, tile1 * tile1, tile2 * tile2, tile3 * tile3, AXIS)
-            chunk_sq = tl.sum(total_sq.to(tl.float64), axis=0)
-            ordinary = (chunk_sq > CHUNK * _ORDINARY) & (chunk_sq < float("inf"))
-            if ordinary:
-                tl.store(partials + chunk, chunk_sq)
-                tl.store(partials + num_chunks + chunk, 0.0)
-    if ordinary == 0:
-        CAREFUL: tl.constexpr = 4 * LANES
-        lanes = tl.arange(0, CAREFUL)
-        nonfinite = 0
-        chunk_sum_sq = tl.zeros([CAREFUL], dtype=tl.float64)
-        for begin in range(0, count, CAREFUL):
+    chunk = first + tl.program_id(0)
+    _, address, count, dtype = _chunk(table, chunks, num_chunks, chunk)
+    if dtype < _CAREFUL_ONLY:
+        AXIS: tl.constexpr = 1 if ALIGNED else 0
+        ITEMSIZE: tl.constexpr = 4 if DTYPE == 0 else 2
+        TILE: tl.constexpr = LANES * 16
+        total_sq = tl.zeros([LANES], dtype=tl.float32)
+        for begin in range(0, count * ITEMSIZE, 4 * TILE):
+            a = _load(address + (begin + 0 * TILE), DTYPE, ALIGNED, LANES)
+            b = _load(address + (begin + 1 * TILE), DTYPE, ALIGNED, LANES)
+            c = _load(address + (begin + 2 * TILE), DTYPE, ALIGNED, LANES)
+            d = _load(address + (begin + 3 * TILE), DTYPE, ALIGNED, LANES)
+            total_sq += _sums_of_squares(_first(a, DTYPE), _first(b, DTYPE), _first(c, DTYPE), _first(d, DTYPE), AXIS)
+            if ALIGNED:
+                if DTYPE == _BFLOAT16:
+                    total_sq += _sums_of_squares(_second(a), _second(b), _second(c), _second(d), AXIS)
+        chunk_sq = tl.sum(total_sq.to(tl.float64), axis=0)
+        partials += chunk
+        if (chunk_sq > count * _ORDINARY) & (chunk_sq < float("inf")):
+            tl.store(partials + 0 * num_chunks, 0.0)
+            tl.store(partials + 1 * num_chunks, 0.0)
+            tl.store(partials + 5 * num_chunks, chunk_sq)
+        else:
+            tl.store(partials, _REFUSED)
+
+
+# ---- what is left
+
+
+@triton.jit
+def _load_carefully(address, offsets, mask, dtype):
+    """Elements in float64; 0 where masked."""
+    if dtype == 0:
+        values = tl.load(address.to(tl.pointer_type(tl.float32)) + offsets, mask=mask, other=0.0).to(tl.float64)
+    elif dtype == 1:
+        halves = tl.load(address.to(tl.pointer_type(tl.uint16)) + offsets, mask=mask, other=0)
+        values = (halves.to(tl.uint32) << 16).to(tl.float32, bitcast=True).to(tl.float64)
+    elif dtype == 2:
+        values = tl.load(address.to(tl.pointer_type(tl.float16)) + offsets, mask=mask, other=0.0).to(tl.float64)
+    else:
+        values = tl.load(address.to(tl.pointer_type(tl.float64)) + offsets, mask=mask, other=0.0)
+    return values
+
+
+@triton.jit(do_not_specialize=["num_gradients", "num_chunks"])
+def measure_carefully(
+    table,
+    chunks,
+    inverse_scale,  # 0-dim float64, of gradients
+    partials,
+    histogram,
+    num_gradients,
+    num_chunks,
+    LANES: tl.constexpr,
+    HISTOGRAM: tl.constexpr,
+    SHARED: tl.constexpr,
+):
+    """Measure in float64 the chunks that no ordinary kernel could, or should, measure: all partials of each."""
+    chunk = tl.program_id(0)
+    tensor, address, count, dtype = _chunk(table, chunks, num_chunks, chunk)
+    partials += chunk
+    if (dtype >= _CAREFUL_ONLY) | (tl.load(partials) == _REFUSED):
+        dtype = dtype & 3
+        scale = tl.load(inverse_scale)
+        dead = tl.load(table + 1)
+        lanes = tl.arange(0, LANES)
+        nans = tl.zeros([LANES], dtype=tl.int32)
+        infs = tl.zeros([LANES], dtype=tl.int32)
+        zeros = tl.zeros([LANES], dtype=tl.int32)
+        deads = tl.zeros([LANES], dtype=tl.int32)
+        true_zeros = tl.zeros([LANES], dtype=tl.int32)
+        chunk_sum = tl.zeros([LANES], dtype=tl.float64)
+        chunk_sum_sq = tl.zeros([LANES], dtype=tl.float64)
+        lowest = tl.full([LANES], float("inf"), dtype=tl.float64)
+        highest = tl.full([LANES], float("-inf"), dtype=tl.float64)
+        smallest = tl.full([LANES], float("inf"), dtype=tl.float64)
+        counts = zeros
+        if HISTOGRAM:
+            counts = _no_counts(SHARED)
+        for begin in range(0, count, LANES):
             mask = begin + lanes < count
-            values = _read(address, begin + lanes, mask, DTYPE, ALIGNED, True)
-            is_nan, is_inf = _is_nan_or_inf(values, DTYPE)
-            bad = (is_nan | is_inf) & mask
-            clean = tl.where(bad, 0.0, values.to(tl.float64))
-            nonfinite += tl.sum(bad.to(tl.int32), axis=0)
+            values = _load_carefully(address, begin + lanes, mask, dtype)
+            magnitude = values.to(tl.int64, bitcast=True) & _MAGNITUDE
+            finite = mask & (magnitude < _INFINITY)
+            nans += (magnitude > _INFINITY).to(tl.int32)  # masked lanes hold 0
+            infs += (magnitude == _INFINITY).to(tl.int32)
+            zeros += (mask & (magnitude == 0)).to(tl.int32)
+            clean = tl.where(finite, values, 0.0)
+            chunk_sum += clean
             chunk_sum_sq += clean * clean
-        tl.store(partials + chunk, tl.sum(chunk_sum_sq, axis=0))
-        tl.store(partials + num_chunks + chunk, nonfinite * 1.0)
+            lowest = tl.minimum(lowest, tl.where(finite, values, float("inf")))
+            highest = tl.maximum(highest, tl.where(finite, values, float("-inf")))
+            smallest = tl.minimum(smallest, tl.where(clean == 0.0, float("inf"), tl.abs(clean)))
+            true = values * scale
+            true_magnitude = true.to(tl.int64, bitcast=True) & _MAGNITUDE
+            deads += (finite & (true_magnitude <= dead)).to(tl.int32)
+            if HISTOGRAM:
+                counts = _count(counts, _cells_of_float64(true), _is_finite_and_not_zero(true), SHARED)
+                true_zeros += (mask & (true_magnitude == 0)).to(tl.int32)
+        tl.store(partials + 0 * num_chunks, tl.sum(nans, axis=0).to(tl.float64))
+        tl.store(partials + 1 * num_chunks, tl.sum(infs, axis=0).to(tl.float64))
+        tl.store(partials + 2 * num_chunks, tl.sum(zeros, axis=0).to(tl.float64))
+        tl.store(partials + 3 * num_chunks, tl.sum(deads, axis=0).to(tl.float64))
+        tl.store(partials + 4 * num_chunks, tl.sum(chunk_sum, axis=0))
+        tl.store(partials + 5 * num_chunks, tl.sum(chunk_sum_sq, axis=0))
+        tl.store(partials + 6 * num_chunks, tl.min(lowest, axis=0))
+        tl.store(partials + 7 * num_chunks, tl.max(highest, axis=0))
+        tl.store(partials + 8 * num_chunks, tl.min(smallest, axis=0))
+        if HISTOGRAM:
+            if tensor < num_gradients:
+                _add_counts(histogram, tensor, counts, tl.sum(true_zeros, axis=0), SHARED)
 
 
-@triton.jit(do_not_specialize=["num_chunks"])
+@triton.jit(do_not_specialize=["num_gradients", "num_tensors", "num_chunks"])
 def fold(
-    table,  # as above; a tensor with elements at address 0 is missing
-    partials,  # [NUM_PARTIALS, M] float64
-    first_chunk,  # [N] int32
-    num_chunks_of,  # [N] int32
-    sizes,  # [N] int64
-    inverse_scale,
-    rows,  # [N, C] float64
+    table,
+    tensors,  # [3, N] int64: elements, first chunk, number of chunks
+    partials,
+    gradient_scale,  # 0-dim float64
+    parameter_scale,  # 0-dim float64
+    rows,  # [programs, C] float64
+    num_gradients,
+    num_tensors,  # N
     num_chunks,  # M
-    SCALED: tl.constexpr,
     NUM_COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Add up the partials of a gradient, if there are gradients, and of its parameter, if there are parameters."""
     tensor = tl.program_id(0)
-    first, count = tl.load(first_chunk + tensor), tl.load(num_chunks_of + tensor)
     row = rows + tensor * NUM_COLUMNS
-    scale = 1.0
-    if SCALED:
-        scale = tl.load(inverse_scale).to(tl.float64)
-    nans = tl.zeros([BLOCK], dtype=tl.float64)
-    infs = tl.zeros([BLOCK], dtype=tl.float64)
-    zeros = tl.zeros([BLOCK], dtype=tl.float64)
-    deads = tl.zeros([BLOCK], dtype=tl.float64)
-    total = tl.zeros([BLOCK], dtype=tl.float64)
-    total_sq = tl.zeros([BLOCK], dtype=tl.float64)
-    lowest = tl.full([BLOCK], float("inf"), dtype=tl.float64)
-    highest = tl.full([BLOCK], float("-inf"), dtype=tl.float64)
-    smallest = tl.full([BLOCK], float("inf"), dtype=tl.float64)
-    partials += first
-    for begin in range(0, count, BLOCK):  # all columns at once: a loop for each would wait nine times as often
-        index = begin + tl.arange(0, BLOCK)
-        mask = index < count
-        nans += tl.load(partials + 0 * num_chunks + index, mask=mask, other=0.0)
-        infs += tl.load(partials + 1 * num_chunks + index, mask=mask, other=0.0)
-        zeros += tl.load(partials + 2 * num_chunks + index, mask=mask, other=0.0)
-        deads += tl.load(partials + 3 * num_chunks + index, mask=mask, other=0.0)
-        total += tl.load(partials + 4 * num_chunks + index, mask=mask, other=0.0)
-        total_sq += tl.load(partials + 5 * num_chunks + index, mask=mask, other=0.0)
-        lowest = tl.minimum(lowest, tl.load(partials + 6 * num_chunks + index, mask=mask, other=float("inf")))
-        highest = tl.maximum(highest, tl.load(partials + 7 * num_chunks + index, mask=mask, other=float("-inf")))
-        smallest = tl.minimum(smallest, tl.load(partials + 8 * num_chunks + index, mask=mask, other=float("inf")))
-    size = tl.load(sizes + tensor)
-    missing = (tl.load(table + 2 + tensor) == 0) & (size > 0)
-    true_sq = tl.sum(total_sq, axis=0) * scale * scale
-    tl.store(row + 0, tl.where(missing, float("nan"), size.to(tl.float64)))
-    tl.store(row + 1, tl.sum(nans, axis=0))
-    tl.store(row + 2, tl.sum(infs, axis=0))
-    tl.store(row + 3, tl.sum(zeros, axis=0))
-    tl.store(row + 4, tl.sum(deads, axis=0))
-    tl.store(row + 5, tl.sum(total, axis=0) * scale)
-    tl.store(row + 6, true_sq)
-    tl.store(row + 7, tl.min(lowest, axis=0) * scale)
-    tl.store(row + 8, tl.max(highest, axis=0) * scale)
-    tl.store(row + 9, tl.min(smallest, axis=0) * scale)
-    tl.store(row + 10, true_sq)
-    tl.store(row + 11, float("nan"))
-    tl.store(row + 12, float("nan"))
-
-
-@triton.jit(do_not_specialize=["num_chunks"])
-def fold_squares(
-    partials,  # [2, M] float64
-    first_chunk,
-    num_chunks_of,
-    inverse_scale,
-    sums,  # [N, STRIDE] float64
-    num_chunks,
-    SCALED: tl.constexpr,
-    STRIDE: tl.constexpr,
-    OFFSET: tl.constexpr,  # column of the sum of squares; the number of NaN and Inf goes to the next
-    BLOCK: tl.constexpr,
-):
-    tensor = tl.program_id(0)
-    first, count = tl.load(first_chunk + tensor), tl.load(num_chunks_of + tensor)
-    scale = 1.0
-    if SCALED:
-        scale = tl.load(inverse_scale).to(tl.float64)
-    total_sq = tl.zeros([BLOCK], dtype=tl.float64)
-    nonfinite = tl.zeros([BLOCK], dtype=tl.float64)
-    partials += first
-    for begin in range(0, count, BLOCK):
-        index = begin + tl.arange(0, BLOCK)
-        total_sq += tl.load(partials + index, mask=index < count, other=0.0)
-        nonfinite += tl.load(partials + num_chunks + index, mask=index < count, other=0.0)
-    sums += tensor * STRIDE + OFFSET
-    tl.store(sums, tl.sum(total_sq, axis=0) * scale * scale)
-    tl.store(sums + 1, tl.sum(nonfinite, axis=0))
+    if tensor < num_gradients:
+        size = tl.load(tensors + tensor)
+        here = partials + tl.load(tensors + num_tensors + tensor)
+        count = tl.load(tensors + 2 * num_tensors + tensor).to(tl.int32)
+        scale = tl.load(gradient_scale)
+        nans = tl.zeros([BLOCK], dtype=tl.float64)
+        infs = tl.zeros([BLOCK], dtype=tl.float64)
+        zeros = tl.zeros([BLOCK], dtype=tl.float64)
+        deads = tl.zeros([BLOCK], dtype=tl.float64)
+        total = tl.zeros([BLOCK], dtype=tl.float64)
+        total_sq = tl.zeros([BLOCK], dtype=tl.float64)
+        lowest = tl.full([BLOCK], float("inf"), dtype=tl.float64)
+        highest = tl.full([BLOCK], float("-inf"), dtype=tl.float64)
+        smallest = tl.full([BLOCK], float("inf"), dtype=tl.float64)
+        for begin in range(0, count, BLOCK):  # all columns at once: a loop for each would wait nine times as often
+            index = begin + tl.arange(0, BLOCK)
+            mask = index < count
+            nans += tl.load(here + 0 * num_chunks + index, mask=mask, other=0.0)
+            infs += tl.load(here + 1 * num_chunks + index, mask=mask, other=0.0)
+            zeros += tl.load(here + 2 * num_chunks + index, mask=mask, other=0.0)
+            deads += tl.load(here + 3 * num_chunks + index, mask=mask, other=0.0)
+            total += tl.load(here + 4 * num_chunks + index, mask=mask, other=0.0)
+            total_sq += tl.load(here + 5 * num_chunks + index, mask=mask, other=0.0)
+            lowest = tl.minimum(lowest, tl.load(here + 6 * num_chunks + index, mask=mask, other=float("inf")))
+            highest = tl.maximum(highest, tl.load(here + 7 * num_chunks + index, mask=mask, other=float("-inf")))
+            smallest = tl.minimum(smallest, tl.load(here + 8 * num_chunks + index, mask=mask, other=float("inf")))
+        missing = (tl.load(table + 2 + tensor) == 0) & (size > 0)
+        true_sq = tl.sum(total_sq, axis=0) * scale * scale
+        tl.store(row + 0, tl.where(missing, float("nan"), size.to(tl.float64)))
+        tl.store(row + 1, tl.sum(nans, axis=0))
+        tl.store(row + 2, tl.sum(infs, axis=0))
+        tl.store(row + 3, tl.sum(zeros, axis=0))
+        tl.store(row + 4, tl.sum(deads, axis=0))
+        tl.store(row + 5, tl.sum(total, axis=0) * scale)
+        tl.store(row + 6, true_sq)
+        tl.store(row + 7, tl.min(lowest, axis=0) * scale)
+        tl.store(row + 8, tl.max(highest, axis=0) * scale)
+        tl.store(row + 9, tl.min(smallest, axis=0) * scale)
+        tl.store(row + 10, true_sq)
+    parameter = num_gradients + tensor
+    if parameter < num_tensors:
+        size = tl.load(tensors + parameter)
+        here = partials + tl.load(tensors + num_tensors + parameter)
+        count = tl.load(tensors + 2 * num_tensors + parameter).to(tl.int32)
+        scale = tl.load(parameter_scale)
+        nonfinite = tl.zeros([BLOCK], dtype=tl.float64)
+        total_sq = tl.zeros([BLOCK], dtype=tl.float64)
+        for begin in range(0, count, BLOCK):
+            index = begin + tl.arange(0, BLOCK)
+            mask = index < count
+            nonfinite += tl.load(here + 0 * num_chunks + index, mask=mask, other=0.0)
+            nonfinite += tl.load(here + 1 * num_chunks + index, mask=mask, other=0.0)
+            total_sq += tl.load(here + 5 * num_chunks + index, mask=mask, other=0.0)
+        missing = (tl.load(table + 2 + parameter) == 0) & (size > 0)
+        true_sq = tl.sum(total_sq, axis=0) * scale * scale
+        tl.store(row + 11, tl.where(missing, float("nan"), true_sq))
+        tl.store(row + 12, tl.where(missing, float("nan"), tl.sum(nonfinite, axis=0)))
+    else:
+        tl.store(row + 11, float("nan"))
+        tl.store(row + 12, float("nan"))
