@@ -27,17 +27,20 @@ from wandb_gradwatch._measure.columns import IDENTITY_C, Column
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 # On a GPU the sizes that are used; small ones in the interpreter, which sees every way through a kernel in seconds so.
-LANES, CHUNK, FOLD_BLOCK = (
-    (cuda_launch.LANES, cuda_launch.CHUNK, cuda_launch.FOLD_BLOCK)
+SIZES_OF = ("LANES", "CHUNK", "CAREFUL_LANES", "FOLD_BLOCK")
+LANES, CHUNK, CAREFUL, FOLD_BLOCK = (
+    [getattr(cuda_launch, name) for name in SIZES_OF]
     if DEVICE.type == "cuda"
-    else (2, 128, 2)  # the fold's is less than the chunks of the largest tensor
+    else (2, 128, 8, 2)  # the fold's is less than the chunks of the largest tensor
 )
-CAREFUL = 4 * LANES  # elements that the way with masks holds at once
-SIZES = [0, 1, CAREFUL - 1, CAREFUL + 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 3]
+ROUND = 16 * LANES  # float32 elements that a program of an ordinary kernel has under way; of 16 bits twice as many
+SIZES = [0, 1, CAREFUL - 1, CAREFUL + 1, ROUND, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 3]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-# float32 squares add up CHUNK / LANES deep in a lane, each addition right to 2**-24, and are rounded once themselves
-TOLERANCE = (CHUNK / LANES + 1) * 2.0**-24
+# A lane adds up its float32 squares, which are rounded once themselves, as a tree of 16 in each round, 4 deep, and the
+# rounds one after the other: each addition is right to 2**-24.
+TOLERANCE = (1 + 4 + CHUNK / ROUND) * 2.0**-24
 
+KERNELS = (kernels.measure_chunks, kernels.square_chunks, kernels.measure_carefully, kernels.fold)
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:(overflow|invalid value|All-NaN slice) encountered:RuntimeWarning"
@@ -46,7 +49,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 @pytest.fixture(autouse=True)
 def chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("LANES", LANES), ("CHUNK", CHUNK), ("FOLD_BLOCK", FOLD_BLOCK)):
+    for name, value in zip(SIZES_OF, (LANES, CHUNK, CAREFUL, FOLD_BLOCK), strict=True):
         monkeypatch.setattr(cuda_launch, name, value)
 
 
@@ -174,10 +177,12 @@ def test_measuring_twice_gives_the_same_bits() -> None:
 
 def test_a_tensor_at_address_0_is_missing_not_zero() -> None:
     gradients = [torch.ones(CHUNK + 1, device=DEVICE), torch.ones(3, device=DEVICE)]
-    plan = cuda_launch.prepare(gradients, "gradients")
-    plan.table.write([0, 0, 0, gradients[1].data_ptr()])
-    rows, _ = cuda_launch.launch(plan, None, dead=False, inverse_scale=None, histogram=False)
+    plan = cuda_launch.prepare(gradients, gradients)
+    plan.table.write([1, 0, *[0, gradients[1].data_ptr()] * 2])
+    rows, _ = cuda_launch.launch(plan, dead=False, inverse_scale=None, histogram=False)
     assert math.isnan(rows[0, Column.NUM_ELEMENTS])
+    assert math.isnan(rows[0, Column.PARAM_SUM_SQ])
+    assert rows[1, Column.PARAM_SUM_SQ] == 3
     assert rows[1, Column.NUM_ELEMENTS] == 3
     assert rows[1, Column.GRAD_SUM] == 3
 
@@ -185,21 +190,22 @@ def test_a_tensor_at_address_0_is_missing_not_zero() -> None:
 def test_offsets_and_counts_are_right_beyond_32_bits() -> None:
     # The last chunks of a tensor of 2**33 + 2 * CHUNK elements; the table says where its first element would lie.
     begin, here = 2**33, torch.arange(1.0, 2 * CHUNK + 1, device=DEVICE)
-    plan = cuda_launch.prepare([here], "gradients")
-    plan.table.write([0, 0, here.data_ptr() - begin * here.element_size()])
-    plan = replace(plan, chunk_start=plan.chunk_start + begin, sizes=plan.sizes + begin)
-    rows, histogram = cuda_launch.launch(plan, None, dead=False, inverse_scale=None, histogram=True)
+    plan = cuda_launch.prepare([here])
+    plan.table.write([1, 0, here.data_ptr() - begin * here.element_size()])
+    bytes_before = begin * here.element_size() * (torch.arange(4, device=DEVICE) == 1).unsqueeze(1)
+    elements_before = begin * (torch.arange(3, device=DEVICE) == 0).unsqueeze(1)
+    plan = replace(plan, chunks=plan.chunks + bytes_before, tensors=plan.tensors + elements_before)
+    rows, histogram = cuda_launch.launch(plan, dead=False, inverse_scale=None, histogram=True)
     assert rows[0, Column.NUM_ELEMENTS] == begin + 2 * CHUNK
     assert rows[0, Column.GRAD_MAX] == 2 * CHUNK
     np.testing.assert_allclose(rows[0, Column.GRAD_SUM].item(), here.double().sum().item(), rtol=TOLERANCE)
     assert histogram is not None
     assert histogram.sum() == 2 * CHUNK
 
-    partials = torch.full((cuda_launch.kernels.NUM_PARTIALS, 2), 2.0**31 + 1, dtype=torch.float64, device=DEVICE)
+    partials = torch.full((kernels.NUM_PARTIALS, 2), 2.0**31 + 1, dtype=torch.float64, device=DEVICE)
     rows.zero_()
-    tables = (plan.table.device_table, partials, plan.first_chunk, plan.num_chunks_of, plan.sizes, partials, rows)
-    constants = {"SCALED": False, "NUM_COLUMNS": rows.shape[1], "BLOCK": FOLD_BLOCK}
-    cuda_launch._queue(cuda_launch.kernels.fold, 1, *tables, 2, **constants, only_compile_for=None)
+    arguments = (plan.table.device_table, plan.tensors, partials, plan.one, plan.one, rows, 1, 1, 2)
+    cuda_launch._queue(None, kernels.fold, 1, *arguments, NUM_COLUMNS=rows.shape[1], BLOCK=FOLD_BLOCK)
     assert rows[0, Column.NUM_ZERO] == 2 * (2**31 + 1)
 
 
@@ -214,18 +220,16 @@ def test_tensors_that_come_one_by_one_are_laid_out_once() -> None:
     """A model whose optimizers step inside the backward has its plans made at the first step, not at each."""
     one_by_one = [torch.ones(size, device=DEVICE) for size in range(1, 61)]
     for tensor in one_by_one:
-        cuda_launch.prepare([tensor], "gradients")
-        cuda_launch.prepare([tensor], "parameters")
+        cuda_launch.prepare([tensor], [tensor])
     made = cuda_plan._plan_for_few.cache_info().misses
     for tensor in one_by_one:
-        cuda_launch.prepare([tensor], "gradients")
-        cuda_launch.prepare([tensor], "parameters")
+        cuda_launch.prepare([tensor], [tensor])
     assert cuda_plan._plan_for_few.cache_info().misses == made
 
 
 def test_a_constant_of_a_kernel_is_annotated_with_the_class_not_with_its_name() -> None:
     """Interpreters of older Triton take a name for an argument of the device, and fail in every kernel."""
-    for kernel in (kernels.measure_chunks, kernels.square_chunks, kernels.fold, kernels.fold_squares):
+    for kernel in KERNELS:
         annotations = inspect.signature(kernel.fn).parameters
         constants = [p.annotation for name, p in annotations.items() if name.isupper()]
         assert constants
@@ -262,14 +266,13 @@ def test_warming_up_builds_what_launches_each_kernel_too(monkeypatch: pytest.Mon
     built: list[tuple[str, str]] = []
     driver = SimpleNamespace(launcher_cls=lambda src, metadata: built.append((src, metadata)))
     monkeypatch.setattr(type(kernels.triton.runtime.driver), "active", driver)
-    for kernel in (kernels.measure_chunks, kernels.square_chunks, kernels.fold, kernels.fold_squares):
+    for kernel in KERNELS:
         compiled = Compiled(kernel.fn.__name__, "metadata")
         monkeypatch.setattr(kernel, "warmup", lambda *_, compiled=compiled, **__: compiled, raising=False)
     monkeypatch.setattr(cuda_launch, "_compiled", set())
     monkeypatch.setattr(cuda_launch, "_on", lambda device: contextlib.nullcontext())
     cuda_launch.warm_up(DEVICE, [torch.float32], dead_threshold=0.0, histogram=True)
-    names = {"measure_chunks", "square_chunks", "fold", "fold_squares"}
-    assert set(built) == {(name, "metadata") for name in names}
+    assert set(built) == {(kernel.fn.__name__, "metadata") for kernel in KERNELS}
 
 
 def test_warming_up_ends_when_nobody_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:

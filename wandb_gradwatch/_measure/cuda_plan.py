@@ -14,16 +14,23 @@ from torch import Tensor
 from .address_table import AddressTable
 from .tiling import upload
 
-# N tensors, M chunks
+# N tensors (gradients, then parameters), M chunks
 
 ALIGNMENT: Final = 16  # bytes: a vector load
+LOADS: Final = 4  # of a lane, under way at once
+
+_CODES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}  # of a dtype, in the kernels
+_FLOAT64: Final = _CODES[torch.float64]
+_ITEMSIZES: Final = np.array([dtype.itemsize for dtype in _CODES])
+_CAREFUL_ONLY: Final = 4  # as the kernels have it, without importing Triton
 
 
 @dataclass(frozen=True)
 class Group:
-    """Chunks that one launch reads: of one dtype, all aligned or not."""
+    """Chunks that one launch reads: all of gradients or all of parameters, of one dtype, all aligned or not."""
 
-    dtype: torch.dtype
+    are_gradients: bool
+    code: int
     aligned: bool
     first: int
     count: int
@@ -34,52 +41,79 @@ class Plan:
     """Where the chunks of tensors of given sizes lie; its tensors are on the device."""
 
     groups: tuple[Group, ...]
+    num_gradients: int
+    num_tensors: int
     num_chunks: int
-    chunk_tensor: Tensor  # [M] int32
-    chunk_start: Tensor  # [M] int64
-    sizes: Tensor  # [N] int64
-    first_chunk: Tensor  # [N] int32
-    num_chunks_of: Tensor  # [N] int32
+    chunks: Tensor  # [4, M] int64: tensor, first byte, elements, dtype
+    tensors: Tensor  # [3, N] int64: elements, first chunk, number of chunks
+    one: Tensor  # 0-dim float64
     table: AddressTable  # [2 + N]
 
     @property
-    def chunks(self) -> tuple[Tensor, ...]:
-        """What every chunk kernel is told about where to read."""
-        return (self.table.device_table, self.chunk_tensor, self.chunk_start, self.sizes)
+    def num_rows(self) -> int:
+        return max(self.num_gradients, self.num_tensors - self.num_gradients)
 
 
-# What a plan depends on: size, dtype and alignment of each tensor.
-Key = tuple[tuple[int, torch.dtype, bool], ...]
+@dataclass(frozen=True)
+class Key:
+    """What a plan depends on.
+
+    Args:
+        sizes, codes, aligned: of each tensor, gradients first.
+        num_gradients: how many of them are gradients.
+        lanes, chunk: lanes of a program, and the most elements that it reads.
+        device, stream: where it is used. Apart per stream: no table is rewritten while another stream may still read
+            it, or read before it is there.
+    """
+
+    sizes: tuple[int, ...]
+    codes: tuple[int, ...]
+    aligned: tuple[bool, ...]
+    num_gradients: int
+    lanes: int
+    chunk: int
+    device: torch.device
+    stream: int
 
 
-def _plan_of(key: Key, role: str, device: torch.device, stream: int, chunk: int) -> Plan:
-    """Lay out chunks; apart per role and stream, so that no table is rewritten while another launch may read it."""
-    sizes = np.array([size for size, _, _ in key], dtype=np.int64)
-    num_chunks_of = -(-sizes // chunk)
-    first_chunk = np.zeros(len(key), dtype=np.int64)
-    groups: list[Group] = []
-    order: list[int] = []
-    place = 0
-    for dtype, aligned in dict.fromkeys((dtype, aligned) for _, dtype, aligned in key):
-        members = [i for i, (_, d, a) in enumerate(key) if (d, a) == (dtype, aligned)]
-        first = place
-        for index in members:
-            first_chunk[index] = place
-            place += int(num_chunks_of[index])
-        order += members
-        if place > first:
-            groups.append(Group(dtype, aligned, first, place - first))
-    chunk_tensor = np.repeat(np.array(order, dtype=np.int64), num_chunks_of[order])
-    chunk_start = (np.arange(place) - first_chunk[chunk_tensor]) * chunk
+def _plan_of(key: Key) -> Plan:
+    """Lay out chunks: of each tensor those that an ordinary kernel reads, in whole rounds, then the end that is left."""
+    sizes, codes = np.array(key.sizes, dtype=np.int64), np.array(key.codes)
+    itemsizes = _ITEMSIZES[codes]
+    step = key.lanes * LOADS * ALIGNMENT // itemsizes  # elements of a round
+    careful = codes == _FLOAT64
+    longest = np.where(careful, key.chunk // 4, key.chunk)  # what is read carefully takes longer
+    whole = np.where(careful, sizes, sizes // step * step)
+    num_whole = -(-whole // longest)
+    num_chunks_of = num_whole + (whole < sizes)
+    # One launch reads chunks that lie one after the other.
+    kinds = list(zip((np.arange(len(sizes)) < key.num_gradients).tolist(), key.codes, key.aligned, strict=True))
+    place_of = {kind: place for place, kind in enumerate(dict.fromkeys(kinds))}
+    places = np.array([place_of[kind] for kind in kinds])
+    order = np.argsort(places, kind="stable")
+    ends = np.cumsum(num_chunks_of[order])
+    first_chunk = np.empty_like(sizes)
+    first_chunk[order] = ends - num_chunks_of[order]
+    tensor = np.repeat(order, num_chunks_of[order])
+    number = np.arange(len(tensor)) - first_chunk[tensor]
+    is_end = number == num_whole[tensor]
+    start = np.where(is_end, whole[tensor], number * longest[tensor])
+    length = np.where(is_end, sizes[tensor] - start, np.minimum(whole[tensor] - start, longest[tensor]))
+    groups = []
+    for kind, place in place_of.items():
+        members = np.flatnonzero(places == place)
+        if kind[1] != _FLOAT64 and num_whole[members].any():
+            groups.append(Group(*kind, int(first_chunk[members[0]]), int(num_chunks_of[members].sum())))
+    dtype = codes[tensor] + _CAREFUL_ONLY * (careful[tensor] | is_end)
     return Plan(
         groups=tuple(groups),
-        num_chunks=place,
-        chunk_tensor=upload(chunk_tensor, device).to(torch.int32),
-        chunk_start=upload(chunk_start, device),
-        sizes=upload(sizes, device),
-        first_chunk=upload(first_chunk, device).to(torch.int32),
-        num_chunks_of=upload(num_chunks_of, device).to(torch.int32),
-        table=AddressTable(2 + len(key), device),
+        num_gradients=key.num_gradients,
+        num_tensors=len(sizes),
+        num_chunks=len(tensor),
+        chunks=upload(np.stack([tensor, start * itemsizes[tensor], length, dtype]), key.device),
+        tensors=upload(np.stack([sizes, first_chunk, num_chunks_of]), key.device),
+        one=torch.ones((), dtype=torch.float64, device=key.device),
+        table=AddressTable(2 + len(sizes), key.device),
     )
 
 
@@ -89,14 +123,25 @@ _plan_for = lru_cache(maxsize=32)(_plan_of)
 _plan_for_few = lru_cache(maxsize=512)(_plan_of)
 
 
-def plan_for(elements: Sequence[Tensor], addresses: Sequence[int], role: str, chunk: int) -> Plan:
+def plan_for(
+    addresses: Sequence[int],
+    sizes: Sequence[int],
+    dtypes: Sequence[torch.dtype],
+    *,
+    num_gradients: int,
+    device: torch.device,
+    lanes: int,
+    chunk: int,
+) -> Plan:
     """The plan of flat tensors that lie at these addresses, all on one device, for its current stream.
 
     Args:
-        role: what they are measured as: each has tables of its own.
-        chunk: elements of a program.
+        addresses, sizes, dtypes: of each tensor, gradients first.
+        num_gradients: how many of them are gradients.
+        lanes, chunk: lanes of a program, and the most elements that it reads.
     """
-    device = elements[0].device
-    key = tuple((e.numel(), e.dtype, a % ALIGNMENT == 0) for e, a in zip(elements, addresses, strict=True))
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    return (_plan_for_few if len(key) <= 2 else _plan_for)(key, role, device, stream, chunk)
+    codes = tuple(map(_CODES.__getitem__, dtypes))
+    aligned = tuple([address % ALIGNMENT == 0 for address in addresses])
+    key = Key(tuple(sizes), codes, aligned, num_gradients, lanes, chunk, device, stream)
+    return (_plan_for_few if len(codes) <= 2 else _plan_for)(key)
