@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent / PACKAGE
 # A room is a file or a folder directly in the package; "" is the package's own __init__.py.
 MAY_IMPORT: dict[str, set[str]] = {
     "_measure": set(),
-    "_terminal": set(),
+    "_output": set(),
     "_runtime": set(),
     "_transfer": {"_measure"},
     "_guard": {"_measure", "_transfer", "_runtime", "snapshot", "_analysis", "rules"},
@@ -28,10 +28,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "_analysis": {"_measure", "snapshot"},
     "rules": {"_measure", "snapshot", "_analysis"},
     "_diagnosis": {"_measure", "snapshot", "_analysis", "rules"},
-    "_summary": {"_measure", "snapshot", "_analysis", "rules", "_terminal"},
-    "sinks": {"_measure", "snapshot", "_analysis", "rules", "_terminal"},
-    "_page": {"_measure", "snapshot", "_analysis", "rules", "_diagnosis", "_terminal"},
-    "_report": {"_measure", "snapshot", "_analysis", "rules", "_diagnosis", "_terminal", "_page"},
+    "_summary": {"_measure", "snapshot", "_analysis", "rules", "_output"},
+    "sinks": {"_measure", "snapshot", "_analysis", "rules", "_output"},
+    "_page": {"_measure", "snapshot", "_analysis", "rules", "_diagnosis", "_output"},
+    "_report": {"_measure", "snapshot", "_analysis", "rules", "_diagnosis", "_output", "_page"},
     "_pipeline": {
         "_measure",
         "_transfer",
@@ -55,7 +55,7 @@ for _top in ("integrations", "_demo", "_doctor", "_cli"):
 MAY_IMPORT["_cli"] |= {"_demo", "_doctor"}
 
 WITHOUT_TORCH = (
-    "snapshot", "_analysis", "rules", "_diagnosis", "_summary", "sinks", "_page", "_report", "_terminal",
+    "snapshot", "_analysis", "rules", "_diagnosis", "_summary", "sinks", "_page", "_report", "_output",
 )  # fmt: skip
 WITHOUT_TORCH_FILES = (
     f"{PACKAGE}._measure.columns",

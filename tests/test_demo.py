@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import re
 from pathlib import Path
@@ -13,7 +14,6 @@ import torch
 from wandb_gradwatch import _demo as demo
 from wandb_gradwatch._page.history import RunHistory
 from wandb_gradwatch._page.read import read_run
-from wandb_gradwatch._terminal import Terminal
 from wandb_gradwatch._watch import watch
 
 STEPS = demo.MIN_STEPS
@@ -25,9 +25,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str, Path, 
     """Exit status, what was printed, the folder, and the run as its file has it."""
     output = tmp_path_factory.mktemp("demo")
     stream = io.StringIO()
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(stream):
         patch.setenv("HOME", str(output))
-        status = demo.run_demo(output, steps=STEPS, terminal=Terminal(stream))
+        status = demo.run_demo(output, steps=STEPS)
     return status, stream.getvalue(), output, read_run(output)
 
 
@@ -72,7 +72,9 @@ def test_the_users_own_rows_are_all_there(finished: tuple[int, str, Path, RunHis
     assert finished[3].num_rows >= STEPS
 
 
-def test_ctrl_c_keeps_what_was_logged_and_ends_with_130(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_keeps_what_was_logged_and_ends_with_130(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     real, calls = demo._batch, iter(range(1, STEPS))
 
     def batch(corpus: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -81,17 +83,16 @@ def test_ctrl_c_keeps_what_was_logged_and_ends_with_130(tmp_path: Path, monkeypa
         return real(corpus, device)
 
     monkeypatch.setattr(demo, "_batch", batch)
-    stream = io.StringIO()
-    assert demo.run_demo(tmp_path, steps=STEPS, terminal=Terminal(stream)) == 130
+    assert demo.run_demo(tmp_path, steps=STEPS) == 130
     history = read_run(tmp_path)
-    assert "stopped by Ctrl-C at step 24" in stream.getvalue()
+    assert "stopped by Ctrl-C at step 24" in capsys.readouterr().out
     assert history.steps.tolist() == [10, 20, 24]
     assert history.finished
 
 
 def test_a_run_too_short_for_the_story_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=rf"steps=5 is too short .* give at least {demo.MIN_STEPS}"):
-        demo.run_demo(tmp_path / "never", steps=5, terminal=Terminal(io.StringIO()))
+        demo.run_demo(tmp_path / "never", steps=5)
     assert not (tmp_path / "never").exists()
 
 
@@ -104,7 +105,7 @@ def test_a_python_without_its_sources_is_told_so(tmp_path: Path, monkeypatch: py
 def test_a_demo_whose_alert_is_missing_says_so_by_its_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "watch", lambda model, **arguments: watch(model, rules=[], **arguments))
     monkeypatch.setattr(demo, "MIN_STEPS", 20)
-    assert demo.run_demo(tmp_path, steps=20, terminal=Terminal(io.StringIO())) == 1
+    assert demo.run_demo(tmp_path, steps=20) == 1
 
 
 def test_the_model_cannot_look_ahead() -> None:

@@ -6,17 +6,17 @@ Exit status: 0 all is well, 1 a problem was found or met (said in one line), 2 t
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
+import click
+
 from . import __version__
-from ._terminal import Terminal
+from ._output import as_json
 
 PROGRAM: Final = "wandb-gradwatch"
 DEBUG_VARIABLE: Final = "WANDB_GRADWATCH_DEBUG"
@@ -24,24 +24,21 @@ DEBUG_VARIABLE: Final = "WANDB_GRADWATCH_DEBUG"
 _COUNT_SUFFIX: Final = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit status."""
-    arguments = _parser().parse_args(argv)
-    try:
-        status: int = arguments.command(arguments)
-        return status
-    except KeyboardInterrupt:
-        print("\nStopped.", file=sys.stderr)
-        return 130
-    except BrokenPipeError:  # `wandb-gradwatch doctor | head`: whoever reads has read enough
-        # Python flushes stdout once more at its end, into the same closed pipe.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except Exception as error:
-        if arguments.debug or not _is_for_the_user(error):
+class _Commands(click.Group):
+    """Errors whose message tells what to do are one line, all others keep their traceback."""
+
+    def invoke(self, context: click.Context) -> Any:
+        try:
+            return super().invoke(context)
+        except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
             raise
-        print(f"{PROGRAM}: {error}", file=sys.stderr)
-        return 1
+        except KeyboardInterrupt:
+            click.echo("\nStopped.", err=True)
+            context.exit(130)
+        except Exception as error:
+            if context.params["debug"] or not _is_for_the_user(error):
+                raise
+            raise click.ClickException(str(error)) from error
 
 
 def _is_for_the_user(error: Exception) -> bool:
@@ -51,217 +48,132 @@ def _is_for_the_user(error: Exception) -> bool:
     return isinstance(error, kinds if wandb is None else (*kinds, wandb.Error))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=PROGRAM,
-        description="See what the gradients of every layer do, in Weights & Biases.",
-        epilog="exit status: 0 all is well, 1 a problem (said in one line), 2 wrong usage, 130 stopped by Ctrl-C",
-    )
-    parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
-    parser.add_argument(
-        "--debug",
-        action="store_true",
-        default=bool(os.environ.get(DEBUG_VARIABLE)),
-        help=f"show the traceback of an error (also: {DEBUG_VARIABLE}=1)",
-    )
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    _add_demo(commands)
-    _add_view(commands)
-    _add_report(commands)
-    _add_workspace(commands)
-    _add_doctor(commands)
-    return parser
+def _examples(command: str, *examples: str) -> str:
+    """The end of a command's help; click keeps the line breaks of a paragraph that begins with \\b."""
+    return "\b\nExamples:\n" + "\n".join(f"  {PROGRAM} {command} {example}".rstrip() for example in examples)
 
 
-_Commands = argparse._SubParsersAction  # argparse gives this type no public name
-
-
-def _add(
-    commands: _Commands[argparse.ArgumentParser],
-    name: str,
-    run: Callable[[argparse.Namespace], int],
-    summary: str,
-    *examples: str,
-) -> argparse.ArgumentParser:
-    """A command with its help text; every one of them shows examples."""
-    parser = commands.add_parser(
-        name,
-        help=summary,
-        description=summary[0].upper() + summary[1:] + ".",
-        epilog="examples:\n" + "\n".join(f"  {PROGRAM} {name} {example}".rstrip() for example in examples),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.set_defaults(command=run)
-    return parser
-
-
-def _add_json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print one JSON object, for scripts")
-
-
-# ---- demo
-
-
-def _add_demo(commands: _Commands[argparse.ArgumentParser]) -> None:
-    parser = _add(
-        commands, "demo", _demo, "train a small GPT, break it, and see the alert", "", "--steps 200 --output elsewhere"
-    )
-    parser.add_argument("--output", type=Path, default=Path("demo-run"), metavar="DIR", help="default: %(default)s")
-    parser.add_argument("--steps", type=int, metavar="N", help="how long to train; the accident is in the middle")
-    parser.add_argument("--online", action="store_true", help="log to your W&B account instead of a local file")
-
-
-def _demo(arguments: argparse.Namespace) -> int:
-    from ._demo import DEFAULT_STEPS, run_demo
-
-    steps = DEFAULT_STEPS if arguments.steps is None else arguments.steps
-    return run_demo(arguments.output, steps=steps, online=arguments.online, terminal=Terminal())
-
-
-# ---- view
-
-
-def _add_view(commands: _Commands[argparse.ArgumentParser]) -> None:
-    parser = _add(
-        commands,
-        "view",
-        _view,
-        "write one self-contained HTML page about a run on this machine, finished or still going on",
-        "wandb/latest-run --open",
-        "wandb/offline-run-20250101_120000-abcd1234 --output page.html",
-        "wandb/latest-run --watch",
-    )
-    parser.add_argument("path", type=Path, metavar="PATH", help="a run's directory, its .wandb file, or wandb/")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="default: gradwatch-RUN.html here; or a directory")
-    parser.add_argument("--open", action="store_true", help="open it in the browser")
-    parser.add_argument(
-        "--watch", action="store_true", help="write and reload it while the run goes on; Ctrl-C ends it"
-    )
-    _add_json(parser)
-
-
-def _view(arguments: argparse.Namespace) -> int:
-    from ._page.view import run_view
-
-    return run_view(
-        arguments.path,
-        arguments.output,
-        opens=arguments.open,
-        watches=arguments.watch,
-        as_json=arguments.json,
-        terminal=Terminal(),
-    )
-
-
-# ---- report, workspace
-
-
-def _add_report(commands: _Commands[argparse.ArgumentParser]) -> None:
-    parser = _add(
-        commands,
-        "report",
-        _report,
-        "create a W&B report about the gradients of a project or of one run; creating it again updates it",
-        "my-team/my-project",
-        "my-team/my-project/abcd1234",
-    )
-    parser.add_argument("target", metavar="ENTITY/PROJECT[/RUN]", type=_target, help="or the page's address")
-    _add_json(parser)
-
-
-def _report(arguments: argparse.Namespace) -> int:
-    from ._report.report import create_report
-
-    entity, project, run = arguments.target
-    return _say_url(create_report(entity, project, run), arguments.json)
-
-
-def _add_workspace(commands: _Commands[argparse.ArgumentParser]) -> None:
-    parser = _add(
-        commands,
-        "workspace",
-        _workspace,
-        "save a W&B workspace view with the gradients' panels; saving again updates it",
-        "my-team/my-project",
-    )
-    parser.add_argument("target", metavar="ENTITY/PROJECT", type=_project, help="or the page's address")
-    _add_json(parser)
-
-
-def _workspace(arguments: argparse.Namespace) -> int:
-    from ._report.workspace import save_workspace
-
-    entity, project = arguments.target
-    return _say_url(save_workspace(entity, project), arguments.json)
-
-
-def _say_url(url: str, as_json: bool) -> int:
-    terminal = Terminal()
-    if as_json:
-        terminal.json({"url": url})
-    else:
-        terminal.print(url)
-    return 0
-
-
-def _target(text: str) -> tuple[str, str, str | None]:
-    """ENTITY/PROJECT, ENTITY/PROJECT/RUN or the address of either's page."""
+def _target(context: click.Context, parameter: click.Parameter, text: str) -> tuple[str, str, str | None]:
+    """ENTITY/PROJECT, ENTITY/PROJECT/RUN, or the address of either's page."""
     path = unquote(urlsplit(text).path) if "://" in text else text
     parts = [part for part in path.strip("/").split("/") if part]
     if len(parts) > 2 and parts[2] in ("runs", "workspace", "table", "overview"):
         parts = parts[:2] + (parts[3:4] if parts[2] == "runs" else [])
     if len(parts) not in (2, 3):
-        raise argparse.ArgumentTypeError(f"{text!r} is not ENTITY/PROJECT or ENTITY/PROJECT/RUN")
+        raise click.BadParameter(f"{text!r} is not ENTITY/PROJECT or ENTITY/PROJECT/RUN")
     return parts[0], parts[1], parts[2] if len(parts) == 3 else None
 
 
-def _project(text: str) -> tuple[str, str]:
-    entity, project, run = _target(text)
-    if run is not None:
-        raise argparse.ArgumentTypeError(f"a workspace belongs to a project, not to a run: {entity}/{project}")
-    return entity, project
-
-
-# ---- doctor
-
-
-def _add_doctor(commands: _Commands[argparse.ArgumentParser]) -> None:
-    parser = _add(
-        commands,
-        "doctor",
-        _doctor,
-        "check this environment, measure what watching costs here, and say what to change",
-        "",
-        "--parameters 125M",
-        "--no-measure --json",
-    )
-    size = parser.add_mutually_exclusive_group()
-    size.add_argument(
-        "--parameters",
-        type=_count,
-        default=_count("10M"),
-        metavar="N",
-        help="size of the model to measure with, such as 500k, 10M (the default) or 1.3B",
-    )
-    size.add_argument("--no-measure", action="store_true", help="only look, do not train")
-    _add_json(parser)
-
-
-def _doctor(arguments: argparse.Namespace) -> int:
-    from ._doctor import run_doctor
-
-    num_parameters = None if arguments.no_measure else arguments.parameters
-    return run_doctor(num_parameters, as_json=arguments.json, terminal=Terminal())
-
-
-def _count(text: str) -> int:
+def _count(context: click.Context, parameter: click.Parameter, text: str) -> int:
     """A number of parameters as people write it: 500k, 10M, 1.3B."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmb]?)", text.strip().lower().replace(",", "").replace("_", ""))
     count = round(float(match[1]) * _COUNT_SUFFIX[match[2]]) if match else 0
     if count < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of parameters such as 500k, 10M or 1.3B")
+        raise click.BadParameter(f"{text!r} is not a number of parameters such as 500k, 10M or 1.3B")
     return count
 
 
+_json = click.option("--json", "json", is_flag=True, help="Print one JSON object, for scripts.")
+
+
+@click.group(cls=_Commands, epilog="Exit status: 0 all is well, 1 a problem, 2 wrong usage, 130 stopped by Ctrl-C.")
+@click.version_option(__version__, prog_name=PROGRAM, message="%(prog)s %(version)s")
+@click.option("--debug", is_flag=True, envvar=DEBUG_VARIABLE, help=f"Show tracebacks (also: {DEBUG_VARIABLE}=1).")
+@click.pass_context
+def main(context: click.Context, debug: bool) -> None:
+    """See what the gradients of every layer do, in Weights & Biases."""
+    if os.environ.get("NO_COLOR"):
+        context.color = False
+
+
+@main.command(epilog=_examples("demo", "", "--steps 200 --output elsewhere"))
+@click.option("--output", type=click.Path(path_type=Path), default="demo-run", show_default=True, metavar="DIR")
+@click.option("--steps", type=int, metavar="N", help="How long to train; the accident is in the middle.")
+@click.option("--online", is_flag=True, help="Log to your W&B account instead of a local file.")
+@click.pass_context
+def demo(context: click.Context, output: Path, steps: int | None, online: bool) -> None:
+    """Train a small GPT, break it, and see the alert."""
+    from ._demo import DEFAULT_STEPS, run_demo
+
+    context.exit(run_demo(output, steps=DEFAULT_STEPS if steps is None else steps, online=online))
+
+
+@main.command(
+    epilog=_examples(
+        "view",
+        "wandb/latest-run --open",
+        "wandb/offline-run-20250101_120000-abcd1234 --output page.html",
+        "wandb/latest-run --watch",
+    )
+)
+@click.argument("path", type=click.Path(path_type=Path))
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Where to write; a directory will do.  [default: gradwatch-RUN.html here]",
+)
+@click.option("--open", "opens", is_flag=True, help="Open it in the browser.")
+@click.option("--watch", "watches", is_flag=True, help="Write and reload it while the run goes on; Ctrl-C ends it.")
+@_json
+def view(path: Path, output: Path | None, opens: bool, watches: bool, json: bool) -> None:
+    """Write one self-contained HTML page about a run on this machine, finished or still going on.
+
+    PATH is a run's directory, its .wandb file, or wandb/.
+    """
+    from ._page.view import run_view
+
+    run_view(path, output, opens=opens, watches=watches, json=json)
+
+
+@main.command(epilog=_examples("report", "my-team/my-project", "my-team/my-project/abcd1234"))
+@click.argument("target", metavar="ENTITY/PROJECT[/RUN]", callback=_target)
+@_json
+def report(target: tuple[str, str, str | None], json: bool) -> None:
+    """Create a W&B report about the gradients of a project or of one run; creating it again updates it."""
+    from ._report.report import create_report
+
+    _say_url(create_report(*target), json)
+
+
+@main.command(epilog=_examples("workspace", "my-team/my-project"))
+@click.argument("target", metavar="ENTITY/PROJECT", callback=_target)
+@_json
+def workspace(target: tuple[str, str, str | None], json: bool) -> None:
+    """Save a W&B workspace view with the gradients' panels; saving again updates it."""
+    from ._report.workspace import save_workspace
+
+    entity, project, run = target
+    if run is not None:
+        raise click.BadParameter(f"a workspace belongs to a project, not to a run: {entity}/{project}")
+    _say_url(save_workspace(entity, project), json)
+
+
+def _say_url(url: str, json: bool) -> None:
+    if json:
+        as_json({"url": url})
+    else:
+        click.echo(url)
+
+
+@main.command(epilog=_examples("doctor", "", "--parameters 125M", "--no-measure --json"))
+@click.option(
+    "--parameters",
+    callback=_count,
+    default="10M",
+    show_default=True,
+    metavar="N",
+    help="Size of the model to measure with, such as 500k or 1.3B.",
+)
+@click.option("--no-measure", is_flag=True, help="Only look, do not train.")
+@_json
+@click.pass_context
+def doctor(context: click.Context, parameters: int, no_measure: bool, json: bool) -> None:
+    """Check this environment, measure what watching costs here, and say what to change."""
+    from ._doctor import run_doctor
+
+    context.exit(run_doctor(None if no_measure else parameters, json=json))
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -16,17 +16,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import click
 import numpy as np
 import torch
 import wandb
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
 
+from ._output import alert_title, pairs, paragraph, title
 from ._page.history import HISTOGRAM_PREFIX, RunHistory
 from ._page.page import write_page
 from ._page.read import read_run
 from ._summary import Summary
-from ._terminal import Progress, Terminal
 from ._watch import watch
 from .rules import Alert
 
@@ -126,14 +127,13 @@ class Training:
     summary: Summary
 
 
-def run_demo(output: Path, *, steps: int = DEFAULT_STEPS, online: bool = False, terminal: Terminal) -> int:
+def run_demo(output: Path, *, steps: int = DEFAULT_STEPS, online: bool = False) -> int:
     """Train, write the page, and say what was logged and where to look.
 
     Args:
         output: the directory for the run and the page; made where it does not exist.
         steps: optimizer steps; the accident is in the middle.
         online: log to W&B's service instead of a local file.
-        terminal: where to write.
 
     Returns:
         The exit status: 0; 1 if the run's file lacks the rows or the alert; 130 after Ctrl-C.
@@ -149,29 +149,29 @@ def run_demo(output: Path, *, steps: int = DEFAULT_STEPS, online: bool = False, 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        training = _train(output, steps, online, terminal)
+        training = _train(output, steps, online)
     finally:
         torch.set_num_threads(threads)
     # Everything said below is read from the run's file: the demo shows what was logged, not what should have been.
     history = read_run(training.run_folder)
     page = output / PAGE_NAME
     write_page(history, page)
-    _say_what_was_logged(training, history, terminal)
-    _say_where_to_look(training.run_folder, page, online, terminal)
+    _say_what_was_logged(training, history)
+    _say_where_to_look(training.run_folder, page, online)
     if training.interrupted:
         return 130
     return 0 if len(history.steps) and history.alerts else 1
 
 
-def _train(output: Path, steps: int, online: bool, terminal: Terminal) -> Training:
+def _train(output: Path, steps: int, online: bool) -> Training:
     torch.manual_seed(0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     corpus = read_corpus()
     model = GPT().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    terminal.print(
-        f"{terminal.style('wandb_gradwatch demo', 'bold')}: a GPT of {num_parameters / 1e6:.1f} M parameters reads "
+    click.echo(
+        f"{click.style('wandb_gradwatch demo', bold=True)}: a GPT of {num_parameters / 1e6:.1f} M parameters reads "
         f"{len(corpus) / 1e6:.1f} MB of Python's own library, on {device.type}"
     )
     settings = wandb.Settings(silent=True, console="off")  # the demo says itself where its run is
@@ -181,20 +181,21 @@ def _train(output: Path, steps: int, online: bool, terminal: Terminal) -> Traini
     accident = range(steps // 2, steps // 2 + ACCIDENT_STEPS)
     last_good = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     done, interrupted, started = 0, False, time.monotonic()
-    with Progress(terminal, steps) as progress:
+    above_the_bar = "\r\x1b[2K" if sys.stdout.isatty() else ""
+    with click.progressbar(length=steps, label="  training", show_pos=True) as bar:
 
         def say(step: int, text: str) -> None:
-            progress.say(f"  step {step:<{len(str(steps))}}  {text}")
+            click.echo(f"{above_the_bar}  step {step:<{len(str(steps))}}  {text}")
 
         def show(alert: Alert) -> None:
-            say(alert.step, terminal.alert(alert.title, alert.level))
+            say(alert.step, alert_title(alert.title, alert.level))
 
         with run, watch(model, log_every=LOG_EVERY, on_alert=show) as watcher:
             try:
                 for step in range(1, steps + 1):
                     if step == accident.start:
                         last_good = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-                        say(step, f"the accident: learning rate {terminal.marks.times} {ACCIDENT_FACTOR}")
+                        say(step, f"the accident: learning rate × {ACCIDENT_FACTOR}")
                         _set_learning_rate(optimizer, LEARNING_RATE * ACCIDENT_FACTOR)
                     elif step == accident.stop:
                         say(step, f"weights of step {accident.start - 1} restored, learning rate back")
@@ -208,7 +209,8 @@ def _train(output: Path, steps: int, online: bool, terminal: Terminal) -> Traini
                     optimizer.step()
                     done, loss_now = step, loss.item()
                     run.log({"loss": loss_now, "learning_rate": optimizer.param_groups[0]["lr"]})
-                    progress.update(step, f"loss {loss_now:.3f}")
+                    bar.label = f"  loss {loss_now:.3f}"
+                    bar.update(1)
             except KeyboardInterrupt:
                 interrupted = True
             summary = watcher.summary()
@@ -227,9 +229,9 @@ def _batch(corpus: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
     return pieces[:, :-1], pieces[:, 1:]
 
 
-def _say_what_was_logged(training: Training, history: RunHistory, terminal: Terminal) -> None:
+def _say_what_was_logged(training: Training, history: RunHistory) -> None:
     if training.interrupted:
-        terminal.print(f"  stopped by Ctrl-C at step {training.steps}; what was logged until then is kept")
+        click.echo(f"  stopped by Ctrl-C at step {training.steps}; what was logged until then is kept")
     own = [key for key in history.values if not key.startswith("_")]
     # A flight recorder's table has a row of its own.
     num_rows = np.count_nonzero(np.isfinite(history.values.get("gradwatch/grad_norm", np.empty(0))))
@@ -255,25 +257,25 @@ def _say_what_was_logged(training: Training, history: RunHistory, terminal: Term
     overhead = history.values.get("gradwatch/overhead_ratio", np.empty(0))
     if np.isfinite(overhead).any():
         facts.append(("overhead", f"{np.nanmedian(overhead):.1%} of the training's time"))
-    terminal.print()
-    terminal.pairs(facts)
-    terminal.title("watcher.summary()")
-    for line in training.summary.text(ascii_only=terminal.ascii_only).splitlines():
-        terminal.print(f"  {line}".rstrip())
+    click.echo()
+    pairs(facts)
+    title("watcher.summary()")
+    for line in str(training.summary).splitlines():
+        click.echo(f"  {line}".rstrip())
     if history.alerts:
-        terminal.title("Alerts in the run (W&B passes them on to Slack or e-mail)")
+        title("Alerts in the run (W&B passes them on to Slack or e-mail)")
         for alert in history.alerts:
-            terminal.print("  " + terminal.alert(alert.title, alert.level))
-            terminal.paragraph(alert.text, indent=4)
+            click.echo("  " + alert_title(alert.title, alert.level))
+            paragraph(alert.text, indent=4)
 
 
-def _say_where_to_look(run_folder: Path, page: Path, online: bool, terminal: Terminal) -> None:
-    terminal.title("Look at it")
+def _say_where_to_look(run_folder: Path, page: Path, online: bool) -> None:
+    title("Look at it")
     folder = _short(run_folder)
     command = "wandb" if shutil.which("wandb") else _short(Path(sys.executable).parent / "wandb")
     looks = [("a page", _short(page)), ("a terminal", f"{command} leet {folder}")]
     looks.append(("on W&B", "the project " + PROJECT if online else f"{command} sync {folder}"))
-    terminal.pairs(looks)
+    pairs(looks)
 
 
 def _short(path: Path) -> str:

@@ -13,7 +13,6 @@ import numpy as np
 
 from ._analysis.formatting import number
 from ._measure.columns import FloatArray
-from ._terminal import BLOCKS, can_write
 from .rules import Alert
 from .snapshot import Snapshot, last_present
 
@@ -23,6 +22,7 @@ DEFAULT_LAYERS: Final = 8
 TRACE_WIDTH: Final = 24
 _MAX_NAME: Final = 28
 _MAX_ALERTS: Final = 5
+_BLOCKS: Final = "▁▂▃▄▅▆▇█"  # for a line in one line of text
 _ASCII_BLOCKS: Final = "_.:-=+*#"
 _USUAL_RATIO: Final = 1e-3  # of gradient to parameter norm: what is far from it on either side is worth a look
 _MIN_OCTAVES: Final = 3.0  # a trace spans at least this much, so that noise does not look like a story
@@ -85,7 +85,7 @@ class Summary:
 
     def __str__(self) -> str:
         encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-        return self.text(ascii_only=not can_write(BLOCKS + "×…", encoding))
+        return self.text(ascii_only=not _can_write(_BLOCKS + "×…", encoding))
 
     def text(self, *, ascii_only: bool = False) -> str:
         """The table as lines of text; `ascii_only` for a terminal that has no block characters."""
@@ -176,7 +176,7 @@ def sparkline(trace: Sequence[float], ascii_only: bool = False) -> str:
 
     Example: sparkline([1, 2, 4, 8]) is "▁▃▆█".
     """
-    blocks, bad = (_ASCII_BLOCKS, "!") if ascii_only else (BLOCKS, "×")
+    blocks, bad = (_ASCII_BLOCKS, "!") if ascii_only else (_BLOCKS, "×")
     octaves = [math.log2(value) for value in trace if 0 < value < math.inf]
     low = min(octaves, default=0.0)
     span = max(max(octaves, default=0.0) - low, _MIN_OCTAVES)
@@ -293,3 +293,12 @@ def _html_row(cells: Sequence[str], tag: str) -> str:
 
 def _escape(text: str) -> str:
     return html.escape(text, quote=True)
+
+
+def _can_write(text: str, encoding: str) -> bool:
+    """Whether an encoding has all characters of a text."""
+    try:
+        text.encode(encoding)
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True

@@ -3,60 +3,58 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import Final
 
-from .._terminal import Progress, Terminal
+import click
+
+from .._output import as_json, pairs, paragraph, title
 from . import measurement
 from .checks import Check, check_environment
 from .measurement import ACCEPTABLE_OVERHEAD, OverheadMeasurement, measure_overhead
 
 __all__ = ["Check", "OverheadMeasurement", "check_environment", "measure_overhead", "run_doctor"]
 
+_SIGNS: Final = {"good": ("✓", "green"), "note": ("▲", "yellow"), "problem": ("✗", "red")}
 
-def run_doctor(num_parameters: int | None, *, as_json: bool, terminal: Terminal) -> int:
+
+def run_doctor(num_parameters: int | None, *, json: bool) -> int:
     """Look at everything, print it, and return the exit status: 1 where something does not work.
 
     Args:
         num_parameters: size of the model to measure with; None: do not measure.
-        as_json: print one JSON object instead of words.
-        terminal: where to write.
+        json: print one JSON object instead of words.
     """
     checks = check_environment()
-    if as_json:
+    if json:
         overhead = measure_overhead(num_parameters) if num_parameters else None
-        terminal.json({"checks": [asdict(c) for c in checks], "overhead": asdict(overhead) if overhead else None})
+        as_json({"checks": [asdict(check) for check in checks], "overhead": asdict(overhead) if overhead else None})
     else:
-        _say_checks(checks, terminal)
+        _say_checks(checks)
         if num_parameters:
-            _say_overhead(num_parameters, terminal)
+            _say_overhead(num_parameters)
     return 1 if any(check.verdict == "problem" for check in checks) else 0
 
 
-def _say_checks(checks: list[Check], terminal: Terminal) -> None:
-    marks = terminal.marks
-    signs = {
-        "good": terminal.style(marks.good, "green"),
-        "note": terminal.style(marks.warning, "yellow"),
-        "problem": terminal.style(marks.bad, "red"),
-    }
+def _say_checks(checks: list[Check]) -> None:
     width = max(len(check.name) for check in checks)
     for check in checks:
-        terminal.print(f"  {signs[check.verdict]} {check.name.ljust(width)}  {check.found}")
-        if check.advice:
-            terminal.paragraph(check.advice, indent=width + 6)
+        sign, colour = _SIGNS[check.verdict]
+        click.echo(f"  {click.style(sign, fg=colour)} {check.name.ljust(width)}  {check.found}")
+        paragraph(check.advice, indent=width + 6)
 
 
-def _say_overhead(num_parameters: int, terminal: Terminal) -> None:
-    terminal.title(f"Training about {num_parameters:,} parameters here, with and without watch()")
-    with Progress(terminal, 2 * measurement.PAIRS) as progress:
-        measured = measure_overhead(num_parameters, lambda done, _: progress.update(done, "blocks"))
-    terminal.pairs(
+def _say_overhead(num_parameters: int) -> None:
+    title(f"Training about {num_parameters:,} parameters here, with and without watch()")
+    with click.progressbar(length=2 * measurement.PAIRS, label="  blocks of steps") as bar:
+        measured = measure_overhead(num_parameters, lambda done, _: bar.update(done - bar.pos))
+    pairs(
         [
             ("model", f"{measured.num_parameters:,} parameters, {measured.batch} rows per step, on {measured.device}"),
             ("a step", f"{measured.step_ms:.2f} ms without, {measured.watched_step_ms:.2f} ms with watch()"),
             ("overhead", f"{measured.ratio:+.1%} (the pairs differ by {measured.spread:.1%})"),
         ]
     )
-    terminal.paragraph(_advice(measured))
+    paragraph(_advice(measured))
 
 
 def _advice(measured: OverheadMeasurement) -> str:

@@ -9,7 +9,9 @@ from collections.abc import Sized
 from pathlib import Path
 from typing import Final
 
-from .._terminal import Terminal
+import click
+
+from .._output import as_json, paragraph
 from . import page, read
 from .history import RunHistory
 
@@ -17,38 +19,33 @@ WATCH_SECONDS: Final = 5.0  # between two looks at a run that is still going on
 RELOAD_SECONDS: Final = 10  # until an open page of such a run reloads itself
 
 
-def run_view(path: Path, output: Path | None, *, opens: bool, watches: bool, as_json: bool, terminal: Terminal) -> int:
-    """Write the page, say what it shows, and return the exit status.
+def run_view(path: Path, output: Path | None, *, opens: bool, watches: bool, json: bool) -> None:
+    """Write the page, and say what it shows.
 
     Args:
         path: a run's directory, its .wandb file, or wandb/.
         output: the page, or a directory for it; None: here.
         opens: show it in the browser.
         watches: write it again until the run has finished.
-        as_json: print one JSON object; everything else goes to stderr.
-        terminal: where to write.
+        json: print one JSON object; everything else goes to standard error.
     """
-    messages = Terminal(sys.stderr) if as_json else terminal
-    history, written = _write(path, output, messages, reload=watches)
-    _say_notes(history, messages)
-    if as_json:
-        terminal.json(_facts(history, written))
+    history, written = _write(path, output, reload=watches)
+    _say_notes(history, err=json)
+    if json:
+        as_json(_facts(history, written))
     else:
-        _say_contents(history, written, terminal)
+        _say_contents(history, written)
     if opens and not webbrowser.open(written.resolve().as_uri()):
-        messages.print(f"no browser could be started; open {written.resolve().as_uri()} yourself")
+        click.echo(f"no browser could be started; open {written.resolve().as_uri()} yourself", err=json)
     while watches and not history.finished:
         time.sleep(WATCH_SECONDS)
-        history, written = _write(path, written, messages, reload=True)
+        history, written = _write(path, written, reload=True)
         said = f"{_many(history.steps, 'row')}, {_many(history.alerts, 'alert')}"
-        messages.print(f"{time.strftime('%H:%M:%S')}  {said}")
-    return 0
+        click.echo(f"{time.strftime('%H:%M:%S')}  {said}", err=json)
 
 
-def _write(path: Path, output: Path | None, terminal: Terminal, *, reload: bool) -> tuple[RunHistory, Path]:
-    # Nobody knows how many rows are still to come: a count, not a bar.
-    history = read.read_run(path, progress=lambda rows: terminal.transient(f"  {rows} rows read"))
-    terminal.transient("")
+def _write(path: Path, output: Path | None, *, reload: bool) -> tuple[RunHistory, Path]:
+    history = read.read_run(path, progress=_say_progress if sys.stderr.isatty() else None)
     target = output or Path()
     if target.is_dir():
         target /= f"gradwatch-{history.run_id}.html"
@@ -56,19 +53,23 @@ def _write(path: Path, output: Path | None, terminal: Terminal, *, reload: bool)
     return history, target
 
 
-def _say_notes(history: RunHistory, terminal: Terminal) -> None:
+def _say_progress(rows: int) -> None:
+    # Nobody knows how many rows are still to come: a count, not a bar. The next line that is printed replaces it.
+    click.echo(f"\r  {rows} rows read\r", nl=False, err=True)
+
+
+def _say_notes(history: RunHistory, *, err: bool) -> None:
     for note in history.notes:
-        terminal.paragraph(note, indent=0)
+        paragraph(note, indent=0, err=err)
     if history.num_rows and not len(history.steps):
-        terminal.paragraph("The run has rows, but none of wandb_gradwatch: call watch(model) after wandb.init().", 0)
+        text = "The run has rows, but none of wandb_gradwatch: call watch(model) after wandb.init()."
+        paragraph(text, indent=0, err=err)
 
 
-def _say_contents(history: RunHistory, written: Path, terminal: Terminal) -> None:
-    found = f"{_many(history.steps, 'row')}, {_many(history.names, 'name')}, "
-    terminal.print(
-        f"{written}  {terminal.style(found, 'dim')}"
-        + terminal.style(_many(history.alerts, "alert"), "yellow" if history.alerts else "dim")
-    )
+def _say_contents(history: RunHistory, written: Path) -> None:
+    found = click.style(f"{_many(history.steps, 'row')}, {_many(history.names, 'name')}, ", dim=True)
+    alerts = click.style(_many(history.alerts, "alert"), fg="yellow" if history.alerts else None)
+    click.echo(f"{written}  {found}{alerts}")
 
 
 def _facts(history: RunHistory, written: Path) -> dict[str, object]:
