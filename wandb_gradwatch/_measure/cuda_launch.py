@@ -73,7 +73,7 @@ def prepare(gradients: Sequence[Tensor], parameters: Sequence[Tensor] = (), dead
 
 @lru_cache(maxsize=16)
 def _dead_words(dead_threshold: float) -> tuple[int, int]:
-    """The threshold in the bits of floats; of float32 twice those and 1, below which the doubled bits of a dead one are."""
+    """The threshold in the bits of floats; of float32 doubled and 1 more: the doubled bits of a dead one lie below."""
     of_float32 = largest_magnitude_within(dead_threshold, FLOAT32)
     return max(2 * of_float32 + 1, 0), largest_magnitude_within(dead_threshold, FLOAT64)
 

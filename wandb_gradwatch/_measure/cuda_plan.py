@@ -77,7 +77,7 @@ class Key:
 
 
 def _plan_of(key: Key) -> Plan:
-    """Lay out chunks: of each tensor those that an ordinary kernel reads, in whole rounds, then the end that is left."""
+    """Lay out chunks: of each tensor those that an ordinary kernel reads, in whole rounds, then its remaining end."""
     sizes, codes = np.array(key.sizes, dtype=np.int64), np.array(key.codes)
     itemsizes = _ITEMSIZES[codes]
     step = key.lanes * LOADS * ALIGNMENT // itemsizes  # elements of a round
