@@ -158,8 +158,8 @@ def launch(
             queue(kernels.measure_chunks, group.count, *what, *where, *place, **reading, **counting)
         else:
             queue(kernels.square_chunks, group.count, *what, partials, *place, **reading)
-    counting = {"LANES": CAREFUL_LANES, "HISTOGRAM": histogram, "SHARED": shared}
-    queue(kernels.measure_carefully, num_chunks, *what, *where, plan.num_gradients, num_chunks, **counting)
+    launch_constants: dict[str, Any] = {"LANES": CAREFUL_LANES, "HISTOGRAM": histogram, "SHARED": shared}
+    queue(kernels.measure_carefully, num_chunks, *what, *where, plan.num_gradients, num_chunks, **launch_constants)
     scales = (scale, plan.one if plan.num_gradients else scale)
     numbers = (plan.num_gradients, plan.num_tensors, num_chunks)
     shape = {"NUM_COLUMNS": NUM_COLUMNS, "BLOCK": FOLD_BLOCK}
