@@ -1,0 +1,69 @@
+"""Score alerts on trainings with known answers, beside other detectors.
+
+python -m benchmarks.zoo --row NAME                 # the scoring half, into benchmarks/results/zoo.json and docs/zoo.md
+python -m benchmarks.zoo --half tune --failures     # what goes wrong on the half that thresholds may be chosen on
+python -m benchmarks.zoo --half tune --replay       # the same by the rules of now on samples that were kept: seconds
+python -m benchmarks.zoo --only "zero_grad" --texts # the trainings whose name matches, with what was told
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import re
+import sys
+import time
+
+from .cases import CASES, chosen
+from .record import Recording, recordings
+from .score import add_up, failures, score, seen_by_others
+from .table import keep, result_of
+
+
+def _texts(recording: Recording) -> str:
+    told = [f"  told at {one.at}, {one.alert.level} {one.alert.title}: {one.alert.text}" for one in recording.told]
+    ends = [f"  ended by {recording.error}"] if recording.error else []
+    where = (
+        [] if recording.anomaly is None else [f"  detect_anomaly: step {recording.anomaly[0]}, {recording.anomaly[1]}"]
+    )
+    return "\n".join([f"{recording.case}, seed {recording.seed}, bad from {recording.first_bad}", *told, *ends, *where])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--half", choices=("tune", "score"), default="score")
+    parser.add_argument("--failures", action="store_true", help="print what went wrong")
+    parser.add_argument("--replay", action="store_true", help="the rules of now on samples that were kept")
+    parser.add_argument("--only", default="", help="those whose name or family matches this regular expression")
+    parser.add_argument("--texts", action="store_true", help="print what was told")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--row", help="the name under which the page shows the result")
+    arguments = parser.parse_args()
+
+    which = [
+        (case, seed)
+        for case, seed in chosen(arguments.half)
+        if re.search(arguments.only, case.name) or re.search(arguments.only, case.family)
+    ]
+    began, scores, others = time.perf_counter(), [], []
+    with multiprocessing.get_context("spawn").Pool(arguments.workers) as pool:
+        run = lambda function, items: pool.imap(function, items, chunksize=1)  # noqa: E731
+        for number, recording in enumerate(recordings(which, map_=run, replayed=arguments.replay), 1):
+            scores.append(score(CASES[recording.case], recording))
+            others.append((scores[-1], seen_by_others(recording)))
+            if arguments.texts:
+                print(_texts(recording))
+            if sys.stderr.isatty():
+                print(f"\r{number}/{len(which)}", end="", file=sys.stderr)
+    figures = add_up(scores)
+    for name, value in figures.items():
+        print(f"{name:45s} {value:8.3f}")
+    if arguments.failures:
+        print("\n".join(failures(scores)))
+    if arguments.row:
+        keep(result_of(scores, others, arguments.row))
+    print(f"{len(which)} trainings in {time.perf_counter() - began:.0f} s", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""All trainings of the zoo by name, and which of them thresholds may be chosen on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from .faults import FAULTS, Fault
+from .healthy_others import OTHERS
+from .healthy_recipes import RECIPES
+from .healthy_supervised import SUPERVISED
+from .loop import Loop
+
+HEALTHY: Final = SUPERVISED | OTHERS | RECIPES
+_BUILDERS: Final = {name: make for table in HEALTHY.values() for name, make in table.items()}
+
+# Families that nobody looks at while choosing a threshold: at least a third of them, of every kind.
+KEPT_OUT_HEALTHY: Final = frozenset({"vision", "structured", "adversarial", "contrastive", "precision", "curricula"})
+KEPT_OUT_FAULTS: Final = frozenset({"depth", "labels", "numerics of the loss", "schedules", "attention", "batch norm"})
+TUNING_SEEDS: Final = (0,)
+SCORING_SEEDS: Final = (1,)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training: a healthy one, or one of the trainings that a fault is put into."""
+
+    name: str
+    family: str
+    base: str
+    fault: Fault | None = None
+    layer: str = ""
+
+    @property
+    def first_bad(self) -> int | None:
+        return None if self.fault is None else self.fault.first_bad
+
+    @property
+    def kept_out(self) -> bool:
+        return self.family in (KEPT_OUT_HEALTHY if self.fault is None else KEPT_OUT_FAULTS)
+
+
+def build(case: Case) -> Loop:
+    """The training before its first step."""
+    loop = _BUILDERS[case.base]()
+    if case.fault is not None:
+        case.fault.change(loop, case.layer)
+    return loop
+
+
+CASES: Final = {
+    case.name: case
+    for case in [
+        *(Case(name, family, name) for family, table in HEALTHY.items() for name in table),
+        *(
+            Case(f"{fault.name} | {base}", fault.family, base, fault, layer)
+            for fault in FAULTS
+            for base, layer in fault.on.items()
+        ),
+    ]
+}
+
+
+def chosen(half: str) -> list[tuple[Case, int]]:
+    """The (case, seed) of a half, "tune" or "score"; kept-out families are scored with all seeds."""
+    if half == "tune":
+        return [(case, seed) for case in CASES.values() if not case.kept_out for seed in TUNING_SEEDS]
+    every = (*TUNING_SEEDS, *SCORING_SEEDS)
+    return [(case, seed) for case in CASES.values() for seed in (every if case.kept_out else SCORING_SEEDS)]

@@ -1,0 +1,196 @@
+"""What faults do to a training before it runs. Each returns a change of (loop, layer)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from .loop import Batch, Hook, Loop
+
+Change = Callable[[Loop, str], None]
+
+
+def learning_rate(factor: Callable[[int], float] | float, at: int = 1, until: int = 10**9) -> Change:
+    """The learning rate times a factor, or a function of the step, within some steps."""
+
+    def change(loop: Loop, layer: str) -> None:
+        before = loop.schedule or (lambda step: 1.0)
+        by = factor if callable(factor) else lambda step: factor
+        loop.schedule = lambda step: before(step) * (by(step) if at <= step < until else 1.0)
+
+    return change
+
+
+def scaled(factor: float, *, bias: float | None = None, every: bool = False) -> Change:
+    """Weights of a layer, or of all layers, times a factor; their biases set to a value."""
+
+    @torch.no_grad()
+    def change(loop: Loop, layer: str) -> None:
+        for name, parameter in loop.model.named_parameters():
+            if every or name.startswith(layer + "."):
+                if parameter.dim() > 1:
+                    parameter.mul_(factor)
+                elif bias is not None and "bias" in name:
+                    parameter.fill_(bias)
+
+    return change
+
+
+def filled(value: float) -> Change:
+    """All matrices of the model are constant."""
+
+    @torch.no_grad()
+    def change(loop: Loop, layer: str) -> None:
+        for parameter in loop.model.parameters():
+            if parameter.dim() > 1:
+                parameter.fill_(value)
+
+    return change
+
+
+def at_step(hook: Callable[[Loop, str], None], at: int) -> Change:
+    """Something is done once, before a step."""
+
+    def change(loop: Loop, layer: str) -> None:
+        loop.before.append(lambda loop, step: hook(loop, layer) if step == at else None)
+
+    return change
+
+
+def inputs(
+    transform: Callable[[Tensor], Tensor], at: int = 1, until: int = 10**9, *, which: int = 0, every: int = 1
+) -> Change:
+    """One of the batch's tensors is changed within some steps, at every n-th of them."""
+
+    def change(loop: Loop, layer: str) -> None:
+        batch = loop.batch
+
+        def changed(step: int) -> Batch:
+            tensors = list(batch(step))
+            if at <= step < until and (step - at) % every == 0:
+                tensors[which] = transform(tensors[which])
+            return tuple(tensors)
+
+        loop.batch = changed
+
+    return change
+
+
+def output(transform: Callable[[Tensor], Tensor], at: int = 1, until: int = 10**9) -> Change:
+    """What a layer returns is changed within some steps."""
+
+    def change(loop: Loop, layer: str) -> None:
+        now = [0]
+        loop.before.append(lambda loop, step: now.__setitem__(0, step))
+
+        def hook(module: nn.Module, args: object, out: Tensor) -> Tensor | None:
+            return transform(out) if at <= now[0] < until else None
+
+        loop.model.get_submodule(layer).register_forward_hook(hook)
+
+    return change
+
+
+def loss(transform: Callable[[Tensor], Tensor], at: int = 1, until: int = 10**9) -> Change:
+    """The loss is changed within some steps."""
+
+    def change(loop: Loop, layer: str) -> None:
+        now, before = [0], loop.loss
+        loop.before.append(lambda loop, step: now.__setitem__(0, step))
+        loop.loss = lambda model, *batch: (
+            transform(before(model, *batch)) if at <= now[0] < until else before(model, *batch)
+        )
+
+    return change
+
+
+def penalised(weight: float) -> Change:
+    """The squares of all parameters are added to the loss."""
+
+    def change(loop: Loop, layer: str) -> None:
+        before = loop.loss
+        loop.loss = lambda model, *batch: (
+            before(model, *batch) + weight * sum(parameter.square().sum() for parameter in model.parameters())
+        )
+
+    return change
+
+
+class _Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(context: object, x: Tensor, transform: Callable[[Tensor], Tensor]) -> Tensor:
+        context.transform = transform  # type: ignore[attr-defined]
+        return x.clone()
+
+    @staticmethod
+    def backward(context: object, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return context.transform(grad), None  # type: ignore[attr-defined]
+
+
+def backward(transform: Callable[[Tensor], Tensor], at: int = 1, until: int = 10**9) -> Change:
+    """The gradient that reaches a layer's output is changed within some steps."""
+    return output(lambda out: _Backward.apply(out, transform), at, until)
+
+
+def received(hook: Hook) -> Change:
+    """Between backward and step."""
+    return lambda loop, layer: loop.received.append(hook)
+
+
+def fields(**values: object) -> Change:
+    """Other settings of the loop."""
+
+    def change(loop: Loop, layer: str) -> None:
+        for name, value in values.items():
+            setattr(loop, name, value)
+
+    return change
+
+
+def groups(**values: object) -> Change:
+    """Other settings of the optimizers."""
+
+    def change(loop: Loop, layer: str) -> None:
+        for group in (group for optimizer in loop.optimizers for group in optimizer.param_groups):
+            group |= values
+
+    return change
+
+
+def own_rate(factor: float) -> Change:
+    """One layer's learning rate times a factor."""
+
+    def change(loop: Loop, layer: str) -> None:
+        optimizer = loop.optimizers[0]
+        own = set(loop.model.get_submodule(layer).parameters())
+        group = optimizer.param_groups[0]
+        group["params"] = [parameter for parameter in group["params"] if parameter not in own]
+        optimizer.add_param_group({"params": list(own), "lr": factor * group["lr"]})
+
+    return change
+
+
+def rebuilt(make: Callable[[], nn.Module]) -> Change:
+    """Another model, with a new optimizer of the same kind."""
+
+    def change(loop: Loop, layer: str) -> None:
+        old = loop.optimizers[0]
+        loop.model = make()
+        known = {
+            key: value for key, value in old.defaults.items() if key in ("lr", "momentum", "nesterov", "weight_decay")
+        }
+        loop.optimizers = [type(old)(loop.model.parameters(), **known)]
+
+    return change
+
+
+def chain(*changes: Change) -> Change:
+    """Several changes, one after the other."""
+
+    def change(loop: Loop, layer: str) -> None:
+        for one in changes:
+            one(loop, layer)
+
+    return change

@@ -1,0 +1,162 @@
+"""One training under `watch`, and what is kept of it: all that a rule, or another detector, can see."""
+
+from __future__ import annotations
+
+import logging
+import math
+import pickle
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import wandb_gradwatch
+from wandb_gradwatch import Alert, MemorySink, Snapshot
+from wandb_gradwatch._diagnosis import diagnose, with_diagnosis
+from wandb_gradwatch._pipeline.alert_manager import AlertManager
+from wandb_gradwatch._pipeline.recorder import FlightRecorder
+from wandb_gradwatch.rules import default_rules
+
+from .cases import Case, build
+
+CACHE = Path(__file__).parent / ".recordings"
+
+
+@dataclass(frozen=True)
+class Told:
+    """An alert and the step at which it was told, which may be later than its own."""
+
+    alert: Alert
+    at: int
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A training that has run, in the watcher's steps.
+
+    Args:
+        case: which training, by name; seed: of all that is random in it.
+        samples: every sample; None where nothing was ever sampled.
+        losses: (the watcher's step, the loss) after each step of the loop.
+        first_bad: the watcher's step in which the fault begins; None for a healthy training.
+        modules: class names by module; trainable: the parameters that are trained.
+        told: what the live watcher told; diagnoses: what its `diagnose()` said at the end.
+        wiring: those of `told` that came from the live capture, not from a rule; only where it is to be replayed.
+        anomaly: the step of the first backward function that returned NaN, with its name, by `detect_anomaly`.
+        error: why the training ended early.
+    """
+
+    case: str
+    seed: int
+    samples: Snapshot | None
+    losses: tuple[tuple[int, float], ...]
+    first_bad: int | None
+    modules: dict[str, str]
+    trainable: tuple[str, ...]
+    told: tuple[Told, ...]
+    diagnoses: tuple[str, ...]
+    wiring: tuple[Told, ...] = ()
+    anomaly: tuple[int, str] | None = None
+    error: str | None = None
+
+
+def record(case: Case, seed: int) -> Recording:
+    """Run a training once, watched with the default rules."""
+    torch.set_num_threads(1)
+    torch.manual_seed(1000 * seed + 17)
+    loop = build(case)
+    memory, told, losses, error = MemorySink(), [], [], None
+    first_bad = None
+    options = {"sinks": [memory], "backend": "cpu", "sample_every": 1, "histogram_every": 0} | loop.options
+    logging.getLogger("wandb_gradwatch").setLevel(logging.CRITICAL)
+    watcher = wandb_gradwatch.watch(
+        loop.model if loop.watched is None else loop.watched,
+        on_alert=lambda alert: told.append(Told(alert, int(watcher.step))),
+        **options,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step in range(1, loop.steps + 1):
+            if case.first_bad == step:
+                first_bad = int(watcher.step) + 1
+            try:
+                losses.append((int(watcher.step), loop.advance(step)))
+                losses[-1] = (int(watcher.step), losses[-1][1])
+            except (RuntimeError, ValueError) as failed:
+                error = str(failed)
+                break
+    watcher.wait()
+    diagnoses = tuple(str(found) for found in watcher.diagnose())
+    watcher.remove()
+    recording = Recording(
+        case.name,
+        seed,
+        memory.merged(),
+        tuple(losses),
+        first_bad,
+        {name: type(module).__name__ for name, module in loop.model.named_modules()},
+        tuple(name for name, parameter in loop.model.named_parameters() if parameter.requires_grad),
+        tuple(told),
+        diagnoses,
+        error=error,
+    )
+    if all(math.isfinite(loss) for _, loss in losses):
+        return recording
+    return replace(recording, anomaly=anomaly_of(case, seed, loop.steps))
+
+
+def anomaly_of(case: Case, seed: int, steps: int) -> tuple[int, str] | None:
+    """Where `torch.autograd.detect_anomaly` stops the same training; None where it does not."""
+    torch.manual_seed(1000 * seed + 17)
+    loop = build(case)
+    with warnings.catch_warnings(), torch.autograd.detect_anomaly():
+        warnings.simplefilter("ignore")
+        for step in range(1, steps + 1):
+            try:
+                loop.advance(step)
+            except (RuntimeError, ValueError) as stopped:
+                return step, str(stopped).partition("\n")[0]
+    return None
+
+
+def replay(recording: Recording) -> Recording:
+    """The rules of now on samples of then: the same recording with what would be told. Wiring stays as it was."""
+    manager, kept, told = AlertManager(default_rules(), clock=lambda: 0.0), FlightRecorder(), []
+    if recording.samples is not None:
+        for index in range(len(recording.samples)):
+            sample = recording.samples.sample(index)
+            kept.add(sample)
+            for alert in manager.process(sample):
+                text = with_diagnosis(alert, kept.history(), modules=recording.modules)
+                told.append(Told(text, int(sample.steps[0])))
+    history = kept.history()
+    diagnoses = () if history is None else tuple(map(str, diagnose(history, modules=recording.modules)))
+    told = sorted([*told, *recording.wiring], key=lambda one: one.at)
+    return replace(recording, told=tuple(told), diagnoses=diagnoses)
+
+
+def recordings(
+    chosen: Iterable[tuple[Case, int]], *, map_: Callable[..., Iterable[Any]] = map, replayed: bool = False
+) -> Iterable[Recording]:
+    """Run each (case, seed); with `replayed` only those that are not kept yet, and apply the rules of now to all."""
+    return map_(_replayed if replayed else _live, [(case.name, seed) for case, seed in chosen])
+
+
+def _live(which: tuple[str, int]) -> Recording:
+    from .cases import CASES
+
+    return record(CASES[which[0]], which[1])
+
+
+def _replayed(which: tuple[str, int]) -> Recording:
+    path = CACHE / f"{''.join(c if c.isalnum() else '_' for c in which[0])}-{which[1]}.pickle"
+    if not path.exists():
+        path.parent.mkdir(exist_ok=True)
+        live = _live(which)
+        by_rules = {(one.alert.title, one.alert.step) for one in replay(live).told}
+        wiring = tuple(one for one in live.told if (one.alert.title, one.alert.step) not in by_rules)
+        path.write_bytes(pickle.dumps(replace(live, wiring=wiring)))
+    return replay(pickle.loads(path.read_bytes()))

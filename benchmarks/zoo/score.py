@@ -1,0 +1,185 @@
+"""What was told, against what is known: per training, then added up. Pure; nothing here runs a training."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+from .cases import Case
+from .causes import fits_remedy, read_causes
+from .detectors import DETECTORS, Steps
+from .record import Recording, Told
+
+
+@dataclass(frozen=True)
+class Score:
+    """One training's.
+
+    Args:
+        false: alarms before anything was bad, or in a healthy training; errors: those of them that are ERRORs.
+        steps: how many of the watcher's steps the training had before the fault.
+        seen: an alarm came after the fault began; delay: after how many steps; lead: steps left before the loss is NaN.
+        layer: whether the right layer is in the alarm's text; None where the fault sits in none.
+        cause: "right", "either" (one of two, and it is one of them), "open" (says no cause, or three) or "wrong".
+        remedy: whether the remedy is one against the cause.
+        diagnosed: what `diagnose()` named at the end.
+    """
+
+    case: str
+    family: str
+    seed: int
+    decidable: bool
+    false: tuple[str, ...]
+    errors: int
+    steps: int
+    seen: bool = False
+    title: str = ""
+    delay: int | None = None
+    lead: int | None = None
+    layer: bool | None = None
+    cause: str = ""
+    remedy: bool = False
+    diagnosed: tuple[str, ...] = ()
+
+
+def score(case: Case, recording: Recording) -> Score:
+    """One training's score."""
+    alarms = [told for told in recording.told if told.alert.level != "INFO"]
+    last = recording.losses[-1][0] if recording.losses else 0
+    first_bad = math.inf if recording.first_bad is None else recording.first_bad
+    early = [told for told in alarms if told.at < first_bad]
+    known = {
+        "case": case.name,
+        "family": case.family,
+        "seed": recording.seed,
+        "decidable": case.fault is None or case.fault.decidable,
+        "false": tuple(f"{told.alert.title} at step {told.alert.step}" for told in early),
+        "errors": sum(told.alert.level == "ERROR" for told in early),
+        "steps": int(min(last, first_bad - 1)),
+        "diagnosed": recording.diagnoses,
+    }
+    after = [told for told in alarms if told.at >= first_bad]
+    if case.fault is None or not after:
+        return Score(**known)
+    first = after[0]
+    said = read_causes(first.alert.text)
+    right = (case.fault.cause, *case.fault.also)
+    return Score(
+        **known,
+        seen=True,
+        title=first.alert.title,
+        delay=first.at - int(first_bad),
+        lead=_lead(recording, first),
+        layer=names_layer(first.alert.text, case.layer) if case.layer else None,
+        cause=judge_cause(said.causes, right),
+        remedy=any(fits_remedy(cause, said.remedy) for cause in right),
+    )
+
+
+def judge_cause(named: Sequence[str], right: Sequence[str]) -> str:
+    """One cause is a claim, two are an either-or, three or none leave it open."""
+    if len(named) not in (1, 2):
+        return "open"
+    if any(cause in right for cause in named):
+        return "right" if len(named) == 1 else "either"
+    return "wrong"
+
+
+def names_layer(text: str, layer: str) -> bool:
+    """Whether a parameter or module in this layer is named."""
+    end = r"\.[a-z]" if layer[-1].isdigit() else r"\b"
+    return bool(re.search(rf"(?<![\w.]){re.escape(layer)}{end}", text))
+
+
+def _lead(recording: Recording, told: Told) -> int | None:
+    broken = [step for step, loss in recording.losses if not math.isfinite(loss)]
+    return broken[0] - told.at if broken else None
+
+
+def seen_by_others(recording: Recording) -> dict[str, tuple[int, int | None]]:
+    """By detector: its false alarms, steps in a row being one, and the delay of the first right one, None for none."""
+    first_bad = math.inf if recording.first_bad is None else recording.first_bad
+    found = {}
+    for name, detector in DETECTORS.items():
+        bad = sorted(set(detector(steps_of(recording))))
+        early = [step for step in bad if step < first_bad]
+        late = [step for step in bad if step >= first_bad]
+        num_false = sum(step - 1 not in early for step in early)
+        found[name] = (num_false, int(late[0] - first_bad) if late else None)
+    return found
+
+
+def steps_of(recording: Recording) -> Steps:
+    """Loss and norm of every step of the loop that has both; a norm with nothing finite in it is NaN."""
+    if recording.samples is None:
+        return []
+    norms = dict(zip(recording.samples.steps.tolist(), recording.samples.total_grad_norm.tolist(), strict=True))
+    bad = dict(zip(recording.samples.steps.tolist(), (recording.samples.num_nonfinite > 0).any(axis=1), strict=True))
+    return [(step, loss, math.nan if bad[step] else norms[step]) for step, loss in recording.losses if step in norms]
+
+
+# ---- all of them
+
+
+def add_up(scores: Iterable[Score]) -> dict[str, Any]:
+    """The table's figures."""
+    scores = list(scores)
+    healthy = [one for one in scores if not one.title and one.delay is None and "|" not in one.case]
+    faulty = [one for one in scores if "|" in one.case and one.decidable]
+    seen = [one for one in faulty if one.seen]
+    placed = [one for one in seen if one.layer is not None]
+    leads = [one.lead for one in seen if one.lead is not None]
+    return {
+        "healthy runs": len(healthy),
+        "false alarms per healthy run": _share(sum(len(one.false) for one in healthy), len(healthy)),
+        "false alarms per 1,000 healthy steps": 1000 * _share(sum(len(one.false) for one in scores), sum(one.steps for one in scores)),
+        "healthy runs without an alarm": _share(sum(not one.false for one in healthy), len(healthy)),
+        "healthy runs without an ERROR": _share(sum(not one.errors for one in healthy), len(healthy)),
+        "healthy runs in which diagnose() is silent": _share(sum(not one.diagnosed for one in healthy), len(healthy)),
+        "faulty runs": len(faulty),
+        "seen": _share(len(seen), len(faulty)),
+        "delay, median": median(one.delay for one in seen) if seen else math.nan,
+        "seen within 2 steps": _share(sum(one.delay <= 2 for one in seen), len(faulty)),
+        "right layer, of those seen": _share(sum(bool(one.layer) for one in placed), len(placed)),
+        "cause right": _share(sum(one.cause in ("right", "either") for one in seen), len(faulty)),
+        "of which one of two": _share(sum(one.cause == "either" for one in seen), len(faulty)),
+        "confidently wrong": _share(sum(one.cause == "wrong" for one in seen), len(faulty)),
+        "remedy right": _share(sum(one.remedy for one in seen), len(faulty)),
+        "told before the loss was NaN": _share(sum(lead > 0 for lead in leads), len(leads)),
+        "lead before NaN, median": median(leads) if leads else math.nan,
+    }  # fmt: skip
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else math.nan
+
+
+def failures(scores: Iterable[Score]) -> list[str]:
+    """What went wrong, one line each."""
+    lines = []
+    for one in scores:
+        where = f"{one.family}: {one.case} (seed {one.seed})"
+        lines += [f"false alarm    {where}: {false}" for false in one.false]
+        if "|" not in one.case:
+            lines += [f"diagnosed      {where}: {said[:120]}" for said in one.diagnosed]
+        elif not one.decidable:
+            continue
+        elif not one.seen:
+            lines.append(f"not seen       {where}")
+        else:
+            if one.cause not in ("right", "either"):
+                lines.append(f"cause {one.cause:8s} {where}: {one.title}")
+            if one.layer is False:
+                lines.append(f"layer          {where}: {one.title}")
+            if one.delay is not None and one.delay > 2:
+                lines.append(f"late by {one.delay:<6d} {where}: {one.title}")
+    return lines
+
+
+def as_plain(scores: Iterable[Score]) -> list[dict[str, Any]]:
+    """For a JSON file."""
+    return [asdict(one) for one in scores]

@@ -1,0 +1,166 @@
+"""The result as JSON, and the page that shows it: docs/zoo.md."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+from .cases import CASES, KEPT_OUT_FAULTS, KEPT_OUT_HEALTHY
+from .score import Score, add_up
+
+ROOT: Final = Path(__file__).parent.parent.parent
+RESULTS, PAGE = ROOT / "benchmarks/results/zoo.json", ROOT / "docs/zoo.md"
+
+Others = Sequence[tuple[Score, Mapping[str, tuple[int, int | None]]]]
+
+_INTRODUCTION = """# How often the alerts are right
+
+Made by `python -m benchmarks.zoo`: {num_healthy} healthy trainings and {num_faulty} faulty ones ({num_faults} faults, each in one
+or several healthy trainings), all small: 80 to 400 steps. What is wrong, from which step on, in which layer, and why, was
+written down in `benchmarks/zoo/faults.py` before any of them was run.
+
+Thresholds may be chosen on one seed of some families only. What is shown here are other seeds, and, of the families
+that nobody looks at while choosing ({kept_out}), all seeds.
+
+- **alarm**: an alert of level WARN or ERROR. **False**: in a healthy training, or before anything was wrong.
+- **delay**: from the first bad step to the step at which the alert was told.
+- **cause right**: the first alert's text names the right one, or "either A or B" with the right one among the two; the
+  share is of all faulty runs, those without an alert included. **Confidently wrong**: it names one or two causes, and
+  none of them is right. What names three or more, or none, is neither.
+- Faults that gradients, parameters and loss cannot tell from a healthy training are run, and are not counted.
+"""
+
+
+def result_of(scores: Sequence[Score], others: Others, name: str) -> dict[str, Any]:
+    """One column of the page."""
+    out = [one for one in scores if CASES[one.case].kept_out]
+    tuned = [one for one in scores if not CASES[one.case].kept_out]
+    return {
+        "name": name,
+        "commit": _commit(),
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "all": add_up(scores),
+        "tuned families, other seeds": add_up(tuned),
+        "families kept out": add_up(out),
+        "families": {family: add_up([one for one in scores if one.family == family]) for family in _families()},
+        "titles": _titles(scores),
+        "others": {name: _other(others, name) for name in others[0][1]} if others else {},
+    }
+
+
+def _commit() -> str:
+    """The last one that changed the package."""
+    command = ["git", "log", "-1", "--format=%h", "--", "wandb_gradwatch"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def _families() -> list[str]:
+    return list(dict.fromkeys(case.family for case in CASES.values()))
+
+
+def _titles(scores: Sequence[Score]) -> dict[str, dict[str, int]]:
+    """By title: how often it was the first alarm of a fault, and how often a false one."""
+    titles: dict[str, dict[str, int]] = {}
+    for one in scores:
+        for false in one.false:
+            titles.setdefault(false.rpartition(" at step ")[0], {"right": 0, "false": 0})["false"] += 1
+        if one.seen:
+            titles.setdefault(one.title, {"right": 0, "false": 0})["right"] += 1
+    return dict(sorted(titles.items()))
+
+
+def _other(others: Others, name: str) -> dict[str, float]:
+    healthy = [seen[name] for score, seen in others if "|" not in score.case]
+    faulty = [seen[name] for score, seen in others if "|" in score.case and score.decidable]
+    delays = [delay for _, delay in faulty if delay is not None]
+    return {
+        "false alarms per healthy run": sum(false for false, _ in healthy) / max(len(healthy), 1),
+        "healthy runs without an alarm": sum(not false for false, _ in healthy) / max(len(healthy), 1),
+        "seen": len(delays) / max(len(faulty), 1),
+        "delay, median": median(delays) if delays else math.nan,
+    }
+
+
+def keep(result: dict[str, Any]) -> None:
+    """Put a result in the file, in place of an older one of its name."""
+    results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else []
+    results = [one for one in results if one["name"] != result["name"]] + [result]
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    PAGE.write_text(page_of(results), encoding="utf-8")
+
+
+def page_of(results: Sequence[dict[str, Any]]) -> str:
+    """The whole page."""
+    newest = results[-1]
+    faulty = [case for case in CASES.values() if case.fault is not None]
+    kept_out = "; ".join(", ".join(sorted(families)) for families in (KEPT_OUT_HEALTHY, KEPT_OUT_FAULTS))
+    lines = [
+        _INTRODUCTION.format(
+            num_healthy=len(CASES) - len(faulty),
+            num_faulty=len(faulty),
+            num_faults=len({case.fault.name + case.family for case in faulty if case.fault is not None}),
+            kept_out=kept_out,
+        ),
+        *_columns(results),
+        *_beside_others(newest),
+        *_by_family(newest),
+        *_by_title(newest),
+    ]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _columns(results: Sequence[dict[str, Any]]) -> list[str]:
+    heads = [
+        (f"{result['name']} ({result['commit']}, {result['date']}), {part}", result[part])
+        for result in results
+        for part in ("tuned families, other seeds", "families kept out")
+    ]
+    lines = ["## In short", "", "| | " + " | ".join(head for head, _ in heads) + " |", "|---|" + "--:|" * len(heads)]
+    for figure in heads[0][1]:
+        lines.append(f"| {figure} | " + " | ".join(_number(figure, column[figure]) for _, column in heads) + " |")
+    return [*lines, ""]
+
+
+def _beside_others(result: dict[str, Any]) -> list[str]:
+    figures = ("false alarms per healthy run", "healthy runs without an alarm", "seen", "delay, median")
+    rows = {f"**wandb_gradwatch, {result['name']}**": result["all"]} | result["others"]
+    lines = ["## Beside others, on the same trainings", "", "| | " + " | ".join(figures) + " |", "|---|" + "--:|" * 4]
+    lines += [f"| {name} | " + " | ".join(_number(f, row[f]) for f in figures) + " |" for name, row in rows.items()]
+    return [*lines, ""]
+
+
+def _by_family(result: dict[str, Any]) -> list[str]:
+    lines = ["## By family", "", "| healthy | runs | false alarms per run | without an ERROR |", "|---|--:|--:|--:|"]
+    for family, row in result["families"].items():
+        if row["healthy runs"]:
+            figures = ("healthy runs", "false alarms per healthy run", "healthy runs without an ERROR")
+            lines.append(f"| {family} | " + " | ".join(_number(f, row[f]) for f in figures) + " |")
+    lines += [
+        "",
+        "| faulty | runs | seen | cause right | confidently wrong | remedy right |",
+        "|---|--:|--:|--:|--:|--:|",
+    ]
+    for family, row in result["families"].items():
+        if row["faulty runs"]:
+            figures = ("faulty runs", "seen", "cause right", "confidently wrong", "remedy right")
+            lines.append(f"| {family} | " + " | ".join(_number(f, row[f]) for f in figures) + " |")
+    return [*lines, ""]
+
+
+def _by_title(result: dict[str, Any]) -> list[str]:
+    lines = ["## By title", "", "| title | first alarm of a fault | false alarms |", "|---|--:|--:|"]
+    return [*lines, *(f"| {title} | {row['right']} | {row['false']} |" for title, row in result["titles"].items())]
+
+
+def _number(figure: str, value: float) -> str:
+    if value is None or math.isnan(value):
+        return "–"
+    if figure in ("healthy runs", "faulty runs") or "median" in figure:
+        return f"{value:g}"
+    return f"{value:.2f}" if "false alarms" in figure else f"{100 * value:.0f} %"
