@@ -200,12 +200,12 @@ _MIDDLE = {MLP: "2", REG: "2", CONV: "2", TEXT: "blocks.0.mlp.0"}
 FAULTS: list[Fault] = [
     # ---- learning rate
     Fault("learning rate", "1000x from the first step", _no(MLP, CONV, TEXT), do.learning_rate(1000), 1, "learning rate"),
-    Fault("learning rate", "100x from step 120", _no(ADAM, REG, LSTM), do.learning_rate(100, 120), 120, "learning rate"),
+    Fault("learning rate", "100x from step 120", _no(TASKS, REG, LSTM), do.learning_rate(100, 120), 120, "learning rate"),
     Fault("learning rate", "300x from step 80", _no(MLP, VIT, DEEP), do.learning_rate(300, 80), 80, "learning rate"),
     Fault("learning rate", "doubles every 8 steps from step 60", _no(MLP, CONV), do.learning_rate(lambda step: 2 ** ((step - 60) // 8), 60), 60, "learning rate"),
     Fault("learning rate", "above the limit of stability", _no(LINEAR), do.learning_rate(12), 1, "learning rate"),
     Fault("learning rate", "one update of 3000x at step 100", _no(MLP, REG, TIED), do.learning_rate(3000, 100, 101), 100, "learning rate"),
-    Fault("learning rate", "one layer's 1000x", {REG: "2", CONV: "2"}, do.own_rate(1000), 1, "learning rate"),
+    Fault("learning rate", "one layer's 1000x", {REG: "2", TEXT: "blocks.0.mlp.0"}, do.own_rate(1000), 1, "learning rate"),
     # ---- initialisation
     Fault("initialisation", "all weights 10x", _no(MLP, CONV, REG), do.scaled(10, every=True), 1, "initialisation", ("depth",)),
     Fault("initialisation", "all weights 0.01x", _no(MLP, CONV, TANH), do.scaled(0.01, every=True, bias=0.0), 1, "initialisation", ("depth",)),

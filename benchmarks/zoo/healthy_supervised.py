@@ -262,7 +262,7 @@ SUPERVISED: Table = {
         "embedding bag of rare words, SGD": lambda: supervised(Transformer(64, depth=1), data.sentences(2, vocabulary=64, zipf=1.5), next_token, optimizer=SGD, lr=0.3, clip=1.0),
     },
     "vision": {
-        "convolutions": lambda: supervised(conv(), data.images(), classify, lr=3e-3),
+        "convolutions": lambda: supervised(conv(), data.images(noise=2.0), classify, lr=3e-3),
         "convolutions, batch norm": lambda: supervised(conv(norm=nn.BatchNorm2d), data.images(), classify, optimizer=momentum, lr=0.05),
         "residual network": lambda: supervised(resnet(), data.images(), classify, optimizer=momentum, lr=0.02),
         "batch norm, batches of 4": lambda: supervised(resnet(), data.images(4), classify, optimizer=SGD, lr=0.02),
