@@ -277,7 +277,7 @@ def test_the_recorder_on_demand_with_notes(tmp_path):
         watcher.note(batch=number * 10)
         step(model, optimizer, a=[number], b=[1])
     [path] = watcher.record(tmp_path / "flight.npz")
-    recording = recorder.read(path)
+    recording = recorder.load_recording(path)
     assert of(recording.snapshot, "a", "grad_norm").tolist() == [0, 1, 2]
     assert recording.notes == {1: {"batch": 0}, 2: {"batch": 10}, 3: {"batch": 20}}
     watcher.remove()
@@ -312,7 +312,7 @@ def test_a_script_killed_by_an_exception_after_a_nan_leaves_the_evidence(tmp_pat
     )
     assert "the loss is not finite" in result.stderr
     [path] = tmp_path.glob("wandb/offline-run-*/files/gradwatch-flight-recorder.npz")
-    recording = recorder.read(path)
+    recording = recorder.load_recording(path)
     assert recorder.first_bad(recording.snapshot)[:2] == (4, "1.weight")
     assert recording.alerts[0].title == "NaN gradient"
 

@@ -13,7 +13,7 @@ from gradients import Chosen
 from metric_probes import train, values, watch
 from torch import nn
 
-from wandb_gradwatch.metrics import Activations, Metric, Updates, probes_of
+from wandb_gradwatch.metrics import Activations, Metric, ModuleProbe, Updates, probes_of
 
 SGD = torch.optim.SGD
 
@@ -370,14 +370,8 @@ def test_a_parameter_without_elements_is_not_what_a_metric_is_tried_on():
     assert values(watcher, sink)["gradient/b/largest"].tolist() == [3]
 
 
-class Vector:
+class Vector(ModuleProbe):
     """A probe of a user's, who hands over more than a number."""
-
-    def start(self, next_step_is_due, histogram_is_due):
-        pass
-
-    gradients_ready = before_update = after_update = lambda self, tensors: None
-    close = lambda self: None  # noqa: E731
 
     def take(self):
         return {"vector": torch.arange(3.0), "after": torch.tensor(7.0)}
@@ -385,7 +379,7 @@ class Vector:
 
 def test_more_than_one_number_is_never_taken_for_the_next_keys_value(said):
     model = Chosen(a=1)
-    watcher, sink = watch(model, [], probes=[Vector()])
+    watcher, sink = watch(model, [Vector()])
     model.loss(a=[1]).backward()
     SGD(model.parameters(), lr=1.0).step()
     assert values(watcher, sink) == {}

@@ -171,7 +171,7 @@ def test_every_page_is_on_the_site_and_linked_from_the_readme_or_the_site_alone(
 def test_the_arguments_of_the_readme_are_those_of_watch() -> None:
     table = README[README.index("| argument | default |") :].split("\n\n")[0]
     named = [name for line in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", line.split("|")[1])]
-    assert sorted(named) == sorted(set(inspect.signature(watch).parameters) - {"probes", "statistics"})
+    assert sorted(named) == sorted(inspect.signature(watch).parameters)
 
 
 def test_the_examples_of_the_recipes_are_all_there_and_all_named() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from grad_samples import of_norms, sample_of, together
 
-from wandb_gradwatch._pipeline.recorder import MAX_NOTE_CHARACTERS, FlightRecorder, first_bad, read
+from wandb_gradwatch._pipeline.recorder import MAX_NOTE_CHARACTERS, FlightRecorder, first_bad, load_recording
 from wandb_gradwatch.rules import Alert
 from wandb_gradwatch.snapshot import FIRST_BAD_RANK_METRIC, Snapshot
 
@@ -76,7 +76,7 @@ def test_a_file_gives_back_every_bit_the_notes_and_the_alerts(tmp_path):
     recorder.alert(Alert("NaN gradient", "text — with a dash", 7, "ERROR"))
     path = recorder.write(tmp_path / "run" / "flight")
     assert path == tmp_path / "run" / "flight.npz"
-    recording = read(path)
+    recording = load_recording(path)
     assert same(recording.snapshot, recorder.history())
     assert recording.notes == {8: {"batch": 12, "file": "shard-3", "weights": "[1, 2]", "lr": 0.1}}
     assert recording.alerts == [Alert("NaN gradient", "text — with a dash", 7, "ERROR")]
@@ -87,11 +87,11 @@ def test_metrics_travel_along(tmp_path):
     sample = sample_of({"a": [1.0]})
     recorder = FlightRecorder()
     recorder.add(Snapshot(sample.steps, sample.names, sample.rows, metrics={"gradwatch/x": np.array([2.5])}))
-    assert read(recorder.write(tmp_path / "f")).snapshot.metrics["gradwatch/x"].tolist() == [2.5]
+    assert load_recording(recorder.write(tmp_path / "f")).snapshot.metrics["gradwatch/x"].tolist() == [2.5]
 
 
 def test_an_empty_recorder_writes_a_file_too(tmp_path):
-    recording = read(FlightRecorder().write(tmp_path / "f.npz"))
+    recording = load_recording(FlightRecorder().write(tmp_path / "f.npz"))
     assert (recording.snapshot, recording.notes, recording.alerts) == (None, {}, [])
 
 
@@ -109,19 +109,19 @@ def test_a_write_that_fails_leaves_the_old_file_whole(tmp_path, monkeypatch):
         patch.setattr(np, "savez_compressed", full_disk)
         with pytest.raises(OSError, match="No space left"):
             recorder.write(path)
-    assert read(path).snapshot.steps.tolist() == [1]
+    assert load_recording(path).snapshot.steps.tolist() == [1]
     assert os.listdir(tmp_path) == ["f.npz"]
 
 
 def test_what_is_no_recording_is_said_to_be_none(tmp_path):
     (tmp_path / "x.npz").write_bytes(b"PK\x03\x04 not really")
     with pytest.raises(ValueError, match=r"x\.npz' is not a flight recorder's file"):
-        read(tmp_path / "x.npz")
+        load_recording(tmp_path / "x.npz")
     np.savez(tmp_path / "other.npz", a=np.ones(3))
     with pytest.raises(ValueError, match="is not a flight recorder's file"):
-        read(tmp_path / "other.npz")
+        load_recording(tmp_path / "other.npz")
     with pytest.raises(FileNotFoundError):
-        read(tmp_path / "absent.npz")
+        load_recording(tmp_path / "absent.npz")
 
 
 def test_a_process_killed_by_an_exception_after_a_nan_leaves_a_readable_file(tmp_path):
@@ -140,7 +140,7 @@ raise RuntimeError("training broke")
     root = Path(__file__).parent.parent
     done = subprocess.run([sys.executable, "-c", script, str(tmp_path / "f.npz")], cwd=root, capture_output=True)
     assert done.returncode == 1
-    recording = read(tmp_path / "f.npz")
+    recording = load_recording(tmp_path / "f.npz")
     assert first_bad(recording.snapshot) == (3, "fc2", None)
     assert recording.notes[3] == {"batch_index": 17}
 

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -348,19 +349,18 @@ def _never_lost_and_pausing() -> Snapshot:
     )
 
 
-def test_a_parameter_that_lost_its_gradient_is_said_and_one_that_pauses_or_never_had_one_is_not():
-    (alert,) = NoGradient(patience=100).check(_never_lost_and_pausing())
-    assert alert.step == 120  # present up to 20
-    assert "1 of 3 watched parameters have had no gradient for 100 samples" in alert.text
-    assert "lost (100 samples)" in alert.text
-
-
-def test_where_it_is_known_what_is_frozen_a_parameter_that_never_had_a_gradient_is_said_too():
-    alerts = list(NoGradient(patience=100, frozen=lambda: {"lost"}).check(_never_lost_and_pausing()))
+def test_a_trainable_parameter_without_a_gradient_for_long_is_said_and_one_that_pauses_is_not():
+    (*_, alert) = alerts = list(NoGradient(patience=100).check(_never_lost_and_pausing()))
     assert steps(alerts) == list(range(100, 121))
-    assert "never (120 samples)" in alerts[-1].text
-    assert "lost" not in alerts[-1].text
-    assert list(NoGradient(patience=100, frozen=lambda: ["lost", "never"]).check(_never_lost_and_pausing())) == []
+    assert "2 of 3 watched parameters have had no gradient for 100 samples" in alert.text
+    assert "never (120 samples), lost (100 samples)" in alert.text  # present up to 20
+
+
+def test_what_is_not_trainable_needs_no_gradient():
+    samples = _never_lost_and_pausing()
+    assert samples.names == ("never", "lost", "pauses")
+    (alert,) = NoGradient(patience=100).check(replace(samples, trainable=np.array([False, True, True])))
+    assert (alert.step, "lost (100 samples)" in alert.text, "never" in alert.text) == (120, True, False)
 
 
 def test_gradients_that_are_all_exactly_0_are_no_gradient_and_not_dead():

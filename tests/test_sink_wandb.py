@@ -16,7 +16,7 @@ import wandb_gradwatch
 from wandb_gradwatch.rules import Alert
 from wandb_gradwatch.sinks import Sink
 from wandb_gradwatch.sinks._run_rows import MAX_ROW_BYTES
-from wandb_gradwatch.sinks._series import MAX_SERIES
+from wandb_gradwatch.sinks._series import MAX_SERIES, coarse_grouping
 from wandb_gradwatch.sinks._wandb_run import WandbSink
 
 NAN = float("nan")
@@ -131,23 +131,45 @@ def test_many_names_become_modules_and_it_is_said_once(offline_run: Any, said: A
     (message,) = said()
     assert message == (
         "400 parameters are more than the 256 series that W&B shows well: they are logged as 200 groups "
-        "(one per module). Pass group_by= (a function from a name to its group's; group_by=str keeps every parameter) "
-        "to choose."
+        '(one per module). Pass group_by= to choose: a function from a name to its group\'s, or "parameter" to keep '
+        "every one."
     )
 
 
-def test_very_many_modules_become_prefixes(offline_run: Any) -> None:
-    gradients = {f"layer.{layer}.expert.{expert}.weight": [1.0] for layer in range(4) for expert in range(100)}
-    sink = WandbSink(offline_run)
-    sink.write(window(gradients))
-    offline_run.finish()
-    (row,) = history(offline_run)
-    assert [key for key in row if key.startswith("grad_norm/")] == [f"grad_norm/layer/{n}/expert" for n in range(4)]
-    assert row["gradwatch/grad_norm"] == 20  # sqrt(400)
+@pytest.mark.parametrize(
+    ("names", "some_groups"),
+    [
+        # 500 equal blocks and a head: pairs, nearly everywhere; the head stays alone.
+        ([f"blocks.{i}.fc" for i in range(500)] + ["head"], ["blocks.1-2.fc", "blocks.498-499.fc", "head"]),
+        # Experts are neighbours within their layer, attention and MLP apart.
+        ([f"layer.{i}.expert.{j}" for i in range(4) for j in range(100)], ["layer.3.expert.98-99"]),
+        ([f"{i}.{kind}" for i in range(600) for kind in ("attn", "mlp")], ["595-599.attn", "595-599.mlp"]),
+        ([str(i) for i in range(512)], ["0-1", "509-511"]),
+        ([f"conv{i}" for i in range(257)], ["conv0", "conv255-256"]),
+        # No numbers at all: neighbours in the model's order.
+        ([f"{a}{b}" for a in "abcdefghijklmnopq" for b in "abcdefghijklmnopq"], ["aa", "qp-qq"]),
+    ],
+)  # fmt: skip
+def test_neighbours_of_one_kind_share_a_series_only_as_far_as_they_must(
+    names: list[str], some_groups: list[str]
+) -> None:
+    group_of, _ = coarse_grouping(tuple(f"{name}.weight" for name in names))
+    groups = list(dict.fromkeys(group_of(f"{name}.weight") for name in names))
+    assert 200 <= len(groups) < MAX_SERIES
+    assert set(some_groups) <= set(groups)
+    assert group_of("new.weight") == "later"
 
 
-def test_modules_that_no_prefix_divides_are_grouped_by_neighbours(offline_run: Any, said: Any) -> None:
-    gradients = {f"{index}.weight": [3.0 if index % 4 == 0 else 4.0] for index in range(2 * MAX_SERIES)}
+def test_a_depth_that_divides_the_model_well_is_better_than_neighbours() -> None:
+    parts = ["attn.q", "attn.k", "attn.v", "attn.o", "mlp.up", "mlp.down"]
+    names = tuple(f"layers.{layer}.{part}.weight" for layer in range(64) for part in parts)  # 384 modules
+    group_of, words = coarse_grouping(names)
+    assert len(set(map(group_of, names))) == 128  # of each layer the attention and the MLP
+    assert words == "by the first 3 parts of the name"
+
+
+def test_what_appears_later_has_a_series_of_its_own(offline_run: Any, said: Any) -> None:
+    gradients = {f"{index}.weight": [3.0 if index % 2 == 0 else 4.0] for index in range(510)}
     sink = WandbSink(offline_run)
     sink.write(window(gradients))
     offline_run.log({})
@@ -155,13 +177,11 @@ def test_modules_that_no_prefix_divides_are_grouped_by_neighbours(offline_run: A
     offline_run.finish()
     first, second = history(offline_run)
     norms = {key: value for key, value in first.items() if key.startswith("grad_norm/")}
-    # 512 modules in at most 255 series: three each, the first of norms 3, 4, 4 and the last, of two, 4 and 4.
-    assert len(norms) == 171
-    assert norms["grad_norm/0-2"] == pytest.approx(41**0.5)
-    assert norms["grad_norm/510-511"] == pytest.approx(32**0.5)
+    assert len(norms) == 255
+    assert set(norms.values()) == {5.0}  # two each: 3 and 4
     assert second["grad_norm/later"] == 7
     (message,) = said()
-    assert "they are logged as 171 groups (3 neighbours each)" in message
+    assert "they are logged as 255 groups (up to 2 neighbours of one kind each)" in message
 
 
 def test_names_that_become_one_in_wandb_are_said(offline_run: Any, said: Any) -> None:
@@ -175,7 +195,7 @@ def test_names_that_become_one_in_wandb_are_said(offline_run: Any, said: Any) ->
 
 
 def test_a_choice_of_the_user_stays(offline_run: Any, said: Any) -> None:
-    sink = WandbSink(offline_run, group_by=str)
+    sink = WandbSink(offline_run, group_by="parameter")
     sink.write(window({f"p{index}": [1.0] for index in range(MAX_SERIES + 1)}))
     offline_run.finish()
     (row,) = history(offline_run)
@@ -185,7 +205,7 @@ def test_a_choice_of_the_user_stays(offline_run: Any, said: Any) -> None:
 
 def test_a_row_above_a_megabyte_is_spread_histograms_last(start_run: Any, loopback: Any) -> None:
     run = start_run(server=loopback)
-    sink = WandbSink(run, group_by=str)
+    sink = WandbSink(run, group_by="parameter")
     gradients = {f"layer.{index}": [0.1 * index, -0.3] for index in range(700)}
     sink.write(window(gradients, histogram=True))
     run.finish()

@@ -14,6 +14,8 @@ from offline import history
 from torch import nn
 
 import wandb_gradwatch
+from wandb_gradwatch.metrics import Updates
+from wandb_gradwatch.rules import NoGradient
 
 SGD = torch.optim.SGD
 
@@ -44,8 +46,6 @@ SGD = torch.optim.SGD
         (nn.Linear(1, 1), {"histogram_every": -5}, ValueError, "histogram_every=-5 must be a whole number"),
         (nn.Linear(1, 1), {"backend": "gpu"}, ValueError, "backend='gpu' is unknown"),
         (nn.Linear(1, 1), {"backend": "cuda"}, RuntimeError, "backend='cuda' needs CUDA gradients, but 'weight'"),
-        (nn.Linear(1, 1), {"statistics": ("median",)}, ValueError, "statistics=('median',) must be"),
-        (nn.Linear(1, 1), {"statistics": "histogram"}, ValueError, "statistics='histogram' must be a sequence"),
         (nn.Linear(1, 1), {"dead_threshold": -1}, ValueError, "dead_threshold=-1 must be a number, at least 0"),
         (nn.Linear(1, 1), {"dead_threshold": math.nan}, ValueError, "dead_threshold=nan must be"),
         (nn.Linear(1, 1), {"group_by": "layer"}, ValueError, "group_by='layer' must be"),
@@ -61,11 +61,10 @@ SGD = torch.optim.SGD
         (nn.Linear(1, 1), {"sinks": [print]}, TypeError, "must be a list of sinks, with write(), alert() and close()"),
         (nn.Linear(1, 1), {"on_alert": 5}, TypeError, "on_alert=5 must be a function, or several"),
         (nn.Linear(1, 1), {"on_alert": [5]}, TypeError, "5 is no function"),
-        (nn.Linear(1, 1), {"probes": [3]}, TypeError, "probes=[3] must be a list of probes, but 3 is none"),
+        (nn.Linear(1, 1), {"metrics": [3]}, TypeError, "metrics holds 3, which is no metric"),
         (nn.Linear(1, 1), {"metrics": 3}, TypeError, "metrics=3 must be a list of metrics"),
         (nn.Linear(1, 1), {"guard": wandb_gradwatch.SkipGuard}, ValueError, "or a SkipGuard"),
         (nn.Linear(1, 1), {"include": 5}, ValueError, "include=5 must be a regular expression"),
-        (nn.Linear(1, 1), {"statistics": None}, ValueError, "statistics=None must be"),
         (nn.Linear(1, 1), {"start_step": True}, ValueError, "start_step=True must be"),
         (nn.Linear(1, 1), {"group_by": lambda name: 3}, TypeError, "must give a group's name, but gave 3 for 'weight'"),
         (
@@ -112,7 +111,7 @@ def test_a_refused_watch_leaves_nothing_behind():
         watch(model, log_every=0)
     assert not model.a._post_accumulate_grad_hooks
     first, sink = watch(model)
-    for options in ({"guard": "no"}, {"scaler": -3}, {"optimizer": 3}, {"rules": 3}, {"probes": [3]}, {"sinks": [3]}):
+    for options in ({"guard": "no"}, {"scaler": -3}, {"optimizer": 3}, {"rules": 3}, {"metrics": [3]}, {"sinks": [3]}):
         with pytest.raises((TypeError, ValueError), match=next(iter(options))):
             watch(model, **options)
     step(model, SGD(model.parameters(), lr=0.1), a=[2])
@@ -233,16 +232,26 @@ def test_nan_is_reported_with_its_own_step_not_the_flush_step():
 
 def test_the_signature_is_the_contract():
     contract = {
-        "optimizer": None, "run": None, "include": None, "exclude": None, "sample_every": 1, "log_every": 50,
-        "histogram_every": None, "group_by": "parameter", "dead_threshold": 0.0, "metrics": (), "rules": None,
-        "sinks": None, "guard": None, "on_alert": None, "scaler": None, "max_overhead": None, "backend": "auto",
-        "start_step": 0,
+        "run": None, "include": None, "exclude": None, "sample_every": 1, "log_every": 50, "histogram_every": None,
+        "max_overhead": None, "group_by": None, "metrics": (), "rules": None, "sinks": None, "on_alert": None,
+        "guard": None, "dead_threshold": 0.0, "optimizer": None, "scaler": None, "start_step": 0, "backend": "auto",
     }  # fmt: skip
-    parameters = inspect.signature(wandb_gradwatch.watch).parameters
-    assert {name: parameters[name].default for name in contract} == contract
-    assert list(parameters)[:2] == ["model", "optimizer"]
-    assert parameters["run"].kind is inspect.Parameter.KEYWORD_ONLY
-    assert [name for name, p in parameters.items() if p.default is inspect.Parameter.empty] == ["model"]
+    model, *others = inspect.signature(wandb_gradwatch.watch).parameters.values()
+    assert (model.name, model.default) == ("model", inspect.Parameter.empty)
+    assert {parameter.name: parameter.default for parameter in others} == contract
+    assert {parameter.kind for parameter in others} == {inspect.Parameter.KEYWORD_ONLY}
+
+
+def test_the_arguments_are_left_as_they_are():
+    given = {
+        "rules": [*wandb_gradwatch.default_rules(), lambda snapshot: None], "sinks": [wandb_gradwatch.MemorySink()],
+        "metrics": [Updates()], "include": ["a"], "on_alert": [print],
+    }  # fmt: skip
+    before = {name: list(values) for name, values in given.items()}
+    rules = [dict(vars(rule)) for rule in given["rules"][:-1]]
+    watch(Chosen(a=1), **given)[0].remove()
+    assert given == before  # the same objects in the same order
+    assert [vars(rule) for rule in given["rules"][:-1]] == rules
 
 
 def test_group_by_module_in_a_run(start_run):
@@ -260,7 +269,7 @@ def test_group_by_module_in_a_run(start_run):
 def test_parameters_that_are_asked_for_stay_parameters_however_many_they_are(start_run, caplog):
     run = start_run(mode="offline")
     model = Chosen(**{f"p{index}": 1 for index in range(260)})
-    watcher = wandb_gradwatch.watch(model, run=run, log_every=1, group_by=str, histogram_every=0)
+    watcher = wandb_gradwatch.watch(model, run=run, log_every=1, group_by="parameter", histogram_every=0)
     step(model, SGD(model.parameters(), lr=0.1), **{f"p{index}": [1] for index in range(260)})
     watcher.remove()
     run.finish()
@@ -339,3 +348,29 @@ def test_default_rules_handed_over_know_what_is_frozen_too():
     (alert,) = alerts
     assert alert.title == "No gradient"
     assert alert.text.startswith("Step 100: 1 of 3 watched parameters")
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_a_network_that_is_only_copied_into_needs_no_gradient_unless_an_optimizer_holds_it(held):
+    """Target networks (DQN, SAC, TD3): trainable by requires_grad, updated by copying."""
+    models = {"online": Chosen(a=1), "target": Chosen(a=1)}
+    optimizer = SGD([*models["online"].parameters(), *(models["target"].parameters() if held else ())], lr=0.1)
+    alerts = []
+    with watch(models, rules=[NoGradient(patience=5)], on_alert=alerts.append)[0]:
+        for _ in range(10):
+            step(models["online"], optimizer, a=[1])
+            models["target"].load_state_dict(models["online"].state_dict())
+    assert [(alert.step, "target.a (5 samples)" in alert.text) for alert in alerts] == ([(5, True)] if held else [])
+
+
+def test_a_layer_that_had_a_gradient_though_no_optimizer_holds_it_is_missed_when_the_gradient_stops():
+    model = Chosen(a=1, forgotten=1)
+    optimizer = SGD([model.a], lr=0.1)
+    alerts = []
+    with watch(model, rules=[NoGradient(patience=5)], on_alert=alerts.append)[0]:
+        for number in range(10):
+            optimizer.zero_grad()
+            model.loss(a=[1], **({"forgotten": [1]} if number == 0 else {})).backward()
+            optimizer.step()
+    assert [alert.step for alert in alerts] == [5]  # nothing updated it at step 1 either
+    assert "forgotten (5 samples)" in alerts[0].text

@@ -4,6 +4,7 @@ wandb_gradwatch.watch(model)
 """
 
 from ._guard.guard import SkipGuard
+from ._pipeline.recorder import Recording, load_recording
 from ._watch import unwatch, watch
 from ._watcher import Watcher
 from .rules import Alert, Rule, default_rules, rule
@@ -16,6 +17,7 @@ __all__ = [
     "Alert",
     "ConsoleSink",
     "MemorySink",
+    "Recording",
     "Rule",
     "Sink",
     "SkipGuard",
@@ -25,6 +27,7 @@ __all__ = [
     "WebhookSink",
     "__version__",
     "default_rules",
+    "load_recording",
     "rule",
     "unwatch",
     "watch",

@@ -9,7 +9,6 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -17,32 +16,26 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from ._capture.cadence import Budget, Cadence
+from ._capture.config import CaptureConfig
 from ._capture.measurer import MeasureOptions
 from ._capture.parameter_registry import Models, NameFilter, ParameterRegistry, with_prefixes
-from ._capture.probes import Probe
 from ._guard.guard import GuardArgument, resolve_guard
 from ._guard.rank_consensus import refuse_guard
 from ._measure.measure import compile_for_cpu, resolve_backend
-from ._pipeline.alert_manager import AlertManager
 from ._runtime.sharding import rank, world_size
-from ._watcher import WATCHERS, Watcher
+from ._watcher import WATCHERS, Config, Watcher
 from .metrics import MetricLike, probes_of, rules_of
-from .rules import Alert, NoGradient, Rule, default_rules
+from .rules import Alert, Rule, as_rule, default_rules
 from .sinks import Sink, WandbSink
 from .snapshot import GroupBy, group_function
 
 logger: Final = logging.getLogger("wandb_gradwatch")
-
-# What can be left out to save time. The gradient's own statistics are always there.
-STATISTICS: Final = ("parameter", "histogram")
-DEFAULT: Final = STATISTICS
 
 _WARMING_UP: Final = "gradwatch-warm-up"
 
 
 def watch(
     model: Models,
-    optimizer: Optimizer | None = None,
     *,
     run: Any = None,
     include: NameFilter | None = None,
@@ -50,19 +43,18 @@ def watch(
     sample_every: int = 1,
     log_every: int = 50,
     histogram_every: int | None = None,
-    group_by: GroupBy = "parameter",
-    statistics: Sequence[str] = DEFAULT,
-    dead_threshold: float = 0.0,
+    max_overhead: float | None = None,
+    group_by: GroupBy | None = None,
+    metrics: Sequence[MetricLike] = (),
     rules: Sequence[Rule] | None = None,
     sinks: Sequence[Sink] | None = None,
-    guard: GuardArgument = None,
     on_alert: Callable[[Alert], object] | Sequence[Callable[[Alert], object]] | None = None,
+    guard: GuardArgument = None,
+    dead_threshold: float = 0.0,
+    optimizer: Optimizer | None = None,
     scaler: GradScaler | float | None = None,
-    max_overhead: float | None = None,
-    backend: str = "auto",
     start_step: int = 0,
-    metrics: Sequence[MetricLike] = (),
-    probes: Sequence[Probe] = (),
+    backend: str = "auto",
 ) -> Watcher:
     """Watch the gradients of a model: rows, histograms and alerts in the W&B run. Train as before.
 
@@ -71,43 +63,41 @@ def watch(
 
     Args:
         model: a module, or a list or dict of modules.
-        optimizer: only needed for an optimizer that updates copies of the parameters (master weights).
         run: the W&B run; None takes `wandb.run`.
         include: watch only parameters whose name matches: a regular expression (searched), several, or a function.
         exclude: do not watch those whose name matches.
         sample_every: measure every n-th optimizer step.
         log_every: write a row every n-th optimizer step.
         histogram_every: take histograms every n-th step; None: for every row; 0: never.
-        group_by: one series per "parameter" (more than 256 are grouped by module, or more coarsely, which is said once)
-            or "module", or a function from a parameter's name to its group's: `str` keeps every parameter.
-        statistics: what is measured beside the gradient itself: "parameter" (its norm, for the ratio), "histogram".
-        dead_threshold: |g| <= this counts as dead, in units of the true gradient.
-        rules: what raises alerts; None: the default rules; []: none.
-        sinks: where snapshots and alerts go instead of the W&B run; a `run` given beside them is written too.
-        guard: "skip" does not apply a step whose gradients are not finite or explode; a function from a snapshot to
-            True does not apply that step; a `SkipGuard` sets the limits. Every step is then measured, whatever
-            `sample_every` is. Fused optimizers never wait for it; others, and a function, read once a step.
-        on_alert: called with every alert that is sent; what it raises reaches the training loop.
-        scaler: the gradient scaler, if it has to be known before it is first used; or a number, the loss scale that you
-            multiply the loss with and divide the gradients by yourself, between backward() and step(), which looks like
-            clipping else.
         max_overhead: sample less often where the monitor takes more than this share of the training's time, 0.01 for
             one percent; histograms are thinned first. Host time and, on CUDA, device time count; the cadence that
             results is logged. Without effect on a sharded model, whose ranks must sample the same steps.
+        group_by: what one series shows: "parameter", "module", or a function from a parameter's name to its group's.
+            None: parameters; of more than 256, as many neighbours together as are needed, which is said once.
+        metrics: what else is measured at sampled steps: `Metric(name, fn)`, `Activations()`, `Attention()` and others
+            of `wandb_gradwatch.metrics`. With the default rules, theirs are added.
+        rules: what raises alerts; None: the default rules; []: none.
+        sinks: where snapshots and alerts go instead of the W&B run; a `run` given beside them is written too.
+        on_alert: called with every alert that is sent; what it raises reaches the training loop.
+        guard: "skip" does not apply a step whose gradients are not finite or explode; a function from a snapshot to
+            True does not apply that step; a `SkipGuard` sets the limits. Every step is then measured, whatever
+            `sample_every` is. Fused optimizers never wait for it; others, and a function, read once a step.
+        dead_threshold: |g| <= this counts as dead, in units of the true gradient.
+        optimizer: only needed for an optimizer that updates copies of the parameters (master weights).
+        scaler: the gradient scaler, if it has to be known before it is first used; or a number, the loss scale that you
+            multiply the loss with and divide the gradients by yourself, between backward() and step(), which looks like
+            clipping else.
+        start_step: the number of the last step already made, for a run that goes on.
         backend: "auto", or one of the backends by name. On CPU "auto" is "compiled" where numba is installed (the extra
             `fast`), from when its loops are compiled, in the background, and "cpu", by torch and numpy, before and
             elsewhere. "compiled" by name compiles before watch() returns, seconds the first time.
-        start_step: the number of the last step already made, for a run that goes on.
-        metrics: what else is measured at sampled steps: `Metric(name, fn)`, `Activations()`, `Attention()` and others
-            of `wandb_gradwatch.metrics`. With the default rules, theirs are added.
-        probes: what else measures, by its own code (`capture.probes.Probe`).
 
     Returns:
         The watcher: `remove()`, `flush()`, `latest`, `step`, `healthy`.
 
     Raises:
         TypeError: model is not a module or a collection of modules; something in metrics is no metric.
-        ValueError: nothing trainable to watch; a cadence, name filter, statistic, backend or threshold that makes no
+        ValueError: nothing trainable to watch; a cadence, name filter, backend or threshold that makes no
             sense; a metric that matches nothing; a guard on a model whose ranks could not decide alike.
         RuntimeError: there is no run and there are no sinks; the backend cannot run on the model's device, or cannot be
             compiled.
@@ -117,13 +107,13 @@ def watch(
     monitors, docs/growth.md what a tensor costs on the host.
     """
     # Everything that can be refused is refused before anything is changed, an earlier watcher included.
-    cadence = Cadence(sample_every, log_every, histogram_every if "histogram" in _known(statistics) else 0)
+    cadence = Cadence(sample_every, log_every, histogram_every)
     registry = ParameterRegistry(model, include=include, exclude=exclude)
     _check_group_by(group_by, registry)
     if guard is not None and world_size() > 1 and backend == "auto" and _is_on_cpu(registry):
         backend = "cpu"  # replicas must decide alike, bit for bit: not by loops that one has compiled before another
     loss_scale = _loss_scale_by_hand(scaler)
-    options = replace(_measure_options(registry, statistics, dead_threshold, backend), loss_scale=loss_scale)
+    _check_dead_threshold(dead_threshold)
     if isinstance(start_step, bool) or not isinstance(start_step, int) or start_step < 0:
         raise ValueError(f"start_step={start_step!r} must be the number of a step, at least 0")
     _check_instance("optimizer", optimizer, Optimizer, "one torch.optim.Optimizer, and only for master weights")
@@ -131,22 +121,17 @@ def watch(
     for callback in callbacks:
         if not callable(callback):
             raise TypeError(f"on_alert={on_alert!r}: {callback!r} is no function")
-    all_probes = [
-        *_instances("probes", probes, Probe, "probes"),
-        *probes_of(chosen_metrics := _sequence("metrics", metrics, "a list of metrics"), model, registry.names),
-    ]
-    shipped = default_rules(frozen=registry.frozen_names) + rules_of(chosen_metrics)
+    chosen_metrics = _sequence("metrics", metrics, "a list of metrics")
+    probes = probes_of(chosen_metrics, model, registry.names)
     given = _sequence("rules", rules, "a list of rules, [] for none")
-    for candidate in given:
-        if isinstance(candidate, NoGradient) and candidate.frozen is None:
-            candidate.frozen = registry.frozen_names
-    alert_manager = AlertManager(shipped if rules is None else given)
+    chosen_rules = default_rules() + rules_of(chosen_metrics) if rules is None else list(map(as_rule, given))
     budget = Budget(cadence, max_overhead) if max_overhead is not None else None
     skip_guard = resolve_guard(guard)
     if skip_guard is not None:
         refuse_guard(registry.models(), function=skip_guard.is_bad is not None)
     own_sinks = _instances("sinks", sinks, Sink, "sinks, with write(), alert() and close()")
     used_run = _run_of(run, sinks)
+    _prepare_backend(registry, dead_threshold, backend, histogram=histogram_every != 0)
 
     _replace_watchers_of(registry)
     chosen = own_sinks if rank() == 0 else []
@@ -155,19 +140,21 @@ def watch(
         chosen.append(WandbSink(used_run, group_by=group_by, namespace=namespace))
     return Watcher(
         registry,
-        {
-            "optimizer": optimizer,
-            "scaler": scaler if loss_scale is None else None,
-            "start_step": start_step,
-            "probes": all_probes,
-            "budget": budget,
-        },
-        cadence=cadence,
-        options=options,
-        sinks=chosen,
-        alert_manager=alert_manager,
-        guard=skip_guard,
-        on_alert=callbacks,
+        Config(
+            capture=CaptureConfig(
+                cadence=cadence,
+                measured=MeasureOptions(float(dead_threshold), backend, loss_scale),
+                budget=budget,
+                optimizer=optimizer,
+                scaler=scaler if isinstance(scaler, GradScaler) else None,
+                start_step=start_step,
+                probes=tuple(probes),
+            ),
+            sinks=tuple(chosen),
+            rules=tuple(chosen_rules),
+            on_alert=tuple(callbacks),
+            guard=skip_guard,
+        ),
     )
 
 
@@ -184,13 +171,6 @@ def unwatch(model: Models | None = None) -> None:
     for watcher in list(WATCHERS):
         if models is None or any(map(watcher.watches, models)):
             watcher.remove()
-
-
-def _known(statistics: Sequence[str]) -> Sequence[str]:
-    is_sequence = isinstance(statistics, Sequence) and not isinstance(statistics, str)
-    if not is_sequence or any(name not in STATISTICS for name in statistics):
-        raise ValueError(f"statistics={statistics!r} must be a sequence of names out of {STATISTICS}")
-    return statistics
 
 
 def _sequence(argument: str, values: Any, what: str) -> list[Any]:
@@ -215,18 +195,22 @@ def _check_instance(argument: str, value: object, cls: type, what: str) -> None:
         raise TypeError(f"{argument}={value!r} must be {what}")
 
 
-def _check_group_by(group_by: GroupBy, registry: ParameterRegistry) -> None:
+def _check_group_by(group_by: GroupBy | None, registry: ParameterRegistry) -> None:
+    if group_by is None:
+        return
     group_of, name = group_function(group_by), registry.names[0]
     if not isinstance(group := group_of(name), str):
         raise TypeError(f"group_by={group_by!r} must give a group's name, but gave {group!r} for {name!r}")
 
 
-def _measure_options(
-    registry: ParameterRegistry, statistics: Sequence[str], dead_threshold: float, backend: str
-) -> MeasureOptions:
-    kernels: dict[torch.device, set[torch.dtype]] = {}
+def _check_dead_threshold(dead_threshold: float) -> None:
     if not isinstance(dead_threshold, int | float) or not 0 <= dead_threshold < math.inf:
         raise ValueError(f"dead_threshold={dead_threshold!r} must be a number, at least 0")
+
+
+def _prepare_backend(registry: ParameterRegistry, dead_threshold: float, backend: str, *, histogram: bool) -> None:
+    """Choose the backend of every device, and compile what it needs."""
+    kernels: dict[torch.device, set[torch.dtype]] = {}
     on_cpu = False
     for slot, parameter in registry.scan():
         on_cpu = on_cpu or parameter.device.type == "cpu"
@@ -235,8 +219,7 @@ def _measure_options(
     if on_cpu:
         compile_for_cpu(backend)
     if kernels:
-        _warm_up(kernels, dead_threshold, histogram="histogram" in statistics)
-    return MeasureOptions("parameter" in statistics, float(dead_threshold), backend)
+        _warm_up(kernels, dead_threshold, histogram=histogram)
 
 
 def _loss_scale_by_hand(scaler: object) -> float | None:

@@ -10,15 +10,15 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import torch
 
-from ._capture.cadence import Cadence
+from ._capture.config import CaptureConfig
 from ._capture.events import SamplerEvents
-from ._capture.measurer import MeasureOptions
 from ._capture.parameter_registry import ParameterRegistry, unwrapped
 from ._capture.sampler import Sampler
 from ._diagnosis import Diagnosis
@@ -35,7 +35,7 @@ from ._runtime.error_boundary import ErrorBoundary, alone
 from ._summary import Summary, summarise
 from ._transfer.sample_buffer import SampleBuffer
 from ._transfer.transfers import ArrivedSample, Sample
-from .rules import Alert
+from .rules import Alert, Rule
 from .sinks import Sink
 from .snapshot import Snapshot
 
@@ -48,21 +48,23 @@ _NUMBERS: Final = itertools.count()
 _OF_STATE: Final = ("sampler", "desk", "guard", "said", "guarding", "names", "samples", "histogram", "histogram_steps")
 
 
-class StepNumber(int):
-    """The number of a step, and the way to say that the next one has been made."""
+@dataclass(frozen=True)
+class Config:
+    """What watch() was asked for, checked and resolved.
 
-    _advance: Callable[[], None]
+    Args:
+        capture: which steps are measured, and what is measured in them.
+        sinks: where snapshots and alerts go.
+        rules: what raises alerts.
+        on_alert: the user's functions, called with every alert that is sent.
+        guard: decides which steps are not applied; None: all are.
+    """
 
-    def __new__(cls, number: int, advance: Callable[[], None]) -> StepNumber:
-        self = super().__new__(cls, number)
-        self._advance = advance
-        return self
-
-    def __call__(self) -> None:
-        self._advance()
-
-    def __reduce__(self) -> tuple[type[int], tuple[int]]:
-        return int, (int(self),)  # in a checkpoint it is a number like any other
+    capture: CaptureConfig
+    sinks: tuple[Sink, ...]
+    rules: tuple[Rule, ...]
+    on_alert: tuple[Callable[[Alert], object], ...]
+    guard: SkipGuard | None
 
 
 class Watcher:
@@ -72,35 +74,25 @@ class Watcher:
     measured, judged, written or said is remembered by the part whose business it is: see `wandb_gradwatch._pipeline`.
     """
 
-    def __init__(
-        self,
-        registry: ParameterRegistry,
-        sampler_arguments: dict[str, Any],
-        *,
-        cadence: Cadence,
-        options: MeasureOptions,
-        sinks: Sequence[Sink],
-        alert_manager: AlertManager,
-        guard: SkipGuard | None,
-        on_alert: Sequence[Callable[[Alert], object]],
-    ) -> None:
+    def __init__(self, registry: ParameterRegistry, config: Config) -> None:
         number = next(_NUMBERS)
+        cadence = config.capture.cadence
         self._registry = registry
-        self._alert_manager = alert_manager
-        self._guard = guard
+        self._alert_manager = AlertManager(config.rules)
+        self._guard = guard = config.guard
         self._removed = False
         self._boundary = ErrorBoundary(self._failed)
         self._window = SampleBuffer(keep_newest_histogram=cadence.keeps_newest_histogram)
-        self._dispatcher = Dispatcher(sinks, on_alert)
+        self._dispatcher = Dispatcher(config.sinks, config.on_alert)
         kinds = {name: type(module).__name__ for model in registry.models() for name, module in model.named_modules()}
-        self._rule_runner = RuleRunner(alert_manager, self._dispatcher, names=self._names, modules=kinds)
+        self._rule_runner = RuleRunner(self._alert_manager, self._dispatcher, names=self._names, modules=kinds)
         events = SamplerEvents(
             deliver=self._deliver,
             notice=self._dispatcher.notice,
             no_gradient=self._dispatcher.say_no_gradient,
             judge=None if guard is None else GuardedSlots(guard, lambda: tuple(registry.names), self._peek),
         )
-        self._sampler = Sampler(registry, self._window, cadence, options, events, self._boundary, **sampler_arguments)
+        self._sampler = Sampler(registry, self._window, config.capture, events, self._boundary)
         self._pipeline = Pipeline(
             self._window,
             self._rule_runner,
@@ -133,12 +125,15 @@ class Watcher:
     # ---- what the user asks
 
     @property
-    def step(self) -> StepNumber:
-        """The number of the last finished step; called, `watcher.step()`, it says that an update was just made.
+    def step(self) -> int:
+        """The number of the last finished step."""
+        return self._sampler.clock.step
 
-        Only loops without any optimizer need to call it.
-        """
-        return StepNumber(self._sampler.clock.step, self._mark_step)
+    @alone
+    def mark_step(self) -> None:
+        """Say that an update has just been made. Only loops without any optimizer need to."""
+        self._sampler.mark_step()
+        self._deliver()
 
     @property
     def parameter_names(self) -> tuple[str, ...]:
@@ -191,7 +186,7 @@ class Watcher:
         """Write the flight recorder: to a path, or beside the run, where its table is logged too.
 
         Returns:
-            The files written; read one with `wandb_gradwatch._pipeline.recorder.read`.
+            The files written; `wandb_gradwatch.load_recording` reads one.
         """
         self._collect()
         return self._dispatcher.record(path, table=path is None)
@@ -343,11 +338,6 @@ class Watcher:
 
     # ---- from the window to the delivery
 
-    @alone
-    def _mark_step(self) -> None:
-        self._sampler.step()
-        self._deliver()
-
     def _collect(self) -> None:
         if not self._removed:
             self._sampler.deliver()
@@ -357,7 +347,7 @@ class Watcher:
             self._pipeline.deliver(wait=wait)
 
     def _names(self) -> Names:
-        return Names(tuple(self._registry.names), tuple(self._registry.trainable))
+        return Names(tuple(self._registry.names), self._sampler.trainable())
 
     def _peek(self, slots: Sequence[int]) -> Snapshot:
         """The open sample with nothing but these slots. Waits for the device."""

@@ -31,16 +31,14 @@ class MeasureOptions:
     """What is measured of each gradient.
 
     Args:
-        parameters: also the parameter's norm.
         dead_threshold: |g| <= this is dead.
         backend: as given to watch().
         loss_scale: what the user's loss is multiplied with, and the gradients are divided by before the step, by hand;
             None: by a scaler, or not at all.
     """
 
-    parameters: bool
-    dead_threshold: float
-    backend: str
+    dead_threshold: float = 0.0
+    backend: str = "auto"
     loss_scale: float | None = None
 
 
@@ -121,7 +119,7 @@ class Measurer:
             with self._timed(group.device):
                 measurement = measure(
                     gradients,
-                    theirs if parameters and self._options.parameters else None,
+                    theirs if parameters else None,
                     dead_threshold=self._options.dead_threshold,
                     inverse_scale=inverse_scale,
                     histogram=histogram,
@@ -145,7 +143,7 @@ class Measurer:
             gradients, parameters = group.tensors
             measurement = measure(
                 gradients,
-                parameters if self._options.parameters else None,
+                parameters,
                 dead_threshold=self._options.dead_threshold,
                 inverse_scale=_pending_inverse_scale(optimizer, group.device),
                 backend=self._options.backend,

@@ -189,3 +189,4 @@ class OpenSample:
             not_stepped = sorted(set(self.seen.slots).difference(*updated))
             if not_stepped:
                 self._around.window.clear(not_stepped)
+                self._around.optimizer_registry.left_out.update(not_stepped)

@@ -33,6 +33,7 @@ class OptimizerRegistry:
         self._clock = clock
         self._rescan = rescan
         self._appointed = weakref.ref(appointed) if appointed is not None else None
+        self.left_out: set[int] = set()  # slots that had a gradient in a sample in which nothing updated them
         self._known: WeakKeyDictionary[Optimizer, tuple[int, int]] = WeakKeyDictionary()
         self._by_key: dict[int, weakref.ref[Optimizer]] = {}
         self._num_keys = 0
@@ -60,6 +61,18 @@ class OptimizerRegistry:
         key = self._clock.owner.get(slot)
         reference = self._by_key.get(key) if key is not None else None
         return reference() if reference is not None else None
+
+    def trainable(self) -> tuple[bool, ...]:
+        """Which parameters ought to have a gradient: [P].
+
+        Not what is frozen, nor what no optimizer holds and no backward has reached: a target network is only copied
+        into. Where no optimizer is known, what is held by one is not known either.
+        """
+        owner = self._clock.owner
+        return tuple(
+            requires_grad and (not owner or slot in owner or slot in self.left_out)
+            for slot, requires_grad in enumerate(self._registry.trainable)
+        )
 
     def entries(self, optimizer: Optimizer) -> list[Entry]:
         """The watched parameters that this optimizer is about to update."""

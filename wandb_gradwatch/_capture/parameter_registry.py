@@ -74,10 +74,6 @@ class ParameterRegistry:
         """False once every model has been collected."""
         return any(reference() is not None for _, reference in self._models)
 
-    def frozen_names(self) -> set[str]:
-        """What cannot have a gradient now: frozen, or no longer in the model."""
-        return {name for name, trainable in zip(self.names, self.trainable, strict=True) if not trainable}
-
     def some_names(self, slots: Iterable[int], limit: int = 3) -> str:
         """The first of these slots' names, and how many more there are: for a message."""
         names = [self.names[slot] for slot in slots]

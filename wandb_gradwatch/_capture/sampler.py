@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
-from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from .._guard.rank_consensus import ConsensusTable, FailedRankVoter, RankConsensus
@@ -28,17 +27,17 @@ from .._runtime.sharding import Shards, world_size
 from .._transfer.sample_buffer import SampleBuffer
 from .._transfer.transfers import Sample
 from .by_hand import UpdatesByHand
-from .cadence import Budget, Cadence
 from .clock import Closed, SampleClock
+from .config import CaptureConfig
 from .events import SamplerEvents
 from .gradient_versions import was_seen
 from .hook_sync import NO_SLOT, HookSync
 from .hooks import BackwardHooks
-from .measurer import MeasureOptions, Measurer
+from .measurer import Measurer
 from .open_sample import OpenSample, Surroundings
 from .optimizer_registry import OptimizerRegistry
 from .parameter_registry import ParameterRegistry
-from .probes import Probe, Probes
+from .probes import Probes
 from .scaling import SCALES
 from .schedule import Schedule
 from .steps import STEP_HOOKS
@@ -54,64 +53,51 @@ class Sampler:
     """Owns the hooks and the open sample.
 
     Args:
-        roster: the watched parameters.
+        registry: the watched parameters.
         window: where rows go.
-        cadence: which steps are measured and flushed.
-        options: what is measured.
+        config: which steps are measured, and what is measured in them.
         events: how the watcher hears of it.
-        containment: where all of it runs.
-        optimizer: an optimizer to take for the owner of every parameter that no other one owns (master weights).
-        scaler: the gradient scaler to assume until one is seen.
-        start_step: the number of the last step before the first one.
-        probes: what else measures at sampled steps.
-        budget: stretches the cadence where the monitor costs too much.
+        boundary: where all of it runs.
     """
 
     def __init__(
         self,
         registry: ParameterRegistry,
         window: SampleBuffer,
-        cadence: Cadence,
-        options: MeasureOptions,
+        config: CaptureConfig,
         events: SamplerEvents,
         boundary: ErrorBoundary,
-        *,
-        optimizer: Optimizer | None = None,
-        scaler: GradScaler | None = None,
-        start_step: int = 0,
-        probes: Sequence[Probe] = (),
-        budget: Budget | None = None,
     ) -> None:
         self._registry = registry
         self._window = window
         self._events = events
         self.boundary = boundary
-        self.clock = SampleClock(step=start_step)
-        self._schedule = Schedule(self.clock, cadence, budget)
-        self._timer = DeviceTimer() if budget is not None else None
+        self.clock = SampleClock(step=config.start_step)
+        self._schedule = Schedule(self.clock, config.cadence, config.budget)
+        self._timer = DeviceTimer() if config.budget is not None else None
         self._hooks = BackwardHooks(on_mark=self._mark, on_begin=self._backward_begins, on_end=self._backward_ended)
         self.shards = Shards()
         self._hook_sync = HookSync(registry, self._hooks, self.shards, found=window.resize, new=self._say_new)
-        self._optimizer_registry = OptimizerRegistry(registry, self.clock, self._scan, optimizer)
+        self._optimizer_registry = OptimizerRegistry(registry, self.clock, self._scan, config.optimizer)
         self.step_skipping = StepSkipping(events.judge, window, events.notice) if events.judge is not None else None
         self._consensuses = ConsensusTable()
         self._failed_rank_voter: FailedRankVoter | None = None  # of a monitor that has failed
-        self._probes = Probes(probes)
+        self._probes = Probes(config.probes)
         around = Surroundings(
             registry, window, self.clock, self._schedule, self._optimizer_registry, events, self._scan
         )
         reads_rows = self.step_skipping is not None and self.step_skipping.needs_rows
-        measurer = Measurer(window, self._optimizer_registry, options, self._timer)
+        measurer = Measurer(window, self._optimizer_registry, config.measured, self._timer)
         self._sample = OpenSample(around, measurer, self._probes, guard_reads_rows=reads_rows)
         self._muted = 0
         self._reached: set[int] = set()  # slots marked in the backward under way
         self._joining: int | None = None
-        self._by_hand = UpdatesByHand(registry, self._sample.seen, excluded=optimizer is not None)
+        self._by_hand = UpdatesByHand(registry, self._sample.seen, excluded=config.optimizer is not None)
         self._seconds_between = 0.0  # spent on guarding steps between samples: no cadence makes them fewer
         self._seconds_at_commit = 0.0
 
-        if scaler is not None:
-            SCALES.use(scaler)
+        if config.scaler is not None:
+            SCALES.use(config.scaler)
 
     def start(self) -> None:
         """Hook everything; what can raise for a bad argument has done so before."""
@@ -364,7 +350,8 @@ class Sampler:
         self._events.notice(
             "no optimizer",
             "no optimizer step was seen that updates a watched parameter, so every backward after which the gradients "
-            "were reset counts as a step; pass optimizer= if there is one, or call watcher.step() after each update",
+            "were reset counts as a step; pass optimizer= if there is one, or call watcher.mark_step() after each "
+            "update",
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -376,7 +363,7 @@ class Sampler:
         self.clock.step = int(state["step"])
         self._schedule.load_state_dict(state)
 
-    def step(self) -> None:
+    def mark_step(self) -> None:
         """The user says that an update has been made."""
         self._by_hand.exclude()
         self._commit(self.clock.update())
@@ -427,6 +414,10 @@ class Sampler:
             found[GUARDED] = self.step_skipping.last_withheld
         self._window.commit(Sample(closed.step, closed.skipped, updated, self._sample.compared), found)
         self._schedule.add_sample(skipped=closed.skipped)
+
+    def trainable(self) -> tuple[bool, ...]:
+        """See OptimizerRegistry."""
+        return self._optimizer_registry.trainable()
 
     @property
     def seconds_spent(self) -> float:

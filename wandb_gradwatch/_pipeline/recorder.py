@@ -159,6 +159,7 @@ class FlightRecorder:
                 "rows": history.rows,
                 "loss_scale": history.loss_scale,
                 "skipped": history.skipped,
+                "trainable": history.trainable,
             }
             arrays |= {f"metric/{key}": values for key, values in history.metrics.items()}
             if history.histogram is not None:
@@ -188,8 +189,8 @@ class FlightRecorder:
         return list(TABLE_COLUMNS), rows
 
 
-def read(path: str | os.PathLike[str]) -> Recording:
-    """Read a recorder's file.
+def load_recording(path: str | os.PathLike[str]) -> Recording:
+    """Read the file of a flight recorder: one beside the run, or what `watcher.record()` returned.
 
     Raises:
         ValueError: the file is not one, or of a newer format.
@@ -212,6 +213,7 @@ def read(path: str | os.PathLike[str]) -> Recording:
             histogram_steps=tuple(arrays["histogram_steps"].tolist()) if "histogram_steps" in arrays else (),
             loss_scale=arrays["loss_scale"],
             skipped=arrays["skipped"],
+            trainable=arrays["trainable"],
             metrics={key.removeprefix("metric/"): arrays[key] for key in arrays if key.startswith("metric/")},
         )
     notes = {int(step): note for step, note in words["notes"]}

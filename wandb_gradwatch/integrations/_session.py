@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from torch import nn
 
-from .._capture.parameter_registry import Models, ParameterRegistry, with_prefixes
+from .._capture.parameter_registry import Models, with_prefixes
 from .._runtime.sharding import local_part, rank
 from .._watch import watch
 from .._watcher import Watcher
@@ -71,7 +71,7 @@ class Session:
             return
         self._feed.take()  # what a training that raised has left
         memory = self._memory if goes_on or self._is_loaded else {}
-        options = {**self.options, **more, "rules": [*self._rules(model), self._feed]}
+        options = {**self.options, **more, "rules": [*self._rules(), self._feed]}
         self._is_sharded = is_sharded(model)
         self.watcher = watch(model, start_step=memory.get("step", start_step), **options)
         if memory:
@@ -89,21 +89,12 @@ class Session:
             self._said_frozen = True
             logger.warning("wandb_gradwatch: the model has no trainable parameter; watching begins when it has one.")
 
-    def _rules(self, model: Models) -> list[Rule]:
+    def _rules(self) -> list[Rule]:
         given = self.options.get("rules")
         if given is not None:
             return list(given)
-        registry = ParameterRegistry(model, include=self.options.get("include"), exclude=self.options.get("exclude"))
-
-        def frozen() -> set[str]:
-            registry.scan()
-            assert self.watcher is not None
-            # Beside another watcher of the same names in the same run, ours begin with a prefix.
-            prefix = self.watcher.parameter_names[0].removesuffix(registry.names[0])
-            return {prefix + name for name in registry.frozen_names()}
-
         # As watch() does where it is given none; with the feed among them it is given some.
-        return self._adapt(default_rules(frozen=frozen) + rules_of(self.options.get("metrics", ())))
+        return self._adapt(default_rules() + rules_of(self.options.get("metrics", ())))
 
     def end(self) -> None:
         """Flush and stop watching; what was learnt is kept for a training that goes on."""
@@ -132,7 +123,7 @@ class Session:
 
     def numbers(self, sample: Snapshot, *, per_layer: bool, sparsity: bool = True) -> dict[str, float]:
         """The numbers of one sample by name; with a slash in the name those of the layers."""
-        group_by: GroupBy = self.options.get("group_by", "parameter")
+        group_by: GroupBy = self.options.get("group_by") or "parameter"
         return sample_numbers(sample, per_layer=group_by if per_layer else None, sparsity=sparsity)
 
     # ---- memory
@@ -153,7 +144,7 @@ class Session:
 
 
 def _memory_of(watcher: Watcher) -> dict[str, Any]:
-    return {"step": int(watcher.step), "watcher": watcher.state_dict()}
+    return {"step": watcher.step, "watcher": watcher.state_dict()}
 
 
 def modules_of(model: Models) -> list[nn.Module]:
@@ -169,7 +160,7 @@ def is_sharded(model: Models) -> bool:
 
 
 def _check_options(caller: str, options: Mapping[str, Any], reserved: Iterable[str]) -> None:
-    known = [name for name in inspect.signature(watch).parameters if name not in {"model", "optimizer", *reserved}]
+    known = [name for name in inspect.signature(watch).parameters if name not in {"model", *reserved}]
     for name in options:
         if name not in known:
             raise TypeError(f"{caller} got an unexpected argument {name!r}; beside its own it takes watch()'s: {known}")

@@ -21,6 +21,7 @@ from .._measure.columns import Column
 from .._measure.measure import measure
 from .._runtime.error_boundary import CallbackError
 from .._watcher import Watcher
+from ..metrics import ModuleProbe
 from ..rules import Alert
 from ..snapshot import Snapshot
 from ._require import require
@@ -166,7 +167,7 @@ class GradWatch:
             goes_on=True,
             run=active_run() if self._run is None else self._run,
             sinks=[*(options.get("sinks") or ()), AlertLog()],
-            probes=[*(options.get("probes") or ()), _SpikeGuard(self)],
+            metrics=[*(options.get("metrics") or ()), _SpikeGuard(self)],
             guard=self._guard if self._skip else options.get("guard"),
         )
 
@@ -255,14 +256,11 @@ class _Verdict:
         return owner is not None and owner.is_bad
 
 
-class _SpikeGuard:
+class _SpikeGuard(ModuleProbe):
     """The probe that reads the norm of a gradient that is final."""
 
     def __init__(self, owner: GradWatch) -> None:
         self._owner = weakref.ref(owner)
-
-    def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
-        """Every step is."""
 
     def gradients_ready(self, tensors: Sequence[WatchedTensor]) -> None:
         mask = tuple(tensor.gradient is not None for tensor in tensors)
@@ -273,15 +271,6 @@ class _SpikeGuard:
     def before_update(self, tensors: Sequence[WatchedTensor]) -> None:
         if (owner := self._owner()) is not None:
             owner.updated()
-
-    def after_update(self, tensors: Sequence[WatchedTensor]) -> None:
-        """Too late for a judgement."""
-
-    def take(self) -> Mapping[str, torch.Tensor]:
-        return {}
-
-    def close(self) -> None:
-        """No hook to remove."""
 
 
 _JUDGED_COLUMNS: Final = [Column.GRAD_SUM_SQ, Column.NUM_NAN, Column.NUM_INF]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-
 from ._base import MAX_TITLE, Alert, Level, Rule
 from ._exploding import ExplodingGradient
 from ._functions import FunctionRule, as_rule, rule
@@ -32,13 +30,10 @@ __all__ = [
 ]
 
 
-def default_rules(*, frozen: Callable[[], Collection[str]] | None = None) -> list[Rule]:
+def default_rules() -> list[Rule]:
     """The rules of a watcher that was given none: each stays silent on a healthy training.
 
     GradParamRatio and LayerSpread are not among them: healthy trainings exceed any threshold of theirs.
-
-    Args:
-        frozen: as in NoGradient.
     """
     return [
         NaNGradient(),
@@ -47,5 +42,5 @@ def default_rules(*, frozen: Callable[[], Collection[str]] | None = None) -> lis
         LossScaleCollapse(),
         VanishingGradient(),
         DeadGradient(),
-        NoGradient(frozen=frozen),
+        NoGradient(),
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -168,18 +168,15 @@ class DeadGradient:
 class NoGradient:
     """Parameters whose gradient does not arrive, or gradients that are all exactly 0: "No gradient".
 
+    What is not trainable, by the snapshot, needs no gradient.
+
     Args:
         patience: samples in a row in which a watched parameter had no gradient.
         zero_patience: samples in a row in which all gradients were exactly 0.
-        frozen: the names that are frozen now (`requires_grad` is False), which need no gradient. None: watch() fills
-            it in; elsewhere a parameter that never had a gradient is then taken for frozen: fine-tuning a head is no
-            fault.
     """
 
     patience: int = 100
     zero_patience: int = 10
-    frozen: Callable[[], Collection[str]] | None = None
-    _was_seen: PerName = field(default_factory=PerName, init=False, repr=False)
     _num_missing: PerName = field(default_factory=PerName, init=False, repr=False)
     _num_zero: int = field(default=0, init=False)
 
@@ -189,31 +186,20 @@ class NoGradient:
         check_limits(self, patience=(1.0, math.inf), zero_patience=(1.0, math.inf))
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
-        count_P, was_seen_P = self._num_missing.of(snapshot.names), self._was_seen.of(snapshot.names)
+        count_P = self._num_missing.of(snapshot.names)
         missing_SP = np.isnan(snapshot.num_elements)
         if not missing_SP.any() and (snapshot.total_grad_norm > 0).all():  # as nearly always: no sample needs a look
-            count_P[:], was_seen_P[:], self._num_zero = 0, 1, 0
+            count_P[:], self._num_zero = 0, 0
             return
         for sample, missing_P in enumerate(missing_SP):
             count_P[missing_P] += 1
             count_P[~missing_P] = 0
-            was_seen_P[~missing_P] = 1.0
             all_zero = snapshot.total_grad_norm[sample] == 0 and not np.any(snapshot.num_nonfinite[sample] > 0)
             self._num_zero = self._num_zero + 1 if all_zero else 0
             if self._num_zero >= self.zero_patience:
                 yield self._zero_alert(int(snapshot.steps[sample]))
-            elif (late := self._late(snapshot.names, count_P)).size:
+            elif (late := np.flatnonzero((count_P >= self.patience) & snapshot.trainable)).size:
                 yield self._missing_alert(int(snapshot.steps[sample]), snapshot.names, count_P, late)
-
-    def _late(self, names: tuple[str, ...], count_P: FloatArray) -> npt.NDArray[np.intp]:
-        """The parameters that should have had a gradient for long."""
-        late_P = count_P >= self.patience
-        if not late_P.any():
-            return np.flatnonzero(late_P)
-        if self.frozen is None:
-            return np.flatnonzero(late_P & (self._was_seen.of(names) > 0))
-        frozen = set(self.frozen())
-        return np.array([p for p in np.flatnonzero(late_P) if names[p] not in frozen], dtype=np.intp)
 
     def _zero_alert(self, step: int) -> Alert:
         fact = (
@@ -239,12 +225,10 @@ class NoGradient:
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "was_seen": self._was_seen.state_dict(),
             "num_missing": self._num_missing.state_dict(),
             "num_zero": self._num_zero,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._was_seen.load_state_dict(state["was_seen"])
         self._num_missing.load_state_dict(state["num_missing"])
         self._num_zero = int(state["num_zero"])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
 from ..snapshot import GroupBy, Snapshot, group_function
@@ -11,6 +12,12 @@ from ..snapshot import GroupBy, Snapshot, group_function
 logger: Final = logging.getLogger("wandb_gradwatch")
 
 MAX_SERIES: Final = 256  # names per key family, of which there are a dozen
+_LATER: Final = "later"  # the group of what appears after the neighbours were chosen
+# What counts neighbours: the last part of a name that is a number; where there is none, the last digits.
+_INDEX: Final = re.compile(r"(?<![^.])\d+(?![^.])(?!.*(?<![^.])\d+(?![^.]))")
+_DIGITS: Final = re.compile(r"\d+(?!.*\d)")
+
+Grouping = Callable[[str], str]
 
 
 class SeriesGrouping:
@@ -19,29 +26,25 @@ class SeriesGrouping:
     Owns the grouping that was found to be coarse enough: it stays, and is said once.
 
     Args:
-        group_by: what the user asked for; "parameter": as long as there are few enough of them.
+        group_by: what the user asked for; None: parameters, as long as there are few enough of them.
     """
 
-    def __init__(self, group_by: GroupBy) -> None:
+    def __init__(self, group_by: GroupBy | None) -> None:
         self._chosen = group_by
         self._automatic: GroupBy = "parameter"
 
     def apply(self, snapshot: Snapshot) -> Snapshot:
         """The snapshot with one name per series."""
-        if self._chosen != "parameter":
+        if self._chosen is not None:
             return snapshot.by_group(self._chosen)
         grouped = snapshot.by_group(self._automatic)
         if len(grouped.names) <= MAX_SERIES:
             return grouped
-        names = snapshot.names
-        self._automatic, description = next(
-            (coarser for coarser in _coarser(names) if _num_groups(names, coarser[0]) <= MAX_SERIES),
-            _neighbours(names),
-        )
+        self._automatic, description = coarse_grouping(snapshot.names)
         grouped = snapshot.by_group(self._automatic)
         logger.warning(
             "%d parameters are more than the %d series that W&B shows well: they are logged as %d groups (%s). "
-            "Pass group_by= (a function from a name to its group's; group_by=str keeps every parameter) to choose.",
+            'Pass group_by= to choose: a function from a name to its group\'s, or "parameter" to keep every one.',
             len(snapshot.names),
             MAX_SERIES,
             len(grouped.names),
@@ -50,27 +53,82 @@ class SeriesGrouping:
         return grouped
 
 
-def _coarser(names: tuple[str, ...]) -> Iterator[tuple[GroupBy, str]]:
+def coarse_grouping(names: tuple[str, ...]) -> tuple[Grouping, str]:
+    """The finest grouping of more than MAX_SERIES names that gives at most so many groups, and what to call it.
+
+    Modules, or what the first parts of the names divide, if that gives at least half of what is allowed; otherwise
+    neighbours of one kind together: blocks.0-1.fc, blocks.2-3.fc, ...
+    """
+    levels = list(_levels(names))
+    natural = next((level for level in levels if len(_groups(names, level[0])) <= MAX_SERIES), None)
+    if natural is not None and len(_groups(names, natural[0])) >= MAX_SERIES // 2:
+        return natural
+    kinds: dict[str, list[str]] = {}
+    for level, _ in levels:
+        kinds = _by_kind(_groups(names, level))
+        if len(kinds) < MAX_SERIES:
+            break
+    else:  # no numbers in the names: neighbours of any kind
+        level = levels[-1][0]
+        kinds = {"": _groups(names, level)}
+    group_of, largest = _joined(kinds)
+    return (lambda name: group_of.get(level(name), _LATER)), f"up to {largest} neighbours of one kind each"
+
+
+def _levels(names: Iterable[str]) -> Iterator[tuple[Grouping, str]]:
     """Groupings from fine to coarse."""
-    yield "module", "one per module"
+    yield group_function("module"), "one per module"
     for depth in range(max(name.count(".") for name in names), 0, -1):
         yield _prefix(depth), f"by the first {depth} part{'s' if depth > 1 else ''} of the name"
 
 
-def _neighbours(names: tuple[str, ...]) -> tuple[GroupBy, str]:
-    """Thousands of modules side by side, which no part of their names divides: so many in a row are one group."""
-    modules = list(dict.fromkeys(map(_prefix(1), names)))
-    size = -(-len(modules) // (MAX_SERIES - 1))  # one series is for what appears later
-    groups: dict[str, str] = {}
-    for start in range(0, len(modules), size):
-        members = modules[start : start + size]
-        groups |= dict.fromkeys(members, f"{members[0]}-{members[-1]}" if len(members) > 1 else members[0])
-    return lambda name: groups.get(_prefix(1)(name), "later"), f"{size} neighbours each"
-
-
-def _num_groups(names: tuple[str, ...], group_by: GroupBy) -> int:
-    return len(set(map(group_function(group_by), names)))
-
-
-def _prefix(depth: int) -> Callable[[str], str]:
+def _prefix(depth: int) -> Grouping:
     return lambda name: ".".join(name.split(".")[:depth])
+
+
+def _groups(names: Iterable[str], group_of: Grouping) -> list[str]:
+    return list(dict.fromkeys(map(group_of, names)))
+
+
+def _by_kind(groups: Iterable[str]) -> dict[str, list[str]]:
+    """Groups whose names differ in their last number only."""
+    kinds: dict[str, list[str]] = {}
+    for group in groups:
+        number = _number_in(group)
+        kind = group if number is None else f"{group[: number.start()]}\0{group[number.end() :]}"
+        kinds.setdefault(kind, []).append(group)
+    return kinds
+
+
+def _joined(kinds: dict[str, list[str]]) -> tuple[dict[str, str], int]:
+    """Each group's series, and the most groups that one series joins; the kinds share the series by their sizes.
+
+    One series is left for what appears later.
+    """
+    # Each kind has one series for certain: the others go to where most is left to join, so that sizes are alike.
+    num_series = dict.fromkeys(kinds, 1)
+    for _ in range(MAX_SERIES - 1 - len(kinds)):
+        num_series[max(kinds, key=lambda kind: len(kinds[kind]) / num_series[kind])] += 1
+    group_of: dict[str, str] = {}
+    largest = 1
+    for kind, members in kinds.items():
+        count = num_series[kind]
+        for index in range(count):
+            joined = members[index * len(members) // count : (index + 1) * len(members) // count]
+            group_of |= dict.fromkeys(joined, _joined_name(joined))
+            largest = max(largest, len(joined))
+    return group_of, largest
+
+
+def _joined_name(members: list[str]) -> str:
+    first, last = members[0], members[-1]
+    if first == last:
+        return first
+    begin, end = _number_in(first), _number_in(last)
+    if begin is None or end is None or first[: begin.start()] != last[: end.start()]:
+        return f"{first}-{last}"
+    return f"{first[: begin.end()]}-{end[0]}{first[begin.end() :]}"
+
+
+def _number_in(name: str) -> re.Match[str] | None:
+    return _INDEX.search(name) or _DIGITS.search(name)

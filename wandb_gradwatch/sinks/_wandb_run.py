@@ -29,8 +29,8 @@ class WandbSink:
 
     Args:
         run: a `wandb.Run`; None takes `wandb.run`.
-        group_by: what one series shows: "parameter" (of more than 256, the module, or more, which is said once),
-            "module", or a function from a parameter's name to its group's: `str` keeps every parameter.
+        group_by: what one series shows: "parameter", "module", or a function from a parameter's name to its group's.
+            None: parameters; of more than 256, as many neighbours together as are needed, which is said once.
         histograms: log `gradients/<name>`, and the histograms of metrics.
         namespace: log the whole model's numbers under `gradwatch/<namespace>/` instead of `gradwatch/`, for a second
             model in one run.
@@ -47,7 +47,7 @@ class WandbSink:
         self,
         run: Any = None,
         *,
-        group_by: GroupBy = "parameter",
+        group_by: GroupBy | None = None,
         histograms: bool = True,
         namespace: str = "",
         commit: bool = False,
@@ -61,7 +61,7 @@ class WandbSink:
             raise TypeError(f"WandbSink(run={run!r}) must be what wandb.init() returns")
         if getattr(run, "_is_finished", False):
             raise RuntimeError(f"W&B run {run.id!r} has ended; call wandb.init() again and pass the new run")
-        group_function(group_by)
+        group_function(group_by or "parameter")
         self._run = run
         self._grouping = SeriesGrouping(group_by)
         self._histograms = histograms

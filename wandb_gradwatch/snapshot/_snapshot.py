@@ -47,7 +47,7 @@ class Snapshot:
         histogram_steps: the steps whose gradients the histogram counts.
         loss_scale: [S] the loss scale of each sample; NaN without one.
         skipped: [S] True where AMP skipped the update.
-        trainable: [P] False for what is frozen: its missing rows are meant.
+        trainable: [P] False for what needs no gradient: frozen, or in no optimizer and not reached by a backward.
         metrics: further values by key, each [S]: logged under that key, the last one of the window.
         overhead_ratio: the monitor's share of the window's wall time; NaN where it is not measured.
         metric_histograms: histograms by key, such as those of activations: of the whole window, logged under that key.
