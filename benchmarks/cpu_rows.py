@@ -25,7 +25,7 @@ import torch
 
 from benchmarks.shapes import MODELS, num_elements
 from wandb_gradwatch._measure.cpu_compiled import is_installed
-from wandb_gradwatch._measure.measure import measure, sum_sq
+from wandb_gradwatch._measure.measure import measure, measure_received
 
 
 def median_ratios(candidates: dict[str, Callable[[], object]], rounds: int) -> tuple[float, dict[str, float]]:
@@ -71,7 +71,7 @@ def candidates_for(
             f"{backend}: + parameters": lambda b=backend: measure(gradients, parameters, backend=b),
             f"{backend}: + histogram": lambda b=backend: measure(gradients, None, histogram=True, backend=b),
             f"{backend}: all": lambda b=backend: measure(gradients, parameters, histogram=True, backend=b),
-            f"{backend}: sum_sq": lambda b=backend: sum_sq(gradients, backend=b),
+            f"{backend}: sum_sq": lambda b=backend: measure_received(gradients, backend=b),
         }
     return candidates
 

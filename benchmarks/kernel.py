@@ -33,7 +33,7 @@ from benchmarks.machine import describe_machine
 from benchmarks.shapes import MODELS, num_elements
 from benchmarks.table import README, with_table
 from wandb_gradwatch._measure.columns import Column
-from wandb_gradwatch._measure.measure import measure, sum_sq
+from wandb_gradwatch._measure.measure import measure, measure_received
 
 TINY: list[tuple[int, ...]] = [(40,), (129, 130), (2,), (7,)]  # one whole chunk, and parts of chunks
 
@@ -127,7 +127,7 @@ def candidates_for(gradients: Tensors, parameters: Tensors) -> dict[str, Candida
         "+ parameters": Candidate(lambda: measure(gradients, parameters, backend="cuda"), 2 * size),
         "+ histogram": Candidate(lambda: measure(gradients, None, histogram=True, backend="cuda"), size),
         "all": Candidate(lambda: measure(gradients, parameters, histogram=True, backend="cuda"), 2 * size),
-        "sum_sq": Candidate(lambda: sum_sq(gradients, backend="cuda"), size),
+        "sum_sq": Candidate(lambda: measure_received(gradients, backend="cuda"), size),
         "backend torch": Candidate(lambda: measure(gradients, None, backend="torch"), size),
         "_foreach_norm": Candidate(lambda: torch._foreach_norm(gradients), size),
         "ops per tensor": Candidate(lambda: per_tensor_ops(gradients), size),

@@ -14,7 +14,16 @@ from typing import Any
 import numpy as np
 import wandb
 
-from wandb_gradwatch._measure.columns import GUARDED_STEPS, MISSING_C, NUM_BINS, NUM_COLUMNS, Column, bins_of
+from wandb_gradwatch._measure.columns import (
+    AS_LEFT,
+    GUARDED_STEPS,
+    MISSING_C,
+    NUM_BINS,
+    NUM_COLUMNS,
+    RECEIVED_COLUMNS,
+    Column,
+    bins_of,
+)
 from wandb_gradwatch._measure.probe_values import MetricHistogram
 from wandb_gradwatch._pipeline.recorder import FlightRecorder
 from wandb_gradwatch.rules import Alert
@@ -128,7 +137,8 @@ def _sample(step: int, names: Sequence[str], size: Any, depth: Any, rng: np.rand
         row[Column.GRAD_ABS_MIN_NONZERO] = 1e-4 * spread
         row[Column.PARAM_SUM_SQ] = (0.02 * np.sqrt(size[p])) ** 2 * 30 * (1 + step / 500)
     total = np.sqrt(np.nansum(rows[:, Column.GRAD_SUM_SQ]))
-    rows[:, Column.RECEIVED_SUM_SQ] = rows[:, Column.GRAD_SUM_SQ] * min(1.0, 2.0 / total) ** 2
+    rows[:, RECEIVED_COLUMNS] = rows[:, AS_LEFT]
+    rows[:, Column.RECEIVED_SUM_SQ] *= min(1.0, 2.0 / total) ** 2
     return rows
 
 

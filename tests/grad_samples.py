@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from wandb_gradwatch._measure.columns import NUM_BINS, NUM_COLUMNS, Column, bins_of
+from wandb_gradwatch._measure.columns import AS_LEFT, NUM_BINS, NUM_COLUMNS, RECEIVED_COLUMNS, Column, bins_of
 from wandb_gradwatch.snapshot import Snapshot, concatenate
 
 
@@ -23,7 +23,8 @@ def row_of(grad: np.ndarray, parameter: np.ndarray | None = None) -> np.ndarray:
     row[Column.NUM_INF] = np.isinf(values).sum()
     row[Column.NUM_ZERO] = row[Column.NUM_DEAD] = (values == 0).sum()
     row[Column.GRAD_SUM] = finite.sum()
-    row[Column.GRAD_SUM_SQ] = row[Column.RECEIVED_SUM_SQ] = (finite**2).sum()
+    row[Column.GRAD_SUM_SQ] = (finite**2).sum()
+    row[RECEIVED_COLUMNS] = row[list(AS_LEFT)]
     row[Column.GRAD_MIN] = finite.min(initial=np.inf)
     row[Column.GRAD_MAX] = finite.max(initial=-np.inf)
     row[Column.GRAD_ABS_MIN_NONZERO] = magnitude[magnitude > 0].min(initial=np.inf)

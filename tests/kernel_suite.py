@@ -22,7 +22,7 @@ from statistics_oracle import assert_row, expected_histogram, expected_row
 
 from wandb_gradwatch._measure import cuda as kernels
 from wandb_gradwatch._measure import cuda_launch, cuda_plan, reference
-from wandb_gradwatch._measure.columns import IDENTITY_C, Column
+from wandb_gradwatch._measure.columns import AS_LEFT, IDENTITY_C, Column
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -87,8 +87,8 @@ def assert_equals_reference(
         np.testing.assert_array_equal(histograms.cpu(), expected_histograms.cpu())
     if not squares:
         return
-    sums = cuda_launch.sum_sq(gradients, inverse_scale=inverse_scale)
-    np.testing.assert_allclose(sums.cpu(), expected_rows[:, Column.GRAD_SUM_SQ].cpu(), rtol=TOLERANCE, atol=0)
+    sums = cuda_launch.measure_received(gradients, inverse_scale=inverse_scale)
+    np.testing.assert_allclose(sums.cpu(), expected_rows[:, AS_LEFT].cpu(), rtol=TOLERANCE, atol=0)
 
 
 def test_a_worked_example() -> None:
@@ -254,7 +254,7 @@ def test_warming_up_runs_every_kernel_without_a_model(monkeypatch: pytest.Monkey
             kwargs = {"dead_threshold": 0.0, "inverse_scale": scale}
             cuda_launch.measure(gradients, gradients, histogram=True, **kwargs)
             cuda_launch.measure(gradients, None, histogram=False, **kwargs)
-            cuda_launch.sum_sq(gradients, inverse_scale=scale)
+            cuda_launch.measure_received(gradients, inverse_scale=scale)
     assert cuda_launch._compiled == compiled
 
 

@@ -258,7 +258,7 @@ def test_a_part_of_the_benchmark_that_fails_is_named_and_the_rest_goes_on(tmp_pa
 
     right = kernel.measure  # the kernels themselves are not what this is about
     monkeypatch.setattr(kernel, "measure", lambda *args, **kwargs: right(*args, **{**kwargs, "backend": "torch"}))
-    monkeypatch.setattr(kernel, "sum_sq", fails)
+    monkeypatch.setattr(kernel, "measure_received", fails)
     monkeypatch.setattr(kernel, "check", is_wrong_in_float32)
     monkeypatch.setattr(kernel, "measure_added_time", fails)
     readme, results = tmp_path / "README.md", tmp_path / "results.json"

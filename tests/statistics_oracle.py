@@ -15,7 +15,15 @@ from wandb_gradwatch._measure.columns import NUM_BINS, NUM_COLUMNS, Column, Floa
 FAST_BACKENDS = ["cpu", "torch", *(["compiled"] if importlib.util.find_spec("numba") else [])]
 BACKENDS = ["reference", *FAST_BACKENDS]
 
-EXACT_COLUMNS = (Column.NUM_ELEMENTS, Column.NUM_NAN, Column.NUM_INF, Column.NUM_ZERO, Column.NUM_DEAD)
+EXACT_COLUMNS = (
+    Column.NUM_ELEMENTS,
+    Column.NUM_NAN,
+    Column.NUM_INF,
+    Column.NUM_ZERO,
+    Column.NUM_DEAD,
+    Column.RECEIVED_NUM_NAN,
+    Column.RECEIVED_NUM_INF,
+)
 EXTREME_COLUMNS = (Column.GRAD_MIN, Column.GRAD_MAX, Column.GRAD_ABS_MIN_NONZERO)
 
 
@@ -25,8 +33,8 @@ def expected_row(values: Iterable[float], dead_threshold: float = 0.0) -> FloatA
     finite = [v for v in values if math.isfinite(v)]
     row = np.full(NUM_COLUMNS, np.nan)
     row[Column.NUM_ELEMENTS] = len(values)
-    row[Column.NUM_NAN] = sum(math.isnan(v) for v in values)
-    row[Column.NUM_INF] = sum(math.isinf(v) for v in values)
+    row[Column.NUM_NAN] = row[Column.RECEIVED_NUM_NAN] = sum(math.isnan(v) for v in values)
+    row[Column.NUM_INF] = row[Column.RECEIVED_NUM_INF] = sum(math.isinf(v) for v in values)
     row[Column.NUM_ZERO] = sum(v == 0 for v in finite)
     row[Column.NUM_DEAD] = sum(abs(v) <= dead_threshold for v in finite)
     row[Column.GRAD_SUM] = math.fsum(finite)

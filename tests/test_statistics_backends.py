@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from statistics_oracle import BACKENDS, FAST_BACKENDS, assert_row, expected_histogram, expected_row, floats_of
 from torch.utils._pytree import tree_map_only
 
-from wandb_gradwatch._measure.columns import NUM_BINS, NUM_COLUMNS, SCALE_POWER, Column, merge_rows
+from wandb_gradwatch._measure.columns import AS_LEFT, NUM_BINS, NUM_COLUMNS, SCALE_POWER, Column, merge_rows
 from wandb_gradwatch._measure.cpu_chunks import CHUNK, SEGMENT
 from wandb_gradwatch._measure.cpu_small import SMALL
 from wandb_gradwatch._measure.elements import elements_of
-from wandb_gradwatch._measure.measure import Measurement, measure, resolve_backend, sum_sq
+from wandb_gradwatch._measure.measure import Measurement, measure, measure_received, resolve_backend
 from wandb_gradwatch._measure.tiling import LINE
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -139,8 +139,8 @@ def assert_equals_reference(
     assert expected.histogram is not None
     np.testing.assert_array_equal(measured.histogram, expected.histogram)
     np.testing.assert_allclose(
-        sum_sq(gradients, inverse_scale=inverse_scale, backend=name),
-        expected.rows[:, Column.GRAD_SUM_SQ],
+        measure_received(gradients, inverse_scale=inverse_scale, backend=name),
+        expected.rows[:, AS_LEFT],
         rtol=TOLERANCE,
         atol=0,
     )
@@ -165,7 +165,9 @@ def test_a_scaled_gradient_is_measured_in_true_units(backend: str) -> None:
     assert_row(rows_of(measured)[0], expected, 1e-7)
     assert measured.histogram is not None
     np.testing.assert_array_equal(measured.histogram[0], expected_histogram([3.0, -4.0, 0.0]))
-    assert sum_sq([scaled], inverse_scale=torch.tensor(1 / 65536), backend=backend).tolist() == [25.0]
+    assert measure_received([scaled], inverse_scale=torch.tensor(1 / 65536), backend=backend).tolist() == [
+        [25.0, 0.0, 0.0]
+    ]
 
 
 def test_scaling_a_row_is_what_scale_power_says(backend: str) -> None:
@@ -173,7 +175,7 @@ def test_scaling_a_row_is_what_scale_power_says(backend: str) -> None:
     plain = rows_of(measure([gradient], None, backend=backend))[0]
     scaled = rows_of(measure([gradient], None, inverse_scale=torch.tensor(0.25), backend=backend))[0]
     for column in Column:
-        if column not in (Column.RECEIVED_SUM_SQ, Column.PARAM_SUM_SQ, Column.PARAM_NUM_NONFINITE):
+        if column < Column.RECEIVED_SUM_SQ:
             assert scaled[column] == plain[column] * 0.25 ** SCALE_POWER.get(column, 0), column.name
 
 
@@ -291,7 +293,7 @@ def test_a_tensor_without_memory_of_its_own_is_measured_by_what_it_wraps(backend
     assert_row(rows_of(measured)[0], expected, 0.0)
     assert measured.histogram is not None
     assert measured.histogram[0].tolist() == expected_histogram([3.0, -4.0, 0.0]).tolist()
-    assert sum_sq([gradient], backend=backend).tolist() == [25]
+    assert measure_received([gradient], backend=backend).tolist() == [[25, 0, 0]]
 
 
 def test_nothing_to_measure_is_an_empty_measurement(backend: str) -> None:
@@ -299,7 +301,7 @@ def test_nothing_to_measure_is_an_empty_measurement(backend: str) -> None:
     assert measured.rows.shape == (0, NUM_COLUMNS)
     assert measured.histogram is not None
     assert measured.histogram.shape == (0, NUM_BINS)
-    assert sum_sq([], backend=backend).shape == (0,)
+    assert measure_received([], backend=backend).shape == (0, 3)
 
 
 def test_without_parameters_their_columns_are_missing_not_zero(backend: str) -> None:

@@ -10,7 +10,7 @@ import torch
 from statistics_oracle import BACKENDS, FAST_BACKENDS
 
 from wandb_gradwatch._measure.columns import Column
-from wandb_gradwatch._measure.measure import measure, sum_sq
+from wandb_gradwatch._measure.measure import measure, measure_received
 from wandb_gradwatch.snapshot import Snapshot
 
 INF, NAN = math.inf, math.nan
@@ -78,7 +78,7 @@ def test_one_infinity_of_either_sign_is_counted_apart_and_harms_nothing(backend:
 def test_fp16_squares_do_not_overflow(backend: str) -> None:
     gradient = torch.full((100,), 300.0, dtype=torch.float16)
     assert snapshot_of(backend, gradient).grad_norm.item() == pytest.approx(3000, rel=1e-7)
-    assert sum_sq([gradient], backend=backend).sqrt().item() == pytest.approx(3000, rel=1e-7)
+    assert measure_received([gradient], backend=backend)[0, 0].sqrt().item() == pytest.approx(3000, rel=1e-7)
 
 
 def test_the_norm_of_a_bfloat16_gradient_has_more_than_three_digits(backend: str) -> None:
@@ -98,7 +98,7 @@ def test_huge_and_tiny_magnitudes_neither_overflow_nor_vanish(backend: str, dtyp
         assert snapshot.grad_norm.item() == pytest.approx(stash * math.sqrt(size), rel=1e-7)
         assert snapshot.num_inf.item() == 0
         assert snapshot.zero_ratio.item() == 0
-        assert sum_sq([gradient], backend=backend).item() == pytest.approx(size * stash**2, rel=1e-7)
+        assert measure_received([gradient], backend=backend)[0, 0].item() == pytest.approx(size * stash**2, rel=1e-7)
 
 
 @pytest.mark.parametrize("fast", FAST_BACKENDS)

@@ -18,9 +18,9 @@ from gradients import Chosen, samples, step, watch
 from statistics_oracle import assert_row
 
 from wandb_gradwatch._measure import cpu_compiled
-from wandb_gradwatch._measure.columns import Column
+from wandb_gradwatch._measure.columns import AS_LEFT, Column
 from wandb_gradwatch._measure.compilation import Compilation
-from wandb_gradwatch._measure.measure import compile_for_cpu, measure, resolve_backend, sum_sq
+from wandb_gradwatch._measure.measure import compile_for_cpu, measure, measure_received, resolve_backend
 from wandb_gradwatch._measure.thread_pool import ThreadPool
 
 CPU = torch.device("cpu")
@@ -64,8 +64,8 @@ def assert_equals_reference(tensors: list[torch.Tensor]) -> None:
     for tensor, row, expected_of in zip(tensors, measured.rows, expected.rows, strict=True):
         assert_row(row.numpy(), expected_of.numpy(), max(tensor.numel(), 8) * ROUNDING)
     assert torch.equal(measured.histogram, expected.histogram)  # type: ignore[arg-type]
-    squares = sum_sq(tensors, backend="compiled")
-    np.testing.assert_allclose(squares, expected.rows[:, Column.GRAD_SUM_SQ], rtol=1e-12)
+    squares = measure_received(tensors, backend="compiled")
+    np.testing.assert_allclose(squares, expected.rows[:, AS_LEFT], rtol=1e-12)
 
 
 @needs_numba
@@ -239,7 +239,11 @@ def test_every_bit_is_the_same_with_any_number_of_threads(
     def bits() -> list[Any]:
         measured = measure(tensors, tensors, histogram=True, backend="compiled")
         assert measured.histogram is not None
-        return [measured.rows.view(torch.int64).tolist(), measured.histogram.tolist(), sum_sq(tensors).tolist()]
+        return [
+            measured.rows.view(torch.int64).tolist(),
+            measured.histogram.tolist(),
+            measure_received(tensors).tolist(),
+        ]
 
     num_threads(1)
     alone = bits()
@@ -512,7 +516,7 @@ def test_loops_that_fail_are_replaced_by_torch_and_numpy_with_one_warning(
     with pytest.warns(RuntimeWarning, match="the numba kernels failed \\(SystemError.*backend='cpu' from now on"):
         assert measure([torch.ones(4)], None).rows[0, Column.GRAD_SUM] == 4
     assert resolve_backend("auto", CPU, "a") == "cpu"
-    assert sum_sq([torch.ones(4)]).tolist() == [4.0]  # no warning: pytest turns them into nothing, the door into "cpu"
+    assert measure_received([torch.ones(4)]).tolist() == [[4.0, 0.0, 0.0]]  # no warning
 
 
 def test_loops_that_measure_wrongly_are_not_used() -> None:

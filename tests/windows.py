@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from wandb_gradwatch._measure.columns import IDENTITY_C, MISSING_C, NUM_BINS, Column, bins_of
+from wandb_gradwatch._measure.columns import AS_LEFT, IDENTITY_C, MISSING_C, NUM_BINS, RECEIVED_COLUMNS, Column, bins_of
 from wandb_gradwatch.snapshot import Snapshot
 
 Gradients = Mapping[str, Sequence[float] | None]  # None: no gradient arrived
@@ -29,7 +29,8 @@ def row(gradient: Sequence[float] | None, *, param_norm: float = 1.0, clip: floa
     columns[Column.GRAD_MIN] = finite.min(initial=np.inf)
     columns[Column.GRAD_MAX] = finite.max(initial=-np.inf)
     columns[Column.GRAD_ABS_MIN_NONZERO] = np.abs(finite[finite != 0]).min(initial=np.inf)
-    columns[Column.RECEIVED_SUM_SQ] = columns[Column.GRAD_SUM_SQ] * clip**2
+    columns[RECEIVED_COLUMNS] = columns[list(AS_LEFT)]
+    columns[Column.RECEIVED_SUM_SQ] *= clip**2
     columns[Column.PARAM_SUM_SQ] = param_norm**2
     return columns
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from .._measure.columns import NUM_COLUMNS, SCALE_POWER, Column
 from .._measure.elements import onto
-from .._measure.measure import measure, sum_sq
+from .._measure.measure import measure, measure_received
 from .._runtime.autograd import Entry
 from .._runtime.sharding import local_gradient, local_part
 from .._transfer.sample_buffer import SampleBuffer
@@ -151,12 +151,12 @@ class Measurer:
             self._window.write_after_clipping(group.slots, measurement)
 
     def measure_received(self, present: Sequence[Entry], optimizer: Optimizer) -> None:
-        """One cheap pass over gradients that may have changed between the backward and the step."""
+        """One cheap pass over gradients that may have changed since they were measured."""
         for group in self._groups(present, by_scaler=False):
             gradients, _ = group.tensors
             inverse_scale = _pending_inverse_scale(optimizer, group.device)
             with self._timed(group.device):
-                received = sum_sq(gradients, inverse_scale=inverse_scale, backend=self._options.backend)
+                received = measure_received(gradients, inverse_scale=inverse_scale, backend=self._options.backend)
             self._window.write_received(group.slots, received)
 
     def watched(self, entries: Iterable[Entry], names: Sequence[str], *, scaled: bool) -> list[WatchedTensor]:

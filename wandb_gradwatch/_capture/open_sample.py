@@ -57,7 +57,7 @@ class OpenSample:
         self._measurer = measurer
         self._probes = probes
         self._guard_reads_rows = guard_reads_rows
-        self._being_unscaled: list[Entry] = []
+        self._being_unscaled = Inspection()
         self.compared: tuple[int, ...] = ()  # slots whose gradients looked unmodified and were compared all the same
 
     @property
@@ -119,7 +119,7 @@ class OpenSample:
         if found.unchanged and around.schedule.is_compared:
             self.compared += tuple(slot for slot, _ in found.unchanged)
             modified = modified + found.unchanged
-        if modified and self._rows_are_read:
+        if modified:
             self._measurer.measure_received(modified, optimizer)
         found_inf = getattr(optimizer, "found_inf", None)  # set by a scaler where the optimizer itself skips
         if found_inf is not None:
@@ -171,15 +171,18 @@ class OpenSample:
     def before_unscale(self, optimizer: Optimizer) -> None:
         """A scaler is about to divide this optimizer's gradients."""
         found = self.seen.inspect(self._around.optimizer_registry.entries(optimizer), inside_backward=False)
-        self._being_unscaled = found.late + found.unchanged
         if found.late:
             self._measure(found.late)
+        self._being_unscaled = found
 
-    def after_unscale(self) -> None:
+    def after_unscale(self, optimizer: Optimizer) -> None:
         """It has: they are as they were before, in other units."""
-        there = [(slot, parameter.grad) for slot, parameter in self._being_unscaled if parameter.grad is not None]
+        found, self._being_unscaled = self._being_unscaled, Inspection()
+        if found.changed:  # before that: the step, which may be skipped, is no occasion to see it
+            self._measurer.measure_received(found.changed, optimizer)
+        measured = found.late + found.unchanged + found.changed
+        there = [(slot, parameter.grad) for slot, parameter in measured if parameter.grad is not None]
         self.seen.remember([slot for slot, _ in there], [gradient for _, gradient in there], measured=True)
-        self._being_unscaled = []
 
     # ---- the end
 

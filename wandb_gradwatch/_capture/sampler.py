@@ -329,7 +329,8 @@ class Sampler:
     @contained
     def after_unscale(self, optimizer: Optimizer) -> None:
         """See ScaleListener."""
-        self._sample.after_unscale()
+        if self._is_measured and self.follows(optimizer):
+            self._sample.after_unscale(optimizer)
 
     # ---- updates without an optimizer
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .._measure.columns import Column
+from .._measure.columns import NONFINITE_COLUMNS, Column
 from .._measure.elements import onto, wide_dtype
 from .._runtime.autograd import Entry
 from .._transfer.sample_buffer import SampleBuffer
@@ -148,9 +148,10 @@ class StepSkipping:
     # ---- the decision
 
     def _sums(self, slots: tuple[int, ...], home: torch.device, consensus: RankConsensus | None) -> Tensor:
-        """Non-finite elements and sum of squares of these gradients, of all ranks where they are shards: [2], at home.
+        """Non-finite elements, left by the backward or received by the optimizer, and sum of squares: [2], at home.
 
-        A device that has none of them adds nothing, but for a host that has none: it is not asked to wait.
+        Of all ranks where the gradients are shards. A device that has none of them adds nothing, but for a host that
+        has none: it is not asked to wait.
         """
         parts = []
         for rows_NC in self._window.open_rows(slots):
@@ -158,7 +159,8 @@ class StepSkipping:
                 continue
             weighted_NC = rows_NC if consensus is None else rows_NC * consensus.weights(slots, rows_NC)[:, None]
             sums_C = weighted_NC.nansum(dim=0)  # a missing row adds nothing
-            part = torch.stack((sums_C[Column.NUM_NAN] + sums_C[Column.NUM_INF], sums_C[Column.GRAD_SUM_SQ]))
+            num_nonfinite = sum((sums_C[column] for column in NONFINITE_COLUMNS), torch.zeros_like(sums_C[0]))
+            part = torch.stack((num_nonfinite, sums_C[Column.GRAD_SUM_SQ]))
             parts.append(onto(part, home))
         total = parts[0] if parts else torch.zeros(2, dtype=wide_dtype(home), device=home)
         for part in parts[1:]:

@@ -47,11 +47,18 @@ class Column(IntEnum):
     GRAD_MAX = 8  # -inf where no element is finite
     GRAD_ABS_MIN_NONZERO = 9  # +inf where no finite element is non-zero
     RECEIVED_SUM_SQ = 10  # of the gradient that the optimizer received: after clipping
-    PARAM_SUM_SQ = 11
-    PARAM_NUM_NONFINITE = 12
+    RECEIVED_NUM_NAN = 11
+    RECEIVED_NUM_INF = 12
+    PARAM_SUM_SQ = 13
+    PARAM_NUM_NONFINITE = 14
 
 
 NUM_COLUMNS: Final = len(Column)
+
+# Of the gradient that the optimizer received, and what the same columns are of the one that the backward left.
+RECEIVED_COLUMNS: Final = slice(Column.RECEIVED_SUM_SQ, Column.RECEIVED_NUM_INF + 1)
+AS_LEFT: Final = (Column.GRAD_SUM_SQ, Column.NUM_NAN, Column.NUM_INF)
+NONFINITE_COLUMNS: Final = (Column.NUM_NAN, Column.NUM_INF, Column.RECEIVED_NUM_NAN, Column.RECEIVED_NUM_INF)
 
 _MERGE_OF: Final[dict[Column, Merge]] = {column: Merge.SUM for column in Column} | {
     Column.GRAD_MIN: Merge.MIN,

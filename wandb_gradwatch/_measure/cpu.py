@@ -17,11 +17,13 @@ import torch
 from torch import Tensor
 
 from .columns import (
+    AS_LEFT,
     IDENTITY_C,
     MAX_COLUMNS,
     MIN_COLUMNS,
     NUM_BINS,
     NUM_COLUMNS,
+    RECEIVED_COLUMNS,
     SCALE_POWER,
     ZERO_BIN,
     Column,
@@ -61,21 +63,23 @@ def measure(
     if exponent:
         for column, power in SCALE_POWER.items():
             rows_NC[:, column] *= math.ldexp(1.0, exponent * power)
-    rows_NC[:, Column.RECEIVED_SUM_SQ] = rows_NC[:, Column.GRAD_SUM_SQ]
+    rows_NC[:, RECEIVED_COLUMNS] = rows_NC[:, AS_LEFT]
     if histogram_NB is not None:
         histogram_NB[:, ZERO_BIN] = rows_NC[:, Column.NUM_ZERO]
-    parameter_columns = (Column.PARAM_SUM_SQ, Column.PARAM_NUM_NONFINITE)
-    rows_NC[:, parameter_columns] = np.nan
+    rows_NC[:, Column.PARAM_SUM_SQ :] = np.nan
     if parameters is not None:
-        rows_NC[:, parameter_columns] = _sums_of_squares([elements_of(p)[0] for p in parameters])
+        sums_N3 = _sums_of_squares([elements_of(p)[0] for p in parameters])
+        rows_NC[:, Column.PARAM_SUM_SQ], rows_NC[:, Column.PARAM_NUM_NONFINITE] = sums_N3[:, 0], sums_N3[:, 1:].sum(1)
     return torch.from_numpy(rows_NC), None if histogram_NB is None else torch.from_numpy(histogram_NB)
 
 
 @np.errstate(over="ignore", invalid="ignore")
-def sum_sq(gradients: Sequence[Tensor], *, inverse_scale: Tensor | None) -> Tensor:
-    """Sum the squares of each gradient's finite elements: [N]."""
+def measure_received(gradients: Sequence[Tensor], *, inverse_scale: Tensor | None) -> Tensor:
+    """Sum the squares of each gradient's finite elements, and count NaN and Inf: [N, 3]."""
     elements, _, exponent = scaled_elements(gradients, inverse_scale)
-    return torch.from_numpy(_sums_of_squares(elements)[:, 0] * math.ldexp(1.0, 2 * exponent))
+    sums_N3 = _sums_of_squares(elements)
+    sums_N3[:, 0] *= math.ldexp(1.0, 2 * exponent)
+    return torch.from_numpy(sums_N3)
 
 
 def scaled_elements(gradients: Sequence[Tensor], inverse_scale: Tensor | None) -> tuple[list[Tensor], list[int], int]:
@@ -140,16 +144,16 @@ def _merge_parts(parts_MC: FloatArray, starts: IntArray, indices: list[int], row
 
 
 def _sums_of_squares(elements: Sequence[Tensor]) -> FloatArray:
-    """Sum of squares of the finite elements and number of the others: [N, 2]."""
-    sums_N2 = np.zeros((len(elements), 2))
+    """Sum of squares of the finite elements, number of NaN and number of Inf: [N, 3]."""
+    sums_N3 = np.zeros((len(elements), 3))
     sizes = [e.numel() for e in elements]
     for batch in batches(elements, sizes):
         values, starts = concatenated([elements[i] for i in batch])
-        sums_N2[batch] = np.stack(sum_sq_batch(values, starts), axis=1)
+        sums_N3[batch] = np.stack(sum_sq_batch(values, starts), axis=1)
     for index, size in enumerate(sizes):
         if size >= SMALL:
-            sums_N2[index] = np.sum([sum_sq_chunk(chunk) for chunk in _chunks(elements[index])], axis=0)
-    return sums_N2
+            sums_N3[index] = np.sum([sum_sq_chunk(chunk) for chunk in _chunks(elements[index])], axis=0)
+    return sums_N3
 
 
 def _chunks(elements: Tensor) -> Iterator[npt.NDArray[Any]]:

@@ -126,15 +126,16 @@ class ChunkReader:
         return float(torch.from_numpy(chunk).sum()), _dot(chunk)
 
 
-def sum_sq_chunk(chunk: Floats) -> tuple[float, int]:
-    """Sum of squares of a chunk's finite elements and how many are not finite."""
+def sum_sq_chunk(chunk: Floats) -> tuple[float, int, int]:
+    """Sum of squares of a chunk's finite elements, number of NaN and number of Inf."""
     total_sq = _dot(chunk)
     if chunk.size * _SMALL_SQ < total_sq < np.inf:
-        return total_sq, 0
+        return total_sq, 0, 0
     if total_sq == 0 and not chunk.any():
-        return 0.0, 0
+        return 0.0, 0, 0
     finite = chunk[np.isfinite(chunk)].astype(np.float64)
-    return _dot(finite), chunk.size - finite.size
+    num_nan = int(np.count_nonzero(np.isnan(chunk)))
+    return _dot(finite), num_nan, chunk.size - finite.size - num_nan
 
 
 def _dot(chunk: Floats) -> float:

@@ -86,17 +86,18 @@ def measure(
     return _measure(LOOPS.wait(), gradients, parameters, dead_threshold, inverse_scale, histogram)
 
 
-def sum_sq(gradients: Sequence[Tensor], *, inverse_scale: Tensor | None) -> Tensor:
-    """Sum the squares of each gradient's finite elements: [N]."""
+def measure_received(gradients: Sequence[Tensor], *, inverse_scale: Tensor | None) -> Tensor:
+    """Sum the squares of each gradient's finite elements, and count NaN and Inf: [N, 3]."""
     loops = LOOPS.wait()
     elements, _, exponent = _readable(gradients, inverse_scale)
     (table,), starts_N = _tables(elements)
-    sums = np.empty(len(table))
+    sums = np.empty((len(table), 3))
     shared = starts_N is not None
     _run(loops, loops.sum_sq_all, table, sums, tensors=[elements], num_pieces=len(table), shared=shared)
     if starts_N is not None:
-        sums = np.add.reduceat(sums, starts_N)
-    return torch.from_numpy(sums) * math.ldexp(1.0, 2 * exponent)
+        sums = np.add.reduceat(sums, starts_N, axis=0)
+    sums[:, 0] *= math.ldexp(1.0, 2 * exponent)
+    return torch.from_numpy(sums)
 
 
 def _measure(

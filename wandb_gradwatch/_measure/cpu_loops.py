@@ -35,7 +35,7 @@ FLOAT32, BFLOAT16, FLOAT16, FLOAT64 = 0, 1, 2, 3  # kinds of tensors
 NUM_ELEMENTS, NUM_NAN, NUM_INF, NUM_ZERO, NUM_DEAD, GRAD_SUM, GRAD_SUM_SQ, GRAD_MIN, GRAD_MAX, GRAD_ABS_MIN_NONZERO = (
     range(10)
 )
-RECEIVED_SUM_SQ, PARAM_SUM_SQ, PARAM_NUM_NONFINITE = 10, 11, 12
+RECEIVED_SUM_SQ, RECEIVED_NUM_NAN, RECEIVED_NUM_INF, PARAM_SUM_SQ, PARAM_NUM_NONFINITE = range(10, 15)
 ADDRESS, SIZE, KIND = 0, 1, 2
 
 SIGN32, INFINITY32, SHIFT32 = np.uint32(1 << 31), np.uint32(0x7F800000), 22
@@ -405,6 +405,7 @@ def _gradient(address, size, kind, layout, dead, scratch, spare, row, codes, bin
     row[NUM_ELEMENTS], row[NUM_NAN], row[NUM_INF] = size, size - num_finite - num_inf, num_inf
     row[NUM_ZERO], row[NUM_DEAD] = num_zero, num_dead
     row[GRAD_SUM], row[GRAD_SUM_SQ], row[RECEIVED_SUM_SQ] = total, squares, squares
+    row[RECEIVED_NUM_NAN], row[RECEIVED_NUM_INF] = row[NUM_NAN], row[NUM_INF]
     row[GRAD_MIN], row[GRAD_MAX], row[GRAD_ABS_MIN_NONZERO] = np.inf, -np.inf, np.inf
     if num_finite:
         # Without a sign bit floats sort like integers, with one in reverse.
@@ -416,16 +417,18 @@ def _gradient(address, size, kind, layout, dead, scratch, spare, row, codes, bin
 
 @_jit
 def _sum_of_squares(address, size, kind, infinity, scratch):
-    """Sum of squares of the finite elements, and how many are not finite."""
-    total, num_nonfinite = 0.0, np.int64(0)
+    """Sum of squares of the finite elements, number of NaN and number of Inf."""
+    total, num_nan, num_inf = 0.0, np.int64(0), np.int64(0)
     for start in range(0, size, BLOCK):
         words = _block(address, start, min(BLOCK, size - start), kind, scratch)
         squares = _squares(words)
         if not np.isfinite(squares):
-            num_nonfinite += words.size - _num_within(words, _minus_one(_doubled(infinity)))
+            num_finite = _num_within(words, _minus_one(_doubled(infinity)))
+            num_not_nan = _num_within(words, _doubled(infinity))
+            num_nan, num_inf = num_nan + words.size - num_not_nan, num_inf + num_not_nan - num_finite
             squares = _finite_sums(words, _doubled(infinity))[1]
         total += squares
-    return total, num_nonfinite
+    return total, num_nan, num_inf
 
 
 # ---- a list of tensors: any number of threads may run the same call; each takes the next piece until none is left
@@ -468,7 +471,8 @@ def _measure_all(table, parameter_table, dead32, dead64, bins32, bins64, rows, h
             _gradient(address, size, kind, layout32, dead32, scratch32, spare32, row, codes, bins32, counts)
         row[PARAM_SUM_SQ], row[PARAM_NUM_NONFINITE] = np.nan, np.nan
         if len(parameter_table):
-            row[PARAM_SUM_SQ], row[PARAM_NUM_NONFINITE] = _squares_of(parameter_table, i, scratch32, scratch64)
+            row[PARAM_SUM_SQ], num_nan, num_inf = _squares_of(parameter_table, i, scratch32, scratch64)
+            row[PARAM_NUM_NONFINITE] = num_nan + num_inf
         _finish(progress)
         i = _take(progress)
 
@@ -482,11 +486,11 @@ def _squares_of(table, i, scratch32, scratch64):
 
 
 def _sum_sq_all(table, sums, progress):
-    """Write each piece's sum of squares of finite elements into sums: [M]."""
+    """Write each piece's sum of squares of finite elements, number of NaN and number of Inf into sums: [M, 3]."""
     scratch32, scratch64 = np.empty(BLOCK, np.uint32), np.empty(BLOCK, np.uint64)
     i = _take(progress)
     while i < len(table):
-        sums[i] = _squares_of(table, i, scratch32, scratch64)[0]
+        sums[i, 0], sums[i, 1], sums[i, 2] = _squares_of(table, i, scratch32, scratch64)
         _finish(progress)
         i = _take(progress)
 
@@ -522,6 +526,6 @@ def compile_loops(*, cache: bool) -> Loops:
     measure = types.void(table, table, types.uint32, types.uint64, bins, bins, rows, table, progress)
     return Loops(
         numba.njit(measure, **compiler)(_measure_all),
-        numba.njit(types.void(table, types.float64[::1], progress), **compiler)(_sum_sq_all),
+        numba.njit(types.void(table, types.float64[:, ::1], progress), **compiler)(_sum_sq_all),
         numba.njit(types.boolean(progress, types.int64), **compiler)(_is_done),
     )

@@ -108,12 +108,13 @@ def _codes(unsigned: npt.NDArray[Any], sizes: IntArray, layout: FloatBits) -> In
     return counts.numpy().reshape(sizes.size, layout.num_codes)
 
 
-def sum_sq_batch(values: npt.NDArray[Any], starts: IntArray) -> tuple[FloatArray, IntArray]:
-    """Sum of squares of every segment's finite elements and how many are not finite: two [G]."""
+def sum_sq_batch(values: npt.NDArray[Any], starts: IntArray) -> tuple[FloatArray, IntArray, IntArray]:
+    """Sum of squares of every segment's finite elements, number of NaN and number of Inf: three [G]."""
     wide = values.astype(np.float64, copy=False)
     finite = np.isfinite(wide)
-    num_nonfinite = np.zeros(len(starts), dtype=np.int64)
+    num_nan = num_inf = np.zeros(len(starts), dtype=np.int64)
     if not finite.all():
+        num_nan = np.add.reduceat(np.isnan(wide), starts, dtype=np.int64)
+        num_inf = np.add.reduceat(np.isinf(wide), starts, dtype=np.int64)
         wide = np.where(finite, wide, 0.0)
-        num_nonfinite = np.add.reduceat(~finite, starts, dtype=np.int64)
-    return np.add.reduceat(wide * wide, starts), num_nonfinite
+    return np.add.reduceat(wide * wide, starts), num_nan, num_inf

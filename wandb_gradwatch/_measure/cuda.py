@@ -526,7 +526,10 @@ def fold(
     NUM_COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Add up the partials of a gradient, if there are gradients, and of its parameter, if there are parameters."""
+    """Add up the partials of a gradient, if there are gradients, and of its parameter, if there are parameters.
+
+    Without gradients the parameters' are written to the received columns too, NaN and Inf apart.
+    """
     tensor = tl.program_id(0)
     row = rows + tensor * NUM_COLUMNS
     if tensor < num_gradients:
@@ -568,24 +571,31 @@ def fold(
         tl.store(row + 8, tl.max(highest, axis=0) * scale)
         tl.store(row + 9, tl.min(smallest, axis=0) * scale)
         tl.store(row + 10, true_sq)
+        tl.store(row + 11, tl.sum(nans, axis=0))
+        tl.store(row + 12, tl.sum(infs, axis=0))
     parameter = num_gradients + tensor
     if parameter < num_tensors:
         size = tl.load(tensors + parameter)
         here = partials + tl.load(tensors + num_tensors + parameter)
         count = tl.load(tensors + 2 * num_tensors + parameter).to(tl.int32)
         scale = tl.load(parameter_scale)
-        nonfinite = tl.zeros([BLOCK], dtype=tl.float64)
+        nans = tl.zeros([BLOCK], dtype=tl.float64)
+        infs = tl.zeros([BLOCK], dtype=tl.float64)
         total_sq = tl.zeros([BLOCK], dtype=tl.float64)
         for begin in range(0, count, BLOCK):
             index = begin + tl.arange(0, BLOCK)
             mask = index < count
-            nonfinite += tl.load(here + 0 * num_chunks + index, mask=mask, other=0.0)
-            nonfinite += tl.load(here + 1 * num_chunks + index, mask=mask, other=0.0)
+            nans += tl.load(here + 0 * num_chunks + index, mask=mask, other=0.0)
+            infs += tl.load(here + 1 * num_chunks + index, mask=mask, other=0.0)
             total_sq += tl.load(here + 5 * num_chunks + index, mask=mask, other=0.0)
         missing = (tl.load(table + 2 + parameter) == 0) & (size > 0)
         true_sq = tl.sum(total_sq, axis=0) * scale * scale
-        tl.store(row + 11, tl.where(missing, float("nan"), true_sq))
-        tl.store(row + 12, tl.where(missing, float("nan"), tl.sum(nonfinite, axis=0)))
+        tl.store(row + 13, tl.where(missing, float("nan"), true_sq))
+        tl.store(row + 14, tl.where(missing, float("nan"), tl.sum(nans + infs, axis=0)))
+        if num_gradients == 0:
+            tl.store(row + 10, tl.where(missing, float("nan"), true_sq))
+            tl.store(row + 11, tl.sum(nans, axis=0))
+            tl.store(row + 12, tl.sum(infs, axis=0))
     else:
-        tl.store(row + 11, float("nan"))
-        tl.store(row + 12, float("nan"))
+        tl.store(row + 13, float("nan"))
+        tl.store(row + 14, float("nan"))

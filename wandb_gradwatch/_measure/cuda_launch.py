@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from . import cuda as kernels
-from .columns import NUM_BINS, NUM_COLUMNS, Column
+from .columns import NUM_BINS, NUM_COLUMNS, RECEIVED_COLUMNS, Column
 from .cuda_plan import ALIGNMENT, LOADS, Plan, plan_for
 from .elements import all_readable, elements_of
 from .float_bits import FLOAT32, FLOAT64, largest_magnitude_within
@@ -103,12 +103,12 @@ def measure(
     return rows_NC, histogram_NB
 
 
-def sum_sq(gradients: Sequence[Tensor], *, inverse_scale: Tensor | None) -> Tensor:
-    """Sum the squares of each gradient's finite elements: [N]. Three launches for gradients of one dtype."""
+def measure_received(gradients: Sequence[Tensor], *, inverse_scale: Tensor | None) -> Tensor:
+    """Sum the squares of finite elements, and count NaN and Inf: [N, 3]. Three launches for gradients of one dtype."""
     elements, _ = _readable(gradients)
     with _one_at_a_time:  # as parameters, of which nothing else is asked
         rows_NC, _ = launch(prepare([], elements), dead=False, inverse_scale=inverse_scale, histogram=False)
-    return rows_NC[:, Column.PARAM_SUM_SQ]
+    return rows_NC[:, RECEIVED_COLUMNS]
 
 
 def _readable(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[int]]:
@@ -136,8 +136,8 @@ def launch(
         only_compile_for: queue nothing.
 
     Returns:
-        rows [N, C] and, if asked for, the histogram [N, B]; without gradients the rows have the parameters' columns
-        only.
+        rows [N, C] and, if asked for, the histogram [N, B]; without gradients the rows have the parameters' and
+        the received columns only.
     """
     device, num_chunks = plan.chunks.device, plan.num_chunks
     rows_NC = torch.empty((plan.num_rows, NUM_COLUMNS), dtype=torch.float64, device=device)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .columns import NUM_BINS, NUM_COLUMNS, SCALE_POWER, ZERO_BIN, Column
+from .columns import AS_LEFT, NUM_BINS, NUM_COLUMNS, RECEIVED_COLUMNS, SCALE_POWER, ZERO_BIN, Column
 from .elements import elements_of, wide_dtype
 from .float_bits import FLOAT32, FLOAT64, bin_of_code
 from .tiling import TilingPlan, fold, pages, plan_for, upload
@@ -56,7 +56,8 @@ def measure(
         order += indices
     rows_NC = _reordered(rows, order)
     if parameters is not None:
-        rows_NC[:, Column.PARAM_SUM_SQ :] = _sums_of_squares([elements_of(p)[0] for p in parameters])
+        sums_N3 = _sums_of_squares([elements_of(p)[0] for p in parameters])
+        rows_NC[:, Column.PARAM_SUM_SQ], rows_NC[:, Column.PARAM_NUM_NONFINITE] = sums_N3[:, 0], sums_N3[:, 1:].sum(1)
     rows_NC[:, Column.NUM_ELEMENTS] = _uploaded(tuple(g.numel() for g in gradients), device)
     histogram_NB = _reordered(histograms, order) if histogram else None
     num_implicit_zeros = tuple(pair[1] for pair in pairs)
@@ -65,10 +66,12 @@ def measure(
     return rows_NC, histogram_NB
 
 
-def sum_sq(gradients: Sequence[Tensor], *, inverse_scale: Tensor | None) -> Tensor:
-    """Sum the squares of each gradient's finite elements: [N]. Three launches per page."""
-    sums_N = _sums_of_squares([elements_of(gradient)[0] for gradient in gradients])[:, 0]
-    return sums_N if inverse_scale is None else sums_N * inverse_scale.to(sums_N.dtype).square()
+def measure_received(gradients: Sequence[Tensor], *, inverse_scale: Tensor | None) -> Tensor:
+    """Sum the squares of each gradient's finite elements, and count NaN and Inf: [N, 3]. A few launches per page."""
+    sums_N3 = _sums_of_squares([elements_of(gradient)[0] for gradient in gradients])
+    if inverse_scale is not None:
+        sums_N3[:, 0] *= inverse_scale.to(sums_N3.dtype).square()
+    return sums_N3
 
 
 def _by_dtype(elements: Sequence[Tensor]) -> list[list[int]]:
@@ -109,7 +112,8 @@ def _rows(elements: list[Tensor], plan: TilingPlan, dead_threshold: float, inver
     if scale is not None:
         for column, power in SCALE_POWER.items():
             rows_NC[:, column] *= scale**power
-    rows_NC[:, Column.RECEIVED_SUM_SQ] = rows_NC[:, Column.GRAD_SUM_SQ]
+    for received, left in zip(range(NUM_COLUMNS)[RECEIVED_COLUMNS], AS_LEFT, strict=True):  # a list would be uploaded
+        rows_NC[:, received] = rows_NC[:, left]
     return rows_NC
 
 
@@ -147,7 +151,7 @@ def _hide_unrepresentable(rows_NC: Tensor) -> None:
 
 
 def _sums_of_squares(elements: list[Tensor]) -> Tensor:
-    """Sum of squares of the finite elements and number of the others: [N, 2]."""
+    """Sum of squares of the finite elements, number of NaN and number of Inf: [N, 3]."""
     parts, order = [], []
     for indices in _by_dtype(elements):
         same = [elements[i] for i in indices]
@@ -163,7 +167,7 @@ def _sums_of_squares(elements: list[Tensor]) -> Tensor:
 def _line_squares(page: Tensor) -> Tensor:
     wide = wide_dtype(page.device)
     norm = torch.linalg.vector_norm(page.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0), dim=1, dtype=wide)
-    return torch.stack([norm.square(), page.shape[1] - page.isfinite().sum(1).to(wide)], 1)
+    return torch.stack([norm.square(), page.isnan().sum(1).to(wide), page.isinf().sum(1).to(wide)], 1)
 
 
 def _histogram(elements: list[Tensor], plan: TilingPlan, inverse_scale: Tensor | None) -> Tensor:

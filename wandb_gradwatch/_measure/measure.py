@@ -1,6 +1,6 @@
 """Measure the gradients of one device in one batched pass: the door to the backends.
 
-A backend is a module with two functions, `measure` and `sum_sq`, of the signatures in reference.py.
+A backend is a module with two functions, `measure` and `measure_received`, of the signatures in reference.py.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Measurement:
     """One row, and one histogram if it was asked for, per gradient, on the gradients' device.
 
     Args:
-        rows: [N, C] in float64 (float32 on MPS). RECEIVED_SUM_SQ equals GRAD_SUM_SQ; the parameter columns are NaN
-            where no parameters were given.
+        rows: [N, C] in float64 (float32 on MPS). The received columns are those of the gradient itself; the parameter
+            columns are NaN where no parameters were given.
         histogram: [N, B] in int64.
     """
 
@@ -92,17 +92,24 @@ def measure(
     return Measurement(rows_NC, histogram_NB)
 
 
-def sum_sq(gradients: Sequence[Tensor], *, inverse_scale: Tensor | None = None, backend: str = "auto") -> Tensor:
-    """Sum the squares of every gradient's finite elements: [N]. One read; 1e20 and 1e-25 are summed exactly too.
+def measure_received(
+    gradients: Sequence[Tensor], *, inverse_scale: Tensor | None = None, backend: str = "auto"
+) -> Tensor:
+    """Measure the received columns alone, in one cheap read: [N, 3]. 1e20 and 1e-25 are squared exactly too.
 
     Raises:
         ValueError: the backend is unknown.
         RuntimeError: the backend cannot run on the gradients' device.
     """
     if not gradients:
-        return torch.empty(0, dtype=torch.float64, device="cpu")
-    result: Tensor = _run("sum_sq", backend, gradients, inverse_scale=inverse_scale)
+        return torch.empty((0, 3), dtype=torch.float64, device="cpu")
+    result: Tensor = _run("measure_received", backend, gradients, inverse_scale=inverse_scale)
     return result
+
+
+def sum_sq(tensors: Sequence[Tensor], *, backend: str = "auto") -> Tensor:
+    """Sum the squares of every tensor's finite elements: [N]."""
+    return measure_received(tensors, backend=backend)[:, 0]
 
 
 def resolve_backend(backend: str, device: torch.device, example_name: str) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .columns import NUM_BINS, NUM_COLUMNS, ZERO_BIN, Column, magnitude_edges
+from .columns import AS_LEFT, NUM_BINS, NUM_COLUMNS, RECEIVED_COLUMNS, ZERO_BIN, Column, magnitude_edges
 from .elements import elements_of, wide_dtype
 
 # N tensors, C columns, B histogram bins, E elements of one tensor
@@ -38,10 +38,11 @@ def measure(
     return rows_NC, histogram_NB
 
 
-def sum_sq(gradients: Sequence[Tensor], *, inverse_scale: Tensor | None) -> Tensor:
-    """Sum the squares of each gradient's finite elements: [N]."""
+def measure_received(gradients: Sequence[Tensor], *, inverse_scale: Tensor | None) -> Tensor:
+    """Sum the squares of each gradient's finite elements, and count NaN and Inf: [N, 3]."""
     values = [_true_values(gradient, inverse_scale)[0] for gradient in gradients]
-    return torch.stack([v[torch.isfinite(v)].square().sum() for v in values])
+    sums = [(v[torch.isfinite(v)].square().sum(), v.isnan().sum(), v.isinf().sum()) for v in values]
+    return torch.stack([torch.stack([value.to(wide_dtype(value.device)) for value in three]) for three in sums])
 
 
 def _true_values(gradient: Tensor, inverse_scale: Tensor | None) -> tuple[Tensor, int]:
@@ -60,7 +61,8 @@ def _gradient_columns(values: Tensor, num_implicit_zeros: int, dead_threshold: f
     row_C[Column.NUM_ZERO] = (finite == 0).sum() + num_implicit_zeros
     row_C[Column.NUM_DEAD] = (finite.abs() <= dead_threshold).sum() + num_implicit_zeros
     row_C[Column.GRAD_SUM] = finite.sum()
-    row_C[Column.GRAD_SUM_SQ] = row_C[Column.RECEIVED_SUM_SQ] = finite.square().sum()
+    row_C[Column.GRAD_SUM_SQ] = finite.square().sum()
+    row_C[RECEIVED_COLUMNS] = row_C[list(AS_LEFT)]
     row_C[Column.GRAD_MIN] = with_zero.min() if with_zero.numel() else torch.inf
     row_C[Column.GRAD_MAX] = with_zero.max() if with_zero.numel() else -torch.inf
     row_C[Column.GRAD_ABS_MIN_NONZERO] = nonzero.min() if nonzero.numel() else torch.inf

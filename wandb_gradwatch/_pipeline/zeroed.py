@@ -6,7 +6,7 @@ from typing import Final
 
 import numpy as np
 
-from .._measure.columns import Column, FloatArray
+from .._measure.columns import NONFINITE_COLUMNS, Column, FloatArray
 from .._transfer.transfers import ArrivedSample
 
 # P watched parameters, C columns
@@ -23,8 +23,7 @@ def drop_zeroed(arrived: ArrivedSample) -> bool:
     """
     # Zeros that no backward was seen to make are what zero_grad() left.
     unseen = np.isnan(arrived.rows[:, Column.GRAD_SUM_SQ]) & (arrived.rows[:, Column.RECEIVED_SUM_SQ] == 0)
-    finite = _num_nonfinite(arrived.rows) == 0
-    arrived.rows[unseen & finite] = np.nan
+    arrived.rows[unseen & (_num_nonfinite(arrived.rows) == 0)] = np.nan
     found = False
     for slots in map(list, arrived.sample.updated):
         rows = arrived.rows[slots]
@@ -37,5 +36,6 @@ def drop_zeroed(arrived: ArrivedSample) -> bool:
 
 
 def _num_nonfinite(rows_PC: FloatArray) -> FloatArray:
-    """How many elements of each gradient are NaN or Inf: [P], NaN for a missing one."""
-    return rows_PC[:, Column.NUM_NAN] + rows_PC[:, Column.NUM_INF]
+    """Not 0 where elements were NaN or Inf, as the backward left them or as the optimizer received them: [P]."""
+    num_nonfinite: FloatArray = np.add.reduce(rows_PC[:, NONFINITE_COLUMNS], axis=1)
+    return num_nonfinite

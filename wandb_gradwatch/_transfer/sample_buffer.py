@@ -17,7 +17,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from .._measure.columns import Column, FloatArray, IntArray
+from .._measure.columns import RECEIVED_COLUMNS, Column, FloatArray, IntArray
 from .._measure.elements import onto, wide_dtype
 from .._measure.measure import Measurement
 from .device_buffer import DeviceBuffer
@@ -42,6 +42,8 @@ _SEEN_AFTER_CLIPPING: Final = [
     Column.NUM_NAN,
     Column.NUM_INF,
     Column.RECEIVED_SUM_SQ,
+    Column.RECEIVED_NUM_NAN,
+    Column.RECEIVED_NUM_INF,
     Column.PARAM_SUM_SQ,
     Column.PARAM_NUM_NONFINITE,
 ]
@@ -93,10 +95,10 @@ class SampleBuffer:
         window = self._on(rows.device)
         window.rows[window.index(tuple(slots))] = rows
 
-    def write_received(self, slots: Sequence[int], sum_sq: Tensor) -> None:
-        """Correct what the optimizer received, where it is not what was measured: sums of squares [N]."""
-        window = self._on(sum_sq.device)
-        window.rows[window.index(tuple(slots)), Column.RECEIVED_SUM_SQ] = sum_sq
+    def write_received(self, slots: Sequence[int], received: Tensor) -> None:
+        """Correct what the optimizer received, where it is not what was measured: its columns [N, 3]."""
+        window = self._on(received.device)
+        window.rows[window.index(tuple(slots)), RECEIVED_COLUMNS] = received
 
     def rescale(self, slots: Sequence[int], factor_C: Tensor) -> None:
         """Multiply rows of the open sample by a factor per column: [C]. The histogram cannot follow and is dropped."""

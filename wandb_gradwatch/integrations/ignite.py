@@ -253,7 +253,7 @@ class _Verdict:
 
     def __call__(self, snapshot: Snapshot) -> bool:
         owner = self._owner()
-        return owner is not None and owner.is_bad
+        return owner is not None and (owner.is_bad or bool(snapshot.arose_after_backward.any()))
 
 
 class _SpikeGuard(ModuleProbe):

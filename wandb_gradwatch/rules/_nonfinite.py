@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import numpy as np
 
@@ -22,6 +22,13 @@ def first_bad_rank(snapshot: Snapshot, sample: int) -> int | None:
     """The first rank whose own gradients were non-finite at this sample; None where that is not known."""
     ranks = snapshot.metrics.get(FIRST_BAD_RANK_METRIC)
     return None if ranks is None or not np.isfinite(ranks[sample]) else int(ranks[sample])
+
+
+_CAUSE_AFTER: Final = (
+    "code between backward() and step() changed the gradients: a division by 0, a reduction over ranks, "
+    "clipping or unscaling of its own"
+)
+_REMEDY_AFTER: Final = "check that code for divisors and factors that can be 0, NaN or infinite at this step"
 
 
 @dataclass(kw_only=True)
@@ -52,6 +59,13 @@ class _NonFiniteGradient(ABC):
             lambda p: f"{snapshot.names[p]} ({counts_P[p]:.0f} of {snapshot.num_elements[sample, p]:.0f} elements)",
         )
         step, rank = int(snapshot.steps[sample]), first_bad_rank(snapshot, sample)
+        if snapshot.arose_after_backward[sample]:
+            fact = (
+                f"Step {step}: {self.what} in the gradient of {len(backward)} of {num_present} parameters "
+                "(threshold: 0), which arose after the backward: what that left was finite, what the optimizer "
+                "received was not."
+            )
+            return Alert(self.title, sentence(fact, layers, _CAUSE_AFTER, _REMEDY_AFTER), step, "ERROR")
         fact = (
             f"Step {step}: {self.what} in the gradient of {len(backward)} of {num_present} parameters (threshold: 0), "
             f"in the backward's order first in {snapshot.names[backward[0]]}"

@@ -103,13 +103,16 @@ class Snapshot:
 
     @derived
     def num_nan(self) -> FloatArray:
-        """Number of NaN elements."""
-        return self.column(Column.NUM_NAN)
+        """Number of NaN elements, of what the optimizer received where `arose_after_backward` says so."""
+        return self._counts(Column.NUM_NAN, Column.RECEIVED_NUM_NAN)
 
     @derived
     def num_inf(self) -> FloatArray:
-        """Number of infinite elements, of either sign."""
-        return self.column(Column.NUM_INF)
+        """Number of infinite elements, of either sign; of what the optimizer received as with `num_nan`."""
+        return self._counts(Column.NUM_INF, Column.RECEIVED_NUM_INF)
+
+    def _counts(self, left: Column, received: Column) -> FloatArray:
+        return np.where(self.arose_after_backward[:, None], self.column(received), self.column(left))
 
     @derived
     def num_nonfinite(self) -> FloatArray:
@@ -119,7 +122,7 @@ class Snapshot:
     @derived
     def num_finite(self) -> FloatArray:
         """Number of finite elements: what means and deviations divide by."""
-        return self.num_elements - self.num_nonfinite
+        return self.num_elements - self.column(Column.NUM_NAN) - self.column(Column.NUM_INF)
 
     @derived
     def grad_norm(self) -> FloatArray:
@@ -218,7 +221,7 @@ class Snapshot:
         """1 where the optimizer received less than was measured, 0 where not: [S]; NaN where either is unknown."""
         before, after = self.column(Column.GRAD_SUM_SQ), self.column(Column.RECEIVED_SUM_SQ)
         smaller = np.any(np.sqrt(after) < np.sqrt(before) * (1 - CLIP_TOLERANCE), axis=1)
-        unknown = np.isnan(self.total_grad_norm) | np.isnan(self.total_grad_norm_clipped)
+        unknown = np.isnan(self.total_grad_norm) | np.isnan(self.total_grad_norm_clipped) | self.arose_after_backward
         return np.where(unknown, np.nan, smaller.astype(np.float64))
 
     @derived
@@ -226,6 +229,14 @@ class Snapshot:
         """Share of the samples whose gradient was clipped; NaN where that is unknown for all of them."""
         known = self.clipped[~np.isnan(self.clipped)]
         return float(known.mean()) if known.size else float("nan")
+
+    @derived
+    def arose_after_backward(self) -> npt.NDArray[np.bool_]:
+        """True where all that the backward left was finite, and an optimizer received NaN or Inf: [S]."""
+        left = np.nansum(self.column(Column.NUM_NAN) + self.column(Column.NUM_INF), axis=1)
+        received = np.nansum(self.column(Column.RECEIVED_NUM_NAN) + self.column(Column.RECEIVED_NUM_INF), axis=1)
+        arose: npt.NDArray[np.bool_] = (left == 0) & (received > 0)
+        return arose
 
     @derived
     def guarded(self) -> npt.NDArray[np.bool_]:
