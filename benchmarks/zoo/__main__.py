@@ -50,7 +50,7 @@ def main() -> None:
         run = lambda function, items: pool.imap(function, items, chunksize=1)  # noqa: E731
         for number, recording in enumerate(recordings(which, map_=run, replayed=arguments.replay), 1):
             scores.append(score(CASES[recording.case], recording))
-            others.append((scores[-1], seen_by_others(recording)))
+            others.append((scores[-1], seen_by_others(CASES[recording.case], recording)))
             if arguments.texts:
                 print(_texts(recording))
             if sys.stderr.isatty():

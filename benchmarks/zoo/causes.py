@@ -38,6 +38,7 @@ VOCABULARY: Final[dict[str, tuple[str, str]]] = {
         r"epsilon|detect_anomaly|eps\b",
     ),
     "loss or inputs": (r"\bthe loss\b.*inputs|inputs or the loss|loss or (the )?inputs|loss itself", r"loss|inputs|labels"),
+    "backward": (r"backward (pass )?of|own backward|wrong backward|gradient hook|multiplies the gradient", r"backward|hook|gradcheck"),
     "overflow": (r"overflow|beyond the range|beyond float16", r"bfloat16|clip|learning rate|float32|epsilon"),
     "underflow": (r"underflow", r"GradScaler|loss scale|bfloat16"),
     "loss scale": (r"loss scale (is |was )?too high|scale.*too high", r"wait|bfloat16|clip|scale"),

@@ -159,6 +159,15 @@ def groups(**values: object) -> Change:
     return change
 
 
+def optimizer(make: Callable[[object], torch.optim.Optimizer]) -> Change:
+    """Another optimizer."""
+
+    def change(loop: Loop, layer: str) -> None:
+        loop.optimizers = [make(loop.model.parameters())]
+
+    return change
+
+
 def own_rate(factor: float) -> Change:
     """One layer's learning rate times a factor."""
 

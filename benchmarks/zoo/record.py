@@ -45,7 +45,8 @@ class Recording:
         modules: class names by module; trainable: the parameters that are trained.
         told: what the live watcher told; diagnoses: what its `diagnose()` said at the end.
         wiring: those of `told` that came from the live capture, not from a rule; only where it is to be replayed.
-        anomaly: the step of the first backward function that returned NaN, with its name, by `detect_anomaly`.
+        anomaly: the loop's step in which `detect_anomaly` found a backward that returned NaN, and its words; it is
+            asked only where the loss was not finite.
         error: why the training ended early.
     """
 
@@ -103,20 +104,23 @@ def record(case: Case, seed: int) -> Recording:
         diagnoses,
         error=error,
     )
-    if all(math.isfinite(loss) for _, loss in losses):
-        return recording
-    return replace(recording, anomaly=anomaly_of(case, seed, loop.steps))
+    broken = next((step for step, (_, loss) in enumerate(losses, 1) if not math.isfinite(loss)), None)
+    return recording if broken is None else replace(recording, anomaly=anomaly_of(case, seed, broken))
 
 
-def anomaly_of(case: Case, seed: int, steps: int) -> tuple[int, str] | None:
-    """Where `torch.autograd.detect_anomaly` stops the same training; None where it does not."""
+def anomaly_of(case: Case, seed: int, broken: int) -> tuple[int, str] | None:
+    """Where `torch.autograd.detect_anomaly` stops the same training, whose loss is not finite at step `broken`.
+
+    It is on for the last steps only, because it makes a step many times slower.
+    """
     torch.manual_seed(1000 * seed + 17)
     loop = build(case)
-    with warnings.catch_warnings(), torch.autograd.detect_anomaly():
-        warnings.simplefilter("ignore")
-        for step in range(1, steps + 1):
+    for step in range(1, broken + 1):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             try:
-                loop.advance(step)
+                with torch.autograd.set_detect_anomaly(step > broken - 5):
+                    loop.advance(step)
             except (RuntimeError, ValueError) as stopped:
                 return step, str(stopped).partition("\n")[0]
     return None

@@ -100,7 +100,7 @@ def _lead(recording: Recording, told: Told) -> int | None:
     return broken[0] - told.at if broken else None
 
 
-def seen_by_others(recording: Recording) -> dict[str, tuple[int, int | None]]:
+def seen_by_others(case: Case, recording: Recording) -> dict[str, tuple[int, int | None]]:
     """By detector: its false alarms, steps in a row being one, and the delay of the first right one, None for none."""
     first_bad = math.inf if recording.first_bad is None else recording.first_bad
     found = {}
@@ -110,6 +110,8 @@ def seen_by_others(recording: Recording) -> dict[str, tuple[int, int | None]]:
         late = [step for step in bad if step >= first_bad]
         num_false = sum(step - 1 not in early for step in early)
         found[name] = (num_false, int(late[0] - first_bad) if late else None)
+    stopped = None if case.first_bad is None or recording.anomaly is None else recording.anomaly[0] - case.first_bad
+    found["detect_anomaly"] = (int(case.first_bad is None and recording.anomaly is not None), stopped)
     return found
 
 
