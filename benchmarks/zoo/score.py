@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -81,7 +81,11 @@ def score(case: Case, recording: Recording) -> Score:
 
 
 def judge_cause(named: Sequence[str], right: Sequence[str]) -> str:
-    """One cause is a claim, two are an either-or, three or none leave it open."""
+    """One cause is a claim, two are an either-or, three or none leave it open.
+
+    That a parameter was already bad is a finding, and a claim only where nothing else made it bad.
+    """
+    named = [cause for cause in named if cause != "bad parameter" or cause in right]
     if len(named) not in (1, 2):
         return "open"
     if any(cause in right for cause in named):
@@ -180,8 +184,3 @@ def failures(scores: Iterable[Score]) -> list[str]:
             if one.delay is not None and one.delay > 2:
                 lines.append(f"late by {one.delay:<6d} {where}: {one.title}")
     return lines
-
-
-def as_plain(scores: Iterable[Score]) -> list[dict[str, Any]]:
-    """For a JSON file."""
-    return [asdict(one) for one in scores]
