@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import pickle
-import sys
+import socket
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +16,7 @@ import responses
 from windows import window
 
 from wandb_gradwatch.rules import Alert
-from wandb_gradwatch.sinks import Sink
+from wandb_gradwatch.sinks import Sink, _webhook
 from wandb_gradwatch.sinks._webhook import WebhookSink
 
 URL = "https://hooks.example.com/services/T000/B000/the-secret"
@@ -24,7 +24,8 @@ ALERT = Alert("NaN gradient", "layer b holds 1 NaN", step=7, level="ERROR")
 
 
 @pytest.fixture
-def hook() -> Iterator[responses.RequestsMock]:
+def hook(monkeypatch: pytest.MonkeyPatch) -> Iterator[responses.RequestsMock]:
+    monkeypatch.setattr(_webhook, "_PAUSE", 0.0)
     with responses.RequestsMock(assert_all_requests_are_fired=False) as mock:
         yield mock
 
@@ -45,21 +46,34 @@ def test_an_alert_arrives_as_text(hook: responses.RequestsMock) -> None:
 
 def test_trouble_is_met_with_another_attempt(hook: responses.RequestsMock) -> None:
     hook.post(URL, status=500)
-    hook.post(URL, body=requests.ConnectionError("no route"))
     hook.post(URL, status=429)
     accepted = threading.Event()
     hook.add_callback(responses.POST, URL, lambda _: accepted.set() or (200, {}, "ok"))
-    sink = WebhookSink(URL, backoff=0.0)
+    sink = WebhookSink(URL)
     sink.alert(ALERT)
     assert accepted.wait(30)
     sink.close()
-    assert len(hook.calls) == 4
+    assert len(hook.calls) == 3
     assert len(set(texts(hook))) == 1
+
+
+def test_a_connection_that_breaks_is_met_with_another_attempt(monkeypatch: pytest.MonkeyPatch, said: Any) -> None:
+    monkeypatch.setattr(_webhook, "_PAUSE", 0.0)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        sink = WebhookSink(f"http://127.0.0.1:{server.getsockname()[1]}/hook")
+        sink.alert(ALERT)
+        server.accept()[0].close()  # the first attempt is told nothing
+        connection, _ = server.accept()
+        with connection:
+            assert connection.recv(65536).startswith(b"POST /hook")
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+            sink.close()
+    assert said() == []
 
 
 def test_a_refusal_is_not_repeated_and_said(hook: responses.RequestsMock, said: Any) -> None:
     hook.post(URL, status=404)
-    sink = WebhookSink(URL, backoff=0.0)
+    sink = WebhookSink(URL)
     sink.alert(ALERT)
     sink.close()
     assert len(hook.calls) == 1
@@ -74,12 +88,12 @@ def test_attempts_are_bounded(hook: responses.RequestsMock, said: Any) -> None:
         return 503, {}, ""
 
     hook.add_callback(responses.POST, URL, refuse)
-    sink = WebhookSink(URL, backoff=0.0, max_attempts=3)
+    sink = WebhookSink(URL)
     sink.alert(ALERT)
-    for _ in range(3):
+    for _ in range(5):  # the first request and four more
         assert refused.acquire(timeout=30)
     sink.close()
-    assert len(hook.calls) == 3
+    assert len(hook.calls) == 5
     assert said() == ["The webhook did not take the alert 'NaN gradient' of step 7: HTTP 503."]
 
 
@@ -97,9 +111,12 @@ class _Blocked:
         return 200, {}, "ok"
 
 
-def test_training_never_waits_and_the_queue_is_bounded(hook: responses.RequestsMock, said: Any) -> None:
+def test_training_never_waits_and_the_queue_is_bounded(
+    hook: responses.RequestsMock, said: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_webhook, "_MAX_WAITING", 2)
     blocked = _Blocked(hook)
-    sink = WebhookSink(URL, max_waiting=2)
+    sink = WebhookSink(URL)
     sink.alert(ALERT)
     assert blocked.asked.wait(30)  # the first is on its way, so the queue is empty
     for _ in range(10):
@@ -107,14 +124,15 @@ def test_training_never_waits_and_the_queue_is_bounded(hook: responses.RequestsM
     blocked.answer.set()
     sink.close()
     assert len(hook.calls) == 3
-    assert said() == ["The webhook does not keep up: 2 alerts wait, further ones are dropped."]
+    assert said() == ["The webhook does not keep up: 2 alerts wait; others are dropped."]
 
 
-def test_closing_takes_a_bounded_time(hook: responses.RequestsMock, said: Any) -> None:
+def test_closing_takes_a_bounded_time(hook: responses.RequestsMock, said: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     blocked = _Blocked(hook)
-    sink = WebhookSink(URL, close_timeout=0.01)
+    sink = WebhookSink(URL)
     sink.alert(ALERT)
     assert blocked.asked.wait(30)
+    monkeypatch.setattr(_webhook, "_TIMEOUT", 0.01)
     sink.close()
     assert said() == ["The webhook did not answer within 0.01 s: alerts may not have been sent."]
     blocked.answer.set()
@@ -122,20 +140,10 @@ def test_closing_takes_a_bounded_time(hook: responses.RequestsMock, said: Any) -
     sink.alert(ALERT)  # after the end: nothing either
 
 
-def test_closing_does_not_wait_for_the_next_attempt(hook: responses.RequestsMock) -> None:
-    # With an hour between attempts, an end that waited for one would not come.
-    refused = threading.Event()
-    hook.add_callback(responses.POST, URL, lambda _: refused.set() or (500, {}, ""))
-    sink = WebhookSink(URL, backoff=3600.0)
-    sink.alert(ALERT)
-    assert refused.wait(30)
-    sink.close()
-
-
 def test_the_url_is_in_no_log_and_no_repr(hook: responses.RequestsMock, caplog: pytest.LogCaptureFixture) -> None:
     hook.post(URL, body=requests.ConnectionError(f"cannot connect to {URL}"))
     with caplog.at_level(logging.DEBUG):
-        sink = WebhookSink(URL, backoff=0.0, max_attempts=1)
+        sink = WebhookSink(URL)
         sink.alert(ALERT)
         sink.close()
     assert repr(sink) == "WebhookSink(url=<secret>)"
@@ -165,7 +173,7 @@ def test_an_error_that_is_not_requests_own_ends_nothing_and_shows_nothing(
     # As urllib3's LocationParseError, which requests lets through.
     hook.post(URL, body=ValueError(f"cannot parse {URL}"))
     hook.post(URL, body="ok")
-    sink = WebhookSink(URL, backoff=0.0, max_attempts=1)
+    sink = WebhookSink(URL)
     sink.alert(ALERT)
     sink.alert(ALERT)
     sink.close()
@@ -183,31 +191,3 @@ def test_a_url_that_is_none_is_not_shown() -> None:
     with pytest.raises(ValueError, match=r"must begin with https:// or http://") as caught:
         WebhookSink("the-secret")
     assert "the-secret" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("argument", "message"),
-    [
-        ({"timeout": 0.0}, r"WebhookSink\(timeout=0.0\) must be above 0"),
-        ({"max_attempts": 0}, r"WebhookSink\(max_attempts=0\) must be above 0"),
-        ({"max_waiting": -1}, r"WebhookSink\(max_waiting=-1\) must be above 0"),
-        ({"backoff": -1.0}, r"WebhookSink\(backoff=-1.0\) must not be negative"),
-        ({"close_timeout": -1.0}, r"WebhookSink\(close_timeout=-1.0\) must not be negative"),
-    ],
-)
-def test_arguments_out_of_range(argument: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        WebhookSink(URL, **argument)
-
-
-@pytest.mark.parametrize("argument", [{"timeout": "3"}, {"max_attempts": 1.5}, {"backoff": None}])
-def test_arguments_of_another_type(argument: dict[str, Any]) -> None:
-    (name,) = argument
-    with pytest.raises(TypeError, match=rf"WebhookSink\({name}=.*\) must be a (whole )?number"):
-        WebhookSink(URL, **argument)
-
-
-def test_without_requests_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "requests", None)
-    with pytest.raises(ImportError, match=r"needs the extra `webhook`: pip install 'wandb-gradwatch\[webhook\]'"):
-        WebhookSink(URL)
