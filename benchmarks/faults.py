@@ -113,7 +113,9 @@ def train(run: Any, steps: int, at: Callable[[int], None] | None = None, **optio
     model = torch.nn.Linear(2, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     batch = torch.tensor([[3.0, 4.0]])
-    wandb_gradwatch.watch(model, **{"run": run, "log_every": LOG_EVERY, "histogram_every": 0} | options)
+    wandb_gradwatch.watch(
+        model, **{"run": run, "sample_every": 1, "log_every": LOG_EVERY, "histogram_every": 0} | options
+    )
     began = time.perf_counter()
     for number in range(steps):
         optimizer.zero_grad()

@@ -32,9 +32,9 @@ class Chosen(nn.Module):
 
 
 def watch(model: Any, *args: Any, **options: Any) -> tuple[Watcher, MemorySink]:
-    """watch() into memory, every sample flushed, no rules unless given."""
+    """watch() into memory, every step sampled and flushed, no rules unless given."""
     sink = MemorySink()
-    options = {"sinks": [sink], "rules": [], "log_every": 1} | options
+    options = {"sinks": [sink], "rules": [], "sample_every": 1, "log_every": 1} | options
     return wandb_gradwatch.watch(model, *args, **options), sink
 
 

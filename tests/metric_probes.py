@@ -15,9 +15,9 @@ from wandb_gradwatch.metrics import rules_of
 
 
 def watch(model: Any, metrics: Sequence[Any], **options: Any) -> tuple[Watcher, MemorySink]:
-    """watch() into memory with these metrics, every sample flushed."""
+    """watch() into memory with these metrics, every step sampled and flushed."""
     sink = MemorySink()
-    options = {"sinks": [sink], "rules": rules_of(metrics), "log_every": 1} | options
+    options = {"sinks": [sink], "rules": rules_of(metrics), "sample_every": 1, "log_every": 1} | options
     return wandb_gradwatch.watch(model, metrics=metrics, **options), sink
 
 

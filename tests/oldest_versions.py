@@ -26,7 +26,7 @@ def train(run: Any) -> None:
     torch.nn.init.ones_(model.weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    wandb_gradwatch.watch(model, run=run, log_every=LOG_EVERY)
+    wandb_gradwatch.watch(model, run=run, sample_every=1, log_every=LOG_EVERY)
     for number in range(STEPS):
         optimizer.zero_grad()
         for share in (0.25, 0.75):  # two micro-batches
@@ -54,7 +54,7 @@ def watch_a_compiled_step() -> None:
     def update() -> None:
         optimizer.step()
 
-    with wandb_gradwatch.watch(model, sinks=[memory], log_every=1):
+    with wandb_gradwatch.watch(model, sinks=[memory], sample_every=1, log_every=1):
         for _ in range(3):
             optimizer.zero_grad()
             model(torch.tensor([[3.0, 4.0]])).sum().backward()

@@ -310,7 +310,7 @@ def test_kernels_are_compiled_in_the_background_and_can_be_waited_for(world, mon
     monkeypatch.setattr(cuda_launch, "warm_up", warm_up)
     monkeypatch.setattr(door, "world_size", lambda: world)
     model = torch.nn.Linear(2, 2, dtype=torch.bfloat16).cuda()
-    watcher = door.watch(model, sinks=[MemorySink()], rules=[])
+    watcher = door.watch(model, sinks=[MemorySink()], sample_every=1, rules=[])
     assert asked == []  # watch() has not waited
     may_go_on.set()
     door.wait_for_kernels()

@@ -91,7 +91,7 @@ def accelerate(rank: int, world: int) -> dict[str, Any]:
         whole = torch.stack([data(each, world) for each in range(world)], dim=1).flatten(0, 1)
         loader = torch.utils.data.DataLoader(whole.flatten(0, 1), batch_size=4)
         model, optimizer, loader = accelerator.prepare(plain, optimizer, loader)
-        watcher = wandb_gradwatch.watch(model, sinks=[memory], log_every=4, guard="skip")
+        watcher = wandb_gradwatch.watch(model, sinks=[memory], sample_every=1, log_every=4, guard="skip")
         seen: list[torch.Tensor] = []
         for x in loader:
             seen.append(x)

@@ -31,7 +31,7 @@ def train(run: Any, **options: Any) -> wandb_gradwatch.Watcher:
     """40 watched steps with the gradient {3, 4}, logged as users do; the watcher is left to the run's end."""
     model = Chosen(a=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    watcher = wandb_gradwatch.watch(model, run=run, log_every=LOG_EVERY, **options)
+    watcher = wandb_gradwatch.watch(model, run=run, sample_every=1, log_every=LOG_EVERY, **options)
     for number in range(STEPS):
         step(model, optimizer, a=[3, 4])
         run.log({"loss": float(number)}, step=number)
@@ -69,7 +69,7 @@ def test_an_alert_gets_through_a_server_in_trouble(start_run: Any, loopback: Any
     loopback.fault("NotifyScriptableRunAlert", trouble, times=1)
     model = Chosen(a=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with wandb_gradwatch.watch(model, run=run, log_every=LOG_EVERY):
+    with wandb_gradwatch.watch(model, run=run, sample_every=1, log_every=LOG_EVERY):
         for number in range(10):
             step(model, optimizer, a=[3, float("nan")] if number == 4 else [3, 4])
             run.log({"loss": 0.0})
@@ -84,7 +84,7 @@ def test_an_alert_does_not_wait_for_a_server_that_hangs(start_run: Any, loopback
     loopback.fault("*", "hang")
     model = Chosen(a=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    watcher = wandb_gradwatch.watch(model, run=run, log_every=LOG_EVERY)
+    watcher = wandb_gradwatch.watch(model, run=run, sample_every=1, log_every=LOG_EVERY)
     for number in range(20):  # the test's time limit is what would be reached
         step(model, optimizer, a=[3, float("nan")] if number == 4 else [3, 4])
         run.log({"loss": 0.0})
@@ -130,7 +130,7 @@ model = torch.nn.Linear(2, 1, bias=False)
 torch.nn.init.ones_(model.weight)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
 if WATCHED:
-    wandb_gradwatch.watch(model, log_every=5)
+    wandb_gradwatch.watch(model, sample_every=1, log_every=5)
 BEFORE
 for number in range(40):
     optimizer.zero_grad()
@@ -211,7 +211,7 @@ def test_a_forked_child_that_trains_on_logs_nothing_into_its_parents_run(start_r
     run = start_run(server=loopback)
     model = Chosen(a=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    wandb_gradwatch.watch(model, run=run, log_every=LOG_EVERY)
+    wandb_gradwatch.watch(model, run=run, sample_every=1, log_every=LOG_EVERY)
     for number in range(STEPS):
         step(model, optimizer, a=[3, 4])
         run.log({"loss": float(number)}, step=number)
@@ -246,7 +246,7 @@ def test_workers_of_a_data_loader_neither_log_nor_hang(start_run: Any, loopback:
     run = start_run(server=loopback)
     model = Chosen(a=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    wandb_gradwatch.watch(model, run=run, log_every=LOG_EVERY)
+    wandb_gradwatch.watch(model, run=run, sample_every=1, log_every=LOG_EVERY)
     loader = torch.utils.data.DataLoader(
         Gradients(model), batch_size=None, num_workers=1, multiprocessing_context=method
     )
@@ -267,7 +267,7 @@ def test_a_clock_that_jumps_moves_no_number(monkeypatch: pytest.MonkeyPatch, sai
     memory = MemorySink()
     model = Chosen(a=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with wandb_gradwatch.watch(model, sinks=[memory], log_every=LOG_EVERY):
+    with wandb_gradwatch.watch(model, sinks=[memory], sample_every=1, log_every=LOG_EVERY):
         for number in range(STEPS):
             step(model, optimizer, a=[3, float("inf")] if number == 30 else [3, 4])
     merged = memory.merged()
@@ -308,7 +308,7 @@ def with_nan(**options: Any) -> tuple[torch.Tensor, MemorySink]:
     model = Chosen(a=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
     sinks = [*options.pop("sinks", []), memory]
-    with wandb_gradwatch.watch(model, sinks=sinks, log_every=LOG_EVERY, **options):
+    with wandb_gradwatch.watch(model, sinks=sinks, sample_every=1, log_every=LOG_EVERY, **options):
         for number in range(20):
             step(model, optimizer, a=[1, float("nan")] if number == 10 else [1, 1])
     return model.a.detach().clone(), memory
@@ -348,7 +348,7 @@ def test_a_row_is_not_lost_where_on_alert_raises_when_the_rules_look_at_the_flus
     model = Chosen(a=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
     raised = []
-    watcher = wandb_gradwatch.watch(model, sinks=[memory], log_every=20, on_alert=stop)
+    watcher = wandb_gradwatch.watch(model, sinks=[memory], sample_every=1, log_every=20, on_alert=stop)
     for _ in range(25):
         try:
             step(model, optimizer, a=[1e-9, 1e-9])  # no reason to look at once
@@ -380,7 +380,7 @@ def test_what_on_alert_raises_reaches_the_training_loop_and_watching_goes_on() -
     model = Chosen(a=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
     raised = []
-    with wandb_gradwatch.watch(model, sinks=[memory], log_every=LOG_EVERY, on_alert=stop):
+    with wandb_gradwatch.watch(model, sinks=[memory], sample_every=1, log_every=LOG_EVERY, on_alert=stop):
         for number in range(20):
             try:
                 step(model, optimizer, a=[1, float("nan")] if number == 10 else [1, 1])

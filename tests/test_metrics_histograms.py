@@ -148,7 +148,9 @@ def test_the_picture_is_that_of_gradients():
 def test_in_the_run_it_is_a_histogram_with_even_edges_and_not_in_the_summary(start_run, loopback):
     run = start_run(server=loopback)
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-    watcher = wandb_gradwatch.watch(model, run=run, sinks=[], rules=[], metrics=[Activations(r"^1$")], log_every=1)
+    watcher = wandb_gradwatch.watch(
+        model, run=run, sinks=[], rules=[], metrics=[Activations(r"^1$")], sample_every=1, log_every=1
+    )
     for _ in range(2):
         train(model, [torch.randn(5, 4)])
         run.log({"loss": 1.0})
@@ -172,7 +174,9 @@ def test_in_the_run_it_is_a_histogram_with_even_edges_and_not_in_the_summary(sta
 def test_a_sink_without_histograms_draws_none(offline_run):
     model = Passes()
     sink = WandbSink(offline_run, histograms=False)
-    watcher = wandb_gradwatch.watch(model, sinks=[sink], rules=[], metrics=[Activations("inner")], log_every=1)
+    watcher = wandb_gradwatch.watch(
+        model, sinks=[sink], rules=[], metrics=[Activations("inner")], sample_every=1, log_every=1
+    )
     train(model, [torch.ones(2)])
     watcher.remove()
     offline_run.finish()

@@ -226,7 +226,9 @@ def test_its_memory_grows_with_the_steps_and_ours_does_not():
         Reference(model, activations="root"),
         *(Metric("x", torch.mean, on=on, aggregate=torch.mean) for on in ("activation", "parameter", "gradient")),
     ]
-    watcher = wandb_gradwatch.watch(model, metrics=metrics, sinks=[ConsoleSink()], rules=[], log_every=5)
+    watcher = wandb_gradwatch.watch(
+        model, metrics=metrics, sinks=[ConsoleSink()], rules=[], sample_every=1, log_every=5
+    )
     optimizer = SGD(model.parameters(), lr=0.1)
     alive = []
     for _ in range(4):

@@ -112,7 +112,7 @@ def test_watching_and_unwatching_leaves_nothing(rounds: int) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
 
     def once() -> None:
-        with wandb_gradwatch.watch(model, sinks=[MemorySink()], log_every=2):
+        with wandb_gradwatch.watch(model, sinks=[MemorySink()], sample_every=1, log_every=2):
             for _ in range(4):
                 step(model, optimizer, a=[3, 4])
 

@@ -151,7 +151,7 @@ def test_a_watcher_sums_up_its_own_training() -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with watch(model, sinks=[MemorySink()], log_every=5) as watcher:
+    with watch(model, sinks=[MemorySink()], sample_every=1, log_every=5) as watcher:
         assert watcher.summary().steps is None
         for _ in range(20):
             loss = model(torch.ones(2, 4)).square().mean()
@@ -168,7 +168,7 @@ def test_a_watcher_sums_up_its_own_training() -> None:
 def test_a_nan_in_a_training_is_in_its_summary() -> None:
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with watch(model, sinks=[MemorySink()]) as watcher:
+    with watch(model, sinks=[MemorySink()], sample_every=1) as watcher:
         for step in range(1, 4):
             optimizer.zero_grad()
             (model(torch.ones(1, 2)).sum() * (math.nan if step == 3 else 1.0)).backward()

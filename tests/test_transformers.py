@@ -308,7 +308,7 @@ def test_lora_wrapped_after_training_began() -> None:
     memory = MemorySink()
     base = TwoLayers()
     data = batches(6)
-    with wandb_gradwatch.watch(base, sinks=[memory], log_every=1):
+    with wandb_gradwatch.watch(base, sinks=[memory], sample_every=1, log_every=1):
         optimizer = torch.optim.SGD(base.parameters(), lr=0.05)
         norms = [_step(base, optimizer, x) for x in data[:3]]
         model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["first"]))
@@ -353,7 +353,7 @@ def test_accelerate_in_two_lines(accelerator: Any) -> None:
     data = batches(8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     model, optimizer, loader = accelerator.prepare(model, optimizer, torch.utils.data.DataLoader(data, batch_size=None))
-    watcher = wandb_gradwatch.watch(model, sinks=[memory], log_every=2)
+    watcher = wandb_gradwatch.watch(model, sinks=[memory], sample_every=1, log_every=2)
     for index, x in enumerate(loader):
         if index % 2 == 0:
             expected.look(data[index : index + 2])

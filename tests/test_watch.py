@@ -123,7 +123,7 @@ def test_the_one_line_in_a_real_run(start_run):
     run = start_run(mode="offline")
     model = Chosen(a=2, b=1)
     optimizer = SGD(model.parameters(), lr=0.0)
-    watcher = wandb_gradwatch.watch(model, run=run, log_every=2)
+    watcher = wandb_gradwatch.watch(model, run=run, sample_every=1, log_every=2)
     for number in range(1, 5):
         step(model, optimizer, a=[3, 4], b=[12 * number])
         run.log({"loss": number})
@@ -143,13 +143,13 @@ def test_a_run_that_ends_while_watched_gets_its_last_window_and_the_next_run_not
     model = Chosen(a=1)
     optimizer = SGD(model.parameters(), lr=0.0)
     first = start_run(mode="offline")
-    wandb_gradwatch.watch(model, run=first, log_every=2)
+    wandb_gradwatch.watch(model, run=first, sample_every=1, log_every=2)
     for number in range(1, 4):
         step(model, optimizer, a=[number])
         first.log({"loss": number})
     first.finish()
     second = start_run(mode="offline")
-    wandb_gradwatch.watch(model, run=second, log_every=2)
+    wandb_gradwatch.watch(model, run=second, sample_every=1, log_every=2)
     for number in range(4, 6):
         step(model, optimizer, a=[number])
         second.log({"loss": number})
@@ -257,7 +257,7 @@ def test_the_arguments_are_left_as_they_are():
 def test_group_by_module_in_a_run(start_run):
     run = start_run(mode="offline")
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
-    watcher = wandb_gradwatch.watch(model, run=run, log_every=1, group_by="module")
+    watcher = wandb_gradwatch.watch(model, run=run, sample_every=1, log_every=1, group_by="module")
     model(torch.ones(1, 2)).sum().backward()
     SGD(model.parameters(), lr=0.1).step()
     watcher.remove()
@@ -269,7 +269,9 @@ def test_group_by_module_in_a_run(start_run):
 def test_parameters_that_are_asked_for_stay_parameters_however_many_they_are(start_run, caplog):
     run = start_run(mode="offline")
     model = Chosen(**{f"p{index}": 1 for index in range(260)})
-    watcher = wandb_gradwatch.watch(model, run=run, log_every=1, group_by="parameter", histogram_every=0)
+    watcher = wandb_gradwatch.watch(
+        model, run=run, sample_every=1, log_every=1, group_by="parameter", histogram_every=0
+    )
     step(model, SGD(model.parameters(), lr=0.1), **{f"p{index}": [1] for index in range(260)})
     watcher.remove()
     run.finish()
@@ -284,7 +286,7 @@ def test_watched_twice_unwatched_and_watched_again_every_row_once(start_run):
     optimizer = SGD(model.parameters(), lr=0.0)
     number = 0
     for _ in range(3):
-        watcher = wandb_gradwatch.watch(model, run=run, log_every=1, start_step=number)
+        watcher = wandb_gradwatch.watch(model, run=run, sample_every=1, log_every=1, start_step=number)
         for _ in range(2):
             number += 1
             step(model, optimizer, a=[number])
@@ -321,7 +323,7 @@ def test_two_models_with_equal_names_in_one_run_stay_apart(start_run):
     run = start_run(mode="offline")
     models = [Chosen(a=1), Chosen(a=1)]
     optimizers = [SGD(model.parameters(), lr=0.0) for model in models]
-    watchers = [wandb_gradwatch.watch(model, run=run, log_every=1, include="^a$") for model in models]
+    watchers = [wandb_gradwatch.watch(model, run=run, sample_every=1, log_every=1, include="^a$") for model in models]
     assert [watcher.parameter_names for watcher in watchers] == [("a",), ("model1.a",)]
     for model, optimizer, gradient in zip(models, optimizers, (3, 4), strict=True):
         step(model, optimizer, a=[gradient])

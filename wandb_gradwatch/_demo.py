@@ -190,7 +190,7 @@ def _train(output: Path, steps: int, online: bool) -> Training:
         def show(alert: Alert) -> None:
             say(alert.step, alert_title(alert.title, alert.level))
 
-        with run, watch(model, log_every=LOG_EVERY, on_alert=show) as watcher:
+        with run, watch(model, sample_every=1, log_every=LOG_EVERY, on_alert=show) as watcher:
             try:
                 for step in range(1, steps + 1):
                     if step == accident.start:

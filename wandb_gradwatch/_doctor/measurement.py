@@ -105,7 +105,7 @@ def _train_block(
 ) -> float:
     """Milliseconds per step of a block; arming and disarming are outside the clock, as a real run does them once."""
     memory = MemorySink(max_snapshots=1)
-    watcher = watch(model, sinks=[memory], log_every=steps) if watched else None
+    watcher = watch(model, sinks=[memory], sample_every=1, log_every=steps) if watched else None
     try:
         _synchronize(batch.device)
         started = time.perf_counter()
