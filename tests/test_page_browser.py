@@ -417,12 +417,17 @@ def test_values_that_are_zero_infinite_or_missing_everywhere_are_drawn(show: Ope
 
 
 def test_a_norm_of_nothing_finite_says_of_what_it_is(show: Opener) -> None:
-    zeros = np.zeros(1)
-    values = {"gradwatch/grad_norm": zeros, "gradwatch/num_nan": zeros + 7, "gradwatch/num_inf": zeros}
-    page = show(RunHistory(path=Path("run-x.wandb"), run_id="x", steps=np.array([10]), values=values))
-    tile = page.locator(".tile", has_text="Gradient norm")
-    assert tile.locator(".tile-note").inner_text() == "of the finite elements alone, at the last flush"
-    assert "step 10" in page.locator(".facts span").all_inner_texts()
+    values = {"gradwatch/num_nan": np.array([0.0, 7.0]), "gradwatch/num_inf": np.zeros(2)}
+    for last, value, note in (
+        (0.0, "0", "of the finite elements alone, at the last flush"),
+        (np.nan, "–", "no element was finite at the last flush"),
+    ):
+        norms = {"gradwatch/grad_norm": np.array([0.0, last])}
+        page = show(RunHistory(path=Path("run-x.wandb"), run_id="x", steps=np.array([9, 10]), values=values | norms))
+        tile = page.locator(".tile", has_text="Gradient norm")
+        assert tile.locator(".tile-value").inner_text() == value
+        assert tile.locator(".tile-note").inner_text() == note
+    assert "steps 9–10" in page.locator(".facts span").all_inner_texts()
     # A logarithm has no place for 0: said, instead of an empty chart; on the other scale it is drawn.
     hint = page.locator("#norm .hint")
     assert hint.inner_text() == "Nothing is above 0, and a logarithmic scale begins above it."

@@ -35,7 +35,7 @@ class LayerSummary:
 
     Args:
         name: as in the snapshot.
-        norm: of the newest sample in which it is present and finite.
+        norm: of the newest sample in which it is present; missing where an element there is not finite.
         peak: the largest norm as a multiple of the layer's own median.
         peak_step: the step of the largest norm; None where there is none.
         grad_param_ratio: gradient norm by parameter norm, newest.
@@ -198,7 +198,9 @@ def _layers(history: Snapshot) -> list[LayerSummary]:
     bad_SP = history.num_nonfinite > 0
     norm_SP = np.where(bad_SP, np.nan, history.grad_norm)  # the norm of a finite rest is not the layer's
     trace_WP = _pooled(np.where(bad_SP, np.inf, norm_SP))
-    newest = [last_present(values_SP) for values_SP in (norm_SP, history.grad_param_ratio, history.dead_ratio)]
+    present_SP = ~np.isnan(history.num_elements)
+    values = (norm_SP, history.grad_param_ratio, history.dead_ratio)
+    newest = [last_present(values_SP, present_SP) for values_SP in values]
     found = []
     for place, name in enumerate(history.names):
         norms = norm_SP[:, place]

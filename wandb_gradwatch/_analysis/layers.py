@@ -50,7 +50,7 @@ def module_norms(snapshot: Snapshot) -> tuple[tuple[str, ...], FloatArray]:
     """Each module's gradient norm: names [L] and norms [S, L], NaN where no gradient arrived."""
     modules = modules_of(snapshot.names)
     sum_sq_SP = snapshot.column(Column.GRAD_SUM_SQ)[:, modules.order]
-    missing_SP = np.isnan(sum_sq_SP)
+    missing_SP = np.isnan(snapshot.grad_norm)[:, modules.order]
     sum_sq_SL = np.add.reduceat(np.where(missing_SP, 0.0, sum_sq_SP), modules.starts, axis=1)
     missing_SL = np.logical_and.reduceat(missing_SP, modules.starts, axis=1)
     return modules.names, np.where(missing_SL, np.nan, np.sqrt(sum_sq_SL))

@@ -6,6 +6,7 @@ its memory does not grow with the number of samples. A value that is missing has
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
@@ -47,7 +48,7 @@ class HistoryRow:
     Args:
         step: the step of the last sample.
         newest: values of the last sample; a later row replaces them all, missing ones too.
-        last: values that last until a newer one arrives.
+        last: values that last until a newer sample has the name, NaN where that one has no value.
         largest: maxima over the window.
         summed: counts over the window.
         num_clipped: samples of the window whose gradient was clipped.
@@ -78,9 +79,11 @@ class HistoryRow:
             for name, values in snapshot.metrics.items()
             if name not in counts and name != GUARDED
         }
-        last |= _named("grad_norm", names, last_present(snapshot.grad_norm))
-        last |= _named("grad_param_ratio", names, last_present(snapshot.grad_param_ratio))
-        last |= _named("dead_ratio", names, last_present(snapshot.dead_ratio))
+        last = _present(last)
+        present_SP = ~np.isnan(snapshot.num_elements)
+        for family in ("grad_norm", "grad_param_ratio", "dead_ratio"):
+            values = _named(family, names, last_present(getattr(snapshot, family), present_SP))
+            last |= dict(itertools.compress(values.items(), np.logical_or.reduce(present_SP, axis=0)))
         largest = {"gradwatch/grad_norm_max": float(np.fmax.reduce(snapshot.total_grad_norm))}
         largest |= _named("grad_norm_max", names, np.fmax.reduce(snapshot.grad_norm, axis=0))
         summed = {
@@ -94,7 +97,7 @@ class HistoryRow:
         return cls(
             step=int(snapshot.steps[-1]),
             newest=_present(_newest(snapshot)),
-            last=_present(last),
+            last=last,
             largest=_present(largest),
             summed={key: int(value) for key, value in _present(summed).items()},
             num_clipped=int(snapshot.clipped[clip_known].sum()),
@@ -124,7 +127,7 @@ class HistoryRow:
         vitals: dict[str, Number] = {STEP_KEY: self.step, **self.newest}
         vitals |= {
             key: value
-            for values in (self.last, self.largest, self.summed)
+            for values in (_present(self.last), self.largest, self.summed)
             for key, value in values.items()
             if key.startswith("gradwatch/")
         }
@@ -138,7 +141,7 @@ class HistoryRow:
 
     def scalars(self) -> dict[str, Number]:
         """Every number of the row, the step first."""
-        return self.vitals() | self.last | self.largest | self.summed
+        return self.vitals() | _present(self.last) | self.largest | self.summed
 
 
 def metric_name(name: str) -> str:

@@ -34,12 +34,18 @@ def too_small(sum_sq_SP: FloatArray) -> npt.NDArray[np.bool_] | None:
     return tiny_SP if tiny_SP.any() else None
 
 
-def last_present(values_SP: FloatArray) -> FloatArray:
-    """Each name's last value that is not missing: [P]; NaN where all are."""
+def last_present(values_SP: FloatArray, present_SP: npt.NDArray[np.bool_] | None = None) -> FloatArray:
+    """Each name's value in the last sample that it is present in: [P]; NaN where it never is.
+
+    Args:
+        values_SP: what the samples have.
+        present_SP: where a gradient arrived: a value that is missing there is missing, and no earlier one takes its
+            place; None: wherever there is a value.
+    """
+    present_SP = ~np.isnan(values_SP) if present_SP is None else present_SP
     if not len(values_SP):
         return np.full(values_SP.shape[1:], np.nan)
-    present = ~np.isnan(values_SP)
-    last = len(values_SP) - 1 - np.argmax(present[::-1], axis=0)
+    last = len(values_SP) - 1 - np.argmax(present_SP[::-1], axis=0)
     result: FloatArray = np.take_along_axis(values_SP, last[None], axis=0)[0]
     return result
 

@@ -128,22 +128,29 @@ class Snapshot:
     def grad_norm(self) -> FloatArray:
         """L2 norm of the finite elements. Above 1.3e154, which only float64 gradients reach, it is infinite.
 
-        A norm below 1e-146 that is not 0 is missing: float64 cannot hold the squares.
+        Missing where no element is finite, and where a norm that is not 0 is below 1e-146: float64 cannot hold the
+        squares.
         """
-        norm = np.sqrt(self.column(Column.GRAD_SUM_SQ))
-        return norm if self._vanished is None else np.where(self._vanished, np.nan, norm)
+        return self._norm(Column.GRAD_SUM_SQ)
+
+    def _norm(self, column: Column) -> FloatArray:
+        norm = np.sqrt(self.column(column))
+        return norm if self._has_no_norm is None else np.where(self._has_no_norm, np.nan, norm)
 
     @derived
-    def _vanished(self) -> npt.NDArray[np.bool_] | None:
-        """Where the gradient is not 0, and its squares are: [S, P]; None for nowhere."""
+    def _has_no_norm(self) -> npt.NDArray[np.bool_] | None:
+        """Where a sum of squares of 0, or nearly, is not that of a gradient of 0: [S, P]; None for nowhere."""
         tiny_SP = too_small(self.column(Column.GRAD_SUM_SQ))
-        return None if tiny_SP is None else tiny_SP & (self.grad_abs_max > 0)
+        if tiny_SP is None:
+            return None
+        nothing_is_finite_SP = (self.num_finite == 0) & (self.num_elements > 0)
+        has_none_SP: npt.NDArray[np.bool_] = nothing_is_finite_SP | (tiny_SP & (self.grad_abs_max > 0))
+        return has_none_SP
 
     @derived
     def grad_norm_clipped(self) -> FloatArray:
         """L2 norm of the gradient that the optimizer received."""
-        norm = np.sqrt(self.column(Column.RECEIVED_SUM_SQ))
-        return norm if self._vanished is None else np.where(self._vanished, np.nan, norm)
+        return self._norm(Column.RECEIVED_SUM_SQ)
 
     @derived
     def grad_mean(self) -> FloatArray:
@@ -157,7 +164,7 @@ class Snapshot:
         with np.errstate(over="ignore", invalid="ignore"):  # squares beyond float64: no deviation is known
             # Rounding can leave a constant gradient a hair below zero.
             std = np.sqrt(np.maximum(mean_sq - self.grad_mean**2, 0.0))
-        return std if self._vanished is None else np.where(self._vanished, np.nan, std)
+        return std if self._has_no_norm is None else np.where(self._has_no_norm, np.nan, std)
 
     @derived
     def grad_min(self) -> FloatArray:
@@ -181,18 +188,22 @@ class Snapshot:
 
     @derived
     def dead_ratio(self) -> FloatArray:
-        """Share of the elements with |g| <= the dead threshold."""
-        return ratio(self.column(Column.NUM_DEAD), self.num_elements)
+        """Share of the elements with |g| <= the dead threshold; NaN where none is finite."""
+        return self._share(Column.NUM_DEAD)
 
     @derived
     def zero_ratio(self) -> FloatArray:
-        """Share of the elements that are exactly 0."""
-        return ratio(self.column(Column.NUM_ZERO), self.num_elements)
+        """Share of the elements that are exactly 0; NaN where none is finite."""
+        return self._share(Column.NUM_ZERO)
+
+    def _share(self, column: Column) -> FloatArray:
+        return np.where(self.num_finite == 0, np.nan, ratio(self.column(column), self.num_elements))
 
     @derived
     def param_norm(self) -> FloatArray:
-        """L2 norm of the parameter's finite elements, before the update: [S, P]."""
-        return np.sqrt(self.column(Column.PARAM_SUM_SQ))
+        """L2 norm of the parameter's finite elements, before the update: [S, P]; NaN where none is finite."""
+        broken = self.column(Column.PARAM_NUM_NONFINITE)
+        return np.where((broken > 0) & (broken == self.num_elements), np.nan, np.sqrt(self.column(Column.PARAM_SUM_SQ)))
 
     @derived
     def grad_param_ratio(self) -> FloatArray:

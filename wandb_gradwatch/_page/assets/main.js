@@ -67,13 +67,14 @@ function tiles() {
   const worst = content.alerts.some((alert) => alert.level === "ERROR") ? "bad" : content.alerts.length ? "careful" : "good";
   const first = content.alerts.find((alert) => alert.step !== null);
   const nonFinite = sum("num_nan") + sum("num_inf");
-  // 0 where all of them are NaN: who reads nothing else must not take it for a gradient that is zero.
-  const ofWhat = last("num_nan") + last("num_inf") > 0 ? "of the finite elements alone, at the last flush" : "at the last flush, before clipping";
+  const norm = (content.globals["gradwatch/grad_norm"] ?? []).at(-1); // missing where no element is finite, and not the norm of an earlier row
+  const bad = last("num_nan") + last("num_inf") > 0;
+  const ofWhat = bad ? (norm == null ? "no element was finite at the last flush" : "of the finite elements alone, at the last flush") : "at the last flush, before clipping";
   return element(
     "section",
     { class: "tiles", "aria-label": "At a glance" },
     tile("Alerts", String(content.alerts.length), first ? `first: ${first.title}, step ${first.step.toLocaleString("en-US")}` : "no rule found anything", worst),
-    has("grad_norm") ? tile("Gradient norm", formatNumber(last("grad_norm")), ofWhat) : null,
+    has("grad_norm") ? tile("Gradient norm", formatNumber(norm), ofWhat) : null,
     has("clip_ratio") ? tile("Clipped", formatShare(mean("clip_ratio")), "of the steps, on average") : null,
     has("num_nan") || has("num_inf") ? tile("Non-finite", formatNumber(nonFinite), "NaN and Inf elements in the run", nonFinite > 0 ? "bad" : "good") : null,
     has("loss_scale") ? tile("Skipped", formatNumber(sum("num_skipped_steps")), "steps skipped by the loss scaler") : null,
