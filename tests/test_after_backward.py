@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from gradients import Chosen, of, samples, step, watch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from wandb_gradwatch.rules import InfGradient, NaNGradient
 
@@ -102,4 +103,60 @@ def test_the_guard_leaves_out_what_became_nan_after_the_backward(breaks, sample_
     step(model, optimizer, **GRADIENTS)
     assert not any(map(torch.equal, before, model.parameters()))
     assert all(parameter.isfinite().all() for parameter in model.parameters())
+    watcher.remove()
+
+
+# ---- hooks of others before the step
+
+
+def clip_to_one_half(optimizer, *_):
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    torch.nn.utils.clip_grad_norm_(parameters, 0.5)
+
+
+def hooked_itself(optimizer):
+    return optimizer.register_step_pre_hook(clip_to_one_half)
+
+
+def hooked_globally(_):
+    return register_optimizer_step_pre_hook(clip_to_one_half)
+
+
+@pytest.mark.parametrize("hook", [hooked_itself, hooked_globally])
+def test_what_a_step_pre_hook_of_the_users_does_comes_before_the_step(hook):
+    model = Chosen(a=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    watcher, sink = watch(model)
+    handle = hook(optimizer)
+    for _ in range(3):
+        step(model, optimizer, a=[4, 0])
+    handle.remove()
+    step(model, optimizer, a=[4, 0])
+    assert not optimizer._optimizer_step_pre_hooks  # ours is there during a step only
+    snapshot = samples(watcher, sink)
+    assert snapshot.total_grad_norm.tolist() == [4] * 4
+    assert snapshot.total_grad_norm_clipped == pytest.approx([0.5, 0.5, 0.5, 4])
+    assert snapshot.clipped.tolist() == [1, 1, 1, 0]
+
+
+def test_a_guard_withholds_what_the_users_hook_breaks_and_a_step_that_raises_leaves_no_hook():
+    model = Chosen(a=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    watcher, _ = watch(model, guard="skip")
+
+    def break_it(*_):
+        model.a.grad.fill_(math.nan)
+
+    with optimizer.register_step_pre_hook(break_it):
+        step(model, optimizer, a=[4, 0])
+    assert model.a.tolist() == [1, 1]
+
+    def raise_it(*_):
+        raise ValueError("the user's own")
+
+    with optimizer.register_step_pre_hook(raise_it), pytest.raises(ValueError, match="the user's own"):
+        step(model, optimizer, a=[4, 0])
+    step(model, optimizer, a=[1, 0])
+    assert not optimizer._optimizer_step_pre_hooks
+    assert model.a.tolist() == [0, 1]
     watcher.remove()

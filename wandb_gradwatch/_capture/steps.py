@@ -14,7 +14,11 @@ from types import FrameType
 from typing import Any, Final, Protocol
 
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    _global_optimizer_pre_hooks,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils.hooks import RemovableHandle
 
 from .._runtime.autograd import current_graph_task
@@ -56,6 +60,11 @@ class _Step:
     inside_backward: bool
     listeners: list[StepListener]
     muted: list[StepListener] = field(default_factory=list)
+    last_hook: RemovableHandle | None = None
+
+    def begin(self) -> None:
+        for listener in self.listeners:
+            listener.before_step(self.optimizer, inside_backward=self.inside_backward)
 
 
 class _Stack(threading.local):
@@ -110,8 +119,12 @@ class StepHooks:
         self._stack.steps.append(step)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
         if not callable(closure):
-            for listener in listeners:
-                listener.before_step(optimizer, inside_backward=step.inside_backward)
+            # Torch runs the global hooks first. What an optimizer's own ones, or later global ones, do to the gradients
+            # (clip, reduce) comes before the step too: one that is registered now runs after them all.
+            if listeners and self._others_follow(optimizer):
+                step.last_hook = optimizer.register_step_pre_hook(lambda *_: step.begin())
+            else:
+                step.begin()
             return None
         for listener in listeners:
             listener.before_closure(optimizer)
@@ -128,6 +141,11 @@ class StepHooks:
             _end(step)
             if step.optimizer is optimizer:
                 break
+
+    def _others_follow(self, optimizer: Optimizer) -> bool:
+        """Whether hooks of others run between this one and the step."""
+        newest = next(reversed(_global_optimizer_pre_hooks), None)
+        return bool(optimizer._optimizer_step_pre_hooks) or newest != self._handles[0].id
 
     def _drop_raised(self, frame: FrameType) -> None:
         """End the steps that raised: their frames are not in the call stack any more."""
@@ -149,6 +167,8 @@ class StepHooks:
 
 
 def _end(step: _Step) -> None:
+    if step.last_hook is not None:
+        step.last_hook.remove()
     for listener in step.muted:
         listener.mute(False)
     for listener in step.listeners:
@@ -167,8 +187,8 @@ def _measured_at_first_return(closure: Callable[[], Any], step: _Step) -> Callab
         result = closure(*args, **kwargs)
         evaluations += 1
         if evaluations == 1:
+            step.begin()
             for listener in step.listeners:
-                listener.before_step(step.optimizer, inside_backward=step.inside_backward)
                 listener.mute(True)
                 step.muted.append(listener)
         return result
