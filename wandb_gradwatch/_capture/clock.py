@@ -27,14 +27,12 @@ class Closed:
         stepped: the optimizers that stepped.
         marked: the slots that received a gradient.
         skipped: whether loss scaling skipped an update in it.
-        backwards: how many backwards went into it.
     """
 
     step: int
     stepped: frozenset[int]
     marked: frozenset[int]
     skipped: bool
-    backwards: int
 
 
 @dataclass
@@ -155,7 +153,7 @@ class SampleClock:
 
     def _close(self) -> Closed:
         self.step += 1
-        closed = Closed(self.step, frozenset(self._stepped), frozenset(self.marked), self._skipped, self.backwards)
+        closed = Closed(self.step, frozenset(self._stepped), frozenset(self.marked), self._skipped)
         self._previous, self._marked_before, self._closed_any = closed.stepped, closed.marked, True
         self._stepped, self._inside_backward, self._skipped = set(), False, False
         self.discard()

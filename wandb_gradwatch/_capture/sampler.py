@@ -153,11 +153,7 @@ class Sampler:
                 self.clock.marked |= self._reached
             self._by_hand.remember_parameters()
         if self._is_measured:
-            entries = self._scan()
-            if self._schedule.has_all_backwards:
-                self._sample.measure_present(entries)
-            else:
-                self._sample.note(entries)
+            self._sample.measure_present(self._scan())  # each may be the last: the last group may be a shorter one
         elif self._by_hand.possible:
             self._sample.note(self._registry.scan())
         self._commit(self.clock.backward_ended())
@@ -387,8 +383,6 @@ class Sampler:
     def _commit(self, closed: Closed | None) -> None:
         if closed is None:
             return
-        if not self._by_hand.withholds:  # else perhaps no sample, but backwards before an optimizer's first step
-            self._schedule.close(closed)
         if self.step_skipping is not None:
             self.step_skipping.end_step(closed.step)
         if self._schedule.was_sampled(closed.step):

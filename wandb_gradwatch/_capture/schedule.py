@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Any, Final
 
 from .cadence import Budget, Cadence
-from .clock import Closed, SampleClock
+from .clock import SampleClock
 
 # Old code clips through `p.grad.data`, which leaves no trace in the version counter. The first samples and every
 # flushed one are compared by value; one difference there, and every sample is.
@@ -26,7 +25,6 @@ class Schedule:
         self._clock = clock
         self._cadence = cadence
         self._budget = budget
-        self._backwards_per_sample: deque[int] = deque(maxlen=4)
         self._trust_versions = True
         self._num_samples = 0  # with an update: what a loss scaler skips is not clipped
         self._samples_in_window = 0
@@ -53,11 +51,6 @@ class Schedule:
             or self._cadence.is_last_before_flush(self._clock.open_step)
         )
 
-    @property
-    def has_all_backwards(self) -> bool:
-        """Whether the backward that is ending is the last one, by the fewest of the last samples: none is missed."""
-        return self._clock.backwards + 1 >= min(self._backwards_per_sample, default=1)
-
     # ---- closed steps
 
     def was_sampled(self, step: int) -> bool:
@@ -67,11 +60,6 @@ class Schedule:
     def window_is_full(self, step: int) -> bool:
         """Whether the window is flushed when this step is done."""
         return bool(self._samples_in_window) and self._cadence.flush_due(step)
-
-    def close(self, closed: Closed) -> None:
-        """Learn how many backwards make a sample."""
-        if closed.backwards:
-            self._backwards_per_sample.append(closed.backwards)
 
     def add_sample(self, *, skipped: bool) -> None:
         """A sample was committed."""
@@ -106,7 +94,6 @@ class Schedule:
     def state_dict(self) -> dict[str, Any]:
         """What was learnt, in plain numbers."""
         return {
-            "backwards_per_sample": list(self._backwards_per_sample),
             "trust_versions": self._trust_versions,
             "num_samples": self._num_samples,
             "samples_in_window": self._samples_in_window,
@@ -114,7 +101,6 @@ class Schedule:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state_dict()`."""
-        self._backwards_per_sample.extend(int(number) for number in state["backwards_per_sample"])
         self._trust_versions = bool(state["trust_versions"])
         self._num_samples = int(state["num_samples"])
         self._samples_in_window = int(state["samples_in_window"])
