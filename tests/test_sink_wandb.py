@@ -281,18 +281,26 @@ def test_a_resumed_run_goes_on_after_its_last_step(start_run: Any, loopback: Any
     assert [row["gradwatch/step"] for row in rows if ours(row)] == [0, 1, 2]
 
 
-def test_two_watchers_share_one_run(offline_run: Any) -> None:
-    first, second = WandbSink(offline_run), WandbSink(offline_run)
+@pytest.mark.parametrize("namespace", ["", "model1"])
+def test_two_watchers_share_one_run_and_the_users_rows(offline_run: Any, namespace: str) -> None:
+    """Below a namespace the second's rows share a place with the first's; with equal keys they take turns."""
+    first, second = WandbSink(offline_run), WandbSink(offline_run, namespace=namespace)
     for step in range(4):
         first.write(window({"a": [1.0]}, first_step=step))
-        second.write(window({"b": [1.0]}, first_step=step))
+        second.write(window({"b": [2.0]}, first_step=step))
         offline_run.log({"loss": step})
     offline_run.finish()
     rows = history(offline_run)
     assert [row["_step"] for row in rows if "loss" in row] == [0, 1, 2, 3]
     for name in ("a", "b"):
         assert [row["gradwatch/step"] for row in rows if f"grad_norm/{name}" in row] == [0, 1, 2, 3]
-    assert not [row for row in rows if "grad_norm/a" in row and "grad_norm/b" in row]
+    together = [row for row in rows if "grad_norm/a" in row and "grad_norm/b" in row]
+    if namespace:
+        assert rows == together  # no row has waited for the run's end
+        norms = [(row["gradwatch/grad_norm"], row["gradwatch/model1/grad_norm"]) for row in rows]
+        assert norms == [(1.0, 2.0)] * 4
+    else:
+        assert not together
 
 
 def test_watch_unwatch_watch(offline_run: Any) -> None:

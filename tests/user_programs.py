@@ -48,6 +48,9 @@ class OwnRow:
     def merge(self, later: OwnRow) -> OwnRow:
         return OwnRow(self.numbers + later.numbers, max(self.num_parts, later.num_parts))
 
+    def joins(self, other: object) -> bool:
+        return False
+
     def parts(self) -> list[dict[str, Any]]:
         text = ",".join(map(str, self.numbers))
         return [{"own": text}] if self.num_parts == 1 else [{"own": text}, {"own_more": text}]

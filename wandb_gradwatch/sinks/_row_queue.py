@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 
 class Row(Protocol):
@@ -14,11 +14,17 @@ class Row(Protocol):
     def merge(self, later: Any) -> Any:
         """This row and a later one of the same owner as one."""
 
+    def joins(self, other: Any) -> bool:
+        """Whether this row may share a place with a row of another owner: both are of the same step."""
+
     def parts(self) -> list[dict[str, Any]]:
         """What to log, in order; each part takes a place of its own."""
 
 
-@dataclass
+_MAX_TOGETHER: Final = 8  # rows, of at most 1 MB a part: W&B skips rows above 10.4 MB
+
+
+@dataclass(eq=False)
 class _QueuedRow:
     owner: object
     row: Row
@@ -58,9 +64,37 @@ class RowQueue:
             with self._lock:
                 if not self._waiting:
                     return None
-                row = self._waiting.popleft().row
-            self._parts.extend(row.parts())
+                first = self._waiting.popleft()
+                rows = [first.row, *(queued.row for queued in self._pop_those_that_join(first))]
+            for row in rows:
+                self._add_parts(row)
         return self._parts[0]
+
+    def has_several_of(self, owner: object) -> bool:
+        """Whether two rows of this owner, or more, have no place yet."""
+        return sum(queued.owner is owner for queued in self._waiting) + bool(self._parts) > 1
+
+    def _pop_those_that_join(self, first: _QueuedRow) -> list[_QueuedRow]:
+        """The rows of other owners that share the first one's place: otherwise they would take turns, and fall behind.
+
+        Of each owner its oldest row, so that none overtakes another; at most as many as W&B's size limit allows.
+        """
+        oldest_of: dict[int, _QueuedRow] = {id(first.owner): first}
+        for queued in self._waiting:
+            oldest_of.setdefault(id(queued.owner), queued)
+        joining = [queued for queued in oldest_of.values() if queued is not first and first.row.joins(queued.row)]
+        joining = joining[: _MAX_TOGETHER - 1]
+        for queued in joining:
+            self._waiting.remove(queued)
+        return joining
+
+    def _add_parts(self, row: Row) -> None:
+        """Put each part into the place of one that has nothing else under its keys, or into a new place at the end."""
+        for index, part in enumerate(row.parts()):
+            if index < len(self._parts) and all(self._parts[index].get(key, part[key]) == part[key] for key in part):
+                self._parts[index] = {**self._parts[index], **part}
+            else:
+                self._parts.append(part)
 
     def pop_part(self) -> None:
         """The part whose turn it was is logged."""

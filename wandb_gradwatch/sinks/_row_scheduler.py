@@ -11,6 +11,10 @@ So, while the user may still log, we never commit, and never take a step that th
 - A user's call jumps over steps: waiting rows take the steps in between, which nobody can use any more.
 - Otherwise rows wait, and neighbours merge when too many do.
 - When the run ends, nobody logs any more, and the rest is committed row by row.
+- With `sync_tensorboard`, W&B's process makes the user's rows out of event files, seconds later and after the run's end
+  too: rows of ours go into the open row at once, merged with what it holds of ours until W&B has closed it.
+
+Rows of several watchers that are of one step share a place.
 
 A process that is killed (SIGKILL) loses the rows that wait, as it loses W&B's own open row.
 
@@ -68,6 +72,8 @@ class RowScheduler:
         self._run = run
         self._pid = os.getpid()
         self._shared = run.settings.mode == "shared"  # there the server orders rows: every writer just logs
+        self._from_event_files = sdk.syncs_tensorboard() and not self._shared
+        self._in_open_row: dict[int, tuple[object, Row]] = {}  # by owner's id, where rows come from event files
         self._waiting = RowQueue(max_waiting)
         self._open = OpenRow(run.starting_step)
         # Held from looking at the open row to the end of the log call. Re-entrant, because a signal handler may log or
@@ -100,10 +106,15 @@ class RowScheduler:
             owner: rows of the same owner may merge, and keep their order.
             commit: log it now, as a step of its own. For users who never log: it moves the steps of those who do.
         """
+        if self._from_event_files and not commit:
+            self._put_into_open_row(owner, row)
+            return
         self._waiting.put(owner, row)
         if commit or self._shared:
             self._log_all()
-        elif not self._sees_calls or (self._calls_at_last_put == self.num_user_calls and self.num_waiting > 1):
+        elif not self._sees_calls or (
+            self._calls_at_last_put == self.num_user_calls and self._waiting.has_several_of(owner)
+        ):
             self._log_where_nothing_of_ours_is()
         self._calls_at_last_put = self.num_user_calls
 
@@ -128,15 +139,34 @@ class RowScheduler:
         part = self._waiting.next_part()
         if part is None:
             return
+        self._log_part(part, step, commit)
+        # Only now: interrupted before, it is logged again, into the same open row, with the same keys.
+        self._waiting.pop_part()
+        self._open.note_call(step, commit, own=True)
+
+    def _log_part(self, part: dict[str, Any], step: int | None, commit: bool) -> None:
         if self._open.timestamp is not None and (step is None or step == self._open.step):
             part = {**part, "_timestamp": self._open.timestamp}
         counter = sdk.media_counter(self._run)
         self._log(part, step=step, commit=commit)
-        # Only now: interrupted before, it is logged again, into the same open row, with the same keys.
-        self._waiting.pop_part()
-        self._open.note_call(step, commit, own=True)
         if not commit:
             sdk.restore_media_counter(self._run, counter)
+
+    def _put_into_open_row(self, owner: object, row: Row) -> None:
+        """Log a row without a commit; what the open row holds of this owner is merged into it, and replaced."""
+        with self._log_lock:
+            self._look_at_step()
+            if not self._open.has_own:
+                self._in_open_row.clear()
+            _, earlier = self._in_open_row.get(id(owner), (owner, None))
+            merged = row if earlier is None else earlier.merge(row)
+            for part in merged.parts():
+                self._log_part(part, None, commit=False)
+            self._in_open_row[id(owner)] = (owner, merged)
+            # W&B may have closed the row in between. If it has, the next row is merged with this one in vain: nothing
+            # is lost in either case.
+            self._look_at_step()
+            self._open.has_own = True
 
     def _log_all(self) -> None:
         with self._log_lock:

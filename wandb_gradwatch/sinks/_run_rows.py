@@ -31,6 +31,9 @@ class RunRow:
     def merge(self, later: RunRow) -> RunRow:
         return RunRow(self.row.merge(later.row), later.rebinner, later.namespace)
 
+    def joins(self, other: object) -> bool:
+        return isinstance(other, RunRow) and other.row.step == self.row.step
+
     def parts(self) -> list[dict[str, Any]]:
         values: list[tuple[str, Any, int]] = [
             (key, value, len(key) + _NUMBER_BYTES)
@@ -50,6 +53,9 @@ class TableRow:
 
     def merge(self, later: TableRow) -> TableRow:
         return later
+
+    def joins(self, other: object) -> bool:
+        return False
 
     def parts(self) -> list[dict[str, Any]]:
         import wandb

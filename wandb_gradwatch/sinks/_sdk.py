@@ -47,11 +47,16 @@ def _wrap_finish(run: Any, end: Callable[[], None]) -> None:
     vars(run)[name] = finish_after_our_end
 
 
-def effective_step(step: Any) -> int | None:
-    """The step that W&B makes of the one that the user gave; None for its own."""
+def syncs_tensorboard() -> bool:
+    """Whether W&B's process reads TensorBoard's event files and makes rows of them."""
     import wandb
 
-    if step is None or wandb.patched.get("tensorboard"):  # with a patched TensorBoard W&B ignores the user's steps
+    return bool(wandb.patched.get("tensorboard"))
+
+
+def effective_step(step: Any) -> int | None:
+    """The step that W&B makes of the one that the user gave; None for its own."""
+    if step is None or syncs_tensorboard():  # W&B ignores the user's steps then
         return None
     try:
         return int(step)
