@@ -158,6 +158,47 @@ def test_the_placement_belongs_to_the_run() -> None:
     assert split_rows(run.core.rows) == ([(0, {"loss": 0})], [0, 1])
 
 
+class EventFiles(ModelRunWithLog):
+    """A run whose rows W&B's process makes of TensorBoard's event files, when it comes to them."""
+
+    def rows_from_files(self, *losses: int) -> None:
+        for loss in losses:
+            self.core.log({"loss": loss})
+
+
+@pytest.mark.parametrize("at_the_end", [0, 3], ids=["all rows during the run", "some after our last word"])
+def test_rows_join_those_from_event_files_whenever_they_come(monkeypatch: pytest.MonkeyPatch, at_the_end: int) -> None:
+    """The user's rows keep their steps, ours are all there, and they do not wait for the run's end."""
+    monkeypatch.setattr("wandb_gradwatch.sinks._sdk.syncs_tensorboard", lambda: True)
+    run = EventFiles()
+    row_scheduler = RowScheduler(run)
+    for number in range(6):
+        row_scheduler.put("watcher", OwnRow([number]))
+        if number % 2:
+            run.rows_from_files(10 * number, 10 * number + 1)  # they come several at a time
+            arrived = split_rows(run.core.rows)[1]
+            assert arrived == list(range(number + 1))
+    row_scheduler.end()
+    run.rows_from_files(*range(at_the_end))
+    run.finish()
+    user, own = split_rows(run.core.rows)
+    assert user == list(enumerate({"loss": loss} for loss in (10, 11, 30, 31, 50, 51, *range(at_the_end))))
+    assert own == list(range(6))
+
+
+def test_a_row_from_event_files_that_is_closed_while_ours_is_logged_loses_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the look at the step and the log call: the row lands in the next one, and is not replaced there."""
+    monkeypatch.setattr("wandb_gradwatch.sinks._sdk.syncs_tensorboard", lambda: True)
+    run = EventFiles()
+    row_scheduler = RowScheduler(run)
+    log = row_scheduler._log
+    for number in range(3):
+        row_scheduler.put("watcher", OwnRow([number]))
+        monkeypatch.setattr(row_scheduler, "_log", lambda *a, **k: (run.rows_from_files(1), log(*a, **k)))
+    run.finish()
+    assert set(split_rows(run.core.rows)[1]) == {0, 1, 2}
+
+
 def test_commit_logs_at_once() -> None:
     run = ModelRunWithLog()
     row_scheduler = RowScheduler(run)

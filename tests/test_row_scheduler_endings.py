@@ -139,3 +139,41 @@ def test_without_teardown_hooks_finish_itself_is_watched(
     _put_four(run)
     end(run)
     _assert_complete(run)
+
+
+_TENSORBOARD = """
+import sys, wandb, wandb_gradwatch, torch
+
+run = wandb.init(project="loopback", mode="offline", sync_tensorboard=True)
+from torch.utils.tensorboard import SummaryWriter
+
+writer = SummaryWriter("events")
+model = torch.nn.Linear(1, 1, bias=False)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+if sys.argv[1] == "watched":
+    wandb_gradwatch.watch(model, sample_every=1, log_every=1, rules=[])
+for step in range(6):
+    model.weight.grad = None
+    model(torch.ones(1, 1)).sum().backward()
+    optimizer.step()
+    writer.add_scalar("loss", step, 100 * step)
+writer.close()
+run.finish()
+"""
+
+
+def test_rows_of_tensorboards_files_keep_their_steps(tmp_path: Path, script_environment: Any) -> None:
+    """W&B reads the files after the script's last word here: nothing of ours may have taken steps before."""
+    pytest.importorskip("tensorboard")
+    of_user = {}
+    for how in ("plain", "watched"):
+        (directory := tmp_path / how).mkdir()
+        environment = script_environment(WANDB_DIR=str(directory))
+        subprocess.run(
+            [sys.executable, "-c", _TENSORBOARD, how], env=environment, check=True, capture_output=True, cwd=directory
+        )
+        rows = history(directory)
+        of_user[how] = [tuple(row.get(key) for key in ("_step", "global_step", "loss")) for row in rows]
+    assert of_user["plain"] == [(step, 100 * step, step) for step in range(6)]
+    assert of_user["watched"] == of_user["plain"]
+    assert max(row.get("gradwatch/step", 0) for row in rows) == 6

@@ -319,6 +319,26 @@ def test_importing_the_package_imports_no_optional_dependency():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
 
 
+@pytest.mark.parametrize("second", ["a", "b"])  # with the first one's name, or another
+def test_no_row_waits_for_the_runs_end_because_of_another_watcher(start_run, second):
+    """Every row of either model joins the user's row of its own step, each with a total norm of its own."""
+    run = start_run(mode="offline")
+    models = [Chosen(a=1), Chosen(**{second: 1})]
+    optimizers = [SGD(model.parameters(), lr=0.0) for model in models]
+    watchers = [wandb_gradwatch.watch(model, run=run, log_every=1, sample_every=1, rules=[]) for model in models]
+    for number in range(4):
+        step(models[0], optimizers[0], a=[3])
+        step(models[1], optimizers[1], **{second: [4]})
+        run.log({"loss": number})
+    for watcher in watchers:
+        watcher.remove()
+    run.finish()
+    rows = history(run)
+    layers = ["grad_norm/a", "grad_norm/b" if second == "b" else "grad_norm/model1/a"]
+    keys = ["_step", "loss", "gradwatch/step", "gradwatch/grad_norm", "gradwatch/model1/grad_norm", *layers]
+    assert [[row.get(key) for key in keys] for row in rows] == [[n, n, n + 1, 3, 4, 3, 4] for n in range(4)]
+
+
 def test_two_models_with_equal_names_in_one_run_stay_apart(start_run):
     run = start_run(mode="offline")
     models = [Chosen(a=1), Chosen(a=1)]

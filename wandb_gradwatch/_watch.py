@@ -285,13 +285,15 @@ def _run_of(run: Any, sinks: Sequence[Sink] | None) -> Any:
 
 
 def _namespace(run: Any, registry: ParameterRegistry) -> str:
-    """Another model in the same run with the same names keeps them; this one's begin with "model1", "model2", ..."""
-    others = [watcher for watcher in WATCHERS if watcher.logs_to(run)]
-    if not any(set(registry.names) & set(watcher.parameter_names) for watcher in others):
+    """What the numbers of a further model in this run are logged below: "model1", ...; names only where they clash."""
+    others = [(watcher, taken) for watcher in WATCHERS if (taken := watcher.namespaces_in(run))]
+    if not others:
         return ""
-    taken = {name.partition(".")[0] for watcher in others for name in watcher.parameter_names}
+    names = {name for watcher, _ in others for name in watcher.parameter_names}
+    taken = {name.partition(".")[0] for name in (*names, *registry.names)}.union(*(taken for _, taken in others))
     namespace = next(f"model{number}" for number in itertools.count(1) if f"model{number}" not in taken)
-    registry.put_below(namespace)
+    if names & set(registry.names):
+        registry.put_below(namespace)
     return namespace
 
 

@@ -159,9 +159,9 @@ class Watcher:
         inner = unwrapped(model) if isinstance(model, torch.nn.Module) else model
         return any(watched is inner for watched in self._registry.models())
 
-    def logs_to(self, run: object) -> bool:
-        """Whether one of the sinks writes to this W&B run."""
-        return self._dispatcher.log_to(run)
+    def namespaces_in(self, run: object) -> set[str]:
+        """What the whole model's numbers are logged below in this W&B run, by each sink that writes to it."""
+        return self._dispatcher.namespaces_in(run)
 
     @alone
     def diagnose(self) -> list[Diagnosis]:

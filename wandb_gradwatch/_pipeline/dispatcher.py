@@ -32,9 +32,9 @@ class Dispatcher:
         self._sinks = list(sinks)
         self._on_alert = tuple(on_alert)
 
-    def log_to(self, run: object) -> bool:
-        """Whether one of the sinks writes to this W&B run."""
-        return any(getattr(sink, "run", None) is run for sink in self._sinks)
+    def namespaces_in(self, run: object) -> set[str]:
+        """See Watcher."""
+        return {getattr(sink, "namespace", "") for sink in self._sinks if getattr(sink, "run", None) is run}
 
     def before_runs_end(self, flush: Callable[[], object]) -> None:
         """Have a run that is finished while watched call this first, so that it gets what it is owed."""

@@ -85,6 +85,11 @@ class WandbSink:
         """The run, as it was given."""
         return self._run
 
+    @property
+    def namespace(self) -> str:
+        """What the whole model's numbers are logged below; "": nothing."""
+        return self._namespace
+
     def before_run_ends(self, callback: Callable[[], object]) -> None:
         """Call back once when the run ends, however it ends, while `write` and `alert` still work: for a last flush.
 
