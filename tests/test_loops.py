@@ -293,7 +293,7 @@ def test_master_weights_with_the_optimizer_given():
     model = Chosen(a=1)
     master = model.a.detach().double().requires_grad_()
     optimizer = SGD([master], lr=0.1)
-    watcher, sink = watch(model, optimizer)
+    watcher, sink = watch(model, optimizer=optimizer)
     for number in (1, 2, 3):
         model.loss(a=[number]).backward()
         master.grad = model.a.grad.double()
@@ -528,7 +528,7 @@ def test_another_default_device_changes_nothing():
 def test_master_weights_own_what_is_added_too():
     model = nn.ModuleDict({"a": Chosen(p=1)})
     optimizer = SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
-    watcher, sink = watch(model, optimizer)
+    watcher, sink = watch(model, optimizer=optimizer)
     for number in (1, 2, 3, 4):
         if number == 3:
             model["b"] = Chosen(p=1)

@@ -53,9 +53,9 @@ SGD = torch.optim.SGD
         (nn.Linear(1, 1), {"rules": [3]}, TypeError, "3"),
         (nn.Linear(1, 1), {"rules": len}, TypeError, "rules=<built-in function len> must be a list of rules"),
         (nn.Linear(1, 1), {"optimizer": ["adam"]}, TypeError, "optimizer=['adam'] must be one torch.optim.Optimizer"),
-        (nn.Linear(1, 1), {"scaler": True}, TypeError, "scaler=True must be a torch.amp.GradScaler, or a number"),
-        (nn.Linear(1, 1), {"scaler": "1024"}, TypeError, "scaler='1024' must be a torch.amp.GradScaler, or a number"),
-        (nn.Linear(1, 1), {"scaler": 0.0}, ValueError, "scaler=0.0 must be a loss scale above 0"),
+        (nn.Linear(1, 1), {"scaler": True}, TypeError, "scaler=True must be a torch.amp.GradScaler; for a scale of"),
+        (nn.Linear(1, 1), {"scaler": 1024}, TypeError, "your own pass loss_scale="),
+        (nn.Linear(1, 1), {"loss_scale": 0.0}, ValueError, "loss_scale=0.0 must be above 0"),
         (nn.Linear(1, 1), {"run": "mine"}, TypeError, "run='mine' must be what wandb.init() returns"),
         (nn.Linear(1, 1), {"sinks": "console"}, TypeError, "sinks='console' must be a list of sinks"),
         (nn.Linear(1, 1), {"sinks": [print]}, TypeError, "must be a list of sinks, with write(), alert() and close()"),
@@ -234,7 +234,8 @@ def test_the_signature_is_the_contract():
     contract = {
         "run": None, "include": None, "exclude": None, "sample_every": 1, "log_every": 50, "histogram_every": None,
         "max_overhead": None, "group_by": None, "metrics": (), "rules": None, "sinks": None, "on_alert": None,
-        "guard": None, "dead_threshold": 0.0, "optimizer": None, "scaler": None, "start_step": 0, "backend": "auto",
+        "guard": None, "dead_threshold": 0.0, "optimizer": None, "scaler": None, "loss_scale": None,
+        "start_step": 0, "backend": "auto",
     }  # fmt: skip
     model, *others = inspect.signature(wandb_gradwatch.watch).parameters.values()
     assert (model.name, model.default) == ("model", inspect.Parameter.empty)

@@ -12,12 +12,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from ._capture.cadence import Budget, Cadence
 from ._capture.config import CaptureConfig
-from ._capture.measurer import MeasureOptions
+from ._capture.measurer import LossScale, MeasureOptions
 from ._capture.parameter_registry import Models, NameFilter, ParameterRegistry, with_prefixes
 from ._guard.guard import GuardArgument, resolve_guard
 from ._guard.rank_consensus import refuse_guard
@@ -52,7 +53,8 @@ def watch(
     guard: GuardArgument = None,
     dead_threshold: float = 0.0,
     optimizer: Optimizer | None = None,
-    scaler: GradScaler | float | None = None,
+    scaler: GradScaler | None = None,
+    loss_scale: LossScale | None = None,
     start_step: int = 0,
     backend: str = "auto",
 ) -> Watcher:
@@ -84,9 +86,10 @@ def watch(
             `sample_every` is. Fused optimizers never wait for it; others, and a function, read once a step.
         dead_threshold: |g| <= this counts as dead, in units of the true gradient.
         optimizer: only needed for an optimizer that updates copies of the parameters (master weights).
-        scaler: the gradient scaler, if it has to be known before it is first used; or a number, the loss scale that you
-            multiply the loss with and divide the gradients by yourself, between backward() and step(), which looks like
-            clipping else.
+        scaler: the gradient scaler, if it has to be known before it is first used.
+        loss_scale: what your own code divides the gradients by between backward() and step(), such as a constant that
+            the loss was multiplied with, or the number of tokens: a number, a tensor whose value counts when a backward
+            ends, or a function of the step's number that is called then. Norms are then those of the divided gradients.
         start_step: the number of the last step already made, for a run that goes on.
         backend: "auto", or one of the backends by name. On CPU "auto" is "compiled" where numba is installed (the extra
             `fast`), from when its loops are compiled, in the background, and "cpu", by torch and numpy, before and
@@ -112,7 +115,8 @@ def watch(
     _check_group_by(group_by, registry)
     if guard is not None and world_size() > 1 and backend == "auto" and _is_on_cpu(registry):
         backend = "cpu"  # replicas must decide alike, bit for bit: not by loops that one has compiled before another
-    loss_scale = _loss_scale_by_hand(scaler)
+    _check_instance("scaler", scaler, GradScaler, "a torch.amp.GradScaler; for a scale of your own pass loss_scale=")
+    _check_loss_scale(loss_scale)
     _check_dead_threshold(dead_threshold)
     if isinstance(start_step, bool) or not isinstance(start_step, int) or start_step < 0:
         raise ValueError(f"start_step={start_step!r} must be the number of a step, at least 0")
@@ -146,7 +150,7 @@ def watch(
                 measured=MeasureOptions(float(dead_threshold), backend, loss_scale),
                 budget=budget,
                 optimizer=optimizer,
-                scaler=scaler if isinstance(scaler, GradScaler) else None,
+                scaler=scaler,
                 start_step=start_step,
                 probes=tuple(probes),
             ),
@@ -222,15 +226,16 @@ def _prepare_backend(registry: ParameterRegistry, dead_threshold: float, backend
         _warm_up(kernels, dead_threshold, histogram=histogram)
 
 
-def _loss_scale_by_hand(scaler: object) -> float | None:
-    """The number that was given as `scaler=`; None for a scaler, or none."""
-    if scaler is None or isinstance(scaler, GradScaler):
-        return None
-    if isinstance(scaler, bool) or not isinstance(scaler, int | float):
-        raise TypeError(f"scaler={scaler!r} must be a torch.amp.GradScaler, or a number: the loss scale")
-    if not 0 < scaler < math.inf:
-        raise ValueError(f"scaler={scaler!r} must be a loss scale above 0")
-    return float(scaler)
+def _check_loss_scale(loss_scale: object) -> None:
+    if loss_scale is None or (callable(loss_scale) and not isinstance(loss_scale, Tensor)):
+        return
+    is_number = isinstance(loss_scale, int | float) and not isinstance(loss_scale, bool)
+    if not is_number and not (isinstance(loss_scale, Tensor) and loss_scale.numel() == 1):
+        raise TypeError(
+            f"loss_scale={loss_scale!r} must be a number, a tensor with one element, or a function of the step"
+        )
+    if isinstance(loss_scale, int | float) and not 0 < loss_scale < math.inf:
+        raise ValueError(f"loss_scale={loss_scale!r} must be above 0, and finite")
 
 
 def _is_on_cpu(registry: ParameterRegistry) -> bool:

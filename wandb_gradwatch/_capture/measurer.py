@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from .._measure.columns import NUM_COLUMNS, SCALE_POWER, Column
 from .._measure.elements import onto
 from .._measure.measure import measure, measure_received
 from .._runtime.autograd import Entry
+from .._runtime.error_boundary import CallbackError
 from .._runtime.sharding import local_gradient, local_part
 from .._transfer.sample_buffer import SampleBuffer
 from .gradient_versions import GradientVersions
@@ -24,6 +26,8 @@ from .optimizer_registry import OptimizerRegistry
 from .probes import WatchedTensor
 from .scaling import SCALES, scale_tensor
 from .timing import DeviceTimer
+
+LossScale = float | Tensor | Callable[[int], float | Tensor]
 
 
 @dataclass(frozen=True)
@@ -33,13 +37,13 @@ class MeasureOptions:
     Args:
         dead_threshold: |g| <= this is dead.
         backend: as given to watch().
-        loss_scale: what the user's loss is multiplied with, and the gradients are divided by before the step, by hand;
-            None: by a scaler, or not at all.
+        loss_scale: what the gradients are divided by after the backward, by hand: a number, a tensor whose value counts
+            when they are measured, or a function of the step; None: by a scaler, or not at all.
     """
 
     dead_threshold: float = 0.0
     backend: str = "auto"
-    loss_scale: float | None = None
+    loss_scale: LossScale | None = None
 
 
 @dataclass(slots=True)
@@ -87,14 +91,16 @@ class Measurer:
         self._optimizer_registry = optimizer_registry
         self._options = options
         self.seen = GradientVersions()
-        self._scales: dict[torch.device, Tensor] = {}  # by hand
+        self.eps = 0.0  # the coarsest relative precision of what was measured again in the open sample
+        self._step = 0
         self._assumed_scaler: dict[int, GradScaler | None] = {}  # by slot, where a scaler is in use
 
     def _timed(self, device: torch.device) -> AbstractContextManager[None]:
         return nullcontext() if self._timer is None else self._timer.on(device)
 
-    def begin_sample(self) -> None:
-        """Forget what was seen: a new sample is open."""
+    def begin_sample(self, step: int) -> None:
+        """Forget what was seen: the sample of this step is open."""
+        self._step, self.eps = step, 0.0
         self.seen.clear()
         self._assumed_scaler.clear()
 
@@ -103,15 +109,21 @@ class Measurer:
         present = [(slot, gradient) for slot, parameter in entries if (gradient := parameter.grad) is not None]
         self.seen.remember([slot for slot, _ in present], [gradient for _, gradient in present], measured=False)
 
-    def measure(self, present: Sequence[Entry], *, histogram: bool, parameters: bool = True) -> None:
-        """Measure gradients that are as the backward left them: scaled and unclipped; and their parameters."""
-        any_scaler = SCALES.scaler_of(None) is not None
+    def measure(
+        self, present: Sequence[Entry], *, histogram: bool, parameters: bool = True, scaled: bool = True
+    ) -> None:
+        """Measure gradients that are not clipped yet, and their parameters.
+
+        Args:
+            scaled: they are as the backward left them, multiplied with the loss scale if there is one.
+        """
+        any_scaler = scaled and SCALES.scaler_of(None) is not None
         for group in self._groups(present, by_scaler=any_scaler):
             inverse_scale = None
             if any_scaler:
                 scale = None if group.scaler is None else scale_tensor(group.scaler)
             else:
-                scale = self._scale_by_hand(group.device)
+                scale = self._scale_by_hand(group.device) if scaled else None
             if scale is not None:
                 self._window.set_loss_scale(scale)
                 inverse_scale = onto(scale.double().reciprocal(), group.device)
@@ -131,11 +143,17 @@ class Measurer:
                 self._assumed_scaler.update(dict.fromkeys(group.slots, group.scaler))
 
     def _scale_by_hand(self, device: torch.device) -> Tensor | None:
-        if self._options.loss_scale is None:
+        scale = self._options.loss_scale
+        if callable(scale) and not isinstance(scale, Tensor):
+            try:
+                scale = scale(self._step)
+            except Exception as error:  # the user's own
+                raise CallbackError from error
+        if scale is None:
             return None
-        if device not in self._scales:
-            self._scales[device] = torch.full((), self._options.loss_scale, device=device)
-        return self._scales[device]
+        if isinstance(scale, Tensor):
+            return onto(scale.detach().reshape(()), device)
+        return torch.full((), scale, device=device)
 
     def measure_after_clipping(self, present: Sequence[Entry], optimizer: Optimizer) -> None:
         """Measure gradients that may have been clipped since the backward; what clipping hides stays missing."""
@@ -150,14 +168,26 @@ class Measurer:
             )
             self._window.write_after_clipping(group.slots, measurement)
 
-    def measure_received(self, present: Sequence[Entry], optimizer: Optimizer) -> None:
-        """One cheap pass over gradients that may have changed since they were measured."""
+    def measure_received(self, present: Sequence[Entry], optimizer: Optimizer | None, *, whole: bool) -> None:
+        """One pass over gradients that may have changed since they were measured.
+
+        Args:
+            whole: as rows, which tell what has happened to them; otherwise their norm and what is not finite.
+        """
         for group in self._groups(present, by_scaler=False):
             gradients, _ = group.tensors
-            inverse_scale = _pending_inverse_scale(optimizer, group.device)
+            options: dict[str, Any] = {"backend": self._options.backend}
+            if optimizer is not None:
+                options["inverse_scale"] = _pending_inverse_scale(optimizer, group.device)
             with self._timed(group.device):
-                received = measure_received(gradients, inverse_scale=inverse_scale, backend=self._options.backend)
+                received = measure(gradients, None, **options).rows if whole else measure_received(gradients, **options)
             self._window.write_received(group.slots, received)
+            self.note_precision(gradients)
+
+    def note_precision(self, gradients: Iterable[Tensor]) -> None:
+        """These are compared with what they were before: their dtype says how closely."""
+        dtypes = {gradient.dtype for gradient in gradients}
+        self.eps = max([self.eps, *(torch.finfo(dtype).eps for dtype in dtypes)])
 
     def watched(self, entries: Iterable[Entry], names: Sequence[str], *, scaled: bool) -> list[WatchedTensor]:
         """The entries as probes see them."""

@@ -16,6 +16,7 @@ from .measurer import Measurer
 from .optimizer_registry import OptimizerRegistry
 from .parameter_registry import ParameterRegistry
 from .probes import Probes
+from .scaling import SCALES
 from .schedule import Schedule
 
 
@@ -59,6 +60,15 @@ class OpenSample:
         self._guard_reads_rows = guard_reads_rows
         self._being_unscaled = Inspection()
         self.compared: tuple[int, ...] = ()  # slots whose gradients looked unmodified and were compared all the same
+        self._unscaled: set[int] = set()  # slots whose gradients a scaler has divided
+        self._clipped: set[int] = set()  # slots whose gradients torch's functions have clipped, or are clipping
+        self._received: set[int] = set()  # slots of which is known what an update by hand may use
+        self.by_torch = False  # one of torch's functions has clipped
+
+    @property
+    def eps(self) -> float:
+        """Relative precision of the gradients that were measured again."""
+        return self._measurer.eps
 
     @property
     def seen(self) -> GradientVersions:
@@ -67,8 +77,9 @@ class OpenSample:
 
     def begin(self) -> None:
         """A new sample is open."""
-        self._measurer.begin_sample()
+        self._measurer.begin_sample(self._around.clock.open_step)
         self.compared = ()
+        self._unscaled, self._clipped, self._received, self.by_torch = set(), set(), set(), False
         if self._probes:
             schedule = self._around.schedule
             self._probes.start(schedule.is_sampled, schedule.has_histogram)
@@ -82,23 +93,78 @@ class OpenSample:
     def measure_present(self, entries: Iterable[Entry]) -> None:
         """Measure every gradient that is there, marked or not: some hooks are blind (swapped tensors)."""
         present = [entry for entry in entries if entry[1].grad is not None]
+        self._clipped, self._received, self.by_torch = set(), set(), False  # what an earlier backward left was
         self._measure(present)
         marked = self._around.clock.marked
         unmarked = sorted(slot for slot, _ in present if slot not in marked)
         if unmarked:
             self._around.window.drop_zero_rows(unmarked)
 
-    def _measure(self, present: Sequence[Entry]) -> None:
+    def _measure(self, present: Sequence[Entry], *, scaled: bool = True) -> None:
         schedule = self._around.schedule
-        self._measurer.measure(present, histogram=schedule.has_histogram, parameters=self._rows_are_read)
+        self._measurer.measure(present, histogram=schedule.has_histogram, parameters=self._rows_are_read, scaled=scaled)
         if self._probes and schedule.is_sampled:
-            tensors = self._measurer.watched(present, self._around.registry.names, scaled=True)
+            tensors = self._measurer.watched(present, self._around.registry.names, scaled=scaled)
             self._probes.gradients_ready(tensors)
 
     @property
     def _rows_are_read(self) -> bool:
         """Whether the open step's rows are for more than a guard that judges by the norm."""
         return self._guard_reads_rows or self._around.schedule.is_sampled
+
+    # ---- around torch's clipping
+
+    def before_clipping(self, entries: Sequence[Entry]) -> None:
+        """Torch is about to clip these: as they are now is before clipping, whatever was done since the backward."""
+        self.by_torch = True
+        found = self.seen.inspect(entries, inside_backward=False)
+        if found.late:
+            self._measure(found.late)
+        changed, unclear = ([e for e in of if e[0] not in self._clipped] for of in (found.changed, found.unclear))
+        self._clipped.update(slot for slot, parameter in entries if parameter.grad is not None)
+        if not self._rows_are_read or not (changed or unclear):
+            return
+        around = self._around
+        if unclear and not around.clock.backwards:  # assigned by hand
+            self.mark_present(around.scan())
+        if changed:
+            around.window.put_earlier(sorted(slot for slot, _ in changed))
+        again = changed + unclear
+        any_scaler = SCALES.scaler_of(None) is not None
+        true = [entry for entry in again if not any_scaler or entry[0] in self._unscaled]
+        still_scaled = [entry for entry in again if any_scaler and entry[0] not in self._unscaled]
+        for some, scaled in ((true, False), (still_scaled, True)):
+            if some:
+                self._measure(some, scaled=scaled)
+                self._measurer.note_precision(p.grad for _, p in some if p.grad is not None)
+        unmarked = sorted(slot for slot, _ in unclear if slot not in around.clock.marked)
+        if unmarked:
+            around.window.drop_zero_rows(unmarked)
+
+    def after_clipping(self, entries: Sequence[Entry]) -> None:
+        """Torch has clipped these, and there may be no optimizer whose step would show what became of them."""
+        clipped = [entry for entry in entries if entry[1].grad is not None]
+        if clipped and self._rows_are_read:
+            self._measurer.measure_received(clipped, None, whole=True)
+            self._received.update(slot for slot, _ in clipped)
+
+    # ---- an update by hand
+
+    def updated_by_hand(self, entries: Sequence[Entry]) -> None:
+        """There was an update without an optimizer.
+
+        Args:
+            entries: whose gradients are still those of the update; of others it is not known what became of them.
+        """
+        if not self._rows_are_read:
+            return
+        measured = set(self.seen.slots)
+        found = self.seen.inspect((e for e in entries if e[0] in measured), inside_backward=False)
+        if found.changed:
+            self._measurer.measure_received(found.changed, None, whole=True)
+        known = self._received.union(slot for slot, _ in found.changed + found.unchanged)
+        if unknown := sorted(measured - known):
+            self._around.window.hide_received(unknown)
 
     # ---- before a step
 
@@ -109,18 +175,25 @@ class OpenSample:
         if inside_backward:
             around.clock.marked.update(slot for slot, _ in found.late)
         self._measurer.correct_scale(optimizer)
-        if found.gone:
+        masters = around.optimizer_registry.masters(optimizer)
+        if found.gone and masters is None:
             self._drop(found)
         if found.late:
             self._measure(found.late)
         if found.unclear:
             self._measure_unclear(found.unclear, optimizer)
         modified = found.changed
-        if found.unchanged and around.schedule.is_compared:
+        if masters is not None:
+            slots = around.optimizer_registry.slots(optimizer).intersection(self.seen.slots)
+            modified = [(slot, master) for slot, master in masters if slot in slots and master.grad is not None]
+            if hidden := sorted(slots.difference(slot for slot, _ in modified)):
+                around.window.hide_received(hidden)
+        elif found.unchanged and around.schedule.is_compared:
             self.compared += tuple(slot for slot, _ in found.unchanged)
-            modified = modified + found.unchanged
+            whole = self._rows_are_read and not around.schedule.trusts_versions
+            self._measurer.measure_received(found.unchanged, optimizer, whole=whole)
         if modified:
-            self._measurer.measure_received(modified, optimizer)
+            self._measurer.measure_received(modified, optimizer, whole=self._rows_are_read)
         found_inf = getattr(optimizer, "found_inf", None)  # set by a scaler where the optimizer itself skips
         if found_inf is not None:
             around.window.set_found_inf(found_inf)
@@ -179,10 +252,11 @@ class OpenSample:
         """It has: they are as they were before, in other units."""
         found, self._being_unscaled = self._being_unscaled, Inspection()
         if found.changed:  # before that: the step, which may be skipped, is no occasion to see it
-            self._measurer.measure_received(found.changed, optimizer)
+            self._measurer.measure_received(found.changed, optimizer, whole=self._rows_are_read)
         measured = found.late + found.unchanged + found.changed
         there = [(slot, parameter.grad) for slot, parameter in measured if parameter.grad is not None]
         self.seen.remember([slot for slot, _ in there], [gradient for _, gradient in there], measured=True)
+        self._unscaled.update(slot for slot, _ in there)
 
     # ---- the end
 

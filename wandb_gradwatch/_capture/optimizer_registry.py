@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 
+import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from .._runtime.autograd import Entry
@@ -86,6 +89,37 @@ class OptimizerRegistry:
             for parameter in group["params"]
             if (slot := slot_of_id.get(id(parameter))) is not None
         ]
+
+    def masters(self, optimizer: Optimizer) -> list[Entry] | None:
+        """What this optimizer updates in the place of watched parameters, by their slots; None where it updates those.
+
+        Copies are matched with parameters of their shape, in order; what cannot be matched is left out. None, too,
+        where none of them has a gradient: then the parameters' own are taken for what is used.
+        """
+        own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if not self._is_appointed(optimizer) or all(id(one) in self._registry.slot_of_id for one in own):
+            return None
+        if all(one.grad is None for one in own):
+            return None
+        copies: dict[tuple[torch.Size, torch.device], list[Tensor]] = {}
+        for one in own:
+            if id(one) not in self._registry.slot_of_id:
+                copies.setdefault((one.shape, one.device), []).append(one)
+        entries, held = self.entries(optimizer), {id(one) for one in own}
+        copied = [entry for entry in entries if id(entry[1]) not in held and entry[1].requires_grad]
+        kinds = Counter((parameter.shape, parameter.device) for _, parameter in copied)
+        found = [entry for entry in entries if id(entry[1]) in held]
+        for slot, parameter in copied:
+            kind = (parameter.shape, parameter.device)
+            if len(copies.get(kind, ())) == kinds[kind]:
+                kinds[kind] -= 1
+                found.append((slot, copies[kind].pop(0)))
+        return found
+
+    def has_masters(self, parameters: Sequence[Tensor]) -> bool:
+        """Whether any of these is updated in the place of a watched parameter."""
+        appointed = self._appointed() if self._appointed is not None else None
+        return appointed is not None and not set(map(id, parameters)).isdisjoint(_ids(appointed))
 
     def _fingerprint(self, optimizer: Optimizer) -> int:
         """Changes when parameters are added to the optimizer, exchanged in it, or replaced in the model."""

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from .._guard.rank_consensus import ConsensusTable, FailedRankVoter, RankConsensus
@@ -27,6 +28,7 @@ from .._runtime.sharding import Shards, world_size
 from .._transfer.sample_buffer import SampleBuffer
 from .._transfer.transfers import Sample
 from .by_hand import UpdatesByHand
+from .clipping import CLIP_FUNCTIONS
 from .clock import Closed, SampleClock
 from .config import CaptureConfig
 from .events import SamplerEvents
@@ -104,6 +106,7 @@ class Sampler:
         self._hook_sync.start()
         self._sample.begin()
         SCALES.subscribe(self)
+        CLIP_FUNCTIONS.subscribe(self)
         STEP_HOOKS.subscribe(self)
 
     def stop(self) -> None:
@@ -111,6 +114,7 @@ class Sampler:
         self.boundary.stopped = True
         STEP_HOOKS.unsubscribe(self)
         SCALES.unsubscribe(self)
+        CLIP_FUNCTIONS.unsubscribe(self)
         self._hooks.remove()
         if self.step_skipping is not None:
             self.step_skipping.release()
@@ -328,6 +332,33 @@ class Sampler:
         if self._is_measured and self.follows(optimizer):
             self._sample.after_unscale(optimizer)
 
+    # ---- torch's clipping
+
+    def before_clipping(self, parameters: Sequence[Tensor]) -> None:
+        """See ClipListener."""
+        if self._is_measured and not self._muted and current_graph_task() == -1:
+            self._before_clipping(parameters)
+
+    @contained
+    def _before_clipping(self, parameters: Sequence[Tensor]) -> None:
+        if entries := self._watched_among(parameters):
+            self._sample.before_clipping(entries)
+        elif self._optimizer_registry.has_masters(parameters):
+            self._sample.by_torch = True
+
+    def after_clipping(self, parameters: Sequence[Tensor]) -> None:
+        """See ClipListener."""
+        if self._by_hand.possible and self._is_measured and not self._muted and current_graph_task() == -1:
+            self._after_clipping(parameters)
+
+    @contained
+    def _after_clipping(self, parameters: Sequence[Tensor]) -> None:
+        self._sample.after_clipping(self._watched_among(parameters))
+
+    def _watched_among(self, parameters: Sequence[Tensor]) -> list[Entry]:
+        slot_of_id = self._registry.slot_of_id
+        return [(slot, one) for one in parameters if (slot := slot_of_id.get(id(one))) is not None]
+
     # ---- updates without an optimizer
 
     def _optimizer_found(self) -> None:
@@ -337,7 +368,9 @@ class Sampler:
             self._window.forget_sent()
             self._schedule.begin_window()
 
-    def _close_update_by_hand(self) -> None:
+    def _close_update_by_hand(self, entries: Sequence[Entry] = ()) -> None:
+        """Args: entries: whose gradients are still there as the update has used them."""
+        self._sample.updated_by_hand(entries)
         is_proof = self._by_hand.count()
         self._commit(self.clock.update())
         if is_proof:
@@ -363,6 +396,7 @@ class Sampler:
     def mark_step(self) -> None:
         """The user says that an update has been made."""
         self._by_hand.exclude()
+        self._sample.updated_by_hand(self._registry.scan())
         self._commit(self.clock.update())
 
     # ---- the end of a sample
@@ -376,7 +410,7 @@ class Sampler:
         if closed := self.clock.close():
             self._commit(closed)
         elif self._by_hand.possible and self.clock.backwards and (final or self._by_hand.has_updated()):
-            self._close_update_by_hand()
+            self._close_update_by_hand(self._registry.scan())
             if self._by_hand.settle():
                 self._say_by_hand()
 
@@ -407,7 +441,9 @@ class Sampler:
         if self.step_skipping is not None:
             found[GUARDED_STEPS] = self.step_skipping.take_count()
             found[GUARDED] = self.step_skipping.last_withheld
-        self._window.commit(Sample(closed.step, closed.skipped, updated, self._sample.compared), found)
+        sample = self._sample
+        of_host = Sample(closed.step, closed.skipped, updated, sample.compared, sample.by_torch, sample.eps)
+        self._window.commit(of_host, found)
         self._schedule.add_sample(skipped=closed.skipped)
 
     def trainable(self) -> tuple[bool, ...]:

@@ -70,6 +70,11 @@ class Schedule:
         """The window was flushed, or forgotten."""
         self._samples_in_window = 0
 
+    @property
+    def trusts_versions(self) -> bool:
+        """Whether every gradient that was modified has shown it so far."""
+        return self._trust_versions
+
     def distrust_versions(self) -> None:
         """A gradient was modified without a trace: compare every sample by value from now on."""
         self._trust_versions = False

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from .._measure.change import CLIPPED, MULTIPLIED, is_limit
 from .._measure.columns import Column
 from .._measure.probe_values import MetricHistogram, merge_histograms
 from .._runtime.error_boundary import CallbackError
@@ -128,6 +129,8 @@ class Pipeline:
         # Nearly always one optimizer has received something for everything: no need to look closer.
         if some_are_missing or not total_C[Column.RECEIVED_SUM_SQ] or len(sample.sample.updated) > 1:
             was_zeroed = drop_zeroed(sample)
+        if sample.metrics.get(CLIPPED) == MULTIPLIED and not self._shards.any:
+            self._say_multiplied(sample.sample.step, total_C)
         if sample.histograms:
             sample = self._with_earlier_histograms(sample)
         self.window.append(sample)  # before anything is said: a callback of the user's may raise
@@ -137,6 +140,17 @@ class Pipeline:
         finally:
             if not self._shards.any:
                 self._rule_runner.judge([sample])
+
+    def _say_multiplied(self, step: int, total_C: Sequence[float]) -> None:
+        before, after = (math.sqrt(total_C[column]) for column in (Column.GRAD_SUM_SQ, Column.RECEIVED_SUM_SQ))
+        if not is_limit(after):
+            self._dispatcher.notice(
+                "multiplied",
+                f"in step {step} every gradient was multiplied by {after / before:.3g} between the backward and the "
+                "optimizer's step, by other code than torch's clipping functions. Whether that is clipping is not "
+                "known: clip_ratio is missing. If it is another unit, such as an average over tokens, pass "
+                "loss_scale= (what the gradients are divided by, or a function of the step).",
+            )
 
     def _say_zeroed(self, step: int) -> None:
         self._dispatcher.say_no_gradient(

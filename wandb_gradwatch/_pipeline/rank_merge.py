@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from .._measure import distances
+from .._measure.change import CHANGED, CLIPPED
 from .._measure.columns import MAX_COLUMNS, MIN_COLUMNS, NUM_COLUMNS, SUM_COLUMNS, Column, FloatArray
 from .._transfer.transfers import ArrivedFlush, ArrivedSample
 from ..snapshot import FIRST_BAD_RANK_METRIC
@@ -40,6 +41,7 @@ _SUMS: Final = list(SUM_COLUMNS)
 _EXTREMES: Final = [*MIN_COLUMNS, *MAX_COLUMNS]
 _SIGN: Final = np.array([-1.0] * len(MIN_COLUMNS) + [1.0] * len(MAX_COLUMNS))
 _NOTHING_BAD: Final = -np.inf
+_CHANGE: Final = (CLIPPED, CHANGED)
 
 
 @dataclass(frozen=True)
@@ -197,8 +199,8 @@ def _pack(rows_SPC: FloatArray, window: LocalWindow, rank: int, world: int) -> t
     """What this rank adds to the sums and to the maxima, in fixed positions.
 
     sums:     per sample and name the sum columns and a 1 if the row is there; per sample 1 if skipped; the histogram
-    extremes: per sample and name the extremes, minima negated; per sample the loss scale and the code of the first
-              non-finite row
+    extremes: per sample and name the extremes, minima negated; per sample the loss scale, whether it was clipped or
+              changed otherwise, and the code of the first non-finite row
     """
     present_SP = ~np.isnan(rows_SPC[..., Column.NUM_ELEMENTS]) & window.counted
     sums = np.where(present_SP[..., None], rows_SPC[..., _SUMS], 0.0)
@@ -207,6 +209,7 @@ def _pack(rows_SPC: FloatArray, window: LocalWindow, rank: int, world: int) -> t
     extremes = np.where(np.isnan(extremes), -np.inf, extremes)
     skipped_S = np.array([float(sample.skipped) for sample in window.samples])
     scale_S = np.array([sample.loss_scale for sample in window.samples])
+    change_S2 = np.array([[sample.metrics.get(key, np.nan) for key in _CHANGE] for sample in window.samples])
     histogram = window.flush.histogram
     counts = np.empty(0) if histogram is None else np.where(window.counted[:, None], histogram, 0).astype(np.float64)
     return (
@@ -215,6 +218,7 @@ def _pack(rows_SPC: FloatArray, window: LocalWindow, rank: int, world: int) -> t
             [
                 extremes.ravel(),
                 np.where(np.isnan(scale_S), -np.inf, scale_S),
+                np.where(np.isnan(change_S2), -np.inf, change_S2).ravel(),
                 _codes_of_first_bad(rows_SPC, present_SP, rank, world),
             ]
         ),
@@ -225,7 +229,9 @@ def _unpack(sums: FloatArray, extremes: FloatArray, window: LocalWindow, world: 
     num_samples, num_names = len(window.samples), len(window.names)
     cells = num_samples * num_names
     sums_SPC, present_SP, skipped_S, counts = np.split(sums, np.cumsum([cells * len(_SUMS), cells, num_samples]))
-    extremes_SPC, scale_S, code_S = np.split(extremes, np.cumsum([cells * len(_EXTREMES), num_samples]))
+    extremes_SPC, scale_S, change_S2, code_S = np.split(
+        extremes, np.cumsum([cells * len(_EXTREMES), num_samples, num_samples * len(_CHANGE)])
+    )
     rows_SPC = np.full((num_samples, num_names, NUM_COLUMNS), np.nan)
     rows_SPC[..., _SUMS] = sums_SPC.reshape(num_samples, num_names, -1)
     rows_SPC[..., _EXTREMES] = extremes_SPC.reshape(num_samples, num_names, -1) * _SIGN
@@ -238,7 +244,11 @@ def _unpack(sums: FloatArray, extremes: FloatArray, window: LocalWindow, world: 
             rows=rows_SPC[index],
             skipped=bool(skipped_S[index]),
             loss_scale=float(scale_S[index]) if np.isfinite(scale_S[index]) else float("nan"),
-            metrics={**sample.metrics, **_first_bad_rank(float(code_S[index]), world)},
+            metrics={
+                **sample.metrics,
+                **_change(change_S2.reshape(num_samples, -1)[index]),
+                **_first_bad_rank(float(code_S[index]), world),
+            },
         )
         for index, sample in enumerate(window.samples)
     )
@@ -256,6 +266,11 @@ def _codes_of_first_bad(rows_SPC: FloatArray, present_SP: npt.NDArray[np.bool_],
     bad_SP = present_SP & (rows_SPC[..., [Column.NUM_NAN, Column.NUM_INF]].sum(axis=-1) > 0)
     from_the_end_S = np.argmax(bad_SP[:, ::-1], axis=1)
     return np.where(bad_SP.any(axis=1), -(from_the_end_S * world + rank).astype(np.float64), _NOTHING_BAD)
+
+
+def _change(change_2: FloatArray) -> dict[str, float]:
+    """What happened to the gradients on any rank, where a rank has said anything."""
+    return {key: value for key, value in zip(_CHANGE, change_2.tolist(), strict=True) if value != -np.inf}
 
 
 def _first_bad_rank(code: float, world: int) -> dict[str, float]:

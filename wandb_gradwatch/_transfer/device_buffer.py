@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .._measure.columns import NUM_BINS, NUM_COLUMNS
 from .._measure.elements import wide_dtype
-from .transfers import PinnedPool, Transfer
+from .transfers import PinnedPool, RowsTransfer, Transfer
 
 # P watched parameters, C columns, B histogram bins
 
@@ -31,6 +31,10 @@ class DeviceBuffer:
         self.histogram = torch.zeros((num_names, NUM_BINS), dtype=torch.int64, device=device)
         self.has_histogram = False
         self.sample_histogram: Tensor | None = None  # the open sample's; the window's once it is committed
+        # Other looks at the open sample, where its gradients changed, in rows of the same shape: as they were before
+        # `rows`, and as the optimizer received them after. What did not change is missing.
+        self.earlier: Tensor | None = None
+        self.received: Tensor | None = None
         self._slots: dict[tuple[int, ...], Tensor] = {}
         self._pinned_pool = pinned_pool
         self._stream: Any = torch.cuda.current_stream(device) if device.type == "cuda" else None  # that wrote last
@@ -43,7 +47,8 @@ class DeviceBuffer:
         stream = torch.cuda.current_stream(self.device)
         if stream != self._stream:
             stream.wait_stream(self._stream)
-            for tensor in (self.rows, self.histogram, self.sample_histogram, *self._slots.values()):
+            tensors = (self.rows, self.earlier, self.received, self.histogram, self.sample_histogram)
+            for tensor in (*tensors, *self._slots.values()):
                 if tensor is not None:
                     tensor.record_stream(stream)
             self._stream = stream
@@ -52,8 +57,10 @@ class DeviceBuffer:
     def grow(self, num_names: int) -> None:
         """Make room for names that appeared: their rows are missing so far."""
         old = len(self.histogram)
-        rows = torch.full((num_names + 1, NUM_COLUMNS), torch.nan, dtype=self.rows.dtype, device=self.device)
-        rows[:old], rows[-1] = self.rows[:old], self.rows[-1]
+        self.earlier, self.received = (
+            None if rows is None else self._grown(rows, num_names) for rows in (self.earlier, self.received)
+        )
+        rows = self._grown(self.rows, num_names)
         histogram = torch.zeros((num_names, NUM_BINS), dtype=torch.int64, device=self.device)
         histogram[:old] = self.histogram
         self.rows, self.histogram, self._slots = rows, histogram, {}
@@ -62,6 +69,28 @@ class DeviceBuffer:
             grown[:old] = self.sample_histogram
             self.sample_histogram = grown
 
+    def _grown(self, rows: Tensor, num_names: int) -> Tensor:
+        grown = torch.full((num_names + 1, NUM_COLUMNS), torch.nan, dtype=rows.dtype, device=self.device)
+        grown[: len(rows) - 1], grown[-1] = rows[:-1], rows[-1]
+        return grown
+
+    def put_earlier(self, index: Tensor | slice) -> None:
+        """What `rows` has of these gradients is how they were earlier; they have changed since."""
+        if self.earlier is None:
+            self.earlier = torch.full_like(self.rows, torch.nan)
+        self.earlier[index] = self.rows[index]
+
+    def put_received(self, index: Tensor | slice, rows: Tensor) -> None:
+        """Rows of what the optimizer received: [N, C]."""
+        if self.received is None:
+            self.received = torch.full_like(self.rows, torch.nan)
+        self.received[index] = rows
+
+    def forget_sample(self) -> None:
+        """Nothing is known of the open sample any more."""
+        self.rows.fill_(torch.nan)
+        self.sample_histogram = self.earlier = self.received = None
+
     def open_histogram(self) -> Tensor:
         """The open sample's histogram: [P, B]."""
         if self.sample_histogram is None:
@@ -69,9 +98,11 @@ class DeviceBuffer:
             self._pinned_pool.prepare(self.histogram)
         return self.sample_histogram
 
-    def send_rows(self) -> Transfer:
+    def send_rows(self) -> RowsTransfer:
         """The open sample's rows and globals on their way, and room for the next sample's."""
-        transfer = self._pinned_pool.send(self.rows)
+        looks = (self._pinned_pool.send(rows) if rows is not None else None for rows in (self.earlier, self.received))
+        transfer = RowsTransfer(self._pinned_pool.send(self.rows), *looks)
+        self.earlier = self.received = None
         if self.device.type == "cpu":
             self.rows = torch.full_like(self.rows, torch.nan)
         else:

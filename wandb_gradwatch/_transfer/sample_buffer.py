@@ -17,7 +17,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from .._measure.columns import RECEIVED_COLUMNS, Column, FloatArray, IntArray
+from .._measure.columns import NUM_COLUMNS, RECEIVED_COLUMNS, Column, FloatArray, IntArray
 from .._measure.elements import onto, wide_dtype
 from .._measure.measure import Measurement
 from .device_buffer import DeviceBuffer
@@ -29,6 +29,7 @@ from .transfers import (
     Found,
     PinnedPool,
     ProbeTransfer,
+    RowsTransfer,
     Sample,
     Shipment,
     device_of,
@@ -95,15 +96,37 @@ class SampleBuffer:
         window = self._on(rows.device)
         window.rows[window.index(tuple(slots))] = rows
 
+    def put_earlier(self, slots: Sequence[int]) -> None:
+        """The rows that are there are of gradients that have changed since, before any clipping: others follow."""
+        for window in self._everywhere():
+            window.put_earlier(window.index(tuple(slots)))
+
     def write_received(self, slots: Sequence[int], received: Tensor) -> None:
-        """Correct what the optimizer received, where it is not what was measured: its columns [N, 3]."""
+        """Correct what the optimizer received, where it is not what was measured.
+
+        Args:
+            slots: [N] ascending.
+            received: its columns [N, 3]; or rows [N, C], which also tell what happened to the gradients.
+        """
         window = self._on(received.device)
-        window.rows[window.index(tuple(slots)), RECEIVED_COLUMNS] = received
+        index = window.index(tuple(slots))
+        if received.shape[1] == NUM_COLUMNS:
+            window.put_received(index, received)
+            received = received[:, RECEIVED_COLUMNS]
+        window.rows[index, RECEIVED_COLUMNS] = received
+
+    def hide_received(self, slots: Sequence[int]) -> None:
+        """What updated these parameters could not be seen."""
+        for window in self._everywhere():
+            window.rows[window.index(tuple(slots)), RECEIVED_COLUMNS] = torch.nan
 
     def rescale(self, slots: Sequence[int], factor_C: Tensor) -> None:
         """Multiply rows of the open sample by a factor per column: [C]. The histogram cannot follow and is dropped."""
         for window in self._everywhere():
-            window.rows[window.index(tuple(slots))] *= onto(factor_C, window.device)
+            index, factor = window.index(tuple(slots)), onto(factor_C, window.device)
+            window.rows[index] *= factor
+            if window.earlier is not None:
+                window.earlier[index] *= factor
             window.sample_histogram = None
 
     def drop_zero_rows(self, slots: Sequence[int]) -> None:
@@ -139,8 +162,7 @@ class SampleBuffer:
     def discard(self) -> None:
         """Forget the open sample, and open the next."""
         for window in self._everywhere():
-            window.rows.fill_(torch.nan)
-            window.sample_histogram = None
+            window.forget_sample()
 
     # ---- towards the host
 
@@ -154,25 +176,26 @@ class SampleBuffer:
         transfers = tuple(self._pinned_pool.send(window.rows) for window in self._everywhere())
         for transfer in transfers:
             transfer.arrived(wait=True)
-        arrived = Shipment(Sample(0, False, ()), transfers, self._num_names).unpack()
+        rows = tuple(map(RowsTransfer, transfers))
+        arrived = Shipment(Sample(0, False, ()), (), self._num_names, rows=rows).unpack()
         assert isinstance(arrived, ArrivedSample)
         return arrived.rows.copy()
 
     def commit(self, sample: Sample, found: Mapping[str, Found] | None = None) -> None:
         """Send the open sample on its way, with what the probes found, by key, and open the next."""
-        transfers = []
+        rows = []
         if any(window.sample_histogram is not None for window in self._everywhere()):
             if self._keep_newest:
                 self._drop_histogram()
             self._histogram_steps.append(sample.step)
         for window in self._everywhere():
             window.add_sample_histogram()
-            transfers.append(window.send_rows())
+            rows.append(window.send_rows())
         by_device: dict[torch.device, dict[str, Found]] = {}
         for key, value in (found or {}).items():
             by_device.setdefault(device_of(value), {})[key] = value
         packed = tuple(ProbeTransfer(values, self._pinned_pool) for values in by_device.values())
-        self._shipments.append(Shipment(sample, tuple(transfers), self._num_names, found=packed))
+        self._shipments.append(Shipment(sample, (), self._num_names, rows=tuple(rows), found=packed))
 
     def open_histogram(self) -> tuple[IntArray | None, tuple[int, ...]]:
         """The histogram [P, B] of the window that is not flushed yet, and its steps. Waits for the device."""

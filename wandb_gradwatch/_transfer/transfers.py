@@ -10,15 +10,26 @@ On CPU everything arrives at once. Devices other than CUDA have no events that a
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from .._measure.columns import CLIP_TOLERANCE, NUM_COLUMNS, Column, FloatArray, IntArray
+from .._measure.change import CHANGED, CLIPPED, MULTIPLIED, change_between
+from .._measure.columns import (
+    AS_LEFT,
+    CLIP_TOLERANCE,
+    NUM_COLUMNS,
+    RECEIVED_COLUMNS,
+    Column,
+    FloatArray,
+    IntArray,
+)
 from .._measure.elements import wide_dtype
 from .._measure.probe_values import HISTOGRAM_SIZE, Distance, MetricHistogram, ProbeDistance, ProbeHistogram
 
@@ -42,12 +53,16 @@ class Sample:
         skipped: whether loss scaling skipped an update; an optimizer that skips by itself says so on the device.
         updated: for each optimizer that stepped, the slots that it owns.
         compared: slots whose gradient looked unmodified since the backward and was compared by value all the same.
+        by_torch: whether one of torch's clipping functions was called.
+        eps: relative precision of the gradients' dtype, of the coarsest where there are several.
     """
 
     step: int
     skipped: bool
     updated: tuple[tuple[int, ...], ...]
     compared: tuple[int, ...] = ()
+    by_torch: bool = False
+    eps: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -159,6 +174,20 @@ class Transfer:
         return self._host.numpy()
 
 
+@dataclass(frozen=True)
+class RowsTransfer:
+    """A sample's rows and globals of one device, and other looks at them where gradients changed: see DeviceBuffer."""
+
+    rows: Transfer
+    earlier: Transfer | None = None
+    received: Transfer | None = None
+
+    @property
+    def all(self) -> tuple[Transfer, ...]:
+        """What is on its way."""
+        return tuple(one for one in (self.rows, self.earlier, self.received) if one is not None)
+
+
 class ProbeTransfer:
     """What the probes found on one device, on its way to the host in one copy: a number, or a few, for each key."""
 
@@ -208,19 +237,20 @@ def device_of(value: Found) -> torch.device:
 
 @dataclass(frozen=True)
 class Shipment:
-    """Transfers that arrive together: of a sample (rows and globals by device), or of a flush (histograms)."""
+    """Transfers that arrive together: of a sample (rows, by device), or of a flush (histograms)."""
 
     sample: Sample | None
     transfers: tuple[Transfer, ...]
     num_names: int
     histogram_steps: tuple[int, ...] = ()
     found: tuple[ProbeTransfer, ...] = ()  # by device
+    rows: tuple[RowsTransfer, ...] = ()
 
     def arrived(self, *, wait: bool) -> bool:
         """Whether everything is here."""
-        return all([transfer.arrived(wait=wait) for transfer in self.transfers]) and all(
-            [found.transfer.arrived(wait=wait) for found in self.found]
-        )
+        rows = itertools.chain.from_iterable(one.all for one in self.rows)
+        found = (one.transfer for one in self.found)
+        return all([transfer.arrived(wait=wait) for transfer in (*self.transfers, *rows, *found)])
 
     def unpack(self) -> ArrivedSample | ArrivedFlush:
         if self.sample is None:
@@ -229,8 +259,9 @@ class Shipment:
                 counts = np.asarray(transfer.take(), dtype=np.int64)
                 histogram = counts if histogram is None else histogram + counts
             return ArrivedFlush(histogram, self.histogram_steps)
-        packed = [np.asarray(transfer.take(), dtype=np.float64) for transfer in self.transfers]
+        packed = [np.asarray(one.rows.take(), dtype=np.float64) for one in self.rows]
         rows = packed[0][:-1] if len(packed) == 1 else self._joined([one[:-1] for one in packed])
+        earlier, received = self._look("earlier"), self._look("received")
         loss_scale, found_inf = np.nan, 0.0
         for one in packed:
             scale, inf = one[-1, : FOUND_INF + 1].tolist()
@@ -242,7 +273,14 @@ class Shipment:
         for found in self.found:
             found.unpack(metrics, histograms, distances)
         skipped = self.sample.skipped or bool(found_inf)
+        if earlier is not None or received is not None:
+            metrics |= _what_happened(rows, earlier, received, self.sample, loss_scale)
         return ArrivedSample(self.sample, rows, loss_scale, skipped, metrics, histograms, distances)
+
+    def _look(self, name: str) -> FloatArray | None:
+        """Another look at the rows: [P, C]; None where there was none."""
+        looks = [transfer for one in self.rows if (transfer := getattr(one, name)) is not None]
+        return self._joined([np.asarray(one.take(), dtype=np.float64)[:-1] for one in looks]) if looks else None
 
     def _joined(self, rows_of_devices: Sequence[FloatArray]) -> FloatArray:
         """Rows of several devices, each missing in all but one of them: [P, C]."""
@@ -251,3 +289,56 @@ class Shipment:
             here = ~np.isnan(device_rows[:, Column.NUM_ELEMENTS])
             rows[here] = device_rows[here]
         return rows
+
+
+def _what_happened(
+    rows_PC: FloatArray,
+    earlier_PC: FloatArray | None,
+    received_PC: FloatArray | None,
+    sample: Sample,
+    loss_scale: float,
+) -> dict[str, float]:
+    """Whether a sample was clipped, and whether it was changed otherwise, by key; corrects its rows in place.
+
+    Args:
+        rows_PC: the gradients before clipping.
+        earlier_PC: as they were before something else changed them; missing where nothing did.
+        received_PC: as the optimizer received them; missing where nothing has changed since.
+    """
+    shrunk = other = multiplied = False
+    if earlier_PC is not None:
+        was_there = ~np.isnan(earlier_PC[:, Column.NUM_ELEMENTS]) & ~np.isnan(rows_PC[:, Column.NUM_ELEMENTS])
+        before = change_between(_where(was_there, earlier_PC, rows_PC), rows_PC, sample.eps)
+        shrunk, other = before.shrunk and not before.is_common, before.other and not before.is_common
+        # NaN and Inf that came after the backward are not the backward's.
+        bad = was_there & (_num_nonfinite(rows_PC) > 0) & (_num_nonfinite(earlier_PC) == 0)
+        columns = np.arange(NUM_COLUMNS) < RECEIVED_COLUMNS.start
+        rows_PC[np.ix_(bad, columns)] = earlier_PC[np.ix_(bad, columns)]
+    if received_PC is not None:
+        was_seen = ~np.isnan(received_PC[:, Column.NUM_ELEMENTS]) & ~np.isnan(rows_PC[:, Column.NUM_ELEMENTS])
+        received_PC = _where(was_seen, received_PC, rows_PC)
+        change = change_between(rows_PC, received_PC, sample.eps)
+        if loss_scale != 1 and abs(change.factor / loss_scale - 1) < CLIP_TOLERANCE:
+            # Not divided by its loss scale yet: by whatever makes the update, then, in there.
+            rows_PC[was_seen, RECEIVED_COLUMNS] = rows_PC[was_seen][:, AS_LEFT]
+        elif change.is_common and change.factor < 1:
+            shrunk, multiplied = shrunk or sample.by_torch, not sample.by_torch
+        else:
+            shrunk, other = shrunk or change.shrunk, other or change.other
+    if not shrunk and multiplied:
+        clipped = MULTIPLIED
+    elif not shrunk and other and sample.by_torch:
+        clipped = np.nan  # whether it was clipped before that is not known
+    else:
+        clipped = float(shrunk and not (other and not sample.by_torch))
+    return {CLIPPED: clipped, CHANGED: float(other)}
+
+
+def _where(chosen_P: NDArray[np.bool_], rows_PC: FloatArray, otherwise_PC: FloatArray) -> FloatArray:
+    chosen: FloatArray = np.where(chosen_P[:, None], rows_PC, otherwise_PC)
+    return chosen
+
+
+def _num_nonfinite(rows_PC: FloatArray) -> FloatArray:
+    num_nonfinite: FloatArray = rows_PC[:, Column.NUM_NAN] + rows_PC[:, Column.NUM_INF]
+    return num_nonfinite

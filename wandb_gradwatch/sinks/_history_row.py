@@ -14,6 +14,7 @@ from typing import Final
 import numpy as np
 
 from .._analysis.forecast import forecast
+from .._measure.change import CHANGED, CLIPPED
 from .._measure.columns import GUARDED, NUM_COLUMNS, FloatArray, merge_rows
 from .._measure.probe_values import MetricHistogram, merge_histograms
 from ..snapshot import Snapshot, last_present
@@ -33,6 +34,7 @@ SCALAR_FAMILIES: Final = (
     "dead_ratio",
     "num_nonfinite",
 )
+_OF_SAMPLES: Final = (GUARDED, CLIPPED, CHANGED)  # what one sample is; the row has the counts and ratios
 _COUNTS: Final = "gradwatch/num_"  # how the names of our own counts begin
 _ABS_QUANTILES: Final = {
     "gradwatch/grad_abs_p01": 0.01,
@@ -53,6 +55,8 @@ class HistoryRow:
         summed: counts over the window.
         num_clipped: samples of the window whose gradient was clipped.
         num_clip_known: samples of the window where that is known.
+        num_changed: samples of the window whose gradient something else than clipping changed after the backward.
+        num_samples: of the window.
         pictured: one sample, merged from those that the histogram counts, with the histogram; None without one.
         metric_histograms: those of the window's metrics, by key.
     """
@@ -64,6 +68,8 @@ class HistoryRow:
     summed: dict[str, Number]
     num_clipped: int
     num_clip_known: int
+    num_changed: int
+    num_samples: int
     pictured: Snapshot | None
     metric_histograms: dict[str, MetricHistogram] = field(default_factory=dict)
 
@@ -77,7 +83,7 @@ class HistoryRow:
         last = {
             metric_name(name): _last(values)
             for name, values in snapshot.metrics.items()
-            if name not in counts and name != GUARDED
+            if name not in counts and name not in _OF_SAMPLES
         }
         last = _present(last)
         present_SP = ~np.isnan(snapshot.num_elements)
@@ -102,6 +108,8 @@ class HistoryRow:
             summed={key: int(value) for key, value in _present(summed).items()},
             num_clipped=int(snapshot.clipped[clip_known].sum()),
             num_clip_known=int(np.count_nonzero(clip_known)),
+            num_changed=int(np.count_nonzero(snapshot.changed)),
+            num_samples=len(snapshot),
             pictured=_pictured(snapshot),
             metric_histograms={metric_name(key): value for key, value in snapshot.metric_histograms.items()},
         )
@@ -118,6 +126,8 @@ class HistoryRow:
             summed=self.summed | {key: value + self.summed.get(key, 0) for key, value in later.summed.items()},
             num_clipped=self.num_clipped + later.num_clipped,
             num_clip_known=self.num_clip_known + later.num_clip_known,
+            num_changed=self.num_changed + later.num_changed,
+            num_samples=self.num_samples + later.num_samples,
             pictured=_pictured(rebinner[0].merge(*rebinner[1:])) if rebinner else None,
             metric_histograms=merge_histograms([self.metric_histograms, later.metric_histograms]),
         )
@@ -133,6 +143,8 @@ class HistoryRow:
         }
         if self.num_clip_known:
             vitals["gradwatch/clip_ratio"] = self.num_clipped / self.num_clip_known
+        if self.num_changed:
+            vitals["gradwatch/changed_ratio"] = self.num_changed / self.num_samples
         if self.pictured is not None and self.pictured.names:
             total = self.pictured.total
             vitals |= _present({key: float(total.abs_quantile(q)[0]) for key, q in _ABS_QUANTILES.items()})

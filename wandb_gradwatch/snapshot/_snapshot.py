@@ -9,6 +9,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from .._measure.change import CHANGED, CLIPPED, MULTIPLIED, is_limit
 from .._measure.columns import (
     CLIP_TOLERANCE,
     GUARDED,
@@ -229,11 +230,26 @@ class Snapshot:
 
     @derived
     def clipped(self) -> FloatArray:
-        """1 where the optimizer received less than was measured, 0 where not: [S]; NaN where either is unknown."""
+        """1 where the gradient was clipped, 0 where not: [S]; NaN where that is not known.
+
+        A clipping is one factor of at most 1 for each parameter, or a limit for each element. One factor for everything
+        may as well be another unit, as in averages over tokens: it is one if torch's functions clipped, or if the norm
+        that is left is a limit that somebody chose, a number of two digits.
+        """
         before, after = self.column(Column.GRAD_SUM_SQ), self.column(Column.RECEIVED_SUM_SQ)
         smaller = np.any(np.sqrt(after) < np.sqrt(before) * (1 - CLIP_TOLERANCE), axis=1)
         unknown = np.isnan(self.total_grad_norm) | np.isnan(self.total_grad_norm_clipped) | self.arose_after_backward
-        return np.where(unknown, np.nan, smaller.astype(np.float64))
+        said = self.metrics.get(CLIPPED, np.full(len(self), np.nan))
+        clipped = np.where(np.isnan(said) & ~self.changed, smaller.astype(np.float64), said)
+        for sample in np.flatnonzero(clipped == MULTIPLIED):
+            clipped[sample] = 1.0 if is_limit(float(self.total_grad_norm_clipped[sample])) else np.nan
+        return np.where(unknown, np.nan, clipped)
+
+    @derived
+    def changed(self) -> npt.NDArray[np.bool_]:
+        """True where something that is no clipping changed gradients after the backward: [S]."""
+        changed: npt.NDArray[np.bool_] = self.metrics.get(CHANGED, np.zeros(len(self))) > 0
+        return changed
 
     @derived
     def clip_ratio(self) -> float:

@@ -1,0 +1,105 @@
+"""What happened to gradients between two looks at them: clipping, or something else. Pure: rows in, a verdict out.
+
+A clipping multiplies a parameter's gradient by one factor of at most 1, or limits each of its elements. Both leave
+their mark in a row: the sum, the extremes and the norm shrink by the same factor, or the extremes end at the limit.
+Noise, a projection or another gradient in the place of the first leave neither.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from .columns import CLIP_TOLERANCE, Column, FloatArray
+
+# N gradients, C columns
+
+_FLOAT16_EPS, _FLOAT16_SPACING = 2.0**-10, 2.0**-24  # the smallest float16: what is scaled down loses digits, or is 0
+_LIMIT_TOLERANCE: Final = 1e-5  # of a norm that was clipped: torch itself divides by (norm + 1e-6)
+
+# What is known of one sample, by key among its other numbers; in no row, which has the ratios.
+CLIPPED: Final = "gradwatch/clipped"  # 1: it was; 0: not; MULTIPLIED: see there
+CHANGED: Final = "gradwatch/changed"  # 1: something else than clipping happened to it after the backward
+MULTIPLIED: Final = 0.5  # everything by one factor below 1, not by torch's own functions: clipping, or another unit
+
+
+@dataclass(frozen=True)
+class Change:
+    """What happened to the gradients of a sample.
+
+    Args:
+        shrunk: some became shorter, as clipping makes them.
+        other: something happened to some of them that no clipping does.
+        factor: by which every gradient was multiplied; NaN where there is no such factor.
+    """
+
+    shrunk: bool
+    other: bool
+    factor: float
+
+    @property
+    def is_common(self) -> bool:
+        """Whether one factor, which is not 1, explains everything."""
+        return not math.isnan(self.factor) and abs(self.factor - 1) > CLIP_TOLERANCE
+
+
+def change_between(before_NC: FloatArray, after_NC: FloatArray, eps: float) -> Change:
+    """Compare rows of the same gradients; those that are missing or not finite in either are left out.
+
+    Args:
+        before_NC, after_NC: rows.
+        eps: the relative precision of the gradients' dtype, of the coarsest if there are several.
+    """
+    columns = [Column.NUM_NAN, Column.NUM_INF]
+    known = (before_NC[:, columns].sum(axis=1) == 0) & (after_NC[:, columns].sum(axis=1) == 0)
+    before, after = before_NC[known].T, after_NC[known].T
+    num, total, sum_sq = before[Column.NUM_ELEMENTS], before[Column.GRAD_SUM], before[Column.GRAD_SUM_SQ]
+    low, high, least = before[Column.GRAD_MIN], before[Column.GRAD_MAX], before[Column.GRAD_ABS_MIN_NONZERO]
+    after_sum_sq = after[Column.GRAD_SUM_SQ]
+    after_low, after_high, after_least = (
+        after[column] for column in (Column.GRAD_MIN, Column.GRAD_MAX, Column.GRAD_ABS_MIN_NONZERO)
+    )
+    was_zero, tolerance = sum_sq == 0, 4 * eps + CLIP_TOLERANCE
+    spacing = _FLOAT16_SPACING if eps == _FLOAT16_EPS else 0.0
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        factor = np.where(was_zero, 1.0, np.sqrt(after_sum_sq / sum_sq))
+        largest = np.maximum(np.abs(low), np.abs(high)) * factor
+        slack = tolerance * largest + spacing
+        multiplied = (
+            (np.abs(after_low - factor * low) <= slack)
+            & (np.abs(after_high - factor * high) <= slack)
+            & (
+                np.abs(after[Column.GRAD_SUM] - factor * total)
+                <= tolerance * factor * np.sqrt(num * sum_sq) + num * spacing
+            )
+        ) | (was_zero & (after_sum_sq == 0))
+        # Perhaps scaled by the factor of the smallest element first, then limited to the largest that is left.
+        first = np.minimum(after_least / least, 1.0)
+        limit = np.maximum(np.abs(after_low), np.abs(after_high))
+        slack = tolerance * limit + spacing
+        limited = (
+            (np.abs(after_high - np.minimum(first * high, limit)) <= slack)
+            & (np.abs(after_low - np.maximum(first * low, -limit)) <= slack)
+            & (after_least <= least * (1 + tolerance))
+            & (after_sum_sq <= first**2 * sum_sq * (1 + tolerance))
+        )
+    shorter = factor < 1 - CLIP_TOLERANCE
+    same = multiplied & (np.abs(factor - 1) <= CLIP_TOLERANCE)
+    explained = same | (shorter & (multiplied | limited))
+    factors = factor[~was_zero]
+    is_one = (
+        bool(factors.size) and bool(multiplied.all()) and float(np.ptp(factors)) <= tolerance * float(factors.max())
+    )
+    common = float(np.median(factors)) if is_one else math.nan
+    return Change(bool((explained & ~same).any()), not bool(explained.all()), common)
+
+
+def is_limit(norm: float) -> bool:
+    """Whether a norm is one that somebody chose: a number of two digits, as 1, 0.5 or 25 are."""
+    if not 0 < norm < math.inf:
+        return False
+    digits = norm / 10.0 ** (math.floor(math.log10(norm)) - 1)  # 10 to 100
+    return abs(digits - round(digits)) <= _LIMIT_TOLERANCE * digits
