@@ -38,6 +38,7 @@ def main() -> None:
     parser.add_argument("--texts", action="store_true", help="print what was told")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--row", help="the name under which the page shows the result")
+    parser.add_argument("--resume", default="", metavar="NAME", help="keep what ran under a name, and go on from there")
     arguments = parser.parse_args()
 
     which = [
@@ -48,13 +49,16 @@ def main() -> None:
     began, scores, others = time.perf_counter(), [], []
     with multiprocessing.get_context("spawn").Pool(arguments.workers) as pool:
         run = lambda function, items: pool.imap(function, items, chunksize=1)  # noqa: E731
-        for number, recording in enumerate(recordings(which, map_=run, replayed=arguments.replay), 1):
+        found = recordings(which, map_=run, replayed=arguments.replay, resumed=arguments.resume)
+        for number, recording in enumerate(found, 1):
             scores.append(score(CASES[recording.case], recording))
             others.append((scores[-1], seen_by_others(CASES[recording.case], recording)))
             if arguments.texts:
                 print(_texts(recording))
-            if sys.stderr.isatty():
-                print(f"\r{number}/{len(which)}", end="", file=sys.stderr)
+            if number % 20 == 0:
+                print(
+                    f"{number} of {len(which)} after {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True
+                )
     figures = add_up(scores)
     for name, value in figures.items():
         print(f"{name:45s} {value:8.3f}")
@@ -62,7 +66,6 @@ def main() -> None:
         print("\n".join(failures(scores)))
     if arguments.row:
         keep(result_of(scores, others, arguments.row))
-    print(f"{len(which)} trainings in {time.perf_counter() - began:.0f} s", file=sys.stderr)
 
 
 if __name__ == "__main__":

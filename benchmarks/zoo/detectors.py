@@ -12,6 +12,7 @@ from typing import Final
 
 # T steps: (the step, the loss, the total gradient norm)
 Steps = Sequence[tuple[int, float, float]]
+Detector = Callable[["Steps"], Iterator[int]]
 
 
 def loss_only(steps: Steps) -> Iterator[int]:
@@ -105,7 +106,7 @@ def _deviates(values: Sequence[tuple[int, float]], stds: float, *, window: int, 
         kept.append(value)
 
 
-DETECTORS: Final[dict[str, Callable[[Steps], Iterator[int]]]] = {
+DETECTORS: Final[dict[str, Detector]] = {
     "the loss alone, 6 deviations": loss_only,
     "Ignite, mean + 3 deviations": running_deviation,
     "Lightning, norm above 100": fixed,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import pickle
 import warnings
 from collections.abc import Callable, Iterable
@@ -20,9 +21,10 @@ from wandb_gradwatch._pipeline.alert_manager import AlertManager
 from wandb_gradwatch._pipeline.recorder import FlightRecorder
 from wandb_gradwatch.rules import default_rules
 
-from .cases import Case, build
+from .cases import CASES, Case, build
 
 CACHE = Path(__file__).parent / ".recordings"
+_PATIENCE = 30  # steps with a NaN loss, after which nothing new can come
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ def record(case: Case, seed: int) -> Recording:
     logging.getLogger("wandb_gradwatch").setLevel(logging.CRITICAL)
     watcher = wandb_gradwatch.watch(
         loop.model if loop.watched is None else loop.watched,
-        on_alert=lambda alert: told.append(Told(alert, int(watcher.step))),
+        on_alert=lambda alert: told.append(Told(alert, max(alert.step, int(watcher.step)))),
         **options,
     )
     with warnings.catch_warnings():
@@ -88,6 +90,8 @@ def record(case: Case, seed: int) -> Recording:
                 losses[-1] = (int(watcher.step), losses[-1][1])
             except (RuntimeError, ValueError) as failed:
                 error = str(failed)
+                break
+            if len(losses) > _PATIENCE and all(math.isnan(loss) for _, loss in losses[-_PATIENCE:]):
                 break
     watcher.wait()
     diagnoses = tuple(str(found) for found in watcher.diagnose())
@@ -143,24 +147,52 @@ def replay(recording: Recording) -> Recording:
 
 
 def recordings(
-    chosen: Iterable[tuple[Case, int]], *, map_: Callable[..., Iterable[Any]] = map, replayed: bool = False
+    chosen: Iterable[tuple[Case, int]],
+    *,
+    map_: Callable[..., Iterable[Any]] = map,
+    replayed: bool = False,
+    resumed: str = "",
 ) -> Iterable[Recording]:
-    """Run each (case, seed); with `replayed` only those that are not kept yet, and apply the rules of now to all."""
-    return map_(_replayed if replayed else _live, [(case.name, seed) for case, seed in chosen])
+    """Run each (case, seed); what ran before is kept: for good, to apply the rules of now to it, or by a name.
+
+    Args:
+        map_: as the built-in; that of a pool of processes.
+        replayed: run only those that are not kept, and say what the rules of now tell of all.
+        resumed: the name under which live recordings are kept, so that a second call goes on where the first ended.
+    """
+    return map_(_replayed if replayed else _live, [(case.name, seed, resumed) for case, seed in chosen])
 
 
-def _live(which: tuple[str, int]) -> Recording:
-    from .cases import CASES
+def _live(which: tuple[str, int, str]) -> Recording:
+    case, seed, resumed = which
+    path = _path(resumed, case, seed)
+    if resumed and path.exists():
+        return pickle.loads(path.read_bytes())
+    live = record(CASES[case], seed)
+    if resumed:
+        _write(path, live)
+    return live
 
-    return record(CASES[which[0]], which[1])
+
+def _replayed(which: tuple[str, int, str]) -> Recording:
+    case, seed, _ = which
+    path = _path("", case, seed)
+    if path.exists():
+        return replay(pickle.loads(path.read_bytes()))
+    live = _live((case, seed, ""))
+    by_rules = {(one.alert.title, one.alert.step) for one in replay(live).told}
+    wiring = tuple(one for one in live.told if (one.alert.title, one.alert.step) not in by_rules)
+    _write(path, live := replace(live, wiring=wiring))
+    return replay(live)
 
 
-def _replayed(which: tuple[str, int]) -> Recording:
-    path = CACHE / f"{''.join(c if c.isalnum() else '_' for c in which[0])}-{which[1]}.pickle"
-    if not path.exists():
-        path.parent.mkdir(exist_ok=True)
-        live = _live(which)
-        by_rules = {(one.alert.title, one.alert.step) for one in replay(live).told}
-        wiring = tuple(one for one in live.told if (one.alert.title, one.alert.step) not in by_rules)
-        path.write_bytes(pickle.dumps(replace(live, wiring=wiring)))
-    return replay(pickle.loads(path.read_bytes()))
+def _path(folder: str, case: str, seed: int) -> Path:
+    return CACHE / folder / f"{''.join(c if c.isalnum() else '_' for c in case)}-{seed}.pickle"
+
+
+def _write(path: Path, recording: Recording) -> None:
+    """Whole or not at all: a run that is cut short leaves no half of a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(f".{os.getpid()}")
+    temporary.write_bytes(pickle.dumps(recording))
+    temporary.replace(path)

@@ -25,8 +25,8 @@ Made by `python -m benchmarks.zoo`: {num_healthy} healthy trainings and {num_fau
 or several healthy trainings), all small: 80 to 400 steps. What is wrong, from which step on, in which layer, and why, was
 written down in `benchmarks/zoo/faults.py` before any of them was run.
 
-Thresholds may be chosen on one seed of some families only. What is shown here are other seeds, and, of the families
-that nobody looks at while choosing ({kept_out}), all seeds.
+Thresholds may be chosen on one seed of some families only. What is shown here is another seed; the families that nobody
+looks at while choosing are shown apart: {kept_out}.
 
 - **alarm**: an alert of level WARN or ERROR. **False**: in a healthy training, or before anything was wrong.
 - **delay**: from the first bad step to the step at which the alert was told.
