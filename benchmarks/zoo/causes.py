@@ -29,7 +29,7 @@ VOCABULARY: Final[dict[str, tuple[str, str]]] = {
     ),
     "data scale": (
         r"scale of (the )?(data|inputs|targets|loss)|(inputs|targets|data|loss) (are |is )?(not normalised|unnormalised|too large|of a large scale)"
-        r"|unnormalised|loss('s)? (scale|reduction)|summed|loss (is )?(multiplied|far too large)",
+        r"|unnormalised|summed|loss (is )?(multiplied|far too large)",
         r"normalis|divide|mean|reduction|scale",
     ),
     "reduction": (r"divided too often|loss('s)? reduction|divided (twice|too)|too small a loss|loss (is )?too small", r"reduction|divide|scale"),
@@ -43,7 +43,7 @@ VOCABULARY: Final[dict[str, tuple[str, str]]] = {
     "underflow": (r"underflow", r"GradScaler|loss scale|bfloat16"),
     "loss scale": (r"loss scale (is |was )?too high|scale.*too high", r"wait|bfloat16|clip|scale"),
     "unscale": (r"unscale_", r"unscale_"),
-    "clipping": (r"clip\w* (is |was )?(far |much )?too (tight|low|small)|too (tight|small|low) a clip|clipping|maximum norm", r"clip|max_norm|raise"),
+    "clipping": (r"clip\w* (is |was )?(far |much )?too (tight|low|small)|too (tight|small|low) a clip|(?<!without )(?<!no )clipping|maximum norm", r"clip|max_norm|raise"),
     "decay": (r"decay", r"decay"),
     "batch norm": (r"batch norm", r"GroupNorm|LayerNorm|batches of at least|larger batch|SyncBatchNorm|eps"),
     "attention": (r"attention", r"sqrt|QK|scale|mask|logits|normalis"),
