@@ -17,6 +17,7 @@ import torch
 import wandb_gradwatch
 from wandb_gradwatch import Alert, MemorySink, Snapshot
 from wandb_gradwatch._diagnosis import diagnose, with_diagnosis
+from wandb_gradwatch._measure.columns import NUM_COLUMNS
 from wandb_gradwatch._pipeline.alert_manager import AlertManager
 from wandb_gradwatch._pipeline.recorder import FlightRecorder
 from wandb_gradwatch.rules import default_rules
@@ -187,7 +188,8 @@ def _replayed(which: tuple[str, int, str]) -> Recording:
 
 
 def _path(folder: str, case: str, seed: int) -> Path:
-    return CACHE / folder / f"{''.join(c if c.isalnum() else '_' for c in case)}-{seed}.pickle"
+    """A kept file; rows of other columns than those of now are not those that the rules of now read."""
+    return CACHE / (folder or f"columns-{NUM_COLUMNS}") / f"{''.join(c if c.isalnum() else '_' for c in case)}-{seed}.pickle"
 
 
 def _write(path: Path, recording: Recording) -> None:
