@@ -189,7 +189,8 @@ def _replayed(which: tuple[str, int, str]) -> Recording:
 
 def _path(folder: str, case: str, seed: int) -> Path:
     """A kept file; rows of other columns than those of now are not those that the rules of now read."""
-    return CACHE / (folder or f"columns-{NUM_COLUMNS}") / f"{''.join(c if c.isalnum() else '_' for c in case)}-{seed}.pickle"
+    name = "".join(letter if letter.isalnum() else "_" for letter in case)
+    return CACHE / (folder or f"columns-{NUM_COLUMNS}") / f"{name}-{seed}.pickle"
 
 
 def _write(path: Path, recording: Recording) -> None:
