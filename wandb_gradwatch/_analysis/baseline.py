@@ -97,11 +97,12 @@ class Growth:
 
 
 def steady_growth(log_norms_N: Sequence[float], *, factor: float) -> Growth | None:
-    """The shortest steady rise up to now by at least `factor`; None where there is none.
+    """The shortest steady rise up to now, by at least `factor` above all before it; None where there is none.
 
     Steady: a straight line through the log norms of some recent stretch rises that far, and so surely that scatter
     alone would need a t-value of 8 (a shorter stretch: more). Scatter, one spike and a jump to a new level are not. A
     rise that takes more than 40 samples has to be 5 times as large: so slowly a norm also leaves a plateau of the loss.
+    What was there before the stretch counts: from a plateau back to where it began is no growth.
     """
     if len(log_norms_N) < _GROWTH_LENGTHS[0] or log_norms_N[-1] - min(log_norms_N) < math.log(factor):
         return None
@@ -117,7 +118,8 @@ def steady_growth(log_norms_N: Sequence[float], *, factor: float) -> Growth | No
         needed = student_factor(4.0, length - 1)  # degrees of freedom: length - 2
         steady = slope > max(needed, 8.0) * scatter and float(np.max(np.diff(y))) < rise / 2  # else it is a jump
         needed_factor = factor if length <= _QUICK else factor * _SLOW_FACTOR
-        if rise >= math.log(needed_factor) and steady:
+        largest_before = float(past[:-length].max(initial=-math.inf))
+        if steady and min(rise, y[-1] - largest_before) >= math.log(needed_factor):
             return Growth(factor=_exp(rise), num_samples=length)
     return None
 

@@ -10,21 +10,21 @@ from typing import Any, Final, Literal
 import numpy as np
 import numpy.typing as npt
 
-from ..rules import ExplodingGradient
 from ..snapshot import Snapshot
+from .norm_limits import NormLimits
 
 # P watched parameters
 
 StepJudge = Callable[[Snapshot], bool]
 
 
-DEFAULT_WINDOW: Final = ExplodingGradient.window
+DEFAULT_WINDOW: Final = NormLimits.window
 
 
 def judge_of_norms(
     *, threshold: float | None, factor: float | None, stds: float | None, window: int, default_factor: float
-) -> ExplodingGradient:
-    """The rule whose `limit` holds these limits, and no others; without any, its own, at `default_factor`.
+) -> NormLimits:
+    """What holds these limits, and no others; without any, its own, at `default_factor`.
 
     Raises:
         ValueError: a limit that makes no sense.
@@ -34,13 +34,13 @@ def judge_of_norms(
             raise ValueError(f"{name}={value!r} must be a number, at least {least}, or None")
     if isinstance(window, bool) or not isinstance(window, int) or window < 2:
         raise ValueError(f"window={window!r} must be a number of steps, at least 2")
-    usual: dict[str, Any] = {"window": window, "warmup": min(ExplodingGradient.warmup, window), "growth": None}
+    usual: dict[str, Any] = {"window": window, "warmup": min(NormLimits.warmup, window)}
     if threshold is None and factor is None and stds is None:
-        return ExplodingGradient(min_factor=default_factor, **usual)
+        return NormLimits(min_factor=default_factor, **usual)
     if factor is not None and stds is None:
         stds = 0.0  # the mean itself, and the factor above it
     usual |= {"record_factor": None, "warmup_factor": math.inf}
-    return ExplodingGradient(threshold=threshold, min_factor=1.0 if factor is None else factor, stds=stds, **usual)
+    return NormLimits(threshold=threshold, min_factor=1.0 if factor is None else factor, stds=stds, **usual)
 
 
 class TooManySkippedStepsError(RuntimeError):
@@ -94,7 +94,7 @@ class SkipGuard:
     window: int = DEFAULT_WINDOW
     num_skipped: int = field(default=0, init=False)
     num_in_a_row: int = field(default=0, init=False)  # unhealthy steps, up to now
-    _usual: ExplodingGradient = field(init=False, repr=False)
+    _usual: NormLimits = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.max_in_a_row < 1:

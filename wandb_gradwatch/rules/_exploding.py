@@ -1,192 +1,195 @@
-"""Exploding gradients: beyond any reason, beyond what was usual, or growing step by step."""
+"""Exploding gradients: beyond what the run has survived and not passing, growing step by step, or beyond reason."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar, Final
 
 import numpy as np
-import numpy.typing as npt
 
-from .._analysis.baseline import Limit, limit_of, steady_growth
+from .._analysis.baseline import steady_growth
 from .._analysis.formatting import listing, number, sentence, worst_first
 from .._analysis.memory import Kinds, PerName
+from .._analysis.movement import Movement
 from ..snapshot import Snapshot
-from ._base import Alert, check_limits
+from ._base import Alert, Level, check_limits
 
 # S samples, P watched parameters
 
-_USUAL_WEIGHT = 0.1  # of the newest healthy sample in a parameter's usual log norm
+_USUAL_WEIGHT: Final = 0.1  # of the newest healthy sample in a parameter's usual log norm
+_WINDOW: Final = 64  # norms that say what is usual, and that a rise is looked for in
+_FIRST: Final = 5  # norms of a run's beginning, which are forgotten when as many have followed
+_HALVED_AFTER: Final = 100  # samples: what was survived long ago is no excuse any more
+_AT_ONCE: Final = 8.0  # times the record: said before it is known whether it passes; healthy spikes stay below
+_WORTH_A_WORD: Final = 4.0  # times the record: a spike that has passed is told, as INFO
+_MOVED: Final = 0.05  # of the parameters' norm by one update: healthy ones move 2.5 % at most once a run is under way
+_GROWS: Final = 1.5  # times the sample before: what is above the limit and still growing will not pass
 
 
 @dataclass
 class _Past:
     """The total log norms of one kind of sample, newest last."""
 
-    healthy: list[float] = field(default_factory=list)  # that raised no alarm: what is usual is learned from these
-    all: list[float] = field(default_factory=list)
-    num_alarmed: int = 0  # in a row, up to now
+    norms: list[float] = field(default_factory=list)
+    record: float = -math.inf  # the largest that the run has survived, fading
+    num_survived: int = 0
+    num_above: int = 0  # in a row, up to now
+    began: int = 0  # the step of the first of these
+    largest_above: float = -math.inf  # of these
 
-    def see(self, log_norm: float, *, window: int) -> None:
+    def see(self, log_norm: float) -> None:
         """The newest norm, before it is judged."""
-        self.all = [*self.all[-(window - 1) :], log_norm]
+        self.norms = [*self.norms[-(_WINDOW - 1) :], log_norm]
 
-    def learn(self, *, alarmed: bool, window: int, adapt_after: int) -> None:
-        """It has been judged."""
-        if not alarmed:
-            self.num_alarmed = 0
-            self.healthy = [*self.healthy[-(window - 1) :], self.all[-1]]
-            return
-        self.num_alarmed += 1
-        if self.num_alarmed >= adapt_after:
-            self.healthy, self.num_alarmed = self.all[-adapt_after:], 0
+    def survive(self, log_norm: float) -> None:
+        """It was no explosion."""
+        self.num_survived += 1
+        if self.num_survived == 2 * _FIRST:  # the first steps of a run are often 100 times as large as all later ones
+            self.norms = self.norms[-_FIRST:]
+            self.record = max(self.norms)
+        self.record = max(self.record - math.log(2) / _HALVED_AFTER, log_norm)
+
+    def passed(self) -> None:
+        """What was above the limit has fallen back: the record doubles at most, or one spike would hide the next."""
+        self.survive(min(self.largest_above, self.record + math.log(2)))
+        self.num_above, self.largest_above = 0, -math.inf
 
 
 @dataclass(kw_only=True)
 class ExplodingGradient:
-    """The total gradient norm is too large, by one of three measures: "Exploding gradient".
+    """The total gradient norm is too large: "Exploding gradient".
+
+    A norm is too large where it is above a multiple of the largest that the run has survived, and of the usual one.
+    What falls back at once and has hardly moved the parameters is told as INFO, if at all, and teaches what the run
+    survives; what stays is a WARN, and what grows on, moves the parameters or ends in NaN an ERROR. So is a steady rise
+    above the largest norm before it, and a norm beyond any reason.
 
     Judged by the norm before clipping. A sample with NaN or Inf, one that AMP skipped and one without gradients is
-    not judged and not learned from; neither is one that raised an alarm, so a spike hides no second one.
+    not judged and not learned from.
 
     Args:
         threshold: too large whatever came before; None switches this measure off. A fixed "critical" norm of 100, as is
             often read, calls every loss healthy or sick by its reduction: a loss summed over 500,000 tokens has healthy
             norms above 1e6. The default is beyond any of these; what is unusual for this run the other measures see.
-        stds: standard deviations of the log norm above its mean that are too many; None switches this measure off. For
-            few samples as many as are equally unlikely by Student's distribution.
-        min_factor: a norm below this multiple of the usual one is no explosion, however quiet the run was.
-        record_factor: nor is one below this multiple of the second largest of the last 16 healthy ones: losses that few
-            elements of a batch decide have norms with tails that no deviation describes. None: it does not matter.
-        warmup: healthy samples before the second measure knows a deviation.
-        warmup_factor: until then, a norm above this multiple of the largest so far is too large: 100 times too high a
-            learning rate shows at the second step.
-        window: healthy samples that count as usual; their last quarter is a second view, which follows a trend.
+        record_factor: a norm below this multiple of the largest that the run has survived is no explosion. None
+            switches this measure off.
+        min_factor: nor is one below this multiple of the median of the last 64.
+        first_factor: in the first 5 samples one below this multiple of the largest so far.
         growth: too much as a steady rise over 5 to 64 samples; None switches this measure off.
-        adapt_after: alarms in a row after which the new level is taken for the usual one.
+        adapt_after: so many samples in a row above the limit are the usual level.
     """
 
     threshold: float | None = 1e8
-    stds: float | None = 3.5
+    record_factor: float | None = 2.0
     min_factor: float = 5.0
-    record_factor: float | None = 3.0
-    warmup: int = 5
-    warmup_factor: float = 1000.0
-    window: int = 64
+    first_factor: float = 20.0
     growth: float | None = 20.0
     adapt_after: int = 20
     _kinds: Kinds = field(default_factory=Kinds, init=False, repr=False)
     _pasts: dict[int, _Past] = field(default_factory=dict, init=False, repr=False)
+    _movements: dict[int, Movement] = field(default_factory=dict, init=False, repr=False)
     _usual: PerName = field(default_factory=lambda: PerName(math.nan), init=False, repr=False)
 
     title: ClassVar[str] = "Exploding gradient"
 
     def __post_init__(self) -> None:
         from_1 = (1.0, math.inf)
-        check_limits(self, "threshold", "stds", threshold=(0.0, math.inf), stds=(0.0, math.inf))
-        check_limits(self, min_factor=from_1, warmup_factor=from_1, window=from_1, warmup=from_1, adapt_after=from_1)
+        check_limits(self, "threshold", threshold=(0.0, math.inf))
+        check_limits(self, min_factor=from_1, first_factor=from_1, adapt_after=from_1)
         check_limits(self, "record_factor", "growth", record_factor=from_1, growth=from_1)
-        if not 2 <= self.warmup <= self.window:
-            raise ValueError(f"warmup={self.warmup!r} must be between 2 and window={self.window!r}")
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
-        judged_S = (np.nansum(snapshot.num_nonfinite, axis=1) == 0) & ~snapshot.skipped & (snapshot.total_grad_norm > 0)
+        bad_S = np.nansum(snapshot.num_nonfinite, axis=1) > 0
         healthy: list[int] = []  # whose layers are not learnt yet
-        for sample in np.flatnonzero(judged_S).tolist():
-            fact = self._judge(snapshot, sample)
-            if fact is None:
-                healthy.append(sample)
+        for sample in np.flatnonzero((bad_S | (snapshot.total_grad_norm > 0)) & ~snapshot.skipped).tolist():
+            kind = self._kinds.of(snapshot.names, ~np.isnan(snapshot.num_elements[sample]))
+            past = self._pasts.setdefault(kind, _Past())
+            moved = self._movements.setdefault(kind, Movement()).of(snapshot, sample) > _MOVED
+            finding = self._broken(past) if bad_S[sample] else self._judge(snapshot, sample, past, moved)
+            if finding is None:
+                if not bad_S[sample]:
+                    healthy.append(sample)
             else:
                 self._learn_layers(snapshot, healthy)
                 healthy = []
-                yield self._alert(snapshot, sample, fact)
+                yield self._alert(snapshot, sample, *finding)
         self._learn_layers(snapshot, healthy)
 
-    def limit(self, names: tuple[str, ...], present_P: npt.NDArray[np.bool_]) -> float:
-        """The largest total norm of the gradients of these parameters that is no explosion now, growth apart.
+    def _log_limit(self, past: _Past) -> float:
+        if self.record_factor is None or not past.num_survived:
+            return math.inf
+        if past.num_survived < _FIRST:
+            return past.record + math.log(self.first_factor)
+        usual = float(np.median(past.norms[:-1] or past.norms))
+        return max(past.record + math.log(self.record_factor), usual + math.log(self.min_factor))
 
-        What `check` calls an explosion by its first two measures is above it, and nothing else.
-        """
-        past = self._past(names, present_P)
-        limit = math.inf if self.threshold is None else self.threshold
-        if self.stds is None or not past.healthy:
-            return limit
-        if len(past.healthy) < self.warmup:
-            return min(limit, self.warmup_factor * math.exp(max(past.healthy)))
-        views = self._views(past)
-        return min(limit, *(self._limit_of(view, self.stds).value for view in views))
-
-    def learn(self, names: tuple[str, ...], present_P: npt.NDArray[np.bool_], norm: float, *, alarmed: bool) -> None:
-        """Remember a total norm above 0 that someone else has judged, by `limit`."""
-        past = self._past(names, present_P)
-        past.see(_log(norm), window=self.window)
-        past.learn(alarmed=alarmed, window=self.window, adapt_after=self.adapt_after)
-
-    def _judge(self, snapshot: Snapshot, sample: int) -> str | None:
-        """What is wrong with the total norm, in words, or None; the past learns from it either way."""
-        past = self._past(snapshot.names, ~np.isnan(snapshot.num_elements[sample]))
-        norm = float(snapshot.total_grad_norm[sample])
-        past.see(_log(norm), window=self.window)
-        fact = self._too_large(norm) or self._unusual(norm, past) or self._growing(norm, past)
-        past.learn(alarmed=fact is not None, window=self.window, adapt_after=self.adapt_after)
-        return fact
-
-    def _past(self, names: tuple[str, ...], present_P: npt.NDArray[np.bool_]) -> _Past:
-        return self._pasts.setdefault(self._kinds.of(names, present_P), _Past())
-
-    def _views(self, past: _Past) -> tuple[list[float], ...]:
-        """What counts as usual: all of the past, and its last part."""
-        recent = past.healthy[-max(self.window // 4, self.warmup) :]
-        return (past.healthy, recent) if len(recent) < len(past.healthy) else (recent,)
-
-    def _too_large(self, norm: float) -> str | None:
-        if self.threshold is None or norm <= self.threshold:
-            return None
-        return f"the gradient norm is {number(norm)}, above the threshold {number(self.threshold)}"
-
-    def _unusual(self, norm: float, past: _Past) -> str | None:
-        if self.stds is None or not past.healthy:
-            return None
-        if len(past.healthy) < self.warmup:
-            return self._unusual_in_warmup(norm, math.exp(max(past.healthy)))
-        for view in self._views(past):
-            if math.log(norm) <= min(view) + math.log(self.min_factor):  # nearly always, and no deviation changes it
-                continue
-            limit = self._limit_of(view, self.stds)
-            if norm > limit.value:
-                record = (
-                    ""
-                    if self.record_factor is None
-                    else f" and {number(self.record_factor)} times the second largest of the last 16"
-                )
-                return (
-                    f"the gradient norm is {number(norm)}, {number(norm / limit.usual)} times the usual "
-                    f"{number(limit.usual)} of {limit.num_samples} healthy samples "
-                    f"(threshold {number(limit.value)}: mean + {number(self.stds)} standard deviations of the log "
-                    f"norm, at least {number(self.min_factor)} times{record})"
-                )
+    def _judge(self, snapshot: Snapshot, sample: int, past: _Past, moved: bool) -> tuple[Level, int, str] | None:
+        """The level, the step where it began and what is wrong with the total norm, or None; the past learns of it."""
+        norm, step = float(snapshot.total_grad_norm[sample]), int(snapshot.steps[sample])
+        before = past.norms[-1] if past.norms else math.inf
+        past.see(_log(norm))
+        if self.threshold is not None and norm > self.threshold:
+            return "ERROR", step, f"the gradient norm is {number(norm)}, above the threshold {number(self.threshold)}"
+        if self.growth is not None and (rise := steady_growth(past.norms, factor=self.growth)) is not None:
+            words = (
+                f"the gradient norm is {number(norm)} and has grown {number(rise.factor)} times over the last "
+                f"{rise.num_samples} samples, step by step, above all before them (threshold {number(self.growth)} "
+                "times)"
+            )
+            return "ERROR", step, words
+        limit = self._log_limit(past)
+        if _log(norm) <= limit:
+            return self._below(past, _log(norm), moved)
+        if not past.num_above:
+            past.began = step
+        past.num_above += 1
+        past.largest_above = max(past.largest_above, _log(norm))
+        words = self._words(norm, past, limit)
+        grows = past.num_above > 1 and (moved or _log(norm) > before + math.log(_GROWS))
+        if past.num_above >= self.adapt_after:
+            past.num_above, past.largest_above = 0, -math.inf
+            past.survive(_log(norm))
+        elif grows:
+            return "ERROR", past.began, f"{words}; it has not fallen back"
+        elif past.num_above > 1:
+            return "WARN", past.began, f"{words}; it stays there, and the parameters have hardly moved"
+        elif _log(norm) > past.record + math.log(_AT_ONCE):
+            return "WARN", step, words
         return None
 
-    def _limit_of(self, view: list[float], stds: float) -> Limit:
-        return limit_of(view, stds=stds, min_factor=self.min_factor, record_factor=self.record_factor)
+    def _below(self, past: _Past, log_norm: float, moved: bool) -> tuple[Level, int, str] | None:
+        """The newest norm is no explosion: what becomes of the ones above the limit just before it."""
+        finding: tuple[Level, int, str] | None = None
+        if past.num_above:
+            factor = _exp(past.largest_above - past.record)
+            words = (
+                f"the gradient norm was {number(_exp(past.largest_above))}, {number(factor)} times the largest that "
+                f"the run had survived, and has fallen back to {number(_exp(log_norm))}"
+            )
+            if moved:
+                finding = "ERROR", past.began, f"{words}, but the update has moved the parameters far"
+            elif factor > _WORTH_A_WORD:
+                finding = "INFO", past.began, f"{words}; the parameters have hardly moved"
+            past.passed()
+        past.survive(log_norm)
+        return finding
 
-    def _unusual_in_warmup(self, norm: float, largest: float) -> str | None:
-        if norm <= self.warmup_factor * largest:
+    def _broken(self, past: _Past) -> tuple[Level, int, str] | None:
+        """This sample is not finite; one that was too large just before it was no passing spike."""
+        if not past.num_above:
             return None
-        return (
-            f"the gradient norm is {number(norm)}, {number(norm / largest)} times the largest norm so far "
-            f"(threshold {number(self.warmup_factor)} times, in the first {self.warmup} healthy samples)"
-        )
+        words = f"the gradient norm was {number(_exp(past.largest_above))}, and the next gradient is not finite"
+        past.num_above, past.largest_above = 0, -math.inf
+        return "ERROR", past.began, words
 
-    def _growing(self, norm: float, past: _Past) -> str | None:
-        rise = None if self.growth is None else steady_growth(past.all, factor=self.growth)
-        if rise is None or self.growth is None:
-            return None
+    def _words(self, norm: float, past: _Past, limit: float) -> str:
+        usual = _exp(float(np.median(past.norms[:-1])))
         return (
-            f"the gradient norm is {number(norm)} and has grown {number(rise.factor)} times over the last "
-            f"{rise.num_samples} samples, step by step (threshold {number(self.growth)} times)"
+            f"the gradient norm is {number(norm)}, {number(norm / usual)} times the usual {number(usual)} and "
+            f"{number(norm / _exp(past.record))} times the largest that the run has survived (threshold "
+            f"{number(_exp(limit))})"
         )
 
     def _learn_layers(self, snapshot: Snapshot, samples: list[int]) -> None:
@@ -198,9 +201,12 @@ class ExplodingGradient:
             known_P = np.where(np.isnan(usual_P), log_P, usual_P)
             np.copyto(usual_P, known_P + _USUAL_WEIGHT * (log_P - known_P), where=seen_P)
 
-    def _alert(self, snapshot: Snapshot, sample: int, fact: str) -> Alert:
-        norm_P, usual_P = snapshot.grad_norm[sample], np.exp(self._usual.of(snapshot.names))
-        worst = worst_first(norm_P, np.flatnonzero(norm_P > 0))
+    def _alert(self, snapshot: Snapshot, sample: int, level: Level, step: int, fact: str) -> Alert:
+        earlier = np.flatnonzero(snapshot.steps == step)
+        place = int(earlier[0]) if earlier.size else sample  # the sample where it began may have come with another call
+        norm_P, usual_P = snapshot.grad_norm[place], np.exp(self._usual.of(snapshot.names))
+        present = np.flatnonzero(norm_P > 0)
+        worst = worst_first(norm_P / usual_P if np.isfinite(usual_P[present]).all() else norm_P, present)
         layers = listing(
             worst,
             lambda p: (
@@ -208,31 +214,30 @@ class ExplodingGradient:
                 + (f" (usually {number(usual_P[p])})" if np.isfinite(usual_P[p]) else "")
             ),
         )
-        step = int(snapshot.steps[sample])
-        cause = "too high a learning rate, a bad batch, or growth through depth or recurrence without clipping"
-        remedy = (
-            "clip with clip_grad_norm_, lower the learning rate or lengthen its warm-up, look at the batch of this step"
+        cause = (
+            "not clear: either one bad batch, after which the norm falls back by itself, or too high a learning rate, "
+            "after which it grows on or the parameters have moved"
         )
-        return Alert(self.title, sentence(f"Step {step}: {fact}.", layers, cause, remedy), step, "ERROR")
+        remedy = "look at the batch of this step and clip with clip_grad_norm_; if it grows on, lower the learning rate"
+        return Alert(self.title, sentence(f"Step {step}: {fact}.", layers, cause, remedy), step, level)
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "kinds": self._kinds.state_dict(),
-            "pasts": [
-                {"kind": kind, "healthy": past.healthy, "all": past.all, "num_alarmed": past.num_alarmed}
-                for kind, past in self._pasts.items()
-            ],
+            "pasts": {str(kind): asdict(past) for kind, past in self._pasts.items()},
             "usual": self._usual.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._kinds.load_state_dict(state["kinds"])
         self._usual.load_state_dict(state["usual"])
-        self._pasts = {
-            int(past["kind"]): _Past(list(past["healthy"]), list(past["all"]), int(past["num_alarmed"]))
-            for past in state["pasts"]
-        }
+        self._pasts = {int(kind): _Past(**past) for kind, past in state["pasts"].items()}
+        self._movements = {}
 
 
 def _log(norm: float) -> float:
     return math.log(norm) if norm < math.inf else 1e3
+
+
+def _exp(log_norm: float) -> float:
+    return math.exp(log_norm) if log_norm < 700.0 else math.inf
