@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
 import torch
 from gradients import Chosen, step, watch
+from torch import nn
+from torch.optim import SGD
 
 
 def test_a_sample_is_judged_when_it_arrives_and_not_with_the_ones_after_it() -> None:
@@ -15,3 +20,161 @@ def test_a_sample_is_judged_when_it_arrives_and_not_with_the_ones_after_it() -> 
     # the tenth sample without anything; nobody has asked, waited or flushed
     assert [(alert.title, alert.step) for alert in sink.alerts] == [("No gradient", 10)]
     watcher.remove()
+
+
+def net(*, hidden: int = 8) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, hidden), nn.Tanh(), nn.Linear(hidden, 2))
+
+
+def loss_of(model: nn.Module, seed: int = 0) -> torch.Tensor:
+    x = torch.randn(16, 4, generator=torch.Generator().manual_seed(seed))
+    return nn.functional.mse_loss(model(x), x[:, :2].sin())
+
+
+def run(
+    model: nn.Module, advance: Callable[[int], object], *, steps: int = 15, **options: object
+) -> list[tuple[str, int]]:
+    """The alerts of a loop, with their steps."""
+    watcher, sink = watch(model, **({"rules": None} | options))
+    for number in range(1, steps + 1):
+        advance(number)
+    watcher.remove()
+    return [(alert.title, alert.step) for alert in sink.alerts]
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    optimizer.zero_grad()
+    loss_of(model, number).backward()
+    optimizer.step()
+
+
+def test_a_head_that_was_replaced_after_the_optimizer_was_built_is_told_at_step_2() -> None:
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.01)
+    model[2] = nn.Linear(8, 2)
+    watcher, sink = watch(model, rules=None)
+    for number in range(1, 5):
+        train(model, optimizer, number)
+    watcher.remove()
+    (alert,) = sink.alerts
+    assert (alert.title, alert.step) == ("Not in any optimizer", 2)
+    assert "2.weight, 2.bias" in alert.text
+
+
+def test_parameters_that_a_later_optimizer_or_the_user_updates_are_in_good_hands() -> None:
+    model = net()
+    first, second = SGD(model[0].parameters(), lr=0.01), SGD(model[2].parameters(), lr=0.01)
+
+    def in_turn(number: int) -> None:
+        model.zero_grad()
+        loss_of(model, number).backward()
+        (second if number % 5 == 0 else first).step()
+
+    assert run(model, in_turn) == []
+    by_hand = net()
+    optimizer = SGD(by_hand[0].parameters(), lr=0.01)
+
+    def partly_by_hand(number: int) -> None:
+        by_hand.zero_grad()
+        loss_of(by_hand, number).backward()
+        optimizer.step()
+        with torch.no_grad():
+            for parameter in by_hand[2].parameters():
+                parameter -= 0.01 * parameter.grad
+
+    assert run(by_hand, partly_by_hand) == []
+
+
+def test_the_optimizer_of_a_model_that_was_rebuilt_is_told_at_step_1() -> None:
+    optimizer = SGD(net().parameters(), lr=0.01)
+    model = net()
+    assert run(model, lambda number: train(model, optimizer, number)) == [("Optimizer without the model", 1)]
+
+
+@pytest.mark.parametrize("make", [SGD, torch.optim.Adam])
+def test_a_forgotten_zero_grad_is_told_at_step_2(make: Callable[..., torch.optim.Optimizer]) -> None:
+    model = net()
+    optimizer = make(model.parameters(), lr=1e-4)
+
+    def advance(number: int) -> None:
+        loss_of(model, number).backward()
+        optimizer.step()
+
+    assert run(model, advance, steps=5) == [("Gradients not reset", 2)]
+
+
+def zero_through_data(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.data.zero_()
+
+
+@pytest.mark.parametrize(
+    "reset",
+    [nn.Module.zero_grad, lambda model: model.zero_grad(set_to_none=False), zero_through_data],
+    ids=["None", "0", "data"],
+)
+@pytest.mark.parametrize("backwards", [1, 3])
+def test_gradients_that_are_reset_in_any_way_and_accumulated_on_purpose_are_silent(
+    reset: Callable[[nn.Module], None], backwards: int
+) -> None:
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.01)
+
+    def advance(number: int) -> None:
+        for micro_batch in range(backwards):
+            loss_of(model, number + micro_batch).backward()
+        optimizer.step()
+        reset(model)
+
+    assert run(model, advance) == []
+
+
+def test_two_networks_that_train_in_turn_and_leave_gradients_with_each_other_are_silent() -> None:
+    models = {"g": net(), "d": net()}
+    optimizers = {name: SGD(model.parameters(), lr=0.01) for name, model in models.items()}
+
+    def advance(number: int) -> None:
+        for optimizer in optimizers.values():
+            optimizer.zero_grad()
+            (loss_of(models["g"], number) + loss_of(models["d"], number)).backward()  # into both, each time
+            optimizer.step()
+
+    assert run(models, advance) == []
+
+
+@pytest.mark.parametrize("steps_taken", [True, False])
+def test_parameters_that_never_change_are_told_after_a_hundred_samples(steps_taken: bool) -> None:
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.0)
+
+    def advance(number: int) -> None:
+        optimizer.zero_grad()
+        loss_of(model, number).backward()
+        if steps_taken:
+            optimizer.step()
+
+    # Sample 2 is the first that shows no change; the hundredth of these is 101.
+    assert run(model, advance, steps=105) == [("Parameters unchanged", 101)]
+
+
+def test_lora_a_frozen_backbone_a_warm_up_from_0_and_lbfgs_that_has_converged_are_silent() -> None:
+    frozen = net()
+    frozen[0].requires_grad_(False)
+    head = SGD(frozen[2].parameters(), lr=0.01)
+    assert run(frozen, lambda number: train(frozen, head, number)) == []
+    warm = net()
+    optimizer = torch.optim.Adam(warm.parameters(), lr=1e-3)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: min(epoch / 10, 1.0))
+    assert run(warm, lambda number: (train(warm, optimizer, number), schedule.step())) == []
+    fitted = net()
+    lbfgs = torch.optim.LBFGS(fitted.parameters(), line_search_fn="strong_wolfe")
+
+    def closure() -> torch.Tensor:
+        lbfgs.zero_grad()
+        loss = loss_of(fitted)
+        loss.backward()
+        return loss
+
+    assert run(fitted, lambda number: lbfgs.step(closure), steps=60) == []

@@ -131,8 +131,7 @@ def test_the_thresholds_of_the_table_are_those_of_the_default_rules() -> None:
     page = PAGES["alerts.md"]
     table = page[page.index("| title | when, by default |") : page.index("The cause is found")]
     for (rule, name), words in {
-        ("ExplodingGradient", "stds"): "{:g} standard deviations",
-        ("ExplodingGradient", "window"): "the last {:g}",
+        ("ExplodingGradient", "record_factor"): "{:g} times the largest",
         ("ExplodingGradient", "min_factor"): "at least {:g} times",
         ("ExplodingGradient", "growth"): "a steady rise of {:g} times",
         ("VanishingGradient", "patience"): "for {:g} samples, unless",

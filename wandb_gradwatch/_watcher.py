@@ -89,7 +89,7 @@ class Watcher:
         events = SamplerEvents(
             deliver=self._deliver,
             notice=self._dispatcher.notice,
-            no_gradient=self._dispatcher.say_no_gradient,
+            alert=self._dispatcher.alert_once,
             judge=None if guard is None else GuardedSlots(guard, lambda: tuple(registry.names), self._peek),
         )
         self._sampler = Sampler(registry, self._window, config.capture, events, self._boundary)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from .._measure.columns import Column, FloatArray
@@ -37,3 +39,10 @@ class Movement:
         if not before > 0 or not after > 0:
             return float("nan")
         return float(abs(np.expm1(0.5 * np.log(after / before) / num_steps)))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self._step, "names": list(self._names), "sum_sq": self._sum_sq_P.tolist()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._step, self._names = int(state["step"]), tuple(state["names"])
+        self._sum_sq_P = np.array(state["sum_sq"], dtype=np.float64)

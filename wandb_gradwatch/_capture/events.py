@@ -15,11 +15,11 @@ class SamplerEvents:
     Args:
         deliver: it is a good moment to hand over what has arrived.
         notice: something to be said once, by kind and text.
-        no_gradient: gradients are computed and lead to no update (text, step): to be said once, as an alert.
+        alert: gradients are computed and lead to no update (title, text, step): to be said once per title.
         judge: decides, at every step, whether its gradients are used; None: they are.
     """
 
     deliver: Callable[[], None]
     notice: Callable[[str, str], None]
-    no_gradient: Callable[[str, int], None]
+    alert: Callable[[str, str, int], None]
     judge: StepJudge | None = None

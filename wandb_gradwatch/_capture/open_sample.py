@@ -203,9 +203,11 @@ class OpenSample:
         self._around.window.clear(found.gone)
         if found.nothing_is_left:
             step = self._around.clock.open_step
-            self._around.events.no_gradient(
-                "every gradient was already None when the optimizer stepped, though the backward had computed them. "
-                "Call zero_grad() after step(), or before backward().",
+            self._around.events.alert(
+                "No gradient",
+                "every gradient was already None when the optimizer stepped, though the backward had computed them.\n"
+                "Probable cause: gradients zeroed between backward() and step(). Remedy: call zero_grad() after "
+                "step(), or before backward().",
                 step,
             )
 

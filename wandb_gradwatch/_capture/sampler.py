@@ -44,6 +44,7 @@ from .scaling import SCALES
 from .schedule import Schedule
 from .steps import STEP_HOOKS
 from .timing import DeviceTimer
+from .wiring import Wiring, holds_other_tensors
 
 # This many backwards that only accumulate, without a step, are worth a word.
 _PATIENCE_IN_BACKWARDS: Final = 1000
@@ -84,6 +85,7 @@ class Sampler:
         self.step_skipping = StepSkipping(events.judge, window, events.notice) if events.judge is not None else None
         self._consensuses = ConsensusTable()
         self._failed_rank_voter: FailedRankVoter | None = None  # of a monitor that has failed
+        self._wiring = Wiring(registry, self._optimizer_registry)
         self._probes = Probes(config.probes)
         around = Surroundings(
             registry, window, self.clock, self._schedule, self._optimizer_registry, events, self._scan
@@ -145,12 +147,14 @@ class Sampler:
         if not self._muted:
             if not self._by_hand.possible or self._by_hand.backward_begins():
                 self._reached.clear()
+            self._wiring.backward_begins()
             self._commit(self.clock.backward_begins())
 
     @contained
     def _backward_ended(self) -> None:
         if self._muted:
             return
+        self._wiring.backward_ended()
         if self._by_hand.possible:
             if self._by_hand.were_reset(self._reached) and self.clock.backwards:
                 self._close_update_by_hand()
@@ -162,9 +166,12 @@ class Sampler:
             self._sample.note(self._registry.scan())
         self._commit(self.clock.backward_ended())
         if self.clock.backwards == _PATIENCE_IN_BACKWARDS:
-            self._events.no_gradient(
+            self._events.alert(
+                "No gradient",
                 f"{_PATIENCE_IN_BACKWARDS} backwards have gone by without an optimizer step that updates a watched "
-                "parameter. Is the step missing, or does the optimizer hold other tensors than the model?",
+                "parameter.\nProbable cause: not clear: either step() is missing, or the optimizer holds other tensors "
+                "than the model. Remedy: call step() after backward(), and make the optimizer from the parameters of "
+                "the model that is trained.",
                 self.clock.open_step,
             )
         self.deliver()
@@ -204,6 +211,15 @@ class Sampler:
         def ask() -> None:
             nonlocal follows
             follows = self._optimizer_registry.learn(optimizer)
+            if not follows and self._by_hand.possible and self.clock.marked and holds_other_tensors(optimizer):
+                self._events.alert(
+                    "Optimizer without the model",
+                    f"{type(optimizer).__name__} stepped, but nothing that it holds is a parameter of the watched "
+                    "model, and none of it has a gradient.\nProbable cause: the optimizer owns other tensors than the "
+                    "model, which was rebuilt or copied after the optimizer was made. Remedy: make the optimizer from "
+                    "the parameters of the model that is trained, after the model is complete.",
+                    self.clock.open_step,
+                )
 
         self.boundary.run(ask)
         return follows
@@ -248,6 +264,7 @@ class Sampler:
         if self._is_measured:
             self._sample.inspect(optimizer, inside_backward=inside_backward)
         self._sample.before_update(optimizer)
+        self._wiring.about_to_step(key)
         if self.step_skipping is not None:  # last: what follows it up is the step, and then release()
             entries, consensus = self._optimizer_registry.entries(optimizer), self._agreement_about(optimizer)
             self.step_skipping.decide(
@@ -278,6 +295,7 @@ class Sampler:
             self.clock.join(key)
             return
         self._sample.after_update(optimizer)
+        self._wiring.stepped(optimizer, key)
         self._step_done(key, skipped=False, inside_backward=inside_backward)
 
     @contained
@@ -432,7 +450,9 @@ class Sampler:
     def _window_commit(self, closed: Closed) -> None:
         updated = tuple(tuple(sorted(self.clock.owned.get(key, ()))) for key in sorted(closed.stepped))
         self._sample.keep_only(updated)
-        found = self._probes.take()
+        if closed.stepped:
+            self._wiring.sample_closed(closed.marked, self.clock.owner)
+        found = self._probes.take() | self._wiring.take()
         if self._schedule.has_budget and not self._is_sharded:
             spent = self.seconds_spent - self._seconds_between
             spent += self._timer.seconds() if self._timer is not None else 0.0

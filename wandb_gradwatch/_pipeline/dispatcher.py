@@ -84,11 +84,11 @@ class Dispatcher:
             self._call_sinks("log_table", *self.recorder.table())
         return written
 
-    def say_no_gradient(self, text: str, step: int) -> None:
-        """Once: gradients lead to no update."""
-        if "No gradient" not in self.said:
-            self.said.add("No gradient")
-            self.send(Alert("No gradient", f"Step {step}: {text}", step, "WARN"))
+    def alert_once(self, title: str, text: str, step: int) -> None:
+        """Once for each title: what the capture is certain of."""
+        if title not in self.said:
+            self.said.add(title)
+            self.send(Alert(title, f"Step {step}: {text}", step, "WARN"))
 
     def notice(self, kind: str, text: str) -> None:
         """Say something once."""

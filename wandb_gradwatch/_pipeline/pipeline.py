@@ -153,9 +153,11 @@ class Pipeline:
             )
 
     def _say_zeroed(self, step: int) -> None:
-        self._dispatcher.say_no_gradient(
-            "every gradient was already zero when the optimizer stepped, though the backward had computed them. "
-            "Call zero_grad() after step(), or before backward().",
+        self._dispatcher.alert_once(
+            "No gradient",
+            "every gradient was already zero when the optimizer stepped, though the backward had computed them.\n"
+            "Probable cause: gradients zeroed between backward() and step(). Remedy: call zero_grad() after step(), or "
+            "before backward().",
             step,
         )
 

@@ -8,6 +8,7 @@ from ._functions import FunctionRule, as_rule, rule
 from ._nonfinite import InfGradient, LossScaleCollapse, NaNGradient
 from ._ratios import GradParamRatio, LayerSpread
 from ._vanishing import DeadGradient, NoGradient, VanishingGradient
+from ._wiring import GradientsNotReset, NotInOptimizer, UnchangedParameters
 
 __all__ = [
     "MAX_TITLE",
@@ -16,13 +17,16 @@ __all__ = [
     "ExplodingGradient",
     "FunctionRule",
     "GradParamRatio",
+    "GradientsNotReset",
     "InfGradient",
     "LayerSpread",
     "Level",
     "LossScaleCollapse",
     "NaNGradient",
     "NoGradient",
+    "NotInOptimizer",
     "Rule",
+    "UnchangedParameters",
     "VanishingGradient",
     "as_rule",
     "default_rules",
@@ -43,4 +47,7 @@ def default_rules() -> list[Rule]:
         VanishingGradient(),
         DeadGradient(),
         NoGradient(),
+        NotInOptimizer(),
+        GradientsNotReset(),
+        UnchangedParameters(),
     ]

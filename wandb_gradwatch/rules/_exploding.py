@@ -46,7 +46,8 @@ class _Past:
     def survive(self, log_norm: float) -> None:
         """It was no explosion."""
         self.num_survived += 1
-        if self.num_survived == 2 * _FIRST:  # the first steps of a run are often 100 times as large as all later ones
+        # The first steps of a run are often 100 times as large as all later ones, and would hide the next explosion.
+        if self.num_survived == 2 * _FIRST and max(self.norms[:-_FIRST], default=math.inf) > max(self.norms[-_FIRST:]):
             self.norms = self.norms[-_FIRST:]
             self.record = max(self.norms)
         self.record = max(self.record - math.log(2) / _HALVED_AFTER, log_norm)
@@ -122,13 +123,14 @@ class ExplodingGradient:
             return math.inf
         if past.num_survived < _FIRST:
             return past.record + math.log(self.first_factor)
-        usual = float(np.median(past.norms[:-1] or past.norms))
+        usual = float(np.median(past.norms))
         return max(past.record + math.log(self.record_factor), usual + math.log(self.min_factor))
 
     def _judge(self, snapshot: Snapshot, sample: int, past: _Past, moved: bool) -> tuple[Level, int, str] | None:
         """The level, the step where it began and what is wrong with the total norm, or None; the past learns of it."""
         norm, step = float(snapshot.total_grad_norm[sample]), int(snapshot.steps[sample])
         before = past.norms[-1] if past.norms else math.inf
+        limit = self._log_limit(past)
         past.see(_log(norm))
         if self.threshold is not None and norm > self.threshold:
             return "ERROR", step, f"the gradient norm is {number(norm)}, above the threshold {number(self.threshold)}"
@@ -139,7 +141,6 @@ class ExplodingGradient:
                 "times)"
             )
             return "ERROR", step, words
-        limit = self._log_limit(past)
         if _log(norm) <= limit:
             return self._below(past, _log(norm), moved)
         if not past.num_above:
@@ -170,7 +171,7 @@ class ExplodingGradient:
             )
             if moved:
                 finding = "ERROR", past.began, f"{words}, but the update has moved the parameters far"
-            elif factor > _WORTH_A_WORD:
+            elif _WORTH_A_WORD < factor <= _AT_ONCE:  # more has been told
                 finding = "INFO", past.began, f"{words}; the parameters have hardly moved"
             past.passed()
         past.survive(log_norm)
@@ -225,6 +226,7 @@ class ExplodingGradient:
         return {
             "kinds": self._kinds.state_dict(),
             "pasts": {str(kind): asdict(past) for kind, past in self._pasts.items()},
+            "movements": {str(kind): movement.state_dict() for kind, movement in self._movements.items()},
             "usual": self._usual.state_dict(),
         }
 
@@ -232,7 +234,9 @@ class ExplodingGradient:
         self._kinds.load_state_dict(state["kinds"])
         self._usual.load_state_dict(state["usual"])
         self._pasts = {int(kind): _Past(**past) for kind, past in state["pasts"].items()}
-        self._movements = {}
+        self._movements = {int(kind): Movement() for kind in state["movements"]}
+        for kind, movement in self._movements.items():
+            movement.load_state_dict(state["movements"][str(kind)])
 
 
 def _log(norm: float) -> float:

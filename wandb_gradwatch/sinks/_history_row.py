@@ -15,7 +15,7 @@ import numpy as np
 
 from .._analysis.forecast import forecast
 from .._measure.change import CHANGED, CLIPPED
-from .._measure.columns import GUARDED, NUM_COLUMNS, FloatArray, merge_rows
+from .._measure.columns import GUARDED, NUM_COLUMNS, WIRING, FloatArray, merge_rows
 from .._measure.probe_values import MetricHistogram, merge_histograms
 from ..snapshot import Snapshot, last_present
 from ..snapshot._missing import sum_of_present
@@ -83,7 +83,7 @@ class HistoryRow:
         last = {
             metric_name(name): _last(values)
             for name, values in snapshot.metrics.items()
-            if name not in counts and name not in _OF_SAMPLES
+            if name not in counts and name not in _OF_SAMPLES and not name.startswith(WIRING)
         }
         last = _present(last)
         present_SP = ~np.isnan(snapshot.num_elements)

@@ -1,0 +1,140 @@
+"""Whether gradients and updates belong together, seen in the first steps: facts, without thresholds, for the rules.
+
+Parameters that no optimizer holds, an optimizer that holds other tensors, gradients that nobody resets.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .._measure.columns import WIRING_CARRIED, WIRING_UNOWNED
+from .optimizer_registry import OptimizerRegistry
+from .parameter_registry import ParameterRegistry
+
+_STEPS: Final = 3  # of each optimizer that are looked at
+_WITNESSES: Final = 5  # small parameters of an optimizer whose gradients stand for all of its
+
+
+@dataclass(frozen=True)
+class _Witness:
+    """A gradient as it was left."""
+
+    parameter: weakref.ref[Tensor]
+    gradient: weakref.ref[Tensor]
+    version: int
+
+    @classmethod
+    def of(cls, parameter: Tensor, gradient: Tensor) -> _Witness:
+        return cls(weakref.ref(parameter), weakref.ref(gradient), gradient._version)
+
+    @property
+    def untouched(self) -> Tensor | None:
+        """The gradient, if nothing has replaced it or written to it since."""
+        parameter = self.parameter()
+        gradient = None if parameter is None else parameter.grad
+        is_same = gradient is not None and gradient is self.gradient() and gradient._version == self.version
+        return gradient if is_same else None
+
+
+@dataclass
+class _Carried:
+    """Gradients that one optimizer has used, and that nothing has reset since; none where something has."""
+
+    witnesses: list[_Witness] = field(default_factory=list)
+    nonzero: Tensor | None = None  # whether they were not 0 when the next backward had begun, on their device
+    num_steps: int = 0
+
+
+class Wiring:
+    """Looks at the first steps of every optimizer.
+
+    Args:
+        parameter_registry: the watched parameters.
+        optimizer_registry: who updates which of them.
+    """
+
+    def __init__(self, parameter_registry: ParameterRegistry, optimizer_registry: OptimizerRegistry) -> None:
+        self._parameter_registry = parameter_registry
+        self._optimizer_registry = optimizer_registry
+        self._carried: dict[int, _Carried] = {}  # by the optimizer's key
+        self._versions: dict[int, int] = {}  # of the parameters, by slot, after the first step of all
+        self._unowned: frozenset[int] = frozenset()  # slots with a gradient and no optimizer, until they are told of
+        self._known_unowned: frozenset[int] = frozenset()
+        self._facts: dict[str, Tensor] = {}
+
+    def take(self) -> dict[str, Tensor]:
+        """What has been found since the last call, by key: 0-dim tensors, which nobody waits for."""
+        facts, self._facts = self._facts, {}
+        return facts
+
+    # ---- gradients that nobody resets
+
+    def stepped(self, optimizer: Optimizer, key: int) -> None:
+        """An optimizer has stepped: from now on its gradients should be reset before they are added to."""
+        if not self._versions:
+            self._versions = {slot: parameter._version for slot, parameter in self._parameter_registry.scan()}
+        carried = self._carried.setdefault(key, _Carried())
+        carried.num_steps += 1
+        if carried.num_steps <= _STEPS:
+            parameters = sorted((p for _, p in self._optimizer_registry.entries(optimizer)), key=Tensor.numel)
+            present = [(p, p.grad) for p in parameters if p.grad is not None][:_WITNESSES]
+            carried.witnesses, carried.nonzero = [_Witness.of(p, gradient) for p, gradient in present], None
+
+    def backward_begins(self) -> None:
+        """The first gradient of a backward is there, and no other yet: the moment to see what was reset before it."""
+        for carried in self._carried.values():
+            untouched = [gradient for one in carried.witnesses if (gradient := one.untouched) is not None]
+            if not untouched or len(untouched) < len(carried.witnesses) - 1:  # the one that is there was written to
+                carried.witnesses, carried.nonzero = [], None
+            elif carried.nonzero is None:  # what was zeroed through `.data` leaves no trace but the zeros
+                carried.nonzero = torch.stack([gradient.detach().ne(0).any() for gradient in untouched]).any()
+
+    def backward_ended(self) -> None:
+        """A backward has added to them."""
+        for carried in self._carried.values():
+            present = [(p, p.grad) for one in carried.witnesses if (p := one.parameter()) is not None]
+            carried.witnesses = [_Witness.of(p, gradient) for p, gradient in present if gradient is not None]
+
+    def about_to_step(self, key: int) -> None:
+        """An optimizer is about to use gradients; those that were never reset since it last did are a fact."""
+        carried = self._carried.get(key)
+        if carried is not None and carried.witnesses and carried.nonzero is not None:
+            self._facts[WIRING_CARRIED] = carried.nonzero.double()
+
+    # ---- parameters without an optimizer
+
+    def sample_closed(self, marked: Collection[int], owner: Collection[int]) -> None:
+        """A sample of optimizer steps is over: parameters that got a gradient and that no optimizer holds."""
+        unowned = frozenset(slot for slot in marked if slot not in owner)
+        if unowned and unowned != self._known_unowned:  # looked for once, and again only when others are without one
+            self._known_unowned = unowned
+            held = _held_by_any_optimizer()
+            here = self._parameter_registry.scan()
+            self._unowned = frozenset(slot for slot, p in here if slot in unowned and id(p) not in held)
+        elif self._unowned:
+            # Those that something else has written to, a codebook's average or a wrapper of an optimizer, are updated.
+            names = self._parameter_registry.names
+            for slot, parameter in self._parameter_registry.scan():
+                if slot in self._unowned and self._versions.get(slot) == parameter._version:
+                    self._facts[WIRING_UNOWNED + names[slot]] = torch.ones((), dtype=torch.float64)
+            self._unowned = frozenset()
+
+
+def holds_other_tensors(optimizer: Optimizer) -> bool:
+    """Whether nothing that this optimizer holds has a gradient: it steps, and updates nothing."""
+    return all(parameter.grad is None for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _held_by_any_optimizer() -> set[int]:
+    """Ids of what the process's optimizers hold, those that have not stepped yet among them."""
+    optimizers = [one for one in gc.get_objects() if issubclass(type(one), Optimizer)]
+    groups = [group for one in optimizers for group in getattr(one, "param_groups", ())]
+    return {id(parameter) for group in groups for parameter in group["params"]}

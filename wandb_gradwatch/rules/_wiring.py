@@ -1,0 +1,144 @@
+"""Updates that do not reach the parameters, or reach them twice: said as soon as it is certain, without thresholds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+
+from .._analysis.formatting import listing, sentence
+from .._measure.columns import WIRING_CARRIED, WIRING_UNOWNED, Column
+from ..snapshot import Snapshot
+from ._base import Alert, check_limits
+
+# S samples, P watched parameters
+
+
+@dataclass(kw_only=True)
+class NotInOptimizer:
+    """Trainable parameters get a gradient, and no optimizer of the process holds them: "Not in any optimizer"."""
+
+    title: ClassVar[str] = "Not in any optimizer"
+
+    def check(self, snapshot: Snapshot) -> Iterable[Alert]:
+        found = {
+            key.removeprefix(WIRING_UNOWNED): values
+            for key, values in snapshot.metrics.items()
+            if key.startswith(WIRING_UNOWNED)
+        }
+        for sample in range(len(snapshot)) if found else ():
+            names = [name for name, values in found.items() if values[sample] > 0]
+            if names:
+                yield self._alert(int(snapshot.steps[sample]), names)
+
+    def _alert(self, step: int, names: list[str]) -> Alert:
+        fact = (
+            f"Step {step}: {len(names)} trainable parameters have a gradient, but no optimizer holds them, and nothing "
+            f"else has changed them: {listing(names)}."
+        )
+        cause = "no optimizer owns them: they were added or replaced after the optimizer was built"
+        remedy = (
+            "build the optimizer after the model is complete, or add_param_group() what is new; what is not to be "
+            "trained needs requires_grad_(False)"
+        )
+        return Alert(self.title, sentence(fact, "", cause, remedy), step, "WARN")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        del state  # every sample is judged by itself
+
+
+@dataclass(kw_only=True)
+class GradientsNotReset:
+    """An optimizer steps with gradients that still contain those of its last step: "Gradients not reset"."""
+
+    title: ClassVar[str] = "Gradients not reset"
+
+    def check(self, snapshot: Snapshot) -> Iterable[Alert]:
+        for sample in np.flatnonzero(snapshot.metrics.get(WIRING_CARRIED, np.zeros(len(snapshot))) > 0).tolist():
+            step = int(snapshot.steps[sample])
+            fact = (
+                f"Step {step}: the gradients of the step before were neither None nor 0 when this step's backward "
+                "added to them; every update is the sum over all steps so far."
+            )
+            cause = "zero_grad() is missing: the gradients are added up over the steps"
+            remedy = "call optimizer.zero_grad() once per update, before backward() or after step()"
+            yield Alert(self.title, sentence(fact, "", cause, remedy), step, "ERROR")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        del state  # every sample is judged by itself
+
+
+@dataclass(kw_only=True)
+class UnchangedParameters:
+    """No parameter changes by a bit though all of them have gradients: "Parameters unchanged".
+
+    A warm-up from 0 is over before `patience` is, and what has converged (L-BFGS: 79 samples without a change) has
+    gradients that are a small part of the largest ones so far.
+
+    Args:
+        patience: samples in a row after which no parameter had changed.
+    """
+
+    patience: int = 100
+    _sum_sq: dict[str, float] = field(default_factory=dict, init=False, repr=False)
+    _num_unchanged: int = field(default=0, init=False)
+    _first: int = field(default=0, init=False)
+    _largest: float = field(default=0.0, init=False)
+
+    title: ClassVar[str] = "Parameters unchanged"
+
+    def __post_init__(self) -> None:
+        check_limits(self, patience=(2.0, math.inf))
+
+    def check(self, snapshot: Snapshot) -> Iterable[Alert]:
+        sum_sq_SP, norm_S = snapshot.column(Column.PARAM_SUM_SQ), snapshot.total_grad_norm
+        bad_S = np.nansum(snapshot.num_nonfinite, axis=1) > 0
+        for sample in np.flatnonzero(((norm_S > 0) | bad_S) & ~snapshot.skipped & ~snapshot.guarded).tolist():
+            norm = 0.0 if bad_S[sample] else float(norm_S[sample])  # a NaN is told by others, and begins the count anew
+            self._largest = max(self._largest, norm)
+            now = {
+                name: value
+                for name, value in zip(snapshot.names, sum_sq_SP[sample].tolist(), strict=True)
+                if not math.isnan(value)
+            }
+            both = now.keys() & self._sum_sq.keys()
+            same = bool(both) and all(now[name] == self._sum_sq[name] for name in both) and any(map(now.get, both))
+            self._sum_sq = now
+            self._num_unchanged = self._num_unchanged + 1 if same and norm > _CONVERGED * self._largest else 0
+            if self._num_unchanged == 1:
+                self._first = int(snapshot.steps[sample])
+            if self._num_unchanged >= self.patience:
+                yield self._alert(int(snapshot.steps[sample]), norm)
+
+    def _alert(self, step: int, norm: float) -> Alert:
+        fact = (
+            f"Step {step}: no parameter has changed by a single bit since step {self._first}, over "
+            f"{self._num_unchanged} samples, though the gradient norm is {norm:.3g}."
+        )
+        cause = "not clear: either step() is never called, or the learning rate is 0: print it to tell them apart"
+        remedy = "call optimizer.step() after backward(); check the learning rate, its schedule and its warm-up"
+        return Alert(self.title, sentence(fact, "", cause, remedy), step, "ERROR")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "sum_sq": dict(self._sum_sq), "num_unchanged": self._num_unchanged, "first": self._first,
+            "largest": self._largest,
+        }  # fmt: skip
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._sum_sq = {str(name): float(value) for name, value in state["sum_sq"].items()}
+        self._num_unchanged, self._first = int(state["num_unchanged"]), int(state["first"])
+        self._largest = float(state["largest"])
+
+
+# Of the largest norm so far, below which a training may have arrived: L-BFGS stops at 1e-5 and less.
+_CONVERGED = 1e-3
