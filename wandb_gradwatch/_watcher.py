@@ -98,6 +98,7 @@ class Watcher:
             self._rule_runner,
             self._dispatcher,
             names=self._names,
+            parts=self._sampler.parts,
             shards=self._sampler.shards,
             overhead=Overhead(lambda: self._sampler.seconds_spent),
             on_untraced_clipping=self._sampler.distrust_versions,

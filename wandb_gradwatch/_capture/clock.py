@@ -48,6 +48,7 @@ class SampleClock:
     owner: dict[int, int] = field(default_factory=dict)  # slot -> optimizer
     marked: set[int] = field(default_factory=set)
     backwards: int = 0
+    takes_turns: bool = False  # optimizers step in samples of their own, as those of a GAN do
     _stepped: set[int] = field(default_factory=set)
     _ever_stepped: set[int] = field(default_factory=set)
     _inside_backward: bool = False  # an optimizer stepped inside a backward that has not ended
@@ -154,6 +155,7 @@ class SampleClock:
     def _close(self) -> Closed:
         self.step += 1
         closed = Closed(self.step, frozenset(self._stepped), frozenset(self.marked), self._skipped)
+        self.takes_turns |= bool(self._previous and closed.stepped and self._previous.isdisjoint(closed.stepped))
         self._previous, self._marked_before, self._closed_any = closed.stepped, closed.marked, True
         self._stepped, self._inside_backward, self._skipped = set(), False, False
         self.discard()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -76,6 +77,22 @@ class OptimizerRegistry:
             requires_grad and (not owner or slot in owner or slot in self.left_out)
             for slot, requires_grad in enumerate(self._registry.trainable)
         )
+
+    def parts(self) -> dict[str, list[int]]:
+        """The slots of each of several models; of one model, those of each optimizer, if they step in turn.
+
+        An optimizer is called by the module that all its parameters are in, otherwise by its number.
+        """
+        if (of_models := self._registry.parts()) or not self._clock.takes_turns:
+            return of_models
+        found: dict[str, list[int]] = {}
+        for number, key in enumerate(sorted(set(self._clock.owner.values()))):
+            slots = sorted(slot for slot, owner in self._clock.owner.items() if owner == key)
+            modules = [self._registry.names[slot].split(".")[:-1] for slot in slots]
+            shared = itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*modules, strict=False))
+            name = ".".join(parts[0] for parts in shared)
+            found[name if name and name not in found else f"optimizer{number}"] = slots
+        return found
 
     def entries(self, optimizer: Optimizer) -> list[Entry]:
         """The watched parameters that this optimizer is about to update."""

@@ -69,6 +69,17 @@ class ParameterRegistry:
         """The models that are still alive, without what wraps the whole of one."""
         return [model for _, reference in self._models if (model := reference()) is not None]
 
+    def parts(self) -> dict[str, list[int]]:
+        """The slots of each model, by what its names begin with; none of a model that is alone."""
+        if len(self._models) == 1:
+            return {}
+        prefixes = sorted((prefix for prefix, _ in self._models), key=len, reverse=True)  # "a.b." before "a."
+        found: dict[str, list[int]] = {}
+        for slot, name in enumerate(self.names):
+            prefix = next(prefix for prefix in prefixes if name.startswith(prefix))
+            found.setdefault(prefix.removesuffix("."), []).append(slot)
+        return found
+
     @property
     def alive(self) -> bool:
         """False once every model has been collected."""

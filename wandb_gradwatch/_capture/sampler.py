@@ -466,6 +466,10 @@ class Sampler:
         self._window.commit(of_host, found)
         self._schedule.add_sample(skipped=closed.skipped)
 
+    def parts(self) -> dict[str, list[int]]:
+        """See OptimizerRegistry."""
+        return self._optimizer_registry.parts()
+
     def trainable(self) -> tuple[bool, ...]:
         """See OptimizerRegistry."""
         return self._optimizer_registry.trainable()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -14,6 +14,7 @@ from .._measure.columns import FloatArray
 from .._measure.probe_values import merge_histograms
 from .._transfer.transfers import ArrivedFlush, ArrivedSample
 from ..snapshot import Snapshot
+from ..snapshot._snapshot import TOTAL
 
 # S samples in the window, P watched parameters
 
@@ -52,6 +53,16 @@ def snapshot_of(
         overhead_ratio=overhead_ratio,
         metric_histograms=merge_histograms(arrived.histograms for arrived in samples),
     )
+
+
+def with_totals(snapshot: Snapshot, parts: Mapping[str, Sequence[int]]) -> Snapshot:
+    """The snapshot with the total norm of each part, where there are several: those that step in turn have no other."""
+    if len(parts) < 2:
+        return snapshot
+    part_of = {snapshot.names[slot]: part for part, slots in parts.items() for slot in slots}
+    grouped = snapshot.by_group(lambda name: part_of.get(name, ""))
+    totals = {TOTAL + name: grouped.grad_norm[:, place] for place, name in enumerate(grouped.names) if name}
+    return replace(snapshot, metrics={**snapshot.metrics, **totals})
 
 
 def padded(values: NDArray[Number], num_names: int, *, fill: float = math.nan) -> NDArray[Number]:

@@ -17,7 +17,7 @@ from .._runtime.sharding import Shards
 from .._transfer.sample_buffer import SampleBuffer
 from .._transfer.transfers import ArrivedFlush, ArrivedSample
 from ..snapshot import Snapshot
-from .assembly import Names, padded, snapshot_of
+from .assembly import Names, padded, snapshot_of, with_totals
 from .dispatcher import Dispatcher
 from .overhead import Overhead
 from .rank_merge import LocalWindow, RankMerger
@@ -38,6 +38,7 @@ class Pipeline:
         judging: sees every sample of a whole model as it arrives, and of a sharded one when its window is merged.
         outlets: where finished windows go.
         names: asks for the names as they are now.
+        parts: asks for the slots of each model, or optimizer, that has a total norm of its own.
         shards: whether rows are parts of what other ranks have too, and which count.
         overhead: the monitor's share of the time, asked once per window.
         on_untraced_clipping: told that a gradient was modified and does not show it.
@@ -52,6 +53,7 @@ class Pipeline:
         dispatcher: Dispatcher,
         *,
         names: Callable[[], Names],
+        parts: Callable[[], Mapping[str, Sequence[int]]],
         shards: Shards,
         overhead: Overhead,
         on_untraced_clipping: Callable[[], None],
@@ -63,6 +65,7 @@ class Pipeline:
         self._rule_runner = rule_runner
         self._dispatcher = dispatcher
         self._names = names
+        self._parts = parts
         self._shards = shards
         self._overhead = overhead
         self._on_untraced_clipping = on_untraced_clipping
@@ -202,7 +205,8 @@ class Pipeline:
         unseen: Sequence[ArrivedSample] = (),
     ) -> None:
         """A window of the whole model is complete: show the rules what is unseen of it, and hand it to the sinks."""
-        self._newest = self._unreturned = snapshot = snapshot_of(samples, self._names(), flush, overhead_ratio)
+        snapshot = with_totals(snapshot_of(samples, self._names(), flush, overhead_ratio), self._parts())
+        self._newest = self._unreturned = snapshot
         self._dispatcher.recorder.picture(snapshot)  # before the rules: what an alert says may quote it
         try:
             if unseen:

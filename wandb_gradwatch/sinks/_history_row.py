@@ -19,6 +19,7 @@ from .._measure.columns import GUARDED, NUM_COLUMNS, WIRING, FloatArray, merge_r
 from .._measure.probe_values import MetricHistogram, merge_histograms
 from ..snapshot import Snapshot, last_present
 from ..snapshot._missing import sum_of_present
+from ..snapshot._snapshot import TOTAL, TOTAL_MAX
 
 # S samples in the window, P watched parameters or groups, C columns
 
@@ -92,6 +93,11 @@ class HistoryRow:
             last |= dict(itertools.compress(values.items(), np.logical_or.reduce(present_SP, axis=0)))
         largest = {"gradwatch/grad_norm_max": float(np.fmax.reduce(snapshot.total_grad_norm))}
         largest |= _named("grad_norm_max", names, np.fmax.reduce(snapshot.grad_norm, axis=0))
+        largest |= {
+            metric_name(TOTAL_MAX + name.removeprefix(TOTAL)): float(np.fmax.reduce(values))
+            for name, values in snapshot.metrics.items()
+            if name.startswith(TOTAL)
+        }
         summed = {
             "gradwatch/num_skipped_steps": float(np.count_nonzero(snapshot.skipped)),
             **{name: float(np.nansum(values)) for name, values in counts.items()},

@@ -32,6 +32,10 @@ from ._shapes import group_names, merge_snapshots, select_samples
 
 # [S] in `metrics`, where ranks hold shards: the rank whose gradients were non-finite first, in the backward's order.
 FIRST_BAD_RANK_METRIC: Final = "gradwatch/first_nonfinite_rank"
+# [S] in `metrics`: the norm of one model, or of one optimizer that steps in turn with others; missing in the samples of
+# the others. The name follows.
+TOTAL: Final = "gradwatch/grad_norm_total/"
+TOTAL_MAX: Final = "gradwatch/grad_norm_total_max/"
 
 
 @dataclass(frozen=True, eq=False)
