@@ -31,7 +31,7 @@ SIZES_OF = ("LANES", "CHUNK", "CAREFUL_LANES", "FOLD_BLOCK")
 LANES, CHUNK, CAREFUL, FOLD_BLOCK = (
     [getattr(cuda_launch, name) for name in SIZES_OF]
     if DEVICE.type == "cuda"
-    else (2, 128, 8, 2)  # the fold's is less than the chunks of the largest tensor
+    else (2, 128, 32, 2)  # the fold's is less than the chunks of the largest tensor
 )
 ROUND = 16 * LANES  # float32 elements that a program of an ordinary kernel has under way; of 16 bits twice as many
 SIZES = [0, 1, CAREFUL - 1, CAREFUL + 1, ROUND, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 3]
@@ -169,7 +169,7 @@ def test_a_broken_scale_loses_no_element_of_the_histogram(scale: float) -> None:
 
 
 def test_measuring_twice_gives_the_same_bits() -> None:
-    gradients = [g for size in (CAREFUL, 3 * CHUNK + 3) for g in gradients_of(size, torch.float32)]
+    gradients = [g for size in (CAREFUL, 3 * CHUNK + 3) for g in gradients_of(size, torch.float32, few=True)]
     kwargs = {"dead_threshold": 0.0, "inverse_scale": None, "histogram": False}
     first, second = (cuda_launch.measure(gradients, gradients, **kwargs)[0].view(torch.int64) for _ in range(2))
     assert torch.equal(first, second)
@@ -246,7 +246,7 @@ def test_warming_up_runs_every_kernel_without_a_model(monkeypatch: pytest.Monkey
     dtypes = [torch.float32, torch.bfloat16, torch.float32, torch.complex64, torch.float8_e4m3fn, torch.uint8]
     cuda_launch.warm_up(DEVICE, dtypes, dead_threshold=0.0, histogram=True)
     compiled = set(cuda_launch._compiled)
-    size = 9
+    size = 2 * ROUND + 1  # whole rounds, and an end
     natives = [torch.ones(size, dtype=dtype, device=DEVICE) for dtype in (torch.float32, torch.bfloat16, torch.float64)]
     others = [torch.ones(size, device=DEVICE).to(dtype) for dtype in (torch.complex64, torch.float8_e4m3fn)]
     for gradients in (natives, others, [native[1:] for native in natives]):  # the last as in a bucket of gradients

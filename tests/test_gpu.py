@@ -305,12 +305,12 @@ def test_a_cuda_graph_may_hold_the_launches():
 
     gradient = torch.ones(100_000, device="cuda")
     kwargs = {"dead": False, "inverse_scale": None, "histogram": True}
-    plan = cuda_launch.prepare([gradient], "gradients")
-    cuda_launch.launch(plan, None, **kwargs)  # compiled before
+    plan = cuda_launch.prepare([gradient])
+    cuda_launch.launch(plan, **kwargs)  # compiled before
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        rows, histogram = cuda_launch.launch(plan, None, **kwargs)
+        rows, histogram = cuda_launch.launch(plan, **kwargs)
     for value in (2.0, -3.0):
         gradient.fill_(value)
         graph.replay()

@@ -47,12 +47,13 @@ _NUM_BINS: Final = tl.constexpr(NUM_BINS)
 
 # A program counts in cells: one for each sign, exponent and first mantissa bit of float32, 1024 in all, which become
 # bins when the program ends. On NVIDIA they lie in shared memory, twice: lanes that hit one cell at the same time wait
-# for each other, and neighbours have a copy each. tl.histogram would take ballots up to Triton 3.7, some 60
-# instructions per element, and the language's own atomics all go to global memory.
+# for each other, and neighbours have a copy each. Behind them each lane has a cell of its own, for what is not counted:
+# many zeros make nobody wait. tl.histogram would take ballots up to Triton 3.7, some 60 instructions per element, and
+# the language's own atomics all go to global memory.
 _NUM_CELLS: Final = tl.constexpr(1024)
 _NO_CELL: Final = tl.constexpr(511)  # of NaN: not looked at
 _ALLOCATE: Final = tl.constexpr("""{
-    .shared .align 16 .b32 gradwatch_cells[2048];
+    .shared .align 16 .b32 gradwatch_cells[2080];
     .reg .b32 copy;
     mov.u32 copy, %laneid;
     and.b32 copy, copy, 1;
@@ -67,12 +68,17 @@ _CLEAR: Final = tl.constexpr("""{
     st.shared.v2.u32 [place], {$0, $0};
 }""")
 _COUNT: Final = tl.constexpr("""{
-    .reg .b32 place;
-    .reg .pred counts;
-    setp.ne.u32 counts, $2, 0;
+    .reg .b32 place, nowhere;
+    .reg .pred counted;
+    mov.u32 nowhere, %laneid;
+    and.b32 place, $3, -8;
+    mad.lo.u32 nowhere, nowhere, 4, place;
+    add.u32 nowhere, nowhere, 8192;
     mad.lo.u32 place, $1, 8, $3;
+    setp.ne.u32 counted, $2, 0;
+    selp.b32 place, place, nowhere, counted;
+    red.relaxed.cta.shared.add.u32 [place], 1;
     mov.u32 $0, 0;
-    @counts red.relaxed.cta.shared.add.u32 [place], 1;
 }""")
 _READ: Final = tl.constexpr("""{
     .reg .b32 place, other;
@@ -182,17 +188,24 @@ def _count(counts, cells, counted, SHARED: tl.constexpr):
 
 
 @triton.jit
-def _add_counts(histogram, tensor, counts, zeros, SHARED: tl.constexpr):
-    """Add what a program has counted, and zeros besides, to the tensor's histogram."""
+def _counts_of_cells(counts, SHARED: tl.constexpr):
+    """What a program has counted: [_NUM_CELLS]; nothing in the cells of NaN and Inf."""
     cells = tl.arange(0, _NUM_CELLS)
     if SHARED:
         tl.debug_barrier()
         counts = tl.inline_asm_elementwise(_READ, "=r,r,r", [cells, counts], dtype=tl.int32, is_pure=False, pack=1)
+    return tl.where((cells & 511) < 510, counts, 0)
+
+
+@triton.jit
+def _add_histogram(histogram, tensor, counts, zeros):
+    """Add counts of cells, and zeros besides, to the tensor's histogram."""
+    cells = tl.arange(0, _NUM_CELLS)
     code = cells & 511
     magnitude_bin = tl.minimum(tl.maximum(code - 158, tl.minimum(code >> 1, 1)), 127)  # (127 - 47) * 2 is bin 2
     bins = tl.where(cells < 512, _ZERO_BIN + 1 + magnitude_bin, _ZERO_BIN - 1 - magnitude_bin)
     row = histogram + tensor * _NUM_BINS
-    tl.atomic_add(row + bins, counts.to(tl.int64), mask=(counts > 0) & (code < 510), sem="relaxed")
+    tl.atomic_add(row + bins, counts.to(tl.int64), mask=counts > 0, sem="relaxed")
     tl.atomic_add(row + _ZERO_BIN, zeros.to(tl.int64), mask=zeros > 0, sem="relaxed")
 
 
@@ -279,7 +292,8 @@ def _count_tile(counts, true_zeros, tile, scale, AXIS: tl.constexpr, SCALED: tl.
 @triton.jit
 def _add_tiles(
     total, total_sq, lowest, highest, smallest, zeros, deads, counts, true_zeros, a, b, c, d, dead, scale,
-    AXIS: tl.constexpr, DEAD: tl.constexpr, SCALED: tl.constexpr, HISTOGRAM: tl.constexpr, SHARED: tl.constexpr,
+    AXIS: tl.constexpr, ZEROS: tl.constexpr, DEAD: tl.constexpr, SCALED: tl.constexpr, HISTOGRAM: tl.constexpr,
+    SHARED: tl.constexpr,
 ):  # fmt: skip
     total += _sums(a, b, c, d, AXIS)
     total_sq += _sums_of_squares(a, b, c, d, AXIS)
@@ -287,7 +301,8 @@ def _add_tiles(
     highest = tl.maximum(highest, _maxima(a, b, c, d, AXIS))
     da, db, dc, dd = _doubled(a), _doubled(b), _doubled(c), _doubled(d)
     smallest = tl.minimum(smallest, _minima(_or_largest(da), _or_largest(db), _or_largest(dc), _or_largest(dd), AXIS))
-    zeros += _sums(_is_zero(da), _is_zero(db), _is_zero(dc), _is_zero(dd), AXIS)
+    if ZEROS:
+        zeros += _sums(_is_zero(da), _is_zero(db), _is_zero(dc), _is_zero(dd), AXIS)
     if DEAD:
         deads += _sums(
             _is_dead(a, dead, scale, SCALED),
@@ -327,6 +342,7 @@ def measure_chunks(
         AXIS: tl.constexpr = 1 if ALIGNED else 0
         ITEMSIZE: tl.constexpr = 4 if DTYPE == 0 else 2
         TILE: tl.constexpr = LANES * 16  # bytes
+        ZEROS: tl.constexpr = SCALED if HISTOGRAM else True  # otherwise they are what the histogram has not counted
         if SCALED:
             scale = tl.load(inverse_scale)
             dead = tl.load(table + 1)
@@ -353,19 +369,24 @@ def measure_chunks(
             total, total_sq, lowest, highest, smallest, zeros, deads, counts, true_zeros = _add_tiles(
                 total, total_sq, lowest, highest, smallest, zeros, deads, counts, true_zeros,
                 _first(a, DTYPE), _first(b, DTYPE), _first(c, DTYPE), _first(d, DTYPE), dead, scale,
-                AXIS, DEAD, SCALED, HISTOGRAM, SHARED,
+                AXIS, ZEROS, DEAD, SCALED, HISTOGRAM, SHARED,
             )  # fmt: skip
             if ALIGNED:
                 if DTYPE == _BFLOAT16:
                     total, total_sq, lowest, highest, smallest, zeros, deads, counts, true_zeros = _add_tiles(
                         total, total_sq, lowest, highest, smallest, zeros, deads, counts, true_zeros,
                         _second(a), _second(b), _second(c), _second(d), dead, scale,
-                        AXIS, DEAD, SCALED, HISTOGRAM, SHARED,
+                        AXIS, ZEROS, DEAD, SCALED, HISTOGRAM, SHARED,
                     )  # fmt: skip
         chunk_sq = tl.sum(total_sq.to(tl.float64), axis=0)
         num_zero = tl.sum(zeros, axis=0)
+        if HISTOGRAM:
+            counts = _counts_of_cells(counts, SHARED)
+            if ZEROS == 0:
+                num_zero = count - tl.sum(counts, axis=0)
+        bits = tl.min(smallest, axis=0)
         partials += chunk
-        if ((chunk_sq > count * _ORDINARY) & (chunk_sq < float("inf"))) | ((num_zero == count) & (count > 0)):
+        if ((chunk_sq > count * _ORDINARY) & (chunk_sq < float("inf"))) | (bits == _LARGEST):  # the latter: all are 0
             tl.store(partials + 0 * num_chunks, 0.0)
             tl.store(partials + 1 * num_chunks, 0.0)
             tl.store(partials + 2 * num_chunks, num_zero.to(tl.float64))
@@ -377,13 +398,12 @@ def measure_chunks(
             tl.store(partials + 5 * num_chunks, chunk_sq)
             tl.store(partials + 6 * num_chunks, tl.min(lowest, axis=0).to(tl.float64))
             tl.store(partials + 7 * num_chunks, tl.max(highest, axis=0).to(tl.float64))
-            bits = tl.min(smallest, axis=0)
             magnitude = (bits >> 1).to(tl.float32, bitcast=True).to(tl.float64)
             tl.store(partials + 8 * num_chunks, tl.where(bits == _LARGEST, float("inf"), magnitude))
             if HISTOGRAM:
                 if SCALED:
                     num_zero = tl.sum(true_zeros, axis=0)
-                _add_counts(histogram, tensor, counts, num_zero, SHARED)
+                _add_histogram(histogram, tensor, counts, num_zero)
         else:
             tl.store(partials, _REFUSED)
 
@@ -509,7 +529,7 @@ def measure_carefully(
         tl.store(partials + 8 * num_chunks, tl.min(smallest, axis=0))
         if HISTOGRAM:
             if tensor < num_gradients:
-                _add_counts(histogram, tensor, counts, tl.sum(true_zeros, axis=0), SHARED)
+                _add_histogram(histogram, tensor, _counts_of_cells(counts, SHARED), tl.sum(true_zeros, axis=0))
 
 
 @triton.jit(do_not_specialize=["num_gradients", "num_tensors", "num_chunks"])
