@@ -93,6 +93,7 @@ def test_every_fault_uses_the_vocabulary_and_sits_in_trainings_that_exist() -> N
 def test_a_layer_is_named_as_a_whole() -> None:
     assert names_layer("Worst layers: blocks.1.mlp.0.weight 3", "blocks.1.mlp.0")
     assert not names_layer("Worst layers: blocks.1.mlp.0.weight 3", "mlp.0")
+    assert names_layer("Worst layers: 2 100 %.", "2")
     assert not names_layer("the norm is 2.5 times the usual", "2")
     assert not names_layer("12.weight", "2")
 

@@ -95,7 +95,7 @@ def judge_cause(named: Sequence[str], right: Sequence[str]) -> str:
 
 def names_layer(text: str, layer: str) -> bool:
     """Whether a parameter or module in this layer is named."""
-    end = r"\.[a-z]" if layer[-1].isdigit() else r"\b"
+    end = r"(\.[a-z]| \d[\d.]* %)" if layer[-1].isdigit() else r"\b"  # "2.weight", "2 100 %", not "2.5 times"
     return bool(re.search(rf"(?<![\w.]){re.escape(layer)}{end}", text))
 
 
