@@ -89,3 +89,21 @@ def test_rows_of_windows_of_one_model_each_keep_both_totals_when_they_are_logged
     assert [merged[LAST + name] for name in "ab"] == [3, 4]
     assert not any(math.isnan(value) for value in merged.values())
     assert np.isfinite(merged["gradwatch/grad_norm"])
+
+
+def test_the_first_sample_of_several_optimizers_has_all_networks_though_gradients_were_reset_before_it():
+    pair = nn.ModuleDict({"a": Chosen(p=1), "b": Chosen(p=1)})
+    first, second = (SGD(model.parameters(), lr=0.0) for model in pair.values())
+    watcher, sink = watch(pair)
+    for _ in range(3):
+        first.zero_grad()
+        (pair["a"].loss(p=[3.0]) + pair["b"].loss(p=[100.0])).backward()  # as an actor's loss flows through its critic
+        second.zero_grad()
+        pair["b"].loss(p=[4.0]).backward()
+        first.step()
+        second.step()
+    watcher.remove()
+    merged = sink.merged()
+    assert merged is not None
+    assert merged.steps.tolist() == [1, 2, 3]
+    assert merged.total_grad_norm.tolist() == [5, 5, 5]

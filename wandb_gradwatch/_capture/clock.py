@@ -145,6 +145,11 @@ class SampleClock:
         """Forget the open sample: its gradients led to no update."""
         self.marked, self.backwards = set(), 0
 
+    def take_back(self, num_updates: int) -> None:
+        """What `update()` ended was none of the samples, and those were all so far: the open one is the first."""
+        self.step -= num_updates
+        self._closed_any, self._marked_before = False, frozenset()
+
     def _is_complete(self) -> bool:
         if not self._previous <= self._stepped:
             return False

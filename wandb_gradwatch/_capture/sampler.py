@@ -382,7 +382,7 @@ class Sampler:
     def _optimizer_found(self) -> None:
         """An optimizer is the clock: what looked like updates by hand before it was not."""
         if self._by_hand.possible and (taken_back := self._by_hand.exclude()):
-            self.clock.step -= taken_back
+            self.clock.take_back(taken_back)
             self._window.forget_sent()
             self._schedule.begin_window()
 
