@@ -16,7 +16,6 @@ import wandb
 
 from wandb_gradwatch._measure.columns import (
     AS_LEFT,
-    GUARDED_STEPS,
     MISSING_C,
     NUM_BINS,
     NUM_COLUMNS,
@@ -28,7 +27,7 @@ from wandb_gradwatch._measure.probe_values import MetricHistogram
 from wandb_gradwatch._pipeline.recorder import FlightRecorder
 from wandb_gradwatch.rules import Alert
 from wandb_gradwatch.sinks._wandb_run import WandbSink
-from wandb_gradwatch.snapshot import Snapshot
+from wandb_gradwatch.snapshot import Snapshot, keys
 
 GPT_NAMES = (
     "embed.token",
@@ -86,7 +85,7 @@ def fake_snapshots(
             skipped=steps == 265,
             overhead_ratio=0.004 + 0.001 * rng.random(),
             metrics={key: np.full(log_every, value) for key, value in _metrics(int(steps[-1]), names, rng)}
-            | {GUARDED_STEPS: (steps == 262).astype(np.float64)},
+            | {keys.NUM_GUARDED_STEPS: (steps == 262).astype(np.float64)},
             metric_histograms={
                 f"activation/{MODULE}/histogram": MetricHistogram(_histogram(rows[-1, 0], rng), -1.0, 1.0)
             },

@@ -12,7 +12,7 @@ from grad_samples import module_kinds, of_norms, random_samples, sample_of, toge
 from wandb_gradwatch._diagnosis import CAUSES, Diagnosis, diagnose, with_diagnosis
 from wandb_gradwatch._pipeline.recorder import FlightRecorder
 from wandb_gradwatch.rules import Alert, ExplodingGradient, default_rules
-from wandb_gradwatch.snapshot import FIRST_BAD_RANK_METRIC, Snapshot
+from wandb_gradwatch.snapshot import Snapshot, keys
 
 NAN, INF = float("nan"), float("inf")
 
@@ -136,10 +136,10 @@ def test_an_isolated_skip_has_no_diagnosis():
 
 def test_a_rank_that_is_always_the_first_bad_one_is_named():
     bad = together([sample_of({"a": [1.0]}, step=1)] + [sample_of({"a": [NAN]}, step=s) for s in (2, 3)])
-    one = Snapshot(bad.steps, bad.names, bad.rows, metrics={FIRST_BAD_RANK_METRIC: np.array([NAN, 3.0, 3.0])})
+    one = Snapshot(bad.steps, bad.names, bad.rows, metrics={keys.FIRST_NONFINITE_RANK: np.array([NAN, 3.0, 3.0])})
     assert diagnose(one)[0].cause == "one bad rank"
     assert "rank 3 was the first" in diagnose(one)[0].evidence
-    two = Snapshot(bad.steps, bad.names, bad.rows, metrics={FIRST_BAD_RANK_METRIC: np.array([NAN, 3.0, 1.0])})
+    two = Snapshot(bad.steps, bad.names, bad.rows, metrics={keys.FIRST_NONFINITE_RANK: np.array([NAN, 3.0, 1.0])})
     assert "one bad rank" not in [found.cause for found in diagnose(two)]
 
 

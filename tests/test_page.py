@@ -21,8 +21,6 @@ from wandb_gradwatch._analysis.forecast import FORMATS
 from wandb_gradwatch._measure.columns import FloatArray
 from wandb_gradwatch._page.histograms import HistogramCollector, resample
 from wandb_gradwatch._page.history import (
-    FAMILIES,
-    GLOBAL_KEYS,
     HistogramSeries,
     RecordedAlert,
     RecordedTable,
@@ -42,6 +40,7 @@ from wandb_gradwatch._page.payload import build_payload
 from wandb_gradwatch._page.pooling import pool, pool_steps, pool_width
 from wandb_gradwatch._page.read import UnreadableRunError, _Reading, read_run
 from wandb_gradwatch._page.safe_text import script_json, visible_text
+from wandb_gradwatch.snapshot import keys
 
 HOSTILE = "</script><script>window.hacked=1</script>\u202e&amp;"
 
@@ -66,7 +65,7 @@ def small_history(**changes: object) -> RunHistory:
 
 
 def test_every_key_of_a_real_run_is_read_and_has_its_picture(history: RunHistory) -> None:
-    assert set(GLOBAL_KEYS) <= set(history.values)
+    assert set(keys.MODEL_KEYS) <= set(history.values)
     assert history.other_keys() == ["loss"]  # the user's; everything of ours has a picture of its own
     assert len(history.names) == len(GPT_NAMES)
     assert history.steps.tolist() == list(range(10, 401, 10))
@@ -139,7 +138,7 @@ def test_keys_of_the_user_that_only_look_like_ours_stay_his() -> None:
     values = {key: np.ones(2) for key in ("update/x", "activation", "parameter//x", "gradient/a/", "loss")}
     history = small_history(values=values)
     assert history.other_keys() == sorted(values)
-    assert all(history.family(family) == {} for family in FAMILIES)
+    assert all(history.family(family) == {} for family in keys.METRIC_FAMILIES)
 
 
 def test_a_group_stands_where_its_first_parameter_does() -> None:

@@ -13,7 +13,7 @@ from grad_samples import of_norms, sample_of, together
 
 from wandb_gradwatch._pipeline.recorder import MAX_NOTE_CHARACTERS, FlightRecorder, first_bad, load_recording
 from wandb_gradwatch.rules import Alert
-from wandb_gradwatch.snapshot import FIRST_BAD_RANK_METRIC, Snapshot
+from wandb_gradwatch.snapshot import Snapshot, keys
 
 NAN = float("nan")
 
@@ -183,7 +183,7 @@ def test_first_bad_is_the_first_sample_and_in_it_the_last_layer_of_the_model():
     )
     assert first_bad(samples) == (5, "middle", None)
     with_ranks = Snapshot(
-        samples.steps, samples.names, samples.rows, metrics={FIRST_BAD_RANK_METRIC: np.array([NAN, 1.0, 0.0])}
+        samples.steps, samples.names, samples.rows, metrics={keys.FIRST_NONFINITE_RANK: np.array([NAN, 1.0, 0.0])}
     )
     assert first_bad(with_ranks) == (5, "middle", 1)
     assert first_bad(samples.sample(0)) is None

@@ -16,12 +16,13 @@ from fake_run import write_fake_run
 from loopback import ENTITY, PROJECT, LoopbackServer
 
 from wandb_gradwatch._page.formatting import WORDS
-from wandb_gradwatch._page.history import NAME_METRICS, STEP_KEY, RecordedAlert, RunHistory
+from wandb_gradwatch._page.history import RecordedAlert, RunHistory
 from wandb_gradwatch._page.read import read_run
 from wandb_gradwatch._report.flow import CHART_NAME, FLOW_FIELDS, flow_spec
 from wandb_gradwatch._report.report import build_report, causes_by_title, create_report
 from wandb_gradwatch._report.template import SECTIONS, LinePanel, TemplateSection, panel_keys, panel_patterns
 from wandb_gradwatch._report.workspace import build_workspace, save_workspace
+from wandb_gradwatch.snapshot import keys
 
 reports = pytest.importorskip("wandb_workspaces.reports.v2", reason="the extra 'report' is not installed")
 workspaces = pytest.importorskip("wandb_workspaces.workspaces")
@@ -46,7 +47,7 @@ def unlogged(sections: tuple[TemplateSection, ...], history: RunHistory) -> set[
 
 def test_a_real_run_logs_every_key_that_the_template_names(history: RunHistory) -> None:
     assert unlogged(SECTIONS, history) == set()
-    assert STEP_KEY in history.values
+    assert keys.STEP in history.values
 
 
 def test_a_key_that_nobody_logs_would_be_noticed(history: RunHistory) -> None:
@@ -62,7 +63,7 @@ def test_a_pattern_finds_its_own_metric_of_every_name_and_no_other_metric(histor
         metric = pattern.removeprefix("^").partition("/")[0]
         found = {key for key in history.values if re.search(pattern, key)}
         assert found == {f"{metric}/{name}" for name in history.names}
-    assert {pattern.removeprefix("^").partition("/")[0] for pattern in of_layers} == set(NAME_METRICS)
+    assert {pattern.removeprefix("^").partition("/")[0] for pattern in of_layers} == set(keys.LAYER_FAMILIES)
 
 
 def test_a_pattern_of_a_family_finds_one_metric_of_its_own(history: RunHistory) -> None:
@@ -98,7 +99,7 @@ def line_plots(blocks: list[Any]) -> list[Any]:
     return [panel for grid in grids for panel in grid.panels if isinstance(panel, reports.LinePlot)]
 
 
-def keys(plot: Any) -> list[str]:
+def keys_of(plot: Any) -> list[str]:
     """What a plot draws: plain names as they are built, objects with a name as they are loaded."""
     return [str(getattr(metric, "name", metric)) for metric in plot.y]
 
@@ -111,8 +112,8 @@ def test_the_report_survives_its_own_format() -> None:
     report = build_report("someone", "loopback", flow_chart=f"someone/{CHART_NAME}")
     spec = internal.Spec.model_validate_json(report._to_model().spec.model_dump_json(by_alias=True, exclude_none=True))
     loaded = reports.Report._from_model(report._to_model().model_copy(update={"spec": spec}))
-    assert list(map(keys, line_plots(loaded.blocks))) == list(map(keys, line_plots(report.blocks)))
-    assert axes(line_plots(loaded.blocks)) == {STEP_KEY}
+    assert list(map(keys_of, line_plots(loaded.blocks))) == list(map(keys_of, line_plots(report.blocks)))
+    assert axes(line_plots(loaded.blocks)) == {keys.STEP}
     titles = [block.text for block in loaded.blocks if isinstance(block, reports.H2)]
     for section in SECTIONS:
         assert section.words.title in titles
@@ -227,10 +228,10 @@ def test_a_saved_report_loads_back_with_all_its_panels(server: LoopbackServer) -
     loaded = reports.Report.from_url(url)
     expected = [panel for section in SECTIONS for panel in section.panels]
     plots = line_plots(loaded.blocks)
-    assert [(plot.title, keys(plot), plot.metric_regex, plot.log_y) for plot in plots] == [
+    assert [(plot.title, keys_of(plot), plot.metric_regex, plot.log_y) for plot in plots] == [
         (panel.title, list(panel.metrics), panel.pattern, panel.log_y) for panel in expected
     ]
-    assert axes(plots) == {STEP_KEY}
+    assert axes(plots) == {keys.STEP}
     charts = [p for b in loaded.blocks if isinstance(b, reports.PanelGrid) for p in b.panels]
     assert f"{ENTITY}/{CHART_NAME}" in [getattr(panel, "chart_name", None) for panel in charts]
 
@@ -268,7 +269,7 @@ def test_a_saved_workspace_loads_back_and_saving_it_twice_updates_it(server: Loo
     url = save_workspace(ENTITY, PROJECT)
     loaded = workspaces.Workspace.from_url(url)
     assert [section.name for section in loaded.sections] == [section.words.title for section in SECTIONS]
-    assert loaded.settings.x_axis == STEP_KEY
+    assert loaded.settings.x_axis == keys.STEP
     assert loaded.auto_generate_panels is False
     assert [p.metric_regex for p in loaded.sections[1].panels[:-1]] == [p.pattern for p in SECTIONS[1].panels]
     assert save_workspace(ENTITY, PROJECT) == url

@@ -33,7 +33,7 @@ from wandb_gradwatch.rules import (
     default_rules,
     rule,
 )
-from wandb_gradwatch.snapshot import FIRST_BAD_RANK_METRIC, Snapshot
+from wandb_gradwatch.snapshot import Snapshot, keys
 
 NAN, INF = math.nan, math.inf
 
@@ -84,7 +84,7 @@ def test_a_skipped_sample_is_the_loss_scales_and_not_a_nan_alert():
 
 def test_the_rank_is_named_where_it_is_known():
     sample = sample_of({"a": [NAN]})
-    with_rank = Snapshot(sample.steps, sample.names, sample.rows, metrics={FIRST_BAD_RANK_METRIC: np.array([3.0])})
+    with_rank = Snapshot(sample.steps, sample.names, sample.rows, metrics={keys.FIRST_NONFINITE_RANK: np.array([3.0])})
     assert "on rank 3" in next(iter(NaNGradient().check(with_rank))).text
     assert "rank" not in next(iter(NaNGradient().check(sample))).text.split("\n")[0]
 

@@ -61,7 +61,7 @@ def test_no_key_is_ever_nan(start_run: Any, loopback: Any) -> None:
     assert not [key for key in row if "frozen" in key]
 
 
-def test_every_family_has_the_step_as_its_x_axis_and_histograms_stay_out_of_the_summary(
+def test_every_family_has_the_step_as_its_x_axis_and_the_summary_has_two_numbers_of_ours(
     start_run: Any, loopback: Any
 ) -> None:
     run = start_run(server=loopback)
@@ -76,8 +76,9 @@ def test_every_family_has_the_step_as_its_x_axis_and_histograms_stay_out_of_the_
         assert recorded.metrics[names.index(f"{family}/*")]["5"] == step
     assert recorded.metrics[names.index("head/rank")]["5"] == step
     assert recorded.metrics[names.index("gradients/*")] == {"2": "gradients/*", "5": step, "6": [], "7": [6]}
-    assert recorded.summary["gradwatch/grad_norm"] == 1
-    assert not [key for key in recorded.summary if key.startswith("gradients")]
+    # W&B prints the first ten of the alphabet when the run ends: the user's own are among them.
+    ours = {key for key in recorded.summary if not key.startswith("_")} - {"grad_norm/of_the_user", "head/rank"}
+    assert ours == {"gradwatch/step", "gradwatch/grad_norm", "gradwatch/grad_norm_max"}
 
 
 def test_a_users_row_with_a_name_of_our_families_gets_no_step_of_ours(offline_run: Any) -> None:

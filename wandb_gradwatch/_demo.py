@@ -24,12 +24,13 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
 
 from ._output import alert_title, pairs, paragraph, title
-from ._page.history import HISTOGRAM_PREFIX, RunHistory
+from ._page.history import RunHistory
 from ._page.page import write_page
 from ._page.read import read_run
 from ._summary import Summary
 from ._watch import watch
 from .rules import Alert
+from .snapshot import keys
 
 # B sequences in a batch, T bytes in a sequence, D channels, H heads
 
@@ -234,17 +235,17 @@ def _say_what_was_logged(training: Training, history: RunHistory) -> None:
         click.echo(f"  stopped by Ctrl-C at step {training.steps}; what was logged until then is kept")
     own = [key for key in history.values if not key.startswith("_")]
     # A flight recorder's table has a row of its own.
-    num_rows = np.count_nonzero(np.isfinite(history.values.get("gradwatch/grad_norm", np.empty(0))))
+    num_rows = np.count_nonzero(np.isfinite(history.values.get(keys.GRAD_NORM, np.empty(0))))
     num_histograms = sum(len(series.steps) for series in history.histograms.values())
     facts = [
         ("training", f"{training.steps} steps in {training.seconds:.0f} s"),
         (
             "in the run",
             f"{num_rows} rows of gradients, {len(own)} scalar keys, {num_histograms} histograms "
-            f"({HISTOGRAM_PREFIX}*) of {len(history.histograms)} parameters",
+            f"({keys.GRADIENT_HISTOGRAMS}/*) of {len(history.histograms)} parameters",
         ),
     ]
-    norms = history.values.get("gradwatch/grad_norm_max", np.empty(0))
+    norms = history.values.get(keys.GRAD_NORM_MAX, np.empty(0))
     if np.isfinite(norms).any():
         worst = int(np.nanargmax(norms))
         typical = float(np.nanmedian(norms))
@@ -254,7 +255,7 @@ def _say_what_was_logged(training: Training, history: RunHistory) -> None:
                 f"{typical:.3g} as a rule, {norms[worst]:.3g} at its worst (row of step {history.steps[worst]})",
             )
         )
-    overhead = history.values.get("gradwatch/overhead_ratio", np.empty(0))
+    overhead = history.values.get(keys.OVERHEAD_RATIO, np.empty(0))
     if np.isfinite(overhead).any():
         facts.append(("overhead", f"{np.nanmedian(overhead):.1%} of the training's time"))
     click.echo()

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final
-
-from ..snapshot import Snapshot
-
-# Of the metric that counts the non-finite elements of a module's output: [S].
-_PREFIX: Final = "activation/"
-_SUFFIX: Final = "/num_nonfinite"
+from ..snapshot import Snapshot, keys
 
 
 def nonfinite_activations(snapshot: Snapshot, sample: int) -> dict[str, int]:
@@ -18,6 +12,7 @@ def nonfinite_activations(snapshot: Snapshot, sample: int) -> dict[str, int]:
     """
     found = {}
     for key, counts in snapshot.metrics.items():
-        if key.startswith(_PREFIX) and key.endswith(_SUFFIX) and counts[sample] > 0:
-            found[key[len(_PREFIX) : -len(_SUFFIX)]] = int(counts[sample])
+        family, name, metric = keys.split_metric(key) or ("", "", "")
+        if (family, metric) == (keys.ACTIVATION, keys.NONFINITE_METRIC) and counts[sample] > 0:
+            found[name] = int(counts[sample])
     return found

@@ -21,12 +21,12 @@ from torch.optim import Optimizer
 
 from .._guard.rank_consensus import ConsensusTable, FailedRankVoter, RankConsensus
 from .._guard.step_skipping import StepSkipping
-from .._measure.columns import GUARDED, GUARDED_STEPS
 from .._runtime.autograd import Entry, current_graph_task
 from .._runtime.error_boundary import ErrorBoundary, contained
 from .._runtime.sharding import Shards, world_size
 from .._transfer.sample_buffer import SampleBuffer
 from .._transfer.transfers import Sample
+from ..snapshot import keys
 from .by_hand import UpdatesByHand
 from .clipping import CLIP_FUNCTIONS
 from .clock import Closed, SampleClock
@@ -48,8 +48,6 @@ from .wiring import Wiring, holds_other_tensors
 
 # This many backwards that only accumulate, without a step, are worth a word.
 _PATIENCE_IN_BACKWARDS: Final = 1000
-
-CADENCE_METRIC: Final = "gradwatch/sample_every"  # the cadence that max_overhead has come to
 
 
 class Sampler:
@@ -457,10 +455,10 @@ class Sampler:
             spent = self.seconds_spent - self._seconds_between
             spent += self._timer.seconds() if self._timer is not None else 0.0
             sample_every = self._schedule.stretch(closed.step, time.perf_counter(), spent)
-            found[CADENCE_METRIC] = torch.tensor(float(sample_every), device="cpu")
+            found[keys.SAMPLE_EVERY] = torch.tensor(float(sample_every), device="cpu")
         if self.step_skipping is not None:
-            found[GUARDED_STEPS] = self.step_skipping.take_count()
-            found[GUARDED] = self.step_skipping.last_withheld
+            found[keys.NUM_GUARDED_STEPS] = self.step_skipping.take_count()
+            found[keys.GUARDED] = self.step_skipping.last_withheld
         sample = self._sample
         of_host = Sample(closed.step, closed.skipped, updated, sample.compared, sample.by_torch, sample.eps)
         self._window.commit(of_host, found)

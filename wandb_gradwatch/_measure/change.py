@@ -20,9 +20,7 @@ from .columns import CLIP_TOLERANCE, Column, FloatArray
 _FLOAT16_EPS, _FLOAT16_SPACING = 2.0**-10, 2.0**-24  # the smallest float16: what is scaled down loses digits, or is 0
 _LIMIT_TOLERANCE: Final = 1e-5  # of a norm that was clipped: torch itself divides by (norm + 1e-6)
 
-# What is known of one sample, by key among its other numbers; in no row, which has the ratios.
-CLIPPED: Final = "gradwatch/clipped"  # 1: it was; 0: not; MULTIPLIED: see there
-CHANGED: Final = "gradwatch/changed"  # 1: something else than clipping happened to it after the backward
+# In the place of 1 for a sample that was clipped (`keys.CLIPPED`):
 MULTIPLIED: Final = 0.5  # everything by one factor below 1, not by torch's own functions: clipping, or another unit
 
 

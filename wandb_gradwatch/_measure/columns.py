@@ -90,15 +90,6 @@ MISSING_C: Final[FloatArray] = np.full(NUM_COLUMNS, np.nan)  # no gradient arriv
 # to its limit by 1 - 2e-7.
 CLIP_TOLERANCE: Final = 1e-5
 
-# What a guard has done, by key among a sample's other numbers; neither is there without a guard.
-GUARDED_STEPS: Final = "gradwatch/num_guarded_steps"  # withheld since the sample before, this sample's own among them
-GUARDED: Final = "gradwatch/guarded"  # 1 where this sample's own step was withheld; in no row, which has the count
-
-# What the capture knows of the wiring, by key among a sample's other numbers; in no row, and there only while it is so.
-WIRING: Final = "gradwatch/wiring/"
-WIRING_CARRIED: Final = WIRING + "carried"  # 1: an optimizer used gradients that were not reset since its last step
-WIRING_UNOWNED: Final = WIRING + "unowned/"  # + a name: trained by no optimizer, though it has a gradient
-
 
 def merge_rows(rows: FloatArray, axis: int) -> FloatArray:
     """Merge rows along one axis; absent rows are skipped, and nothing but absent rows merges to an absent row.

@@ -8,7 +8,8 @@ from typing import Any, Final
 import numpy as np
 
 from .._measure.columns import FloatArray
-from .history import FAMILIES, RunHistory
+from ..snapshot import keys
+from .history import RunHistory
 from .packing import Blob, pack_histograms
 from .pooling import picture_width, pool, pool_steps
 
@@ -25,7 +26,7 @@ _METRIC_ORDER: Final = (
 
 def pack_families(history: RunHistory, blob: Blob) -> list[dict[str, Any]]:
     """What watch(metrics=...) measured: for each family the names and a names x steps matrix of every metric."""
-    families = {family: _present(history.family(family)) for family in FAMILIES}
+    families = {family: _present(history.family(family)) for family in keys.METRIC_FAMILIES}
     num_series = sum(len(of_name) for found in families.values() for of_name in found.values())
     width = picture_width(len(history.steps), num_series, MAX_FAMILY_CELLS)
     columns = [steps.tolist() for steps in pool_steps(history.steps, width)]

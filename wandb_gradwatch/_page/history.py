@@ -7,39 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
-from .._analysis.forecast import FORMATS
 from .._measure.columns import FloatArray, IntArray
+from ..snapshot import keys
 
 # R rows (flushes) of the run, P watched names, H histograms of one name, B bins of a stored histogram
-
-STEP_KEY: Final = "gradwatch/step"
-FLIGHT_RECORDER_KEY: Final = "gradwatch/flight_recorder"
-HISTOGRAM_PREFIX: Final = "gradients/"
-# The precision forecast: what each number format would do to the gradients.
-FORECASTS: Final = ("underflow_ratio", "flush_ratio", "headroom")
-# The whole model's metrics that have a picture of their own.
-GLOBAL_KEYS: Final = tuple(
-    f"gradwatch/{metric}"
-    for metric in (
-        *("grad_norm", "grad_norm_max", "grad_norm_clipped", "clip_ratio"),
-        *("grad_mean", "grad_std", "grad_abs_max", "grad_abs_p01", "grad_abs_p50", "grad_abs_p99"),
-        *("dead_ratio", "num_nan", "num_inf", "loss_scale", "num_skipped_steps"),
-        *("num_guarded_steps", "overhead_ratio"),
-        *(f"{name}_{what}" for what in FORECASTS for name in FORMATS),
-    )
-)
-# The per-name metrics, each logged under "<metric>/<name>", in the order in which the pictures offer them.
-NAME_METRICS: Final = ("grad_norm", "grad_norm_max", "grad_param_ratio", "dead_ratio", "num_nonfinite")
-
-
-# What watch(metrics=...) measures, each value under "<family>/<name>/<metric>", in the order of the pictures.
-FAMILIES: Final = ("activation", "attention", "update", "parameter", "gradient")
-# The one metric that is no number: "activation/<name>/histogram".
-_HISTOGRAM: Final = ("activation", "histogram")
 
 
 @dataclass(frozen=True)
@@ -135,7 +110,7 @@ class RunHistory:
         In the model's order where the run tells it, the others after them in natural order: layer 2 before layer 10.
         """
         found = dict.fromkeys(
-            key.split("/", 1)[1] for key in self.values if key.split("/", 1)[0] in NAME_METRICS and "/" in key
+            key.split("/", 1)[1] for key in self.values if key.split("/", 1)[0] in keys.LAYER_FAMILIES and "/" in key
         )
         found.update(dict.fromkeys(self.histograms))
         place = self._places
@@ -159,7 +134,7 @@ class RunHistory:
         if not isinstance(told, list):
             told = self.flight_recorder.column("name") if self.flight_recorder is not None else []
         place: dict[str, int] = {}
-        for name in dict.fromkeys(str(name).replace(".", "/") for name in told):
+        for name in dict.fromkeys(keys.in_key(str(name)) for name in told):
             parts = name.split("/")
             for depth in range(len(parts), 0, -1):
                 place.setdefault("/".join(parts[:depth]), len(place))
@@ -175,7 +150,7 @@ class RunHistory:
         """What watch(metrics=...) measured of one kind: name to metric to its [R] values, in the model's order."""
         found: dict[str, dict[str, FloatArray]] = {}
         for key, values in self.values.items():
-            parts = family_key(key)
+            parts = keys.split_metric(key)
             if parts is not None and parts[0] == family:
                 found.setdefault(parts[1], {})[parts[2]] = values
         return {name: found[name] for name in self.in_order(found)}
@@ -193,25 +168,10 @@ class RunHistory:
 
     def other_keys(self) -> list[str]:
         """Scalars of the same rows that have no picture of their own: what the user logged."""
-        drawn = (*(f"{metric}/" for metric in NAME_METRICS), "_", f"{FLIGHT_RECORDER_KEY}.")
-        known = {STEP_KEY, *GLOBAL_KEYS}
+        drawn = (*(f"{family}/" for family in keys.LAYER_FAMILIES), "_", f"{keys.FLIGHT_RECORDER}.")
+        known = {keys.STEP, *keys.MODEL_KEYS}
         others = (key for key in self.values if key not in known and not key.startswith(drawn))
-        return sorted((key for key in others if family_key(key) is None), key=natural_order)
-
-
-def family_key(key: str) -> tuple[str, str, str] | None:
-    """Family, name and metric of a key of watch(metrics=...); None for any other."""
-    family, _, rest = key.partition("/")
-    name, _, metric = rest.rpartition("/")
-    return (family, name, metric) if family in FAMILIES and name and metric else None
-
-
-def histogram_key(key: str) -> tuple[str, str] | None:
-    """The family of a histogram, "" for that of gradients, and its name; None for one that is not ours."""
-    if key.startswith(HISTOGRAM_PREFIX):
-        return "", key.removeprefix(HISTOGRAM_PREFIX)
-    parts = family_key(key)
-    return parts[:2] if parts is not None and (parts[0], parts[2]) == _HISTOGRAM else None
+        return sorted((key for key in others if keys.split_metric(key) is None), key=natural_order)
 
 
 def natural_order(name: str) -> list[tuple[int, int, str]]:

@@ -10,9 +10,10 @@ from typing import Any, Final
 import numpy as np
 
 from .._measure.columns import FloatArray
+from ..snapshot import keys
 from .families import pack_families
 from .formatting import WORDS
-from .history import GLOBAL_KEYS, NAME_METRICS, RecordedTable, RunHistory
+from .history import RecordedTable, RunHistory
 from .packing import Blob, pack_histograms
 from .pooling import picture_width, pool, pool_steps, pool_width
 from .safe_text import visible
@@ -44,7 +45,7 @@ def build_payload(history: RunHistory) -> tuple[dict[str, Any], Blob]:
         "pooledPoints": points,
         "globals": {
             key: _jsonable(pool(history.values[key][:, None], points, key)[:, 0])
-            for key in GLOBAL_KEYS
+            for key in keys.MODEL_KEYS
             if key in history.values and not np.isnan(history.values[key]).all()
         },
         "names": names,
@@ -78,7 +79,7 @@ def _run(history: RunHistory) -> dict[str, Any]:
 def _metrics(history: RunHistory, width: int, blob: Blob) -> list[dict[str, Any]]:
     """The names x steps matrices that hold anything, names first: [P, W]."""
     found = []
-    for metric in NAME_METRICS:
+    for metric in keys.LAYER_FAMILIES:
         values = pool(history.of_names(metric), width, metric)
         if not np.isnan(values).all():
             found.append({"key": metric, **blob.add_matrix(values.T)})

@@ -19,15 +19,13 @@ from typing import Any, Final, cast
 
 import numpy as np
 
+from ..snapshot import keys
 from .histograms import HistogramCollector
 from .history import (
-    FLIGHT_RECORDER_KEY,
-    STEP_KEY,
     HistogramSeries,
     RecordedAlert,
     RecordedTable,
     RunHistory,
-    histogram_key,
 )
 
 _RECORD_TYPE: Final = re.compile(r'^\{"num":\d+,"type":"(\w+)"')
@@ -171,11 +169,11 @@ class _Reading:
             self.exit_code = record.get("exit_code", 0)
 
     def _take_row(self, row: dict[str, Any]) -> None:
-        table_path = row.get(f"{FLIGHT_RECORDER_KEY}.path")
+        table_path = row.get(f"{keys.FLIGHT_RECORDER}.path")
         if isinstance(table_path, str):
             self.table_path = table_path
             return  # the table has a row of its own: no gap in the curves
-        step_value = _number(row.get(STEP_KEY))
+        step_value = _number(row.get(keys.STEP))
         if step_value is None or not np.isfinite(step_value):
             return  # a row of the user's alone
         self.last_step = step = int(step_value)
@@ -187,7 +185,7 @@ class _Reading:
                 self.values.append(number)
             elif value == "histogram" and key.endswith("._type"):
                 stem = key.removesuffix("._type")
-                if histogram_key(stem) is not None:
+                if keys.split_histogram(stem) is not None:
                     self.histograms.add(stem, step, row.get(f"{stem}.bins"), row.get(f"{stem}.values"))
 
     def _take_alert(self, record: dict[str, Any]) -> None:
@@ -209,7 +207,7 @@ class _Reading:
             )
         histograms: dict[str, dict[str, HistogramSeries]] = {}
         for key, series in self.histograms.series().items():
-            if (parts := histogram_key(key)) is not None:
+            if (parts := keys.split_histogram(key)) is not None:
                 histograms.setdefault(parts[0], {})[parts[1]] = series
         run_id = str(self.run.get("run_id", "")) or self.file.stem.removeprefix("run-")
         return RunHistory(

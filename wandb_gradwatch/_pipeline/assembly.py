@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from .._measure.columns import FloatArray
 from .._measure.probe_values import merge_histograms
 from .._transfer.transfers import ArrivedFlush, ArrivedSample
-from ..snapshot import Snapshot
-from ..snapshot._snapshot import TOTAL
+from ..snapshot import Snapshot, keys
 
 # S samples in the window, P watched parameters
 
@@ -61,7 +60,7 @@ def with_totals(snapshot: Snapshot, parts: Mapping[str, Sequence[int]]) -> Snaps
         return snapshot
     part_of = {snapshot.names[slot]: part for part, slots in parts.items() for slot in slots}
     grouped = snapshot.by_group(lambda name: part_of.get(name, ""))
-    totals = {TOTAL + name: grouped.grad_norm[:, place] for place, name in enumerate(grouped.names) if name}
+    totals = {keys.TOTAL + name: grouped.grad_norm[:, place] for place, name in enumerate(grouped.names) if name}
     return replace(snapshot, metrics={**snapshot.metrics, **totals})
 
 

@@ -9,14 +9,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from .._measure.change import CLIPPED, MULTIPLIED, is_limit
+from .._measure.change import MULTIPLIED, is_limit
 from .._measure.columns import Column
 from .._measure.probe_values import MetricHistogram, merge_histograms
 from .._runtime.error_boundary import CallbackError
 from .._runtime.sharding import Shards
 from .._transfer.sample_buffer import SampleBuffer
 from .._transfer.transfers import ArrivedFlush, ArrivedSample
-from ..snapshot import Snapshot
+from ..snapshot import Snapshot, keys
 from .assembly import Names, padded, snapshot_of, with_totals
 from .dispatcher import Dispatcher
 from .overhead import Overhead
@@ -132,7 +132,7 @@ class Pipeline:
         # Nearly always one optimizer has received something for everything: no need to look closer.
         if some_are_missing or not total_C[Column.RECEIVED_SUM_SQ] or len(sample.sample.updated) > 1:
             was_zeroed = drop_zeroed(sample)
-        if sample.metrics.get(CLIPPED) == MULTIPLIED and not self._shards.any:
+        if sample.metrics.get(keys.CLIPPED) == MULTIPLIED and not self._shards.any:
             self._say_multiplied(sample.sample.step, total_C)
         if sample.histograms:
             sample = self._with_earlier_histograms(sample)

@@ -23,10 +23,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from .._measure import distances
-from .._measure.change import CHANGED, CLIPPED
 from .._measure.columns import MAX_COLUMNS, MIN_COLUMNS, NUM_COLUMNS, SUM_COLUMNS, Column, FloatArray
 from .._transfer.transfers import ArrivedFlush, ArrivedSample
-from ..snapshot import FIRST_BAD_RANK_METRIC
+from ..snapshot import keys
 from .rank_tree import GROUP, RankTree
 
 # S samples in the window, P watched parameters, C columns, B histogram bins, R ranks
@@ -41,7 +40,7 @@ _SUMS: Final = list(SUM_COLUMNS)
 _EXTREMES: Final = [*MIN_COLUMNS, *MAX_COLUMNS]
 _SIGN: Final = np.array([-1.0] * len(MIN_COLUMNS) + [1.0] * len(MAX_COLUMNS))
 _NOTHING_BAD: Final = -np.inf
-_CHANGE: Final = (CLIPPED, CHANGED)
+_CHANGE: Final = (keys.CLIPPED, keys.CHANGED)
 
 
 @dataclass(frozen=True)
@@ -147,7 +146,7 @@ class RankMerger:
                 self._progress.notify_all()
 
     def _meet(self) -> RankTree:
-        store = PrefixStore(f"gradwatch/{self._name}", _over_our_own_connection(self._store))
+        store = PrefixStore(f"gradwatch-merge-{self._name}", _over_our_own_connection(self._store))
         return RankTree(store, self._rank, self._world, self._wait, size=self._group_size)
 
     def _give_up(self, error: Exception) -> None:
@@ -274,4 +273,4 @@ def _change(change_2: FloatArray) -> dict[str, float]:
 
 
 def _first_bad_rank(code: float, world: int) -> dict[str, float]:
-    return {} if code == _NOTHING_BAD else {FIRST_BAD_RANK_METRIC: float(int(-code) % world)}
+    return {} if code == _NOTHING_BAD else {keys.FIRST_NONFINITE_RANK: float(int(-code) % world)}

@@ -8,7 +8,8 @@ from urllib.parse import urlsplit
 
 from .._diagnosis import CAUSES
 from .._page.formatting import WORDS
-from .._page.history import FLIGHT_RECORDER_KEY, RecordedAlert
+from .._page.history import RecordedAlert
+from ..snapshot import keys
 from .flow import FLOW_FIELDS, ensure_flow_chart
 from .template import SECTIONS, TemplateSection, markdown_words, require_workspaces, speaking_to_wandb
 
@@ -138,14 +139,14 @@ def _recorder(reports: Any, runset: Any, flow_chart: str | None) -> Iterator[Any
     panels = []
     if flow_chart is not None:
         chart = reports.CustomChart(
-            query={"summaryTable": {"tableKey": FLIGHT_RECORDER_KEY}},
+            query={"summaryTable": {"tableKey": keys.FLIGHT_RECORDER}},
             chart_name=flow_chart,
             chart_fields=dict(FLOW_FIELDS),
             chart_strings={"title": "Gradient flow: layers by steps"},
             layout=reports.Layout(w=24, h=12),
         )
         panels.append(chart)
-    panels.append(reports.WeavePanelSummaryTable(table_name=FLIGHT_RECORDER_KEY, layout=reports.Layout(w=24, h=10)))
+    panels.append(reports.WeavePanelSummaryTable(table_name=keys.FLIGHT_RECORDER, layout=reports.Layout(w=24, h=10)))
     yield reports.H2(WORDS["recorder"].title)
     yield reports.PanelGrid(runsets=[runset], panels=panels)
     yield reports.MarkdownBlock(markdown_words(WORDS["recorder"]))

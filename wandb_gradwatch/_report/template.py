@@ -10,9 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
-from .._analysis.forecast import FORMATS
 from .._page.formatting import WORDS, Words
-from .._page.history import STEP_KEY
+from ..snapshot import keys
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class LinePanel:
         """The panel as an object of wandb-workspaces; `width` in 24ths of a report's page."""
         return reports.LinePlot(
             title=self.title,
-            x=STEP_KEY,
+            x=keys.STEP,
             y=list(self.metrics),
             metric_regex=self.pattern,
             log_y=self.log_y,
@@ -63,55 +62,67 @@ class TemplateSection:
         return WORDS[self.key]
 
 
-def _global(*names: str) -> tuple[str, ...]:
-    return tuple(f"gradwatch/{name}" for name in names)
-
-
 def _forecast(what: str, *, without: str | None = None) -> tuple[str, ...]:
-    return _global(*(f"{name}_{what}" for name in FORMATS if name != without))
+    return tuple(keys.forecast_key(name, what) for name in keys.FORMATS if name != without)
+
+
+def _layers(family: str) -> str:
+    return f"^{family}/.+"
+
+
+def _metric(family: str, metric: str) -> str:
+    return f"^{family}/.+/{metric}$"
 
 
 SECTIONS: Final = (
     TemplateSection(
         "norm",
         (
-            LinePanel("Norm before clipping, and received", _global("grad_norm", "grad_norm_clipped"), log_y=True),
-            LinePanel("Largest norm of each window", _global("grad_norm_max"), log_y=True),
-            LinePanel("Clip ratio", _global("clip_ratio"), range_y=(0.0, 1.0)),
+            LinePanel("Norm before clipping, and received", (keys.GRAD_NORM, keys.GRAD_NORM_CLIPPED), log_y=True),
+            LinePanel("Largest norm of each window", (keys.GRAD_NORM_MAX,), log_y=True),
+            LinePanel("Clip ratio", (keys.CLIP_RATIO,), range_y=(0.0, 1.0)),
         ),
     ),
     TemplateSection(
         "lines",
         (
-            LinePanel("Gradient norm of every layer", pattern="^grad_norm/.+", log_y=True),
-            LinePanel("Largest norm of each window, every layer", pattern="^grad_norm_max/.+", log_y=True),
+            LinePanel("Gradient norm of every layer", pattern=_layers(keys.LAYER_GRAD_NORM), log_y=True),
+            LinePanel(
+                "Largest norm of each window, every layer", pattern=_layers(keys.LAYER_GRAD_NORM_MAX), log_y=True
+            ),
         ),
     ),
     TemplateSection(
         "ratio",
-        (LinePanel("Gradient / parameter norm (healthy: 1e-6 to 1)", pattern="^grad_param_ratio/.+", log_y=True),),
+        (
+            LinePanel(
+                "Gradient / parameter norm (healthy: 1e-6 to 1)",
+                pattern=_layers(keys.LAYER_GRAD_PARAM_RATIO),
+                log_y=True,
+            ),
+        ),
     ),
     TemplateSection(
         "dead",
         (
-            LinePanel("Dead elements, whole model", _global("dead_ratio"), range_y=(0.0, None)),
-            LinePanel("Dead elements of every layer", pattern="^dead_ratio/.+", range_y=(0.0, 1.0)),
+            LinePanel("Dead elements, whole model", (keys.DEAD_RATIO,), range_y=(0.0, None)),
+            LinePanel("Dead elements of every layer", pattern=_layers(keys.LAYER_DEAD_RATIO), range_y=(0.0, 1.0)),
         ),
     ),
     TemplateSection(
         "nonfinite",
         (
-            LinePanel("NaN and Inf elements, whole model", _global("num_nan", "num_inf")),
-            LinePanel("NaN and Inf elements of every layer", pattern="^num_nonfinite/.+"),
+            LinePanel("NaN and Inf elements, whole model", (keys.NUM_NAN, keys.NUM_INF)),
+            LinePanel("NaN and Inf elements of every layer", pattern=_layers(keys.LAYER_NUM_NONFINITE)),
         ),
     ),
     TemplateSection(
         "scale",
         (
-            LinePanel("Loss scale", _global("loss_scale"), log_y=True),
+            LinePanel("Loss scale", (keys.LOSS_SCALE,), log_y=True),
             LinePanel(
                 "Steps not applied in each window: skipped by the loss scaler, withheld by the guard",
-                _global("num_skipped_steps", "num_guarded_steps"),
+                (keys.NUM_SKIPPED_STEPS, keys.NUM_GUARDED_STEPS),
             ),
         ),
     ),
@@ -120,7 +131,7 @@ SECTIONS: Final = (
         (
             LinePanel(
                 "Size of the elements: 1st percentile, median, 99th percentile, largest",
-                _global("grad_abs_p01", "grad_abs_p50", "grad_abs_p99", "grad_abs_max"),
+                (*keys.GRAD_ABS_QUANTILES, keys.GRAD_ABS_MAX),
                 log_y=True,
             ),
         ),
@@ -137,24 +148,32 @@ SECTIONS: Final = (
     TemplateSection(
         "activation",
         (
-            LinePanel("Spread of every module's output", pattern="^activation/.+/std$", log_y=True),
-            LinePanel("Dead outputs", pattern="^activation/.+/dead_ratio$", range_y=(0.0, 1.0)),
-            LinePanel("NaN and Inf outputs", pattern="^activation/.+/num_nonfinite$"),
+            LinePanel("Spread of every module's output", pattern=_metric(keys.ACTIVATION, "std"), log_y=True),
+            LinePanel("Dead outputs", pattern=_metric(keys.ACTIVATION, "dead_ratio"), range_y=(0.0, 1.0)),
+            LinePanel("NaN and Inf outputs", pattern=_metric(keys.ACTIVATION, "num_nonfinite")),
         ),
     ),
     TemplateSection(
         "attention",
         (
-            LinePanel("Entropy of every head, of the possible", pattern="^attention/.+/entropy_ratio$", range_y=(0, 1)),
-            LinePanel("Largest element of queries and keys", pattern="^attention/.+/(query|key)_abs_max$", log_y=True),
+            LinePanel(
+                "Entropy of every head, of the possible",
+                pattern=_metric(keys.ATTENTION, "entropy_ratio"),
+                range_y=(0, 1),
+            ),
+            LinePanel(
+                "Largest element of queries and keys",
+                pattern=_metric(keys.ATTENTION, "(query|key)_abs_max"),
+                log_y=True,
+            ),
         ),
     ),
     TemplateSection(
         "update",
-        (LinePanel("Update / parameter norm (usual: 1e-3)", pattern="^update/.+/ratio$", log_y=True),),
+        (LinePanel("Update / parameter norm (usual: 1e-3)", pattern=_metric(keys.UPDATE, "ratio"), log_y=True),),
     ),
-    TemplateSection("spread", (LinePanel("Mean and deviation", _global("grad_mean", "grad_std")),)),
-    TemplateSection("overhead", (LinePanel("Share of the training time", _global("overhead_ratio")),)),
+    TemplateSection("spread", (LinePanel("Mean and deviation", (keys.GRAD_MEAN, keys.GRAD_STD)),)),
+    TemplateSection("overhead", (LinePanel("Share of the training time", (keys.OVERHEAD_RATIO,)),)),
 )
 
 

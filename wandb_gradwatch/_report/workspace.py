@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from typing import Any, Final
 
-from .._page.history import STEP_KEY
+from ..snapshot import keys
 from .template import SECTIONS, TemplateSection, markdown_words, require_workspaces, speaking_to_wandb
 
 VIEW_NAME: Final = "Gradients"
@@ -48,7 +48,7 @@ def build_workspace(entity: str, project: str, *, name: str = VIEW_NAME) -> Any:
         name=name,
         sections=[_section(reports, workspaces, section, index) for index, section in enumerate(SECTIONS)],
         settings=workspaces.WorkspaceSettings(
-            x_axis=STEP_KEY,
+            x_axis=keys.STEP,
             # Else W&B makes one section for every layer.
             group_by_prefix="first",
             point_visualization_method="bucketing",
@@ -72,7 +72,7 @@ def _section(reports: Any, workspaces: Any, section: TemplateSection, index: int
         panels=panels,
         is_open=index < 3,
         layout_settings=workspaces.SectionLayoutSettings(columns=min(len(panels), 4), rows=1),
-        panel_settings=workspaces.SectionPanelSettings(x_axis=STEP_KEY),
+        panel_settings=workspaces.SectionPanelSettings(x_axis=keys.STEP),
     )
 
 

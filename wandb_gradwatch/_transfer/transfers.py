@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .._measure.change import CHANGED, CLIPPED, MULTIPLIED, change_between
+from .._measure.change import MULTIPLIED, change_between
 from .._measure.columns import (
     AS_LEFT,
     CLIP_TOLERANCE,
@@ -32,6 +32,7 @@ from .._measure.columns import (
 )
 from .._measure.elements import wide_dtype
 from .._measure.probe_values import HISTOGRAM_SIZE, Distance, MetricHistogram, ProbeDistance, ProbeHistogram
+from ..snapshot import keys
 
 # P watched parameters, C columns, B histogram bins
 
@@ -331,7 +332,7 @@ def _what_happened(
         clipped = np.nan  # whether it was clipped before that is not known
     else:
         clipped = float(shrunk and not (other and not sample.by_torch))
-    return {CLIPPED: clipped, CHANGED: float(other)}
+    return {keys.CLIPPED: clipped, keys.CHANGED: float(other)}
 
 
 def _where(chosen_P: NDArray[np.bool_], rows_PC: FloatArray, otherwise_PC: FloatArray) -> FloatArray:

@@ -13,9 +13,8 @@ import numpy as np
 
 from .._measure.columns import Column
 from ..rules import Alert
-from ..sinks._history_row import metric_name
 from ..sinks._wandb_run import WandbSink
-from ..snapshot import GroupBy, Snapshot
+from ..snapshot import GroupBy, Snapshot, keys
 
 # S samples in the window
 
@@ -103,7 +102,8 @@ def sample_numbers(sample: Snapshot, *, per_layer: GroupBy | None, sparsity: boo
     if per_layer is not None:
         layers = sample.by_group(per_layer)
         norms = layers.grad_norm[0].tolist()
-        numbers |= {f"grad_norm/{metric_name(name)}": norm for name, norm in zip(layers.names, norms, strict=True)}
+        layer_keys = [keys.layer_key(keys.LAYER_GRAD_NORM, name) for name in layers.names]
+        numbers |= dict(zip(layer_keys, norms, strict=True))
     return {name: number for name, number in numbers.items() if number == number}
 
 

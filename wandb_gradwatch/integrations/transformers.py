@@ -19,6 +19,7 @@ from typing import Any, Final
 import torch
 
 from .._watcher import Watcher
+from ..snapshot import keys
 from ._require import require
 from ._sample_queue import AlertLog, active_run
 from ._session import Session
@@ -175,4 +176,4 @@ def _log_of(state: Any) -> str:
 
 
 def _named(numbers: Mapping[str, float]) -> dict[str, float]:
-    return {f"gradwatch/{name}": number for name, number in numbers.items()}
+    return {keys.PREFIX + name: number for name, number in numbers.items()}

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from .._capture.parameter_registry import NameFilter
 from .._capture.probes import Found
 from ..rules import Rule
+from ..snapshot import keys
 from ._forward_hooks import Dims, ForwardHook
 from ._mixin import MonitorMixin
 from ._module_index import ModuleIndex, matcher, nothing_matches
@@ -62,7 +63,7 @@ class Activations(ForwardProbe):
         return "Activations()" if self._match is None else f"Activations({self._match!r})"
 
     def claims(self) -> set[tuple[str, str]]:
-        return {("activation", statistic) for statistic in self._statistics}
+        return {(keys.ACTIVATION, statistic) for statistic in self._statistics}
 
     def rules(self) -> list[Rule]:
         return [NonFiniteActivation()] if "num_nonfinite" in self._statistics else []
@@ -99,7 +100,9 @@ class Activations(ForwardProbe):
             self._pending.add(group)
 
     def take(self) -> Mapping[str, Found]:
-        taken = {f"activation/{name}/{statistic}": value for name, statistic, value in self._sample.read(self._order)}
+        taken = {
+            f"{keys.ACTIVATION}/{name}/{statistic}": value for name, statistic, value in self._sample.read(self._order)
+        }
         self._sample.clear()
         return taken
 

@@ -20,6 +20,7 @@ from .._capture.parameter_registry import NameFilter
 from .._capture.probes import Found
 from .._measure.elements import wide_dtype
 from ..rules import Rule
+from ..snapshot import keys
 from ._forward_hooks import Dims, ForwardHook, hand_over
 from ._module_index import ModuleIndex, matcher, nothing_matches
 from ._module_probe import ForwardProbe, logger, slices
@@ -165,13 +166,13 @@ class Attention(ForwardProbe):
 
     def take(self) -> Mapping[str, Found]:
         taken: dict[str, Found] = {
-            f"attention/{name}_{statistic}": value for name, statistic, value in self._sample.read()
+            f"{keys.ATTENTION}/{name}_{statistic}": value for name, statistic, value in self._sample.read()
         }
         for module, sums in self._sample_entropy:
             entropy_H, ratio_H = sums[:, 0] / sums[:, 1], sums[:, 2] / sums[:, 3]
             for head, (entropy, ratio) in enumerate(zip(entropy_H, ratio_H, strict=True)):
-                taken[f"attention/{module}/head_{head}/entropy"] = entropy
-                taken[f"attention/{module}/head_{head}/entropy_ratio"] = ratio
+                taken[f"{keys.ATTENTION}/{module}/head_{head}/entropy"] = entropy
+                taken[f"{keys.ATTENTION}/{module}/head_{head}/entropy_ratio"] = ratio
         self._sample.clear()
         self._sample_entropy.clear()
         return taken

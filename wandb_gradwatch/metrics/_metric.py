@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from .._capture.parameter_registry import NameFilter
+from ..snapshot import keys
 from ._reduction import AGGREGATES, Aggregate, widened
 
-SUBJECTS: Final = ("parameter", "gradient", "activation", "update")
+SUBJECTS: Final = (keys.PARAMETER, keys.GRADIENT, keys.ACTIVATION, keys.UPDATE)
 
 
 @dataclass(frozen=True)

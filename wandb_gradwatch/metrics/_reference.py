@@ -15,6 +15,7 @@ from .._measure.elements import onto
 from .._measure.measure import sum_sq
 from .._measure.probe_values import ProbeDistance
 from .._runtime.sharding import local_part
+from ..snapshot import keys
 from ._forward_hooks import ForwardHook, Vanishing
 from ._metric import Metric
 from ._module_index import ModuleIndex, matcher, nothing_matches
@@ -112,7 +113,7 @@ class Reference(ForwardProbe):
         return "Reference()" if self._match is None else f"Reference(match={self._match!r})"
 
     def claims(self) -> set[tuple[str, str]]:
-        families = ("parameter",) if self._matches_module is None else ("parameter", "activation")
+        families = (keys.PARAMETER,) if self._matches_module is None else (keys.PARAMETER, keys.ACTIVATION)
         return {(family, name) for family in families for name in (DIFFERENCE, RELATIVE, *self._functions)}
 
     # ---- at watch()
@@ -189,7 +190,7 @@ class Reference(ForwardProbe):
         references = waiting.pop(0)
         for path, tensor in tensors_in(output):
             if path in references and references[path].shape == tensor.shape:
-                key = f"activation/{tensor_name(name, path)}"
+                key = f"{keys.ACTIVATION}/{tensor_name(name, path)}"
                 self._pending.add(key, self._difference(tensor, references[path]))
                 self._apply(key, tensor, references[path], self._pending_values)
 
@@ -213,7 +214,7 @@ class Reference(ForwardProbe):
             reference = self._shards.part(watched.name, whole, needed_by="distances to a reference")
             if reference is None:
                 continue
-            key = f"parameter/{watched.name}"
+            key = f"{keys.PARAMETER}/{watched.name}"
             self._sample.add(key, self._difference(watched.parameter, reference))
             if self._functions and self._shards.is_whole(watched.name, needed_by="functions of differences"):
                 self._apply(key, watched.parameter, reference, self._sample_values)
@@ -250,7 +251,7 @@ class Reference(ForwardProbe):
     def take(self) -> Mapping[str, Found]:
         taken: dict[str, Found] = {}
         for key, sums in self._sample:
-            parameter = key.removeprefix("parameter/") if key.startswith("parameter/") else None
+            parameter = key.removeprefix(f"{keys.PARAMETER}/") if key.startswith(f"{keys.PARAMETER}/") else None
             taken[key] = ProbeDistance(sums, (DIFFERENCE, RELATIVE), parameter)
         taken |= {key: results[0] for key, tally in self._sample_values if (results := tally.results())}
         self._sample.clear()

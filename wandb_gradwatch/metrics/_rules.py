@@ -12,7 +12,7 @@ from .._analysis.formatting import listing, number, sentence
 from .._analysis.forward import nonfinite_activations
 from ..rules import Alert
 from ..rules._base import check_limits
-from ..snapshot import Snapshot
+from ..snapshot import Snapshot, keys
 
 
 @dataclass(kw_only=True)
@@ -81,12 +81,12 @@ class EntropyCollapse:
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
         heads: dict[str, list[str]] = {}
         for key in snapshot.metrics:
-            if key.startswith("attention/") and key.endswith("/entropy_ratio"):
+            if key.startswith(f"{keys.ATTENTION}/") and key.endswith("/entropy_ratio"):
                 heads.setdefault(key.split("/")[1], []).append(key)
         for sample in range(len(snapshot)):
             collapsed = {}
-            for module, keys in heads.items():
-                highest = max(float(snapshot.metrics[key][sample]) for key in keys)
+            for module, of_module in heads.items():
+                highest = max(float(snapshot.metrics[key][sample]) for key in of_module)
                 if np.isnan(highest):
                     continue
                 if highest >= self.threshold:

@@ -12,6 +12,7 @@ from .._capture.probes import Found, WatchedTensor
 from .._measure.measure import sum_sq
 from .._measure.probe_values import ProbeDistance
 from .._runtime.sharding import local_part
+from ..snapshot import keys
 from ._module_index import ModuleIndex, matcher, nothing_matches
 from ._module_probe import ModuleProbe
 from ._reduction import widened
@@ -71,7 +72,7 @@ class Updates(ModuleProbe):
         return "Updates()" if self._match is None else f"Updates({self._match!r})"
 
     def claims(self) -> set[tuple[str, str]]:
-        return {("update", "norm"), ("update", "ratio")}
+        return {(keys.UPDATE, "norm"), (keys.UPDATE, "ratio")}
 
     def bind(self, models: ModuleIndex) -> None:
         parameters = models.watched_parameters()
@@ -96,7 +97,7 @@ class Updates(ModuleProbe):
 
     def after_update(self, tensors: Sequence[WatchedTensor]) -> None:
         for name, change, before in self._befores.changes(tensors):
-            self._taken[f"update/{name}"] = ProbeDistance(sum_sq([change, before]), ("norm", "ratio"), name)
+            self._taken[f"{keys.UPDATE}/{name}"] = ProbeDistance(sum_sq([change, before]), ("norm", "ratio"), name)
 
     def take(self) -> Mapping[str, Found]:
         taken, self._taken = self._taken, {}

@@ -12,7 +12,7 @@ import numpy as np
 from .._analysis.formatting import listing, number, sentence
 from .._analysis.forward import nonfinite_activations
 from .._measure.columns import Column, FloatArray
-from ..snapshot import FIRST_BAD_RANK_METRIC, Snapshot
+from ..snapshot import Snapshot, keys
 from ._base import Alert, check_limits
 
 # S samples, P watched parameters
@@ -20,7 +20,7 @@ from ._base import Alert, check_limits
 
 def first_bad_rank(snapshot: Snapshot, sample: int) -> int | None:
     """The first rank whose own gradients were non-finite at this sample; None where that is not known."""
-    ranks = snapshot.metrics.get(FIRST_BAD_RANK_METRIC)
+    ranks = snapshot.metrics.get(keys.FIRST_NONFINITE_RANK)
     return None if ranks is None or not np.isfinite(ranks[sample]) else int(ranks[sample])
 
 

@@ -14,34 +14,16 @@ from typing import Final
 import numpy as np
 
 from .._analysis.forecast import forecast
-from .._measure.change import CHANGED, CLIPPED
-from .._measure.columns import GUARDED, NUM_COLUMNS, WIRING, FloatArray, merge_rows
+from .._measure.columns import NUM_COLUMNS, FloatArray, merge_rows
 from .._measure.probe_values import MetricHistogram, merge_histograms
-from ..snapshot import Snapshot, last_present
+from ..snapshot import Snapshot, keys, last_present
 from ..snapshot._missing import sum_of_present
-from ..snapshot._snapshot import TOTAL, TOTAL_MAX
 
 # S samples in the window, P watched parameters or groups, C columns
 
 Number = int | float
 
-STEP_KEY: Final = "gradwatch/step"
-HISTOGRAM_FAMILY: Final = "gradients"
-SCALAR_FAMILIES: Final = (
-    "gradwatch",
-    "grad_norm",
-    "grad_norm_max",
-    "grad_param_ratio",
-    "dead_ratio",
-    "num_nonfinite",
-)
-_OF_SAMPLES: Final = (GUARDED, CLIPPED, CHANGED)  # what one sample is; the row has the counts and ratios
-_COUNTS: Final = "gradwatch/num_"  # how the names of our own counts begin
-_ABS_QUANTILES: Final = {
-    "gradwatch/grad_abs_p01": 0.01,
-    "gradwatch/grad_abs_p50": 0.50,
-    "gradwatch/grad_abs_p99": 0.99,
-}
+_OF_SAMPLES: Final = (keys.GUARDED, keys.CLIPPED, keys.CHANGED)  # what one sample is; the row has the counts and ratios
 
 
 @dataclass(frozen=True)
@@ -79,33 +61,33 @@ class HistoryRow:
         """Make the row of a window that holds at least one sample."""
         total = snapshot.total
         clip_known = ~np.isnan(snapshot.clipped)
-        names = [metric_name(name) for name in snapshot.names]
-        counts = {name: values for name, values in snapshot.metrics.items() if name.startswith(_COUNTS)}
+        names = snapshot.names
+        counts = {name: values for name, values in snapshot.metrics.items() if keys.is_count(name)}
         last = {
-            metric_name(name): _last(values)
+            keys.in_key(name): _last(values)
             for name, values in snapshot.metrics.items()
-            if name not in counts and name not in _OF_SAMPLES and not name.startswith(WIRING)
+            if name not in counts and name not in _OF_SAMPLES and not name.startswith(keys.WIRING)
         }
         last = _present(last)
         present_SP = ~np.isnan(snapshot.num_elements)
-        for family in ("grad_norm", "grad_param_ratio", "dead_ratio"):
+        for family in (keys.LAYER_GRAD_NORM, keys.LAYER_GRAD_PARAM_RATIO, keys.LAYER_DEAD_RATIO):
             values = _named(family, names, last_present(getattr(snapshot, family), present_SP))
             last |= dict(itertools.compress(values.items(), np.logical_or.reduce(present_SP, axis=0)))
-        largest = {"gradwatch/grad_norm_max": float(np.fmax.reduce(snapshot.total_grad_norm))}
-        largest |= _named("grad_norm_max", names, np.fmax.reduce(snapshot.grad_norm, axis=0))
+        largest = {keys.GRAD_NORM_MAX: float(np.fmax.reduce(snapshot.total_grad_norm))}
+        largest |= _named(keys.LAYER_GRAD_NORM_MAX, names, np.fmax.reduce(snapshot.grad_norm, axis=0))
         largest |= {
-            metric_name(TOTAL_MAX + name.removeprefix(TOTAL)): float(np.fmax.reduce(values))
+            keys.in_key(keys.TOTAL_MAX + name.removeprefix(keys.TOTAL)): float(np.fmax.reduce(values))
             for name, values in snapshot.metrics.items()
-            if name.startswith(TOTAL)
+            if name.startswith(keys.TOTAL)
         }
         summed = {
-            "gradwatch/num_skipped_steps": float(np.count_nonzero(snapshot.skipped)),
+            keys.NUM_SKIPPED_STEPS: float(np.count_nonzero(snapshot.skipped)),
             **{name: float(np.nansum(values)) for name, values in counts.items()},
         }
         if snapshot.names:
-            summed["gradwatch/num_nan"] = float(sum_of_present(total.num_nan)[0])
-            summed["gradwatch/num_inf"] = float(sum_of_present(total.num_inf)[0])
-        summed |= _named("num_nonfinite", names, sum_of_present(snapshot.num_nonfinite))
+            summed[keys.NUM_NAN] = float(sum_of_present(total.num_nan)[0])
+            summed[keys.NUM_INF] = float(sum_of_present(total.num_inf)[0])
+        summed |= _named(keys.LAYER_NUM_NONFINITE, names, sum_of_present(snapshot.num_nonfinite))
         return cls(
             step=int(snapshot.steps[-1]),
             newest=_present(_newest(snapshot)),
@@ -117,7 +99,7 @@ class HistoryRow:
             num_changed=int(np.count_nonzero(snapshot.changed)),
             num_samples=len(snapshot),
             pictured=_pictured(snapshot),
-            metric_histograms={metric_name(key): value for key, value in snapshot.metric_histograms.items()},
+            metric_histograms={keys.in_key(key): value for key, value in snapshot.metric_histograms.items()},
         )
 
     def merge(self, later: HistoryRow) -> HistoryRow:
@@ -140,20 +122,20 @@ class HistoryRow:
 
     def vitals(self) -> dict[str, Number]:
         """The numbers of the whole model, under `gradwatch/`, the step first."""
-        vitals: dict[str, Number] = {STEP_KEY: self.step, **self.newest}
+        vitals: dict[str, Number] = {keys.STEP: self.step, **self.newest}
         vitals |= {
             key: value
             for values in (_present(self.last), self.largest, self.summed)
             for key, value in values.items()
-            if key.startswith("gradwatch/")
+            if key.startswith(keys.PREFIX)
         }
         if self.num_clip_known:
-            vitals["gradwatch/clip_ratio"] = self.num_clipped / self.num_clip_known
+            vitals[keys.CLIP_RATIO] = self.num_clipped / self.num_clip_known
         if self.num_changed:
-            vitals["gradwatch/changed_ratio"] = self.num_changed / self.num_samples
+            vitals[keys.CHANGED_RATIO] = self.num_changed / self.num_samples
         if self.pictured is not None and self.pictured.names:
             total = self.pictured.total
-            vitals |= _present({key: float(total.abs_quantile(q)[0]) for key, q in _ABS_QUANTILES.items()})
+            vitals |= _present({key: float(total.abs_quantile(q)[0]) for key, q in keys.GRAD_ABS_QUANTILES.items()})
             vitals |= _present(_precision(total))
         return vitals
 
@@ -162,26 +144,21 @@ class HistoryRow:
         return self.vitals() | _present(self.last) | self.largest | self.summed
 
 
-def metric_name(name: str) -> str:
-    """A parameter's name in a key: with `/` for `.`, because W&B ignores the options of metrics with dots."""
-    return name.replace(".", "/")
-
-
 def _newest(snapshot: Snapshot) -> dict[str, Number]:
     """The whole model in the last sample. What could not be seen there is missing, not taken from an earlier sample."""
     total = snapshot.total.sample(-1)
     values: dict[str, Number] = {
-        "gradwatch/loss_scale": float(snapshot.loss_scale[-1]),
-        "gradwatch/overhead_ratio": float(snapshot.overhead_ratio),
+        keys.LOSS_SCALE: float(snapshot.loss_scale[-1]),
+        keys.OVERHEAD_RATIO: float(snapshot.overhead_ratio),
     }
     if snapshot.names:
         values |= {
-            "gradwatch/grad_norm": float(total.grad_norm[0, 0]),
-            "gradwatch/grad_norm_clipped": float(total.grad_norm_clipped[0, 0]),
-            "gradwatch/grad_mean": float(total.grad_mean[0, 0]),
-            "gradwatch/grad_std": float(total.grad_std[0, 0]),
-            "gradwatch/grad_abs_max": float(total.grad_abs_max[0, 0]),
-            "gradwatch/dead_ratio": float(total.dead_ratio[0, 0]),
+            keys.GRAD_NORM: float(total.grad_norm[0, 0]),
+            keys.GRAD_NORM_CLIPPED: float(total.grad_norm_clipped[0, 0]),
+            keys.GRAD_MEAN: float(total.grad_mean[0, 0]),
+            keys.GRAD_STD: float(total.grad_std[0, 0]),
+            keys.GRAD_ABS_MAX: float(total.grad_abs_max[0, 0]),
+            keys.DEAD_RATIO: float(total.dead_ratio[0, 0]),
         }
     return values
 
@@ -190,9 +167,8 @@ def _precision(total: Snapshot) -> dict[str, Number]:
     """What smaller number formats would do to the gradient that the histogram counts."""
     values: dict[str, Number] = {}
     for name, of_format in forecast(total).items():
-        values[f"gradwatch/{name}_underflow_ratio"] = of_format.total_underflow_ratio
-        values[f"gradwatch/{name}_flush_ratio"] = of_format.total_flush_ratio
-        values[f"gradwatch/{name}_headroom"] = of_format.total_headroom
+        totals = (of_format.total_underflow_ratio, of_format.total_flush_ratio, of_format.total_headroom)
+        values |= {keys.forecast_key(name, what): total for what, total in zip(keys.FORECASTS, totals, strict=True)}
     return values
 
 
@@ -214,7 +190,7 @@ def _pictured(snapshot: Snapshot) -> Snapshot | None:
 
 
 def _named(family: str, names: Iterable[str], values_P: FloatArray) -> dict[str, Number]:
-    return {f"{family}/{name}": value for name, value in zip(names, values_P.tolist(), strict=True)}
+    return {keys.layer_key(family, name): value for name, value in zip(names, values_P.tolist(), strict=True)}
 
 
 def _present(values: dict[str, Number]) -> dict[str, Number]:

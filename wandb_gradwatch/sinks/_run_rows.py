@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ._history_row import HISTOGRAM_FAMILY, STEP_KEY, HistoryRow, Number, metric_name
+from ..snapshot import keys
+from ._history_row import HistoryRow, Number
 from ._rebinning import Rebinner
 
-TABLE_KEY: Final = "gradwatch/flight_recorder"
 MAX_ROW_BYTES: Final = 1_000_000  # W&B skips a row above 10.4 MB whole, with the user's keys in it
 _NUMBER_BYTES: Final = 24  # of a float as JSON, with its comma
 
@@ -41,7 +41,7 @@ class RunRow:
         ]
         if self.rebinner is not None:
             values += _histograms(self.rebinner, self.row)
-        return _spread(values, {STEP_KEY: self.row.step})
+        return _spread(values, {keys.STEP: self.row.step})
 
 
 @dataclass(frozen=True)
@@ -61,25 +61,19 @@ class TableRow:
         import wandb
 
         newest = max(row[self.columns.index("step")] for row in self.rows)
-        return [{STEP_KEY: newest, TABLE_KEY: wandb.Table(columns=[*self.columns], data=self.rows)}]
+        return [{keys.STEP: newest, keys.FLIGHT_RECORDER: wandb.Table(columns=[*self.columns], data=self.rows)}]
 
 
 def in_namespace(values: dict[str, Number], namespace: str) -> dict[str, Number]:
     """The whole model's numbers below a namespace; the step, and what has a layer's name, stay."""
-    if not namespace:
-        return values
-    own = f"gradwatch/{namespace}/"
-    return {
-        key if key == STEP_KEY or not key.startswith("gradwatch/") else own + key.removeprefix("gradwatch/"): value
-        for key, value in values.items()
-    }
+    return {keys.in_namespace(key, namespace): value for key, value in values.items()}
 
 
 def _histograms(rebinner: Rebinner, row: HistoryRow) -> Iterator[tuple[str, Any, int]]:
     import wandb
 
     drawn = {} if row.pictured is None else rebinner.of(row.pictured)
-    keyed = {f"{HISTOGRAM_FAMILY}/{metric_name(name)}": picture for name, picture in drawn.items()}
+    keyed = {keys.layer_key(keys.GRADIENT_HISTOGRAMS, name): picture for name, picture in drawn.items()}
     for key, (counts, edges) in (keyed | rebinner.of_metrics(row.metric_histograms)).items():
         size = len(key) + len(edges) * _NUMBER_BYTES + len(counts) * (len(str(max(counts))) + 2)
         # It asks for arrays and turns them into the lists that these are already.

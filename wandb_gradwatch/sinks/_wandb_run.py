@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 from ..rules import Alert
-from ..snapshot import GroupBy, Snapshot, group_function
-from ._history_row import HISTOGRAM_FAMILY, SCALAR_FAMILIES, STEP_KEY, HistoryRow, metric_name
+from ..snapshot import GroupBy, Snapshot, group_function, keys
+from ._history_row import HistoryRow, Number
 from ._rebinning import Rebinner
 from ._row_scheduler import RowScheduler, placement_of
 from ._run_rows import RunRow, TableRow, in_namespace
@@ -75,7 +75,7 @@ class WandbSink:
         self._row_scheduler: RowScheduler | None = None
         if not run.disabled:
             self._row_scheduler = placement_of(run)
-            self._define_families()
+            self._define_metrics()
 
     def __repr__(self) -> str:
         return f"WandbSink(run={self._run.id!r})"
@@ -102,7 +102,8 @@ class WandbSink:
         """Log a snapshot when that leaves the user's rows as they are."""
         if self._row_scheduler is None or not len(snapshot) or self._has_ended(self._row_scheduler):
             return
-        self._define_metrics(snapshot, self._row_scheduler)
+        self._define_metrics([*snapshot.metrics, *snapshot.metric_histograms])
+        self._say_many(snapshot)
         grouped = self._grouping.apply(snapshot)
         self._tell_order(list(grouped.names))
         row = HistoryRow.of(grouped)
@@ -156,7 +157,9 @@ class WandbSink:
 
     def _show_newest(self, row: HistoryRow, row_scheduler: RowScheduler) -> None:
         """Rows pile up, as the script logs rarely or never: keep at least the run's summary fresh."""
-        self._run.summary.update(in_namespace(row.vitals(), self._namespace))
+        vitals = row.vitals()
+        fresh: dict[str, Number] = {key: vitals[key] for key in (keys.STEP, *keys.SUMMARY) if key in vitals}
+        self._run.summary.update(in_namespace(fresh, self._namespace))
         if row_scheduler.num_user_calls == 0 and row_scheduler.num_waiting >= _STARVED_WINDOWS:
             self._say(
                 "starved",
@@ -179,10 +182,20 @@ class WandbSink:
             self._run.config.update({"gradwatch": told}, allow_val_change=True)
             self._say_clashes(names)
 
+    def _say_many(self, snapshot: Snapshot) -> None:
+        if len(snapshot.metrics) > MAX_METRICS:
+            self._say(
+                "many metrics",
+                "%d metrics are more than the %d that W&B shows well in a run. Measure fewer: match= and statistics= "
+                "of what is in watch(metrics=...) choose among modules, parameters and numbers.",
+                len(snapshot.metrics),
+                MAX_METRICS,
+            )
+
     def _say_clashes(self, names: list[str]) -> None:
         by_key: dict[str, list[str]] = {}
         for name in names:
-            by_key.setdefault(metric_name(name), []).append(name)
+            by_key.setdefault(keys.in_key(name), []).append(name)
         clashes = [" and ".join(map(repr, group)) for group in by_key.values() if len(group) > 1]
         if clashes:
             self._say(
@@ -194,28 +207,12 @@ class WandbSink:
 
     # ---- metric definitions
 
-    def _define_families(self) -> None:
-        self._define(STEP_KEY)
-        for family in SCALAR_FAMILIES:
-            self._define(f"{family}/*", step_metric=STEP_KEY)
-        # A histogram in the summary is sent again, whole, every few seconds.
-        self._define(f"{HISTOGRAM_FAMILY}/*", step_metric=STEP_KEY, summary="none")
-
-    def _define_metrics(self, snapshot: Snapshot, row_scheduler: RowScheduler) -> None:
-        for name in map(metric_name, snapshot.metrics):
-            if name.partition("/")[0] not in SCALAR_FAMILIES and name not in row_scheduler.defined:
-                self._define(name, step_metric=STEP_KEY)
-        if len(snapshot.metrics) > MAX_METRICS:
-            self._say(
-                "many metrics",
-                "%d metrics are more than the %d that W&B shows well in a run. Measure fewer: match= and statistics= "
-                "of what is in watch(metrics=...) choose among modules, parameters and numbers.",
-                len(snapshot.metrics),
-                MAX_METRICS,
-            )
-        for name in map(metric_name, snapshot.metric_histograms):
-            # With the star: W&B heeds "none" for patterns only, and one may end in nothing but a star.
-            self._define(f"{name}*", step_metric=STEP_KEY, summary="none")
+    def _define_metrics(self, metrics: Iterable[str] = ()) -> None:
+        """Tell W&B of our keys, each once, the step first."""
+        self._define(keys.STEP)
+        for key, is_in_summary in keys.definitions(map(keys.in_key, metrics), self._namespace).items():
+            # A histogram in the summary is sent again, whole, every few seconds.
+            self._define(key, step_metric=keys.STEP, **({} if is_in_summary else {"summary": "none"}))
 
     def _define(self, name: str, **options: Any) -> None:
         assert self._row_scheduler is not None

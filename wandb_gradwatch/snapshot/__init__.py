@@ -5,17 +5,18 @@ The device keeps sums; this room gives them their meaning. Nothing here needs to
 
 from __future__ import annotations
 
+from . import keys
 from ._groups import GroupBy, group_function
 from ._missing import last_present
 from ._shapes import concatenate, select_samples
-from ._snapshot import FIRST_BAD_RANK_METRIC, Snapshot
+from ._snapshot import Snapshot
 
 __all__ = [
-    "FIRST_BAD_RANK_METRIC",
     "GroupBy",
     "Snapshot",
     "concatenate",
     "group_function",
+    "keys",
     "last_present",
     "select_samples",
 ]

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from .._measure.change import CHANGED, CLIPPED, MULTIPLIED, is_limit
+from .._measure.change import MULTIPLIED, is_limit
 from .._measure.columns import (
     CLIP_TOLERANCE,
-    GUARDED,
-    GUARDED_STEPS,
     NUM_BINS,
     NUM_COLUMNS,
     Column,
@@ -22,6 +19,7 @@ from .._measure.columns import (
     histogram_edges,
 )
 from .._measure.probe_values import MetricHistogram
+from . import keys
 from ._frozen import derived, frozen
 from ._groups import GroupBy, group_function
 from ._missing import finite_or_missing, ratio, too_small
@@ -29,13 +27,6 @@ from ._quantiles import check_quantile, fold_signs, magnitude_quantile, signed_q
 from ._shapes import group_names, merge_snapshots, select_samples
 
 # S samples in the window, P watched parameters (or groups), C columns, B histogram bins, M magnitude bins
-
-# [S] in `metrics`, where ranks hold shards: the rank whose gradients were non-finite first, in the backward's order.
-FIRST_BAD_RANK_METRIC: Final = "gradwatch/first_nonfinite_rank"
-# [S] in `metrics`: the norm of one model, or of one optimizer that steps in turn with others; missing in the samples of
-# the others. The name follows.
-TOTAL: Final = "gradwatch/grad_norm_total/"
-TOTAL_MAX: Final = "gradwatch/grad_norm_total_max/"
 
 
 @dataclass(frozen=True, eq=False)
@@ -243,7 +234,7 @@ class Snapshot:
         before, after = self.column(Column.GRAD_SUM_SQ), self.column(Column.RECEIVED_SUM_SQ)
         smaller = np.any(np.sqrt(after) < np.sqrt(before) * (1 - CLIP_TOLERANCE), axis=1)
         unknown = np.isnan(self.total_grad_norm) | np.isnan(self.total_grad_norm_clipped) | self.arose_after_backward
-        said = self.metrics.get(CLIPPED, np.full(len(self), np.nan))
+        said = self.metrics.get(keys.CLIPPED, np.full(len(self), np.nan))
         clipped = np.where(np.isnan(said) & ~self.changed, smaller.astype(np.float64), said)
         for sample in np.flatnonzero(clipped == MULTIPLIED):
             clipped[sample] = 1.0 if is_limit(float(self.total_grad_norm_clipped[sample])) else np.nan
@@ -252,7 +243,7 @@ class Snapshot:
     @derived
     def changed(self) -> npt.NDArray[np.bool_]:
         """True where something that is no clipping changed gradients after the backward: [S]."""
-        changed: npt.NDArray[np.bool_] = self.metrics.get(CHANGED, np.zeros(len(self))) > 0
+        changed: npt.NDArray[np.bool_] = self.metrics.get(keys.CHANGED, np.zeros(len(self))) > 0
         return changed
 
     @derived
@@ -272,13 +263,13 @@ class Snapshot:
     @derived
     def guarded(self) -> npt.NDArray[np.bool_]:
         """True where the guard withheld the update: [S]."""
-        guarded: npt.NDArray[np.bool_] = self.metrics.get(GUARDED, np.zeros(len(self))) > 0
+        guarded: npt.NDArray[np.bool_] = self.metrics.get(keys.GUARDED, np.zeros(len(self))) > 0
         return guarded
 
     @derived
     def num_guarded_steps(self) -> float:
         """Steps that the guard withheld, between the samples too; NaN without a guard."""
-        counts = self.metrics.get(GUARDED_STEPS)
+        counts = self.metrics.get(keys.NUM_GUARDED_STEPS)
         return float("nan") if counts is None else float(np.nansum(counts))
 
     # ---- distributions

@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from ..._analysis.formatting import number
-from ...snapshot import FIRST_BAD_RANK_METRIC
+from ...snapshot import keys
 from ..causes import BAD_BATCH, BAD_RANK, INVALID, Diagnosis
 from ..evidence import Evidence
 
@@ -50,7 +50,7 @@ def _against_a_bad_batch(evidence: Evidence, sample: int) -> str:
 def bad_rank(evidence: Evidence) -> Diagnosis | None:
     """The same rank is the first with NaN or Inf again and again, or its norm is far from the others'."""
     remedy = "look at that rank's data shard and hardware; run it on another device"
-    ranks_S = evidence.history.metrics.get(FIRST_BAD_RANK_METRIC)
+    ranks_S = evidence.history.metrics.get(keys.FIRST_NONFINITE_RANK)
     if ranks_S is not None:
         known = [s for s in np.flatnonzero(np.isfinite(ranks_S)) if not evidence.is_broken(int(s))]
         ranks = ranks_S[known]

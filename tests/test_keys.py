@@ -1,0 +1,49 @@
+"""The keys of the W&B history: each is written in one file."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from wandb_gradwatch.snapshot import keys
+
+PACKAGE = Path(keys.__file__).parent.parent
+FAMILIES = (*keys.LAYER_FAMILIES, keys.GRADIENT_HISTOGRAMS, *keys.METRIC_FAMILIES)
+KEY = re.compile(rf"(?:{keys.PREFIX}|\^?(?:{'|'.join(FAMILIES)})/)(?!\S* )")
+
+
+def written_keys(text: str) -> Iterator[str]:
+    """Strings of a source, parts of f-strings too, that begin like a key; docstrings and other prose left out."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and KEY.match(node.value):
+            yield node.value
+
+
+def test_no_key_is_written_beside_the_file_of_keys() -> None:
+    sources = sorted(set(PACKAGE.rglob("*.py")) - {Path(keys.__file__)})
+    found = {path.name: list(written_keys(path.read_text(encoding="utf-8"))) for path in sources}
+    assert {name: texts for name, texts in found.items() if texts} == {}
+
+
+def test_a_key_that_is_written_elsewhere_is_found() -> None:
+    text = 'KEY = "gradwatch/step"\nother = f"grad_norm/{name}"\npattern = "^dead_ratio/.+"\nwords = "gradients of a"'
+    assert set(written_keys(text)) == {"gradwatch/step", "grad_norm/", "^dead_ratio/.+"}
+
+
+def test_the_page_asks_for_keys_that_there_are() -> None:
+    text = (PACKAGE / "_page/assets/main.js").read_text(encoding="utf-8")
+    asked = set(re.findall(rf'globals\["({keys.PREFIX}\w+)"\]', text))
+    asked |= {keys.PREFIX + name for name in re.findall(r'\b(?:last|sum|mean|globalSeries)\("(\w+)"', text)}
+    assert keys.GRAD_NORM in asked
+    assert asked <= set(keys.MODEL_KEYS)
+
+
+def test_the_summary_is_left_to_the_users_own_numbers() -> None:
+    """W&B prints ten keys of it, in the order of the alphabet: the step and these come before the user's "loss"."""
+    told = keys.definitions(["activation/0/std", "train/grad_norm"], namespace="model1")
+    assert told["activation/0/std*"] is False
+    assert told["train/grad_norm"] is True  # a framework's own name, which the user knows
+    kept = {key for key, is_in_summary in told.items() if is_in_summary and key.startswith(keys.PREFIX)}
+    assert kept == {keys.FLIGHT_RECORDER, "gradwatch/model1/grad_norm", "gradwatch/model1/grad_norm_max"}  # one table
