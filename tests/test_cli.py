@@ -356,7 +356,7 @@ def test_the_login_is_checked_without_the_network(tmp_path: Path) -> None:
     assert result.stdout == "mode online, credentials for http://127.0.0.1:9 found (not tried)\n", result.stderr
 
 
-def test_overhead_is_the_median_of_paired_blocks_in_alternating_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overhead_is_the_middle_pairs_share_of_blocks_in_alternating_order(monkeypatch: pytest.MonkeyPatch) -> None:
     # Two warm-up blocks, then three pairs. The machine slows down by 1 ms per block; watching costs 10 % on top.
     order: list[bool] = []
 
@@ -367,12 +367,13 @@ def test_overhead_is_the_median_of_paired_blocks_in_alternating_order(monkeypatc
     monkeypatch.setattr(measurement, "_train_block", block)
     measured = doctor.measure_overhead(800)
     assert order == [False, True, False, True, True, False, False, True]
-    # The pairs' blocks take 12..17 ms before the cost of watching, so the pairs' ratios less 1 are
-    # 1.1 * 13/12 - 1 = 0.1917, 1.1 * 14/15 - 1 = 0.0267, 1.1 * 17/16 - 1 = 0.1688. The middle one is the last.
-    assert measured.ratio == pytest.approx(1.1 * 17 / 16 - 1)
-    assert measured.spread == pytest.approx(1.1 * 13 / 12 - 1.1 * 14 / 15)
-    # 0.1688 / 0.03 = 5.6: every sixth step keeps it within 3 %.
-    assert measured.sample_every == 6
+    # The pairs' blocks take 12..17 ms before the cost of watching, so watching's shares of the watched blocks are
+    # 1 - 12/14.3 = 0.1608, 1 - 15/15.4 = 0.0260, 1 - 16/18.7 = 0.1444. The middle one is the last.
+    assert (measured.step_ms, measured.watched_step_ms) == pytest.approx((16, 18.7))
+    assert measured.ratio == pytest.approx(1 - 16 / 18.7)
+    assert measured.spread == pytest.approx(15 / 15.4 - 12 / 14.3)
+    # 0.1444 / 0.03 = 4.8: every fifth step keeps it within 3 %.
+    assert measured.sample_every == 5
     # Eight layers of 10 x 10 weights and 10 biases.
     assert measured.num_parameters == 880
 

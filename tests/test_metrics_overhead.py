@@ -71,6 +71,20 @@ def test_the_forward_of_a_reference_is_counted_once(clock):
     assert ratios(lambda model: [Reference(model, frozen, activations="linear")], clock, model) == [0.5, 0.5]
 
 
+def test_there_is_one_overhead_that_of_the_time_since_watch(clock):
+    slow, fast = clock.passes(2), clock.passes(0)
+    metric = Metric("x", slow, on="activation", match="linear")
+    model = Slow(clock)
+    watcher, sink = watch(model, [metric])
+    train(model, [torch.ones(1, 2)])
+    object.__setattr__(metric, "fn", fast)
+    train(model, [torch.ones(1, 2)] * 2)
+    # 2 of 8 seconds, then 2 of 14 and 2 of 20: not 0 of the second and third window's 6.
+    assert [snapshot.overhead_ratio for snapshot in sink.snapshots] == pytest.approx([2 / 8, 2 / 14, 2 / 20])
+    assert watcher.summary().overhead_ratio == sink.snapshots[-1].overhead_ratio
+    watcher.remove()
+
+
 def test_without_probes_nothing_is(clock):
     assert ratios(lambda model: [], clock) == [0.0, 0.0]
 

@@ -26,7 +26,7 @@ SGD = torch.optim.SGD
         ("model", {}, TypeError, "needs a torch.nn.Module, or a list or dict of them, but got str"),
         ([nn.Linear(1, 1), 3], {}, TypeError, "needs a torch.nn.Module, or a list or dict of them, but got int"),
         ([], {}, ValueError, "empty collection of models"),
-        (nn.ReLU(), {}, ValueError, "found no trainable parameter: the model has none with requires_grad=True"),
+        (nn.Linear(1, 1).requires_grad_(False), {}, ValueError, "the model has none with requires_grad=True"),
         (
             nn.Linear(1, 1),
             {"include": "conv"},
@@ -58,7 +58,7 @@ SGD = torch.optim.SGD
         (nn.Linear(1, 1), {"loss_scale": 0.0}, ValueError, "loss_scale=0.0 must be above 0"),
         (nn.Linear(1, 1), {"run": "mine"}, TypeError, "run='mine' must be what wandb.init() returns"),
         (nn.Linear(1, 1), {"sinks": "console"}, TypeError, "sinks='console' must be a list of sinks"),
-        (nn.Linear(1, 1), {"sinks": [print]}, TypeError, "must be a list of sinks, with write(), alert() and close()"),
+        (nn.Linear(1, 1), {"sinks": [print]}, TypeError, "must be a list of sinks, derived from wandb_gradwatch.Sink"),
         (nn.Linear(1, 1), {"on_alert": 5}, TypeError, "on_alert=5 must be a function, or several"),
         (nn.Linear(1, 1), {"on_alert": [5]}, TypeError, "5 is no function"),
         (nn.Linear(1, 1), {"metrics": [3]}, TypeError, "metrics holds 3, which is no metric"),

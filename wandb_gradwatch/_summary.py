@@ -131,7 +131,7 @@ class Summary:
         if self.num_guarded:
             facts.append(("guard", f"{self.num_guarded} step{'s' if self.num_guarded > 1 else ''} not applied"))
         if not math.isnan(self.overhead_ratio):
-            facts.append(("overhead", f"{100 * self.overhead_ratio:.2g} % of the time"))
+            facts.append(("overhead", f"{100 * self.overhead_ratio:.2g} % of the time since watch()"))
         return facts
 
 

@@ -133,7 +133,7 @@ def watch(
     skip_guard = resolve_guard(guard)
     if skip_guard is not None:
         refuse_guard(registry.models(), function=skip_guard.is_bad is not None)
-    own_sinks = _instances("sinks", sinks, Sink, "sinks, with write(), alert() and close()")
+    own_sinks = _instances("sinks", sinks, Sink, "sinks, derived from wandb_gradwatch.Sink")
     used_run = _run_of(run, sinks)
     _prepare_backend(registry, dead_threshold, backend, histogram=histogram_every != 0)
 
@@ -157,6 +157,7 @@ def watch(
             sinks=tuple(chosen),
             rules=tuple(chosen_rules),
             on_alert=tuple(callbacks),
+            to_terminal=rank() == 0,
             guard=skip_guard,
         ),
     )

@@ -57,6 +57,7 @@ class Config:
         sinks: where snapshots and alerts go.
         rules: what raises alerts.
         on_alert: the user's functions, called with every alert that is sent.
+        to_terminal: say errors on standard error, and at the end how many alerts there were.
         guard: decides which steps are not applied; None: all are.
     """
 
@@ -64,6 +65,7 @@ class Config:
     sinks: tuple[Sink, ...]
     rules: tuple[Rule, ...]
     on_alert: tuple[Callable[[Alert], object], ...]
+    to_terminal: bool
     guard: SkipGuard | None
 
 
@@ -83,7 +85,7 @@ class Watcher:
         self._removed = False
         self._boundary = ErrorBoundary(self._failed)
         self._window = SampleBuffer(keep_newest_histogram=cadence.keeps_newest_histogram)
-        self._dispatcher = Dispatcher(config.sinks, config.on_alert)
+        self._dispatcher = Dispatcher(config.sinks, config.on_alert, to_terminal=config.to_terminal)
         kinds = {name: type(module).__name__ for model in registry.models() for name, module in model.named_modules()}
         self._rule_runner = RuleRunner(self._alert_manager, self._dispatcher, names=self._names, modules=kinds)
         events = SamplerEvents(
@@ -243,7 +245,7 @@ class Watcher:
             "sampler": self._sampler.state_dict(),
             "desk": self._alert_manager.state_dict(),
             "guard": None if self._guard is None else self._guard.state_dict(),
-            "said": sorted(self._dispatcher.said),
+            "said": self._dispatcher.said,
             "guarding": None if step_skipping is None else step_skipping.state_dict(),
             "names": list(self._registry.names),
             "samples": save_samples(self._pipeline.window),
@@ -265,7 +267,7 @@ class Watcher:
             )
         self._sampler.load_state_dict(state["sampler"])
         self._alert_manager.load_state_dict(state["desk"])
-        self._dispatcher.said |= set(state["said"])
+        self._dispatcher.do_not_repeat(state["said"])
         match = NameMatch.of(state["names"], self._registry.slot_of_name, len(self._registry.names))
         step_skipping = self._sampler.step_skipping
         if self._guard is not None and step_skipping is not None and state["guard"] is not None:

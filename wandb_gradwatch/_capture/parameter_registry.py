@@ -159,7 +159,11 @@ class ParameterRegistry:
         return verdict
 
     def _nothing_to_watch(self, include: NameFilter | None, exclude: NameFilter | None) -> str:
-        trainable = [name for name, parameter in self._walk([]) if parameter is not None and parameter.requires_grad]
+        modules: list[nn.Module] = []
+        parameters = {name: parameter for name, parameter in self._walk(modules) if parameter is not None}
+        if not parameters:
+            return _nothing_registered(modules)
+        trainable = [name for name, parameter in parameters.items() if parameter.requires_grad]
         if not trainable:
             return (
                 "watch() found no trainable parameter: the model has none with requires_grad=True; "
@@ -168,6 +172,25 @@ class ParameterRegistry:
         matching = f"matching include={include!r}" if include is not None else "left"
         excluded = f" after exclude={exclude!r}" if exclude is not None else ""
         return f"watch() found no trainable parameter {matching}{excluded}; the first names are {trainable[:3]}"
+
+
+def _nothing_registered(modules: Sequence[nn.Module]) -> str:
+    """Why these modules, the model first, have no parameter at all."""
+    for module in modules:
+        for name, value in vars(module).items():
+            members = value.values() if isinstance(value, dict) else value
+            is_plain = isinstance(value, list | tuple | dict) and not name.startswith("_")
+            if is_plain and any(isinstance(member, nn.Module) for member in members):
+                kind = type(value).__name__
+                return (
+                    f"watch() found nothing: no parameter is registered in {type(module).__name__}, whose {name!r} is "
+                    f"a plain {kind} of modules, which torch does not look into (nor does an optimizer that is given "
+                    f"model.parameters()); use torch.nn.{'ModuleDict' if kind == 'dict' else 'ModuleList'}"
+                )
+    return (
+        f"watch() found nothing: no parameter is registered in {type(modules[0]).__name__}: pass the model that is "
+        "trained; layers that it keeps in a plain list or dict belong into torch.nn.ModuleList or ModuleDict"
+    )
 
 
 class _Walked:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .._measure.columns import WIRING_CARRIED, WIRING_UNOWNED
+from ..snapshot import keys
 from .optimizer_registry import OptimizerRegistry
 from .parameter_registry import ParameterRegistry
 
@@ -107,7 +107,7 @@ class Wiring:
         """An optimizer is about to use gradients; those that were never reset since it last did are a fact."""
         carried = self._carried.get(key)
         if carried is not None and carried.witnesses and carried.nonzero is not None:
-            self._facts[WIRING_CARRIED] = carried.nonzero.double()
+            self._facts[keys.WIRING_CARRIED] = carried.nonzero.double()
 
     # ---- parameters without an optimizer
 
@@ -124,7 +124,7 @@ class Wiring:
             names = self._parameter_registry.names
             for slot, parameter in self._parameter_registry.scan():
                 if slot in self._unowned and self._versions.get(slot) == parameter._version:
-                    self._facts[WIRING_UNOWNED + names[slot]] = torch.ones((), dtype=torch.float64)
+                    self._facts[keys.WIRING_UNOWNED + names[slot]] = torch.ones((), dtype=torch.float64)
             self._unowned = frozenset()
 
 

@@ -51,7 +51,7 @@ def _say_overhead(num_parameters: int) -> None:
         [
             ("model", f"{measured.num_parameters:,} parameters, {measured.batch} rows per step, on {measured.device}"),
             ("a step", f"{measured.step_ms:.2f} ms without, {measured.watched_step_ms:.2f} ms with watch()"),
-            ("overhead", f"{measured.ratio:+.1%} (the pairs differ by {measured.spread:.1%})"),
+            ("overhead", f"{measured.ratio:.1%} of a watched step (the pairs differ by {measured.spread:.1%})"),
         ]
     )
     paragraph(_advice(measured))

@@ -20,7 +20,7 @@ BATCH: Final = 256  # rows of its batch
 PAIRS: Final = 3  # blocks with and without watching, in turn
 STEPS_PER_BLOCK: Final = 50  # the default log_every: each watched block holds one flush, as in a real run
 WARM_UP_STEPS: Final = 5
-ACCEPTABLE_OVERHEAD: Final = 0.03  # of the step's time; above it the advice is to measure fewer steps
+ACCEPTABLE_OVERHEAD: Final = 0.03  # of the watched step's time; above it the advice is to measure fewer steps
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,11 @@ class OverheadMeasurement:
         device: where the model was trained.
         num_parameters: of the trained model.
         batch: rows per step.
-        step_ms: median time of a step that nobody watches.
-        watched_step_ms: median time of a watched one, its share of a flush included.
-        ratio: median over the pairs of (watched - unwatched) / unwatched.
-        spread: largest minus smallest ratio: how far to trust it.
+        step_ms: time of a step that nobody watches, in the pair of blocks whose share is the median.
+        watched_step_ms: time of a watched one there, its share of a flush included.
+        ratio: the monitor's share of a watched step's time, as in `gradwatch/overhead_ratio`:
+            (watched_step_ms - step_ms) / watched_step_ms.
+        spread: largest minus smallest share of a pair of blocks: how far to trust it.
         sample_every: that keeps the ratio at ACCEPTABLE_OVERHEAD or below; 1: every step.
     """
 
@@ -64,16 +65,17 @@ def measure_overhead(num_parameters: int, progress: Callable[[int, int], None] |
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     batch = torch.randn(BATCH, width, device=device)
     plain_ms, watched_ms = _time_pairs(model, optimizer, batch, progress)
-    ratios = [(with_it - without) / without for with_it, without in zip(watched_ms, plain_ms, strict=True)]
-    ratio = statistics.median(ratios)
+    shares = [(with_it - without) / with_it for with_it, without in zip(watched_ms, plain_ms, strict=True)]
+    ratio = statistics.median_low(shares)
+    middle = shares.index(ratio)  # what is shown belongs to one pair, so that a reader can divide it
     return OverheadMeasurement(
         device=device.type,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         batch=BATCH,
-        step_ms=statistics.median(plain_ms),
-        watched_step_ms=statistics.median(watched_ms),
+        step_ms=plain_ms[middle],
+        watched_step_ms=watched_ms[middle],
         ratio=ratio,
-        spread=max(ratios) - min(ratios),
+        spread=max(shares) - min(shares),
         sample_every=max(math.ceil(ratio / ACCEPTABLE_OVERHEAD), 1),
     )
 

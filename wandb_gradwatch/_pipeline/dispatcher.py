@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import os
+import shlex
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -18,30 +22,53 @@ logger: Final = logging.getLogger("wandb_gradwatch")
 _RECORDER_FILE: Final = "gradwatch-flight-recorder.npz"
 
 
+@dataclass
+class _Said:
+    """What is said once: the first text of this process, the newest, and how many there were."""
+
+    first: str = ""
+    newest: str = ""
+    count: int = 0
+
+
 class Dispatcher:
     """Tells whoever listens. Owns the sinks, the flight recorder, and what has been said and is said once.
 
     Args:
         sinks: where snapshots and alerts go; one that raises is dropped, with its traceback, and the others go on.
         on_alert: the user's callbacks; what they raise is raised as CallbackError.
+        to_terminal: say errors, and at the end how many alerts there were, on standard error: on one rank of several.
     """
 
-    def __init__(self, sinks: Sequence[Sink], on_alert: Sequence[Callable[[Alert], object]]) -> None:
+    def __init__(
+        self, sinks: Sequence[Sink], on_alert: Sequence[Callable[[Alert], object]], *, to_terminal: bool
+    ) -> None:
         self.recorder = FlightRecorder()
-        self.said: set[str] = set()  # by kind
+        self._said: dict[str, _Said] = {}  # by kind
         self._sinks = list(sinks)
         self._on_alert = tuple(on_alert)
+        self._to_terminal = to_terminal
+        self._first_alert: Alert | None = None
+        self._num_alerts = 0
+
+    @property
+    def said(self) -> list[str]:
+        """The kinds of what has been said and is said once."""
+        return sorted(self._said)
+
+    def do_not_repeat(self, kinds: Iterable[str]) -> None:
+        """An earlier part of this training has said these."""
+        for kind in kinds:
+            self._said.setdefault(kind, _Said(count=1))
 
     def namespaces_in(self, run: object) -> set[str]:
         """See Watcher."""
-        return {getattr(sink, "namespace", "") for sink in self._sinks if getattr(sink, "run", None) is run}
+        return {namespace for sink in self._sinks if (namespace := sink.namespace_in(run)) is not None}
 
     def before_runs_end(self, flush: Callable[[], object]) -> None:
         """Have a run that is finished while watched call this first, so that it gets what it is owed."""
         for sink in self._sinks:
-            before_run_ends = getattr(sink, "before_run_ends", None)
-            if before_run_ends is not None:
-                before_run_ends(flush)
+            sink.before_run_ends(flush)
 
     def write(self, snapshot: Snapshot) -> None:
         """A window, to every sink."""
@@ -50,6 +77,10 @@ class Dispatcher:
     def send(self, alert: Alert) -> None:
         """To every sink, to the recorder and to the user's callbacks; an error also leaves the evidence."""
         self.recorder.alert(alert)
+        self._num_alerts += 1
+        self._first_alert = self._first_alert or alert
+        if alert.level == "ERROR" and not any(sink.is_terminal for sink in self._sinks):
+            self._say(str(alert))
         self._call_sinks("alert", alert)
         if alert.level == "ERROR":
             self.record(table=True)
@@ -72,8 +103,7 @@ class Dispatcher:
         Returns:
             The files written.
         """
-        directories = [directory for sink in self._sinks if (directory := getattr(sink, "directory", None))]
-        targets = [Path(path)] if path is not None else [Path(directory) / _RECORDER_FILE for directory in directories]
+        targets = [Path(path)] if path is not None else [folder / _RECORDER_FILE for folder in self._directories()]
         written = []
         for target in targets:
             try:
@@ -86,26 +116,51 @@ class Dispatcher:
 
     def alert_once(self, title: str, text: str, step: int) -> None:
         """Once for each title: what the capture is certain of."""
-        if title not in self.said:
-            self.said.add(title)
-            self.send(Alert(title, f"Step {step}: {text}", step, "WARN"))
+        said = f"Step {step}: {text}"
+        if self._is_new(title, said):
+            self.send(Alert(title, said, step, "WARN"))
 
     def notice(self, kind: str, text: str) -> None:
-        """Say something once."""
-        if kind not in self.said:
-            self.said.add(kind)
+        """Say something once, and at the end how often there was reason to."""
+        if self._is_new(kind, text):
             logger.warning("wandb_gradwatch: %s", text)
 
+    def _is_new(self, kind: str, text: str) -> bool:
+        said = self._said.setdefault(kind, _Said())
+        is_new = said.count == 0
+        said.count += text != said.newest  # the same words name no other step
+        said.first, said.newest = said.first or text, text
+        return is_new
+
     def close(self) -> None:
-        """Close the sinks."""
+        """Say what there was reason to say again, and close the sinks."""
+        for said in self._said.values():
+            if said.count > 1:
+                logger.warning("wandb_gradwatch: %d times in all: %s", said.count, said.first)
+        if self._first_alert is not None:
+            self._say(self._ending(self._first_alert))
         self._call_sinks("close")
 
+    def _ending(self, first: Alert) -> str:
+        """How many alerts there were, the first, and the command that shows them."""
+        others = f", the first at step {first.step}" if self._num_alerts > 1 else f" at step {first.step}"
+        ending = f"{self._num_alerts} alert{'s' if self._num_alerts > 1 else ''}{others}: {first.title}."
+        for files in self._directories():  # the run's own, with its record beside
+            return f"{ending} To see the page of the run: wandb-gradwatch view {shlex.quote(str(_near(files.parent)))}"
+        return ending
+
+    def _directories(self) -> list[Path]:
+        return [Path(directory) for sink in self._sinks if (directory := sink.directory)]
+
+    def _say(self, text: str) -> None:
+        if self._to_terminal:
+            print(f"wandb_gradwatch: {text}", file=sys.stderr, flush=True)
+
     def _call_sinks(self, method: str, *arguments: object) -> None:
-        """Call a method of every sink that has it."""
+        """Call a method of every sink."""
         for sink in list(self._sinks):
             try:
-                if hasattr(sink, method):
-                    getattr(sink, method)(*arguments)
+                getattr(sink, method)(*arguments)
             except Exception as error:
                 self._drop(sink, error)
 
@@ -117,3 +172,8 @@ class Dispatcher:
                 type(sink).__name__,
                 exc_info=error,
             )
+
+
+def _near(path: Path) -> Path:
+    """The path as seen from the working directory, where it is below."""
+    return path.relative_to(os.getcwd()) if path.is_relative_to(os.getcwd()) else path

@@ -1,4 +1,4 @@
-"""What the monitor costs, as a share of the training's time."""
+"""What the monitor costs: one definition, the share of the time since watch() that it took."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Callable
 
 
 class Overhead:
-    """The monitor's share of the time since the last flush. Owns what the clocks said then.
+    """The monitor's share of the time since watch(). Owns what the clocks said then.
+
+    One number for a run: that of its last row is what the page, summary() and the demo say.
 
     Args:
         seconds_spent: asks how many seconds the monitor has taken so far.
@@ -20,8 +22,6 @@ class Overhead:
         self._began, self._spent = clock(), seconds_spent()
 
     def ratio(self) -> float:
-        """The share since the last call, between 0 and 1."""
-        now, spent = self._clock(), self._seconds_spent()
-        ratio = (spent - self._spent) / max(now - self._began, 1e-9)
-        self._began, self._spent = now, spent
+        """The share so far, between 0 and 1."""
+        ratio = (self._seconds_spent() - self._spent) / max(self._clock() - self._began, 1e-9)
         return min(max(ratio, 0.0), 1.0)

@@ -13,7 +13,7 @@ import numpy as np
 
 from .._measure.columns import Column
 from ..rules import Alert
-from ..sinks._wandb_run import WandbSink
+from ..sinks import Sink, WandbSink
 from ..snapshot import GroupBy, Snapshot, keys
 
 # S samples in the window
@@ -48,7 +48,7 @@ class SampleQueue:
         """Nothing is remembered: who saves a state has taken what is in the inbox."""
 
 
-class NamedWandbSink:
+class NamedWandbSink(Sink):
     """The W&B run, with the framework's own names for some numbers in the same row.
 
     Args:
@@ -61,7 +61,6 @@ class NamedWandbSink:
         self._sink = sink
         self._numbers_of = numbers_of
         self._rows = rows
-        self.before_run_ends = sink.before_run_ends
 
     def write(self, snapshot: Snapshot) -> None:
         if not self._rows:
@@ -74,8 +73,21 @@ class NamedWandbSink:
     def alert(self, alert: Alert) -> None:
         self._sink.alert(alert)
 
+    def log_table(self, columns: list[str], rows: list[list[Any]]) -> None:
+        self._sink.log_table(columns, rows)
+
     def close(self) -> None:
         self._sink.close()
+
+    @property
+    def directory(self) -> str | None:
+        return self._sink.directory
+
+    def namespace_in(self, run: object) -> str | None:
+        return self._sink.namespace_in(run)
+
+    def before_run_ends(self, callback: Callable[[], object]) -> None:
+        self._sink.before_run_ends(callback)
 
 
 def sample_numbers(sample: Snapshot, *, per_layer: GroupBy | None, sparsity: bool) -> dict[str, float]:
@@ -128,14 +140,9 @@ def active_run() -> Any:
     return getattr(sys.modules.get("wandb"), "run", None)
 
 
-class AlertLog:
-    """Says alerts in the program's log, for trainings without W&B and people at the terminal."""
-
-    def write(self, snapshot: Snapshot) -> None:
-        """Rows are not its business."""
+class AlertLog(Sink):
+    """Says alerts in the program's log, for trainings without W&B; an ERROR is said on standard error all the same."""
 
     def alert(self, alert: Alert) -> None:
-        logger.warning("%s: %s", alert.title, alert.text)
-
-    def close(self) -> None:
-        """Nothing to release."""
+        if alert.level != "ERROR":
+            logger.warning("%s: %s", alert.title, alert.text)

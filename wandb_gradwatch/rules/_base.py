@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
 from numbers import Real
@@ -37,6 +38,10 @@ class Alert:
             )
         if self.level not in ("INFO", "WARN", "ERROR"):
             raise ValueError(f'level={self.level!r} must be "INFO", "WARN" or "ERROR"')
+
+    def __str__(self) -> str:
+        """What a person reads: `on_alert=print` prints it."""
+        return f"{self.level} at step {self.step}: {self.title}\n{textwrap.indent(self.text, '    ')}"
 
 
 def check_limits(rule: object, *or_none: str, **bounds: tuple[float, float]) -> None:

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from .._analysis.formatting import listing, sentence
-from .._measure.columns import WIRING_CARRIED, WIRING_UNOWNED, Column
-from ..snapshot import Snapshot
+from .._measure.columns import Column
+from ..snapshot import Snapshot, keys
 from ._base import Alert, check_limits
 
 # S samples, P watched parameters
@@ -25,9 +25,9 @@ class NotInOptimizer:
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
         found = {
-            key.removeprefix(WIRING_UNOWNED): values
+            key.removeprefix(keys.WIRING_UNOWNED): values
             for key, values in snapshot.metrics.items()
-            if key.startswith(WIRING_UNOWNED)
+            if key.startswith(keys.WIRING_UNOWNED)
         }
         for sample in range(len(snapshot)) if found else ():
             names = [name for name, values in found.items() if values[sample] > 0]
@@ -60,7 +60,7 @@ class GradientsNotReset:
     title: ClassVar[str] = "Gradients not reset"
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
-        for sample in np.flatnonzero(snapshot.metrics.get(WIRING_CARRIED, np.zeros(len(snapshot))) > 0).tolist():
+        for sample in np.flatnonzero(snapshot.metrics.get(keys.WIRING_CARRIED, np.zeros(len(snapshot))) > 0).tolist():
             step = int(snapshot.steps[sample])
             fact = (
                 f"Step {step}: the gradients of the step before were neither None nor 0 when this step's backward "

@@ -9,9 +9,10 @@ import numpy as np
 
 from ..rules import Alert
 from ..snapshot import Snapshot
+from ._base import Sink
 
 
-class ConsoleSink:
+class ConsoleSink(Sink):
     """Print one compact line per snapshot, and alerts in full.
 
         step 150 (50 samples)  grad_norm 13  max 20.1  largest head.weight 12  clip_ratio 0
@@ -33,10 +34,11 @@ class ConsoleSink:
             self._print(summary_line(snapshot))
 
     def alert(self, alert: Alert) -> None:
-        self._print(f"{alert.level} at step {alert.step}: {alert.title}\n{_indented(alert.text)}")
+        self._print(str(alert))
 
-    def close(self) -> None:
-        """Nothing to release: the file is the caller's."""
+    @property
+    def is_terminal(self) -> bool:
+        return self._file in (None, sys.stdout, sys.stderr)
 
     def _print(self, text: str) -> None:
         print(text, file=sys.stderr if self._file is None else self._file, flush=True)
@@ -72,7 +74,3 @@ def _number(value: float) -> str:
 
 def _count(name: str, value: float) -> list[str]:
     return [f"{name} {value:g}"] if value > 0 else []
-
-
-def _indented(text: str) -> str:
-    return "\n".join("    " + line for line in text.splitlines())

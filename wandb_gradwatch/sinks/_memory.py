@@ -6,9 +6,10 @@ from collections import deque
 
 from ..rules import Alert
 from ..snapshot import Snapshot, concatenate
+from ._base import Sink
 
 
-class MemorySink:
+class MemorySink(Sink):
     """Keep the newest snapshots and alerts.
 
     Args:

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from ..rules import Alert
 from ..snapshot import GroupBy, Snapshot, group_function, keys
+from ._base import Sink
 from ._history_row import HistoryRow, Number
 from ._rebinning import Rebinner
 from ._row_scheduler import RowScheduler, placement_of
@@ -21,7 +22,7 @@ _ALERT_WAIT_SECONDS: Final = 1  # W&B swallows alerts of one title within this; 
 _STARVED_WINDOWS: Final = 8
 
 
-class WandbSink:
+class WandbSink(Sink):
     """Write one history row per snapshot, under the keys of the README, and send alerts with `run.alert`.
 
     The user's own rows stay as they are without this sink; see `placement`. Rows may therefore wait for the user's next
@@ -85,10 +86,8 @@ class WandbSink:
         """The run, as it was given."""
         return self._run
 
-    @property
-    def namespace(self) -> str:
-        """What the whole model's numbers are logged below; "": nothing."""
-        return self._namespace
+    def namespace_in(self, run: object) -> str | None:
+        return self._namespace if self._run is run else None
 
     def before_run_ends(self, callback: Callable[[], object]) -> None:
         """Call back once when the run ends, however it ends, while `write` and `alert` still work: for a last flush.

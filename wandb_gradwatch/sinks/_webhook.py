@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any, Final
 
 from ..rules import Alert
-from ..snapshot import Snapshot
+from ._base import Sink
 
 logger = logging.getLogger("wandb_gradwatch")
 
@@ -21,7 +21,7 @@ _PAUSE: Final = 1.0  # seconds before the second retry; doubled for each one aft
 _RETRIED_STATUS: Final = (408, 425, 429, 500, 502, 503, 504)
 
 
-class WebhookSink:
+class WebhookSink(Sink):
     """POST every alert as {"text": ...}, from a background thread that training never waits for.
 
     The URL of an incoming webhook is a secret: it is neither logged nor part of the repr, and errors are reported
@@ -55,9 +55,6 @@ class WebhookSink:
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("a WebhookSink holds a secret and a thread; it cannot be pickled or copied")
-
-    def write(self, snapshot: Snapshot) -> None:
-        """Snapshots do not go to people."""
 
     def alert(self, alert: Alert) -> None:
         """Hand an alert to the background thread. Never blocks."""

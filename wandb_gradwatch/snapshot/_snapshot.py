@@ -45,7 +45,7 @@ class Snapshot:
         skipped: [S] True where AMP skipped the update.
         trainable: [P] False for what needs no gradient: frozen, or in no optimizer and not reached by a backward.
         metrics: further values by key, each [S]: logged under that key, the last one of the window.
-        overhead_ratio: the monitor's share of the window's wall time; NaN where it is not measured.
+        overhead_ratio: the monitor's share of the time since watch(), up to this window; NaN where it is not measured.
         metric_histograms: histograms by key, such as those of activations: of the whole window, logged under that key.
     """
 

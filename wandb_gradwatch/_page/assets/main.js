@@ -79,7 +79,7 @@ function tiles() {
     has("num_nan") || has("num_inf") ? tile("Non-finite", formatNumber(nonFinite), "NaN and Inf elements in the run", nonFinite > 0 ? "bad" : "good") : null,
     has("loss_scale") ? tile("Skipped", formatNumber(sum("num_skipped_steps")), "steps skipped by the loss scaler") : null,
     sum("num_guarded_steps") > 0 ? tile("Withheld", formatNumber(sum("num_guarded_steps")), "steps not applied by the guard", "careful") : null,
-    has("overhead_ratio") ? tile("Overhead", formatShare(mean("overhead_ratio")), "of the training time, on average") : null,
+    has("overhead_ratio") ? tile("Overhead", formatShare(last("overhead_ratio")), "of the time since watch()") : null,
   );
 }
 
@@ -162,7 +162,7 @@ function smallCards() {
     chartCard("nonfinite", [{ none: "No element was NaN or Inf.", canLog: false, series: [...globalSeries("num_nan", "NaN", 3, { kind: "bars" }), ...globalSeries("num_inf", "Inf", 1, { kind: "bars" })] }]),
     chartCard("scale", [...scaleParts(), ...guardParts()]),
     chartCard("spread", [{ canLog: false, series: [...globalSeries("grad_std", "deviation", 5), ...globalSeries("grad_mean", "mean", 0)] }]),
-    chartCard("overhead", [{ canLog: false, format: formatShare, tick: formatShareTick, series: globalSeries("overhead_ratio", "share of the training time", 4, { format: formatShare }) }]),
+    chartCard("overhead", [{ canLog: false, format: formatShare, tick: formatShareTick, series: globalSeries("overhead_ratio", "share of the time since watch()", 4, { format: formatShare }) }]),
     otherCard(),
   ];
 }

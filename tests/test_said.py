@@ -1,0 +1,119 @@
+"""What a person is told, and where: alerts on standard error, the line at the end, what is said once."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from gradients import Chosen, step, watch
+
+import wandb_gradwatch
+from wandb_gradwatch import Alert, ConsoleSink, MemorySink, Sink
+from wandb_gradwatch.rules import NaNGradient
+
+SGD = torch.optim.SGD
+
+
+def train(gradients, **options):
+    """One step with each of these gradients of one element; the watcher is removed."""
+    model = Chosen(a=1)
+    optimizer = SGD(model.parameters(), lr=0.0)
+    watcher, _ = watch(model, **{"rules": [NaNGradient()]} | options)
+    for gradient in gradients:
+        step(model, optimizer, a=[gradient])
+    watcher.remove()
+
+
+def warn_at_2(snapshot):
+    return Alert("Two", "It is step 2.", 2, "WARN") if snapshot.steps[0] == 2 else None
+
+
+def test_an_error_is_said_on_standard_error_once_in_an_episode_and_the_end_says_how_many_there_were(capsys):
+    train([1, 1, math.nan, math.nan, 1], rules=[NaNGradient(), warn_at_2])
+    said = capsys.readouterr().err
+    assert said.count("wandb_gradwatch: ERROR at step 3: NaN gradient\n    Step 3: NaN in the gradient") == 1
+    assert said.splitlines()[-1] == "wandb_gradwatch: 2 alerts, the first at step 2: Two."
+    assert "It is step 2." not in said  # a warning goes to the sinks alone
+
+
+def test_a_run_without_alerts_ends_without_a_word(capsys):
+    train([1, 1])
+    assert capsys.readouterr().err == ""
+
+
+def test_the_last_line_has_the_command_that_shows_the_page(offline_run, capsys, monkeypatch):
+    monkeypatch.chdir(offline_run.settings.wandb_dir)
+    train([math.nan], sinks=None, run=offline_run)
+    last = capsys.readouterr().err.splitlines()[-1]
+    words, _, command = last.partition("wandb-gradwatch view ")
+    assert words.startswith("wandb_gradwatch: 1 alert at step 1: NaN gradient. To see the page of the run: ")
+    assert command.startswith("offline-run-")  # below the working directory
+    assert command.endswith(offline_run.id)
+
+
+@pytest.mark.parametrize("to_file", [False, True])
+def test_a_console_in_the_terminal_says_it_instead_and_one_in_a_file_does_not(tmp_path, capsys, to_file):
+    with open(tmp_path / "log.txt", "w") as file:
+        train([math.nan], sinks=[ConsoleSink(file if to_file else None)])
+    assert capsys.readouterr().err.count("ERROR at step 1: NaN gradient") == 1
+
+
+def test_print_is_a_callback_that_people_can_read(capsys):
+    train([1, 1], rules=[warn_at_2], on_alert=print)
+    assert capsys.readouterr().out == "WARN at step 2: Two\n    It is step 2.\n"
+
+
+def test_a_sink_that_declares_nothing_of_its_own_is_one():
+    """Every method that is ever called has a default: a window, an error with its record, and the end go through."""
+
+    class Silent(Sink):
+        pass
+
+    memory = MemorySink()
+    train([1, math.nan], sinks=[Silent(), memory])
+    assert (len(memory.snapshots), len(memory.alerts), memory.closed) == (2, 1, True)
+    with pytest.raises(TypeError, match=r"sinks=.* must be a list of sinks, derived from wandb_gradwatch\.Sink"):
+        watch(Chosen(a=1), sinks=[object()])
+
+
+def test_what_lasts_is_said_once_and_at_the_end_with_its_count(said):
+    model = Chosen(a=1)
+    optimizer = SGD(model.parameters(), lr=0.0)
+    watcher, sink = watch(model)
+    for _ in range(3):
+        model.loss(a=[1]).backward()
+        optimizer.zero_grad()  # between the backward and the step
+        optimizer.step()
+    assert [alert.title for alert in sink.alerts] == ["No gradient"]
+    watcher.remove()
+    (again,) = [text for text in said() if "times in all" in text]
+    assert again.startswith("wandb_gradwatch: 3 times in all: Step 1: every gradient was already None")
+
+
+def test_a_resumed_training_does_not_say_again_what_it_has_said():
+    model = Chosen(a=1)
+    optimizer = SGD(model.parameters(), lr=0.0)
+    state, alerts = None, []
+    for _ in range(2):
+        watcher, _ = watch(model, on_alert=alerts.append)
+        if state is not None:
+            watcher.load_state_dict(state)
+        model.loss(a=[1]).backward()
+        optimizer.zero_grad()
+        optimizer.step()
+        state = watcher.state_dict()
+        watcher.remove()
+    assert len(alerts) == 1
+
+
+def test_layers_in_a_plain_list_are_not_registered_and_that_is_what_is_said():
+    class Plain(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = [torch.nn.Linear(1, 1) for _ in range(3)]
+
+    with pytest.raises(ValueError, match="no parameter is registered in Plain, whose 'layers' is a plain list of modu"):
+        wandb_gradwatch.watch(Plain(), sinks=[])
+    with pytest.raises(ValueError, match="no parameter is registered in ReLU: pass the model that is trained"):
+        wandb_gradwatch.watch(torch.nn.ReLU(), sinks=[])
