@@ -141,6 +141,7 @@ def test_the_last_sample_is_judged_like_any_other(caplog: pytest.LogCaptureFixtu
 
     model, memory = nn.ModuleDict({name: nn.Linear(1, 1) for name in ("a", "b", "unused")}), MemorySink()
     optimizers = [torch.optim.SGD(model[name].parameters(), lr=0.0) for name in ("a", "b")]
+    optimizers[0].add_param_group({"params": model["unused"].parameters()})
     session = Session("Ours", {}, reserved=())
     session.begin(model, sinks=[memory])
     for number in range(100):  # in turn, as a GAN's: a sample is open until the next backward
