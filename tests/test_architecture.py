@@ -45,6 +45,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "metrics": {"_measure", "snapshot", "_analysis", "rules", "_runtime", "_capture"},
 }
+MAY_IMPORT["_nonfinite"] = {"_runtime", "_capture"}
 _BELOW_WATCHER = set(MAY_IMPORT) - {"_page", "_report", "metrics"}
 MAY_IMPORT["_watcher"] = _BELOW_WATCHER
 _BELOW_WATCH = set(MAY_IMPORT)

@@ -4,6 +4,8 @@ wandb_gradwatch.watch(model)
 """
 
 from ._guard.guard import SkipGuard
+from ._nonfinite.finding import Finding
+from ._nonfinite.search import find_nonfinite, trace_nonfinite
 from ._pipeline.recorder import Recording, load_recording
 from ._watch import unwatch, watch
 from ._watcher import Watcher
@@ -16,6 +18,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Alert",
     "ConsoleSink",
+    "Finding",
     "MemorySink",
     "Recording",
     "Rule",
@@ -27,8 +30,10 @@ __all__ = [
     "WebhookSink",
     "__version__",
     "default_rules",
+    "find_nonfinite",
     "load_recording",
     "rule",
+    "trace_nonfinite",
     "unwatch",
     "watch",
 ]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from .._runtime.autograd import current_graph_task
+from .._runtime.autograd import current_graph_task, replay
 from .._runtime.error_boundary import ErrorBoundary
 from ._module_index import ModuleIndex
 
@@ -123,7 +123,7 @@ class ForwardHook:
         return self._boundary.seconds_spent
 
     def _counts(self) -> bool:
-        if not torch.is_grad_enabled():
+        if replay.is_running or not torch.is_grad_enabled():
             return False
         if current_graph_task() == -1:
             return any(model.training for _, model in self._models.alive())

@@ -1,0 +1,102 @@
+"""What a search for the first bad operation has found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Direction = Literal["forward", "backward"]
+
+_SHOWN: int = 3  # offending indices
+
+
+@dataclass(frozen=True)
+class InputRange:
+    """One tensor that the operation read.
+
+    Args:
+        shape: its shape.
+        dtype: its dtype, without "torch.".
+        minimum: the smallest finite element; NaN where there is none.
+        maximum: the largest finite element; NaN where there is none.
+        num_zero: elements that are 0.
+        num_negative: elements below 0.
+        num_nonfinite: elements that are NaN or Inf.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    minimum: float
+    maximum: float
+    num_zero: int
+    num_negative: int
+    num_nonfinite: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> InputRange:
+        """Look at a tensor. Waits for its device."""
+        values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        finite = values[torch.isfinite(values)].double()
+        low, high = (
+            (finite.min().item() + 0.0, finite.max().item() + 0.0) if finite.numel() else (float("nan"), float("nan"))
+        )
+        return cls(
+            tuple(tensor.shape),
+            str(tensor.dtype).removeprefix("torch."),
+            low,
+            high,
+            int((finite == 0).sum()),
+            int((finite < 0).sum()),
+            values.numel() - finite.numel(),
+        )
+
+    def __str__(self) -> str:
+        shape = "x".join(map(str, self.shape)) or "a number"
+        words = [f"{shape} of {self.dtype}, {self.minimum:.3g} to {self.maximum:.3g}"]
+        words += [
+            f"{count} {name}"
+            for count, name in (
+                (self.num_zero, "zeros" if self.num_zero > 1 else "zero"),
+                (self.num_negative, "negative"),
+                (self.num_nonfinite, "not finite"),
+            )
+            if count
+        ]
+        return ", ".join(words)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The first operation that made a NaN or an Inf out of finite numbers.
+
+    Args:
+        operation: its ATen name, such as "aten.log"; of an operation in the backward, the name of the forward operation
+            whose derivative it computes; "parameter", "buffer" or "input" where one of these was bad to begin with.
+        module: the path of the module that called it, "" for the model itself, None outside of the model.
+        direction: "forward" or "backward".
+        file: where the user's code calls it; None where no such line is known.
+        line: the line in that file.
+        inputs: what it read.
+        text: all of it in words.
+    """
+
+    operation: str
+    module: str | None
+    direction: Direction
+    file: str | None
+    line: int | None
+    inputs: tuple[InputRange, ...]
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def first_indices(bad: Tensor) -> str:
+    """The first few indices where a mask is set, in words; all of them are counted."""
+    indices = bad.nonzero()
+    shown = ", ".join(str(tuple(index)) for index in indices[:_SHOWN].tolist())
+    return f"{shown}{', ...' if len(indices) > _SHOWN else ''}"

@@ -1,0 +1,197 @@
+"""Look for the first bad operation: in a forward and backward of our own, or in the user's."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from .._capture.parameter_registry import unwrapped
+from .._runtime.autograd import replay
+from .finding import Finding
+from .trace import NonfiniteTrace
+
+logger: Final = logging.getLogger("wandb_gradwatch")
+
+
+def find_nonfinite(
+    model: nn.Module, inputs: Any, loss_function: Callable[[Any], Tensor] | None = None
+) -> Finding | None:
+    """Run one forward and backward, and name the first operation that makes a NaN or an Inf out of finite numbers.
+
+    Nothing is changed: parameters, buffers, `.grad` and random number generators are bit for bit as before, and hooks
+    that wait for accumulated gradients do not run. Infinities that are written on purpose, as masks are, count only
+    once they make a NaN. The model runs in the mode it is in, under the caller's autocast, without compilation.
+
+    Args:
+        model: a module, wrapped (DistributedDataParallel, torch.compile) or not.
+        inputs: a tensor, a tuple of arguments, or a dict of keyword arguments; anything else is the one argument.
+        loss_function: takes the model's output; None: the sum of what the output holds.
+
+    Returns:
+        The finding, or None where the output, the loss and all gradients are finite.
+
+    Raises:
+        TypeError: model is not a module, or what loss_function returns is not a tensor.
+
+    Cost: every operation's output is read by the host: seconds for a large model, nothing while it is not called.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Linear(2, 1)
+        >>> finding = find_nonfinite(model, torch.zeros(1, 2), lambda output: (output * 0).log().sum())
+        >>> finding.operation, finding.module
+        ('aten.log', None)
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"find_nonfinite(model) needs a torch.nn.Module, but got {type(model).__name__}")
+    root = unwrapped(model)
+    args, kwargs = _arguments(inputs)
+
+    def loss_of(output: Any) -> list[tuple[str, Tensor]]:
+        if loss_function is None:
+            return [("the model's output", tensor) for tensor in tensors_of(output)]
+        loss = loss_function(output)
+        if not isinstance(loss, Tensor):
+            raise TypeError(f"loss_function must return a tensor, but returned {type(loss).__name__}")
+        return [("the loss", loss)]
+
+    with _unchanged(root):
+        found: Finding | None = search(root, args, kwargs, loss_of)
+        return found
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def search(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    loss_of: Callable[[Any], list[tuple[str, Tensor]]],
+    gradients: list[Tensor] | None = None,
+) -> Finding | None:
+    """One forward and backward under the trace; whoever calls keeps what they change.
+
+    Args:
+        model: not wrapped.
+        loss_of: what the backward begins with, from the model's output, each with what to call it.
+        gradients: of these; None: ones.
+    """
+    trace = NonfiniteTrace(model)
+    for kind, named in (("parameter", trace.parameters()), ("buffer", trace.buffers())):
+        for name, tensor in named:
+            if (finding := trace.look_at(tensor.detach(), kind, name)) is not None:
+                return finding
+    for place, tensor in enumerate(tensors_of((args, kwargs))):
+        if (finding := trace.look_at(tensor.detach(), "input", str(place))) is not None:
+            return finding
+    with torch.enable_grad(), trace.follow_modules(), trace:
+        sinks = loss_of(model(*args, **kwargs))
+        if (finding := trace.finding(sinks)) is not None:
+            return finding
+        begins = [tensor for _, tensor in sinks if tensor.requires_grad]
+        if begins:
+            torch.autograd.backward(begins, gradients or [torch.ones_like(tensor) for tensor in begins])
+    named = [(name, p.grad) for name, p in trace.parameters() if p.grad is not None]
+    return trace.finding([(f"the gradient of {name}", grad) for name, grad in reversed(named)])
+
+
+class Trace:
+    """What `trace_nonfinite` gives: `finding` is there when the block has ended."""
+
+    finding: Finding | None = None
+
+
+@contextmanager
+def trace_nonfinite(model: nn.Module) -> Iterator[Trace]:
+    """Look at every operation of the block, a training step say, for the first that makes a NaN or an Inf.
+
+    Args:
+        model: whose modules are named, and whose gradients and parameters are looked at when the block ends.
+
+    Returns:
+        A context manager; `finding` of what it gives is the `Finding`, or None, after the block. It is logged, too.
+
+    Raises:
+        TypeError: model is not a module.
+
+    Cost: every operation's output is read by the host.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"trace_nonfinite(model) needs a torch.nn.Module, but got {type(model).__name__}")
+    root, result = unwrapped(model), Trace()
+    trace = NonfiniteTrace(root)
+    sinks: list[tuple[str, Tensor]] = []
+
+    def keep_output(module: nn.Module, _: object, output: Any) -> None:
+        sinks.extend(("the model's output", tensor.detach()) for tensor in tensors_of(output))
+
+    handle = root.register_forward_hook(keep_output)
+    try:
+        with trace.follow_modules(), trace:
+            yield result
+    finally:
+        handle.remove()
+        for name, parameter in trace.parameters():
+            if parameter.grad is not None:
+                sinks.append((f"the gradient of {name}", parameter.grad))
+            sinks.append((f"the parameter {name}", parameter.detach()))
+        result.finding = trace.finding(sinks)
+        if result.finding is not None:
+            logger.warning("wandb_gradwatch: %s", result.finding.text)
+
+
+def tensors_of(thing: Any) -> list[Tensor]:
+    """Every floating tensor in tuples, lists, dicts and dataclasses."""
+    if hasattr(thing, "__dataclass_fields__") and not isinstance(thing, type | Mapping):
+        thing = [getattr(thing, name) for name in thing.__dataclass_fields__]
+    found = []
+    for leaf in tree_leaves(thing, is_leaf=lambda node: hasattr(node, "__dataclass_fields__")):
+        if isinstance(leaf, Tensor):
+            found += [leaf] if leaf.is_floating_point() or leaf.is_complex() else []
+        elif hasattr(leaf, "__dataclass_fields__"):
+            found += tensors_of(leaf)
+    return found
+
+
+def _arguments(inputs: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    if isinstance(inputs, tuple):
+        return inputs, {}
+    if isinstance(inputs, Mapping):
+        return (), inputs
+    return (inputs,), {}
+
+
+@contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    """Put back what a forward and a backward change."""
+    places = [(module, name, buffer) for module in model.modules() for name, buffer in module._buffers.items()]
+    buffers = [(buffer, buffer._version, buffer.clone()) for _, _, buffer in places if buffer is not None]
+    parameters = list(model.parameters())
+    gradients = [parameter.grad for parameter in parameters]
+    hooks = [(hooks, dict(hooks)) for p in parameters if (hooks := p._post_accumulate_grad_hooks)]
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
+    try:
+        replay.is_running = True
+        for taken, _ in hooks:
+            taken.clear()
+        for parameter in parameters:
+            parameter.grad = None
+        with torch.random.fork_rng(devices=list(devices)):
+            yield
+    finally:
+        replay.is_running = False
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        for taken, kept in hooks:
+            taken.update(kept)
+        with torch.no_grad():
+            for changed, version, values in buffers:
+                if changed._version != version:  # others may be part of a graph that still waits for its backward
+                    changed.copy_(values)
+        for module, name, original in places:
+            module._buffers[name] = original
