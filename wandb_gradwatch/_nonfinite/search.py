@@ -170,7 +170,7 @@ def _arguments(inputs: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
 def _unchanged(model: nn.Module) -> Iterator[None]:
     """Put back what a forward and a backward change."""
     places = [(module, name, buffer) for module in model.modules() for name, buffer in module._buffers.items()]
-    buffers = [(buffer, buffer._version, buffer.clone()) for _, _, buffer in places if buffer is not None]
+    buffers = [(buffer, buffer.clone()) for _, _, buffer in places if buffer is not None]
     parameters = list(model.parameters())
     gradients = [parameter.grad for parameter in parameters]
     hooks = [(hooks, dict(hooks)) for p in parameters if (hooks := p._post_accumulate_grad_hooks)]
@@ -190,8 +190,8 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
         for taken, kept in hooks:
             taken.update(kept)
         with torch.no_grad():
-            for changed, version, values in buffers:
-                if changed._version != version:  # others may be part of a graph that still waits for its backward
-                    changed.copy_(values)
+            for buffer, values in buffers:
+                if not torch.equal(buffer, values):  # others may be part of a graph that still waits for its backward
+                    buffer.copy_(values)
         for module, name, original in places:
             module._buffers[name] = original
