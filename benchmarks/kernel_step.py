@@ -122,8 +122,8 @@ def _host_seconds(watcher: Watcher) -> float:
 
 
 def _gpu_seconds(trainee: Trainee, step: Callable[[], None], num_steps: int, **options: Any) -> float:
-    """Per sample, by the events that max_overhead looks at; a limit that is never reached."""
-    with _watched(trainee, step, max_overhead=0.999, **options) as watcher:
+    """Per sample, by the events that a budget looks at."""
+    with _watched(trainee, step, **options) as watcher:
         timer = watcher._sampler._timer
         assert timer is not None
         torch.cuda.synchronize()

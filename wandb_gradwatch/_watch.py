@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from ._capture.cadence import Budget, Cadence
+from ._capture.cadence import Budget, Cadence, SampleEvery
 from ._capture.config import CaptureConfig
 from ._capture.measurer import LossScale, MeasureOptions
 from ._capture.parameter_registry import Models, NameFilter, ParameterRegistry, with_prefixes
@@ -41,10 +41,10 @@ def watch(
     run: Any = None,
     include: NameFilter | None = None,
     exclude: NameFilter | None = None,
-    sample_every: int = 1,
+    sample_every: SampleEvery = None,
     log_every: int = 50,
     histogram_every: int | None = None,
-    max_overhead: float | None = None,
+    max_overhead: float = 0.01,
     group_by: GroupBy | None = None,
     metrics: Sequence[MetricLike] = (),
     rules: Sequence[Rule] | None = None,
@@ -68,12 +68,14 @@ def watch(
         run: the W&B run; None takes `wandb.run`.
         include: watch only parameters whose name matches: a regular expression (searched), several, or a function.
         exclude: do not watch those whose name matches.
-        sample_every: measure every n-th optimizer step.
-        log_every: write a row every n-th optimizer step.
+        sample_every: None: measure every step while that keeps to `max_overhead`, otherwise fewer; the first ten, and
+            up to 32 in a row where something is unusual. n: exactly every n-th optimizer step, whatever that costs; a
+            function from a step's number to n, 0 for none.
+        log_every: write a row every n-th optimizer step; where `sample_every` is None, once it has as many samples as
+            it costs.
         histogram_every: take histograms every n-th step; None: for every row; 0: never.
-        max_overhead: sample less often where the monitor takes more than this share of the training's time, 0.01 for
-            one percent; histograms are thinned first. Host time and, on CUDA, device time count; the cadence that
-            results is logged. Without effect on a sharded model, whose ranks must sample the same steps.
+        max_overhead: the share of the training's time that may be spent, 0.01 for one percent; without effect where
+            `sample_every` is given.
         group_by: what one series shows: "parameter", "module", or a function from a parameter's name to its group's.
             None: parameters; of more than 256, as many neighbours together as are needed, which is said once.
         metrics: what else is measured at sampled steps: `Metric(name, fn)`, `Activations()`, `Attention()` and others
@@ -110,7 +112,8 @@ def watch(
     monitors, docs/growth.md what a tensor costs on the host.
     """
     # Everything that can be refused is refused before anything is changed, an earlier watcher included.
-    cadence = Cadence(sample_every, log_every, histogram_every)
+    cadence, budget = Cadence(sample_every, log_every, histogram_every), Budget(max_overhead)
+    cadence.every(start_step + 1)  # what a function gives is checked now
     registry = ParameterRegistry(model, include=include, exclude=exclude)
     _check_group_by(group_by, registry)
     if guard is not None and world_size() > 1 and backend == "auto" and _is_on_cpu(registry):
@@ -129,7 +132,6 @@ def watch(
     probes = probes_of(chosen_metrics, model, registry.names)
     given = _sequence("rules", rules, "a list of rules, [] for none")
     chosen_rules = default_rules() + rules_of(chosen_metrics) if rules is None else list(map(as_rule, given))
-    budget = Budget(cadence, max_overhead) if max_overhead is not None else None
     skip_guard = resolve_guard(guard)
     if skip_guard is not None:
         refuse_guard(registry.models(), function=skip_guard.is_bad is not None)

@@ -107,7 +107,7 @@ class Watcher:
             reduction=str(number),
             keep_newest_histogram=cadence.keeps_newest_histogram,
         )
-        self._sampler.start()
+        self._sampler.start(str(number))
         # The model must not be kept alive by us, nor our hooks outlive it.
         self._models = [weakref.ref(model, self._model_gone) for model in registry.models()]
         self._dispatcher.before_runs_end(self.flush)

@@ -19,7 +19,7 @@ class CaptureConfig:
     Args:
         cadence: which steps are measured and flushed.
         measured: what is measured of each gradient.
-        budget: stretches the cadence where the monitor costs too much; None: the cadence stays as it is.
+        budget: says which steps are measured where the cadence leaves that open.
         optimizer: the optimizer that owns every parameter that no other one owns (it holds master weights).
         scaler: the gradient scaler to assume until one is seen.
         start_step: the number of the last step before the first one.
@@ -28,7 +28,7 @@ class CaptureConfig:
 
     cadence: Cadence
     measured: MeasureOptions
-    budget: Budget | None = None
+    budget: Budget
     optimizer: Optimizer | None = None
     scaler: GradScaler | None = None
     start_step: int = 0

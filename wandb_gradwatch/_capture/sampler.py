@@ -15,7 +15,6 @@ import time
 from collections.abc import Sequence
 from typing import Any, Final
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -40,6 +39,7 @@ from .open_sample import OpenSample, Surroundings
 from .optimizer_registry import OptimizerRegistry
 from .parameter_registry import ParameterRegistry
 from .probes import Probes
+from .rank_plans import rank_plans
 from .scaling import SCALES
 from .schedule import Schedule
 from .steps import STEP_HOOKS
@@ -75,7 +75,7 @@ class Sampler:
         self.boundary = boundary
         self.clock = SampleClock(step=config.start_step)
         self._schedule = Schedule(self.clock, config.cadence, config.budget)
-        self._timer = DeviceTimer() if config.budget is not None else None
+        self._timer = DeviceTimer()
         self._hooks = BackwardHooks(on_mark=self._mark, on_begin=self._backward_begins, on_end=self._backward_ended)
         self.shards = Shards()
         self._hook_sync = HookSync(registry, self._hooks, self.shards, found=window.resize, new=self._say_new)
@@ -101,8 +101,15 @@ class Sampler:
         if config.scaler is not None:
             SCALES.use(config.scaler)
 
-    def start(self) -> None:
-        """Hook everything; what can raise for a bad argument has done so before."""
+    def start(self, name: str) -> None:
+        """Hook everything; what can raise for a bad argument has done so before.
+
+        Args:
+            name: tells this watcher's traffic between ranks from that of others; the same on every rank.
+        """
+        self._schedule.start(time.perf_counter(), self.seconds_spent)
+        if world_size() > 1 and self._schedule.is_open_ended:
+            self._schedule.follow_rank_0(rank_plans(name))
         self._hook_sync.start()
         self._sample.begin()
         SCALES.subscribe(self)
@@ -383,6 +390,7 @@ class Sampler:
             self.clock.take_back(taken_back)
             self._window.forget_sent()
             self._schedule.begin_window()
+            self._schedule.take_back(taken_back)
 
     def _close_update_by_hand(self, entries: Sequence[Entry] = ()) -> None:
         """Args: entries: whose gradients are still there as the update has used them."""
@@ -443,6 +451,7 @@ class Sampler:
         self._seconds_at_commit = self.boundary.seconds_spent
         if self._schedule.window_is_full(closed.step):
             self.flush_window()
+            self._schedule.end_window(must_agree=self.shards.any)
         self._sample.begin()
 
     def _window_commit(self, closed: Closed) -> None:
@@ -451,18 +460,14 @@ class Sampler:
         if closed.stepped:
             self._wiring.sample_closed(closed.marked, self.clock.owner)
         found = self._probes.take() | self._wiring.take()
-        if self._schedule.has_budget and not self._is_sharded:
-            spent = self.seconds_spent - self._seconds_between
-            spent += self._timer.seconds() if self._timer is not None else 0.0
-            sample_every = self._schedule.stretch(closed.step, time.perf_counter(), spent)
-            found[keys.SAMPLE_EVERY] = torch.tensor(float(sample_every), device="cpu")
         if self.step_skipping is not None:
             found[keys.NUM_GUARDED_STEPS] = self.step_skipping.take_count()
             found[keys.GUARDED] = self.step_skipping.last_withheld
-        sample = self._sample
-        of_host = Sample(closed.step, closed.skipped, updated, sample.compared, sample.by_torch, sample.eps)
+        sample, every = self._sample, self._schedule.steps_since_sample(closed.step)
+        of_host = Sample(closed.step, closed.skipped, updated, sample.compared, sample.by_torch, sample.eps, every)
         self._window.commit(of_host, found)
-        self._schedule.add_sample(skipped=closed.skipped)
+        spent = self.seconds_spent - self._seconds_between
+        self._schedule.add_sample(closed.step, skipped=closed.skipped, now=time.perf_counter(), seconds_spent=spent)
 
     def parts(self) -> dict[str, list[int]]:
         """See OptimizerRegistry."""
@@ -474,23 +479,12 @@ class Sampler:
 
     @property
     def seconds_spent(self) -> float:
-        """Everything that watching has taken on the host so far."""
-        return self.boundary.seconds_spent + self._probes.seconds_spent
+        """All the time that watching has taken so far: of the host or of a device, whichever took longer.
 
-    @property
-    def _is_sharded(self) -> bool:
-        """Ranks that merge their windows must sample the same steps: none may choose for itself.
-
-        To choose together they would have to wait for each other: a rank learns of the others' windows in the
-        background, at a step of its own.
+        They work side by side: what the host does while the device is busy is not the training's loss, and the other
+        way round.
         """
-        if self.shards.any:
-            self._events.notice(
-                "budget",
-                "max_overhead= has no effect on a sharded model, whose ranks must sample the same steps: every step "
-                "that sample_every= names is measured; raise that where it costs too much",
-            )
-        return self.shards.any
+        return max(self.boundary.seconds_spent + self._probes.seconds_spent, self._timer.seconds())
 
     def flush_window(self) -> None:
         """End the window after the last committed sample."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from .cadence import Budget, Cadence
+from .cadence import Budget, Cadence, Plan
 from .clock import SampleClock
+from .rank_plans import RankPlans
 
 # Old code clips through `p.grad.data`, which leaves no trace in the version counter. The first samples and every
 # flushed one are compared by value; one difference there, and every sample is.
@@ -18,57 +19,127 @@ class Schedule:
     Args:
         clock: knows the open step.
         cadence: which steps are sampled and flushed.
-        budget: stretches the cadence where the monitor costs too much; None: it stays as it is.
+        budget: says which steps are sampled where the cadence leaves that open.
     """
 
-    def __init__(self, clock: SampleClock, cadence: Cadence, budget: Budget | None) -> None:
+    def __init__(self, clock: SampleClock, cadence: Cadence, budget: Budget) -> None:
         self._clock = clock
         self._cadence = cadence
         self._budget = budget
+        self._plan = self._own_plan = Plan()
+        self._ranks: RankPlans | None = None
+        self._next_sample = clock.open_step  # where the budget decides
+        self._last_sample = clock.step
+        self._asked = (-1, False)  # the last step that the cadence was asked about, and its answer
+        self._wrote_row = False  # since the last sample
         self._trust_versions = True
         self._num_samples = 0  # with an update: what a loss scaler skips is not clipped
         self._samples_in_window = 0
+
+    def start(self, now: float, seconds_spent: float) -> None:
+        """The training begins: seconds from any zero, and those that the monitor has taken so far."""
+        self._budget.start(self._clock.step, now, seconds_spent)
 
     # ---- the open step
 
     @property
     def is_sampled(self) -> bool:
         """Whether the open step is a sample."""
-        return self._cadence.sample_due(self._clock.open_step)
+        return self.was_sampled(self._clock.open_step)
+
+    @property
+    def is_open_ended(self) -> bool:
+        """Whether a budget decides which steps are sampled."""
+        return self._cadence.sample_every is None
 
     @property
     def has_histogram(self) -> bool:
         """Whether its sample has a histogram."""
-        first_of_window = self._samples_in_window == 0
-        return self.is_sampled and self._cadence.histogram_due(self._clock.open_step, first_of_window=first_of_window)
+        step = self._clock.open_step
+        return self.is_sampled and self._cadence.histogram_due(
+            step, last=self._last_sample, following=self._following(step), first_of_window=not self._samples_in_window
+        )
+
+    def _following(self, step: int) -> int:
+        """The step that is probably sampled after this one."""
+        return self._plan.next_sample(step) if self.is_open_ended else step + (self._cadence.every(step) or 1)
 
     @property
     def is_compared(self) -> bool:
         """Whether its gradients are compared by value with what was measured, though they look unmodified."""
+        step = self._clock.open_step
         return (
             not self._trust_versions
             or self._num_samples < _COMPARED_SAMPLES
-            or self._cadence.is_last_before_flush(self._clock.open_step)
+            or self._following(step) > self._cadence.next_flush(step)
         )
 
     # ---- closed steps
 
     def was_sampled(self, step: int) -> bool:
-        """Whether an earlier step was a sample."""
-        return self._cadence.sample_due(step)
+        """Whether a step is a sample: the open one, or the one that has closed last."""
+        if self._cadence.sample_every is None:
+            return step >= self._next_sample or step == self._last_sample
+        if step != self._asked[0]:
+            every = self._cadence.every(step)
+            self._asked = (step, step % every == 0 if every else False)
+        return self._asked[1]
 
     def window_is_full(self, step: int) -> bool:
-        """Whether the window is flushed when this step is done."""
-        return bool(self._samples_in_window) and self._cadence.flush_due(step)
+        """Whether the window is flushed when this step is done, measured or not."""
+        needed = self._plan.samples_per_row if self.is_open_ended else 1
+        return self._samples_in_window >= needed and self._cadence.next_flush(step) == step
 
-    def add_sample(self, *, skipped: bool) -> None:
-        """A sample was committed."""
+    def add_sample(self, step: int, *, skipped: bool, now: float, seconds_spent: float) -> None:
+        """A sample was committed.
+
+        Args:
+            step: the sample's.
+            skipped: whether a loss scaler skipped its update.
+            now: seconds, from any zero.
+            seconds_spent: by the monitor since the beginning.
+        """
         self._samples_in_window += 1
         self._num_samples += not skipped
+        if self.is_open_ended:
+            self._own_plan = self._budget.after_sample(step, now, seconds_spent, wrote_row=self._wrote_row)
+            if self._ranks is None:
+                self._plan = self._own_plan
+            elif self._num_samples == Budget.FIRST:
+                self._plan = Plan(every=Budget.FIRST)  # until rank 0 has said how many it can afford
+            self._next_sample = self._plan.next_sample(step)
+        self._last_sample, self._wrote_row = step, False
+
+    def follow_rank_0(self, ranks: RankPlans) -> None:
+        """Take every plan from there."""
+        self._ranks = ranks
+
+    def end_window(self, *, must_agree: bool) -> None:
+        """The window is flushed at the same step on all ranks: the plan of rank 0 takes effect."""
+        if self._ranks is not None and self.is_open_ended:
+            self._plan = self._ranks.exchange(self._own_plan, must_agree=must_agree) or self._plan
+            self._next_sample = self._plan.next_sample(self._last_sample)
+
+    def steps_since_sample(self, step: int) -> int:
+        """How many steps after the sample before this one is."""
+        return step - self._last_sample
 
     def begin_window(self) -> None:
         """The window was flushed, or forgotten."""
         self._samples_in_window = 0
+        self._wrote_row = True
+
+    def take_back(self, num_steps: int) -> None:
+        """The last steps turned out to be none: they will be counted again."""
+        self._next_sample -= num_steps
+        self._last_sample -= num_steps
+        self._asked = (-1, False)
+
+    def look_closely(self) -> None:
+        """Something is unusual: sample the next steps one by one, as far as the budget has put aside for that."""
+        self._budget.look_closely()
+        if self.is_open_ended and self._ranks is None and not self.is_sampled:
+            self._next_sample = min(self._next_sample, self._clock.open_step + 1)
 
     @property
     def trusts_versions(self) -> bool:
@@ -78,23 +149,6 @@ class Schedule:
     def distrust_versions(self) -> None:
         """A gradient was modified without a trace: compare every sample by value from now on."""
         self._trust_versions = False
-
-    @property
-    def has_budget(self) -> bool:
-        """Whether anything can stretch the cadence."""
-        return self._budget is not None
-
-    def stretch(self, step: int, now: float, seconds_spent: float) -> int:
-        """Let the budget choose the cadence to go on with, after a sample: its sample_every.
-
-        Args:
-            step: the sample's.
-            now: seconds, from any zero.
-            seconds_spent: by the monitor since the beginning.
-        """
-        if self._budget is not None:
-            self._cadence = self._budget.after_sample(self._cadence, step, now, seconds_spent)
-        return self._cadence.sample_every
 
     def state_dict(self) -> dict[str, Any]:
         """What was learnt, in plain numbers."""
@@ -109,3 +163,4 @@ class Schedule:
         self._trust_versions = bool(state["trust_versions"])
         self._num_samples = int(state["num_samples"])
         self._samples_in_window = int(state["samples_in_window"])
+        self._last_sample, self._next_sample = self._clock.step, self._clock.open_step

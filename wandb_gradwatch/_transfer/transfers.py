@@ -56,6 +56,7 @@ class Sample:
         compared: slots whose gradient looked unmodified since the backward and was compared by value all the same.
         by_torch: whether one of torch's clipping functions was called.
         eps: relative precision of the gradients' dtype, of the coarsest where there are several.
+        every: how many steps after the sample before.
     """
 
     step: int
@@ -64,6 +65,7 @@ class Sample:
     compared: tuple[int, ...] = ()
     by_torch: bool = False
     eps: float = 0.0
+    every: int = 1
 
 
 @dataclass(frozen=True)
@@ -268,7 +270,7 @@ class Shipment:
             scale, inf = one[-1, : FOUND_INF + 1].tolist()
             loss_scale = loss_scale if scale != scale else scale
             found_inf = inf if inf > found_inf else found_inf
-        metrics: dict[str, float] = {}
+        metrics: dict[str, float] = {keys.SAMPLE_EVERY: float(self.sample.every)}
         histograms: dict[str, MetricHistogram] = {}
         distances: dict[str, Distance] = {}
         for found in self.found:

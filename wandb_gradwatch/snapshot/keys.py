@@ -35,7 +35,7 @@ NUM_INF: Final = "gradwatch/num_inf"
 LOSS_SCALE: Final = "gradwatch/loss_scale"
 NUM_SKIPPED_STEPS: Final = "gradwatch/num_skipped_steps"
 NUM_GUARDED_STEPS: Final = "gradwatch/num_guarded_steps"  # withheld since the sample before, its own among them
-SAMPLE_EVERY: Final = "gradwatch/sample_every"  # the cadence in force
+SAMPLE_EVERY: Final = "gradwatch/sample_every"  # the cadence in force: steps from the sample before to this one
 OVERHEAD_RATIO: Final = "gradwatch/overhead_ratio"
 
 CHANGED_RATIO: Final = "gradwatch/changed_ratio"  # of the samples: something else than clipping changed the gradient
