@@ -285,6 +285,27 @@ def used_on_one_rank_only(rank: int, world: int, *, steps: int):
     return report(watcher, sink) | {"local": local}
 
 
+def own_parts(rank: int, world: int, *, inf: bool = False, same_name: bool = False, frozen: bool = False):
+    """Each rank has a layer of its own, with a gradient of 3 on rank 0 and 4 on rank 1, as pipeline stages have."""
+    model = nn.Module()
+    size = rank + 1 if same_name else 1
+    model.register_parameter("layer" if same_name else f"layer{rank}", nn.Parameter(torch.ones(size)))
+    if frozen and rank == 1:
+        model.register_parameter("embedding", nn.Parameter(torch.ones(1), requires_grad=False))
+    said = collect_warnings()
+    watcher, sink = watch(model, rules=None, log_every=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for step in range(4):
+        optimizer.zero_grad()
+        gradient = torch.zeros(size)
+        gradient[0] = float("inf") if inf and rank == 1 and step == 2 else 3.0 + rank
+        (next(model.parameters()) * gradient).sum().backward()
+        handed_on = torch.zeros(1)
+        dist.all_reduce(handed_on)  # stages wait for each other
+        optimizer.step()
+    return report(watcher, sink) | {"said": said}
+
+
 def rank_that_watches_something_else(rank: int, world: int, *, steps: int):
     """The ranks watch different parameters: nothing hangs, it is said once, each rank keeps its own numbers."""
     from torch.distributed.fsdp import fully_shard

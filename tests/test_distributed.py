@@ -63,6 +63,9 @@ FSDP1 = [
 ]
 
 
+OWN_PARTS = [{}, {"same_name": True}, {"inf": True}, {"frozen": True}]
+
+
 @functools.cache
 def on_two_ranks():
     """Every program of this file that needs two ranks, in one start of the processes."""
@@ -74,6 +77,7 @@ def on_two_ranks():
     calls += [("fsdp1_loss_scale", {"steps": 3, "clip": 0.1})]
     calls += [("nan_on_one_rank", {}), ("used_on_one_rank_only", {"steps": 3})]
     calls += [("rank_that_watches_something_else", {"steps": 3})]
+    calls += [("own_parts", options) for options in OWN_PARTS]
     results = ranks.run("rank_programs", calls, 2)
     return {repr(call): result for call, result in zip(calls, results, strict=True)}
 
@@ -148,6 +152,28 @@ def test_a_parameter_that_one_rank_uses_is_averaged_and_nothing_hangs():
     results = result_of("used_on_one_rank_only", steps=3)
     np.testing.assert_allclose(results[0]["grad_norm"], results[0]["local"], rtol=1e-6)
     assert results[0]["steps"] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("options", OWN_PARTS, ids=str)
+def test_parts_that_ranks_have_of_their_own_are_one_model(options):
+    """Gradients of 3 and 4: the norm of the whole is 5, and each layer has its own name."""
+    results = result_of("own_parts", **options)
+    names = ["layer", "rank1.layer"] if options.get("same_name") else ["layer0", "layer1"]
+    names += ["embedding"] if options.get("frozen") else []
+    main = results[0]
+    assert main["names"] == names
+    assert main["steps"] == [1, 2, 3, 4]
+    healthy = [0, 1, 3] if options.get("inf") else [0, 1, 2, 3]
+    np.testing.assert_allclose(main["total"][healthy], 5.0)
+    np.testing.assert_allclose(main["grad_norm"][healthy, :2], [[3.0, 4.0]] * len(healthy))
+    assert [result["said"] for result in results] == [[], []]
+    if options.get("inf"):
+        [text] = main["alerts"]
+        assert text.startswith("Step 3:")
+        assert "layer1" in text
+        assert main["first_bad_rank"][2] == 1
+    else:
+        assert main["alerts"] == []
 
 
 def test_ranks_that_watch_different_parameters_say_so_and_go_on():

@@ -29,9 +29,11 @@ from ._pipeline.assembly import Names, snapshot_of
 from ._pipeline.dispatcher import Dispatcher
 from ._pipeline.overhead import Overhead
 from ._pipeline.pipeline import Pipeline
+from ._pipeline.rank_parts import RankParts
 from ._pipeline.rule_runner import RuleRunner
 from ._pipeline.saved_samples import NameMatch, load_histogram, load_samples, save_samples
 from ._runtime.error_boundary import ErrorBoundary, alone
+from ._runtime.sharding import has_fsdp1, world_size
 from ._summary import Summary, summarise
 from ._transfer.sample_buffer import SampleBuffer
 from ._transfer.transfers import ArrivedSample, Sample
@@ -87,7 +89,7 @@ class Watcher:
         self._window = SampleBuffer(keep_newest_histogram=cadence.keeps_newest_histogram)
         self._dispatcher = Dispatcher(config.sinks, config.on_alert, to_terminal=config.to_terminal)
         kinds = {name: type(module).__name__ for model in registry.models() for name, module in model.named_modules()}
-        self._rule_runner = RuleRunner(self._alert_manager, self._dispatcher, names=self._names, modules=kinds)
+        self._rule_runner = RuleRunner(self._alert_manager, self._dispatcher, modules=kinds)
         events = SamplerEvents(
             deliver=self._deliver,
             notice=self._dispatcher.notice,
@@ -105,6 +107,7 @@ class Watcher:
             overhead=Overhead(lambda: self._sampler.seconds_spent),
             on_untraced_clipping=self._sampler.distrust_versions,
             reduction=str(number),
+            rank_parts=_rank_parts(str(number), registry),
             keep_newest_histogram=cadence.keeps_newest_histogram,
         )
         self._sampler.start(str(number))
@@ -359,6 +362,13 @@ class Watcher:
         rows[here] = self._window.peek()[here]
         sample = ArrivedSample(Sample(self._sampler.clock.open_step, False, ()), rows, float("nan"), False)
         return snapshot_of([sample], self._names())
+
+
+def _rank_parts(name: str, registry: ParameterRegistry) -> RankParts | None:
+    if world_size() == 1:
+        return None
+    parameters = [(registry.names[slot], parameter) for slot, parameter in registry.scan()]
+    return RankParts(name, parameters, with_shapes=not has_fsdp1(registry.models()))
 
 
 WATCHERS: Final[list[Watcher]] = []

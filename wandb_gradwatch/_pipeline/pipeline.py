@@ -21,6 +21,7 @@ from .assembly import Names, padded, snapshot_of, with_totals
 from .dispatcher import Dispatcher
 from .overhead import Overhead
 from .rank_merge import LocalWindow, RankMerger
+from .rank_parts import RankParts, WholeModel
 from .rule_runner import RuleRunner
 from .zeroed import drop_zeroed
 
@@ -43,6 +44,7 @@ class Pipeline:
         overhead: the monitor's share of the time, asked once per window.
         on_untraced_clipping: told that a gradient was modified and does not show it.
         reduction: the name of this watcher's traffic between ranks; the same on every rank.
+        rank_parts: whether other ranks have other parameters; None: there are no others.
         keep_newest_histogram: a new histogram of the probes replaces the window's instead of being added to it.
     """
 
@@ -58,6 +60,7 @@ class Pipeline:
         overhead: Overhead,
         on_untraced_clipping: Callable[[], None],
         reduction: str,
+        rank_parts: RankParts | None,
         keep_newest_histogram: bool,
     ) -> None:
         self.window: list[ArrivedSample] = []  # arrived since the last flush
@@ -70,6 +73,8 @@ class Pipeline:
         self._overhead = overhead
         self._on_untraced_clipping = on_untraced_clipping
         self._reduction = reduction
+        self._rank_parts = rank_parts  # until the first sample
+        self._whole: WholeModel | None = None  # where ranks have different parameters
         self._keep_newest_histogram = keep_newest_histogram
         self._arrived: deque[ArrivedSample | ArrivedFlush] = deque()
         self._reducer: RankMerger | None = None
@@ -124,6 +129,8 @@ class Pipeline:
 
     @np.errstate(over="ignore", invalid="ignore")
     def _take(self, sample: ArrivedSample) -> None:
+        if self._rank_parts is not None:
+            self._look_at_other_ranks(self._rank_parts)
         if sample.was_clipped_without_a_trace:
             self._on_untraced_clipping()
         total_C: list[float] = np.add.reduce(sample.rows, axis=0).tolist()
@@ -142,7 +149,12 @@ class Pipeline:
                 self._say_zeroed(sample.sample.step)
         finally:
             if not self._shards.any:
-                self._rule_runner.judge([sample])
+                self._rule_runner.judge([sample], self._names())
+
+    def _look_at_other_ranks(self, parts: RankParts) -> None:
+        self._rank_parts, whole = None, parts.whole()
+        if whole is not None and self._shards.split(whole.ranks):
+            self._whole = whole
 
     def _say_multiplied(self, step: int, total_C: Sequence[float]) -> None:
         before, after = (math.sqrt(total_C[column]) for column in (Column.GRAD_SUM_SQ, Column.RECEIVED_SUM_SQ))
@@ -195,7 +207,8 @@ class Pipeline:
         rows = tuple(replace(sample, rows=padded(sample.rows, len(names))) for sample in samples)
         if flush.histogram is not None:
             flush = replace(flush, histogram=padded(flush.histogram, len(names), fill=0))
-        self._reducer.submit(LocalWindow(rows, flush, names, self._shards.counted(len(names)), overhead_ratio))
+        window = LocalWindow(rows, flush, names, self._shards.counted(len(names)), overhead_ratio)
+        self._reducer.submit(window if self._whole is None else self._whole.window(window))
 
     def _write(
         self,
@@ -205,12 +218,15 @@ class Pipeline:
         unseen: Sequence[ArrivedSample] = (),
     ) -> None:
         """A window of the whole model is complete: show the rules what is unseen of it, and hand it to the sinks."""
-        snapshot = with_totals(snapshot_of(samples, self._names(), flush, overhead_ratio), self._parts())
+        known = self._names() if self._whole is None else self._whole.names(self._names())
+        snapshot = snapshot_of(samples, known, flush, overhead_ratio)
+        if self._whole is None:  # of other ranks' models and optimizers only the layers are known
+            snapshot = with_totals(snapshot, self._parts())
         self._newest = self._unreturned = snapshot
         self._dispatcher.recorder.picture(snapshot)  # before the rules: what an alert says may quote it
         try:
             if unseen:
-                self._rule_runner.judge(unseen)
+                self._rule_runner.judge(unseen, known)
         finally:  # a callback of the user's may raise
             self._dispatcher.write(snapshot)
 

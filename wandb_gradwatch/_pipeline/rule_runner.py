@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .._diagnosis import Diagnosis, diagnose, with_diagnosis
@@ -19,7 +19,6 @@ class RuleRunner:
     Args:
         alert_manager: the rules and what is sent of their findings.
         dispatcher: where alerts go, with their diagnosis; its recorder keeps what was judged.
-        names: asks for the names as they are now.
         modules: class names of the model's modules by name, for the diagnosis.
     """
 
@@ -28,17 +27,15 @@ class RuleRunner:
         alert_manager: AlertManager,
         dispatcher: Dispatcher,
         *,
-        names: Callable[[], Names],
         modules: Mapping[str, str],
     ) -> None:
         self._alert_manager = alert_manager
         self._dispatcher = dispatcher
-        self._names = names
         self._modules = modules
 
-    def judge(self, samples: Sequence[ArrivedSample]) -> None:
-        """Let the rules look at samples, at least one, and send what they find."""
-        snapshot = snapshot_of(samples, self._names())
+    def judge(self, samples: Sequence[ArrivedSample], known: Names) -> None:
+        """Let the rules look at samples, at least one, under these names, and send what they find."""
+        snapshot = snapshot_of(samples, known)
         self._dispatcher.recorder.add(snapshot)  # first: the history of an alert has the alert's own sample
         raised: CallbackError | None = None
         for alert in self._alert_manager.process(snapshot):

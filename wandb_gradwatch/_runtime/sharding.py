@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, cast
 
 import numpy as np
@@ -47,6 +48,24 @@ def rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
+@dataclass(frozen=True)
+class _Share:
+    """What this rank has of a parameter.
+
+    Args:
+        mesh: the ranks that hold shards of it; None for a whole one.
+        counts: whether this rank's shard counts where `mesh` has the first rank that has this parameter.
+    """
+
+    mesh: frozenset[int] | None
+    counts: bool
+
+    def counted(self, first: int) -> bool:
+        if self.mesh is None:
+            return rank() == first
+        return self.counts and first in self.mesh  # otherwise this mesh is a replica of the one that has the first rank
+
+
 class Shards:
     """Which parameters are sharded over ranks, and which rows this rank counts in the whole.
 
@@ -56,7 +75,8 @@ class Shards:
     def __init__(self) -> None:
         self.any = False  # the same on every rank
         self.uses_fsdp1 = False
-        self._counted: dict[int, bool] = {}
+        self._shares: dict[int, _Share] = {}  # by slot
+        self._first: dict[int, int] = {}  # by slot, the first rank that has this parameter, where that is not rank 0
 
     def update(self, entries: Iterable[tuple[int, Tensor]], models: Sequence[nn.Module]) -> None:
         """Look at the parameters again: some were replaced or are new."""
@@ -67,29 +87,41 @@ class Shards:
         for slot, parameter in entries:
             if type(parameter).__name__ == "DTensor":
                 self.any = True
-                self._counted[slot] = _counts(parameter)
+                self._shares[slot] = _share_of(parameter)
             elif id(parameter) in flat:
                 self.any = True
-                self._counted[slot] = flat[id(parameter)]
+                self._shares[slot] = _Share(frozenset(range(world_size())), flat[id(parameter)])
             else:
-                self._counted[slot] = rank() == 0
+                self._shares[slot] = _Share(None, True)
+
+    def split(self, ranks_P: Sequence[frozenset[int]]) -> bool:
+        """Ranks have different parameters, each of this rank's those that are given.
+
+        Returns:
+            Whether their rows can be merged: not where a rank that holds a shard of one does not watch it.
+        """
+        self._first = {slot: min(ranks) for slot, ranks in enumerate(ranks_P)}
+        meshes = [share.mesh if (share := self._shares.get(slot)) else None for slot in range(len(ranks_P))]
+        are_whole = all(mesh is None or mesh <= ranks for mesh, ranks in zip(meshes, ranks_P, strict=True))
+        self.any = True
+        return are_whole
 
     def counted(self, num_names: int) -> npt.NDArray[np.bool_]:
         """Whether this rank's row of each name counts: [P]."""
-        return np.array([self._counted.get(slot, rank() == 0) for slot in range(num_names)], dtype=bool)
+        shares = [self._shares.get(slot, _Share(None, True)) for slot in range(num_names)]
+        return np.array([share.counted(self._first.get(slot, 0)) for slot, share in enumerate(shares)], dtype=bool)
 
 
-def _counts(parameter: Tensor) -> bool:
-    """Whether this rank's part of a DTensor is one to count: the first of each set of replicas."""
+def _share_of(parameter: Tensor) -> _Share:
+    """This rank's part of a DTensor: of each set of replicas the first counts."""
     dtensor = cast("Any", parameter)
     mesh = dtensor.device_mesh
     coordinate = mesh.get_coordinate()
-    if coordinate is None or not bool((mesh.mesh == 0).any()):
-        return False  # not in the mesh; or this mesh is a replica of the one that rank 0 is in
-    return all(
+    counts = coordinate is not None and all(
         not placement.is_replicate() or position == 0
         for placement, position in zip(dtensor.placements, coordinate, strict=True)
     )
+    return _Share(frozenset(mesh.mesh.flatten().tolist()), counts)
 
 
 def _fsdp1_parameters(models: Sequence[nn.Module]) -> dict[int, bool]:

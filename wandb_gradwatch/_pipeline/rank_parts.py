@@ -1,0 +1,112 @@
+"""Ranks that hold different parameters (pipeline stages, experts): noticed at the first sample, before it is judged.
+
+At watch() each rank leaves in the store of the process groups what it watches, under its hash, and counts those that
+left the same. At the first sample it reads the counts: when a rank makes its first step, all others have called
+watch(), if they ever do, because its gradient came through them. So nobody waits, and no collective is needed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+
+from .assembly import Names
+from .rank_merge import LocalWindow
+
+# P watched parameters, R ranks
+
+
+@dataclass(frozen=True)
+class WholeModel:
+    """The parameters of all ranks together.
+
+    Args:
+        known: their names, each once; where ranks have different parameters of one name, those of the later ranks have
+            "rank<n>." in front.
+        places: [P] where this rank's own are among them.
+        ranks: [P] the ranks that have each of this rank's own.
+    """
+
+    known: Names
+    places: tuple[int, ...]
+    ranks: tuple[frozenset[int], ...]
+
+    def names(self, own: Names) -> Names:
+        """Of all ranks, with those of this rank that are new since watch() at the end."""
+        new = slice(len(self.places), None)
+        return Names(self.known.names + own.names[new], self.known.trainable + own.trainable[new])
+
+    def window(self, own: LocalWindow) -> LocalWindow:
+        """The window with each row at its place among those of all ranks; the others' are missing, and do not count."""
+        num_own, num_known = len(own.names), len(self.known.names)
+        places = [*self.places, *range(num_known, num_known + num_own - len(self.places))]
+
+        def spread(values: Any, elsewhere: Any) -> Any:
+            whole = np.full((num_known + num_own - len(self.places), *values.shape[1:]), elsewhere, dtype=values.dtype)
+            whole[places] = values
+            return whole
+
+        histogram = own.flush.histogram
+        return replace(
+            own,
+            samples=tuple(replace(sample, rows=spread(sample.rows, np.nan)) for sample in own.samples),
+            flush=own.flush if histogram is None else replace(own.flush, histogram=spread(histogram, 0)),
+            names=self.known.names + own.names[len(self.places) :],
+            counted=spread(own.counted, False),
+        )
+
+
+class RankParts:
+    """What this rank says of its parameters, and what it hears of the others'.
+
+    Args:
+        name: tells these keys from those of other watchers; the same on every rank.
+        parameters: names and tensors, those that are frozen too.
+        with_shapes: False where shapes differ between ranks that share a parameter.
+    """
+
+    def __init__(self, name: str, parameters: Sequence[tuple[str, Tensor]], *, with_shapes: bool) -> None:
+        self._store = PrefixStore(f"gradwatch/{name}/parts", _get_default_store())
+        own = [(key, list(tensor.shape) if with_shapes else [], tensor.requires_grad) for key, tensor in parameters]
+        text = json.dumps(own)
+        self._digest = hashlib.sha256(text.encode()).hexdigest()
+        if not self._store.check([f"what/{self._digest}"]):
+            self._store.set(f"what/{self._digest}", text)
+        self._store.set(f"rank/{dist.get_rank()}", self._digest)
+        self._store.add(f"alike/{self._digest}", 1)
+        self._store.add("all", 1)
+
+    def whole(self) -> WholeModel | None:
+        """The parameters of all ranks; None where all have the same, or some do not watch."""
+        world = dist.get_world_size()
+        if self._store.add(f"alike/{self._digest}", 0) == world or self._store.add("all", 0) != world:
+            return None
+        digests = [self._store.get(f"rank/{rank}").decode() for rank in range(world)]
+        texts = {digest: json.loads(self._store.get(f"what/{digest}")) for digest in set(digests)}
+        return whole_model([texts[digest] for digest in digests], dist.get_rank())
+
+
+def whole_model(of_ranks: Sequence[Sequence[tuple[str, Sequence[int], bool]]], rank: int) -> WholeModel:
+    """Put together what each rank has: names, shapes, and whether they are trainable."""
+    place_of: dict[tuple[str, tuple[int, ...]], int] = {}
+    names: dict[str, bool] = {}  # by name, whether it is trainable, in the order of the places
+    ranks: list[set[int]] = []
+    for index, parameters in enumerate(of_ranks):
+        for name, shape, trainable in parameters:
+            key = (name, tuple(shape))
+            if key not in place_of:
+                place_of[key] = len(names)
+                names[name if name not in names else f"rank{index}.{name}"] = trainable
+                ranks.append(set())
+            ranks[place_of[key]].add(index)
+    places = tuple(place_of[name, tuple(shape)] for name, shape, _ in of_ranks[rank])
+    known = Names(tuple(names), tuple(names.values()))
+    return WholeModel(known, places, tuple(frozenset(ranks[place]) for place in places))
