@@ -117,6 +117,10 @@ class SampleClock:
         """Whether this optimizer has been seen to step before."""
         return optimizer in self._ever_stepped
 
+    def has_waited(self, slot: int) -> bool:
+        """Whether a backward reached this slot and another optimizer stepped first: its gradient may be of long ago."""
+        return slot in self._waited_for
+
     def were_marked(self, slots: Iterable[int]) -> bool:
         """Whether a backward reached each of these: of the last sample, or of one before that had no step for it."""
         return all(slot in self._marked_before or slot in self._waited_for for slot in slots)

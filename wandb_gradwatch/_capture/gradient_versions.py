@@ -20,6 +20,8 @@ from .._runtime.autograd import Entry
 # keeps nothing alive. A number, so that a gradient that is saved loads with weights_only=True.
 _TOKEN: Final = "_gradwatch_token"
 _TOKENS: Final = itertools.count(1)
+_LAST_VERSION: Final = "_gradwatch_version"  # when it was last looked at
+_OLDER_THAN_ITS_HOOK: Final = -1
 
 _REPLACED: Final = sys.maxsize
 
@@ -27,6 +29,22 @@ _REPLACED: Final = sys.maxsize
 def was_seen(gradient: Tensor) -> bool:
     """Whether this tensor has been looked at, in this sample or an earlier one."""
     return hasattr(gradient, _TOKEN)
+
+
+def mark_as_older_than_its_hook(gradient: Tensor) -> None:
+    """This one was there before a backward could tell of it: it is not new, whatever is written to it."""
+    setattr(gradient, _LAST_VERSION, _OLDER_THAN_ITS_HOOK)
+
+
+def is_new(gradient: Tensor) -> bool:
+    """Whether what this tensor holds has never been looked at: it is a new one, or was written to since."""
+    last = getattr(gradient, _LAST_VERSION, None)
+    return last is None or (last != _OLDER_THAN_ITS_HOOK and last != gradient._version)
+
+
+def look_at(gradient: Tensor) -> None:
+    """What it holds now is not new any more."""
+    setattr(gradient, _LAST_VERSION, gradient._version)
 
 
 @dataclass(slots=True)
@@ -72,6 +90,7 @@ class GradientVersions:
                 setattr(gradient, _TOKEN, token)
             self._token[slot] = token
             self._version[slot] = gradient._version
+            look_at(gradient)
         if measured:
             self._measured.update(slots)
         else:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
+from torch import Tensor
+
 from .._runtime.autograd import Entry
 from .._runtime.sharding import Shards, fsdp1_flat_parameters
+from .gradient_versions import mark_as_older_than_its_hook
 from .hooks import BackwardHooks
 from .parameter_registry import ParameterRegistry
 
@@ -44,6 +47,10 @@ class HookSync:
         """Hook everything that can have a gradient."""
         self._follow(self._registry.scan())
 
+    def would_tell(self, parameter: Tensor) -> bool:
+        """Whether a backward that had reached this parameter would have been seen."""
+        return not self._shards.uses_fsdp1 and self._hooks.is_hooked(parameter)
+
     def scan(self, marked: Collection[int]) -> list[Entry]:
         """Walk the model, and follow what is new in it.
 
@@ -71,4 +78,8 @@ class HookSync:
             self._shards.update(entries, self._registry.models())
         if self._shards.uses_fsdp1:  # the leaves of its backward are not the model's parameters
             entries = [*entries, *((NO_SLOT, leaf) for leaf in fsdp1_flat_parameters(self._registry.models()))]
-        return [slot for slot in self._hooks.follow(entries) if slot != NO_SLOT]
+        new = [slot for slot in self._hooks.follow(entries) if slot != NO_SLOT]
+        for slot, parameter in entries if new else ():
+            if slot in new and parameter.grad is not None:
+                mark_as_older_than_its_hook(parameter.grad)
+        return new

@@ -71,6 +71,9 @@ class BackwardHooks:
             hook = self._hooks.get(id(parameter))
             if hook is not None and _is_attached(hook.handle, parameter):
                 hook.place[0] = slot
+                if current_graph_task() == -1:  # a hook that runs must not be replaced
+                    # Set anew: a tensor that was swapped (torch.utils.swap_tensors) keeps the dictionary, not the hook.
+                    parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
                 current[id(parameter)] = hook
             elif parameter.requires_grad and parameter.is_leaf:
                 place = [slot]
@@ -81,6 +84,11 @@ class BackwardHooks:
                 self._hooks[key].handle.remove()
             self._hooks = current
         return new
+
+    def is_hooked(self, parameter: Tensor) -> bool:
+        """Whether a backward that reached this parameter would have marked it."""
+        hook = self._hooks.get(id(parameter))
+        return hook is not None and _is_attached(hook.handle, parameter)
 
     def remove(self) -> None:
         """Remove every hook; safe at any time, also inside a backward. Idempotent."""

@@ -110,23 +110,27 @@ class Measurer:
         self.seen.remember([slot for slot, _ in present], [gradient for _, gradient in present], measured=False)
 
     def measure(
-        self, present: Sequence[Entry], *, histogram: bool, parameters: bool = True, scaled: bool = True
+        self,
+        present: Sequence[Entry],
+        *,
+        histogram: bool,
+        parameters: bool = True,
+        scaled: bool = True,
+        received_by: Optimizer | None = None,
     ) -> None:
         """Measure gradients that are not clipped yet, and their parameters.
 
         Args:
             scaled: they are as the backward left them, multiplied with the loss scale if there is one.
+            received_by: they are as this optimizer is about to use them, instead.
         """
+        scaled = scaled and received_by is None
         any_scaler = scaled and SCALES.scaler_of(None) is not None
         for group in self._groups(present, by_scaler=any_scaler):
-            inverse_scale = None
-            if any_scaler:
-                scale = None if group.scaler is None else scale_tensor(group.scaler)
+            if received_by is not None:
+                inverse_scale = _pending_inverse_scale(received_by, group.device)
             else:
-                scale = self._scale_by_hand(group.device) if scaled else None
-            if scale is not None:
-                self._window.set_loss_scale(scale)
-                inverse_scale = onto(scale.double().reciprocal(), group.device)
+                inverse_scale = self._inverse_scale(group, any_scaler=any_scaler) if scaled else None
             gradients, theirs = group.tensors
             with self._timed(group.device):
                 measurement = measure(
@@ -141,6 +145,16 @@ class Measurer:
             self.seen.remember(group.slots, group.stash, measured=True)
             if any_scaler:
                 self._assumed_scaler.update(dict.fromkeys(group.slots, group.scaler))
+
+    def _inverse_scale(self, group: _Group, *, any_scaler: bool) -> Tensor | None:
+        if any_scaler:
+            scale = None if group.scaler is None else scale_tensor(group.scaler)
+        else:
+            scale = self._scale_by_hand(group.device)
+        if scale is None:
+            return None
+        self._window.set_loss_scale(scale)
+        return onto(scale.double().reciprocal(), group.device)
 
     def _scale_by_hand(self, device: torch.device) -> Tensor | None:
         scale = self._options.loss_scale

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from .._runtime.autograd import Entry
 from .._transfer.sample_buffer import SampleBuffer
 from .clock import SampleClock
 from .events import SamplerEvents
-from .gradient_versions import GradientVersions, Inspection
+from .gradient_versions import GradientVersions, Inspection, is_new, look_at
 from .measurer import Measurer
 from .optimizer_registry import OptimizerRegistry
 from .parameter_registry import ParameterRegistry
@@ -32,6 +33,7 @@ class Surroundings:
         owners: know which parameters an optimizer updates.
         events: how the watcher hears of what is odd.
         scan: walks the model and follows what is new in it.
+        would_tell: whether a backward that had reached a parameter would have been seen.
     """
 
     registry: ParameterRegistry
@@ -41,6 +43,7 @@ class Surroundings:
     optimizer_registry: OptimizerRegistry
     events: SamplerEvents
     scan: Callable[[], list[Entry]]
+    would_tell: Callable[[Tensor], bool]
 
 
 class OpenSample:
@@ -59,6 +62,7 @@ class OpenSample:
         self._probes = probes
         self._guard_reads_rows = guard_reads_rows
         self._being_unscaled = Inspection()
+        self._presumed: set[int] = set()  # slots that were marked because there is a gradient
         self.compared: tuple[int, ...] = ()  # slots whose gradients looked unmodified and were compared all the same
         self._unscaled: set[int] = set()  # slots whose gradients a scaler has divided
         self._clipped: set[int] = set()  # slots whose gradients torch's functions have clipped, or are clipping
@@ -78,7 +82,7 @@ class OpenSample:
     def begin(self) -> None:
         """A new sample is open."""
         self._measurer.begin_sample(self._around.clock.open_step)
-        self.compared = ()
+        self.compared, self._presumed = (), set()
         self._unscaled, self._clipped, self._received, self.by_torch = set(), set(), set(), False
         if self._probes:
             schedule = self._around.schedule
@@ -100,10 +104,18 @@ class OpenSample:
         if unmarked:
             self._around.window.drop_zero_rows(unmarked)
 
-    def _measure(self, present: Sequence[Entry], *, scaled: bool = True) -> None:
+    def _measure(self, present: Sequence[Entry], *, scaled: bool = True, received_by: Optimizer | None = None) -> None:
         schedule = self._around.schedule
-        self._measurer.measure(present, histogram=schedule.has_histogram, parameters=self._rows_are_read, scaled=scaled)
+        self._measurer.measure(
+            present,
+            histogram=schedule.has_histogram,
+            parameters=self._rows_are_read,
+            scaled=scaled,
+            received_by=received_by,
+        )
         if self._probes and schedule.is_sampled:
+            if received_by is not None:
+                scaled = getattr(received_by, "grad_scale", None) is not None
             tensors = self._measurer.watched(present, self._around.registry.names, scaled=scaled)
             self._probes.gradients_ready(tensors)
 
@@ -181,7 +193,11 @@ class OpenSample:
         if found.late:
             self._measure(found.late)
         if found.unclear:
-            self._measure_unclear(found.unclear, optimizer)
+            put_there, unclear = self._without_backward(found.unclear)
+            if put_there:
+                self._measure_put_there(put_there, optimizer)
+            if unclear:
+                self._measure_unclear(unclear, optimizer)
         modified = found.changed
         if masters is not None:
             slots = around.optimizer_registry.slots(optimizer).intersection(self.seen.slots)
@@ -211,6 +227,38 @@ class OpenSample:
                 step,
             )
 
+    def _without_backward(self, unclear: Sequence[Entry]) -> tuple[list[Entry], list[Entry]]:
+        """Gradients that no backward has made, which would have told of it, and the rest of these."""
+        around = self._around
+        sorted_out: tuple[list[Entry], list[Entry]] = ([], [])
+        for slot, parameter in unclear:
+            gradient = parameter.grad
+            assert gradient is not None
+            told_of = slot in around.clock.marked - self._presumed or slot in self.seen.slots
+            is_old = told_of or around.clock.has_waited(slot)
+            put_there = is_new(gradient) and not is_old and around.would_tell(parameter)
+            sorted_out[not put_there].append((slot, parameter))
+        return sorted_out
+
+    def _measure_put_there(self, entries: Sequence[Entry], optimizer: Optimizer | None) -> None:
+        """Gradients that the user has made are measured as they are: what the user did to them before is part of them.
+
+        Args:
+            entries: whose.
+            optimizer: the one that is about to use them; None: a scaler is about to divide them first.
+        """
+        around = self._around
+        slots = [slot for slot, _ in entries]
+        all_entries = around.scan()
+        self.mark_present(entries if around.clock.backwards else all_entries)  # for all optimizers
+        self._measure(entries, received_by=optimizer)
+        around.window.drop_zero_rows(sorted(slots))  # what zero_grad() has left is no gradient
+        around.events.notice(
+            "gradient without a backward",
+            f"the gradients of {around.registry.some_names(slots)} were put into .grad without a backward that reached "
+            f"them, first in step {around.clock.open_step}: their grad_norm is that of what the optimizer receives",
+        )
+
     def _measure_unclear(self, unclear: Sequence[Entry], optimizer: Optimizer) -> None:
         """Gradients that nothing has told of may have been clipped."""
         around = self._around
@@ -218,6 +266,9 @@ class OpenSample:
         if not around.clock.backwards:  # assigned by hand, and for every optimizer that is going to step
             self.mark_present(entries)
         self._measurer.measure_after_clipping(unclear, optimizer)
+        for _, parameter in unclear:
+            assert parameter.grad is not None
+            look_at(parameter.grad)
         names = around.registry.some_names(slot for slot, _ in unclear)
         around.events.notice(
             "unclipped gradient not seen",
@@ -227,7 +278,9 @@ class OpenSample:
 
     def mark_present(self, entries: Iterable[Entry]) -> None:
         """Take every gradient that is there for one of the open sample's, though no backward was seen to make it."""
-        self._around.clock.marked.update(slot for slot, parameter in entries if parameter.grad is not None)
+        present = {slot for slot, parameter in entries if parameter.grad is not None}
+        self._presumed |= present - self._around.clock.marked
+        self._around.clock.marked |= present
 
     def before_update(self, optimizer: Optimizer) -> None:
         """The optimizer is about to update its parameters."""
@@ -248,6 +301,9 @@ class OpenSample:
         found = self.seen.inspect(self._around.optimizer_registry.entries(optimizer), inside_backward=False)
         if found.late:
             self._measure(found.late)
+        if found.unclear and (put_there := self._without_backward(found.unclear)[0]):
+            self._measure_put_there(put_there, None)
+            found.late += put_there
         self._being_unscaled = found
 
     def after_unscale(self, optimizer: Optimizer) -> None:

@@ -86,7 +86,14 @@ class Sampler:
         self._wiring = Wiring(registry, self._optimizer_registry)
         self._probes = Probes(config.probes)
         around = Surroundings(
-            registry, window, self.clock, self._schedule, self._optimizer_registry, events, self._scan
+            registry,
+            window,
+            self.clock,
+            self._schedule,
+            self._optimizer_registry,
+            events,
+            self._scan,
+            self._hook_sync.would_tell,
         )
         reads_rows = self.step_skipping is not None and self.step_skipping.needs_rows
         measurer = Measurer(window, self._optimizer_registry, config.measured, self._timer)

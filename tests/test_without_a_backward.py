@@ -1,0 +1,179 @@
+"""Gradients that no backward has made: put into `.grad` by hand, they are measured, judged and guarded at the step."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from gradients import Chosen, of, samples, step, watch
+from torch import nn
+
+from wandb_gradwatch.rules import ExplodingGradient
+
+VALUES = {"a": [3.0, 4.0], "b": [12.0]}
+
+
+def by_autograd_grad(model, scale):
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    loss = scale * model.loss(**{name: VALUES[name] for name in names})
+    for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+        parameter.grad = gradient
+
+
+def by_func_grad(model, scale):
+    def loss(parameters):
+        return scale * sum((parameters[name] * torch.tensor(VALUES[name])).sum() for name in parameters)
+
+    values = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    for name, gradient in torch.func.grad(loss)(values).items():
+        model.get_parameter(name).grad = gradient
+
+
+def in_place(model, scale):  # as evolution strategies do, and others that keep the tensors
+    for name, parameter in model.named_parameters():
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        parameter.grad.zero_().add_(torch.tensor(VALUES[name]), alpha=scale)
+
+
+WAYS = pytest.mark.parametrize("put", [by_autograd_grad, by_func_grad, in_place], ids=lambda put: put.__name__)
+FUSED = pytest.mark.parametrize("fused", [False, True], ids=["for loop", "fused"])
+
+
+@WAYS
+@FUSED
+@pytest.mark.parametrize("sample_every", [1, 2])
+def test_they_are_measured_and_said_once(put, fused, sample_every, said):
+    model = Chosen(a=2, b=1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.0, fused=fused)
+    watcher, sink = watch(model, sample_every=sample_every)
+    for number in range(1, 7):
+        put(model, number)
+        optimizer.step()
+        if put is not in_place:
+            optimizer.zero_grad()
+    snapshot = samples(watcher, sink)
+    steps = list(range(sample_every, 7, sample_every))
+    assert snapshot.steps.tolist() == steps
+    assert of(snapshot, "a", "grad_norm").tolist() == [5 * number for number in steps]
+    assert snapshot.total_grad_norm == pytest.approx([13 * number for number in steps])
+    assert snapshot.total_grad_norm_clipped == pytest.approx([13 * number for number in steps])
+    assert sum("put into .grad without a backward" in text for text in said()) == 1
+
+
+@FUSED
+def test_a_loss_scale_is_divided_out_and_what_is_clipped_after_it_is_seen(fused):
+    model = Chosen(a=2, b=1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.0, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    watcher, sink = watch(model)
+    for clips in (False, True):
+        parameters = list(model.parameters())
+        gradients = torch.autograd.grad(scaler.scale(model.loss(**VALUES)), parameters)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        if clips:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(parameters, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+    snapshot = samples(watcher, sink)
+    assert snapshot.total_grad_norm == pytest.approx([13, 13])
+    assert snapshot.total_grad_norm_clipped == pytest.approx([13, 1])
+
+
+@WAYS
+@FUSED
+@pytest.mark.parametrize("sample_every", [1, 1000])
+def test_a_spike_is_left_out_by_the_guard(put, fused, sample_every):
+    model = Chosen(a=2, b=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, fused=fused)
+    watcher, _ = watch(model, guard="skip", sample_every=sample_every)
+    for number in range(40):
+        before = model.a.detach().clone()
+        put(model, 1e6 if number == 30 else 1 + number % 3 / 10)
+        optimizer.step()
+        assert torch.equal(before, model.a) == (number == 30)
+    watcher.remove()
+
+
+def test_a_spike_is_alerted():
+    model = Chosen(a=2, b=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    alerts = []
+    watcher, _ = watch(model, rules=[ExplodingGradient()], on_alert=alerts.append)
+    for number in range(1, 41):
+        by_autograd_grad(model, 1e6 if number == 31 else 1 + number % 3 / 10)
+        optimizer.step()
+    watcher.remove()
+    assert [alert.step for alert in alerts] == [31]
+
+
+def test_some_by_hand_and_some_by_a_backward():
+    model = Chosen(a=2, b=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    watcher, sink = watch(model)
+    step(model, optimizer, **VALUES)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model.loss(a=[3, 4]).backward()
+        model.b.grad = torch.tensor([12.0])
+        optimizer.step()
+    snapshot = samples(watcher, sink)
+    assert snapshot.total_grad_norm.tolist() == [13, 13, 13]
+
+
+def test_what_was_there_before_watch_and_what_zero_grad_left_is_none():
+    """What watch() finds may have been clipped; zeros that nothing has made are leftovers."""
+    model = Chosen(a=2, b=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    model.loss(**VALUES).backward()
+    watcher, sink = watch(model)
+    for parameter in model.parameters():
+        parameter.grad.mul_(1 / 13)
+    for _ in range(2):
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    snapshot = samples(watcher, sink)
+    np.testing.assert_equal(snapshot.total_grad_norm, [np.nan, np.nan])
+
+
+def test_a_swapped_tensor_is_not_taken_for_one_that_the_user_fills():
+    model, other = Chosen(a=2, b=1), Chosen(a=2, b=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    watcher, sink = watch(model)
+    step(model, optimizer, **VALUES)
+    for mine, new in zip(model.parameters(), other.parameters(), strict=True):
+        mine.grad = None
+        torch.utils.swap_tensors(mine, new)
+    for clips in (False, True, True):
+        optimizer.zero_grad()
+        model.loss(**VALUES).backward()
+        if clips:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    assert samples(watcher, sink).total_grad_norm.tolist() == [13] * 4
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_in_ignite_they_are_judged_and_left_out(skip):
+    pytest.importorskip("ignite")
+    from ignite.engine import Engine
+
+    from wandb_gradwatch.integrations.ignite import GradWatch
+
+    model = Chosen(a=2, b=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    flags = []
+
+    def train(engine, scale):
+        by_autograd_grad(model, scale)
+        optimizer.step()
+        flags.append(engine.state.unhealthy_spike)
+
+    engine = Engine(train)
+    GradWatch(model, max_norm=20.0, skip=skip).attach(engine)
+    state = engine.run([1.0, 12.0])
+    assert flags == [False, True]
+    assert state.metrics["grad_norm"] == 156  # 12 * 13
+    assert model.b.item() == (1 - 12 if skip else 1 - 12 - 144)
