@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Final
 
-from .gradient_versions import GradientVersions
+from .gradient_versions import GradientVersions, were_reset
 from .parameter_registry import ParameterRegistry
 
 # This many resets of the gradients without any optimizer mean that the user updates by hand. The samples until then are
@@ -65,14 +65,10 @@ class UpdatesByHand:
         return is_outermost
 
     def were_reset(self, reached: Collection[int]) -> bool:
-        """Whether the gradients that this backward has reached were reset before it, or most of them.
-
-        What accumulates has written to the first gradient only, or, where they are views of one bucket, once to each.
-        """
+        """Whether the gradients that this backward has reached were reset before it, or most of them."""
         writes = [writes for slot, writes in (self._writes or {}).items() if slot in reached]
         self._writes = None
-        num_untouched = writes.count(0)
-        return len(writes) - num_untouched > num_untouched and any(number > 1 for number in writes)
+        return were_reset(writes)
 
     def count(self) -> bool:
         """An update is inferred; whether it is the one that proves that there is no optimizer."""

@@ -47,6 +47,15 @@ def look_at(gradient: Tensor) -> None:
     setattr(gradient, _LAST_VERSION, gradient._version)
 
 
+def were_reset(writes: Sequence[int]) -> bool:
+    """Whether gradients, or most of them, were reset between two backwards, by how often each was written to.
+
+    What accumulates has written to the first gradient only, or, where they are views of one bucket, once to each.
+    """
+    num_untouched = writes.count(0)
+    return len(writes) - num_untouched > num_untouched and any(number > 1 for number in writes)
+
+
 @dataclass(slots=True)
 class Inspection:
     """Gradients that an optimizer is about to use, by what is known of them."""

@@ -12,7 +12,7 @@ from .._runtime.autograd import Entry
 from .._transfer.sample_buffer import SampleBuffer
 from .clock import SampleClock
 from .events import SamplerEvents
-from .gradient_versions import GradientVersions, Inspection, is_new, look_at
+from .gradient_versions import GradientVersions, Inspection, is_new, look_at, were_reset
 from .measurer import Measurer
 from .optimizer_registry import OptimizerRegistry
 from .parameter_registry import ParameterRegistry
@@ -81,12 +81,22 @@ class OpenSample:
 
     def begin(self) -> None:
         """A new sample is open."""
-        self._measurer.begin_sample(self._around.clock.open_step)
-        self.compared, self._presumed = (), set()
-        self._unscaled, self._clipped, self._received, self.by_torch = set(), set(), set(), False
+        self.forget_gradients()
         if self._probes:
             schedule = self._around.schedule
             self._probes.start(schedule.is_sampled, schedule.has_histogram)
+
+    def forget_gradients(self) -> None:
+        """What the backwards so far have left is nothing of it; what probes have found in the forward is."""
+        self._measurer.begin_sample(self._around.clock.open_step)
+        self.compared, self._presumed = (), set()
+        self._unscaled, self._clipped, self._received, self.by_torch = set(), set(), set(), False
+
+    def were_reset(self) -> bool:
+        """Whether the gradients that the last backward left, or most of them, have been reset."""
+        entries = self._around.registry.scan() if self.seen.slots else ()
+        writes = [self.seen.writes_since(slot, parameter.grad) for slot, parameter in entries]
+        return were_reset([number for number in writes if number is not None])
 
     # ---- after a backward
 

@@ -100,6 +100,7 @@ class Sampler:
         self._sample = OpenSample(around, measurer, self._probes, guard_reads_rows=reads_rows)
         self._muted = 0
         self._reached: set[int] = set()  # slots marked in the backward under way
+        self._inside_backward = False
         self._joining: int | None = None
         self._by_hand = UpdatesByHand(registry, self._sample.seen, excluded=config.optimizer is not None)
         self._seconds_between = 0.0  # spent on guarding steps between samples: no cadence makes them fewer
@@ -161,9 +162,13 @@ class Sampler:
                 self._reached.clear()
             self._wiring.backward_begins()
             self._commit(self.clock.backward_begins())
+            if self.clock.backwards and not self._inside_backward:
+                self._leave_out_what_was_reset()
+            self._inside_backward = True  # others may begin in the middle of it: of re-entrant checkpoints
 
     @contained
     def _backward_ended(self) -> None:
+        self._inside_backward = False
         if self._muted:
             return
         self._wiring.backward_ended()
@@ -444,6 +449,21 @@ class Sampler:
             self._close_update_by_hand(self._registry.scan())
             if self._by_hand.settle():
                 self._say_by_hand()
+        elif self.clock.backwards:
+            self._leave_out_what_was_reset()
+
+    def _leave_out_what_was_reset(self) -> None:
+        """Gradients are reset that no optimizer has used: perhaps the user's loop leaves the step out.
+
+        Whether they were finite is known when their rows arrive. If they were, it was another use of a backward (SAM).
+        """
+        if not self._is_measured or self._by_hand.possible or not self._sample.were_reset():
+            return
+        if self._schedule.is_sampled:
+            self._window.commit(Sample(self.clock.open_step, skipped=True, updated=(), left_out=True))
+        else:
+            self._window.discard()
+        self._sample.forget_gradients()
 
     def _commit(self, closed: Closed | None) -> None:
         if closed is None:

@@ -94,7 +94,7 @@ class Evidence:
     @cached_property
     def num_last_skipped(self) -> int:
         """How many updates in a row were skipped, up to the last one."""
-        skipped_S = self.history.skipped
+        skipped_S = self.history.skipped & ~self.history.left_out
         return len(skipped_S) if skipped_S.all() else int(np.argmin(skipped_S[::-1]))
 
     @cached_property

@@ -131,6 +131,11 @@ class Pipeline:
     def _take(self, sample: ArrivedSample) -> None:
         if self._rank_parts is not None:
             self._look_at_other_ranks(self._rank_parts)
+        if sample.sample.left_out:
+            # Other ranks may have seen this otherwise, and windows are merged sample by sample.
+            if self._shards.any or not np.nansum(sample.rows[:, [Column.NUM_NAN, Column.NUM_INF]]):
+                return
+            sample = replace(sample, metrics={**sample.metrics, keys.LEFT_OUT: 1.0})
         if sample.was_clipped_without_a_trace:
             self._on_untraced_clipping()
         total_C: list[float] = np.add.reduce(sample.rows, axis=0).tolist()
@@ -138,7 +143,7 @@ class Pipeline:
         was_zeroed = False
         # Nearly always one optimizer has received something for everything: no need to look closer.
         if some_are_missing or not total_C[Column.RECEIVED_SUM_SQ] or len(sample.sample.updated) > 1:
-            was_zeroed = drop_zeroed(sample)
+            was_zeroed = not sample.sample.left_out and drop_zeroed(sample)
         if sample.metrics.get(keys.CLIPPED) == MULTIPLIED and not self._shards.any:
             self._say_multiplied(sample.sample.step, total_C)
         if sample.histograms:

@@ -184,6 +184,9 @@ class SampleBuffer:
     def commit(self, sample: Sample, found: Mapping[str, Found] | None = None) -> None:
         """Send the open sample on its way, with what the probes found, by key, and open the next."""
         rows = []
+        if sample.left_out:
+            for window in self._everywhere():
+                window.sample_histogram = None
         if any(window.sample_histogram is not None for window in self._everywhere()):
             if self._keep_newest:
                 self._drop_histogram()

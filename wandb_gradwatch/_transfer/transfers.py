@@ -57,6 +57,7 @@ class Sample:
         by_torch: whether one of torch's clipping functions was called.
         eps: relative precision of the gradients' dtype, of the coarsest where there are several.
         every: how many steps after the sample before.
+        left_out: no sample of an update: a backward whose gradients were reset before any step.
     """
 
     step: int
@@ -66,6 +67,7 @@ class Sample:
     by_torch: bool = False
     eps: float = 0.0
     every: int = 1
+    left_out: bool = False
 
 
 @dataclass(frozen=True)

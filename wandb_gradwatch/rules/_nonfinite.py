@@ -47,7 +47,7 @@ class _NonFiniteGradient(ABC):
 
     def check(self, snapshot: Snapshot) -> Iterator[Alert]:
         counts_SP = self.counts_SP(snapshot)
-        for sample in np.flatnonzero(np.any(counts_SP > 0, axis=1) & ~snapshot.skipped):
+        for sample in np.flatnonzero(np.any(counts_SP > 0, axis=1) & (~snapshot.skipped | snapshot.left_out)):
             yield self._alert(snapshot, int(sample), counts_SP[sample])
 
     def _alert(self, snapshot: Snapshot, sample: int, counts_P: FloatArray) -> Alert:
@@ -59,6 +59,7 @@ class _NonFiniteGradient(ABC):
             lambda p: f"{snapshot.names[p]} ({counts_P[p]:.0f} of {snapshot.num_elements[sample, p]:.0f} elements)",
         )
         step, rank = int(snapshot.steps[sample]), first_bad_rank(snapshot, sample)
+        left_out = bool(snapshot.left_out[sample])
         if snapshot.arose_after_backward[sample]:
             fact = (
                 f"Step {step}: {self.what} in the gradient of {len(backward)} of {num_present} parameters "
@@ -74,6 +75,8 @@ class _NonFiniteGradient(ABC):
         forward = list(nonfinite_activations(snapshot, sample))
         if forward:
             fact += f" Before that, in the forward, the output of {forward[0]} was the first that was not finite."
+        if left_out:
+            fact += " The training loop left this step out: these gradients were reset, and no optimizer has used them."
         broken = np.flatnonzero(snapshot.column(Column.PARAM_NUM_NONFINITE)[sample] > 0)
         if broken.size:
             cause = f"the parameter {snapshot.names[broken[0]]} was already non-finite before this step"
@@ -82,7 +85,7 @@ class _NonFiniteGradient(ABC):
             )
         else:
             cause, remedy = self.cause, self.remedy
-        return Alert(self.title, sentence(fact, layers, cause, remedy), step, "ERROR")
+        return Alert(self.title, sentence(fact, layers, cause, remedy), step, "WARN" if left_out else "ERROR")
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -146,8 +149,9 @@ class LossScaleCollapse:
         check_limits(self, patience=(1.0, np.inf), min_scale=(0.0, np.inf))
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
+        skipped_S = snapshot.skipped & ~snapshot.left_out
         for sample in range(len(snapshot)):
-            self._num_in_a_row = self._num_in_a_row + 1 if snapshot.skipped[sample] else 0
+            self._num_in_a_row = self._num_in_a_row + 1 if skipped_S[sample] else 0
             scale = float(snapshot.loss_scale[sample])
             stalled, low = self._num_in_a_row >= self.patience, scale < self.min_scale
             if stalled or low:

@@ -23,7 +23,8 @@ from ..snapshot._missing import sum_of_present
 
 Number = int | float
 
-_OF_SAMPLES: Final = (keys.GUARDED, keys.CLIPPED, keys.CHANGED)  # what one sample is; the row has the counts and ratios
+# What one sample is; the row has the counts and ratios.
+_OF_SAMPLES: Final = (keys.GUARDED, keys.LEFT_OUT, keys.CLIPPED, keys.CHANGED)
 
 
 @dataclass(frozen=True)

@@ -267,6 +267,12 @@ class Snapshot:
         return guarded
 
     @derived
+    def left_out(self) -> npt.NDArray[np.bool_]:
+        """True where the user's loop dropped gradients that were not finite, and made no step: [S]."""
+        left_out: npt.NDArray[np.bool_] = self.metrics.get(keys.LEFT_OUT, np.zeros(len(self))) > 0
+        return left_out
+
+    @derived
     def num_guarded_steps(self) -> float:
         """Steps that the guard withheld, between the samples too; NaN without a guard."""
         counts = self.metrics.get(keys.NUM_GUARDED_STEPS)

@@ -49,6 +49,7 @@ TOTAL_MAX: Final = "gradwatch/grad_norm_total_max/"
 CLIPPED: Final = "gradwatch/clipped"  # 1: it was; 0: it was not; MULTIPLIED: by one factor, not by torch's functions
 CHANGED: Final = "gradwatch/changed"  # 1: something else than clipping happened to it after the backward
 GUARDED: Final = "gradwatch/guarded"  # 1 where the sample's own step was withheld
+LEFT_OUT: Final = "gradwatch/left_out"  # 1 where the training loop has left the step out
 # What the capture knows of the wiring; there only while it is so.
 WIRING: Final = "gradwatch/wiring/"
 WIRING_CARRIED: Final = "gradwatch/wiring/carried"  # 1: gradients were used that were not reset since the last step

@@ -1,0 +1,72 @@
+"""A loop that drops gradients that are not finite, and goes on: the NaN is counted, as a step that was skipped."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from gradients import Chosen, watch
+from torch import nn
+
+from wandb_gradwatch.rules import LossScaleCollapse, NaNGradient
+from wandb_gradwatch.sinks._history_row import HistoryRow
+
+
+def train(bad, *, set_to_none=True, guard=None, **options):
+    """Ten batches of which some have a NaN; every update has the norm 5, clipped to 1."""
+    model = Chosen(a=2, b=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    alerts = []
+    rules = [NaNGradient(), LossScaleCollapse(patience=2)]
+    watcher, sink = watch(model, rules=rules, on_alert=alerts.append, guard=guard, **options)
+    for number in range(10):
+        model.loss(a=[3, 4], b=[math.nan if number in bad else 0]).backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if norm.isfinite():
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=set_to_none)
+    num_steps = watcher.step
+    watcher.remove()
+    return sink.merged(), alerts, num_steps
+
+
+@pytest.mark.parametrize("guard", [None, "skip"])
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("bad", [{4}, {4, 6}, {9}])
+def test_the_nan_is_counted_told_and_no_update_is_lost(bad, set_to_none, guard):
+    snapshot, alerts, num_steps = train(bad, set_to_none=set_to_none, guard=guard)
+    good = ~snapshot.left_out
+    assert num_steps == 10 - len(bad)
+    assert snapshot.steps[good].tolist() == list(range(1, num_steps + 1))
+    assert snapshot.total_grad_norm[good].tolist() == [5] * num_steps
+    scalars = HistoryRow.of(snapshot).scalars()
+    assert scalars["gradwatch/num_nan"] == scalars["gradwatch/num_skipped_steps"] == len(bad)
+    first = min(bad) + 1  # the step that was to be made
+    assert snapshot.steps[~good][0] == first
+    assert [(alert.title, alert.step, alert.level) for alert in alerts] == [("NaN gradient", first, "WARN")]
+    assert "left this step out" in alerts[0].text
+
+
+def test_several_in_a_row_are_no_collapse_of_a_loss_scale():
+    snapshot, alerts, _ = train({4, 5, 6})
+    assert snapshot.num_nan.sum() == 3
+    assert {alert.title for alert in alerts} == {"NaN gradient"}
+
+
+def test_a_backward_that_is_dropped_although_it_is_finite_is_no_step():
+    """As SAM's first one, or a probe of the user's."""
+    model = Chosen(a=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    watcher, sink = watch(model)
+    for _ in range(5):
+        model.loss(a=[30, 40]).backward()
+        optimizer.zero_grad()
+        model.loss(a=[3, 4]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    watcher.remove()
+    snapshot = sink.merged()
+    assert snapshot.steps.tolist() == [1, 2, 3, 4, 5]
+    assert snapshot.total_grad_norm.tolist() == [5] * 5
+    assert not snapshot.skipped.any()
