@@ -9,16 +9,19 @@ STAMP := $(VENV)/.stamp-installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench docs constraints clean
+.PHONY: help demo test test-all lint bench docs constraints clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 demo: $(STAMP) ## train a small GPT, break it, see the alert (no W&B account needed)
 	@$(BIN)/wandb-gradwatch demo
 
-test: $(STAMP) ## run all tests
-	@$(BIN)/python -m pytest
+test: $(STAMP) ## run the tests, but for those that take minutes
+	@$(BIN)/python -m pytest -n auto --dist loadfile
+
+test-all: $(STAMP) ## run all tests
+	@$(BIN)/python -m pytest -n auto --dist loadfile -m ""
 
 lint: $(STAMP) ## style, formatting and types
 	@$(BIN)/ruff check .

@@ -15,6 +15,8 @@ from wandb_gradwatch._diagnosis import CAUSES, diagnose
 from wandb_gradwatch._pipeline.alert_manager import AlertManager
 from wandb_gradwatch.rules import default_rules
 
+pytestmark = pytest.mark.slow
+
 FAULTS = [
     (held_out.hot_conv, "learning rate too high"),
     (held_out.hot_rmsprop, "learning rate too high"),

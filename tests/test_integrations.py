@@ -27,6 +27,7 @@ def test_importing_the_integrations_imports_no_framework() -> None:
     assert run(program.format(FRAMEWORKS)) == "[]"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("extra", ["lightning", "ignite", "transformers"])
 def test_a_missing_framework_names_its_extra(extra: str) -> None:
     program = f"""

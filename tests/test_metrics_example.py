@@ -10,6 +10,8 @@ import pytest
 from processes import inherited
 from test_examples import run_example
 
+pytestmark = pytest.mark.slow
+
 
 def test_everything_is_measured_in_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SAMPLE_EVERY", "4")

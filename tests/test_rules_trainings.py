@@ -12,6 +12,8 @@ from wandb_gradwatch._pipeline.alert_manager import AlertManager
 from wandb_gradwatch.rules import default_rules
 from wandb_gradwatch.snapshot import Snapshot
 
+pytestmark = pytest.mark.slow
+
 
 def alerts_of(samples: Snapshot) -> list[tuple[str, int]]:
     return [(alert.title, alert.step) for alert in AlertManager(default_rules()).process(samples)]

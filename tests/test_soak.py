@@ -21,6 +21,8 @@ from benchmarks.rows import steps_of, tally
 from benchmarks.soak import Look, Part, Soak, count_objects, growing_types, look, slopes, soak, what_grew
 from wandb_gradwatch import MemorySink
 
+pytestmark = pytest.mark.slow
+
 _BLOCK = 200  # steps; a multiple of every cadence below
 
 

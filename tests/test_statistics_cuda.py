@@ -16,6 +16,7 @@ from wandb_gradwatch._measure.address_table import AddressTable
 from wandb_gradwatch._measure.columns import Column
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_kernels_equal_the_reference() -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
