@@ -21,9 +21,9 @@ Others = Sequence[tuple[Score, Mapping[str, tuple[int, int | None]]]]
 
 _INTRODUCTION = """# How often the alerts are right
 
-Made by `python -m benchmarks.zoo`: {num_healthy} healthy trainings and {num_faulty} faulty ones ({num_faults} faults, each in one
-or several healthy trainings), all small: 80 to 400 steps. What is wrong, from which step on, in which layer, and why, was
-written down in `benchmarks/zoo/faults.py` before any of them was run.
+Made by `python -m benchmarks.zoo`: {num_healthy} healthy trainings and {num_faulty} faulty ones ({num_faults} faults, each in one or several
+healthy trainings), all small: 80 to 400 steps. What is wrong, from which step on, in which layer, and why, is written
+down in `benchmarks/zoo/faults.py`.
 
 Thresholds may be chosen on one seed of some families only. What is shown here is another seed; the families that nobody
 looks at while choosing are shown apart: {kept_out}.
@@ -117,9 +117,9 @@ def page_of(results: Sequence[dict[str, Any]]) -> str:
 
 def _columns(results: Sequence[dict[str, Any]]) -> list[str]:
     heads = [
-        (f"{result['name']} ({result['commit']}, {result['date']}), {part}", result[part])
+        (f"{result['name']} ({result['commit']}, {result['date']}): {part}", result[part])
         for result in results
-        for part in ("tuned families, other seeds", "families kept out")
+        for part in ("all", "tuned families, other seeds", "families kept out")
     ]
     lines = ["## In short", "", "| | " + " | ".join(head for head, _ in heads) + " |", "|---|" + "--:|" * len(heads)]
     for figure in heads[0][1]:
