@@ -79,13 +79,14 @@ def resources(compiled: Any, path: Path) -> tuple[int, int]:
 
 
 def instructions_of_loop(compiled: Any, path: Path) -> list[str]:
-    """What the machine executes in each round of the longest loop, from the machine code."""
+    """What the machine executes in each round of the loop that reads most, from the machine code."""
     path.write_bytes(compiled.asm["cubin"])
     found = re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", run_tool("cuobjdump", "-sass", str(path)))
     code = [(int(address, 16), text) for address, text in found]
     jumps = [(int(target.group(1), 16), at) for at, text in code if (target := re.search(r"BRA.* (0x[0-9a-f]+)", text))]
-    first, last = max((jump for jump in jumps if jump[0] < jump[1]), key=lambda jump: jump[1] - jump[0])
-    return [re.sub(r"^@!?U?P\w+ ", "", text).split()[0].split(".")[0] for at, text in code if first <= at <= last]
+    plain = [(at, re.sub(r"^@!?U?P\w+ ", "", text).split()[0].split(".")[0]) for at, text in code]
+    loops = [[name for at, name in plain if first <= at <= last] for first, last in jumps if first < last]
+    return max(loops, key=lambda loop: (loop.count("LDG"), -len(loop)))
 
 
 # The most registers of a thread, and instructions per element (None: not asked). A core of a GPU has 65536 registers,
