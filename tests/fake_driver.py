@@ -12,6 +12,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
+_PTX_OF: dict[bytes, str] = {}  # of a kernel's machine code: Triton keeps kernels longer than a test has a driver
 _VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 _Launch = Callable[[str, int, tuple[Any, ...]], None]
 
@@ -26,7 +27,6 @@ class FakeDriver:
 
     def __init__(self, capability: int, launch: _Launch = lambda *_: None) -> None:
         self._capability, self._launch = capability, launch
-        self._ptx_of: dict[bytes, str] = {}
         self.utils = SimpleNamespace(
             get_device_properties=lambda _: {"max_shared_mem": 232_448, "multiprocessor_count": 132, "warpSize": 32},
             load_binary=self._load,
@@ -41,12 +41,8 @@ class FakeDriver:
     def get_current_stream(self, _: int) -> int:
         return 0
 
-    def remember(self, kernel: Any) -> None:
-        """A kernel was compiled."""
-        self._ptx_of[kernel.asm["cubin"]] = kernel.asm["ptx"]
-
     def _load(self, name: str, binary: bytes, shared: int, device: int) -> tuple[Any, ...]:
-        loaded = (None, self._ptx_of[binary], 0, 0, 1024)  # the last since Triton 3.4
+        loaded = (None, _PTX_OF[binary], 0, 0, 1024)  # the last since Triton 3.4
         return loaded if _VERSION >= (3, 4) else loaded[:4]
 
     def launcher_cls(self, src: Any, metadata: Any) -> Callable[..., None]:
@@ -70,7 +66,7 @@ def installed(fake: FakeDriver) -> Iterator[FakeDriver]:
 
     def remembering(self: Any, *args: Any, **kwargs: Any) -> None:
         initialise(self, *args, **kwargs)
-        fake.remember(self)
+        _PTX_OF[self.asm["cubin"]] = self.asm["ptx"]
 
     CompiledKernel.__init__ = remembering
     driver.set_active(fake)

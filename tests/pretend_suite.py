@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import threading
@@ -11,7 +12,7 @@ import pretend_gpu
 import pytest
 import torch
 
-from wandb_gradwatch import MemorySink
+from wandb_gradwatch import MemorySink, watch
 from wandb_gradwatch._measure.address_table import AddressTable
 from wandb_gradwatch._measure.columns import NUM_BINS, NUM_COLUMNS, Column
 from wandb_gradwatch._measure.elements import onto
@@ -181,6 +182,31 @@ def test_gradients_on_two_gpus_are_each_measured_where_they_are():
             measured = measure([gradient], [gradient], histogram=True, backend=backend)
             assert measured.rows.device == gradient.device
             assert measured.rows[0, Column.GRAD_SUM_SQ].item() == 25
+
+
+def test_index_tables_are_uploaded_on_each_stream_that_reads_them():
+    gradient, side = torch.ones(3001, device="cuda"), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    for backend in ("cuda", "torch"):
+        measure([gradient], None, histogram=True, backend=backend)  # after what the other stream has waited for
+        with torch.cuda.stream(side):
+            assert measure([gradient], None, histogram=True, backend=backend).rows[0, Column.GRAD_SUM].item() == 3001
+
+
+def test_a_model_that_the_collector_finds_during_a_capture_is_not_flushed_into_it(monkeypatch):
+    sink = MemorySink()
+    model = torch.nn.Linear(2, 2).cuda()
+    watcher = watch(model, sinks=[sink], rules=[], backend="torch", sample_every=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(1, 2, device="cuda")).sum().backward()
+    optimizer.step()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    del model, optimizer
+    gc.collect()
+    assert sink.merged() is None
+    monkeypatch.undo()
+    watcher.remove()
+    assert sink.merged().steps.tolist() == [1]
 
 
 def test_a_window_is_written_and_sent_without_a_wait():

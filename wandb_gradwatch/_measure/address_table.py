@@ -7,17 +7,19 @@ from collections import deque
 import torch
 from torch import Tensor
 
+from .events import Event
+
 
 class Slot:
     """Pinned memory that one upload is written to, and an event that says when the device has read it."""
 
     def __init__(self, size: int) -> None:
         self._pinned = torch.empty(size, dtype=torch.int64, device="cpu", pin_memory=True)
-        self._read = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._read = Event()
 
     def is_free(self) -> bool:
         """True once the upload has run."""
-        return bool(self._read.query())  # type: ignore[no-untyped-call]
+        return self._read.query()
 
     def upload(self, values: Tensor, table: Tensor) -> None:
         """Queue a copy of values into table, behind everything on the current stream."""

@@ -10,10 +10,13 @@ and only if one changed (address_table.py). The kernels are in cuda.py, the plan
 
 from __future__ import annotations
 
+import os
+import tempfile
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from operator import attrgetter
 from typing import Any, Final
 
@@ -181,18 +184,44 @@ def _queue(
     device = only_compile_for or arguments[0].device
     variant = (kernel, device, *constants.values())
     constants["enable_fp_fusion"] = True  # whatever TRITON_DEFAULT_FP_FUSION says: sums are those of any other run
-    if only_compile_for is not None:
-        with _compiling, _on(device):
-            if variant not in _compiled:
-                kernels.build_launcher(kernel.warmup(*arguments, grid=(num_programs,), **constants))
-                _compiled.add(variant)
-    elif variant in _compiled:
+    if only_compile_for is None and variant in _compiled:
         with _on(device):
             kernel[(num_programs,)](*arguments, **constants)
-    else:
-        with _compiling, _on(device):
-            kernel[(num_programs,)](*arguments, **constants)
-            _compiled.add(variant)
+        return
+    with _compiling, _on(device):
+        if only_compile_for is None:
+            _whatever_happens(lambda: kernel[(num_programs,)](*arguments, **constants))
+        elif variant not in _compiled:
+            _whatever_happens(
+                lambda: kernels.build_launcher(kernel.warmup(*arguments, grid=(num_programs,), **constants))
+            )
+        _compiled.add(variant)
+
+
+def _whatever_happens(compile_kernel: Callable[[], Any]) -> None:
+    """Compile where warnings are exceptions, and where the folder for compiled kernels cannot be written to."""
+    try:
+        compile_kernel()
+    except Warning:  # one of Triton's own, with `python -W error`
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            compile_kernel()
+    except OSError:  # a home that is read-only, or a disk that is full
+        before = os.environ.get("TRITON_CACHE_DIR")
+        os.environ["TRITON_CACHE_DIR"] = _temporary_folder().name
+        try:
+            compile_kernel()
+        finally:
+            if before is None:
+                del os.environ["TRITON_CACHE_DIR"]
+            else:
+                os.environ["TRITON_CACHE_DIR"] = before
+
+
+@cache
+def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
+    """Removed when the process ends."""
+    return tempfile.TemporaryDirectory(prefix="gradwatch-kernels-")
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:

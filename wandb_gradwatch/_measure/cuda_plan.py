@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .address_table import AddressTable
-from .tiling import upload
+from .tiling import current_stream, upload
 
 # N tensors (gradients, then parameters), M chunks
 
@@ -140,8 +140,7 @@ def plan_for(
         num_gradients: how many of them are gradients.
         lanes, chunk: lanes of a program, and the most elements that it reads.
     """
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     codes = tuple(map(_CODES.__getitem__, dtypes))
     aligned = tuple([address % ALIGNMENT == 0 for address in addresses])
-    key = Key(tuple(sizes), codes, aligned, num_gradients, lanes, chunk, device, stream)
+    key = Key(tuple(sizes), codes, aligned, num_gradients, lanes, chunk, device, current_stream(device))
     return (_plan_for_few if len(codes) <= 2 else _plan_for)(key)

@@ -7,7 +7,7 @@ that float32 cannot hold is NaN, which says "could not be seen".
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +17,7 @@ from torch import Tensor
 from .columns import AS_LEFT, NUM_BINS, NUM_COLUMNS, RECEIVED_COLUMNS, SCALE_POWER, ZERO_BIN, Column
 from .elements import elements_of, wide_dtype
 from .float_bits import FLOAT32, FLOAT64, bin_of_code
-from .tiling import TilingPlan, fold, pages, plan_for, upload
+from .tiling import TilingPlan, current_stream, fold, pages, plan_for, upload
 
 # N tensors, C columns, B histogram bins, R lines
 
@@ -192,11 +192,13 @@ def _bins(page: Tensor, inverse_scale: Tensor | None) -> Tensor:
     layout = FLOAT64 if values.dtype is torch.float64 else FLOAT32
     bits = values.view(torch.int64 if layout is FLOAT64 else torch.int32)
     codes = (bits >> layout.code_shift) & (layout.num_codes - 1)
-    return torch.where(values == 0, ZERO_BIN, _bin_table(layout is FLOAT64, page.device)[codes.long()])
+    return torch.where(
+        values == 0, ZERO_BIN, _bin_table(layout is FLOAT64, page.device, current_stream(page.device))[codes.long()]
+    )
 
 
-@cache
-def _bin_table(double: bool, device: torch.device) -> Tensor:
+@lru_cache(maxsize=64)
+def _bin_table(double: bool, device: torch.device, stream: int) -> Tensor:
     return upload(bin_of_code(FLOAT64 if double else FLOAT32, 0).copy(), device)
 
 

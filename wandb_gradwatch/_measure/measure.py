@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import subprocess
 import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -182,6 +183,8 @@ def _run(function: str, backend: str, gradients: Sequence[Tensor], *args: Any, *
     with _plain_arithmetic(device):
         try:
             return getattr(_module(name), function)(gradients, *args, **kwargs)
+        except torch.cuda.OutOfMemoryError:
+            raise  # no fault of the kernels, and whatever replaces them needs more memory than they do
         except Exception as error:
             if backend != "auto" or name not in _WITHOUT_COMPILER:
                 raise
@@ -193,12 +196,21 @@ def _run(function: str, backend: str, gradients: Sequence[Tensor], *args: Any, *
         else:
             cpu_compiled.LOOPS.fail(failure)
         warnings.warn(
-            f"the {_COMPILER[name]} kernels failed ({failure!r}); "
+            f"the {_COMPILER[name]} kernels failed ({why_not(failure)}); "
             f"measuring gradients with backend={plain!r} from now on",
             RuntimeWarning,
             stacklevel=4,
         )
         return result
+
+
+def why_not(failure: Exception) -> str:
+    """Why kernels could not be made, or used: what is missing, where that is known."""
+    if "C compiler" in str(failure):
+        return "Triton needs a C compiler and finds none: install gcc, or name another in the environment variable CC"
+    if isinstance(failure, subprocess.CalledProcessError):
+        return f"Triton's C compiler failed, which needs Python's headers, as in python3-dev: {failure!r}"
+    return repr(failure)
 
 
 def _plain_arithmetic(device: torch.device) -> AbstractContextManager[Any]:

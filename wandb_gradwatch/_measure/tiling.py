@@ -40,9 +40,18 @@ class TilingPlan:
     steps: tuple[Tensor, ...]
 
 
-@lru_cache(maxsize=16)
 def plan_for(sizes: tuple[int, ...], device: torch.device) -> TilingPlan:
-    """Lay out tensors of these numbers of elements."""
+    """Lay out tensors of these numbers of elements, for use on the device's current stream."""
+    return _plan_of(sizes, device, current_stream(device))
+
+
+def current_stream(device: torch.device) -> int:
+    """What tables on a device are cached by, besides: one stream must not read what another has not uploaded yet."""
+    return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
+
+
+@lru_cache(maxsize=16)
+def _plan_of(sizes: tuple[int, ...], device: torch.device, stream: int) -> TilingPlan:
     num_lines = tuple(-(-size // LINE) for size in sizes)
     filling = [lines * LINE - size for lines, size in zip(num_lines, sizes, strict=True)]
     steps = []

@@ -45,7 +45,7 @@ class ErrorBoundary:
 
     def run(self, function: Callable[[], None]) -> None:
         """Call the function, unless the monitor has stopped."""
-        if self.stopped or self.in_forked_child or _graph_is_captured():
+        if self.stopped or self.in_forked_child or graph_is_captured():
             return
         began = time.perf_counter()
         # Thousands of short-lived tuples a sample set off the collector, which then walks the whole program: half of
@@ -79,7 +79,7 @@ class ErrorBoundary:
                 gc.enable()
 
 
-def _graph_is_captured() -> bool:
+def graph_is_captured() -> bool:
     """Whether a CUDA graph is being captured: what ran now would be replayed later, without the Python around it."""
     initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return bool(initialized) and torch.cuda.is_current_stream_capturing()

@@ -31,6 +31,7 @@ from .._measure.columns import (
     IntArray,
 )
 from .._measure.elements import wide_dtype
+from .._measure.events import Event
 from .._measure.probe_values import HISTOGRAM_SIZE, Distance, MetricHistogram, ProbeDistance, ProbeHistogram
 from ..snapshot import keys
 
@@ -108,7 +109,7 @@ class _PinnedBuffer:
 
     def __init__(self, like: Tensor) -> None:
         self.memory = torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=True)
-        self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.event = Event()
 
 
 _Kind = tuple[torch.device, torch.Size, torch.dtype]
@@ -168,7 +169,7 @@ class Transfer:
             return True
         if wait:  # the host waits for a device: in flush(), remove() and state_dict(), and for a guard, 8 steps late
             self._landing.event.synchronize()
-        return bool(self._landing.event.query())  # type: ignore[no-untyped-call]
+        return self._landing.event.query()
 
     def take(self) -> FloatArray | IntArray:
         """What has arrived; the memory that it arrived in is free for another."""
