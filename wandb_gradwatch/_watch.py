@@ -23,7 +23,7 @@ from ._capture.parameter_registry import Models, NameFilter, ParameterRegistry, 
 from ._guard.guard import GuardArgument, resolve_guard
 from ._guard.rank_consensus import refuse_guard
 from ._measure.measure import compile_for_cpu, resolve_backend
-from ._runtime.sharding import rank, world_size
+from ._runtime.sharding import DEEPSPEED_REFUSED, has_deepspeed, rank, world_size
 from ._watcher import WATCHERS, Config, Watcher
 from .metrics import MetricLike, probes_of, rules_of
 from .rules import Alert, Rule, as_rule, default_rules
@@ -103,7 +103,8 @@ def watch(
     Raises:
         TypeError: model is not a module or a collection of modules; something in metrics is no metric.
         ValueError: nothing trainable to watch; a cadence, name filter, backend or threshold that makes no
-            sense; a metric that matches nothing; a guard on a model whose ranks could not decide alike.
+            sense; a metric that matches nothing; a guard on a model whose ranks could not decide alike; a model that
+            DeepSpeed trains.
         RuntimeError: there is no run and there are no sinks; the backend cannot run on the model's device, or cannot be
             compiled.
 
@@ -114,6 +115,8 @@ def watch(
     # Everything that can be refused is refused before anything is changed, an earlier watcher included.
     cadence, budget = Cadence(sample_every, log_every, histogram_every), Budget(max_overhead)
     cadence.every(start_step + 1)  # what a function gives is checked now
+    if has_deepspeed(module for _, module in with_prefixes(model)):
+        raise ValueError(f"watch(): {DEEPSPEED_REFUSED}")
     registry = ParameterRegistry(model, include=include, exclude=exclude)
     _check_group_by(group_by, registry)
     if guard is not None and world_size() > 1 and backend == "auto" and _is_on_cpu(registry):

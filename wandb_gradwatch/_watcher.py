@@ -33,7 +33,7 @@ from ._pipeline.rank_parts import RankParts
 from ._pipeline.rule_runner import RuleRunner
 from ._pipeline.saved_samples import NameMatch, load_histogram, load_samples, save_samples
 from ._runtime.error_boundary import ErrorBoundary, alone, graph_is_captured
-from ._runtime.sharding import has_fsdp1, world_size
+from ._runtime.sharding import DEEPSPEED_REFUSED, has_deepspeed, has_fsdp1, world_size
 from ._summary import Summary, summarise
 from ._transfer.sample_buffer import SampleBuffer
 from ._transfer.transfers import ArrivedSample, Sample
@@ -85,6 +85,7 @@ class Watcher:
         self._alert_manager = AlertManager(config.rules)
         self._guard = guard = config.guard
         self._removed = False
+        self._is_new = True  # nothing has been delivered
         self._boundary = ErrorBoundary(self._failed)
         self._window = SampleBuffer(keep_newest_histogram=cadence.keeps_newest_histogram)
         self._dispatcher = Dispatcher(config.sinks, config.on_alert, to_terminal=config.to_terminal)
@@ -351,6 +352,13 @@ class Watcher:
             self._sampler.deliver()
 
     def _deliver(self, *, wait: bool = False) -> None:
+        if self._is_new:
+            self._is_new = False
+            if has_deepspeed(self._registry.models()):  # since watch(), which refuses it otherwise
+                self._stop()
+                self._dispatcher.close()
+                logger.error("wandb_gradwatch has stopped watching; training goes on: %s.", DEEPSPEED_REFUSED)
+                return
         if self._pipeline.has_any and not self._boundary.in_forked_child:
             self._pipeline.deliver(wait=wait)
 

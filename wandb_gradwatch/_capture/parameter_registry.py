@@ -21,7 +21,7 @@ Models = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
 # below the classes that are known to add it.
 _FSDP1_CHILD: Final = "_fsdp_wrapped_module"
 _TRANSPARENT_CHILDREN: Final = frozenset({"_orig_mod", _FSDP1_CHILD, "_checkpoint_wrapped_module", "_forward_module"})
-_TRANSPARENT_PARENTS: Final = frozenset({"DistributedDataParallel", "DataParallel", "DeepSpeedEngine"})
+_TRANSPARENT_PARENTS: Final = frozenset({"DistributedDataParallel", "DataParallel"})
 
 
 class ParameterRegistry:

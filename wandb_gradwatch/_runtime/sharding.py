@@ -66,6 +66,24 @@ class _Share:
         return self.counts and first in self.mesh  # otherwise this mesh is a replica of the one that has the first rank
 
 
+DEEPSPEED_REFUSED: Final = (
+    "a model that DeepSpeed trains cannot be watched: its engine averages and clips gradients in buffers of its own; "
+    "log engine.get_global_grad_norm() instead, or train with DistributedDataParallel or fully_shard (FSDP2)"
+)
+
+
+def has_deepspeed(models: Iterable[nn.Module]) -> bool:
+    """Whether a DeepSpeed engine is among these models, or trains one: it hooks the forward of what it trains."""
+    if "deepspeed" not in sys.modules:
+        return False
+    return any(
+        any(cls.__name__ == "DeepSpeedEngine" for cls in type(module).__mro__)
+        or any(getattr(hook, "__module__", "").startswith("deepspeed.") for hook in module._forward_pre_hooks.values())
+        for model in models
+        for module in model.modules()
+    )
+
+
 class Shards:
     """Which parameters are sharded over ranks, and which rows this rank counts in the whole.
 

@@ -1,0 +1,89 @@
+"""DeepSpeed keeps gradients in buffers of its own: a model that it trains is refused, before or after watch()."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+from gradients import watch
+from torch import nn
+
+from wandb_gradwatch.sinks import MemorySink
+
+
+class DeepSpeedEngine(nn.Module):
+    """What identifies DeepSpeed's: the class's name, and the hook that it puts on the model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.module = model
+
+        def count_forward(*_: Any) -> None: ...
+
+        count_forward.__module__ = "deepspeed.runtime.engine"
+        model.register_forward_pre_hook(count_forward)
+
+
+@pytest.fixture(autouse=True)
+def deepspeed_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "deepspeed", types.ModuleType("deepspeed"))
+
+
+@pytest.mark.parametrize("given", ["engine", "model", "several"])
+def test_a_model_that_deepspeed_trains_is_refused_with_what_to_do(given: str) -> None:
+    model = nn.Linear(2, 1)
+    engine = DeepSpeedEngine(model)
+    with pytest.raises(ValueError, match=r"DeepSpeed trains cannot be watched.*log engine\.get_global_grad_norm\(\)"):
+        watch({"engine": engine, "model": model, "several": [nn.Linear(2, 1), engine]}[given])
+
+
+def test_an_engine_that_is_made_after_watch_ends_the_watching_once_in_the_same_words(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = nn.Linear(2, 1)
+    watcher, sink = watch(model)
+    engine, optimizer = DeepSpeedEngine(model), torch.optim.SGD(model.parameters(), lr=0.1)
+    with caplog.at_level(logging.ERROR, logger="wandb_gradwatch"):
+        for _ in range(3):
+            engine.module(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+    watcher.remove()
+    assert len(caplog.records) == 1
+    assert "has stopped watching; training goes on: a model that DeepSpeed trains" in caplog.text
+    assert not sink.snapshots
+
+
+def test_the_lightning_callback_refuses_it_too() -> None:
+    pytest.importorskip("lightning")
+    from lightning.pytorch import LightningModule, Trainer
+    from torch.utils.data import DataLoader
+
+    from wandb_gradwatch.integrations.lightning import GradWatchCallback
+
+    class Module(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 1)
+            DeepSpeedEngine(self)
+
+        def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
+            return self.layer(batch).sum()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    trainer = Trainer(
+        max_steps=1,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[GradWatchCallback(sinks=[MemorySink()])],
+    )
+    with pytest.raises(ValueError, match="DeepSpeed trains cannot be watched"):
+        trainer.fit(Module(), DataLoader(torch.ones(2, 2)))
