@@ -356,8 +356,8 @@ def test_a_layer_whose_units_are_all_dead_is_named_after_patience():
     grads = {"a.weight": [0.0, 0.0], "a.bias": [0.0], "b.weight": [1.0, 0.0], "b.bias": [1.0]}
     (alert,) = DeadGradient(patience=10).check(together([sample_of(grads, step=s) for s in range(1, 11)]))
     assert alert.step == 10
-    assert "more than 50 % of the units of 1 of 2 layers" in alert.text
-    assert "a 100 %" in alert.text
+    assert "the same units of 1 of 2 layers, more than 50 % of each" in alert.text
+    assert "a.weight 100 %" in alert.text
 
 
 @pytest.mark.parametrize(

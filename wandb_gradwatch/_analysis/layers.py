@@ -68,3 +68,22 @@ def dead_units(snapshot: Snapshot) -> tuple[tuple[str, ...], FloatArray]:
     least_SL = np.fmin.reduceat(dead_SP, modules.starts, axis=1)
     whole_SL = np.where(modules.has_bias, least_SL, (least_SL == 1.0).astype(np.float64))
     return modules.names, np.where(np.isnan(least_SL), np.nan, whole_SL)
+
+
+def initial_gains(snapshot: Snapshot, sample: int) -> list[tuple[str, float]]:
+    """Each layer's RMS weight times sqrt(fan-in) in a sample, by the weight's name: about 1 keeps a signal's size.
+
+    The fan-in is the number of a weight's elements over that of its bias, so layers without a bias are left out, and so
+    are normalisation layers, whose weight and bias are equally many.
+    """
+    names = {name: index for index, name in enumerate(snapshot.names)}
+    size_P, sum_sq_P = snapshot.num_elements[sample], snapshot.column(Column.PARAM_SUM_SQ)[sample]
+    found = []
+    for name, weight in names.items():
+        module, _, parameter = name.rpartition(".")
+        beside = parameter.replace("weight", "bias")
+        bias = names.get(f"{module}.{beside}" if module else beside) if "weight" in parameter else None
+        if bias is None or not size_P[weight] > size_P[bias] or not sum_sq_P[weight] >= 0:
+            continue
+        found.append((name, float(np.sqrt(sum_sq_P[weight] / size_P[bias]))))  # sqrt(sum / size * (size / bias's))
+    return found

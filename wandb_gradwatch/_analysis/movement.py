@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 
-from .._measure.columns import Column, FloatArray
+from .._measure.columns import Column
 from ..snapshot import Snapshot
+from .memory import PerName
 
 # S samples, P watched parameters
 
@@ -16,33 +18,29 @@ class Movement:
     """The parameters as the last sample has found them, before its update; the next one shows what the update did."""
 
     def __init__(self) -> None:
-        self._names: tuple[str, ...] = ()
         self._step = 0
-        self._sum_sq_P: FloatArray = np.zeros(0)
+        self._sum_sq = PerName(math.nan)
 
-    def of(self, snapshot: Snapshot, sample: int) -> float:
-        """|relative change| of the parameters' norm per step since the sample before: of those that both samples hold.
+    def of(self, snapshot: Snapshot, sample: int, *, signed: bool = False) -> float:
+        """Relative change of the parameters' norm per step since the sample before: of those that both samples hold.
 
         NaN where nothing can be compared, infinite where a parameter is not finite any more.
         """
-        sum_sq_P = snapshot.column(Column.PARAM_SUM_SQ)[sample]
-        step, before_P = int(snapshot.steps[sample]), self._sum_sq_P
-        known = snapshot.names == self._names and step > self._step
-        num_steps = step - self._step
-        self._names, self._step, self._sum_sq_P = snapshot.names, step, sum_sq_P
-        if not known:
-            return float("nan")
+        after_P, kept_P = snapshot.column(Column.PARAM_SUM_SQ)[sample], self._sum_sq.of(snapshot.names)
+        before_P, num_steps = kept_P.copy(), int(snapshot.steps[sample]) - self._step
+        kept_P[:], self._step = after_P, int(snapshot.steps[sample])
+        both_P = ~np.isnan(after_P) & ~np.isnan(before_P)
         if np.any(snapshot.column(Column.PARAM_NUM_NONFINITE)[sample] > 0):
-            return float("inf")
-        both_P = ~np.isnan(sum_sq_P) & ~np.isnan(before_P)
-        before, after = float(before_P[both_P].sum()), float(sum_sq_P[both_P].sum())
-        if not before > 0 or not after > 0:
-            return float("nan")
-        return float(abs(np.expm1(0.5 * np.log(after / before) / num_steps)))
+            return math.inf
+        before, after = float(before_P[both_P].sum()), float(after_P[both_P].sum())
+        if not before > 0 or not after > 0 or num_steps < 1:
+            return math.nan
+        change = math.expm1(min(0.5 * math.log(after / before) / num_steps, 700.0))
+        return change if signed else abs(change)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"step": self._step, "names": list(self._names), "sum_sq": self._sum_sq_P.tolist()}
+        return {"step": self._step, "sum_sq": self._sum_sq.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._step, self._names = int(state["step"]), tuple(state["names"])
-        self._sum_sq_P = np.array(state["sum_sq"], dtype=np.float64)
+        self._step = int(state["step"])
+        self._sum_sq.load_state_dict(state["sum_sq"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -22,6 +22,9 @@ _WITHHELD: Final = (
     "The guard did not apply this step: parameters and optimizer state are as they were before it. A single one can be "
     "left at that; if more follow, it is not the batch: act on the cause."
 )
+
+_EPISODE: Final = 40  # samples before an alert: what is older is not its cause
+_AS_PROBABLE: Final = 0.1  # less confident by this much at most: neither is claimed
 
 
 def diagnose(
@@ -66,13 +69,26 @@ def with_diagnosis(alert: Alert, history: Snapshot | None, **context: Any) -> Al
         return alert
     until = _until(history, alert.step)
     fact, prefix, cause = alert.text.partition(CAUSE_PREFIX)
-    fitting = [d for d in diagnose(until, **context) if alert.title in CAUSES[d.cause]]
-    if fitting:
-        prefix, cause = CAUSE_PREFIX, str(fitting[0])
+    recent = select_samples(until, range(max(len(until) - _EPISODE, 0), len(until)))
+    fitting = [d for d in diagnose(recent, **context) if alert.title in CAUSES[d.cause]] if len(recent) else []
+    if fitting and not (len(until) and until.arose_after_backward[-1]):
+        prefix, cause = CAUSE_PREFIX, _in_words(fitting)
     lines = [fact.rstrip()]
     if len(until) and until.steps[-1] == alert.step and until.guarded[-1]:
         lines.append(_WITHHELD)
     return replace(alert, text="\n".join([*lines, prefix + cause]) if prefix else "\n".join(lines))
+
+
+def _in_words(fitting: Sequence[Diagnosis]) -> str:
+    """The most probable cause, or two of them where nothing in the samples tells them apart."""
+    first, *others = fitting
+    if not others or others[0].confidence < first.confidence - _AS_PROBABLE:
+        return str(first)
+    second = others[0]
+    return (
+        f"not clear: either {first.cause} ({first.evidence}), or {second.cause} ({second.evidence}). Remedy: "
+        f"{first.remedy}; if that changes nothing, {second.remedy}."
+    )
 
 
 def _until(history: Snapshot, step: int) -> Snapshot:

@@ -39,13 +39,15 @@ FROZEN = "frozen or unused layers"
 ZEROED = "gradients zeroed before the step"
 BAD_BATCH = "one bad batch"
 BAD_RANK = "one bad rank"
+LOSS = "the loss or the inputs are not finite"
+OPTIMIZER = "NaN made by the optimizer's update, by its state or its eps"
 INVALID = "an operation without a finite derivative"
 
 # What each cause can explain, by the titles of the shipped rules.
 _EXPLOSION, _FADING = ("Exploding gradient", "NaN gradient", "Inf gradient"), ("Vanishing gradient", "Dead gradient")
 CAUSES: Final[dict[str, tuple[str, ...]]] = {
-    LEARNING_RATE: (*_EXPLOSION, "Dead gradient", "Loss scale collapse"),
-    INITIALISATION: (*_EXPLOSION, *_FADING, "Loss scale collapse"),
+    LEARNING_RATE: (*_EXPLOSION, "Loss scale collapse", "Parameters grow too fast"),
+    INITIALISATION: (*_EXPLOSION, *_FADING, "Loss scale collapse", "Initial weights"),
     DEPTH: _EXPLOSION,
     RECURRENCE: _EXPLOSION,
     SATURATION: ("Vanishing gradient",),
@@ -55,7 +57,9 @@ CAUSES: Final[dict[str, tuple[str, ...]]] = {
     DEAD_RELU: _FADING,
     FROZEN: ("No gradient",),
     ZEROED: ("No gradient",),
-    BAD_BATCH: _EXPLOSION,
+    BAD_BATCH: ("NaN gradient", "Inf gradient"),
+    LOSS: ("NaN gradient", "Inf gradient"),
+    OPTIMIZER: ("NaN gradient", "Inf gradient"),
     BAD_RANK: (*_EXPLOSION, "Loss scale collapse"),
     INVALID: ("NaN gradient", "Inf gradient", "Loss scale collapse"),
 }

@@ -9,6 +9,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from .._analysis.layers import initial_gains
 from .._measure.columns import Column, FloatArray
 from ..snapshot import Snapshot
 
@@ -113,14 +114,4 @@ class Parameters:
         The fan-in is the number of a weight's elements over that of its bias, so layers without a bias are left out,
         and so are normalisation layers, whose weight and bias are equally many.
         """
-        names = {name: index for index, name in enumerate(self._history.names)}
-        size_P, sum_sq_P = self._history.num_elements[0], self._history.column(Column.PARAM_SUM_SQ)[0]
-        found = []
-        for name, weight in names.items():
-            module, _, parameter = name.rpartition(".")
-            bias = names.get(f"{module}.{parameter.replace('weight', 'bias')}") if "weight" in parameter else None
-            if bias is None or not size_P[weight] > size_P[bias] or not sum_sq_P[weight] >= 0:
-                continue
-            fan_in = size_P[weight] / size_P[bias]
-            found.append((name, float(np.sqrt(sum_sq_P[weight] / size_P[weight] * fan_in))))
-        return found
+        return initial_gains(self._history, 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .._diagnosis import Diagnosis, diagnose, with_diagnosis
+from .._diagnosis import CAUSES, Diagnosis, diagnose, with_diagnosis
 from .._runtime.error_boundary import CallbackError
 from .._transfer.transfers import ArrivedSample
 from .alert_manager import AlertManager
@@ -52,9 +52,11 @@ class RuleRunner:
         return self._alert_manager.healthy
 
     def diagnose(self) -> list[Diagnosis]:
-        """Probable causes of what the last samples show, most probable first."""
-        history = self._dispatcher.recorder.history()
-        return [] if history is None else diagnose(history, **self._context)
+        """Probable causes of what has been told, most probable first; none of a training that nothing was told of."""
+        recorder = self._dispatcher.recorder
+        history, titles = recorder.history(), {alert.title for alert in recorder.alerts if alert.level != "INFO"}
+        found = [] if history is None or not titles else diagnose(history, **self._context)
+        return [diagnosis for diagnosis in found if titles.intersection(CAUSES[diagnosis.cause])]
 
     @property
     def _context(self) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from ._base import MAX_TITLE, Alert, Level, Rule
 from ._exploding import ExplodingGradient
 from ._functions import FunctionRule, as_rule, rule
 from ._nonfinite import InfGradient, LossScaleCollapse, NaNGradient
+from ._parameters import FastParameters, PoorInitialisation, TightClipping
 from ._ratios import GradParamRatio, LayerSpread
 from ._vanishing import DeadGradient, NoGradient, VanishingGradient
 from ._wiring import GradientsNotReset, NotInOptimizer, UnchangedParameters
@@ -15,6 +16,7 @@ __all__ = [
     "Alert",
     "DeadGradient",
     "ExplodingGradient",
+    "FastParameters",
     "FunctionRule",
     "GradParamRatio",
     "GradientsNotReset",
@@ -25,7 +27,9 @@ __all__ = [
     "NaNGradient",
     "NoGradient",
     "NotInOptimizer",
+    "PoorInitialisation",
     "Rule",
+    "TightClipping",
     "UnchangedParameters",
     "VanishingGradient",
     "as_rule",
@@ -50,4 +54,7 @@ def default_rules() -> list[Rule]:
         NotInOptimizer(),
         GradientsNotReset(),
         UnchangedParameters(),
+        PoorInitialisation(),
+        FastParameters(),
+        TightClipping(),
     ]

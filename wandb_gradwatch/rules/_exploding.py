@@ -22,10 +22,29 @@ _USUAL_WEIGHT: Final = 0.1  # of the newest healthy sample in a parameter's usua
 _WINDOW: Final = 64  # norms that say what is usual, and that a rise is looked for in
 _FIRST: Final = 5  # norms of a run's beginning, which are forgotten when as many have followed
 _HALVED_AFTER: Final = 100  # samples: what was survived long ago is no excuse any more
-_AT_ONCE: Final = 8.0  # times the record: said before it is known whether it passes; healthy spikes stay below
+# Times the record: said before it is known whether it passes. Rare classes in small batches have 27 times at step 10.
+_AT_ONCE, _AT_ONCE_EARLY = 8.0, 30.0
 _WORTH_A_WORD: Final = 4.0  # times the record: a spike that has passed is told, as INFO
 _MOVED: Final = 0.05  # of the parameters' norm by one update: healthy ones move 2.5 % at most once a run is under way
 _GROWS: Final = 1.5  # times the sample before: what is above the limit and still growing will not pass
+_LEARNING_RATE: Final = (
+    "learning rate too high",
+    "divide the learning rate by 10 or lengthen its warm-up, and clip with clip_grad_norm_",
+)
+_CHANGED: Final = (
+    "the data has changed: a new level of inputs, targets or the loss's scale",
+    "look at what changed in the data, the targets or the loss at this step; normalise it",
+)
+_BATCH: Final = ("one bad batch", "look at the batch of this step, and clip with clip_grad_norm_")
+_LARGE_UPDATE: Final = (
+    "not clear: either one bad batch whose gradient nothing clipped, or a learning rate that is too high; that batch, "
+    "looked at, tells them apart",
+    "look at the batch of this step, clip with clip_grad_norm_, and lower the learning rate if it comes again",
+)
+_UNKNOWN: Final = (
+    "not clear: either one bad batch, or the data has changed; whether the norm falls back tells them apart",
+    "look at the batch of this step and at what changed in the data, and clip with clip_grad_norm_",
+)
 
 
 @dataclass
@@ -115,7 +134,7 @@ class ExplodingGradient:
             else:
                 self._learn_layers(snapshot, healthy)
                 healthy = []
-                yield self._alert(snapshot, sample, *finding)
+                yield self._alert(snapshot, sample, *finding, moved)
         self._learn_layers(snapshot, healthy)
 
     def _log_limit(self, past: _Past) -> float:
@@ -125,6 +144,10 @@ class ExplodingGradient:
             return past.record + math.log(self.first_factor)
         usual = float(np.median(past.norms))
         return max(past.record + math.log(self.record_factor), usual + math.log(self.min_factor))
+
+    @staticmethod
+    def _at_once(past: _Past) -> float:
+        return _AT_ONCE if past.num_survived >= _WINDOW else _AT_ONCE_EARLY
 
     def _judge(self, snapshot: Snapshot, sample: int, past: _Past, moved: bool) -> tuple[Level, int, str] | None:
         """The level, the step where it began and what is wrong with the total norm, or None; the past learns of it."""
@@ -156,7 +179,7 @@ class ExplodingGradient:
             return "ERROR", past.began, f"{words}; it has not fallen back"
         elif past.num_above > 1:
             return "WARN", past.began, f"{words}; it stays there, and the parameters have hardly moved"
-        elif _log(norm) > past.record + math.log(_AT_ONCE):
+        elif _log(norm) > past.record + math.log(self._at_once(past)):
             return "WARN", step, words
         return None
 
@@ -171,7 +194,7 @@ class ExplodingGradient:
             )
             if moved:
                 finding = "ERROR", past.began, f"{words}, but the update has moved the parameters far"
-            elif _WORTH_A_WORD < factor <= _AT_ONCE:  # more has been told
+            elif _WORTH_A_WORD < factor <= self._at_once(past):  # more has been told
                 finding = "INFO", past.began, f"{words}; the parameters have hardly moved"
             past.passed()
         past.survive(log_norm)
@@ -202,7 +225,8 @@ class ExplodingGradient:
             known_P = np.where(np.isnan(usual_P), log_P, usual_P)
             np.copyto(usual_P, known_P + _USUAL_WEIGHT * (log_P - known_P), where=seen_P)
 
-    def _alert(self, snapshot: Snapshot, sample: int, level: Level, step: int, fact: str) -> Alert:
+    def _alert(self, snapshot: Snapshot, sample: int, level: Level, step: int, fact: str, has_moved: bool) -> Alert:
+        stays = "it stays there" in fact
         earlier = np.flatnonzero(snapshot.steps == step)
         place = int(earlier[0]) if earlier.size else sample  # the sample where it began may have come with another call
         norm_P, usual_P = snapshot.grad_norm[place], np.exp(self._usual.of(snapshot.names))
@@ -215,11 +239,10 @@ class ExplodingGradient:
                 + (f" (usually {number(usual_P[p])})" if np.isfinite(usual_P[p]) else "")
             ),
         )
-        cause = (
-            "not clear: either one bad batch, after which the norm falls back by itself, or too high a learning rate, "
-            "after which it grows on or the parameters have moved"
-        )
-        remedy = "look at the batch of this step and clip with clip_grad_norm_; if it grows on, lower the learning rate"
+        if "has fallen back" in fact:
+            cause, remedy = _LARGE_UPDATE if has_moved else _BATCH
+        else:
+            cause, remedy = _LEARNING_RATE if has_moved or "step by step" in fact else _CHANGED if stays else _UNKNOWN
         return Alert(self.title, sentence(f"Step {step}: {fact}.", layers, cause, remedy), step, level)
 
     def state_dict(self) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -12,7 +13,7 @@ import numpy.typing as npt
 
 from .._analysis.depth import DepthTrend, depth_trends
 from .._analysis.formatting import listing, number, sentence, worst_first
-from .._analysis.layers import dead_units
+from .._analysis.layers import dead_units, modules_of
 from .._analysis.memory import PerName
 from .._measure.columns import FloatArray
 from ..snapshot import Snapshot
@@ -20,6 +21,8 @@ from ._base import Alert, check_limits
 
 # S samples, P watched parameters, L modules
 
+_CHANCE: float = 1e-3  # that a layer which is now and then without a gradient is so as often in a row
+_ARRIVED: float = 1e-6  # of the largest norm so far: what fits exactly has layers without any gradient, and is done
 _ABRUPT: float = 1e3  # a fall below the floor from a norm this many times above it is no slow convergence
 
 
@@ -117,7 +120,12 @@ class VanishingGradient:
 
 @dataclass(kw_only=True)
 class DeadGradient:
-    """Many units of a layer get no gradient at all: "Dead gradient".
+    """Units of a layer get no gradient at all, and they are the same ones from sample to sample: "Dead gradient".
+
+    A count of one sample says nothing: at a batch of 1 half of all ReLU units are off in every sample, though never the
+    same half. That the same units are dead shows where the count does not scatter as a chance would have it. A whole
+    layer without any gradient is told at the second sample if it never was so before; experts and losses that are now
+    and then without one take longer by Laplace's rule of succession.
 
     Args:
         max_ratio: the share of a layer's units that may be dead. 5 % and 20 %, as is often read, is what an untrained
@@ -127,7 +135,12 @@ class DeadGradient:
 
     max_ratio: float = 0.5
     patience: int = 10
-    _num_dead: PerName = field(default_factory=PerName, init=False, repr=False)
+    _recent: deque[FloatArray] = field(default_factory=deque, init=False, repr=False)  # shares of the last samples: [L]
+    _largest: float = field(default=0.0, init=False)
+    _modules: tuple[str, ...] = field(default=(), init=False, repr=False)
+    _num_seen: PerName = field(default_factory=PerName, init=False, repr=False)
+    _num_whole: PerName = field(default_factory=PerName, init=False, repr=False)  # samples with all dead, before
+    _num_in_a_row: PerName = field(default_factory=PerName, init=False, repr=False)  # and up to now
 
     title: ClassVar[str] = "Dead gradient"
 
@@ -136,32 +149,77 @@ class DeadGradient:
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
         modules, share_SL = dead_units(snapshot)
-        count_L = self._num_dead.of(modules)
+        if modules != self._modules:
+            places = [self._modules.index(name) if name in self._modules else -1 for name in modules]
+            self._recent = deque(np.append(shares, np.nan)[places] for shares in self._recent)
+            self._modules = modules
+        seen_L, whole_L, row_L = (kept.of(modules) for kept in (self._num_seen, self._num_whole, self._num_in_a_row))
         for sample in np.flatnonzero(snapshot.total_grad_norm > 0).tolist():  # nothing at all is NoGradient's
+            self._largest = max(self._largest, float(snapshot.total_grad_norm[sample]))
+            if snapshot.total_grad_norm[sample] < _ARRIVED * self._largest:
+                continue
             share_L = share_SL[sample]
-            count_L[share_L > self.max_ratio] += 1
-            count_L[share_L <= self.max_ratio] = 0  # a missing layer keeps its count
-            dead = np.flatnonzero((count_L >= self.patience) & (share_L > self.max_ratio))
-            if dead.size:
-                yield self._alert(int(snapshot.steps[sample]), modules, share_L, worst_first(share_L, dead))
+            present_L, all_dead_L = ~np.isnan(share_L), share_L == 1.0
+            alive_L = present_L & ~all_dead_L
+            whole_L[alive_L] += row_L[alive_L]
+            row_L[alive_L], row_L[all_dead_L] = 0, row_L[all_dead_L] + 1
+            seen_L[present_L] += 1
+            before_L = seen_L - row_L
+            chance_L = ((whole_L + 1) / (before_L + 2)) ** row_L
+            suddenly_L = all_dead_L & (chance_L < _CHANCE) & (row_L >= 2)
+            self._recent.append(share_L)
+            if len(self._recent) > self.patience:
+                self._recent.popleft()
+            dead_L = suddenly_L | self._are_the_same(snapshot, sample)
+            if dead_L.any():
+                yield self._alert(snapshot, sample, share_L, np.flatnonzero(dead_L)[::-1].tolist())
 
-    def _alert(self, step: int, modules: tuple[str, ...], share_L: FloatArray, dead: list[int]) -> Alert:
+    def _are_the_same(self, snapshot: Snapshot, sample: int) -> npt.NDArray[np.bool_]:
+        """Layers with too many dead units in each of the last samples, so equally many that they must be the same."""
+        recent = np.stack(self._recent)
+        if len(recent) < self.patience:
+            return np.zeros(recent.shape[1], dtype=bool)
+        least_L, spread_L = recent.min(axis=0), recent.max(axis=0) - recent.min(axis=0)
+        modules = modules_of(snapshot.names)
+        size_L = np.full(len(modules.names), np.inf)
+        np.fmin.at(size_L, modules.of_parameter, snapshot.num_elements[sample])  # a bias has one element per unit
+        mean_L = recent.mean(axis=0)
+        with np.errstate(invalid="ignore"):
+            scatter_L = np.sqrt(mean_L * (1 - mean_L) / size_L)
+            same: npt.NDArray[np.bool_] = (least_L > self.max_ratio) & (spread_L <= scatter_L)
+        return same
+
+    def _alert(self, snapshot: Snapshot, sample: int, share_L: FloatArray, dead: list[int]) -> Alert:
+        step, modules = int(snapshot.steps[sample]), modules_of(snapshot.names)
+        first = {int(place): name for name, place in zip(snapshot.names[::-1], modules.of_parameter[::-1], strict=True)}
         fact = (
-            f"Step {step}: more than {100 * self.max_ratio:.0f} % of the units of {len(dead)} of {len(modules)} layers "
-            f"have had no gradient for {self.patience} samples or more."
+            f"Step {step}: the same units of {len(dead)} of {len(modules.names)} layers, more than "
+            f"{100 * self.max_ratio:.0f} % of each, have no gradient in sample after sample; of these layers "
+            f"{first[dead[0]]} is nearest to the output."
         )
-        layers = listing(dead, lambda index: f"{modules[index]} {100 * share_L[index]:.0f} %")
-        cause = (
-            "ReLU units that never fire, by too large a step or a negative bias, or a layer that the loss does not use"
+        layers = listing(dead, lambda index: f"{first[index]} {100 * share_L[index]:.0f} %")
+        cause = "dead units: ReLUs that never fire, or a layer whose output is multiplied by 0 or not used"
+        remedy = (
+            "check what follows the layer nearest to the output (masks, dropout, its use), its bias and its "
+            "initialisation; lower the learning rate, use LeakyReLU or GELU"
         )
-        remedy = "lower the learning rate, use LeakyReLU or GELU, check the initialisation and the use of the output"
         return Alert(self.title, sentence(fact, layers, cause, remedy), step, "WARN")
 
     def state_dict(self) -> dict[str, Any]:
-        return {"num_dead": self._num_dead.state_dict()}
+        return {
+            "largest": self._largest,
+            "modules": list(self._modules),
+            "recent": [shares.tolist() for shares in self._recent],  # NaN where a layer was missing
+            "num_seen": self._num_seen.state_dict(),
+            "num_whole": self._num_whole.state_dict(),
+            "num_in_a_row": self._num_in_a_row.state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._num_dead.load_state_dict(state["num_dead"])
+        self._largest, self._modules = float(state["largest"]), tuple(state["modules"])
+        self._recent = deque(np.array(shares, dtype=np.float64) for shares in state["recent"])
+        for name in ("num_seen", "num_whole", "num_in_a_row"):
+            getattr(self, f"_{name}").load_state_dict(state[name])
 
 
 @dataclass(kw_only=True)
@@ -179,6 +237,7 @@ class NoGradient:
     zero_patience: int = 10
     _num_missing: PerName = field(default_factory=PerName, init=False, repr=False)
     _num_zero: int = field(default=0, init=False)
+    _is_often_zero: bool = field(default=False, init=False)  # a hinge loss whose samples are satisfied, now and then
 
     title: ClassVar[str] = "No gradient"
 
@@ -189,14 +248,16 @@ class NoGradient:
         count_P = self._num_missing.of(snapshot.names)
         missing_SP = np.isnan(snapshot.num_elements)
         if not missing_SP.any() and (snapshot.total_grad_norm > 0).all():  # as nearly always: no sample needs a look
+            self._is_often_zero |= self._num_zero > 0
             count_P[:], self._num_zero = 0, 0
             return
         for sample, missing_P in enumerate(missing_SP):
             count_P[missing_P] += 1
             count_P[~missing_P] = 0
             all_zero = snapshot.total_grad_norm[sample] == 0 and not np.any(snapshot.num_nonfinite[sample] > 0)
+            self._is_often_zero |= self._num_zero > 0 and not all_zero
             self._num_zero = self._num_zero + 1 if all_zero else 0
-            if self._num_zero >= self.zero_patience:
+            if self._num_zero >= self.zero_patience and not self._is_often_zero:
                 yield self._zero_alert(int(snapshot.steps[sample]))
             elif (late := np.flatnonzero((count_P >= self.patience) & snapshot.trainable)).size:
                 yield self._missing_alert(int(snapshot.steps[sample]), snapshot.names, count_P, late)
@@ -227,8 +288,9 @@ class NoGradient:
         return {
             "num_missing": self._num_missing.state_dict(),
             "num_zero": self._num_zero,
+            "is_often_zero": self._is_often_zero,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._num_missing.load_state_dict(state["num_missing"])
-        self._num_zero = int(state["num_zero"])
+        self._num_zero, self._is_often_zero = int(state["num_zero"]), bool(state["is_often_zero"])

@@ -8,7 +8,7 @@ from typing import Final
 from ..causes import CAUSES, Diagnosis
 from ..evidence import Evidence
 from .depth import batch_norm, saturation, through_depth, through_recurrence
-from .incidents import bad_batch, bad_rank, invalid_operation
+from .incidents import bad_batch, bad_rank, broken_by_update, invalid_operation, loss_or_inputs
 from .parameters import initialisation, learning_rate
 from .precision import scale_too_high, underflow
 from .silence import dead_relu, frozen, zeroed
@@ -18,5 +18,5 @@ __all__ = ["CAUSES", "PATTERNS", "Diagnosis"]
 # Of two causes that are equally probable the earlier one is named first.
 PATTERNS: Final[tuple[Callable[[Evidence], Diagnosis | None], ...]] = (
     learning_rate, initialisation, through_depth, through_recurrence, saturation, batch_norm, underflow, scale_too_high,
-    dead_relu, frozen, zeroed, bad_batch, bad_rank, invalid_operation,
+    dead_relu, frozen, zeroed, bad_batch, bad_rank, invalid_operation, loss_or_inputs, broken_by_update,
 )  # fmt: skip

@@ -7,24 +7,16 @@ import math
 import numpy as np
 
 from ..._analysis.formatting import number
+from ..._measure.columns import Column
 from ...snapshot import keys
-from ..causes import BAD_BATCH, BAD_RANK, INVALID, Diagnosis
+from ..causes import BAD_BATCH, BAD_RANK, INVALID, LOSS, OPTIMIZER, Diagnosis
 from ..evidence import Evidence
 
 # S samples, L modules, R ranks
 
 
 def bad_batch(evidence: Evidence) -> Diagnosis | None:
-    """One sample stands out from calm neighbours, or the first NaN came out of a calm norm into every layer."""
-    if evidence.first_bad is not None and evidence.growth is None:
-        before = evidence.log_norm_N[evidence.clean < evidence.first_bad][-16:]
-        if len(before) >= 5:
-            words = (
-                f"NaN or Inf at step {evidence.step(evidence.first_bad)} out of a calm norm, "
-                f"{number(float(np.exp(before.min())))} to {number(float(np.exp(before.max())))} in the {len(before)} "
-                f"samples before{evidence.note_of(evidence.first_bad)}"
-            )
-            return Diagnosis(BAD_BATCH, 0.65, words, _against_a_bad_batch(evidence, evidence.first_bad))
+    """One sample stands out from calm neighbours."""
     if len(evidence.spikes) in (1, 2):
         sample, factor = max(evidence.spikes, key=lambda spike: spike[1])
         lone = "a lone spike" if len(evidence.spikes) == 1 else "one of two spikes"
@@ -45,6 +37,51 @@ def _against_a_bad_batch(evidence: Evidence, sample: int) -> str:
     # A norm that is NaN makes clip_grad_norm_ spread it over every gradient.
     clip = "" if sample == evidence.first_bad else "clip, or "
     return f"look at the batch of this step; {clip}{skip}"
+
+
+def loss_or_inputs(evidence: Evidence) -> Diagnosis | None:
+    """Every layer from the last one back is non-finite and the parameters are not: it came from above the model."""
+    sample = evidence.first_bad
+    if sample is None or evidence.is_broken(sample) or evidence.growth is not None:
+        return None
+    bad_L = evidence.layers.by_module.num_nonfinite[sample] > 0
+    present = np.flatnonzero(~np.isnan(evidence.layers.by_module.num_elements[sample]))
+    if not bad_L[present].all():
+        return None
+    before = evidence.log_norm_N[evidence.clean < sample][-16:]
+    calm = (
+        f" out of a calm norm, {number(float(np.exp(before.min())))} to {number(float(np.exp(before.max())))} in the "
+        f"{len(before)} samples before"
+        if len(before)
+        else ""
+    )
+    words = f"at step {evidence.step(sample)} every layer is non-finite,{calm}{evidence.note_of(sample)}"
+    remedy = (
+        "look at the inputs, the labels and the loss of this step (log 0, division by 0, an exponential): "
+        + _against_a_bad_batch(evidence, sample)
+    )
+    return Diagnosis(LOSS, 0.75, words, remedy)
+
+
+def broken_by_update(evidence: Evidence) -> Diagnosis | None:
+    """Parameters are not finite after an update whose gradients were finite and ordinary."""
+    sample = evidence.first_bad
+    if sample is None or sample == 0 or not evidence.is_broken(sample) or evidence.growth is not None:
+        return None
+    before = evidence.log_norm_N[evidence.clean < sample][-17:]
+    if not len(before) or before[-1] > float(np.median(before)) + math.log(10):
+        return None
+    broken = np.flatnonzero(evidence.history.column(Column.PARAM_NUM_NONFINITE)[sample] > 0)
+    words = (
+        f"before step {evidence.step(sample)} {len(broken)} parameters were finite, and so were the gradients of the "
+        f"update that broke them, with a norm of {number(float(np.exp(before[-1])))}; the first of them is "
+        f"{evidence.history.names[broken[0]]}"
+    )
+    remedy = (
+        "load the last good checkpoint, keep parameters and the optimizer's state in float32, and check its eps and "
+        "whatever else writes to parameters"
+    )
+    return Diagnosis(OPTIMIZER, 0.8, words, remedy)
 
 
 def bad_rank(evidence: Evidence) -> Diagnosis | None:

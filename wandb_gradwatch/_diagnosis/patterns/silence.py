@@ -25,7 +25,7 @@ def dead_relu(evidence: Evidence) -> Diagnosis | None:
 def frozen(evidence: Evidence) -> Diagnosis | None:
     """Some parameters never had a gradient while others had one every time."""
     present_SP = ~np.isnan(evidence.history.num_elements)
-    never = np.flatnonzero(~present_SP.any(axis=0))
+    never = np.flatnonzero(~present_SP.any(axis=0) & evidence.history.trainable)
     if not never.size or not present_SP.any(axis=1).all() or len(evidence.history) < 3:
         return None
     names = [evidence.history.names[index] for index in never]

@@ -1,0 +1,206 @@
+"""What the parameters themselves say: how they begin, how far updates move them, whether clipping leaves anything."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Final
+
+import numpy as np
+
+from .._analysis.formatting import listing, number, sentence
+from .._analysis.layers import initial_gains
+from .._analysis.movement import Movement
+from .._measure.columns import Column
+from ..snapshot import Snapshot
+from ._base import Alert, check_limits
+
+# S samples, P watched parameters
+
+_FIRST_STEPS: Final = 20  # in which parameters may still move fast: adaptive optimizers begin with full steps
+_OF_LAST: Final = 5  # updates of which a second one has to be too large: a single one may be a bad batch
+_MIN_UNITS: Final = 4  # so many equal gradients are no chance
+
+
+@dataclass(kw_only=True)
+class PoorInitialisation:
+    """At the first samples, weights far from the size that keeps a signal's size, or equal units: "Initial weights".
+
+    Args:
+        max_gain: RMS weight times sqrt(fan-in) above which one layer is too large. Healthy: up to 1.7, faults from 2.8.
+        min_gain: the median of all layers below which they are too small. Faults have 0.006.
+        max_rms: of a weight whose fan-in is not known.
+    """
+
+    max_gain: float = 2.5
+    min_gain: float = 0.03
+    max_rms: float = 50.0
+    _is_over: bool = field(default=False, init=False)
+
+    title: ClassVar[str] = "Initial weights"
+
+    def __post_init__(self) -> None:
+        positive = (0.0, math.inf)
+        check_limits(self, max_gain=positive, min_gain=positive, max_rms=positive)
+
+    def check(self, snapshot: Snapshot) -> Iterable[Alert]:
+        for sample in np.flatnonzero(snapshot.total_grad_norm > 0).tolist():
+            if self._is_over or snapshot.steps[sample] > 2:
+                self._is_over = True
+                return
+            gains = {name: gain for name, gain in initial_gains(snapshot, sample) if gain > 0}
+            rms_P = snapshot.param_norm[sample] / np.sqrt(snapshot.num_elements[sample])
+            large = [f"{name} {number(gain)}x" for name, gain in gains.items() if gain > self.max_gain]
+            large += [f"{name} {number(rms)}" for name, rms in zip(snapshot.names, rms_P, strict=True)
+                      if rms > self.max_rms and name not in gains]  # fmt: skip
+            small = bool(gains) and float(np.median(list(gains.values()))) < self.min_gain
+            equal_P = (snapshot.grad_min[sample] == snapshot.grad_max[sample]) & (snapshot.grad_max[sample] != 0)
+            equal_P &= (snapshot.num_elements[sample] >= _MIN_UNITS) & (rms_P >= 0)
+            equal = [name for name, same in zip(snapshot.names, equal_P, strict=True) if same and "bias" in name]
+            self._is_over = True
+            if large:
+                words = f"weights are far larger than what keeps a signal's size (1/sqrt(fan-in)): {listing(large)}"
+                yield self._alert(int(snapshot.steps[sample]), words, "poor initialisation: too large")
+            elif small:
+                all_of_them = listing([f"{name} {number(gain)}x" for name, gain in gains.items()])
+                words = f"the weights are far smaller than what keeps a signal's size: {all_of_them}"
+                yield self._alert(int(snapshot.steps[sample]), words, "poor initialisation: too small")
+            elif equal:
+                words = f"all units of a layer have equal gradients, and can never become different: {listing(equal)}"
+                yield self._alert(int(snapshot.steps[sample]), words, "a constant initialisation: equal weights")
+
+    def _alert(self, step: int, fact: str, cause: str) -> Alert:
+        remedy = "initialise at random with torch.nn.init.kaiming_normal_ or xavier_uniform_ and the activation's gain"
+        return Alert(self.title, sentence(f"Step {step}: {fact}.", "", cause, remedy), step, "WARN")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"is_over": self._is_over}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._is_over = bool(state["is_over"])
+
+
+@dataclass(kw_only=True)
+class FastParameters:
+    """Updates grow the parameters by far more than any training survives, or shrink them to nothing.
+
+    "Parameters grow too fast": the second largest of five updates counts. "Parameters shrink": what is left of their
+    largest norm.
+
+    Args:
+        max_growth: of the parameters' norm per step, after step 20. Healthy: at most 2.5 %, faults 31 %.
+        max_first_growth: before it.
+        min_left: of the largest norm. Healthy: 0.44 at least, faults 0.001.
+    """
+
+    max_growth: float = 0.05
+    max_first_growth: float = 0.5
+    min_left: float = 0.2
+    _movement: Movement = field(default_factory=Movement, init=False, repr=False)
+    _recent: deque[float] = field(default_factory=lambda: deque(maxlen=_OF_LAST), init=False, repr=False)
+    _largest: dict[str, float] = field(default_factory=dict, init=False, repr=False)
+
+    title: ClassVar[str] = "Parameters grow too fast"
+    shrinking: ClassVar[str] = "Parameters shrink"
+
+    def __post_init__(self) -> None:
+        share = (0.0, 1.0)
+        check_limits(self, max_growth=share, max_first_growth=share, min_left=share)
+
+    def check(self, snapshot: Snapshot) -> Iterable[Alert]:
+        sum_sq_SP = snapshot.column(Column.PARAM_SUM_SQ)
+        for sample in np.flatnonzero(~np.isnan(sum_sq_SP).all(axis=1)).tolist():
+            step, change = int(snapshot.steps[sample]), self._movement.of(snapshot, sample, signed=True)
+            if not math.isfinite(change):
+                continue
+            self._recent.append(change)
+            limit = self.max_first_growth if step <= _FIRST_STEPS else self.max_growth
+            if len(self._recent) > 1 and sorted(self._recent)[-2] > limit:
+                yield self._growing(step, sorted(self._recent)[-2], limit)
+            if (left := self._left(snapshot, sample)) < self.min_left:
+                yield self._shrinking(step, left)
+
+    def _left(self, snapshot: Snapshot, sample: int) -> float:
+        """What is left of the parameters' largest norm: of those that are there from the first sample on."""
+        norm_P = snapshot.param_norm[sample]
+        if not self._largest:
+            self._largest = {n: float(v) for n, v in zip(snapshot.names, norm_P, strict=True) if v > 0}
+        here = [
+            (float(v), self._largest[n])
+            for n, v in zip(snapshot.names, norm_P, strict=True)
+            if n in self._largest and v >= 0
+        ]
+        whole = math.hypot(*(largest for _, largest in here))
+        return math.hypot(*(norm for norm, _ in here)) / whole if here and whole > 0 else 1.0
+
+    def _growing(self, step: int, growth: float, limit: float) -> Alert:
+        fact = (
+            f"Step {step}: the parameters' norm has grown by {number(100 * growth)} % per step or more, twice within "
+            f"{_OF_LAST} samples (threshold {number(100 * limit)} %)."
+        )
+        remedy = "divide the learning rate by 10 or lengthen its warm-up, and clip with clip_grad_norm_"
+        return Alert(self.title, sentence(fact, "", "learning rate too high", remedy), step, "ERROR")
+
+    def _shrinking(self, step: int, left: float) -> Alert:
+        fact = (
+            f"Step {step}: {number(100 * left)} % of the parameters' first norm is left (threshold "
+            f"{number(100 * self.min_left)} %)."
+        )
+        cause = "too strong a weight decay, or a penalty on the parameters that outweighs the loss"
+        remedy = "divide the weight decay by 10; with decoupled decay its product with the learning rate counts"
+        return Alert(self.shrinking, sentence(fact, "", cause, remedy), step, "WARN")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"movement": self._movement.state_dict(), "recent": list(self._recent), "largest": dict(self._largest)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._movement.load_state_dict(state["movement"])
+        self._recent.clear()
+        self._recent.extend(state["recent"])
+        self._largest = dict(state["largest"])
+
+
+@dataclass(kw_only=True)
+class TightClipping:
+    """Every gradient is clipped to a tiny part of itself: "Clipping too tight".
+
+    Args:
+        max_factor: the norm before clipping over the one after. Healthy: at most 99, faults from 2,300.
+        patience: samples in a row.
+    """
+
+    max_factor: float = 1000.0
+    patience: int = 20
+    _num_tight: int = field(default=0, init=False)
+
+    title: ClassVar[str] = "Clipping too tight"
+
+    def __post_init__(self) -> None:
+        check_limits(self, max_factor=(1.0, math.inf), patience=(1.0, math.inf))
+
+    def check(self, snapshot: Snapshot) -> Iterable[Alert]:
+        raw_S, received_S = snapshot.total_grad_norm, snapshot.total_grad_norm_clipped
+        for sample in np.flatnonzero((raw_S > 0) & (received_S > 0)).tolist():
+            factor = float(raw_S[sample] / received_S[sample])
+            self._num_tight = self._num_tight + 1 if factor > self.max_factor else 0
+            if self._num_tight >= self.patience:
+                yield self._alert(int(snapshot.steps[sample]), factor, float(snapshot.loss_scale[sample]))
+
+    def _alert(self, step: int, factor: float, scale: float) -> Alert:
+        fact = (
+            f"Step {step}: {self._num_tight} gradients in a row were clipped to less than a "
+            f"{number(self.max_factor)}th of their norm, this one by {number(factor)}."
+        )
+        cause = "the clipping is far too tight"
+        if scale > self.max_factor:
+            cause = "not clear: either unscale_() is missing before clip_grad_norm_, or the clipping is far too tight"
+        remedy = "raise max_norm to about the usual norm; with a GradScaler call unscale_(optimizer) before clipping"
+        return Alert(self.title, sentence(fact, "", cause, remedy), step, "WARN")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_tight": self._num_tight}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._num_tight = int(state["num_tight"])
