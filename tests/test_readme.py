@@ -135,7 +135,7 @@ def test_the_thresholds_of_the_table_are_those_of_the_default_rules() -> None:
         ("ExplodingGradient", "min_factor"): "at least {:g} times",
         ("ExplodingGradient", "growth"): "a steady rise of {:g} times",
         ("VanishingGradient", "patience"): "for {:g} samples, unless",
-        ("DeadGradient", "patience"): "for {:g} samples |",
+        ("DeadGradient", "patience"): "for {:g} samples; a whole layer",
         ("NoGradient", "patience"): "for {:g} samples;",
         ("NoGradient", "zero_patience"): "exactly 0 for {:g};",
         ("LossScaleCollapse", "patience"): "{:g} skipped updates in a row",
