@@ -16,6 +16,7 @@ from metric_probes import train, values, watch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from wandb_gradwatch import metrics
 from wandb_gradwatch._measure.columns import magnitude_edges
 from wandb_gradwatch.metrics import (
     Activations,
@@ -372,3 +373,38 @@ def test_a_failure_in_a_forward_ends_the_probe_and_not_the_training(said):
     found = values(watcher, sink)
     assert len(found["activation/0/n"]) == 3
     assert len([text for text in said() if "Activations() failed and is dropped" in text]) == 1
+
+
+class HandsOver(nn.Module):
+    """A plain module that hands over a tensor and an attention by the functions."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x):
+        hidden = self.linear(x)
+        metrics.log_tensor(self, "gate", hidden)
+        metrics.log_attention(self, hidden[None], hidden[None])
+        return hidden
+
+
+@pytest.mark.parametrize(
+    ("metric", "key"),
+    [
+        (metrics.Activations("gate", statistics=["norm"]), "activation/root/gate/norm"),
+        (metrics.Metric("size", torch.norm, on="activation", match="gate"), "activation/root/gate/size"),
+        (metrics.Metric("size", torch.norm, on="activation", match="query"), "activation/root/query/head_0/size"),
+    ],
+)
+def test_what_a_plain_module_hands_over_can_be_matched_by_its_name(metric, key):
+    model = HandsOver()
+    watcher, sink = watch(model, [metric])
+    train(model, [torch.ones(1, 2)])
+    watcher.remove()
+    assert {name.replace(".", "/") for name in sink.merged().metrics} == {key}
+
+
+def test_a_match_of_nothing_is_still_refused_where_nothing_is_handed_over():
+    with pytest.raises(ValueError, match="matches no module"):
+        watch(nn.Sequential(nn.Linear(1, 1)), [metrics.Activations("gate")])

@@ -13,7 +13,7 @@ from .._capture.probes import Found
 from ..rules import Rule
 from ..snapshot import keys
 from ._forward_hooks import Dims, ForwardHook
-from ._mixin import MonitorMixin
+from ._mixin import hands_over
 from ._module_index import ModuleIndex, matcher, nothing_matches
 from ._module_probe import ForwardProbe, is_measurable, slices, tensor_name, tensors_in
 from ._rows import DEFAULT_STATISTICS, RowTally, check_statistics
@@ -70,8 +70,7 @@ class Activations(ForwardProbe):
 
     def bind(self, models: ModuleIndex) -> None:
         modules = dict(models.modules())
-        hands_over = any(isinstance(module, MonitorMixin) for module in modules.values())
-        if not any(map(self._matches, modules)) and not hands_over:
+        if not any(map(self._matches, modules)) and not any(map(hands_over, modules.values())):
             raise nothing_matches("Activations()", self._match, "module", list(modules))
         self.tap_into(models, self._logged)
 

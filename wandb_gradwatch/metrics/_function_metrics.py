@@ -13,7 +13,7 @@ from .._measure.elements import onto
 from ._attention import AttentionCall
 from ._forward_hooks import Dims, ForwardHook
 from ._metric import Metric
-from ._mixin import MonitorMixin
+from ._mixin import hands_over
 from ._module_index import ModuleIndex, matcher, nothing_matches
 from ._module_probe import ForwardProbe, is_measurable, logger, pieces, slices, tensor_name, tensors_in
 from ._reduction import Tallies
@@ -97,9 +97,7 @@ class FunctionMetrics(ForwardProbe):
 
     def _check_modules(self, metric: Metric, modules: Mapping[str, Any]) -> None:
         # A tensor that a module hands over is known only when it does.
-        if not any(map(self._matches[id(metric)], modules)) and not any(
-            isinstance(module, MonitorMixin) for module in modules.values()
-        ):
+        if not any(map(self._matches[id(metric)], modules)) and not any(map(hands_over, modules.values())):
             raise nothing_matches(str(metric), metric.match, "module", list(modules))
 
     # ---- during a sample
