@@ -444,3 +444,11 @@ def test_the_page_draws_the_formats_of_the_forecast() -> None:
     (line,) = [line for line in program.splitlines() if line.startswith("const FORMATS")]
     assert re.findall(r'\["(\w+)", "', line) == list(FORMATS)
     assert program.count("precisionCard()") == 2  # where it is made, and where it is put
+
+
+def test_the_page_spells_layers_as_alerts_do_and_keys_with_slashes() -> None:
+    values = {f"grad_norm/{name}": np.ones(2) for name in ("blocks/0/fc/weight", "a/b/weight")}
+    history = small_history(values=values, config={"gradwatch": {"names": ["blocks.0.fc.weight", "a/b.weight"]}})
+    assert history.names == ["blocks/0/fc/weight", "a/b/weight"]
+    assert build_payload(history)[0]["names"] == ["blocks.0.fc.weight", "a/b.weight"]
+    assert history.spelled(["untold/0/bias"]) == ["untold.0.bias"]

@@ -235,10 +235,10 @@ def test_layers_are_found_chosen_and_drawn(show: Opener, history: RunHistory) ->
     page = show(history)
     search = page.locator("#lines input[type=search]")
     search.fill("blocks.3 MLP fc")  # dots or slashes, any case, words in any order
-    assert page.locator("#lines .picker-list label").all_inner_texts() == ["blocks/3/mlp/fc/weight"]
+    assert page.locator("#lines .picker-list label").all_inner_texts() == ["blocks.3.mlp.fc.weight"]
     with repainted(page, "#lines canvas"):
         page.locator("#lines .picker-list input").check()
-    assert "blocks/3/mlp/fc/weight" in page.locator("#lines .legend-label").all_inner_texts()
+    assert "blocks.3.mlp.fc.weight" in page.locator("#lines .legend-label").all_inner_texts()
     search.fill("no such layer")
     assert "No layer of this name" in page.locator("#lines .picker-list").inner_text()
 
@@ -269,11 +269,11 @@ def test_logarithmic_and_linear(show: Opener, history: RunHistory) -> None:
 def test_the_distribution_of_another_layer(show: Opener, history: RunHistory) -> None:
     page = show(history)
     with repainted(page, "#histogram canvas"):
-        page.locator("#histogram select").select_option(label="head/weight")
+        page.locator("#histogram select").select_option(label="head.weight")
     with repainted(page, "#histogram canvas"):
-        page.locator("#histogram input").fill("blocks/5 fc")
+        page.locator("#histogram input").fill("blocks.5 fc")
     hover(page, "#histogram canvas", 0.5, 0.45)
-    assert page.locator("#histogram .tooltip").inner_text().startswith("blocks/5/mlp/fc/weight")
+    assert page.locator("#histogram .tooltip").inner_text().startswith("blocks.5.mlp.fc.weight")
 
 
 def test_an_alert_leads_to_its_step(show: Opener, history: RunHistory) -> None:
@@ -466,7 +466,7 @@ def test_every_family_has_a_card_of_its_own(show: Opener, history: RunHistory) -
         assert colours(page, f"#{card} .frame canvas") > 3, card
     assert colours(page, "#activation_histogram .frame canvas") > 20
     assert page.locator("#activation_histogram select").input_value() == "0"
-    assert page.locator("#activation_histogram option").all_inner_texts() == ["blocks/0/mlp"]
+    assert page.locator("#activation_histogram option").all_inner_texts() == ["blocks.0.mlp"]
     assert page.locator("#other option").all_inner_texts() == ["loss"]
 
 
@@ -492,16 +492,16 @@ def test_a_head_that_collapses_is_drawn_at_once_and_rows_add_and_take_away_lines
     show: Opener, history: RunHistory
 ) -> None:
     page = show(history)
-    assert line_labels(page, "attention")[0] == "blocks/3/attn/head_1"
+    assert line_labels(page, "attention")[0] == "blocks.3.attn.head_1"
     page.locator("#attention button", has_text="Clear lines").click()
     assert line_labels(page, "attention") == []
     canvas = page.locator("#attention .frame canvas").first
     canvas.click(position={"x": 600, "y": 24})  # the first row
-    assert line_labels(page, "attention") == ["blocks/0/attn/head_0"]
+    assert line_labels(page, "attention") == ["blocks.0.attn.head_0"]
     page.locator("#attention input[type=search]").fill("3 head_2")
     assert "1 of 16 heads" in page.locator("#attention .count").inner_text()
     canvas.click(position={"x": 600, "y": 60})
-    assert line_labels(page, "attention") == ["blocks/0/attn/head_0", "blocks/3/attn/head_2"]
+    assert line_labels(page, "attention") == ["blocks.0.attn.head_0", "blocks.3.attn.head_2"]
 
 
 def test_a_bad_cell_is_red_and_says_so_in_every_metric(show: Opener, history: RunHistory) -> None:

@@ -44,9 +44,9 @@ def _family(
     histograms = history.family_histograms.get(family, {})
     pictured = history.in_order(histograms)
     return {
-        "names": list(found),
+        "names": history.spelled(found),
         "metrics": [_family_metric(metric, found, width, blob) for metric in metrics],
-        "histogramNames": pictured,
+        "histogramNames": history.spelled(pictured),
         "histograms": pack_histograms(histograms, pictured, MAX_FAMILY_HISTOGRAM_BYTES, blob),
     }
 

@@ -122,9 +122,13 @@ class RunHistory:
         place = self._places
         return bool(self.names) and all(name in place for name in self.names)
 
+    def spelled(self, names: Iterable[str]) -> list[str]:
+        """Names of keys as people know them from the model and from alerts, with dots."""
+        return [self._told_names.get(name, name.replace("/", ".")) for name in names]
+
     @cached_property
-    def _places(self) -> dict[str, int]:
-        """Names, and the modules that they are in, with their place in the model.
+    def _told_names(self) -> dict[str, str]:
+        """By the name in a key, in the model's order.
 
         A W&B history forgets the order of its keys. The flight recorder's table keeps it, and so does a list of names
         in the run's configuration, under `gradwatch`.
@@ -133,8 +137,13 @@ class RunHistory:
         told: object = settings.get("names") if isinstance(settings, Mapping) else None
         if not isinstance(told, list):
             told = self.flight_recorder.column("name") if self.flight_recorder is not None else []
+        return {keys.in_key(str(name)): str(name) for name in told}
+
+    @cached_property
+    def _places(self) -> dict[str, int]:
+        """Names, and the modules that they are in, with their place in the model."""
         place: dict[str, int] = {}
-        for name in dict.fromkeys(keys.in_key(str(name)) for name in told):
+        for name in self._told_names:
             parts = name.split("/")
             for depth in range(len(parts), 0, -1):
                 place.setdefault("/".join(parts[:depth]), len(place))

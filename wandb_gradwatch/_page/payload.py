@@ -48,7 +48,7 @@ def build_payload(history: RunHistory) -> tuple[dict[str, Any], Blob]:
             for key in keys.MODEL_KEYS
             if key in history.values and not np.isnan(history.values[key]).all()
         },
-        "names": names,
+        "names": history.spelled(names),
         "inModelOrder": history.in_model_order,
         "columns": [steps.tolist() for steps in pool_steps(history.steps, columns)],
         "pooledColumns": columns,
