@@ -20,7 +20,7 @@ _KEPT: Final = 4  # plans in the store
 
 def rank_plans(name: str) -> RankPlans:
     """The plans of the watcher of this name, in the store that the program's process groups met at."""
-    return RankPlans(PrefixStore(f"gradwatch/{name}/cadence", _get_default_store()), leads=rank() == 0)
+    return RankPlans(PrefixStore(f"gradwatch-{name}/cadence", _get_default_store()), leads=rank() == 0)
 
 
 class RankPlans:

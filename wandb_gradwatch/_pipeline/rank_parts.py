@@ -74,7 +74,7 @@ class RankParts:
     """
 
     def __init__(self, name: str, parameters: Sequence[tuple[str, Tensor]], *, with_shapes: bool) -> None:
-        self._store = PrefixStore(f"gradwatch/{name}/parts", _get_default_store())
+        self._store = PrefixStore(f"gradwatch-{name}/parts", _get_default_store())
         own = [(key, list(tensor.shape) if with_shapes else [], tensor.requires_grad) for key, tensor in parameters]
         text = json.dumps(own)
         self._digest = hashlib.sha256(text.encode()).hexdigest()
