@@ -9,7 +9,7 @@ STAMP := $(VENV)/.stamp-installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint bench docs constraints clean
+.PHONY: help demo test test-all lint bench gpu docs constraints clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -30,6 +30,9 @@ lint: $(STAMP) ## style, formatting and types
 
 bench: $(STAMP) ## measure what watching and other monitors cost here (15 minutes), into README.md and docs/
 	@$(BIN)/python -m benchmarks && $(BIN)/python -m benchmarks.table
+
+gpu: $(STAMP) ## on a machine with a GPU: run everything that only one can show (10 minutes), into docs/gpu.md
+	@$(BIN)/python -m benchmarks.gpu_day; status=$$?; $(BIN)/python -m benchmarks.gpu_day --page; exit $$status
 
 docs: $(STAMP) ## make the site in build/docs: the pages of docs/ and the API
 	@$(BIN)/python -m mkdocs build --quiet && echo "build/docs/index.html"

@@ -1,0 +1,160 @@
+"""Everything that only a GPU can show, in order of worth, each part in a process of its own: `make gpu`.
+
+    python -m benchmarks.gpu_day [--json FILE] [--only WORD ...]   # runs the parts, under ten minutes on an H200
+    python -m benchmarks.gpu_day --page [--json FILE]              # writes docs/gpu.md from the results, on any machine
+
+Results are written after every part, so that a machine that goes away leaves what there is. A part that fails, takes
+too long or lacks a package is named in the results, and the rest goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks import kernel_table, table
+from benchmarks.machine import describe_machine
+
+ROOT = Path(__file__).parent.parent
+RESULTS, PAGE = ROOT / "benchmarks/results/gpu.json", ROOT / "docs/gpu.md"
+_JSON = "{json}"  # in a command: the file that it writes its figures to
+
+
+class Part(NamedTuple):
+    """A command of Python's.
+
+    Args:
+        seconds: that it may take.
+        needs: packages without which it is left out.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    seconds: int
+    needs: tuple[str, ...] = ()
+
+
+_TESTS = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
+PARTS = (
+    Part("the kernels equal the reference", (*_TESTS, "tests/kernel_suite.py"), 120, ("triton", "pytest")),
+    Part("tests on the GPU", (*_TESTS, "tests/test_gpu.py"), 150, ("pytest",)),
+    Part(
+        "bandwidth of the kernels",
+        ("-m", "benchmarks.kernel", "--models", "GPT-2 small", "GPT 1.2B", "--rounds", "10", "--json", _JSON),
+        120,
+        ("triton",),
+    ),
+    Part("GPT-2 small", ("-m", "benchmarks", "--models", "gpt2", "--rounds", "3", "--json", _JSON), 120, ("wandb",)),
+    Part("1.2 B parameters", ("-m", "benchmarks", "--models", "1b", "--rounds", "3", "--json", _JSON), 120, ("wandb",)),
+)
+
+
+def run_part(part: Part) -> dict[str, Any]:
+    """Run a part to its end, or to the end of its time.
+
+    Returns:
+        name; outcome: "passed", or why not; seconds; output: its last lines; figures: the JSON that it has written.
+    """
+    missing = [name for name in part.needs if importlib.util.find_spec(name) is None]
+    if missing:
+        outcome = f"left out: {', '.join(missing)} is not installed"
+        return {"name": part.name, "outcome": outcome, "seconds": 0.0, "output": [], "figures": None}
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "figures.json"
+        command = [sys.executable, *(str(file) if word == _JSON else word for word in part.command)]
+        try:
+            done = subprocess.run(
+                command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=part.seconds
+            )
+            output, outcome = done.stdout, "passed" if done.returncode == 0 else f"failed with {done.returncode}"
+        except subprocess.TimeoutExpired as error:
+            output = error.stdout.decode(errors="replace") if isinstance(error.stdout, bytes) else error.stdout or ""
+            outcome = f"not done after {part.seconds} seconds"
+        figures = json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
+    seconds = round(time.perf_counter() - began, 1)
+    return {
+        "name": part.name,
+        "outcome": outcome,
+        "seconds": seconds,
+        "output": output.splitlines()[-15:],
+        "figures": figures,
+    }
+
+
+def run_all(parts: Sequence[Part], path: Path) -> dict[str, Any]:
+    """Run the parts one after the other, and write the results after each."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    results: dict[str, Any] = {"machine": describe_machine(device), "parts": []}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for part in parts:
+        results["parts"].append(run_part(part))
+        path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        print("{name}: {outcome}, {seconds} s".format(**results["parts"][-1]), flush=True)
+    return results
+
+
+def page_of(results: dict[str, Any] | None) -> str:
+    """docs/gpu.md."""
+    lines = ["# On a GPU", ""]
+    if results is None:
+        return "\n".join(
+            [
+                *lines,
+                "The kernels have not run on a GPU yet: their machine code is compiled for sm_80, 90, 100 and 120 and "
+                "executed in an emulator (`pytest -m slow`), and `make gpu` on "
+                "a machine with a GPU fills this page.",
+                "",
+            ]
+        )
+    machine = results["machine"]
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    lines += [
+        f"Measured on {machine['device']}, Python {machine['python']}, {versions}, commit {machine['commit']}.",
+        "",
+    ]
+    lines += ["| part | outcome | seconds |", "|---|---|---|"]
+    lines += ["| {name} | {outcome} | {seconds} |".format(**part) for part in results["parts"]]
+    for part in results["parts"]:
+        if part["figures"] is not None:
+            of_kernels = "results" in part["figures"]
+            lines += ["", f"## {part['name'][0].upper()}{part['name'][1:]}", ""]
+            lines.append(kernel_table.render(part["figures"]) if of_kernels else table.render(part["figures"]))
+            lines += ["", *(f"- {line}" for line in kernel_table.targets(part["figures"]))] if of_kernels else []
+        elif part["outcome"] != "passed" and part["output"]:
+            lines += ["", f"## {part['name']}: {part['outcome']}", "", "```", *part["output"], "```"]
+    return "\n".join([*lines, ""])
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns: 1 if a part has failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, default=RESULTS)
+    parser.add_argument("--only", nargs="+", default=[], help="parts whose name holds one of these words")
+    parser.add_argument("--page", action="store_true", help="run nothing: write docs/gpu.md")
+    options = parser.parse_args(arguments)
+    if options.page:
+        there = options.json.exists()
+        PAGE.write_text(
+            page_of(json.loads(options.json.read_text(encoding="utf-8")) if there else None), encoding="utf-8"
+        )
+        return 0
+    if not torch.cuda.is_available():
+        raise SystemExit("benchmarks.gpu_day needs a CUDA device, and torch finds none here")
+    parts = [part for part in PARTS if not options.only or any(word in part.name for word in options.only)]
+    results = run_all(parts, options.json)
+    return int(any(part["outcome"] != "passed" for part in results["parts"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

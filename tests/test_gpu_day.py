@@ -1,0 +1,80 @@
+"""The day on a GPU, without one: parts fail alone, results are there after each, and the page shows them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import gpu_day
+from benchmarks.gpu_day import Part
+
+
+def test_parts_fail_alone_and_results_are_written_after_each(tmp_path: Path) -> None:
+    path = tmp_path / "results" / "gpu.json"
+    writes = "import sys; open(sys.argv[1], 'w').write('[1]')"
+    parts = [
+        Part("fails", ("-c", "raise SystemExit('no such device')"), 60),
+        Part("takes too long", ("-c", "import time; print('began', flush=True); time.sleep(60)"), 2),
+        Part("lacks something", ("-c", ""), 60, ("no_such_package",)),
+        # The last sees what was written before it.
+        Part("reads", ("-c", f"print(len(__import__('json').load(open({str(path)!r}))['parts']))"), 60),
+        Part("writes", ("-c", writes, "{json}"), 60),
+    ]
+    gpu_day.run_all(parts, path)
+    found = json.loads(path.read_text())["parts"]
+    assert [part["outcome"] for part in found] == [
+        "failed with 1",
+        "not done after 2 seconds",
+        "left out: no_such_package is not installed",
+        "passed",
+        "passed",
+    ]
+    assert [part["output"] for part in found] == [["no such device"], ["began"], [], ["3"], []]
+    assert [part["figures"] for part in found] == [None, None, None, None, [1]]
+
+
+def test_every_part_is_a_command_that_exists() -> None:
+    for part in gpu_day.PARTS:
+        files = [word for word in part.command if word.endswith(".py")]
+        assert all((gpu_day.ROOT / file).exists() for file in files)
+    assert sum(part.seconds for part in gpu_day.PARTS) <= 11 * 60
+
+
+def test_the_page_is_that_of_the_results_that_are_there() -> None:
+    results = json.loads(gpu_day.RESULTS.read_text()) if gpu_day.RESULTS.exists() else None
+    assert gpu_day.PAGE.read_text() == gpu_day.page_of(results)
+
+
+def test_a_page_names_what_failed_and_shows_what_was_measured() -> None:
+    machine = {"device": "NVIDIA H200", "versions": {"torch": "2.13.0"}, "python": "3.11.7", "commit": "abc"}
+    figures = {
+        "machine": machine,
+        "results": [
+            {
+                "model": "GPT 1.2B",
+                "dtype": "bfloat16",
+                "candidates": {"columns": {"gpu_ms": 1.0, "host_ms": 0.2, "of_copy": 0.5}},
+                "failures": {},
+            }
+        ],
+        "added_time": None,
+        "failures": {},
+    }
+    parts = [
+        {"name": "tests", "outcome": "failed with 1", "seconds": 3.5, "output": ["E  assert 1 == 2"], "figures": None},
+        {"name": "bandwidth", "outcome": "passed", "seconds": 60.0, "output": [], "figures": figures},
+    ]
+    page = gpu_day.page_of({"machine": machine, "parts": parts})
+    assert "Measured on NVIDIA H200, Python 3.11.7, torch 2.13.0, commit abc." in page
+    assert "| tests | failed with 1 | 3.5 |" in page
+    assert "E  assert 1 == 2" in page
+    assert "| GPT 1.2B, bfloat16 | 1.000 (50%) / 0.20 |" in page
+    assert "MISSED  1.2B bf16, columns" in page
+
+
+def test_without_a_gpu_nothing_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_day.torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="needs a CUDA device"):
+        gpu_day.main([])
