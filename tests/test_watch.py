@@ -243,6 +243,18 @@ def test_the_signature_is_the_contract():
     assert {parameter.kind for parameter in others} == {inspect.Parameter.KEYWORD_ONLY}
 
 
+def test_the_public_names_are_the_contract():
+    names = {
+        "watch", "unwatch", "Watcher", "Snapshot", "Alert", "Rule", "rule", "default_rules", "SkipGuard", "Sink",
+        "WandbSink", "ConsoleSink", "WebhookSink", "MemorySink", "load_recording",
+    }  # fmt: skip
+    assert names <= set(wandb_gradwatch.__all__)
+    assert all(hasattr(wandb_gradwatch, name) for name in wandb_gradwatch.__all__)
+    asked = {"remove", "flush", "latest", "step", "mark_step", "wait", "note", "record", "summary", "diagnose"}
+    asked |= {"state_dict", "load_state_dict", "healthy", "parameter_names", "__enter__", "__exit__"}
+    assert asked <= set(dir(wandb_gradwatch.Watcher))
+
+
 def test_the_arguments_are_left_as_they_are():
     given = {
         "rules": [*wandb_gradwatch.default_rules(), lambda snapshot: None], "sinks": [wandb_gradwatch.MemorySink()],
