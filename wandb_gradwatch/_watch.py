@@ -108,7 +108,9 @@ def watch(
         RuntimeError: there is no run and there are no sinks; the backend cannot run on the model's device, or cannot be
             compiled.
 
-    Cost: a step that is not sampled runs a hook per parameter. A sampled one reads every gradient, and every parameter,
+    Cost: a step that is not sampled is only counted, with the hooks off, where it is clear how steps make samples; a
+    hook per parameter runs inside a backward, without an optimizer, and with a guard. A sampled step reads every
+    gradient, and every parameter,
     in one batched pass, and never waits for the device: docs/benchmarks.md says how long that takes beside other
     monitors, docs/growth.md what a tensor costs on the host.
     """

@@ -27,12 +27,14 @@ class Closed:
         stepped: the optimizers that stepped.
         marked: the slots that received a gradient.
         skipped: whether loss scaling skipped an update in it.
+        inside_backward: whether an optimizer stepped inside a backward.
     """
 
     step: int
     stepped: frozenset[int]
     marked: frozenset[int]
     skipped: bool
+    inside_backward: bool = False
 
 
 @dataclass
@@ -163,7 +165,8 @@ class SampleClock:
 
     def _close(self) -> Closed:
         self.step += 1
-        closed = Closed(self.step, frozenset(self._stepped), frozenset(self.marked), self._skipped)
+        stepped, marked = frozenset(self._stepped), frozenset(self.marked)
+        closed = Closed(self.step, stepped, marked, self._skipped, self._inside_backward)
         self.takes_turns |= bool(self._previous and closed.stepped and self._previous.isdisjoint(closed.stepped))
         self._previous, self._marked_before, self._closed_any = closed.stepped, closed.marked, True
         self._stepped, self._inside_backward, self._skipped = set(), False, False

@@ -32,10 +32,20 @@ class _Hook:
 
     Args:
         place: [1] the slot that it marks; also a frozen parameter, which cannot be hooked anew, can get another.
+        function: what it calls.
     """
 
     handle: RemovableHandle
     place: list[int]
+    function: Callable[[Tensor], None]
+
+    def turn(self, *, on: bool) -> None:
+        """Take it out of its parameter's hooks, or put it back: a tenth of what it takes to register a new one."""
+        hooks = self.handle.hooks_dict_ref()
+        if hooks is not None and on:
+            hooks[self.handle.id] = self.function
+        elif hooks is not None:
+            hooks.pop(self.handle.id, None)
 
 
 class BackwardHooks:
@@ -77,7 +87,8 @@ class BackwardHooks:
                 current[id(parameter)] = hook
             elif parameter.requires_grad and parameter.is_leaf:
                 place = [slot]
-                current[id(parameter)] = _Hook(_register(parameter, self._marking(place)), place)
+                function = self._marking(place)
+                current[id(parameter)] = _Hook(_register(parameter, function), place, function)
                 new.append(slot)
         if len(current) < len(self._hooks) or new:
             for key in self._hooks.keys() - current.keys():
@@ -89,6 +100,11 @@ class BackwardHooks:
         """Whether a backward that reached this parameter would have marked it."""
         hook = self._hooks.get(id(parameter))
         return hook is not None and _is_attached(hook.handle, parameter)
+
+    def turn(self, *, on: bool) -> None:
+        """Have the hooks called or not. Not inside a backward: the engine may be going through them."""
+        for hook in self._hooks.values():
+            hook.turn(on=on)
 
     def remove(self) -> None:
         """Remove every hook; safe at any time, also inside a backward. Idempotent."""

@@ -63,8 +63,12 @@ class OptimizerRegistry:
     def of_slot(self, slot: int) -> Optimizer | None:
         """Who owns this slot, as far as is known."""
         key = self._clock.owner.get(slot)
-        reference = self._by_key.get(key) if key is not None else None
-        return reference() if reference is not None else None
+        return None if key is None else self.of_key(key)
+
+    def of_key(self, key: int) -> Optimizer | None:
+        """The optimizer that this number stands for; None if it is gone."""
+        reference = self._by_key.get(key)
+        return None if reference is None else reference()
 
     def trainable(self) -> tuple[bool, ...]:
         """Which parameters ought to have a gradient: [P].

@@ -40,6 +40,7 @@ from .optimizer_registry import OptimizerRegistry
 from .parameter_registry import ParameterRegistry
 from .probes import Probes
 from .rank_plans import rank_plans
+from .rest import Regularity, Rest, seconds_of_a_step
 from .scaling import SCALES
 from .schedule import Schedule
 from .steps import STEP_HOOKS
@@ -48,6 +49,8 @@ from .wiring import Wiring, holds_other_tensors
 
 # This many backwards that only accumulate, without a step, are worth a word.
 _PATIENCE_IN_BACKWARDS: Final = 1000
+
+_LEAST_REST: Final = 3  # steps, for which turning hooks off and on is worth it
 
 
 class Sampler:
@@ -103,6 +106,11 @@ class Sampler:
         self._inside_backward = False
         self._joining: int | None = None
         self._by_hand = UpdatesByHand(registry, self._sample.seen, excluded=config.optimizer is not None)
+        self._regularity = Regularity()
+        self._rest: Rest | None = None  # between samples
+        self._wakes_at = 0  # step
+        self._seconds_of_resting_step: float | None = None
+        self._seconds_resting = 0.0
         self._seconds_between = 0.0  # spent on guarding steps between samples: no cadence makes them fewer
         self._seconds_at_commit = 0.0
 
@@ -127,6 +135,7 @@ class Sampler:
     def stop(self) -> None:
         """Remove every hook and wrapper. Idempotent."""
         self.boundary.stopped = True
+        self._rest = None
         STEP_HOOKS.unsubscribe(self)
         SCALES.unsubscribe(self)
         CLIP_FUNCTIONS.unsubscribe(self)
@@ -210,6 +219,69 @@ class Sampler:
         self._events.notice(
             "new parameters", f"now following parameters that were added, replaced or unfrozen after watch(): {names}"
         )
+
+    # ---- between samples
+
+    def _rest_until_needed(self, optimizer: Optimizer) -> None:
+        """Look at nothing until the next sample, if it is clear how steps make samples."""
+        regularity = self._regularity
+        if self.step_skipping is not None or self._by_hand.possible or self._muted or not regularity.is_settled:
+            return
+        in_turn = regularity.is_each_alone and len(regularity.keys) > 1
+        if (self.clock.stepped and not in_turn) or self._window.has_sent:
+            return
+        if self._schedule.wakes_at() - self.clock.open_step < _LEAST_REST + self.clock.stepped:
+            return
+        if self.clock.stepped:
+            self._commit(self.clock.close())  # as the next backward would have
+        self._wakes_at = self._schedule.wakes_at()
+        found = [self._optimizer_registry.of_key(key) for key in regularity.keys]
+        optimizers = [one for one in found if one is not None]
+        if len(optimizers) < len(found) or optimizer not in optimizers:
+            return
+        if self._seconds_of_resting_step is None:
+            self._seconds_of_resting_step = seconds_of_a_step(optimizer)
+        self.clock.discard()
+        self._hooks.turn(on=False)
+        self._rest = Rest(optimizers, optimizer, each_alone=regularity.is_each_alone)
+
+    @contained
+    def _wake(self) -> None:
+        if self._rest is not None:
+            self._rest = None
+            self._hooks.turn(on=True)
+            self._sample.begin()
+
+    def passes(self, optimizer: Optimizer) -> bool:
+        """See StepListener."""
+        if self._rest is None:
+            return False
+        if self._rest.begins(optimizer):
+            SCALES.note_step(optimizer)
+            return True
+        if self._optimizer_registry.known_to_follow(optimizer) is False:
+            return True
+        is_new = self._rest.has_new_gradients
+        self._wake()
+        if is_new:
+            self._mark_present()
+        return False
+
+    @contained
+    def _mark_present(self) -> None:
+        """A backward has come that no hook has told of."""
+        self._sample.mark_present(self._scan())
+
+    def passed(self, optimizer: Optimizer) -> None:
+        """See StepListener."""
+        if self._rest is not None and self._rest.ends(optimizer):
+            self._count_resting_step()
+
+    def _count_resting_step(self) -> None:
+        self.clock.step += 1
+        self._seconds_resting += self._seconds_of_resting_step or 0.0
+        if self.clock.step + 1 >= self._wakes_at:
+            self._wake()
 
     # ---- optimizer steps
 
@@ -314,11 +386,16 @@ class Sampler:
         self._sample.after_update(optimizer)
         self._wiring.stepped(optimizer, key)
         self._step_done(key, skipped=False, inside_backward=inside_backward)
+        if not inside_backward and current_graph_task() == -1:
+            self._rest_until_needed(optimizer)
 
     @contained
     def step_skipped(self, optimizer: Optimizer) -> None:
         """See ScaleListener."""
-        if self.follows(optimizer):
+        if self._rest is not None:
+            if self._rest.counts(optimizer):
+                self._count_resting_step()
+        elif self.follows(optimizer):
             self._optimizer_found()
             key = self._optimizer_registry.key(optimizer)
             self._commit(self.clock.step_begins(key))
@@ -426,11 +503,13 @@ class Sampler:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state_dict()`."""
+        self._wake()
         self.clock.step = int(state["step"])
         self._schedule.load_state_dict(state)
 
     def mark_step(self) -> None:
         """The user says that an update has been made."""
+        self._wake()
         self._by_hand.exclude()
         self._sample.updated_by_hand(self._registry.scan())
         self._commit(self.clock.update())
@@ -468,6 +547,7 @@ class Sampler:
     def _commit(self, closed: Closed | None) -> None:
         if closed is None:
             return
+        self._regularity.add(closed.stepped, inside_backward=closed.inside_backward)
         if self.step_skipping is not None:
             self.step_skipping.end_step(closed.step)
         if self._schedule.was_sampled(closed.step):
@@ -511,7 +591,8 @@ class Sampler:
         They work side by side: what the host does while the device is busy is not the training's loss, and the other
         way round.
         """
-        return max(self.boundary.seconds_spent + self._probes.seconds_spent, self._timer.seconds())
+        host = self.boundary.seconds_spent + self._probes.seconds_spent + self._seconds_resting
+        return max(host, self._timer.seconds())
 
     def flush_window(self) -> None:
         """End the window after the last committed sample."""

@@ -11,6 +11,7 @@ from .rank_plans import RankPlans
 # Old code clips through `p.grad.data`, which leaves no trace in the version counter. The first samples and every
 # flushed one are compared by value; one difference there, and every sample is.
 _COMPARED_SAMPLES: Final = 3
+_LOOK_AHEAD: Final = 50  # steps that a function is asked about in advance
 
 
 class Schedule:
@@ -89,6 +90,21 @@ class Schedule:
         """Whether the window is flushed when this step is done, measured or not."""
         needed = self._plan.samples_per_row if self.is_open_ended else 1
         return self._samples_in_window >= needed and self._cadence.next_flush(step) == step
+
+    def wakes_at(self) -> int:
+        """The next step that is sampled, or done when a window is full: none of the steps before matters."""
+        first = self._clock.open_step
+        if self.is_open_ended:
+            sample = self._next_sample
+        elif callable(self._cadence.sample_every):
+            sample = next(
+                (step for step in range(first, first + _LOOK_AHEAD) if self.was_sampled(step)), first + _LOOK_AHEAD
+            )
+        else:
+            every = self._cadence.sample_every or 1
+            sample = -(-first // every) * every
+        flush = self._cadence.next_flush(first)
+        return min(sample, flush) if self.window_is_full(flush) else sample
 
     def add_sample(self, step: int, *, skipped: bool, now: float, seconds_spent: float) -> None:
         """A sample was committed.

@@ -31,6 +31,12 @@ class StepListener(Protocol):
     def follows(self, optimizer: Optimizer) -> bool:
         """Whether this optimizer updates something watched. Called at every step: must be cheap."""
 
+    def passes(self, optimizer: Optimizer) -> bool:
+        """Whether this step, about to begin, is only counted, or not even that."""
+
+    def passed(self, optimizer: Optimizer) -> None:
+        """An optimizer has stepped, whether it passed or not."""
+
     def is_part_of(self, inner: Optimizer, outer: Optimizer) -> bool:
         """Whether all that `inner` updates belongs to `outer`: then its steps inside `outer`'s are not its own."""
 
@@ -104,7 +110,9 @@ class StepHooks:
 
     @dynamo_disabled
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        listeners = [listener for listener in self._listeners if listener.follows(optimizer)]
+        listeners = [
+            listener for listener in self._listeners if not listener.passes(optimizer) and listener.follows(optimizer)
+        ]
         if not listeners:
             return None
         frame = sys._getframe(1 + ADDED_FRAMES)
@@ -133,6 +141,8 @@ class StepHooks:
 
     @dynamo_disabled
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for listener in self._listeners:
+            listener.passed(optimizer)
         steps = self._stack.steps
         if not any(step.optimizer is optimizer for step in steps):
             return  # not followed, or watched only since it began

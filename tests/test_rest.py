@@ -1,0 +1,175 @@
+"""Between samples the hooks are off and steps are only counted: every loop has the same steps and samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from gradients import Chosen, samples, step, watch
+
+from wandb_gradwatch._capture.rest import Rest
+
+SGD = torch.optim.SGD
+STEPS = 60
+
+
+class Sharpened(SGD):
+    """Steps twice inside of its own step, as SAM and Lookahead do."""
+
+    def __init__(self, parameters) -> None:
+        super().__init__(parameters, lr=0.0)
+        self.inner = SGD(self.param_groups[0]["params"], lr=0.0)
+
+    def step(self, closure=None):
+        self.inner.step()
+        self.inner.step()
+
+
+def plain(model: Chosen, make=lambda parameters: SGD(parameters, lr=0.0)) -> Iterator[None]:
+    optimizer = make(model.parameters())
+    for number in range(1, STEPS + 1):
+        yield step(model, optimizer, a=[number], b=[1])
+
+
+def nested(model: Chosen) -> Iterator[None]:
+    yield from plain(model, Sharpened)
+
+
+def accumulated(model: Chosen) -> Iterator[None]:
+    optimizer = SGD(model.parameters(), lr=0.0)
+    for number in range(1, STEPS + 1):
+        optimizer.zero_grad()
+        for part in (1, 2, 3):
+            model.loss(a=[number * part], b=[1]).backward()
+        yield optimizer.step()
+
+
+def closure(model: Chosen) -> Iterator[None]:
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.0, max_iter=3)
+    for number in range(1, STEPS + 1):
+
+        def evaluate(number: int = number) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model.loss(a=[number], b=[1])
+            loss.backward()
+            return loss
+
+        yield optimizer.step(evaluate)
+
+
+def together(model: Chosen) -> Iterator[None]:
+    optimizers = [SGD([model.a], lr=0.0), SGD([model.b], lr=0.0)]
+    for number in range(1, STEPS + 1):
+        model.zero_grad()
+        model.loss(a=[number], b=[1]).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        yield
+
+
+def in_turn(model: Chosen) -> Iterator[None]:
+    optimizers = {"a": SGD([model.a], lr=0.0), "b": SGD([model.b], lr=0.0)}
+    for number in range(1, STEPS + 1):
+        name = "ab"[number % 2]
+        model.zero_grad()
+        model.loss(**{name: [number]}).backward()
+        yield optimizers[name].step()
+
+
+def one_alone_and_then_both(model: Chosen) -> Iterator[None]:
+    """The second optimizer joins after half of the training: nothing is known of it when it does."""
+    first, second = SGD([model.a], lr=0.0), None
+    for number in range(1, STEPS + 1):
+        model.zero_grad()
+        model.loss(a=[number], b=[1]).backward()
+        first.step()
+        if number >= STEPS // 2:
+            second = second or SGD([model.b], lr=0.0)
+            second.step()
+        yield
+
+
+def another_optimizer(model: Chosen) -> Iterator[None]:
+    for made in (1, 2):
+        optimizer = SGD(model.parameters(), lr=0.0)
+        for number in range(1, STEPS // 2 + 1):
+            yield step(model, optimizer, a=[made * number], b=[1])
+
+
+def skipped(model: Chosen) -> Iterator[None]:
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1000)
+    optimizer = SGD(model.parameters(), lr=0.0)
+    for number in range(1, STEPS + 1):
+        optimizer.zero_grad()
+        scaler.scale(model.loss(a=[float("inf") if number in (19, 33) else number], b=[1])).backward()
+        scaler.step(optimizer)
+        yield scaler.update()
+
+
+def in_backward(model: Chosen) -> Iterator[None]:
+    for parameter in (model.a, model.b):
+        optimizer = SGD([parameter], lr=0.0)
+
+        def update(_: torch.Tensor, optimizer: SGD = optimizer) -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        parameter.register_post_accumulate_grad_hook(update)
+    for number in range(1, STEPS + 1):
+        yield model.loss(a=[number], b=[1]).backward()
+
+
+LOOPS = [plain, nested, accumulated, closure, together, in_turn, one_alone_and_then_both, another_optimizer, skipped]
+
+
+def watched(loop, every):
+    torch.manual_seed(0)
+    model = Chosen(a=1, b=1)
+    watcher, sink = watch(model, sample_every=every, log_every=20)
+    rests = 0
+    for _ in loop(model):
+        rests += watcher._sampler._rest is not None
+    assert watcher.step in (STEPS, STEPS - 1)  # a GAN's last step closes at the next backward, or at the end
+    return samples(watcher, sink), rests
+
+
+@pytest.mark.parametrize("loop", [*LOOPS, in_backward])
+def test_every_loop_has_the_same_steps_and_samples_with_rests(loop):
+    all_of_them, none = watched(loop, 1)
+    some, rests = watched(loop, 7)
+    assert none == 0
+    assert (rests > STEPS / 4) is (loop is not in_backward)  # inside a backward hooks cannot be turned
+    assert list(all_of_them.steps) == list(range(1, STEPS + 1))
+    assert list(some.steps) == list(range(7, STEPS + 1, 7))
+    at = slice(6, None, 7)
+    for statistic in ("grad_norm", "num_inf", "total_grad_norm"):
+        np.testing.assert_array_equal(getattr(some, statistic), getattr(all_of_them, statistic)[at])
+
+
+def test_hooks_are_off_in_a_rest_and_on_for_the_sample():
+    model = Chosen(a=1)
+    optimizer = SGD(model.parameters(), lr=0.0)
+    watcher, sink = watch(model, sample_every=10)
+    num_hooks = []
+    for _ in range(30):
+        step(model, optimizer, a=[1])
+        num_hooks.append(len(model.a._post_accumulate_grad_hooks))
+    # Three steps do not show yet how steps make samples; the hooks are back when the step before a sample is done.
+    assert num_hooks == [1] * 3 + [0] * 5 + [1] + ([0] * 9 + [1]) * 2 + [0]
+    assert watcher.step == 30
+    assert list(samples(watcher, sink).steps) == [10, 20, 30]
+    assert not model.a._post_accumulate_grad_hooks
+
+
+def test_a_step_that_raised_hides_no_other_optimizer_for_good():
+    class Fails(SGD):
+        pass
+
+    first, second = Fails([torch.nn.Parameter(torch.ones(1))], lr=0.0), SGD([torch.nn.Parameter(torch.ones(1))], lr=0.0)
+    rest = Rest([first], first, each_alone=False)
+    assert rest.begins(first)  # and raises: its end never comes
+    passed = [rest.begins(second) for _ in range(200)]
+    assert passed[0]  # may be nested in it
+    assert not passed[-1]
