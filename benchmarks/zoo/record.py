@@ -16,10 +16,11 @@ import torch
 
 import wandb_gradwatch
 from wandb_gradwatch import Alert, MemorySink, Snapshot
-from wandb_gradwatch._diagnosis import diagnose, with_diagnosis
+from wandb_gradwatch._diagnosis import with_diagnosis
 from wandb_gradwatch._measure.columns import NUM_COLUMNS
 from wandb_gradwatch._pipeline.alert_manager import AlertManager
-from wandb_gradwatch._pipeline.recorder import FlightRecorder
+from wandb_gradwatch._pipeline.dispatcher import Dispatcher
+from wandb_gradwatch._pipeline.rule_runner import RuleRunner
 from wandb_gradwatch.rules import default_rules
 
 from .cases import CASES, Case, build
@@ -133,18 +134,22 @@ def anomaly_of(case: Case, seed: int, broken: int) -> tuple[int, str] | None:
 
 def replay(recording: Recording) -> Recording:
     """The rules of now on samples of then: the same recording with what would be told. Wiring stays as it was."""
-    manager, kept, told = AlertManager(default_rules(), clock=lambda: 0.0), FlightRecorder(), []
+    manager, dispatcher, told = (
+        AlertManager(default_rules(), clock=lambda: 0.0),
+        Dispatcher([], [], to_terminal=False),
+        [],
+    )
+    runner, kept = RuleRunner(manager, dispatcher, modules=recording.modules), dispatcher.recorder
     if recording.samples is not None:
         for index in range(len(recording.samples)):
             sample = recording.samples.sample(index)
             kept.add(sample)
-            for alert in manager.process(sample):
-                text = with_diagnosis(alert, kept.history(), modules=recording.modules)
-                told.append(Told(text, int(sample.steps[0])))
-    history = kept.history()
-    diagnoses = () if history is None else tuple(map(str, diagnose(history, modules=recording.modules)))
+            for found in manager.process(sample):
+                alert = with_diagnosis(found, kept.history(), modules=recording.modules)
+                kept.alert(alert)
+                told.append(Told(alert, int(sample.steps[0])))
     told = sorted([*told, *recording.wiring], key=lambda one: one.at)
-    return replace(recording, told=tuple(told), diagnoses=diagnoses)
+    return replace(recording, told=tuple(told), diagnoses=tuple(map(str, runner.diagnose())))
 
 
 def recordings(
