@@ -160,7 +160,7 @@ def spiking() -> Loop:
 
 def scaled_by_hand() -> Loop:
     """A loss scale of 1024 that the loop multiplies and divides by itself, and says so."""
-    loop = supervised(mlp(12, 32, 32, 4), data.blobs(), classify, lr=2e-3, options={"scaler": 1024.0})
+    loop = supervised(mlp(12, 32, 32, 4), data.blobs(), classify, lr=2e-3, options={"loss_scale": 1024.0})
 
     def update(loop: Loop, step: int) -> Tensor:
         loop.zero_grad()
