@@ -182,10 +182,37 @@ def test_the_rules_remember_what_was_usual(tmp_path: Path) -> None:
     assert [(alert.title, alert.step) for alert in alerts] == [("Exploding gradient", 31)]
 
 
-def test_two_instances_keep_their_states_apart() -> None:
-    keys = {GradWatchCallback(step_prefix=prefix).state_key for prefix in ("a/", "b/")}
-    assert len(keys) == 2
-    assert GradWatchCallback().state_key == GradWatchCallback(per_layer=True).state_key
+def test_state_keys_differ_with_every_argument_and_are_the_same_in_every_process() -> None:
+    arguments: list[dict[str, Any]] = [
+        {},
+        {"log_every_n_steps": 3},
+        {"step_prefix": "a/"},
+        {"epoch_prefix": "b/"},
+        {"track_epochs": False},
+        {"per_layer": True},
+        {"track_sparsity": False},
+        {"explosion_threshold": 7.0},
+        {"include": "weight"},
+        {"guard": "skip"},
+        {"group_by": str.upper},
+    ]
+    assert len({GradWatchCallback(**each).state_key for each in arguments}) == len(arguments)
+    # Where things go is no part of it: a training that is resumed with other sinks has its memory.
+    assert GradWatchCallback(sinks=[MemorySink()], on_alert=print).state_key == GradWatchCallback().state_key
+
+
+def test_two_callbacks_of_one_trainer_watch_side_by_side() -> None:
+    weights, biases = MemorySink(), MemorySink()
+    callbacks = [
+        GradWatchCallback(include="weight", sinks=[weights], sample_every=1),
+        GradWatchCallback(include="bias", sinks=[biases], sample_every=1),
+    ]
+    trainer_of(callbacks).fit(Regression(), loader(4))
+    for memory, kind in ((weights, "weight"), (biases, "bias")):
+        merged = memory.merged()
+        assert merged is not None
+        assert merged.steps.tolist() == [1, 2, 3, 4]
+        assert all(name.endswith(kind) for name in merged.names)
 
 
 def test_recomputed_is_a_second_opinion() -> None:

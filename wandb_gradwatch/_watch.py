@@ -9,6 +9,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any, Final
 
 import torch
@@ -31,6 +32,9 @@ from .sinks import Sink, WandbSink
 from .snapshot import GroupBy, group_function
 
 logger: Final = logging.getLogger("wandb_gradwatch")
+
+# Watchers of the same model that watch() leaves alone: those of the other callbacks of one trainer.
+COMPANIONS: Final[ContextVar[tuple[Watcher, ...]]] = ContextVar("gradwatch_companions", default=())
 
 _WARMING_UP: Final = "gradwatch-warm-up"
 
@@ -312,6 +316,6 @@ def _namespace(run: Any, registry: ParameterRegistry) -> str:
 
 def _replace_watchers_of(registry: ParameterRegistry) -> None:
     for watcher in list(WATCHERS):
-        if any(watcher.watches(model) for model in registry.models()):
+        if watcher not in COMPANIONS.get() and any(watcher.watches(model) for model in registry.models()):
             logger.warning("wandb_gradwatch: the model was already watched; the new watch() replaces the earlier one.")
             watcher.remove()

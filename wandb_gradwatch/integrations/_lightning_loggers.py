@@ -43,7 +43,13 @@ def log(trainer: Any, numbers: Mapping[str, float], prefix: str, *, step: int, w
 
 
 def sinks_for(
-    trainer: Any, run: Any, group_by: GroupBy, numbers_of: Callable[[int], Mapping[str, float]], *, rows: bool
+    trainer: Any,
+    run: Any,
+    group_by: GroupBy,
+    numbers_of: Callable[[int], Mapping[str, float]],
+    *,
+    rows: bool,
+    namespace: str,
 ) -> list[Sink]:
     """The runs of the WandbLoggers, else the active one, and the program's log for alerts; none beyond rank zero.
 
@@ -51,13 +57,16 @@ def sinks_for(
         run: the only run, where the user gave one.
         numbers_of: the further numbers of a sample's row, by its step.
         rows: False to send alerts only.
+        namespace: see WandbSink.
     """
     if not trainer.is_global_zero:
         return []
     runs = [run] if run is not None else [logger.experiment for logger in trainer.loggers if _is_wandb(logger)]
     if not runs and (active := active_run()) is not None:
         runs = [active]
-    sinks = [WandbSink(each, group_by=group_by) for each in {id(each): each for each in runs}.values()]
+    sinks = [
+        WandbSink(each, group_by=group_by, namespace=namespace) for each in {id(each): each for each in runs}.values()
+    ]
     return [*(NamedWandbSink(sink, numbers_of, rows=rows) for sink in sinks), AlertLog()]
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from .._capture.parameter_registry import Models, with_prefixes
 from .._runtime.sharding import local_part, rank
-from .._watch import watch
+from .._watch import COMPANIONS, watch
 from .._watcher import Watcher
 from ..metrics import rules_of
 from ..rules import Rule, default_rules
@@ -57,13 +57,22 @@ class Session:
 
     # ---- begin and end
 
-    def begin(self, model: Models, *, start_step: int = 0, goes_on: bool = False, **more: Any) -> None:
+    def begin(
+        self,
+        model: Models,
+        *,
+        start_step: int = 0,
+        goes_on: bool = False,
+        beside: Iterable[Watcher] = (),
+        **more: Any,
+    ) -> None:
         """Watch, unless the model is frozen as a whole: that is said once, and later calls look again.
 
         Args:
             model: as in watch().
             start_step: the number of the last step already made, where there is no memory that knows it.
             goes_on: this training continues the last one, also where nothing was loaded.
+            beside: watchers of the same model that go on.
             more: arguments of watch() that the caller sets.
         """
         if not any(parameter.requires_grad for module in modules_of(model) for parameter in module.parameters()):
@@ -73,7 +82,11 @@ class Session:
         memory = self._memory if goes_on or self._is_loaded else {}
         options = {**self.options, **more, "rules": [*self._rules(), self._feed]}
         self._is_sharded = is_sharded(model)
-        self.watcher = watch(model, start_step=memory.get("step", start_step), **options)
+        companions = COMPANIONS.set(tuple(beside))
+        try:
+            self.watcher = watch(model, start_step=memory.get("step", start_step), **options)
+        finally:
+            COMPANIONS.reset(companions)
         if memory:
             self._restore(self.watcher, memory["watcher"])
         self._memory, self._is_loaded = {}, False

@@ -6,6 +6,7 @@ trainer = Trainer(callbacks=[GradWatchCallback()])
 from __future__ import annotations
 
 import copy
+import re
 import sys
 import types
 import weakref
@@ -138,8 +139,26 @@ class GradWatchCallback(_Callback):  # type: ignore[misc]
 
     @property
     def state_key(self) -> str:
-        """Tells the instances of one trainer apart in its checkpoints."""
-        key: str = self._generate_state_key(step_prefix=self.step_prefix, epoch_prefix=self.epoch_prefix)
+        """Tells the instances of one trainer apart in its checkpoints, by all arguments but `sinks` and `on_alert`.
+
+        Those say where things go: a training that is resumed with others still has its memory.
+        """
+        arguments = {
+            "log_every_n_steps": self.log_every_n_steps,
+            "step_prefix": self.step_prefix,
+            "epoch_prefix": self.epoch_prefix,
+            "track_epochs": self.track_epochs,
+            "per_layer": self.per_layer,
+            "track_sparsity": self.track_sparsity,
+            "explosion_threshold": self.explosion_threshold,
+            "run": getattr(self._run, "id", None),
+            **{
+                name: _described(value)
+                for name, value in self._session.options.items()
+                if name not in ("sinks", "on_alert")
+            },
+        }
+        key: str = self._generate_state_key(**arguments)
         return key
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -215,9 +234,12 @@ class GradWatchCallback(_Callback):  # type: ignore[misc]
         self._book, self._trainer = BatchIndex(lambda: place_of(trainer, every)), weakref.ref(trainer)
         options = self._session.options
         group_by = options.get("group_by", "parameter")
-        sinks = sinks_for(trainer, self._run, group_by, self._named_numbers, rows=every > 0)
+        ours = [callback for callback in trainer.callbacks if isinstance(callback, GradWatchCallback)]
+        namespace = f"callback{ours.index(self)}" if self in ours[1:] else ""
+        sinks = sinks_for(trainer, self._run, group_by, self._named_numbers, rows=every > 0, namespace=namespace)
         self._session.begin(
             pl_module,
+            beside=[callback.watcher for callback in ours if callback is not self and callback.watcher is not None],
             goes_on=trainer.global_step > 0,
             log_every=every or _DEFAULT_LOG_EVERY,
             sinks=[*(options.get("sinks") or ()), *sinks],
@@ -262,3 +284,11 @@ class GradWatchCallback(_Callback):  # type: ignore[misc]
         """Log the due batches that are complete. W&B has them in the rows of its own sinks."""
         for batch, sample in self._book.take_due() if self._book is not None else ():
             log(trainer, self.compute_batch_stats(sample), self.step_prefix, step=batch, with_wandb=False)
+
+
+def _described(value: Any) -> str:
+    """What is alike in every process that is given the same argument: names of functions, no addresses."""
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_described, value))}]"
+    name = getattr(value, "__qualname__", None)
+    return f"{getattr(value, '__module__', '')}.{name}" if name else re.sub(r" at 0x[0-9a-f]+", "", repr(value))
