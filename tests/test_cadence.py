@@ -234,3 +234,15 @@ def test_every_row_says_how_far_back_the_sample_before_is():
 def test_a_function_that_gives_no_whole_number_is_refused_at_once(value):
     with pytest.raises(ValueError, match=re.escape(f"sample_every(1) = {value!r} must be 0 or more")):
         watch(Chosen(a=1), sample_every=lambda _: value)
+
+
+def test_a_sample_that_is_unusual_has_the_next_steps_looked_at():
+    model = Chosen(a=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    watcher, _ = watch(model)
+    looked: list[int] = []
+    watcher._sampler._schedule.look_closely = lambda: looked.append(int(watcher.step))
+    for value in (1, 1, 1, 1, 2, 4, 1, 1, float("nan"), 1):
+        step(model, optimizer, a=[value])
+    watcher.remove()
+    assert looked == [6, 9]  # four times the median of the steps before; twice is nothing unusual

@@ -360,7 +360,11 @@ class Watcher:
                 logger.error("wandb_gradwatch has stopped watching; training goes on: %s.", DEEPSPEED_REFUSED)
                 return
         if self._pipeline.has_any and not self._boundary.in_forked_child:
-            self._pipeline.deliver(wait=wait)
+            try:
+                self._pipeline.deliver(wait=wait)
+            finally:  # a callback of the user's may raise
+                if self._pipeline.pop_unusual():
+                    self._sampler.look_closely()
 
     def _names(self) -> Names:
         return Names(tuple(self._registry.names), self._sampler.trainable())

@@ -426,6 +426,10 @@ class Sampler:
         if current_graph_task() == -1:  # never deliver from within a tensor hook
             self.deliver()
 
+    def look_closely(self) -> None:
+        """Something unusual was sampled: sample the steps that follow, as far as the budget allows."""
+        self._schedule.look_closely()
+
     def distrust_versions(self) -> None:
         """A gradient was modified without a trace: compare every sample by value from now on."""
         self._schedule.distrust_versions()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Final
 
 import numpy as np
 
@@ -26,6 +28,9 @@ from .rule_runner import RuleRunner
 from .zeroed import drop_zeroed
 
 # P watched parameters, C columns
+
+_UNUSUAL_GROWTH: Final = 3.0  # of the norm: worth a closer look, not yet an alert
+_KNOWN: Final = 4  # samples, before anything can be unusual
 
 
 class Pipeline:
@@ -81,6 +86,8 @@ class Pipeline:
         self._merges = True
         self._newest: Snapshot | None = None
         self._unreturned: Snapshot | None = None
+        self._sums_sq: deque[float] = deque(maxlen=16)  # of the last samples' gradients
+        self._is_unusual = False
 
     @property
     def has_any(self) -> bool:
@@ -98,6 +105,11 @@ class Pipeline:
         """The newest window that no earlier call has returned."""
         snapshot, self._unreturned = self._unreturned, None
         return snapshot
+
+    def pop_unusual(self) -> bool:
+        """Whether a sample since the last call was not finite, or three times as long as the last ones."""
+        is_unusual, self._is_unusual = self._is_unusual, False
+        return is_unusual
 
     def deliver(self, *, wait: bool = False) -> None:
         """Hand on what has arrived; with `wait`, all that was sent.
@@ -140,6 +152,7 @@ class Pipeline:
             self._on_untraced_clipping()
         total_C: list[float] = np.add.reduce(sample.rows, axis=0).tolist()
         some_are_missing = math.isnan(total_C[Column.GRAD_SUM_SQ])
+        self._look(float(np.nansum(sample.rows[:, Column.GRAD_SUM_SQ])), sample)
         was_zeroed = False
         # Nearly always one optimizer has received something for everything: no need to look closer.
         if some_are_missing or not total_C[Column.RECEIVED_SUM_SQ] or len(sample.sample.updated) > 1:
@@ -171,6 +184,13 @@ class Pipeline:
                 "known: clip_ratio is missing. If it is another unit, such as an average over tokens, pass "
                 "loss_scale= (what the gradients are divided by, or a function of the step).",
             )
+
+    def _look(self, sum_sq: float, sample: ArrivedSample) -> None:
+        nonfinite = np.nansum(sample.rows[:, [Column.NUM_NAN, Column.NUM_INF]]) > 0
+        known = len(self._sums_sq) >= _KNOWN
+        if nonfinite or (known and sum_sq > _UNUSUAL_GROWTH**2 * statistics.median(self._sums_sq)):
+            self._is_unusual = True
+        self._sums_sq.append(sum_sq)
 
     def _say_zeroed(self, step: int) -> None:
         self._dispatcher.alert_once(
