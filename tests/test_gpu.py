@@ -6,6 +6,7 @@ Without one test_gpu_dry.py runs it on a pretended GPU (pretend_gpu.py), but for
 from __future__ import annotations
 
 import math
+import threading
 
 import numpy as np
 import pytest
@@ -324,6 +325,31 @@ def test_a_cuda_graph_may_hold_the_launches():
         graph.replay()
         assert rows[0, 5].item() == value * 100_000  # GRAD_SUM
         assert histogram.sum().item() == 100_000
+
+
+@real
+def test_a_graph_is_captured_while_another_thread_asks_for_what_has_arrived():
+    from wandb_gradwatch._measure.events import Event
+
+    event, done, asked = Event(), threading.Event(), []
+    event.record(torch.cuda.current_stream())
+
+    def ask():
+        while not done.is_set():
+            asked.append(event.query())
+
+    thread, static, graph = threading.Thread(target=ask), torch.zeros(8, device="cuda"), torch.cuda.CUDAGraph()
+    thread.start()
+    with torch.cuda.graph(graph):
+        before = len(asked)
+        for _ in range(1000):
+            static.add_(1)
+    during = len(asked) - before
+    done.set()
+    thread.join()
+    graph.replay()
+    assert static.sum().item() == 8000
+    assert during > 0
 
 
 @real

@@ -12,8 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from statistics_oracle import BACKENDS, FAST_BACKENDS, assert_row, expected_histogram, expected_row, floats_of
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from wandb_gradwatch._measure import tiling
 from wandb_gradwatch._measure.columns import AS_LEFT, NUM_BINS, NUM_COLUMNS, SCALE_POWER, Column, merge_rows
 from wandb_gradwatch._measure.cpu_chunks import CHUNK, SEGMENT
 from wandb_gradwatch._measure.cpu_small import SMALL
@@ -294,6 +296,35 @@ def test_a_tensor_without_memory_of_its_own_is_measured_by_what_it_wraps(backend
     assert measured.histogram is not None
     assert measured.histogram[0].tolist() == expected_histogram([3.0, -4.0, 0.0]).tolist()
     assert measure_received([gradient], backend=backend).tolist() == [[25, 0, 0]]
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations that are more than another look at the same memory."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        views = ("view", "slice", "select", "unsqueeze", "transpose", "permute", "detach", "empty", "t.", "expand")
+        self.count += not func.name().removeprefix("aten::").startswith((*views, "_unsafe_view", "unbind", "alias"))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("options", "most"), [({}, 19), ({"parameters": True}, 27), ({"histogram": True}, 31)])
+def test_a_page_of_plain_torch_is_few_launches(
+    options: dict[str, bool], most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The difference of two lists that differ by a page, with the copy that puts the page together."""
+    monkeypatch.setattr(tiling, "PAGE_LINES", 4)
+
+    def launches(num_pages: int) -> int:
+        gradients = [torch.ones(2 * LINE) for _ in range(2 * num_pages)]
+        parameters = gradients if options.get("parameters") else None
+        for _ in range(2):  # index tables are made once
+            with torch.no_grad(), Launches() as counted:
+                measure(gradients, parameters, histogram=options.get("histogram", False), backend="torch")
+        return counted.count
+
+    assert launches(3) - launches(2) <= most
 
 
 def test_nothing_to_measure_is_an_empty_measurement(backend: str) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 # N tensors, R lines
 
 LINE: Final = 1024
-PAGE_LINES: Final = 4096  # 4 million elements: a few scratch copies of a page are small beside a model
+PAGE_LINES: Final = 8192  # 8 million elements: a few scratch copies of a page are small beside a model
 _FOLD: Final = 64  # lines that become one in one step of the fold
 
 
