@@ -513,3 +513,37 @@ def test_kinds_ignore_one_parameter_more_and_tell_disjoint_sets_apart():
 def test_a_listing_has_five_items_and_counts_the_rest():
     assert listing(["a"] * 5) == "a, a, a, a, a"
     assert listing(["a"] * 7) == "a, a, a, a, a, and 2 more"
+
+
+def test_branches_side_by_side_are_no_depth():
+    # The critic's norms are a hundred thousand times the actor's; within each branch nothing fades.
+    sizes = {f"actor.{i}.weight": [1e-5 * 1.5**i] for i in range(4)} | {
+        f"critic.{i}.weight": [1.5**i] for i in range(4)
+    }
+    check = VanishingGradient()
+    assert list(check.check(together([sample_of(sizes, step=s) for s in range(1, 31)]))) == []
+    chain = {f"actor.{i}.weight": [10.0**-i] for i in range(5)} | {"critic.weight": [1.0]}
+    chain = dict(reversed(chain.items()))  # in the model's order the first is the smallest
+    assert steps(VanishingGradient(patience=3).check(together([sample_of(chain, step=s) for s in range(1, 4)]))) == [3]
+
+
+def test_units_that_are_off_in_every_sample_but_never_the_same_ones_are_not_dead():
+    rng = np.random.default_rng(8)
+    samples = []
+    for step in range(1, 101):  # a batch of 1: two thirds of 24 ReLU units are off, others each time
+        on = rng.random(24) < 1 / 3
+        samples.append(
+            sample_of({"a.weight": np.outer(on, np.ones(3)), "a.bias": on * 1.0, "b.bias": [1.0]}, step=step)
+        )
+    assert list(DeadGradient().check(together(samples))) == []
+
+
+def test_a_whole_layer_that_dies_is_told_at_the_second_sample():
+    alive, dead = (
+        {"a.weight": [1.0], "a.bias": [1.0], "b.bias": [1.0]},
+        {"a.weight": [0.0], "a.bias": [0.0], "b.bias": [1.0]},
+    )
+    samples = [sample_of(alive, step=s) for s in range(1, 51)] + [sample_of(dead, step=s) for s in (51, 52)]
+    assert steps(DeadGradient().check(together(samples))) == [52]  # by chance (1 / 52)^2
+    experts = [sample_of(dead if s % 3 else alive, step=s) for s in range(1, 101)]  # two of three batches do without it
+    assert list(DeadGradient().check(together(experts))) == []

@@ -30,11 +30,11 @@ def test_a_layers_numbers_are_those_of_its_norms() -> None:
     assert layer == LayerSummary("a", 5.0, 10.0, 2, 5.0, 0.5, 0, (5.0, 50.0, 5.0))
 
 
-def test_the_worst_stand_first_non_finite_then_silent_then_peaks_then_ratios_then_dead() -> None:
+def test_the_worst_stand_first_non_finite_then_silent_then_peaks_then_what_the_gradient_consists_of() -> None:
     calm = {
-        "calm": [1e-3, 1e-3],  # a ratio of 1.4e-3 by a parameter of norm 1
-        "dead": [0.0, 1e-3],
-        "small": [1e-7, 1e-7],
+        "rounding": [1e-9, 1e-9],  # a key bias: no share of anything
+        "half": [0.0, 1e-3],
+        "calm": [1e-3, 1e-3],
         "peak": [1e-3, 1e-3],
         "silent": None,
         "early": [1e-3, 1e-3],
@@ -43,7 +43,7 @@ def test_the_worst_stand_first_non_finite_then_silent_then_peaks_then_ratios_the
     history = window(
         calm, calm, {**calm, "peak": [1.0, 1.0]}, calm, {**calm, "early": [NAN, 1.0]}, {**calm, "late": [INF, 1.0]}
     )
-    assert names_of(history) == ["early", "late", "silent", "peak", "small", "dead", "calm"]
+    assert names_of(history) == ["early", "late", "silent", "peak", "calm", "half", "rounding"]
 
 
 def test_of_layers_that_broke_in_one_sample_the_one_nearest_the_output_stands_first() -> None:

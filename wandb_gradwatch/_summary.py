@@ -24,7 +24,6 @@ _MAX_NAME: Final = 28
 _MAX_ALERTS: Final = 5
 _BLOCKS: Final = "▁▂▃▄▅▆▇█"  # for a line in one line of text
 _ASCII_BLOCKS: Final = "_.:-=+*#"
-_USUAL_RATIO: Final = 1e-3  # of gradient to parameter norm: what is far from it on either side is worth a look
 _MIN_OCTAVES: Final = 3.0  # a trace spans at least this much, so that noise does not look like a story
 _HEADINGS: Final = ("layer", "norm", "peak (step)", "grad/param", "dead", "NaN+Inf", "norm over time")
 
@@ -145,8 +144,9 @@ def summarise(
     """Choose the layers that are most worth a look, and what to say of them.
 
     In this order: NaN or Inf in a sample that AMP did not skip (the earliest first, and in one sample the one nearest
-    the output, where the backward came first), trainable without any gradient, then the largest peak over the layer's
-    own median by octaves, the strangest ratio of gradient to parameter norm by decades, the most dead elements.
+    the output, where the backward came first), trainable without any gradient, no element with a gradient though
+    others have one, then the largest share of the whole gradient's square at the layer's own peak, times that peak over
+    the layer's median: rounding, as in the key bias of an attention, is no share of anything.
 
     Args:
         history: samples, oldest first; None or an empty one before the first.
@@ -235,15 +235,15 @@ def _worst_first(history: Snapshot, layers: Sequence[LayerSummary]) -> list[int]
     bad_SP = (history.num_nonfinite > 0) & ~history.skipped[:, None]
     silent_P = np.isnan(history.num_elements).all(axis=0) & history.trainable
 
+    with np.errstate(invalid="ignore", divide="ignore"):
+        share_P = np.nan_to_num(np.fmax.reduce((history.grad_norm / history.total_grad_norm[:, None]) ** 2, axis=0))
+
     def badness(place: int) -> tuple[float, ...]:
         layer = layers[place]
         bad = np.flatnonzero(bad_SP[:, place])
         first_bad, depth = (float(bad[0]), -float(place)) if bad.size else (math.inf, 0.0)
-        octaves = math.floor(math.log2(layer.peak)) if layer.peak > 0 else 0
-        ratio = layer.grad_param_ratio
-        decades = abs(round(math.log10(ratio / _USUAL_RATIO))) if ratio > 0 else 0
-        dead = 0.0 if math.isnan(layer.dead_ratio) else layer.dead_ratio
-        return first_bad, depth, -float(silent_P[place]), -octaves, -decades, -dead
+        peak = layer.peak if layer.peak > 0 else 1.0
+        return first_bad, depth, -float(silent_P[place]), -float(layer.dead_ratio == 1), -share_P[place] * peak
 
     return sorted(range(len(layers)), key=badness)
 

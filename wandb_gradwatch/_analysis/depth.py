@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
+import numpy.typing as npt
 
 from .._measure.columns import FloatArray
 from ..snapshot import Snapshot
@@ -13,6 +17,19 @@ from .layers import module_norms
 # L layers in model order, the first nearest the input
 
 _MIN_LAYERS = 4
+
+
+@lru_cache(maxsize=16)
+def chains_of(names_L: tuple[str, ...]) -> tuple[npt.NDArray[np.intp], ...]:
+    """Places of the modules that feed each other: those whose names agree up to their first number, at least four.
+
+    `actor.0, actor.2, ...` and `critic.0, critic.2, ...` are branches, and so are two models: a trend over both would
+    compare what never meets.
+    """
+    chains: dict[str, list[int]] = {}
+    for place, name in enumerate(names_L):
+        chains.setdefault(re.split(r"\d", name, maxsplit=1)[0], []).append(place)
+    return tuple(np.array(places, dtype=np.intp) for places in chains.values() if len(places) >= _MIN_LAYERS)
 
 
 @dataclass(frozen=True)
@@ -38,7 +55,10 @@ def depth_trends(snapshot: Snapshot, *, above: float) -> dict[int, DepthTrend]:
     Parameters are merged into their module first, because a bias and a weight of one layer differ for other reasons.
     """
     names_L, norms_SL = module_norms(snapshot)
-    candidates = np.flatnonzero(_factors(norms_SL) > above * (1 - 1e-9))  # a sum in another order may round otherwise
+    steepest_S = np.full(len(snapshot), np.nan)
+    for chain in chains_of(names_L):
+        steepest_S = np.fmax(steepest_S, _factors(norms_SL[:, chain]))
+    candidates = np.flatnonzero(steepest_S > above * (1 - 1e-9))  # a sum in another order may round otherwise
     trends = {int(sample): trend_of(names_L, norms_SL[sample]) for sample in candidates}
     return {sample: trend for sample, trend in trends.items() if trend is not None and trend.factor > above}
 
@@ -56,7 +76,12 @@ def _factors(norms_SL: FloatArray) -> FloatArray:
 
 
 def trend_of(names_L: tuple[str, ...], norms_L: FloatArray) -> DepthTrend | None:
-    """The trend of these layers' norms; zeros and missing ones are left out."""
+    """The steepest trend of these layers' norms along a chain; zeros and missing ones are left out."""
+    found = [_trend(tuple(names_L[place] for place in chain), norms_L[chain]) for chain in chains_of(names_L)]
+    return max((trend for trend in found if trend), key=lambda trend: abs(math.log(trend.factor)), default=None)
+
+
+def _trend(names_L: tuple[str, ...], norms_L: FloatArray) -> DepthTrend | None:
     seen = np.flatnonzero(np.isfinite(norms_L) & (norms_L > 0))
     if len(seen) < _MIN_LAYERS:
         return None
