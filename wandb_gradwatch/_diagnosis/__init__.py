@@ -12,7 +12,7 @@ from .._analysis.formatting import CAUSE_PREFIX
 from .._measure.columns import FloatArray
 from ..rules import Alert
 from ..snapshot import Snapshot, select_samples
-from .causes import CAUSES, Diagnosis
+from .causes import BAD_BATCH, CAUSES, Diagnosis
 from .evidence import Evidence
 from .patterns import PATTERNS
 
@@ -71,6 +71,8 @@ def with_diagnosis(alert: Alert, history: Snapshot | None, **context: Any) -> Al
     fact, prefix, cause = alert.text.partition(CAUSE_PREFIX)
     recent = select_samples(until, range(max(len(until) - _EPISODE, 0), len(until)))
     fitting = [d for d in diagnose(recent, **context) if alert.title in CAUSES[d.cause]] if len(recent) else []
+    # That a spike has passed, or has not, the rule knows better than its own step shows.
+    fitting = [d for d in fitting if d.cause != BAD_BATCH or d.cause in cause]
     if fitting and not (len(until) and until.arose_after_backward[-1]):
         prefix, cause = CAUSE_PREFIX, _in_words(fitting)
     lines = [fact.rstrip()]
@@ -82,6 +84,11 @@ def with_diagnosis(alert: Alert, history: Snapshot | None, **context: Any) -> Al
 def _in_words(fitting: Sequence[Diagnosis]) -> str:
     """The most probable cause, or two of them where nothing in the samples tells them apart."""
     first, *others = fitting
+    if first.cause == BAD_BATCH:
+        return (
+            f"not clear: either {first.cause} ({first.evidence}), or the data has changed; whether the norm falls back "
+            f"tells them apart. Remedy: {first.remedy}."
+        )
     if not others or others[0].confidence < first.confidence - _AS_PROBABLE:
         return str(first)
     second = others[0]

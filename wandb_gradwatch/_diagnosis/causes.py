@@ -57,7 +57,7 @@ CAUSES: Final[dict[str, tuple[str, ...]]] = {
     DEAD_RELU: _FADING,
     FROZEN: ("No gradient",),
     ZEROED: ("No gradient",),
-    BAD_BATCH: ("NaN gradient", "Inf gradient"),
+    BAD_BATCH: ("Exploding gradient",),
     LOSS: ("NaN gradient", "Inf gradient"),
     OPTIMIZER: ("NaN gradient", "Inf gradient"),
     BAD_RANK: (*_EXPLOSION, "Loss scale collapse"),
