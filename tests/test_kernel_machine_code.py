@@ -283,23 +283,20 @@ def test_a_barrier_that_is_not_there_is_missed(
 def test_a_warning_of_tritons_is_no_failure_where_warnings_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[int] = []
 
-    def launch(ptx: str, num_programs: int, arguments: tuple[Any, ...]) -> None:
-        launched.append(num_programs)
+    class OldFashioned(FakeDriver):
+        def get_current_target(self) -> Any:
+            warnings.warn("this will go away", DeprecationWarning, stacklevel=2)
+            return super().get_current_target()
 
-    initialise = kernels.triton.compiler.CompiledKernel.__init__
-
-    def warning(*args: Any, **kwargs: Any) -> None:
-        warnings.warn("this will go away", DeprecationWarning, stacklevel=2)
-        initialise(*args, **kwargs)
-
-    monkeypatch.setattr(kernels.triton.compiler.CompiledKernel, "__init__", warning)
     monkeypatch.setattr(cuda_launch, "_compiled", set())
     kwargs = {"dead_threshold": 0.0, "inverse_scale": None, "histogram": False}
-    with (
-        installed(FakeDriver(75, launch)),
-        warnings.catch_warnings(),
-    ):  # a GPU that no other test has: nothing is compiled yet
+    fake = OldFashioned(
+        75, lambda ptx, num_programs, arguments: launched.append(num_programs)
+    )  # no other test has this GPU
+    with installed(fake), warnings.catch_warnings():
         warnings.simplefilter("error")
+        with pytest.raises(DeprecationWarning, match="this will go away"):
+            fake.get_current_target()
         cuda_launch.measure([torch.ones(3)], None, **kwargs)
     assert launched == [1, 1]
 
