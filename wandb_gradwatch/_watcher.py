@@ -19,7 +19,7 @@ import torch
 
 from ._capture.config import CaptureConfig
 from ._capture.events import SamplerEvents
-from ._capture.parameter_registry import ParameterRegistry, unwrapped
+from ._capture.parameter_registry import ParameterRegistry
 from ._capture.sampler import Sampler
 from ._diagnosis import Diagnosis
 from ._guard.guard import GuardedSlots, SkipGuard
@@ -34,6 +34,7 @@ from ._pipeline.rule_runner import RuleRunner
 from ._pipeline.saved_samples import NameMatch, load_histogram, load_samples, save_samples
 from ._runtime.error_boundary import ErrorBoundary, alone, graph_is_captured
 from ._runtime.sharding import DEEPSPEED_REFUSED, has_deepspeed, has_fsdp1, world_size
+from ._runtime.wrappers import unwrapped
 from ._summary import Summary, summarise
 from ._transfer.sample_buffer import SampleBuffer
 from ._transfer.transfers import ArrivedSample, Sample

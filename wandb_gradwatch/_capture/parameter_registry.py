@@ -10,18 +10,14 @@ from __future__ import annotations
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 from torch import Tensor, nn
 
+from .._runtime.wrappers import is_transparent, unwrapped
+
 NameFilter = str | re.Pattern[str] | Callable[[str], bool] | Sequence["str | re.Pattern[str]"]
 Models = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
-
-# Child names that wrappers put between a module and itself. "module" is an ordinary name too, so it is only stripped
-# below the classes that are known to add it.
-_FSDP1_CHILD: Final = "_fsdp_wrapped_module"
-_TRANSPARENT_CHILDREN: Final = frozenset({"_orig_mod", _FSDP1_CHILD, "_checkpoint_wrapped_module", "_forward_module"})
-_TRANSPARENT_PARENTS: Final = frozenset({"DistributedDataParallel", "DataParallel"})
 
 
 class ParameterRegistry:
@@ -253,22 +249,6 @@ def _walk(
     for key, child in module._modules.items():
         if child is not None:
             yield from _walk(child, prefix if is_transparent(module, key) else f"{prefix}{key}.", seen, modules)
-
-
-def is_transparent(parent: nn.Module, key: str) -> bool:
-    """Whether this child is the module that its parent only wraps: it has the parent's name."""
-    return key in _TRANSPARENT_CHILDREN or (key == "module" and type(parent).__name__ in _TRANSPARENT_PARENTS)
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """What is inside of wrappers around a whole model, which come and go while it is trained.
-
-    FSDP1's is kept: it is how its flat parameters are found.
-    """
-    for key, child in model._modules.items():
-        if child is not None and key != _FSDP1_CHILD and is_transparent(model, key):
-            return unwrapped(child)
-    return model
 
 
 def with_prefixes(models: Models, *, asked_by: str = "watch()") -> Iterable[tuple[str, nn.Module]]:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from .._capture.parameter_registry import unwrapped
 from .._runtime.autograd import replay
+from .._runtime.wrappers import unwrapped
 from .finding import Finding
 from .trace import NonfiniteTrace
 

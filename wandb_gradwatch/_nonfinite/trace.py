@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .._capture.parameter_registry import is_transparent
+from .._runtime.wrappers import is_transparent
 from .finding import Direction, Finding, InputRange, first_indices
 
 _NOT_THE_USERS: Final = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)

@@ -9,7 +9,6 @@ outputs of modules outside of it are, that of the compiled model among them; wha
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import weakref
 from collections.abc import Callable, Mapping
@@ -21,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .._runtime.autograd import current_graph_task, replay
 from .._runtime.error_boundary import ErrorBoundary
+from .._runtime.wrappers import TransientHook
 from ._module_index import ModuleIndex
 
 logger: Final = logging.getLogger("wandb_gradwatch")
@@ -136,18 +136,7 @@ class ForwardHook:
         logger.error("wandb_gradwatch: %s failed and is dropped; training goes on.", self._owner, exc_info=error)
 
 
-class Vanishing:
-    """A module's hook that, copied, pickled or saved with the module, becomes a function that does nothing.
-
-    A closure would make all of that fail. And what it becomes is the standard library's: a saved model can be loaded
-    where this package is not installed.
-    """
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (contextlib.nullcontext(), "__exit__")
-
-
-class _Hook(Vanishing):
+class _Hook(TransientHook):
     """A module's forward hook."""
 
     def __init__(self, tap: ForwardHook, name: str, seen: SeenOutput) -> None:

@@ -9,7 +9,8 @@ from typing import Final
 
 from torch import Tensor, nn
 
-from .._capture.parameter_registry import NameFilter, is_transparent, name_predicate
+from .._capture.parameter_registry import NameFilter, name_predicate
+from .._runtime.wrappers import is_transparent
 
 # The whole model's output has a name too: that of the model, or this where the model has none.
 ROOT: Final = "root"

@@ -15,8 +15,9 @@ from .._measure.elements import onto
 from .._measure.measure import sum_sq
 from .._measure.probe_values import ProbeDistance
 from .._runtime.sharding import local_part
+from .._runtime.wrappers import TransientHook
 from ..snapshot import keys
-from ._forward_hooks import ForwardHook, Vanishing
+from ._forward_hooks import ForwardHook
 from ._metric import Metric
 from ._module_index import ModuleIndex, matcher, nothing_matches
 from ._module_probe import ForwardProbe, logger, tensor_name, tensors_in
@@ -265,7 +266,7 @@ class Reference(ForwardProbe):
         self._handles, self._outputs = [], {}
 
 
-class _Keep(Vanishing):
+class _Keep(TransientHook):
     """The hook of a module of the reference's."""
 
     def __init__(self, reference: Reference, name: str) -> None:

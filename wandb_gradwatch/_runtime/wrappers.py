@@ -1,0 +1,41 @@
+"""Modules around a model that come and go while it is trained, and hooks that a model can be copied with."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Final
+
+from torch import nn
+
+# Child names that wrappers put between a module and itself. "module" is an ordinary name too, so it is only stripped
+# below the classes that are known to add it.
+_FSDP1_CHILD: Final = "_fsdp_wrapped_module"
+_TRANSPARENT_CHILDREN: Final = frozenset({"_orig_mod", _FSDP1_CHILD, "_checkpoint_wrapped_module", "_forward_module"})
+_TRANSPARENT_PARENTS: Final = frozenset({"DistributedDataParallel", "DataParallel"})
+
+
+def is_transparent(parent: nn.Module, key: str) -> bool:
+    """Whether this child is the module that its parent only wraps: it has the parent's name."""
+    return key in _TRANSPARENT_CHILDREN or (key == "module" and type(parent).__name__ in _TRANSPARENT_PARENTS)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """What is inside of wrappers around a whole model, which come and go while it is trained.
+
+    FSDP1's is kept: it is how its flat parameters are found.
+    """
+    for key, child in model._modules.items():
+        if child is not None and key != _FSDP1_CHILD and is_transparent(model, key):
+            return unwrapped(child)
+    return model
+
+
+class TransientHook:
+    """A module's hook that, copied, pickled or saved with the module, becomes a function that does nothing.
+
+    A closure would make all of that fail. And what it becomes is the standard library's: a saved model can be loaded
+    where this package is not installed.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (contextlib.nullcontext(), "__exit__")
