@@ -21,9 +21,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "_measure": set(),
     "_output": set(),
     "_runtime": set(),
+    "_nonfinite": {"_runtime"},
     "_transfer": {"_measure", "snapshot"},
-    "_guard": {"_measure", "_transfer", "_runtime", "snapshot", "_analysis", "rules"},
-    "_capture": {"_measure", "_transfer", "_runtime", "_guard", "snapshot"},
+    "_guard": {"_nonfinite", "_measure", "_transfer", "_runtime", "snapshot", "_analysis", "rules"},
+    "_capture": {"_nonfinite", "_measure", "_transfer", "_runtime", "_guard", "snapshot"},
     "snapshot": {"_measure"},
     "_analysis": {"_measure", "snapshot"},
     "rules": {"_measure", "snapshot", "_analysis"},
@@ -45,7 +46,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "metrics": {"_measure", "snapshot", "_analysis", "rules", "_runtime", "_capture"},
 }
-MAY_IMPORT["_nonfinite"] = {"_runtime", "_capture"}
 _BELOW_WATCHER = set(MAY_IMPORT) - {"_page", "_report", "metrics"}
 MAY_IMPORT["_watcher"] = _BELOW_WATCHER
 _BELOW_WATCH = set(MAY_IMPORT)

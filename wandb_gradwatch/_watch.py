@@ -171,6 +171,7 @@ def watch(
             to_terminal=rank() == 0,
             guard=skip_guard,
         ),
+        [each for _, each in with_prefixes(model)],
     )
 
 

@@ -21,9 +21,10 @@ from ._capture.config import CaptureConfig
 from ._capture.events import SamplerEvents
 from ._capture.parameter_registry import ParameterRegistry
 from ._capture.sampler import Sampler
-from ._diagnosis import Diagnosis
+from ._diagnosis import FIRST_BAD_OPERATION, Diagnosis
 from ._guard.guard import GuardedSlots, SkipGuard
 from ._measure.columns import NUM_COLUMNS
+from ._nonfinite.replay import StepReplay
 from ._pipeline.alert_manager import AlertManager
 from ._pipeline.assembly import Names, snapshot_of
 from ._pipeline.dispatcher import Dispatcher
@@ -79,7 +80,7 @@ class Watcher:
     measured, judged, written or said is remembered by the part whose business it is: see `wandb_gradwatch._pipeline`.
     """
 
-    def __init__(self, registry: ParameterRegistry, config: Config) -> None:
+    def __init__(self, registry: ParameterRegistry, config: Config, models: Sequence[torch.nn.Module]) -> None:
         number = next(_NUMBERS)
         cadence = config.capture.cadence
         self._registry = registry
@@ -92,11 +93,18 @@ class Watcher:
         self._dispatcher = Dispatcher(config.sinks, config.on_alert, to_terminal=config.to_terminal)
         kinds = {name: type(module).__name__ for model in registry.models() for name, module in model.named_modules()}
         self._rule_runner = RuleRunner(self._alert_manager, self._dispatcher, modules=kinds)
+        self._replay: StepReplay | None = None
+        if guard is not None and guard.replay:
+            note = self._dispatcher.recorder.note
+            self._replay = StepReplay(
+                models, lambda step, finding: note(step, **{FIRST_BAD_OPERATION: finding.text}), self._dispatcher.notice
+            )
         events = SamplerEvents(
             deliver=self._deliver,
             notice=self._dispatcher.notice,
             alert=self._dispatcher.alert_once,
             judge=None if guard is None else GuardedSlots(guard, lambda: tuple(registry.names), self._peek),
+            replay=self._replay,
         )
         self._sampler = Sampler(registry, self._window, config.capture, events, self._boundary)
         self._pipeline = Pipeline(
@@ -306,6 +314,8 @@ class Watcher:
     def _stop(self) -> None:
         self._removed = True
         self._sampler.stop()
+        if self._replay is not None:
+            self._replay.close()
         self._pipeline.close()
         atexit.unregister(self._script_ends)
         if self in WATCHERS:

@@ -83,7 +83,9 @@ class Sampler:
         self.shards = Shards()
         self._hook_sync = HookSync(registry, self._hooks, self.shards, found=window.resize, new=self._say_new)
         self._optimizer_registry = OptimizerRegistry(registry, self.clock, self._scan, config.optimizer)
-        self.step_skipping = StepSkipping(events.judge, window, events.notice) if events.judge is not None else None
+        self.step_skipping = None
+        if events.judge is not None:
+            self.step_skipping = StepSkipping(events.judge, window, events.notice, events.replay)
         self._consensuses = ConsensusTable()
         self._failed_rank_voter: FailedRankVoter | None = None  # of a monitor that has failed
         self._wiring = Wiring(registry, self._optimizer_registry)

@@ -16,13 +16,16 @@ from .causes import BAD_BATCH, CAUSES, Diagnosis
 from .evidence import Evidence
 from .patterns import PATTERNS
 
-__all__ = ["CAUSES", "Diagnosis", "diagnose", "with_diagnosis"]
+__all__ = ["CAUSES", "FIRST_BAD_OPERATION", "Diagnosis", "diagnose", "with_diagnosis"]
+
+FIRST_BAD_OPERATION: Final = "first_bad_operation"  # the note of a step that was run again: what made its NaN or Inf
 
 _WITHHELD: Final = (
     "The guard did not apply this step: parameters and optimizer state are as they were before it. A single one can be "
     "left at that; if more follow, it is not the batch: act on the cause."
 )
 
+_NOT_FINITE: Final = ("NaN gradient", "Inf gradient")
 _EPISODE: Final = 40  # samples before an alert: what is older is not its cause
 _AS_PROBABLE: Final = 0.1  # less confident by this much at most: neither is claimed
 
@@ -75,6 +78,10 @@ def with_diagnosis(alert: Alert, history: Snapshot | None, **context: Any) -> Al
     fitting = [d for d in fitting if d.cause != BAD_BATCH or d.cause in cause]
     if fitting and not (len(until) and until.arose_after_backward[-1]):
         prefix, cause = CAUSE_PREFIX, _in_words(fitting)
+    if alert.title in _NOT_FINITE and (
+        found := (context.get("notes") or {}).get(alert.step, {}).get(FIRST_BAD_OPERATION)
+    ):
+        prefix, cause = CAUSE_PREFIX, f"found by running the step again. {found}"
     lines = [fact.rstrip()]
     if len(until) and until.steps[-1] == alert.step and until.guarded[-1]:
         lines.append(_WITHHELD)

@@ -80,6 +80,8 @@ class SkipGuard:
         stds: so is a log norm more than this many standard deviations above the mean; with `factor`, a norm has to be
             beyond both.
         window: healthy steps that count as usual.
+        replay: run a step that is left out for NaN or Inf once more, to name the operation that made them; at most
+            once per episode and three times a run. Keeps the inputs of one step. Not where the device decides.
 
     Raises:
         ValueError: a limit that makes no sense.
@@ -92,6 +94,7 @@ class SkipGuard:
     factor: float | None = None
     stds: float | None = None
     window: int = DEFAULT_WINDOW
+    replay: bool = True
     num_skipped: int = field(default=0, init=False)
     num_in_a_row: int = field(default=0, init=False)  # unhealthy steps, up to now
     _usual: NormLimits = field(init=False, repr=False)

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from .._measure.columns import NONFINITE_COLUMNS, Column
 from .._measure.elements import onto, wide_dtype
+from .._nonfinite.replay import StepReplay
 from .._runtime.autograd import Entry
 from .._transfer.sample_buffer import SampleBuffer
 from .._transfer.transfers import PinnedPool
@@ -38,10 +39,18 @@ class StepSkipping:
         judge: the guard.
         window: the open sample's rows.
         notice: says something once, by its kind.
+        replay: runs a bad step once more; None: it is not asked.
     """
 
-    def __init__(self, judge: StepJudge, window: SampleBuffer, notice: Callable[[str, str], None]) -> None:
+    def __init__(
+        self,
+        judge: StepJudge,
+        window: SampleBuffer,
+        notice: Callable[[str, str], None],
+        replay: StepReplay | None,
+    ) -> None:
         self._judge = judge
+        self._replay = replay
         self._verdicts = PendingVerdicts(judge, notice)
         self.has_voted = False  # about the step that an optimizer is about to make
         self._window = window
@@ -109,6 +118,8 @@ class StepSkipping:
     def end_step(self, number: int) -> None:
         """The open sample has closed under this number."""
         self._last_withheld = self._withheld
+        if self._replay is not None:
+            self._replay.forget()
         if not self._opinions:
             return
         was_read = all(isinstance(opinion.values, list) for opinion in self._opinions)
@@ -182,6 +193,8 @@ class StepSkipping:
             self._opinions.append(Opinion(slots, learns, [*values, float(withheld), 0.0]))
         if withheld:
             self._withheld = True
+            if self._replay is not None and values[0] > 0:  # something is not finite
+                self._replay.look(step)
             self._stash.append(without_gradients(optimizer))
 
     def _decide_there(

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 import torch
 from torch import Tensor
 
 Direction = Literal["forward", "backward"]
 
-_SHOWN: int = 3  # offending indices
+_SHOWN: Final = 3  # offending indices
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,12 @@ class Finding:
         return self.text
 
 
-def first_indices(bad: Tensor) -> str:
-    """The first few indices where a mask is set, in words; all of them are counted."""
-    indices = bad.nonzero()
-    shown = ", ".join(str(tuple(index)) for index in indices[:_SHOWN].tolist())
-    return f"{shown}{', ...' if len(indices) > _SHOWN else ''}"
+def made(tensor: Tensor) -> str:
+    """What is NaN and what is Inf in a tensor, and where, in words; "" where all is finite. Waits for its device."""
+    values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    parts = []
+    for name, bad in (("NaN", torch.isnan(values)), ("Inf", torch.isinf(values))):
+        if count := int(bad.sum()):
+            shown = ", ".join(str(tuple(index)) for index in bad.nonzero()[:_SHOWN].tolist())
+            parts.append(f"{count} {name} of {bad.numel()} (at {shown}{', ...' if count > _SHOWN else ''})")
+    return " and ".join(parts)

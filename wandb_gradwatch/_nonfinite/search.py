@@ -61,7 +61,7 @@ def find_nonfinite(
             raise TypeError(f"loss_function must return a tensor, but returned {type(loss).__name__}")
         return [("the loss", loss)]
 
-    with _unchanged(root):
+    with unchanged(root):
         found: Finding | None = search(root, args, kwargs, loss_of)
         return found
 
@@ -72,14 +72,16 @@ def search(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     loss_of: Callable[[Any], list[tuple[str, Tensor]]],
-    gradients: list[Tensor] | None = None,
+    gradients_of: Callable[[list[tuple[str, Tensor]]], list[Tensor]] | None = None,
+    arrived: Finding | None = None,
 ) -> Finding | None:
     """One forward and backward under the trace; whoever calls keeps what they change.
 
     Args:
         model: not wrapped.
         loss_of: what the backward begins with, from the model's output, each with what to call it.
-        gradients: of these; None: ones.
+        gradients_of: the gradients of those of them that require one; None: ones.
+        arrived: what is found where the forward is clean, before the backward is run.
     """
     trace = NonfiniteTrace(model)
     for kind, named in (("parameter", trace.parameters()), ("buffer", trace.buffers())):
@@ -93,9 +95,12 @@ def search(
         sinks = loss_of(model(*args, **kwargs))
         if (finding := trace.finding(sinks)) is not None:
             return finding
+        if arrived is not None:
+            return arrived
         begins = [tensor for _, tensor in sinks if tensor.requires_grad]
         if begins:
-            torch.autograd.backward(begins, gradients or [torch.ones_like(tensor) for tensor in begins])
+            gradients = [torch.ones_like(tensor) for tensor in begins] if gradients_of is None else gradients_of(sinks)
+            torch.autograd.backward(begins, gradients)
     named = [(name, p.grad) for name, p in trace.parameters() if p.grad is not None]
     return trace.finding([(f"the gradient of {name}", grad) for name, grad in reversed(named)])
 
@@ -167,7 +172,7 @@ def _arguments(inputs: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
 
 
 @contextmanager
-def _unchanged(model: nn.Module) -> Iterator[None]:
+def unchanged(model: nn.Module) -> Iterator[None]:
     """Put back what a forward and a backward change."""
     places = [(module, name, buffer) for module in model.modules() for name, buffer in module._buffers.items()]
     buffers = [(buffer, buffer.clone()) for _, _, buffer in places if buffer is not None]

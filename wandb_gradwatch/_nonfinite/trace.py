@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from .._runtime.wrappers import is_transparent
-from .finding import Direction, Finding, InputRange, first_indices
+from .finding import Direction, Finding, InputRange, made
 
 _NOT_THE_USERS: Final = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
 _ALLOCATES: Final = ("aten.empty", "aten.new_empty", "aten.resize")  # what it returns holds whatever memory held
@@ -187,7 +187,7 @@ class NonfiniteTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
 
     def _origin(self, call: _Call, output: Tensor, reads: list[_Copy], *, is_intended: bool) -> _Origin:
         node = torch._C._current_autograd_node()
-        made = _made(output)
+        words = made(output)
         ranges = tuple(InputRange.of(read.values) for read in reads)
         number = len(self._numbered)
         direction: Direction = "forward"
@@ -197,12 +197,12 @@ class NonfiniteTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             if forward is None or isinstance(node, torch.autograd.function.BackwardCFunction):
                 # The user's own backward has a line of its own.
                 call = replace(call, module=None if forward is None else forward.module)
-                made += f" in {node.name()}"
+                words += f" in {node.name()}"
             else:
-                made += f" in its derivative ({call.operation})"
+                words += f" in its derivative ({call.operation})"
                 call = forward
         origin = _Origin(
-            **vars(call), number=number, direction=direction, inputs=ranges, is_intended=is_intended, words=made
+            **vars(call), number=number, direction=direction, inputs=ranges, is_intended=is_intended, words=words
         )
         self._numbered.append(origin)
         return origin
@@ -219,7 +219,7 @@ class NonfiniteTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         ):
             return None
         module = "" if kind == "input" else name.rpartition(".")[0]
-        text = f"The {kind} {name} holds {_made(tensor)}, before anything has run."
+        text = f"The {kind} {name} holds {made(tensor)}, before anything has run."
         return Finding(kind, module, "forward", None, None, (InputRange.of(tensor),), text)
 
     def finding(self, sinks: Iterable[tuple[str, Tensor]]) -> Finding | None:
@@ -289,15 +289,6 @@ def _nan_and_inf(tensor: Tensor) -> tuple[bool, bool]:
 
 def _is_near_overflow(tensor: Tensor) -> bool:
     return bool(tensor.detach().abs().max() > torch.finfo(tensor.dtype).max / _NEAR_OVERFLOW)
-
-
-def _made(tensor: Tensor) -> str:
-    values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    parts = []
-    for name, bad in (("NaN", torch.isnan(values)), ("Inf", torch.isinf(values))):
-        if count := int(bad.sum()):
-            parts.append(f"{count} {name} of {bad.numel()} (at {first_indices(bad)})")
-    return " and ".join(parts)
 
 
 def _storage(tensor: Tensor) -> int:

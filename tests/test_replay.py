@@ -1,0 +1,141 @@
+"""A step that the guard leaves out for NaN or Inf is run once more, and the alert names the operation that made it."""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+import pytest
+import torch
+from test_nonfinite import Model, line_of
+from torch import nn
+from torch.nn import functional
+
+import wandb_gradwatch
+from wandb_gradwatch import MemorySink, SkipGuard
+
+
+def log_of_some(x):
+    scale = (x.abs().sum() < 1e3).to(x.dtype)  # 1 for an ordinary batch, 0 for a large one
+    return ((x.abs() + 1) * scale).log()  # bad
+
+
+class Fails(Model):
+    """A batch of ordinary size is well, a large one makes log(0) in blocks.1. Dropout: what is run again is random."""
+
+    def __init__(self):
+        super().__init__(log_of_some)
+        self.dropout = nn.Dropout(0.25)
+
+    def forward(self, x):
+        return super().forward(self.dropout(x))
+
+
+GOOD = torch.tensor([[1.0, -0.5], [0.5, 0.25]])
+BAD = 1e6 * GOOD
+
+
+def train(batches, *, guard="skip", model=None, optimizer=torch.optim.SGD, loss=None, micro=1, wrap=None, **options):
+    """Returns the parameters at the end, the alerts, and the recorder's notes by step."""
+    torch.manual_seed(0)
+    model = Fails() if model is None else model
+    called = model if wrap is None else wrap(model)
+    stepper, memory = optimizer(model.parameters(), lr=1e-3), MemorySink()
+    loss = loss or (lambda output: output.square().mean())
+    watcher = wandb_gradwatch.watch(called, sinks=[memory], sample_every=1, guard=guard, **options)
+    for number, batch in enumerate(batches, 1):
+        loss(called(batch)).backward()
+        if number % micro == 0:
+            stepper.step()
+            stepper.zero_grad()
+    watcher.flush()
+    notes = watcher._dispatcher.recorder.notes
+    watcher.remove()
+    return [p.detach().clone() for p in model.parameters()], memory.alerts, notes
+
+
+def found_in(notes):
+    return {step: note["first_bad_operation"] for step, note in notes.items() if "first_bad_operation" in note}
+
+
+@pytest.mark.parametrize("wrap", [None, lambda model: torch.compile(model, backend="aot_eager")])
+def test_the_alert_names_the_operation_its_module_and_its_line(wrap):
+    _, alerts, notes = train([GOOD, GOOD, BAD, GOOD], wrap=wrap)
+    (found,) = found_in(notes).items()
+    assert found[0] == 3
+    assert found[1].startswith(f"aten.log in blocks.1, test_replay.py:{line_of(log_of_some)}, made 4 Inf of 4")
+    (told,) = [alert for alert in alerts if alert.title in ("NaN gradient", "Inf gradient")][:1]
+    assert told.step == 3
+    assert f"Probable cause: found by running the step again. {found[1]}" in told.text
+    assert "The guard did not apply this step" in told.text
+
+
+def test_training_is_bitwise_that_of_a_guard_that_does_not_look_again():
+    batches = [GOOD, BAD, GOOD, GOOD, BAD, GOOD]
+    with_replay, _, notes = train(batches)
+    without, _, nothing = train(batches, guard=SkipGuard(replay=False))
+    assert len(found_in(notes)) == 2
+    assert found_in(nothing) == {}
+    assert all(torch.equal(a, b) for a, b in zip(with_replay, without, strict=True))
+
+
+def test_of_several_micro_batches_the_bad_one_is_run_again():
+    _, _, notes = train([GOOD, GOOD, GOOD, BAD], micro=2)
+    assert list(found_in(notes)) == [2]
+    # The only bad input is the large one: 1e6 times 1 is the largest element.
+    assert "aten.log" in found_in(notes)[2]
+
+
+def test_a_loss_that_made_it_is_named_as_outside_of_the_model():
+    calls = iter(range(10))
+
+    def zero(output):
+        return (0 * output).square().sum().sqrt() if next(calls) == 2 else output.square().mean()
+
+    _, _, notes = train([GOOD] * 4, loss=zero)
+    # d sqrt(x) at 0 is infinite, and 0 times Inf is NaN: all 4 elements of the output's gradient.
+    assert found_in(notes) == {
+        3: "The gradient of the model's output held 4 NaN of 4 (at (0, 0), (0, 1), (1, 0), ...) when it came: "
+        "it is the loss's, outside of the model."
+    }
+
+
+def test_an_episode_is_run_again_once_and_a_run_three_times():
+    _, _, notes = train([GOOD, BAD, BAD, GOOD, BAD, GOOD, BAD, GOOD, BAD, GOOD])
+    assert list(found_in(notes)) == [2, 5, 7]
+
+
+def test_what_the_device_decides_is_not_run_again():
+    fused = lambda parameters, lr: torch.optim.AdamW(parameters, lr=lr, fused=True)  # noqa: E731
+    _, _, notes = train([GOOD, GOOD, GOOD, BAD, GOOD], optimizer=fused)
+    assert found_in(notes) == {}
+
+
+def test_a_replay_that_raises_is_said_and_the_training_goes_on(caplog):
+    class Once(Fails):
+        def forward(self, x):
+            if torch._C._len_torch_dispatch_stack():
+                raise ValueError("not a second time")
+            return super().forward(x)
+
+    with caplog.at_level(logging.ERROR, logger="wandb_gradwatch"):
+        parameters, alerts, _ = train([GOOD, BAD, GOOD, BAD], model=Once())
+    assert caplog.text.count("could not run step 2 again") == 1
+    assert "not a second time" in caplog.text
+    assert any(alert.step == 2 for alert in alerts)
+    assert all(torch.isfinite(parameter).all() for parameter in parameters)
+
+
+def test_nothing_stays_on_the_model_and_it_can_be_copied():
+    model = Fails()
+    watcher = wandb_gradwatch.watch(model, sinks=[MemorySink()], guard="skip")
+    twin = copy.deepcopy(model)
+    functional.relu(twin(GOOD)).sum().backward()  # the copy's hooks do nothing
+    assert watcher._replay._forwards == []
+    with torch.no_grad():
+        model(GOOD)
+    model.eval()(GOOD)
+    assert watcher._replay._forwards == []  # no part of the training
+    watcher.remove()
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks

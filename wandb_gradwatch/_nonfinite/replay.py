@@ -1,0 +1,206 @@
+"""A step that a guard leaves out for NaN or Inf is run once more, and looked at: which operation made it?"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from .._runtime.autograd import current_graph_task, replay
+from .._runtime.sharding import local_part, world_size
+from .._runtime.wrappers import TransientHook, unwrapped
+from .finding import Finding, made
+from .search import search, tensors_of, unchanged
+
+logger: Final = logging.getLogger("wandb_gradwatch")
+
+_MAX_FORWARDS: Final = 64  # of a step; of more, the first are forgotten
+_MAX_REPLAYS: Final = 3  # of a run
+
+Autocast = tuple[str, bool, torch.dtype]
+
+
+@dataclass
+class _Forward:
+    """What a forward of the training began with, and the gradients that came back to what it ended with."""
+
+    model: weakref.ref[nn.Module]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    random_states: tuple[tuple[str, int, Tensor], ...]
+    autocast: tuple[Autocast, ...]
+    gradients: dict[int, Tensor] = field(default_factory=dict)  # by the place of the output
+
+
+class StepReplay:
+    """Keeps what the forwards of the open step began with, and runs them again when asked.
+
+    Args:
+        models: as the user calls them, wrapped or not.
+        note: keeps what was found with its step.
+        notice: says something once, by its kind.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        note: Callable[[int, Finding], None],
+        notice: Callable[[str, str], None],
+    ) -> None:
+        self._note, self._notice = note, notice
+        self._forwards: list[_Forward] = []
+        self._num_replays = 0
+        self._last_bad = -2  # the step, so that one episode is replayed once
+        self._handles: list[RemovableHandle] = []
+        for model in models:
+            self._handles.append(model.register_forward_pre_hook(_Before(self), with_kwargs=True))
+            self._handles.append(model.register_forward_hook(_After(self)))
+
+    def close(self) -> None:
+        """Remove the hooks, and keep nothing. Idempotent."""
+        while self._handles:
+            self._handles.pop().remove()
+        self._forwards.clear()
+
+    def forget(self) -> None:
+        """The step is over: its inputs are not kept any longer."""
+        self._forwards.clear()
+
+    def look(self, step: int) -> None:
+        """Run the open step once more, if it is the first bad one of its episode, and note which operation was first.
+
+        What goes wrong here is said, and does not reach the training.
+        """
+        is_same_episode, self._last_bad = step == self._last_bad + 1, step
+        if is_same_episode or self._num_replays >= _MAX_REPLAYS or not self._forwards or not self._is_possible():
+            return
+        self._num_replays += 1
+        try:
+            for forward in self._forwards:
+                if (finding := _run_again(forward)) is not None:
+                    self._note(step, finding)
+                    return
+        except Exception:
+            self._num_replays = _MAX_REPLAYS
+            logger.exception("wandb_gradwatch could not run step %d again; training goes on, and is not replayed", step)
+
+    def began(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """A forward of the training begins."""
+        del self._forwards[: max(len(self._forwards) - _MAX_FORWARDS + 1, 0)]
+        device_type = next((parameter.device.type for parameter in model.parameters()), "cpu")
+        self._forwards.append(
+            _Forward(weakref.ref(model), args, kwargs, tuple(_random_states()), tuple(_autocast_states(device_type)))
+        )
+
+    def ended(self, output: Any) -> None:
+        """It has ended: gradients will come back to its output."""
+        if not self._forwards:
+            return
+        gradients = self._forwards[-1].gradients
+        for place, tensor in enumerate(tensors_of(output)):
+            if tensor.requires_grad:
+                tensor.register_hook(_Keep(gradients, place))  # type: ignore[no-untyped-call]
+
+    def _is_possible(self) -> bool:
+        if current_graph_task() != -1 or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+            return False
+        models = [model for forward in self._forwards if (model := forward.model()) is not None]
+        if world_size() > 1 and any(map(_waits_for_ranks, models)):
+            self._notice("replay", "a bad step is not run again: the forward of this model waits for other ranks")
+            return False
+        return True
+
+
+class _Before(TransientHook):
+    def __init__(self, owner: StepReplay) -> None:
+        self._owner = owner
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        # First of all, so that a compiler which traces this sees a constant, and guards nothing.
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not module.training or replay.is_running:
+            return
+        self._owner.began(module, args, kwargs)
+
+
+class _After(TransientHook):
+    def __init__(self, owner: StepReplay) -> None:
+        self._owner = owner
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not module.training or replay.is_running:
+            return
+        self._owner.ended(output)
+
+
+class _Keep:
+    """Keeps the gradient that arrives at an output."""
+
+    def __init__(self, gradients: dict[int, Tensor], place: int) -> None:
+        self._gradients, self._place = gradients, place
+
+    def __call__(self, gradient: Tensor) -> None:
+        self._gradients[self._place] = gradient
+
+
+def _run_again(forward: _Forward) -> Finding | None:
+    model = forward.model()
+    if model is None:
+        return None
+    root = unwrapped(model)
+
+    def loss_of(output: Any) -> list[tuple[str, Tensor]]:
+        return [("the model's output", tensor) for tensor in tensors_of(output)]
+
+    def gradients_of(sinks: list[tuple[str, Tensor]]) -> list[Tensor]:
+        return [
+            forward.gradients.get(place, torch.zeros_like(tensor))
+            for place, (_, tensor) in enumerate(sinks)
+            if tensor.requires_grad
+        ]
+
+    with ExitStack() as stack:
+        stack.enter_context(unchanged(root))
+        for kind, index, state in forward.random_states:
+            torch.set_rng_state(state) if kind == "cpu" else torch.cuda.set_rng_state(state, index)
+        for device_type, enabled, dtype in forward.autocast:
+            stack.enter_context(torch.autocast(device_type, enabled=enabled, dtype=dtype))
+        arrived = _arrived_bad(forward.gradients)
+        found: Finding | None = search(root, forward.args, forward.kwargs, loss_of, gradients_of, arrived)
+        return found
+
+
+def _waits_for_ranks(model: nn.Module) -> bool:
+    """Whether a forward of this rank alone would hang."""
+    return any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()) or any(
+        local_part(parameter) is not parameter or type(parameter).__name__ == "FlatParameter"
+        for parameter in model.parameters()
+    )
+
+
+def _arrived_bad(gradients: Mapping[int, Tensor]) -> Finding | None:
+    """What is to be said where the forward is clean: the gradient of the output was bad when it came."""
+    for gradient in gradients.values():
+        if words := made(gradient):
+            text = (
+                f"The gradient of the model's output held {words} when it came: the loss made it, outside of the model."
+            )
+            return Finding("loss", None, "backward", None, None, (), text)
+    return None
+
+
+def _random_states() -> Iterator[tuple[str, int, Tensor]]:
+    yield "cpu", 0, torch.get_rng_state()
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        yield "cuda", torch.cuda.current_device(), torch.cuda.get_rng_state()  # lies on the host: nothing waits
+
+
+def _autocast_states(device_type: str) -> Iterator[Autocast]:
+    for kind in dict.fromkeys(("cpu", device_type)):
+        yield kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
