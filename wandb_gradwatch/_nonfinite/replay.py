@@ -189,7 +189,7 @@ def _arrived_bad(gradients: Mapping[int, Tensor]) -> Finding | None:
     for gradient in gradients.values():
         if words := made(gradient):
             text = (
-                f"The gradient of the model's output held {words} when it came: the loss made it, outside of the model."
+                f"The gradient of the model's output held {words} when it came: it is the loss's, outside of the model."
             )
             return Finding("loss", None, "backward", None, None, (), text)
     return None
