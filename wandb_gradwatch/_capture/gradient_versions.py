@@ -47,6 +47,15 @@ def look_at(gradient: Tensor) -> None:
     setattr(gradient, _LAST_VERSION, gradient._version)
 
 
+def state_of(gradient: Tensor) -> tuple[int, int]:
+    """What tells this gradient, as it is now, from every other and from itself once it is written to."""
+    token = getattr(gradient, _TOKEN, None)
+    if token is None:
+        token = next(_TOKENS)
+        setattr(gradient, _TOKEN, token)
+    return token, gradient._version
+
+
 def were_reset(writes: Sequence[int]) -> bool:
     """Whether gradients, or most of them, were reset between two backwards, by how often each was written to.
 

@@ -6,8 +6,7 @@ Parameters that no optimizer holds, an optimizer that holds other tensors, gradi
 from __future__ import annotations
 
 import gc
-import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -16,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..snapshot import keys
+from .gradient_versions import state_of
 from .optimizer_registry import OptimizerRegistry
 from .parameter_registry import ParameterRegistry
 
@@ -23,32 +23,11 @@ _STEPS: Final = 3  # of each optimizer that are looked at
 _WITNESSES: Final = 5  # small parameters of an optimizer whose gradients stand for all of its
 
 
-@dataclass(frozen=True)
-class _Witness:
-    """A gradient as it was left."""
-
-    parameter: weakref.ref[Tensor]
-    gradient: weakref.ref[Tensor]
-    version: int
-
-    @classmethod
-    def of(cls, parameter: Tensor, gradient: Tensor) -> _Witness:
-        return cls(weakref.ref(parameter), weakref.ref(gradient), gradient._version)
-
-    @property
-    def untouched(self) -> Tensor | None:
-        """The gradient, if nothing has replaced it or written to it since."""
-        parameter = self.parameter()
-        gradient = None if parameter is None else parameter.grad
-        is_same = gradient is not None and gradient is self.gradient() and gradient._version == self.version
-        return gradient if is_same else None
-
-
 @dataclass
 class _Carried:
     """Gradients that one optimizer has used, and that nothing has reset since; none where something has."""
 
-    witnesses: list[_Witness] = field(default_factory=list)
+    witnesses: dict[int, tuple[int, int]] = field(default_factory=dict)  # slot -> state_of(gradient)
     nonzero: Tensor | None = None  # whether they were not 0 when the next backward had begun, on their device
     num_steps: int = 0
 
@@ -84,24 +63,32 @@ class Wiring:
         carried = self._carried.setdefault(key, _Carried())
         carried.num_steps += 1
         if carried.num_steps <= _STEPS:
-            parameters = sorted((p for _, p in self._optimizer_registry.entries(optimizer)), key=Tensor.numel)
-            present = [(p, p.grad) for p in parameters if p.grad is not None][:_WITNESSES]
-            carried.witnesses, carried.nonzero = [_Witness.of(p, gradient) for p, gradient in present], None
+            entries = sorted(self._optimizer_registry.entries(optimizer), key=lambda entry: entry[1].numel())
+            present = [(slot, p.grad) for slot, p in entries if p.grad is not None][:_WITNESSES]
+            carried.witnesses = {slot: state_of(gradient) for slot, gradient in present}
+            carried.nonzero = None
 
     def backward_begins(self) -> None:
         """The first gradient of a backward is there, and no other yet: the moment to see what was reset before it."""
-        for carried in self._carried.values():
-            untouched = [gradient for one in carried.witnesses if (gradient := one.untouched) is not None]
+        for carried, present in self._with_witnesses():
+            untouched = [gradient for slot, gradient in present if state_of(gradient) == carried.witnesses[slot]]
             if not untouched or len(untouched) < len(carried.witnesses) - 1:  # the one that is there was written to
-                carried.witnesses, carried.nonzero = [], None
+                carried.witnesses, carried.nonzero = {}, None
             elif carried.nonzero is None:  # what was zeroed through `.data` leaves no trace but the zeros
                 carried.nonzero = torch.stack([gradient.detach().ne(0).any() for gradient in untouched]).any()
 
     def backward_ended(self) -> None:
         """A backward has added to them."""
-        for carried in self._carried.values():
-            present = [(p, p.grad) for one in carried.witnesses if (p := one.parameter()) is not None]
-            carried.witnesses = [_Witness.of(p, gradient) for p, gradient in present if gradient is not None]
+        for carried, present in self._with_witnesses():
+            carried.witnesses = {slot: state_of(gradient) for slot, gradient in present}
+
+    def _with_witnesses(self) -> Iterator[tuple[_Carried, list[tuple[int, Tensor]]]]:
+        """What is carried, and its witnesses' gradients as they are now."""
+        if any(carried.witnesses for carried in self._carried.values()):
+            parameters = dict(self._parameter_registry.scan())
+            for carried in self._carried.values():
+                there = [(slot, parameters[slot].grad) for slot in carried.witnesses if slot in parameters]
+                yield carried, [(slot, gradient) for slot, gradient in there if gradient is not None]
 
     def about_to_step(self, key: int) -> None:
         """An optimizer is about to use gradients; those that were never reset since it last did are a fact."""
