@@ -239,8 +239,8 @@ def fsdp1_loss_scale(rank: int, world: int, *, steps: int, clip: float | None = 
     return report(watcher, sink)
 
 
-def nan_on_one_rank(rank: int, world: int):
-    """In the third of four steps rank 1's shard of one layer's gradient gets a NaN."""
+def nan_on_one_rank(rank: int, world: int, *, in_backward: tuple[int, ...], after_it: tuple[int, ...]):
+    """In the third of four steps these ranks' shards of one layer's gradient get a NaN."""
     from torch.distributed.fsdp import fully_shard
 
     model = build()
@@ -248,8 +248,8 @@ def nan_on_one_rank(rank: int, world: int):
     watcher, sink = watch(model, rules=None, log_every=4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
 
-    def poison(parameter: Any) -> None:
-        if rank == 1 and step == 2:
+    def poison(parameter: Any, ranks: tuple[int, ...] = in_backward) -> None:
+        if rank in ranks and step == 2:
             with torch.no_grad():
                 parameter.grad._local_tensor[0, 0] = float("nan")
 
@@ -257,6 +257,7 @@ def nan_on_one_rank(rank: int, world: int):
     for step in range(4):
         optimizer.zero_grad()
         loss_of(model, batch_of(rank, step)).backward()
+        poison(model[2].weight, after_it)
         optimizer.step()
     return report(watcher, sink)
 

@@ -63,6 +63,11 @@ FSDP1 = [
 ]
 
 
+NAN = [  # the ranks that have one; what the backward left came before what arose after it
+    {"in_backward": (1,), "after_it": ()},
+    {"in_backward": (), "after_it": (1,)},
+    {"in_backward": (1,), "after_it": (0,)},
+]
 OWN_PARTS = [{}, {"same_name": True}, {"inf": True}, {"frozen": True}]
 
 
@@ -75,7 +80,8 @@ def on_two_ranks():
     calls += [("tensor_parallel", {"steps": 3, "watch_first": first}) for first in (False, True)]
     calls += [("fsdp1", {"steps": 3} | options) for options in FSDP1]
     calls += [("fsdp1_loss_scale", {"steps": 3, "clip": 0.1})]
-    calls += [("nan_on_one_rank", {}), ("used_on_one_rank_only", {"steps": 3})]
+    calls += [("nan_on_one_rank", options) for options in NAN]
+    calls += [("used_on_one_rank_only", {"steps": 3})]
     calls += [("rank_that_watches_something_else", {"steps": 3})]
     calls += [("own_parts", options) for options in OWN_PARTS]
     results = ranks.run("rank_programs", calls, 2)
@@ -140,12 +146,14 @@ def test_fsdp1_with_its_own_gradient_scaler():
     check(result_of("fsdp1_loss_scale", steps=3, clip=0.1), 2, 3, clip=0.1)
 
 
-def test_the_rank_and_the_layer_that_went_bad_first_are_named():
-    main = result_of("nan_on_one_rank")[0]
+@pytest.mark.parametrize("options", NAN, ids=str)
+def test_the_rank_and_the_layer_that_went_bad_first_are_named(options):
+    main = result_of("nan_on_one_rank", **options)[0]
     assert np.isnan(main["first_bad_rank"][:2]).all()
     assert main["first_bad_rank"][2] == 1
     [text] = [text for text in main["alerts"] if text.startswith("Step 3: NaN")]
-    assert "first in 2.weight, on rank 1." in text
+    arose_after = "which arose after the backward, first on rank 1: what"
+    assert ("first in 2.weight, on rank 1." if options["in_backward"] else arose_after) in text
 
 
 def test_a_parameter_that_one_rank_uses_is_averaged_and_nothing_hangs():

@@ -40,6 +40,8 @@ _SUMS: Final = list(SUM_COLUMNS)
 _EXTREMES: Final = [*MIN_COLUMNS, *MAX_COLUMNS]
 _SIGN: Final = np.array([-1.0] * len(MIN_COLUMNS) + [1.0] * len(MAX_COLUMNS))
 _NOTHING_BAD: Final = -np.inf
+_BAD_LEFT: Final = [Column.NUM_NAN, Column.NUM_INF]
+_BAD_RECEIVED: Final = [Column.RECEIVED_NUM_NAN, Column.RECEIVED_NUM_INF]
 _CHANGE: Final = (keys.CLIPPED, keys.CHANGED)
 
 
@@ -260,11 +262,12 @@ def _unpack(sums: FloatArray, extremes: FloatArray, window: LocalWindow, world: 
 def _codes_of_first_bad(rows_SPC: FloatArray, present_SP: npt.NDArray[np.bool_], rank: int, world: int) -> FloatArray:
     """Per sample a number that is largest for the row that went bad first, in the backward's order: [S].
 
-    That is the last layer in the model's order, and among the ranks that hold it the lowest.
+    That is the last layer in the model's order, and among the ranks that hold it the lowest. What arose after the
+    backward comes after all that the backward left.
     """
-    bad_SP = present_SP & (rows_SPC[..., [Column.NUM_NAN, Column.NUM_INF]].sum(axis=-1) > 0)
-    from_the_end_S = np.argmax(bad_SP[:, ::-1], axis=1)
-    return np.where(bad_SP.any(axis=1), -(from_the_end_S * world + rank).astype(np.float64), _NOTHING_BAD)
+    looks_SPL = np.stack([rows_SPC[..., columns].sum(axis=-1) for columns in (_BAD_LEFT, _BAD_RECEIVED)], axis=-1)
+    bad_SN = (present_SP[..., None] & (looks_SPL > 0)).swapaxes(1, 2)[..., ::-1].reshape(len(rows_SPC), -1)
+    return np.where(bad_SN.any(axis=1), -(bad_SN.argmax(axis=1) * world + rank).astype(np.float64), _NOTHING_BAD)
 
 
 def _change(change_2: FloatArray) -> dict[str, float]:

@@ -63,8 +63,9 @@ class _NonFiniteGradient(ABC):
         if snapshot.arose_after_backward[sample]:
             fact = (
                 f"Step {step}: {self.what} in the gradient of {len(backward)} of {num_present} parameters "
-                "(threshold: 0), which arose after the backward: what that left was finite, what the optimizer "
-                "received was not."
+                "(threshold: 0), which arose after the backward"
+                + (f", first on rank {rank}" if rank is not None else "")
+                + ": what that left was finite, what the optimizer received was not."
             )
             return Alert(self.title, sentence(fact, layers, _CAUSE_AFTER, _REMEDY_AFTER), step, "ERROR")
         fact = (
