@@ -1,4 +1,7 @@
-"""Loops without any optimizer: gradients that were reset between two backwards tell of an update between them."""
+"""Loops without any optimizer: gradients that were reset between two backwards tell of an update between them.
+
+Or hooks of others, on parameters, use gradients while the backward goes on, and take them away: then it is the update.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +30,7 @@ class UpdatesByHand:
         self._seen = seen
         self.possible = not excluded  # no optimizer has stepped so far
         self.proven = False
+        self.inside_backward = False  # hooks of others make the updates
         self._num_provisional = 0
         self._versions = 0  # of the parameters, when the last backward ended
         self._writes: dict[int, int] | None = None  # by slot, from the last backward's end to this one's begin
@@ -69,6 +73,12 @@ class UpdatesByHand:
         writes = [writes for slot, writes in (self._writes or {}).items() if slot in reached]
         self._writes = None
         return were_reset(writes)
+
+    def were_taken(self, reached: Collection[int]) -> bool:
+        """Whether the gradients that the backward that ends has reached are gone, but perhaps for the last of them."""
+        gradients = [parameter.grad for slot, parameter in self._registry.scan() if slot in reached]
+        num_left = sum(gradient is not None for gradient in gradients)
+        return num_left <= 1 and num_left < len(gradients)
 
     def count(self) -> bool:
         """An update is inferred; whether it is the one that proves that there is no optimizer."""

@@ -52,13 +52,13 @@ class BackwardHooks:
     """Marks parameters, and calls back when a backward begins and when it has truly ended.
 
     Args:
-        on_mark: called with a parameter's slot, inside its hook.
+        on_mark: called with a slot and its parameter, inside that one's hook.
         on_begin: called at the first mark of each backward, inside a hook.
         on_end: called when the outermost backward has ended, all gradients final.
     """
 
     def __init__(
-        self, *, on_mark: Callable[[int], None], on_begin: Callable[[], None], on_end: Callable[[], None]
+        self, *, on_mark: Callable[[int, Tensor], None], on_begin: Callable[[], None], on_end: Callable[[], None]
     ) -> None:
         self._on_mark = on_mark
         self._on_begin = on_begin
@@ -106,6 +106,16 @@ class BackwardHooks:
         for hook in self._hooks.values():
             hook.turn(on=on)
 
+    def go_first(self) -> None:
+        """Have every hook called before those of others on its parameter. Not inside a backward."""
+        for hook in self._hooks.values():
+            hooks = hook.handle.hooks_dict_ref()
+            if hooks is not None:
+                others = {key: function for key, function in hooks.items() if key != hook.handle.id}
+                for key in others:
+                    del hooks[key]
+                hooks.update(others)
+
     def remove(self) -> None:
         """Remove every hook; safe at any time, also inside a backward. Idempotent."""
         self._removed = True
@@ -127,13 +137,13 @@ class BackwardHooks:
         armed, arm, mark = self._armed, self.arm, self._on_mark
 
         @dynamo_disabled
-        def mark_gradient(_: Tensor) -> None:
+        def mark_gradient(parameter: Tensor) -> None:
             task = current_graph_task()
             if task not in armed:
                 if self._removed:
                     return
                 arm(task)
-            mark(place[0])
+            mark(place[0], parameter)
 
         return mark_gradient
 

@@ -160,10 +160,16 @@ class Sampler:
 
     # ---- marks and backwards
 
-    def _mark(self, slot: int) -> None:
+    def _mark(self, slot: int, parameter: Tensor) -> None:
         if not self._muted and slot != NO_SLOT:
             self.clock.marked.add(slot)
             self._reached.add(slot)
+            if self._by_hand.inside_backward and self._is_measured and parameter.grad is not None:
+                self._measure_inside(slot, parameter)
+
+    @contained
+    def _measure_inside(self, slot: int, parameter: Tensor) -> None:
+        self._sample.measure_present([(slot, parameter)])
 
     @contained
     def _backward_begins(self) -> None:
@@ -183,16 +189,21 @@ class Sampler:
         if self._muted:
             return
         self._wiring.backward_ended()
-        if self._by_hand.possible:
+        is_first_in_hooks = not self._by_hand.inside_backward
+        is_update = self._by_hand.possible and self._ended_in_hooks()
+        is_first_in_hooks &= self._by_hand.inside_backward  # most of it is gone, and what is left is not the whole
+        if self._by_hand.possible and not is_update:
             if self._by_hand.were_reset(self._reached) and self.clock.backwards:
                 self._close_update_by_hand()
                 self.clock.marked |= self._reached
             self._by_hand.remember_parameters()
-        if self._is_measured:
+        if self._is_measured and not is_first_in_hooks:
             self._sample.measure_present(self._scan())  # each may be the last: the last group may be a shorter one
         elif self._by_hand.possible:
             self._sample.note(self._registry.scan())
         self._commit(self.clock.backward_ended())
+        if is_update:
+            self._close_update_by_hand()
         if self.clock.backwards == _PATIENCE_IN_BACKWARDS:
             self._events.alert(
                 "No gradient",
@@ -203,6 +214,24 @@ class Sampler:
                 self.clock.open_step,
             )
         self.deliver()
+
+    def _ended_in_hooks(self) -> bool:
+        """Whether the backward that has ended is an update: hooks of others have used its gradients."""
+        is_known = self._by_hand.inside_backward
+        if not self._by_hand.were_taken(self._reached) or self.shards.uses_fsdp1:
+            return False
+        if not is_known:
+            self._by_hand.inside_backward = True
+            self._hooks.go_first()
+            self._events.notice(
+                "updates inside the backward",
+                "hooks on the parameters take the gradients away while the backward goes on, as optimizers that are "
+                f"fused into it do: from step {self.clock.open_step + 1} on each gradient is measured as its hooks "
+                "find it, and every such backward counts as a step; what is done to a gradient in these hooks is not "
+                "seen, and guard= cannot leave a step out. If not every such backward is an update, call "
+                "watcher.mark_step() after each update.",
+            )
+        return True
 
     def mute(self, muted: bool) -> None:
         """See StepListener."""
@@ -492,7 +521,7 @@ class Sampler:
         self._sample.updated_by_hand(entries)
         is_proof = self._by_hand.count()
         self._commit(self.clock.update())
-        if is_proof:
+        if is_proof and not self._by_hand.inside_backward:
             self._say_by_hand()
 
     def _say_by_hand(self) -> None:
@@ -516,7 +545,7 @@ class Sampler:
     def mark_step(self) -> None:
         """The user says that an update has been made."""
         self._wake()
-        self._by_hand.exclude()
+        self._optimizer_found()
         self._sample.updated_by_hand(self._registry.scan())
         self._commit(self.clock.update())
 
@@ -536,6 +565,8 @@ class Sampler:
                 self._say_by_hand()
         elif self.clock.backwards:
             self._leave_out_what_was_reset()
+        elif final and self._by_hand.withholds:
+            self._by_hand.settle()
 
     def _leave_out_what_was_reset(self) -> None:
         """Gradients are reset that no optimizer has used: perhaps the user's loop leaves the step out.

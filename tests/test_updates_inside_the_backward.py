@@ -1,0 +1,124 @@
+"""Updates that hooks on parameters make while the backward goes on, without any torch optimizer, as LOMO's do."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+from gradients import Chosen, of, samples, watch
+
+RATE = 0.5
+
+
+def update(parameters):
+    with torch.no_grad():
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.add_(parameter.grad, alpha=-RATE)
+                parameter.grad = None
+
+
+def as_soon_as_it_is_there(model):
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda one: update([one]))
+    return lambda: None
+
+
+def when_the_next_one_comes(model):
+    """LOMO's way: each hook uses what came before it, and the last gradient is used after the backward."""
+    everything = functools.partial(update, list(model.parameters()))
+    for parameter in model.parameters():
+        parameter.register_hook(lambda _: everything())
+    return everything
+
+
+WAYS = pytest.mark.parametrize("fuse", [as_soon_as_it_is_there, when_the_next_one_comes], ids=lambda fuse: fuse.__name__)
+
+
+def train(model, after_backward, numbers, and_then=lambda: None):
+    for number in numbers:
+        model.loss(a=[3 * number, 4 * number], b=[12 * number], c=[84 * number]).backward()
+        after_backward()
+        and_then()
+
+
+@WAYS
+@pytest.mark.parametrize("watch_first", [True, False])
+@pytest.mark.parametrize("sample_every", [1, 2])
+def test_every_backward_is_a_step_and_measured_from_the_second_on(fuse, watch_first, sample_every, said):
+    model = Chosen(a=2, b=1, c=1)
+    if watch_first:
+        watcher, sink = watch(model, sample_every=sample_every)
+        after_backward = fuse(model)
+    else:
+        after_backward = fuse(model)
+        watcher, sink = watch(model, sample_every=sample_every)
+    train(model, after_backward, range(1, 7))
+    assert watcher.step == 6
+    snapshot = samples(watcher, sink)
+    steps = list(range(sample_every, 7, sample_every))
+    assert snapshot.steps.tolist() == steps
+    # 3, 4, 12, 84: 5, 13 and 85 are the norms of the first two, three and four
+    np.testing.assert_equal(snapshot.total_grad_norm, [85 * step if step > 1 else np.nan for step in steps])
+    np.testing.assert_equal(of(snapshot, "a", "grad_norm"), [5 * step if step > 1 else np.nan for step in steps])
+    assert np.isnan(snapshot.total_grad_norm_clipped).all()  # what the hooks do to it is not seen
+    assert np.isnan(snapshot.clip_ratio)
+    assert model.a.tolist() == [1 - RATE * 21 * 3, 1 - RATE * 21 * 4]  # 1 + ... + 6 = 21
+    told = [text for text in said() if "hooks on the parameters take the gradients away" in text]
+    assert len([text for text in told if "times in all" not in text]) == 1
+
+
+@WAYS
+def test_two_backwards_of_each_update_are_one_sample_where_the_user_says_so(fuse, said):
+    """The last counts: LOMO's first one finds the norm that it clips by."""
+    model = Chosen(a=2, b=1, c=1)
+    after_backward = fuse(model)
+    watcher, sink = watch(model)
+    for number in range(1, 5):
+        train(model, after_backward, [100, number])
+        watcher.mark_step()
+    snapshot = samples(watcher, sink)
+    assert snapshot.steps.tolist() == [1, 2, 3, 4]
+    np.testing.assert_equal(snapshot.total_grad_norm, [np.nan, 170, 255, 340])  # the first tells how it is done
+    assert not [text for text in said() if "no optimizer step" in text]
+
+
+@pytest.mark.parametrize("numbers", [[1], [1, 2]])
+def test_what_there_is_of_a_short_training_is_told(numbers):
+    model = Chosen(a=2, b=1, c=1)
+    after_backward = as_soon_as_it_is_there(model)
+    watcher, sink = watch(model)
+    train(model, after_backward, numbers)
+    assert samples(watcher, sink).steps.tolist() == numbers
+
+
+def test_the_hooks_of_others_keep_their_order_and_can_be_removed():
+    model = Chosen(a=1, b=1)
+    called = []
+    handles = [
+        model.a.register_post_accumulate_grad_hook(lambda _, number=number: called.append(number)) for number in (1, 2)
+    ]
+    as_soon_as_it_is_there(model)
+    watcher, _ = watch(model)
+    for _ in range(2):
+        model.loss(a=[1], b=[1]).backward()
+    assert called == [1, 2, 1, 2]
+    handles[0].remove()
+    model.loss(a=[1], b=[1]).backward()
+    assert called == [1, 2, 1, 2, 2]
+    watcher.remove()
+    assert len(model.a._post_accumulate_grad_hooks) == 2
+
+
+def test_a_gradient_that_a_hook_drops_beside_others_is_no_update():
+    model = Chosen(a=2, b=1, c=1)
+    model.a.register_post_accumulate_grad_hook(lambda one: setattr(one, "grad", None))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    watcher, sink = watch(model)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model.loss(a=[3, 4], b=[5], c=[12]).backward()
+        optimizer.step()
+    assert samples(watcher, sink).total_grad_norm.tolist() == [13] * 3
