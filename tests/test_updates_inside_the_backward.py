@@ -34,7 +34,9 @@ def when_the_next_one_comes(model):
     return everything
 
 
-WAYS = pytest.mark.parametrize("fuse", [as_soon_as_it_is_there, when_the_next_one_comes], ids=lambda fuse: fuse.__name__)
+WAYS = pytest.mark.parametrize(
+    "fuse", [as_soon_as_it_is_there, when_the_next_one_comes], ids=lambda fuse: fuse.__name__
+)
 
 
 def train(model, after_backward, numbers, and_then=lambda: None):
