@@ -98,6 +98,22 @@ def fsdp2(rank: int, world: int, *, steps: int, watch_first: bool = False, mesh:
     return report(watcher, sink, said)
 
 
+def parameter_histograms(rank: int, world: int, *, steps: int, mesh: list[int]):
+    """Every window's histograms, and of each parameter as torch has it after the last update the sorted elements."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = build()
+    shape = tuple(mesh)
+    fully_shard(model, mesh=init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :]))
+    watcher, sink = watch(model, [], log="all")
+    train_ranks(model, rank, steps)
+    watcher.remove()
+    whole = {name: parameter.full_tensor().detach().numpy() for name, parameter in model.named_parameters()}
+    found = [dict(snapshot.metric_histograms) for snapshot in sink.snapshots]
+    return {"found": found, "whole": whole}
+
+
 def fsdp1(rank: int, world: int, *, steps: int, original: bool):
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy

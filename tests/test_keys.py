@@ -10,7 +10,7 @@ from pathlib import Path
 from wandb_gradwatch.snapshot import keys
 
 PACKAGE = Path(keys.__file__).parent.parent
-FAMILIES = (*keys.LAYER_FAMILIES, keys.GRADIENT_HISTOGRAMS, *keys.METRIC_FAMILIES)
+FAMILIES = (*keys.LAYER_FAMILIES, *keys.HISTOGRAM_FAMILIES, *keys.METRIC_FAMILIES)
 KEY = re.compile(rf"(?:{keys.PREFIX}|\^?(?:{'|'.join(FAMILIES)})/)(?!\S* )")
 
 

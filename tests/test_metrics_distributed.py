@@ -9,6 +9,8 @@ import pytest
 import ranks
 from metric_rank_programs import expected
 
+from wandb_gradwatch._measure.columns import NUM_BINS, bins_of
+
 pytestmark = pytest.mark.distributed
 
 STEPS = 3
@@ -21,12 +23,13 @@ FSDP2 = [
 WATCHED_FIRST = ("fsdp2", {"steps": STEPS, "mesh": [2], "watch_first": True})
 FSDP1 = [("fsdp1", {"steps": STEPS, "original": original}) for original in (True, False)]
 TENSOR_PARALLEL = [("tensor_parallel", {"steps": STEPS, "local_output": local}) for local in (True, False)]
+HISTOGRAMS = [("parameter_histograms", {"steps": STEPS, "mesh": mesh}) for mesh in ([2], [2, 1])]
 TOO_LATE = ("a_reference_that_is_made_too_late", {})
 
 
 @functools.cache
 def on_two_ranks():
-    calls = [DDP, *FSDP2, WATCHED_FIRST, *FSDP1, *TENSOR_PARALLEL, TOO_LATE]
+    calls = [DDP, *FSDP2, WATCHED_FIRST, *FSDP1, *TENSOR_PARALLEL, *HISTOGRAMS, TOO_LATE]
     results = ranks.run("metric_rank_programs", calls, 2)
     return {repr(call): result for call, result in zip(calls, results, strict=True)}
 
@@ -113,6 +116,19 @@ def test_tensor_parallel_distances_are_those_of_the_whole(call):
     # The last layer is whole on every rank.
     assert "parameter/4.weight/own" in main["metrics"]
     assert "parameter/0.weight/own" not in main["metrics"]
+
+
+@pytest.mark.parametrize("call", HISTOGRAMS, ids=str)
+def test_the_histograms_of_parameters_are_those_of_the_whole(call):
+    main, other = result_of(call)
+    assert len(main["found"]) == STEPS
+    assert other["found"] == []  # rank 0 logs
+    last = main["found"][-1]
+    assert {f"parameters/{name}" for name in main["whole"]} == set(last)
+    for name, values in main["whole"].items():  # as torch itself gathers them after the last update
+        histogram = last[f"parameters/{name}"]
+        assert histogram.counts.tolist() == np.bincount(bins_of(values.ravel()), minlength=NUM_BINS).tolist()
+        assert (histogram.low, histogram.high) == (values.min(), values.max())
 
 
 def test_a_reference_of_a_sharded_model_says_what_to_do():

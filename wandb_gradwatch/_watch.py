@@ -10,7 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from ._measure.measure import compile_for_cpu, resolve_backend
 from ._runtime.sharding import DEEPSPEED_REFUSED, has_deepspeed, rank, world_size
 from ._watcher import WATCHERS, Config, Watcher
 from .metrics import MetricLike, probes_of, rules_of
+from .metrics._parameter_histograms import ParameterHistograms
 from .rules import Alert, Rule, as_rule, default_rules
 from .sinks import Sink, WandbSink
 from .snapshot import GroupBy, group_function
@@ -42,6 +43,7 @@ _WARMING_UP: Final = "gradwatch-warm-up"
 def watch(
     model: Models,
     *,
+    log: Literal["gradients", "parameters", "all"] = "gradients",
     run: Any = None,
     include: NameFilter | None = None,
     exclude: NameFilter | None = None,
@@ -69,6 +71,8 @@ def watch(
 
     Args:
         model: a module, or a list or dict of modules.
+        log: of what histograms are logged, as in `wandb.watch`: "gradients", "parameters" (as an update has left them,
+            instead of the gradients' histograms), or "all". Norms, counts and alerts are the same with each.
         run: the W&B run; None takes `wandb.run`.
         include: watch only parameters whose name matches: a regular expression (searched), several, or a function.
         exclude: do not watch those whose name matches.
@@ -119,6 +123,7 @@ def watch(
     monitors, docs/growth.md what a tensor costs on the host.
     """
     # Everything that can be refused is refused before anything is changed, an earlier watcher included.
+    _check_log(log)
     cadence, budget = Cadence(sample_every, log_every, histogram_every), Budget(max_overhead)
     cadence.every(start_step + 1)  # what a function gives is checked now
     if has_deepspeed(module for _, module in with_prefixes(model)):
@@ -139,6 +144,8 @@ def watch(
             raise TypeError(f"on_alert={on_alert!r}: {callback!r} is no function")
     chosen_metrics = _sequence("metrics", metrics, "a list of metrics")
     probes = probes_of(chosen_metrics, model, registry.names)
+    if log != "gradients" and histogram_every != 0:
+        probes.append(ParameterHistograms(backend))
     given = _sequence("rules", rules, "a list of rules, [] for none")
     chosen_rules = default_rules() + rules_of(chosen_metrics) if rules is None else list(map(as_rule, given))
     skip_guard = resolve_guard(guard)
@@ -158,7 +165,7 @@ def watch(
         Config(
             capture=CaptureConfig(
                 cadence=cadence,
-                measured=MeasureOptions(float(dead_threshold), backend, loss_scale),
+                measured=MeasureOptions(float(dead_threshold), backend, loss_scale, histograms=log != "parameters"),
                 budget=budget,
                 optimizer=optimizer,
                 scaler=scaler,
@@ -218,6 +225,11 @@ def _check_group_by(group_by: GroupBy | None, registry: ParameterRegistry) -> No
     group_of, name = group_function(group_by), registry.names[0]
     if not isinstance(group := group_of(name), str):
         raise TypeError(f"group_by={group_by!r} must give a group's name, but gave {group!r} for {name!r}")
+
+
+def _check_log(log: object) -> None:
+    if log not in ("gradients", "parameters", "all"):
+        raise ValueError(f'log={log!r} must be "gradients", "parameters" or "all": of what histograms are logged')
 
 
 def _check_dead_threshold(dead_threshold: float) -> None:

@@ -37,6 +37,7 @@ class MeasureOptions:
     Args:
         dead_threshold: |g| <= this is dead.
         backend: as given to watch().
+        histograms: whether histograms of gradients are taken where they are due.
         loss_scale: what the gradients are divided by after the backward, by hand: a number, a tensor whose value counts
             when they are measured, or a function of the step; None: by a scaler, or not at all.
     """
@@ -44,6 +45,7 @@ class MeasureOptions:
     dead_threshold: float = 0.0
     backend: str = "auto"
     loss_scale: LossScale | None = None
+    histograms: bool = True
 
 
 @dataclass(slots=True)
@@ -138,7 +140,7 @@ class Measurer:
                     theirs if parameters else None,
                     dead_threshold=self._options.dead_threshold,
                     inverse_scale=inverse_scale,
-                    histogram=histogram,
+                    histogram=histogram and self._options.histograms,
                     backend=self._options.backend,
                 )
             self._window.write(group.slots, measurement)

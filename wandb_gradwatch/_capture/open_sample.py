@@ -180,6 +180,7 @@ class OpenSample:
         """
         if not self._rows_are_read:
             return
+        self._after_update(self._around.registry.scan())
         measured = set(self.seen.slots)
         found = self.seen.inspect((e for e in entries if e[0] in measured), inside_backward=False)
         if found.changed:
@@ -300,8 +301,10 @@ class OpenSample:
 
     def after_update(self, optimizer: Optimizer) -> None:
         """It has updated them."""
+        self._after_update(self._around.optimizer_registry.entries(optimizer))
+
+    def _after_update(self, entries: Iterable[Entry]) -> None:
         if self._probes and self._around.schedule.is_sampled:
-            entries = self._around.optimizer_registry.entries(optimizer)
             self._probes.after_update(self._measurer.watched(entries, self._around.registry.names, scaled=False))
 
     # ---- loss scale

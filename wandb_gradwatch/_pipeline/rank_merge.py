@@ -24,8 +24,10 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 
 from .._measure import distances
 from .._measure.columns import MAX_COLUMNS, MIN_COLUMNS, NUM_COLUMNS, SUM_COLUMNS, Column, FloatArray
+from .._measure.probe_values import merge_histograms
 from .._transfer.transfers import ArrivedFlush, ArrivedSample
 from ..snapshot import keys
+from . import parameter_histograms
 from .rank_tree import GROUP, RankTree
 
 # S samples in the window, P watched parameters, C columns, B histogram bins, R ranks
@@ -165,24 +167,39 @@ class RankMerger:
     def _merge(self, tree: RankTree, window: LocalWindow) -> MergedWindow:
         of_samples = [sample.distances for sample in window.samples]
         kinds = distances.kinds_of(of_samples)
-        self._check_agreement(tree, window, kinds)
+        histograms = merge_histograms(sample.histograms for sample in window.samples)
+        of_parameters = histograms.keys() & set(parameter_histograms.keys_of(window.names))
+        counted_too = bool(of_parameters)
+        self._check_agreement(tree, window, kinds, counted_too)
         rows_SPC = np.stack([sample.rows for sample in window.samples])
         sums, extremes = _pack(rows_SPC, window, self._rank, self._world)
         num_sums = len(sums)
         sums = np.concatenate([sums, distances.pack(of_samples, kinds, window.names, window.counted)])
+        end_of_sums, end_of_extremes = len(sums), len(extremes)
+        if counted_too:
+            counts, limits = parameter_histograms.pack(histograms, window.names, window.counted)
+            sums, extremes = np.concatenate([sums, counts]), np.concatenate([extremes, limits])
         tree.all_reduce(sums, dist.ReduceOp.SUM)
         tree.all_reduce(extremes, dist.ReduceOp.MAX)
-        merged = _unpack(sums[:num_sums], extremes, window, self._world)
-        of_all = distances.unpack(sums[num_sums:], len(window.samples), kinds, window.names)
-        samples = zip(merged.samples, of_all, strict=True)
-        return replace(
-            merged, samples=tuple(replace(sample, metrics={**sample.metrics, **more}) for sample, more in samples)
-        )
+        merged = _unpack(sums[:num_sums], extremes[:end_of_extremes], window, self._world)
+        of_all = distances.unpack(sums[num_sums:end_of_sums], len(window.samples), kinds, window.names)
+        samples = [
+            replace(sample, metrics={**sample.metrics, **more})
+            for sample, more in zip(merged.samples, of_all, strict=True)
+        ]
+        if counted_too:
+            whole = parameter_histograms.unpack(sums[end_of_sums:], extremes[end_of_extremes:], window.names)
+            others = {key: one for key, one in histograms.items() if key not in of_parameters}
+            samples = [replace(sample, histograms={}) for sample in samples]
+            samples[-1] = replace(samples[-1], histograms=others | whole)
+        return replace(merged, samples=tuple(samples))
 
-    def _check_agreement(self, tree: RankTree, window: LocalWindow, kinds: Sequence[distances.Kind]) -> None:
+    def _check_agreement(
+        self, tree: RankTree, window: LocalWindow, kinds: Sequence[distances.Kind], counted_too: bool
+    ) -> None:
         """Ranks that send different shapes would wait for ever, or merge what does not belong together."""
         steps = [sample.sample.step for sample in window.samples]
-        what = repr((steps, window.names, window.flush.histogram is not None, kinds)).encode()
+        what = repr((steps, window.names, window.flush.histogram is not None, kinds, counted_too)).encode()
         digest = float(int.from_bytes(hashlib.sha256(what).digest()[:6], "big"))  # 48 bits: exact in float64
         both = np.array([digest, -digest])
         tree.all_reduce(both, dist.ReduceOp.MAX)

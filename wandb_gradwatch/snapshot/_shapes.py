@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from .._measure.columns import NUM_BINS, NUM_COLUMNS, FloatArray, merge_rows
 from .._measure.probe_values import merge_histograms
+from . import keys
 
 if TYPE_CHECKING:
     from ._snapshot import Snapshot
@@ -34,7 +35,22 @@ def group_names(snapshot: Snapshot, group_of: Callable[[str], str]) -> Snapshot:
     if histogram is not None:
         histogram = np.stack([histogram[group].sum(axis=0) for group in groups])
     trainable = np.array([snapshot.trainable[group].any() for group in groups], dtype=bool)
-    return replace(snapshot, names=tuple(members), rows=rows, histogram=histogram, trainable=trainable)
+    return replace(
+        snapshot,
+        names=tuple(members),
+        rows=rows,
+        histogram=histogram,
+        trainable=trainable,
+        metric_histograms=merge_histograms(
+            {_group_key(key, group_of): of_name} for key, of_name in snapshot.metric_histograms.items()
+        ),
+    )
+
+
+def _group_key(key: str, group_of: Callable[[str], str]) -> str:
+    """The key of the group's histogram: those of parameters merge as their rows do."""
+    begin = f"{keys.PARAMETER_HISTOGRAMS}/"
+    return begin + group_of(key.removeprefix(begin)) if key.startswith(begin) else key
 
 
 def select_samples(snapshot: Snapshot, indices: Sequence[int] | npt.NDArray[np.intp]) -> Snapshot:
@@ -101,8 +117,8 @@ def _joint_names(snapshots: Sequence[Snapshot]) -> tuple[tuple[str, ...], dict[t
 
 def _joint_metrics(snapshots: Sequence[Snapshot]) -> dict[str, FloatArray]:
     """Every metric over the samples of all, NaN in those of a snapshot that lacks it: each [S]."""
-    keys = dict.fromkeys(key for snapshot in snapshots for key in snapshot.metrics)
+    found = dict.fromkeys(key for snapshot in snapshots for key in snapshot.metrics)
     return {
         key: np.concatenate([s.metrics[key] if key in s.metrics else np.full(len(s), np.nan) for s in snapshots])
-        for key in keys
+        for key in found
     }

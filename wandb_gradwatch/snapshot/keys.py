@@ -74,7 +74,9 @@ LAYER_FAMILIES: Final = (
     LAYER_DEAD_RATIO,
     LAYER_NUM_NONFINITE,
 )
-GRADIENT_HISTOGRAMS: Final = "gradients"  # the family that wandb.watch uses too
+GRADIENT_HISTOGRAMS: Final = "gradients"  # the families that wandb.watch uses too
+PARAMETER_HISTOGRAMS: Final = "parameters"
+HISTOGRAM_FAMILIES: Final = (GRADIENT_HISTOGRAMS, PARAMETER_HISTOGRAMS)
 
 # ---- what watch(metrics=...) measures, in the order of the pictures
 
@@ -150,8 +152,9 @@ def split_metric(key: str) -> tuple[str, str, str] | None:
 
 def split_histogram(key: str) -> tuple[str, str] | None:
     """The family of a histogram, "" for that of gradients, and its name; None for a key that is not ours."""
-    if key.startswith(f"{GRADIENT_HISTOGRAMS}/"):
-        return "", key.removeprefix(f"{GRADIENT_HISTOGRAMS}/")
+    family, _, name = key.partition("/")
+    if name and family in (GRADIENT_HISTOGRAMS, PARAMETER_HISTOGRAMS):
+        return ("" if family == GRADIENT_HISTOGRAMS else PARAMETER), name
     parts = split_metric(key)
     return parts[:2] if parts is not None and (parts[0], parts[2]) == (ACTIVATION, HISTOGRAM) else None
 
@@ -165,10 +168,10 @@ def definitions(keys: Iterable[str] = (), namespace: str = "") -> dict[str, bool
     """
     told = {f"{PREFIX}*": False, FLIGHT_RECORDER: True}  # a report finds the table by the summary
     told |= {in_namespace(key, namespace): True for key in SUMMARY}
-    told |= dict.fromkeys((f"{family}/*" for family in (*LAYER_FAMILIES, GRADIENT_HISTOGRAMS)), False)
+    told |= dict.fromkeys((f"{family}/*" for family in (*LAYER_FAMILIES, *HISTOGRAM_FAMILIES)), False)
     for key in keys:
         if split_metric(key) is not None:
             told[f"{key}*"] = False  # W&B heeds "none" for patterns only, and one may end in nothing but a star
-        elif not key.startswith(PREFIX):
+        elif not key.startswith(PREFIX) and split_histogram(key) is None:
             told[key] = True
     return told
