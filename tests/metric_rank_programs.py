@@ -12,6 +12,7 @@ from rank_programs import train as train_ranks
 from torch import nn
 
 from wandb_gradwatch.metrics import Activations, Metric, Reference, Updates
+from wandb_gradwatch.sinks._history_row import HistoryRow
 
 
 def expected(world: int, steps: int, *, width: int = 5, same_batch: bool = False) -> dict[str, np.ndarray]:
@@ -111,7 +112,7 @@ def parameter_histograms(rank: int, world: int, *, steps: int, mesh: list[int]):
     watcher.remove()
     whole = {name: parameter.full_tensor().detach().numpy() for name, parameter in model.named_parameters()}
     found = [dict(snapshot.metric_histograms) for snapshot in sink.snapshots]
-    return {"found": found, "whole": whole}
+    return {"found": found, "whole": whole, "rows": [HistoryRow.of(snapshot).scalars() for snapshot in sink.snapshots]}
 
 
 def fsdp1(rank: int, world: int, *, steps: int, original: bool):

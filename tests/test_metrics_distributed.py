@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import ranks
 from metric_rank_programs import expected
+from rank_programs import build
 
 from wandb_gradwatch._measure.columns import NUM_BINS, bins_of
 
@@ -129,6 +130,15 @@ def test_the_histograms_of_parameters_are_those_of_the_whole(call):
         histogram = last[f"parameters/{name}"]
         assert histogram.counts.tolist() == np.bincount(bins_of(values.ravel()), minlength=NUM_BINS).tolist()
         assert (histogram.low, histogram.high) == (values.min(), values.max())
+
+
+@pytest.mark.parametrize("call", HISTOGRAMS, ids=str)
+def test_the_row_has_the_norms_of_whole_parameters_as_they_are_before_the_update(call):
+    norms = {name: parameter.double().norm().item() for name, parameter in build().named_parameters()}
+    first = result_of(call)[0]["rows"][0]
+    for name, norm in norms.items():
+        assert first[f"param_norm/{name.replace('.', '/')}"] == pytest.approx(norm)
+    assert first["gradwatch/param_norm"] == pytest.approx(sum(norm**2 for norm in norms.values()) ** 0.5)
 
 
 def test_a_reference_of_a_sharded_model_says_what_to_do():

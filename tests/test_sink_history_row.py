@@ -33,6 +33,7 @@ def test_layers_of_norm_5_and_12_make_13() -> None:
             "gradwatch/grad_std": math.sqrt(146 / 9),
             "gradwatch/grad_abs_max": 12,
             "gradwatch/dead_ratio": 0,
+            "gradwatch/param_norm": math.sqrt(2),  # of two norms of 1
             "gradwatch/num_nan": 0,
             "gradwatch/num_inf": 0,
             "gradwatch/num_skipped_steps": 0,
@@ -42,6 +43,8 @@ def test_layers_of_norm_5_and_12_make_13() -> None:
             "grad_norm_max/b/weight": 12,
             "grad_param_ratio/a/weight": 5,
             "grad_param_ratio/b/weight": 12,
+            "param_norm/a/weight": 1,
+            "param_norm/b/weight": 1,
             "dead_ratio/a/weight": 0,
             "dead_ratio/b/weight": 0,
             "num_nonfinite/a/weight": 0,

@@ -136,6 +136,8 @@ def test_the_one_line_in_a_real_run(start_run):
     assert [row["grad_norm/a"] for row in rows] == [5, 5]
     assert [row["grad_norm_max/b"] for row in rows] == [24, 48]
     assert rows[0]["grad_param_ratio/a"] == pytest.approx(5 / math.sqrt(2))
+    assert rows[0]["param_norm/a"] == pytest.approx(math.sqrt(2))  # two ones
+    assert rows[0]["gradwatch/param_norm"] == pytest.approx(math.sqrt(3))
     assert [row["loss"] for row in history(run) if "loss" in row] == [1, 2, 3, 4]
 
 
@@ -232,9 +234,9 @@ def test_nan_is_reported_with_its_own_step_not_the_flush_step():
 
 def test_the_signature_is_the_contract():
     contract = {
-        "run": None, "include": None, "exclude": None, "sample_every": None, "log_every": 50, "histogram_every": None,
-        "max_overhead": 0.01, "group_by": None, "metrics": (), "rules": None, "sinks": None, "on_alert": None,
-        "guard": None, "dead_threshold": 0.0, "optimizer": None, "scaler": None, "loss_scale": None,
+        "log": "gradients", "run": None, "include": None, "exclude": None, "sample_every": None, "log_every": 50,
+        "histogram_every": None, "max_overhead": 0.01, "group_by": None, "metrics": (), "rules": None, "sinks": None,
+        "on_alert": None, "guard": None, "dead_threshold": 0.0, "optimizer": None, "scaler": None, "loss_scale": None,
         "start_step": 0, "backend": "auto",
     }  # fmt: skip
     model, *others = inspect.signature(wandb_gradwatch.watch).parameters.values()

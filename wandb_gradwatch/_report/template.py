@@ -100,6 +100,8 @@ SECTIONS: Final = (
                 pattern=_layers(keys.LAYER_GRAD_PARAM_RATIO),
                 log_y=True,
             ),
+            LinePanel("Parameter norm, whole model", (keys.PARAM_NORM,), log_y=True),
+            LinePanel("Parameter norm of every layer", pattern=_layers(keys.LAYER_PARAM_NORM), log_y=True),
         ),
     ),
     TemplateSection(

@@ -71,7 +71,10 @@ class HistoryRow:
         }
         last = _present(last)
         present_SP = ~np.isnan(snapshot.num_elements)
-        for family in (keys.LAYER_GRAD_NORM, keys.LAYER_GRAD_PARAM_RATIO, keys.LAYER_DEAD_RATIO):
+        for family in (
+            *(keys.LAYER_GRAD_NORM, keys.LAYER_GRAD_PARAM_RATIO),
+            *(keys.LAYER_PARAM_NORM, keys.LAYER_DEAD_RATIO),
+        ):
             values = _named(family, names, last_present(getattr(snapshot, family), present_SP))
             last |= dict(itertools.compress(values.items(), np.logical_or.reduce(present_SP, axis=0)))
         largest = {keys.GRAD_NORM_MAX: float(np.fmax.reduce(snapshot.total_grad_norm))}
@@ -160,6 +163,7 @@ def _newest(snapshot: Snapshot) -> dict[str, Number]:
             keys.GRAD_STD: float(total.grad_std[0, 0]),
             keys.GRAD_ABS_MAX: float(total.grad_abs_max[0, 0]),
             keys.DEAD_RATIO: float(total.dead_ratio[0, 0]),
+            keys.PARAM_NORM: float(total.param_norm[0, 0]),
         }
     return values
 

@@ -30,6 +30,7 @@ GRAD_ABS_QUANTILES: Final = {  # of the elements' magnitudes, zeros included
     "gradwatch/grad_abs_p99": 0.99,
 }
 DEAD_RATIO: Final = "gradwatch/dead_ratio"
+PARAM_NORM: Final = "gradwatch/param_norm"
 NUM_NAN: Final = "gradwatch/num_nan"
 NUM_INF: Final = "gradwatch/num_inf"
 LOSS_SCALE: Final = "gradwatch/loss_scale"
@@ -65,12 +66,14 @@ FORECASTS: Final = ("underflow_ratio", "flush_ratio", "headroom")
 LAYER_GRAD_NORM: Final = "grad_norm"
 LAYER_GRAD_NORM_MAX: Final = "grad_norm_max"
 LAYER_GRAD_PARAM_RATIO: Final = "grad_param_ratio"
+LAYER_PARAM_NORM: Final = "param_norm"
 LAYER_DEAD_RATIO: Final = "dead_ratio"
 LAYER_NUM_NONFINITE: Final = "num_nonfinite"
 LAYER_FAMILIES: Final = (
     LAYER_GRAD_NORM,
     LAYER_GRAD_NORM_MAX,
     LAYER_GRAD_PARAM_RATIO,
+    LAYER_PARAM_NORM,
     LAYER_DEAD_RATIO,
     LAYER_NUM_NONFINITE,
 )
@@ -100,7 +103,7 @@ def forecast_key(number_format: str, forecast: str) -> str:
 
 MODEL_KEYS: Final = (  # the whole model's numbers that have a picture of their own, in its order
     *(GRAD_NORM, GRAD_NORM_MAX, GRAD_NORM_CLIPPED, CLIP_RATIO),
-    *(GRAD_MEAN, GRAD_STD, GRAD_ABS_MAX, *GRAD_ABS_QUANTILES),
+    *(GRAD_MEAN, GRAD_STD, GRAD_ABS_MAX, *GRAD_ABS_QUANTILES, PARAM_NORM),
     *(DEAD_RATIO, NUM_NAN, NUM_INF, LOSS_SCALE, NUM_SKIPPED_STEPS, NUM_GUARDED_STEPS, OVERHEAD_RATIO),
     *(forecast_key(number_format, forecast) for forecast in FORECASTS for number_format in FORMATS),
 )

@@ -59,6 +59,7 @@ const METRICS = {
   grad_norm: { label: "Norm", long: "gradient norm", colours: "sequential", format: formatNumber },
   grad_norm_max: { label: "Largest norm", long: "largest norm of the window", colours: "sequential", format: formatNumber },
   grad_param_ratio: { label: "Grad / param", long: "gradient norm / parameter norm", colours: "diverging", centre: 1e-3, format: formatNumber },
+  param_norm: { label: "Parameters", long: "parameter norm", colours: "sequential", format: formatNumber },
   dead_ratio: { label: "Dead", long: "share of dead elements", colours: "share", format: formatShare },
   num_nonfinite: { label: "Non-finite", long: "NaN and Inf elements in the window", colours: "sequential", format: (value) => formatNumber(Math.round(value)) },
 };
