@@ -194,6 +194,34 @@ def test_a_watcher_of_a_training_that_raised_is_replaced(tmp_path: Path) -> None
     assert all(not p._post_accumulate_grad_hooks for p in model.parameters())
 
 
+@pytest.mark.parametrize(
+    ("variable", "options", "gradients", "parameters"),
+    [
+        (None, {}, True, False),
+        ("false", {}, True, False),  # it turns the Trainer's own wandb.watch off
+        ("gradients", {}, True, False),
+        ("parameters", {}, False, True),
+        ("all", {}, True, True),
+        ("all", {"log": "gradients"}, True, False),
+    ],
+)
+def test_wandb_watch_says_of_what_there_are_histograms(
+    variable: str | None,
+    options: dict[str, Any],
+    gradients: bool,
+    parameters: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if variable is not None:
+        monkeypatch.setenv("WANDB_WATCH", variable)
+    sink = MemorySink()
+    trainer_of(tmp_path, [GradWatchCallback(sinks=[sink], **options)], count=1).train()
+    [snapshot] = sink.snapshots
+    found = {key.partition("/")[0] for key in snapshot.metric_histograms}
+    assert (snapshot.histogram is not None, found == {"parameters"}) == (gradients, parameters)
+
+
 def test_a_frozen_model_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Thaw(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:

@@ -46,6 +46,10 @@ class GradWatchCallback(_TrainerCallback):  # type: ignore[misc]
     Each checkpoint has a file `gradwatch.pt`, with which a resumed training goes on: its alerts, its rules and its open
     row. It is looked for in `TrainingArguments.resume_from_checkpoint` and in the checkpoints of `output_dir`.
 
+    The environment variable WANDB_WATCH ("gradients", "parameters" or "all") says of what histograms are logged, unless
+    `log=` does. With `report_to="wandb"` the Trainer's own `wandb.watch` heeds it too, and logs them once more; any other
+    value turns only that one off.
+
     Args:
         log_every: write a row every n-th optimizer step; None: as the Trainer logs (`logging_steps`).
         per_layer: put the norm of every layer into `state.log_history` too.
@@ -112,6 +116,7 @@ class GradWatchCallback(_TrainerCallback):  # type: ignore[misc]
             model,
             start_step=int(state.global_step),
             log_every=self._every(args, state),
+            log=self._session.options.get("log", _histograms_asked_for()),
             run=active_run() if self._run is None else self._run,
             sinks=[*(self._session.options.get("sinks") or ()), AlertLog()],
         )
@@ -155,6 +160,12 @@ class GradWatchCallback(_TrainerCallback):  # type: ignore[misc]
         ]
         state.log_history += entries
         return entries
+
+
+def _histograms_asked_for() -> str:
+    """What WANDB_WATCH asks for, in the Trainer's own words; where it asks for nothing, what watch() does by default."""
+    asked = os.environ.get("WANDB_WATCH", "")
+    return asked if asked in ("parameters", "all") else "gradients"
 
 
 def _read(path: Path) -> dict[str, Any] | None:
