@@ -152,6 +152,17 @@ def _scaling() -> Any:
     return plugin
 
 
+@pytest.mark.parametrize(("accumulate", "scaled"), [(1, False), (3, False), (1, True)])
+def test_the_loss_is_that_of_the_training_step_averaged_over_micro_batches(accumulate: int, scaled: bool) -> None:
+    """Lightning divides it by the micro-batches and multiplies it with the loss scale before a callback sees it."""
+    sink, module = MemorySink(), Regression(accumulate=accumulate, lr=0.0)
+    more: dict[str, Any] = {"plugins": [_scaling()]} if scaled else {"accumulate_grad_batches": accumulate}
+    trainer_of(GradWatchCallback(sinks=[sink], sample_every=1), **more).fit(module, loader(6))
+    losses = [loss_of(module.net.double(), batch.double()).item() for batch in batches(6)]  # the model stays as it is
+    expected = [sum(losses[i : i + accumulate]) / accumulate for i in range(0, 6, accumulate)]
+    assert sink.merged().metrics["gradwatch/loss"].tolist() == approx(expected)
+
+
 # ---- several optimizers
 
 

@@ -406,3 +406,21 @@ def test_the_log_history_can_be_written(tmp_path: Path) -> None:
     trainer.save_state()
     saved = json.loads((tmp_path / "trainer_state.json").read_text())
     assert saved["log_history"] == trainer.state.log_history
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_models_loss_is_that_of_each_step_averaged_over_its_micro_batches(accumulate: int, tmp_path: Path) -> None:
+    sink, model = MemorySink(), Net()
+    callback = GradWatchCallback(sinks=[sink], sample_every=1)
+    trainer_of(
+        tmp_path,
+        [callback],
+        model=model,
+        count=4,
+        gradient_accumulation_steps=accumulate,
+        learning_rate=0.0,  # the model stays what it is, so that its losses can be computed again
+    ).train()
+    losses = [loss_of(model.net.double(), batch.double()).item() for batch in batches(4)]
+    expected = [sum(losses[i : i + accumulate]) / accumulate for i in range(0, 4, accumulate)]
+    assert sink.merged().metrics["gradwatch/loss"].tolist() == approx(expected)
+    assert not any(module._forward_hooks for module in model.modules())  # nothing is left on the model

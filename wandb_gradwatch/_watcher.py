@@ -16,9 +16,11 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ._capture.config import CaptureConfig
 from ._capture.events import SamplerEvents
+from ._capture.loss import checked_loss
 from ._capture.parameter_registry import ParameterRegistry
 from ._capture.sampler import Sampler
 from ._diagnosis import FIRST_BAD_OPERATION, Diagnosis
@@ -150,6 +152,25 @@ class Watcher:
         """Say that an update has just been made. Only loops without any optimizer need to."""
         self._sampler.mark_step()
         self._deliver()
+
+    @alone
+    def loss(self, value: float | Tensor, *, is_share: bool = False) -> None:
+        """Log the loss of the update that is being made, as `gradwatch/loss`; one that is not finite raises an alert.
+
+        Call it before the optimizer's step. The value is not read here: it stays on its device, and arrives with the
+        sample. Several values of one step are averaged. Between samples it costs next to nothing.
+
+        Args:
+            value: a tensor of one element, or a number.
+            is_share: the value has already been divided by the number of micro-batches: those of a step are added.
+
+        Raises:
+            TypeError: value is neither a tensor nor a number.
+            ValueError: it has not exactly one real element.
+        """
+        one = checked_loss(value)
+        if not self._removed:
+            self._sampler.take_loss(one, is_share=is_share)
 
     @property
     def parameter_names(self) -> tuple[str, ...]:

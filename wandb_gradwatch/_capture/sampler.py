@@ -34,6 +34,7 @@ from .events import SamplerEvents
 from .gradient_versions import was_seen
 from .hook_sync import NO_SLOT, HookSync
 from .hooks import BackwardHooks
+from .loss import SampleLoss
 from .measurer import Measurer
 from .open_sample import OpenSample, Surroundings
 from .optimizer_registry import OptimizerRegistry
@@ -90,6 +91,7 @@ class Sampler:
         self._failed_rank_voter: FailedRankVoter | None = None  # of a monitor that has failed
         self._wiring = Wiring(registry, self._optimizer_registry)
         self._probes = Probes(config.probes)
+        self._loss = SampleLoss()
         around = Surroundings(
             registry,
             window,
@@ -197,6 +199,7 @@ class Sampler:
                 self._close_update_by_hand()
                 self.clock.marked |= self._reached
             self._by_hand.remember_parameters()
+        self._loss.settle()
         if self._is_measured and not is_first_in_hooks:
             self._sample.measure_present(self._scan())  # each may be the last: the last group may be a shorter one
         elif self._by_hand.possible:
@@ -381,6 +384,7 @@ class Sampler:
                 return
         if self.clock.is_first and not self.clock.backwards and not inside_backward:
             self._begin_after_backward()
+        self._loss.settle()
         if self._is_measured:
             self._sample.inspect(optimizer, inside_backward=inside_backward)
         self._sample.before_update(optimizer)
@@ -506,6 +510,14 @@ class Sampler:
         slot_of_id = self._registry.slot_of_id
         return [(slot, one) for one in parameters if (slot := slot_of_id.get(id(one))) is not None]
 
+    # ---- the loss
+
+    @contained
+    def take_loss(self, value: Tensor, *, is_share: bool) -> None:
+        """The user, or a framework, hands over the loss of the update that is being made."""
+        if self._schedule.is_sampled:
+            self._loss.add(value, is_share=is_share)
+
     # ---- updates without an optimizer
 
     def _optimizer_found(self) -> None:
@@ -576,7 +588,9 @@ class Sampler:
         if not self._is_measured or self._by_hand.possible or not self._sample.were_reset():
             return
         if self._schedule.is_sampled:
-            self._window.commit(Sample(self.clock.open_step, skipped=True, updated=(), left_out=True))
+            self._window.commit(
+                Sample(self.clock.open_step, skipped=True, updated=(), left_out=True), self._loss.take()
+            )
         else:
             self._window.discard()
         self._sample.forget_gradients()
@@ -596,6 +610,7 @@ class Sampler:
         if self._schedule.window_is_full(closed.step):
             self.flush_window()
             self._schedule.end_window(must_agree=self.shards.any)
+        self._loss.forget()
         self._sample.begin()
 
     def _window_commit(self, closed: Closed) -> None:
@@ -603,7 +618,7 @@ class Sampler:
         self._sample.keep_only(updated)
         if closed.stepped:
             self._wiring.sample_closed(closed.marked, self.clock.owner)
-        found = self._probes.take() | self._wiring.take()
+        found = self._probes.take() | self._wiring.take() | self._loss.take()
         if self.step_skipping is not None:
             found[keys.NUM_GUARDED_STEPS] = self.step_skipping.take_count()
             found[keys.GUARDED] = self.step_skipping.last_withheld

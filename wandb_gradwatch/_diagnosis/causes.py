@@ -61,5 +61,5 @@ CAUSES: Final[dict[str, tuple[str, ...]]] = {
     LOSS: ("NaN gradient", "Inf gradient"),
     OPTIMIZER: ("NaN gradient", "Inf gradient"),
     BAD_RANK: (*_EXPLOSION, "Loss scale collapse"),
-    INVALID: ("NaN gradient", "Inf gradient", "Loss scale collapse"),
+    INVALID: ("NaN gradient", "Inf gradient", "Non-finite loss", "Loss scale collapse"),
 }

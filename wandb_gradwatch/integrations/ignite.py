@@ -52,6 +52,8 @@ class GradWatch:
     Ignite's WandBLogger, gets the rows, histograms and alerts of `wandb_gradwatch.watch`. The watcher is
     `grad_watch.watcher` while the engine runs.
 
+    Ignite knows a loss only after the update: call `grad_watch.watcher.loss(loss)` in the train step to have it logged.
+
     A step with a closure (LBFGS) makes its gradients by itself: its flag is right, but it is not left out.
 
     What a spike is, the limits given here say, and no others; where none is given, one that is 5 times the usual norm

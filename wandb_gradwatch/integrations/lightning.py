@@ -13,6 +13,8 @@ import weakref
 from collections.abc import Mapping
 from typing import Any, Final
 
+from .._capture.scaling import scale_tensor
+from .._measure.elements import onto
 from .._watcher import Watcher
 from ..rules import ExplodingGradient, Rule
 from ..snapshot import Snapshot
@@ -43,8 +45,9 @@ class GradWatchCallback(_Callback):  # type: ignore[misc]
     `trainer.callback_metrics`; numbers of layers reach the loggers only. An epoch's numbers are means over all of its
     optimizer steps that were made with a finite gradient; `train_epoch/grad_norm` is the mean of the steps' norms.
 
-    The run of a WandbLogger, or the active one, gets the rows, histograms and alerts of `wandb_gradwatch.watch` with
-    `train/grad_norm` and its like beside them. The watcher is `callback.watcher` while a fit goes on.
+    The run of a WandbLogger, or the active one, gets the rows, histograms and alerts of `wandb_gradwatch.watch`, the
+    loss as `gradwatch/loss`, and `train/grad_norm` and its like beside them. The watcher is `callback.watcher` while a
+    fit goes on.
 
     To log other numbers, override `compute_batch_stats`, and for other aggregates `init_epoch_stats`,
     `update_epoch_stats` and `compute_epoch_stats`; a name with a slash is that of a layer. A subclass may also set the
@@ -176,6 +179,14 @@ class GradWatchCallback(_Callback):  # type: ignore[misc]
         if self._epoch != trainer.current_epoch:
             # Resumed from a checkpoint of its last batch, an epoch has no end, and the next one no start.
             self._end_epoch(trainer)
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
+        """The loss, in the units of the training step: Lightning has divided and scaled it."""
+        if self.watcher is not None and loss.numel() == 1:
+            scaler = getattr(trainer.precision_plugin, "scaler", None)
+            scale = None if scaler is None else scale_tensor(scaler)
+            value = loss.detach() * trainer.accumulate_grad_batches
+            self.watcher.loss(value if scale is None else value / onto(scale, value.device))
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """The sample that is open now is of this batch, whenever it arrives."""

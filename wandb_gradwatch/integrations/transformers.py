@@ -18,7 +18,10 @@ from typing import Any, Final
 
 import torch
 
+from .._capture.parameter_registry import with_prefixes
 from .._watcher import Watcher
+from ..metrics._forward_hooks import ForwardHook
+from ..metrics._module_index import ROOT, ModuleIndex
 from ..snapshot import keys
 from ._require import require
 from ._sample_queue import AlertLog, active_run
@@ -43,12 +46,15 @@ class GradWatchCallback(_TrainerCallback):  # type: ignore[misc]
     `gradwatch/grad_norm` and its like under the step that they belong to. The watcher is `callback.watcher` while the
     Trainer trains.
 
+    The loss that the model returns is logged as `gradwatch/loss`; another one, of `compute_loss`, is not seen: call
+    `callback.watcher.loss(...)` there.
+
     Each checkpoint has a file `gradwatch.pt`, with which a resumed training goes on: its alerts, its rules and its open
     row. It is looked for in `TrainingArguments.resume_from_checkpoint` and in the checkpoints of `output_dir`.
 
     The environment variable WANDB_WATCH ("gradients", "parameters" or "all") says of what histograms are logged, unless
-    `log=` does. With `report_to="wandb"` the Trainer's own `wandb.watch` heeds it too, and logs them once more; any other
-    value turns only that one off.
+    `log=` does. With `report_to="wandb"` the Trainer's own `wandb.watch` heeds it too, and logs them once more; any
+    other value turns only that one off.
 
     Args:
         log_every: write a row every n-th optimizer step; None: as the Trainer logs (`logging_steps`).
@@ -70,6 +76,8 @@ class GradWatchCallback(_TrainerCallback):  # type: ignore[misc]
         self.log_every = log_every
         self.per_layer = per_layer
         self._run = run
+        self._forwards: ForwardHook | None = None  # while the Trainer trains
+        self._share_of: int = 1  # what a share of the loss is multiplied with
 
     @property
     def watcher(self) -> Watcher | None:
@@ -80,7 +88,7 @@ class GradWatchCallback(_TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         """Begin to watch: the run is there, the model is wrapped, the step is restored."""
-        self._session.end()
+        self._end_session()
         if state.global_step:
             self._restore(args, state)
         self._begin(args, state, model)
@@ -108,8 +116,31 @@ class GradWatchCallback(_TrainerCallback):  # type: ignore[misc]
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Flush and stop watching."""
-        self._session.end()
+        self._end_session()
         self._note_samples(args, state)
+
+    def _see_losses(self, args: Any, model: Any) -> None:
+        """Look at what the model returns: the Trainer shows its callbacks no loss before the update."""
+        if self.watcher is not None and args.n_gpu <= 1:
+            averages = getattr(args, "average_tokens_across_devices", False)
+            self._share_of = args.world_size if averages else 1  # as the Trainer multiplies it afterwards
+            self._forwards = ForwardHook(type(self).__name__, ModuleIndex(with_prefixes(model)))
+            self._forwards.hook(lambda name, _: name == ROOT, self._forward_done)
+            self._forwards.open()
+
+    def _forward_done(self, name: str, module: Any, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
+        is_mapping = isinstance(output, Mapping)
+        loss = output.get("loss") if is_mapping else output[0] if isinstance(output, tuple) and output else None
+        if self.watcher is None or not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            return
+        is_share = kwargs.get("num_items_in_batch") is not None  # divided by the tokens of all micro-batches
+        self.watcher.loss(loss.detach() * self._share_of if is_share else loss, is_share=is_share)
+
+    def _end_session(self) -> None:
+        if self._forwards is not None:
+            self._forwards.remove()
+            self._forwards = None
+        self._session.end()
 
     def _begin(self, args: Any, state: Any, model: Any) -> None:
         self._session.begin(
@@ -120,6 +151,7 @@ class GradWatchCallback(_TrainerCallback):  # type: ignore[misc]
             run=active_run() if self._run is None else self._run,
             sinks=[*(self._session.options.get("sinks") or ()), AlertLog()],
         )
+        self._see_losses(args, model)
 
     def _restore(self, args: Any, state: Any) -> None:
         """Find what this callback put into the checkpoint that the Trainer has resumed from."""
@@ -163,7 +195,7 @@ class GradWatchCallback(_TrainerCallback):  # type: ignore[misc]
 
 
 def _histograms_asked_for() -> str:
-    """What WANDB_WATCH asks for, in the Trainer's own words; where it asks for nothing, what watch() does by default."""
+    """What WANDB_WATCH asks for, in the Trainer's own words; the default of watch() where it asks for nothing."""
     asked = os.environ.get("WANDB_WATCH", "")
     return asked if asked in ("parameters", "all") else "gradients"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ._base import MAX_TITLE, Alert, Level, Rule
 from ._exploding import ExplodingGradient
 from ._functions import FunctionRule, as_rule, rule
-from ._nonfinite import InfGradient, LossScaleCollapse, NaNGradient
+from ._nonfinite import InfGradient, LossScaleCollapse, NaNGradient, NonFiniteLoss
 from ._parameters import FastParameters, PoorInitialisation, TightClipping
 from ._ratios import GradParamRatio, LayerSpread
 from ._vanishing import DeadGradient, NoGradient, VanishingGradient
@@ -26,6 +26,7 @@ __all__ = [
     "LossScaleCollapse",
     "NaNGradient",
     "NoGradient",
+    "NonFiniteLoss",
     "NotInOptimizer",
     "PoorInitialisation",
     "Rule",
@@ -46,6 +47,7 @@ def default_rules() -> list[Rule]:
     return [
         NaNGradient(),
         InfGradient(),
+        NonFiniteLoss(),
         ExplodingGradient(),
         LossScaleCollapse(),
         VanishingGradient(),

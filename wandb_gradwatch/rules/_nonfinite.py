@@ -129,6 +129,38 @@ class InfGradient(_NonFiniteGradient):
 
 
 @dataclass(kw_only=True)
+class NonFiniteLoss:
+    """The loss that `watcher.loss()` was given is NaN or infinite: "Non-finite loss".
+
+    Not at a sample that AMP skipped: an overflow of the scaled loss is how the scale finds its place.
+    """
+
+    title: ClassVar[str] = "Non-finite loss"
+
+    def check(self, snapshot: Snapshot) -> Iterator[Alert]:
+        counts_S = snapshot.metrics.get(keys.NUM_NONFINITE_LOSS, np.zeros(len(snapshot)))
+        for sample in np.flatnonzero((counts_S > 0) & (~snapshot.skipped | snapshot.left_out)).tolist():
+            step, left_out = int(snapshot.steps[sample]), bool(snapshot.left_out[sample])
+            fact = f"Step {step}: the loss is NaN or infinite (threshold: 0)."
+            forward = list(nonfinite_activations(snapshot, sample))
+            if forward:
+                fact += f" In the forward the output of {forward[0]} was the first that was not finite."
+            if left_out:
+                fact += " The training loop left this step out."
+            cause = "a bad batch, or an overflow, a 0/0 or a log of 0 in the forward or in the loss"
+            remedy = (
+                "look at the batch and the outputs of this step; wandb_gradwatch.find_nonfinite names the operation"
+            )
+            yield Alert(self.title, sentence(fact, "", cause, remedy), step, "WARN" if left_out else "ERROR")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        del state  # every sample is judged by itself
+
+
+@dataclass(kw_only=True)
 class LossScaleCollapse:
     """AMP skips update after update, or its scale falls below a floor: "Loss scale collapse".
 

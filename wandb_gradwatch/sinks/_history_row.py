@@ -7,6 +7,7 @@ its memory does not grow with the number of samples. A value that is missing has
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
@@ -23,8 +24,8 @@ from ..snapshot._missing import sum_of_present
 
 Number = int | float
 
-# What one sample is; the row has the counts and ratios.
-_OF_SAMPLES: Final = (keys.GUARDED, keys.LEFT_OUT, keys.CLIPPED, keys.CHANGED)
+# What one sample is; the row has the counts and ratios, and the loss of the last one.
+_OF_SAMPLES: Final = (keys.GUARDED, keys.LEFT_OUT, keys.CLIPPED, keys.CHANGED, keys.LOSS)
 
 
 @dataclass(frozen=True)
@@ -154,6 +155,7 @@ def _newest(snapshot: Snapshot) -> dict[str, Number]:
     values: dict[str, Number] = {
         keys.LOSS_SCALE: float(snapshot.loss_scale[-1]),
         keys.OVERHEAD_RATIO: float(snapshot.overhead_ratio),
+        keys.LOSS: float(snapshot.metrics[keys.LOSS][-1]) if keys.LOSS in snapshot.metrics else math.nan,
     }
     if snapshot.names:
         values |= {

@@ -1,0 +1,74 @@
+"""The loss, as it is handed over: it stays on its device, and is logged with the sample that it belongs to."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .._measure.elements import onto, wide_dtype
+from .._runtime.sharding import local_part
+from .._transfer.transfers import Found
+from ..snapshot import keys
+
+
+class SampleLoss:
+    """The mean of the values that were handed over for the open sample.
+
+    A value is pending until a backward has ended or an optimizer steps: the sample before may still be open when it is
+    handed over. Of the values only their sum is kept, and how many of them are whole losses.
+    """
+
+    def __init__(self) -> None:
+        self._pending: tuple[Tensor, int] | None = None
+        self._sample: tuple[Tensor, int] | None = None
+
+    def add(self, value: Tensor, *, is_share: bool) -> None:
+        """Take a value of one element; shares add up to the loss of the step."""
+        one = local_part(value.detach())
+        # A copy, as the caller may go on with the value in place.
+        one = one.reshape(()).to(wide_dtype(one.device), copy=True)
+        self._pending = _sum(self._pending, (one, 0 if is_share else 1))
+
+    def settle(self) -> None:
+        """What is pending belongs to the open sample."""
+        if self._pending is not None:
+            self._sample, self._pending = _sum(self._sample, self._pending), None
+
+    def take(self) -> dict[str, Found]:
+        """The loss of the sample, missing where it is not finite, and whether it was not; forgets it."""
+        if self._sample is None:
+            return {}
+        (total, count), self._sample = self._sample, None
+        loss = total / max(count, 1)
+        is_finite = torch.isfinite(loss)
+        return {
+            keys.LOSS: torch.where(is_finite, loss, torch.nan),
+            keys.NUM_NONFINITE_LOSS: (~is_finite).to(loss.dtype),
+        }
+
+    def forget(self) -> None:
+        """The sample has closed; what is pending is of the next one."""
+        self._sample = None
+
+
+def _sum(one: tuple[Tensor, int] | None, other: tuple[Tensor, int]) -> tuple[Tensor, int]:
+    return other if one is None else (one[0] + onto(other[0], one[0].device), one[1] + other[1])
+
+
+def checked_loss(value: object) -> Tensor:
+    """The value as a tensor of one element.
+
+    Raises:
+        TypeError: it is neither a tensor nor a number.
+        ValueError: it has not exactly one real element.
+    """
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return torch.tensor(float(value), dtype=torch.float64, device="cpu")
+    if not isinstance(value, Tensor):
+        raise TypeError(f"watcher.loss({value!r}) must be a tensor of one element, or a number")
+    if value.numel() != 1 or value.is_complex():
+        raise ValueError(
+            f"watcher.loss() takes a tensor of one real element, but got shape {[*value.shape]} of {value.dtype}; "
+            "pass what backward() is called on"
+        )
+    return value
