@@ -8,6 +8,7 @@ import torch
 from gradients import Chosen, of, samples, step, watch
 from torch import nn
 
+import wandb_gradwatch
 from wandb_gradwatch.rules import ExplodingGradient
 
 VALUES = {"a": [3.0, 4.0], "b": [12.0]}
@@ -179,3 +180,55 @@ def test_in_ignite_they_are_judged_and_left_out(skip):
     assert flags == [False, True]
     assert state.metrics["grad_norm"] == 156  # 12 * 13
     assert model.b.item() == (1 - 12 if skip else 1 - 12 - 144)
+
+
+# ---- what is made of several backwards
+
+
+@pytest.mark.parametrize("sample_every", [1, 2])
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("limit", [None, 0.5])
+def test_what_replaces_the_gradients_of_several_backwards_is_the_gradient(limit, scaled, sample_every):
+    """PCGrad: each task's gradient without its part against the other's, and then their sum."""
+    model = Chosen(a=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=scaled)
+    watcher, sink = watch(model, sample_every=sample_every)
+    for number in range(1, 5):
+        tasks = []
+        for task in ([number, 0.0], [-number, number]):
+            optimizer.zero_grad()
+            scaler.scale(model.loss(a=task)).backward()
+            tasks.append(model.a.grad.clone())
+        one, other = tasks
+        model.a.grad = (one - one @ other / (other @ other) * other) + (other - other @ one / (one @ one) * one)
+        if limit is not None:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), limit)
+        scaler.step(optimizer)
+        scaler.update()
+    snapshot = samples(watcher, sink)
+    # Of (1, 0) and (-1, 1): (1, 0) + (-1, 1) / 2 = (1/2, 1/2), and (-1, 1) + (1, 0) = (0, 1); the sum is (1/2, 3/2).
+    norms = [2.5**0.5 * number for number in range(sample_every, 5, sample_every)]
+    assert snapshot.steps.tolist() == list(range(sample_every, 5, sample_every))
+    assert snapshot.total_grad_norm == pytest.approx(norms)
+    assert snapshot.total_grad_norm_clipped == pytest.approx([limit or norm for norm in norms], rel=1e-5)
+    assert snapshot.clip_ratio == (limit is not None)
+    assert not np.any(snapshot.changed == 1)
+
+
+def test_a_guard_judges_what_replaces_the_gradients_of_several_backwards():
+    model = Chosen(a=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    watcher, _ = watch(model, guard=wandb_gradwatch.SkipGuard(threshold=100.0))
+    for factor in (1.0, 1000.0):
+        before = model.a.tolist()
+        total = torch.zeros(2)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model.loss(a=[3.0, 4.0]).backward()
+            total += factor * model.a.grad
+        model.a.grad = total
+        optimizer.step()
+        assert (model.a.tolist() == before) == (factor > 1)
+    watcher.remove()

@@ -23,7 +23,7 @@ _TOKENS: Final = itertools.count(1)
 _LAST_VERSION: Final = "_gradwatch_version"  # when it was last looked at
 _OLDER_THAN_ITS_HOOK: Final = -1
 
-_REPLACED: Final = sys.maxsize
+REPLACED: Final = sys.maxsize
 
 
 def was_seen(gradient: Tensor) -> bool:
@@ -120,7 +120,7 @@ class GradientVersions:
         if version is None:
             return None
         if gradient is None or getattr(gradient, _TOKEN, None) != self._token[slot]:
-            return _REPLACED
+            return REPLACED
         return gradient._version - version
 
     def inspect(self, entries: Iterable[Entry], *, inside_backward: bool) -> Inspection:

@@ -12,7 +12,7 @@ from .._runtime.autograd import Entry
 from .._transfer.sample_buffer import SampleBuffer
 from .clock import SampleClock
 from .events import SamplerEvents
-from .gradient_versions import GradientVersions, Inspection, is_new, look_at, were_reset
+from .gradient_versions import REPLACED, GradientVersions, Inspection, is_new, look_at, were_reset
 from .measurer import Measurer
 from .optimizer_registry import OptimizerRegistry
 from .parameter_registry import ParameterRegistry
@@ -68,6 +68,7 @@ class OpenSample:
         self._clipped: set[int] = set()  # slots whose gradients torch's functions have clipped, or are clipping
         self._received: set[int] = set()  # slots of which is known what an update by hand may use
         self.by_torch = False  # one of torch's functions has clipped
+        self.was_reset = False  # backwards came before, whose gradients were reset
 
     @property
     def eps(self) -> float:
@@ -82,6 +83,7 @@ class OpenSample:
     def begin(self) -> None:
         """A new sample is open."""
         self.forget_gradients()
+        self.was_reset = False
         if self._probes:
             schedule = self._around.schedule
             self._probes.start(schedule.is_sampled, schedule.has_histogram)
@@ -149,8 +151,9 @@ class OpenSample:
         around = self._around
         if unclear and not around.clock.backwards:  # assigned by hand
             self.mark_present(around.scan())
-        if changed:
-            around.window.put_earlier(sorted(slot for slot, _ in changed))
+        replaced = self._replaced(changed)
+        if earlier := sorted(slot for slot, _ in changed if slot not in replaced):
+            around.window.put_earlier(earlier)
         again = changed + unclear
         any_scaler = SCALES.scaler_of(None) is not None
         true = [entry for entry in again if not any_scaler or entry[0] in self._unscaled]
@@ -209,7 +212,10 @@ class OpenSample:
                 self._measure_put_there(put_there, optimizer)
             if unclear:
                 self._measure_unclear(unclear, optimizer)
-        modified = found.changed
+        replaced = self._replaced(found.changed)
+        if replaced:
+            self._measure([entry for entry in found.changed if entry[0] in replaced], received_by=optimizer)
+        modified = [entry for entry in found.changed if entry[0] not in replaced]
         if masters is not None:
             slots = around.optimizer_registry.slots(optimizer).intersection(self.seen.slots)
             modified = [(slot, master) for slot, master in masters if slot in slots and master.grad is not None]
@@ -224,6 +230,24 @@ class OpenSample:
         found_inf = getattr(optimizer, "found_inf", None)  # set by a scaler where the optimizer itself skips
         if found_inf is not None:
             around.window.set_found_inf(found_inf)
+
+    def _replaced(self, changed: Iterable[Entry]) -> set[int]:
+        """The slots of gradients that are what was made of several backwards, each reset before the next (PCGrad).
+
+        What the last of them has left is one of their parts, and no more the gradient than those before it.
+        """
+        if not self.was_reset:
+            return set()
+        slots = {slot for slot, p in changed if p.grad is not None and self.seen.writes_since(slot, p.grad) == REPLACED}
+        if slots:
+            around = self._around
+            around.events.notice(
+                "gradient made of others",
+                f"the gradients of {around.registry.some_names(sorted(slots))} were replaced after several backwards, "
+                f"each reset before the next, first in step {around.clock.open_step}: their grad_norm is that of what "
+                "is in .grad then",
+            )
+        return slots
 
     def _drop(self, found: Inspection) -> None:
         """Gradients that were seen are None."""
@@ -317,6 +341,11 @@ class OpenSample:
         if found.unclear and (put_there := self._without_backward(found.unclear)[0]):
             self._measure_put_there(put_there, None)
             found.late += put_there
+        if replaced := self._replaced(found.changed):
+            again = [entry for entry in found.changed if entry[0] in replaced]
+            self._measure(again)
+            found.late += again
+            found.changed = [entry for entry in found.changed if entry[0] not in replaced]
         self._being_unscaled = found
 
     def after_unscale(self, optimizer: Optimizer) -> None:

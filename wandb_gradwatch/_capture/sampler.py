@@ -197,6 +197,7 @@ class Sampler:
         if self._by_hand.possible and not is_update:
             if self._by_hand.were_reset(self._reached) and self.clock.backwards:
                 self._close_update_by_hand()
+                self._sample.was_reset = self._by_hand.withholds  # if there turns out to be an optimizer
                 self.clock.marked |= self._reached
             self._by_hand.remember_parameters()
         self._loss.settle()
@@ -594,6 +595,7 @@ class Sampler:
         else:
             self._window.discard()
         self._sample.forget_gradients()
+        self._sample.was_reset = True
 
     def _commit(self, closed: Closed | None) -> None:
         if closed is None:
