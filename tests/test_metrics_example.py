@@ -23,7 +23,7 @@ def test_everything_is_measured_in_one_run(tmp_path: Path, monkeypatch: pytest.M
     assert float(share[1]) > 0
     page = (tmp_path / "everything_on.html").read_text(encoding="utf-8")
     assert '"key":"attention"' in page
-    assert "attention/blocks/0/attn/head_3/entropy" not in history.other_keys()
+    assert "attention/blocks/0/attn/head_3/entropy" not in history.own
     values = history.values
     for key in (
         "gradwatch/grad_norm",

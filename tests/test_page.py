@@ -22,6 +22,7 @@ from wandb_gradwatch._measure.columns import FloatArray
 from wandb_gradwatch._page.histograms import HistogramCollector, resample
 from wandb_gradwatch._page.history import (
     HistogramSeries,
+    OwnSeries,
     RecordedAlert,
     RecordedTable,
     RunHistory,
@@ -37,7 +38,7 @@ from wandb_gradwatch._page.packing import (
 )
 from wandb_gradwatch._page.page import ASSETS, LIBRARY_SCRIPT, LIBRARY_STYLE, render_page, write_page
 from wandb_gradwatch._page.payload import build_payload
-from wandb_gradwatch._page.pooling import pool, pool_steps, pool_width
+from wandb_gradwatch._page.pooling import pool, pool_extremes, pool_steps, pool_width
 from wandb_gradwatch._page.read import UnreadableRunError, _Reading, read_run
 from wandb_gradwatch._page.safe_text import script_json, visible_text
 from wandb_gradwatch.snapshot import keys
@@ -66,7 +67,8 @@ def small_history(**changes: object) -> RunHistory:
 
 def test_every_key_of_a_real_run_is_read_and_has_its_picture(history: RunHistory) -> None:
     assert set(keys.MODEL_KEYS) <= set(history.values)
-    assert history.other_keys() == ["loss"]  # the user's; everything of ours has a picture of its own
+    assert all(map(keys.is_ours, history.values))
+    assert list(history.own) == ["loss"]
     assert len(history.names) == len(GPT_NAMES)
     assert history.steps.tolist() == list(range(10, 401, 10))
     assert history.finished
@@ -131,14 +133,76 @@ def test_modules_stand_where_their_parameters_do() -> None:
     names = ("root", "head", "layers/10/act", "layers/10", "layers/2", "embed")
     history = small_history(values={f"activation/{name}/norm": np.ones(2) for name in names}, config=told)
     assert list(history.family("activation")) == ["embed", "layers/2", "layers/10", "layers/10/act", "head", "root"]
-    assert history.other_keys() == []
 
 
 def test_keys_of_the_user_that_only_look_like_ours_stay_his() -> None:
-    values = {key: np.ones(2) for key in ("update/x", "activation", "parameter//x", "gradient/a/", "loss")}
-    history = small_history(values=values)
-    assert history.other_keys() == sorted(values)
-    assert all(history.family(family) == {} for family in keys.METRIC_FAMILIES)
+    row = dict.fromkeys(("update/x", "activation", "parameter//x", "gradient/a/", "loss", "gradwatcher/x"), 1.0)
+    media = {"table._type": "table-file", "table.nrows": 3, "_runtime": 1.5}
+    reading = _Reading(Path("run-x.wandb"))
+    reading.take("history", {"item": {"_step": 9, "gradwatch/step": 10, **row, **media}})
+    assert set(reading.finish().own) == set(row)
+
+
+@pytest.mark.parametrize(
+    ("placed", "own", "expected"),
+    [
+        # A row of every step from 0 on, ours in those of steps 10 and 20.
+        ([(9, 10), (19, 20)], [0, 9, 14, 19, 25], [1, 10, 15, 20, 26]),
+        # A row of every fifth step: 10 steps of the training to 2 of W&B's.
+        ([(1, 10), (3, 20)], [0, 1, 2, 3, 4], [5, 10, 15, 20, 25]),
+        # Two models that log the same step; then one row alone, which tells no rate; then none.
+        ([(4, 5), (5, 5), (9, 10)], [4, 5, 7, 9], [5, 5, 7.5, 10]),
+        ([(9, 10)], [0, 20], [1, 21]),
+        ([], [0, 20], [0, 20]),
+    ],
+)
+def test_the_users_rows_stand_at_their_own_steps(
+    placed: list[tuple[int, int]], own: list[int], expected: list[float]
+) -> None:
+    reading = _Reading(Path("run-x.wandb"))
+    ours = dict(placed)
+    for step in sorted({*ours, *own}):
+        row = {"gradwatch/step": ours[step], "gradwatch/grad_norm": 1} if step in ours else {}
+        reading.take("history", {"item": {"_step": step, **row, **({"loss": float(step)} if step in own else {})}})
+    loss = reading.finish().own["loss"]
+    assert loss.values.tolist() == own
+    assert loss.steps.tolist() == expected
+
+
+def test_the_loss_of_a_row_that_carries_the_flight_recorder_is_kept_and_nan_is_no_gap() -> None:
+    reading = _Reading(Path("run-x.wandb"))
+    reading.take("history", {"item": {"_step": 0, "gradwatch/step": 1, "gradwatch/grad_norm": 1, "loss": 2.5}})
+    reading.take(
+        "history", {"item": {"_step": 1, "gradwatch/step": 2, "gradwatch/flight_recorder.path": "t", "loss": "NaN"}}
+    )
+    history = reading.finish()
+    assert history.steps.tolist() == [1]
+    assert history.own["loss"].steps.tolist() == [1, 2]
+    np.testing.assert_array_equal(history.own["loss"].values, [2.5, np.nan])
+
+
+def test_a_long_loss_keeps_its_spike_its_dip_and_its_nan() -> None:
+    steps = np.arange(1.0, 50_001)
+    values = np.full(50_000, 2.0)
+    values[30_000], values[10_000], values[40_000] = 197_486.0, 0.01, np.nan
+    kept_steps, kept = pool_extremes(steps, values, 4000)
+    assert len(kept_steps) == len(kept) <= 4000
+    assert (np.diff(kept_steps) > 0).all()
+    assert (np.nanmin(kept), np.nanmax(kept)) == (0.01, 197_486.0)
+    assert np.abs(kept_steps[np.isnan(kept)] - 40_001).min() <= 25  # 50000 / 2000 rows in one
+
+
+def test_the_loss_and_the_learning_rate_come_first_then_what_changes() -> None:
+    changing, constant = np.array([1.0, 2.0]), np.ones(2)
+    own = {
+        key: OwnSeries(np.array([1.0, 2.0]), values)
+        for key, values in [("a", constant), ("epoch_color", changing), ("lr-SGD", changing), ("train/loss", changing)]
+    }
+    content, _ = build_payload(small_history(own=own))
+    items = content["own"]["items"]
+    assert [item["key"] for item in items] == ["train/loss", "lr-SGD", "epoch_color", "a"]
+    assert [item["role"] for item in items] == ["loss", "rate", "", ""]
+    assert content["own"]["axes"] == [[1.0, 2.0]]  # shared
 
 
 def test_a_group_stands_where_its_first_parameter_does() -> None:
@@ -371,7 +435,8 @@ def test_hostile_names_alerts_and_tables_leave_the_markup_as_it_is() -> None:
         small_history(
             name=HOSTILE,
             project=HOSTILE,
-            values={f"grad_norm/{HOSTILE}": np.ones(2), HOSTILE: np.ones(2)},
+            values={f"grad_norm/{HOSTILE}": np.ones(2)},
+            own={HOSTILE: OwnSeries(np.ones(2), np.ones(2))},
             alerts=(RecordedAlert(HOSTILE, HOSTILE, HOSTILE, 10),),
             notes=(HOSTILE,),
         )

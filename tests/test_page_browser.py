@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from fake_run import BROKEN, write_fake_run
 
-from wandb_gradwatch._page.history import RecordedAlert, RecordedTable, RunHistory
+from wandb_gradwatch._page.history import OwnSeries, RecordedAlert, RecordedTable, RunHistory
 from wandb_gradwatch._page.page import write_page
 from wandb_gradwatch._page.read import read_run
 
@@ -103,7 +103,7 @@ def test_every_picture_is_drawn_and_nothing_is_wider_than_the_window(
     show: Opener, history: RunHistory, width: int, scheme: str
 ) -> None:
     page = show(history, width=width, scheme=scheme)
-    for card in (*CARDS, "other"):
+    for card in (*CARDS, "own"):
         assert colours(page, f"#{card} canvas") > 3, card
         assert page.locator(f"#{card} .words p").count() == 2, f"{card} lacks its words"
     assert page.evaluate("document.documentElement.scrollWidth") == width
@@ -127,6 +127,44 @@ def test_the_nan_is_red_in_the_picture_of_all_layers(show: Opener, history: RunH
         history, values={key: value for key, value in history.values.items() if not key.startswith("num_nonfinite")}
     )
     assert show(healthy).locator("#layers .frame canvas").first.evaluate(red) == 0
+
+
+def test_a_loss_that_explodes_between_two_rows_is_seen_at_first_sight(show: Opener) -> None:
+    # Rows of gradients every 10 steps; the loss of every step is 2.5, but 197,486 at step 155 and NaN from 156 to 159.
+    loss = np.full(300, 2.5)
+    loss[154], loss[155:159] = 197_486.0, np.nan
+    rows = np.arange(10, 301, 10)
+    history = RunHistory(
+        path=Path("run-x.wandb"),
+        run_id="x",
+        steps=rows,
+        values={"gradwatch/grad_norm": np.ones(30)},
+        own={"loss": OwnSeries(np.arange(1.0, 301), loss)},
+    )
+    page = show(history)
+    # The rows of pixels in the line's colour, and the columns that are marked, as shares of the plot's size.
+    drawn = page.locator("#own canvas").first.evaluate(
+        """canvas => {
+          const over = canvas.parentElement.querySelector(".u-over");
+          const [left, top, width, height] = [over.offsetLeft, over.offsetTop, over.clientWidth, over.clientHeight];
+          const image = canvas.getContext("2d").getImageData(left, top, width, height).data;
+          const style = getComputedStyle(document.querySelector("#own .swatch"));
+          const swatch = style.backgroundColor.match(/[0-9]+/g).map(Number);
+          const ys = [], xs = [];
+          for (let pixel = 0; pixel < width * height; pixel++) {
+            const is = (colour) => colour.every((part, index) => Math.abs(image[4 * pixel + index] - part) < 12);
+            if (is(swatch)) ys.push(Math.floor(pixel / width) / height);
+            if (is([0xe8, 0x00, 0x3f])) xs.push((pixel % width) / width);
+          }
+          return [Math.min(...ys), Math.max(...ys), Math.min(...xs), Math.max(...xs)];
+        }"""
+    )
+    # Log axis 1 to 10^6: the peak stands at log10(197486) / 6 = 88 % of the height, the calm loss at 7 %.
+    assert drawn[0] < 0.2
+    assert drawn[1] > 0.85
+    assert drawn[2] == pytest.approx(155.5 / 300, abs=0.01)
+    assert drawn[3] == pytest.approx(159.5 / 300, abs=0.01)
+    assert page.locator("#own").bounding_box()["y"] < 450  # of the first 900 pixels
 
 
 # ---- pointer and keyboard
@@ -154,9 +192,10 @@ def test_hovering_over_a_cell_names_layer_step_and_value(show: Opener, history: 
     tooltip = page.locator("#layers .tooltip")
     assert tooltip.is_visible()
     name, step, value = tooltip.inner_text().split("\n")[:3]
-    assert name in history.names
+    names = history.spelled(history.names)
+    assert name in names
     row = int(np.searchsorted(history.steps, int(step.removeprefix("step "))))
-    expected = history.of_names("grad_norm")[row, history.names.index(name)]
+    expected = history.of_names("grad_norm")[row, names.index(name)]
     # Three digits are shown, and storing costs at most 0.05 %.
     assert float(value.removeprefix("gradient norm: ")) == pytest.approx(expected, rel=6e-3)
 
@@ -211,7 +250,7 @@ def test_a_drag_over_the_layers_zooms_into_rows_and_steps(show: Opener, history:
         hover(page, "#layers .frame canvas", 0.8, 0.6)
         page.mouse.up()
     hover(page, "#layers .frame canvas", 0.6, 0.9)
-    assert page.locator("#layers .tooltip").inner_text().split("\n")[0] not in history.names[-20:]
+    assert page.locator("#layers .tooltip").inner_text().split("\n")[0] not in history.spelled(history.names[-20:])
 
 
 def test_a_click_on_a_row_adds_its_line_and_another_takes_it_away(show: Opener, history: RunHistory) -> None:
@@ -219,7 +258,7 @@ def test_a_click_on_a_row_adds_its_line_and_another_takes_it_away(show: Opener, 
     page.locator("#lines .picker-head button").click()  # Clear
     canvas = page.locator("#layers .frame canvas").first
     labels = page.locator("#lines .legend-label")
-    for expected in ([history.names[0]], []):
+    for expected in (history.spelled(history.names[:1]), []):
         canvas.click(position={"x": 600, "y": 20})  # the first row begins at 18
         assert labels.all_inner_texts() == expected
 
@@ -256,7 +295,7 @@ def test_the_most_changed_layers_come_first_and_a_broken_one_before_all(show: Op
     canvas = "#layers .frame canvas"
     height = page.locator(canvas).first.bounding_box()["height"]
     hover(page, canvas, 0.6, 21 / height)
-    assert page.locator("#layers .tooltip").inner_text().split("\n")[0] == BROKEN.replace(".", "/")
+    assert page.locator("#layers .tooltip").inner_text().split("\n")[0] == BROKEN
 
 
 def test_logarithmic_and_linear(show: Opener, history: RunHistory) -> None:
@@ -342,7 +381,8 @@ def test_hostile_names_stay_text(show: Opener) -> None:
             name=HOSTILE,
             project=HOSTILE,
             steps=np.array([10, 20]),
-            values={**values, "gradwatch/grad_norm": np.array([1.0, 2.0]), HOSTILE: np.array([1.0, 2.0])},
+            values={**values, "gradwatch/grad_norm": np.array([1.0, 2.0])},
+            own={f"{HOSTILE}{place}": OwnSeries(np.array([1.0, 2.0]), np.ones(2)) for place in range(2)},
             alerts=(RecordedAlert(HOSTILE, HOSTILE, HOSTILE, 10),),
             flight_recorder=RecordedTable([HOSTILE], [[HOSTILE]]),
             notes=(HOSTILE,),
@@ -351,7 +391,7 @@ def test_hostile_names_stay_text(show: Opener) -> None:
     shown = HOSTILE.replace("\u202e", "‹U+202E›")
     hover(page, "#layers .frame canvas", 0.7, 0.4)
     assert page.locator("#layers .tooltip .strong").inner_text() == shown
-    for selector in ("h1", ".note", ".alert strong", ".alert p", "#recorder td", "#other option"):
+    for selector in ("h1", ".note", ".alert strong", ".alert p", "#recorder td", "#own .legend-label"):
         assert shown in page.locator(selector).first.inner_text(), selector
     assert page.locator(".picker-list label").get_attribute("title") == shown
     assert page.locator("img, main b").count() == 0
@@ -467,7 +507,7 @@ def test_every_family_has_a_card_of_its_own(show: Opener, history: RunHistory) -
     assert colours(page, "#activation_histogram .frame canvas") > 20
     assert page.locator("#activation_histogram select").input_value() == "0"
     assert page.locator("#activation_histogram option").all_inner_texts() == ["blocks.0.mlp"]
-    assert page.locator("#other option").all_inner_texts() == ["loss"]
+    assert line_labels(page, "own") == ["loss"]
 
 
 def test_another_metric_repaints_its_own_card_only(show: Opener, history: RunHistory) -> None:

@@ -147,11 +147,11 @@ WORDS: Final[Mapping[str, Words]] = MappingProxyType(
             "Metrics of your own, of gradients without the loss scale and before clipping.",
             "Compare with the gradient norm of the same layer at the same step.",
         ),
-        "other": Words(
-            "Other metrics of the same rows",
-            "Whatever else was logged together with the gradients: the loss, the learning rate.",
+        "own": Words(
+            "Your own metrics, at every row",
+            "The loss falls and wobbles, and comes back after every outlier. The learning rate follows its schedule.",
             "Compare the step at which the loss turns with the step at which a gradient does: the one that moves "
-            "first is the cause.",
+            "first is the cause. A red band is a value that was logged as NaN or Inf.",
         ),
     }
 )

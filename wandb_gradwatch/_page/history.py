@@ -43,6 +43,19 @@ class RecordedTable:
 
 
 @dataclass(frozen=True, eq=False)
+class OwnSeries:
+    """One scalar that the user logged, at every row that has it, NaN and infinity included.
+
+    Args:
+        steps: [N] optimizer steps, ascending.
+        values: [N].
+    """
+
+    steps: FloatArray
+    values: FloatArray
+
+
+@dataclass(frozen=True, eq=False)
 class HistogramSeries:
     """Histograms of one name over time, each with bins of equal width between its own limits.
 
@@ -73,7 +86,8 @@ class RunHistory:
         exit_code: of that record; None without one.
         num_rows: rows of the whole history, the user's included.
         steps: [R] steps of the rows that carry `gradwatch/step`, ascending, each once.
-        values: scalar key to its [R] values; NaN where missing.
+        values: scalar key of ours to its [R] values; NaN where missing.
+        own: scalar key of the user to all that was logged of it, in rows with or without `gradwatch/step`.
         histograms: name (as in the key, without the prefix) to its histograms.
         family_histograms: the same for the families of watch(metrics=...): family to name to its histograms.
         alerts: in the order in which they were sent.
@@ -92,6 +106,7 @@ class RunHistory:
     finished: bool = True
     exit_code: int | None = None
     num_rows: int = 0
+    own: Mapping[str, OwnSeries] = field(default_factory=dict)
     histograms: Mapping[str, HistogramSeries] = field(default_factory=dict)
     family_histograms: Mapping[str, Mapping[str, HistogramSeries]] = field(default_factory=dict)
     alerts: tuple[RecordedAlert, ...] = ()
@@ -174,13 +189,6 @@ class RunHistory:
             return next((place[prefix] for prefix in prefixes if prefix in place), len(place)), natural_order(name)
 
         return sorted(names, key=order)
-
-    def other_keys(self) -> list[str]:
-        """Scalars of the same rows that have no picture of their own: what the user logged."""
-        drawn = (*(f"{family}/" for family in keys.LAYER_FAMILIES), "_", f"{keys.FLIGHT_RECORDER}.")
-        known = {keys.STEP, *keys.MODEL_KEYS}
-        others = (key for key in self.values if key not in known and not key.startswith(drawn))
-        return sorted((key for key in others if keys.split_metric(key) is None), key=natural_order)
 
 
 def natural_order(name: str) -> list[tuple[int, int, str]]:

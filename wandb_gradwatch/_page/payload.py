@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import asdict
 from typing import Any, Final
 
@@ -13,9 +14,9 @@ from .._measure.columns import FloatArray
 from ..snapshot import keys
 from .families import pack_families
 from .formatting import WORDS
-from .history import RecordedTable, RunHistory
+from .history import RecordedTable, RunHistory, natural_order
 from .packing import Blob, pack_histograms
-from .pooling import picture_width, pool, pool_steps, pool_width
+from .pooling import picture_width, pool, pool_extremes, pool_steps, pool_width
 from .safe_text import visible
 
 # R rows of the run, P names, W columns of a picture (several rows pooled where there are too many)
@@ -24,7 +25,8 @@ MAX_CELLS: Final = 1_000_000  # of one names x steps matrix
 MAX_POINTS: Final = 4_000  # of one line
 MAX_HISTOGRAM_BYTES: Final = 4_000_000
 MAX_TABLE_ROWS: Final = 20_000
-MAX_OTHER_KEYS: Final = 300
+MAX_OWN_KEYS: Final = 300
+MAX_OWN_POINTS: Final = 1_000_000  # of all keys together
 
 
 def build_payload(history: RunHistory) -> tuple[dict[str, Any], Blob]:
@@ -55,7 +57,7 @@ def build_payload(history: RunHistory) -> tuple[dict[str, Any], Blob]:
         "metrics": _metrics(history, columns, blob),
         "histograms": pack_histograms(history.histograms, names, MAX_HISTOGRAM_BYTES, blob),
         "families": pack_families(history, blob),
-        "other": _other(history, points, blob),
+        "own": _own(history, blob),
         "flightRecorder": None if history.flight_recorder is None else _table(history.flight_recorder),
     }
     visible_content: dict[str, Any] = visible(content)
@@ -86,14 +88,41 @@ def _metrics(history: RunHistory, width: int, blob: Blob) -> list[dict[str, Any]
     return found
 
 
-def _other(history: RunHistory, width: int, blob: Blob) -> dict[str, Any]:
-    """Further scalars of the same rows: float32 [K, points]."""
-    keys = [key for key in history.other_keys() if not np.isnan(history.values[key]).all()]
-    chosen = keys[:MAX_OTHER_KEYS]
-    values = [pool(history.values[key][:, None], width, key)[:, 0] for key in chosen]
-    with np.errstate(over="ignore"):
-        offset = blob.add(b"".join(value.astype("<f4").tobytes() for value in values))
-    return {"keys": chosen, "offset": offset, "left": len(keys) - len(chosen)}
+def _own(history: RunHistory, blob: Blob) -> dict[str, Any]:
+    """The user's scalars, those first that tell how the training goes; keys of the same rows share their steps."""
+    found = sorted(history.own, key=lambda key: (_role_order(history, key), natural_order(key)))
+    chosen = found[:MAX_OWN_KEYS]
+    axes: dict[bytes, list[float]] = {}
+    items = []
+    for key in chosen:
+        series = history.own[key]
+        steps, values = pool_extremes(series.steps, series.values, max(MAX_POINTS, MAX_OWN_POINTS // len(chosen)))
+        axes.setdefault(steps.tobytes(), steps.tolist())
+        place = list(axes).index(steps.tobytes())
+        with np.errstate(over="ignore"):
+            items.append(
+                {"key": key, "role": own_role(key), "axis": place, "offset": blob.add(values.astype("<f4").tobytes())}
+            )
+    return {"axes": list(axes.values()), "items": items, "left": len(found) - len(chosen)}
+
+
+def _role_order(history: RunHistory, key: str) -> int:
+    role = own_role(key)
+    changes = len(np.unique(history.own[key].values)) > 1
+    return {"loss": 0, "rate": 1}.get(role, 2) if changes else 3
+
+
+def own_role(key: str) -> str:
+    """What a scalar of the user probably is, by its name: "loss", "rate" for a learning rate, or "".
+
+    Example:
+        >>> own_role("train/loss"), own_role("lr-AdamW"), own_role("accuracy")
+        ('loss', 'rate', '')
+    """
+    words = re.split(r"[^a-z]+", key.lower())
+    if "loss" in words or words[-1] in ("nll", "perplexity"):
+        return "loss"
+    return "rate" if "lr" in words or ("learning" in words and "rate" in words) else ""
 
 
 def _table(table: RecordedTable) -> dict[str, Any]:

@@ -42,3 +42,18 @@ def pool(values_RP: FloatArray, width: int, key: str) -> FloatArray:
         return np.fmax.reduceat(values_RP, starts, axis=0)
     missing = np.logical_and.reduceat(np.isnan(values_RP), starts, axis=0)
     return np.where(missing, np.nan, np.add.reduceat(np.nan_to_num(values_RP, nan=0.0), starts, axis=0))
+
+
+def pool_extremes(steps_N: FloatArray, values_N: FloatArray, most: int) -> tuple[FloatArray, FloatArray]:
+    """A line of at most `most` points, two at least: the smallest and the largest of neighbours.
+
+    What is not finite wins as the largest, so that no NaN is lost.
+    """
+    width = pool_width(len(values_N), most)
+    if width == 1:
+        return steps_N, values_N
+    width = pool_width(len(values_N), most // 2)
+    starts = np.arange(0, len(values_N), width)
+    extremes = (np.fmin.reduceat(values_N, starts), np.maximum.reduceat(values_N, starts))
+    ends = np.append(starts[1:] - 1, len(values_N) - 1)
+    return np.stack([steps_N[starts], steps_N[ends]], axis=1).ravel(), np.stack(extremes, axis=1).ravel()

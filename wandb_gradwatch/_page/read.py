@@ -19,10 +19,12 @@ from typing import Any, Final, cast
 
 import numpy as np
 
+from .._measure.columns import FloatArray
 from ..snapshot import keys
 from .histograms import HistogramCollector
 from .history import (
     HistogramSeries,
+    OwnSeries,
     RecordedAlert,
     RecordedTable,
     RunHistory,
@@ -132,6 +134,44 @@ def _why_unreadable(file: Path, said: list[str]) -> str:
     return f"{file} cannot be read as a W&B run: {said[-1] if said else 'the reader said nothing'}"
 
 
+def steps_between(own_N: FloatArray, placed_K: FloatArray, sampled_K: FloatArray) -> FloatArray:
+    """Optimizer steps of rows that tell only W&B's step, from those that tell both: [N].
+
+    Evenly between two that tell, and on at the same rate before the first and after the last. One of them alone gives
+    no rate: the user then logs every step. None: W&B's steps as they are.
+
+    Example:
+        A row of every step, counted from 0, with ours at steps 10 and 20: W&B's step 150 is the optimizer's 151.
+
+        >>> steps_between(np.array([0.0, 14, 150]), np.array([9.0, 19]), np.array([10.0, 20])).tolist()
+        [1.0, 15.0, 151.0]
+    """
+    if not len(placed_K):
+        return own_N
+    placed_K, first = np.unique(placed_K, return_index=True)
+    sampled_K = np.maximum.accumulate(sampled_K[first])
+    if len(placed_K) == 1:
+        return own_N - placed_K + sampled_K
+    left_N = np.clip(np.searchsorted(placed_K, own_N, side="right") - 1, 0, len(placed_K) - 2)
+    rate_K = np.diff(sampled_K) / np.diff(placed_K)
+    return np.asarray(sampled_K[left_N] + rate_K[left_N] * (own_N - placed_K[left_N]))
+
+
+class _Scalars:
+    """(step, key, value) triples: packed, a tenth of a list of dicts."""
+
+    def __init__(self) -> None:
+        self.index: dict[str, int] = {}
+        self.steps = array("q")
+        self.keys = array("q")
+        self.values = array("d")
+
+    def add(self, step: int, key: str, value: float) -> None:
+        self.steps.append(step)
+        self.keys.append(self.index.setdefault(key, len(self.index)))
+        self.values.append(value)
+
+
 class _Reading:
     """The state of one pass over a file's records."""
 
@@ -147,11 +187,9 @@ class _Reading:
         self.last_step: int | None = None
         self.table_path: str | None = None
         self.histograms = HistogramCollector()
-        # The scalars, as (step, key, value) triples: packed, a tenth of a list of dicts.
-        self.key_index: dict[str, int] = {}
-        self.steps = array("q")
-        self.keys = array("l")
-        self.values = array("d")
+        self.scalars = _Scalars()  # ours, by the sample's step
+        self.own = _Scalars()  # the user's, by W&B's step
+        self.placed = (array("q"), array("q"))  # W&B's step of every row of ours, and the sample's step
 
     def take(self, kind: str, record: dict[str, Any]) -> None:
         if kind == "history":
@@ -169,24 +207,39 @@ class _Reading:
             self.exit_code = record.get("exit_code", 0)
 
     def _take_row(self, row: dict[str, Any]) -> None:
+        placed_at = _number(row.get("_step"))
+        if placed_at is not None and np.isfinite(placed_at):
+            self._take_own(row, int(placed_at))
+        step_value = _number(row.get(keys.STEP))
+        if step_value is not None and np.isfinite(step_value):
+            step = int(step_value)
+            if placed_at is not None and np.isfinite(placed_at):
+                self.placed[0].append(int(placed_at))
+                self.placed[1].append(step)
         table_path = row.get(f"{keys.FLIGHT_RECORDER}.path")
         if isinstance(table_path, str):
             self.table_path = table_path
             return  # the table has a row of its own: no gap in the curves
-        step_value = _number(row.get(keys.STEP))
         if step_value is None or not np.isfinite(step_value):
             return  # a row of the user's alone
-        self.last_step = step = int(step_value)
+        self.last_step = step
         for key, value in row.items():
             number = _number(value)
             if number is not None:
-                self.steps.append(step)
-                self.keys.append(self.key_index.setdefault(key, len(self.key_index)))
-                self.values.append(number)
+                if keys.is_ours(key):
+                    self.scalars.add(step, key, number)
             elif value == "histogram" and key.endswith("._type"):
                 stem = key.removesuffix("._type")
                 if keys.split_histogram(stem) is not None:
                     self.histograms.add(stem, step, row.get(f"{stem}.bins"), row.get(f"{stem}.values"))
+
+    def _take_own(self, row: dict[str, Any], placed_at: int) -> None:
+        for key, value in row.items():
+            number = _number(value)
+            # What W&B adds, and the sizes of tables and pictures, are no metrics.
+            is_metric = not key.startswith("_") and f"{key.rpartition('.')[0]}._type" not in row
+            if number is not None and is_metric and not keys.is_ours(key):
+                self.own.add(placed_at, key, number)
 
     def _take_alert(self, record: dict[str, Any]) -> None:
         text = str(record.get("text", ""))
@@ -196,9 +249,9 @@ class _Reading:
         self.alerts.append(RecordedAlert(str(record.get("title", "")), text, str(record.get("level", "INFO")), step))
 
     def finish(self) -> RunHistory:
-        steps, row_of = np.unique(np.array(self.steps, dtype=np.int64), return_inverse=True)
-        matrix = np.full((len(self.key_index), len(steps)), np.nan)
-        matrix[np.array(self.keys, dtype=np.int64), row_of] = np.array(self.values)
+        steps, row_of = np.unique(np.array(self.scalars.steps, dtype=np.int64), return_inverse=True)
+        matrix = np.full((len(self.scalars.index), len(steps)), np.nan)
+        matrix[np.array(self.scalars.keys, dtype=np.int64), row_of] = np.array(self.scalars.values)
         if not self.finished:
             self.notes.insert(
                 0,
@@ -221,13 +274,27 @@ class _Reading:
             exit_code=self.exit_code,
             num_rows=self.num_rows,
             steps=steps,
-            values={key: matrix[index] for key, index in self.key_index.items()},
+            values={key: matrix[index] for key, index in self.scalars.index.items()},
+            own=self._own_series(),
             histograms=histograms.pop("", {}),
             family_histograms=histograms,
             alerts=tuple(self.alerts),
             flight_recorder=self._flight_recorder(),
             notes=tuple(self.notes),
         )
+
+    def _own_series(self) -> dict[str, OwnSeries]:
+        """The user's scalars at optimizer steps: between two rows of ours, W&B's steps are spread evenly."""
+        own_steps, own_keys, own_values = (np.array(part) for part in (self.own.steps, self.own.keys, self.own.values))
+        placed, sampled = (np.array(part, dtype=np.float64) for part in self.placed)
+        if not len(own_keys):
+            return {}
+        order = np.argsort(own_keys, kind="stable")
+        parts = zip(self.own.index, np.split(order, np.cumsum(np.bincount(own_keys))[:-1]), strict=True)
+        return {
+            key: OwnSeries(steps_between(own_steps[chosen].astype(np.float64), placed, sampled), own_values[chosen])
+            for key, chosen in parts
+        }
 
     def _flight_recorder(self) -> RecordedTable | None:
         if self.table_path is None:

@@ -164,6 +164,20 @@ def split_histogram(key: str) -> tuple[str, str] | None:
     return parts[:2] if parts is not None and (parts[0], parts[2]) == (ACTIVATION, HISTOGRAM) else None
 
 
+def is_ours(key: str) -> bool:
+    """Whether a scalar's key is of this package, whatever model or namespace it is of.
+
+    Example:
+        >>> is_ours("gradwatch/model1/grad_norm"), is_ours("train/loss")
+        (True, False)
+    """
+    return (
+        key.startswith(PREFIX)
+        or (key.partition("/")[0] in LAYER_FAMILIES and "/" in key)
+        or split_metric(key) is not None
+    )
+
+
 def definitions(keys: Iterable[str] = (), namespace: str = "") -> dict[str, bool]:
     """What W&B is told of our keys: each key, or pattern, and whether the run's summary keeps its last value.
 

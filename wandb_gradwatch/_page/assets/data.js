@@ -69,17 +69,17 @@ const run = {
   first: content.columns[0],
   last: content.columns[1],
   matrices: new Map(),
-  others: null,
+  own: [], // the user's scalars: {key, role, xs, values}
 };
 
 function unpackRun() {
   for (const description of content.metrics) {
     run.matrices.set(description.key, new Matrix(description, run.names.length, run.last.length, METRICS[description.key]));
   }
-  const { keys, offset } = content.other;
-  const points = content.steps.length;
-  const values = float32At(offset, keys.length * points);
-  run.others = new Map(keys.map((key, index) => [key, values.subarray(index * points, (index + 1) * points)]));
+  run.own = content.own.items.map(({ key, role, axis, offset }) => {
+    const xs = content.own.axes[axis];
+    return { key, role, xs, values: float32At(offset, xs.length) };
+  });
 }
 
 // uPlot draws null as a gap; a number that is not finite has no place on an axis.

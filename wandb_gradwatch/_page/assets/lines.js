@@ -83,11 +83,32 @@ class LineChart {
       series: [{}, ...this.series.map((one) => this.plotSeries(one))],
       bands: this.series.flatMap((one, index) => (one.fillTo === undefined ? [] : [{ series: [index + 1, one.fillTo + 1], fill: one.fill() }])),
       hooks: {
+        drawAxes: [(plot) => this.drawNonFinite(plot)],
         draw: [(plot) => drawFlags(plot.ctx, plot.bbox, (step) => plot.valToPos(step, "x", true))],
         setCursor: [(plot) => this.onCursor(plot)],
         setSelect: [(plot) => this.onSelect(plot)],
       },
     };
+  }
+
+  // Where a logged value was NaN or infinite: a band as wide as its row, solid at its foot.
+  drawNonFinite(plot) {
+    const { ctx: context, bbox: box } = plot;
+    context.save();
+    context.fillStyle = colour("nonfinite");
+    for (const one of this.series.filter((series) => series.marksNonFinite)) {
+      for (let index = 0; index < this.xs.length; index++) {
+        if (Number.isFinite(one.values[index]) || one.values[index] === null) continue;
+        const middle = (other) => clamp(plot.valToPos((this.xs[index] + (this.xs[other] ?? this.xs[index])) / 2, "x", true), box.left, box.left + box.width);
+        const [from, to] = [middle(index - 1), middle(index + 1)];
+        const width = to <= box.left || from >= box.left + box.width ? 0 : Math.max(to - from, 2 * devicePixelRatio);
+        context.globalAlpha = 0.2;
+        context.fillRect(from, box.top, width, box.height);
+        context.globalAlpha = 1;
+        context.fillRect(from, box.top + box.height - 5 * devicePixelRatio, width, 5 * devicePixelRatio);
+      }
+    }
+    context.restore();
   }
 
   plotSeries(one) {

@@ -163,7 +163,6 @@ function smallCards() {
     chartCard("scale", [...scaleParts(), ...guardParts()]),
     chartCard("spread", [{ canLog: false, series: [...globalSeries("grad_std", "deviation", 5), ...globalSeries("grad_mean", "mean", 0)] }]),
     chartCard("overhead", [{ canLog: false, format: formatShare, tick: formatShareTick, series: globalSeries("overhead_ratio", "share of the time since watch()", 4, { format: formatShare }) }]),
-    otherCard(),
   ];
 }
 
@@ -180,22 +179,42 @@ function guardParts() {
   return wasUsed ? [{ title: "Withheld steps", canLog: false, height: 110, series: globalSeries("num_guarded_steps", "withheld by the guard", 1, { kind: "bars" }) }] : [];
 }
 
-function otherCard() {
-  const keys = content.other.keys;
-  if (keys.length === 0) return null;
-  const { node, picture } = card("other");
-  const select = element("select", { "aria-label": "Metric" }, keys.map((key) => element("option", {}, key)));
-  const host = element("div", { class: "chart" });
-  const preferred = keys.find((key) => /(^|[/_.])loss$/.test(key)) ?? keys[0];
-  select.value = preferred;
-  const series = () => [{ label: select.value, values: run.others.get(select.value), colour: () => lineColour(0) }];
-  picture.append(element("div", { class: "controls" }, select), host);
-  if (content.other.left) picture.append(element("p", { class: "hint" }, `${content.other.left} more keys are not in this page.`));
-  queue(() => {
-    const chart = new LineChart(host, { label: "Other metrics", xs: content.steps, series: series() });
-    select.addEventListener("change", () => chart.setSeries(series()));
-  });
+// The user's own scalars: the loss and the learning rate at once, the others when they are asked for.
+function ownCard() {
+  if (run.own.length === 0) return null;
+  const { node, picture } = card("own", { wide: true });
+  const ofRole = (role, most) => run.own.filter((one) => one.role === role).slice(0, most);
+  const first = [...ofRole("loss", 2), ...ofRole("rate", 1)];
+  if (first.length === 0) first.push(run.own[0]);
+  const draw = (one, host) => {
+    const chart = new LineChart(host, { label: one.key, xs: one.xs, series: [{ label: one.key, values: one.values, colour: () => lineColour(one.role === "rate" ? 2 : 0), marksNonFinite: true }], log: spansDecades(one.values), height: one.role === "rate" ? 120 : 230 });
+    const bad = one.values.filter((value) => !Number.isFinite(value)).length;
+    if (bad) chart.legend.after(element("p", { class: "hint" }, element("span", { class: "swatch block nonfinite" }), ` NaN or Inf at ${plural(bad, "point")}`));
+  };
+  for (const one of first) {
+    const host = element("div", { class: "chart" });
+    picture.append(host);
+    queue(() => draw(one, host));
+  }
+  const rest = run.own.filter((one) => !first.includes(one));
+  if (rest.length) {
+    const host = element("div", { class: "chart" });
+    const select = element("select", { "aria-label": "Another metric" }, element("option", { value: "" }, "Show another metric"), rest.map((one, index) => element("option", { value: index }, one.key)));
+    select.addEventListener("change", () => {
+      host.replaceChildren();
+      if (select.value !== "") draw(rest[Number(select.value)], host);
+    });
+    picture.append(element("div", { class: "controls" }, select), host);
+  }
+  if (content.own.left) picture.append(element("p", { class: "hint" }, `${content.own.left} more keys are not in this page.`));
   return node;
+}
+
+// Whether only a logarithmic scale shows all of a line: positive, and a hundredfold from end to end.
+function spansDecades(values) {
+  const known = values.filter(Number.isFinite);
+  const low = known.reduce((least, value) => Math.min(least, value), Infinity);
+  return low > 0 && known.reduce((most, value) => Math.max(most, value), 0) > 100 * low;
 }
 
 function absent() {
@@ -229,6 +248,7 @@ function build() {
   const hasRows = content.steps.length > 0;
   if (!hasRows) parts.push(emptyNotice());
   else parts.push(tiles());
+  if (hasRows) parts.push(ownCard());
   if (content.alerts.length) parts.push(alertsSection());
   if (hasRows) {
     parts.push(normCard());

@@ -1,6 +1,6 @@
 // What all pictures share: the range of steps, the step under the pointer, and the chosen layers.
 
-const lastStep = content.steps.length ? content.steps[content.steps.length - 1] : 1;
+const lastStep = Math.max(1, ...[content.steps, ...content.own.axes].map((steps) => steps[steps.length - 1] ?? 1));
 
 // The first row stands for the steps up to it, as every other row does: it gets the usual width of one.
 function fullRange() {
