@@ -14,6 +14,7 @@ from windows import window
 from wandb_gradwatch._analysis.forecast import FORMATS
 from wandb_gradwatch._measure.columns import Column
 from wandb_gradwatch.sinks._history_row import HistoryRow
+from wandb_gradwatch.snapshot import keys
 
 FORECASTS = ("underflow_ratio", "flush_ratio", "headroom")
 NAN, INF = math.nan, math.inf
@@ -185,3 +186,23 @@ def test_the_forecast_of_two_windows_is_that_of_their_elements() -> None:
     first, later = window({"a": [2.0**-30]}, histogram=True), window({"a": [1.0]}, first_step=2, histogram=True)
     vitals = HistoryRow.of(first).merge(HistoryRow.of(later)).vitals()
     assert (vitals["gradwatch/fp16_flush_ratio"], vitals["gradwatch/fp16_headroom"]) == (0.5, math.log2(65504))
+
+
+def test_details_are_logged_on_request_each_by_its_definition() -> None:
+    # of -1, 0, 3: mean 2/3, E[g^2] - mean^2 = 10/3 - 4/9 = 26/9; the received gradient is as long: sqrt(10)
+    snapshot = window({"a.b": [-1, 0, 3]})
+    details = {
+        "grad_mean/a/b": 2 / 3,
+        "grad_std/a/b": math.sqrt(26 / 9),
+        "grad_min/a/b": -1,
+        "grad_max/a/b": 3,
+        "grad_abs_max/a/b": 3,
+        "grad_abs_min_nonzero/a/b": 1,
+        "zero_ratio/a/b": 1 / 3,
+        "grad_norm_clipped/a/b": math.sqrt(10),
+    }
+    plain = HistoryRow.of(snapshot).scalars()
+    every = HistoryRow.of(snapshot, tuple(keys.DETAILS)).scalars()
+    assert {key: value for key, value in every.items() if key not in plain} == pytest.approx(details)
+    some = HistoryRow.of(snapshot, ["mean", "received"]).scalars()
+    assert some.keys() - plain.keys() == {"grad_mean/a/b", "grad_norm_clipped/a/b"}

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from fake_run import fake_snapshots
 from offline import history, records
 from windows import window
@@ -472,3 +473,24 @@ def test_the_sinks_import_neither_wandb_nor_requests() -> None:
         "assert not {'wandb', 'requests', 'torch'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_details_reach_the_run_the_received_norm_after_clipping(offline_run: Any) -> None:
+    model = torch.nn.Linear(2, 1, bias=False)
+    watcher = wandb_gradwatch.watch(
+        model, run=offline_run, details=["abs_max", "received"], sample_every=1, log_every=1
+    )
+    model(torch.tensor([[3.0, 4.0]])).sum().backward()  # a gradient of 3 and 4: norm 5
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    watcher.remove()
+    offline_run.finish()
+    [row] = history(offline_run)
+    assert (row["grad_norm/weight"], row["grad_abs_max/weight"]) == (5, 4)
+    assert row["grad_norm_clipped/weight"] == pytest.approx(1, rel=1e-5)
+
+
+@pytest.mark.parametrize("details", ["mean", ("norm",), [None]])
+def test_what_details_may_be_is_said_at_once(details: Any, offline_run: Any) -> None:
+    with pytest.raises(ValueError, match="must be a sequence of names out of"):
+        wandb_gradwatch.watch(torch.nn.Linear(1, 1), run=offline_run, details=details)

@@ -235,7 +235,8 @@ def test_nan_is_reported_with_its_own_step_not_the_flush_step():
 def test_the_signature_is_the_contract():
     contract = {
         "log": "gradients", "run": None, "include": None, "exclude": None, "sample_every": None, "log_every": 50,
-        "histogram_every": None, "max_overhead": 0.01, "group_by": None, "metrics": (), "rules": None, "sinks": None,
+        "histogram_every": None, "max_overhead": 0.01, "group_by": None, "details": (), "metrics": (), "rules": None,
+        "sinks": None,
         "on_alert": None, "guard": None, "dead_threshold": 0.0, "optimizer": None, "scaler": None, "loss_scale": None,
         "start_step": 0, "backend": "auto",
     }  # fmt: skip

@@ -30,6 +30,7 @@ from .metrics import MetricLike, probes_of, rules_of
 from .metrics._parameter_histograms import ParameterHistograms
 from .rules import Alert, Rule, as_rule, default_rules
 from .sinks import Sink, WandbSink
+from .sinks._wandb_run import check_details
 from .snapshot import GroupBy, group_function
 
 logger: Final = logging.getLogger("wandb_gradwatch")
@@ -52,6 +53,7 @@ def watch(
     histogram_every: int | None = None,
     max_overhead: float = 0.01,
     group_by: GroupBy | None = None,
+    details: Sequence[str] = (),
     metrics: Sequence[MetricLike] = (),
     rules: Sequence[Rule] | None = None,
     sinks: Sequence[Sink] | None = None,
@@ -86,6 +88,8 @@ def watch(
             `sample_every` is given.
         group_by: what one series shows: "parameter", "module", or a function from a parameter's name to its group's.
             None: parameters; of more than 256, as many neighbours together as are needed, which is said once.
+        details: further numbers of every layer in the W&B row, such as ("mean", "std"), out of "mean", "std", "min",
+            "max", "abs_max", "abs_min_nonzero", "zero_ratio", and "received" (the norm of what the optimizer received).
         metrics: what else is measured at sampled steps: `Metric(name, fn)`, `Activations()`, `Attention()` and others
             of `wandb_gradwatch.metrics`. With the default rules, theirs are added.
         rules: what raises alerts; None: the default rules; []: none.
@@ -124,6 +128,7 @@ def watch(
     """
     # Everything that can be refused is refused before anything is changed, an earlier watcher included.
     _check_log(log)
+    check_details(details)
     cadence, budget = Cadence(sample_every, log_every, histogram_every), Budget(max_overhead)
     cadence.every(start_step + 1)  # what a function gives is checked now
     if has_deepspeed(module for _, module in with_prefixes(model)):
@@ -159,7 +164,7 @@ def watch(
     chosen = own_sinks if rank() == 0 else []
     if used_run is not None:
         namespace = _namespace(used_run, registry)
-        chosen.append(WandbSink(used_run, group_by=group_by, namespace=namespace))
+        chosen.append(WandbSink(used_run, group_by=group_by, namespace=namespace, details=details))
     return Watcher(
         registry,
         Config(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -50,6 +50,7 @@ def sinks_for(
     *,
     rows: bool,
     namespace: str,
+    details: Sequence[str],
 ) -> list[Sink]:
     """The runs of the WandbLoggers, else the active one, and the program's log for alerts; none beyond rank zero.
 
@@ -57,7 +58,7 @@ def sinks_for(
         run: the only run, where the user gave one.
         numbers_of: the further numbers of a sample's row, by its step.
         rows: False to send alerts only.
-        namespace: see WandbSink.
+        namespace, details: see WandbSink.
     """
     if not trainer.is_global_zero:
         return []
@@ -65,7 +66,8 @@ def sinks_for(
     if not runs and (active := active_run()) is not None:
         runs = [active]
     sinks = [
-        WandbSink(each, group_by=group_by, namespace=namespace) for each in {id(each): each for each in runs}.values()
+        WandbSink(each, group_by=group_by, namespace=namespace, details=details)
+        for each in {id(each): each for each in runs}.values()
     ]
     return [*(NamedWandbSink(sink, numbers_of, rows=rows) for sink in sinks), AlertLog()]
 

@@ -247,7 +247,15 @@ class GradWatchCallback(_Callback):  # type: ignore[misc]
         group_by = options.get("group_by", "parameter")
         ours = [callback for callback in trainer.callbacks if isinstance(callback, GradWatchCallback)]
         namespace = f"callback{ours.index(self)}" if self in ours[1:] else ""
-        sinks = sinks_for(trainer, self._run, group_by, self._named_numbers, rows=every > 0, namespace=namespace)
+        sinks = sinks_for(
+            trainer,
+            self._run,
+            group_by,
+            self._named_numbers,
+            rows=every > 0,
+            namespace=namespace,
+            details=options.get("details", ()),
+        )
         self._session.begin(
             pl_module,
             beside=[callback.watcher for callback in ours if callback is not self and callback.watcher is not None],

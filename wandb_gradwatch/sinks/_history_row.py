@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -59,8 +59,8 @@ class HistoryRow:
     metric_histograms: dict[str, MetricHistogram] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, snapshot: Snapshot) -> HistoryRow:
-        """Make the row of a window that holds at least one sample."""
+    def of(cls, snapshot: Snapshot, details: Sequence[str] = ()) -> HistoryRow:
+        """Make the row of a window that holds at least one sample, with what is asked for of keys.DETAILS."""
         total = snapshot.total
         clip_known = ~np.isnan(snapshot.clipped)
         names = snapshot.names
@@ -75,6 +75,7 @@ class HistoryRow:
         for family in (
             *(keys.LAYER_GRAD_NORM, keys.LAYER_GRAD_PARAM_RATIO),
             *(keys.LAYER_PARAM_NORM, keys.LAYER_DEAD_RATIO),
+            *(keys.DETAILS[name] for name in details),
         ):
             values = _named(family, names, last_present(getattr(snapshot, family), present_SP))
             last |= dict(itertools.compress(values.items(), np.logical_or.reduce(present_SP, axis=0)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 from ..rules import Alert
@@ -22,6 +22,18 @@ _ALERT_WAIT_SECONDS: Final = 1  # W&B swallows alerts of one title within this; 
 _STARVED_WINDOWS: Final = 8
 
 
+def check_details(details: Sequence[str]) -> tuple[str, ...]:
+    """The details as they are logged.
+
+    Raises:
+        ValueError: a name that is none, or a lone string.
+    """
+    unknown = [name for name in ([details] if isinstance(details, str) else details) if name not in keys.DETAILS]
+    if unknown or isinstance(details, str):
+        raise ValueError(f"details={details!r} must be a sequence of names out of {tuple(keys.DETAILS)}")
+    return tuple(details)
+
+
 class WandbSink(Sink):
     """Write one history row per snapshot, under the keys of the README, and send alerts with `run.alert`.
 
@@ -33,6 +45,7 @@ class WandbSink(Sink):
         group_by: what one series shows: "parameter", "module", or a function from a parameter's name to its group's.
             None: parameters; of more than 256, as many neighbours together as are needed, which is said once.
         histograms: log `gradients/<name>`, and the histograms of metrics.
+        details: further numbers of every layer: see `wandb_gradwatch.watch`.
         namespace: log the whole model's numbers under `gradwatch/<namespace>/` instead of `gradwatch/`, for a second
             model in one run.
         commit: log every row at once, as a W&B step of its own. For scripts that never call `run.log()`; it moves the
@@ -41,7 +54,7 @@ class WandbSink(Sink):
     Raises:
         RuntimeError: there is no run, or it has ended.
         TypeError: what is given as run is none.
-        ValueError: `group_by` is none of the above.
+        ValueError: `group_by` is none of the above; something in `details` is none of theirs.
     """
 
     def __init__(
@@ -50,6 +63,7 @@ class WandbSink(Sink):
         *,
         group_by: GroupBy | None = None,
         histograms: bool = True,
+        details: Sequence[str] = (),
         namespace: str = "",
         commit: bool = False,
     ) -> None:
@@ -66,6 +80,7 @@ class WandbSink(Sink):
         self._run = run
         self._grouping = SeriesGrouping(group_by)
         self._histograms = histograms
+        self._details = check_details(details)
         self._namespace = namespace
         self._commit = commit
         self._rebinner = Rebinner()
@@ -105,7 +120,7 @@ class WandbSink(Sink):
         self._say_many(snapshot)
         grouped = self._grouping.apply(snapshot)
         self._tell_order(list(grouped.names))
-        row = HistoryRow.of(grouped)
+        row = HistoryRow.of(grouped, self._details)
         rebinner = self._rebinner if self._histograms else None
         self._row_scheduler.put(self, RunRow(row, rebinner, self._namespace), commit=self._commit)
         if self._row_scheduler.num_waiting > 1:

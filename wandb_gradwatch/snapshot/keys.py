@@ -79,6 +79,17 @@ LAYER_FAMILIES: Final = (
     LAYER_DEAD_RATIO,
     LAYER_NUM_NONFINITE,
 )
+# On request, watch(details=...): each the family, and the Snapshot's array, of that name.
+DETAILS: Final = {
+    "mean": "grad_mean",
+    "std": "grad_std",
+    "min": "grad_min",
+    "max": "grad_max",
+    "abs_max": "grad_abs_max",
+    "abs_min_nonzero": "grad_abs_min_nonzero",
+    "zero_ratio": "zero_ratio",
+    "received": "grad_norm_clipped",  # the norm of what the optimizer received
+}
 GRADIENT_HISTOGRAMS: Final = "gradients"  # the families that wandb.watch uses too
 PARAMETER_HISTOGRAMS: Final = "parameters"
 HISTOGRAM_FAMILIES: Final = (GRADIENT_HISTOGRAMS, PARAMETER_HISTOGRAMS)
@@ -187,7 +198,9 @@ def definitions(keys: Iterable[str] = (), namespace: str = "") -> dict[str, bool
     """
     told = {f"{PREFIX}*": False, FLIGHT_RECORDER: True}  # a report finds the table by the summary
     told |= {in_namespace(key, namespace): True for key in SUMMARY}
-    told |= dict.fromkeys((f"{family}/*" for family in (*LAYER_FAMILIES, *HISTOGRAM_FAMILIES)), False)
+    told |= dict.fromkeys(
+        (f"{family}/*" for family in (*LAYER_FAMILIES, *DETAILS.values(), *HISTOGRAM_FAMILIES)), False
+    )
     for key in keys:
         if split_metric(key) is not None:
             told[f"{key}*"] = False  # W&B heeds "none" for patterns only, and one may end in nothing but a star
