@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ import pytest
 import torch
 from gradients import Chosen, samples, step, watch
 
+import wandb_gradwatch
 from wandb_gradwatch._capture.cadence import Budget, Cadence, Plan, on_ladder
 from wandb_gradwatch._capture.clock import SampleClock
 from wandb_gradwatch._capture.rank_plans import RankPlans
@@ -228,6 +230,28 @@ def test_a_function_of_the_step():
 def test_every_row_says_how_far_back_the_sample_before_is():
     seen = trained(12, sample_every=lambda number: 1 if number <= 3 else 4)
     assert list(seen.metrics["gradwatch/sample_every"]) == [1, 1, 1, 1, 4, 4]
+
+
+@pytest.mark.parametrize("every", [1, 4])
+def test_an_alert_from_a_sparse_cadence_names_its_interval(every):
+    alerts: list[wandb_gradwatch.Alert] = []
+    model = Chosen(a=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+
+    def own(snapshot):
+        return f"norm {snapshot.total_grad_norm[0]:g}" if snapshot.total_grad_norm[0] == 3 else None
+
+    rules = [*wandb_gradwatch.default_rules(), wandb_gradwatch.rule(title="Mine")(own)]
+    watcher, _ = watch(model, rules=rules, sample_every=every, on_alert=alerts.append)
+    for number in range(1, 13):
+        step(model, optimizer, a=[math.nan if number == 8 else 3 if number == 12 else 1])
+    watcher.remove()
+    nan, mine = (next(alert for alert in alerts if alert.title == title) for title in ("NaN gradient", "Mine"))
+    said = "What happened between steps {} and {} was not measured."
+    # Every fourth step: 4, 8 and 12 are samples. Where every step is one, there is nothing to add.
+    assert (f"\n{said.format(4, 8)}\nProbable cause: " in nan.text) == (every == 4)
+    assert mine.text == ("norm 3" if every == 1 else f"norm 3\n{said.format(8, 12)}")
+    assert ("between steps" in nan.text) == (every == 4)
 
 
 @pytest.mark.parametrize("value", [-1, 0.5, "2", None])

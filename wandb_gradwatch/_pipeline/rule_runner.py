@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from .._analysis.formatting import CAUSE_PREFIX
 from .._diagnosis import CAUSES, Diagnosis, diagnose, with_diagnosis
 from .._runtime.error_boundary import CallbackError
 from .._transfer.transfers import ArrivedSample
+from ..rules import Alert
+from ..snapshot import Snapshot, keys
 from .alert_manager import AlertManager
 from .assembly import Names, snapshot_of
 from .dispatcher import Dispatcher
@@ -39,6 +43,7 @@ class RuleRunner:
         self._dispatcher.recorder.add(snapshot)  # first: the history of an alert has the alert's own sample
         raised: CallbackError | None = None
         for alert in self._alert_manager.process(snapshot):
+            alert = _with_interval(alert, snapshot)
             try:
                 self._dispatcher.send(with_diagnosis(alert, self._dispatcher.recorder.history(), **self._context))
             except CallbackError as error:
@@ -61,3 +66,14 @@ class RuleRunner:
     @property
     def _context(self) -> dict[str, Any]:
         return {"modules": self._modules, "notes": self._dispatcher.recorder.notes}
+
+
+def _with_interval(alert: Alert, snapshot: Snapshot) -> Alert:
+    """The alert, which says how far back its cause may lie where the steps before its sample were not measured."""
+    every_S = snapshot.metrics.get(keys.SAMPLE_EVERY, ())
+    every = {int(step): int(every) for step, every in zip(snapshot.steps, every_S, strict=False)}.get(alert.step, 1)
+    if every <= 1:
+        return alert
+    fact, prefix, cause = alert.text.partition(CAUSE_PREFIX)
+    interval = f"What happened between steps {alert.step - every} and {alert.step} was not measured."
+    return replace(alert, text="\n".join([fact.rstrip(), interval, *([prefix + cause] if prefix else [])]))
