@@ -183,7 +183,7 @@ def offline(scenario: str, steps: int, faults: int, **how: Any) -> Outcome:
     return Outcome(scenario, speed, faults, ours, users, messages.count)
 
 
-class BrokenSink:
+class BrokenSink(wandb_gradwatch.Sink):
     """Raises whenever it is asked."""
 
     def write(self, snapshot: object) -> None:

@@ -89,7 +89,7 @@ def _row_of(bench: Bench) -> tuple[int, int]:
             return log(data, **more)
 
         run._log = counting
-        with wandb_gradwatch.watch(bench.model, sinks=[WandbSink(run)], log_every=1, rules=[]):
+        with wandb_gradwatch.watch(bench.model, sinks=[WandbSink(run)], log_every=1, sample_every=1, rules=[]):
             bench.step(Attached())
         run.log({"loss": 0.0})
         file = Path(run.settings.sync_file)
@@ -198,7 +198,8 @@ Nothing grows with them: `tests/test_soak.py`, and `python -m benchmarks.soak` f
 ## Ranks
 
 Only sharded models are merged over ranks, once per flush: a check that all agree (two numbers), the sums, the extremes.
-What a rank gives to them does not depend on the number of ranks. A window of {SAMPLES} samples with its histogram:
+What a rank gives to them does not depend on the number of ranks. A window of {SAMPLES} samples, as `sample_every=1`
+makes them, with its histogram:
 
 | parameters | sums, KiB | extremes, KiB | together, KiB a step | packing, ms |
 | --: | --: | --: | --: | --: |

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import wandb
@@ -59,6 +60,7 @@ class Cost:
         row_bytes: of a row that it logs, as JSON, the user's own values not counted.
         rows_per_step: rows that hold values of it.
         peak_mib: by how much a watched step's peak of memory is above an unwatched one's.
+        steps_per_sample: of a monitor that chooses which steps it measures: one in how many that was.
     """
 
     sampled_ms: float
@@ -69,6 +71,7 @@ class Cost:
     row_bytes: float = 0.0
     rows_per_step: float = 0.0
     peak_mib: float = 0.0
+    steps_per_sample: float | None = None
 
 
 @dataclass
@@ -90,6 +93,33 @@ class TaskResult:
     pass_ms: float
     rounds: int
     costs: dict[str, Cost] = field(default_factory=dict)
+
+
+@dataclass
+class Block:
+    """Steps of one monitor beside unwatched ones before: wall and processor seconds of each step.
+
+    Args:
+        samples, rows: places of the watched steps that a monitor chose to measure, and of those that wrote a row.
+    """
+
+    before: list[tuple[float, float]]
+    watched: list[tuple[float, float]]
+    samples: set[int]
+    rows: set[int]
+
+
+class Clock:
+    """The wall's, which can be put forward between steps: a monitor that goes by time sees real ones."""
+
+    def __init__(self) -> None:
+        self._now, self._ahead = time.perf_counter, 0.0
+
+    def __call__(self) -> float:
+        return self._now() + self._ahead
+
+    def put_forward(self, seconds: float) -> None:
+        self._ahead += max(seconds, 0.0)
 
 
 class Bench:
@@ -114,8 +144,15 @@ class Bench:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def times(self, monitor: Attached, steps: int, *, at_most: float = math.inf) -> list[tuple[float, float]]:
-        """Wall and processor seconds of each step."""
+    def times(
+        self,
+        monitor: Attached,
+        steps: int,
+        *,
+        at_most: float = math.inf,
+        between: Callable[[], None] = lambda: None,
+    ) -> list[tuple[float, float]]:
+        """Wall and processor seconds of each step; `between` is called after each."""
         taken: list[tuple[float, float]] = []
         while len(taken) < steps and (len(taken) < 2 or sum(wall for wall, _ in taken) < at_most):
             self.wait()
@@ -123,6 +160,7 @@ class Bench:
             self.step(monitor)
             self.wait()
             taken.append((time.perf_counter() - wall, time.process_time() - cpu))
+            between()
         return taken
 
     def attach(self, monitor: Monitor, steps: int) -> Attached:
@@ -139,16 +177,17 @@ def measure_task(
         for _ in range(WARM_UP):
             bench.step(nothing)
         step_ms = _real_step_ms(bench) if task.batch else None
-        pairs: dict[str, list[tuple[list[tuple[float, float]], list[tuple[float, float]]]]] = {}
+        monitors = [monitor for monitor in monitors if step_ms is not None or not monitor.settles]
+        blocks: dict[str, list[Block]] = {}
         unwatched: list[float] = []
         passes: list[float] = []
         for number in range(rounds):
             say(f"{task.name}: round {number + 1} of {rounds}")
             passes.append(_pass_ms(bench))
             for monitor in monitors:
-                pair = _pair(bench, monitor)
-                pairs.setdefault(monitor.name, []).append(pair)
-                unwatched += [wall for wall, _ in pair[0]]
+                block = _settled_block(bench, monitor, step_ms or 0.0) if monitor.settles else _block(bench, monitor)
+                blocks.setdefault(monitor.name, []).append(block)
+                unwatched += [wall for wall, _ in block.before]
         parameters = list(bench.model.parameters())
         result = TaskResult(
             name=task.name,
@@ -161,14 +200,14 @@ def measure_task(
             rounds=rounds,
         )
         for monitor in monitors:
-            result.costs[monitor.name] = _cost(monitor, pairs[monitor.name])
+            result.costs[monitor.name] = _cost(monitor, blocks[monitor.name])
     say(f"{task.name}: what is sent")
     for monitor in monitors:
         _add_traffic(bench, monitor, result.costs[monitor.name])
     return result
 
 
-def _pair(bench: Bench, monitor: Monitor) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+def _block(bench: Bench, monitor: Monitor) -> Block:
     steps = bench.task.steps
     before = bench.times(Attached(), steps)
     attached = bench.attach(monitor, steps)
@@ -182,22 +221,60 @@ def _pair(bench: Bench, monitor: Monitor) -> tuple[list[tuple[float, float]], li
     finally:
         gc.enable()
         attached.close()
-    return before, watched
+    return Block(before, watched, set(), set())
 
 
-def _cost(monitor: Monitor, pairs: list[tuple[list[tuple[float, float]], list[tuple[float, float]]]]) -> Cost:
+def _settled_block(bench: Bench, monitor: Monitor, step_ms: float) -> Block:
+    """As `_block`, after as many steps again in which the monitor has found its cadence.
+
+    A light step stands for a real one: the rest of that one's time passes on the clock alone.
+    """
+    steps, clock = bench.task.settled_steps, Clock()
+    before = bench.times(Attached(), steps)
+    left_out = step_ms / 1e3 - statistics.median(wall for wall, _ in before) if bench.light else 0.0
+    gc.collect()
+    gc.disable()
+    try:
+        with mock.patch.object(time, "perf_counter", clock):
+            attached = bench.attach(monitor, steps)
+            try:
+                bench.times(attached, steps, between=lambda: clock.put_forward(left_out))
+                watched = bench.times(attached, steps, between=lambda: clock.put_forward(left_out))
+                samples, rows = attached.samples_and_rows()
+            finally:
+                attached.close()
+    finally:
+        gc.enable()
+    places = range(steps)
+    return Block(
+        before,
+        watched,
+        {place for place in places if place + steps + 1 in samples},
+        {place for place in places if place + steps + 1 in rows},
+    )
+
+
+def _cost(monitor: Monitor, blocks: list[Block]) -> Cost:
     sampled, amortised, cpu = [], [], []
-    for before, watched in pairs:
-        base_wall, base_cpu = (statistics.median(column) for column in zip(*before, strict=True))
-        special = {index % len(watched) for index in monitor.special}
+    for block in blocks:
+        watched = block.watched
+        base_wall, base_cpu = (statistics.median(column) for column in zip(*block.before, strict=True))
         added = [(wall - base_wall) * 1e3 for wall, _ in watched]
         added_cpu = [(used - base_cpu) * 1e3 for _, used in watched]
-        plain = [value for index, value in enumerate(added) if index not in special]
-        measured = [i for i in range(len(added)) if (i in special) != monitor.samples] if special else range(len(added))
-        sampled.append(statistics.median(added[i] for i in measured))
-        cpu.append(statistics.median(added_cpu[i] for i in measured))
+        if monitor.settles:
+            special, every = block.samples | block.rows, len(watched)
+            measured = sorted(block.samples)
+        else:
+            special, every = {index % len(watched) for index in monitor.special}, monitor.every
+            measured = [i for i in range(len(added)) if not special or (i in special) != monitor.samples]
+        plain = [value for index, value in enumerate(added) if index not in special] or [0.0]
+        if measured:  # otherwise nothing was, in a block that a slow start has left without credit
+            sampled.append(statistics.median(added[i] for i in measured))
+            cpu.append(statistics.median(added_cpu[i] for i in measured))
         of_special = sum(added[index] for index in special)
-        amortised.append((of_special + (monitor.every - len(special)) * statistics.median(plain)) / monitor.every)
+        amortised.append((of_special + (every - len(special)) * statistics.median(plain)) / every)
+    if not sampled:
+        raise RuntimeError(f"{monitor.name} has measured no step of any block: the blocks are too short for it")
     ordered = sorted(sampled)
     quarter = len(ordered) // 4
     return Cost(
@@ -205,7 +282,13 @@ def _cost(monitor: Monitor, pairs: list[tuple[list[tuple[float, float]], list[tu
         amortised_ms=statistics.median(amortised),
         spread_ms=(ordered[-1 - quarter] - ordered[quarter]) / 2,
         sampled_cpu_ms=statistics.median(cpu),
+        rows_per_step=_share_of_steps([block.rows for block in blocks], blocks) if monitor.settles else 0.0,
+        steps_per_sample=1 / _share_of_steps([block.samples for block in blocks], blocks) if monitor.settles else None,
     )
+
+
+def _share_of_steps(chosen: list[set[int]], blocks: list[Block]) -> float:
+    return sum(map(len, chosen)) / sum(len(block.watched) for block in blocks)
 
 
 def _real_step_ms(bench: Bench) -> float:
@@ -261,7 +344,7 @@ def _add_traffic(bench: Bench, monitor: Monitor, cost: Cost) -> None:
     cost.peak_mib = max(watched_peak - unwatched_peak, 0.0)
     if rows:
         cost.row_bytes = size / rows
-        cost.rows_per_step = 1 / monitor.every
+        cost.rows_per_step = cost.rows_per_step if monitor.settles else 1 / monitor.every
 
 
 def _peak_mib(bench: Bench, monitor: Attached, steps: int) -> float:
@@ -339,9 +422,9 @@ def monitor_rows(file: Path) -> tuple[int, int]:
     return len(sizes), sum(sizes)
 
 
-def chosen_monitors(names: list[str]) -> list[Monitor]:
-    """The installed ones whose name holds one of these, or all; always with A against A."""
-    installed = [monitor for monitor in MONITORS if monitor.installed]
+def chosen_monitors(names: list[str], device_type: str) -> list[Monitor]:
+    """Those that run here and whose name holds one of these, or all; always with A against A."""
+    installed = [monitor for monitor in MONITORS if monitor.runs_on(device_type)]
     if not names:
         return installed
     wanted = (any(name.lower() in monitor.name.lower() for name in names) for monitor in installed)

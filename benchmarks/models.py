@@ -153,6 +153,7 @@ class Task:
         batch: of a real step, in words, by device type; empty where there is none.
         light: whether monitors are measured on light steps.
         steps: per block, at least 3.
+        settled_steps: per block of a monitor that chooses its own cadence, and before it: until it has settled.
         rounds: by default.
     """
 
@@ -162,6 +163,7 @@ class Task:
     light: bool
     steps: int
     rounds: int
+    settled_steps: int = 100
 
 
 def _random_images(size: int, device: torch.device) -> Callable[[], tuple[Tensor, Tensor]]:
@@ -194,7 +196,9 @@ def _billion(device: torch.device) -> Trainee:
 
 
 TASKS = {
-    "mlp": Task("tiny MLP", _mlp, {"cpu": "64 rows", "cuda": "64 rows"}, light=False, steps=40, rounds=30),
+    "mlp": Task(
+        "tiny MLP", _mlp, {"cpu": "64 rows", "cuda": "64 rows"}, light=False, steps=40, rounds=30, settled_steps=2000
+    ),
     "resnet50": Task(
         "ResNet-50", _resnet, {"cpu": "8 images of 224", "cuda": "64 images of 224"}, light=True, steps=8, rounds=5
     ),

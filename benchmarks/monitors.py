@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import wandb_gradwatch
+from wandb_gradwatch import Snapshot
 from wandb_gradwatch.sinks import Sink, WandbSink
 
 LOG_EVERY = 50  # of watch(), by default
@@ -28,6 +29,10 @@ class Attached:
     def after_backward(self) -> dict[str, Any]:
         """All gradients are there; returns values to log."""
         return {}
+
+    def samples_and_rows(self) -> tuple[set[int], set[int]]:
+        """The steps since it was attached, from 1, that it chose to measure, and those in which it wrote a row."""
+        return set(), set()
 
     def close(self) -> None:
         """Leave the model as it was."""
@@ -45,22 +50,27 @@ class Monitor:
         attach: starts it, given the model, the run and the steps of a block.
         every: how many steps one cycle has in real life.
         special: which steps of a block are not like the others, counted from its start or, negative, its end.
+        settles: it chooses the steps that it measures by what they cost: it is attached for as long as that takes to
+            settle before the block, and says afterwards which they were.
         statistics: what it tells of the gradients.
         samples: whether the other steps are measured too, or only the special ones.
         needs: packages that it takes.
+        device: the type of the only device that it is for; "" for all.
     """
 
     name: str
     attach: Attach
     every: int = 1
     special: tuple[int, ...] = ()
+    settles: bool = False
     statistics: str = ""
     samples: bool = True
     needs: str = ""
+    device: str = ""
 
-    @property
-    def installed(self) -> bool:
-        return not self.needs or importlib.util.find_spec(self.needs) is not None
+    def runs_on(self, device_type: str) -> bool:
+        is_installed = not self.needs or importlib.util.find_spec(self.needs) is not None
+        return is_installed and self.device in ("", device_type)
 
 
 class _AfterBackward(Attached):
@@ -160,25 +170,50 @@ class _ModuleMonitor(Attached):
 
 class _Ours(Attached):
     def __init__(self, model: nn.Module, run: Any, **arguments: Any) -> None:
-        sinks: list[Sink] = [WandbSink(run)]
-        self._watcher = wandb_gradwatch.watch(model, sinks=sinks, **arguments)
+        self._steps = _Steps()
+        self._watcher = wandb_gradwatch.watch(model, sinks=[WandbSink(run), self._steps], **arguments)
+
+    def after_backward(self) -> dict[str, Any]:
+        self._steps.step += 1
+        return {}
+
+    def samples_and_rows(self) -> tuple[set[int], set[int]]:
+        rows = self._steps.rows.copy()
+        self._watcher.flush()  # whose row is of no step
+        return self._steps.samples, rows
 
     def close(self) -> None:
         self._watcher.remove()
 
 
-def _ours_by_default(model: nn.Module, run: Any, steps: int, **arguments: Any) -> Attached:
+class _Steps(Sink):
+    """Notes which steps were measured, and in which of them a row was written."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.samples: set[int] = set()
+        self.rows: set[int] = set()
+
+    def write(self, snapshot: Snapshot) -> None:
+        self.samples.update(snapshot.steps.tolist())
+        self.rows.add(self.step)
+
+
+def _ours_every_step(**arguments: Any) -> Attach:
     # One window ends with the warm-up, the next with the block, which has every kind of step that LOG_EVERY steps have.
-    return _Ours(model, run, log_every=steps, start_step=steps - WARM_UP, **arguments)
+    return lambda model, run, steps: _Ours(
+        model, run, sample_every=1, log_every=steps, start_step=steps - WARM_UP, **arguments
+    )
 
 
-def _ours_with_histograms(model: nn.Module, run: Any, steps: int) -> Attached:
-    return _ours_by_default(model, run, steps, histogram_every=1)
+def _ours_by_default(**arguments: Any) -> Attach:
+    return lambda model, run, steps: _Ours(model, run, log_every=min(steps, LOG_EVERY), **arguments)
 
 
 _EACH = "gradient norm of each parameter"
 _MANY = "9 of each gradient, 1 of each parameter"
 _OURS = "11 of each gradient, 2 of each parameter"
+_BY_DEFAULT = f"{_OURS}, of the steps that 1 % of the time allows"
 
 MONITORS = (
     Monitor("nothing, again (A against A)", lambda model, run, steps: Attached()),
@@ -220,27 +255,51 @@ MONITORS = (
         samples=False,
     ),
     Monitor(
-        "**wandb_gradwatch**, default",
-        _ours_by_default,
+        '`wandb.watch`, default ("gradients", every 1000)',
+        lambda model, run, steps: _WandbWatch(model, run, "gradients", steps),
+        every=1000,
+        special=(-1 - WARM_UP,),
+        statistics="histogram of each gradient",
+        samples=False,
+    ),
+    Monitor("**wandb_gradwatch**, default", _ours_by_default(), settles=True, statistics=_BY_DEFAULT),
+    Monitor(
+        "**wandb_gradwatch**, default, without numba",
+        _ours_by_default(backend="cpu"),
+        settles=True,
+        statistics=_BY_DEFAULT,
+        device="cpu",
+    ),
+    Monitor(
+        "**wandb_gradwatch**, every step",
+        _ours_every_step(),
         every=LOG_EVERY,
         special=(0, -1),
         statistics=f"{_OURS}; every 50 steps a row with histograms",
     ),
     Monitor(
+        "**wandb_gradwatch**, every step, without numba",
+        _ours_every_step(backend="cpu"),
+        every=LOG_EVERY,
+        special=(0, -1),
+        statistics=f"{_OURS}; every 50 steps a row with histograms",
+        device="cpu",
+    ),
+    Monitor(
         "**wandb_gradwatch**, histograms every step",
-        _ours_with_histograms,
+        _ours_every_step(histogram_every=1),
         every=LOG_EVERY,
         special=(0, -1),
         statistics=f"{_OURS}, histogram; every 50 steps a row",
     ),
     Monitor(
         "**wandb_gradwatch**, a row every step",
-        lambda model, run, steps: _Ours(model, run, log_every=1, histogram_every=0),
+        lambda model, run, steps: _Ours(model, run, sample_every=1, log_every=1, histogram_every=0),
         statistics=_OURS,
     ),
     Monitor(
         "**wandb_gradwatch**, a row with histograms every step",
-        lambda model, run, steps: _Ours(model, run, log_every=1),
+        lambda model, run, steps: _Ours(model, run, sample_every=1, log_every=1),
         statistics=f"{_OURS}, histogram",
     ),
 )

@@ -33,7 +33,7 @@ from benchmarks.machine import describe_machine
 from benchmarks.rows import history_rows, steps_of, tally
 from wandb_gradwatch import Snapshot
 from wandb_gradwatch.rules import Alert
-from wandb_gradwatch.sinks import WandbSink
+from wandb_gradwatch.sinks import Sink, WandbSink
 
 _POINTS = 20
 _WARM_UP = 5000  # steps after which every history and cache of fixed size is full
@@ -64,7 +64,7 @@ class Look:
     by_type: Counter[str]
 
 
-class CountingSink:
+class CountingSink(Sink):
     """Counts the rows that were handed out and the samples in them: what should be in the run's file."""
 
     def __init__(self) -> None:

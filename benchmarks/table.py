@@ -15,8 +15,17 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 README, PAGE = ROOT / "README.md", ROOT / "docs/benchmarks.md"
-RESULTS = (ROOT / "benchmarks/results/cpu.json", ROOT / "benchmarks/results/cuda.json")
+RESULTS = tuple(ROOT / f"benchmarks/results/{name}.json" for name in ("quick", "cpu", "cuda"))  # newer ones first
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
+
+OURS = "**wandb_gradwatch**"
+SUMMARY = {  # columns of the README's table: the monitors of these names
+    "default": f"{OURS}, default",
+    "default, without numba": f"{OURS}, default, without numba",
+    "every step": f"{OURS}, every step",
+    "every step, without numba": f"{OURS}, every step, without numba",
+    "`wandb.watch`, default": '`wandb.watch`, default ("gradients", every 1000)',
+}
 
 _INTRODUCTION = """# What watching costs
 
@@ -29,6 +38,8 @@ far to trust the others.
 - **passes**: adds / one `torch._foreach_norm` over all gradients.
 - **amortised**: per step at the monitor's own cadence, rows included; **of a step**: of a real one on random data, with
   the batch that is named. A larger batch makes every share smaller.
+- **measures one in**: so many steps, where a monitor chooses its cadence by what it costs, as this package does by
+  default. Such a monitor is given time to settle before the block.
 - **host reads**: tensors' values that the host asks for (`item`, `tolist`, `cpu`, `bool`, ...; on CUDA:
   synchronisations) in a step that is measured, its row included.
 - **bytes**: of the monitor's values in the run's history, as JSON, per row and per step.
@@ -45,6 +56,7 @@ _HEADER = (
     "passes",
     "amortised, ms",
     "of a step",
+    "measures one in",
     "host reads",
     "bytes a row",
     "bytes a step",
@@ -58,27 +70,13 @@ def render(results: dict[str, Any]) -> str:
 
 
 def render_summary(results: dict[str, Any]) -> str:
-    """One table: what each monitor adds to a step of each model at its own cadence, and what it sends."""
-    tasks = results["tasks"]
-    trained = [task for task in tasks if task["step_ms"] is not None]
-    last = tasks[-1]
-    header = ["monitor", *(f"{task['name']}, of a step" for task in trained)]
-    header += [f"{last['name']}: passes when it measures", "host reads", "KiB a step to W&B"]
-    lines = [_line(header), _line(["---", *["--:"] * (len(header) - 1)])]
-    for name, cost in last["costs"].items():
-        lines.append(
-            _line(
-                (
-                    name,
-                    *(_share(task, name) for task in trained),
-                    f"{cost['sampled_ms'] / last['pass_ms']:.1f}",
-                    f"{cost['host_reads']:.0f}",
-                    f"{cost['row_bytes'] * cost['rows_per_step'] / 1024:.1f}",
-                )
-            )
-        )
-    steps = "; ".join(f"{task['name']}: {task['batch']}, {_ms(task['step_ms'])} ms" for task in trained)
-    return "\n\n".join(["\n".join(lines), f"A step is: {steps}. {_machine(results)}"])
+    """One row per model: what share of a real step each of a few monitors adds, at its own cadence."""
+    lines = [_line(("model", "a step", *SUMMARY)), _line(["---", *["--:"] * (1 + len(SUMMARY))])]
+    for task in results["tasks"]:
+        if task["step_ms"] is not None:
+            shares = (_share(task, monitor) or "not measured" for monitor in SUMMARY.values())
+            lines.append(_line((task["name"], f"{task['batch']}, {_ms(task['step_ms'])} ms", *shares)))
+    return "\n\n".join(["\n".join(lines), _machine(results)])
 
 
 def _share(task: dict[str, Any], name: str) -> str:
@@ -114,6 +112,7 @@ def _task_table(task: dict[str, Any]) -> str:
                     f"{cost['sampled_ms'] / task['pass_ms']:.1f}",
                     _ms(cost["amortised_ms"]),
                     _share(task, name) if task["step_ms"] is not None else "",
+                    "" if (steps := cost.get("steps_per_sample")) is None else f"{steps:.1f}",
                     f"{cost['host_reads']:.0f}",
                     f"{cost['row_bytes']:,.0f}",
                     f"{cost['row_bytes'] * cost['rows_per_step']:,.0f}",
@@ -148,8 +147,20 @@ def with_table(text: str, table: str, *, begin: str = BEGIN, end: str = END) -> 
 
 def pages(readme: str, results: list[dict[str, Any]]) -> dict[Path, str]:
     """The text that each page should have."""
+    results = _without_older(results)
     summary, details = ("\n\n".join(map(show, results)) for show in (render_summary, render))
     return {README: with_table(readme, summary), PAGE: f"{_INTRODUCTION}\n{details}\n"}
+
+
+def _without_older(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The results without tasks that earlier ones of the same machine have too."""
+    seen: set[tuple[str, str]] = set()
+    kept = []
+    for one in results:
+        device = one["machine"]["device"]
+        kept.append(one | {"tasks": [task for task in one["tasks"] if (device, task["name"]) not in seen]})
+        seen |= {(device, task["name"]) for task in one["tasks"]}
+    return [one for one in kept if one["tasks"]]
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
     with wandb.init(project="gradwatch-examples", name="accumulate"):
-        watcher = wandb_gradwatch.watch(model, log_every=10, group_by="module")
+        watcher = wandb_gradwatch.watch(model, sample_every=1, log_every=10, group_by="module")
 
         for _ in range(int(os.environ.get("STEPS", "200"))):
             optimizer.zero_grad()

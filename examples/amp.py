@@ -30,7 +30,7 @@ def main() -> None:
     autocast = torch.autocast(device, dtype=torch.float16 if device == "cuda" else torch.bfloat16)
 
     with wandb.init(project="gradwatch-examples", name="amp"):
-        watcher = wandb_gradwatch.watch(model, log_every=10)
+        watcher = wandb_gradwatch.watch(model, sample_every=1, log_every=10)
 
         for _ in range(int(os.environ.get("STEPS", "100"))):
             for _ in range(MICRO_BATCHES):

@@ -33,7 +33,8 @@ def main() -> None:
 
     if rank == 0:  # the usual way: one run, of rank 0
         wandb.init(project="gradwatch-examples", name="ddp")
-    watcher = wandb_gradwatch.watch(model, log_every=10)  # on every rank: the others need no run
+    # On every rank: the others need no run.
+    watcher = wandb_gradwatch.watch(model, sample_every=1, log_every=10)
 
     for _ in range(int(os.environ.get("STEPS", "100"))):
         x = torch.randn(64, 32, device=device)

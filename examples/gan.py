@@ -37,7 +37,7 @@ def main() -> None:
 
     with wandb.init(project="gradwatch-examples", name="gan"):
         # The names in W&B begin with "G" and "D".
-        wandb_gradwatch.watch({"G": generator, "D": discriminator}, log_every=20)
+        wandb_gradwatch.watch({"G": generator, "D": discriminator}, sample_every=1, log_every=20)
 
         for _ in range(int(os.environ.get("STEPS", "200"))):
             fake = generator(torch.randn(BATCH, NOISE))

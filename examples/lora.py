@@ -37,7 +37,7 @@ def main() -> None:
     model[0] = LoRA(model[0])
 
     with wandb.init(project="gradwatch-examples", name="lora"):
-        watcher = wandb_gradwatch.watch(model, include="lora_", log_every=10)
+        watcher = wandb_gradwatch.watch(model, include="lora_", sample_every=1, log_every=10)
         print("watched:", ", ".join(watcher.parameter_names))
 
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)

@@ -214,8 +214,10 @@ def trained(steps, **options):
 
 def test_by_default_the_first_steps_are_sampled_and_later_fewer():
     seen = trained(60, sample_every=None, max_overhead=1e-6)
-    # A millionth: after the first ten, and what 0.25 s of debt may hold, nothing is covered for hours.
-    assert list(seen.steps) == list(range(1, 11))
+    # A millionth: after the first ten nothing is covered for hours, and they end earlier where 0.25 s of debt, or fifty
+    # steps' time, do not hold them, as on a machine that is busy.
+    assert list(seen.steps) == list(range(1, len(seen) + 1))
+    assert 1 <= len(seen) <= 10
 
 
 def test_a_number_is_exactly_that_whatever_it_costs():

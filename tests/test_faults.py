@@ -281,7 +281,7 @@ def test_a_clock_that_jumps_moves_no_number(monkeypatch: pytest.MonkeyPatch, sai
 # ---- what the user hands in
 
 
-class Broken:
+class Broken(wandb_gradwatch.Sink):
     """A sink that raises in one of its methods, and counts how often it is asked."""
 
     def __init__(self, method: str) -> None:
@@ -306,7 +306,7 @@ def with_nan(**options: Any) -> tuple[torch.Tensor, MemorySink]:
     """A training with a NaN in every step from the tenth on: final parameters, and what a good sink saw."""
     memory = MemorySink()
     model = Chosen(a=2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    optimizer = torch.optim.SGD(model.parameters(), lr=2**-10)
     sinks = [*options.pop("sinks", []), memory]
     with wandb_gradwatch.watch(model, sinks=sinks, sample_every=1, log_every=LOG_EVERY, **options):
         for number in range(20):
@@ -319,7 +319,7 @@ def test_a_sink_that_raises_is_dropped_and_said_once(said: Any, method: str) -> 
     broken = Broken(method)
     parameters, memory = with_nan(sinks=[broken])
     assert parameters[1].isnan()
-    assert parameters[0] == 1 - 20 * 0.125
+    assert parameters[0] == 1 - 20 * 2**-10
     assert broken.calls == 1
     assert [len(snapshot) for snapshot in memory.snapshots] == [5, 5, 5, 5]
     assert [alert.title for alert in memory.alerts] == ["NaN gradient"]
@@ -378,7 +378,7 @@ def test_a_sample_is_not_lost_where_on_alert_raises_about_it() -> None:
 def test_what_on_alert_raises_reaches_the_training_loop_and_watching_goes_on() -> None:
     memory = MemorySink()
     model = Chosen(a=2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    optimizer = torch.optim.SGD(model.parameters(), lr=2**-10)
     raised = []
     with wandb_gradwatch.watch(model, sinks=[memory], sample_every=1, log_every=LOG_EVERY, on_alert=stop):
         for number in range(20):

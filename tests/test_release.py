@@ -15,6 +15,7 @@ import pytest
 
 import wandb_gradwatch
 from benchmarks import table
+from benchmarks.monitors import MONITORS
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -31,15 +32,30 @@ def test_the_tables_are_those_of_the_results() -> None:
 def test_another_result_changes_the_readme() -> None:
     cost = {"sampled_ms": 1.0, "amortised_ms": 0.5, "spread_ms": 0.1, "sampled_cpu_ms": 1.0}
     cost |= {"host_reads": 2.0, "row_bytes": 2048.0, "rows_per_step": 0.5, "peak_mib": 3.0}
+    settled = cost | {"steps_per_sample": 12.5}
     task = {"name": "a model", "num_tensors": 2, "num_elements": 3_000_000, "batch": "4 rows", "rounds": 7}
-    task |= {"step_ms": 50.0, "unwatched_ms": 5.0, "pass_ms": 0.25, "costs": {"somebody": cost}}
+    task |= {"step_ms": 50.0, "unwatched_ms": 5.0, "pass_ms": 0.25}
+    task["costs"] = {table.SUMMARY["every step"]: cost, table.SUMMARY["default"]: settled}
     machine = {"device": "an abacus", "cores": 1, "threads": 1, "system": "Linux", "python": "3", "commit": "abc"}
     results = {"machine": machine | {"versions": {"torch": "9"}}, "tasks": [task]}
     pages = table.pages(README, [results])
     # 0.5 of 50 ms are 1 %; 1 ms are 4 passes of 0.25; 2 KiB every second step are 1 KiB a step.
-    assert "| somebody | 1.0 % | 4.0 | 2 | 1.0 |" in pages[table.README]
-    assert "| somebody | 1.00 | 0.10 | 1.00 | 4.0 | 0.50 | 1.0 % | 2 | 2,048 | 1,024 | 3 |" in pages[table.PAGE]
+    missing = "not measured"
+    assert f"| a model | 4 rows, 50.0 ms | 1.0 % | {missing} | 1.0 % | {missing} | {missing} |" in pages[table.README]
+    for name, one_in in (("every step", ""), ("default", "12.5")):
+        line = f"{name} | 1.00 | 0.10 | 1.00 | 4.0 | 0.50 | 1.0 % | {one_in} | 2 | 2,048 | 1,024 | 3 |"
+        assert f"| **wandb_gradwatch**, {line}" in pages[table.PAGE]
     assert "an abacus" in pages[table.README]
+    # Results that come first are the newer ones: the other model is still shown as the older ones have it.
+    newer = results | {"tasks": [task | {"step_ms": 25.0}]}
+    older = results | {"tasks": [task, task | {"name": "another"}]}
+    readme = table.pages(README, [newer, older])[table.README]
+    assert (readme.count("| a model | 4 rows, 25.0 ms | 2.0 % |"), readme.count("| a model |")) == (1, 1)
+    assert readme.count("| another | 4 rows, 50.0 ms | 1.0 % |") == 1
+
+
+def test_the_readmes_columns_are_monitors_of_the_bench() -> None:
+    assert set(table.SUMMARY.values()) <= {monitor.name for monitor in MONITORS}
 
 
 def test_the_site_builds_and_every_public_name_has_a_place_in_it(tmp_path: Path) -> None:
