@@ -157,7 +157,7 @@ def test_master_weights_are_withheld_too(fused):
     model = Chosen(a=1, dtype=torch.bfloat16)
     master = torch.ones(1, requires_grad=True)
     optimizer = torch.optim.SGD([master], lr=1.0, fused=fused)
-    watcher, _ = watch(model, optimizer, guard="skip")
+    watcher, _ = watch(model, optimizer=optimizer, guard="skip")
     for gradient in (1, math.nan, 1):
         model.zero_grad()
         model.loss(a=[gradient]).backward()

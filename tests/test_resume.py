@@ -104,7 +104,7 @@ def lightning(folder: Path, told: Told, *, killed: bool, resumed: bool) -> None:
                 raise KilledError
 
     notes, module = Notes(), Regression(lr=0.01)
-    watch = GradWatchCallback(log_every_n_steps=LOG_EVERY, guard="skip", **told.options)
+    watch = GradWatchCallback(log_every_n_steps=LOG_EVERY, sample_every=1, guard="skip", **told.options)
     trainer = trainer_of([watch, *([Kill()] if killed else [])], notes=notes, max_epochs=EPOCHS)
     safely = {"weights_only": True} if "weights_only" in inspect.signature(trainer.fit).parameters else {}
     try:
@@ -135,7 +135,7 @@ def ignite(folder: Path, told: Told, *, killed: bool, resumed: bool) -> None:
             raise KilledError
 
     trainer = Engine(step)
-    watch = GradWatch(model, log_every=LOG_EVERY, **told.options)
+    watch = GradWatch(model, log_every=LOG_EVERY, guard="skip", **told.options)
     parts = {"trainer": trainer, "model": model, "optimizer": optimizer, "watch": watch}
     if killed:  # before ours: it must not matter who hears of an iteration first
         saver = DiskSaver(folder, require_empty=False)
@@ -165,7 +165,10 @@ def hugging_face(folder: Path, told: Told, *, killed: bool, resumed: bool) -> No
     model = Net()
     trainer = trainer_of(
         folder,
-        [GradWatchCallback(log_every=LOG_EVERY, guard="skip", **told.options), *([Kill()] if killed else [])],
+        [
+            GradWatchCallback(log_every=LOG_EVERY, sample_every=1, guard="skip", **told.options),
+            *([Kill()] if killed else []),
+        ],
         model=model,
         max_steps=EPOCH * EPOCHS,
         learning_rate=0.01,

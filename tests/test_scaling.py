@@ -100,7 +100,7 @@ def test_a_first_step_that_is_skipped_is_step_one():
 
 def test_isolated_overflows_are_not_alerted_and_a_collapse_is():
     model = Chosen(a=1)
-    optimizer, scaler = SGD(model.parameters(), lr=0.1), scaler_of()
+    optimizer, scaler = SGD(model.parameters(), lr=1e-3), scaler_of()
     watcher, sink = watch(model, rules=None)
     for number in range(20):
         amp_step(model, optimizer, scaler, a=[math.inf if number == 5 else 1])

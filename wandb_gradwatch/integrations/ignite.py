@@ -167,6 +167,7 @@ class GradWatch:
         self._session.begin(
             self._model,
             goes_on=True,
+            sample_every=1,  # the metrics are of every iteration
             run=active_run() if self._run is None else self._run,
             sinks=[*(options.get("sinks") or ()), AlertLog()],
             metrics=[*(options.get("metrics") or ()), _SpikeGuard(self)],
