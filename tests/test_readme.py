@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import logging
 import re
@@ -190,3 +191,14 @@ def test_every_room_of_the_package_stands_in_the_corridors_picture() -> None:
     assert {room for room in files | folders if room not in picture} == set()
     named = set(re.findall(r"[a-z_]+\.py", picture))
     assert {name for name in named if not list(package.rglob(name))} == set()
+
+
+def test_the_way_of_a_gradient_names_what_is_there() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    section = text[text.index("## The way of one gradient") : text.index("## To add a column")]
+    stops = re.findall(r"`([\w/]+)\.py` `([\w.]+)`", section)
+    assert len(stops) >= 25
+    for path, name in stops:
+        found: Any = importlib.import_module("wandb_gradwatch." + path.replace("/", ".").removesuffix(".__init__"))
+        for part in name.split("."):
+            found = getattr(found, part)
