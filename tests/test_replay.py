@@ -139,3 +139,31 @@ def test_nothing_stays_on_the_model_and_it_can_be_copied():
     watcher.remove()
     assert not model._forward_hooks
     assert not model._forward_pre_hooks
+
+
+class Cautious(torch.optim.SGD):
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        return super().step(closure)
+
+
+def test_without_a_guard_the_step_after_the_alert_is_traced(caplog):
+    # The batch of step 2 makes a NaN. The optimizer zeroes what is not finite, so that parameters stay finite.
+    _, alerts, notes = train([GOOD, BAD, BAD, GOOD], guard=None, on_nonfinite="trace", optimizer=Cautious)
+    assert min(alert.step for alert in alerts if alert.title in ("NaN gradient", "Inf gradient")) == 2
+    (step,) = found_in(notes)
+    assert step == 3
+    assert f"ran step 3 once more: aten.log in blocks.1, test_replay.py:{line_of(log_of_some)}" in caplog.text
+
+
+def test_a_step_that_begins_with_nan_is_not_traced():
+    _, _, notes = train([GOOD, BAD, BAD, GOOD], guard=None, on_nonfinite="trace")
+    assert found_in(notes) == {}
+
+
+def test_on_nonfinite_takes_one_word():
+    with pytest.raises(ValueError, match=r"on_nonfinite='tell' must be \"trace\" or None"):
+        wandb_gradwatch.watch(Fails(), sinks=[MemorySink()], on_nonfinite="tell")

@@ -238,7 +238,8 @@ def test_the_signature_is_the_contract():
         "log": "gradients", "run": None, "include": None, "exclude": None, "sample_every": None, "log_every": 50,
         "histogram_every": None, "max_overhead": 0.01, "group_by": None, "details": (), "metrics": (), "rules": None,
         "sinks": None,
-        "on_alert": None, "guard": None, "dead_threshold": 0.0, "optimizer": None, "scaler": None, "loss_scale": None,
+        "on_alert": None, "guard": None, "on_nonfinite": None,
+        "dead_threshold": 0.0, "optimizer": None, "scaler": None, "loss_scale": None,
         "start_step": 0, "backend": "auto",
     }  # fmt: skip
     model, *others = inspect.signature(wandb_gradwatch.watch).parameters.values()

@@ -59,6 +59,7 @@ def watch(
     sinks: Sequence[Sink] | None = None,
     on_alert: Callable[[Alert], object] | Sequence[Callable[[Alert], object]] | None = None,
     guard: GuardArgument = None,
+    on_nonfinite: Literal["trace"] | None = None,
     dead_threshold: float = 0.0,
     optimizer: Optimizer | None = None,
     scaler: GradScaler | None = None,
@@ -98,6 +99,8 @@ def watch(
         guard: "skip" does not apply a step whose gradients are not finite or explode; a function from a snapshot to
             True does not apply that step; a `SkipGuard` sets the limits. Every step is then measured, whatever
             `sample_every` is. Fused optimizers never wait for it; others, and a function, read once a step.
+        on_nonfinite: "trace": after an alert of NaN or Inf, run the next step that begins with finite parameters once
+            more, and name the operation that makes them. A guard does so by itself, with the step that was bad.
         dead_threshold: |g| <= this counts as dead, in units of the true gradient.
         optimizer: only needed for an optimizer that updates copies of the parameters (master weights).
         scaler: the gradient scaler, if it has to be known before it is first used.
@@ -143,6 +146,8 @@ def watch(
     if isinstance(start_step, bool) or not isinstance(start_step, int) or start_step < 0:
         raise ValueError(f"start_step={start_step!r} must be the number of a step, at least 0")
     _check_instance("optimizer", optimizer, Optimizer, "one torch.optim.Optimizer, and only for master weights")
+    if on_nonfinite not in (None, "trace"):
+        raise ValueError(f'on_nonfinite={on_nonfinite!r} must be "trace" or None')
     callbacks = [on_alert] if callable(on_alert) else _sequence("on_alert", on_alert, "a function, or several")
     for callback in callbacks:
         if not callable(callback):
@@ -182,6 +187,7 @@ def watch(
             on_alert=tuple(callbacks),
             to_terminal=rank() == 0,
             guard=skip_guard,
+            on_nonfinite=on_nonfinite,
         ),
         [each for _, each in with_prefixes(model)],
     )

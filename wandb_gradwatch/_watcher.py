@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from ._capture.sampler import Sampler
 from ._diagnosis import FIRST_BAD_OPERATION, Diagnosis
 from ._guard.guard import GuardedSlots, SkipGuard
 from ._measure.columns import NUM_COLUMNS
+from ._nonfinite.finding import Finding
 from ._nonfinite.replay import StepReplay
 from ._pipeline.alert_manager import AlertManager
 from ._pipeline.assembly import Names, snapshot_of
@@ -65,6 +66,7 @@ class Config:
         on_alert: the user's functions, called with every alert that is sent.
         to_terminal: say errors on standard error, and at the end how many alerts there were.
         guard: decides which steps are not applied; None: all are.
+        on_nonfinite: "trace": run a step once more after a NaN or Inf, to name the operation that makes them.
     """
 
     capture: CaptureConfig
@@ -73,6 +75,7 @@ class Config:
     on_alert: tuple[Callable[[Alert], object], ...]
     to_terminal: bool
     guard: SkipGuard | None
+    on_nonfinite: Literal["trace"] | None = None
 
 
 class Watcher:
@@ -96,17 +99,18 @@ class Watcher:
         kinds = {name: type(module).__name__ for model in registry.models() for name, module in model.named_modules()}
         self._rule_runner = RuleRunner(self._alert_manager, self._dispatcher, modules=kinds)
         self._replay: StepReplay | None = None
-        if guard is not None and guard.replay:
-            note = self._dispatcher.recorder.note
+        guarded = guard is not None and guard.replay
+        if guarded or config.on_nonfinite == "trace":
+            notice = self._dispatcher.notice
             self._replay = StepReplay(
-                models, lambda step, finding: note(step, **{FIRST_BAD_OPERATION: finding.text}), self._dispatcher.notice
+                models, self._operation_found, notice, always=guarded, open_step=lambda: self._sampler.clock.open_step
             )
         events = SamplerEvents(
             deliver=self._deliver,
             notice=self._dispatcher.notice,
             alert=self._dispatcher.alert_once,
             judge=None if guard is None else GuardedSlots(guard, lambda: tuple(registry.names), self._peek),
-            replay=self._replay,
+            replay=self._replay if guarded else None,
         )
         self._sampler = Sampler(registry, self._window, config.capture, events, self._boundary)
         self._pipeline = Pipeline(
@@ -383,6 +387,10 @@ class Watcher:
         if not self._removed:
             self._sampler.deliver()
 
+    def _operation_found(self, step: int, finding: Finding) -> None:
+        self._dispatcher.recorder.note(step, **{FIRST_BAD_OPERATION: finding.text})
+        logger.warning("wandb_gradwatch ran step %d once more: %s", step, finding.text)
+
     def _deliver(self, *, wait: bool = False) -> None:
         if self._is_new:
             self._is_new = False
@@ -395,6 +403,8 @@ class Watcher:
             try:
                 self._pipeline.deliver(wait=wait)
             finally:  # a callback of the user's may raise
+                if self._replay is not None and self._dispatcher.pop_nonfinite():
+                    self._replay.arm()
                 if self._pipeline.pop_unusual():
                     self._sampler.look_closely()
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from .._analysis.formatting import CAUSE_PREFIX
 from .._measure.columns import FloatArray
-from ..rules import Alert
+from ..rules import NONFINITE_TITLES, Alert
 from ..snapshot import Snapshot, select_samples
 from .causes import BAD_BATCH, CAUSES, Diagnosis
 from .evidence import Evidence
@@ -25,7 +25,6 @@ _WITHHELD: Final = (
     "left at that; if more follow, it is not the batch: act on the cause."
 )
 
-_NOT_FINITE: Final = ("NaN gradient", "Inf gradient")
 _EPISODE: Final = 40  # samples before an alert: what is older is not its cause
 _AS_PROBABLE: Final = 0.1  # less confident by this much at most: neither is claimed
 
@@ -78,7 +77,7 @@ def with_diagnosis(alert: Alert, history: Snapshot | None, **context: Any) -> Al
     fitting = [d for d in fitting if d.cause != BAD_BATCH or d.cause in cause]
     if fitting and not (len(until) and until.arose_after_backward[-1]):
         prefix, cause = CAUSE_PREFIX, _in_words(fitting)
-    if alert.title in _NOT_FINITE and (
+    if alert.title in NONFINITE_TITLES and (
         found := (context.get("notes") or {}).get(alert.step, {}).get(FIRST_BAD_OPERATION)
     ):
         prefix, cause = CAUSE_PREFIX, f"found by running the step again. {found}"

@@ -11,6 +11,8 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from .._runtime.autograd import current_graph_task, replay
@@ -46,6 +48,9 @@ class StepReplay:
         models: as the user calls them, wrapped or not.
         note: keeps what was found with its step.
         notice: says something once, by its kind.
+        always: keep every step's, for a guard that asks by `look()`; otherwise only that of the step after `arm()`,
+            which is then run again by itself, right before its optimizer steps.
+        open_step: the number of the step under way.
     """
 
     def __init__(
@@ -53,8 +58,13 @@ class StepReplay:
         models: Sequence[nn.Module],
         note: Callable[[int, Finding], None],
         notice: Callable[[str, str], None],
+        *,
+        always: bool,
+        open_step: Callable[[], int],
     ) -> None:
-        self._note, self._notice = note, notice
+        self._note, self._notice, self._open_step = note, notice, open_step
+        self._models = [weakref.ref(model) for model in models]
+        self.is_keeping = self._always = always
         self._forwards: list[_Forward] = []
         self._num_replays = 0
         self._last_bad = -2  # the step, so that one episode is replayed once
@@ -62,12 +72,30 @@ class StepReplay:
         for model in models:
             self._handles.append(model.register_forward_pre_hook(_Before(self), with_kwargs=True))
             self._handles.append(model.register_forward_hook(_After(self)))
+        if not always:
+            self._handles.append(register_optimizer_step_pre_hook(self._before_step))
 
     def close(self) -> None:
         """Remove the hooks, and keep nothing. Idempotent."""
         while self._handles:
             self._handles.pop().remove()
         self._forwards.clear()
+
+    def arm(self) -> None:
+        """Something is not finite: run the next step that begins with finite parameters once more."""
+        self.is_keeping = True
+
+    def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        if not self.is_keeping or not self._forwards:
+            return
+        models = [model for reference in self._models if (model := reference()) is not None]
+        ours = {id(parameter) for model in models for parameter in model.parameters()}
+        stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if any(id(parameter) in ours for parameter in stepped):
+            if all(bool(torch.isfinite(parameter.detach()).all()) for parameter in stepped):
+                self.is_keeping = False
+                self.look(self._open_step())
+            self.forget()
 
     def forget(self) -> None:
         """The step is over: its inputs are not kept any longer."""
@@ -124,7 +152,7 @@ class _Before(TransientHook):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         # First of all, so that a compiler which traces this sees a constant, and guards nothing.
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not module.training or replay.is_running:
+        if torch.compiler.is_compiling() or not self._owner.is_keeping or not _is_training(module):
             return
         self._owner.began(module, args, kwargs)
 
@@ -134,9 +162,13 @@ class _After(TransientHook):
         self._owner = owner
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not module.training or replay.is_running:
+        if torch.compiler.is_compiling() or not self._owner.is_keeping or not _is_training(module):
             return
         self._owner.ended(output)
+
+
+def _is_training(module: nn.Module) -> bool:
+    return torch.is_grad_enabled() and module.training and not replay.is_running
 
 
 class _Keep:

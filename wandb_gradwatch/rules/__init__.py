@@ -5,7 +5,7 @@ from __future__ import annotations
 from ._base import MAX_TITLE, Alert, Level, Rule
 from ._exploding import ExplodingGradient
 from ._functions import FunctionRule, as_rule, rule
-from ._nonfinite import InfGradient, LossScaleCollapse, NaNGradient, NonFiniteLoss
+from ._nonfinite import NONFINITE_TITLES, InfGradient, LossScaleCollapse, NaNGradient, NonFiniteLoss
 from ._parameters import FastParameters, PoorInitialisation, TightClipping
 from ._ratios import GradParamRatio, LayerSpread
 from ._vanishing import DeadGradient, NoGradient, VanishingGradient
@@ -13,6 +13,7 @@ from ._wiring import GradientsNotReset, NotInOptimizer, UnchangedParameters
 
 __all__ = [
     "MAX_TITLE",
+    "NONFINITE_TITLES",
     "Alert",
     "DeadGradient",
     "ExplodingGradient",

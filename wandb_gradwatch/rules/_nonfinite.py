@@ -128,6 +128,9 @@ class InfGradient(_NonFiniteGradient):
         return snapshot.num_inf
 
 
+NONFINITE_TITLES: Final = (NaNGradient.title, InfGradient.title)
+
+
 @dataclass(kw_only=True)
 class NonFiniteLoss:
     """The loss that `watcher.loss()` was given is NaN or infinite: "Non-finite loss".
