@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
@@ -14,10 +15,11 @@ from .._measure.columns import FloatArray
 from ..snapshot import keys
 from .families import pack_families
 from .formatting import WORDS
-from .history import RecordedTable, RunHistory, natural_order
+from .history import RecordedAlert, RecordedTable, RunHistory, natural_order
 from .packing import Blob, pack_histograms
 from .pooling import picture_width, pool, pool_extremes, pool_steps, pool_width
 from .safe_text import visible
+from .verdict import fold, judge, severity
 
 # R rows of the run, P names, W columns of a picture (several rows pooled where there are too many)
 
@@ -39,10 +41,8 @@ def build_payload(history: RunHistory) -> tuple[dict[str, Any], Blob]:
         "run": _run(history),
         "notes": list(history.notes),
         "words": {key: asdict(words) for key, words in WORDS.items()},
-        "alerts": [
-            {"title": alert.title, "text": alert.text, "level": alert.level, "step": alert.step}
-            for alert in history.alerts
-        ],
+        "verdict": asdict(judge(history)),
+        "alerts": [_alert(group) for group in fold(history.alerts)],
         "steps": pool_steps(history.steps, points)[1].tolist(),
         "pooledPoints": points,
         "globals": {
@@ -62,6 +62,13 @@ def build_payload(history: RunHistory) -> tuple[dict[str, Any], Blob]:
     }
     visible_content: dict[str, Any] = visible(content)
     return visible_content, blob
+
+
+def _alert(group: Sequence[RecordedAlert]) -> dict[str, Any]:
+    """Alerts of one title: the first of the most severe in full, and when each was told."""
+    shown = min(group, key=severity)
+    times = [{"step": alert.step, "level": alert.level} for alert in group]
+    return {"title": shown.title, "text": shown.text, "level": shown.level, "step": shown.step, "times": times}
 
 
 def _run(history: RunHistory) -> dict[str, Any]:

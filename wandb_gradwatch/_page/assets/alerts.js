@@ -1,13 +1,14 @@
-// The alerts as a list; their numbers are the flags on every time axis.
+// The alerts as a list, the most severe first and those of one title together; their numbers are the flags on every time axis.
 
 const LEVEL_WORDS = { ERROR: "Error", WARN: "Warning", INFO: "Info" };
 
 function alertsSection() {
   const list = content.alerts.map((alert, index) => {
-    const go =
-      alert.step === null
+    const go = alert.times.map(({ step }) =>
+      step === null
         ? element("span", { class: "alert-step" }, "step unknown")
-        : element("button", { type: "button", class: "alert-step", onclick: () => zoomTo(alert.step), title: "Zoom all pictures to this step" }, "step " + alert.step.toLocaleString("en-US"));
+        : element("button", { type: "button", class: "alert-step", onclick: () => zoomTo(step), title: "Zoom all pictures to this step" }, "step " + step.toLocaleString("en-US")),
+    );
     return element(
       "li",
       { class: "alert " + alert.level.toLowerCase().replace(/[^a-z]/g, "") },

@@ -1,6 +1,7 @@
 // The pictures of layers: which metric, which layers, in which order.
 
-const METRIC_ORDER = ["grad_norm", "grad_norm_max", "grad_param_ratio", "param_norm", "dead_ratio", "num_nonfinite"];
+// The largest of each window first: the last step's value hides a spike before it.
+const METRIC_ORDER = ["grad_norm_max", "grad_norm", "grad_param_ratio", "param_norm", "dead_ratio", "num_nonfinite"];
 
 // Names that contain every word of the query; dots and slashes are the same, so that both spellings of a name are found.
 function matcher(query) {

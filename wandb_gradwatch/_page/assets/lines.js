@@ -298,7 +298,7 @@ function drawFlags(context, box, positionOf) {
 function groupedFlags(positionOf, distance) {
   const flags = [];
   const inView = content.alerts
-    .map((alert, index) => ({ ...alert, number: index + 1 }))
+    .flatMap((alert, index) => alert.times.map((time) => ({ ...time, number: index + 1 })))
     .filter(({ step }) => step !== null && step >= view.range[0] && step <= view.range[1])
     .sort((a, b) => a.step - b.step);
   for (const { step, number, level } of inView) {

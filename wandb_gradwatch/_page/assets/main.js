@@ -14,7 +14,6 @@ function globalSeries(key, label, place, more = {}) {
 
 function header() {
   const { run: about } = content;
-  const state = about.finished ? (about.exitCode ? ["failed", `ended with exit code ${about.exitCode}`] : ["finished", "finished"]) : ["open", "no end record"];
   const facts = [
     about.project,
     about.id === about.name ? null : about.id,
@@ -27,9 +26,14 @@ function header() {
     "header",
     {},
     element("div", { class: "brand" }, "gradwatch"),
-    element("h1", {}, about.name, " ", element("span", { class: "pill " + state[0] }, state[1])),
+    element("h1", {}, about.name, about.finished ? "" : element("span", { class: "pill open" }, "no end record")),
+    hasRows() ? element("p", { class: "verdict " + content.verdict.mood }, content.verdict.text + ".") : null,
     element("p", { class: "facts" }, facts.map((fact) => element("span", {}, fact))),
   );
+}
+
+function hasRows() {
+  return content.steps.length > 0;
 }
 
 function stepRange(first, last) {
@@ -65,7 +69,8 @@ function tiles() {
   };
   const has = (key) => content.globals["gradwatch/" + key] !== undefined;
   const worst = content.alerts.some((alert) => alert.level === "ERROR") ? "bad" : content.alerts.length ? "careful" : "good";
-  const first = content.alerts.find((alert) => alert.step !== null);
+  const told = content.alerts.flatMap((alert) => alert.times.map((time) => ({ title: alert.title, ...time })));
+  const first = told.filter((time) => time.step !== null).sort((a, b) => a.step - b.step)[0];
   const nonFinite = sum("num_nan") + sum("num_inf");
   const norm = (content.globals["gradwatch/grad_norm"] ?? []).at(-1); // missing where no element is finite, and not the norm of an earlier row
   const bad = last("num_nan") + last("num_inf") > 0;
@@ -73,7 +78,7 @@ function tiles() {
   return element(
     "section",
     { class: "tiles", "aria-label": "At a glance" },
-    tile("Alerts", String(content.alerts.length), first ? `first: ${first.title}, step ${first.step.toLocaleString("en-US")}` : "no rule found anything", worst),
+    tile("Alerts", String(told.length), first ? `first: ${first.title}, step ${first.step.toLocaleString("en-US")}` : "no rule found anything", worst),
     has("grad_norm") ? tile("Gradient norm", formatNumber(norm), ofWhat) : null,
     has("clip_ratio") ? tile("Clipped", formatShare(mean("clip_ratio")), "of the steps, on average") : null,
     has("num_nan") || has("num_inf") ? tile("Non-finite", formatNumber(nonFinite), "NaN and Inf elements in the run", nonFinite > 0 ? "bad" : "good") : null,
@@ -245,12 +250,11 @@ function chooseAtFirst() {
 function build() {
   const parts = [toolbar(), header()];
   for (const note of content.notes) parts.push(element("p", { class: "note" }, note));
-  const hasRows = content.steps.length > 0;
-  if (!hasRows) parts.push(emptyNotice());
+  if (!hasRows()) parts.push(emptyNotice());
   else parts.push(tiles());
-  if (hasRows) parts.push(ownCard());
+  if (hasRows()) parts.push(ownCard());
   if (content.alerts.length) parts.push(alertsSection());
-  if (hasRows) {
+  if (hasRows()) {
     parts.push(normCard());
     if (run.matrices.size) {
       view.metric = run.matrices.has(memory.metric) ? memory.metric : METRIC_ORDER.find((key) => run.matrices.has(key));
@@ -263,7 +267,7 @@ function build() {
     parts.push(element("div", { class: "pair" }, smallCards()));
   }
   if (content.flightRecorder !== null) parts.push(recorderSection());
-  if (hasRows) parts.push(absent());
+  if (hasRows()) parts.push(absent());
   parts.push(footer());
   page.replaceChildren(...parts.filter(Boolean));
   for (const draw of waiting) draw();

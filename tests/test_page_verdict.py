@@ -1,0 +1,134 @@
+"""The page's one sentence about a run: what broke, when, why, and what came after."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from wandb_gradwatch._page.history import OwnSeries, RecordedAlert, RunHistory
+from wandb_gradwatch._page.payload import build_payload
+from wandb_gradwatch._page.verdict import cause_of, fold, judge
+
+STEPS = np.arange(10, 301, 10)
+CALM = np.ones(30)
+
+
+def said(title: str, step: int, cause: str, level: str = "ERROR") -> RecordedAlert:
+    text = f"Step {step}: a fact.\nWorst layers: a 1.\nProbable cause: {cause}. Remedy: look (at it)."
+    return RecordedAlert(title, text, level, step)
+
+
+def run_of(
+    *alerts: RecordedAlert, norm: object = CALM, loss: dict[int, float] | None = None, **more: object
+) -> RunHistory:
+    """300 steps, a row of gradients every 10; a loss of 2.5 but at the given steps."""
+    values = {"gradwatch/grad_norm_max": np.asarray(norm), **more.pop("values", {})}  # type: ignore[dict-item]
+    own_steps = np.arange(1.0, 301)
+    own = {"loss": OwnSeries(own_steps, np.array([(loss or {}).get(int(step), 2.5) for step in own_steps]))}
+    return RunHistory(Path("run-x.wandb"), "x", STEPS, values, own=own, alerts=alerts, **more)  # type: ignore[arg-type]
+
+
+def at(row: int, value: float, until: int | None = None) -> np.ndarray:
+    """Ones, but from one row to another, or in one alone."""
+    norm = CALM.copy()
+    norm[row : row + 1 if until is None else until] = value
+    return norm
+
+
+EXPLOSION = said("Exploding gradient", 151, "learning rate too high (the update of step 150 (344x) is large)")
+NAN = "not clear: either learning rate too high (552 % per step), or the loss or the inputs are not finite (at 156)"
+
+
+@pytest.mark.parametrize(
+    ("history", "mood", "text"),
+    [
+        # The window of steps 151 to 160 is row 15; the row of step 170 is the first without its traces.
+        (
+            run_of(
+                EXPLOSION,
+                said("Parameters grow too fast", 153, "learning rate too high (35 %)"),
+                said("NaN gradient", 156, NAN),
+                norm=at(15, 2.9e22),
+                loss=dict.fromkeys(range(156, 160), np.nan),
+            ),
+            "bad",
+            "Broke at step 151: learning rate too high; NaN or Inf from 156; recovered by 170",
+        ),
+        (
+            run_of(
+                said("NaN gradient", 201, NAN), norm=at(20, np.nan, 30), loss=dict.fromkeys(range(201, 301), np.nan)
+            ),
+            "bad",
+            "Broke at step 201: learning rate too high, or the loss or the inputs are not finite; "
+            "not recovered by step 300",
+        ),
+        (
+            run_of(said("Exploding gradient", 101, "one bad batch (of step 101)"), norm=at(10, 50)),
+            "bad",
+            "Broke at step 101: one bad batch; recovered by 120",
+        ),
+        (
+            run_of(said("Vanishing gradient", 40, "saturating activations (norms fall 4e3x)", "WARN")),
+            "careful",
+            "Unusual from step 40: saturating activations",
+        ),
+        (
+            run_of(
+                said("Initial weights", 1, "poor initialisation", "WARN"),
+                said("No gradient", 100, "frozen or unused layers (a, b)"),
+            ),
+            "bad",
+            "Broke at step 100: frozen or unused layers",
+        ),
+        # No rule was asked, and what was logged says it all the same: the row of steps 41 to 50.
+        (
+            run_of(values={"gradwatch/num_nan": at(4, 7) - 1}, norm=at(4, np.nan)),
+            "bad",
+            "NaN or Inf from step 50; recovered by 60",
+        ),
+        (
+            run_of(exit_code=1),
+            "bad",
+            "Ended early: 300 steps, no warning from the gradients; the process ended with exit code 1",
+        ),
+        (run_of(), "good", "Healthy: 300 steps, nothing unusual"),
+        (run_of(finished=False), "good", "Healthy so far: 300 steps, nothing unusual"),
+        (
+            run_of(said("Exploding gradient", 30, "one bad batch", "INFO")),
+            "good",
+            "Healthy: 300 steps, a remark at step 30 (one bad batch)",
+        ),
+        # A loss scaler that skips what overflows is at work, not broken.
+        (
+            run_of(values={"gradwatch/num_inf": at(4, 7) - 1, "gradwatch/num_skipped_steps": at(4, 2) - 1}),
+            "good",
+            "Healthy: 300 steps, nothing unusual",
+        ),
+    ],
+)
+def test_one_sentence_says_what_became_of_the_training(history: RunHistory, mood: str, text: str) -> None:
+    verdict = judge(history)
+    assert (verdict.mood, verdict.text) == (mood, text)
+    assert build_payload(history)[0]["verdict"] == {"mood": mood, "text": text}
+
+
+def test_a_text_without_a_cause_is_told_by_its_title() -> None:
+    assert cause_of(RecordedAlert("Head too large", "head.weight has a norm of 12", "WARN", 3)) == "head too large"
+
+
+def test_alerts_are_folded_by_title_and_the_most_severe_come_first() -> None:
+    alerts = [
+        said("Layer spread", 5, "depth", "WARN"),
+        said("NaN gradient", 40, "x"),
+        said("Exploding gradient", 20, "x", "WARN"),
+        said("Exploding gradient", 30, "x"),
+    ]
+    assert [[alert.step for alert in group] for group in fold(alerts)] == [[20, 30], [40], [5]]
+    payload = build_payload(run_of(*alerts))[0]["alerts"]
+    assert [(alert["title"], alert["level"], [one["step"] for one in alert["times"]]) for alert in payload] == [
+        ("Exploding gradient", "ERROR", [20, 30]),
+        ("NaN gradient", "ERROR", [40]),
+        ("Layer spread", "WARN", [5]),
+    ]

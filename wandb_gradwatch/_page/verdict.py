@@ -1,0 +1,152 @@
+"""One sentence about a run, from its alerts, their causes and what came after."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import numpy as np
+
+from .._analysis.formatting import CAUSE_PREFIX
+from ..snapshot import keys
+from .history import RecordedAlert, RunHistory
+
+Mood = Literal["good", "careful", "bad"]
+
+_SEVERITY: Final = {"ERROR": 0, "WARN": 1}  # whatever else is least
+# Alerts of these titles are one accident where they follow each other within so many steps.
+_EXPLOSIVE: Final = frozenset({"Exploding gradient", "Parameters grow too fast", "NaN gradient", "Inf gradient"})
+_SAME_ACCIDENT: Final = 20
+_STILL_HIGH: Final = 10.0  # times the median of the largest norms before the accident
+_EVIDENCE: Final = r" \(.*?\)(?=, or |\. Remedy|\.?$)"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One sentence, and how it is meant.
+
+    Args:
+        mood: "good", "careful" where something is unusual, "bad" where the training broke.
+        text: the sentence.
+    """
+
+    mood: Mood
+    text: str
+
+
+def judge(history: RunHistory) -> Verdict:
+    """Say in one sentence what became of the training."""
+    steps = [*history.steps[-1:].tolist(), *(series.steps[-1] for series in history.own.values() if len(series.steps))]
+    last = round(max(steps, default=0))
+    told = sorted((alert for alert in history.alerts if alert.step is not None), key=lambda alert: alert.step or 0)
+    end = f"; the process ended with exit code {history.exit_code}" if history.exit_code else ""
+    first = _first_of_the_accident(told)
+    bad = _first_nonfinite(history, told)
+    if first is None and bad is None:
+        return _without_accident(history, told, last, end)
+    parts = []
+    if first is not None:
+        parts.append(f"Broke at step {first.step}: {cause_of(first)}")
+    if bad is not None and (first is None or not first.title.startswith(("NaN", "Inf"))):
+        parts.append(f"NaN or Inf from {bad}" if parts else f"NaN or Inf from step {bad}")
+    start = min(step for step in (first.step if first is not None else None, bad) if step is not None)
+    if bad is not None or (first is not None and first.title in _EXPLOSIVE):
+        after = _recovered(history, start)
+        parts.append(f"not recovered by step {last}" if after is None else f"recovered by {after}")
+    return Verdict("bad", "; ".join(parts) + end)
+
+
+def fold(alerts: Iterable[RecordedAlert]) -> list[list[RecordedAlert]]:
+    """Alerts of one title together, oldest first; the most severe titles first, then the earliest."""
+    folded: dict[str, list[RecordedAlert]] = {}
+    for alert in alerts:
+        folded.setdefault(alert.title, []).append(alert)
+
+    def order(group: list[RecordedAlert]) -> tuple[int, float]:
+        first = min((alert.step for alert in group if alert.step is not None), default=np.inf)
+        return min(severity(alert) for alert in group), first
+
+    return sorted(folded.values(), key=order)
+
+
+def severity(alert: RecordedAlert) -> int:
+    """0 for an error, 1 for a warning, 2 for whatever else."""
+    return _SEVERITY.get(alert.level, 2)
+
+
+def cause_of(alert: RecordedAlert) -> str:
+    """The probable cause that the text names, without its evidence and remedy; the title where it names none.
+
+    Example:
+        >>> text = "Step 3: NaN.\\nProbable cause: one bad batch (the loss of step 3 is 9). Remedy: skip it."
+        >>> cause_of(RecordedAlert("NaN gradient", text, "ERROR", 3))
+        'one bad batch'
+    """
+    cause = alert.text.partition(CAUSE_PREFIX)[2].partition(". Remedy")[0]
+    cause = re.sub(_EVIDENCE, "", cause, flags=re.DOTALL).removeprefix("not clear: either ").strip().rstrip(".")
+    title = alert.title[:1].lower() + alert.title[1:] if alert.title[1:2].islower() else alert.title
+    return " ".join(cause.split()) or title
+
+
+def _first_of_the_accident(told: list[RecordedAlert]) -> RecordedAlert | None:
+    """The first error, or what led to it within a few steps; None without an error."""
+    place = next((place for place, alert in enumerate(told) if severity(alert) == 0), None)
+    if place is None:
+        return None
+    first = told[place]
+    for earlier in reversed(told[:place]):
+        near = (first.step or 0) - (earlier.step or 0) <= _SAME_ACCIDENT
+        if near and earlier.title in _EXPLOSIVE and severity(earlier) < 2 and first.title in _EXPLOSIVE:
+            first = earlier
+    return first
+
+
+def _first_nonfinite(history: RunHistory, told: list[RecordedAlert]) -> int | None:
+    """The first step with NaN or Inf in the gradients or in a scalar of the user, as far as the run's file tells it."""
+    steps = [alert.step for alert in told if alert.title in ("NaN gradient", "Inf gradient")]
+    steps += [
+        step for series in history.own.values() for step in series.steps[~np.isfinite(series.values)][:1].tolist()
+    ]
+    # A loss scaler overflows and skips by design: such windows are no accident, nor is a count exact to the step.
+    if not steps:
+        steps = history.steps[_nonfinite_rows(history)][:1].tolist()
+    return min((round(step) for step in steps if step is not None), default=None)
+
+
+def _nonfinite_rows(history: RunHistory) -> np.ndarray:
+    """Rows that hold NaN or Inf in gradients that were not skipped: [R]."""
+    none = np.zeros(len(history.steps))
+    counts = (history.values.get(key, none) for key in (keys.NUM_NAN, keys.NUM_INF))
+    skipped = np.nan_to_num(history.values.get(keys.NUM_SKIPPED_STEPS, none))
+    return np.asarray((np.nansum(list(counts), axis=0) > 0) & (skipped == 0))
+
+
+def _recovered(history: RunHistory, start: int) -> int | None:
+    """The first row after the accident from which on everything is finite and of its usual size; None: never."""
+    norms = history.values.get(
+        keys.GRAD_NORM_MAX, history.values.get(keys.GRAD_NORM, np.full(len(history.steps), np.nan))
+    )
+    before = norms[(history.steps < start) & np.isfinite(norms)]
+    high = norms > _STILL_HIGH * np.median(before) if len(before) else np.zeros(len(norms), dtype=bool)
+    bad_steps = history.steps[_nonfinite_rows(history) | high | np.isinf(norms)].tolist()
+    bad_steps += [step for series in history.own.values() for step in series.steps[~np.isfinite(series.values)]]
+    after = history.steps[history.steps > max([start, *bad_steps])]
+    return int(after[0]) if len(after) else None
+
+
+def _without_accident(history: RunHistory, told: list[RecordedAlert], last: int, end: str) -> Verdict:
+    warnings = [alert for alert in told if severity(alert) == 1]
+    if warnings:
+        first = warnings[0]
+        others = len({alert.title for alert in warnings}) - 1
+        more = f", and {others} more kind{'s' if others > 1 else ''} of warning" if others else ""
+        return Verdict("careful", f"Unusual from step {first.step}: {cause_of(first)}{more}{end}")
+    length = f"{last:,} step{'' if last == 1 else 's'}"
+    if end:
+        return Verdict("bad", f"Ended early: {length}, no warning from the gradients{end}")
+    remark = f"a remark at step {told[0].step} ({cause_of(told[0])})" if told else "nothing unusual"
+    if not len(history.steps):
+        return Verdict("careful", "No rows of gradients")
+    return Verdict("good", f"Healthy{'' if history.finished else ' so far'}: {length}, {remark}")
