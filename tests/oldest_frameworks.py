@@ -57,7 +57,7 @@ def with_lightning(package: str) -> None:
         trainer = pl.Trainer(
             max_epochs=epochs, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
             enable_model_summary=False, gradient_clip_val=CLIPPED_TO,
-            callbacks=[GradWatchCallback(sinks=[memory], log_every_n_steps=1)],
+            callbacks=[GradWatchCallback(sample_every=1, sinks=[memory], log_every_n_steps=1)],
         )  # fmt: skip
         trainer.fit(Module(), torch.utils.data.DataLoader(EPOCH, batch_size=None), ckpt_path=checkpoint)
         assert abs(float(trainer.callback_metrics["train/grad_norm"]) - 5) < 1e-5
@@ -127,7 +127,7 @@ def with_transformers() -> None:
             dataloader_pin_memory=False,
         )  # fmt: skip
         data = [{"x": x[0]} for x in EPOCH]
-        callback = GradWatchCallback(sinks=[memory])
+        callback = GradWatchCallback(sample_every=1, sinks=[memory])
         trainer = Trainer(model=Net(), args=arguments, train_dataset=data, callbacks=[callback])
         trainer.train(resume_from_checkpoint=checkpoint)
         logged = [each["step"] for each in trainer.state.log_history if "gradwatch/grad_norm" in each]

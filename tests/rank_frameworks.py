@@ -58,7 +58,7 @@ def hugging_face(rank: int, world: int, *, folder: str, resume: int | None = Non
         options = {"sinks": [memory], "backend": "cpu", "on_alert": lambda alert: alerts.append(alert.title)}
         trainer = trainer_of(
             Path(folder),
-            [GradWatchCallback(guard="skip", **options)],
+            [GradWatchCallback(sample_every=1, guard="skip", **options)],
             model=model,
             count=STEPS * ACCUMULATE * world,
             gradient_accumulation_steps=ACCUMULATE,

@@ -15,7 +15,7 @@ NAMES = ["0.weight", "0.bias", "2.weight", "2.bias", "4.weight", "4.bias"]
 
 
 def check(results, world, steps, *, micros=1, clip=None, first=0, width=5):
-    """Rank 0 logged every sample of the whole model; all ranks know the same numbers."""
+    """Every rank was given a sink, which has every sample of the whole model."""
     truth = expected(world, steps, micros=micros, clip=clip, width=width)
     main = results[0]
     assert main["steps"] == list(range(1, steps + 1))
@@ -26,9 +26,10 @@ def check(results, world, steps, *, micros=1, clip=None, first=0, width=5):
     np.testing.assert_allclose(main["total"][first:], whole[first:], rtol=2e-5)
     sizes = [4 * width, width, 3 * width, 3, 3, 1]
     assert main["num_elements"].tolist() == [sizes] * steps
-    assert all(other["num_snapshots"] == 0 for other in results[1:])
     for other in results[1:]:
-        np.testing.assert_array_equal(other["grad_norm"][-1], main["grad_norm"][-1])
+        assert other["num_snapshots"] == main["num_snapshots"]
+        # One rank may have compiled its loops before another: sums in another order.
+        np.testing.assert_allclose(other["grad_norm"], main["grad_norm"], rtol=1e-5)
 
 
 DDP = [
@@ -188,7 +189,7 @@ def test_ranks_that_watch_different_parameters_say_so_and_go_on():
     for rank, result in enumerate(result_of("rank_that_watches_something_else", steps=3)):
         assert sum("no longer merged" in text for text in result["said"]) == 1
         assert result["names"] == [name for name in NAMES if ("weight" if rank == 0 else "bias") in name]
-        assert result["steps"] == ([1, 2, 3] if rank == 0 else [3])  # the others keep their newest only
+        assert result["steps"] == [1, 2, 3]
 
 
 def test_a_rank_that_does_not_watch_is_not_waited_for():

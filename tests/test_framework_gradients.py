@@ -39,7 +39,7 @@ def in_lightning(model: nn.Module, x: torch.Tensor, **options: Any) -> Numbers:
 
     notes = Notes()
     data = torch.utils.data.DataLoader([x], batch_size=None)
-    trainer_of(GradWatchCallback(per_layer=True, **options), notes=notes).fit(Module(), data)
+    trainer_of(GradWatchCallback(sample_every=1, per_layer=True, **options), notes=notes).fit(Module(), data)
     return {key.removeprefix("train/"): value for key, value in notes.calls[0][1].items()}
 
 

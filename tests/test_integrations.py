@@ -159,10 +159,10 @@ def test_the_last_sample_is_judged_like_any_other(caplog: pytest.LogCaptureFixtu
 # ---- versions
 
 
-def test_the_readme_names_the_floors_and_the_newest_versions_that_are_tested() -> None:
+def test_the_documentation_names_the_floors_and_the_newest_versions_that_are_tested() -> None:
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     floors = dict(re.findall(r'"([a-z-]+)>=([\d.]+)"', project))
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/frameworks.md").read_text(encoding="utf-8")
     newest = dict(re.findall(r"^([a-z-]+)==([\d.]+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
     for name, package in {
         "Lightning": "lightning",
@@ -170,8 +170,8 @@ def test_the_readme_names_the_floors_and_the_newest_versions_that_are_tested() -
         "transformers": "transformers",
         "Accelerate": "accelerate",
     }.items():
-        assert re.search(rf"^\|.*{name} {re.escape(floors[package])}\b[^.]", readme, re.MULTILINE), (name, "floor")
-        assert re.search(rf"^Tested up to .*{name} {re.escape(newest[package])}\b", readme, re.MULTILINE), (
+        assert re.search(rf"^\|.*{name} {re.escape(floors[package])}\b[^.]", page, re.MULTILINE), (name, "floor")
+        assert re.search(rf"^Tested up to .*{name} {re.escape(newest[package])}\b", page, re.MULTILINE), (
             name,
             "newest",
         )

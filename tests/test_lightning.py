@@ -36,7 +36,11 @@ pytestmark = [
 def test_steps_and_epochs_agree_with_float64(accumulate: int, more: dict[str, Any]) -> None:
     notes, module = Notes(), Regression(accumulate=accumulate)
     trainer = trainer_of(
-        GradWatchCallback(per_layer=True), notes=notes, max_epochs=2, accumulate_grad_batches=accumulate, **more
+        GradWatchCallback(sample_every=1, per_layer=True),
+        notes=notes,
+        max_epochs=2,
+        accumulate_grad_batches=accumulate,
+        **more,
     )
     trainer.fit(module, loader(6))
     expected, steps = module.expected, 6 // accumulate  # of an epoch
@@ -58,7 +62,9 @@ def test_each_value_is_logged_once_under_its_own_step(callback_every: int, train
     """log_dict would write it when the Trainer writes: late, again and again, or never."""
     notes, module = Notes(), Regression()
     trainer = trainer_of(
-        GradWatchCallback(log_every_n_steps=callback_every), notes=notes, log_every_n_steps=trainer_every
+        GradWatchCallback(sample_every=1, log_every_n_steps=callback_every),
+        notes=notes,
+        log_every_n_steps=trainer_every,
     )
     trainer.fit(module, loader(12))
     due = range(callback_every - 1, 12, callback_every)
@@ -68,17 +74,19 @@ def test_each_value_is_logged_once_under_its_own_step(callback_every: int, train
 
 def test_the_cadence_is_the_trainers_where_none_is_given_and_0_is_never() -> None:
     by_trainer, never = Notes(), Notes()
-    trainer_of(GradWatchCallback(), notes=by_trainer, log_every_n_steps=4).fit(Regression(), loader(8))
+    trainer_of(GradWatchCallback(sample_every=1), notes=by_trainer, log_every_n_steps=4).fit(Regression(), loader(8))
     assert [step for step, _ in by_trainer.series("train/grad_norm")] == [3, 7]
     module = Regression()
-    trainer_of(GradWatchCallback(log_every_n_steps=0), notes=never).fit(module, loader(8))
+    trainer_of(GradWatchCallback(sample_every=1, log_every_n_steps=0), notes=never).fit(module, loader(8))
     assert never.series("train/grad_norm") == []
     assert never.series("train_epoch/grad_norm") == [(7, approx(sum(module.expected.norms) / 8))]
 
 
 def test_prefixes_and_switches() -> None:
     notes = Notes()
-    callback = GradWatchCallback(step_prefix="s-", epoch_prefix="e-", track_epochs=False, track_sparsity=False)
+    callback = GradWatchCallback(
+        sample_every=1, step_prefix="s-", epoch_prefix="e-", track_epochs=False, track_sparsity=False
+    )
     trainer_of(callback, notes=notes).fit(Regression(), loader(2))
     keys = {key for _, metrics in notes.calls for key in metrics if "grad" in key}
     assert keys == {"s-grad_norm", "s-grad_mean", "s-grad_std"}
@@ -86,7 +94,7 @@ def test_prefixes_and_switches() -> None:
 
 def test_every_logger_gets_every_number(tmp_path: Any) -> None:
     loggers = [Notes(), pl.loggers.CSVLogger(tmp_path), Notes()]
-    trainer_of(GradWatchCallback(per_layer=True), notes=loggers).fit(Regression(), loader(3))
+    trainer_of(GradWatchCallback(sample_every=1, per_layer=True), notes=loggers).fit(Regression(), loader(3))
     first = [call for call in loggers[0].calls if any("grad" in key for key in call[1])]
     assert len(first) == 4  # three steps, one epoch
     assert first == [call for call in loggers[2].calls if any("grad" in key for key in call[1])]
@@ -101,7 +109,9 @@ def test_bf16_gradients_are_those_of_the_optimizer() -> None:
     module.on_before_optimizer_step = lambda optimizer: seen.append(  # type: ignore[method-assign]
         float(torch.cat([p.grad.flatten().double() for p in module.parameters()]).norm())
     )
-    trainer_of(GradWatchCallback(), notes=notes, precision="bf16-mixed", gradient_clip_val=0.01).fit(module, loader(4))
+    trainer_of(GradWatchCallback(sample_every=1), notes=notes, precision="bf16-mixed", gradient_clip_val=0.01).fit(
+        module, loader(4)
+    )
     assert notes.series("train/grad_norm") == [(step, approx(norm)) for step, norm in enumerate(seen)]
 
 
@@ -112,7 +122,11 @@ def test_loss_scaling_and_an_overflow_leave_true_numbers() -> None:
     notes, module, memory = Notes(), Regression(), MemorySink()
     plugin = _scaling()
     trainer = trainer_of(
-        GradWatchCallback(sinks=[memory]), notes=notes, plugins=[plugin], gradient_clip_val=0.01, max_epochs=1
+        GradWatchCallback(sample_every=1, sinks=[memory]),
+        notes=notes,
+        plugins=[plugin],
+        gradient_clip_val=0.01,
+        max_epochs=1,
     )
     trainer.fit(module, DataLoader(data, batch_size=None))
     expected = module.expected.norms
@@ -138,7 +152,7 @@ def test_a_fused_optimizer_that_unscales_by_itself_leaves_true_numbers() -> None
 
     notes, module = Notes(), Fused()
     plugin = _scaling()
-    trainer_of(GradWatchCallback(), notes=notes, plugins=[plugin]).fit(module, loader(4))
+    trainer_of(GradWatchCallback(sample_every=1), notes=notes, plugins=[plugin]).fit(module, loader(4))
     norms = module.expected.norms
     assert notes.series("train/grad_norm") == list(enumerate(approx(norm) for norm in norms))
     assert notes.series("train_epoch/grad_norm") == [(3, approx(sum(norms) / 4))]
@@ -204,9 +218,9 @@ def _norm(module: nn.Module) -> float:
 def test_a_gan_logs_both_networks_of_a_batch_before_clipping(every: int) -> None:
     """Every second optimizer step would be the generator's alone: the cadence counts batches."""
     notes, module = Notes(), Gan()
-    trainer_of(GradWatchCallback(log_every_n_steps=every, per_layer=True, group_by=_network), notes=notes).fit(
-        module, loader(4)
-    )
+    trainer_of(
+        GradWatchCallback(sample_every=1, log_every_n_steps=every, per_layer=True, group_by=_network), notes=notes
+    ).fit(module, loader(4))
     due = range(every - 1, 4, every)
     assert notes.series("train/grad_norm/critic") == [(b, approx(module.norms[b][0])) for b in due]
     assert notes.series("train/grad_norm/generator") == [(b, approx(module.norms[b][1])) for b in due]
@@ -238,7 +252,7 @@ def test_two_optimizers_after_one_backward_are_one_step() -> None:
             return [torch.optim.SGD(part.parameters(), lr=0.05) for part in (self.net[0], self.net[2])]
 
     notes, module = Notes(), Split()
-    trainer_of(GradWatchCallback(), notes=notes).fit(module, loader(4))
+    trainer_of(GradWatchCallback(sample_every=1), notes=notes).fit(module, loader(4))
     assert notes.series("train/grad_norm") == list(enumerate(approx(n) for n in module.expected.norms))
 
 
@@ -253,5 +267,5 @@ def test_lbfgs_counts_one_step_of_its_first_evaluation() -> None:
             return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
 
     notes, module = Notes(), Lbfgs()
-    trainer_of(GradWatchCallback(), notes=notes).fit(module, loader(3))
+    trainer_of(GradWatchCallback(sample_every=1), notes=notes).fit(module, loader(3))
     assert notes.series("train/grad_norm") == list(enumerate(approx(n) for n in module.expected.norms))

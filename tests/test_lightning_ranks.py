@@ -30,7 +30,8 @@ data = batches(8)  # rank 0 takes the even ones, rank 1 the odd ones
 module, notes = Regression(), Notes()
 stopping = EarlyStopping("train_epoch/grad_norm", patience=99)  # raises on a rank that does not know the number
 trainer = trainer_of(
-    [GradWatchCallback(per_layer=True, backend="cpu"), stopping],  # compared bit for bit: not by what one rank compiles
+    # Compared bit for bit: not by loops that one rank has compiled earlier than the other.
+    [GradWatchCallback(sample_every=1, per_layer=True, backend="cpu"), stopping],
     notes=notes, max_epochs=2, devices=2, gradient_clip_val=0.05,
     strategy=DDPStrategy(process_group_backend="gloo", timeout=timedelta(seconds=30)), use_distributed_sampler=False,
 )
@@ -80,8 +81,8 @@ def fit(path, *more):
         data_parallel_size=2, tensor_parallel_size=1, process_group_backend="gloo", timeout=timedelta(seconds=30)
     )
     trainer = trainer_of(
-        [GradWatchCallback(log_every_n_steps=1, backend="cpu"), *more], notes=notes, max_epochs=2, devices=2,
-        strategy=strategy, gradient_clip_val=0.05, use_distributed_sampler=False,
+        [GradWatchCallback(sample_every=1, log_every_n_steps=1, backend="cpu"), *more],
+        notes=notes, max_epochs=2, devices=2, strategy=strategy, gradient_clip_val=0.05, use_distributed_sampler=False,
     )
     try:
         trainer.fit(module, ResumableData(data[rank::2]), ckpt_path=path)

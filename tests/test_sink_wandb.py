@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
+import gradients
 import numpy as np
 import pytest
 import torch
@@ -494,3 +496,17 @@ def test_details_reach_the_run_the_received_norm_after_clipping(offline_run: Any
 def test_what_details_may_be_is_said_at_once(details: Any, offline_run: Any) -> None:
     with pytest.raises(ValueError, match="must be a sequence of names out of"):
         wandb_gradwatch.watch(torch.nn.Linear(1, 1), run=offline_run, details=details)
+
+
+def test_ranks_other_than_0_need_no_run_and_log_only_where_they_are_given_one(
+    start_run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = start_run(reinit="finish_previous")  # the only kind that becomes wandb.run
+    monkeypatch.setattr("wandb_gradwatch._watch.rank", lambda: 1)
+    for scale, options in ((1.0, {}), (2.0, {"run": run})):
+        model = gradients.Chosen(a=2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        with wandb_gradwatch.watch(model, sample_every=1, log_every=1, **options):
+            gradients.step(model, optimizer, a=[3.0 * scale, 4.0 * scale])
+    run.finish()
+    assert [row["gradwatch/grad_norm"] for row in history(run)] == [10.0]  # of {6, 8}; not 5, of {3, 4}

@@ -110,7 +110,7 @@ def test_steps_agree_with_float64_before_clipping(accumulate: int, max_grad_norm
     memory = MemorySink()
     trainer = trainer_of(
         tmp_path,
-        [GradWatchCallback(per_layer=True, sinks=[memory])],
+        [GradWatchCallback(sample_every=1, per_layer=True, sinks=[memory])],
         gradient_accumulation_steps=accumulate,
         max_grad_norm=max_grad_norm,
         num_train_epochs=2,
@@ -129,10 +129,10 @@ def test_steps_agree_with_float64_before_clipping(accumulate: int, max_grad_norm
 
 
 def test_the_cadence_is_the_trainers_where_none_is_given(tmp_path: Path) -> None:
-    trainer = trainer_of(tmp_path, [GradWatchCallback()], logging_steps=2)
+    trainer = trainer_of(tmp_path, [GradWatchCallback(sample_every=1)], logging_steps=2)
     trainer.train()
     assert [step for step, _ in logged(trainer)] == [2, 4, 6]
-    trainer = trainer_of(tmp_path, [GradWatchCallback(log_every=3)], logging_strategy="epoch")
+    trainer = trainer_of(tmp_path, [GradWatchCallback(sample_every=1, log_every=3)], logging_strategy="epoch")
     trainer.train()
     assert [step for step, _ in logged(trainer)] == [3, 6]
 
@@ -149,7 +149,7 @@ def test_mixed_gradients_are_those_of_the_optimizer(precision: str, tmp_path: Pa
             self.norms.append(float(torch.cat(gradients).norm()))
 
     look = Look()
-    trainer = trainer_of(tmp_path, [GradWatchCallback(), look], max_grad_norm=0.0, **{precision: True})
+    trainer = trainer_of(tmp_path, [GradWatchCallback(sample_every=1), look], max_grad_norm=0.0, **{precision: True})
     trainer.train()
     assert logged(trainer) == [(step, approx(norm)) for step, norm in enumerate(look.norms, 1)]
 
@@ -167,9 +167,9 @@ def test_steps_go_on_after_a_resume(save_steps: int, tmp_path: Path) -> None:
     through.train()
     saving = {"save_strategy": "steps", "save_steps": save_steps, "num_train_epochs": 3}
     with pytest.raises(RuntimeError, match="killed"):
-        trainer_of(tmp_path, [GradWatchCallback(), Stop()], count=3, **saving).train()
+        trainer_of(tmp_path, [GradWatchCallback(sample_every=1), Stop()], count=3, **saving).train()
     memory = MemorySink()
-    trainer = trainer_of(tmp_path, [GradWatchCallback(sinks=[memory])], count=3, num_train_epochs=3)
+    trainer = trainer_of(tmp_path, [GradWatchCallback(sample_every=1, sinks=[memory])], count=3, num_train_epochs=3)
     trainer.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{save_steps}"))
     norms = through.model.expected.norms
     # The log of the first half is in the checkpoint, that of the second half joins it.
@@ -180,7 +180,7 @@ def test_steps_go_on_after_a_resume(save_steps: int, tmp_path: Path) -> None:
 
 
 def test_a_watcher_of_a_training_that_raised_is_replaced(tmp_path: Path) -> None:
-    callback = GradWatchCallback()
+    callback = GradWatchCallback(sample_every=1)
     model = Net()
     with pytest.raises(RuntimeError, match="killed"):
         trainer_of(tmp_path, [callback, Stop()], model=model, save_strategy="steps", save_steps=1).train()
@@ -235,7 +235,7 @@ def test_a_frozen_model_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFi
     model.forward = lambda x: {"loss": forward(x)["loss"] + torch.zeros((), requires_grad=True)}  # type: ignore[method-assign]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     with caplog.at_level(logging.WARNING, logger="wandb_gradwatch"):
-        trainer = trainer_of(tmp_path, [Thaw(), GradWatchCallback()], model=model, count=4)
+        trainer = trainer_of(tmp_path, [Thaw(), GradWatchCallback(sample_every=1)], model=model, count=4)
         trainer.optimizer = optimizer
         trainer.train()
     said = [record.message for record in caplog.records if "no trainable parameter" in record.message]
@@ -249,14 +249,16 @@ def test_training_is_untouched(tmp_path: Path) -> None:
         trainer.train()
         return [p.detach().clone() for p in trainer.model.parameters()]
 
-    for with_us, without in zip(trained([GradWatchCallback(per_layer=True)]), trained([]), strict=True):
+    for with_us, without in zip(trained([GradWatchCallback(sample_every=1, per_layer=True)]), trained([]), strict=True):
         assert torch.equal(with_us, without)
 
 
 def test_an_explosion_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     alerts: list[Alert] = []
     rules = [wandb_gradwatch.rules.ExplodingGradient(threshold=1e-3)]
-    trainer_of(tmp_path, [GradWatchCallback(rules=rules, on_alert=alerts.append)], max_grad_norm=1e-4).train()
+    trainer_of(
+        tmp_path, [GradWatchCallback(sample_every=1, rules=rules, on_alert=alerts.append)], max_grad_norm=1e-4
+    ).train()
     assert [alert.title for alert in alerts] == ["Exploding gradient"]
     assert capsys.readouterr().err.count("ERROR at step 1: Exploding gradient") == 1
 
@@ -278,7 +280,9 @@ def test_wrong_arguments_raise_at_once(arguments: dict[str, Any], error: type[Ex
 
 def test_the_trainers_own_run_gets_our_rows_and_keeps_its(start_run: Callable[..., Any], tmp_path: Path) -> None:
     run = start_run(reinit="finish_previous")  # the only kind that becomes wandb.run
-    trainer = trainer_of(tmp_path, [GradWatchCallback(log_every=2)], report_to=["wandb"], logging_steps=2)
+    trainer = trainer_of(
+        tmp_path, [GradWatchCallback(sample_every=1, log_every=2)], report_to=["wandb"], logging_steps=2
+    )
     trainer.train()
     run.finish()
     rows = history(run)
@@ -307,7 +311,7 @@ def test_lora_wrapped_after_the_callback_was_made(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     alerts: list[Alert] = []
     memory = MemorySink()
-    callback = GradWatchCallback(per_layer=True, sinks=[memory], on_alert=alerts.append)
+    callback = GradWatchCallback(sample_every=1, per_layer=True, sinks=[memory], on_alert=alerts.append)
     base = TwoLayers()
     model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["first"]))
     norms: list[float] = []
@@ -401,7 +405,7 @@ def test_accelerate_in_two_lines(accelerator: Any) -> None:
 
 def test_the_log_history_can_be_written(tmp_path: Path) -> None:
     """The Trainer saves its state as JSON."""
-    trainer = trainer_of(tmp_path, [GradWatchCallback(per_layer=True)], count=2)
+    trainer = trainer_of(tmp_path, [GradWatchCallback(sample_every=1, per_layer=True)], count=2)
     trainer.train()
     trainer.save_state()
     saved = json.loads((tmp_path / "trainer_state.json").read_text())

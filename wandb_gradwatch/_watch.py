@@ -76,7 +76,7 @@ def watch(
         model: a module, or a list or dict of modules.
         log: of what histograms are logged, as in `wandb.watch`: "gradients", "parameters" (as an update has left them,
             instead of the gradients' histograms), or "all". Norms, counts and alerts are the same with each.
-        run: the W&B run; None takes `wandb.run`.
+        run: the W&B run; None takes `wandb.run`, on rank 0. Other ranks log only where `run` or `sinks` is given.
         include: watch only parameters whose name matches: a regular expression (searched), several, or a function.
         exclude: do not watch those whose name matches.
         sample_every: None: measure every step while that keeps to `max_overhead`, otherwise fewer; the first ten, and
@@ -166,7 +166,7 @@ def watch(
     _prepare_backend(registry, dead_threshold, backend, histogram=histogram_every != 0)
 
     _replace_watchers_of(registry)
-    chosen = own_sinks if rank() == 0 else []
+    chosen = own_sinks
     if used_run is not None:
         namespace = _namespace(used_run, registry)
         chosen.append(WandbSink(used_run, group_by=group_by, namespace=namespace, details=details))
@@ -307,10 +307,8 @@ def wait_for_kernels() -> None:
 
 
 def _run_of(run: Any, sinks: Sequence[Sink] | None) -> Any:
-    """The run that this watcher logs to; None on ranks other than 0, which log nothing, and where there are sinks."""
-    if rank() != 0:
-        return None
-    if run is None and sinks is None:
+    """The run that this watcher logs to; where none is given, None if there are sinks, and on ranks other than 0."""
+    if run is None and sinks is None and rank() == 0:
         run = getattr(sys.modules.get("wandb"), "run", None)
         if run is None:
             raise RuntimeError(

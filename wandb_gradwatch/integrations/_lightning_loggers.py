@@ -11,7 +11,7 @@ from ..sinks import Sink
 from ..sinks._wandb_run import WandbSink
 from ..snapshot import GroupBy
 from ._batch_index import BatchPlace
-from ._sample_queue import AlertLog, NamedWandbSink, active_run
+from ._sample_queue import NamedWandbSink, active_run
 
 
 def place_of(trainer: Any, every: int) -> BatchPlace:
@@ -52,7 +52,7 @@ def sinks_for(
     namespace: str,
     details: Sequence[str],
 ) -> list[Sink]:
-    """The runs of the WandbLoggers, else the active one, and the program's log for alerts; none beyond rank zero.
+    """The runs of the WandbLoggers, else the active one; beyond rank zero, only a run that the user gave.
 
     Args:
         run: the only run, where the user gave one.
@@ -60,16 +60,16 @@ def sinks_for(
         rows: False to send alerts only.
         namespace, details: see WandbSink.
     """
-    if not trainer.is_global_zero:
-        return []
-    runs = [run] if run is not None else [logger.experiment for logger in trainer.loggers if _is_wandb(logger)]
-    if not runs and (active := active_run()) is not None:
-        runs = [active]
+    runs = [] if run is None else [run]
+    if not runs and trainer.is_global_zero:
+        runs = [logger.experiment for logger in trainer.loggers if _is_wandb(logger)]
+        if not runs and (active := active_run()) is not None:
+            runs = [active]
     sinks = [
         WandbSink(each, group_by=group_by, namespace=namespace, details=details)
         for each in {id(each): each for each in runs}.values()
     ]
-    return [*(NamedWandbSink(sink, numbers_of, rows=rows) for sink in sinks), AlertLog()]
+    return [NamedWandbSink(sink, numbers_of, rows=rows) for sink in sinks]
 
 
 def _is_wandb(logger: Any) -> bool:

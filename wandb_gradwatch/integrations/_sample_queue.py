@@ -12,6 +12,7 @@ from typing import Any, Final
 import numpy as np
 
 from .._measure.columns import Column
+from .._runtime.sharding import rank
 from ..rules import Alert
 from ..sinks import Sink, WandbSink
 from ..snapshot import GroupBy, Snapshot, keys
@@ -24,8 +25,8 @@ logger: Final = logging.getLogger("wandb_gradwatch")
 class SampleQueue:
     """Keeps every sample until the framework has a moment for it.
 
-    A rule, because rules are given each sample once, in order, as soon as it is on the host, and on every rank, where
-    sinks get windows on rank 0. It finds nothing.
+    A rule, because rules are given each sample once, in order, as soon as it is on the host, where sinks get
+    windows. It finds nothing.
     """
 
     def __init__(self) -> None:
@@ -136,8 +137,8 @@ def is_update(sample: Snapshot) -> bool:
 
 
 def active_run() -> Any:
-    """The W&B run of this process; None where there is none, or W&B was never imported."""
-    return getattr(sys.modules.get("wandb"), "run", None)
+    """The W&B run of this process; None where there is none, W&B was never imported, or the rank is not 0."""
+    return getattr(sys.modules.get("wandb"), "run", None) if rank() == 0 else None
 
 
 class AlertLog(Sink):

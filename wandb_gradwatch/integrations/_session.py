@@ -15,8 +15,9 @@ from .._watch import COMPANIONS, watch
 from .._watcher import Watcher
 from ..metrics import rules_of
 from ..rules import Rule, default_rules
+from ..sinks import Sink
 from ..snapshot import GroupBy, Snapshot
-from ._sample_queue import SampleQueue, sample_numbers
+from ._sample_queue import AlertLog, SampleQueue, sample_numbers
 
 logger: Final = logging.getLogger("wandb_gradwatch")
 
@@ -64,6 +65,7 @@ class Session:
         start_step: int = 0,
         goes_on: bool = False,
         beside: Iterable[Watcher] = (),
+        sinks: Iterable[Sink] = (),
         **more: Any,
     ) -> None:
         """Watch, unless the model is frozen as a whole: that is said once, and later calls look again.
@@ -73,6 +75,7 @@ class Session:
             start_step: the number of the last step already made, where there is no memory that knows it.
             goes_on: this training continues the last one, also where nothing was loaded.
             beside: watchers of the same model that go on.
+            sinks: those of the caller, beside the user's and, on rank 0, the program's log for alerts.
             more: arguments of watch() that the caller sets.
         """
         if not any(parameter.requires_grad for module in modules_of(model) for parameter in module.parameters()):
@@ -81,6 +84,7 @@ class Session:
         self._feed.take()  # what a training that raised has left
         memory = self._memory if goes_on or self._is_loaded else {}
         options = {**self.options, **more, "rules": [*self._rules(), self._feed]}
+        options["sinks"] = [*(self.options.get("sinks") or ()), *sinks, *([AlertLog()] if rank() == 0 else [])]
         self._is_sharded = is_sharded(model)
         companions = COMPANIONS.set(tuple(beside))
         try:

@@ -25,7 +25,7 @@ from ..metrics import ModuleProbe
 from ..rules import Alert
 from ..snapshot import Snapshot
 from ._require import require
-from ._sample_queue import AlertLog, SampleQueue, active_run
+from ._sample_queue import SampleQueue, active_run
 from ._session import Session, is_sharded
 
 _Present = tuple[tuple[str, ...], tuple[bool, ...]]  # names, and which of them have a gradient
@@ -169,7 +169,6 @@ class GradWatch:
             goes_on=True,
             sample_every=1,  # the metrics are of every iteration
             run=active_run() if self._run is None else self._run,
-            sinks=[*(options.get("sinks") or ()), AlertLog()],
             metrics=[*(options.get("metrics") or ()), _SpikeGuard(self)],
             guard=self._guard if self._skip else options.get("guard"),
         )

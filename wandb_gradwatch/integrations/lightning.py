@@ -261,7 +261,7 @@ class GradWatchCallback(_Callback):  # type: ignore[misc]
             beside=[callback.watcher for callback in ours if callback is not self and callback.watcher is not None],
             goes_on=trainer.global_step > 0,
             log_every=every or _DEFAULT_LOG_EVERY,
-            sinks=[*(options.get("sinks") or ()), *sinks],
+            sinks=sinks,
         )
 
     def _with_threshold(self, rules: list[Rule]) -> list[Rule]:

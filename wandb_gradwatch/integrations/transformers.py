@@ -24,7 +24,7 @@ from ..metrics._forward_hooks import ForwardHook
 from ..metrics._module_index import ROOT, ModuleIndex
 from ..snapshot import keys
 from ._require import require
-from ._sample_queue import AlertLog, active_run
+from ._sample_queue import active_run
 from ._session import Session
 
 _TrainerCallback: Any = require("transformers", extra="transformers").TrainerCallback
@@ -149,7 +149,6 @@ class GradWatchCallback(_TrainerCallback):  # type: ignore[misc]
             log_every=self._every(args, state),
             log=self._session.options.get("log", _histograms_asked_for()),
             run=active_run() if self._run is None else self._run,
-            sinks=[*(self._session.options.get("sinks") or ()), AlertLog()],
         )
         self._see_losses(args, model)
 
