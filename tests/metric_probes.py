@@ -22,11 +22,11 @@ def watch(model: Any, metrics: Sequence[Any], **options: Any) -> tuple[Watcher, 
 
 
 def values(watcher: Watcher, sink: MemorySink) -> dict[str, Any]:
-    """Every metric by key over the samples: [S]; the watcher is removed."""
+    """Every metric by key over the samples, without the package's own: [S]; the watcher is removed."""
     watcher.remove()
     merged = sink.merged()
     assert merged is not None, "nothing was sampled"
-    return {key: np.asarray(value) for key, value in merged.metrics.items()}
+    return {key: np.asarray(value) for key, value in merged.metrics.items() if not key.startswith("gradwatch/")}
 
 
 def mean_square(output: Any) -> Tensor:

@@ -74,7 +74,6 @@ def test_micro_batches_are_counted_together():
         ({}, [[4.0], [5.0]]),
         ({"histogram_every": 2}, [[2.0, 4.0], [6.0]]),
         ({"histogram_every": 0}, [None, None]),
-        ({"statistics": ["parameter"]}, [None, None]),
     ],
 )
 def test_it_is_taken_at_the_steps_that_have_histograms_of_gradients(options, expected):
@@ -163,8 +162,7 @@ def test_in_the_run_it_is_a_histogram_with_even_edges_and_not_in_the_summary(sta
     assert len(widths) == NUM_PICTURE_BINS
     np.testing.assert_allclose(widths, widths[0], rtol=1e-9)
     assert sum(found[0]["values"]) == 20
-    assert "activation/1/norm" in recorded.summary
-    assert key not in recorded.summary
+    assert not [name for name in recorded.summary if name.startswith("activation/")]
     names = [metric.get("1") or metric.get("2") for metric in recorded.metrics]
     # `5`: the step metric; `7` = [6] keeps it out of the summary.
     assert recorded.metrics[names.index(f"{key}*")]["5"] == names.index("gradwatch/step") + 1

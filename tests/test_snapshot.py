@@ -276,7 +276,9 @@ def test_a_quantile_outside_zero_and_one_is_refused(q: float, histogram: bool) -
 
 def test_rows_and_histograms_of_wrong_shape_are_refused() -> None:
     steps = np.array([1])
-    with pytest.raises(ValueError, match=r"rows must be \[S, P, C\] = \(1, 1, 13\), but are \(1, 2, 13\)"):
+    with pytest.raises(
+        ValueError, match=rf"rows must be \[S, P, C\] = \(1, 1, {NUM_COLUMNS}\), but are \(1, 2, {NUM_COLUMNS}\)"
+    ):
         Snapshot(steps=steps, names=("a",), rows=np.zeros((1, 2, NUM_COLUMNS)))
     with pytest.raises(ValueError, match=r"histogram must be \[P, B\] = \(1, 257\), but is \(1, 3\)"):
         Snapshot(steps, ("a",), np.zeros((1, 1, NUM_COLUMNS)), histogram=np.zeros((1, 3), dtype=np.int64))
