@@ -19,18 +19,21 @@ class Movement:
 
     def __init__(self) -> None:
         self._step = 0
+        self._num_broken = 0.0  # elements that were not finite then
         self._sum_sq = PerName(math.nan)
 
     def of(self, snapshot: Snapshot, sample: int, *, signed: bool = False) -> float:
         """Relative change of the parameters' norm per step since the sample before: of those that both samples hold.
 
-        NaN where nothing can be compared, infinite where a parameter is not finite any more.
+        NaN where nothing can be compared, infinite where an element is not finite any more that was.
         """
         after_P, kept_P = snapshot.column(Column.PARAM_SUM_SQ)[sample], self._sum_sq.of(snapshot.names)
         before_P, num_steps = kept_P.copy(), int(snapshot.steps[sample]) - self._step
         kept_P[:], self._step = after_P, int(snapshot.steps[sample])
         both_P = ~np.isnan(after_P) & ~np.isnan(before_P)
-        if np.any(snapshot.column(Column.PARAM_NUM_NONFINITE)[sample] > 0):
+        already, num_broken = self._num_broken, float(np.nansum(snapshot.column(Column.PARAM_NUM_NONFINITE)[sample]))
+        self._num_broken = num_broken
+        if num_broken > already:
             return math.inf
         before, after = float(before_P[both_P].sum()), float(after_P[both_P].sum())
         if not before > 0 or not after > 0 or num_steps < 1:
@@ -39,8 +42,8 @@ class Movement:
         return change if signed else abs(change)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"step": self._step, "sum_sq": self._sum_sq.state_dict()}
+        return {"step": self._step, "num_broken": self._num_broken, "sum_sq": self._sum_sq.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._step = int(state["step"])
+        self._step, self._num_broken = int(state["step"]), float(state["num_broken"])
         self._sum_sq.load_state_dict(state["sum_sq"])

@@ -97,7 +97,7 @@ class GradWatch:
         run: Any = None,
         **watch_options: Any,
     ) -> None:
-        reserved = ("run", "start_step", "sample_every", *(("guard",) if skip else ()))
+        reserved = ("run", "start_step", *(("guard",) if skip else ()))
         self._session = Session(type(self).__name__, watch_options, reserved=reserved, feed=_IntoMetrics(self))
         if max_norm is not None and not max_norm > 0:
             raise ValueError(f"max_norm={max_norm!r} must be a positive number or None")
