@@ -176,6 +176,26 @@ def test_an_alert_carries_the_diagnosis_in_place_of_its_general_cause():
     assert "Remedy: divide the learning rate by 10" in told.text
 
 
+@pytest.mark.parametrize(("gradient", "both"), [(1.0, False), (1e3, True)])
+def test_a_first_gradient_far_beyond_the_parameters_is_no_learning_rates(gradient, both):
+    weights = [1.0, 30.0, 900.0]  # 30 times as large by each update
+    samples = together(
+        [sample_of({"a": [gradient]}, step=s, parameters={"a": np.array([w])}) for s, w in enumerate(weights, 1)]
+    )
+    found = {one.cause for one in diagnose(samples)}
+    assert found == {"learning rate too high", *(["a large scale of the inputs, targets or loss"] if both else [])}
+
+
+def test_nan_in_every_layer_at_any_loss_scale_may_be_an_overflow_of_the_forward():
+    for last, both in ((NAN, True), (1.0, False)):  # a last layer that is finite: it arose on the way back
+        samples = together(
+            [sample_of({"a": [NAN], "b": [last]}, step=s, skipped=True, loss_scale=2.0**-s) for s in range(1, 6)]
+        )
+        found = {one.cause for one in diagnose(samples)}
+        assert "an operation without a finite derivative" in found
+        assert ("activations beyond the range of float16" in found) == both
+
+
 def test_nobody_can_tell_a_bad_batch_from_other_data_in_its_own_step_and_it_is_said_so():
     samples = trainings.poisoned_batch(at=60).run(80)
     alert = next(alert for alert in ExplodingGradient().check(samples) if alert.step == 60)

@@ -223,6 +223,13 @@ def test_a_fall_a_jump_and_a_return_to_where_it_began_are_no_steady_growth():
         assert list(ExplodingGradient(threshold=None, record_factor=None).check(of_norms(norms))) == []
 
 
+@pytest.mark.parametrize(("peak", "is_told"), [(1.6, False), (40.0, True)])  # of 0.8: twice is survived, 50 times not
+def test_a_rise_back_to_where_the_run_began_is_no_explosion(peak, is_told):
+    """As at the edge of stability: 40 times the plateau within 18 steps, and down again."""
+    norms = [0.8, 0.4, 0.2, 0.1, 0.06, *[0.04] * 80, *np.geomspace(0.04, peak, 18)]
+    assert bool(steps(ExplodingGradient(record_factor=None).check(of_norms(norms)))) == is_told
+
+
 def test_a_new_level_is_one_alarm_after_another_until_it_is_the_usual_one():
     alerts = list(ExplodingGradient(adapt_after=20, growth=None).check(of_norms([1.0] * 30 + [50.0] * 60)))
     assert steps(alerts) == [31] * 19  # of the step where it began, one for each sample from 31 to 49

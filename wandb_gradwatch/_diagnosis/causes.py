@@ -41,6 +41,8 @@ BAD_BATCH = "one bad batch"
 BAD_RANK = "one bad rank"
 LOSS = "the loss or the inputs are not finite"
 OPTIMIZER = "NaN made by the optimizer's update, by its state or its eps"
+DATA_SCALE = "a large scale of the inputs, targets or loss"
+FORWARD = "activations beyond the range of float16"
 INVALID = "an operation without a finite derivative"
 
 # What each cause can explain, by the titles of the shipped rules.
@@ -60,6 +62,8 @@ CAUSES: Final[dict[str, tuple[str, ...]]] = {
     BAD_BATCH: ("Exploding gradient",),
     LOSS: ("NaN gradient", "Inf gradient"),
     OPTIMIZER: ("NaN gradient", "Inf gradient"),
+    DATA_SCALE: (*_EXPLOSION, "Parameters grow too fast"),
+    FORWARD: ("Loss scale collapse",),
     BAD_RANK: (*_EXPLOSION, "Loss scale collapse"),
     INVALID: ("NaN gradient", "Inf gradient", "Non-finite loss", "Loss scale collapse"),
 }

@@ -41,6 +41,12 @@ _LARGE_UPDATE: Final = (
     "looked at, tells them apart",
     "look at the batch of this step, clip with clip_grad_norm_, and lower the learning rate if it comes again",
 )
+_SCALE: Final = (
+    "not clear: either a learning rate that is too high, or a large scale of the inputs, targets or loss; whether the "
+    "norm was large from the first step on tells them apart",
+    "normalise the inputs and the targets, take the mean in the loss; if the norm has grown, divide the learning rate "
+    "by 10",
+)
 _UNKNOWN: Final = (
     "not clear: either one bad batch, or the data has changed; whether the norm falls back tells them apart",
     "look at the batch of this step and at what changed in the data, and clip with clip_grad_norm_",
@@ -53,6 +59,7 @@ class _Past:
 
     norms: list[float] = field(default_factory=list)
     record: float = -math.inf  # the largest that the run has survived, fading
+    beginning: float = -math.inf  # the largest of the first ones, where those are no measure of what is usual
     num_survived: int = 0
     num_above: int = 0  # in a row, up to now
     began: int = 0  # the step of the first of these
@@ -67,7 +74,7 @@ class _Past:
         self.num_survived += 1
         # The first steps of a run are often 100 times as large as all later ones, and would hide the next explosion.
         if self.num_survived == 2 * _FIRST and max(self.norms[:-_FIRST], default=math.inf) > max(self.norms[-_FIRST:]):
-            self.norms = self.norms[-_FIRST:]
+            self.beginning, self.norms = max(self.norms), self.norms[-_FIRST:]
             self.record = max(self.norms)
         self.record = max(self.record - math.log(2) / _HALVED_AFTER, log_norm)
 
@@ -157,7 +164,9 @@ class ExplodingGradient:
         past.see(_log(norm))
         if self.threshold is not None and norm > self.threshold:
             return "ERROR", step, f"the gradient norm is {number(norm)}, above the threshold {number(self.threshold)}"
-        if self.growth is not None and (rise := steady_growth(past.norms, factor=self.growth)) is not None:
+        # A rise back to where the run began, as at the edge of stability, is over soon unless it moves the parameters.
+        beyond = moved or _log(norm) > past.beginning + math.log(self.min_factor)
+        if self.growth is not None and beyond and (rise := steady_growth(past.norms, factor=self.growth)) is not None:
             words = (
                 f"the gradient norm is {number(norm)} and has grown {number(rise.factor)} times over the last "
                 f"{rise.num_samples} samples, step by step, above all before them (threshold {number(self.growth)} "
@@ -241,6 +250,8 @@ class ExplodingGradient:
         )
         if "has fallen back" in fact:
             cause, remedy = _LARGE_UPDATE if has_moved else _BATCH
+        elif "above the threshold" in fact and not has_moved:
+            cause, remedy = _SCALE
         else:
             cause, remedy = _LEARNING_RATE if has_moved or "step by step" in fact else _CHANGED if stays else _UNKNOWN
         return Alert(self.title, sentence(f"Step {step}: {fact}.", layers, cause, remedy), step, level)

@@ -9,7 +9,7 @@ import numpy as np
 from ..._analysis.formatting import number
 from ..._measure.columns import Column
 from ...snapshot import keys
-from ..causes import BAD_BATCH, BAD_RANK, INVALID, LOSS, OPTIMIZER, Diagnosis
+from ..causes import BAD_BATCH, BAD_RANK, FORWARD, INVALID, LOSS, OPTIMIZER, Diagnosis
 from ..evidence import Evidence
 
 # S samples, L modules, R ranks
@@ -133,3 +133,15 @@ def invalid_operation(evidence: Evidence) -> Diagnosis | None:
         words = f"NaN in each of the last {skipped} samples, at whatever loss scale"
         return Diagnosis(INVALID, 0.7, words, remedy)
     return None
+
+
+def forward_overflow(evidence: Evidence) -> Diagnosis | None:
+    """NaN in every layer from the last one back, at any loss scale: no derivative has made it on the way."""
+    skipped = evidence.num_last_skipped
+    if skipped < 3 or not evidence.history.num_nan[-skipped:].any(axis=1).all() or evidence.began_with_inf(-1):
+        return None
+    newest = evidence.layers.by_module
+    if not (newest.num_nonfinite[-1] > 0)[~np.isnan(newest.num_elements[-1])].all():
+        return None
+    words = f"every layer is non-finite in the last of {skipped} skipped updates, at whatever loss scale"
+    return Diagnosis(FORWARD, 0.7, words, "look for the first activation that is not finite; use bfloat16 there")

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import numpy as np
 
 from ..._analysis.formatting import listing, number
-from ..causes import INITIALISATION, LEARNING_RATE, Diagnosis
+from ..._measure.columns import Column
+from ..causes import DATA_SCALE, INITIALISATION, LEARNING_RATE, Diagnosis
 from ..evidence import Evidence
+
+_FIRST_GRADIENT: Final = 10.0  # times the parameters' norm: more than ordinary inputs and losses make
 
 
 def learning_rate(evidence: Evidence) -> Diagnosis | None:
@@ -60,3 +65,21 @@ def initialisation(evidence: Evidence) -> Diagnosis | None:
     return Diagnosis(
         INITIALISATION, confidence, words, "initialise with torch.nn.init.kaiming_normal_ or xavier_uniform_"
     )
+
+
+def data_scale(evidence: Evidence) -> Diagnosis | None:
+    """What a learning rate seems to have done, out of a first gradient that no learning rate has made."""
+    rate = learning_rate(evidence)
+    if rate is None or not evidence.clean.size or evidence.step(int(evidence.clean[0])) > 2:
+        return None
+    first = int(evidence.clean[0])
+    norm = float(evidence.history.total_grad_norm[first])
+    weights = float(np.sqrt(np.nansum(evidence.history.column(Column.PARAM_SUM_SQ)[first])))
+    if not norm > _FIRST_GRADIENT * weights > 0:
+        return None
+    words = (
+        f"the gradient of step {evidence.step(first)} had a norm of {number(norm)}, {number(norm / weights)}x the "
+        "parameters', before any update"
+    )
+    remedy = "normalise the inputs and the targets, and take the mean in the loss"
+    return Diagnosis(DATA_SCALE, rate.confidence, words, remedy)
