@@ -1,0 +1,204 @@
+"""Which faults a sparse cadence finds, and how late: the same training at each of some. Writes docs/detection.md.
+
+A tiny MLP is trained; twenty times something happens to its loss: it is NaN for good, it is 10,000 times as large and
+stays so, or it is 100 times as large for one step. When a fault's part of the training is over, parameters and the
+rules' memory are put back to what they were before it, so that each fault meets the same rules.
+
+    python -m benchmarks.detection [--steps 100000] [--faults 20]
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import math
+import random
+import statistics
+from collections.abc import Iterable
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import wandb_gradwatch
+from benchmarks.machine import describe_machine
+from benchmarks.models import TASKS
+from wandb_gradwatch import Alert, Rule, Snapshot
+from wandb_gradwatch._measure.cpu_compiled import is_installed
+from wandb_gradwatch._measure.measure import compile_for_cpu
+
+PAGE = Path(__file__).parent.parent / "docs/detection.md"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What happens to the loss."""
+
+    name: str
+    factor: float
+    stays: bool
+    titles: tuple[str, ...]  # of the findings that name it
+
+
+KINDS = (
+    Kind("NaN for good", math.nan, True, ("NaN gradient",)),
+    Kind("explosion that stays, 10,000 times", 1e4, True, ("Exploding gradient",)),
+    Kind("spike of one step, 100 times", 100.0, False, ("Exploding gradient",)),
+)
+CADENCES: dict[str, dict[str, Any]] = {
+    "1 %, the default": {},
+    "5 %": {"max_overhead": 0.05},
+    "every step": {"sample_every": 1},
+}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One of them: its first step, and the last step of its part of the training."""
+
+    kind: Kind
+    first: int
+    last: int
+
+    def factor(self, step: int) -> float:
+        return self.kind.factor if step == self.first or (self.kind.stays and step > self.first) else 1.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a rule said, and at which step of the training it did."""
+
+    title: str
+    step: int
+    said_at: int
+
+
+class Noted(Rule):
+    """A rule whose findings are noted, all of them, not only those that begin an episode."""
+
+    def __init__(self, rule: Rule, training: Training) -> None:
+        self._rule, self._training = rule, training
+
+    def check(self, snapshot: Snapshot) -> Iterable[Alert]:
+        found = list(self._rule.check(snapshot))
+        said_at = self._training.step
+        self._training.findings += [Finding(alert.title, alert.step, said_at) for alert in found]
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        return deepcopy(self._rule.state_dict())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._rule.load_state_dict(deepcopy(state))
+
+
+class Training:
+    """The tiny MLP with its faults, under one cadence."""
+
+    def __init__(self, faults: list[Fault], **cadence: Any) -> None:
+        torch.manual_seed(0)
+        self.step = 0
+        self.findings: list[Finding] = []
+        self.num_samples, self.overhead_ratio = 0, math.nan
+        self._faults = faults
+        self._model = TASKS["mlp"].make(torch.device("cpu"))
+        self._rules = [Noted(rule, self) for rule in wandb_gradwatch.default_rules()]
+        self._cadence = cadence
+
+    def run(self) -> Training:
+        optimizer = torch.optim.SGD(self._model.parameters(), lr=1e-6)  # nothing happens but the faults
+        counter = _Counter()
+        with wandb_gradwatch.watch(self._model, sinks=[counter], rules=self._rules, **self._cadence):
+            for fault in self._faults:
+                while self.step < fault.last:
+                    self.step += 1
+                    if self.step == fault.first:
+                        parameters = deepcopy(self._model.state_dict())
+                        remembered = [rule.state_dict() for rule in self._rules]
+                    (self._model(light=False) * fault.factor(self.step)).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                self._model.load_state_dict(parameters)
+                for rule, state in zip(self._rules, remembered, strict=True):
+                    rule.load_state_dict(state)
+        self.num_samples, self.overhead_ratio = counter.num_samples, counter.overhead_ratio
+        return self
+
+    def lateness(self, fault: Fault) -> int | None:
+        """Steps from a fault to the first word about it; None: there was none."""
+        said = [
+            finding.said_at
+            for finding in self.findings
+            if finding.title in fault.kind.titles and fault.first <= finding.step <= fault.last
+        ]
+        return min(said) - fault.first if said else None
+
+
+class _Counter(wandb_gradwatch.Sink):
+    num_samples, overhead_ratio = 0, math.nan
+
+    def write(self, snapshot: Snapshot) -> None:
+        self.num_samples += len(snapshot)
+        self.overhead_ratio = snapshot.overhead_ratio
+
+
+def plan(steps: int, num_faults: int) -> list[Fault]:
+    """Equal parts of the training, each with a fault at a random step of its middle third."""
+    chance, part = random.Random(0), steps // num_faults
+    kinds = [KINDS[i % len(KINDS)] for i in range(num_faults)]
+    chance.shuffle(kinds)
+    return [
+        Fault(kinds[i], i * part + chance.randint(part // 3, 2 * part // 3), (i + 1) * part) for i in range(num_faults)
+    ]
+
+
+def render(trainings: dict[str, Training], faults: list[Fault], machine: dict[str, Any], day: str) -> str:
+    lines = []
+    for cadence, training in trainings.items():
+        cells = [cadence, f"{faults[-1].last / training.num_samples:.1f}", f"{training.overhead_ratio:.1%}"]
+        for kind in KINDS:
+            late = [training.lateness(fault) for fault in faults if fault.kind == kind]
+            found = [steps for steps in late if steps is not None]
+            words = f", {statistics.median(found):g} steps late, at most {max(found)}" if found else ""
+            cells.append(f"{len(found)} of {len(late)}{words}")
+        lines.append("| " + " | ".join(cells) + " |")
+    titles = " | ".join(kind.name for kind in KINDS)
+    return f"""# What a sparse cadence finds
+
+Made by `python -m benchmarks.detection --steps {faults[-1].last}` on {day} on {machine["device"]}, {machine["cores"]}
+cores, torch {machine["versions"]["torch"]}, commit {machine["commit"]}.
+
+A tiny MLP, {faults[-1].last:,} steps, {len(faults)} faults at random steps: {"; ".join(kind.name for kind in KINDS)}.
+How many the rules name, and how many steps after the first bad one: the median, and the largest number. "Measures one
+in" is the average over the training; the share of the time is `gradwatch/overhead_ratio`. The first ten steps are
+measured on credit that is paid back from what is earned later: a short training has few samples after them.
+
+| cadence | measures one in | share of the time | {titles} |
+| --- | --: | --: | --: | --: | --: |
+{chr(10).join(lines)}
+
+What stays can be found as soon as a step is measured again. What lasts one step is found if that step is measured:
+whoever must see every spike measures every step, `watch(model, sample_every=1)`, or guards the training, which judges
+every step.
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=100_000)
+    parser.add_argument("--faults", type=int, default=20)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    if is_installed():
+        compile_for_cpu("compiled")  # what a training meets after its first seconds
+    faults = plan(arguments.steps, arguments.faults)
+    trainings = {name: Training(faults, **cadence).run() for name, cadence in CADENCES.items()}
+    day = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+    PAGE.write_text(render(trainings, faults, describe_machine(torch.device("cpu")), day), encoding="utf-8")
+    print(PAGE.read_text(encoding="utf-8"))
+
+
+if __name__ == "__main__":
+    main()
