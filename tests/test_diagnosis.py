@@ -196,6 +196,16 @@ def test_nan_in_every_layer_at_any_loss_scale_may_be_an_overflow_of_the_forward(
         assert ("activations beyond the range of float16" in found) == both
 
 
+@pytest.mark.parametrize(("kind", "is_named"), [("Tanh", True), ("ReLU", False), ("Linear", True)])  # a function's
+def test_saturation_is_not_named_for_a_model_whose_activations_cannot_saturate(kind, is_named):
+    # 8 layers, each with a tenth of the next one's gradient: ten million times over the depth.
+    layers = {f"{layer}.weight": np.full(4, 10.0 ** (layer - 7)) for layer in range(8)}
+    ones = {name: np.ones(4) for name in layers}
+    samples = together([sample_of(layers, step=s, parameters=ones) for s in range(1, 31)])
+    found = {one.cause for one in diagnose(samples, modules={"0": "Linear", "activation": kind})}
+    assert ("saturating activations" in found) == is_named
+
+
 def test_nobody_can_tell_a_bad_batch_from_other_data_in_its_own_step_and_it_is_said_so():
     samples = trainings.poisoned_batch(at=60).run(80)
     alert = next(alert for alert in ExplodingGradient().check(samples) if alert.step == 60)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import numpy as np
 
 from ..._analysis.formatting import number
@@ -10,6 +12,8 @@ from ..causes import BATCH_NORM, DEPTH, RECURRENCE, SATURATION, Diagnosis
 from ..evidence import Evidence
 
 # P watched parameters, N clean samples, L modules
+
+_UNSATURATED: Final = ("ReLU", "LeakyReLU", "PReLU", "GELU", "SiLU", "Mish", "ELU", "CELU", "SELU", "Softplus")
 
 
 def through_depth(evidence: Evidence) -> Diagnosis | None:
@@ -63,6 +67,8 @@ def saturation(evidence: Evidence) -> Diagnosis | None:
     if trend is None or trend.factor < 30 or trend.order < 0.9:
         return None
     kind = evidence.layers.has_kind(("Sigmoid", "Tanh", "Hardsigmoid", "Softsign", "LogSigmoid"))
+    if kind is None and evidence.layers.has_kind(_UNSATURATED):
+        return None
     words = f"norm falls {number(trend.factor)}x from {trend.last} back to {trend.first}, layer by layer" + (
         f", and the model has {kind} layers" if kind else ""
     )

@@ -21,7 +21,7 @@ def bad_batch(evidence: Evidence) -> Diagnosis | None:
         sample, factor = max(evidence.spikes, key=lambda spike: spike[1])
         lone = "a lone spike" if len(evidence.spikes) == 1 else "one of two spikes"
         words = f"{lone} of {number(factor)}x at step {evidence.step(sample)}{evidence.note_of(sample)}"
-        confidence = 0.5 if evidence.parameters.is_moving else 0.75
+        confidence = 0.5 if evidence.parameters.is_moving or evidence.parameters.jump is not None else 0.75
         return Diagnosis(BAD_BATCH, confidence, words, _against_a_bad_batch(evidence, sample))
     return None
 
