@@ -24,7 +24,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     data = torch.utils.data.DataLoader(torch.randn(2 * steps, 16, 8), batch_size=None)
     model, optimizer, data = accelerator.prepare(model, optimizer, data)
-    watcher = wandb_gradwatch.watch(model, log_every=10)  # the first line
+    watcher = wandb_gradwatch.watch(model, log_every=10, sample_every=1)  # the first line
 
     for x in data:
         with accelerator.accumulate(model):

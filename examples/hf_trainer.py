@@ -52,7 +52,7 @@ def main() -> None:
             model=Regression(),
             args=arguments,
             train_dataset=data,
-            callbacks=[GradWatchCallback()],  # the one line
+            callbacks=[GradWatchCallback(sample_every=1)],  # the one line; so short a training shows every step
         )
         trainer.train()
     norms = [entry["gradwatch/grad_norm"] for entry in trainer.state.log_history if "gradwatch/grad_norm" in entry]

@@ -48,7 +48,7 @@ def main() -> None:
         gradient_clip_val=1.0,
         logger=WandbLogger(project="gradwatch-examples", name="lightning"),
         callbacks=[
-            GradWatchCallback(),  # the one line
+            GradWatchCallback(sample_every=1),  # the one line; so short a training shows every step
             EarlyStopping("train_epoch/grad_norm", patience=100, check_on_train_epoch_end=True),
         ],
         enable_checkpointing=False,

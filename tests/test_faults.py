@@ -128,7 +128,7 @@ import torch, wandb, wandb_gradwatch
 run = wandb.init(project="loopback")
 model = torch.nn.Linear(2, 1, bias=False)
 torch.nn.init.ones_(model.weight)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+optimizer = torch.optim.SGD(model.parameters(), lr=2**-10)
 if WATCHED:
     wandb_gradwatch.watch(model, sample_every=1, log_every=5)
 BEFORE
@@ -346,7 +346,7 @@ def stop(alert: Alert) -> None:
 def test_a_row_is_not_lost_where_on_alert_raises_when_the_rules_look_at_the_flush() -> None:
     memory = MemorySink()
     model = Chosen(a=2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    optimizer = torch.optim.SGD(model.parameters(), lr=2**-10)
     raised = []
     watcher = wandb_gradwatch.watch(model, sinks=[memory], sample_every=1, log_every=20, on_alert=stop)
     for _ in range(25):
@@ -362,7 +362,7 @@ def test_a_row_is_not_lost_where_on_alert_raises_when_the_rules_look_at_the_flus
 def test_a_sample_is_not_lost_where_on_alert_raises_about_it() -> None:
     memory = MemorySink()
     model = Chosen(a=2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    optimizer = torch.optim.SGD(model.parameters(), lr=2**-10)
     with wandb_gradwatch.watch(model, sinks=[memory], rules=[], on_alert=stop):
         step(model, optimizer, a=[1, 1])
         model.loss(a=[1, 1]).backward()

@@ -101,7 +101,8 @@ def test_a_fused_optimizer_is_guarded_without_a_host_read(host_reads, make, samp
 
 def test_another_optimizer_is_guarded_with_one_read_a_step(host_reads):
     make = OPTIMIZERS["sgd momentum"]
-    assert reads_of(host_reads, make, SkipGuard()) == ["tolist"] * 40
+    # A bad step that is run again is looked at by the host; that is another matter.
+    assert reads_of(host_reads, make, SkipGuard(replay=False)) == ["tolist"] * 40
 
 
 @pytest.mark.parametrize("make", FUSED.values(), ids=FUSED)

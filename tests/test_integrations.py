@@ -119,10 +119,10 @@ def test_the_rules_are_those_that_watch_takes() -> None:
 
     memory, other = MemorySink(), MemorySink()
     session = Session("Ours", {"metrics": [Activations()]}, reserved=())
-    ours = alerts_of(lambda model: session.begin(model, sinks=[memory]), session.end, memory)
+    ours = alerts_of(lambda model: session.begin(model, sinks=[memory], sample_every=1), session.end, memory)
     watchers = []
     plain = alerts_of(
-        lambda model: watchers.append(watch(model, sinks=[other], metrics=[Activations()])),
+        lambda model: watchers.append(watch(model, sinks=[other], metrics=[Activations()], sample_every=1)),
         lambda: watchers[0].remove(),
         other,
     )
@@ -144,7 +144,7 @@ def test_the_last_sample_is_judged_like_any_other(caplog: pytest.LogCaptureFixtu
     optimizers = [torch.optim.SGD(model[name].parameters(), lr=0.0) for name in ("a", "b")]
     optimizers[0].add_param_group({"params": model["unused"].parameters()})
     session = Session("Ours", {}, reserved=())
-    session.begin(model, sinks=[memory])
+    session.begin(model, sinks=[memory], sample_every=1)
     for number in range(100):  # in turn, as a GAN's: a sample is open until the next backward
         name = ("a", "b")[number % 2]
         model[name](torch.ones(1, 1)).sum().backward()

@@ -123,7 +123,7 @@ def test_tensor_parallel_distances_are_those_of_the_whole(call):
 def test_the_histograms_of_parameters_are_those_of_the_whole(call):
     main, other = result_of(call)
     assert len(main["found"]) == STEPS
-    assert other["found"] == []  # rank 0 logs
+    assert len(other["found"]) == STEPS  # a sink of its own was given to every rank
     last = main["found"][-1]
     assert {f"parameters/{name}" for name in main["whole"]} == set(last)
     for name, values in main["whole"].items():  # as torch itself gathers them after the last update

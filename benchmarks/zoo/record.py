@@ -69,14 +69,23 @@ class Recording:
 
 
 def record(case: Case, seed: int) -> Recording:
-    """Run a training once, watched with the default rules."""
+    """Run a training once, watched with the default rules, and without a word in the log."""
+    logger = logging.getLogger("wandb_gradwatch")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        return _record(case, seed)
+    finally:
+        logger.setLevel(level)
+
+
+def _record(case: Case, seed: int) -> Recording:
     torch.set_num_threads(1)
     torch.manual_seed(1000 * seed + 17)
     loop = build(case)
     memory, told, losses, error = MemorySink(), [], [], None
     first_bad = None
     options = {"sinks": [memory], "backend": "cpu", "sample_every": 1, "histogram_every": 0} | loop.options
-    logging.getLogger("wandb_gradwatch").setLevel(logging.CRITICAL)
     watcher = wandb_gradwatch.watch(
         loop.model if loop.watched is None else loop.watched,
         on_alert=lambda alert: told.append(Told(alert, max(alert.step, int(watcher.step)))),

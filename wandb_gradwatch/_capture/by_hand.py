@@ -78,7 +78,7 @@ class UpdatesByHand:
         """Whether the gradients that the backward that ends has reached are gone, but perhaps for the last of them."""
         gradients = [parameter.grad for slot, parameter in self._registry.scan() if slot in reached]
         num_left = sum(gradient is not None for gradient in gradients)
-        return num_left <= 1 and num_left < len(gradients)
+        return num_left <= 1 < len(gradients)
 
     def count(self) -> bool:
         """An update is inferred; whether it is the one that proves that there is no optimizer."""

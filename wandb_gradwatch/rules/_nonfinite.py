@@ -135,14 +135,16 @@ NONFINITE_TITLES: Final = (NaNGradient.title, InfGradient.title)
 class NonFiniteLoss:
     """The loss that `watcher.loss()` was given is NaN or infinite: "Non-finite loss".
 
-    Not at a sample that AMP skipped: an overflow of the scaled loss is how the scale finds its place.
+    Not at a sample that AMP skipped: an overflow of the scaled loss is how the scale finds its place. Nor where the
+    gradient is not finite either, which is told as such.
     """
 
     title: ClassVar[str] = "Non-finite loss"
 
     def check(self, snapshot: Snapshot) -> Iterator[Alert]:
         counts_S = snapshot.metrics.get(keys.NUM_NONFINITE_LOSS, np.zeros(len(snapshot)))
-        for sample in np.flatnonzero((counts_S > 0) & (~snapshot.skipped | snapshot.left_out)).tolist():
+        finite_S = np.nansum(snapshot.num_nan + snapshot.num_inf, axis=1) == 0
+        for sample in np.flatnonzero((counts_S > 0) & finite_S & (~snapshot.skipped | snapshot.left_out)).tolist():
             step, left_out = int(snapshot.steps[sample]), bool(snapshot.left_out[sample])
             fact = f"Step {step}: the loss is NaN or infinite (threshold: 0)."
             forward = list(nonfinite_activations(snapshot, sample))

@@ -21,6 +21,7 @@ from ._base import Alert, check_limits
 
 _FIRST_STEPS: Final = 20  # in which parameters may still move fast: adaptive optimizers begin with full steps
 _OF_LAST: Final = 5  # updates of which a second one has to be too large: a single one may be a bad batch
+_MIN_ELEMENTS: Final = 256  # of all parameters together: fewer may well begin anywhere, and pass through 0
 _MIN_UNITS: Final = 4  # so many equal gradients are no chance
 
 
@@ -50,6 +51,8 @@ class PoorInitialisation:
             if self._is_over or snapshot.steps[sample] > 2:
                 self._is_over = True
                 return
+            if _is_small(snapshot, sample):
+                continue
             gains = {name: gain for name, gain in initial_gains(snapshot, sample) if gain > 0}
             rms_P = snapshot.param_norm[sample] / np.sqrt(snapshot.num_elements[sample])
             large = [f"{name} {number(gain)}x" for name, gain in gains.items() if gain > self.max_gain]
@@ -113,7 +116,7 @@ class FastParameters:
         sum_sq_SP = snapshot.column(Column.PARAM_SUM_SQ)
         for sample in np.flatnonzero(~np.isnan(sum_sq_SP).all(axis=1)).tolist():
             step, change = int(snapshot.steps[sample]), self._movement.of(snapshot, sample, signed=True)
-            if not math.isfinite(change):
+            if not math.isfinite(change) or _is_small(snapshot, sample):
                 continue
             self._recent.append(change)
             limit = self.max_first_growth if step <= _FIRST_STEPS else self.max_growth
@@ -204,3 +207,8 @@ class TightClipping:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._num_tight = int(state["num_tight"])
+
+
+def _is_small(snapshot: Snapshot, sample: int) -> bool:
+    """Whether the model has so few parameters that a norm says nothing about them."""
+    return float(np.nansum(snapshot.num_elements[sample])) < _MIN_ELEMENTS
