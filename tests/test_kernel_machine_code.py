@@ -1,7 +1,7 @@
 """The kernels as Triton compiles them for a GPU: what they take of it, and what they compute when they are executed.
 
 No GPU is needed: fake_driver.py says which one there is, and ptx_emulator.py executes the PTX. Slow, and therefore left
-out of `make test`; .ci/run runs it under today's Triton and under the oldest one.
+out of `make test`; `make test-all` runs it under today's Triton, .ci/run what it computes under the oldest one.
 """
 
 from __future__ import annotations
