@@ -81,7 +81,7 @@ class Config:
 class Watcher:
     """What `watch()` returns. A context manager: leaving the block removes it.
 
-    Owns the parts of the corridor, from the sampler to the outlets, and whether they have been removed. What is
+    Owns the parts of the corridor, from the sampler to the dispatcher, and whether they have been removed. What is
     measured, judged, written or said is remembered by the part whose business it is: see `wandb_gradwatch._pipeline`.
     """
 

@@ -20,7 +20,7 @@ class UpdatesByHand:
     """Whether there is an optimizer, and what stands in for its steps where there is none.
 
     Args:
-        roster: the watched parameters.
+        registry: the watched parameters.
         seen: the open sample's gradients.
         excluded: an optimizer is known already.
     """

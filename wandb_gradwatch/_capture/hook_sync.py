@@ -20,7 +20,7 @@ class HookSync:
     """Walks the model and hooks what is there.
 
     Args:
-        roster: the watched parameters.
+        registry: the watched parameters.
         hooks: on them.
         shards: is told which of them are sharded.
         found: told how many names there are, when there may be more of them.
@@ -41,7 +41,7 @@ class HookSync:
         self._shards = shards
         self._found = found
         self._new = new
-        self._version = self._changes = -1  # the roster's, when it was followed
+        self._version = self._changes = -1  # the registry's, when it was followed
 
     def start(self) -> None:
         """Hook everything that can have a gradient."""

@@ -53,23 +53,23 @@ class _Group:
     """Gradients of one scaler on one device, in ascending slots: [N] each.
 
     Args:
-        held: the gradients as their parameters hold them.
+        held_gradients: the gradients as their parameters hold them.
     """
 
     scaler: GradScaler | None
     slots: list[int]
     parameters: list[Tensor]
-    stash: list[Tensor]
+    held_gradients: list[Tensor]
 
     @property
     def device(self) -> torch.device:
-        return self.stash[0].device
+        return self.held_gradients[0].device
 
     @property
     def tensors(self) -> tuple[list[Tensor], list[Tensor]]:
         """The gradients and the parameters, their local parts where they are sharded."""
         if all(type(parameter) is Parameter for parameter in self.parameters):
-            return self.stash, self.parameters
+            return self.held_gradients, self.parameters
         gradients = [local_gradient(parameter) for parameter in self.parameters]
         return gradients, [local_part(parameter) for parameter in self.parameters]
 
@@ -144,7 +144,7 @@ class Measurer:
                     backend=self._options.backend,
                 )
             self._window.write(group.slots, measurement)
-            self.seen.remember(group.slots, group.stash, measured=True)
+            self.seen.remember(group.slots, group.held_gradients, measured=True)
             if any_scaler:
                 self._assumed_scaler.update(dict.fromkeys(group.slots, group.scaler))
 
@@ -262,18 +262,18 @@ class Measurer:
             present = sorted(present, key=_slot)
             slots = [slot for slot, _ in present]
         parameters = [parameter for _, parameter in present]
-        stash: list[Tensor] = [parameter.grad for parameter in parameters]  # type: ignore[misc]
-        devices = [gradient.device for gradient in stash]
+        held_gradients: list[Tensor] = [parameter.grad for parameter in parameters]  # type: ignore[misc]
+        devices = [gradient.device for gradient in held_gradients]
         if not by_scaler and devices.count(devices[0]) == len(devices):  # as nearly always
-            yield _Group(None, slots, parameters, stash)
+            yield _Group(None, slots, parameters, held_gradients)
             return
         groups: dict[tuple[int, torch.device], _Group] = {}
-        for slot, parameter, gradient, device in zip(slots, parameters, stash, devices, strict=True):
+        for slot, parameter, gradient, device in zip(slots, parameters, held_gradients, devices, strict=True):
             scaler = SCALES.scaler_of(self._optimizer_registry.of_slot(slot)) if by_scaler else None
             group = groups.setdefault((id(scaler), device), _Group(scaler, [], [], []))
             group.slots.append(slot)
             group.parameters.append(parameter)
-            group.stash.append(gradient)
+            group.held_gradients.append(gradient)
         yield from groups.values()
 
 

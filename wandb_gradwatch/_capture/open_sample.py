@@ -26,11 +26,11 @@ class Surroundings:
     """What the open sample is part of.
 
     Args:
-        roster: the watched parameters.
+        registry: the watched parameters.
         window: where rows go.
         clock: knows the open step and what was marked in it.
         schedule: knows what is due.
-        owners: know which parameters an optimizer updates.
+        optimizer_registry: knows which parameters an optimizer updates.
         events: how the watcher hears of what is odd.
         scan: walks the model and follows what is new in it.
         would_tell: whether a backward that had reached a parameter would have been seen.
@@ -51,7 +51,7 @@ class OpenSample:
 
     Args:
         around: what it is part of.
-        gauge: measures gradients.
+        measurer: measures gradients.
         probes: measure everything else.
         guard_reads_rows: whether a guard looks at the rows of every step, sampled or not.
     """

@@ -24,9 +24,9 @@ class OptimizerRegistry:
     """Optimizers by key, and the slots that they own, recorded in the clock. Keeps no optimizer alive.
 
     Args:
-        roster: the watched parameters.
+        registry: the watched parameters.
         clock: is told who owns what.
-        rescan: walks the model again, when an optimizer holds tensors that the roster does not know.
+        rescan: walks the model again, when an optimizer holds tensors that the registry does not know.
         appointed: an optimizer that owns every parameter no other one owns (it holds master weights).
     """
 

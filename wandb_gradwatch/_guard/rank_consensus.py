@@ -132,7 +132,7 @@ class ConsensusTable:
         Args:
             entries: the watched parameters of an optimizer.
             shards: what is known of the model's sharding.
-            version: of the roster: changes when parameters were replaced.
+            version: of the registry: changes when parameters were replaced.
             function: the guard is a function of the user's.
 
         Raises:

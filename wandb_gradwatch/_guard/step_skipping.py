@@ -81,7 +81,7 @@ class StepSkipping:
             optimizer: it.
             step: the open sample's number.
             entries: its watched parameters, whose rows are in the open sample.
-            agreement: how ranks that hold shards come to one decision.
+            consensus: how ranks that hold shards come to one decision.
             inside_backward: gradients come one by one: there is no norm of the whole, only what is not finite counts.
         """
         self._verdicts.learn_due()

@@ -34,15 +34,15 @@ _KNOWN: Final = 4  # samples, before anything can be unusual
 
 
 class Pipeline:
-    """Takes what the device's window sends, and writes windows to the outlets.
+    """Takes what the device's window sends, and gives windows to the dispatcher.
 
     Owns what has arrived and waits its turn, the samples of the open window, the windows that are being merged over
     ranks, and the newest snapshot.
 
     Args:
         source: the device's window.
-        judging: sees every sample of a whole model as it arrives, and of a sharded one when its window is merged.
-        outlets: where finished windows go.
+        rule_runner: sees every sample of a whole model as it arrives, and of a sharded one when its window is merged.
+        dispatcher: where finished windows go.
         names: asks for the names as they are now.
         parts: asks for the slots of each model, or optimizer, that has a total norm of its own.
         shards: whether rows are parts of what other ranks have too, and which count.

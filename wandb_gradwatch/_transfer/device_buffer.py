@@ -22,7 +22,7 @@ class DeviceBuffer:
     Args:
         device: which.
         num_names: P.
-        landings: where on the host what is sent arrives.
+        pinned_pool: where on the host what is sent arrives.
     """
 
     def __init__(self, device: torch.device, num_names: int, pinned_pool: PinnedPool) -> None:

@@ -5,7 +5,7 @@
     flush()                     the window is done: its histogram follows, and the next window begins
     poll()                      what has arrived, in order
 
-What lies on a device is in device_window.py, what is on its way to the host in shipments.py.
+What lies on a device is in device_buffer.py, what is on its way to the host in transfers.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Names of modules and parameters, as the roster gives them, and what a `match=` chooses among them."""
+"""Names of modules and parameters, as the registry gives them, and what a `match=` chooses among them."""
 
 from __future__ import annotations
 

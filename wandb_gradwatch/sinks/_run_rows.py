@@ -20,7 +20,7 @@ class RunRow:
 
     Args:
         row: its values.
-        pictures: what draws its histograms; None: it has none.
+        rebinner: what draws its histograms; None: it has none.
         namespace: what the whole model's numbers are logged below; "": nothing.
     """
 
