@@ -1,4 +1,4 @@
-# Needs Python 3.10 or newer, and make; everything else goes into .venv. `make` alone lists what there is.
+# Needs Python 3.11 or newer (the package itself: 3.10), and make; everything else goes into .venv. `make` alone lists what there is.
 #
 # pip's own settings (PIP_INDEX_URL, PIP_FIND_LINKS, PIP_CACHE_DIR, ...) are respected.
 
@@ -52,14 +52,14 @@ clean: ## remove .venv and everything that was made
 # One stamp: nothing is installed again until one of these files changes.
 $(STAMP): requirements-dev.txt constraints.txt pyproject.toml
 	@set -e; \
-	suits='import sys; sys.exit(sys.version_info < (3, 10))'; \
+	suits='import sys; sys.exit(sys.version_info < (3, 11))'; \
 	if ! $(BIN)/python -c "$$suits" 2>/dev/null; then \
 	  rm -rf $(VENV); \
-	  for python in $(or $(PYTHON),python3 python3.13 python3.12 python3.11 python3.10 python3.14 python); do \
+	  for python in $(or $(PYTHON),python3 python3.13 python3.12 python3.11 python3.14 python); do \
 	    if $$python -c "$$suits" 2>/dev/null; then found=$$python; break; fi; \
 	  done; \
 	  if [ -z "$${found:-}" ]; then \
-	    echo "Python 3.10 or newer was not found. Install one, or name it: make PYTHON=/path/to/python3" >&2; exit 1; \
+	    echo "Python 3.11 or newer was not found. Install one, or name it: make PYTHON=/path/to/python3" >&2; exit 1; \
 	  fi; \
 	  echo "Making $(VENV) with $$($$found --version)"; \
 	  if ! $$found -m venv $(VENV); then \
