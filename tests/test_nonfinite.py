@@ -151,7 +151,7 @@ def test_the_ranges_of_the_inputs_and_the_way_to_the_loss_are_told():
     assert (read.shape, read.dtype, read.minimum, read.maximum) == ((3, 2), "float32", 0.0, 0.0)
     assert (read.num_zero, read.num_negative, read.num_nonfinite) == (6, 0, 0)
     assert "6 Inf of 6 (at (0, 0), (0, 1), (1, 0), ...)" in finding.text
-    assert "reached head, the model itself, the loss" in finding.text
+    assert "reached head, the model itself, then the loss" in finding.text
     assert str(finding) == finding.text
 
 

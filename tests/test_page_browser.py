@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from fake_run import BROKEN, write_fake_run
 
+from wandb_gradwatch._analysis.formatting import CAUSE_PREFIX, FOUND_PREFIX
 from wandb_gradwatch._page.history import OwnSeries, RecordedAlert, RecordedTable, RunHistory
 from wandb_gradwatch._page.page import write_page
 from wandb_gradwatch._page.read import read_run
@@ -314,6 +315,17 @@ def test_the_distribution_of_another_layer(show: Opener, history: RunHistory) ->
         page.locator("#histogram input").fill("blocks.5 fc")
     hover(page, "#histogram canvas", 0.5, 0.45)
     assert page.locator("#histogram .tooltip").inner_text().startswith("blocks.5.mlp.fc.weight")
+
+
+def test_the_first_bad_operation_stands_below_its_alert(show: Opener, history: RunHistory) -> None:
+    found = (
+        f"{FOUND_PREFIX}aten.log in blocks.0, model.py:87, made 1 NaN of 4 (at (0,)).\nIt read 4 of float32, -1 to 1."
+    )
+    alert = RecordedAlert("NaN gradient", f"Step 10: NaN.\n{CAUSE_PREFIX}{found}", "ERROR", 10)
+    page = show(replace(history, alerts=(alert,)))
+    assert page.locator(".alert p").inner_text().endswith("found by running the step again.")
+    assert page.locator(".finding dt").all_inner_texts() == ["Operation", "Module", "Line", "Made", "Read"]
+    assert page.locator(".finding dd").all_inner_texts()[:3] == ["aten.log", "blocks.0", "model.py:87"]
 
 
 def test_an_alert_leads_to_its_step(show: Opener, history: RunHistory) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from wandb_gradwatch._analysis.formatting import FOUND_PREFIX
 from wandb_gradwatch._page.history import OwnSeries, RecordedAlert, RunHistory
 from wandb_gradwatch._page.payload import build_payload
 from wandb_gradwatch._page.verdict import cause_of, fold, judge
@@ -68,6 +69,17 @@ NAN = "not clear: either learning rate too high (552 % per step), or the loss or
             run_of(said("Exploding gradient", 101, "one bad batch (of step 101)"), norm=at(10, 50)),
             "bad",
             "Broke at step 101: one bad batch; recovered by 120",
+        ),
+        (
+            run_of(
+                said(
+                    "NaN gradient",
+                    101,
+                    f"{FOUND_PREFIX}aten.log in a, b.py:3, made 2 Inf of 4 (at (0,), (1,)).\nIt read",
+                )
+            ),
+            "bad",
+            "Broke at step 101: aten.log in a, b.py:3, made 2 Inf of 4; recovered by 110",
         ),
         (
             run_of(said("Vanishing gradient", 40, "saturating activations (norms fall 4e3x)", "WARN")),

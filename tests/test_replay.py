@@ -13,6 +13,9 @@ from torch.nn import functional
 
 import wandb_gradwatch
 from wandb_gradwatch import MemorySink, SkipGuard
+from wandb_gradwatch._analysis.formatting import FOUND_PREFIX
+from wandb_gradwatch._nonfinite.finding import REMEDIES
+from wandb_gradwatch._page.finding import without_finding
 
 
 def log_of_some(x):
@@ -70,6 +73,24 @@ def test_the_alert_names_the_operation_its_module_and_its_line(wrap):
     assert "The guard did not apply this step" in told.text
 
 
+def test_the_finding_is_told_in_full_and_the_page_shows_its_parts():
+    _, alerts, notes = train([GOOD, GOOD, BAD])
+    (found,) = found_in(notes).values()
+    (told,) = [alert for alert in alerts if FOUND_PREFIX in alert.text][:1]
+    text, parts = without_finding(told.text)
+    assert text + " " + found == told.text
+    # The batch has 2 x 2 elements, all of them 0 where the batch is large; 0 is neither negative nor missing.
+    assert dict(parts) == {
+        "Operation": "aten.log",
+        "Module": "blocks.1",
+        "Line": f"test_replay.py:{line_of(log_of_some)}",
+        "Made": "4 Inf of 4 (at (0, 0), (0, 1), (1, 0), ...)",
+        "Read": "2x2 of float32, 0 to 0, 4 zeros",
+        "Reached": "head, the model itself, then the model's output",
+        "Remedy": REMEDIES[None],
+    }
+
+
 def test_training_is_bitwise_that_of_a_guard_that_does_not_look_again():
     batches = [GOOD, BAD, GOOD, GOOD, BAD, GOOD]
     with_replay, _, notes = train(batches)
@@ -96,7 +117,8 @@ def test_a_loss_that_made_it_is_named_as_outside_of_the_model():
     # d sqrt(x) at 0 is infinite, and 0 times Inf is NaN: all 4 elements of the output's gradient.
     assert found_in(notes) == {
         3: "The gradient of the model's output held 4 NaN of 4 (at (0, 0), (0, 1), (1, 0), ...) when it came: "
-        "it is the loss's, outside of the model."
+        "it is the loss's, outside of the model.\n"
+        "Remedy: look at the targets of this batch, and at logs, roots and divisions in the loss function."
     }
 
 
@@ -150,13 +172,15 @@ class Cautious(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_without_a_guard_the_step_after_the_alert_is_traced(caplog):
+def test_without_a_guard_the_step_after_the_alert_is_traced():
     # The batch of step 2 makes a NaN. The optimizer zeroes what is not finite, so that parameters stay finite.
     _, alerts, notes = train([GOOD, BAD, BAD, GOOD], guard=None, on_nonfinite="trace", optimizer=Cautious)
     assert min(alert.step for alert in alerts if alert.title in ("NaN gradient", "Inf gradient")) == 2
     (step,) = found_in(notes)
     assert step == 3
-    assert f"ran step 3 once more: aten.log in blocks.1, test_replay.py:{line_of(log_of_some)}" in caplog.text
+    (found,) = [alert for alert in alerts if alert.title == "First bad operation"]
+    assert found.step == 3
+    assert f"aten.log in blocks.1, test_replay.py:{line_of(log_of_some)}" in found.text
 
 
 def test_a_step_that_begins_with_nan_is_not_traced():

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ._analysis.formatting import CAUSE_PREFIX, FOUND_PREFIX
 from ._capture.config import CaptureConfig
 from ._capture.events import SamplerEvents
 from ._capture.loss import checked_loss
@@ -99,7 +100,9 @@ class Watcher:
         kinds = {name: type(module).__name__ for model in registry.models() for name, module in model.named_modules()}
         self._rule_runner = RuleRunner(self._alert_manager, self._dispatcher, modules=kinds)
         self._replay: StepReplay | None = None
+        self._found: list[Alert] = []  # of replays, to be sent at the next occasion
         guarded = guard is not None and guard.replay
+        self._is_replay_of_guard = guarded
         if guarded or config.on_nonfinite == "trace":
             notice = self._dispatcher.notice
             self._replay = StepReplay(
@@ -389,7 +392,9 @@ class Watcher:
 
     def _operation_found(self, step: int, finding: Finding) -> None:
         self._dispatcher.recorder.note(step, **{FIRST_BAD_OPERATION: finding.text})
-        logger.warning("wandb_gradwatch ran step %d once more: %s", step, finding.text)
+        if not self._is_replay_of_guard:  # else it is the cause in the alert of its step, which is still to come
+            text = f"Step {step} was run once more, after an alert.\n{CAUSE_PREFIX}{FOUND_PREFIX}{finding.text}"
+            self._found.append(Alert("First bad operation", text, step, "ERROR"))
 
     def _deliver(self, *, wait: bool = False) -> None:
         if self._is_new:
@@ -399,6 +404,8 @@ class Watcher:
                 self._dispatcher.close()
                 logger.error("wandb_gradwatch has stopped watching; training goes on: %s.", DEEPSPEED_REFUSED)
                 return
+        while self._found:
+            self._dispatcher.send(self._found.pop(0))
         if self._pipeline.has_any and not self._boundary.in_forked_child:
             try:
                 self._pipeline.deliver(wait=wait)

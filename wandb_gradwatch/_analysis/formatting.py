@@ -17,6 +17,7 @@ Item = TypeVar("Item")
 
 MAX_LAYERS: Final = 5
 CAUSE_PREFIX: Final = "Probable cause: "  # what follows it may be replaced by a diagnosis of the evidence
+FOUND_PREFIX: Final = "found by running the step again. "  # what follows it is the first bad operation, in a few lines
 
 
 def number(value: float) -> str:

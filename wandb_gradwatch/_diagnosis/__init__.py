@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from .._analysis.formatting import CAUSE_PREFIX
+from .._analysis.formatting import CAUSE_PREFIX, FOUND_PREFIX
 from .._measure.columns import FloatArray
 from ..rules import NONFINITE_TITLES, Alert
 from ..snapshot import Snapshot, select_samples
@@ -80,7 +80,7 @@ def with_diagnosis(alert: Alert, history: Snapshot | None, **context: Any) -> Al
     if alert.title in NONFINITE_TITLES and (
         found := (context.get("notes") or {}).get(alert.step, {}).get(FIRST_BAD_OPERATION)
     ):
-        prefix, cause = CAUSE_PREFIX, f"found by running the step again. {found}"
+        prefix, cause = CAUSE_PREFIX, f"{FOUND_PREFIX}{found}"
     lines = [fact.rstrip()]
     if len(until) and until.steps[-1] == alert.step and until.guarded[-1]:
         lines.append(_WITHHELD)

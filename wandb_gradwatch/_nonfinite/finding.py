@@ -12,6 +12,16 @@ Direction = Literal["forward", "backward"]
 
 _SHOWN: Final = 3  # offending indices
 
+# By `Finding.operation`; None: an operation of the model, or of what comes after it.
+REMEDIES: Final[dict[str | None, str]] = {
+    None: "clamp what it reads, or add an epsilon to it, before this operation: a where() after it keeps a NaN out of "
+    "the forward only",
+    "parameter": "an earlier update has made it so: go back to a checkpoint from before that",
+    "buffer": "an earlier forward has made it so: go back to a checkpoint from before that",
+    "input": "look at the data of this batch",
+    "loss": "look at the targets of this batch, and at logs, roots and divisions in the loss function",
+}
+
 
 @dataclass(frozen=True)
 class InputRange:
@@ -80,7 +90,7 @@ class Finding:
         file: where the user's code calls it; None where no such line is known.
         line: the line in that file.
         inputs: what it read.
-        text: all of it in words.
+        text: all of it in words, a line for each: what was made and where, what it read, what that reached, the remedy.
     """
 
     operation: str

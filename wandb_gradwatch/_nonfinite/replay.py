@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from .._runtime.autograd import current_graph_task, replay
 from .._runtime.sharding import local_part, world_size
 from .._runtime.wrappers import TransientHook, unwrapped
-from .finding import Finding, made
+from .finding import REMEDIES, Finding, made
 from .search import search, tensors_of, unchanged
 
 logger: Final = logging.getLogger("wandb_gradwatch")
@@ -92,7 +92,8 @@ class StepReplay:
         ours = {id(parameter) for model in models for parameter in model.parameters()}
         stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if any(id(parameter) in ours for parameter in stepped):
-            if all(bool(torch.isfinite(parameter.detach()).all()) for parameter in stepped):
+            # Of shards only what is here: to ask for the whole would wait for ranks that are not armed.
+            if all(bool(torch.isfinite(local_part(parameter.detach())).all()) for parameter in stepped):
                 self.is_keeping = False
                 self.look(self._open_step())
             self.forget()
@@ -222,6 +223,7 @@ def _arrived_bad(gradients: Mapping[int, Tensor]) -> Finding | None:
         if words := made(gradient):
             text = (
                 f"The gradient of the model's output held {words} when it came: it is the loss's, outside of the model."
+                f"\nRemedy: {REMEDIES['loss']}."
             )
             return Finding("loss", None, "backward", None, None, (), text)
     return None

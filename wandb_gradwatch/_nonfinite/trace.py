@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from .._runtime.wrappers import is_transparent
-from .finding import Direction, Finding, InputRange, made
+from .finding import REMEDIES, Direction, Finding, InputRange, made
 
 _NOT_THE_USERS: Final = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
 _ALLOCATES: Final = ("aten.empty", "aten.new_empty", "aten.resize")  # what it returns holds whatever memory held
@@ -50,7 +50,7 @@ class _Origin(_Call):
     inputs: tuple[InputRange, ...] = ()
     is_intended: bool = False  # written on purpose, as a mask is
     words: str = ""  # what was made, and where in the tensor
-    reached: list[str] = field(default_factory=list)  # modules, in order
+    reached: dict[str, None] = field(default_factory=dict)  # modules, in the order in which they were reached
 
 
 @dataclass(eq=False)
@@ -153,6 +153,12 @@ class NonfiniteTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         self._calls.setdefault(torch.autograd._get_sequence_nr() - 1, call)  # type: ignore[attr-defined]
         return call
 
+    def _module_of(self, call: _Call) -> str | None:
+        """The module of an operation; of one in a backward, that of the forward's operation that it belongs to."""
+        node = torch._C._current_autograd_node()
+        forward = call if node is None else self._calls.get(node._sequence_nr())
+        return None if forward is None else forward.module
+
     def _follow(self, output: Tensor, call: _Call, reads: list[_Copy], given: Any) -> None:
         has_nan, has_inf = _nan_and_inf(output)
         if not has_nan and not has_inf:
@@ -178,8 +184,8 @@ class NonfiniteTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         guilty = [origin for origin in sources if not origin.is_intended]
         if guilty or (sources and (reads_nan or not has_nan)):
             origin = min(guilty or sources, key=lambda one: one.number)
-            if call.module is not None and call.module not in origin.reached[-1:]:
-                origin.reached.append(call.module)
+            if (module := self._module_of(call)) is not None:
+                origin.reached[module] = None
         else:  # nothing bad was read that is known, or a mask has made a NaN
             writes_inf = reads_mask or any(math.isinf(value) for value in _numbers(given))
             origin = self._origin(call, output, reads, is_intended=writes_inf and not has_nan and not reads_unknown)
@@ -219,7 +225,7 @@ class NonfiniteTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         ):
             return None
         module = "" if kind == "input" else name.rpartition(".")[0]
-        text = f"The {kind} {name} holds {made(tensor)}, before anything has run."
+        text = f"The {kind} {name} holds {made(tensor)}, before anything has run.\nRemedy: {REMEDIES[kind]}."
         return Finding(kind, module, "forward", None, None, (InputRange.of(tensor),), text)
 
     def finding(self, sinks: Iterable[tuple[str, Tensor]]) -> Finding | None:
@@ -239,12 +245,13 @@ class NonfiniteTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         where = "outside of the model" if origin.module is None else f"in {origin.module or 'the model itself'}"
         lines = [f"{origin.operation} {where}, {_place(origin.file, origin.line)}, made {origin.words}."]
         if origin.inputs:
-            lines.append(f"It read {'; '.join(map(str, origin.inputs))}.")
-        passed = [module or "the model itself" for module in origin.reached[:_MAX_LISTED]]
-        lines.append(f"From there it reached {', '.join([*passed, sink])}.")
+            lines.append(f"It read {_listed(map(str, origin.inputs), '; ')}.")
+        passed = _listed(module or "the model itself" for module in origin.reached)
+        lines.append(f"From there it reached {passed}{', then ' if passed else ''}{sink}.")
         if self.near_overflow:
-            listed = "; ".join(list(self.near_overflow)[:_MAX_LISTED])
+            listed = _listed(self.near_overflow, "; ")
             lines.append(f"Within a factor of {_NEAR_OVERFLOW:g} of the largest number of their format: {listed}.")
+        lines.append(f"Remedy: {REMEDIES[None]}.")
         return Finding(
             origin.operation,
             origin.module,
@@ -300,10 +307,16 @@ def _users_line() -> tuple[str | None, int | None]:
     frame = sys._getframe(2)
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith((*_NOT_THE_USERS, "<")):
+        if not file.startswith((*_NOT_THE_USERS, "<frozen ", "<eval_with_key>")):
             return file, frame.f_lineno
         frame = frame.f_back  # type: ignore[assignment]
     return None, None
+
+
+def _listed(items: Iterable[str], separator: str = ", ") -> str:
+    found = list(items)
+    rest = [f"and {len(found) - _MAX_LISTED} more"] if len(found) > _MAX_LISTED else []
+    return separator.join(found[:_MAX_LISTED] + rest)
 
 
 def _place(file: str | None, line: int | None) -> str:

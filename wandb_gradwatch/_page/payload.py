@@ -14,6 +14,7 @@ import numpy as np
 from .._measure.columns import FloatArray
 from ..snapshot import keys
 from .families import pack_families
+from .finding import without_finding
 from .formatting import WORDS
 from .history import RecordedAlert, RecordedTable, RunHistory, natural_order
 from .packing import Blob, pack_histograms
@@ -68,7 +69,9 @@ def _alert(group: Sequence[RecordedAlert]) -> dict[str, Any]:
     """Alerts of one title: the first of the most severe in full, and when each was told."""
     shown = min(group, key=severity)
     times = [{"step": alert.step, "level": alert.level} for alert in group]
-    return {"title": shown.title, "text": shown.text, "level": shown.level, "step": shown.step, "times": times}
+    text, finding = without_finding(shown.text)
+    told = {"title": shown.title, "text": text, "level": shown.level, "step": shown.step, "times": times}
+    return told | {"finding": finding}
 
 
 def _run(history: RunHistory) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Final, Literal
 
 import numpy as np
 
-from .._analysis.formatting import CAUSE_PREFIX
+from .._analysis.formatting import CAUSE_PREFIX, FOUND_PREFIX
 from ..snapshot import keys
 from .history import RecordedAlert, RunHistory
 
@@ -85,6 +85,8 @@ def cause_of(alert: RecordedAlert) -> str:
         'one bad batch'
     """
     cause = alert.text.partition(CAUSE_PREFIX)[2].partition(". Remedy")[0]
+    if cause.startswith(FOUND_PREFIX):
+        cause = cause.removeprefix(FOUND_PREFIX).partition("\n")[0]
     cause = re.sub(_EVIDENCE, "", cause, flags=re.DOTALL).removeprefix("not clear: either ").strip().rstrip(".")
     title = alert.title[:1].lower() + alert.title[1:] if alert.title[1:2].islower() else alert.title
     return " ".join(cause.split()) or title

@@ -22,7 +22,7 @@ from ..snapshot import Snapshot, concatenate
 # S samples, P watched parameters, C columns, B histogram bins
 
 MAX_SAMPLES: Final = 256
-MAX_NOTE_CHARACTERS: Final = 200
+MAX_NOTE_CHARACTERS: Final = 2000  # the first bad operation, with its inputs and its way, is less
 MAX_ALERTS: Final = 100
 TABLE_COLUMNS: Final = (
     "step",

@@ -18,6 +18,7 @@ function alertsSection() {
         { class: "alert-body" },
         element("div", { class: "alert-head" }, element("strong", {}, alert.title), element("span", { class: "level" }, LEVEL_WORDS[alert.level] ?? alert.level), go),
         element("p", {}, alert.text),
+        findingOf(alert),
       ),
     );
   });
@@ -29,6 +30,12 @@ function alertsSection() {
     node.append(more);
   }
   return node;
+}
+
+// The first bad operation, where the step was run again: what, where, and from there to where.
+function findingOf({ finding }) {
+  if (!finding.length) return null;
+  return element("dl", { class: "finding", "aria-label": "The first bad operation" }, finding.flatMap(([name, value]) => [element("dt", {}, name), element("dd", { class: name.toLowerCase() }, value)]));
 }
 
 // A twentieth of the run around a step, but never less than a few flushes.
