@@ -148,7 +148,7 @@ raise RuntimeError("training broke")
 def test_notes_are_small_and_few():
     recorder = FlightRecorder(max_samples=3)
     for step in range(10):
-        recorder.note(step, text="x" * 1000, step=step, nothing=None, bad=NAN, flag=True)
+        recorder.note(step, text="x" * 3000, step=step, nothing=None, bad=NAN, flag=True)
     assert list(recorder.notes) == [7, 8, 9]
     note = recorder.notes[9]
     assert len(note["text"]) == MAX_NOTE_CHARACTERS
