@@ -35,7 +35,7 @@ VOCABULARY: Final[dict[str, tuple[str, str]]] = {
     "reduction": (r"divided too often|loss('s)? reduction|divided (twice|too)|too small a loss|loss (is )?too small", r"reduction|divide|scale"),
     "invalid operation": (
         r"without a (finite )?derivative|0/0|log 0|sqrt at 0|division by (almost )?(0|zero)|invalid operation",
-        r"epsilon|detect_anomaly|eps\b",
+        r"epsilon|names the operation|eps\b",
     ),
     "loss or inputs": (r"\bthe loss\b.*inputs|inputs or the loss|loss or (the )?inputs|loss itself", r"loss|inputs|labels"),
     "backward": (r"backward (pass )?of|own backward|wrong backward|gradient hook|multiplies the gradient", r"backward|hook|gradcheck"),

@@ -104,7 +104,7 @@ class NaNGradient(_NonFiniteGradient):
     cause: ClassVar[str] = "a bad batch, or an operation without a derivative (0/0, log 0, sqrt at 0)"
     remedy: ClassVar[str] = (
         "look at the batch of this step, add an epsilon inside log, sqrt and divisions; "
-        "torch.autograd.set_detect_anomaly(True) names the operation"
+        'watch(model, on_nonfinite="trace") names the operation'
     )
 
     @staticmethod

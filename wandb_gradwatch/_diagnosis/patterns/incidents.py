@@ -119,9 +119,7 @@ def invalid_operation(evidence: Evidence) -> Diagnosis | None:
     present = np.flatnonzero(~np.isnan(evidence.layers.by_module.num_elements[sample]))
     bad = [int(index) for index in present if nan_L[index]]
     clean_after = [int(index) for index in present if bad and index > bad[-1]]
-    remedy = (
-        "add an epsilon inside sqrt, log and divisions; torch.autograd.set_detect_anomaly(True) names the operation"
-    )
+    remedy = 'add an epsilon inside sqrt, log and divisions; watch(model, on_nonfinite="trace") names the operation'
     names, step = evidence.layers.by_module.names, evidence.step(sample)
     if bad and clean_after:
         words = (
