@@ -28,7 +28,7 @@ lint: $(STAMP) ## style, formatting and types
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
-bench: $(STAMP) ## measure what watching and other monitors cost here (half an hour), into README.md and docs/
+bench: $(STAMP) ## measure what watching and other monitors cost here (20 minutes), into README.md and docs/
 	@$(BIN)/python -m benchmarks && $(BIN)/python -m benchmarks.table
 
 gpu: $(STAMP) ## on a machine with a GPU: run everything that only one can show (10 minutes), into docs/gpu.md

@@ -32,7 +32,8 @@ from benchmarks.monitors import MONITORS, WARM_UP, Attached, Monitor, gradients
 from benchmarks.rows import history_rows
 
 _TRAFFIC_STEPS = 3
-_BLOCK_SECONDS = 5.0  # a block of a slow monitor ends here, with two steps at least
+_BLOCK_SECONDS = 2.0  # a block of a slow monitor ends here, with two steps at least
+_SETTLED_IN = 2  # of so many rounds monitors that must settle take part in one: their blocks are long
 _READS = ("item", "tolist", "cpu", "__float__", "__int__", "__bool__")
 
 QUIET = {
@@ -171,11 +172,13 @@ def measure_task(
     task: Task, device: torch.device, monitors: list[Monitor], rounds: int, say: Callable[[str], None]
 ) -> TaskResult:
     """Everything about one model."""
-    with offline_run() as run:
+    with offline_run() as run, contextlib.ExitStack() as stack:
         bench = Bench(task, device, run)
         nothing = Attached()
         for _ in range(WARM_UP):
             bench.step(nothing)
+        gc.freeze()  # what is there already: otherwise each block's collection looks through every imported package
+        stack.callback(gc.unfreeze)
         step_ms = _real_step_ms(bench) if task.batch else None
         monitors = [monitor for monitor in monitors if step_ms is not None or not monitor.settles]
         blocks: dict[str, list[Block]] = {}
@@ -185,6 +188,8 @@ def measure_task(
             say(f"{task.name}: round {number + 1} of {rounds}")
             passes.append(_pass_ms(bench))
             for monitor in monitors:
+                if monitor.settles and number % _SETTLED_IN:
+                    continue
                 block = _settled_block(bench, monitor, step_ms or 0.0) if monitor.settles else _block(bench, monitor)
                 blocks.setdefault(monitor.name, []).append(block)
                 unwatched += [wall for wall, _ in block.before]
@@ -227,10 +232,11 @@ def _block(bench: Bench, monitor: Monitor) -> Block:
 def _settled_block(bench: Bench, monitor: Monitor, step_ms: float) -> Block:
     """As `_block`, after as many steps again in which the monitor has found its cadence.
 
-    A light step stands for a real one: the rest of that one's time passes on the clock alone.
+    The unwatched steps come half before and half after: so long a block sees the machine's pace drift. A light step
+    stands for a real one: the rest of that one's time passes on the clock alone.
     """
     steps, clock = bench.task.settled_steps, Clock()
-    before = bench.times(Attached(), steps)
+    before = bench.times(Attached(), max(steps // 4, 2))
     left_out = step_ms / 1e3 - statistics.median(wall for wall, _ in before) if bench.light else 0.0
     gc.collect()
     gc.disable()
@@ -245,6 +251,7 @@ def _settled_block(bench: Bench, monitor: Monitor, step_ms: float) -> Block:
                 attached.close()
     finally:
         gc.enable()
+    before += bench.times(Attached(), len(before))
     places = range(steps)
     return Block(
         before,

@@ -163,7 +163,7 @@ class Task:
     light: bool
     steps: int
     rounds: int
-    settled_steps: int = 100
+    settled_steps: int = 60
 
 
 def _random_images(size: int, device: torch.device) -> Callable[[], tuple[Tensor, Tensor]]:
@@ -197,13 +197,13 @@ def _billion(device: torch.device) -> Trainee:
 
 TASKS = {
     "mlp": Task(
-        "tiny MLP", _mlp, {"cpu": "64 rows", "cuda": "64 rows"}, light=False, steps=40, rounds=30, settled_steps=2000
+        "tiny MLP", _mlp, {"cpu": "64 rows", "cuda": "64 rows"}, light=False, steps=40, rounds=12, settled_steps=2000
     ),
     "resnet50": Task(
-        "ResNet-50", _resnet, {"cpu": "8 images of 224", "cuda": "64 images of 224"}, light=True, steps=8, rounds=5
+        "ResNet-50", _resnet, {"cpu": "8 images of 224", "cuda": "64 images of 224"}, light=True, steps=8, rounds=6
     ),
     "gpt2": Task(
-        "GPT-2 small", _gpt2, {"cpu": "2 x 256 tokens", "cuda": "8 x 1024 tokens"}, light=True, steps=4, rounds=5
+        "GPT-2 small", _gpt2, {"cpu": "2 x 256 tokens", "cuda": "8 x 1024 tokens"}, light=True, steps=4, rounds=4
     ),
     "1b": Task("1.2B tensors, bf16", _billion, {}, light=True, steps=3, rounds=2),
 }

@@ -39,7 +39,7 @@ far to trust the others.
 - **amortised**: per step at the monitor's own cadence, rows included; **of a step**: of a real one on random data, with
   the batch that is named. A larger batch makes every share smaller.
 - **measures one in**: so many steps, where a monitor chooses its cadence by what it costs, as this package does by
-  default. Such a monitor is given time to settle before the block.
+  default. Such a monitor is given time to settle before the block, which is long: it has half as many pairs.
 - **host reads**: tensors' values that the host asks for (`item`, `tolist`, `cpu`, `bool`, ...; on CUDA:
   synchronisations) in a step that is measured, its row included.
 - **bytes**: of the monitor's values in the run's history, as JSON, per row and per step.
