@@ -31,7 +31,8 @@ class Movement:
         before_P, num_steps = kept_P.copy(), int(snapshot.steps[sample]) - self._step
         kept_P[:], self._step = after_P, int(snapshot.steps[sample])
         both_P = ~np.isnan(after_P) & ~np.isnan(before_P)
-        already, num_broken = self._num_broken, float(np.nansum(snapshot.column(Column.PARAM_NUM_NONFINITE)[sample]))
+        broken_P = snapshot.column(Column.PARAM_NUM_NONFINITE)[sample]
+        already, num_broken = self._num_broken, float(broken_P.sum(where=broken_P > 0))
         self._num_broken = num_broken
         if num_broken > already:
             return math.inf

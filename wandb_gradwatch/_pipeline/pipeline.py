@@ -152,7 +152,7 @@ class Pipeline:
             self._on_untraced_clipping()
         total_C: list[float] = np.add.reduce(sample.rows, axis=0).tolist()
         some_are_missing = math.isnan(total_C[Column.GRAD_SUM_SQ])
-        self._look(float(np.nansum(sample.rows[:, Column.GRAD_SUM_SQ])), sample)
+        self._look(np.nansum(sample.rows, axis=0).tolist() if some_are_missing else total_C)
         was_zeroed = False
         # Nearly always one optimizer has received something for everything: no need to look closer.
         if some_are_missing or not total_C[Column.RECEIVED_SUM_SQ] or len(sample.sample.updated) > 1:
@@ -185,8 +185,8 @@ class Pipeline:
                 "loss_scale= (what the gradients are divided by, or a function of the step).",
             )
 
-    def _look(self, sum_sq: float, sample: ArrivedSample) -> None:
-        nonfinite = np.nansum(sample.rows[:, [Column.NUM_NAN, Column.NUM_INF]]) > 0
+    def _look(self, total_C: Sequence[float]) -> None:
+        sum_sq, nonfinite = total_C[Column.GRAD_SUM_SQ], total_C[Column.NUM_NAN] + total_C[Column.NUM_INF] > 0
         known = len(self._sums_sq) >= _KNOWN
         if nonfinite or (known and sum_sq > _UNUSUAL_GROWTH**2 * statistics.median(self._sums_sq)):
             self._is_unusual = True

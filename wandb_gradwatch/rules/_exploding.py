@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Final
@@ -128,7 +129,7 @@ class ExplodingGradient:
         check_limits(self, "record_factor", "growth", record_factor=from_1, growth=from_1)
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
-        bad_S = np.nansum(snapshot.num_nonfinite, axis=1) > 0
+        bad_S = snapshot.has_nonfinite
         healthy: list[int] = []  # whose layers are not learnt yet
         for sample in np.flatnonzero((bad_S | (snapshot.total_grad_norm > 0)) & ~snapshot.skipped).tolist():
             kind = self._kinds.of(snapshot.names, ~np.isnan(snapshot.num_elements[sample]))
@@ -149,7 +150,7 @@ class ExplodingGradient:
             return math.inf
         if past.num_survived < _FIRST:
             return past.record + math.log(self.first_factor)
-        usual = float(np.median(past.norms))
+        usual = statistics.median(past.norms)
         return max(past.record + math.log(self.record_factor), usual + math.log(self.min_factor))
 
     @staticmethod
@@ -218,7 +219,7 @@ class ExplodingGradient:
         return "ERROR", past.began, words
 
     def _words(self, norm: float, past: _Past, limit: float) -> str:
-        usual = _exp(float(np.median(past.norms[:-1])))
+        usual = _exp(statistics.median(past.norms[:-1]))
         return (
             f"the gradient norm is {number(norm)}, {number(norm / usual)} times the usual {number(usual)} and "
             f"{number(norm / _exp(past.record))} times the largest that the run has survived (threshold "

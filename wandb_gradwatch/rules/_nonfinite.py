@@ -46,6 +46,8 @@ class _NonFiniteGradient(ABC):
         """How many elements of each gradient are of this rule's kind: [S, P]."""
 
     def check(self, snapshot: Snapshot) -> Iterator[Alert]:
+        if not snapshot.has_nonfinite.any():
+            return
         counts_SP = self.counts_SP(snapshot)
         for sample in np.flatnonzero(np.any(counts_SP > 0, axis=1) & (~snapshot.skipped | snapshot.left_out)):
             yield self._alert(snapshot, int(sample), counts_SP[sample])
@@ -143,7 +145,7 @@ class NonFiniteLoss:
 
     def check(self, snapshot: Snapshot) -> Iterator[Alert]:
         counts_S = snapshot.metrics.get(keys.NUM_NONFINITE_LOSS, np.zeros(len(snapshot)))
-        finite_S = np.nansum(snapshot.num_nan + snapshot.num_inf, axis=1) == 0
+        finite_S = ~snapshot.has_nonfinite
         for sample in np.flatnonzero((counts_S > 0) & finite_S & (~snapshot.skipped | snapshot.left_out)).tolist():
             step, left_out = int(snapshot.steps[sample]), bool(snapshot.left_out[sample])
             fact = f"Step {step}: the loss is NaN or infinite (threshold: 0)."

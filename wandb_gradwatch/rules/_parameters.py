@@ -12,6 +12,7 @@ import numpy as np
 
 from .._analysis.formatting import listing, number, sentence
 from .._analysis.layers import initial_gains
+from .._analysis.memory import PerName
 from .._analysis.movement import Movement
 from .._measure.columns import Column
 from ..snapshot import Snapshot
@@ -103,7 +104,7 @@ class FastParameters:
     min_left: float = 0.2
     _movement: Movement = field(default_factory=Movement, init=False, repr=False)
     _recent: deque[float] = field(default_factory=lambda: deque(maxlen=_OF_LAST), init=False, repr=False)
-    _largest: dict[str, float] = field(default_factory=dict, init=False, repr=False)
+    _largest: PerName = field(default_factory=PerName, init=False, repr=False)
 
     title: ClassVar[str] = "Parameters grow too fast"
     shrinking: ClassVar[str] = "Parameters shrink"
@@ -127,16 +128,12 @@ class FastParameters:
 
     def _left(self, snapshot: Snapshot, sample: int) -> float:
         """What is left of the parameters' largest norm: of those that are there from the first sample on."""
-        norm_P = snapshot.param_norm[sample]
-        if not self._largest:
-            self._largest = {n: float(v) for n, v in zip(snapshot.names, norm_P, strict=True) if v > 0}
-        here = [
-            (float(v), self._largest[n])
-            for n, v in zip(snapshot.names, norm_P, strict=True)
-            if n in self._largest and v >= 0
-        ]
-        whole = math.hypot(*(largest for _, largest in here))
-        return math.hypot(*(norm for norm, _ in here)) / whole if here and whole > 0 else 1.0
+        norm_P, largest_P = snapshot.param_norm[sample], self._largest.of(snapshot.names)
+        if not largest_P.any():
+            np.copyto(largest_P, norm_P, where=norm_P > 0)
+        here_P = (largest_P > 0) & (norm_P >= 0)
+        whole = float(np.linalg.norm(largest_P[here_P]))
+        return float(np.linalg.norm(norm_P[here_P])) / whole if whole > 0 else 1.0
 
     def _growing(self, step: int, growth: float, limit: float) -> Alert:
         fact = (
@@ -156,13 +153,17 @@ class FastParameters:
         return Alert(self.shrinking, sentence(fact, "", cause, remedy), step, "WARN")
 
     def state_dict(self) -> dict[str, Any]:
-        return {"movement": self._movement.state_dict(), "recent": list(self._recent), "largest": dict(self._largest)}
+        return {
+            "movement": self._movement.state_dict(),
+            "recent": list(self._recent),
+            "largest": self._largest.state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._movement.load_state_dict(state["movement"])
         self._recent.clear()
         self._recent.extend(state["recent"])
-        self._largest = dict(state["largest"])
+        self._largest.load_state_dict(state["largest"])
 
 
 @dataclass(kw_only=True)
@@ -211,4 +212,4 @@ class TightClipping:
 
 def _is_small(snapshot: Snapshot, sample: int) -> bool:
     """Whether the model has so few parameters that a norm says nothing about them."""
-    return float(np.nansum(snapshot.num_elements[sample])) < _MIN_ELEMENTS
+    return bool(snapshot.total.num_elements[sample, 0] < _MIN_ELEMENTS)

@@ -176,9 +176,10 @@ class DeadGradient:
 
     def _are_the_same(self, snapshot: Snapshot, sample: int) -> npt.NDArray[np.bool_]:
         """Layers with too many dead units in each of the last samples, so equally many that they must be the same."""
+        has_many_L: npt.NDArray[np.bool_] = self._recent[-1] > self.max_ratio
+        if len(self._recent) < self.patience or not has_many_L.any():
+            return np.zeros_like(has_many_L)
         recent = np.stack(self._recent)
-        if len(recent) < self.patience:
-            return np.zeros(recent.shape[1], dtype=bool)
         least_L, spread_L = recent.min(axis=0), recent.max(axis=0) - recent.min(axis=0)
         modules = modules_of(snapshot.names)
         size_L = np.full(len(modules.names), np.inf)

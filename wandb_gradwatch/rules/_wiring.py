@@ -101,7 +101,7 @@ class UnchangedParameters:
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
         sum_sq_SP, norm_S = snapshot.column(Column.PARAM_SUM_SQ), snapshot.total_grad_norm
-        bad_S = np.nansum(snapshot.num_nonfinite, axis=1) > 0
+        bad_S = snapshot.has_nonfinite
         for sample in np.flatnonzero(((norm_S > 0) | bad_S) & ~snapshot.skipped & ~snapshot.guarded).tolist():
             norm = 0.0 if bad_S[sample] else float(norm_S[sample])  # a NaN is told by others, and begins the count anew
             self._largest = max(self._largest, norm)

@@ -108,6 +108,8 @@ class Snapshot:
         return self._counts(Column.NUM_INF, Column.RECEIVED_NUM_INF)
 
     def _counts(self, left: Column, received: Column) -> FloatArray:
+        if not self.arose_after_backward.any():  # as nearly always
+            return self.column(left)
         return np.where(self.arose_after_backward[:, None], self.column(received), self.column(left))
 
     @derived
@@ -255,10 +257,17 @@ class Snapshot:
     @derived
     def arose_after_backward(self) -> npt.NDArray[np.bool_]:
         """True where all that the backward left was finite, and an optimizer received NaN or Inf: [S]."""
-        left = np.nansum(self.column(Column.NUM_NAN) + self.column(Column.NUM_INF), axis=1)
-        received = np.nansum(self.column(Column.RECEIVED_NUM_NAN) + self.column(Column.RECEIVED_NUM_INF), axis=1)
-        arose: npt.NDArray[np.bool_] = (left == 0) & (received > 0)
-        return arose
+        return self.has_nonfinite & ~self._any_above_0(Column.NUM_NAN, Column.NUM_INF)
+
+    @derived
+    def has_nonfinite(self) -> npt.NDArray[np.bool_]:
+        """True where the backward left NaN or Inf, or an optimizer received some: [S]."""
+        received_S = self._any_above_0(Column.RECEIVED_NUM_NAN, Column.RECEIVED_NUM_INF)
+        return received_S | self._any_above_0(Column.NUM_NAN, Column.NUM_INF)
+
+    def _any_above_0(self, first: Column, last: Column) -> npt.NDArray[np.bool_]:
+        any_S: npt.NDArray[np.bool_] = np.logical_or.reduce(self.rows[..., first : last + 1] > 0, axis=(1, 2))
+        return any_S
 
     @derived
     def guarded(self) -> npt.NDArray[np.bool_]:
