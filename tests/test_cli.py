@@ -22,10 +22,10 @@ from wandb_gradwatch import _doctor as doctor
 from wandb_gradwatch._doctor import Check, OverheadMeasurement, checks, measurement
 from wandb_gradwatch._output import as_json, paragraph
 from wandb_gradwatch._page import page, read, view
-from wandb_gradwatch._page.history import RecordedAlert, RunHistory
+from wandb_gradwatch._page.history import OwnSeries, RecordedAlert, RunHistory
 
 ROOT = Path(__file__).parent.parent
-COMMANDS = ("demo", "view", "report", "workspace", "doctor")
+COMMANDS = ("demo", "view", "diff", "report", "workspace", "doctor")
 
 
 def make_history(*, finished: bool = True, rows: int = 2) -> RunHistory:
@@ -155,11 +155,15 @@ def test_a_reader_that_has_read_enough_gets_no_traceback() -> None:
 def recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[RunHistory]:
     """What reading gives, call after call; the last stays. The pages that are written say how many rows they show."""
     histories = [make_history()]
-    monkeypatch.setattr(read, "read_run", lambda path, progress: histories.pop(0) if histories[1:] else histories[0])
 
-    def write_page(history: RunHistory, output: Path, *, refresh_seconds: int | None) -> None:
+    def read_run(path: Path, *, progress: object = None) -> RunHistory:
+        return histories.pop(0) if histories[1:] else histories[0]
+
+    monkeypatch.setattr(read, "read_run", read_run)
+
+    def write_page(history: RunHistory, output: Path, *, others: list[RunHistory], refresh_seconds: int | None) -> None:
         reloads = "" if refresh_seconds is None else f", reloads after {refresh_seconds} s"
-        output.write_text(f"{len(history.steps)}{reloads}")
+        output.write_text(f"{len(history.steps)}{reloads}" + f", beside {len(others)}" * bool(others))
 
     monkeypatch.setattr(page, "write_page", write_page)
     monkeypatch.chdir(tmp_path)
@@ -200,6 +204,52 @@ def test_view_as_json_is_one_object(recorded: list[RunHistory]) -> None:
         "alerts": [{"title": "NaN gradient", "text": "NaN at step 50", "level": "ERROR", "step": 50}],
         "notes": [],
     }
+
+
+def test_view_of_several_runs_is_one_page(recorded: list[RunHistory]) -> None:
+    recorded[:] = [make_history(), replace(make_history(rows=3), run_id="b")]
+    result = run("view", "one", "other")
+    assert Path("gradwatch-abcd1234-b.html").read_text() == "2, beside 1"
+    assert result.stdout.splitlines() == [
+        "abcd1234  2 rows, 1 name, 1 alert",
+        "b  3 rows, 1 name, 1 alert",
+        "gradwatch-abcd1234-b.html",
+    ]
+    runs = json.loads(run("view", "one", "other", "--json").stdout)["runs"]
+    assert [facts["rows"] for facts in runs] == [3, 3]
+    assert "--watch follows one run" in run("view", "one", "other", "--watch").output
+
+
+def test_diff_says_where_runs_part_and_its_status_says_whether(recorded: list[RunHistory]) -> None:
+    rows = 4
+    jump = replace(
+        make_history(rows=rows),
+        values={"gradwatch/grad_norm": np.ones(rows), "grad_norm/head": np.array([1.0, 1.0, 50.0, 50.0])},
+        config={"lr": 3},
+        own={"loss": OwnSeries(np.arange(1.0, 201), np.full(200, 2.5))},
+    )
+    calm = replace(jump, values={"grad_norm/head": np.ones(rows)}, config={"lr": 1})
+    recorded[:] = [calm, calm]
+    assert run("diff", "a", "b").exit_code == 0
+    for histories, status in (([calm, jump], 1), ([calm, replace(jump, steps=jump.steps[:0])], 2)):
+        recorded[:] = list(histories)
+        result = run("diff", "a", "b")
+        assert result.exit_code == status
+        if status == 1:
+            assert [line.split("  ")[-1].strip() for line in result.stdout.splitlines()] == [
+                "A and B part at step 150: the gradient of head is 50 times as large in B.",
+                *["abcd1234: Broke at step 50: NaN gradient; recovered by 100"] * 2,
+                "1 layers, 4 windows, steps 50 to 200",
+                "1 of 1",
+                "to six digits up to step 100",
+                "2.5 in A, 2.5 in B at step 200",
+                "lr 1 → 3",
+            ]
+        else:
+            assert result.stderr == "Error: the runs have no steps in common: there is nothing to compare\n"
+    recorded[:] = [calm, jump]
+    facts = json.loads(run("diff", "a", "b", "--json").stdout)
+    assert (facts["alike"], facts["step"], facts["layer"], facts["equal_until"]) == (False, 150, "head", 100)
 
 
 def test_view_watch_writes_until_the_run_has_finished(

@@ -506,6 +506,51 @@ def test_values_of_every_size_have_an_axis(show: Opener, scale: str) -> None:
     assert page.locator("#norm canvas").first.evaluate(left) > 3
 
 
+# ---- several runs
+
+
+def test_runs_side_by_side(show: Opener, history: RunHistory) -> None:
+    values = {key: value[:30].copy() for key, value in history.values.items()}
+    name = "blocks.1.mlp.fc.weight"
+    values["grad_norm_max/" + name.replace(".", "/")][20:] *= 1e4
+    second = replace(history, name="other", steps=history.steps[:30], values=values, config={"lr": 1})
+    page = show(history, others=[second, replace(second, name=HOSTILE)])
+    assert (
+        page.locator(".verdict").first.inner_text().startswith(f"A and B part at step 210: the gradient of {name} is")
+    )
+    assert page.locator("#runs tbody").first.locator("tr").count() == 3
+    assert "lr" in page.locator("#runs tbody").last.inner_text()
+    for card in ("strips", "ratio_of_runs"):
+        assert colours(page, f"#{card} canvas") > 3, card
+    labels = page.locator("#ratio_of_runs .chart .legend-label")
+    assert labels.all_inner_texts() == [f"A {name}", f"B {name}"]
+    with repainted(page, "#ratio_of_runs .chart canvas"):
+        page.locator("#ratio_of_runs .frame canvas").first.click(position={"x": 600, "y": 24})
+    assert labels.all_inner_texts() != [f"A {name}", f"B {name}"]
+    page.locator("#ratio_of_runs").get_by_role("button", name="C / A").click()
+    assert page.locator("#ratio_of_runs .chart .legend-label:visible").all_inner_texts() == [f"A {name}", f"C {name}"]
+
+
+def test_lines_of_runs_with_different_steps_are_not_broken(show: Opener) -> None:
+    runs = [
+        RunHistory(
+            Path("run-x.wandb"), str(every), np.arange(every, 101, every), {"grad_norm_max/a": np.ones(100 // every)}
+        )
+        for every in (10, 25)
+    ]
+    page = show(runs[0], others=runs[1:])
+    page.locator("#strips summary").first.click()
+    rows = page.locator("#strips details").first.locator("tbody tr")
+    rows.first.wait_for(state="attached")
+    assert [row.split("\t")[0] for row in rows.all_inner_texts()] == [
+        *("10", "20", "25", "30", "40", "50", "60", "70", "75", "80", "90", "100"),
+    ]
+    # One line across the whole width: each column of pixels has some of it.
+    hover(page, "#strips .u-over", 0.3, 0.5)
+    legend = page.locator("#strips .legend").first.inner_text().split("\n")
+    assert legend[0] == "step 30"
+
+
 # ---- what watch(metrics=...) measured
 
 

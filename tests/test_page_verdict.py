@@ -128,6 +128,7 @@ def test_one_sentence_says_what_became_of_the_training(history: RunHistory, mood
 
 def test_a_text_without_a_cause_is_told_by_its_title() -> None:
     assert cause_of(RecordedAlert("Head too large", "head.weight has a norm of 12", "WARN", 3)) == "head too large"
+    assert cause_of(RecordedAlert("NaN gradient", "12 elements", "ERROR", 3)) == "NaN gradient"
 
 
 def test_alerts_are_folded_by_title_and_the_most_severe_come_first() -> None:

@@ -1,7 +1,8 @@
-"""The command line: wandb-gradwatch demo | view | report | workspace | doctor.
+"""The command line: wandb-gradwatch demo | view | diff | report | workspace | doctor.
 
 Exit status: 0 all is well, 1 a problem was found or met (said in one line), 2 the command line itself is wrong,
-130 Ctrl-C. What a command needs is imported when it runs, so that `--help` is quick and no extra is missed early.
+130 Ctrl-C; `diff` has one of its own. What a command needs is imported when it runs, so that `--help` is quick and no
+extra is missed early.
 """
 
 from __future__ import annotations
@@ -104,9 +105,11 @@ def demo(context: click.Context, output: Path, steps: int | None, online: bool) 
         "wandb/latest-run --open",
         "wandb/offline-run-20250101_120000-abcd1234 --output page.html",
         "wandb/latest-run --watch",
+        "wandb/offline-run-20250101_120000-abcd1234 wandb/latest-run",
     )
 )
 @click.argument("path", type=click.Path(path_type=Path))
+@click.argument("others", type=click.Path(path_type=Path), nargs=-1, metavar="[PATH]...")
 @click.option(
     "--output",
     type=click.Path(path_type=Path),
@@ -116,14 +119,32 @@ def demo(context: click.Context, output: Path, steps: int | None, online: bool) 
 @click.option("--open", "opens", is_flag=True, help="Open it in the browser.")
 @click.option("--watch", "watches", is_flag=True, help="Write and reload it while the run goes on; Ctrl-C ends it.")
 @_json
-def view(path: Path, output: Path | None, opens: bool, watches: bool, json: bool) -> None:
+def view(path: Path, others: tuple[Path, ...], output: Path | None, opens: bool, watches: bool, json: bool) -> None:
     """Write one self-contained HTML page about a run on this machine, finished or still going on.
 
-    PATH is a run's directory, its .wandb file, or wandb/.
+    PATH is a run's directory, its .wandb file, or wandb/. With several, the page shows the first beside each of the
+    others.
     """
     from ._page.view import run_view
 
-    run_view(path, output, opens=opens, watches=watches, json=json)
+    if watches and others:
+        raise click.UsageError("--watch follows one run; give one PATH")
+    run_view([path, *others], output, opens=opens, watches=watches, json=json)
+
+
+@main.command(epilog=_examples("diff", "wandb/offline-run-20250101_120000-abcd1234 wandb/latest-run"))
+@click.argument("first", type=click.Path(path_type=Path), metavar="RUN_A")
+@click.argument("second", type=click.Path(path_type=Path), metavar="RUN_B")
+@_json
+@click.pass_context
+def diff(context: click.Context, first: Path, second: Path, json: bool) -> None:
+    """Say where two runs part beyond their own scatter.
+
+    Exit status: 0 they are alike, 1 they differ, 2 they cannot be compared.
+    """
+    from ._page.diff import run_diff
+
+    context.exit(run_diff(first, second, json=json))
 
 
 @main.command(epilog=_examples("report", "my-team/my-project", "my-team/my-project/abcd1234"))

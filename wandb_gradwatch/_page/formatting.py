@@ -147,6 +147,18 @@ WORDS: Final[Mapping[str, Words]] = MappingProxyType(
             "Metrics of your own, of gradients without the loss scale and before clipping.",
             "Compare with the gradient norm of the same layer at the same step.",
         ),
+        "strips": Words(
+            "The runs on one axis",
+            "Lines that cross and touch: runs that differ by chance alone.",
+            "Lines that leave each other and stay apart. Look at the step where they do, in the picture of the layers "
+            "below, and at the settings above.",
+        ),
+        "ratio_of_runs": Words(
+            "Where the runs part",
+            "Pale everywhere: no layer's norm is far from its norm in the other run.",
+            "A stripe from one step on is a layer that parts there; of the layers that part in one step, the one "
+            "nearest the output was first. Bands of one colour from the start point to initialisation or scale.",
+        ),
         "own": Words(
             "Your own metrics, at every row",
             "The loss falls and wobbles, and comes back after every outlier. The learning rate follows its schedule.",

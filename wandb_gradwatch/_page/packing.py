@@ -45,6 +45,11 @@ class Blob:
         little = codes.astype("<u2").reshape(-1)
         return self.add((little & 0xFF).astype(np.uint8).tobytes() + (little >> 8).astype(np.uint8).tobytes())
 
+    def add_floats(self, values: FloatArray) -> int:
+        """Append values as float32; what is too large for it becomes infinite."""
+        with np.errstate(over="ignore"):
+            return self.add(values.astype("<f4").tobytes())
+
     def encoded(self) -> str:
         """Everything compressed (gzip, which browsers unpack), as base64."""
         packer = zlib.compressobj(6, zlib.DEFLATED, zlib.MAX_WBITS | 16)
@@ -113,9 +118,9 @@ def _histogram(series: HistogramSeries, most: int, blob: Blob) -> dict[str, Any]
     counts = series.counts[kept]
     total = counts.sum(axis=1, keepdims=True)
     share = np.divide(counts, total, out=np.zeros_like(counts), where=total > 0)
-    limits = np.concatenate([series.low[kept], series.high[kept]]).astype("<f4")
+    limits = np.concatenate([series.low[kept], series.high[kept]])
     return {
         "steps": series.steps[kept].tolist(),
-        "limits": blob.add(limits.tobytes()),
+        "limits": blob.add_floats(limits),
         "shares": blob.add(np.rint(255 * np.sqrt(share)).astype(np.uint8).tobytes()),
     }

@@ -11,26 +11,35 @@ import base64
 import hashlib
 import html
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 from .history import RunHistory
 from .payload import build_payload
 from .safe_text import script_json, visible_text
+from .side_by_side import build_comparison
 
 ASSETS: Final = Path(__file__).parent / "assets"
 LIBRARY_SCRIPT: Final = "uPlot.iife.min.js"
 LIBRARY_STYLE: Final = "uPlot.min.css"
 # One scope, in this order: a file may use what stands before it when it is loaded, and everything when it runs.
 SCRIPTS: Final = ("text.js", "data.js", "theme.js", "view.js", "lines.js", "frame.js", "heatmap.js", "ridges.js")
-SCRIPTS_LAST: Final = ("words.js", "layers.js", "families.js", "alerts.js", "table.js", "main.js")
+SCRIPTS_LAST: Final = (*("words.js", "layers.js", "families.js", "alerts.js", "table.js", "compare.js", "main.js"),)
 
 
-def write_page(history: RunHistory, output: str | os.PathLike[str], *, refresh_seconds: int | None = None) -> Path:
-    """Write the page of a run and return its path. An existing file is replaced in one piece.
+def write_page(
+    history: RunHistory,
+    output: str | os.PathLike[str],
+    *,
+    others: Sequence[RunHistory] = (),
+    refresh_seconds: int | None = None,
+) -> Path:
+    """Write the page of a run, or of several side by side, and return its path. An existing file is replaced whole.
 
     Args:
         history: from `read_run`.
+        others: the runs that this one is compared with.
         output: the HTML file; its directory must exist.
         refresh_seconds: an open page reloads itself this often, for a run that goes on; None: never.
 
@@ -43,15 +52,15 @@ def write_page(history: RunHistory, output: str | os.PathLike[str], *, refresh_s
         raise OSError(f"the page {output} {problem}; give the name of an HTML file")
     # A browser that reloads while the page is rewritten sees the old page or the new one, never half of one.
     partial = output.with_name(f"{output.name}.partial")
-    partial.write_text(render_page(history, refresh_seconds=refresh_seconds), encoding="utf-8")
+    partial.write_text(render_page(history, others=others, refresh_seconds=refresh_seconds), encoding="utf-8")
     partial.replace(output)
     return output.resolve()
 
 
-def render_page(history: RunHistory, *, refresh_seconds: int | None = None) -> str:
-    """The page of a run as HTML."""
+def render_page(history: RunHistory, *, others: Sequence[RunHistory] = (), refresh_seconds: int | None = None) -> str:
+    """The page of a run, or of several side by side, as HTML."""
     refresh = "" if refresh_seconds is None else f'<meta http-equiv="refresh" content="{refresh_seconds:d}">\n'
-    content, blob = build_payload(history)
+    content, blob = build_comparison([history, *others]) if others else build_payload(history)
     style = _asset(LIBRARY_STYLE) + _asset("page.css")
     library = _asset(LIBRARY_SCRIPT)
     program = '"use strict";(() => {\n' + "".join(map(_asset, (*SCRIPTS, *SCRIPTS_LAST))) + "})();"
@@ -60,7 +69,7 @@ def render_page(history: RunHistory, *, refresh_seconds: int | None = None) -> s
         f"default-src 'none'; script-src {_hash(library)} {_hash(program)}; style-src {_hash(style)}; "
         "img-src data: blob:; base-uri 'none'; form-action 'none'"
     )
-    title = html.escape(visible_text(history.name or history.run_id))
+    title = html.escape(visible_text(" and ".join(one.name or one.run_id for one in (history, *others))))
     return "".join(
         [
             '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n',

@@ -39,7 +39,7 @@ def build_payload(history: RunHistory) -> tuple[dict[str, Any], Blob]:
     columns = picture_width(len(history.steps), len(names), MAX_CELLS)
     points = pool_width(len(history.steps), MAX_POINTS)
     content = {
-        "run": _run(history),
+        "run": describe_run(history),
         "notes": list(history.notes),
         "words": {key: asdict(words) for key, words in WORDS.items()},
         "verdict": asdict(judge(history)),
@@ -74,7 +74,8 @@ def _alert(group: Sequence[RecordedAlert]) -> dict[str, Any]:
     return told | {"finding": finding}
 
 
-def _run(history: RunHistory) -> dict[str, Any]:
+def describe_run(history: RunHistory) -> dict[str, Any]:
+    """What the head of the page says about the run."""
     return {
         "id": history.run_id,
         "name": history.name or history.run_id,
@@ -109,10 +110,7 @@ def _own(history: RunHistory, blob: Blob) -> dict[str, Any]:
         steps, values = pool_extremes(series.steps, series.values, max(MAX_POINTS, MAX_OWN_POINTS // len(chosen)))
         axes.setdefault(steps.tobytes(), steps.tolist())
         place = list(axes).index(steps.tobytes())
-        with np.errstate(over="ignore"):
-            items.append(
-                {"key": key, "role": own_role(key), "axis": place, "offset": blob.add(values.astype("<f4").tobytes())}
-            )
+        items.append({"key": key, "role": own_role(key), "axis": place, "offset": blob.add_floats(values)})
     return {"axes": list(axes.values()), "items": items, "left": len(found) - len(chosen)}
 
 

@@ -88,7 +88,8 @@ def cause_of(alert: RecordedAlert) -> str:
     if cause.startswith(FOUND_PREFIX):
         cause = cause.removeprefix(FOUND_PREFIX).partition("\n")[0]
     cause = re.sub(_EVIDENCE, "", cause, flags=re.DOTALL).removeprefix("not clear: either ").strip().rstrip(".")
-    title = alert.title[:1].lower() + alert.title[1:] if alert.title[1:2].islower() else alert.title
+    starts_as_a_word = alert.title.partition(" ")[0].istitle()  # not NaN
+    title = alert.title[:1].lower() + alert.title[1:] if starts_as_a_word else alert.title
     return " ".join(cause.split()) or title
 
 
@@ -113,11 +114,11 @@ def _first_nonfinite(history: RunHistory, told: list[RecordedAlert]) -> int | No
     ]
     # A loss scaler overflows and skips by design: such windows are no accident, nor is a count exact to the step.
     if not steps:
-        steps = history.steps[_nonfinite_rows(history)][:1].tolist()
+        steps = history.steps[nonfinite_rows(history)][:1].tolist()
     return min((round(step) for step in steps if step is not None), default=None)
 
 
-def _nonfinite_rows(history: RunHistory) -> np.ndarray:
+def nonfinite_rows(history: RunHistory) -> np.ndarray:
     """Rows that hold NaN or Inf in gradients that were not skipped: [R]."""
     none = np.zeros(len(history.steps))
     counts = (history.values.get(key, none) for key in (keys.NUM_NAN, keys.NUM_INF))
@@ -132,7 +133,7 @@ def _recovered(history: RunHistory, start: int) -> int | None:
     )
     before = norms[(history.steps < start) & np.isfinite(norms)]
     high = norms > _STILL_HIGH * np.median(before) if len(before) else np.zeros(len(norms), dtype=bool)
-    bad_steps = history.steps[_nonfinite_rows(history) | high | np.isinf(norms)].tolist()
+    bad_steps = history.steps[nonfinite_rows(history) | high | np.isinf(norms)].tolist()
     bad_steps += [step for series in history.own.values() for step in series.steps[~np.isfinite(series.values)]]
     after = history.steps[history.steps > max([start, *bad_steps])]
     return int(after[0]) if len(after) else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 import webbrowser
-from collections.abc import Sized
+from collections.abc import Sequence, Sized
 from pathlib import Path
 from typing import Final
 
@@ -19,38 +19,42 @@ WATCH_SECONDS: Final = 5.0  # between two looks at a run that is still going on
 RELOAD_SECONDS: Final = 10  # until an open page of such a run reloads itself
 
 
-def run_view(path: Path, output: Path | None, *, opens: bool, watches: bool, json: bool) -> None:
+def run_view(paths: Sequence[Path], output: Path | None, *, opens: bool, watches: bool, json: bool) -> None:
     """Write the page, and say what it shows.
 
     Args:
-        path: a run's directory, its .wandb file, or wandb/.
+        paths: of each run its directory, its .wandb file, or wandb/; the first is shown beside each of the others.
         output: the page, or a directory for it; None: here.
         opens: show it in the browser.
-        watches: write it again until the run has finished.
+        watches: write it again until the run, the only one, has finished.
         json: print one JSON object; everything else goes to standard error.
     """
-    history, written = _write(path, output, reload=watches)
-    _say_notes(history, err=json)
+    histories, written = _write(paths, output, reload=watches)
+    for history in histories:
+        _say_notes(history, err=json)
     if json:
-        as_json(_facts(history, written))
+        of_runs = [_facts(history) for history in histories]
+        as_json({"page": str(written.resolve()), **(of_runs[0] if len(of_runs) == 1 else {"runs": of_runs})})
     else:
-        _say_contents(history, written)
+        _say_contents(histories, written)
     if opens and not webbrowser.open(written.resolve().as_uri()):
         click.echo(f"no browser could be started; open {written.resolve().as_uri()} yourself", err=json)
-    while watches and not history.finished:
+    while watches and not histories[0].finished:
         time.sleep(WATCH_SECONDS)
-        history, written = _write(path, written, reload=True)
-        said = f"{_many(history.steps, 'row')}, {_many(history.alerts, 'alert')}"
+        histories, written = _write(paths, written, reload=True)
+        said = f"{_many(histories[0].steps, 'row')}, {_many(histories[0].alerts, 'alert')}"
         click.echo(f"{time.strftime('%H:%M:%S')}  {said}", err=json)
 
 
-def _write(path: Path, output: Path | None, *, reload: bool) -> tuple[RunHistory, Path]:
-    history = read.read_run(path, progress=_say_progress if sys.stderr.isatty() else None)
+def _write(paths: Sequence[Path], output: Path | None, *, reload: bool) -> tuple[list[RunHistory], Path]:
+    progress = _say_progress if sys.stderr.isatty() else None
+    histories = [read.read_run(path, progress=progress) for path in paths]
     target = output or Path()
     if target.is_dir():
-        target /= f"gradwatch-{history.run_id}.html"
-    page.write_page(history, target, refresh_seconds=RELOAD_SECONDS if reload and not history.finished else None)
-    return history, target
+        target /= f"gradwatch-{'-'.join(history.run_id for history in histories)}.html"
+    refresh_seconds = RELOAD_SECONDS if reload and not histories[0].finished else None
+    page.write_page(histories[0], target, others=histories[1:], refresh_seconds=refresh_seconds)
+    return histories, target
 
 
 def _say_progress(rows: int) -> None:
@@ -66,15 +70,17 @@ def _say_notes(history: RunHistory, *, err: bool) -> None:
         paragraph(text, indent=0, err=err)
 
 
-def _say_contents(history: RunHistory, written: Path) -> None:
-    found = click.style(f"{_many(history.steps, 'row')}, {_many(history.names, 'name')}, ", dim=True)
-    alerts = click.style(_many(history.alerts, "alert"), fg="yellow" if history.alerts else None)
-    click.echo(f"{written}  {found}{alerts}")
+def _say_contents(histories: Sequence[RunHistory], written: Path) -> None:
+    for history in histories:
+        found = click.style(f"{_many(history.steps, 'row')}, {_many(history.names, 'name')}, ", dim=True)
+        alerts = click.style(_many(history.alerts, "alert"), fg="yellow" if history.alerts else None)
+        click.echo(f"{written if len(histories) == 1 else history.run_id}  {found}{alerts}")
+    if len(histories) > 1:
+        click.echo(str(written))
 
 
-def _facts(history: RunHistory, written: Path) -> dict[str, object]:
+def _facts(history: RunHistory) -> dict[str, object]:
     return {
-        "page": str(written.resolve()),
         "run": history.run_id,
         "finished": history.finished,
         "rows": len(history.steps),

@@ -82,11 +82,10 @@ function unpackRun() {
   });
 }
 
-// uPlot draws null as a gap; a number that is not finite has no place on an axis.
+// uPlot draws null as a gap; a number that is not finite has no place on an axis. Over what is undefined, because
+// another line has a point there, the line goes on.
 function drawable(values, positiveOnly) {
-  return Array.from(values, (value) =>
-    value === null || !Number.isFinite(value) || (positiveOnly && value <= 0) ? null : value,
-  );
+  return Array.from(values, (value) => (value === undefined || (Number.isFinite(value) && !(positiveOnly && value <= 0)) ? value : null));
 }
 
 function histogramOf(item, bins) {

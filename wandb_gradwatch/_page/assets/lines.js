@@ -98,7 +98,7 @@ class LineChart {
     context.fillStyle = colour("nonfinite");
     for (const one of this.series.filter((series) => series.marksNonFinite)) {
       for (let index = 0; index < this.xs.length; index++) {
-        if (Number.isFinite(one.values[index]) || one.values[index] === null) continue;
+        if (Number.isFinite(one.values[index]) || one.values[index] == null) continue;
         const middle = (other) => clamp(plot.valToPos((this.xs[index] + (this.xs[other] ?? this.xs[index])) / 2, "x", true), box.left, box.left + box.width);
         const [from, to] = [middle(index - 1), middle(index + 1)];
         const width = to <= box.left || from >= box.left + box.width ? 0 : Math.max(to - from, 2 * devicePixelRatio);
@@ -182,9 +182,11 @@ class LineChart {
   // The values under the cursor; without one, the last that is not missing.
   showValues(index) {
     this.legendStep.textContent = index === null ? "last" : "step " + this.xs[index].toLocaleString("en-US");
-    this.series.forEach((one, place) => {
-      const value = index === null ? lastPresent(one.values) : one.values[index];
-      this.legendValues[place].textContent = (one.format ?? this.format)(value);
+    this.series.forEach((one, line) => {
+      let place = index;
+      while (place > 0 && one.values[place] === undefined) place--; // a point of another line alone
+      const value = index === null ? lastPresent(one.values) : one.values[place];
+      this.legendValues[line].textContent = (one.format ?? this.format)(value);
     });
   }
 
@@ -195,7 +197,7 @@ class LineChart {
 
 function lastPresent(values) {
   for (let index = values.length - 1; index >= 0; index--) {
-    if (values[index] !== null && !Number.isNaN(values[index])) return values[index];
+    if (values[index] != null && !Number.isNaN(values[index])) return values[index];
   }
   return null;
 }
@@ -338,7 +340,7 @@ function plainTable(head, rows) {
     element(
       "table",
       {},
-      element("thead", {}, element("tr", {}, head.map((text) => element("th", { scope: "col" }, text)))),
+      element("thead", {}, element("tr", {}, head.map((text, column) => element("th", { scope: "col", class: typeof rows[0]?.[column] === "string" ? "text" : null }, text)))),
       element("tbody", {}, rows.map((row) => element("tr", {}, row.map((cell) => element("td", { class: typeof cell === "string" ? "text" : null }, typeof cell === "string" ? cell : formatNumber(cell, 5)))))),
     ),
   );

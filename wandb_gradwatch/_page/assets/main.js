@@ -247,7 +247,7 @@ function chooseAtFirst() {
   for (const name of memory.chosen ? before : byInterest().slice(0, 5)) view.chosen.add(name);
 }
 
-function build() {
+function runParts() {
   const parts = [toolbar(), header()];
   for (const note of content.notes) parts.push(element("p", { class: "note" }, note));
   if (!hasRows()) parts.push(emptyNotice());
@@ -269,7 +269,11 @@ function build() {
   if (content.flightRecorder !== null) parts.push(recorderSection());
   if (hasRows()) parts.push(absent());
   parts.push(footer());
-  page.replaceChildren(...parts.filter(Boolean));
+  return parts;
+}
+
+function build() {
+  page.replaceChildren(...(content.pairs ? comparisonParts() : runParts()).filter(Boolean));
   for (const draw of waiting) draw();
 }
 

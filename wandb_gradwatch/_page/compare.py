@@ -1,0 +1,225 @@
+"""Two runs side by side: where they part beyond their own scatter, and what was set differently."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from .._measure.columns import FloatArray, IntArray
+from ..snapshot import keys
+from .history import RunHistory
+from .verdict import Verdict, judge, nonfinite_rows
+
+# P layers that both runs have, G windows that both runs reach
+
+# A layer parts where its largest norms differ by more than so many times the runs' own scatter, and at least by so
+# much: in SUSTAINED windows in a row, or far more in a single one.
+SUSTAINED: Final = 3
+_SCATTERS: Final = 5.0
+_FACTOR: Final = 2.0
+_SCATTERS_AT_ONCE: Final = 10.0
+_FACTOR_AT_ONCE: Final = 10.0
+_SAME: Final = 1e-6  # relative: the order of a sum may differ from run to run
+_SCATTER_OF_MEDIAN: Final = 1.4826 / np.sqrt(2)  # a normal deviation, from the median size of differences of neighbours
+
+
+@dataclass(frozen=True)
+class Parting:
+    """Where two runs part for the first time.
+
+    Args:
+        step: the last step of the window.
+        name: the layer that differs most in it.
+        norms: its largest norms in the first and the second run; NaN where no gradient arrived, infinite where one was
+            not finite.
+        num_layers: how many layers part in the whole run.
+    """
+
+    step: int
+    name: str
+    norms: tuple[float, float]
+    num_layers: int
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """What a second run did otherwise than the first.
+
+    Args:
+        names: [P] the layers of both, spelled as in the model, in the first run's order.
+        only_first, only_second: the layers of one alone.
+        steps: [G] the last step of every window that both runs reach; windows are those of the coarser run.
+        norms: of each run, [P, G]: the largest norm in the window; NaN where no gradient arrived, infinite where one
+            was not finite.
+        equal_until: the last step up to which all norms agree to six digits; None where they differ from the start.
+        parting: None where the runs never differ beyond their own scatter.
+        verdicts: of each run.
+    """
+
+    names: list[str]
+    only_first: list[str]
+    only_second: list[str]
+    steps: IntArray
+    norms: tuple[FloatArray, FloatArray]
+    equal_until: int | None
+    parting: Parting | None
+    verdicts: tuple[Verdict, Verdict]
+
+    @property
+    def alike(self) -> bool:
+        """Whether nothing but settings and scatter tells the runs apart."""
+        same_layers = not self.only_first and not self.only_second
+        return self.parting is None and same_layers and self.verdicts[0].mood == self.verdicts[1].mood
+
+
+def compare(first: RunHistory, second: RunHistory) -> Comparison:
+    """Compare two runs, of any lengths, cadences and layers, in the windows and the layers that both have.
+
+    Raises:
+        ValueError: they have no layer, or no step, in common.
+    """
+    names = [name for name in first.names if name in set(second.names)]
+    if not names:
+        raise ValueError("the runs have no layer of the same name: there is nothing to compare")
+    steps = _common_windows(first.steps, second.steps)
+    if not len(steps):
+        raise ValueError("the runs have no steps in common: there is nothing to compare")
+    norms = (_windows_of(first, names, steps), _windows_of(second, names, steps))
+    equal = np.isclose(*norms, rtol=_SAME, atol=0.0, equal_nan=True)
+    num_equal = int(np.argmin(np.append(equal.all(axis=0), False)))
+    spelled = first.spelled(names)
+    return Comparison(
+        names=spelled,
+        only_first=first.spelled(name for name in first.names if name not in set(names)),
+        only_second=second.spelled(name for name in second.names if name not in set(names)),
+        steps=steps,
+        norms=norms,
+        equal_until=int(steps[num_equal - 1]) if num_equal else None,
+        parting=_parting(spelled, steps, norms),
+        verdicts=(judge(first), judge(second)),
+    )
+
+
+def sentence(found: Comparison, first: str = "A", second: str = "B") -> str:
+    """Say in one sentence whether and where the runs part. The runs' names are the caller's."""
+    last = f"{found.steps[-1]:,}"
+    if found.parting is not None:
+        norm_first, norm_second = found.parting.norms
+        return (
+            f"{first} and {second} part at step {found.parting.step:,}: the gradient of "
+            f"{found.parting.name} {_how(norm_first, norm_second, first, second)}"
+        )
+    if found.equal_until == found.steps[-1]:
+        return f"{first} and {second} are equal to six digits up to step {last}"
+    more = []
+    if found.only_first or found.only_second:
+        more.append("not all layers are in both")
+    if found.verdicts[0].mood != found.verdicts[1].mood:
+        more.append("the verdicts differ")
+    but = f"; but {' and '.join(more)}" if more else ""
+    return f"No layer of {first} and {second} differs beyond its own scatter up to step {last}{but}"
+
+
+def _how(norm_first: float, norm_second: float, first: str, second: str) -> str:
+    for norm, run in ((norm_first, first), (norm_second, second)):
+        if np.isinf(norm):
+            return f"has NaN or Inf in {run} alone"
+        if np.isnan(norm):
+            return f"is missing in {run} alone"
+        if norm == 0:
+            return f"is 0 in {run} alone"
+    larger, ratio = (
+        (second, norm_second / norm_first) if norm_second > norm_first else (first, norm_first / norm_second)
+    )
+    return f"is {ratio:,.3g} times as large in {larger}"
+
+
+def _common_windows(first: IntArray, second: IntArray) -> IntArray:
+    """The last steps of the coarser run's windows in the steps that both runs have rows of: [G]."""
+    if not len(first) or not len(second):
+        return first[:0]
+    low, high = max(first[0], second[0]), min(first[-1], second[-1])
+    inside = [steps[(steps >= low) & (steps <= high)] for steps in (first, second)]
+    return min(inside, key=len)
+
+
+def _windows_of(history: RunHistory, names: list[str], steps: IntArray) -> FloatArray:
+    """The largest norm of every layer in these windows: [P, G]; NaN without a gradient, Inf where one is not finite."""
+    missing = np.full(len(history.steps), np.nan)
+    largest = [
+        history.values.get(
+            f"{keys.LAYER_GRAD_NORM_MAX}/{name}", history.values.get(f"{keys.LAYER_GRAD_NORM}/{name}", missing)
+        )
+        for name in names
+    ]
+    norms = np.stack(largest)
+    counts = np.stack([history.values.get(f"{keys.LAYER_NUM_NONFINITE}/{name}", missing) for name in names])
+    norms[(counts > 0) & nonfinite_rows(history)] = np.inf
+    # Rows after the last window are left out; those before the first one belong to it.
+    rows = np.searchsorted(steps, history.steps)
+    windows = np.full((len(names), len(steps)), np.nan)
+    for window in np.unique(rows[rows < len(steps)]):
+        windows[:, window] = np.fmax.reduce(norms[:, rows == window], axis=1)
+    return windows
+
+
+def _parting(names: list[str], steps: IntArray, norms: tuple[FloatArray, FloatArray]) -> Parting | None:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        logs = [np.log(norm) for norm in norms]
+        log_ratio = logs[1] - logs[0]  # infinite where one norm is 0, NaN where both are
+    broken = np.isinf(norms[0]) != np.isinf(norms[1])
+    scatter_P1 = np.hypot(_scatter(logs[0]), _scatter(logs[1]))
+    size = np.abs(log_ratio)
+    parts = broken | (size > np.maximum(_SCATTERS_AT_ONCE * scatter_P1, np.log(_FACTOR_AT_ONCE)))
+    far = size > np.maximum(_SCATTERS * scatter_P1, np.log(_FACTOR))
+    parts |= _lasting(far & (log_ratio > 0)) | _lasting(far & (log_ratio < 0))
+    parts |= _lasting(np.isnan(norms[0]) != np.isnan(norms[1]))
+    if not parts.any():
+        return None
+    window = int(np.argmax(parts.any(axis=0)))
+    size[np.isnan(size)] = np.inf  # NaN, Inf or no gradient in one run alone
+    worst = int(np.argmax(np.where(parts[:, window], size[:, window], -1.0)))
+    pair = (float(norms[0][worst, window]), float(norms[1][worst, window]))
+    return Parting(int(steps[window]), names[worst], pair, int(parts.any(axis=1).sum()))
+
+
+def _scatter(log: FloatArray) -> FloatArray:
+    """How far a layer's norm jumps between neighbouring windows: [P, 1]."""
+    jumps = np.abs(np.diff(np.where(np.isfinite(log), log, np.nan), axis=1, prepend=np.nan))
+    jumps[np.isnan(jumps).all(axis=1)] = 0.0  # too short to scatter
+    return np.asarray(_SCATTER_OF_MEDIAN * np.nanmedian(jumps, axis=1, keepdims=True))
+
+
+def _lasting(found: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    """Where something begins that is found in SUSTAINED windows in a row: [P, G]."""
+    lasting = found.copy()
+    for later in range(1, SUSTAINED):
+        lasting[:, :-later] &= found[:, later:]
+        lasting[:, -later:] = False
+    return lasting
+
+
+def differing_settings(*configs: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """The settings in which configurations differ, nested ones by their dotted names; None for one that is not set.
+
+    Example:
+        >>> differing_settings({"optimizer": {"lr": 0.1}, "seed": 1}, {"optimizer": {"lr": 0.3}, "seed": 1})
+        {'optimizer.lr': [0.1, 0.3]}
+    """
+    flat = [_flat(config) for config in configs]
+    values = {key: [one.get(key) for one in flat] for key in sorted(set().union(*flat))}
+    return {key: of_runs for key, of_runs in values.items() if any(value != of_runs[0] for value in of_runs)}
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
