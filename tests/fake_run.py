@@ -85,7 +85,8 @@ def fake_snapshots(
             skipped=steps == 265,
             overhead_ratio=0.004 + 0.001 * rng.random(),
             metrics={key: np.full(log_every, value) for key, value in _metrics(int(steps[-1]), names, rng)}
-            | {keys.NUM_GUARDED_STEPS: (steps == 262).astype(np.float64)},
+            | {keys.NUM_GUARDED_STEPS: (steps == 262).astype(np.float64)}
+            | {keys.LOSS: 4 * np.exp(-steps / 200) + 3 * np.exp(-(((steps - 262) / 4) ** 2))},
             metric_histograms={
                 f"activation/{MODULE}/histogram": MetricHistogram(_histogram(rows[-1, 0], rng), -1.0, 1.0)
             },

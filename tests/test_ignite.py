@@ -50,6 +50,8 @@ def test_supervised_trainers_too(accumulate: int) -> None:
     )
     memory = MemorySink()
     GradWatch(model, sinks=[memory]).attach(trainer)
+    losses: list[float] = []
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: losses.append(engine.state.output))
 
     @trainer.on(Events.ITERATION_STARTED)
     def look(engine: Engine) -> None:
@@ -61,6 +63,9 @@ def test_supervised_trainers_too(accumulate: int) -> None:
     samples = memory.merged()
     assert samples is not None
     assert samples.total_grad_norm.tolist() == approx(expected.norms)
+    # Without a line in the train step: Ignite returns each batch's loss, and backward() is called on its share.
+    groups = [losses[first : first + accumulate] for first in range(0, len(losses), accumulate)]
+    assert samples.metrics["gradwatch/loss"].tolist() == approx([sum(group) / accumulate for group in groups])
 
 
 @pytest.mark.filterwarnings("ignore:.*GradScaler.*")

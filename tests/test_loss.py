@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from grad_samples import of_norms
 from gradients import Chosen, watch
 
-from wandb_gradwatch.rules import NonFiniteLoss, default_rules
+from wandb_gradwatch._diagnosis import with_diagnosis
+from wandb_gradwatch._diagnosis.loss_order import which_moved_first
+from wandb_gradwatch.rules import Alert, LossSpike, NonFiniteLoss, default_rules
 from wandb_gradwatch.sinks._history_row import HistoryRow
+from wandb_gradwatch.snapshot import Snapshot
 
 LOSS, NUM_NONFINITE = "gradwatch/loss", "gradwatch/num_nonfinite_loss"
 
@@ -126,3 +132,117 @@ def test_a_removed_watcher_takes_nothing_and_says_nothing() -> None:
     watcher, _ = watch(Chosen(a=1))
     watcher.remove()
     watcher.loss(torch.tensor(1.0))
+
+
+def test_without_being_handed_over_the_loss_is_what_backward_was_called_on() -> None:
+    """Two micro-batches of half the loss, as accumulation divides it: 1.5 + 2.5 in step 1, 3 + 5 in step 2."""
+    model = Chosen(a=1)
+    watcher, sink = watch(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for factors in ((1.5, 2.5), (3.0, 5.0)):
+        for factor in factors:
+            model.loss(a=[factor]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.loss(a=[9.0]).backward()
+    watcher.loss(7.0)  # handed over: that is the loss
+    optimizer.step()
+    watcher.remove()
+    assert sink.merged().metrics[LOSS].tolist() == [4.0, 8.0, 7.0]
+
+
+@pytest.mark.parametrize(
+    ("backward", "found"),
+    [
+        (lambda loss: torch.autograd.backward([loss]), [2.0]),
+        (lambda loss: loss.expand(3).backward(torch.ones(3)), None),
+        (lambda loss: loss.backward(torch.tensor(2.0)), None),  # differentiated is twice the loss, or something else
+        (lambda loss: torch.autograd.backward([loss, loss]), None),
+    ],
+)
+def test_only_a_backward_of_one_number_tells_the_loss(backward: Any, found: list[float] | None) -> None:
+    model = Chosen(a=1)
+    watcher, sink = watch(model)
+    backward(model.loss(a=[2.0]))
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    watcher.remove()
+    values = sink.merged().metrics.get(LOSS)
+    assert (values if values is None else values.tolist()) == found
+
+
+def test_the_loss_scale_is_divided_out_of_what_backward_was_called_on() -> None:
+    model = Chosen(a=1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    watcher, sink = watch(model, scaler=scaler)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for _ in range(2):
+        optimizer.zero_grad()
+        scaler.scale(model.loss(a=[3.0])).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    watcher.remove()
+    assert sink.merged().metrics[LOSS].tolist() == [3.0, 3.0]
+
+
+# ---- spikes, and what moved first
+
+
+def of_losses(losses: Sequence[float], norms: Sequence[float] | None = None) -> Snapshot:
+    samples = of_norms([1.0] * len(losses) if norms is None else norms)
+    return replace(samples, metrics={LOSS: np.asarray(losses, dtype=np.float64)})
+
+
+def wobbling(number: int) -> list[float]:
+    """A loss that falls from -1 to -2 and wobbles by 0.2: a loss has no scale, and may be negative."""
+    rng = np.random.default_rng(0)
+    return (-1 - np.linspace(0, 1, number) + 0.2 * rng.standard_normal(number)).tolist()
+
+
+def test_a_loss_far_above_the_last_ones_is_a_spike_of_its_own_step() -> None:
+    usual = wobbling(60)
+    rule = LossSpike()
+    assert list(rule.check(of_losses(usual))) == []
+    # Their median is near -1.5 and their scatter below 0.6, the largest below 0: 10 deviations of it end below 6.
+    [alert] = rule.check(of_losses([6.0]))
+    assert (alert.title, alert.step, alert.level) == ("Loss spike", 1, "WARN")
+    assert "the last 60 were between" in alert.text
+    assert list(rule.check(of_losses([6.0], [5.1]))) == []  # 5.1 times the usual gradient: that is told
+    assert list(rule.check(of_losses([0.0, *usual[-3:]]))) == []  # as far as the usual ones span, not more
+
+
+def test_a_new_level_of_the_loss_is_the_usual_one_after_some_samples_and_few_samples_are_no_past() -> None:
+    rule = LossSpike()
+    assert len(list(rule.check(of_losses(wobbling(60) + [9.0] * 20)))) == rule.adapt_after
+    assert list(LossSpike().check(of_losses([*wobbling(31), 9.0]))) == []
+    assert list(LossSpike().check(of_losses([*wobbling(60), math.nan]))) == []
+
+
+def test_what_the_rule_remembers_goes_on_in_another_process() -> None:
+    rule, other = LossSpike(), LossSpike()
+    list(rule.check(of_losses([*wobbling(60), 9.0])))
+    other.load_state_dict(json.loads(json.dumps(rule.state_dict())))
+    assert other.state_dict() == rule.state_dict()
+    assert [alert.text for alert in other.check(of_losses([9.0]))] == [a.text for a in rule.check(of_losses([9.0]))]
+
+
+@pytest.mark.parametrize(
+    ("loss_from", "gradient_from", "said"),
+    [
+        (28, 25, "The gradient moved first, at step 26, the loss at step 29."),
+        (25, 28, "The loss moved first, at step 26, the gradient at step 29."),
+        (27, 27, "The gradient and the loss moved together, at step 28."),
+        (99, 29, "The gradient moved at step 30 (50); the loss has not moved yet."),
+        (99, 99, ""),
+    ],
+)
+def test_an_alert_says_whether_the_gradient_or_the_loss_moved_first(
+    loss_from: int, gradient_from: int, said: str
+) -> None:
+    losses = [20.0 if step >= loss_from else 2 + 0.1 * math.sin(step) for step in range(30)]
+    norms = [50.0 if step >= gradient_from else 1 + 0.1 * math.cos(step) for step in range(30)]
+    history = of_losses(losses, norms)
+    assert which_moved_first(history) == said
+    alert = Alert("Exploding gradient", "Step 30: large.\nProbable cause: general. Remedy: general.", 30, "ERROR")
+    assert (said in with_diagnosis(alert, history).text.splitlines()) == bool(said)
+    assert which_moved_first(replace(history, metrics={})) == ""
+    assert which_moved_first(of_losses(losses[:11], norms[:11])) == ""

@@ -206,3 +206,12 @@ def test_details_are_logged_on_request_each_by_its_definition() -> None:
     assert {key: value for key, value in every.items() if key not in plain} == pytest.approx(details)
     some = HistoryRow.of(snapshot, ["mean", "received"]).scalars()
     assert some.keys() - plain.keys() == {"grad_mean/a/b", "grad_norm_clipped/a/b"}
+
+
+def test_details_by_pattern_are_those_of_the_layers_that_match() -> None:
+    snapshot = window({"a.weight": [1.0], "b.weight": [2.0], "b.bias": [3.0]})
+    some = HistoryRow.of(snapshot, {"mean": r"^b\.", "max": "weight$"}).scalars()
+    assert some.keys() - HistoryRow.of(snapshot).scalars().keys() == {
+        *("grad_mean/b/weight", "grad_mean/b/bias"),
+        *("grad_max/a/weight", "grad_max/b/weight"),
+    }

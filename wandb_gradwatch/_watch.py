@@ -53,7 +53,7 @@ def watch(
     histogram_every: int | None = None,
     max_overhead: float = 0.01,
     group_by: GroupBy | None = None,
-    details: Sequence[str] = (),
+    details: Sequence[str] | Mapping[str, str] = (),
     metrics: Sequence[MetricLike] = (),
     rules: Sequence[Rule] | None = None,
     sinks: Sequence[Sink] | None = None,
@@ -91,6 +91,7 @@ def watch(
             None: parameters; of more than 256, as many neighbours together as are needed, which is said once.
         details: further numbers of every layer in the W&B row, such as ("mean", "std"), out of "mean", "std", "min",
             "max", "abs_max", "abs_min_nonzero", "zero_ratio", and "received" (the norm of what the optimizer received).
+            A dict logs each only of the layers whose name matches: {"std": r"^head", "received": "weight$"}.
         metrics: what else is measured at sampled steps: `Metric(name, fn)`, `Activations()`, `Attention()` and others
             of `wandb_gradwatch.metrics`. With the default rules, theirs are added.
         rules: what raises alerts; None: the default rules; []: none.

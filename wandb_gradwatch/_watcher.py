@@ -164,8 +164,10 @@ class Watcher:
     def loss(self, value: float | Tensor, *, is_share: bool = False) -> None:
         """Log the loss of the update that is being made, as `gradwatch/loss`; one that is not finite raises an alert.
 
-        Call it before the optimizer's step. The value is not read here: it stays on its device, and arrives with the
-        sample. Several values of one step are averaged. Between samples it costs next to nothing.
+        Without this call the loss is what `backward()` was called on, loss scale divided out, where that is one number;
+        of several backwards in a step their sum, as of their gradients. Call it before the optimizer's step. The value
+        is not read here: it stays on its device, and arrives with the sample. Several values of one step are averaged.
+        Between samples it costs next to nothing.
 
         Args:
             value: a tensor of one element, or a number.

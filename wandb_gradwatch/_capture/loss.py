@@ -12,7 +12,7 @@ from ..snapshot import keys
 
 
 class SampleLoss:
-    """The mean of the values that were handed over for the open sample.
+    """The mean of the values that were handed over for the open sample; without any, the sum of the backwards' roots.
 
     A value is pending until a backward has ended or an optimizer steps: the sample before may still be open when it is
     handed over. Of the values only their sum is kept, and how many of them are whole losses.
@@ -21,6 +21,14 @@ class SampleLoss:
     def __init__(self) -> None:
         self._pending: tuple[Tensor, int] | None = None
         self._sample: tuple[Tensor, int] | None = None
+        self._seen: Tensor | None = None  # the sum of what the sample's backwards were called on
+
+    def see(self, root: Tensor, scale: Tensor | None) -> None:
+        """A backward of the open sample was called on this tensor of one element, a loss multiplied with the scale."""
+        one = local_part(root.detach()).reshape(())
+        one = one.to(wide_dtype(one.device), copy=True)
+        one = one if scale is None else one / onto(scale, one.device)
+        self._seen = one if self._seen is None else self._seen + onto(one, self._seen.device)
 
     def add(self, value: Tensor, *, is_share: bool) -> None:
         """Take a value of one element; shares add up to the loss of the step."""
@@ -36,10 +44,11 @@ class SampleLoss:
 
     def take(self) -> dict[str, Found]:
         """The loss of the sample, missing where it is not finite, and whether it was not; forgets it."""
-        if self._sample is None:
+        found, seen = self._sample, self._seen
+        self.forget()
+        loss = seen if found is None else found[0] / max(found[1], 1)
+        if loss is None:
             return {}
-        (total, count), self._sample = self._sample, None
-        loss = total / max(count, 1)
         is_finite = torch.isfinite(loss)
         return {
             keys.LOSS: torch.where(is_finite, loss, torch.nan),
@@ -48,7 +57,7 @@ class SampleLoss:
 
     def forget(self) -> None:
         """The sample has closed; what is pending is of the next one."""
-        self._sample = None
+        self._sample = self._seen = None
 
 
 def _sum(one: tuple[Tensor, int] | None, other: tuple[Tensor, int]) -> tuple[Tensor, int]:

@@ -210,10 +210,7 @@ class Measurer:
         tensors = []
         for slot, parameter in entries:
             gradient = parameter.grad
-            scaler = SCALES.scaler_of(self._optimizer_registry.of_slot(slot)) if scaled else None
-            scale = scale_tensor(scaler) if scaler is not None else None
-            if scaled and SCALES.scaler_of(None) is None:
-                scale = self._scale_by_hand(parameter.device)
+            scale = self.loss_scale(parameter.device, self._optimizer_registry.of_slot(slot)) if scaled else None
             tensors.append(
                 WatchedTensor(
                     names[slot],
@@ -223,6 +220,13 @@ class Measurer:
                 )
             )
         return tensors
+
+    def loss_scale(self, device: torch.device, optimizer: Optimizer | None = None) -> Tensor | None:
+        """What the loss was multiplied with for this optimizer's backward; None for nothing that is known of."""
+        if SCALES.scaler_of(None) is None:
+            return self._scale_by_hand(device)
+        scaler = SCALES.scaler_of(optimizer)
+        return scale_tensor(scaler) if scaler is not None else None
 
     def correct_scale(self, optimizer: Optimizer) -> None:
         """Undo a loss scale that was assumed before it was known who steps this optimizer."""

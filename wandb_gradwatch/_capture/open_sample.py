@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -79,6 +80,10 @@ class OpenSample:
     def seen(self) -> GradientVersions:
         """The gradients that were seen in it."""
         return self._measurer.seen
+
+    def loss_scale(self, device: torch.device) -> Tensor | None:
+        """What the loss was multiplied with before the backward; None for nothing that is known of."""
+        return self._measurer.loss_scale(device)
 
     def begin(self) -> None:
         """A new sample is open."""

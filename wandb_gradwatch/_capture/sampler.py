@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from .._guard.rank_consensus import ConsensusTable, FailedRankVoter, RankConsensus
 from .._guard.step_skipping import StepSkipping
-from .._runtime.autograd import Entry, current_graph_task
+from .._runtime.autograd import Entry, backward_root, current_graph_task
 from .._runtime.error_boundary import ErrorBoundary, contained
 from .._runtime.sharding import Shards, world_size
 from .._transfer.sample_buffer import SampleBuffer
@@ -201,6 +201,8 @@ class Sampler:
                 self.clock.marked |= self._reached
             self._by_hand.remember_parameters()
         self._loss.settle()
+        if self._schedule.is_sampled and (root := backward_root()) is not None:
+            self._loss.see(root, self._sample.loss_scale(root.device))
         if self._is_measured and not is_first_in_hooks:
             self._sample.measure_present(self._scan())  # each may be the last: the last group may be a shorter one
         elif self._by_hand.possible:

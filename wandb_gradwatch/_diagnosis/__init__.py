@@ -14,6 +14,7 @@ from ..rules import NONFINITE_TITLES, Alert
 from ..snapshot import Snapshot, select_samples
 from .causes import BAD_BATCH, CAUSES, Diagnosis
 from .evidence import Evidence
+from .loss_order import which_moved_first
 from .patterns import PATTERNS
 
 __all__ = ["CAUSES", "FIRST_BAD_OPERATION", "Diagnosis", "diagnose", "with_diagnosis"]
@@ -25,6 +26,7 @@ _WITHHELD: Final = (
     "left at that; if more follow, it is not the batch: act on the cause."
 )
 
+_MOVEMENTS: Final = ("Exploding gradient", "Loss spike", "Non-finite loss", *NONFINITE_TITLES)
 _EPISODE: Final = 40  # samples before an alert: what is older is not its cause
 _AS_PROBABLE: Final = 0.1  # less confident by this much at most: neither is claimed
 
@@ -84,6 +86,8 @@ def with_diagnosis(alert: Alert, history: Snapshot | None, **context: Any) -> Al
     lines = [fact.rstrip()]
     if len(until) and until.steps[-1] == alert.step and until.guarded[-1]:
         lines.append(_WITHHELD)
+    if alert.title in _MOVEMENTS and (order := which_moved_first(recent)):
+        lines.append(order)
     return replace(alert, text="\n".join([*lines, prefix + cause]) if prefix else "\n".join(lines))
 
 

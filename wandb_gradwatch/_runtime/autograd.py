@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Final
 
 import torch
@@ -12,6 +14,41 @@ from torch import Tensor
 Entry = tuple[int, Tensor]  # a slot (the parameter's row) and its parameter
 
 current_graph_task: Final[Callable[[], int]] = torch._C._current_graph_task_id  # -1 outside a backward
+
+
+_BACKWARD: Final = torch.autograd.backward.__code__
+
+
+def backward_root() -> Tensor | None:
+    """The one element that the backward under way was called on: the loss, or the share of it that is differentiated.
+
+    None where that is not known: called on several tensors or a tensor of several elements, with a gradient of its own,
+    by `torch.autograd.grad`, or by one of several threads at once. The engine does not tell what it was started with,
+    but the call is still on the stack: of this thread, or, where a device's thread runs the backward, of the one that
+    waits for it.
+    """
+    calls = list(_backwards(sys._getframe()))
+    if not calls:
+        of_threads = [found for frame in sys._current_frames().values() if (found := list(_backwards(frame)))]
+        calls = of_threads[0] if len(of_threads) == 1 else []
+    if not calls:
+        return None
+    names = calls[-1].f_locals  # the outermost: re-entrant checkpoints call others inside of it
+    tensors, of_tensors = names.get("tensors"), names.get("grad_tensors")
+    root = tensors[0] if isinstance(tensors, tuple | list) and len(tensors) == 1 else tensors
+    is_known = isinstance(root, Tensor) and root.numel() == 1 and not root.is_complex()
+    if isinstance(of_tensors, tuple | list):
+        is_known = is_known and all(one is None for one in of_tensors)
+    else:
+        is_known = is_known and of_tensors is None
+    return root if is_known else None
+
+
+def _backwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        if frame.f_code is _BACKWARD:
+            yield frame
+        frame = frame.f_back
 
 
 class _Replay(threading.local):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from ..sinks import Sink
+from ..sinks._history_row import Details
 from ..sinks._wandb_run import WandbSink
 from ..snapshot import GroupBy
 from ._batch_index import BatchPlace
@@ -50,7 +51,7 @@ def sinks_for(
     *,
     rows: bool,
     namespace: str,
-    details: Sequence[str],
+    details: Details,
 ) -> list[Sink]:
     """The runs of the WandbLoggers, else the active one; beyond rank zero, only a run that the user gave.
 

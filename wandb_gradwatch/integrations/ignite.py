@@ -52,7 +52,7 @@ class GradWatch:
     Ignite's WandBLogger, gets the rows, histograms and alerts of `wandb_gradwatch.watch`. The watcher is
     `grad_watch.watcher` while the engine runs.
 
-    Ignite knows a loss only after the update: call `grad_watch.watcher.loss(loss)` in the train step to have it logged.
+    The loss, `gradwatch/loss` in the rows, is what the train step calls `backward()` on.
 
     A step with a closure (LBFGS) makes its gradients by itself: its flag is right, but it is not left out.
 

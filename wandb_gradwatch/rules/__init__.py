@@ -5,6 +5,7 @@ from __future__ import annotations
 from ._base import MAX_TITLE, Alert, Level, Rule
 from ._exploding import ExplodingGradient
 from ._functions import FunctionRule, as_rule, rule
+from ._loss import LossSpike
 from ._nonfinite import NONFINITE_TITLES, InfGradient, LossScaleCollapse, NaNGradient, NonFiniteLoss
 from ._parameters import FastParameters, PoorInitialisation, TightClipping
 from ._ratios import GradParamRatio, LayerSpread
@@ -25,6 +26,7 @@ __all__ = [
     "LayerSpread",
     "Level",
     "LossScaleCollapse",
+    "LossSpike",
     "NaNGradient",
     "NoGradient",
     "NonFiniteLoss",
@@ -49,6 +51,7 @@ def default_rules() -> list[Rule]:
         NaNGradient(),
         InfGradient(),
         NonFiniteLoss(),
+        LossSpike(),
         ExplodingGradient(),
         LossScaleCollapse(),
         VanishingGradient(),

@@ -135,17 +135,18 @@ NONFINITE_TITLES: Final = (NaNGradient.title, InfGradient.title)
 
 @dataclass(kw_only=True)
 class NonFiniteLoss:
-    """The loss that `watcher.loss()` was given is NaN or infinite: "Non-finite loss".
+    """The loss is NaN or infinite: "Non-finite loss".
 
     Not at a sample that AMP skipped: an overflow of the scaled loss is how the scale finds its place. Nor where the
-    gradient is not finite either, which is told as such.
+    gradient is not finite either, or a parameter, which is told as such.
     """
 
     title: ClassVar[str] = "Non-finite loss"
 
     def check(self, snapshot: Snapshot) -> Iterator[Alert]:
         counts_S = snapshot.metrics.get(keys.NUM_NONFINITE_LOSS, np.zeros(len(snapshot)))
-        finite_S = ~snapshot.has_nonfinite
+        bad_parameters_S = np.nansum(snapshot.column(Column.PARAM_NUM_NONFINITE), axis=1) > 0
+        finite_S = ~snapshot.has_nonfinite & ~bad_parameters_S
         for sample in np.flatnonzero((counts_S > 0) & finite_S & (~snapshot.skipped | snapshot.left_out)).tolist():
             step, left_out = int(snapshot.steps[sample]), bool(snapshot.left_out[sample])
             fact = f"Step {step}: the loss is NaN or infinite (threshold: 0)."

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -23,6 +24,9 @@ from ..snapshot._missing import sum_of_present
 # S samples in the window, P watched parameters or groups, C columns
 
 Number = int | float
+
+# Further numbers of every layer; or of those whose name matches: a regular expression (searched) by the number's name.
+Details = Sequence[str] | Mapping[str, str]
 
 # What one sample is; the row has the counts and ratios, and the loss of the last one.
 _OF_SAMPLES: Final = (keys.GUARDED, keys.LEFT_OUT, keys.CLIPPED, keys.CHANGED, keys.LOSS)
@@ -59,7 +63,7 @@ class HistoryRow:
     metric_histograms: dict[str, MetricHistogram] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, snapshot: Snapshot, details: Sequence[str] = ()) -> HistoryRow:
+    def of(cls, snapshot: Snapshot, details: Details = ()) -> HistoryRow:
         """Make the row of a window that holds at least one sample, with what is asked for of keys.DETAILS."""
         total = snapshot.total
         clip_known = ~np.isnan(snapshot.clipped)
@@ -72,13 +76,17 @@ class HistoryRow:
         }
         last = _present(last)
         present_SP = ~np.isnan(snapshot.num_elements)
+        patterns = {keys.DETAILS[name]: details[name] for name in details} if isinstance(details, Mapping) else {}
         for family in (
             *(keys.LAYER_GRAD_NORM, keys.LAYER_GRAD_PARAM_RATIO),
             *(keys.LAYER_PARAM_NORM, keys.LAYER_DEAD_RATIO),
             *(keys.DETAILS[name] for name in details),
         ):
             values = _named(family, names, last_present(getattr(snapshot, family), present_SP))
-            last |= dict(itertools.compress(values.items(), np.logical_or.reduce(present_SP, axis=0)))
+            shown_P = np.logical_or.reduce(present_SP, axis=0)
+            if family in patterns:
+                shown_P = shown_P & [re.search(patterns[family], name) is not None for name in names]
+            last |= dict(itertools.compress(values.items(), shown_P))
         largest = {keys.GRAD_NORM_MAX: float(np.fmax.reduce(snapshot.total_grad_norm))}
         largest |= _named(keys.LAYER_GRAD_NORM_MAX, names, np.fmax.reduce(snapshot.grad_norm, axis=0))
         largest |= {

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 from ..rules import Alert
 from ..snapshot import GroupBy, Snapshot, group_function, keys
 from ._base import Sink
-from ._history_row import HistoryRow, Number
+from ._history_row import Details, HistoryRow, Number
 from ._rebinning import Rebinner
 from ._row_scheduler import RowScheduler, placement_of
 from ._run_rows import RunRow, TableRow, in_namespace
@@ -22,16 +23,23 @@ _ALERT_WAIT_SECONDS: Final = 1  # W&B swallows alerts of one title within this; 
 _STARVED_WINDOWS: Final = 8
 
 
-def check_details(details: Sequence[str]) -> tuple[str, ...]:
+def check_details(details: Details) -> Details:
     """The details as they are logged.
 
     Raises:
-        ValueError: a name that is none, or a lone string.
+        ValueError: a name that is none, a lone string, or a pattern that is no regular expression.
     """
+    if isinstance(details, Mapping):
+        for name, pattern in details.items():
+            try:
+                re.compile(pattern)
+            except (re.error, TypeError) as error:
+                raise ValueError(f"details: {pattern!r}, of {name!r}, is no regular expression: {error}") from None
     unknown = [name for name in ([details] if isinstance(details, str) else details) if name not in keys.DETAILS]
     if unknown or isinstance(details, str):
-        raise ValueError(f"details={details!r} must be a sequence of names out of {tuple(keys.DETAILS)}")
-    return tuple(details)
+        known = tuple(keys.DETAILS)
+        raise ValueError(f"details={details!r} must be a sequence of names out of {known}, or a pattern by such a name")
+    return dict(details) if isinstance(details, Mapping) else tuple(details)
 
 
 class WandbSink(Sink):
@@ -63,7 +71,7 @@ class WandbSink(Sink):
         *,
         group_by: GroupBy | None = None,
         histograms: bool = True,
-        details: Sequence[str] = (),
+        details: Details = (),
         namespace: str = "",
         commit: bool = False,
     ) -> None:

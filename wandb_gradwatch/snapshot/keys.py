@@ -115,7 +115,7 @@ def forecast_key(number_format: str, forecast: str) -> str:
 
 
 MODEL_KEYS: Final = (  # the whole model's numbers that have a picture of their own, in its order
-    *(GRAD_NORM, GRAD_NORM_MAX, GRAD_NORM_CLIPPED, CLIP_RATIO),
+    *(LOSS, GRAD_NORM, GRAD_NORM_MAX, GRAD_NORM_CLIPPED, CLIP_RATIO),
     *(GRAD_MEAN, GRAD_STD, GRAD_ABS_MAX, *GRAD_ABS_QUANTILES, PARAM_NORM),
     *(DEAD_RATIO, NUM_NAN, NUM_INF, LOSS_SCALE, NUM_SKIPPED_STEPS, NUM_GUARDED_STEPS, OVERHEAD_RATIO),
     *(forecast_key(number_format, forecast) for forecast in FORECASTS for number_format in FORMATS),

@@ -109,9 +109,12 @@ function chartCard(key, parts, { wide = false } = {}) {
 }
 
 function normCard() {
+  // A loss that the user logs is drawn above, at every row that has it.
+  const loss = run.own.some((one) => one.role === "loss") ? [] : globalSeries("loss", "loss", 0);
   return chartCard(
     "norm",
     [
+      { title: "Loss", caption: true, height: 130, log: loss.some((one) => spansDecades(one.values)), series: loss },
       {
         log: true,
         height: 300,

@@ -1,0 +1,87 @@
+"""The loss: a value far above all that the run has seen lately."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Final
+
+import numpy as np
+
+from .._analysis.formatting import number, sentence
+from ..snapshot import Snapshot, keys
+from ._base import Alert, check_limits
+
+# S samples
+
+_WINDOW: Final = 64  # losses that say what is usual
+_LARGE: Final = 5.0  # times the usual norm of the gradient
+_PRECISION: Final = 1e-3  # of the median: losses that are all alike are no scatter to compare with
+
+
+@dataclass(kw_only=True)
+class LossSpike:
+    """The loss is far above what it was lately: "Loss spike".
+
+    Far: above the largest of the last 64 samples by `deviations` of their robust standard deviation (1.4826 median
+    distances from the median), and by as much as all of these span. A loss has no scale of its own and may be negative,
+    so it is compared with nothing but itself. One that is not finite is another alert's, and where the gradient's norm
+    is above 5 times the usual one too, it is the gradient that is told, with which of both moved first.
+
+    Args:
+        deviations: how far above the largest of these.
+        patience: samples that have been seen before anything is judged.
+        adapt_after: so many samples in a row that are too large are the usual level.
+    """
+
+    deviations: float = 10.0
+    patience: int = 32
+    adapt_after: int = 5
+    _past: list[float] = field(default_factory=list, init=False, repr=False)
+    _above: list[float] = field(default_factory=list, init=False, repr=False)  # in a row, up to now
+    _norms: list[float] = field(default_factory=list, init=False, repr=False)
+
+    title: ClassVar[str] = "Loss spike"
+
+    def __post_init__(self) -> None:
+        check_limits(self, deviations=(0.0, math.inf), patience=(2.0, _WINDOW), adapt_after=(1.0, math.inf))
+
+    def check(self, snapshot: Snapshot) -> Iterable[Alert]:
+        loss_S = snapshot.metrics.get(keys.LOSS, np.full(len(snapshot), np.nan))
+        for sample in np.flatnonzero(np.isfinite(loss_S) & ~snapshot.skipped).tolist():
+            loss, norm, limit = float(loss_S[sample]), float(snapshot.total_grad_norm[sample]), self._limit()
+            if loss > limit:
+                self._above.append(loss)
+                if not norm > _LARGE * float(np.median(self._norms or [math.inf])):
+                    yield self._alert(int(snapshot.steps[sample]), loss, limit)
+                if len(self._above) < self.adapt_after:
+                    continue
+            self._norms = [*self._norms, norm][-_WINDOW:]
+            self._past = [*self._past, *(self._above or [loss])][-_WINDOW:]
+            self._above = []
+
+    def _limit(self) -> float:
+        if len(self._past) < self.patience:
+            return math.inf
+        past = np.array(self._past)
+        median = float(np.median(past))
+        deviation = max(1.4826 * float(np.median(np.abs(past - median))), _PRECISION * abs(median))
+        return float(past.max()) + max(self.deviations * deviation, float(np.ptp(past)))
+
+    def _alert(self, step: int, loss: float, limit: float) -> Alert:
+        fact = (
+            f"Step {step}: the loss is {number(loss)}; the last {len(self._past)} were between "
+            f"{number(min(self._past))} and {number(max(self._past))} (threshold {number(limit)})."
+        )
+        cause = "not clear: either one bad batch, or updates that were too large; whether the loss falls back tells"
+        remedy = "look at the batch of this step; if the loss stays up, lower the learning rate and clip the gradients"
+        return Alert(self.title, sentence(fact, "", cause, remedy), step, "WARN")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"past": list(self._past), "above": list(self._above), "norms": list(self._norms)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._past = [float(loss) for loss in state["past"]]
+        self._above = [float(loss) for loss in state["above"]]
+        self._norms = [float(norm) for norm in state["norms"]]
