@@ -17,7 +17,7 @@ from torch.nn import functional
 import wandb_gradwatch
 from wandb_gradwatch._page.page import write_page
 from wandb_gradwatch._page.read import read_run
-from wandb_gradwatch.metrics import Activations, Attention, Metric, MonitorMixin, Reference, Updates
+from wandb_gradwatch.metrics import Activations, Attention, Metric, MonitorMixin, OptimizerState, Reference, Updates
 
 os.environ.setdefault("WANDB_MODE", "offline")  # no account needed; `wandb sync` uploads the run later
 
@@ -70,6 +70,7 @@ def main() -> None:
         Activations(r"^blocks\.\d+$|mlp\.1$|head"),
         Attention(),
         Updates(),
+        OptimizerState(),
         Reference(model, match="weight$", activations=r"^blocks\.\d+$"),
         Metric("spectral_norm", lambda w: torch.linalg.matrix_norm(w, 2), match=r"(qkv|out)\.weight$", every=5),
         Metric("kurtosis", lambda a: ((a - a.mean()) / a.std()).pow(4).mean(), on="activation", match=r"^blocks\.\d+$"),

@@ -11,7 +11,7 @@ from rank_programs import LEARNING_RATE, batch_of, build, collect_warnings, loss
 from rank_programs import train as train_ranks
 from torch import nn
 
-from wandb_gradwatch.metrics import Activations, Metric, Reference, Updates
+from wandb_gradwatch.metrics import Activations, Metric, OptimizerState, Reference, Updates
 from wandb_gradwatch.sinks._history_row import HistoryRow
 
 
@@ -166,3 +166,39 @@ def a_reference_that_is_made_too_late(rank: int, world: int):
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
+
+
+# ---- metrics of a sharded training and of the same on one process
+
+OPTIMIZED = {
+    "adamw": lambda model: (torch.optim.AdamW(model.parameters(), lr=1e-2), [OptimizerState()]),
+    "sgd": lambda model: (torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9), [OptimizerState()]),
+}
+
+
+def optimized_alone(kind: str, world: int = 2) -> dict[str, np.ndarray]:
+    """On one process, with the batches of all ranks: the metrics of parameters by key."""
+    model = build()
+    return _optimized(model, kind, [[batch_of(rank, step) for rank in range(world)] for step in range(4)])
+
+
+def optimized(rank: int, world: int, *, kind: str) -> dict[str, np.ndarray]:
+    """Under FSDP2, each rank with its own batch; what this rank knows once all is merged."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = build()
+    fully_shard(model)
+    return _optimized(model, kind, [[batch_of(rank, step)] for step in range(4)])
+
+
+def _optimized(model: nn.Module, kind: str, batches: list[list[torch.Tensor]]) -> dict[str, np.ndarray]:
+    optimizer, metrics = OPTIMIZED[kind](model)
+    watcher, sink = watch(model, metrics)
+    for of_step in batches:
+        optimizer.zero_grad()
+        sum(loss_of(model, batch) / len(of_step) for batch in of_step).backward()
+        optimizer.step()
+    watcher.remove()
+    merged = sink.merged()
+    assert merged is not None
+    return {key: np.asarray(of) for key, of in merged.metrics.items() if not key.startswith("gradwatch/")}

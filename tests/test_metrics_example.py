@@ -34,6 +34,8 @@ def test_everything_is_measured_in_one_run(tmp_path: Path, monkeypatch: pytest.M
         "attention/blocks/0/attn/head_3/entropy",
         "attention/blocks/0/attn/head_0/query_abs_max",
         "update/blocks/1/mlp/0/weight/ratio",
+        "optimizer_state/blocks/1/mlp/0/weight/update_rms",
+        "optimizer_state/blocks/1/mlp/0/weight/stale_ratio",
         "parameter/head/weight/relative_difference",
         "parameter/blocks/0/attn/qkv/weight/spectral_norm",
     ):

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from wandb_gradwatch._measure.measure import measure, sum_sq
-from wandb_gradwatch.metrics import Activations, Attention, Metric, MonitorMixin, Reference, Updates
+from wandb_gradwatch.metrics import Activations, Attention, Metric, MonitorMixin, OptimizerState, Reference, Updates
 from wandb_gradwatch.metrics._rows import HISTOGRAM, QUANTILES, STATISTICS
 
 
@@ -64,7 +64,7 @@ def questions(metrics_of, monkeypatch):
         monkeypatch.setattr(f"wandb_gradwatch.metrics.{user}.sum_sq", partial(sum_sq, backend="torch"))
     torch.manual_seed(0)
     model = Model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
     watcher, _ = watch(model, metrics_of(model), log_every=1000, backend="torch", rules=[])
     asked = Questions()
     with asked:
@@ -83,6 +83,7 @@ def everything(model):
         Activations(statistics=[*STATISTICS, *QUANTILES, HISTOGRAM]),
         Attention(),
         Updates(),
+        OptimizerState(),
         Reference(model, activations="own"),
         *(
             Metric(f"{on}_{aggregate}", torch.abs, on=on, aggregate=aggregate, dims={0: "row"})

@@ -205,7 +205,9 @@ class Measurer:
         dtypes = {gradient.dtype for gradient in gradients}
         self.eps = max([self.eps, *(torch.finfo(dtype).eps for dtype in dtypes)])
 
-    def watched(self, entries: Iterable[Entry], names: Sequence[str], *, scaled: bool) -> list[WatchedTensor]:
+    def watched(
+        self, entries: Iterable[Entry], names: Sequence[str], *, scaled: bool, updated_by: Optimizer | None = None
+    ) -> list[WatchedTensor]:
         """The entries as probes see them."""
         tensors = []
         for slot, parameter in entries:
@@ -217,6 +219,8 @@ class Measurer:
                     local_part(parameter).detach(),
                     None if gradient is None else local_gradient(parameter).detach(),
                     None if scale is None else scale.reciprocal(),
+                    updated_by,
+                    None if updated_by is None else parameter,
                 )
             )
         return tensors

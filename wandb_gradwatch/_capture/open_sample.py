@@ -17,7 +17,7 @@ from .gradient_versions import REPLACED, GradientVersions, Inspection, is_new, l
 from .measurer import Measurer
 from .optimizer_registry import OptimizerRegistry
 from .parameter_registry import ParameterRegistry
-from .probes import Probes
+from .probes import Probes, WatchedTensor
 from .scaling import SCALES
 from .schedule import Schedule
 
@@ -325,16 +325,19 @@ class OpenSample:
     def before_update(self, optimizer: Optimizer) -> None:
         """The optimizer is about to update its parameters."""
         if self._probes and self._around.schedule.is_sampled:
-            entries = self._around.optimizer_registry.entries(optimizer)
-            self._probes.before_update(self._measurer.watched(entries, self._around.registry.names, scaled=False))
+            self._probes.before_update(self._updated(self._around.optimizer_registry.entries(optimizer), optimizer))
 
     def after_update(self, optimizer: Optimizer) -> None:
         """It has updated them."""
-        self._after_update(self._around.optimizer_registry.entries(optimizer))
+        self._after_update(self._around.optimizer_registry.entries(optimizer), optimizer)
 
-    def _after_update(self, entries: Iterable[Entry]) -> None:
+    def _after_update(self, entries: Iterable[Entry], optimizer: Optimizer | None = None) -> None:
         if self._probes and self._around.schedule.is_sampled:
-            self._probes.after_update(self._measurer.watched(entries, self._around.registry.names, scaled=False))
+            self._probes.after_update(self._updated(entries, optimizer))
+
+    def _updated(self, entries: Iterable[Entry], optimizer: Optimizer | None) -> list[WatchedTensor]:
+        scaled = getattr(optimizer, "grad_scale", None) is not None  # by a fused optimizer itself
+        return self._measurer.watched(entries, self._around.registry.names, scaled=scaled, updated_by=optimizer)
 
     # ---- loss scale
 

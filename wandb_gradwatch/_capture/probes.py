@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol, runtime_checkable
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from .._runtime.error_boundary import CallbackError
 from .._transfer.transfers import Found as Found  # what take() returns, for probes
@@ -25,12 +26,16 @@ class WatchedTensor:
         parameter: the parameter, its local part where it is sharded.
         gradient: its gradient as the backward left it; None where there is none.
         inverse_scale: 0-dim: the true gradient is `gradient * inverse_scale`; None without a loss scale.
+        optimizer: the one that is about to update it, or has just done so; None after a backward.
+        held: the parameter as the optimizer holds it, and its state by it.
     """
 
     name: str
     parameter: Tensor
     gradient: Tensor | None
     inverse_scale: Tensor | None = None
+    optimizer: Optimizer | None = None
+    held: Tensor | None = None
 
 
 @runtime_checkable

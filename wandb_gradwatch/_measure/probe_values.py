@@ -6,9 +6,9 @@ On the device a value is a small tensor; all of a sample travel to the host in o
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
 
@@ -33,20 +33,53 @@ class ProbeHistogram:
     packed: Tensor
 
 
+class Meaning(Protocol):
+    """What sums say when they are complete: a frozen dataclass, whose repr is the same on every rank."""
+
+    @property
+    def num_sums(self) -> int:
+        """K."""
+
+    def __call__(self, sums: Sequence[float]) -> Mapping[str, float]:
+        """Numbers by name; NaN where there is none."""
+
+
 @dataclass(frozen=True, eq=False)
-class ProbeDistance:
-    """How far a tensor is from another, on its device, as sums that merge over shards.
+class ProbeSums:
+    """Sums over a tensor's elements, on its device, that merge over shards: they get their meaning when they have.
 
     Args:
-        sums: [2]: sum of the squares of the difference, and of what the difference is compared with.
-        names: what the difference's norm, and its ratio to the other norm, are called.
+        sums: [K]; NaN is missing.
+        meaning: of the sums.
         parameter: the parameter that these are the sums of, or of this rank's shard of; None: of something else, which
             is whole on every rank.
     """
 
     sums: Tensor
-    names: tuple[str, str]
+    meaning: Meaning
     parameter: str | None = None
+
+
+@dataclass(frozen=True)
+class Distance:
+    """How far a tensor is from another: its sums are the squares of the difference, and of what that is compared with.
+
+    Args:
+        norm, ratio: what the difference's norm, and its ratio to the other norm, are called.
+    """
+
+    norm: str
+    ratio: str
+    num_sums = 2
+
+    def __call__(self, sums: Sequence[float]) -> Mapping[str, float]:
+        of_difference, compared_with = sums
+        return {self.norm: math.sqrt(of_difference), self.ratio: root_of_ratio(of_difference, compared_with)}
+
+
+def root_of_ratio(above: float, below: float) -> float:
+    """The square root of a ratio of sums; that to nothing is missing."""
+    return math.sqrt(above / below) if below > 0 and above >= 0 else math.nan
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,18 +110,16 @@ class MetricHistogram:
 
 
 @dataclass(frozen=True)
-class Distance:
-    """A ProbeDistance on the host."""
+class ArrivedSums:
+    """ProbeSums on the host."""
 
-    sums: tuple[float, float]
-    names: tuple[str, str]
+    sums: tuple[float, ...]
+    meaning: Meaning
     parameter: str | None
 
     def metrics(self, key: str) -> dict[str, float]:
-        """The norm of the difference and its ratio to the other norm, by key; the ratio to nothing is missing."""
-        of_difference, compared_with = self.sums
-        ratio = math.sqrt(of_difference / compared_with) if compared_with > 0 else math.nan
-        return {f"{key}/{self.names[0]}": math.sqrt(of_difference), f"{key}/{self.names[1]}": ratio}
+        """What they say, by key."""
+        return {f"{key}/{name}": value for name, value in self.meaning(self.sums).items()}
 
 
 def merge_histograms(samples: Iterable[Mapping[str, MetricHistogram]]) -> dict[str, MetricHistogram]:

@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
-from .._measure import distances
+from .._measure import shard_sums
 from .._measure.columns import MAX_COLUMNS, MIN_COLUMNS, NUM_COLUMNS, SUM_COLUMNS, Column, FloatArray
 from .._measure.probe_values import merge_histograms
 from .._transfer.transfers import ArrivedFlush, ArrivedSample
@@ -165,8 +165,8 @@ class RankMerger:
         )
 
     def _merge(self, tree: RankTree, window: LocalWindow) -> MergedWindow:
-        of_samples = [sample.distances for sample in window.samples]
-        kinds = distances.kinds_of(of_samples)
+        of_samples = [sample.sums for sample in window.samples]
+        kinds = shard_sums.kinds_of(of_samples)
         histograms = merge_histograms(sample.histograms for sample in window.samples)
         of_parameters = histograms.keys() & set(parameter_histograms.keys_of(window.names))
         counted_too = bool(of_parameters)
@@ -174,7 +174,7 @@ class RankMerger:
         rows_SPC = np.stack([sample.rows for sample in window.samples])
         sums, extremes = _pack(rows_SPC, window, self._rank, self._world)
         num_sums = len(sums)
-        sums = np.concatenate([sums, distances.pack(of_samples, kinds, window.names, window.counted)])
+        sums = np.concatenate([sums, shard_sums.pack(of_samples, kinds, window.names, window.counted)])
         end_of_sums, end_of_extremes = len(sums), len(extremes)
         if counted_too:
             counts, limits = parameter_histograms.pack(histograms, window.names, window.counted)
@@ -182,7 +182,7 @@ class RankMerger:
         tree.all_reduce(sums, dist.ReduceOp.SUM)
         tree.all_reduce(extremes, dist.ReduceOp.MAX)
         merged = _unpack(sums[:num_sums], extremes[:end_of_extremes], window, self._world)
-        of_all = distances.unpack(sums[num_sums:end_of_sums], len(window.samples), kinds, window.names)
+        of_all = shard_sums.unpack(sums[num_sums:end_of_sums], len(window.samples), kinds, window.names)
         samples = [
             replace(sample, metrics={**sample.metrics, **more})
             for sample, more in zip(merged.samples, of_all, strict=True)
@@ -195,7 +195,7 @@ class RankMerger:
         return replace(merged, samples=tuple(samples))
 
     def _check_agreement(
-        self, tree: RankTree, window: LocalWindow, kinds: Sequence[distances.Kind], counted_too: bool
+        self, tree: RankTree, window: LocalWindow, kinds: Sequence[shard_sums.Kind], counted_too: bool
     ) -> None:
         """Ranks that send different shapes would wait for ever, or merge what does not belong together."""
         steps = [sample.sample.step for sample in window.samples]

@@ -32,13 +32,13 @@ from .._measure.columns import (
 )
 from .._measure.elements import wide_dtype
 from .._measure.events import Event
-from .._measure.probe_values import HISTOGRAM_SIZE, Distance, MetricHistogram, ProbeDistance, ProbeHistogram
+from .._measure.probe_values import HISTOGRAM_SIZE, ArrivedSums, MetricHistogram, ProbeHistogram, ProbeSums
 from ..snapshot import keys
 
 # P watched parameters, C columns, B histogram bins
 
-# What a probe finds, by key. A plain number is a 0-dim tensor; to the key of a distance its names are appended.
-Found = Tensor | ProbeHistogram | ProbeDistance
+# What a probe finds, by key. A plain number is a 0-dim tensor; to the key of sums the names of what they say are added.
+Found = Tensor | ProbeHistogram | ProbeSums
 
 # Per-sample values that live on a device: written there, read when the sample arrives.
 LOSS_SCALE, FOUND_INF = 0, 1
@@ -75,7 +75,7 @@ class Sample:
 class ArrivedSample:
     """A sample on the host: rows [P, C], and what the probes found, by key.
 
-    `metrics` has what the distances mean, too: on a rank that holds shards, for these alone.
+    `metrics` has what the sums mean, too: on a rank that holds shards, for these alone.
     """
 
     sample: Sample
@@ -84,7 +84,7 @@ class ArrivedSample:
     skipped: bool
     metrics: Mapping[str, float] = field(default_factory=dict)
     histograms: Mapping[str, MetricHistogram] = field(default_factory=dict)
-    distances: Mapping[str, Distance] = field(default_factory=dict)
+    sums: Mapping[str, ArrivedSums] = field(default_factory=dict)
 
     @property
     def was_clipped_without_a_trace(self) -> bool:
@@ -200,13 +200,13 @@ class ProbeTransfer:
     def __init__(self, found: Mapping[str, Found], pinned_pool: PinnedPool) -> None:
         # What is kept for the meaning holds no tensor: that would keep the device's memory until the arrival.
         self._meanings = {
-            key: (v.names, v.parameter) if isinstance(v, ProbeDistance) else None for key, v in found.items()
+            key: (v.meaning, v.parameter) if isinstance(v, ProbeSums) else None for key, v in found.items()
         }
-        self._sizes = [_HOST_SIZE.get(type(value), 1) for value in found.values()]
+        self._sizes = [_host_size(value) for value in found.values()]
         self.transfer = pinned_pool.send(torch.cat([_flat(value) for value in found.values()]))
 
     def unpack(
-        self, metrics: dict[str, float], histograms: dict[str, MetricHistogram], distances: dict[str, Distance]
+        self, metrics: dict[str, float], histograms: dict[str, MetricHistogram], sums: dict[str, ArrivedSums]
     ) -> None:
         """Put everything where it belongs."""
         values = np.asarray(self.transfer.take(), dtype=np.float64)
@@ -214,21 +214,24 @@ class ProbeTransfer:
         for (key, meaning), size in zip(self._meanings.items(), self._sizes, strict=True):
             part, begin = values[begin : begin + size], begin + size
             if meaning is not None:
-                distances[key] = Distance((float(part[0]), float(part[1])), *meaning)
-                metrics |= distances[key].metrics(key)
+                sums[key] = ArrivedSums(tuple(part.tolist()), *meaning)
+                metrics |= sums[key].metrics(key)
             elif size == HISTOGRAM_SIZE:
                 histograms[key] = MetricHistogram.of(part)
             else:
                 metrics[key] = float(part[0])
 
 
-_HOST_SIZE: Final = {ProbeHistogram: HISTOGRAM_SIZE, ProbeDistance: 2}
+def _host_size(value: Found) -> int:
+    if isinstance(value, ProbeHistogram):
+        return HISTOGRAM_SIZE
+    return value.meaning.num_sums if isinstance(value, ProbeSums) else 1
 
 
 def _flat(value: Found) -> Tensor:
     if isinstance(value, ProbeHistogram):
         value = value.packed
-    elif isinstance(value, ProbeDistance):
+    elif isinstance(value, ProbeSums):
         value = value.sums
     else:
         value = value.reshape(1)  # anything but one number would be taken for the next keys' values
@@ -238,7 +241,7 @@ def _flat(value: Found) -> Tensor:
 def device_of(value: Found) -> torch.device:
     if isinstance(value, ProbeHistogram):
         return value.packed.device
-    return value.sums.device if isinstance(value, ProbeDistance) else value.device
+    return value.sums.device if isinstance(value, ProbeSums) else value.device
 
 
 @dataclass(frozen=True)
@@ -275,13 +278,13 @@ class Shipment:
             found_inf = inf if inf > found_inf else found_inf
         metrics: dict[str, float] = {keys.SAMPLE_EVERY: float(self.sample.every)}
         histograms: dict[str, MetricHistogram] = {}
-        distances: dict[str, Distance] = {}
+        sums: dict[str, ArrivedSums] = {}
         for found in self.found:
-            found.unpack(metrics, histograms, distances)
+            found.unpack(metrics, histograms, sums)
         skipped = self.sample.skipped or bool(found_inf)
         if earlier is not None or received is not None:
             metrics |= _what_happened(rows, earlier, received, self.sample, loss_scale)
-        return ArrivedSample(self.sample, rows, loss_scale, skipped, metrics, histograms, distances)
+        return ArrivedSample(self.sample, rows, loss_scale, skipped, metrics, histograms, sums)
 
     def _look(self, name: str) -> FloatArray | None:
         """Another look at the rows: [P, C]; None where there was none."""

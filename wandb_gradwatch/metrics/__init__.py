@@ -11,8 +11,9 @@ from ._function_metrics import FunctionMetrics
 from ._metric import Metric
 from ._mixin import MonitorMixin
 from ._module_probe import ModuleProbe
+from ._optimizer_state import OptimizerState
 from ._reference import Reference
-from ._rules import EntropyCollapse, NonFiniteActivation
+from ._rules import EntropyCollapse, NonFiniteActivation, OutgrownUpdate
 from ._updates import Updates
 
 __all__ = [
@@ -26,6 +27,8 @@ __all__ = [
     "ModuleProbe",
     "MonitorMixin",
     "NonFiniteActivation",
+    "OptimizerState",
+    "OutgrownUpdate",
     "Reference",
     "Updates",
     "coordinate_check",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from .._capture.parameter_registry import NameFilter
 from .._capture.probes import Found, WatchedTensor
 from .._measure.elements import onto
 from .._measure.measure import sum_sq
-from .._measure.probe_values import ProbeDistance
+from .._measure.probe_values import Distance, ProbeSums
 from .._runtime.sharding import local_part
 from .._runtime.wrappers import TransientHook
 from ..snapshot import keys
@@ -26,6 +26,7 @@ from ._shards import ProbeShards, is_dtensor
 
 # What a difference is called beside the user's own functions.
 DIFFERENCE, RELATIVE = "difference", "relative_difference"
+_DIFFERENCE: Final = Distance(DIFFERENCE, RELATIVE)
 
 Difference = Callable[[Tensor, Tensor], Tensor]
 
@@ -253,7 +254,7 @@ class Reference(ForwardProbe):
         taken: dict[str, Found] = {}
         for key, sums in self._sample:
             parameter = key.removeprefix(f"{keys.PARAMETER}/") if key.startswith(f"{keys.PARAMETER}/") else None
-            taken[key] = ProbeDistance(sums, (DIFFERENCE, RELATIVE), parameter)
+            taken[key] = ProbeSums(sums, _DIFFERENCE, parameter)
         taken |= {key: results[0] for key, tally in self._sample_values if (results := tally.results())}
         self._sample.clear()
         self._sample_values.clear()

@@ -57,6 +57,74 @@ class NonFiniteActivation:
 
 
 @dataclass(kw_only=True)
+class OutgrownUpdate:
+    """A gradient is far larger than the optimizer's second moment remembers: "Update outgrows".
+
+    The update divides by what the gradients were, so that a gradient that comes back after a quiet time moves its
+    parameter too far, and the loss may spike 1 to 8 steps later (Wortsman et al. 2023, arXiv 2304.13013, where a ratio
+    of 2.3 is the mark). Only where it is also far from what it was in this run: noisy gradients are always somewhat so.
+
+    Args:
+        threshold: of the stale ratio: the root mean square of g / sqrt(v), with v as it was before the step.
+        factor: times the parameter's median of the last 32 samples.
+        patience: samples that a parameter has been seen for before it is judged.
+    """
+
+    threshold: float = 2.3
+    factor: float = 3.0
+    patience: int = 10
+    _past: dict[str, list[float]] = field(default_factory=dict, init=False, repr=False)
+
+    title: ClassVar[str] = "Update outgrows"
+
+    def __post_init__(self) -> None:
+        check_limits(self, threshold=(0.0, np.inf), factor=(1.0, np.inf), patience=(1.0, 32.0))
+
+    def check(self, snapshot: Snapshot) -> Iterable[Alert]:
+        ratios = {
+            key.removeprefix(f"{keys.OPTIMIZER_STATE}/").removesuffix(f"/{keys.STALE}"): values
+            for key, values in snapshot.metrics.items()
+            if key.startswith(f"{keys.OPTIMIZER_STATE}/") and key.endswith(f"/{keys.STALE}")
+        }
+        for sample in range(len(snapshot)):
+            outgrown = {}
+            for name, values in ratios.items():
+                ratio, past = float(values[sample]), self._past.setdefault(name, [])
+                if not np.isfinite(ratio) or snapshot.skipped[sample]:
+                    continue
+                if len(past) >= self.patience and ratio > max(self.threshold, self.factor * float(np.median(past))):
+                    outgrown[name] = ratio
+                self._past[name] = [*past, ratio][-32:]
+            if outgrown:
+                yield self._alert(int(snapshot.steps[sample]), outgrown)
+
+    def _alert(self, step: int, outgrown: dict[str, float]) -> Alert:
+        worst = dict(sorted(outgrown.items(), key=lambda one: -one[1]))
+        fact = (
+            f"Step {step}: in {len(outgrown)} parameters the gradient is more than {number(self.threshold)} times what "
+            "the optimizer's second moment says, so that their update is that much too large."
+        )
+        return Alert(
+            self.title,
+            sentence(
+                fact,
+                listing(worst, lambda name: f"{name} ({number(worst[name])} times)"),
+                "gradients that come back after a quiet time, with a second moment that has decayed meanwhile",
+                "lower beta2 (0.95), clip the gradients or the update (StableAdamW), or lower the learning rate; the "
+                "loss may spike within the next 8 steps",
+            ),
+            step,
+            "WARN",
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"past": {name: list(past) for name, past in self._past.items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._past = {str(name): list(map(float, past)) for name, past in state["past"].items()}
+
+
+@dataclass(kw_only=True)
 class EntropyCollapse:
     """Every head of an attention looks at one place only: "Attention entropy collapse".
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from .._capture.parameter_registry import NameFilter
 from .._capture.probes import Found, WatchedTensor
 from .._measure.measure import sum_sq
-from .._measure.probe_values import ProbeDistance
+from .._measure.probe_values import Distance, ProbeSums
 from .._runtime.sharding import local_part
 from ..snapshot import keys
 from ._module_index import ModuleIndex, matcher, nothing_matches
@@ -18,6 +18,7 @@ from ._module_probe import ModuleProbe
 from ._reduction import widened
 
 _MIB: Final = 2**20
+_CHANGE: Final = Distance("norm", "ratio")
 
 
 class Befores:
@@ -97,7 +98,7 @@ class Updates(ModuleProbe):
 
     def after_update(self, tensors: Sequence[WatchedTensor]) -> None:
         for name, change, before in self._befores.changes(tensors):
-            self._taken[f"{keys.UPDATE}/{name}"] = ProbeDistance(sum_sq([change, before]), ("norm", "ratio"), name)
+            self._taken[f"{keys.UPDATE}/{name}"] = ProbeSums(sum_sq([change, before]), _CHANGE, name)
 
     def take(self) -> Mapping[str, Found]:
         taken, self._taken = self._taken, {}

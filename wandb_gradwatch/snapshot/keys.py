@@ -101,7 +101,9 @@ ATTENTION: Final = "attention"
 UPDATE: Final = "update"
 PARAMETER: Final = "parameter"
 GRADIENT: Final = "gradient"
-METRIC_FAMILIES: Final = (ACTIVATION, ATTENTION, UPDATE, PARAMETER, GRADIENT)
+OPTIMIZER_STATE: Final = "optimizer_state"
+STALE: Final = "stale_ratio"  # of OPTIMIZER_STATE: the gradient over what its second moment said before the step
+METRIC_FAMILIES: Final = (ACTIVATION, ATTENTION, UPDATE, OPTIMIZER_STATE, PARAMETER, GRADIENT)
 HISTOGRAM: Final = "histogram"  # the one metric that is no number
 NONFINITE_METRIC: Final = "num_nonfinite"
 
