@@ -140,7 +140,7 @@ WORDS: Final[Mapping[str, Words]] = MappingProxyType(
             "The optimizer's state, and the update that it makes",
             "The stale ratio is near 1: the gradient is as large as the second moment says. The update, in units of "
             "the learning rate, lies between 0.2, where gradients are noise, and 1, where they agree.",
-            "A stale ratio above 2.3 comes before a spike of the loss by some steps: lower beta2, or clip the gradients. "
+            "A stale ratio above 2.3 comes some steps before a spike of the loss: lower beta2, or clip the gradients. "
             "A gradient below eps is scaled by eps, not by its second moment: lower eps.",
         ),
         "parameter": Words(
