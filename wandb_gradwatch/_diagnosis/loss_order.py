@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 from .._analysis.formatting import number
 from .._measure.columns import FloatArray
@@ -38,7 +39,7 @@ def which_moved_first(history: Snapshot) -> str:
     return f"The {first} moved first, at step {begin}, the {then} at step {end}."
 
 
-def _onset(values_S: FloatArray, seen_S: FloatArray) -> int | None:
+def _onset(values_S: FloatArray, seen_S: npt.NDArray[np.bool_]) -> int | None:
     """The first sample of the last run of samples that are far above the usual; None where the newest two are not."""
     usual = values_S[seen_S][: np.count_nonzero(seen_S) // 2]
     median = float(np.median(usual))

@@ -36,12 +36,11 @@ def backward_root() -> Tensor | None:
     names = calls[-1].f_locals  # the outermost: re-entrant checkpoints call others inside of it
     tensors, of_tensors = names.get("tensors"), names.get("grad_tensors")
     root = tensors[0] if isinstance(tensors, tuple | list) and len(tensors) == 1 else tensors
-    is_known = isinstance(root, Tensor) and root.numel() == 1 and not root.is_complex()
     if isinstance(of_tensors, tuple | list):
-        is_known = is_known and all(one is None for one in of_tensors)
-    else:
-        is_known = is_known and of_tensors is None
-    return root if is_known else None
+        of_tensors = None if all(one is None for one in of_tensors) else of_tensors
+    if not isinstance(root, Tensor) or root.numel() != 1 or root.is_complex() or of_tensors is not None:
+        return None
+    return root
 
 
 def _backwards(frame: FrameType | None) -> Iterator[FrameType]:

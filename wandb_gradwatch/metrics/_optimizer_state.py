@@ -110,7 +110,7 @@ class OptimizerState(ModuleProbe):
         groups = _groups(tensors)
         for tensor in tensors:
             gradient = tensor.gradient
-            if gradient is None or tensor.optimizer is None or not self._matches(tensor.name):
+            if gradient is None or tensor.optimizer is None or tensor.held is None or not self._matches(tensor.name):
                 continue
             if gradient.layout is not torch.strided:
                 gradient = gradient.to_dense()
@@ -132,7 +132,7 @@ class OptimizerState(ModuleProbe):
         groups = _groups(tensors)
         for tensor in tensors:
             before = self._gradients.pop(tensor.name, None)
-            if before is None or tensor.optimizer is None:
+            if before is None or tensor.optimizer is None or tensor.held is None:
                 continue
             state, group = tensor.optimizer.state.get(tensor.held, {}), groups.get(id(tensor.held), {})
             parts = {
@@ -169,7 +169,8 @@ def _moment(state: Mapping[str, Any], group: Mapping[str, Any], name: str, place
     if not isinstance(moment, Tensor) or step is None or betas is None or "eps" not in group:
         return None
     step = step.to(wide_dtype(step.device)) if isinstance(step, Tensor) else float(step)
-    return widened(local_part(moment).detach()) / (1 - betas[place] ** step)
+    corrected: Tensor = widened(local_part(moment).detach()) / (1 - betas[place] ** step)
+    return corrected
 
 
 def _made_of(tensor: WatchedTensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> list[Tensor | None]:
