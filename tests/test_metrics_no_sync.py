@@ -64,7 +64,7 @@ def questions(metrics_of, monkeypatch):
         monkeypatch.setattr(f"wandb_gradwatch.metrics.{user}.sum_sq", partial(sum_sq, backend="torch"))
     torch.manual_seed(0)
     model = Model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)  # the others read the number of the step
     watcher, _ = watch(model, metrics_of(model), log_every=1000, backend="torch", rules=[])
     asked = Questions()
     with asked:
