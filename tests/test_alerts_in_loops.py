@@ -62,6 +62,31 @@ def test_a_head_that_was_replaced_after_the_optimizer_was_built_is_told_at_step_
     assert "2.weight, 2.bias" in alert.text
 
 
+def test_a_layer_that_is_replaced_or_unfrozen_later_is_told_too_where_the_optimizer_is_not() -> None:
+    for change in ("replaced", "unfrozen", "given to the optimizer too"):
+        model = net()
+        model[0].requires_grad_(change != "unfrozen")
+        optimizer = SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
+
+        def advance(
+            number: int, change: str = change, model: nn.Sequential = model, optimizer: SGD = optimizer
+        ) -> None:
+            if number == 20:
+                if change == "unfrozen":
+                    model[0].requires_grad_(True)
+                else:
+                    model[0] = nn.Linear(4, 8)
+                if change == "given to the optimizer too":
+                    optimizer.add_param_group({"params": list(model[0].parameters())})
+            model.zero_grad()
+            loss_of(model, number).backward()
+            optimizer.step()
+
+        # Followed from the sample of step 21 on, and certain when nothing else has changed it two samples later.
+        told = [] if "optimizer" in change else [("Not in any optimizer", 23)]
+        assert run(model, advance, steps=30) == told, change
+
+
 def test_parameters_that_a_later_optimizer_or_the_user_updates_are_in_good_hands() -> None:
     model = net()
     first, second = SGD(model[0].parameters(), lr=0.01), SGD(model[2].parameters(), lr=0.01)
@@ -144,8 +169,11 @@ def test_two_networks_that_train_in_turn_and_leave_gradients_with_each_other_are
     assert run(models, advance) == []
 
 
+@pytest.mark.parametrize(("every", "told_at"), [(1, 101), (40, 160)])  # 40, 80, 120, 160: 120 steps without a change
 @pytest.mark.parametrize("steps_taken", [True, False])
-def test_parameters_that_never_change_are_told_after_a_hundred_samples(steps_taken: bool) -> None:
+def test_parameters_that_never_change_are_told_after_a_hundred_steps(
+    steps_taken: bool, every: int, told_at: int
+) -> None:
     model = net()
     optimizer = SGD(model.parameters(), lr=0.0)
 
@@ -155,8 +183,8 @@ def test_parameters_that_never_change_are_told_after_a_hundred_samples(steps_tak
         if steps_taken:
             optimizer.step()
 
-    # Sample 2 is the first that shows no change; the hundredth of these is 101.
-    assert run(model, advance, steps=105) == [("Parameters unchanged", 101)]
+    # Every step: nothing has changed in the 100 steps from 1 to 101.
+    assert run(model, advance, steps=170, sample_every=every) == [("Parameters unchanged", told_at)]
 
 
 def test_lora_a_frozen_backbone_a_warm_up_from_0_and_lbfgs_that_has_converged_are_silent() -> None:

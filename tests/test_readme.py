@@ -139,7 +139,7 @@ def test_the_thresholds_of_the_table_are_those_of_the_default_rules() -> None:
         ("DeadGradient", "patience"): "for {:g} samples; a whole layer",
         ("NoGradient", "patience"): "for {:g} samples;",
         ("NoGradient", "zero_patience"): "exactly 0 for {:g};",
-        ("UnchangedParameters", "patience"): "over {:g} samples",
+        ("UnchangedParameters", "patience"): "over {:g} steps",
         ("PoorInitialisation", "max_gain"): "above {:g} times",
         ("PoorInitialisation", "min_gain"): "below {:g} times",
         ("TightClipping", "max_factor"): "{:g} times those after",

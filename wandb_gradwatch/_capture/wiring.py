@@ -44,8 +44,9 @@ class Wiring:
         self._parameter_registry = parameter_registry
         self._optimizer_registry = optimizer_registry
         self._carried: dict[int, _Carried] = {}  # by the optimizer's key
-        self._versions: dict[int, int] = {}  # of the parameters, by slot, after the first step of all
-        self._unowned: frozenset[int] = frozenset()  # slots with a gradient and no optimizer, until they are told of
+        self._first_versions: dict[int, int] | None = None  # of the parameters, by slot, after the first step of all
+        self._unowned: dict[int, int] = {}  # slots with a gradient and no optimizer, with their versions, until told of
+        self._samples_to_wait = 0  # until what is in `_unowned` is told of
         self._known_unowned: frozenset[int] = frozenset()
         self._facts: dict[str, Tensor] = {}
 
@@ -58,8 +59,8 @@ class Wiring:
 
     def stepped(self, optimizer: Optimizer, key: int) -> None:
         """An optimizer has stepped: from now on its gradients should be reset before they are added to."""
-        if not self._versions:
-            self._versions = {slot: parameter._version for slot, parameter in self._parameter_registry.scan()}
+        if self._first_versions is None:
+            self._first_versions = {slot: parameter._version for slot, parameter in self._parameter_registry.scan()}
         carried = self._carried.setdefault(key, _Carried())
         carried.num_steps += 1
         if carried.num_steps <= _STEPS:
@@ -101,18 +102,25 @@ class Wiring:
     def sample_closed(self, marked: Collection[int], owner: Collection[int]) -> None:
         """A sample of optimizer steps is over: parameters that got a gradient and that no optimizer holds."""
         unowned = frozenset(slot for slot in marked if slot not in owner)
+        first, self._first_versions = self._first_versions, {}
         if unowned and unowned != self._known_unowned:  # looked for once, and again only when others are without one
             self._known_unowned = unowned
             held = _held_by_any_optimizer()
             here = self._parameter_registry.scan()
-            self._unowned = frozenset(slot for slot, p in here if slot in unowned and id(p) not in held)
+            at = first or {slot: p._version for slot, p in here}
+            self._unowned = {slot: at[slot] for slot, p in here if slot in unowned and slot in at and id(p) not in held}
+            # A sample may be closed before or after an update by hand: one whole iteration lies between three of them.
+            self._samples_to_wait = 1 if first else 2
         elif self._unowned:
+            self._samples_to_wait -= 1
+            if self._samples_to_wait:
+                return
             # Those that something else has written to, a codebook's average or a wrapper of an optimizer, are updated.
             names = self._parameter_registry.names
             for slot, parameter in self._parameter_registry.scan():
-                if slot in self._unowned and self._versions.get(slot) == parameter._version:
+                if self._unowned.get(slot) == parameter._version:
                     self._facts[keys.WIRING_UNOWNED + names[slot]] = torch.ones((), dtype=torch.float64)
-            self._unowned = frozenset()
+            self._unowned = {}
 
 
 def holds_other_tensors(optimizer: Optimizer) -> bool:

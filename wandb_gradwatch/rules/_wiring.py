@@ -85,13 +85,13 @@ class UnchangedParameters:
     gradients that are a small part of the largest ones so far.
 
     Args:
-        patience: samples in a row after which no parameter had changed.
+        patience: steps since which no parameter has changed, seen by 3 samples at least.
     """
 
     patience: int = 100
     _sum_sq: dict[str, float] = field(default_factory=dict, init=False, repr=False)
     _num_unchanged: int = field(default=0, init=False)
-    _first: int = field(default=0, init=False)
+    _since: int = field(default=0, init=False)  # the step of the newest sample whose parameters are not those before it
     _largest: float = field(default=0.0, init=False)
 
     title: ClassVar[str] = "Parameters unchanged"
@@ -114,15 +114,17 @@ class UnchangedParameters:
             same = bool(both) and all(now[name] == self._sum_sq[name] for name in both) and any(map(now.get, both))
             self._sum_sq = now
             self._num_unchanged = self._num_unchanged + 1 if same and norm > _CONVERGED * self._largest else 0
-            if self._num_unchanged == 1:
-                self._first = int(snapshot.steps[sample])
-            if self._num_unchanged >= self.patience:
-                yield self._alert(int(snapshot.steps[sample]), norm)
+            step = int(snapshot.steps[sample])
+            if not self._num_unchanged:
+                self._since = step
+            # Equal bits at both ends say the same of what is between them: a sparse cadence need not wait longer.
+            if self._num_unchanged >= _LEAST_SAMPLES and step - self._since >= self.patience:
+                yield self._alert(step, norm)
 
     def _alert(self, step: int, norm: float) -> Alert:
         fact = (
-            f"Step {step}: no parameter has changed by a single bit since step {self._first}, over "
-            f"{self._num_unchanged} samples, though the gradient norm is {norm:.3g}."
+            f"Step {step}: no parameter has changed by a single bit in the {step - self._since} steps since step "
+            f"{self._since}, though the gradient norm is {norm:.3g}."
         )
         cause = "not clear: either step() is never called, or the learning rate is 0: print it to tell them apart"
         remedy = "call optimizer.step() after backward(); check the learning rate, its schedule and its warm-up"
@@ -130,15 +132,16 @@ class UnchangedParameters:
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "sum_sq": dict(self._sum_sq), "num_unchanged": self._num_unchanged, "first": self._first,
+            "sum_sq": dict(self._sum_sq), "num_unchanged": self._num_unchanged, "since": self._since,
             "largest": self._largest,
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._sum_sq = {str(name): float(value) for name, value in state["sum_sq"].items()}
-        self._num_unchanged, self._first = int(state["num_unchanged"]), int(state["first"])
+        self._num_unchanged, self._since = int(state["num_unchanged"]), int(state["since"])
         self._largest = float(state["largest"])
 
 
+_LEAST_SAMPLES = 3
 # Of the largest norm so far, below which a training may have arrived: L-BFGS stops at 1e-5 and less.
 _CONVERGED = 1e-3
