@@ -45,6 +45,7 @@ def sample_of(
     histogram: bool = False,
     loss_scale: float = float("nan"),
     skipped: bool = False,
+    trainable: list[bool] | None = None,
 ) -> Snapshot:
     """One sample of these gradients by name; None is a gradient that did not arrive."""
     rows = np.full((1, len(grads), NUM_COLUMNS), np.nan)
@@ -63,6 +64,7 @@ def sample_of(
         histogram_steps=(step,) if histogram else (),
         loss_scale=np.array([loss_scale]),
         skipped=np.array([skipped]),
+        trainable=None if trainable is None else np.array(trainable),
     )
 
 
@@ -138,6 +140,7 @@ def take_sample(model: torch.nn.Module, step: int, *, histogram: bool = False) -
             {name: None if p.grad is None else p.grad.double().numpy() for name, p in named.items()},
             step=step,
             parameters={name: p.double().numpy() for name, p in named.items()},
+            trainable=[p.requires_grad for p in named.values()],
             histogram=histogram,
         )
 

@@ -487,6 +487,11 @@ def install() -> None:
     cuda.is_available = cuda.is_initialized = lambda: True
     cuda.is_current_stream_capturing = lambda: False
     cuda.device_count, cuda.current_device = lambda: 2, lambda: GPU.current.index
+    # The host's generator stands in for the device's.
+    cuda.get_rng_state, cuda.set_rng_state = (
+        lambda *_: torch.get_rng_state(),
+        lambda state, *_: torch.set_rng_state(state),
+    )
     cuda.get_device_name = lambda *_: "a pretended GPU"
     cuda.get_device_capability = lambda *_: (9, 0)
     cuda.mem_get_info = lambda *_: (2**36, 2**36)

@@ -14,7 +14,7 @@ import torch
 
 from wandb_gradwatch import MemorySink, watch
 from wandb_gradwatch._measure.address_table import AddressTable
-from wandb_gradwatch._measure.columns import NUM_BINS, NUM_COLUMNS, Column
+from wandb_gradwatch._measure.columns import NUM_BINS, NUM_COLUMNS, RECEIVED_COLUMNS, Column
 from wandb_gradwatch._measure.elements import onto
 from wandb_gradwatch._measure.measure import Measurement, measure
 from wandb_gradwatch._measure.tiling import upload
@@ -217,7 +217,7 @@ def test_a_window_is_written_and_sent_without_a_wait():
     with pretend_gpu.no_waits():
         for step, slots in ((1, [0, 2, 4]), (2, [1, 2, 3])):
             window.write(slots, Measurement(rows.clone(), None))
-            window.write_received(slots, rows[:, 6])
+            window.write_received(slots, rows[:, RECEIVED_COLUMNS])
             window.rescale(slots, torch.ones(NUM_COLUMNS, device="cuda", dtype=torch.float64))
             window.drop_zero_rows(slots)
             window.set_loss_scale(torch.ones((), device="cuda"))

@@ -6,8 +6,11 @@ import warnings
 
 import numpy as np
 import pytest
+import torch
 import trainings
 from grad_samples import module_kinds, of_norms, random_samples, sample_of, together
+from gradients import watch
+from torch import nn
 
 from wandb_gradwatch._diagnosis import CAUSES, Diagnosis, diagnose, with_diagnosis
 from wandb_gradwatch._measure.columns import NUM_COLUMNS
@@ -29,7 +32,7 @@ FAULTS = [
     (trainings.batch_norm_of_two, "batch norm on small batches"),
     (trainings.tiny_loss_fp16, "float16 underflow"),
     (trainings.dead_relus, "dead ReLUs"),
-    (trainings.frozen_layer, "frozen or unused layers"),
+    (trainings.detached_layer, "frozen or unused layers"),
     (trainings.zeroed_before_step, "gradients zeroed before the step"),
     (trainings.poisoned_batch, "one bad batch"),
     (trainings.invalid_operation, "an operation without a finite derivative"),
@@ -68,7 +71,7 @@ def test_evidence_is_quoted_with_steps_layers_and_numbers():
 
     assert " from 16 back to 0, layer by layer" in first(trainings.sigmoid_stack(depth=8))  # 8 sigmoids, head at 16
     assert "at step 60" in first(trainings.poisoned_batch(at=60))
-    assert "2.weight, 2.bias" in first(trainings.frozen_layer())
+    assert "2.weight, 2.bias" in first(trainings.detached_layer())
     assert "100 % of 2" in first(trainings.dead_relus(layer=2))
     assert "rnn.weight_hh_l0" in first(trainings.unclipped_rnn())
     assert "finite in above and non-finite from below back" in first(trainings.invalid_operation(at=40))
@@ -263,3 +266,47 @@ def test_the_remedy_for_float16_underflow_names_the_loss_scale_that_still_fits()
     (found,) = diagnose(together([sample_of({"a": tiny, "b": tiny}, step=s) for s in range(1, 21)]))
     assert found.cause == "float16 underflow"
     assert "a larger loss scale (up to 2^30 the largest gradient seen still fits)" in found.remedy
+
+
+# ---- through watch()
+
+
+def test_a_loss_scale_that_float16_cannot_hold_is_named_first():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
+    watcher, sink = watch(model, rules=None)
+    for _ in range(10):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = (model(torch.randn(16, 8)) - 3).square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert watcher.diagnose()[0].cause == "loss scale too high or values beyond float16"
+    watcher.remove()
+    assert [alert.title for alert in sink.alerts] == ["Loss scale collapse"]
+
+
+def test_float16_underflow_is_quoted_with_what_became_of_the_other_elements():
+    """Through watch(): of the histogram that was flushed last, the share below 2^-14 among those that are not 0."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    watcher, _ = watch(model, rules=None, log_every=10)
+    batch = torch.randn(16, 8)
+    for _ in range(20):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = 1e-6 * model(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+    elements = torch.cat([parameter.grad.flatten() for parameter in model.parameters()]).abs()
+    kept = elements[elements > 0]
+    share = 100 * (kept < 2.0**-14).double().mean().item()
+    evidence = watcher.diagnose()[0].evidence
+    watcher.remove()
+    assert watcher.latest.histogram_steps == (20,)
+    assert "where float16 ends" in evidence
+    assert f"; {share:.0f} % of the others have lost digits (step 20)" in evidence

@@ -39,19 +39,16 @@ def test_a_healthy_training_raises_nothing(healthy, num_steps):
     assert alerts_of(samples) == []
 
 
-def test_a_warm_up_of_the_learning_rate_from_0_raises_nothing():
-    for build in (trainings.char_transformer, trainings.lora):
-        training = build(seed=0)
-        warm_up = LambdaLR(training.optimizer, lambda step: min(step / 30, 1.0))  # the first step has a rate of 0
-        assert alerts_of(training.run(100, scheduler=warm_up)) == []
+def warmed_up(training: Training) -> Snapshot:
+    """With a learning rate that rises for 30 steps from 0."""
+    return training.run(100, scheduler=LambdaLR(training.optimizer, lambda step: min(step / 30, 1.0)))
 
 
-def test_false_alarms_on_many_real_trainings_stay_below_the_bound():
+def test_false_alarms_on_many_real_trainings_are_as_rare_as_is_promised():
     runs = [trainings.mlp(seed).run(200) for seed in range(10)] + [trainings.lora(seed).run(200) for seed in range(5)]
-    early = sum(step <= 20 for run in runs for _, step in alerts_of(run))
-    late = sum(step > 20 for run in runs for _, step in alerts_of(run))
-    assert early / len(runs) <= 0.1
-    assert 1000 * late / (180 * len(runs)) <= 1.35
+    runs += [warmed_up(trainings.lora(seed)) for seed in range(10)] + [warmed_up(trainings.char_transformer(0))]
+    # 0.05 per healthy run: of 26 runs one may have one.
+    assert sum(len(alerts_of(run)) for run in runs) <= 1
 
 
 def test_a_tenfold_spike_in_a_real_training_is_found_at_its_step():

@@ -156,10 +156,11 @@ def test_healthy_trainings_are_silent(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SEEN)
-def test_faults_are_seen_and_not_before_they_begin(name: str) -> None:
+def test_faults_are_seen_with_their_cause_and_not_before_they_begin(name: str) -> None:
     found = score(CASES[name], record(CASES[name], 0))
     assert found.seen
     assert found.false == ()
+    assert found.cause in ("right", "either")
 
 
 def test_a_replay_tells_what_the_rules_told_live() -> None:

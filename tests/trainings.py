@@ -227,9 +227,19 @@ def dead_relus(seed: int = 0, *, layer: int = 2, bias: float = -20.0) -> Trainin
 
 
 def frozen_layer(seed: int = 0) -> Training:
+    """Frozen on purpose."""
     torch.manual_seed(seed)
     model = mlp_stack(2)
     model[2].requires_grad_(False)
+    return Training(model, torch.optim.Adam(model.parameters(), lr=1e-2), _regression(seed=seed))
+
+
+def detached_layer(seed: int = 0) -> Training:
+    """To be trained, and cut off from the loss."""
+    torch.manual_seed(seed)
+    model = mlp_stack(2)
+    layer = model[2]
+    layer.forward = lambda x: functional.linear(x, layer.weight.detach(), layer.bias.detach())
     return Training(model, torch.optim.Adam(model.parameters(), lr=1e-2), _regression(seed=seed))
 
 
