@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from wandb_gradwatch._analysis.forecast import FORMATS
 from wandb_gradwatch._measure.columns import FloatArray
+from wandb_gradwatch._page.columns import RowColumns
 from wandb_gradwatch._page.histograms import HistogramCollector, resample
 from wandb_gradwatch._page.history import (
     HistogramSeries,
@@ -39,8 +40,9 @@ from wandb_gradwatch._page.packing import (
 from wandb_gradwatch._page.page import ASSETS, LIBRARY_SCRIPT, LIBRARY_STYLE, render_page, write_page
 from wandb_gradwatch._page.payload import build_payload
 from wandb_gradwatch._page.pooling import pool, pool_extremes, pool_steps, pool_width
-from wandb_gradwatch._page.read import UnreadableRunError, _Reading, read_run
+from wandb_gradwatch._page.read import RunReader, read_run
 from wandb_gradwatch._page.safe_text import script_json, visible_text
+from wandb_gradwatch._page.wandb_file import UnreadableRunError
 from wandb_gradwatch.snapshot import keys
 
 HOSTILE = "</script><script>window.hacked=1</script>\u202e&amp;"
@@ -90,19 +92,19 @@ def test_alerts_stand_at_the_step_that_their_text_names(history: RunHistory) -> 
 
 
 def test_an_alert_without_a_step_stands_at_the_last_row_before_it() -> None:
-    reading = _Reading(Path("run-x.wandb"))
-    reading.take("alert", {"title": "early", "text": "before any row", "level": "INFO"})
-    reading.take("history", {"item": {"gradwatch/step": 70, "gradwatch/grad_norm": 1.0}})
-    reading.take("alert", {"title": "mine", "text": "a footstep 12, no number of ours", "level": "WARN"})
-    assert [alert.step for alert in reading.finish().alerts] == [None, 70]
+    reading = RunReader(Path("run-x.wandb"))
+    reading.take_alert("early", "before any row", "INFO")
+    reading.take_row({"gradwatch/step": 70, "gradwatch/grad_norm": 1.0})
+    reading.take_alert("mine", "a footstep 12, no number of ours", "WARN")
+    assert [alert.step for alert in reading.history().alerts] == [None, 70]
 
 
 def test_rows_of_one_step_are_one_row_and_rows_of_the_user_are_none() -> None:
-    reading = _Reading(Path("run-x.wandb"))
-    reading.take("history", {"item": {"loss": 5.0}})
-    reading.take("history", {"item": {"gradwatch/step": 10, "grad_norm/a": 1}})
-    reading.take("history", {"item": {"gradwatch/step": 10, "grad_norm/b": "Infinity"}})
-    history = reading.finish()
+    reading = RunReader(Path("run-x.wandb"))
+    reading.take_row({"loss": 5.0})
+    reading.take_row({"gradwatch/step": 10, "grad_norm/a": 1})
+    reading.take_row({"gradwatch/step": 10, "grad_norm/b": np.inf})
+    history = reading.history()
     assert history.steps.tolist() == [10]
     assert history.of_names("grad_norm").tolist() == [[1.0, np.inf]]
     assert history.num_rows == 3
@@ -138,9 +140,9 @@ def test_modules_stand_where_their_parameters_do() -> None:
 def test_keys_of_the_user_that_only_look_like_ours_stay_his() -> None:
     row = dict.fromkeys(("update/x", "activation", "parameter//x", "gradient/a/", "loss", "gradwatcher/x"), 1.0)
     media = {"table._type": "table-file", "table.nrows": 3, "_runtime": 1.5}
-    reading = _Reading(Path("run-x.wandb"))
-    reading.take("history", {"item": {"_step": 9, "gradwatch/step": 10, **row, **media}})
-    assert set(reading.finish().own) == set(row)
+    reading = RunReader(Path("run-x.wandb"))
+    reading.take_row({"_step": 9, "gradwatch/step": 10, **row, **media})
+    assert set(reading.history().own) == set(row)
 
 
 @pytest.mark.parametrize(
@@ -159,23 +161,21 @@ def test_keys_of_the_user_that_only_look_like_ours_stay_his() -> None:
 def test_the_users_rows_stand_at_their_own_steps(
     placed: list[tuple[int, int]], own: list[int], expected: list[float]
 ) -> None:
-    reading = _Reading(Path("run-x.wandb"))
+    reading = RunReader(Path("run-x.wandb"))
     ours = dict(placed)
     for step in sorted({*ours, *own}):
         row = {"gradwatch/step": ours[step], "gradwatch/grad_norm": 1} if step in ours else {}
-        reading.take("history", {"item": {"_step": step, **row, **({"loss": float(step)} if step in own else {})}})
-    loss = reading.finish().own["loss"]
+        reading.take_row({"_step": step, **row, **({"loss": float(step)} if step in own else {})})
+    loss = reading.history().own["loss"]
     assert loss.values.tolist() == own
     assert loss.steps.tolist() == expected
 
 
 def test_the_loss_of_a_row_that_carries_the_flight_recorder_is_kept_and_nan_is_no_gap() -> None:
-    reading = _Reading(Path("run-x.wandb"))
-    reading.take("history", {"item": {"_step": 0, "gradwatch/step": 1, "gradwatch/grad_norm": 1, "loss": 2.5}})
-    reading.take(
-        "history", {"item": {"_step": 1, "gradwatch/step": 2, "gradwatch/flight_recorder.path": "t", "loss": "NaN"}}
-    )
-    history = reading.finish()
+    reading = RunReader(Path("run-x.wandb"))
+    reading.take_row({"_step": 0, "gradwatch/step": 1, "gradwatch/grad_norm": 1, "loss": 2.5})
+    reading.take_row({"_step": 1, "gradwatch/step": 2, "gradwatch/flight_recorder.path": "t", "loss": np.nan})
+    history = reading.history()
     assert history.steps.tolist() == [1]
     assert history.own["loss"].steps.tolist() == [1, 2]
     np.testing.assert_array_equal(history.own["loss"].values, [2.5, np.nan])
@@ -239,6 +239,48 @@ def test_a_truncated_file_gives_what_is_in_it_and_says_so(run_directory: Path, t
     assert "no end record" in history.notes[0]
 
 
+@pytest.mark.parametrize("pieces", [2, 7, 300])
+def test_a_file_that_grows_is_read_on_and_gives_what_reading_it_at_once_does(
+    run_directory: Path, tmp_path: Path, pieces: int
+) -> None:
+    data = next(run_directory.glob("*.wandb")).read_bytes()
+    growing = _write(tmp_path / "run-grows.wandb", b"")
+    reader = RunReader(growing)
+    num_records = []
+    for piece in np.array_split(np.frombuffer(data, dtype=np.uint8), pieces):
+        with growing.open("ab") as file:
+            file.write(piece.tobytes())
+        num_records.append(reader.read_on())
+    assert reader.read_on() == 0
+    assert sum(num_records) == RunReader(next(run_directory.glob("*.wandb"))).read_on()
+    assert all(num_records) or pieces == 300  # a piece may end within a record
+    at_once, grown = read_run(run_directory), reader.history()
+    assert grown.finished
+    assert (grown.steps.tolist(), grown.alerts, grown.config) == (
+        at_once.steps.tolist(),
+        at_once.alerts,
+        at_once.config,
+    )
+    assert grown.values.keys() == at_once.values.keys()
+    for key, values in at_once.values.items():
+        np.testing.assert_array_equal(grown.values[key], values, err_msg=key)
+    assert (grown.times > 1.7e9).all()
+
+
+def test_rows_of_a_run_that_is_too_long_are_merged_as_windows_are() -> None:
+    columns = RowColumns(max_cells=20)  # 10 rows of 2 keys
+    for step in range(1, 101):
+        columns.begin(step, float(step))
+        columns.add("grad_norm_max/a", float(step % 10))
+        columns.add("gradwatch/num_nan", 1.0)
+    steps, times, values = columns.matrix()
+    # 100 rows into 11 at the most: 16 to 1, and the last one with the rest.
+    assert columns.merged == 16
+    assert steps.tolist() == times.tolist() == [16, 32, 48, 64, 80, 96, 100]
+    assert values["gradwatch/num_nan"].tolist() == [16.0] * 6 + [4.0]
+    assert values["grad_norm_max/a"].tolist() == [9.0] * 5 + [9.0, 9.0]
+
+
 def test_damaged_bytes_lose_their_records_and_say_so(run_directory: Path, tmp_path: Path) -> None:
     data = bytearray(next(run_directory.glob("*.wandb")).read_bytes())
     middle = len(data) // 2
@@ -292,17 +334,17 @@ def _write(path: Path, data: bytes) -> Path:
 def test_a_table_outside_the_runs_directory_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     _write(tmp_path / "secret.json", b'{"columns": ["a"], "data": [[1]]}')
-    reading = _Reading(tmp_path / "run" / "run-x.wandb")
-    reading.take("history", {"item": {"gradwatch/flight_recorder.path": "../../secret.json"}})
-    history = reading.finish()
+    reading = RunReader(tmp_path / "run" / "run-x.wandb")
+    reading.take_row({"gradwatch/flight_recorder.path": "../../secret.json"})
+    history = reading.history()
     assert history.flight_recorder is None
     assert "is not in the run's directory" in history.notes[-1]
 
 
 def test_progress_counts_rows(run_directory: Path) -> None:
-    reading = _Reading(Path("run-x.wandb"))
+    reading = RunReader(Path("run-x.wandb"))
     for step in range(3):
-        reading.take("history", {"item": {"gradwatch/step": step}})
+        reading.take_row({"gradwatch/step": step})
     assert reading.num_rows == 3
     seen: list[int] = []
     read_run(run_directory, progress=seen.append)

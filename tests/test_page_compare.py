@@ -15,7 +15,7 @@ from grad_samples import Training
 from wandb_gradwatch import MemorySink, watch
 from wandb_gradwatch._page.compare import compare, differing_settings, sentence
 from wandb_gradwatch._page.history import OwnSeries, RecordedAlert, RunHistory
-from wandb_gradwatch._page.read import _Reading
+from wandb_gradwatch._page.read import RunReader
 from wandb_gradwatch._page.side_by_side import MAX_RUNS, build_comparison
 from wandb_gradwatch.sinks._history_row import HistoryRow
 
@@ -134,10 +134,10 @@ def watched(training: Training, num_steps: int = 100) -> RunHistory:
             training.optimizer.zero_grad()
             training.loss(training.model, step).backward()  # type: ignore[no-untyped-call]
             training.optimizer.step()
-    reading = _Reading(Path("run-x.wandb"))
+    reading = RunReader(Path("run-x.wandb"))
     for snapshot in memory.snapshots:
-        reading.take("history", {"item": HistoryRow.of(snapshot).scalars()})
-    return reading.finish()
+        reading.take_row(HistoryRow.of(snapshot).scalars())
+    return reading.history()
 
 
 def test_another_seed_is_alike_and_a_jump_of_the_learning_rate_is_found_in_its_window() -> None:

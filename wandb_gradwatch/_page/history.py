@@ -86,6 +86,7 @@ class RunHistory:
         exit_code: of that record; None without one.
         num_rows: rows of the whole history, the user's included.
         steps: [R] steps of the rows that carry `gradwatch/step`, ascending, each once.
+        times: [R] seconds since 1970 at which the rows were logged; NaN, or empty, where the file does not tell.
         values: scalar key of ours to its [R] values; NaN where missing.
         own: scalar key of the user to all that was logged of it, in rows with or without `gradwatch/step`.
         histograms: name (as in the key, without the prefix) to its histograms.
@@ -106,6 +107,7 @@ class RunHistory:
     finished: bool = True
     exit_code: int | None = None
     num_rows: int = 0
+    times: FloatArray = field(default_factory=lambda: np.empty(0))
     own: Mapping[str, OwnSeries] = field(default_factory=dict)
     histograms: Mapping[str, HistogramSeries] = field(default_factory=dict)
     family_histograms: Mapping[str, Mapping[str, HistogramSeries]] = field(default_factory=dict)

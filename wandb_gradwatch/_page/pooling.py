@@ -30,6 +30,11 @@ def pool_steps(steps: IntArray, width: int) -> tuple[IntArray, IntArray]:
     return steps[::width], np.append(steps[width - 1 :: width], steps[-1:] if len(steps) % width else steps[:0])
 
 
+def is_summed(key: str) -> bool:
+    """Whether the values of this key are counts, which are added up over neighbouring rows."""
+    return key.partition("/")[0] in _SUMMED or key.rpartition("/")[2] in _SUMMED
+
+
 def pool(values_RP: FloatArray, width: int, key: str) -> FloatArray:
     """Pool neighbouring rows: counts are added, everything else keeps its largest value, so a spike stays seen.
 
@@ -38,7 +43,7 @@ def pool(values_RP: FloatArray, width: int, key: str) -> FloatArray:
     if width == 1:
         return values_RP
     starts = np.arange(0, len(values_RP), width)
-    if key.rpartition("/")[2] not in _SUMMED:
+    if not is_summed(key):
         return np.fmax.reduceat(values_RP, starts, axis=0)
     missing = np.logical_and.reduceat(np.isnan(values_RP), starts, axis=0)
     return np.where(missing, np.nan, np.add.reduceat(np.nan_to_num(values_RP, nan=0.0), starts, axis=0))
