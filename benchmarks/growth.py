@@ -29,7 +29,7 @@ from benchmarks.ranks import computed, measure_pieces, measured_tree
 from wandb_gradwatch._capture.parameter_registry import ParameterRegistry
 from wandb_gradwatch._measure.columns import NUM_BINS, NUM_COLUMNS
 from wandb_gradwatch._measure.measure import compile_for_cpu
-from wandb_gradwatch._pipeline.rank_merge import LocalWindow, _pack
+from wandb_gradwatch._pipeline.rank_merge import RankWindow, _pack
 from wandb_gradwatch._pipeline.rank_tree import GROUP
 from wandb_gradwatch._transfer.transfers import ArrivedFlush, ArrivedSample, Sample
 from wandb_gradwatch.sinks import MemorySink, WandbSink
@@ -98,7 +98,7 @@ def _row_of(bench: Bench) -> tuple[int, int]:
     return len(keys), size
 
 
-def window_of(num_parameters: int) -> LocalWindow:
+def window_of(num_parameters: int) -> RankWindow:
     """A default window as a rank hands it to the reduction."""
     rows_PC = np.ones((num_parameters, NUM_COLUMNS))
     samples = tuple(
@@ -106,7 +106,7 @@ def window_of(num_parameters: int) -> LocalWindow:
     )
     histogram = np.ones((num_parameters, NUM_BINS), dtype=np.int64)
     names = tuple(f"layer{index}.weight" for index in range(num_parameters))
-    return LocalWindow(samples, ArrivedFlush(histogram, (SAMPLES,)), names, np.ones(num_parameters, dtype=bool))
+    return RankWindow(samples, ArrivedFlush(histogram, (SAMPLES,)), names, np.ones(num_parameters, dtype=bool))
 
 
 def bytes_of_flush(num_parameters: int) -> dict[str, float]:

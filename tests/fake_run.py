@@ -16,7 +16,6 @@ import wandb
 
 from wandb_gradwatch._measure.columns import (
     AS_LEFT,
-    MISSING_C,
     NUM_BINS,
     NUM_COLUMNS,
     RECEIVED_COLUMNS,
@@ -124,7 +123,7 @@ def _sample(step: int, names: Sequence[str], size: Any, depth: Any, rng: np.rand
     for p, name in enumerate(names):
         row = rows[p]
         if name == FROZEN and step < 100:
-            row[:] = MISSING_C
+            row[:] = np.nan
             continue
         spread = norm[p] / np.sqrt(size[p])
         dead = min(0.9, step / 400) if name == LEAKING else 0.01 * rng.random()

@@ -12,7 +12,7 @@ from rank_programs import batch_of, build, loss_of
 from torch import nn
 
 from wandb_gradwatch import SkipGuard, unwatch
-from wandb_gradwatch._capture.steps import STEP_HOOKS
+from wandb_gradwatch._runtime.steps import STEP_HOOKS
 
 OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9, foreach=False),

@@ -192,18 +192,6 @@ def test_the_hours_limit_survives_a_resume():
     assert sent_steps(resumed, [20], start=4) == [4]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"rearm_samples": 0}, "rearm_samples=0 must be at least 1"),
-        ({"max_per_hour": 0}, "max_per_hour=0 must be at least 1"),
-    ],
-)
-def test_impossible_limits_are_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        AlertManager([], **arguments)
-
-
 def test_what_is_no_rule_is_refused():
     with pytest.raises(TypeError, match="must have check"):
         AlertManager(["NaN"])

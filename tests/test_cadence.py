@@ -267,7 +267,7 @@ def test_a_sample_that_is_unusual_has_the_next_steps_looked_at():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     watcher, _ = watch(model)
     looked: list[int] = []
-    watcher._sampler._schedule.look_closely = lambda: looked.append(int(watcher.step))
+    watcher._sampler.parts.schedule.look_closely = lambda: looked.append(int(watcher.step))
     for value in (1, 1, 1, 1, 2, 4, 1, 1, float("nan"), 1):
         step(model, optimizer, a=[value])
     watcher.remove()

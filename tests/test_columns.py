@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from windows import MISSING_C
 
 from wandb_gradwatch._measure.columns import (
     IDENTITY_C,
     MAGNITUDE_BINS,
     MAX_COLUMNS,
     MIN_COLUMNS,
-    MISSING_C,
     NUM_BINS,
     NUM_COLUMNS,
     SUM_COLUMNS,

@@ -25,8 +25,8 @@ KINDS = [
 # Where the monitor of one rank fails: before it has voted about a step, or after that.
 PLACES = {
     "after the backward": "_sample.measure_present",
-    "before the vote": "step_skipping._sums",
-    "after the vote": "step_skipping._decide_here step_skipping._decide_there",
+    "before the vote": "_guard._sums",
+    "after the vote": "_guard._decide_here _guard._decide_there",
     "after the step": "_sample.after_update",
 }
 

@@ -10,7 +10,7 @@ import math
 import pytest
 import torch
 from gradients import Chosen, of, step, watch
-from test_guard import OPTIMIZERS, batches, final_state
+from test_guard import OPTIMIZERS, batches, clean_state, guarded_state
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -26,12 +26,6 @@ FUSED = {
     "sgd momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, dampening=0.1, fused=True),
     "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.05, fused=True),
 }
-POISONED = {
-    0,
-    50,
-    151,
-    222,
-}  # a NaN would be odd: explosions, and the NaN of 151; the first one before any state exists
 
 
 class HostReads(TorchDispatchMode):
@@ -105,21 +99,11 @@ def test_another_optimizer_is_guarded_with_one_read_a_step(host_reads):
     assert reads_of(host_reads, make, SkipGuard(replay=False)) == ["tolist"] * 40
 
 
-@pytest.mark.parametrize("make", FUSED.values(), ids=FUSED)
-@pytest.mark.parametrize("loop", [{}, {"accumulate": 4}, {"closure": True}, {"scaled": True}], ids=str)
-def test_poison_leaves_no_trace_with_a_fused_optimizer(make, loop):
-    clean = final_state(make, set(range(300)) - {151, 50, 222}, **loop)
-    guarded = final_state(make, range(300), poisoned={50, 151, 222}, guard="skip", **loop)
-    torch.testing.assert_close(guarded, clean, rtol=0, atol=0)
-
-
+@pytest.mark.parametrize("options", [{}, {"sample_every": 10}], ids=["sampled", "between two samples"])
 @pytest.mark.parametrize("make", [OPTIMIZERS["adam"], OPTIMIZERS["sgd momentum"], *FUSED.values()])
 @pytest.mark.parametrize("loop", [{}, {"accumulate": 4}, {"closure": True}, {"scaled": True}], ids=str)
-def test_poison_between_two_samples_leaves_no_trace(make, loop):
-    poisoned = {55, 151, 222}  # steps 56, 152 and 223: none of them is sampled
-    guarded = final_state(make, range(300), poisoned=poisoned, guard="skip", sample_every=10, **loop)
-    clean = final_state(make, set(range(300)) - poisoned, **loop)
-    torch.testing.assert_close(guarded, clean, rtol=0, atol=0)
+def test_poison_leaves_no_trace(make, loop, options):
+    torch.testing.assert_close(guarded_state(make, **loop, **options), clean_state(make, **loop), rtol=0, atol=0)
 
 
 def state_of(model, optimizer):

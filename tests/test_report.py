@@ -20,7 +20,7 @@ from wandb_gradwatch._page.history import RecordedAlert, RunHistory
 from wandb_gradwatch._page.read import read_run
 from wandb_gradwatch._report.flow import CHART_NAME, FLOW_FIELDS, flow_spec
 from wandb_gradwatch._report.report import build_report, causes_by_title, create_report
-from wandb_gradwatch._report.template import SECTIONS, LinePanel, TemplateSection, panel_keys, panel_patterns
+from wandb_gradwatch._report.template import SECTIONS, LinePanel, TemplateSection
 from wandb_gradwatch._report.workspace import build_workspace, save_workspace
 from wandb_gradwatch.snapshot import keys
 
@@ -34,10 +34,14 @@ def history(tmp_path_factory: pytest.TempPathFactory) -> RunHistory:
     return read_run(write_fake_run(tmp_path_factory.mktemp("run"), num_flushes=30))
 
 
+def panel_patterns(sections: tuple[TemplateSection, ...] = SECTIONS) -> set[str]:
+    return {panel.pattern for section in sections for panel in section.panels if panel.pattern is not None}
+
+
 def unlogged(sections: tuple[TemplateSection, ...], history: RunHistory) -> set[str]:
     """Keys that nobody logs and patterns that find nothing."""
-    names = {key for key in panel_keys(sections) if key not in history.values}
-    return names | {
+    named = {key for section in sections for panel in section.panels for key in panel.metrics}
+    return named.difference(history.values) | {
         pattern for pattern in panel_patterns(sections) if not any(re.search(pattern, key) for key in history.values)
     }
 

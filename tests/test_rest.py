@@ -130,7 +130,7 @@ def watched(loop, every):
     watcher, sink = watch(model, sample_every=every, log_every=20)
     rests = 0
     for _ in loop(model):
-        rests += watcher._sampler._rest is not None
+        rests += watcher._sampler._resting.rest is not None
     assert watcher.step in (STEPS, STEPS - 1)  # a GAN's last step closes at the next backward, or at the end
     return samples(watcher, sink), rests
 

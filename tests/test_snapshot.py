@@ -11,8 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from statistics_oracle import expected_histogram, expected_row
+from windows import MISSING_C
 
-from wandb_gradwatch._measure.columns import MISSING_C, NUM_BINS, NUM_COLUMNS, Column, histogram_edges
+from wandb_gradwatch._measure.columns import NUM_BINS, NUM_COLUMNS, Column, histogram_edges
 from wandb_gradwatch._measure.measure import measure
 from wandb_gradwatch.snapshot import Snapshot, concatenate, group_function, last_present
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -104,36 +105,30 @@ def gradients_of(size: int, dtype: torch.dtype) -> Iterator[torch.Tensor]:
     yield mixed.to(dtype)
 
 
-SIZES = [0, 1, SEGMENT - 1, SEGMENT + 1, LINE - 1, LINE, LINE + 1, SMALL - 1, SMALL, SMALL + 1, CHUNK, CHUNK + 1]
+SIZES = (0, 1, SEGMENT - 1, SEGMENT + 1, LINE - 1, LINE, LINE + 1, SMALL - 1, SMALL, SMALL + 1, CHUNK, CHUNK + 1)
 
 
-@pytest.mark.parametrize("name", FAST_BACKENDS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("threshold", [0.0, 0.25])
-def test_every_size_equals_the_reference(name: str, dtype: torch.dtype, threshold: float) -> None:
-    gradients = [g for size in SIZES for g in gradients_of(size, dtype)]
-    assert_equals_reference(gradients, name, threshold)
+CASES: list[tuple[tuple[int, ...], list[torch.dtype], float, float | None]] = [
+    *[(SIZES, [dtype], threshold, None) for dtype in DTYPES for threshold in (0.0, 0.25)],
+    ((0, 3, 2000, SMALL + 5), DTYPES, 1e-3, None),
+    *[((3, SMALL + 5), DTYPES, 1e-6, scale) for scale in (2.0**-16, 1.0, 8.0, 1 / 3, 2.0**-30)],
+]
 
 
-@pytest.mark.parametrize("name", FAST_BACKENDS)
-def test_a_list_of_mixed_dtypes_equals_the_reference(name: str) -> None:
-    gradients = [g for size in (0, 3, 2000, SMALL + 5) for dtype in DTYPES for g in gradients_of(size, dtype)]
-    assert_equals_reference(gradients, name, 1e-3)
-
-
-@pytest.mark.parametrize("name", FAST_BACKENDS)
-@pytest.mark.parametrize("scale", [2.0**-16, 1.0, 8.0, 1 / 3, 2.0**-30])
-def test_an_inverse_scale_equals_the_reference(name: str, scale: float) -> None:
-    gradients = [g for size in (3, SMALL + 5) for dtype in DTYPES for g in gradients_of(size, dtype)]
-    assert_equals_reference(gradients, name, 1e-6, torch.tensor(scale))
-
-
-def assert_equals_reference(
-    gradients: list[torch.Tensor], name: str, threshold: float, inverse_scale: torch.Tensor | None = None
-) -> None:
+@functools.lru_cache(maxsize=1)  # the same for every backend, and takes longer than they do
+def referred(case: int) -> tuple[list[torch.Tensor], dict[str, Any], Measurement]:
+    sizes, dtypes, threshold, scale = CASES[case]
+    gradients = [g for size in sizes for dtype in dtypes for g in gradients_of(size, dtype)]
+    inverse_scale = None if scale is None else torch.tensor(scale)
     kwargs = {"dead_threshold": threshold, "inverse_scale": inverse_scale, "histogram": True}
-    parameters = gradients[::-1]
-    expected = measure(gradients, parameters, **kwargs, backend="reference")
+    return gradients, kwargs, measure(gradients, gradients[::-1], **kwargs, backend="reference")
+
+
+@pytest.mark.parametrize("case", range(len(CASES)))
+@pytest.mark.parametrize("name", FAST_BACKENDS)
+def test_every_size_dtype_threshold_and_scale_equals_the_reference(case: int, name: str) -> None:
+    gradients, kwargs, expected = referred(case)
+    parameters, inverse_scale = gradients[::-1], kwargs["inverse_scale"]
     measured = measure(gradients, parameters, **kwargs, backend=name)
     for row, expected_of in zip(rows_of(measured), rows_of(expected), strict=True):
         assert_row(row, expected_of, TOLERANCE)

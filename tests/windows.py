@@ -7,9 +7,18 @@ from typing import Any
 
 import numpy as np
 
-from wandb_gradwatch._measure.columns import AS_LEFT, IDENTITY_C, MISSING_C, NUM_BINS, RECEIVED_COLUMNS, Column, bins_of
+from wandb_gradwatch._measure.columns import (
+    AS_LEFT,
+    IDENTITY_C,
+    NUM_BINS,
+    NUM_COLUMNS,
+    RECEIVED_COLUMNS,
+    Column,
+    bins_of,
+)
 from wandb_gradwatch.snapshot import Snapshot
 
+MISSING_C = np.full(NUM_COLUMNS, np.nan)
 Gradients = Mapping[str, Sequence[float] | None]  # None: no gradient arrived
 
 

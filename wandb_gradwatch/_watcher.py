@@ -14,35 +14,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ._analysis.formatting import CAUSE_PREFIX, FOUND_PREFIX
 from ._capture.config import CaptureConfig
-from ._capture.events import SamplerEvents
 from ._capture.loss import checked_loss
 from ._capture.parameter_registry import ParameterRegistry
 from ._capture.sampler import Sampler
 from ._diagnosis import FIRST_BAD_OPERATION, Diagnosis
-from ._guard.guard import GuardedSlots, SkipGuard
-from ._measure.columns import NUM_COLUMNS
 from ._nonfinite.finding import Finding
 from ._nonfinite.replay import StepReplay
 from ._pipeline.alert_manager import AlertManager
-from ._pipeline.assembly import Names, snapshot_of
 from ._pipeline.dispatcher import Dispatcher
 from ._pipeline.overhead import Overhead
 from ._pipeline.pipeline import Pipeline
-from ._pipeline.rank_parts import RankParts
 from ._pipeline.rule_runner import RuleRunner
 from ._pipeline.saved_samples import NameMatch, load_histogram, load_samples, save_samples
 from ._runtime.error_boundary import ErrorBoundary, alone, graph_is_captured
-from ._runtime.sharding import DEEPSPEED_REFUSED, has_deepspeed, has_fsdp1, world_size
+from ._runtime.notices import Notices
+from ._runtime.sharding import DEEPSPEED_REFUSED, has_deepspeed
 from ._runtime.wrappers import unwrapped
 from ._summary import Summary, summarise
 from ._transfer.sample_buffer import SampleBuffer
-from ._transfer.transfers import ArrivedSample, Sample
 from .rules import Alert, Rule
 from .sinks import Sink
 from .snapshot import Snapshot
@@ -53,7 +47,7 @@ logger: Final = logging.getLogger("wandb_gradwatch")
 _NUMBERS: Final = itertools.count()
 
 # What a state holds.
-_OF_STATE: Final = ("sampler", "desk", "guard", "said", "guarding", "names", "samples", "histogram", "histogram_steps")
+_OF_STATE: Final = ("sampler", "alert_manager", "guard", "said", "names", "samples", "histogram", "histogram_steps")
 
 
 @dataclass(frozen=True)
@@ -66,7 +60,6 @@ class Config:
         rules: what raises alerts.
         on_alert: the user's functions, called with every alert that is sent.
         to_terminal: say errors on standard error, and at the end how many alerts there were.
-        guard: decides which steps are not applied; None: all are.
         on_nonfinite: "trace": run a step once more after a NaN or Inf, to name the operation that makes them.
     """
 
@@ -75,7 +68,6 @@ class Config:
     rules: tuple[Rule, ...]
     on_alert: tuple[Callable[[Alert], object], ...]
     to_terminal: bool
-    guard: SkipGuard | None
     on_nonfinite: Literal["trace"] | None = None
 
 
@@ -87,49 +79,38 @@ class Watcher:
     """
 
     def __init__(self, registry: ParameterRegistry, config: Config, models: Sequence[torch.nn.Module]) -> None:
-        number = next(_NUMBERS)
-        cadence = config.capture.cadence
+        name = str(next(_NUMBERS))
         self._registry = registry
         self._alert_manager = AlertManager(config.rules)
-        self._guard = guard = config.guard
+        self._notices = Notices()
         self._removed = False
         self._is_new = True  # nothing has been delivered
         self._boundary = ErrorBoundary(self._failed)
-        self._window = SampleBuffer(keep_newest_histogram=cadence.keeps_newest_histogram)
+        self._window = SampleBuffer(keep_newest_histogram=config.capture.cadence.keeps_newest_histogram)
         self._dispatcher = Dispatcher(config.sinks, config.on_alert, to_terminal=config.to_terminal)
         kinds = {name: type(module).__name__ for model in registry.models() for name, module in model.named_modules()}
         self._rule_runner = RuleRunner(self._alert_manager, self._dispatcher, modules=kinds)
         self._replay: StepReplay | None = None
         self._found: list[Alert] = []  # of replays, to be sent at the next occasion
-        guarded = guard is not None and guard.replay
+        guarded = config.capture.guard is not None and config.capture.guard.replay
         self._is_replay_of_guard = guarded
         if guarded or config.on_nonfinite == "trace":
-            notice = self._dispatcher.notice
             self._replay = StepReplay(
-                models, self._operation_found, notice, always=guarded, open_step=lambda: self._sampler.clock.open_step
+                models, self._operation_found, self._notices.say, always=guarded, open_step=lambda: self.step + 1
             )
-        events = SamplerEvents(
-            deliver=self._deliver,
-            notice=self._dispatcher.notice,
-            alert=self._dispatcher.alert_once,
-            judge=None if guard is None else GuardedSlots(guard, lambda: tuple(registry.names), self._peek),
+        self._sampler = Sampler(
+            registry,
+            self._window,
+            config.capture,
+            self._boundary,
+            deliver=self._collect,
+            notices=self._notices,
             replay=self._replay if guarded else None,
         )
-        self._sampler = Sampler(registry, self._window, config.capture, events, self._boundary)
-        self._pipeline = Pipeline(
-            self._window,
-            self._rule_runner,
-            self._dispatcher,
-            names=self._names,
-            parts=self._sampler.parts,
-            shards=self._sampler.shards,
-            overhead=Overhead(lambda: self._sampler.seconds_spent),
-            on_untraced_clipping=self._sampler.distrust_versions,
-            reduction=str(number),
-            rank_parts=_rank_parts(str(number), registry),
-            keep_newest_histogram=cadence.keeps_newest_histogram,
-        )
-        self._sampler.start(str(number))
+        self._parts = self._sampler.parts
+        overhead = Overhead(lambda: self._sampler.seconds_spent)
+        self._pipeline = Pipeline(self._parts, self._rule_runner, self._dispatcher, overhead, name)
+        self._sampler.start(name)
         # The model must not be kept alive by us, nor our hooks outlive it.
         self._models = [weakref.ref(model, self._model_gone) for model in registry.models()]
         self._dispatcher.before_runs_end(self.flush)
@@ -152,7 +133,7 @@ class Watcher:
     @property
     def step(self) -> int:
         """The number of the last finished step."""
-        return self._sampler.clock.step
+        return self._parts.clock.step
 
     @alone
     def mark_step(self) -> None:
@@ -225,7 +206,7 @@ class Watcher:
 
     def note(self, **context: object) -> None:
         """Keep a few words or numbers with the open step, for the flight recorder: `watcher.note(batch=17)`."""
-        self._dispatcher.recorder.note(self._sampler.clock.open_step, **context)
+        self._dispatcher.recorder.note(self._parts.clock.open_step, **context)
 
     @alone
     def record(self, path: str | Path | None = None) -> list[Path]:
@@ -282,14 +263,13 @@ class Watcher:
         The step, what was learnt about the loop, the rules' and the guard's memory, and the window that is not flushed.
         """
         self.wait()
-        step_skipping = self._sampler.step_skipping
+        guard = self._parts.guard
         histogram, histogram_steps = self._window.open_histogram()
         return {
-            "sampler": self._sampler.state_dict(),
-            "desk": self._alert_manager.state_dict(),
-            "guard": None if self._guard is None else self._guard.state_dict(),
+            "sampler": self._parts.schedule.state_dict(),
+            "alert_manager": self._alert_manager.state_dict(),
+            "guard": None if guard is None else guard.state_dict(),
             "said": self._dispatcher.said,
-            "guarding": None if step_skipping is None else step_skipping.state_dict(),
             "names": list(self._registry.names),
             "samples": save_samples(self._pipeline.window),
             "histogram": None if histogram is None else torch.from_numpy(histogram),
@@ -309,19 +289,17 @@ class Watcher:
                 f"keys {list(state)[:5]}; pass that part of the checkpoint"
             )
         self._sampler.load_state_dict(state["sampler"])
-        self._alert_manager.load_state_dict(state["desk"])
+        self._alert_manager.load_state_dict(state["alert_manager"])
         self._dispatcher.do_not_repeat(state["said"])
         match = NameMatch.of(state["names"], self._registry.slot_of_name, len(self._registry.names))
-        step_skipping = self._sampler.step_skipping
-        if self._guard is not None and step_skipping is not None and state["guard"] is not None:
-            self._guard.load_state_dict(state["guard"])
-            step_skipping.load_state_dict(state["guarding"], dict(zip(match.saved, match.slots, strict=True)))
+        if self._parts.guard is not None and state["guard"] is not None:
+            self._parts.guard.load_state_dict(state["guard"], dict(zip(match.saved, match.slots, strict=True)))
         self._pipeline.window = load_samples(state["samples"], match)
         self._window.restore_histogram(load_histogram(state["histogram"], match), state["histogram_steps"])
 
     def _own_turn(self) -> AbstractContextManager[object]:
         """See `alone`. Not with shards: what is asked may wait for ranks whose training waits for this one's."""
-        if self._boundary.in_forked_child or self._sampler.shards.any:  # in a child nobody would release the lock
+        if self._boundary.in_forked_child or self._parts.shards.any:  # in a child nobody would release the lock
             return nullcontext()
         return self._boundary.lock
 
@@ -331,13 +309,14 @@ class Watcher:
         if self._boundary.in_forked_child:
             return
         if self._removed:
-            self._end_of_votes()
+            self._stop()  # a monitor that has failed may still vote
             return
         if not merge:
             self._pipeline.stop_merging()
         self._flush_window(final=True)
-        if self._sampler.step_skipping is not None:
-            self._sampler.step_skipping.finish()
+        if self._parts.guard is not None:
+            self._parts.guard.finish()
+            self._say()
         self._stop()
         self._dispatcher.close()
 
@@ -348,12 +327,6 @@ class Watcher:
             self._replay.close()
         self._pipeline.close()
         atexit.unregister(self._script_ends)
-        if self in WATCHERS:
-            WATCHERS.remove(self)
-
-    def _end_of_votes(self) -> None:
-        """Of a monitor that has failed: see Sampler.keep_voting."""
-        self._sampler.stop()
         if self in WATCHERS:
             WATCHERS.remove(self)
 
@@ -375,12 +348,11 @@ class Watcher:
         if self._removed:
             return
         self._stop()
-        if self._sampler.keep_voting():
+        if self._parts.guard is not None and self._parts.guard.keep_voting(self._registry.slot_of_id):
             WATCHERS.append(self)  # so that unwatch() and another watch() end that, too
-        unguarded = "" if self._guard is None else ", unguarded"
         logger.error(
             "wandb_gradwatch has failed and stopped watching; training goes on%s. Please report this traceback.",
-            unguarded,
+            "" if self._parts.guard is None else ", unguarded",
             exc_info=error,
         )
         self._pipeline.rescue()
@@ -389,8 +361,19 @@ class Watcher:
     # ---- from the window to the delivery
 
     def _collect(self) -> None:
+        """Hand over what has arrived, unless it may turn out not to be samples."""
         if not self._removed:
-            self._sampler.deliver()
+            self._say()
+            if not self._parts.by_hand.withholds:
+                self._deliver()
+
+    def _say(self) -> None:
+        while self._notices:
+            notice = self._notices.popleft()
+            if notice.step is None:
+                self._dispatcher.notice(notice.kind, notice.text)
+            else:
+                self._dispatcher.alert_once(notice.kind, notice.text, notice.step)
 
     def _operation_found(self, step: int, finding: Finding) -> None:
         self._dispatcher.recorder.note(step, **{FIRST_BAD_OPERATION: finding.text})
@@ -399,6 +382,7 @@ class Watcher:
             self._found.append(Alert("First bad operation", text, step, "ERROR"))
 
     def _deliver(self, *, wait: bool = False) -> None:
+        self._say()
         if self._is_new:
             self._is_new = False
             if has_deepspeed(self._registry.models()):  # since watch(), which refuses it otherwise
@@ -414,26 +398,10 @@ class Watcher:
             finally:  # a callback of the user's may raise
                 if self._replay is not None and self._dispatcher.pop_nonfinite():
                     self._replay.arm()
+                if self._pipeline.pop_untraced():
+                    self._parts.schedule.distrust_versions()
                 if self._pipeline.pop_unusual():
-                    self._sampler.look_closely()
-
-    def _names(self) -> Names:
-        return Names(tuple(self._registry.names), self._sampler.trainable())
-
-    def _peek(self, slots: Sequence[int]) -> Snapshot:
-        """The open sample with nothing but these slots. Waits for the device."""
-        rows = np.full((len(self._registry.names), NUM_COLUMNS), np.nan)
-        here = list(slots)
-        rows[here] = self._window.peek()[here]
-        sample = ArrivedSample(Sample(self._sampler.clock.open_step, False, ()), rows, float("nan"), False)
-        return snapshot_of([sample], self._names())
-
-
-def _rank_parts(name: str, registry: ParameterRegistry) -> RankParts | None:
-    if world_size() == 1:
-        return None
-    parameters = [(registry.names[slot], parameter) for slot, parameter in registry.scan()]
-    return RankParts(name, parameters, with_shapes=not has_fsdp1(registry.models()))
+                    self._parts.schedule.look_closely()
 
 
 WATCHERS: Final[list[Watcher]] = []

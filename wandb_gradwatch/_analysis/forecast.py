@@ -62,11 +62,6 @@ class PrecisionForecast:
     total_flush_ratio: float
     total_headroom: float
 
-    @property
-    def subnormal_ratio(self) -> FloatArray:
-        """Share that loses digits but not all: [P]."""
-        return self.underflow_ratio - self.flush_ratio
-
 
 def forecast(snapshot: Snapshot, *, scale: float = 1.0) -> dict[str, PrecisionForecast]:
     """What each format in FORMATS would do to these gradients.

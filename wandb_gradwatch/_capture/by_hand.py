@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Final
 
+from .._runtime.notices import Notices
 from .gradient_versions import GradientVersions, were_reset
 from .parameter_registry import ParameterRegistry
 
@@ -22,12 +23,16 @@ class UpdatesByHand:
     Args:
         registry: the watched parameters.
         seen: the open sample's gradients.
+        notices: what is to be said.
         excluded: an optimizer is known already.
     """
 
-    def __init__(self, registry: ParameterRegistry, seen: GradientVersions, *, excluded: bool) -> None:
+    def __init__(
+        self, registry: ParameterRegistry, seen: GradientVersions, notices: Notices, *, excluded: bool
+    ) -> None:
         self._registry = registry
         self._seen = seen
+        self._notices = notices
         self.possible = not excluded  # no optimizer has stepped so far
         self.proven = False
         self.inside_backward = False  # hooks of others make the updates
@@ -74,25 +79,48 @@ class UpdatesByHand:
         self._writes = None
         return were_reset(writes)
 
-    def were_taken(self, reached: Collection[int]) -> bool:
-        """Whether the gradients that the backward that ends has reached are gone, but perhaps for the last of them."""
+    def ended_in_hooks(self, reached: Collection[int], step: int) -> bool:
+        """Whether the backward of this step that has ended is an update: hooks of others have used its gradients.
+
+        Those that it has reached are gone then, but perhaps for the last of them.
+        """
         gradients = [parameter.grad for slot, parameter in self._registry.scan() if slot in reached]
         num_left = sum(gradient is not None for gradient in gradients)
-        return num_left <= 1 < len(gradients)
-
-    def count(self) -> bool:
-        """An update is inferred; whether it is the one that proves that there is no optimizer."""
-        if self.proven:
+        if not num_left <= 1 < len(gradients):
             return False
-        self._num_provisional += 1
-        self.proven = self._num_provisional >= _RESETS_THAT_PROVE
-        return self.proven
+        if not self.inside_backward:
+            self.inside_backward = True
+            self._notices.say(
+                "updates inside the backward",
+                "hooks on the parameters take the gradients away while the backward goes on, as optimizers that are "
+                f"fused into it do: from step {step + 1} on each gradient is measured as its hooks "
+                "find it, and every such backward counts as a step; what is done to a gradient in these hooks is not "
+                "seen, and guard= cannot leave a step out. If not every such backward is an update, call "
+                "watcher.mark_step() after each update.",
+            )
+        return True
 
-    def settle(self) -> bool:
-        """Nothing better will be known: what was inferred counts; whether that is news."""
-        is_news = self.possible and not self.proven
-        self.proven = self.proven or is_news
-        return is_news
+    def count(self) -> None:
+        """An update is inferred; perhaps it is the one that proves that there is no optimizer."""
+        if not self.proven:
+            self._num_provisional += 1
+            self.proven = self._num_provisional >= _RESETS_THAT_PROVE
+            if self.proven and not self.inside_backward:
+                self._say()
+
+    def settle(self) -> None:
+        """Nothing better will be known: what was inferred counts."""
+        if self.possible and not self.proven:
+            self.proven = True
+            self._say()
+
+    def _say(self) -> None:
+        self._notices.say(
+            "no optimizer",
+            "no optimizer step was seen that updates a watched parameter, so every backward after which the gradients "
+            "were reset counts as a step; pass optimizer= if there is one, or call watcher.mark_step() after each "
+            "update",
+        )
 
     def remember_parameters(self) -> None:
         """A backward has ended."""

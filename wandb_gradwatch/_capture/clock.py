@@ -50,6 +50,7 @@ class SampleClock:
     owner: dict[int, int] = field(default_factory=dict)  # slot -> optimizer
     marked: set[int] = field(default_factory=set)
     backwards: int = 0
+    muted: int = 0  # steps with a closure under way whose further evaluations are not seen
     takes_turns: bool = False  # optimizers step in samples of their own, as those of a GAN do
     _stepped: set[int] = field(default_factory=set)
     _ever_stepped: set[int] = field(default_factory=set)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from .._guard.guard import SkipGuard
 from .cadence import Budget, Cadence
 from .measurer import MeasureOptions
 from .probes import Probe
@@ -24,6 +25,7 @@ class CaptureConfig:
         scaler: the gradient scaler to assume until one is seen.
         start_step: the number of the last step before the first one.
         probes: what else measures at sampled steps.
+        guard: decides which steps are not applied; None: all are.
     """
 
     cadence: Cadence
@@ -33,3 +35,4 @@ class CaptureConfig:
     scaler: GradScaler | None = None
     start_step: int = 0
     probes: tuple[Probe, ...] = ()
+    guard: SkipGuard | None = None

@@ -114,6 +114,11 @@ class GradientVersions:
         else:
             self._measured.difference_update(slots)
 
+    def note(self, entries: Iterable[Entry]) -> None:
+        """The gradients of these parameters are there, and are not measured."""
+        present = [(slot, gradient) for slot, parameter in entries if (gradient := parameter.grad) is not None]
+        self.remember([slot for slot, _ in present], [gradient for _, gradient in present], measured=False)
+
     def writes_since(self, slot: int, gradient: Tensor | None) -> int | None:
         """How often it was written to since; None if it was not seen, and more than any number if it was replaced."""
         version = self._version.get(slot)

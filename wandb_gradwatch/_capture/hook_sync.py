@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from torch import Tensor
 
 from .._runtime.autograd import Entry
+from .._runtime.notices import Notices
 from .._runtime.sharding import Shards, fsdp1_flat_parameters
+from .._transfer.sample_buffer import SampleBuffer
+from .clock import SampleClock
 from .gradient_versions import mark_as_older_than_its_hook
 from .hooks import BackwardHooks
 from .parameter_registry import ParameterRegistry
@@ -21,26 +24,28 @@ class HookSync:
 
     Args:
         registry: the watched parameters.
+        clock: knows which parameters' hooks have told of a gradient.
         hooks: on them.
         shards: is told which of them are sharded.
-        found: told how many names there are, when there may be more of them.
-        new: told of slots that are followed from now on.
+        window: is told how many names there are.
+        notices: what is to be said.
     """
 
     def __init__(
         self,
         registry: ParameterRegistry,
+        clock: SampleClock,
         hooks: BackwardHooks,
         shards: Shards,
-        *,
-        found: Callable[[int], None],
-        new: Callable[[Sequence[int]], None],
+        window: SampleBuffer,
+        notices: Notices,
     ) -> None:
         self._registry = registry
+        self._clock = clock
         self._hooks = hooks
         self._shards = shards
-        self._found = found
-        self._new = new
+        self._window = window
+        self._notices = notices
         self._version = self._changes = -1  # the registry's, when it was followed
 
     def start(self) -> None:
@@ -51,28 +56,28 @@ class HookSync:
         """Whether a backward that had reached this parameter would have been seen."""
         return not self._shards.uses_fsdp1 and self._hooks.is_hooked(parameter)
 
-    def scan(self, marked: Collection[int]) -> list[Entry]:
-        """Walk the model, and follow what is new in it.
-
-        Args:
-            marked: the slots whose hooks have told of a gradient.
-        """
+    def scan(self) -> list[Entry]:
+        """Walk the model, and follow what is new in it."""
         entries = self._registry.scan()
         # A gradient that no hook has told of: the hook is gone with a tensor that was swapped.
         if (
             self._registry.changes != self._changes
             or self._shards.uses_fsdp1
-            or any(slot not in marked and parameter.grad is not None for slot, parameter in entries)
+            or any(slot not in self._clock.marked and parameter.grad is not None for slot, parameter in entries)
         ):
             new = self._follow(entries)
             if new:
-                self._new(new)
+                self._notices.say(
+                    "new parameters",
+                    "now following parameters that were added, replaced or unfrozen after watch(): "
+                    + self._registry.some_names(new),
+                )
         return entries
 
     def _follow(self, entries: Sequence[Entry]) -> list[int]:
         """Hook what is new, and return its slots."""
         self._changes = self._registry.changes
-        self._found(len(self._registry.names))
+        self._window.resize(len(self._registry.names))
         if self._registry.version != self._version:
             self._version = self._registry.version
             self._shards.update(entries, self._registry.models())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,38 +77,35 @@ class Measurer:
     """The open sample's gradients: what was seen of them, and their rows in the window.
 
     Args:
-        timer: told of every pass over gradients; None: nobody asks.
+        window: where rows go.
+        optimizer_registry: which optimizer, and with it which scaler, owns a parameter.
+        seen: is told of every gradient that was looked at.
+        options: what is measured.
+        timer: told of every pass over gradients.
     """
 
     def __init__(
         self,
         window: SampleBuffer,
         optimizer_registry: OptimizerRegistry,
+        seen: GradientVersions,
         options: MeasureOptions,
-        timer: DeviceTimer | None = None,
+        timer: DeviceTimer,
     ) -> None:
         self._timer = timer
         self._window = window
         self._optimizer_registry = optimizer_registry
         self._options = options
-        self.seen = GradientVersions()
+        self._seen = seen
         self.eps = 0.0  # the coarsest relative precision of what was measured again in the open sample
         self._step = 0
         self._assumed_scaler: dict[int, GradScaler | None] = {}  # by slot, where a scaler is in use
 
-    def _timed(self, device: torch.device) -> AbstractContextManager[None]:
-        return nullcontext() if self._timer is None else self._timer.on(device)
-
     def begin_sample(self, step: int) -> None:
         """Forget what was seen: the sample of this step is open."""
         self._step, self.eps = step, 0.0
-        self.seen.clear()
+        self._seen.clear()
         self._assumed_scaler.clear()
-
-    def note(self, entries: Iterable[Entry]) -> None:
-        """Remember the gradients' state without looking into them."""
-        present = [(slot, gradient) for slot, parameter in entries if (gradient := parameter.grad) is not None]
-        self.seen.remember([slot for slot, _ in present], [gradient for _, gradient in present], measured=False)
 
     def measure(
         self,
@@ -134,7 +130,7 @@ class Measurer:
             else:
                 inverse_scale = self._inverse_scale(group, any_scaler=any_scaler) if scaled else None
             gradients, theirs = group.tensors
-            with self._timed(group.device):
+            with self._timer.on(group.device):
                 measurement = measure(
                     gradients,
                     theirs if parameters else None,
@@ -144,7 +140,7 @@ class Measurer:
                     backend=self._options.backend,
                 )
             self._window.write(group.slots, measurement)
-            self.seen.remember(group.slots, group.held_gradients, measured=True)
+            self._seen.remember(group.slots, group.held_gradients, measured=True)
             if any_scaler:
                 self._assumed_scaler.update(dict.fromkeys(group.slots, group.scaler))
 
@@ -195,7 +191,7 @@ class Measurer:
             options: dict[str, Any] = {"backend": self._options.backend}
             if optimizer is not None:
                 options["inverse_scale"] = _pending_inverse_scale(optimizer, group.device)
-            with self._timed(group.device):
+            with self._timer.on(group.device):
                 received = measure(gradients, None, **options).rows if whole else measure_received(gradients, **options)
             self._window.write_received(group.slots, received)
             self.note_precision(gradients)

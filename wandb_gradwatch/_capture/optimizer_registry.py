@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from .._runtime.autograd import Entry
 from .._runtime.weak_ids import WeakKeyDictionary
+from .._transfer.transfers import Names
 from .clock import SampleClock
 from .parameter_registry import ParameterRegistry
 
@@ -70,17 +71,18 @@ class OptimizerRegistry:
         reference = self._by_key.get(key)
         return None if reference is None else reference()
 
-    def trainable(self) -> tuple[bool, ...]:
-        """Which parameters ought to have a gradient: [P].
+    def names(self) -> Names:
+        """The names of now, and which parameters ought to have a gradient.
 
         Not what is frozen, nor what no optimizer holds and no backward has reached: a target network is only copied
         into. Where no optimizer is known, what is held by one is not known either.
         """
         owner = self._clock.owner
-        return tuple(
+        trainable = (
             requires_grad and (not owner or slot in owner or slot in self.left_out)
             for slot, requires_grad in enumerate(self._registry.trainable)
         )
+        return Names(tuple(self._registry.names), tuple(trainable))
 
     def parts(self) -> dict[str, list[int]]:
         """The slots of each of several models; of one model, those of each optimizer, if they step in turn.

@@ -81,11 +81,11 @@ class ParameterRegistry:
         """False once every model has been collected."""
         return any(reference() is not None for _, reference in self._models)
 
-    def some_names(self, slots: Iterable[int], limit: int = 3) -> str:
-        """The first of these slots' names, and how many more there are: for a message."""
+    def some_names(self, slots: Iterable[int]) -> str:
+        """The first three of these slots' names, and how many more there are: for a message."""
         names = [self.names[slot] for slot in slots]
-        more = f" and {len(names) - limit} more" if len(names) > limit else ""
-        return ", ".join(names[:limit]) + more
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        return ", ".join(names[:3]) + more
 
     def scan(self) -> list[tuple[int, Tensor]]:
         """Walk the models: (slot, parameter) of every watched parameter, in model order, a tied one once.

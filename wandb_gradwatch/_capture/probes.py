@@ -83,19 +83,15 @@ class Probes:
         return self._seconds_of_dropped + sum(map(_seconds_spent, self._probes))
 
     def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
-        """See Probe."""
         self._each(lambda probe: probe.start(next_step_is_due, histogram_is_due))
 
     def gradients_ready(self, tensors: Sequence[WatchedTensor]) -> None:
-        """See Probe."""
         self._each(lambda probe: probe.gradients_ready(tensors))
 
     def before_update(self, tensors: Sequence[WatchedTensor]) -> None:
-        """See Probe."""
         self._each(lambda probe: probe.before_update(tensors))
 
     def after_update(self, tensors: Sequence[WatchedTensor]) -> None:
-        """See Probe."""
         self._each(lambda probe: probe.after_update(tensors))
 
     def take(self) -> dict[str, Found]:

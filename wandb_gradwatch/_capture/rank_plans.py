@@ -9,18 +9,12 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Final
 
-from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+from torch.distributed.distributed_c10d import Store
 
-from .._runtime.sharding import rank
 from .cadence import Plan
 
 _WAIT: Final = timedelta(seconds=60)  # for a rank 0 that is a whole window behind, where ranks must not differ
 _KEPT: Final = 4  # plans in the store
-
-
-def rank_plans(name: str) -> RankPlans:
-    """The plans of the watcher of this name, in the store that the program's process groups met at."""
-    return RankPlans(PrefixStore(f"gradwatch-{name}/cadence", _get_default_store()), leads=rank() == 0)
 
 
 class RankPlans:

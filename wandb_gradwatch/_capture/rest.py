@@ -13,36 +13,82 @@ from typing import Final
 
 from torch.optim import Optimizer
 
+from .parts import CaptureParts
+from .scaling import SCALES
+
 _REGULAR: Final = 4  # samples in a row that were alike
+_LEAST: Final = 3  # steps, for which turning hooks off and on is worth it
 _STRAY: Final = 100  # steps that look nested in another one, after which they no longer do: the outer one has raised
 
 
-class Regularity:
-    """Which optimizers made the last samples, by key."""
+class Resting:
+    """Rests from one sample to shortly before the next, where the last samples were alike.
 
-    def __init__(self) -> None:
-        self._last: list[frozenset[int]] = []
+    Args:
+        parts: the capture's.
+    """
 
-    def add(self, stepped: frozenset[int], *, inside_backward: bool) -> None:
-        """A sample has closed."""
+    def __init__(self, parts: CaptureParts) -> None:
+        self._parts = parts
+        self._last: list[frozenset[int]] = []  # the keys of the optimizers that made the last samples
+        self.rest: Rest | None = None  # while nothing is looked at
+        self._wakes_at = 0  # step
+        self._seconds_of_step: float | None = None
+
+    def sample_closed(self, stepped: frozenset[int], *, inside_backward: bool) -> None:
+        """These optimizers have made a sample."""
         self._last = [] if inside_backward else [*self._last[1 - _REGULAR :], stepped]
 
-    @property
-    def is_settled(self) -> bool:
-        """Whether enough samples were alike to count on it."""
-        return (
-            len(self._last) == _REGULAR and bool(self._last[-1]) and (self.is_each_alone or len(set(self._last)) == 1)
-        )
+    def is_worth_it(self) -> bool:
+        """Whether it is clear how steps make samples, and the next sample is some steps away."""
+        parts, last = self._parts, self._last
+        if parts.guard is not None or parts.by_hand.possible or parts.clock.muted or parts.window.has_sent:
+            return False
+        if len(last) < _REGULAR or not last[-1] or not (self._is_each_alone or len(set(last)) == 1):
+            return False
+        in_turn = self._is_each_alone and len(set(last)) > 1
+        num_steps = parts.schedule.wakes_at() - parts.clock.open_step
+        return (in_turn or not parts.clock.stepped) and num_steps >= _LEAST + parts.clock.stepped
 
     @property
-    def is_each_alone(self) -> bool:
+    def _is_each_alone(self) -> bool:
         """Whether every optimizer's step is a sample of its own."""
         return all(len(stepped) == 1 for stepped in self._last)
 
-    @property
-    def keys(self) -> frozenset[int]:
-        """The optimizers that made them."""
-        return frozenset().union(*self._last)
+    def begin(self, optimizer: Optimizer) -> None:
+        """Look at nothing from now on; this optimizer has just stepped."""
+        parts = self._parts
+        self._wakes_at = parts.schedule.wakes_at()
+        found = [parts.optimizers.of_key(key) for key in frozenset().union(*self._last)]
+        optimizers = [one for one in found if one is not None]
+        if len(optimizers) < len(found) or optimizer not in optimizers:
+            return
+        if self._seconds_of_step is None:
+            self._seconds_of_step = _seconds_of_a_step(optimizer)
+        parts.clock.discard()
+        self._parts.hooks.turn(on=False)
+        self.rest = Rest(optimizers, optimizer, each_alone=self._is_each_alone)
+
+    def passes(self, optimizer: Optimizer) -> bool:
+        """An optimizer is about to step, in a rest: whether the rest goes on."""
+        if self.rest is not None and self.rest.begins(optimizer):
+            SCALES.note_step(optimizer)
+            return True
+        return self._parts.optimizers.known_to_follow(optimizer) is False
+
+    def ends_sample(self, optimizer: Optimizer, *, skipped: bool = False) -> bool:
+        """It has stepped, or was skipped: whether a sample is complete with it, the last of this rest."""
+        if self.rest is None or not (self.rest.counts(optimizer) if skipped else self.rest.ends(optimizer)):
+            return False
+        self._parts.clock.step += 1
+        self._parts.boundary.seconds_spent += self._seconds_of_step or 0.0
+        return self._parts.clock.open_step >= self._wakes_at
+
+    def end(self) -> bool:
+        """Look at everything again; whether a backward, or a reset, has come after the last step that was counted."""
+        rest, self.rest = self.rest, None
+        self._parts.hooks.turn(on=True)
+        return rest is not None and rest.has_new_gradients
 
 
 class Rest:
@@ -114,7 +160,7 @@ def _place_of_a_gradient(optimizer: Optimizer) -> tuple[int, int]:
     return 0, 0
 
 
-def seconds_of_a_step(optimizer: Optimizer) -> float:
+def _seconds_of_a_step(optimizer: Optimizer) -> float:
     """What counting one step takes: the fastest of some."""
     rest, fastest = Rest([optimizer], optimizer, each_alone=True), float("inf")
     for _ in range(20):

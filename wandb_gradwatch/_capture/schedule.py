@@ -167,8 +167,9 @@ class Schedule:
         self._trust_versions = False
 
     def state_dict(self) -> dict[str, Any]:
-        """What was learnt, in plain numbers."""
+        """The step and what was learnt, in plain numbers."""
         return {
+            "step": self._clock.step,
             "trust_versions": self._trust_versions,
             "num_samples": self._num_samples,
             "samples_in_window": self._samples_in_window,
@@ -176,6 +177,7 @@ class Schedule:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state_dict()`."""
+        self._clock.step = int(state["step"])
         self._trust_versions = bool(state["trust_versions"])
         self._num_samples = int(state["num_samples"])
         self._samples_in_window = int(state["samples_in_window"])

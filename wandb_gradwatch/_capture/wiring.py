@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .._runtime.notices import Notices
 from ..snapshot import keys
 from .gradient_versions import state_of
 from .optimizer_registry import OptimizerRegistry
 from .parameter_registry import ParameterRegistry
 
 _STEPS: Final = 3  # of each optimizer that are looked at
+_PATIENCE_IN_BACKWARDS: Final = 1000  # that only accumulate, without a step, are worth a word
 _WITNESSES: Final = 5  # small parameters of an optimizer whose gradients stand for all of its
 
 
@@ -38,11 +40,15 @@ class Wiring:
     Args:
         parameter_registry: the watched parameters.
         optimizer_registry: who updates which of them.
+        notices: what is to be said.
     """
 
-    def __init__(self, parameter_registry: ParameterRegistry, optimizer_registry: OptimizerRegistry) -> None:
+    def __init__(
+        self, parameter_registry: ParameterRegistry, optimizer_registry: OptimizerRegistry, notices: Notices
+    ) -> None:
         self._parameter_registry = parameter_registry
         self._optimizer_registry = optimizer_registry
+        self._notices = notices
         self._carried: dict[int, _Carried] = {}  # by the optimizer's key
         self._first_versions: dict[int, int] | None = None  # of the parameters, by slot, after the first step of all
         self._unowned: dict[int, int] = {}  # slots with a gradient and no optimizer, with their versions, until told of
@@ -122,10 +128,31 @@ class Wiring:
                     self._facts[keys.WIRING_UNOWNED + names[slot]] = torch.ones((), dtype=torch.float64)
             self._unowned = {}
 
+    # ---- backwards and steps that do not belong together
 
-def holds_other_tensors(optimizer: Optimizer) -> bool:
-    """Whether nothing that this optimizer holds has a gradient: it steps, and updates nothing."""
-    return all(parameter.grad is None for group in optimizer.param_groups for parameter in group["params"])
+    def without_a_step(self, num_backwards: int, step: int) -> None:
+        """So many backwards have ended in the open step."""
+        if num_backwards == _PATIENCE_IN_BACKWARDS:
+            self._notices.alert(
+                "No gradient",
+                f"{num_backwards} backwards have gone by without an optimizer step that updates a watched "
+                "parameter.\nProbable cause: not clear: either step() is missing, or the optimizer holds other tensors "
+                "than the model. Remedy: call step() after backward(), and make the optimizer from the parameters of "
+                "the model that is trained.",
+                step,
+            )
+
+    def stepped_without_the_model(self, optimizer: Optimizer, step: int) -> None:
+        """The first optimizer to step holds nothing that is watched, though a backward has reached some of that."""
+        if all(parameter.grad is None for group in optimizer.param_groups for parameter in group["params"]):
+            self._notices.alert(
+                "Optimizer without the model",
+                f"{type(optimizer).__name__} stepped, but nothing that it holds is a parameter of the watched "
+                "model, and none of it has a gradient.\nProbable cause: the optimizer owns other tensors than the "
+                "model, which was rebuilt or copied after the optimizer was made. Remedy: make the optimizer from "
+                "the parameters of the model that is trained, after the model is complete.",
+                step,
+            )
 
 
 def _held_by_any_optimizer() -> set[int]:

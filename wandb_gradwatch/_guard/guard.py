@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
@@ -166,51 +166,6 @@ class SkipGuard:
         """Go on from `state_dict()`."""
         self.num_skipped, self.num_in_a_row = int(state["num_skipped"]), int(state["num_in_a_row"])
         self._usual.load_state_dict(state["usual"])
-
-
-class GuardedSlots:
-    """The guard as the capture asks it: by the places of the parameters, not by their names.
-
-    Args:
-        guard: what decides.
-        names: asks for the names as they are now: [P].
-        peek: a snapshot of the open sample with nothing but these slots; waits for the device.
-    """
-
-    def __init__(
-        self, guard: SkipGuard, names: Callable[[], tuple[str, ...]], peek: Callable[[Sequence[int]], Snapshot]
-    ) -> None:
-        self._guard = guard
-        self._names = names
-        self._peek = peek
-        self.needs_rows = guard.is_bad is not None
-        self.withholds, self.count = guard.withholds, guard.count
-
-    @property
-    def lets_through(self) -> bool:
-        """See SkipGuard."""
-        return self._guard.lets_through
-
-    def is_bad(self, slots: Sequence[int]) -> bool:
-        """Ask the user's function."""
-        assert self._guard.is_bad is not None
-        return bool(self._guard.is_bad(self._peek(slots)))
-
-    def limit(self, slots: Sequence[int]) -> float:
-        """See SkipGuard."""
-        names, present_P = self._of(slots)
-        return self._guard.limit(names, present_P)
-
-    def learn(self, slots: Sequence[int], norm: float, *, bad: bool) -> None:
-        """See SkipGuard."""
-        names, present_P = self._of(slots)
-        self._guard.learn(names, present_P, norm, bad=bad)
-
-    def _of(self, slots: Sequence[int]) -> tuple[tuple[str, ...], npt.NDArray[np.bool_]]:
-        names = self._names()
-        present_P = np.zeros(len(names), dtype=bool)
-        present_P[list(slots)] = True
-        return names, present_P
 
 
 GuardArgument = Literal["skip"] | StepJudge | SkipGuard | None

@@ -11,12 +11,18 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from .._runtime.error_boundary import CallbackError
+from .._runtime.notices import Notices
 from .._transfer.transfers import PinnedPool, Transfer
+from .guard import SkipGuard
+
+Present = tuple[tuple[str, ...], npt.NDArray[np.bool_]]
 
 # The host is seldom so many steps ahead of its device; where it is, it waits, and the device has work for 7 steps.
 _LEARNT_AFTER: Final = 8
@@ -25,25 +31,6 @@ _UNHEARD: Final = (
     "the monitor of another rank has failed, so that no rank can tell whether the gradients of the whole model are "
     "healthy: from here on every step is applied, on all ranks alike"
 )
-
-
-class StepJudge(Protocol):
-    """What decides; see guard.GuardedSlots. What it raises reaches the training loop."""
-
-    needs_rows: bool
-
-    @property
-    def lets_through(self) -> bool: ...
-
-    def is_bad(self, slots: Sequence[int]) -> bool: ...
-
-    def withholds(self, step: int, *, bad: bool) -> bool: ...
-
-    def limit(self, slots: Sequence[int]) -> float: ...
-
-    def learn(self, slots: Sequence[int], norm: float, *, bad: bool) -> None: ...
-
-    def count(self, step: int, *, bad: bool, skipped: bool, was_asked: bool) -> None: ...
 
 
 @contextmanager
@@ -101,13 +88,15 @@ class PendingVerdicts:
     """Closed steps that the guard has not learnt from yet.
 
     Args:
-        judge: the guard.
-        notice: says something once, by its kind.
+        guard: learns from them.
+        present: the names of all parameters [P], and which of them these slots are [P].
+        notices: what is to be said.
     """
 
-    def __init__(self, judge: StepJudge, notice: Callable[[str, str], None]) -> None:
-        self._judge = judge
-        self._notice = notice
+    def __init__(self, guard: SkipGuard, present: Callable[[Sequence[int]], Present], notices: Notices) -> None:
+        self._guard = guard
+        self._present = present
+        self._notices = notices
         self._unlearnt: deque[Step] = deque()
 
     def add(self, step: Step) -> None:
@@ -134,13 +123,13 @@ class PendingVerdicts:
                 if overflowed:  # the loss scaler's business
                     continue
                 if opinion.learns and math.isnan(num_nonfinite):
-                    self._notice("guard", f"{_UNHEARD} (step {step.number})")
+                    self._notices.say("guard", f"{_UNHEARD} (step {step.number})")
                 bad, skipped, counts = bad or bool(is_bad or is_withheld), skipped or bool(is_withheld), True
                 if opinion.learns and not num_nonfinite:
-                    self._judge.learn(opinion.slots, math.sqrt(sum_sq), bad=bool(is_bad))
+                    self._guard.learn(*self._present(opinion.slots), math.sqrt(sum_sq), bad=bool(is_bad))
             if counts:
                 with raised_to_the_user():
-                    self._judge.count(step.number, bad=bad, skipped=skipped, was_asked=step.was_read or not raises)
+                    self._guard.count(step.number, bad=bad, skipped=skipped, was_asked=step.was_read or not raises)
 
     def state(self) -> list[dict[str, Any]]:
         """What has not been learnt, in plain numbers. Waits for the device."""

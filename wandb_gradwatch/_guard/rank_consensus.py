@@ -15,6 +15,7 @@ from .._measure.elements import wide_dtype
 from .._runtime.autograd import Entry
 from .._runtime.error_boundary import CallbackError
 from .._runtime.sharding import Shards, has_fsdp1, local_part, world_size
+from .._runtime.steps import StepListener
 
 # N parameters of an optimizer
 
@@ -29,7 +30,7 @@ FUNCTION_REFUSED: Final = (
 
 
 def refuse_guard(models: Sequence[nn.Module], *, function: bool) -> None:
-    """Say at watch() what `Agreements.of` would say at the first step.
+    """Say at watch() what `ConsensusTable.of` would say at the first step.
 
     Args:
         models: the watched ones, sharded already or not.
@@ -91,7 +92,7 @@ class RankConsensus:
         return values
 
 
-class FailedRankVoter:
+class FailedRankVoter(StepListener):
     """Votes for a monitor that has failed: the other ranks wait for this one's vote at every step.
 
     It abstains, which ends the guard on all of them together: a rank that knows nothing of its gradients cannot say
@@ -104,12 +105,14 @@ class FailedRankVoter:
     def __init__(self, slot_of_id: Mapping[int, int]) -> None:
         self._slot_of_id = dict(slot_of_id)
 
-    def slots(self, optimizer: Optimizer) -> frozenset[int]:
-        """The watched parameters that this optimizer updates."""
-        return frozenset(slot for slot, _ in self._entries(optimizer))
+    def follows(self, optimizer: Optimizer) -> bool:
+        return bool(self._entries(optimizer))
 
-    def vote(self, optimizer: Optimizer) -> None:
-        """Abstain from the vote about a step, if there is one."""
+    def is_part_of(self, inner: Optimizer, outer: Optimizer) -> bool:
+        return {slot for slot, _ in self._entries(inner)} <= {slot for slot, _ in self._entries(outer)}
+
+    def before_step(self, optimizer: Optimizer, *, inside_backward: bool) -> None:
+        """Abstain from the vote about this step, if there is one."""
         entries = self._entries(optimizer)
         if any(_dtensor(parameter) is not None for _, parameter in entries):
             RankConsensus(dict(entries)).abstain()
@@ -120,29 +123,33 @@ class FailedRankVoter:
 
 
 class ConsensusTable:
-    """One for each optimizer, made anew when parameters were replaced."""
+    """One for each optimizer, made anew when parameters were replaced.
 
-    def __init__(self) -> None:
+    Args:
+        shards: what is known of the model's sharding.
+        function: the guard is a function of the user's.
+    """
+
+    def __init__(self, shards: Shards, *, function: bool) -> None:
+        self._shards, self._function = shards, function
         self._version = -1
         self._by_slots: dict[tuple[int, ...], RankConsensus] = {}
 
-    def of(self, entries: Sequence[Entry], shards: Shards, version: int, *, function: bool) -> RankConsensus | None:
-        """The agreement about these parameters; None where every rank has them whole.
+    def of(self, entries: Sequence[Entry], version: int) -> RankConsensus | None:
+        """The consensus about these parameters of an optimizer; None where every rank has them whole.
 
         Args:
-            entries: the watched parameters of an optimizer.
-            shards: what is known of the model's sharding.
+            entries: its watched parameters.
             version: of the registry: changes when parameters were replaced.
-            function: the guard is a function of the user's.
 
         Raises:
             CallbackError: ranks could not decide alike.
         """
-        if not shards.any:
+        if not self._shards.any:
             return None
-        if shards.uses_fsdp1:
+        if self._shards.uses_fsdp1:
             raise CallbackError from ValueError(FSDP1_REFUSED)
-        if function:
+        if self._function:
             raise CallbackError from ValueError(FUNCTION_REFUSED)
         if version != self._version:
             self._version, self._by_slots = version, {}

@@ -6,7 +6,7 @@ before_step   decide()      the open sample's rows of this optimizer -> [non-fin
               others        bad? is read by the host: an optimizer without gradients changes nothing at all
 after_step    release()     what was taken away or handed over is as it was before
 sample over   end_step()    the numbers start their way to the host
-later         decide()      the guard learns from them (lessons.py)
+later         decide()      the guard learns from them (pending_verdicts.py)
 """
 
 from __future__ import annotations
@@ -15,19 +15,25 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .._measure.columns import NONFINITE_COLUMNS, Column
+from .._measure.columns import NONFINITE_COLUMNS, NUM_COLUMNS, Column
 from .._measure.elements import onto, wide_dtype
 from .._nonfinite.replay import StepReplay
 from .._runtime.autograd import Entry
+from .._runtime.notices import Notices
+from .._runtime.sharding import Shards, world_size
+from .._runtime.steps import STEP_HOOKS
 from .._transfer.sample_buffer import SampleBuffer
-from .._transfer.transfers import PinnedPool
+from .._transfer.transfers import Names, PinnedPool
+from ..snapshot import Snapshot
 from .gradient_stash import GradientStash, honours_found_inf, without_gradients
-from .pending_verdicts import Opinion, PendingVerdicts, Step, StepJudge, raised_to_the_user
-from .rank_consensus import RankConsensus
+from .guard import SkipGuard
+from .pending_verdicts import Opinion, PendingVerdicts, Present, Step, raised_to_the_user
+from .rank_consensus import ConsensusTable, FailedRankVoter, RankConsensus
 
 # N parameters of an optimizer
 
@@ -36,24 +42,32 @@ class StepSkipping:
     """Carries out what a guard decides.
 
     Args:
-        judge: the guard.
+        guard: what decides.
         window: the open sample's rows.
-        notice: says something once, by its kind.
+        shards: which parameters ranks have only a part of.
+        names: asks for the names as they are now.
+        notices: what is to be said.
         replay: runs a bad step once more; None: it is not asked.
     """
 
     def __init__(
         self,
-        judge: StepJudge,
+        guard: SkipGuard,
         window: SampleBuffer,
-        notice: Callable[[str, str], None],
+        shards: Shards,
+        names: Callable[[], Names],
+        notices: Notices,
         replay: StepReplay | None,
     ) -> None:
-        self._judge = judge
-        self._replay = replay
-        self._verdicts = PendingVerdicts(judge, notice)
-        self.has_voted = False  # about the step that an optimizer is about to make
+        self._guard = guard
         self._window = window
+        self._names = names
+        self._replay = replay
+        self.needs_rows = guard.is_bad is not None  # otherwise only the norm and the non-finite elements
+        self._consensuses = ConsensusTable(shards, function=self.needs_rows)
+        self._verdicts = PendingVerdicts(guard, self._present, notices)
+        self._has_voted = False  # about the step that an optimizer is about to make
+        self._voter: FailedRankVoter | None = None  # of a monitor that has failed
         self._pinned_pool = PinnedPool()
         self._stash: list[GradientStash] = []
         self._opinions: list[Opinion] = []  # of the open step
@@ -61,19 +75,8 @@ class StepSkipping:
         self._last_withheld: Tensor | bool = False  # whether the step that has closed last was
         self._num_withheld: Tensor | float = 0.0  # steps since the last sample
 
-    @property
-    def needs_rows(self) -> bool:
-        """Whether the guard looks at whole rows, not only at the norm and the non-finite elements."""
-        return self._judge.needs_rows
-
     def decide(
-        self,
-        optimizer: Optimizer,
-        step: int,
-        entries: Sequence[Entry],
-        consensus: RankConsensus | None,
-        *,
-        inside_backward: bool,
+        self, optimizer: Optimizer, step: int, entries: Sequence[Entry], version: int, *, inside_backward: bool
     ) -> None:
         """Have this optimizer, about to step, use its gradients or not.
 
@@ -81,20 +84,21 @@ class StepSkipping:
             optimizer: it.
             step: the open sample's number.
             entries: its watched parameters, whose rows are in the open sample.
-            consensus: how ranks that hold shards come to one decision.
+            version: of the registry of parameters.
             inside_backward: gradients come one by one: there is no norm of the whole, only what is not finite counts.
         """
         self._verdicts.learn_due()
+        consensus = self._consensuses.of(entries, version)
         # On ranks with shards all of them, so that all ranks mean the same: an empty shard may have no gradient.
         slots = tuple(sorted(slot for slot, parameter in entries if consensus or parameter.grad is not None))
         if not slots:
             return
-        if self._judge.needs_rows:
+        if self._guard.is_bad is not None:
             with raised_to_the_user():
-                bad = self._judge.is_bad(slots)
+                bad = bool(self._guard.is_bad(self._peek(slots, step)))
             self._decide_here(optimizer, step, slots, [math.nan, math.nan, float(bad)], learns=False)
             return
-        limit = math.inf if inside_backward else self._judge.limit(slots)
+        limit = math.inf if inside_backward else self._guard.limit(*self._present(slots))
         sums = self._sums(slots, _home(entries), consensus)
         bad_there = (sums[0] > 0) | (sums[1] > limit * limit)
         if honours_found_inf(optimizer):
@@ -103,10 +107,54 @@ class StepSkipping:
             values = torch.cat((sums, bad_there.to(sums.dtype)[None])).tolist()
             self._decide_here(optimizer, step, slots, values, learns=not inside_backward)
 
-    def abstain(self, consensus: RankConsensus) -> None:
+    def _present(self, slots: Sequence[int]) -> Present:
+        names = self._names().names
+        present_P = np.zeros(len(names), dtype=bool)
+        present_P[list(slots)] = True
+        return names, present_P
+
+    def _peek(self, slots: Sequence[int], step: int) -> Snapshot:
+        """The open sample with nothing but these slots. Waits for the device."""
+        known, here = self._names(), list(slots)
+        rows_PC = np.full((len(known.names), NUM_COLUMNS), np.nan)
+        rows_PC[here] = self._window.peek()[here]
+        return Snapshot(np.array([step]), known.names, rows_PC[None], trainable=np.array(known.trainable, dtype=bool))
+
+    # ---- votes of ranks
+
+    def abstain(self, entries: Sequence[Entry], version: int) -> None:
         """Say nothing about a step that is not judged here, so that ranks that judge it do not wait for this one."""
-        self.has_voted = True
-        consensus.abstain()
+        if (consensus := self._consensuses.of(entries, version)) is not None:
+            self._has_voted = True
+            consensus.abstain()
+
+    def step_begins(self) -> None:
+        """An optimizer is about to step: nothing has been said about it."""
+        self._has_voted = False
+
+    def vote_if_failed(self, optimizer: Optimizer) -> None:
+        """From the step on in which the monitor fails, unless it has been heard in that one, do what ranks wait for."""
+        if self._voter is not None and not self._has_voted:
+            self._voter.before_step(optimizer, inside_backward=False)
+
+    def keep_voting(self, slot_of_id: Mapping[int, int]) -> bool:
+        """The monitor has failed; other ranks still wait for this one: where a guard decides for all, each is heard.
+
+        Returns:
+            Whether there may be anything to vote about; then `stop_voting()` ends it.
+        """
+        if world_size() == 1:
+            return False
+        self._voter = FailedRankVoter(slot_of_id)
+        STEP_HOOKS.subscribe(self._voter)
+        return True
+
+    def stop_voting(self) -> None:
+        """Nobody is watched any more. Idempotent."""
+        if self._voter is not None:
+            STEP_HOOKS.unsubscribe(self._voter)
+
+    # ---- after a step
 
     def release(self, optimizer: Optimizer | None = None) -> None:
         """Give back what this optimizer, or any, went without, and take away what it was handed."""
@@ -143,8 +191,9 @@ class StepSkipping:
         self._verdicts.learn_all()
 
     def state_dict(self) -> dict[str, Any]:
-        """What the guard has not learnt yet, in plain numbers. Waits for the device."""
-        return {"unlearnt": self._verdicts.state(), "num_withheld": float(self._num_withheld)}
+        """What the guard has learnt, and what not yet, in plain numbers. Waits for the device."""
+        unlearnt = self._verdicts.state()
+        return {"guard": self._guard.state_dict(), "unlearnt": unlearnt, "num_withheld": float(self._num_withheld)}
 
     def load_state_dict(self, state: Mapping[str, Any], place: Mapping[int, int]) -> None:
         """Go on from `state_dict()`.
@@ -153,6 +202,7 @@ class StepSkipping:
             state: it.
             place: the slot now of each slot then; those of parameters that are gone are missing.
         """
+        self._guard.load_state_dict(state["guard"])
         self._num_withheld = float(state["num_withheld"])
         self._verdicts.load_state(state["unlearnt"], place)
 
@@ -178,7 +228,7 @@ class StepSkipping:
             total = total + part
         if consensus is None:
             return total
-        self.has_voted = True  # before it raises: a second vote would be taken for one about the next step
+        self._has_voted = True  # before it raises: a second vote would be taken for one about the next step
         return consensus.sum_over_ranks(total)
 
     def _decide_here(
@@ -188,7 +238,7 @@ class StepSkipping:
         withheld = True  # also where `withholds` raises: the step is not made then
         try:
             with raised_to_the_user():
-                withheld = self._judge.withholds(step, bad=bool(values[2]) or bool(self._withheld))
+                withheld = self._guard.withholds(step, bad=bool(values[2]) or bool(self._withheld))
         finally:
             self._opinions.append(Opinion(slots, learns, [*values, float(withheld), 0.0]))
         if withheld:
@@ -206,7 +256,7 @@ class StepSkipping:
         if scalers is not None:
             overflowed = onto(scalers.reshape(()), bad.device) > 0
         withheld = torch.zeros_like(bad)
-        if not self._judge.lets_through:
+        if not self._guard.lets_through:
             before = onto(self._withheld, bad.device) if isinstance(self._withheld, Tensor) else self._withheld
             skipped = bad | before
             withheld = skipped & ~overflowed

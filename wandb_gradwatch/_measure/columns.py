@@ -83,8 +83,6 @@ IDENTITY_C: Final[FloatArray] = np.zeros(NUM_COLUMNS)  # the row of an empty ten
 IDENTITY_C[list(MIN_COLUMNS)] = np.inf
 IDENTITY_C[list(MAX_COLUMNS)] = -np.inf
 
-MISSING_C: Final[FloatArray] = np.full(NUM_COLUMNS, np.nan)  # no gradient arrived
-
 
 # A clipped gradient is shorter than the one before by more than rounding: clip_grad_norm_ alone multiplies a norm equal
 # to its limit by 1 - 2e-7.

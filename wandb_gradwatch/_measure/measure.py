@@ -108,9 +108,9 @@ def measure_received(
     return result
 
 
-def sum_sq(tensors: Sequence[Tensor], *, backend: str = "auto") -> Tensor:
+def sum_sq(tensors: Sequence[Tensor]) -> Tensor:
     """Sum the squares of every tensor's finite elements: [N]."""
-    return measure_received(tensors, backend=backend)[:, 0]
+    return measure_received(tensors)[:, 0]
 
 
 def resolve_backend(backend: str, device: torch.device, example_name: str) -> str:

@@ -64,7 +64,7 @@ class StepReplay:
     ) -> None:
         self._note, self._notice, self._open_step = note, notice, open_step
         self._models = [weakref.ref(model) for model in models]
-        self.is_keeping = self._always = always
+        self.is_keeping = always
         self._forwards: list[_Forward] = []
         self._num_replays = 0
         self._last_bad = -2  # the step, so that one episode is replayed once

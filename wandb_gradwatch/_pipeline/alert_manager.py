@@ -54,7 +54,6 @@ class AlertManager:
 
     Raises:
         TypeError: something in `rules` is neither a rule nor a function.
-        ValueError: a limit is out of range.
     """
 
     def __init__(
@@ -65,9 +64,6 @@ class AlertManager:
         max_per_hour: int = 5,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        for name, value in (("rearm_samples", rearm_samples), ("max_per_hour", max_per_hour)):
-            if value < 1:
-                raise ValueError(f"{name}={value!r} must be at least 1")
         self.rules = [as_rule(candidate) for candidate in rules]
         self.last_findings: list[Alert] = []  # all that the rules said about the newest sample, sent or not
         self._keys = _keys_of(self.rules)

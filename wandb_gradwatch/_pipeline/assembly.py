@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
@@ -12,20 +12,12 @@ from numpy.typing import NDArray
 
 from .._measure.columns import FloatArray
 from .._measure.probe_values import merge_histograms
-from .._transfer.transfers import ArrivedFlush, ArrivedSample
+from .._transfer.transfers import ArrivedFlush, ArrivedSample, Names
 from ..snapshot import Snapshot, keys
 
 # S samples in the window, P watched parameters
 
 Number = TypeVar("Number", np.float64, np.int64)
-
-
-@dataclass(frozen=True)
-class Names:
-    """What is known of the watched parameters at a moment: names [P] and which are trainable [P]."""
-
-    names: tuple[str, ...]
-    trainable: tuple[bool, ...]
 
 
 def snapshot_of(

@@ -5,25 +5,24 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
 import numpy as np
 
+from .._capture.parts import CaptureParts
 from .._measure.change import MULTIPLIED, is_limit
 from .._measure.columns import Column
 from .._measure.probe_values import MetricHistogram, merge_histograms
 from .._runtime.error_boundary import CallbackError
-from .._runtime.sharding import Shards
-from .._transfer.sample_buffer import SampleBuffer
 from .._transfer.transfers import ArrivedFlush, ArrivedSample
 from ..snapshot import Snapshot, keys
-from .assembly import Names, padded, snapshot_of, with_totals
+from .assembly import padded, snapshot_of, with_totals
 from .dispatcher import Dispatcher
 from .overhead import Overhead
-from .rank_merge import LocalWindow, RankMerger
-from .rank_parts import RankParts, WholeModel
+from .rank_merge import RankMerger, RankWindow
+from .rank_parts import RankParts, WholeModel, rank_parts_of
 from .rule_runner import RuleRunner
 from .zeroed import drop_zeroed
 
@@ -40,54 +39,32 @@ class Pipeline:
     ranks, and the newest snapshot.
 
     Args:
-        source: the device's window.
+        parts: of the capture: the buffer on the device, the names of now, and who has shards.
         rule_runner: sees every sample of a whole model as it arrives, and of a sharded one when its window is merged.
         dispatcher: where finished windows go.
-        names: asks for the names as they are now.
-        parts: asks for the slots of each model, or optimizer, that has a total norm of its own.
-        shards: whether rows are parts of what other ranks have too, and which count.
         overhead: the monitor's share of the time, asked once per window.
-        on_untraced_clipping: told that a gradient was modified and does not show it.
-        reduction: the name of this watcher's traffic between ranks; the same on every rank.
-        rank_parts: whether other ranks have other parameters; None: there are no others.
-        keep_newest_histogram: a new histogram of the probes replaces the window's instead of being added to it.
+        name: tells this watcher's traffic between ranks from that of others; the same on every rank.
     """
 
     def __init__(
-        self,
-        source: SampleBuffer,
-        rule_runner: RuleRunner,
-        dispatcher: Dispatcher,
-        *,
-        names: Callable[[], Names],
-        parts: Callable[[], Mapping[str, Sequence[int]]],
-        shards: Shards,
-        overhead: Overhead,
-        on_untraced_clipping: Callable[[], None],
-        reduction: str,
-        rank_parts: RankParts | None,
-        keep_newest_histogram: bool,
+        self, parts: CaptureParts, rule_runner: RuleRunner, dispatcher: Dispatcher, overhead: Overhead, name: str
     ) -> None:
         self.window: list[ArrivedSample] = []  # arrived since the last flush
-        self._source = source
+        self._source, self._shards = parts.window, parts.shards
+        self._names, self._totals = parts.optimizers.names, parts.optimizers.parts
         self._rule_runner = rule_runner
         self._dispatcher = dispatcher
-        self._names = names
-        self._parts = parts
-        self._shards = shards
         self._overhead = overhead
-        self._on_untraced_clipping = on_untraced_clipping
-        self._reduction = reduction
-        self._rank_parts = rank_parts  # until the first sample
+        self._name = name
+        self._rank_parts = rank_parts_of(parts.registry, name)  # until the first sample
         self._whole: WholeModel | None = None  # where ranks have different parameters
-        self._keep_newest_histogram = keep_newest_histogram
         self._arrived: deque[ArrivedSample | ArrivedFlush] = deque()
         self._reducer: RankMerger | None = None
         self._merges = True
         self._newest: Snapshot | None = None
         self._unreturned: Snapshot | None = None
         self._sums_sq: deque[float] = deque(maxlen=16)  # of the last samples' gradients
-        self._is_unusual = False
+        self._is_unusual = self._is_untraced = False
 
     @property
     def has_any(self) -> bool:
@@ -110,6 +87,11 @@ class Pipeline:
         """Whether a sample since the last call was not finite, or three times as long as the last ones."""
         is_unusual, self._is_unusual = self._is_unusual, False
         return is_unusual
+
+    def pop_untraced(self) -> bool:
+        """Whether a gradient since the last call was modified and did not show it."""
+        is_untraced, self._is_untraced = self._is_untraced, False
+        return is_untraced
 
     def deliver(self, *, wait: bool = False) -> None:
         """Hand on what has arrived; with `wait`, all that was sent.
@@ -148,8 +130,7 @@ class Pipeline:
             if self._shards.any or not np.nansum(sample.rows[:, [Column.NUM_NAN, Column.NUM_INF]]):
                 return
             sample = replace(sample, metrics={**sample.metrics, keys.LEFT_OUT: 1.0})
-        if sample.was_clipped_without_a_trace:
-            self._on_untraced_clipping()
+        self._is_untraced = self._is_untraced or sample.was_clipped_without_a_trace
         total_C: list[float] = np.add.reduce(sample.rows, axis=0).tolist()
         some_are_missing = math.isnan(total_C[Column.GRAD_SUM_SQ])
         self._look(np.nansum(sample.rows, axis=0).tolist() if some_are_missing else total_C)
@@ -208,7 +189,7 @@ class Pipeline:
             if other.histograms:
                 earlier.append(other.histograms)
                 self.window[index] = replace(other, histograms={})
-        if self._keep_newest_histogram:
+        if self._source.keep_newest_histogram:
             return sample
         return replace(sample, histograms=merge_histograms([*earlier, sample.histograms]))
 
@@ -227,12 +208,12 @@ class Pipeline:
     def _submit(self, samples: Sequence[ArrivedSample], flush: ArrivedFlush, overhead_ratio: float) -> None:
         """A window of shards starts its way through the reduction over ranks, in the background."""
         if self._reducer is None:
-            self._reducer = RankMerger(self._reduction)
+            self._reducer = RankMerger(self._name)
         names = self._names().names
         rows = tuple(replace(sample, rows=padded(sample.rows, len(names))) for sample in samples)
         if flush.histogram is not None:
             flush = replace(flush, histogram=padded(flush.histogram, len(names), fill=0))
-        window = LocalWindow(rows, flush, names, self._shards.counted(len(names)), overhead_ratio)
+        window = RankWindow(rows, flush, names, self._shards.counted(len(names)), overhead_ratio)
         self._reducer.submit(window if self._whole is None else self._whole.window(window))
 
     def _write(
@@ -246,7 +227,7 @@ class Pipeline:
         known = self._names() if self._whole is None else self._whole.names(self._names())
         snapshot = snapshot_of(samples, known, flush, overhead_ratio)
         if self._whole is None:  # of other ranks' models and optimizers only the layers are known
-            snapshot = with_totals(snapshot, self._parts())
+            snapshot = with_totals(snapshot, self._totals())
         self._newest = self._unreturned = snapshot
         self._dispatcher.recorder.picture(snapshot)  # before the rules: what an alert says may quote it
         try:

@@ -20,11 +20,11 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from .._measure import shard_sums
 from .._measure.columns import MAX_COLUMNS, MIN_COLUMNS, NUM_COLUMNS, SUM_COLUMNS, Column, FloatArray
 from .._measure.probe_values import merge_histograms
+from .._runtime.sharding import rank_store
 from .._transfer.transfers import ArrivedFlush, ArrivedSample
 from ..snapshot import keys
 from . import parameter_histograms
@@ -48,8 +48,8 @@ _CHANGE: Final = (keys.CLIPPED, keys.CHANGED)
 
 
 @dataclass(frozen=True)
-class LocalWindow:
-    """A window as one rank has it.
+class RankWindow:
+    """A window as one rank has it, and the same with the rows and histograms of all ranks once it is merged.
 
     Args:
         samples: its samples; every rank has the same steps.
@@ -66,21 +66,6 @@ class LocalWindow:
     overhead_ratio: float = math.nan
 
 
-@dataclass(frozen=True)
-class MergedWindow:
-    """The window of all ranks.
-
-    Args:
-        samples: rows merged over ranks.
-        flush: the histogram, summed.
-        overhead_ratio: as this rank has it.
-    """
-
-    samples: tuple[ArrivedSample, ...]
-    flush: ArrivedFlush
-    overhead_ratio: float
-
-
 class RankMerger:
     """Merges windows in order, in a thread.
 
@@ -89,19 +74,18 @@ class RankMerger:
     """
 
     def __init__(self, name: str) -> None:
-        self._name = name
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self._wait = WAIT * max(1, self._world // _RANKS_MET_IN_WAIT)
-        self._todo: queue.SimpleQueue[LocalWindow | None] = queue.SimpleQueue()
-        self._done: queue.SimpleQueue[MergedWindow] = queue.SimpleQueue()
+        self._todo: queue.SimpleQueue[RankWindow | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[RankWindow] = queue.SimpleQueue()
         self._under_way = 0
         self._progress = threading.Condition()
         self._thread: threading.Thread | None = None
         self._group_size = GROUP
-        self._store = _get_default_store()  # now: the user may destroy the default group before the first flush
+        self._store = rank_store(f"{name}/merge")  # now: the user may destroy the default group before the first flush
         self.given_up = False
 
-    def submit(self, window: LocalWindow) -> None:
+    def submit(self, window: RankWindow) -> None:
         """Merge this window when all ranks have got to it; returns at once."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="gradwatch-reducer", daemon=True)
@@ -110,7 +94,7 @@ class RankMerger:
             self._under_way += 1
         self._todo.put(window)
 
-    def poll(self, *, wait: bool = False) -> list[MergedWindow]:
+    def poll(self, *, wait: bool = False) -> list[RankWindow]:
         """The windows merged since the last poll, in order; with `wait`, all that were submitted, within the limit."""
         if wait:
             with self._progress:
@@ -144,14 +128,16 @@ class RankMerger:
                     tree = None  # its connections close, so that ranks that still wait for this one hear of it
                     self._give_up(error)
             if self.given_up:
-                self._done.put(MergedWindow(window.samples, window.flush, window.overhead_ratio))
+                self._done.put(window)
             with self._progress:
                 self._under_way -= 1
                 self._progress.notify_all()
 
     def _meet(self) -> RankTree:
-        store = PrefixStore(f"gradwatch-merge-{self._name}", _over_our_own_connection(self._store))
-        return RankTree(store, self._rank, self._world, self._wait, size=self._group_size)
+        clone = getattr(self._store, "clone", None)  # torch >= 2.6: waiting there keeps nobody else from the store
+        return RankTree(
+            self._store if clone is None else clone(), self._rank, self._world, self._wait, size=self._group_size
+        )
 
     def _give_up(self, error: Exception) -> None:
         self.given_up = True
@@ -164,7 +150,7 @@ class RankMerger:
             error,
         )
 
-    def _merge(self, tree: RankTree, window: LocalWindow) -> MergedWindow:
+    def _merge(self, tree: RankTree, window: RankWindow) -> RankWindow:
         of_samples = [sample.sums for sample in window.samples]
         kinds = shard_sums.kinds_of(of_samples)
         histograms = merge_histograms(sample.histograms for sample in window.samples)
@@ -195,7 +181,7 @@ class RankMerger:
         return replace(merged, samples=tuple(samples))
 
     def _check_agreement(
-        self, tree: RankTree, window: LocalWindow, kinds: Sequence[shard_sums.Kind], counted_too: bool
+        self, tree: RankTree, window: RankWindow, kinds: Sequence[shard_sums.Kind], counted_too: bool
     ) -> None:
         """Ranks that send different shapes would wait for ever, or merge what does not belong together."""
         steps = [sample.sample.step for sample in window.samples]
@@ -207,13 +193,7 @@ class RankMerger:
             raise RuntimeError(f"rank {self._rank} has {len(window.names)} parameters, steps {steps[0]} to {steps[-1]}")
 
 
-def _over_our_own_connection(store: Store) -> Store:
-    """The store that the program's process groups met at; waiting there keeps nobody else from it where torch can."""
-    clone = getattr(store, "clone", None)  # torch >= 2.6
-    return clone() if clone is not None else store
-
-
-def _pack(rows_SPC: FloatArray, window: LocalWindow, rank: int, world: int) -> tuple[FloatArray, FloatArray]:
+def _pack(rows_SPC: FloatArray, window: RankWindow, rank: int, world: int) -> tuple[FloatArray, FloatArray]:
     """What this rank adds to the sums and to the maxima, in fixed positions.
 
     sums:     per sample and name the sum columns and a 1 if the row is there; per sample 1 if skipped; the histogram
@@ -243,7 +223,7 @@ def _pack(rows_SPC: FloatArray, window: LocalWindow, rank: int, world: int) -> t
     )
 
 
-def _unpack(sums: FloatArray, extremes: FloatArray, window: LocalWindow, world: int) -> MergedWindow:
+def _unpack(sums: FloatArray, extremes: FloatArray, window: RankWindow, world: int) -> RankWindow:
     num_samples, num_names = len(window.samples), len(window.names)
     cells = num_samples * num_names
     sums_SPC, present_SP, skipped_S, counts = np.split(sums, np.cumsum([cells * len(_SUMS), cells, num_samples]))
@@ -273,7 +253,7 @@ def _unpack(sums: FloatArray, extremes: FloatArray, window: LocalWindow, world: 
     flush = window.flush
     if flush.histogram is not None:
         flush = replace(flush, histogram=counts.reshape(flush.histogram.shape).astype(np.int64))
-    return MergedWindow(samples, flush, window.overhead_ratio)
+    return replace(window, samples=samples, flush=flush)
 
 
 def _codes_of_first_bad(rows_SPC: FloatArray, present_SP: npt.NDArray[np.bool_], rank: int, world: int) -> FloatArray:

@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-from .assembly import Names
-from .rank_merge import LocalWindow
+from .._capture.parameter_registry import ParameterRegistry
+from .._runtime.sharding import has_fsdp1, rank_store, world_size
+from .._transfer.transfers import Names
+from .rank_merge import RankWindow
 
 # P watched parameters, R ranks
 
@@ -44,7 +45,7 @@ class WholeModel:
         new = slice(len(self.places), None)
         return Names(self.known.names + own.names[new], self.known.trainable + own.trainable[new])
 
-    def window(self, own: LocalWindow) -> LocalWindow:
+    def window(self, own: RankWindow) -> RankWindow:
         """The window with each row at its place among those of all ranks; the others' are missing, and do not count."""
         num_own, num_known = len(own.names), len(self.known.names)
         places = [*self.places, *range(num_known, num_known + num_own - len(self.places))]
@@ -64,6 +65,14 @@ class WholeModel:
         )
 
 
+def rank_parts_of(registry: ParameterRegistry, name: str) -> RankParts | None:
+    """What this rank says of the watched parameters; None where there is no other rank."""
+    if world_size() == 1:
+        return None
+    parameters = [(registry.names[slot], parameter) for slot, parameter in registry.scan()]
+    return RankParts(name, parameters, with_shapes=not has_fsdp1(registry.models()))
+
+
 class RankParts:
     """What this rank says of its parameters, and what it hears of the others'.
 
@@ -74,7 +83,7 @@ class RankParts:
     """
 
     def __init__(self, name: str, parameters: Sequence[tuple[str, Tensor]], *, with_shapes: bool) -> None:
-        self._store = PrefixStore(f"gradwatch-{name}/parts", _get_default_store())
+        self._store = rank_store(f"{name}/parts")
         own = [(key, list(tensor.shape) if with_shapes else [], tensor.requires_grad) for key, tensor in parameters]
         text = json.dumps(own)
         self._digest = hashlib.sha256(text.encode()).hexdigest()

@@ -16,7 +16,6 @@ import numpy as np
 
 from .._measure.columns import NUM_BINS, Column
 from ..rules import Alert
-from ..rules._nonfinite import first_bad_rank
 from ..snapshot import Snapshot, concatenate
 
 # S samples, P watched parameters, C columns, B histogram bins
@@ -62,8 +61,6 @@ class FlightRecorder:
     """
 
     def __init__(self, max_samples: int = MAX_SAMPLES) -> None:
-        if max_samples < 1:
-            raise ValueError(f"max_samples={max_samples!r} must be at least 1")
         self.max_samples = max_samples
         self._samples: deque[Snapshot] = deque(maxlen=max_samples)
         self._newest_histogram: Snapshot | None = None
@@ -218,28 +215,6 @@ def load_recording(path: str | os.PathLike[str]) -> Recording:
         )
     notes = {int(step): note for step, note in words["notes"]}
     return Recording(snapshot, notes, [Alert(**alert) for alert in words["alerts"]])
-
-
-def first_bad(snapshot: Snapshot, *, include_skipped: bool = False) -> tuple[int, str, int | None] | None:
-    """Where it began: the first sample with a NaN or Inf, and in it the first bad layer in the backward's order.
-
-    A backward runs from the last layer to the first, so of the bad layers the last in the model's order was first.
-
-    Args:
-        include_skipped: count samples that AMP skipped too.
-
-    Returns:
-        (step, name, rank), with rank None where it is not known; None if no sample is bad.
-    """
-    bad_SP = snapshot.num_nonfinite > 0
-    if not include_skipped:
-        bad_SP = bad_SP & ~snapshot.skipped[:, None]
-    samples = np.flatnonzero(bad_SP.any(axis=1))
-    if not samples.size:
-        return None
-    sample = int(samples[0])
-    name = snapshot.names[int(np.flatnonzero(bad_SP[sample])[-1])]
-    return int(snapshot.steps[sample]), name, first_bad_rank(snapshot, sample)
 
 
 def _table_row(history: Snapshot, sample: int, index: int) -> list[Any]:

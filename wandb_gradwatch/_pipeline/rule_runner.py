@@ -9,11 +9,11 @@ from typing import Any
 from .._analysis.formatting import CAUSE_PREFIX
 from .._diagnosis import CAUSES, Diagnosis, diagnose, with_diagnosis
 from .._runtime.error_boundary import CallbackError
-from .._transfer.transfers import ArrivedSample
+from .._transfer.transfers import ArrivedSample, Names
 from ..rules import Alert
 from ..snapshot import Snapshot, keys
 from .alert_manager import AlertManager
-from .assembly import Names, snapshot_of
+from .assembly import snapshot_of
 from .dispatcher import Dispatcher
 
 

@@ -5,7 +5,7 @@ W&B draws no histogram panel, so the template stands on scalars; the histograms 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -212,13 +212,3 @@ def speaking_to_wandb() -> Iterator[None]:
         raise
     except Exception as error:
         raise RuntimeError(f"W&B did not answer as expected: {str(error).strip()}") from error
-
-
-def panel_keys(sections: Sequence[TemplateSection] = SECTIONS) -> set[str]:
-    """Every key that the template names outright."""
-    return {key for section in sections for panel in section.panels for key in panel.metrics}
-
-
-def panel_patterns(sections: Sequence[TemplateSection] = SECTIONS) -> set[str]:
-    """Every pattern that the template finds keys by."""
-    return {panel.pattern for section in sections for panel in section.panels if panel.pattern is not None}

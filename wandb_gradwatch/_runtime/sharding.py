@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 _FSDP1: Final = "torch.distributed.fsdp.fully_sharded_data_parallel"
 
@@ -46,6 +47,16 @@ def world_size() -> int:
 def rank() -> int:
     """This process's rank in the default process group; 0 without one."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def rank_store(name: str) -> Store:
+    """Keys of our own in the store that the program's process groups met at.
+
+    torch has no public name for that store. Its public `new_group` would not do instead: each rank has to call it, in
+    the same order as for the user's groups, so that a rank that does not watch would stop the others, and their next
+    group, which torch names by a count of groups on each rank, would never meet.
+    """
+    return PrefixStore(f"gradwatch-{name}", _get_default_store())
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ class SampleBuffer:
     """
 
     def __init__(self, *, keep_newest_histogram: bool) -> None:
-        self._keep_newest = keep_newest_histogram
+        self.keep_newest_histogram = keep_newest_histogram
         self._devices: dict[torch.device, DeviceBuffer] = {}
         self._pinned_pool = PinnedPool()
         self._num_names = 0
@@ -188,7 +188,7 @@ class SampleBuffer:
             for window in self._everywhere():
                 window.sample_histogram = None
         if any(window.sample_histogram is not None for window in self._everywhere()):
-            if self._keep_newest:
+            if self.keep_newest_histogram:
                 self._drop_histogram()
             self._histogram_steps.append(sample.step)
         for window in self._everywhere():

@@ -72,6 +72,14 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class Names:
+    """What is known of the watched parameters at a moment: names [P] and which are trainable [P]."""
+
+    names: tuple[str, ...]
+    trainable: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
 class ArrivedSample:
     """A sample on the host: rows [P, C], and what the probes found, by key.
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..sinks import Sink
 from ..sinks._history_row import Details
 from ..sinks._wandb_run import WandbSink
-from ..snapshot import GroupBy
+from ..snapshot import GroupBy, Snapshot
 from ._batch_index import BatchPlace
-from ._sample_queue import NamedWandbSink, active_run
+from ._sample_queue import active_run
 
 
 def place_of(trainer: Any, every: int) -> BatchPlace:
@@ -43,6 +45,32 @@ def log(trainer: Any, numbers: Mapping[str, float], prefix: str, *, step: int, w
     trainer.callback_metrics.update({name: torch.tensor(number) for name, number in whole.items()})
 
 
+class NamedWandbSink(WandbSink):
+    """The W&B run, with the framework's own names for some numbers in the same row.
+
+    Args:
+        run: the W&B run.
+        numbers_of: a sample's further numbers by key; {} for none.
+        rows: write rows at all, or only alerts.
+        options: further arguments of WandbSink.
+    """
+
+    def __init__(
+        self, run: Any, numbers_of: Callable[[int], Mapping[str, float]], *, rows: bool, **options: Any
+    ) -> None:
+        super().__init__(run, **options)
+        self._numbers_of = numbers_of
+        self._writes_rows = rows
+
+    def write(self, snapshot: Snapshot) -> None:
+        if not self._writes_rows:
+            return
+        numbers_S = [self._numbers_of(int(step)) for step in snapshot.steps]
+        keys = dict.fromkeys(key for numbers in numbers_S for key in numbers)
+        named = {key: np.array([numbers.get(key, np.nan) for numbers in numbers_S]) for key in keys}
+        super().write(replace(snapshot, metrics={**snapshot.metrics, **named}) if named else snapshot)
+
+
 def sinks_for(
     trainer: Any,
     run: Any,
@@ -66,11 +94,9 @@ def sinks_for(
         runs = [logger.experiment for logger in trainer.loggers if _is_wandb(logger)]
         if not runs and (active := active_run()) is not None:
             runs = [active]
-    sinks = [
-        WandbSink(each, group_by=group_by, namespace=namespace, details=details)
-        for each in {id(each): each for each in runs}.values()
-    ]
-    return [NamedWandbSink(sink, numbers_of, rows=rows) for sink in sinks]
+    options: dict[str, Any] = {"group_by": group_by, "namespace": namespace, "details": details}
+    each_once = {id(each): each for each in runs}.values()
+    return [NamedWandbSink(each, numbers_of, rows=rows, **options) for each in each_once]
 
 
 def _is_wandb(logger: Any) -> bool:

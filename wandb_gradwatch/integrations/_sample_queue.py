@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, Final
 
@@ -14,7 +14,7 @@ import numpy as np
 from .._measure.columns import Column
 from .._runtime.sharding import rank
 from ..rules import Alert
-from ..sinks import Sink, WandbSink
+from ..sinks import Sink
 from ..snapshot import GroupBy, Snapshot, keys
 
 # S samples in the window
@@ -47,48 +47,6 @@ class SampleQueue:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Nothing is remembered: who saves a state has taken what is in the inbox."""
-
-
-class NamedWandbSink(Sink):
-    """The W&B run, with the framework's own names for some numbers in the same row.
-
-    Args:
-        sink: where rows and alerts go.
-        numbers_of: a sample's further numbers by key; {} for none.
-        rows: write rows at all, or only alerts.
-    """
-
-    def __init__(self, sink: WandbSink, numbers_of: Callable[[int], Mapping[str, float]], *, rows: bool = True) -> None:
-        self._sink = sink
-        self._numbers_of = numbers_of
-        self._rows = rows
-
-    def write(self, snapshot: Snapshot) -> None:
-        if not self._rows:
-            return
-        numbers_S = [self._numbers_of(int(step)) for step in snapshot.steps]
-        keys = dict.fromkeys(key for numbers in numbers_S for key in numbers)
-        named = {key: np.array([numbers.get(key, np.nan) for numbers in numbers_S]) for key in keys}
-        self._sink.write(replace(snapshot, metrics={**snapshot.metrics, **named}) if named else snapshot)
-
-    def alert(self, alert: Alert) -> None:
-        self._sink.alert(alert)
-
-    def log_table(self, columns: list[str], rows: list[list[Any]]) -> None:
-        self._sink.log_table(columns, rows)
-
-    def close(self) -> None:
-        self._sink.close()
-
-    @property
-    def directory(self) -> str | None:
-        return self._sink.directory
-
-    def namespace_in(self, run: object) -> str | None:
-        return self._sink.namespace_in(run)
-
-    def before_run_ends(self, callback: Callable[[], object]) -> None:
-        self._sink.before_run_ends(callback)
 
 
 def sample_numbers(sample: Snapshot, *, per_layer: GroupBy | None, sparsity: bool) -> dict[str, float]:

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
@@ -21,24 +21,27 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from .._runtime.autograd import current_graph_task
-from .._runtime.dynamo import ADDED_FRAMES, dynamo_disabled
+from .autograd import current_graph_task
+from .dynamo import ADDED_FRAMES, dynamo_disabled
 
 
-class StepListener(Protocol):
+class StepListener:
     """What a watcher wants to know of optimizer steps."""
 
     def follows(self, optimizer: Optimizer) -> bool:
         """Whether this optimizer updates something watched. Called at every step: must be cheap."""
+        return False
 
     def passes(self, optimizer: Optimizer) -> bool:
         """Whether this step, about to begin, is only counted, or not even that."""
+        return False
 
     def passed(self, optimizer: Optimizer) -> None:
         """An optimizer has stepped, whether it passed or not."""
 
     def is_part_of(self, inner: Optimizer, outer: Optimizer) -> bool:
         """Whether all that `inner` updates belongs to `outer`: then its steps inside `outer`'s are not its own."""
+        return False
 
     def before_step(self, optimizer: Optimizer, *, inside_backward: bool) -> None:
         """The gradients are what the optimizer is going to use."""

@@ -1,0 +1,71 @@
+"""What the capture consists of: one owner for each state, and what several of them have to be asked for."""
+
+from __future__ import annotations
+
+from .._guard.step_skipping import StepSkipping
+from .._nonfinite.replay import StepReplay
+from .._runtime.error_boundary import ErrorBoundary
+from .._runtime.notices import Notices
+from .._runtime.sharding import Shards
+from .._transfer.sample_buffer import SampleBuffer
+from .by_hand import UpdatesByHand
+from .clock import SampleClock
+from .config import CaptureConfig
+from .gradient_versions import GradientVersions
+from .hook_sync import HookSync
+from .hooks import BackwardHooks
+from .loss import SampleLoss
+from .optimizer_registry import OptimizerRegistry
+from .parameter_registry import ParameterRegistry
+from .probes import Probes
+from .schedule import Schedule
+from .wiring import Wiring
+
+
+class CaptureParts:
+    """The owners.
+
+    Args:
+        registry: the watched parameters.
+        window: where rows go.
+        config: which steps are measured, and what is measured in them.
+        boundary: where all of it runs.
+        notices: what is to be said.
+        hooks: on the parameters.
+        replay: runs a step that is left out once more; None: it is not asked for.
+    """
+
+    def __init__(
+        self,
+        registry: ParameterRegistry,
+        window: SampleBuffer,
+        config: CaptureConfig,
+        boundary: ErrorBoundary,
+        notices: Notices,
+        hooks: BackwardHooks,
+        replay: StepReplay | None,
+    ) -> None:
+        self.registry, self.window, self.boundary, self.notices, self.hooks = registry, window, boundary, notices, hooks
+        self.clock = SampleClock(step=config.start_step)  # the open step, and what was marked in it
+        self.schedule = Schedule(self.clock, config.cadence, config.budget)  # what is due
+        self.shards = Shards()
+        self.hook_sync = HookSync(registry, self.clock, hooks, self.shards, window, notices)
+        self.optimizers = OptimizerRegistry(registry, self.clock, self.hook_sync.scan, config.optimizer)
+        self.seen = GradientVersions()  # the open sample's gradients
+        self.by_hand = UpdatesByHand(registry, self.seen, notices, excluded=config.optimizer is not None)
+        self.probes = Probes(config.probes)
+        self.loss = SampleLoss()
+        self.wiring = Wiring(registry, self.optimizers, notices)
+        self.guard = None  # what withholds gradients from optimizers
+        if config.guard is not None:
+            self.guard = StepSkipping(config.guard, window, self.shards, self.optimizers.names, notices, replay)
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the open step's gradients are looked at: a guard judges every one."""
+        return self.guard is not None or self.schedule.is_sampled
+
+    @property
+    def rows_are_read(self) -> bool:
+        """Whether the open step's rows are for more than a guard that judges by the norm."""
+        return self.schedule.is_sampled or (self.guard is not None and self.guard.needs_rows)

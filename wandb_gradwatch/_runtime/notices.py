@@ -1,0 +1,33 @@
+"""What the capture and the guard have to say: they put it here, and the watcher's loop carries it to the dispatcher."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Notice:
+    """Something to be said once for each kind.
+
+    Args:
+        kind: of an alert, its title.
+        text: what is said.
+        step: the step of an alert; None: it is none, but a line in the log.
+    """
+
+    kind: str
+    text: str
+    step: int | None = None
+
+
+class Notices(deque[Notice]):
+    """What is to be said, oldest first."""
+
+    def say(self, kind: str, text: str) -> None:
+        """Have this line in the log."""
+        self.append(Notice(kind, text))
+
+    def alert(self, title: str, text: str, step: int) -> None:
+        """Have this alert sent: gradients of this step are computed and lead to no update."""
+        self.append(Notice(title, text, step))
