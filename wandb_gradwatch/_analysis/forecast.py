@@ -13,7 +13,7 @@ import numpy as np
 from .._measure.columns import FloatArray, IntArray, magnitude_edges
 from ..snapshot import Snapshot
 
-# P watched parameters, M magnitude bins
+# P watched parameters, Q them and their total, M magnitude bins
 
 
 @dataclass(frozen=True)
@@ -88,19 +88,20 @@ def forecast(snapshot: Snapshot, *, scale: float = 1.0) -> dict[str, PrecisionFo
         counts_PM = np.zeros((len(names), len(magnitude_edges()) - 1), dtype=np.int64)
     largest_P = np.fmax.reduce(snapshot.grad_abs_max, axis=0, initial=np.nan) * scale
     largest = np.fmax.reduce(largest_P, initial=np.nan)
-    total_M = counts_PM.sum(axis=0, keepdims=True)
-    return {
-        key: PrecisionForecast(
+    and_total_QM = np.concatenate([counts_PM, counts_PM.sum(axis=0, keepdims=True)])
+    found = {}
+    for key, limits in FORMATS.items():
+        underflow_Q, flush_Q = (share_below(and_total_QM, limit / scale) for limit in (limits.min_normal, limits.flush))
+        found[key] = PrecisionForecast(
             names=names,
-            underflow_ratio=share_below(counts_PM, limits.min_normal / scale),
-            flush_ratio=share_below(counts_PM, limits.flush / scale),
+            underflow_ratio=underflow_Q[:-1],
+            flush_ratio=flush_Q[:-1],
             headroom=_octaves(limits.max_value, largest_P),
-            total_underflow_ratio=float(share_below(total_M, limits.min_normal / scale)[0]),
-            total_flush_ratio=float(share_below(total_M, limits.flush / scale)[0]),
+            total_underflow_ratio=float(underflow_Q[-1]),
+            total_flush_ratio=float(flush_Q[-1]),
             total_headroom=float(_octaves(limits.max_value, largest)),
         )
-        for key, limits in FORMATS.items()
-    }
+    return found
 
 
 def share_below(counts_PM: IntArray, limit: float) -> FloatArray:

@@ -14,6 +14,7 @@ A complex element counts once, by its magnitude.
 from __future__ import annotations
 
 from enum import Enum, IntEnum
+from functools import cache
 from typing import Final
 
 import numpy as np
@@ -146,17 +147,23 @@ NUM_BINS: Final = 2 * MAGNITUDE_BINS + 1
 MIN_WINDOW_EXPONENT: Final = -47  # magnitude bin 2 starts at 2 ** this
 
 
+@cache
 def magnitude_edges() -> FloatArray:
-    """Lower edges of the magnitude bins and the open end: [MAGNITUDE_BINS + 1], from 0 to +inf."""
+    """Lower edges of the magnitude bins and the open end: [MAGNITUDE_BINS + 1], from 0 to +inf. Read-only."""
     octave = np.arange(2, MAGNITUDE_BINS) // 2 - 1 + MIN_WINDOW_EXPONENT
     mantissa = np.where(np.arange(2, MAGNITUDE_BINS) % 2 == 0, 1.0, 1.5)
-    return np.concatenate([[0.0, 2.0**-126], mantissa * 2.0**octave, [np.inf]])
+    return _read_only(np.concatenate([[0.0, 2.0**-126], mantissa * 2.0**octave, [np.inf]]))
 
 
+@cache
 def histogram_edges() -> FloatArray:
-    """Edges of the signed histogram: [B + 1], from -inf to +inf; the zero bin lies between two zeros."""
-    positive = magnitude_edges()
-    return np.concatenate([-positive[::-1], positive])
+    """Edges of the signed histogram: [B + 1], from -inf to +inf; the zero bin lies between two zeros. As above."""
+    return _read_only(np.concatenate([-magnitude_edges()[::-1], magnitude_edges()]))
+
+
+def _read_only(values: FloatArray) -> FloatArray:
+    values.flags.writeable = False
+    return values
 
 
 def bins_of(values: FloatArray) -> IntArray:

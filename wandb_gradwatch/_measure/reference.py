@@ -77,7 +77,7 @@ def _parameter_columns(parameter: Tensor, row_C: Tensor) -> None:
 
 def _histogram(values: Tensor, num_implicit_zeros: int) -> Tensor:
     finite = values[torch.isfinite(values)]
-    edges = torch.as_tensor(magnitude_edges()[1:-1], dtype=values.dtype, device=values.device)
+    edges = torch.tensor(magnitude_edges()[1:-1], dtype=values.dtype, device=values.device)
     magnitude_bin = torch.bucketize(finite.abs(), edges, right=True)
     signed_bin = torch.where(finite > 0, ZERO_BIN + 1 + magnitude_bin, ZERO_BIN - 1 - magnitude_bin)
     counts_B = torch.bincount(torch.where(finite == 0, ZERO_BIN, signed_bin), minlength=NUM_BINS)

@@ -195,6 +195,6 @@ def _upper_edges(device: torch.device, dtype: torch.dtype) -> Tensor:
     """Uploaded once per device: 0 for the zeros, then the upper edge of every magnitude bin, the last one open."""
     key = (device, dtype)
     if key not in _edges:
-        edges = torch.cat([torch.zeros(1, device="cpu"), torch.from_numpy(magnitude_edges()[1:])]).to(dtype)
+        edges = torch.cat([torch.zeros(1, device="cpu"), torch.tensor(magnitude_edges()[1:], device="cpu")]).to(dtype)
         _edges[key] = (edges.pin_memory() if device.type == "cuda" else edges).to(device, non_blocking=True)
     return _edges[key]

@@ -160,7 +160,7 @@ class HistoryRow:
 
 def _newest(snapshot: Snapshot) -> dict[str, Number]:
     """The whole model in the last sample. What could not be seen there is missing, not taken from an earlier sample."""
-    total = snapshot.total.sample(-1)
+    total = snapshot.total
     values: dict[str, Number] = {
         keys.LOSS_SCALE: float(snapshot.loss_scale[-1]),
         keys.OVERHEAD_RATIO: float(snapshot.overhead_ratio),
@@ -168,13 +168,13 @@ def _newest(snapshot: Snapshot) -> dict[str, Number]:
     }
     if snapshot.names:
         values |= {
-            keys.GRAD_NORM: float(total.grad_norm[0, 0]),
-            keys.GRAD_NORM_CLIPPED: float(total.grad_norm_clipped[0, 0]),
-            keys.GRAD_MEAN: float(total.grad_mean[0, 0]),
-            keys.GRAD_STD: float(total.grad_std[0, 0]),
-            keys.GRAD_ABS_MAX: float(total.grad_abs_max[0, 0]),
-            keys.DEAD_RATIO: float(total.dead_ratio[0, 0]),
-            keys.PARAM_NORM: float(total.param_norm[0, 0]),
+            keys.GRAD_NORM: float(total.grad_norm[-1, 0]),
+            keys.GRAD_NORM_CLIPPED: float(total.grad_norm_clipped[-1, 0]),
+            keys.GRAD_MEAN: float(total.grad_mean[-1, 0]),
+            keys.GRAD_STD: float(total.grad_std[-1, 0]),
+            keys.GRAD_ABS_MAX: float(total.grad_abs_max[-1, 0]),
+            keys.DEAD_RATIO: float(total.dead_ratio[-1, 0]),
+            keys.PARAM_NORM: float(total.param_norm[-1, 0]),
         }
     return values
 
@@ -192,7 +192,7 @@ def _pictured(snapshot: Snapshot) -> Snapshot | None:
     """The histogram, with one row per name that knows its extremes."""
     if snapshot.histogram is None:
         return None
-    counted = np.isin(snapshot.steps, snapshot.histogram_steps)
+    counted = snapshot.is_counted
     rows_SPC = np.full((1, len(snapshot.names), NUM_COLUMNS), np.nan)
     if counted.any():
         rows_SPC[0] = merge_rows(snapshot.rows[counted], axis=0)

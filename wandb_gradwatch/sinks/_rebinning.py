@@ -82,9 +82,8 @@ class Rebinner:
 
 def _extremes(snapshot: Snapshot) -> tuple[FloatArray, FloatArray]:
     """Smallest and largest finite element of the counted samples, infinite where unknown: two [P]."""
-    counted = np.isin(snapshot.steps, snapshot.histogram_steps)
-    low_P = np.fmin.reduce(snapshot.grad_min[counted], axis=0, initial=np.nan)
-    high_P = np.fmax.reduce(snapshot.grad_max[counted], axis=0, initial=np.nan)
+    low_P = np.fmin.reduce(snapshot.grad_min[snapshot.is_counted], axis=0, initial=np.nan)
+    high_P = np.fmax.reduce(snapshot.grad_max[snapshot.is_counted], axis=0, initial=np.nan)
     return np.where(np.isnan(low_P), -np.inf, low_P), np.where(np.isnan(high_P), np.inf, high_P)
 
 

@@ -42,11 +42,11 @@ def last_present(values_SP: FloatArray, present_SP: npt.NDArray[np.bool_] | None
         present_SP: where a gradient arrived: a value that is missing there is missing, and no earlier one takes its
             place; None: wherever there is a value.
     """
+    if len(values_SP) < 2:
+        return values_SP[0] if len(values_SP) else np.full(values_SP.shape[1:], np.nan)
     present_SP = ~np.isnan(values_SP) if present_SP is None else present_SP
-    if not len(values_SP):
-        return np.full(values_SP.shape[1:], np.nan)
-    last = len(values_SP) - 1 - np.argmax(present_SP[::-1], axis=0)
-    result: FloatArray = np.take_along_axis(values_SP, last[None], axis=0)[0]
+    last_P = len(values_SP) - 1 - np.argmax(present_SP[::-1], axis=0)
+    result: FloatArray = values_SP[last_P, np.arange(len(last_P))]
     return result
 
 

@@ -323,10 +323,14 @@ class Snapshot:
 
     def _extremes(self, low_SP: FloatArray, high_SP: FloatArray) -> tuple[FloatArray, FloatArray]:
         """The extremes of the samples that the histogram counts: two [P]."""
-        counted = np.isin(self.steps, self.histogram_steps)
-        if not counted.any():  # the histogram's samples are not in this snapshot: nothing narrows the open bins
+        if not self.is_counted.any():  # the histogram's samples are not in this snapshot: nothing narrows the open bins
             return np.full(len(self.names), -np.inf), np.full(len(self.names), np.inf)
-        return np.fmin.reduce(low_SP[counted], axis=0), np.fmax.reduce(high_SP[counted], axis=0)
+        return np.fmin.reduce(low_SP[self.is_counted], axis=0), np.fmax.reduce(high_SP[self.is_counted], axis=0)
+
+    @derived
+    def is_counted(self) -> npt.NDArray[np.bool_]:
+        """True for the samples that the histogram counts: [S]."""
+        return np.isin(self.steps, self.histogram_steps)
 
     # ---- other shapes of the same samples
 

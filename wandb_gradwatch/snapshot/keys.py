@@ -8,6 +8,7 @@ gradwatch/<number>                the whole model; with several models in a run 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Final
 
 PREFIX: Final = "gradwatch/"
@@ -134,6 +135,7 @@ def in_key(name: str) -> str:
     return name.replace(".", "/")
 
 
+@lru_cache(maxsize=1 << 14)
 def layer_key(family: str, name: str) -> str:
     """The key of one layer's number or histogram.
 
