@@ -276,18 +276,55 @@ def test_layers_are_found_chosen_and_drawn(show: Opener, history: RunHistory) ->
     page = show(history)
     search = page.locator("#lines input[type=search]")
     search.fill("blocks.3 MLP fc")  # dots or slashes, any case, words in any order
-    assert page.locator("#lines .picker-list label").all_inner_texts() == ["blocks.3.mlp.fc.weight"]
-    with repainted(page, "#lines canvas"):
+    assert page.locator("#lines .picker-list .layer-name").all_inner_texts() == ["blocks.3.mlp.fc.weight"]
+    with repainted(page, "#lines .plot canvas"):
         page.locator("#lines .picker-list input").check()
     assert "blocks.3.mlp.fc.weight" in page.locator("#lines .legend-label").all_inner_texts()
     search.fill("no such layer")
     assert "No layer of this name" in page.locator("#lines .picker-list").inner_text()
 
 
+def test_layers_are_a_tree_of_blocks_and_kinds_with_the_worst_value_of_each(show: Opener, history: RunHistory) -> None:
+    page = show(history)
+    branches = page.locator("#lines .picker-list > .branch")
+    blocks = [f"blocks.{block}" for block in range(12)]
+    assert branches.locator("> summary .layer-name").all_inner_texts() == ["embed", *blocks]
+    broken = branches.nth(3)
+    assert "NaN or Inf" in broken.locator("> summary").inner_text()  # blocks.2.attn.qkv.weight
+    norms = history.of_names("grad_norm_max")[:, [name.startswith("blocks/0/") for name in history.names]]
+    worst = branches.nth(1).locator("> summary .worst").inner_text()
+    assert float(worst) == pytest.approx(norms.max(), rel=6e-3)
+    broken.locator("> summary").click()
+    broken.locator("> div > .branch").first.wait_for()  # filled when the click's event arrives
+    assert broken.locator("> div > .branch > summary .layer-name").all_inner_texts() == ["norms", "weights"]
+    layer = broken.locator("label", has_text="attn.qkv")
+    assert colours(page, "#lines .spark") > 0
+    layer.locator("input").check()
+    assert BROKEN in page.locator("#lines .legend-label").all_inner_texts()
+    page.locator("#layers").get_by_role("button", name="Dead").click()
+    assert broken.locator("label:visible").count() == 6  # what was open stays open
+
+
+@pytest.mark.parametrize(
+    "name", ["layers.{}.weight", "layer_{}.weight", "w{}", "model.inner.h{}.bias", "net.0.{}.weight", "a.b.c{}"]
+)
+def test_a_tree_of_501_layers_is_neither_two_lines_nor_all_of_them(show: Opener, name: str) -> None:
+    values = {f"grad_norm/{name.format(place).replace('.', '/')}": np.ones(2) for place in range(501)}
+    page = show(RunHistory(Path("run-x.wandb"), "x", np.array([10, 20]), values))
+    lines = page.locator("#lines .picker-list > *")
+    assert 20 <= lines.count() <= 60
+    assert (
+        sum(int(text) for text in page.locator("#lines .picker-list > .branch > summary .count").all_inner_texts())
+        > 480
+    )
+    page.locator("#lines input[type=search]").fill("500")
+    assert page.locator("#lines .picker-list .layer-name").all_inner_texts() == [name.format(500)]
+
+
 def test_the_metric_changes_the_picture_of_all_layers_and_the_lines(show: Opener, history: RunHistory) -> None:
     page = show(history)
     for metric in ("Grad / param", "Dead", "Non-finite", "Largest norm", "Norm"):
-        with repainted(page, "#layers .frame canvas"), repainted(page, "#lines canvas"):
+        with repainted(page, "#layers .frame canvas"), repainted(page, "#lines .plot canvas"):
             page.locator("#layers").get_by_role("button", name=metric, exact=True).click()
 
 
@@ -351,6 +388,7 @@ def test_a_reloaded_page_keeps_its_view(show: Opener, history: RunHistory) -> No
     page.locator("#theme").click()
     page.locator("#layers").get_by_role("button", name="Dead").click()
     page.locator("#lines .picker-head button").click()
+    page.locator("#lines input[type=search]").fill("embed.token")
     page.locator("#lines .picker-list input").first.check()
     page.locator(".range input").first.fill("200")
     page.locator(".range input").first.press("Enter")

@@ -25,7 +25,9 @@ LIBRARY_SCRIPT: Final = "uPlot.iife.min.js"
 LIBRARY_STYLE: Final = "uPlot.min.css"
 # One scope, in this order: a file may use what stands before it when it is loaded, and everything when it runs.
 SCRIPTS: Final = ("text.js", "data.js", "theme.js", "view.js", "lines.js", "frame.js", "heatmap.js", "ridges.js")
-SCRIPTS_LAST: Final = (*("words.js", "layers.js", "families.js", "alerts.js", "table.js", "compare.js", "main.js"),)
+SCRIPTS_LAST: Final = (
+    *("words.js", "tree.js", "layers.js", "families.js", "alerts.js", "table.js", "compare.js", "main.js"),
+)
 
 
 def write_page(

@@ -79,31 +79,36 @@ function linesCard() {
   const picker = element("div", { class: "picker" }, element("div", { class: "picker-head" }, search, clear), pickerList);
   const chartHost = element("div", { class: "picker-chart" });
   picture.append(heading, element("div", { class: "with-picker" }, picker, chartHost));
-  let boxes = [];
+  const boxes = []; // of the layers whose lines are there
+  const opened = new Set();
 
   function clearChosen() {
     view.chosen.clear();
     announce("chosen");
   }
 
-  function fill() {
-    const matches = run.names.map((_, name) => name).filter((name) => matcher(search.value)(run.names[name]));
-    const shown = matches.slice(0, 400);
-    boxes = shown.map((name) => {
-      const box = element("input", { type: "checkbox", onchange: () => toggleChosen(name) });
-      const swatch = element("span", { class: "swatch" });
-      const text = element("span", { "aria-label": run.names[name] }, shorten(run.names[name], 33));
-      return { name, box, swatch, label: element("label", { title: run.names[name] }, box, swatch, text) };
-    });
-    pickerList.replaceChildren(...boxes.map((one) => one.label));
-    if (matches.length > shown.length) pickerList.append(element("p", { class: "hint" }, `${matches.length - shown.length} more: search for them`));
-    if (matches.length === 0) pickerList.append(element("p", { class: "hint" }, "No layer of this name"));
-    mark();
+  function leafLine({ names: [name] }, ends) {
+    const box = element("input", { type: "checkbox", onchange: () => toggleChosen(name) });
+    const swatch = element("span", { class: "swatch" });
+    const text = element("span", { class: "layer-name", "aria-label": run.names[name] }, shorten(run.names[name], 26));
+    boxes.push({ name, box, swatch });
+    mark(boxes.slice(-1));
+    return element("label", { title: run.names[name] }, box, swatch, text, ...ends);
   }
 
-  function mark() {
+  function fill() {
+    const matches = run.names.map((_, name) => name).filter((name) => matcher(search.value)(run.names[name]));
+    const flat = search.value.trim() !== "" || run.names.length <= MOST_LINES;
+    const nodes = flat ? matches.slice(0, 200).map((name) => ({ names: [name] })) : layerTree(matches);
+    boxes.length = 0;
+    pickerList.replaceChildren(...treeLines(nodes, run.matrices.get(view.metric), leafLine, opened));
+    if (flat && matches.length > nodes.length) pickerList.append(element("p", { class: "hint" }, `${matches.length - nodes.length} more: search for them`));
+    if (matches.length === 0) pickerList.append(element("p", { class: "hint" }, "No layer of this name"));
+  }
+
+  function mark(marked = boxes) {
     const full = view.chosen.size >= MAX_CHOSEN;
-    for (const { name, box, swatch } of boxes) {
+    for (const { name, box, swatch } of marked) {
       box.checked = view.chosen.has(name);
       box.disabled = full && !box.checked;
       swatch.style.background = box.checked ? chosenColour(name) : "transparent";
@@ -135,8 +140,11 @@ function linesCard() {
       chart.setSeries(series());
     };
     on("chosen", refresh);
-    on("metric", refresh);
-    onTheme(mark);
+    on("metric", () => {
+      fill();
+      refresh();
+    });
+    onTheme(fill);
   });
   fill();
   title();

@@ -1,0 +1,131 @@
+// Layers as a tree: blocks, in each its kinds (weights, biases, norms), in each the layers. Every line has a sparkline of
+// its largest values and the worst of them. Branches are folded, and filled when they are opened.
+
+const MOST_LINES = 40; // at first sight; more neighbours than half as many again share a branch
+const SPARK = { width: 72, height: 16 };
+
+function blockOf(parts) {
+  const number = parts.findIndex((part) => /^[0-9]+$/.test(part));
+  return parts.slice(0, number >= 0 ? number + 1 : 1).join(".");
+}
+
+function kindOf(name) {
+  const [module, own] = name.split(".").slice(-2);
+  if (/norm|^ln|^bn/i.test(module)) return "norms";
+  return own === "bias" ? "biases" : "weights";
+}
+
+// Names by what a function says of them, in the order of the names: [[label, names]].
+function grouped(names, labelOf) {
+  const groups = new Map();
+  for (const name of names) {
+    const label = labelOf(name);
+    if (!groups.has(label)) groups.set(label, []);
+    groups.get(label).push(name);
+  }
+  return [...groups];
+}
+
+// A branch is {label, names, children}, a leaf {label, names: [name]}. Names are indices of run.names.
+function layerTree(names) {
+  const parts = new Map(names.map((name) => [name, run.names[name].split(".")]));
+  const outer = commonParts([...parts.values()]);
+  const leaf = (name) => ({ label: run.names[name], names: [name] });
+  const branches = grouped(names, (name) => [...parts.get(name).slice(0, outer), blockOf(parts.get(name).slice(outer))].join("."));
+  return inRanges(
+    branches.map(([label, members]) => {
+      if (members.length === 1) return leaf(members[0]);
+      const kinds = grouped(members, (name) => kindOf(run.names[name])).map(([kind, layers]) => ({ label: kind, names: layers, children: inRanges(layers.map(leaf)) }));
+      return { label, names: members, children: kinds.length === 1 || members.length <= 4 ? inRanges(members.map(leaf)) : kinds };
+    }),
+  );
+}
+
+// How many outer modules all names are in.
+function commonParts(all) {
+  let count = 0;
+  while (all.length && all.every((parts) => parts.length > count + 1 && parts[count] === all[0][count])) count++;
+  return count;
+}
+
+// Too many neighbours become branches of equal numbers of them.
+function inRanges(nodes) {
+  if (nodes.length <= 1.5 * MOST_LINES) return nodes;
+  const size = Math.ceil(nodes.length / MOST_LINES);
+  const ranges = [];
+  for (let start = 0; start < nodes.length; start += size) {
+    const children = nodes.slice(start, start + size);
+    ranges.push({ label: `${children[0].label} – ${children.at(-1).label}`, names: children.flatMap((child) => child.names), children });
+  }
+  return ranges;
+}
+
+// The largest code of the names in each of some columns, and over all; whether any of their elements was NaN or infinite.
+function extremesOf(names, matrix, width) {
+  const bad = run.matrices.get("num_nonfinite");
+  const columns = new Uint16Array(Math.min(width, matrix.numColumns));
+  const broken = new Uint8Array(columns.length);
+  for (const name of names) {
+    for (let column = 0; column < matrix.numColumns; column++) {
+      const cell = name * matrix.numColumns + column;
+      const place = Math.floor((column * columns.length) / matrix.numColumns);
+      columns[place] = Math.max(columns[place], matrix.codes[cell]);
+      if (bad?.codes[cell] > CODE_ZERO) broken[place] = 1;
+    }
+  }
+  return { columns, broken, worst: Math.max(CODE_MISSING, ...columns) };
+}
+
+function sparkline({ columns, broken }) {
+  const canvas = element("canvas", { class: "spark", width: SPARK.width, height: SPARK.height, "aria-hidden": "true" });
+  const context = canvas.getContext("2d");
+  const known = columns.filter((code) => code >= CODE_FIRST && code < CODE_INFINITE);
+  const low = Math.min(...known);
+  const reach = Math.max(Math.max(...known) - low, 1);
+  const across = SPARK.width / columns.length;
+  columns.forEach((code, place) => {
+    const isBad = broken[place] || code === CODE_INFINITE;
+    if (!isBad && code < CODE_FIRST) return;
+    const height = isBad ? SPARK.height : 2 + ((code - low) / reach) * (SPARK.height - 2);
+    context.fillStyle = colour(isBad ? "nonfinite" : "accent");
+    context.fillRect(place * across, SPARK.height - height, Math.max(across, 1), height);
+  });
+  return canvas;
+}
+
+// What every line has beside its name.
+function lineEnd(node, matrix) {
+  const found = extremesOf(node.names, matrix, SPARK.width);
+  const isBad = found.broken.includes(1);
+  const worst = isBad ? "NaN or Inf" : found.worst === CODE_MISSING ? "–" : matrix.meaning.format(matrix.valueOf(found.worst));
+  return [sparkline(found), element("span", { class: "worst" + (isBad ? " alarming" : ""), title: "the largest in the run" }, worst)];
+}
+
+// The lines of nodes; `leafLine(node, ends)` makes a layer's. `opened` holds the labels of open branches.
+function treeLines(nodes, matrix, leafLine, opened) {
+  const openAll = nodes.reduce((total, node) => total + 1 + (node.children?.length ?? 0), 0) <= MOST_LINES / 2;
+  return nodes.map((node) => {
+    const ends = lineEnd(node, matrix);
+    if (!node.children) return leafLine(node, ends);
+    const inside = element("div", { class: "branch-inside" });
+    const details = element(
+      "details",
+      { class: "branch" },
+      element("summary", {}, element("span", { class: "layer-name", title: node.label }, node.label), element("span", { class: "count" }, String(node.names.length)), ...ends),
+      inside,
+    );
+    const key = node.names[0] + node.label;
+    const fill = () => {
+      if (!inside.hasChildNodes()) inside.append(...treeLines(node.children, matrix, leafLine, opened));
+    };
+    details.addEventListener("toggle", () => {
+      if (details.open) fill();
+      opened[details.open ? "add" : "delete"](key);
+    });
+    if (openAll || opened.has(key)) {
+      fill();
+      details.open = true;
+    }
+    return details;
+  });
+}
