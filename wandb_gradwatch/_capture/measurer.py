@@ -100,6 +100,7 @@ class Measurer:
         self.eps = 0.0  # the coarsest relative precision of what was measured again in the open sample
         self._step = 0
         self._assumed_scaler: dict[int, GradScaler | None] = {}  # by slot, where a scaler is in use
+        self._answer: tuple[int, float | Tensor | None] = (-1, None)  # of a loss scale's function: step, scale
 
     def begin_sample(self, step: int) -> None:
         """Forget what was seen: the sample of this step is open."""
@@ -157,10 +158,12 @@ class Measurer:
     def _scale_by_hand(self, device: torch.device) -> Tensor | None:
         scale = self._options.loss_scale
         if callable(scale) and not isinstance(scale, Tensor):
-            try:
-                scale = scale(self._step)
-            except Exception as error:  # the user's own
-                raise CallbackError from error
+            if self._answer[0] != self._step:
+                try:
+                    self._answer = self._step, scale(self._step)
+                except Exception as error:  # the user's own
+                    raise CallbackError from error
+            scale = self._answer[1]
         if scale is None:
             return None
         if isinstance(scale, Tensor):

@@ -34,7 +34,8 @@ class OpenSample(ClipListener):
         self.boundary = parts.boundary
         self._being_unscaled = Inspection()
         self._presumed: set[int] = set()  # slots that were marked because there is a gradient
-        self._compared: tuple[int, ...] = ()  # slots whose gradients looked unmodified and were compared all the same
+        # Slots whose gradients looked unmodified, before torch clipped or at the step, and were compared all the same.
+        self._compared: tuple[int, ...] = ()
         self._unscaled: set[int] = set()  # slots whose gradients a scaler has divided
         self._clipped: set[int] = set()  # slots whose gradients torch's functions have clipped, or are clipping
         self._received: set[int] = set()  # slots of which is known what an update by hand may use
@@ -107,15 +108,17 @@ class OpenSample(ClipListener):
         if not entries:
             self.by_torch = self.by_torch or self._parts.optimizers.has_masters(parameters)
             return
-        self.by_torch = True
-        found = self._parts.seen.inspect(entries, inside_backward=False)
+        self.by_torch, parts = True, self._parts
+        found = parts.seen.inspect(entries, inside_backward=False)
         if found.late:
             self._measure(found.late)
+        if parts.schedule.is_compared:  # what was written through `.data` shows only in the values
+            found.changed += found.unchanged
+            self._compared += tuple(slot for slot, _ in found.unchanged if slot not in self._clipped)
         changed, unclear = ([e for e in of if e[0] not in self._clipped] for of in (found.changed, found.unclear))
         self._clipped.update(slot for slot, parameter in entries if parameter.grad is not None)
-        if not self._parts.rows_are_read or not (changed or unclear):
+        if not parts.rows_are_read or not (changed or unclear):
             return
-        parts = self._parts
         if unclear and not parts.clock.backwards:  # assigned by hand
             self.mark_present(parts.hook_sync.scan())
         replaced = self._replaced(changed)

@@ -130,7 +130,7 @@ class Pipeline:
             if self._shards.any or not np.nansum(sample.rows[:, [Column.NUM_NAN, Column.NUM_INF]]):
                 return
             sample = replace(sample, metrics={**sample.metrics, keys.LEFT_OUT: 1.0})
-        self._is_untraced = self._is_untraced or sample.was_clipped_without_a_trace
+        self._is_untraced = self._is_untraced or sample.changed_without_a_trace
         total_C: list[float] = np.add.reduce(sample.rows, axis=0).tolist()
         some_are_missing = math.isnan(total_C[Column.GRAD_SUM_SQ])
         self._look(np.nansum(sample.rows, axis=0).tolist() if some_are_missing else total_C)

@@ -54,7 +54,8 @@ class Sample:
         step: its number.
         skipped: whether loss scaling skipped an update; an optimizer that skips by itself says so on the device.
         updated: for each optimizer that stepped, the slots that it owns.
-        compared: slots whose gradient looked unmodified since the backward and was compared by value all the same.
+        compared: slots whose gradient looked unmodified since the backward, before torch clipped it or at the step, and
+            was compared by value all the same.
         by_torch: whether one of torch's clipping functions was called.
         eps: relative precision of the gradients' dtype, of the coarsest where there are several.
         every: how many steps after the sample before.
@@ -84,6 +85,9 @@ class ArrivedSample:
     """A sample on the host: rows [P, C], and what the probes found, by key.
 
     `metrics` has what the sums mean, too: on a rank that holds shards, for these alone.
+
+    `changed_without_a_trace`: a gradient that looked unmodified was not what had been measured: it was written through
+    `.data`.
     """
 
     sample: Sample
@@ -93,15 +97,7 @@ class ArrivedSample:
     metrics: Mapping[str, float] = field(default_factory=dict)
     histograms: Mapping[str, MetricHistogram] = field(default_factory=dict)
     sums: Mapping[str, ArrivedSums] = field(default_factory=dict)
-
-    @property
-    def was_clipped_without_a_trace(self) -> bool:
-        """Whether a gradient that looked unmodified was shorter than measured: it was written through `.data`."""
-        if not self.sample.compared:
-            return False
-        compared = self.rows[list(self.sample.compared)]
-        before, received = compared[:, Column.GRAD_SUM_SQ], compared[:, Column.RECEIVED_SUM_SQ]
-        return bool(np.any(np.sqrt(received) < np.sqrt(before) * (1 - CLIP_TOLERANCE)))
+    changed_without_a_trace: bool = False
 
 
 @dataclass(frozen=True)
@@ -290,9 +286,10 @@ class Shipment:
         for found in self.found:
             found.unpack(metrics, histograms, sums)
         skipped = self.sample.skipped or bool(found_inf)
+        untraced = _differs(rows, earlier, list(self.sample.compared))
         if earlier is not None or received is not None:
             metrics |= _what_happened(rows, earlier, received, self.sample, loss_scale)
-        return ArrivedSample(self.sample, rows, loss_scale, skipped, metrics, histograms, sums)
+        return ArrivedSample(self.sample, rows, loss_scale, skipped, metrics, histograms, sums, untraced)
 
     def _look(self, name: str) -> FloatArray | None:
         """Another look at the rows: [P, C]; None where there was none."""
@@ -306,6 +303,20 @@ class Shipment:
             here = ~np.isnan(device_rows[:, Column.NUM_ELEMENTS])
             rows[here] = device_rows[here]
         return rows
+
+
+def _differs(rows_PC: FloatArray, earlier_PC: FloatArray | None, slots: list[int]) -> bool:
+    """Whether any of these gradients, which looked unmodified, was another one when it was looked at again."""
+    before, after = rows_PC[slots, Column.GRAD_SUM_SQ], rows_PC[slots, Column.RECEIVED_SUM_SQ]
+    if earlier_PC is not None:
+        was_clipped = ~np.isnan(earlier_PC[slots, Column.NUM_ELEMENTS])  # by torch: what counts is how that found it
+        before, after = (
+            np.where(was_clipped, clipped, at_step)
+            for clipped, at_step in ((earlier_PC[slots, Column.GRAD_SUM_SQ], before), (before, after))
+        )
+    before, after = np.sqrt(before), np.sqrt(after)
+    with np.errstate(invalid="ignore"):  # infinite before and after
+        return bool(np.any(np.abs(after - before) > CLIP_TOLERANCE * before))
 
 
 def _what_happened(
