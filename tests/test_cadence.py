@@ -265,10 +265,34 @@ def test_a_function_that_gives_no_whole_number_is_refused_at_once(value):
 def test_a_sample_that_is_unusual_has_the_next_steps_looked_at():
     model = Chosen(a=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    watcher, _ = watch(model)
+    mine = wandb_gradwatch.rule(title="Mine")(lambda snapshot: "2" if snapshot.total_grad_norm[0] == 2 else None)
+    watcher, _ = watch(model, rules=[mine])
     looked: list[int] = []
     watcher._sampler.parts.schedule.look_closely = lambda: looked.append(int(watcher.step))
     for value in (1, 1, 1, 1, 2, 4, 1, 1, float("nan"), 1):
         step(model, optimizer, a=[value])
     watcher.remove()
-    assert looked == [6, 9]  # four times the median of the steps before; twice is nothing unusual
+    # At 5 there is an alert, though twice the usual norm is nothing unusual; four times is, and so is NaN.
+    assert looked == [5, 6, 9]
+
+
+def test_the_first_steps_after_a_restart_are_sampled_one_by_one():
+    clock = SampleClock(step=0)
+    schedule = Schedule(clock, Cadence(sample_every=None), Budget(0.01))
+    schedule.start(0.0, 0.0)
+    sampled: list[int] = []
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            if schedule.is_sampled:
+                sampled.append(clock.open_step)
+            clock.step += 1
+            spent = len(sampled) * 0.5 * STEP
+            if sampled[-1] == clock.step:
+                schedule.add_sample(clock.step, skipped=False, now=clock.step * STEP + spent, seconds_spent=spent)
+
+    # A tenth of what 20,000 steps earn is put aside: 20 steps' time, and 32 samples take 16.
+    train(20_000)
+    schedule.load_state_dict(schedule.state_dict())
+    train(100)
+    assert [n for n in sampled if n > 20_000][: Budget.BURST] == list(range(20_001, 20_001 + Budget.BURST))

@@ -37,7 +37,7 @@ from ._runtime.sharding import DEEPSPEED_REFUSED, has_deepspeed
 from ._runtime.wrappers import unwrapped
 from ._summary import Summary, summarise
 from ._transfer.sample_buffer import SampleBuffer
-from .rules import Alert, Rule
+from .rules import NONFINITE_TITLES, Alert, Rule
 from .sinks import Sink
 from .snapshot import Snapshot
 
@@ -396,11 +396,12 @@ class Watcher:
             try:
                 self._pipeline.deliver(wait=wait)
             finally:  # a callback of the user's may raise
-                if self._replay is not None and self._dispatcher.pop_nonfinite():
+                titles = self._dispatcher.pop_titles()
+                if self._replay is not None and not titles.isdisjoint(NONFINITE_TITLES):
                     self._replay.arm()
                 if self._pipeline.pop_untraced():
                     self._parts.schedule.distrust_versions()
-                if self._pipeline.pop_unusual():
+                if self._pipeline.pop_unusual() or titles:
                     self._parts.schedule.look_closely()
 
 

@@ -182,3 +182,4 @@ class Schedule:
         self._num_samples = int(state["num_samples"])
         self._samples_in_window = int(state["samples_in_window"])
         self._last_sample, self._next_sample = self._clock.step, self._clock.open_step
+        self._budget.look_closely()  # what a rollback or a restart has done shows in its first steps

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from .._runtime.error_boundary import CallbackError
-from ..rules import NONFINITE_TITLES, Alert
+from ..rules import Alert
 from ..sinks import Sink
 from ..snapshot import Snapshot
 from .recorder import FlightRecorder
@@ -50,7 +50,7 @@ class Dispatcher:
         self._to_terminal = to_terminal
         self._first_alert: Alert | None = None
         self._num_alerts = 0
-        self._is_nonfinite = False
+        self._sent_titles: set[str] = set()
 
     @property
     def said(self) -> list[str]:
@@ -79,7 +79,7 @@ class Dispatcher:
         """To every sink, to the recorder and to the user's callbacks; an error also leaves the evidence."""
         self.recorder.alert(alert)
         self._num_alerts += 1
-        self._is_nonfinite = self._is_nonfinite or alert.title in NONFINITE_TITLES
+        self._sent_titles.add(alert.title)
         self._first_alert = self._first_alert or alert
         if alert.level == "ERROR" and not any(sink.is_terminal for sink in self._sinks):
             self._say(str(alert))
@@ -95,10 +95,10 @@ class Dispatcher:
         if raised is not None:
             raise CallbackError from raised
 
-    def pop_nonfinite(self) -> bool:
-        """Whether an alert of NaN or Inf has been sent since this was last asked."""
-        found, self._is_nonfinite = self._is_nonfinite, False
-        return found
+    def pop_titles(self) -> set[str]:
+        """The titles of the alerts that have been sent since this was last asked."""
+        titles, self._sent_titles = self._sent_titles, set()
+        return titles
 
     def record(self, path: str | Path | None = None, *, table: bool = False) -> list[Path]:
         """Write what the flight recorder holds: to a path, or beside the run of every sink that has one.
