@@ -32,7 +32,6 @@ from ._pipeline.pipeline import Pipeline
 from ._pipeline.rule_runner import RuleRunner
 from ._pipeline.saved_samples import NameMatch, load_histogram, load_samples, save_samples
 from ._runtime.error_boundary import ErrorBoundary, alone, graph_is_captured
-from ._runtime.notices import Notices
 from ._runtime.sharding import DEEPSPEED_REFUSED, has_deepspeed
 from ._runtime.wrappers import unwrapped
 from ._summary import Summary, summarise
@@ -47,7 +46,7 @@ logger: Final = logging.getLogger("wandb_gradwatch")
 _NUMBERS: Final = itertools.count()
 
 # What a state holds.
-_OF_STATE: Final = ("sampler", "alert_manager", "guard", "said", "names", "samples", "histogram", "histogram_steps")
+_OF_STATE: Final = ("sampler", "alert_manager", "guard", "said", "names", "samples", "histogram")
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,6 @@ class Watcher:
         name = str(next(_NUMBERS))
         self._registry = registry
         self._alert_manager = AlertManager(config.rules)
-        self._notices = Notices()
         self._removed = False
         self._is_new = True  # nothing has been delivered
         self._boundary = ErrorBoundary(self._failed)
@@ -90,26 +88,19 @@ class Watcher:
         self._dispatcher = Dispatcher(config.sinks, config.on_alert, to_terminal=config.to_terminal)
         kinds = {name: type(module).__name__ for model in registry.models() for name, module in model.named_modules()}
         self._rule_runner = RuleRunner(self._alert_manager, self._dispatcher, modules=kinds)
+        self._sampler = Sampler(registry, self._window, config.capture, self._boundary, self._collect)
+        self._parts = parts = self._sampler.parts
         self._replay: StepReplay | None = None
         self._found: list[Alert] = []  # of replays, to be sent at the next occasion
-        guarded = config.capture.guard is not None and config.capture.guard.replay
-        self._is_replay_of_guard = guarded
+        self._is_replay_of_guard = guarded = config.capture.guard is not None and config.capture.guard.replay
         if guarded or config.on_nonfinite == "trace":
             self._replay = StepReplay(
-                models, self._operation_found, self._notices.say, always=guarded, open_step=lambda: self.step + 1
+                models, self._operation_found, parts.notices.say, always=guarded, open_step=lambda: self.step + 1
             )
-        self._sampler = Sampler(
-            registry,
-            self._window,
-            config.capture,
-            self._boundary,
-            deliver=self._collect,
-            notices=self._notices,
-            replay=self._replay if guarded else None,
-        )
-        self._parts = self._sampler.parts
+        if parts.guard is not None and guarded:
+            parts.guard.replay = self._replay
         overhead = Overhead(lambda: self._sampler.seconds_spent)
-        self._pipeline = Pipeline(self._parts, self._rule_runner, self._dispatcher, overhead, name)
+        self._pipeline = Pipeline(parts, self._rule_runner, self._dispatcher, overhead, name)
         self._sampler.start(name)
         # The model must not be kept alive by us, nor our hooks outlive it.
         self._models = [weakref.ref(model, self._model_gone) for model in registry.models()]
@@ -264,7 +255,6 @@ class Watcher:
         """
         self.wait()
         guard = self._parts.guard
-        histogram, histogram_steps = self._window.open_histogram()
         return {
             "sampler": self._parts.schedule.state_dict(),
             "alert_manager": self._alert_manager.state_dict(),
@@ -272,8 +262,7 @@ class Watcher:
             "said": self._dispatcher.said,
             "names": list(self._registry.names),
             "samples": save_samples(self._pipeline.window),
-            "histogram": None if histogram is None else torch.from_numpy(histogram),
-            "histogram_steps": list(histogram_steps),
+            "histogram": self._window.open_histogram(),
         }
 
     @alone
@@ -295,7 +284,8 @@ class Watcher:
         if self._parts.guard is not None and state["guard"] is not None:
             self._parts.guard.load_state_dict(state["guard"], dict(zip(match.saved, match.slots, strict=True)))
         self._pipeline.window = load_samples(state["samples"], match)
-        self._window.restore_histogram(load_histogram(state["histogram"], match), state["histogram_steps"])
+        histogram = state["histogram"]
+        self._window.restore_histogram(load_histogram(histogram["counts"], match), histogram["steps"])
 
     def _own_turn(self) -> AbstractContextManager[object]:
         """See `alone`. Not with shards: what is asked may wait for ranks whose training waits for this one's."""
@@ -368,8 +358,8 @@ class Watcher:
                 self._deliver()
 
     def _say(self) -> None:
-        while self._notices:
-            notice = self._notices.popleft()
+        while self._parts.notices:
+            notice = self._parts.notices.popleft()
             if notice.step is None:
                 self._dispatcher.notice(notice.kind, notice.text)
             else:

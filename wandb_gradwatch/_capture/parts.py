@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from .._guard.step_skipping import StepSkipping
-from .._nonfinite.replay import StepReplay
 from .._runtime.error_boundary import ErrorBoundary
 from .._runtime.notices import Notices
 from .._runtime.sharding import Shards
@@ -30,9 +29,7 @@ class CaptureParts:
         window: where rows go.
         config: which steps are measured, and what is measured in them.
         boundary: where all of it runs.
-        notices: what is to be said.
         hooks: on the parameters.
-        replay: runs a step that is left out once more; None: it is not asked for.
     """
 
     def __init__(
@@ -41,11 +38,10 @@ class CaptureParts:
         window: SampleBuffer,
         config: CaptureConfig,
         boundary: ErrorBoundary,
-        notices: Notices,
         hooks: BackwardHooks,
-        replay: StepReplay | None,
     ) -> None:
-        self.registry, self.window, self.boundary, self.notices, self.hooks = registry, window, boundary, notices, hooks
+        self.registry, self.window, self.boundary, self.hooks = registry, window, boundary, hooks
+        self.notices = notices = Notices()  # what is to be said
         self.clock = SampleClock(step=config.start_step)  # the open step, and what was marked in it
         self.schedule = Schedule(self.clock, config.cadence, config.budget)  # what is due
         self.shards = Shards()
@@ -58,7 +54,7 @@ class CaptureParts:
         self.wiring = Wiring(registry, self.optimizers, notices)
         self.guard = None  # what withholds gradients from optimizers
         if config.guard is not None:
-            self.guard = StepSkipping(config.guard, window, self.shards, self.optimizers.names, notices, replay)
+            self.guard = StepSkipping(config.guard, window, self.shards, self.optimizers.names, notices)
 
     @property
     def is_measured(self) -> bool:

@@ -18,10 +18,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .._nonfinite.replay import StepReplay
 from .._runtime.autograd import Entry, backward_root, current_graph_task
 from .._runtime.error_boundary import ErrorBoundary, contained
-from .._runtime.notices import Notices
 from .._runtime.sharding import rank, rank_store, world_size
 from .._runtime.steps import STEP_HOOKS, StepListener
 from .._transfer.sample_buffer import SampleBuffer
@@ -50,8 +48,6 @@ class Sampler(StepListener, ScaleListener):
         config: which steps are measured, and what is measured in them.
         boundary: where all of it runs.
         deliver: carries on what has arrived; called at good moments.
-        notices: what is to be said.
-        replay: runs a step that is left out once more; None: it is not asked for.
     """
 
     def __init__(
@@ -60,15 +56,12 @@ class Sampler(StepListener, ScaleListener):
         window: SampleBuffer,
         config: CaptureConfig,
         boundary: ErrorBoundary,
-        *,
         deliver: Callable[[], None],
-        notices: Notices,
-        replay: StepReplay | None,
     ) -> None:
         self.boundary = boundary
         self._deliver = deliver
         self._hooks = BackwardHooks(on_mark=self._mark, on_begin=self._backward_begins, on_end=self._backward_ended)
-        self.parts = parts = CaptureParts(registry, window, config, boundary, notices, self._hooks, replay)
+        self.parts = parts = CaptureParts(registry, window, config, boundary, self._hooks)
         self._clock, self._schedule, self._guard, self._by_hand = (
             parts.clock,
             parts.schedule,
@@ -397,11 +390,7 @@ class Sampler(StepListener, ScaleListener):
 
     @property
     def seconds_spent(self) -> float:
-        """All the time that watching has taken so far: of the host or of a device, whichever took longer.
-
-        They work side by side: what the host does while the device is busy is not the training's loss, and the other
-        way round.
-        """
+        """What watching has taken so far, of the host or of a device, which work side by side: the longer."""
         host = self.boundary.seconds_spent + self.parts.probes.seconds_spent
         return max(host, self._timer.seconds())
 

@@ -47,7 +47,6 @@ class StepSkipping:
         shards: which parameters ranks have only a part of.
         names: asks for the names as they are now.
         notices: what is to be said.
-        replay: runs a bad step once more; None: it is not asked.
     """
 
     def __init__(
@@ -57,12 +56,11 @@ class StepSkipping:
         shards: Shards,
         names: Callable[[], Names],
         notices: Notices,
-        replay: StepReplay | None,
     ) -> None:
         self._guard = guard
         self._window = window
         self._names = names
-        self._replay = replay
+        self.replay: StepReplay | None = None  # runs a bad step once more
         self.needs_rows = guard.is_bad is not None  # otherwise only the norm and the non-finite elements
         self._consensuses = ConsensusTable(shards, function=self.needs_rows)
         self._verdicts = PendingVerdicts(guard, self._present, notices)
@@ -166,8 +164,8 @@ class StepSkipping:
     def end_step(self, number: int) -> None:
         """The open sample has closed under this number."""
         self._last_withheld = self._withheld
-        if self._replay is not None:
-            self._replay.forget()
+        if self.replay is not None:
+            self.replay.forget()
         if not self._opinions:
             return
         was_read = all(isinstance(opinion.values, list) for opinion in self._opinions)
@@ -243,8 +241,8 @@ class StepSkipping:
             self._opinions.append(Opinion(slots, learns, [*values, float(withheld), 0.0]))
         if withheld:
             self._withheld = True
-            if self._replay is not None and values[0] > 0:  # something is not finite
-                self._replay.look(step)
+            if self.replay is not None and values[0] > 0:  # something is not finite
+                self.replay.look(step)
             self._stash.append(without_gradients(optimizer))
 
     def _decide_there(

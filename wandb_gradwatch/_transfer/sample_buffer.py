@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from .._measure.columns import NUM_COLUMNS, RECEIVED_COLUMNS, Column, FloatArray, IntArray
+from .._measure.columns import NUM_COLUMNS, RECEIVED_COLUMNS, Column, FloatArray
 from .._measure.elements import onto, wide_dtype
 from .._measure.measure import Measurement
 from .device_buffer import DeviceBuffer
@@ -200,14 +200,10 @@ class SampleBuffer:
         packed = tuple(ProbeTransfer(values, self._pinned_pool) for values in by_device.values())
         self._shipments.append(Shipment(sample, (), self._num_names, rows=tuple(rows), found=packed))
 
-    def open_histogram(self) -> tuple[IntArray | None, tuple[int, ...]]:
-        """The histogram [P, B] of the window that is not flushed yet, and its steps. Waits for the device."""
-        histogram = None
-        for window in self._everywhere():
-            if window.has_histogram:
-                counts = window.histogram.cpu().numpy()
-                histogram = counts.copy() if histogram is None else histogram + counts
-        return histogram, tuple(self._histogram_steps)
+    def open_histogram(self) -> dict[str, Any]:
+        """Of the window that is not flushed yet the counts [P, B], None for none, and steps. Waits for the device."""
+        parts = [window.histogram.cpu() for window in self._everywhere() if window.has_histogram]
+        return {"counts": torch.stack(parts).sum(dim=0) if parts else None, "steps": list(self._histogram_steps)}
 
     def restore_histogram(self, histogram: Tensor | None, steps: Sequence[int]) -> None:
         """Go on with a histogram [P, B] of an unfinished window, or with none, instead of the one that is there."""
