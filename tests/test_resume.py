@@ -302,9 +302,9 @@ def test_a_state_of_something_else_is_refused_and_changes_nothing() -> None:
     state = watcher.state_dict()
     with pytest.raises(ValueError, match=r"'sampler' is not among the keys \['model', 'watcher'\]"):
         watcher.load_state_dict({"model": {}, "watcher": state})
-    del state["histogram_steps"]
+    del state["histogram"]
     state["sampler"]["step"] = 7
-    with pytest.raises(ValueError, match="'histogram_steps' is not among the keys"):
+    with pytest.raises(ValueError, match="'histogram' is not among the keys"):
         watcher.load_state_dict(state)
     assert watcher.step == 3
     watcher.remove()

@@ -54,7 +54,8 @@ class CaptureParts:
         self.wiring = Wiring(registry, self.optimizers, notices)
         self.guard = None  # what withholds gradients from optimizers
         if config.guard is not None:
-            self.guard = StepSkipping(config.guard, window, self.shards, self.optimizers.names, notices)
+            known = self.optimizers.names
+            self.guard = StepSkipping(config.guard, window, self.shards, registry.names, known, notices)
 
     @property
     def is_measured(self) -> bool:

@@ -82,7 +82,7 @@ class Resting:
             return False
         self._parts.clock.step += 1
         self._parts.boundary.seconds_spent += self._seconds_of_step or 0.0
-        return self._parts.clock.open_step >= self._wakes_at
+        return self._parts.clock.step + 1 >= self._wakes_at
 
     def end(self) -> bool:
         """Look at everything again; whether a backward, or a reset, has come after the last step that was counted."""

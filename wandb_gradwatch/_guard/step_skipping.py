@@ -45,7 +45,8 @@ class StepSkipping:
         guard: what decides.
         window: the open sample's rows.
         shards: which parameters ranks have only a part of.
-        names: asks for the names as they are now.
+        names: the watched parameters' names, a list that grows.
+        known: asks for the names as they are now, and which of them are trainable: for a function of the user's.
         notices: what is to be said.
     """
 
@@ -54,12 +55,13 @@ class StepSkipping:
         guard: SkipGuard,
         window: SampleBuffer,
         shards: Shards,
-        names: Callable[[], Names],
+        names: Sequence[str],
+        known: Callable[[], Names],
         notices: Notices,
     ) -> None:
         self._guard = guard
         self._window = window
-        self._names = names
+        self._names, self._known = names, known
         self.replay: StepReplay | None = None  # runs a bad step once more
         self.needs_rows = guard.is_bad is not None  # otherwise only the norm and the non-finite elements
         self._consensuses = ConsensusTable(shards, function=self.needs_rows)
@@ -106,14 +108,14 @@ class StepSkipping:
             self._decide_here(optimizer, step, slots, values, learns=not inside_backward)
 
     def _present(self, slots: Sequence[int]) -> Present:
-        names = self._names().names
+        names = tuple(self._names)
         present_P = np.zeros(len(names), dtype=bool)
         present_P[list(slots)] = True
         return names, present_P
 
     def _peek(self, slots: Sequence[int], step: int) -> Snapshot:
         """The open sample with nothing but these slots. Waits for the device."""
-        known, here = self._names(), list(slots)
+        known, here = self._known(), list(slots)
         rows_PC = np.full((len(known.names), NUM_COLUMNS), np.nan)
         rows_PC[here] = self._window.peek()[here]
         return Snapshot(np.array([step]), known.names, rows_PC[None], trainable=np.array(known.trainable, dtype=bool))
