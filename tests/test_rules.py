@@ -396,17 +396,20 @@ def _never_lost_and_pausing() -> Snapshot:
 
 
 def test_a_trainable_parameter_without_a_gradient_for_long_is_said_and_one_that_pauses_is_not():
-    (*_, alert) = alerts = list(NoGradient(patience=100).check(_never_lost_and_pausing()))
-    assert steps(alerts) == list(range(100, 121))
-    assert "2 of 3 watched parameters have had no gradient for 100 samples" in alert.text
-    assert "never (120 samples), lost (100 samples)" in alert.text  # present up to 20
+    (first, *_, last) = alerts = list(NoGradient(patience=100).check(_never_lost_and_pausing()))
+    assert steps(alerts) == list(range(30, 121))
+    assert "lost (10 samples)." in first.text  # present up to 20: by chance it is missing once in 22 samples
+    assert "2 of 3 watched parameters have had no gradient for 100 samples" in last.text
+    assert "never (120 samples), lost (100 samples)" in last.text
 
 
 def test_what_is_not_trainable_needs_no_gradient():
     samples = _never_lost_and_pausing()
     assert samples.names == ("never", "lost", "pauses")
-    (alert,) = NoGradient(patience=100).check(replace(samples, trainable=np.array([False, True, True])))
+    *_, alert = NoGradient(patience=100).check(replace(samples, trainable=np.array([False, True, True])))
     assert (alert.step, "lost (100 samples)" in alert.text, "never" in alert.text) == (120, True, False)
+    nothing_left = replace(samples, trainable=np.array([False, False, True]))
+    assert list(NoGradient(patience=100).check(nothing_left)) == []
 
 
 def test_gradients_that_are_all_exactly_0_are_no_gradient_and_not_dead():
@@ -543,6 +546,58 @@ def test_units_that_are_off_in_every_sample_but_never_the_same_ones_are_not_dead
             sample_of({"a.weight": np.outer(on, np.ones(3)), "a.bias": on * 1.0, "b.bias": [1.0]}, step=step)
         )
     assert list(DeadGradient().check(together(samples))) == []
+
+
+def layers(*, dead: dict[str, int], units: int = 64, weight: float = 1.0, empty: str = "") -> dict[str, np.ndarray]:
+    """Gradients of the layers 0, 1, 2 of so many units, of which some are dead; of one layer the input is 0."""
+    grads = {}
+    for name in "012":
+        on = (np.arange(units) >= dead.get(name, 0)) * weight
+        grads[f"{name}.weight"] = np.outer(on, np.full(2, float(name != empty)))
+        grads[f"{name}.bias"] = on
+    return grads
+
+
+def dead_steps(*grads: dict[str, np.ndarray], parameters: float = 1.0) -> list[int]:
+    """When a layer is told of that has these gradients sample after sample, and weights of this size."""
+    samples = [
+        sample_of(one, step=step, parameters={name: np.full(grad.shape, parameters) for name, grad in one.items()})
+        for step, one in enumerate(grads, 1)
+    ]
+    return steps(DeadGradient().check(together(samples)))
+
+
+def test_half_of_an_untrained_layers_units_are_off_by_chance_and_more_are_not():
+    # 64 fair coins: 32 +- 4 deviations of 4, which is 48. The same units in every sample, as a fixed batch shows them.
+    assert dead_steps(*[layers(dead={"1": 47})] * 30) == []
+    assert dead_steps(*[layers(dead={"1": 50})] * 12) == [10, 11, 12]
+
+
+def test_half_of_a_layer_that_dies_at_once_is_told_at_the_second_sample():
+    before, after = [layers(dead={"1": 4})] * 20, [layers(dead={"1": 36})] * 2
+    assert dead_steps(*before, *after) == [22]
+    drifting = [layers(dead={"1": 16 + step}) for step in range(24)]  # one unit more in each sample, up to 39
+    assert dead_steps(*drifting) == []
+
+
+def test_layers_that_are_dead_from_the_first_step_on_are_told_at_the_second_unless_weights_of_0_hold_them_up():
+    dead = [layers(dead={"0": 64, "1": 64})] * 11
+    assert dead_steps(*dead) == list(range(2, 12))
+    assert dead_steps(*dead, parameters=0.0) == [10, 11]  # as before a layer that begins at 0: after `patience`
+    expert = [layers(dead={"1": 64})] * 11  # what comes before it has gradients: a branch that is not used now
+    assert dead_steps(*expert) == [10, 11]
+    assert dead_steps(*[layers(dead={"0": 4}, units=4)] * 9) == []  # four units are all off now and then
+
+
+def test_a_layer_whose_inputs_become_0_is_told_at_the_second_sample():
+    before, after = [layers(dead={})] * 50, [layers(dead={}, empty="0")] * 2
+    check = DeadGradient()
+    samples = together([sample_of(grads, step=s) for s, grads in enumerate([*before, *after], 1)])
+    (alert,) = check.check(samples)
+    assert alert.step == 52
+    assert "the weights of 0 have had no gradient while its bias has one" in alert.text
+    assert "the data has changed" in alert.text
+    assert dead_steps(*[layers(dead={}, empty="0")] * 30) == []  # inputs that were never anything else
 
 
 def test_a_whole_layer_that_dies_is_told_at_the_second_sample():

@@ -403,6 +403,23 @@ def test_a_network_that_is_only_copied_into_needs_no_gradient_unless_an_optimize
     assert [(alert.step, "target.a (5 samples)" in alert.text) for alert in alerts] == ([(5, True)] if held else [])
 
 
+@pytest.mark.parametrize("frozen", [True, False])
+def test_what_is_unfrozen_or_frozen_on_the_way_needs_no_gradient_while_it_is_frozen(frozen):
+    """Layers that start one after the other, and one that is frozen later; detached instead, it is missed."""
+    model = Chosen(a=1, b=1, c=1)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    alerts = []
+    with watch(model, rules=[NoGradient(patience=15)], on_alert=alerts.append)[0]:
+        for number in range(1, 71):
+            model.b.requires_grad_(number > 20)
+            model.c.requires_grad_(number <= 45 or not frozen)
+            used = {"a": [1]} | ({"b": [1]} if number > 20 else {}) | ({"c": [1]} if number <= 45 else {})
+            optimizer.zero_grad()
+            model.loss(**used).backward()
+            optimizer.step()
+    assert [(alert.step, "c (10 samples)" in alert.text) for alert in alerts] == ([] if frozen else [(55, True)])
+
+
 def test_a_layer_that_had_a_gradient_though_no_optimizer_holds_it_is_missed_when_the_gradient_stops():
     model = Chosen(a=1, forgotten=1)
     optimizer = SGD([model.a], lr=0.1)

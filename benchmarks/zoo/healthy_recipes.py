@@ -336,7 +336,7 @@ RECIPES: Table = {
     },
     "schedules": {
         "warm restarts": lambda: supervised(resnet(4), data.images(), classify, optimizer=momentum, lr=0.05, schedule=restarts, steps=300),
-        "one cycle": lambda: supervised(mlp(12, 32, 32, 4), data.blobs(), classify, optimizer=momentum, lr=0.3, schedule=one_cycle),
+        "one cycle": lambda: supervised(mlp(12, 32, 32, 4), data.blobs(), classify, optimizer=momentum, lr=0.1, schedule=one_cycle),
         "warm-up of 100 steps from 0": lambda: supervised(mlp(8, 32, 32, 1), data.curve(), regress, lr=3e-3, schedule=lambda step: min((step - 1) / 100, 1.0)),
         "10x down every 80 steps": lambda: supervised(conv(), data.images(), classify, optimizer=momentum, lr=0.05, schedule=lambda step: 0.1 ** (step // 80), steps=240),
         "linear to 0": lambda: supervised(mlp(12, 32, 32, 4), data.blobs(), classify, lr=5e-3, schedule=lambda step: 1 - step / 200),

@@ -21,6 +21,7 @@ class ModuleKinds:
     Args:
         names: [L] in the order in which they first appear.
         of_parameter: [P] the module's place of each parameter.
+        is_bias: [P] True for a bias.
         has_bias: [L] True where one of the module's parameters is a bias.
         order: [P] parameters sorted by their module.
         starts: [L] where each module begins in that order.
@@ -28,6 +29,7 @@ class ModuleKinds:
 
     names: tuple[str, ...]
     of_parameter: npt.NDArray[np.intp]
+    is_bias: npt.NDArray[np.bool_]
     has_bias: npt.NDArray[np.bool_]
     order: npt.NDArray[np.intp]
     starts: npt.NDArray[np.intp]
@@ -40,10 +42,11 @@ def modules_of(names: tuple[str, ...]) -> ModuleKinds:
     places: dict[str, int] = {}
     of_P = np.array([places.setdefault(module_of(name), len(places)) for name in names], dtype=np.intp)
     has_bias_L = np.zeros(len(places), dtype=bool)
-    has_bias_L[[place for name, place in zip(names, of_P, strict=True) if "bias" in name.rpartition(".")[2]]] = True
+    is_bias_P = np.array(["bias" in name.rpartition(".")[2] for name in names], dtype=bool)
+    has_bias_L[of_P[is_bias_P]] = True
     order_P = np.argsort(of_P, kind="stable")
     starts_L = np.searchsorted(of_P[order_P], np.arange(len(places)))
-    return ModuleKinds(tuple(places), of_P, has_bias_L, order_P, starts_L)
+    return ModuleKinds(tuple(places), of_P, is_bias_P, has_bias_L, order_P, starts_L)
 
 
 def module_norms(snapshot: Snapshot) -> tuple[tuple[str, ...], FloatArray]:
@@ -68,6 +71,17 @@ def dead_units(snapshot: Snapshot) -> tuple[tuple[str, ...], FloatArray]:
     least_SL = np.fmin.reduceat(dead_SP, modules.starts, axis=1)
     whole_SL = np.where(modules.has_bias, least_SL, (least_SL == 1.0).astype(np.float64))
     return modules.names, np.where(np.isnan(least_SL), np.nan, whole_SL)
+
+
+def without_inputs(snapshot: Snapshot) -> npt.NDArray[np.bool_]:
+    """Modules whose weights have no gradient while their bias has one: all that reaches them is 0. [S, L]."""
+    modules = modules_of(snapshot.names)
+    dead_SP = snapshot.dead_ratio[:, modules.order]
+    is_bias_P = modules.is_bias[modules.order]
+    weights_SL = np.fmin.reduceat(np.where(is_bias_P, np.nan, dead_SP), modules.starts, axis=1)
+    biases_SL = np.fmin.reduceat(np.where(is_bias_P, dead_SP, np.nan), modules.starts, axis=1)
+    empty_SL: npt.NDArray[np.bool_] = (weights_SL == 1.0) & (biases_SL < 1.0)
+    return empty_SL
 
 
 def initial_gains(snapshot: Snapshot, sample: int) -> list[tuple[str, float]]:

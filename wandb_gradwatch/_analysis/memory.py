@@ -44,6 +44,51 @@ class PerName:
         self._elsewhere = {str(name): float(value) for name, value in state.items()}
 
 
+class Streaks:
+    """By name, for how many samples in a row something is so, and how likely that is by chance.
+
+    Laplace's rule of succession: what was so in 2 of 48 samples before is so in the next one with a chance of 3 / 50.
+    """
+
+    def __init__(self) -> None:
+        self._seen, self._before, self._row = PerName(), PerName(), PerName()
+
+    def row(self, names: tuple[str, ...]) -> FloatArray:
+        """Samples in a row up to now: [P]."""
+        return self._row.of(names)
+
+    def see(
+        self, names: tuple[str, ...], is_so_P: npt.NDArray[np.bool_], present_P: npt.NDArray[np.bool_] | None = None
+    ) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """Note one more sample of what is present in it.
+
+        Returns:
+            [P] each: samples in a row up to now, samples before these, and the chance of these by those.
+        """
+        seen_P, so_P, row_P = self._seen.of(names), self._before.of(names), self._row.of(names)
+        present_P = np.ones(len(names), dtype=bool) if present_P is None else present_P
+        ended_P = present_P & ~is_so_P
+        so_P[ended_P] += row_P[ended_P]
+        row_P[ended_P], row_P[is_so_P] = 0, row_P[is_so_P] + 1
+        seen_P[present_P] += 1
+        before_P = seen_P - row_P
+        return row_P, before_P, ((so_P + 1) / (before_P + 2)) ** row_P
+
+    def end(self, names: tuple[str, ...], num_samples: int) -> None:
+        """Note samples in which it was so for none of the names, the same as `see` would."""
+        seen_P, so_P, row_P = self._seen.of(names), self._before.of(names), self._row.of(names)
+        so_P += row_P
+        row_P[:] = 0
+        seen_P += num_samples
+
+    def state_dict(self) -> dict[str, dict[str, float]]:
+        return {"seen": self._seen.state_dict(), "before": self._before.state_dict(), "row": self._row.state_dict()}
+
+    def load_state_dict(self, state: dict[str, dict[str, float]]) -> None:
+        for name, kept in (("seen", self._seen), ("before", self._before), ("row", self._row)):
+            kept.load_state_dict(state[name])
+
+
 class Kinds:
     """Tell the kinds of samples of one loop apart by which parameters they hold.
 

@@ -22,6 +22,7 @@ from .parameter_registry import ParameterRegistry
 
 _STEPS: Final = 3  # of each optimizer that are looked at
 _PATIENCE_IN_BACKWARDS: Final = 1000  # that only accumulate, without a step, are worth a word
+_SCAN_EVERY: Final = 5  # samples at least: experts come and go in every one
 _WITNESSES: Final = 5  # small parameters of an optimizer whose gradients stand for all of its
 
 
@@ -54,6 +55,9 @@ class Wiring:
         self._unowned: dict[int, int] = {}  # slots with a gradient and no optimizer, with their versions, until told of
         self._samples_to_wait = 0  # until what is in `_unowned` is told of
         self._known_unowned: frozenset[int] = frozenset()
+        self._marked_before: frozenset[int] = frozenset()
+        self._has_changed = False  # which parameters have a gradient, since they were last looked at
+        self._samples_since_scan = _SCAN_EVERY
         self._facts: dict[str, Tensor] = {}
 
     def take(self) -> dict[str, Tensor]:
@@ -105,8 +109,17 @@ class Wiring:
 
     # ---- parameters without an optimizer
 
+    def _look_for_frozen(self, marked: frozenset[int]) -> None:
+        """What has no gradient any more, or has one for the first time, may have been frozen or unfrozen."""
+        self._has_changed |= marked != self._marked_before
+        self._marked_before, self._samples_since_scan = marked, self._samples_since_scan + 1
+        if self._has_changed and self._samples_since_scan >= _SCAN_EVERY:
+            self._has_changed, self._samples_since_scan = False, 0
+            self._parameter_registry.scan()
+
     def sample_closed(self, marked: Collection[int], owner: Collection[int]) -> None:
         """A sample of optimizer steps is over: parameters that got a gradient and that no optimizer holds."""
+        self._look_for_frozen(frozenset(marked))
         unowned = frozenset(slot for slot in marked if slot not in owner)
         first, self._first_versions = self._first_versions, {}
         if unowned and unowned != self._known_unowned:  # looked for once, and again only when others are without one

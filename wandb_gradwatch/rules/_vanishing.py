@@ -6,24 +6,27 @@ import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from .._analysis.depth import DepthTrend, depth_trends
 from .._analysis.formatting import listing, number, sentence, worst_first
-from .._analysis.layers import dead_units, modules_of
-from .._analysis.memory import PerName
+from .._analysis.layers import dead_units, modules_of, without_inputs
+from .._analysis.memory import Streaks
 from .._measure.columns import FloatArray
 from ..snapshot import Snapshot
 from ._base import Alert, check_limits
 
 # S samples, P watched parameters, L modules
 
-_CHANCE: float = 1e-3  # that a layer which is now and then without a gradient is so as often in a row
-_ARRIVED: float = 1e-6  # of the largest norm so far: what fits exactly has layers without any gradient, and is done
-_ABRUPT: float = 1e3  # a fall below the floor from a norm this many times above it is no slow convergence
+_CHANCE: Final = 1e-3  # that a layer which is now and then without a gradient is so as often in a row
+_AT_ONCE: Final = 0.25  # of a layer's units: so many do not die within one sample of a healthy training
+_MIN_UNITS: Final = 8  # fewer are all off in two samples now and then
+_LOST_CHANCE, _MIN_BEFORE = 1e-6, 20  # that a gradient pauses; phases of a training are longer than a few samples
+_ARRIVED: Final = 1e-6  # of the largest norm so far: what fits exactly has layers without any gradient, and is done
+_ABRUPT: Final = 1e3  # a fall below the floor from a norm this many times above it is no slow convergence
 
 
 @dataclass(kw_only=True)
@@ -123,9 +126,13 @@ class DeadGradient:
     """Units of a layer get no gradient at all, and they are the same ones from sample to sample: "Dead gradient".
 
     A count of one sample says nothing: at a batch of 1 half of all ReLU units are off in every sample, though never the
-    same half. That the same units are dead shows where the count does not scatter as a chance would have it. A whole
-    layer without any gradient is told at the second sample if it never was so before; experts and losses that are now
-    and then without one take longer by Laplace's rule of succession.
+    same half. That the same units are dead shows where the count does not scatter as a chance would have it. Nor does
+    half of a layer say anything: far from the input, where all samples look alike, each unit of an untrained layer is
+    on for all of them or off for all of them, and half of them are off. So a layer counts where more units are dead
+    than fair coins would make, or where so many have died at once.
+
+    A whole layer without any gradient is told at the second sample if it never was so before; experts and losses that
+    are now and then without one take longer by Laplace's rule of succession. So is a layer whose input has become 0.
 
     Args:
         max_ratio: the share of a layer's units that may be dead. 5 % and 20 %, as is often read, is what an untrained
@@ -138,9 +145,8 @@ class DeadGradient:
     _recent: deque[FloatArray] = field(default_factory=deque, init=False, repr=False)  # shares of the last samples: [L]
     _largest: float = field(default=0.0, init=False)
     _modules: tuple[str, ...] = field(default=(), init=False, repr=False)
-    _num_seen: PerName = field(default_factory=PerName, init=False, repr=False)
-    _num_whole: PerName = field(default_factory=PerName, init=False, repr=False)  # samples with all dead, before
-    _num_in_a_row: PerName = field(default_factory=PerName, init=False, repr=False)  # and up to now
+    _dead: Streaks = field(default_factory=Streaks, init=False, repr=False)  # modules without any gradient
+    _empty: Streaks = field(default_factory=Streaks, init=False, repr=False)  # modules whose input is 0
 
     title: ClassVar[str] = "Dead gradient"
 
@@ -149,30 +155,34 @@ class DeadGradient:
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
         modules, share_SL = dead_units(snapshot)
+        empty_SL = without_inputs(snapshot)
         if modules != self._modules:
             places = [self._modules.index(name) if name in self._modules else -1 for name in modules]
             self._recent = deque(np.append(shares, np.nan)[places] for shares in self._recent)
             self._modules = modules
-        seen_L, whole_L, row_L = (kept.of(modules) for kept in (self._num_seen, self._num_whole, self._num_in_a_row))
         for sample in np.flatnonzero(snapshot.total_grad_norm > 0).tolist():  # nothing at all is NoGradient's
             self._largest = max(self._largest, float(snapshot.total_grad_norm[sample]))
             if snapshot.total_grad_norm[sample] < _ARRIVED * self._largest:
                 continue
             share_L = share_SL[sample]
             present_L, all_dead_L = ~np.isnan(share_L), share_L == 1.0
-            alive_L = present_L & ~all_dead_L
-            whole_L[alive_L] += row_L[alive_L]
-            row_L[alive_L], row_L[all_dead_L] = 0, row_L[all_dead_L] + 1
-            seen_L[present_L] += 1
-            before_L = seen_L - row_L
-            chance_L = ((whole_L + 1) / (before_L + 2)) ** row_L
-            suddenly_L = all_dead_L & (chance_L < _CHANCE) & (row_L >= 2)
+            row_L, before_L, chance_L = self._dead.see(modules, all_dead_L, present_L)
+            suddenly_L = all_dead_L & (row_L >= 2)
+            if suddenly_L.any():
+                suddenly_L &= (chance_L < _CHANCE) | self._from_the_start(
+                    snapshot, sample, suddenly_L & (before_L == 0)
+                )
             self._recent.append(share_L)
             if len(self._recent) > self.patience:
                 self._recent.popleft()
             dead_L = suddenly_L | self._are_the_same(snapshot, sample)
+            row_L, before_L, chance_L = self._empty.see(modules, empty_SL[sample], present_L)
+            empty_L = empty_SL[sample] & (chance_L < _CHANCE) & (row_L >= 2) & (before_L >= self.patience)
             if dead_L.any():
                 yield self._alert(snapshot, sample, share_L, np.flatnonzero(dead_L)[::-1].tolist())
+            elif empty_L.any():
+                first = int(np.flatnonzero(empty_L)[0])
+                yield self._empty_alert(int(snapshot.steps[sample]), modules, first, int(row_L[first]), present_L)
 
     def _are_the_same(self, snapshot: Snapshot, sample: int) -> npt.NDArray[np.bool_]:
         """Layers with too many dead units in each of the last samples, so equally many that they must be the same."""
@@ -180,15 +190,30 @@ class DeadGradient:
         if len(self._recent) < self.patience or not has_many_L.any():
             return np.zeros_like(has_many_L)
         recent = np.stack(self._recent)
-        least_L, spread_L = recent.min(axis=0), recent.max(axis=0) - recent.min(axis=0)
-        modules = modules_of(snapshot.names)
-        size_L = np.full(len(modules.names), np.inf)
-        np.fmin.at(size_L, modules.of_parameter, snapshot.num_elements[sample])  # a bias has one element per unit
-        mean_L = recent.mean(axis=0)
-        with np.errstate(invalid="ignore"):
-            scatter_L = np.sqrt(mean_L * (1 - mean_L) / size_L)
-            same: npt.NDArray[np.bool_] = (least_L > self.max_ratio) & (spread_L <= scatter_L)
+        size_L = _num_units(snapshot, sample)
+        # Four deviations of so many fair coins above their mean; of a layer of a few units all have to be dead.
+        by_chance_L = np.minimum(
+            self.max_ratio + 4 * np.sqrt(self.max_ratio * (1 - self.max_ratio) / size_L), 1.0 - 1e-9
+        )
+        newest, earlier = recent[-2:], recent[:-2]
+        have_died_L = _alike(newest, size_L) & (newest.min(axis=0) > self.max_ratio)
+        have_died_L &= newest.min(axis=0) - np.max(earlier, axis=0, initial=0.0) > _AT_ONCE
+        same: npt.NDArray[np.bool_] = have_died_L | (_alike(recent, size_L) & (recent.min(axis=0) > by_chance_L))
         return same
+
+    @staticmethod
+    def _from_the_start(snapshot: Snapshot, sample: int, dead_L: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+        """These layers, if they are all from the input up to one, and nothing that has yet to leave 0 holds them up.
+
+        Gradients do not pass a weight that is 0 at first, and a few units may be off by chance.
+        """
+        num = int(np.argmin(dead_L)) if not dead_L.all() else 0
+        norm_P = snapshot.param_norm[sample]
+        weights = [norm for name, norm in zip(snapshot.names, norm_P, strict=True) if "bias" not in name]
+        held_up = not all(norm > 0 for norm in weights)  # NaN: not known
+        if not num or dead_L[num:].any() or held_up or _num_units(snapshot, sample)[num - 1] < _MIN_UNITS:
+            return np.zeros_like(dead_L)
+        return dead_L
 
     def _alert(self, snapshot: Snapshot, sample: int, share_L: FloatArray, dead: list[int]) -> Alert:
         step, modules = int(snapshot.steps[sample]), modules_of(snapshot.names)
@@ -206,21 +231,51 @@ class DeadGradient:
         )
         return Alert(self.title, sentence(fact, layers, cause, remedy), step, "WARN")
 
+    def _empty_alert(
+        self, step: int, modules: tuple[str, ...], place: int, num: int, present_L: npt.NDArray[np.bool_]
+    ) -> Alert:
+        fact = (
+            f"Step {step}: for {num} samples the weights of {modules[place]} have had no gradient while its bias has "
+            "one: every input of this layer is 0."
+        )
+        if place == int(np.argmax(present_L)):
+            cause = "the data has changed: this layer is the first, and its inputs are all 0"
+            remedy = "look at the data, its loading and its normalisation, and at masks and dropout on the inputs"
+        else:
+            cause = "dead units in the layer before it, or an output of it that is multiplied by 0"
+            remedy = "check what feeds this layer: masks, dropout, the layer's bias; lower the learning rate"
+        return Alert(self.title, sentence(fact, "", cause, remedy), step, "WARN")
+
     def state_dict(self) -> dict[str, Any]:
         return {
             "largest": self._largest,
             "modules": list(self._modules),
             "recent": [shares.tolist() for shares in self._recent],  # NaN where a layer was missing
-            "num_seen": self._num_seen.state_dict(),
-            "num_whole": self._num_whole.state_dict(),
-            "num_in_a_row": self._num_in_a_row.state_dict(),
+            "dead": self._dead.state_dict(),
+            "empty": self._empty.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._largest, self._modules = float(state["largest"]), tuple(state["modules"])
         self._recent = deque(np.array(shares, dtype=np.float64) for shares in state["recent"])
-        for name in ("num_seen", "num_whole", "num_in_a_row"):
-            getattr(self, f"_{name}").load_state_dict(state[name])
+        self._dead.load_state_dict(state["dead"])
+        self._empty.load_state_dict(state["empty"])
+
+
+def _num_units(snapshot: Snapshot, sample: int) -> FloatArray:
+    """Each module's units, by its smallest parameter: a bias has one element per unit. [L]"""
+    modules = modules_of(snapshot.names)
+    size_L = np.full(len(modules.names), np.inf)
+    np.fmin.at(size_L, modules.of_parameter, snapshot.num_elements[sample])
+    return size_L
+
+
+def _alike(share_NL: FloatArray, size_L: FloatArray) -> npt.NDArray[np.bool_]:
+    """Whether the shares of these samples differ by less than a count of independent units scatters: [L]."""
+    mean_L = share_NL.mean(axis=0)
+    with np.errstate(invalid="ignore"):
+        alike: npt.NDArray[np.bool_] = np.ptp(share_NL, axis=0) <= np.sqrt(mean_L * (1 - mean_L) / size_L)
+    return alike
 
 
 @dataclass(kw_only=True)
@@ -231,37 +286,41 @@ class NoGradient:
 
     Args:
         patience: samples in a row in which a watched parameter had no gradient.
+        lost_patience: the same for one that had a gradient in nearly all samples before, at least 20.
         zero_patience: samples in a row in which all gradients were exactly 0.
     """
 
     patience: int = 100
+    lost_patience: int = 10
     zero_patience: int = 10
-    _num_missing: PerName = field(default_factory=PerName, init=False, repr=False)
+    _missing: Streaks = field(default_factory=Streaks, init=False, repr=False)
     _num_zero: int = field(default=0, init=False)
     _is_often_zero: bool = field(default=False, init=False)  # a hinge loss whose samples are satisfied, now and then
 
     title: ClassVar[str] = "No gradient"
 
     def __post_init__(self) -> None:
-        check_limits(self, patience=(1.0, math.inf), zero_patience=(1.0, math.inf))
+        from_1 = (1.0, math.inf)
+        check_limits(self, patience=from_1, lost_patience=from_1, zero_patience=from_1)
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
-        count_P = self._num_missing.of(snapshot.names)
         missing_SP = np.isnan(snapshot.num_elements)
         if not missing_SP.any() and (snapshot.total_grad_norm > 0).all():  # as nearly always: no sample needs a look
             self._is_often_zero |= self._num_zero > 0
-            count_P[:], self._num_zero = 0, 0
+            self._missing.end(snapshot.names, len(snapshot))
+            self._num_zero = 0
             return
         for sample, missing_P in enumerate(missing_SP):
-            count_P[missing_P] += 1
-            count_P[~missing_P] = 0
+            row_P, before_P, chance_P = self._missing.see(snapshot.names, missing_P)
+            late_P = row_P >= self.patience
+            late_P |= (row_P >= self.lost_patience) & (before_P >= _MIN_BEFORE) & (chance_P < _LOST_CHANCE)
             all_zero = snapshot.total_grad_norm[sample] == 0 and not np.any(snapshot.num_nonfinite[sample] > 0)
             self._is_often_zero |= self._num_zero > 0 and not all_zero
             self._num_zero = self._num_zero + 1 if all_zero else 0
             if self._num_zero >= self.zero_patience and not self._is_often_zero:
                 yield self._zero_alert(int(snapshot.steps[sample]))
-            elif (late := np.flatnonzero((count_P >= self.patience) & snapshot.trainable)).size:
-                yield self._missing_alert(int(snapshot.steps[sample]), snapshot.names, count_P, late)
+            elif (late := np.flatnonzero(late_P & snapshot.trainable)).size:
+                yield self._missing_alert(int(snapshot.steps[sample]), snapshot.names, row_P, late)
 
     def _zero_alert(self, step: int) -> Alert:
         fact = (
@@ -278,7 +337,7 @@ class NoGradient:
         missing = worst_first(count_P, late.tolist())
         fact = (
             f"Step {step}: {len(missing)} of {len(names)} watched parameters have had no gradient for "
-            f"{self.patience} samples or more."
+            f"{count_P[missing[-1]]:.0f} samples or more."
         )
         layers = listing(missing, lambda p: f"{names[p]} ({count_P[p]:.0f} samples)")
         cause = "layers frozen by mistake, detached from the loss, or not used by the forward"
@@ -287,11 +346,11 @@ class NoGradient:
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "num_missing": self._num_missing.state_dict(),
+            "missing": self._missing.state_dict(),
             "num_zero": self._num_zero,
             "is_often_zero": self._is_often_zero,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._num_missing.load_state_dict(state["num_missing"])
+        self._missing.load_state_dict(state["missing"])
         self._num_zero, self._is_often_zero = int(state["num_zero"]), bool(state["is_often_zero"])
