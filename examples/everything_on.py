@@ -17,7 +17,16 @@ from torch.nn import functional
 import wandb_gradwatch
 from wandb_gradwatch._page.page import write_page
 from wandb_gradwatch._page.read import read_run
-from wandb_gradwatch.metrics import Activations, Attention, Metric, MonitorMixin, OptimizerState, Reference, Updates
+from wandb_gradwatch.metrics import (
+    Activations,
+    Attention,
+    Metric,
+    MonitorMixin,
+    NoiseScale,
+    OptimizerState,
+    Reference,
+    Updates,
+)
 
 os.environ.setdefault("WANDB_MODE", "offline")  # no account needed; `wandb sync` uploads the run later
 
@@ -71,6 +80,7 @@ def main() -> None:
         Attention(),
         Updates(),
         OptimizerState(),
+        NoiseScale(batch_size=BATCH // 2),
         Reference(model, match="weight$", activations=r"^blocks\.\d+$"),
         Metric("spectral_norm", lambda w: torch.linalg.matrix_norm(w, 2), match=r"(qkv|out)\.weight$", every=5),
         Metric("kurtosis", lambda a: ((a - a.mean()) / a.std()).pow(4).mean(), on="activation", match=r"^blocks\.\d+$"),
@@ -82,9 +92,12 @@ def main() -> None:
             began = time.perf_counter()
             starts = torch.randint(len(data) - LENGTH - 1, (BATCH,)).tolist()
             batch = torch.stack([data[start : start + LENGTH + 1] for start in starts])
-            loss = functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
             optimizer.zero_grad()
-            loss.backward()
+            loss = torch.zeros(())
+            for half in batch.chunk(2):  # two micro-batches: their difference is the noise of the gradient
+                loss_of_half = functional.cross_entropy(model(half[:, :-1]).flatten(0, 1), half[:, 1:].flatten()) / 2
+                loss_of_half.backward()
+                loss += loss_of_half.detach()
             optimizer.step()
             wandb.log({"loss": loss.item()})
             times.append(1000 * (time.perf_counter() - began))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from rank_programs import LEARNING_RATE, batch_of, build, collect_warnings, loss
 from rank_programs import train as train_ranks
 from torch import nn
 
-from wandb_gradwatch.metrics import Activations, Metric, OptimizerState, Reference, Updates
+from wandb_gradwatch.metrics import Activations, Metric, NoiseScale, OptimizerState, Reference, Updates
 from wandb_gradwatch.sinks._history_row import HistoryRow
 
 
@@ -172,31 +173,33 @@ def a_reference_that_is_made_too_late(rank: int, world: int):
 
 OPTIMIZED = {
     "adamw": lambda model: (torch.optim.AdamW(model.parameters(), lr=1e-2), [OptimizerState()]),
+    "noise": lambda model: (torch.optim.SGD(model.parameters(), lr=1e-2), [NoiseScale()]),
     "sgd": lambda model: (torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9), [OptimizerState()]),
 }
 
 
-def optimized_alone(kind: str, world: int = 2) -> dict[str, np.ndarray]:
+def optimized_alone(kind: str, *, world: int = 2, micros: int = 1) -> dict[str, np.ndarray]:
     """On one process, with the batches of all ranks: the metrics of parameters by key."""
-    model = build()
-    return _optimized(model, kind, [[batch_of(rank, step) for rank in range(world)] for step in range(4)])
+    return _optimized(build(), kind, range(world), micros)
 
 
-def optimized(rank: int, world: int, *, kind: str) -> dict[str, np.ndarray]:
-    """Under FSDP2, each rank with its own batch; what this rank knows once all is merged."""
+def optimized(rank: int, world: int, *, kind: str, micros: int = 1, ddp: bool = False) -> dict[str, np.ndarray]:
+    """Under FSDP2, or DDP, each rank with its own batch; what this rank knows once all is merged."""
     from torch.distributed.fsdp import fully_shard
 
     model = build()
-    fully_shard(model)
-    return _optimized(model, kind, [[batch_of(rank, step)] for step in range(4)])
+    wrapped = nn.parallel.DistributedDataParallel(model) if ddp else fully_shard(model)
+    return _optimized(wrapped, kind, [rank], micros)
 
 
-def _optimized(model: nn.Module, kind: str, batches: list[list[torch.Tensor]]) -> dict[str, np.ndarray]:
+def _optimized(model: nn.Module, kind: str, ranks: Sequence[int], micros: int) -> dict[str, np.ndarray]:
     optimizer, metrics = OPTIMIZED[kind](model)
     watcher, sink = watch(model, metrics)
-    for of_step in batches:
+    for step in range(4):
         optimizer.zero_grad()
-        sum(loss_of(model, batch) / len(of_step) for batch in of_step).backward()
+        for micro in range(micros):
+            losses = [loss_of(model, batch_of(rank, step, micro)) for rank in ranks]
+            (torch.stack(losses).mean() / micros).backward()
         optimizer.step()
     watcher.remove()
     merged = sink.merged()

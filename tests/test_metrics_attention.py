@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from wandb_gradwatch._measure.columns import NUM_COLUMNS
 from wandb_gradwatch.metrics import Attention, EntropyCollapse, MonitorMixin, log_attention
-from wandb_gradwatch.metrics._attention import AttentionCall, entropy_sums
+from wandb_gradwatch.metrics._attention import AttentionCall, weight_sums
 from wandb_gradwatch.snapshot import Snapshot
 
 SGD = torch.optim.SGD
@@ -23,7 +23,7 @@ INF = math.inf
 def entropies(query, key, **options):
     """Mean entropy and mean ratio of each head: two [H]."""
     call = {"value": None, "mask": None, "is_causal": False, "scale": None} | options
-    sums = entropy_sums(AttentionCall(query, key, **call))
+    sums, _ = weight_sums(AttentionCall(query, key, **call))
     return (sums[:, 0] / sums[:, 1]).tolist(), (sums[:, 2] / sums[:, 3]).tolist()
 
 
@@ -80,6 +80,69 @@ def test_weights_are_computed_in_parts_when_there_are_many(monkeypatch):
     whole = entropies(query, key, mask=mask)
     monkeypatch.setattr("wandb_gradwatch.metrics._attention._WEIGHTS_AT_ONCE", 2 * 2 * 4 * 6)  # two of the seven
     np.testing.assert_allclose(entropies(query, key, mask=mask), whole, rtol=1e-6)
+    whole = entropies(query, key, is_causal=True)
+    for at_once in (2 * 6, 2 * 6 * 3, 1):  # one query of one item, three of them, and less than that
+        monkeypatch.setattr("wandb_gradwatch.metrics._attention._WEIGHTS_AT_ONCE", at_once)
+        np.testing.assert_allclose(entropies(query, key, is_causal=True), whole, rtol=1e-6)
+
+
+@pytest.mark.parametrize("at_once", [2**24, 13])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_logits_are_those_of_torchs_own_formula(is_causal, at_once, monkeypatch):
+    monkeypatch.setattr("wandb_gradwatch.metrics._attention._WEIGHTS_AT_ONCE", at_once)
+    torch.manual_seed(0)
+    query, key = 3 * torch.randn(4, 2, 5, 8), torch.randn(4, 2, 6, 8)
+    logits = query.double() @ key.double().mT / math.sqrt(8)
+    if is_causal:
+        logits = logits.masked_fill(torch.ones(5, 6, dtype=torch.bool).triu(1), -INF)
+    sums, largest = weight_sums(AttentionCall(query, key, None, None, is_causal, None))
+    np.testing.assert_allclose(largest, logits.amax((0, 2, 3)), rtol=1e-5)
+    np.testing.assert_allclose(sums[:, 4] / sums[:, 1], logits.logsumexp(-1).square().mean((0, 2)), rtol=1e-5)
+
+
+class Heads(MonitorMixin, nn.Module):
+    """One key of ones, and a query that W makes of ones: every logit is W times the square root of 4."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        query = self.w * torch.ones(1, 2, 3, 4) * torch.tensor([1.0, -1.0])[:, None, None]
+        self.log_attention(query, torch.ones(1, 2, 3, 4))
+        return self.w * x
+
+
+def grown(sizes):
+    """A training in which W has these sizes, one for each step."""
+    model = Heads()
+    watcher, sink = watch(model, [Attention(statistics=["norm"])])
+    optimizer = SGD(model.parameters(), lr=0.0)
+    for size in sizes:
+        with torch.no_grad():
+            model.w.fill_(size)
+        train(model, [torch.ones(1)], optimizer=optimizer)
+    return values(watcher, sink), list(sink.alerts)
+
+
+def test_a_query_that_grows_geometrically_crosses_the_limit_when_it_is_said():
+    # The logit is 2 * 1.05^step: 10, where the extrapolation begins, from step 33 on; 100 at ln(50) / ln(1.05) = 80.2.
+    found, alerts = grown([1.05**step for step in range(1, 45)])
+    np.testing.assert_allclose(found["attention/root/head_0/logit_max"], 2 * 1.05 ** np.arange(1, 45), rtol=1e-5)
+    np.testing.assert_allclose(found["attention/root/head_1/logit_max"], -2 * 1.05 ** np.arange(1, 45), rtol=1e-5)
+    # log(3 exp(x)) of every query: (x + log 3)^2
+    expected = (2 * 1.05 ** np.arange(1, 45) + math.log(3)) ** 2
+    np.testing.assert_allclose(found["attention/root/head_0/logsumexp_sq"], expected, rtol=1e-5)
+    assert (alerts[0].title, alerts[0].step) == ("Attention logits grow", 33)
+    assert "crosses 100 at about step 80." in alerts[0].text
+
+
+def test_logits_that_stay_or_grow_no_further_are_no_alarm():
+    wobbling = 12 + np.sin(np.arange(60))
+    growing_slowly = 10 * 1.001 ** np.arange(60)
+    small = 1e-3 * 1.1 ** np.arange(60)  # to 0.6: such a rise says nothing of 100
+    for sizes in (wobbling, growing_slowly, small):
+        assert not grown(sizes)[1]
 
 
 def test_queries_that_share_a_key_are_grouped():
@@ -244,5 +307,9 @@ def test_the_rule_comes_with_the_probe_and_names_the_module():
     for step in range(8):
         train(model, [torch.randn(2, 5, 8) * (1e4 if step >= 2 else 0.1)], optimizer=optimizer)
     watcher.remove()
-    assert [(alert.title, alert.step) for alert in alerts] == [("Attention entropy collapse", 7)]  # the fifth low one
-    assert "root (at most" in alerts[0].text
+    assert [(alert.title, alert.step) for alert in alerts] == [
+        ("Attention logits grow", 3),  # 1e8 and more, far beyond 100
+        ("Attention entropy collapse", 7),  # the fifth low one
+    ]
+    assert "above the limit of 100" in alerts[0].text
+    assert "root (at most" in alerts[1].text

@@ -34,6 +34,8 @@ def test_everything_is_measured_in_one_run(tmp_path: Path, monkeypatch: pytest.M
         "attention/blocks/0/attn/head_3/entropy",
         "attention/blocks/0/attn/head_0/query_abs_max",
         "update/blocks/1/mlp/0/weight/ratio",
+        "attention/blocks/0/attn/head_3/logit_max",
+        "noise_scale/total/noise_scale",
         "optimizer_state/blocks/1/mlp/0/weight/update_rms",
         "optimizer_state/blocks/1/mlp/0/weight/stale_ratio",
         "parameter/head/weight/relative_difference",
@@ -45,7 +47,7 @@ def test_everything_is_measured_in_one_run(tmp_path: Path, monkeypatch: pytest.M
     assert 1e-4 < values["update/blocks/1/mlp/0/weight/ratio"][-1] < 1e-1
     assert history.alerts == ()
     assert {"blocks/0", "blocks/1/mlp/1", "head"} <= set(history.family_histograms["activation"])
-    assert history.family_histograms["activation"]["blocks/0"].counts.sum() == 16 * 64 * 128  # one batch
+    assert history.family_histograms["activation"]["blocks/0"].counts.sum() == 16 * 64 * 128  # one batch, in two halves
 
 
 def test_the_coordinate_check_draws_both_scalings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

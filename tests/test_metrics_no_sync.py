@@ -12,7 +12,17 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from wandb_gradwatch._measure.measure import measure, sum_sq
-from wandb_gradwatch.metrics import Activations, Attention, Metric, MonitorMixin, OptimizerState, Reference, Updates
+from wandb_gradwatch.metrics import (
+    Activations,
+    Attention,
+    Metric,
+    MonitorMixin,
+    NoiseScale,
+    OptimizerState,
+    Reference,
+    Router,
+    Updates,
+)
 from wandb_gradwatch.metrics._rows import HISTOGRAM, QUANTILES, STATISTICS
 
 
@@ -50,9 +60,10 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.own, self.multi = SelfAttention(), nn.MultiheadAttention(8, 2, batch_first=True)
+        self.gate = nn.Identity()
 
     def forward(self, x):
-        x = self.own(x)
+        x = self.gate(self.own(x))
         return self.multi(x, x, x, attn_mask=torch.zeros(5, 5), need_weights=False)[0]
 
 
@@ -84,6 +95,8 @@ def everything(model):
         Attention(),
         Updates(),
         OptimizerState(),
+        NoiseScale(),
+        Router("gate", top_k=2),
         Reference(model, activations="own"),
         *(
             Metric(f"{on}_{aggregate}", torch.abs, on=on, aggregate=aggregate, dims={0: "row"})

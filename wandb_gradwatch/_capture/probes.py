@@ -11,6 +11,7 @@ from typing import Final, Protocol, runtime_checkable
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .._measure.probe_values import ArrivedSums
 from .._runtime.error_boundary import CallbackError
 from .._transfer.transfers import Found as Found  # what take() returns, for probes
 
@@ -63,6 +64,12 @@ class Probe(Protocol):
     def take(self) -> Mapping[str, Found]:
         """The measured sample's values by key, each on any device; forgets them."""
 
+    def derive(self, sums: Mapping[str, ArrivedSums]) -> Mapping[str, float]:
+        """On the host: further numbers of a sample by key, from the sums of all probes, which are those of the whole.
+
+        Called with every sample once, in order, so that a number may be of several samples.
+        """
+
     def close(self) -> None:
         """Remove every hook. Idempotent."""
 
@@ -98,6 +105,12 @@ class Probes:
         """What all have measured in this sample."""
         found: dict[str, Found] = {}
         self._each(lambda probe: found.update(_checked(probe.take())))
+        return found
+
+    def derive(self, sums: Mapping[str, ArrivedSums]) -> dict[str, float]:
+        """See Probe."""
+        found: dict[str, float] = {}
+        self._each(lambda probe: found.update(probe.derive(sums)))
         return found
 
     def close(self) -> None:

@@ -50,17 +50,19 @@ def pack(
     return np.concatenate(packed) if packed else np.empty(0)
 
 
-def unpack(packed: FloatArray, num_samples: int, kinds: Sequence[Kind], names: Sequence[str]) -> list[dict[str, float]]:
-    """What the sums of all ranks mean, by key, for every sample."""
-    metrics: list[dict[str, float]] = []
+def unpack(
+    packed: FloatArray, num_samples: int, kinds: Sequence[Kind], names: Sequence[str]
+) -> list[dict[str, ArrivedSums]]:
+    """The sums of all ranks, by key, for every sample."""
+    samples: list[dict[str, ArrivedSums]] = []
     begin_at = 0
     for _ in range(num_samples):
-        of_sample: dict[str, float] = {}
+        of_sample: dict[str, ArrivedSums] = {}
         for begin, meaning in kinds:
             end = begin_at + len(names) * (meaning.num_sums + 1)
             sums_PK, begin_at = packed[begin_at:end].reshape(len(names), -1), end
             for index in np.flatnonzero(sums_PK[:, -1]).tolist():
                 sums = tuple(sums_PK[index, :-1].tolist())
-                of_sample |= ArrivedSums(sums, meaning, names[index]).metrics(begin + names[index])
-        metrics.append(of_sample)
-    return metrics
+                of_sample[begin + names[index]] = ArrivedSums(sums, meaning, names[index])
+        samples.append(of_sample)
+    return samples

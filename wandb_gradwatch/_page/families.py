@@ -19,7 +19,18 @@ MAX_FAMILY_CELLS: Final = 4_000_000  # of all names x steps matrices together
 MAX_FAMILY_HISTOGRAM_BYTES: Final = 2_000_000  # of one family
 # The metric that a family's picture shows first stands first; what is not listed follows by name.
 _METRIC_ORDER: Final = (
-    *("norm", "ratio", keys.STALE, "update_rms", "entropy_ratio", "entropy", "relative_difference", "difference"),
+    *(
+        "norm",
+        "ratio",
+        keys.STALE,
+        "update_rms",
+        "noise_scale",
+        "load_ratio",
+        "entropy_ratio",
+        "entropy",
+        "relative_difference",
+        "difference",
+    ),
     *("rms", "mean", "std", "min", "max", "abs_max", "dead_ratio", "zero_ratio", "num_nonfinite"),
 )
 

@@ -125,9 +125,17 @@ WORDS: Final[Mapping[str, Words]] = MappingProxyType(
         "attention": Words(
             "Attention heads",
             "The entropy ratio is 1 where a head looks everywhere alike and 0 where it looks at one place only. At "
-            "first all heads are near 1; then they spread. Sizes of queries and keys grow slowly.",
+            "first all heads are near 1; then they spread. Sizes of queries and keys, and the largest logit, grow "
+            "slowly.",
             "All heads of a layer near 0 are collapsed attention: query and key weights grow. Normalise queries and "
-            "keys, lower the learning rate or warm up for longer.",
+            "keys, lower the learning rate or warm up for longer. A largest logit on its way to 100 says so before.",
+        ),
+        "router": Words(
+            "Routers of the experts",
+            "The loads lie around 1, the ideal share, and no expert is dead for long. The entropy ratio falls slowly "
+            "from 1.",
+            "A largest load that grows while others fall to 0 is a router that has collapsed: raise the weight of the "
+            "load-balancing loss, or add noise to the logits. Dead experts learn nothing and do not come back.",
         ),
         "update": Words(
             "Updates: how far each step moves the parameters",
@@ -142,6 +150,13 @@ WORDS: Final[Mapping[str, Words]] = MappingProxyType(
             "the learning rate, lies between 0.2, where gradients are noise, and 1, where they agree.",
             "A stale ratio above 2.3 comes some steps before a spike of the loss: lower beta2, or clip the gradients. "
             "A gradient below eps is scaled by eps, not by its second moment: lower eps.",
+        ),
+        "noise_scale": Words(
+            "Noise of the micro-batches",
+            "The noise scale rises slowly while the loss falls: the gradient becomes smaller, its noise stays. Its "
+            "interval is wide. The cosine between micro-batches is above 0.",
+            "A noise scale that rises fast, or a cosine near 0, is a gradient that drowns in noise: a larger batch or "
+            "a lower learning rate averages more of it. The batch that trains best need not be the noise scale.",
         ),
         "parameter": Words(
             "Parameters",

@@ -58,6 +58,7 @@ class Pipeline:
         self._name = name
         self._rank_parts = rank_parts_of(parts.registry, name)  # until the first sample
         self._whole: WholeModel | None = None  # where ranks have different parameters
+        self._probes = parts.probes
         self._arrived: deque[ArrivedSample | ArrivedFlush] = deque()
         self._reducer: RankMerger | None = None
         self._merges = True
@@ -113,7 +114,8 @@ class Pipeline:
         if self._reducer is not None:
             for merged in self._reducer.poll(wait=wait and self._merges):
                 try:
-                    self._write(merged.samples, merged.flush, merged.overhead_ratio, unseen=merged.samples)
+                    samples = [self._derived(sample) for sample in merged.samples]
+                    self._write(samples, merged.flush, merged.overhead_ratio, unseen=samples)
                 except CallbackError as error:
                     raised = raised or error
         if raised is not None:
@@ -140,6 +142,8 @@ class Pipeline:
             was_zeroed = not sample.sample.left_out and drop_zeroed(sample)
         if sample.metrics.get(keys.CLIPPED) == MULTIPLIED and not self._shards.any:
             self._say_multiplied(sample.sample.step, total_C)
+        if not self._shards.any:
+            sample = self._derived(sample)
         if sample.histograms:
             sample = self._with_earlier_histograms(sample)
         self.window.append(sample)  # before anything is said: a callback of the user's may raise
@@ -149,6 +153,11 @@ class Pipeline:
         finally:
             if not self._shards.any:
                 self._rule_runner.judge([sample], self._names())
+
+    def _derived(self, sample: ArrivedSample) -> ArrivedSample:
+        """The sample, whose sums are those of the whole, with what the probes derive from them."""
+        found = self._probes.derive(sample.sums)
+        return replace(sample, metrics={**sample.metrics, **found}) if found else sample
 
     def _look_at_other_ranks(self, parts: RankParts) -> None:
         self._rank_parts, whole = None, parts.whole()

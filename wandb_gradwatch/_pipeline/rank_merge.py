@@ -12,7 +12,7 @@ import logging
 import math
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Final
@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from .._measure import shard_sums
 from .._measure.columns import MAX_COLUMNS, MIN_COLUMNS, NUM_COLUMNS, SUM_COLUMNS, Column, FloatArray
-from .._measure.probe_values import merge_histograms
+from .._measure.probe_values import ArrivedSums, merge_histograms
 from .._runtime.sharding import rank_store
 from .._transfer.transfers import ArrivedFlush, ArrivedSample
 from ..snapshot import keys
@@ -169,10 +169,7 @@ class RankMerger:
         tree.all_reduce(extremes, dist.ReduceOp.MAX)
         merged = _unpack(sums[:num_sums], extremes[:end_of_extremes], window, self._world)
         of_all = shard_sums.unpack(sums[num_sums:end_of_sums], len(window.samples), kinds, window.names)
-        samples = [
-            replace(sample, metrics={**sample.metrics, **more})
-            for sample, more in zip(merged.samples, of_all, strict=True)
-        ]
+        samples = [_with_sums(sample, whole) for sample, whole in zip(merged.samples, of_all, strict=True)]
         if counted_too:
             whole = parameter_histograms.unpack(sums[end_of_sums:], extremes[end_of_extremes:], window.names)
             others = {key: one for key, one in histograms.items() if key not in of_parameters}
@@ -191,6 +188,12 @@ class RankMerger:
         tree.all_reduce(both, dist.ReduceOp.MAX)
         if both[0] != digest or both[1] != -digest:
             raise RuntimeError(f"rank {self._rank} has {len(window.names)} parameters, steps {steps[0]} to {steps[-1]}")
+
+
+def _with_sums(sample: ArrivedSample, whole: Mapping[str, ArrivedSums]) -> ArrivedSample:
+    """The sample with the sums of all ranks, and what they mean."""
+    meant = {name: value for key, one in whole.items() for name, value in one.metrics(key).items()}
+    return replace(sample, sums={**sample.sums, **whole}, metrics={**sample.metrics, **meant})
 
 
 def _pack(rows_SPC: FloatArray, window: RankWindow, rank: int, world: int) -> tuple[FloatArray, FloatArray]:

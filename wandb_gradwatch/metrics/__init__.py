@@ -11,25 +11,31 @@ from ._function_metrics import FunctionMetrics
 from ._metric import Metric
 from ._mixin import MonitorMixin
 from ._module_probe import ModuleProbe
+from ._noise_scale import NoiseScale
 from ._optimizer_state import OptimizerState
 from ._reference import Reference
-from ._rules import EntropyCollapse, NonFiniteActivation, OutgrownUpdate
+from ._router import Router
+from ._rules import DeadExperts, EntropyCollapse, GrowingLogits, NonFiniteActivation, OutgrownUpdate
 from ._updates import Updates
 
 __all__ = [
     "Activations",
     "Attention",
     "CoordinateCheck",
+    "DeadExperts",
     "EntropyCollapse",
     "FunctionMetrics",
+    "GrowingLogits",
     "Metric",
     "MetricLike",
     "ModuleProbe",
     "MonitorMixin",
+    "NoiseScale",
     "NonFiniteActivation",
     "OptimizerState",
     "OutgrownUpdate",
     "Reference",
+    "Router",
     "Updates",
     "coordinate_check",
     "log_attention",

@@ -1,4 +1,4 @@
-"""Attention: the queries, keys and values of every head, and the entropy of what it attends to.
+"""Attention: the queries, keys and values of every head, the entropy of what it attends to, and its logits.
 
 The entropy of one query's weights is between 0 (one place only) and the logarithm of the number of places that it may
 look at; `entropy` is its mean over queries, in nats, and `entropy_ratio` that of its ratio to this largest value, over
@@ -24,9 +24,9 @@ from ..snapshot import keys
 from ._forward_hooks import Dims, ForwardHook, hand_over
 from ._module_index import ModuleIndex, matcher, nothing_matches
 from ._module_probe import ForwardProbe, logger, slices
-from ._reduction import Sums
+from ._reduction import Sums, Tallies
 from ._rows import RowTally, check_statistics
-from ._rules import EntropyCollapse
+from ._rules import EntropyCollapse, GrowingLogits
 
 # N batch, H heads, L queries, S keys, D features of a head
 
@@ -79,19 +79,22 @@ def log_attention(
 
 
 class Attention(ForwardProbe):
-    """Per-head statistics of query, key and value, and the entropy of the attention weights.
+    """Per-head statistics of query, key and value, the entropy of the attention weights, and the size of the logits.
 
-    Logs `attention/<module>/head_<i>/query_norm` and so on, `.../entropy` and `.../entropy_ratio`.
+    Logs `attention/<module>/head_<i>/query_norm` and so on, `.../entropy` and `.../entropy_ratio`, `.../logit_max`, the
+    largest logit (scaled, and with the mask), and `.../logsumexp_sq`, the mean square of log(sum(exp(logits))), which a
+    z-loss keeps small. Logits that grow without bound come before a training that diverges (Dehghani et al. 2023,
+    arXiv 2302.05442; Wortsman et al. 2023, arXiv 2309.14322): the rule GrowingLogits extrapolates them.
     `nn.MultiheadAttention` is measured by itself; any other module calls `log_attention` in its forward, or
     `log_tensor` with a dimension named "head" for the statistics alone.
 
     Args:
         match: of which modules: a regular expression (searched in the name), several, or a function; None: all.
         statistics: of query, key and value: as for `Activations`.
-        entropy: whether to compute the attention weights again for their entropy.
+        weights: whether to compute the attention weights again, for their entropy and the logits.
 
     Cost: at a sampled step, the projections of each nn.MultiheadAttention and the weights of each attention once more,
-        at most 64 MiB of weights at a time.
+        by blocks of queries, at most 64 MiB of weights at a time, however long the sequence is.
 
     Raises:
         ValueError: an unknown statistic; match matches no module (by watch()).
@@ -102,23 +105,25 @@ class Attention(ForwardProbe):
         match: NameFilter | None = None,
         *,
         statistics: Sequence[str] = DEFAULT_STATISTICS,
-        entropy: bool = True,
+        weights: bool = True,
     ) -> None:
         super().__init__()
         self._match = match
         self._matches = matcher(match, repr(self))
         self._statistics = check_statistics(repr(self), statistics, histogram=False)
-        self._entropy = entropy
+        self._weights = weights
         self._pending, self._sample = self.stores(lambda: RowTally(self._statistics))
-        # [H, 4] of each module: sums and counts of both entropies
-        self._pending_entropy, self._sample_entropy = self.stores(Sums)
+        self._pending_sums, self._sample_sums = self.stores(Sums)  # of each module: see weight_sums
+        self._pending_largest: Tallies[str]
+        self._sample_largest: Tallies[str]
+        self._pending_largest, self._sample_largest = self.stores(Tallies)
         self._said_sharded = False
 
     def __repr__(self) -> str:
         return "Attention()" if self._match is None else f"Attention({self._match!r})"
 
     def rules(self) -> list[Rule]:
-        return [EntropyCollapse()] if self._entropy else []
+        return [EntropyCollapse(), GrowingLogits()] if self._weights else []
 
     def bind(self, models: ModuleIndex) -> None:
         modules = dict(models.modules())
@@ -161,43 +166,63 @@ class Attention(ForwardProbe):
             if tensor is not None:
                 parts |= {f"{module}/{label}/{name}": part for label, part in slices(tensor.detach(), {-3: "head"})}
         self._pending.add(parts)
-        if self._entropy:
-            self._pending_entropy.add(module, entropy_sums(call))
+        if self._weights:
+            sums, largest = weight_sums(call)
+            self._pending_sums.add(module, sums)
+            self._pending_largest.of(module, "max", []).add(largest[:, None])
 
     def take(self) -> Mapping[str, Found]:
         taken: dict[str, Found] = {
             f"{keys.ATTENTION}/{name}_{statistic}": value for name, statistic, value in self._sample.read()
         }
-        for module, sums in self._sample_entropy:
-            entropy_H, ratio_H = sums[:, 0] / sums[:, 1], sums[:, 2] / sums[:, 3]
-            for head, (entropy, ratio) in enumerate(zip(entropy_H, ratio_H, strict=True)):
-                taken[f"{keys.ATTENTION}/{module}/head_{head}/entropy"] = entropy
-                taken[f"{keys.ATTENTION}/{module}/head_{head}/entropy_ratio"] = ratio
+        largest = {module: tally.results() for module, tally in self._sample_largest}
+        for module, sums in self._sample_sums:
+            numbers = {
+                "entropy": sums[:, 0] / sums[:, 1],
+                "entropy_ratio": sums[:, 2] / sums[:, 3],
+                keys.LOGIT_MAX: largest[module],
+                "logsumexp_sq": sums[:, 4] / sums[:, 1],
+            }
+            for name, of_heads in numbers.items():
+                for head, value in enumerate(of_heads):
+                    taken[f"{keys.ATTENTION}/{module}/head_{head}/{name}"] = value
         self._sample.clear()
-        self._sample_entropy.clear()
+        self._sample_sums.clear()
+        self._sample_largest.clear()
         return taken
 
 
-def entropy_sums(call: AttentionCall) -> Tensor:
-    """Sum and count of the entropies, sum and count of their ratios to the largest possible: [H, 4].
+def weight_sums(call: AttentionCall) -> tuple[Tensor, Tensor]:
+    """What the weights of an attention say, computed again by blocks of queries: [H, 5] sums and [H] largest logits.
 
-    A query that may look nowhere counts in neither; one that may look at one place has an entropy of 0 and no ratio.
+    The sums: of the entropies and how many, of their ratios to the largest possible and how many, of the squares of
+    log(sum(exp(logits))). A query that may look nowhere counts in none; one that may look at one place has an entropy
+    of 0 and no ratio.
     """
     query = call.query.detach().flatten(0, -4) if call.query.ndim > 3 else call.query.detach()[None]
     key = call.key.detach().flatten(0, -4) if call.key.ndim > 3 else call.key.detach()[None]
     key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-    bias = _bias(call, query, key)
+    bias = _bias(call, query)
     scale = 1 / math.sqrt(query.shape[-1]) if call.scale is None else call.scale
-    per_item = query.shape[1] * query.shape[2] * key.shape[2]
-    items = max(1, _WEIGHTS_AT_ONCE // max(per_item, 1))
-    sums = query.new_zeros((query.shape[1], 4), dtype=wide_dtype(query.device))
-    for begin in range(0, len(query), items):
-        chosen = slice(begin, begin + items)
-        logits = (query[chosen].float() @ key[chosen].float().transpose(-2, -1)) * scale
-        if bias is not None:
-            logits = logits + (bias if len(bias) == 1 else bias[chosen])
-        sums += _sums_of_logits(logits, bias is not None)
-    return sums
+    num_items, num_heads, num_queries, num_keys = (*query.shape[:3], key.shape[2])
+    rows = min(num_queries, max(1, _WEIGHTS_AT_ONCE // max(num_heads * num_keys, 1)))
+    items = max(1, _WEIGHTS_AT_ONCE // max(num_heads * num_keys * rows, 1))
+    sums = query.new_zeros((num_heads, 5), dtype=wide_dtype(query.device))
+    largest = query.new_full((num_heads,), -math.inf, dtype=torch.float32)
+    places = torch.arange(max(num_queries, num_keys), device=query.device)
+    for item in range(0, num_items, items):
+        keys_of_items = key[item : item + items].float().transpose(-2, -1)
+        for row in range(0, num_queries, rows):
+            logits = (query[item : item + items, :, row : row + rows].float() @ keys_of_items) * scale
+            if bias is not None:
+                of_items = bias if len(bias) == 1 else bias[item : item + items]
+                logits = logits + (of_items if of_items.shape[2] == 1 else of_items[:, :, row : row + rows])
+            if call.is_causal:
+                is_later = places[:num_keys] > places[row : row + logits.shape[2], None]
+                logits = logits.masked_fill(is_later, -math.inf)
+            sums += _sums_of_logits(logits, bias is not None or call.is_causal)
+            largest = torch.maximum(largest, logits.amax((0, 2, 3)))
+    return sums, largest
 
 
 def _sums_of_logits(logits_NHLS: Tensor, is_masked: bool) -> Tensor:
@@ -207,26 +232,22 @@ def _sums_of_logits(logits_NHLS: Tensor, is_masked: bool) -> Tensor:
     has_any, has_choice = places > 0, places > 1
     entropy = torch.where(has_any, entropy, 0.0)
     ratio = torch.where(has_choice, entropy / places.clamp_min(2).log(), 0.0)
+    log_sum_sq = torch.where(has_any, torch.logsumexp(logits_NHLS, dim=-1).square(), 0.0)
     wide = wide_dtype(entropy.device)
-    return torch.stack([t.sum((0, 2), dtype=wide) for t in (entropy, has_any, ratio, has_choice)], dim=1)
+    return torch.stack([t.sum((0, 2), dtype=wide) for t in (entropy, has_any, ratio, has_choice, log_sum_sq)], dim=1)
 
 
-def _bias(call: AttentionCall, query: Tensor, key: Tensor) -> Tensor | None:
-    """Mask and causality as a number to add: [1 or N, 1 or H, 1 or L, S]; None without either."""
-    bias: Tensor | None = None
-    if call.mask is not None:
-        mask = call.mask.detach()
-        if mask.dtype == torch.bool:
-            bias = torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, -math.inf)
-        else:
-            bias = mask.float()
-        while bias.ndim < 4:
-            bias = bias[None]
-        bias = bias.flatten(0, -4)
-    if call.is_causal:
-        above = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).triu(1)
-        causal = torch.zeros(above.shape, device=query.device).masked_fill_(above, -math.inf)[None, None]
-        bias = causal if bias is None else bias + causal
+def _bias(call: AttentionCall, query: Tensor) -> Tensor | None:
+    """The mask as a number to add: [1 or N, 1 or H, 1 or L, S]; None without one."""
+    if call.mask is None:
+        return None
+    bias = call.mask.detach()
+    if bias.dtype == torch.bool:
+        bias = torch.zeros(bias.shape, device=bias.device).masked_fill_(~bias, -math.inf)
+    while bias.ndim < 4:
+        bias = bias[None]
+    if bias.ndim > 4:
+        bias = bias.expand(*call.query.shape[:-3], *bias.shape[-3:]).flatten(0, -4)
     return bias
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .._capture.probes import Found, WatchedTensor
+from .._measure.probe_values import ArrivedSums
 from .._runtime.sharding import local_part
 from ..rules import Rule
 from ._forward_hooks import Dims, ForwardHook
@@ -58,6 +59,10 @@ class ModuleProbe:
         """See Probe."""
 
     def take(self) -> Mapping[str, Found]:
+        """See Probe."""
+        return {}
+
+    def derive(self, sums: Mapping[str, ArrivedSums]) -> Mapping[str, float]:
         """See Probe."""
         return {}
 

@@ -189,3 +189,142 @@ class EntropyCollapse:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._in_a_row = {str(name): int(count) for name, count in state["in_a_row"].items()}
         self._once_open = set(state["once_open"])
+
+
+@dataclass(kw_only=True)
+class DeadExperts:
+    """An expert of a mixture gets no token for many samples in a row: "Dead experts".
+
+    Args:
+        patience: samples in a row.
+    """
+
+    patience: int = 10
+    _in_a_row: dict[str, int] = field(default_factory=dict, init=False, repr=False)
+
+    title: ClassVar[str] = "Dead experts"
+
+    def __post_init__(self) -> None:
+        check_limits(self, patience=(1.0, np.inf))
+
+    def check(self, snapshot: Snapshot) -> Iterable[Alert]:
+        begin, end = f"{keys.ROUTER}/", f"/{keys.DEAD_EXPERTS}"
+        for sample in range(len(snapshot)):
+            dead = {}
+            for key, values in snapshot.metrics.items():
+                if not (key.startswith(begin) and key.endswith(end)) or np.isnan(values[sample]):
+                    continue
+                name, number_dead = key[len(begin) : -len(end)], float(values[sample])
+                self._in_a_row[name] = self._in_a_row.get(name, 0) + 1 if number_dead else 0
+                if self._in_a_row[name] >= self.patience:
+                    dead[name] = int(number_dead)
+            if dead:
+                yield self._alert(int(snapshot.steps[sample]), dead)
+
+    def _alert(self, step: int, dead: dict[str, int]) -> Alert:
+        fact = f"Step {step}: {len(dead)} routers have sent no token to some experts for {self.patience} samples."
+        return Alert(
+            self.title,
+            sentence(
+                fact,
+                listing(dead, lambda name: f"{name} ({dead[name]} experts)"),
+                "a router that sends ever more tokens to the experts that are already trained best",
+                "raise the weight of the load-balancing loss, add noise to the router's logits, or lower its learning "
+                "rate",
+            ),
+            step,
+            "WARN",
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"in_a_row": dict(self._in_a_row)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._in_a_row = {str(name): int(count) for name, count in state["in_a_row"].items()}
+
+
+@dataclass(kw_only=True)
+class GrowingLogits:
+    """The largest logit of an attention grows towards a limit: "Attention logits grow".
+
+    From a tenth of the limit on, a straight line through the logarithm of the module's largest logit over the last 32
+    samples is extrapolated to the limit; told where the limit is crossed, or will be within 4 times as many steps.
+
+    Args:
+        limit: of a logit. A softmax of logits that are 100 apart looks at one place, and half precision has no digit
+            behind the point left.
+        patience: samples that have been seen before anything is extrapolated.
+    """
+
+    limit: float = 100.0
+    patience: int = 16
+    _past: dict[str, list[tuple[int, float]]] = field(default_factory=dict, init=False, repr=False)
+
+    title: ClassVar[str] = "Attention logits grow"
+
+    def __post_init__(self) -> None:
+        check_limits(self, limit=(1.0, np.inf), patience=(8.0, 32.0))
+
+    def check(self, snapshot: Snapshot) -> Iterable[Alert]:
+        heads: dict[str, list[str]] = {}
+        for key in snapshot.metrics:
+            if key.startswith(f"{keys.ATTENTION}/") and key.endswith(f"/{keys.LOGIT_MAX}"):
+                heads.setdefault(key.split("/")[1], []).append(key)
+        for sample in range(len(snapshot)):
+            step, growing = int(snapshot.steps[sample]), {}
+            for module, of_module in heads.items():
+                largest = max(float(snapshot.metrics[key][sample]) for key in of_module)
+                if not 0 < largest < np.inf:
+                    continue
+                past = self._past[module] = [*self._past.get(module, []), (step, largest)][-32:]
+                crossed = self._crossed_at(past)
+                if crossed is not None:
+                    growing[module] = largest, crossed
+            if growing:
+                yield self._alert(step, growing)
+
+    def _crossed_at(self, past: list[tuple[int, float]]) -> int | None:
+        """The step at which the limit is, or will be, crossed; None where that is not to be expected."""
+        step, largest = past[-1]
+        if largest >= self.limit:
+            return step
+        if len(past) < self.patience or largest < self.limit / 10:
+            return None
+        steps, logs = np.array([s for s, _ in past], dtype=np.float64), np.log([value for _, value in past])
+        x = steps - steps.mean()
+        slope = float(x @ logs / (x @ x))
+        left = logs - logs.mean() - slope * x
+        error = float(np.sqrt(left @ left / (len(past) - 2) / (x @ x)))
+        # Half a doubling over the stretch, and surely: scatter alone has no t-value of 8.
+        if slope <= 8 * error or slope * (x[-1] - x[0]) < np.log(1.4):
+            return None
+        fitted = float(logs.mean() + slope * x[-1])
+        crossed = step + (np.log(self.limit) - fitted) / slope
+        return round(crossed) if crossed <= step + 4 * (x[-1] - x[0]) else None
+
+    def _alert(self, step: int, growing: dict[str, tuple[float, int]]) -> Alert:
+        first = min(growing, key=lambda name: growing[name][1])
+        largest, crossed = growing[first]
+        fact = f"Step {step}: the largest attention logit of {first} is {number(largest)}"
+        if largest >= self.limit:
+            fact += f", above the limit of {number(self.limit)}."
+        else:
+            fact += f"; at its growth over the last samples it crosses {number(self.limit)} at about step {crossed}."
+        return Alert(
+            self.title,
+            sentence(
+                fact,
+                listing(growing, lambda name: f"{name} {number(growing[name][0])} (step {growing[name][1]})"),
+                "query and key weights that grow, at too high a learning rate",
+                "normalise queries and keys, add a z-loss, lower the learning rate of these weights or decay them",
+            ),
+            step,
+            "WARN",
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"past": {name: [list(one) for one in past] for name, past in self._past.items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        past = state["past"].items()
+        self._past = {str(name): [(int(step), float(value)) for step, value in of] for name, of in past}

@@ -104,7 +104,14 @@ PARAMETER: Final = "parameter"
 GRADIENT: Final = "gradient"
 OPTIMIZER_STATE: Final = "optimizer_state"
 STALE: Final = "stale_ratio"  # of OPTIMIZER_STATE: the gradient over what its second moment said before the step
-METRIC_FAMILIES: Final = (ACTIVATION, ATTENTION, UPDATE, OPTIMIZER_STATE, PARAMETER, GRADIENT)
+LOGIT_MAX: Final = "logit_max"  # of ATTENTION
+NOISE_SCALE: Final = "noise_scale"
+ROUTER: Final = "router"
+DEAD_EXPERTS: Final = "dead_experts"  # of ROUTER
+METRIC_FAMILIES: Final = (
+    *(ACTIVATION, ATTENTION, ROUTER, UPDATE, OPTIMIZER_STATE, NOISE_SCALE),
+    *(PARAMETER, GRADIENT),
+)
 HISTOGRAM: Final = "histogram"  # the one metric that is no number
 NONFINITE_METRIC: Final = "num_nonfinite"
 

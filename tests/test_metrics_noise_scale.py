@@ -1,0 +1,114 @@
+"""NoiseScale: Gaussian gradients whose noise scale is known, an independent computation, shards."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import ranks
+import torch
+from gradients import Chosen
+from metric_probes import values, watch
+from metric_rank_programs import optimized_alone
+from torch import nn
+
+from wandb_gradwatch.metrics import NoiseScale
+
+
+def measured(gradients: Any, **options: Any) -> dict[str, Any]:
+    """The metrics of steps whose micro-batches have these gradients: {name: [S, N, E]}; each loss divided by N."""
+    num_steps, num_micros, _ = next(iter(gradients.values())).shape
+    model = Chosen(**{name: of.shape[2] for name, of in gradients.items()})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    watcher, sink = watch(model, [NoiseScale(**options)])
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        for micro in range(num_micros):
+            model.loss(**{name: (of[step, micro] / num_micros).tolist() for name, of in gradients.items()}).backward()
+        optimizer.step()
+    return values(watcher, sink)
+
+
+def test_gaussian_gradients_of_noise_scale_100() -> None:
+    """|G|^2 = 1 over 4000 elements, and a variance of 100 / 4000 of each: tr S = 100.
+
+    Of one sample's |G|^2 the deviation is sqrt(2 / (N (N - 1) E)) * tr S = 0.65 for N = 4, of the mean of 32 0.11.
+    """
+    noise = np.random.default_rng(0).standard_normal((32, 4, 4000)) * math.sqrt(100 / 4000)
+    found = measured({"a": noise + math.sqrt(1 / 4000)})
+    low, scale, high = (found[f"noise_scale/total/noise_scale{end}"][-1] for end in ("_low", "", "_high"))
+    assert scale == pytest.approx(100, rel=0.35)
+    assert low < 100 < high
+    assert low < scale < high
+    # In a product of two micro-batches the noise is 0 on average: a cosine of 1 / (1 + 100).
+    assert np.mean(found["noise_scale/total/cosine"]) == pytest.approx(1 / 101, abs=0.005)
+    assert np.isnan(found["noise_scale/total/noise_scale_low"][:3]).all(), "no interval from so few samples"
+
+
+def test_the_numbers_are_those_of_the_definition_for_every_group_and_in_examples() -> None:
+    rng = np.random.default_rng(1)
+    gradients = {"a": rng.standard_normal((5, 3, 7)) + 2, "b": rng.standard_normal((5, 3, 4)) + 1}
+    found = measured(gradients, group_by="parameter", batch_size=16)
+    for group, members in {"a": ["a"], "b": ["b"], "total": ["a", "b"]}.items():
+        micros = np.concatenate([gradients[name] for name in members], axis=2)
+        small, big = (micros**2).sum(2).mean(1), (micros.mean(1) ** 2).sum(1)
+        signal, noise = (3 * big - small) / 2, (small - big) / (1 - 1 / 3)
+        expected = [16 * noise[: end + 1].mean() / signal[: end + 1].mean() for end in range(5)]
+        np.testing.assert_allclose(found[f"noise_scale/{group}/noise_scale"], expected, rtol=1e-5)
+        products = [np.mean([of[i] @ of[j] for i in range(3) for j in range(3) if i != j]) for of in micros]
+        np.testing.assert_allclose(found[f"noise_scale/{group}/cosine"], products / small, rtol=1e-4)
+
+
+def test_a_gradient_that_is_all_noise_has_no_interval() -> None:
+    found = measured({"a": np.random.default_rng(2).standard_normal((8, 2, 50))})
+    assert "noise_scale/total/cosine" in found
+    assert "noise_scale/total/noise_scale_high" not in found
+
+
+def test_single_backwards_are_left_out_and_that_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="wandb_gradwatch"):
+        found = measured({"a": np.ones((3, 1, 2))})
+    assert found == {}
+    assert caplog.text.count("needs steps of several micro-batches") == 1
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: NoiseScale(batch_size=0), "must be the number of examples"),
+        (lambda: NoiseScale(group_by="layer"), 'must be "parameter", "module"'),
+        (lambda: NoiseScale("x"), "matches no parameter"),
+    ],
+)
+def test_what_makes_no_sense_is_said_at_once(make: Any, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        watch(nn.Linear(1, 1), [make()])
+
+
+# ---- ranks
+
+
+@functools.cache
+def on_two_ranks() -> Any:
+    calls = [("optimized", {"kind": "noise", "micros": 3}), ("optimized", {"kind": "noise", "micros": 3, "ddp": True})]
+    return ranks.run("metric_rank_programs", calls, 2)
+
+
+@pytest.mark.distributed
+def test_of_shards_the_numbers_are_those_of_the_whole() -> None:
+    main, other = on_two_ranks()[0]
+    alone = optimized_alone("noise", micros=3)
+    assert set(main) == set(other) == set(alone)
+    assert {"noise_scale/total/noise_scale", "noise_scale/0/cosine"} <= set(alone)
+    for key, series in alone.items():
+        np.testing.assert_allclose(main[key], series, rtol=1e-3, err_msg=key)
+
+
+@pytest.mark.distributed
+def test_replicas_are_left_out() -> None:
+    for found in on_two_ranks()[1]:
+        assert found == {}

@@ -1,0 +1,94 @@
+"""Router: loads, dead experts and entropies against counts by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from metric_probes import values, watch
+from torch import nn
+
+from wandb_gradwatch.metrics import Router
+from wandb_gradwatch.metrics._router import POOLED
+
+
+class Mixture(nn.Module):
+    """Routers whose logits are given: they are what is looked at, and the loss is of something else."""
+
+    def __init__(self, num_layers: int = 1) -> None:
+        super().__init__()
+        self.gates = nn.ModuleList(nn.Identity() for _ in range(num_layers))
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, logits: list[Any]) -> Any:
+        for gate, of_layer in zip(self.gates, logits, strict=True):
+            gate(of_layer)
+        return self.weight.sum()
+
+
+def routed(steps: Any, *, num_layers: int = 1, **options: Any) -> Any:
+    """A training whose steps are lists of micro-batches, each a list of every layer's logits [T, E]."""
+    model = Mixture(num_layers)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watcher, sink = watch(model, [Router("gates", **options)])
+    for micros in steps:
+        optimizer.zero_grad()
+        for logits in micros:
+            model([torch.as_tensor(of, dtype=torch.float32) for of in logits]).backward()
+        optimizer.step()
+    return values(watcher, sink), sink
+
+
+def test_the_numbers_of_a_layer_are_those_of_a_count_by_hand_over_micro_batches() -> None:
+    rng = np.random.default_rng(0)
+    micros = [rng.standard_normal((5, 7, 4)) * 2, rng.standard_normal((3, 7, 4)) * 2]  # [batch, position, E]
+    found, _ = routed([[[micro] for micro in micros]], top_k=2)
+    logits = np.concatenate([micro.reshape(-1, 4) for micro in micros])
+    counts = np.bincount(np.argsort(-logits, axis=1)[:, :2].ravel(), minlength=4)
+    share = counts / counts.sum()
+    p = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    expected = {
+        "load_max_ratio": 4 * share.max(),
+        "load_min_ratio": 4 * share.min(),
+        "dead_experts": 0,
+        "entropy_ratio": -(p * np.log(p)).sum(1).mean() / np.log(4),
+        "load_entropy_ratio": -(share * np.log(share)).sum() / np.log(4),
+        **{f"expert_{expert}/load_ratio": 4 * share[expert] for expert in range(4)},
+    }
+    assert {key.removeprefix("router/gates.0/"): of[0] for key, of in found.items()} == pytest.approx(expected)
+
+
+def test_layers_of_as_many_experts_are_pooled() -> None:
+    to_0, to_1 = [[9.0, 0.0, 0.0]] * 6, [[0.0, 9.0, 0.0]] * 3
+    found, _ = routed([[[to_0, to_1]]], num_layers=2)
+    assert [found[f"router/{POOLED}/expert_{expert}/load_ratio"][0] for expert in range(3)] == [2, 1, 0]  # of 9: 6, 3
+    assert found[f"router/{POOLED}/dead_experts"][0] == 1
+    assert found["router/gates.0/dead_experts"][0] == found["router/gates.1/dead_experts"][0] == 2
+
+
+def test_many_experts_of_many_layers_are_told_together_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("wandb_gradwatch.metrics._router.MAX_EXPERT_KEYS", 5)
+    found, _ = routed([[[[[1.0, 0, 0]], [[1.0, 0, 0]]]]], num_layers=2)
+    assert {key.split("/")[1] for key in found if "expert_" in key.split("/")[2]} == {POOLED}
+
+
+def test_an_expert_that_dies_is_told_after_ten_samples_and_a_busy_router_is_not() -> None:
+    rng = np.random.default_rng(1)
+    busy = rng.standard_normal((30, 64, 4))
+    assert not routed([[[of]] for of in busy])[1].alerts
+    busy[12:, :, 3] = -9
+    [alert] = routed([[[of]] for of in busy])[1].alerts
+    assert (alert.title, alert.step) == ("Dead experts", 22)
+    assert "gates.0 (1 experts)" in alert.text
+
+
+def test_what_is_no_router_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    found, _ = routed([[[[[1.0]]]]])
+    assert found == {}
+    assert "is no logits [..., experts]" in caplog.text
+    with pytest.raises(ValueError, match="must be the number of experts"):
+        Router("gate", top_k=0)
+    with pytest.raises(ValueError, match="matches no module"):
+        watch(nn.Linear(1, 1), [Router("gate")])

@@ -1,0 +1,185 @@
+"""NoiseScale: how large the noise of a micro-batch's gradient is beside the gradient itself."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .._capture.parameter_registry import NameFilter
+from .._capture.probes import Found, WatchedTensor
+from .._measure.columns import FloatArray
+from .._measure.elements import wide_dtype
+from .._measure.probe_values import ArrivedSums, ProbeSums
+from .._runtime.sharding import world_size
+from ..snapshot import GroupBy, group_function, keys
+from ._module_index import ModuleIndex, matcher, nothing_matches
+from ._module_probe import ModuleProbe, logger
+from ._reduction import widened
+from ._shards import ProbeShards
+
+# N micro-batches of a step, W samples that an estimate is made of
+
+TOTAL: Final = "total"  # the name of all groups together
+_WINDOW: Final = 32
+_LEAST: Final = 4  # samples for an interval
+_STDS: Final = 1.96  # a normal distribution is within it in 95 % of the cases
+
+
+@dataclass(frozen=True)
+class _Squares:
+    """Of one parameter the squares of the N micro-batches' increments, and of what they add to."""
+
+    num_micro_batches: int
+    num_sums = 2
+
+    def __call__(self, sums: Sequence[float]) -> Mapping[str, float]:
+        return {}  # only groups of parameters, over several samples, say anything
+
+
+class NoiseScale(ModuleProbe):
+    """The gradient noise scale tr(S) / |G|^2 and the cosine between micro-batches, by gradient accumulation.
+
+    Logs `noise_scale/<group>/noise_scale` with its 95 % interval, `noise_scale_low` and `noise_scale_high`, and
+    `.../cosine`, for each group of parameters and for "total". G is the true gradient, S the covariance of the gradient
+    of one example (of one micro-batch, where `batch_size` is not given). A batch of the noise scale's size has as much
+    noise as gradient. It is an observation and no advice: the batch that trains best is often another
+    (arXiv 2411.00999, 2505.23971).
+
+    Of the N micro-batches of a step let small be the mean of their gradients' squared norms, and big the squared norm
+    of their mean. Then |G|^2 is estimated by (N big - small) / (N - 1), and tr(S) of a micro-batch by
+    (small - big) / (1 - 1/N) (McCandlish et al. 2018, arXiv 1812.06162, appendix A.1). Both are unbiased and noisy, and
+    are averaged over the last 32 samples before they are divided; the interval is Fieller's. Where the gradient cannot
+    be told from 0 the interval is missing.
+
+    A step of one backward has nothing to compare and is left out, which is said. Each micro-batch must weigh the same.
+    Under FSDP2 a micro-batch is that of all ranks together, and the squares of shards are merged over the ranks when
+    the window is flushed. Parameters that several ranks replicate (DDP) are left out, which is said: there the last
+    backward of a step adds the other ranks' gradients to this one's.
+
+    Args:
+        match: of which parameters: a regular expression (searched), several, or a function of the name; None: all.
+        group_by: "module", "parameter", or a function from a parameter's name to that of its group.
+        batch_size: the examples of a micro-batch, in whose number the noise scale is then told.
+
+    Memory: a copy of the matching gradients from one micro-batch of a sampled step to the next. Cost: one pass over
+    these for each micro-batch of a sampled step.
+
+    Raises:
+        ValueError: match matches nothing (by watch()); batch_size is not positive.
+    """
+
+    def __init__(
+        self, match: NameFilter | None = None, *, group_by: GroupBy = "module", batch_size: int | None = None
+    ) -> None:
+        self._match = match
+        self._matches = matcher(match, repr(self))
+        self._group_of = group_function(group_by)
+        if batch_size is not None and (isinstance(batch_size, bool) or not batch_size > 0):
+            raise ValueError(f"NoiseScale(batch_size={batch_size!r}) must be the number of examples of a micro-batch")
+        self._batch_size = 1 if batch_size is None else batch_size
+        self._shards = ProbeShards()
+        self._last: dict[str, Tensor] = {}  # the gradients that the last backward has left
+        self._squares: dict[str, Tensor] = {}  # [2] by parameter: of all increments, and of their sum
+        self._num_backwards = 0
+        self._is_due = False
+        self._windows: dict[str, deque[tuple[float, float]]] = {}  # on the host, by group: tr(S) and |G|^2
+        self._said: set[str] = set()
+
+    def __repr__(self) -> str:
+        return "NoiseScale()" if self._match is None else f"NoiseScale({self._match!r})"
+
+    def claims(self) -> set[tuple[str, str]]:
+        return {(keys.NOISE_SCALE, "noise_scale")}
+
+    def bind(self, models: ModuleIndex) -> None:
+        names = list(models.watched_parameters())
+        if not any(map(self._matches, names)):
+            raise nothing_matches("NoiseScale()", self._match, "parameter", names)
+        self._shards.bind(models)
+
+    # ---- on the device
+
+    def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
+        self._is_due = next_step_is_due
+        self._last, self._squares, self._num_backwards = {}, {}, 0
+
+    def gradients_ready(self, tensors: Sequence[WatchedTensor]) -> None:
+        if not self._is_due:
+            return
+        self._shards.look()
+        self._num_backwards += 1
+        for tensor in tensors:
+            gradient = tensor.gradient
+            if gradient is None or gradient.layout is not torch.strided or not self._matches(tensor.name):
+                continue
+            if world_size() > 1 and self._shards.holds_whole(tensor.name):
+                self._say("leaves out parameters that every rank has, as DDP mixes the ranks' gradients", tensor.name)
+                continue
+            last, wide = self._last.get(tensor.name), wide_dtype(gradient.device)
+            new = widened(gradient) if last is None else widened(gradient) - widened(last)
+            of_new = new.square().sum(dtype=wide)
+            of_all = of_new if last is None else self._squares[tensor.name][0] + of_new
+            self._squares[tensor.name] = torch.stack([of_all, widened(gradient).square().sum(dtype=wide)])
+            self._last[tensor.name] = gradient.clone()
+
+    def before_update(self, tensors: Sequence[WatchedTensor]) -> None:
+        self._last = {}  # no micro-batch follows
+
+    def take(self) -> Mapping[str, Found]:
+        num, squares = self._num_backwards, self._squares
+        self._last, self._squares, self._num_backwards = {}, {}, 0
+        if num == 1 and squares:
+            self._say("needs steps of several micro-batches; one of a single backward has nothing to compare", "")
+        if num < 2:
+            return {}
+        return {f"{keys.NOISE_SCALE}/{name}": ProbeSums(of, _Squares(num), name) for name, of in squares.items()}
+
+    def _say(self, what: str, name: str) -> None:
+        if what not in self._said:
+            self._said.add(what)
+            logger.warning("wandb_gradwatch: %r %s%s.", self, what, f" ({name!r} among them)" if name else "")
+
+    # ---- on the host
+
+    def derive(self, sums: Mapping[str, ArrivedSums]) -> Mapping[str, float]:
+        of_groups: dict[str, FloatArray] = {}
+        num = 0
+        for one in sums.values():
+            if isinstance(one.meaning, _Squares) and one.parameter is not None and self._matches(one.parameter):
+                num = one.meaning.num_micro_batches
+                for group in (self._group_of(one.parameter), TOTAL):
+                    of_groups[group] = of_groups.get(group, 0) + np.asarray(one.sums)
+        found: dict[str, float] = {}
+        for group, (of_increments, big) in of_groups.items():
+            small = num * float(of_increments)  # a micro-batch's gradient is N of its increments to their mean
+            window = self._windows.setdefault(group, deque(maxlen=_WINDOW))
+            if math.isfinite(small) and math.isfinite(big):
+                window.append(((small - big) * num / (num - 1), (num * big - small) / (num - 1)))
+            found |= {f"{keys.NOISE_SCALE}/{group}/{name}": value for name, value in self._scale(window).items()}
+            cosine = (big - of_increments) / of_increments / (num - 1) if of_increments > 0 else math.nan
+            found[f"{keys.NOISE_SCALE}/{group}/cosine"] = float(cosine)
+        return found
+
+    def _scale(self, window: Sequence[tuple[float, float]]) -> dict[str, float]:
+        if not window:
+            return {}
+        noise_W, signal_W = np.array(window).T
+        noise, signal = float(noise_W.mean()), float(signal_W.mean())
+        found = {"noise_scale": self._batch_size * noise / signal if signal > 0 else math.nan}
+        if len(window) < _LEAST:
+            return found
+        # The ratios r for which the mean of noise - r * signal may be 0: between the roots of a r^2 - 2 b r + c.
+        noise_sq, both, both, signal_sq = (_STDS**2 * np.cov(noise_W, signal_W) / len(window)).ravel().tolist()
+        a, b, c = signal**2 - signal_sq, noise * signal - both, noise**2 - noise_sq
+        if a > 0 and signal > 0 and b * b >= a * c:
+            root = math.sqrt(b * b - a * c)
+            found["noise_scale_low"] = self._batch_size * max((b - root) / a, 0.0)
+            found["noise_scale_high"] = self._batch_size * (b + root) / a
+        return found
