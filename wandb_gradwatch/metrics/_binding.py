@@ -72,5 +72,5 @@ def _check(metrics: Sequence[MetricLike]) -> None:
         if not isinstance(metric, Metric | ModuleProbe):
             raise TypeError(
                 f"metrics holds {metric!r}, which is no metric; use Metric(name, fn) for a function, or one of "
-                "Activations, Updates, Attention and Reference"
+                "wandb_gradwatch.metrics, such as Activations() or Updates()"
             )
