@@ -8,7 +8,7 @@ the queries that have a choice. Both are those of the softmax itself, before any
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -177,7 +177,7 @@ class Attention(ForwardProbe):
         }
         largest = {module: tally.results() for module, tally in self._sample_largest}
         for module, sums in self._sample_sums:
-            numbers = {
+            numbers: dict[str, Iterable[Tensor]] = {
                 "entropy": sums[:, 0] / sums[:, 1],
                 "entropy_ratio": sums[:, 2] / sums[:, 3],
                 keys.LOGIT_MAX: largest[module],
