@@ -25,6 +25,7 @@ from wandb_gradwatch.metrics import (
     NoiseScale,
     OptimizerState,
     Reference,
+    Spectrum,
     Updates,
 )
 
@@ -77,12 +78,14 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     metrics = [
         Activations(r"^blocks\.\d+$|mlp\.1$|head"),
+        Activations(r"mlp\.0$", of=("input", "grad"), statistics=["norm", "rms"]),
         Attention(),
         Updates(),
         OptimizerState(),
         NoiseScale(batch_size=BATCH // 2),
         Reference(model, match="weight$", activations=r"^blocks\.\d+$"),
-        Metric("spectral_norm", lambda w: torch.linalg.matrix_norm(w, 2), match=r"(qkv|out)\.weight$", every=5),
+        Spectrum(r"(qkv|out)\.weight$", of=("parameter", "gradient", "update")),
+        Metric("rms", lambda w: w.square().mean().sqrt(), match=r"(qkv|out)\.weight$", every=5),
         Metric("kurtosis", lambda a: ((a - a.mean()) / a.std()).pow(4).mean(), on="activation", match=r"^blocks\.\d+$"),
     ]
     with wandb.init(project="gradwatch-examples", name="everything_on") as run:

@@ -409,3 +409,90 @@ def test_what_a_plain_module_hands_over_can_be_matched_by_its_name(metric, key):
 def test_a_match_of_nothing_is_still_refused_where_nothing_is_handed_over():
     with pytest.raises(ValueError, match="matches no module"):
         watch(nn.Sequential(nn.Linear(1, 1)), [metrics.Activations("gate")])
+
+
+# ---- inputs, gradients of outputs, modules by class
+
+
+class TwoInputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        self.relu = nn.ReLU()
+
+    def forward(self, x, *, gate):
+        return self.relu(self.linear(x)) * gate
+
+
+class Wrapped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = TwoInputs()
+
+    def forward(self, x):
+        return self.inner(x, gate=torch.full((2,), 3.0))
+
+
+@pytest.mark.parametrize("scale", [None, 256.0])
+def test_inputs_and_gradients_of_outputs_are_autograds_own_over_micro_batches(scale):
+    torch.manual_seed(0)
+    model = Wrapped()
+    batches = [torch.randn(4, 3), torch.randn(6, 3)]
+    grads = []
+    for batch in batches:  # by autograd itself, in float64
+        double = copy.deepcopy(model).double().inner
+        hidden = double.linear(batch.double())
+        out = torch.relu(hidden) * 3
+        grads.append(torch.autograd.grad(out.square().mean(), [hidden, out]))
+    probe = Activations("^inner", of=("input", "grad"), statistics=["norm"])
+    scaler = None if scale is None else torch.amp.GradScaler("cpu", init_scale=scale)
+    watcher, sink = watch(model, [probe], scaler=scaler)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    for batch in batches:
+        loss = model(batch).square().mean()
+        (loss if scaler is None else scaler.scale(loss)).backward()
+    if scaler is None:
+        optimizer.step()
+    else:
+        scaler.step(optimizer)
+        scaler.update()
+    found = values(watcher, sink)
+    both = [torch.cat([of[place].flatten() for of in grads]).norm().item() for place in (0, 1)]
+    inputs = torch.cat([batch.flatten() for batch in batches]).norm().item()
+    assert {key: of[0] for key, of in found.items() if "relu" not in key} == pytest.approx(
+        {
+            "activation/inner.linear.input/norm": inputs,
+            "activation/inner.linear.grad/norm": both[0],
+            "activation/inner.input/norm": inputs,
+            "activation/inner.input_gate/norm": math.sqrt(4 * 9),  # two micro-batches of two threes
+            "activation/inner.grad/norm": both[1],
+        },
+        rel=1e-5,
+    )
+
+
+def test_modules_are_chosen_by_class_those_of_later_too():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
+    watcher, sink = watch(model, [Activations(nn.Linear, statistics=["norm"])])
+    assert repr(Activations(nn.Linear)) == "Activations(Linear)"
+    train(model, [torch.ones(1, 2)])
+    model[1] = nn.Sequential(nn.Linear(2, 2))
+    train(model, [torch.ones(1, 2)])
+    train(model, [torch.ones(1, 2)])
+    assert {key.split("/")[1] for key in values(watcher, sink)} == {"0", "2", "1.0"}
+    with pytest.raises(ValueError, match=r"matches no module"):
+        watch(model, [Activations(nn.LSTM)])
+    with pytest.raises(ValueError, match=r"of='grad' must be a sequence"):
+        Activations(of="grad")
+
+
+def test_gradients_of_outputs_leave_the_training_as_it_is():
+    def weights(metrics):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True), nn.Linear(3, 1))
+        watcher, _ = watch(model, metrics)
+        train(model, torch.randn(4, 5, 3), optimizer=SGD(model.parameters(), lr=0.1))
+        watcher.remove()
+        return [parameter.tolist() for parameter in model.parameters()]
+
+    assert weights([Activations(of=("input", "output", "grad"))]) == weights([])

@@ -39,7 +39,11 @@ def test_everything_is_measured_in_one_run(tmp_path: Path, monkeypatch: pytest.M
         "optimizer_state/blocks/1/mlp/0/weight/update_rms",
         "optimizer_state/blocks/1/mlp/0/weight/stale_ratio",
         "parameter/head/weight/relative_difference",
-        "parameter/blocks/0/attn/qkv/weight/spectral_norm",
+        "parameter/blocks/0/attn/qkv/weight/rms",
+        "parameter/blocks/0/attn/qkv/weight/stable_rank",
+        "gradient/blocks/0/attn/qkv/weight/largest_singular_value",
+        "activation/blocks/3/mlp/0/input/rms",
+        "activation/blocks/3/mlp/0/grad/norm",
     ):
         assert np.isfinite(values[key][-1]), key
     assert values["parameter/head/weight/difference"][-1] > 0, "the model has moved away from its start"

@@ -21,6 +21,7 @@ from wandb_gradwatch.metrics import (
     OptimizerState,
     Reference,
     Router,
+    Spectrum,
     Updates,
 )
 from wandb_gradwatch.metrics._rows import HISTOGRAM, QUANTILES, STATISTICS
@@ -91,11 +92,12 @@ def questions(metrics_of, monkeypatch):
 
 def everything(model):
     return [
-        Activations(statistics=[*STATISTICS, *QUANTILES, HISTOGRAM]),
+        Activations(statistics=[*STATISTICS, *QUANTILES, HISTOGRAM], of=("input", "output", "grad")),
         Attention(),
         Updates(),
         OptimizerState(),
         NoiseScale(),
+        Spectrum(of=("parameter", "gradient", "update")),
         Router("gate", top_k=2),
         Reference(model, activations="own"),
         *(

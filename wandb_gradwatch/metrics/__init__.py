@@ -16,6 +16,7 @@ from ._optimizer_state import OptimizerState
 from ._reference import Reference
 from ._router import Router
 from ._rules import DeadExperts, EntropyCollapse, GrowingLogits, NonFiniteActivation, OutgrownUpdate
+from ._spectrum import Spectrum
 from ._updates import Updates
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "OutgrownUpdate",
     "Reference",
     "Router",
+    "Spectrum",
     "Updates",
     "coordinate_check",
     "log_attention",

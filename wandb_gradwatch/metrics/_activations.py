@@ -1,66 +1,81 @@
-"""Activations: the statistics that gradients have, of what modules put out in the forward."""
+"""Activations: the statistics that gradients have, of what modules take in and put out, and of its gradients."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
-from .._capture.parameter_registry import NameFilter
 from .._capture.probes import Found
+from .._capture.scaling import SCALES, scale_tensor
+from .._measure.elements import onto
 from ..rules import Rule
 from ..snapshot import keys
 from ._forward_hooks import Dims, ForwardHook
 from ._mixin import hands_over
-from ._module_index import ModuleIndex, matcher, nothing_matches
-from ._module_probe import ForwardProbe, is_measurable, slices, tensor_name, tensors_in
+from ._module_index import ModuleFilter, ModuleIndex, ModuleMatcher, nothing_matches
+from ._module_probe import ForwardProbe, is_measurable, leaves_in, slices, tensor_name, tensors_in
+from ._reduction import widened
 from ._rows import DEFAULT_STATISTICS, RowTally, check_statistics
 from ._rules import NonFiniteActivation
+
+_OF: Final = ("input", "output", "grad")
 
 
 class Activations(ForwardProbe):
     """Statistics of module outputs, logged as `activation/<module>/<statistic>`, merged over micro-batches.
 
-    A tensor inside a tuple, list or dict is called `<module>.output_<index or key>`, one that a module hands over
-    itself (`log_tensor`) `<module>.<name>`, the output of the whole model `root`. With several processes they are those
-    of the rank that logs.
+    A tensor inside a tuple, list or dict is called `<module>.output_<index or key>`, an input of the module
+    `<module>.input` or `<module>.input_<index or name>`, the gradient of an output `<module>.grad` or
+    `<module>.grad_<index or key>`, without the scale of a gradient scaler. One that a module hands over itself
+    (`log_tensor`) is called `<module>.<name>`, the output of the whole model `root`. With several processes they are
+    those of the rank that logs.
 
     Only forwards of the training are seen, once each: not evaluations, not those without gradients, not what activation
     checkpointing repeats. Nothing inside a compiled region is: see `tap`. A copied or saved model is not monitored.
 
     Args:
-        match: of which modules: a regular expression (searched in the name), several, or a function; None: all.
+        match: of which modules: a regular expression (searched in the name), several, or a function; a class of
+            modules, such as nn.Linear; None: all.
+        of: what of them, out of "input", "output" and "grad".
         statistics: names out of norm, rms, mean, std, min, max, abs_max, dead_ratio, zero_ratio, num_nonfinite (of the
             finite elements, like those of gradients), abs_p01, abs_p50, abs_p99 (right to half an octave), and
             "histogram", at the steps that have histograms of gradients too: `histogram_every` of `watch()`.
         dead_threshold: |a| <= this counts as dead.
 
-    Cost: at a sampled step one batched pass over each matching output, when it is there. 13 numbers of each are kept,
+    Cost: at a sampled step one batched pass over each matching tensor, when it is there. 13 numbers of each are kept,
         and with a histogram 259 more, until the sample is complete; on the host one histogram of each until the flush.
         At other steps 1 us per matching module.
 
     Raises:
-        ValueError: an unknown statistic; match matches nothing (by watch()).
+        ValueError: an unknown statistic or `of`; match matches nothing (by watch()).
     """
 
     def __init__(
         self,
-        match: NameFilter | None = None,
+        match: ModuleFilter | None = None,
         *,
+        of: Sequence[str] = ("output",),
         statistics: Sequence[str] = DEFAULT_STATISTICS,
         dead_threshold: float = 0.0,
     ) -> None:
         super().__init__()
         self._match = match
-        self._matches = matcher(match, repr(self))
+        self._matches = ModuleMatcher(match, repr(self))
+        if isinstance(of, str) or not of or not set(of) <= set(_OF):
+            raise ValueError(f"{self!r}: of={of!r} must be a sequence of names out of {_OF}")
+        self._of = frozenset(of)
+        self._models = ModuleIndex([])
         self._statistics = check_statistics(repr(self), statistics, histogram=True)
         self._pending, self._sample = self.stores(lambda: RowTally(self._statistics, dead_threshold))
         self._source: dict[str, str] = {}  # of each tensor's name: what the tap's order knows
 
     def __repr__(self) -> str:
-        return "Activations()" if self._match is None else f"Activations({self._match!r})"
+        match = self._match.__name__ if isinstance(self._match, type) else repr(self._match)
+        return "Activations()" if self._match is None else f"Activations({match})"
 
     def claims(self) -> set[tuple[str, str]]:
         return {(keys.ACTIVATION, statistic) for statistic in self._statistics}
@@ -70,6 +85,8 @@ class Activations(ForwardProbe):
 
     def bind(self, models: ModuleIndex) -> None:
         modules = dict(models.modules())
+        self._models = models
+        self._matches.look(models)
         if not any(map(self._matches, modules)) and not any(map(hands_over, modules.values())):
             raise nothing_matches("Activations()", self._match, "module", list(modules))
         self.tap_into(models, self._logged)
@@ -79,10 +96,34 @@ class Activations(ForwardProbe):
         self._pending.histogram_is_due = self._sample.histogram_is_due = histogram_is_due
 
     def install(self, tap: ForwardHook) -> None:
+        self._matches.look(self._models)
         tap.hook(lambda name, _: self._matches(name), self._forward_done)
 
     def _forward_done(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        self._add(name, {tensor_name(name, path): tensor for path, tensor in tensors_in(output)})
+        seen: dict[str, Tensor] = {}
+        if "input" in self._of:
+            given = (args[0] if len(args) == 1 else args) if args else ()
+            for path, tensor in (*tensors_in(given, "input"), *tensors_in(kwargs, "input")):
+                seen[tensor_name(name, path)] = tensor
+        if "output" in self._of:
+            seen |= {tensor_name(name, path): tensor for path, tensor in tensors_in(output)}
+        self._add(name, seen)
+        if "grad" in self._of:
+            for path, tensor in leaves_in(output, "grad"):
+                if tensor.requires_grad:
+                    tensor.register_hook(partial(self._backward_reached, name, path))
+
+    def _backward_reached(self, name: str, path: str, gradient: Tensor) -> None:
+        """The gradient of an output is there; it goes on as it is."""
+        if self._tap is not None:
+            self._tap.see_gradient(lambda: self._add_gradient(name, path, gradient))
+
+    def _add_gradient(self, name: str, path: str, gradient: Tensor) -> None:
+        scaler = SCALES.scaler_of(None)
+        scale = None if scaler is None else scale_tensor(scaler)
+        for _, tensor in tensors_in(gradient):
+            unscaled = tensor if scale is None else widened(tensor) / onto(scale, tensor.device)
+            self._add(name, {tensor_name(name, path): unscaled})
 
     def _logged(self, module: str, name: str, thing: Any, dims: Dims) -> None:
         if is_measurable(thing) and (self._matches(module) or self._matches(f"{module}.{name}")):

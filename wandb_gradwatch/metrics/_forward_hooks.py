@@ -110,6 +110,11 @@ class ForwardHook:
         if self._counts():
             self._boundary.run(function)
 
+    def see_gradient(self, function: Callable[[], None]) -> None:
+        """The same in a backward: of a tensor that was seen in the forward."""
+        if self.is_open:
+            self._boundary.run(function)
+
     def handed_over(self, module: nn.Module, name: str, thing: Any, dims: Dims) -> None:
         """A module hands over something."""
         module_name, on_logged = self._names.get(module), self._on_logged

@@ -66,6 +66,37 @@ def _walk(module: nn.Module, prefix: str, seen: set[int]) -> Iterator[tuple[str,
             yield from _walk(child, prefix if is_transparent(module, key) else f"{prefix}{key}.", seen)
 
 
+ModuleFilter = NameFilter | type[nn.Module]
+
+
+class ModuleMatcher:
+    """A `match=` of modules as a function from a name: as `matcher`, or a class, whose modules are looked up.
+
+    Raises:
+        ValueError: it is not a regular expression; `owner` begins the message.
+    """
+
+    def __init__(self, match: ModuleFilter | None, owner: str) -> None:
+        self._class: type[nn.Module] | None = None
+        self._names: frozenset[str] = frozenset()
+        if isinstance(match, type) and issubclass(match, nn.Module):
+            self._class, self._by_name = match, self._is_of_class
+        else:
+            self._by_name = matcher(match, owner)
+
+    def look(self, models: ModuleIndex) -> None:
+        """See which modules there are now."""
+        if self._class is not None:
+            of_class = self._class
+            self._names = frozenset(name for name, module in models.modules() if isinstance(module, of_class))
+
+    def __call__(self, name: str) -> bool:
+        return self._by_name(name)
+
+    def _is_of_class(self, name: str) -> bool:
+        return name in self._names
+
+
 def matcher(match: NameFilter | None, owner: str) -> Callable[[str], bool]:
     """A `match=` as a function from a name: a regular expression (searched), several, a function; None: everything.
 

@@ -211,9 +211,15 @@ def tensors_in(output: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
     A lone tensor lies at "", those of tuples, lists, dicts and dataclasses at "output_0", "output_hidden_1", by index
     and key. Of a tensor that several ranks hold together (a DTensor) it is this rank's part.
     """
+    for where, tensor in leaves_in(output, path):
+        yield where, local_part(tensor.values() if tensor.is_nested else tensor).detach()
+
+
+def leaves_in(output: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The same tensors themselves, as they are in the graph."""
     if isinstance(output, Tensor):
         if is_measurable(output):
-            yield path, local_part(output.values() if output.is_nested else output).detach()
+            yield path, output
         return
     if isinstance(output, Mapping):
         items: Any = output.items()
@@ -224,7 +230,7 @@ def tensors_in(output: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
     else:
         return
     for key, value in items:
-        yield from tensors_in(value, f"{path or 'output'}_{key}")
+        yield from leaves_in(value, f"{path or 'output'}_{key}")
 
 
 def is_measurable(thing: object) -> TypeGuard[Tensor]:

@@ -1,0 +1,89 @@
+"""Spectrum: against numpy's singular values in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from metric_probes import train, values, watch
+from torch import nn
+
+from wandb_gradwatch.metrics import Spectrum
+
+
+def spectrum(matrix: Any) -> tuple[float, float]:
+    singular = np.linalg.svd(np.asarray(matrix, dtype=np.float64).reshape(len(matrix), -1), compute_uv=False)
+    return singular[0], (singular**2).sum() / singular[0] ** 2
+
+
+def test_parameters_gradients_and_updates_agree_with_numpy() -> None:
+    """What changes little from step to step: the iteration goes on where it was, and is right to a tenth of a percent
+    once it has had some samples. The gradient is the same matrix in every step."""
+    torch.manual_seed(0)
+    model = nn.Conv2d(3, 8, 2, bias=False)
+    with torch.no_grad():
+        model.weight[0] *= 4  # a largest singular value that stands out
+    gradient = torch.randn(8, 3, 2, 2) * torch.logspace(0, 1, 8)[:, None, None, None]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.5)
+    watcher, sink = watch(model, [Spectrum(of=("parameter", "gradient", "update"))])
+    expected: dict[str, list[Any]] = {"parameter": [], "gradient": [], "update": []}
+    for _ in range(12):
+        optimizer.zero_grad()
+        (model.weight * gradient).sum().backward()
+        before = model.weight.detach().clone()
+        optimizer.step()
+        expected["parameter"].append(spectrum(before))
+        expected["gradient"].append(spectrum(gradient))
+        expected["update"].append(spectrum(model.weight.detach() - before))
+    found = values(watcher, sink)
+    for subject, pairs in expected.items():
+        sigma, rank = np.array(pairs).T
+        np.testing.assert_allclose(found[f"{subject}/weight/largest_singular_value"], sigma, rtol=2e-3)
+        np.testing.assert_allclose(found[f"{subject}/weight/stable_rank"], rank, rtol=4e-3)
+        assert found[f"{subject}/weight/stable_rank"].min() >= 1
+
+
+def test_known_matrices() -> None:
+    # A multiple of the identity: all singular values 3, stable rank 4. Ones: 4 = sqrt(4 * 4), rank 1. Zeros: no rank.
+    for matrix, sigma, rank in ((3 * torch.eye(4), 3, 4), (torch.ones(4, 4), 4, 1), (torch.zeros(4, 4), 0, np.nan)):
+        model = nn.Linear(4, 4, bias=False)
+        model.weight = nn.Parameter(matrix.clone())
+        watcher, sink = watch(model, [Spectrum()])
+        train(model, [torch.zeros(1, 4)])
+        found = values(watcher, sink)
+        assert found["parameter/weight/largest_singular_value"][0] == pytest.approx(sigma, rel=1e-6)
+        assert found.get("parameter/weight/stable_rank", [np.nan])[0] == pytest.approx(rank, rel=1e-6, nan_ok=True)
+
+
+def test_a_gradient_of_zeros_does_not_end_the_iteration() -> None:
+    model = nn.Linear(4, 4, bias=False)
+    watcher, sink = watch(model, [Spectrum(of=["gradient"])])
+    train(model, [torch.eye(4), torch.zeros(4, 4), torch.eye(4)], loss=lambda output: output.sum())
+    # The gradient of sum(W x) over the rows of the identity is all ones: a singular value of 4, and rank 1.
+    np.testing.assert_allclose(values(watcher, sink)["gradient/weight/largest_singular_value"], [4, 0, 4], rtol=1e-5)
+
+
+def test_training_keeps_its_random_numbers_and_vectors_have_no_spectrum() -> None:
+    model = nn.Linear(3, 2)
+    torch.manual_seed(1)
+    expected = torch.randn(3)
+    watcher, sink = watch(model, [Spectrum()])
+    torch.manual_seed(1)
+    train(model, [torch.ones(1, 3)])
+    assert torch.equal(torch.randn(3), expected)
+    assert set(values(watcher, sink)) == {"parameter/weight/largest_singular_value", "parameter/weight/stable_rank"}
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: Spectrum(of="gradient"), "must be a sequence of names out of"),
+        (lambda: Spectrum(of=("activation",)), "must be a sequence of names out of"),
+        (lambda: Spectrum("bias"), "matches no matrix; the first names are 'weight'"),
+    ],
+)
+def test_what_makes_no_sense_is_said_at_once(make: Any, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        watch(nn.Linear(2, 2), [make()])
