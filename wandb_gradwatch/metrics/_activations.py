@@ -111,7 +111,7 @@ class Activations(ForwardProbe):
         if "grad" in self._of:
             for path, tensor in leaves_in(output, "grad"):
                 if tensor.requires_grad:
-                    tensor.register_hook(partial(self._backward_reached, name, path))
+                    tensor.register_hook(partial(self._backward_reached, name, path))  # type: ignore[no-untyped-call]
 
     def _backward_reached(self, name: str, path: str, gradient: Tensor) -> None:
         """The gradient of an output is there; it goes on as it is."""

@@ -77,11 +77,10 @@ class ModuleMatcher:
     """
 
     def __init__(self, match: ModuleFilter | None, owner: str) -> None:
-        self._class: type[nn.Module] | None = None
-        self._names: frozenset[str] = frozenset()
-        if isinstance(match, type) and issubclass(match, nn.Module):
-            self._class, self._by_name = match, self._is_of_class
-        else:
+        self._class = match if isinstance(match, type) else None
+        self._names: frozenset[str] = frozenset()  # of the class's modules
+        self._by_name: Callable[[str], bool] = lambda name: name in self._names
+        if not isinstance(match, type):
             self._by_name = matcher(match, owner)
 
     def look(self, models: ModuleIndex) -> None:
@@ -92,9 +91,6 @@ class ModuleMatcher:
 
     def __call__(self, name: str) -> bool:
         return self._by_name(name)
-
-    def _is_of_class(self, name: str) -> bool:
-        return name in self._names
 
 
 def matcher(match: NameFilter | None, owner: str) -> Callable[[str], bool]:
