@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from benchmarks.zoo import cases, detectors
+from benchmarks.zoo import cases, detectors, pictures, table
 from benchmarks.zoo.cases import CASES, Case, chosen
 from benchmarks.zoo.causes import VOCABULARY, read_causes
 from benchmarks.zoo.record import Recording, Told, record, replay
@@ -118,6 +119,16 @@ def test_other_detectors_see_a_spike_of_a_millionfold_and_nothing_in_a_calm_run(
     assert list(detector(calm)) == []
     bad = [(step, loss * 1e6, norm * 1e6) if 200 <= step < 204 else (step, loss, norm) for step, loss, norm in calm]
     assert min(detector(bad)) in range(200, 204)  # llm-foundry waits for four of them
+
+
+def test_the_pages_show_the_results_that_are_kept() -> None:
+    results = json.loads(table.RESULTS.read_text(encoding="utf-8"))
+    assert table.PAGE.read_text(encoding="utf-8") == table.page_of(results)
+    alerts = table.ALERTS.read_text(encoding="utf-8")
+    assert alerts == table.with_titles(alerts, results[-1])
+    files = {path.name: path.stat().st_size for path in pictures.FOLDER.iterdir()}
+    assert set(files) == {pictures.file_name(title) for title in pictures.PICTURES}
+    assert max(files.values()) < 4000
 
 
 # ---- a small part of it

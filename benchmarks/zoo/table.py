@@ -11,11 +11,16 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
+from wandb_gradwatch import default_rules
+
 from .cases import CASES, KEPT_OUT_FAULTS, KEPT_OUT_HEALTHY
+from .pictures import PICTURES, file_name
 from .score import Score, add_up
 
 ROOT: Final = Path(__file__).parent.parent.parent
 RESULTS, PAGE = ROOT / "benchmarks/results/zoo.json", ROOT / "docs/zoo.md"
+ALERTS: Final = ROOT / "docs/alerts.md"
+BEGIN, END = "<!-- by python -m benchmarks.zoo: begin -->", "<!-- by python -m benchmarks.zoo: end -->"
 
 Others = Sequence[tuple[Score, Mapping[str, tuple[int, int | None]]]]
 
@@ -93,6 +98,37 @@ def keep(result: dict[str, Any]) -> None:
     results = [one for one in results if one["name"] != result["name"]] + [result]
     RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     PAGE.write_text(page_of(results), encoding="utf-8")
+    ALERTS.write_text(with_titles(ALERTS.read_text(encoding="utf-8"), results[-1]), encoding="utf-8")
+
+
+def with_titles(page: str, result: dict[str, Any]) -> str:
+    """docs/alerts.md with how often each title was right and wrong in this result, between its two marks."""
+    before, _, rest = page.partition(BEGIN)
+    *_, after = rest.partition(END)
+    return "\n".join([before + BEGIN, *_titles_with_pictures(result), END + after])
+
+
+def _titles_with_pictures(result: dict[str, Any]) -> list[str]:
+    healthy, faulty = (result["all"][runs] for runs in ("healthy runs", "faulty runs"))
+    lines = [
+        f"Of {faulty} faulty trainings and {healthy} healthy ones, {result['commit']}, {result['date']}; more in "
+        "[How often the alerts are right](zoo.md).",
+        "",
+        "| title | first alert of a fault | false | a training in which it is right |",
+        "|---|--:|--:|---|",
+    ]
+    for title in alert_titles():
+        row = result["titles"].get(title, {"right": 0, "false": 0})
+        picture = f"![{title}](pictures/{file_name(title)})" if title in PICTURES else ""
+        lines.append(f"| {title} | {row['right']} | {row['false']} | {picture} |")
+    return lines
+
+
+def alert_titles() -> list[str]:
+    """Those of the default rules, and of what the capture tells by itself."""
+    rules = [vars(type(rule)) for rule in default_rules()]
+    titles = [values[name] for values in rules for name in ("title", "shrinking") if name in values]
+    return [*titles, "Optimizer without the model"]
 
 
 def page_of(results: Sequence[dict[str, Any]]) -> str:
