@@ -1,4 +1,5 @@
-"""Which faults a sparse cadence finds, and how late: the same training at each of some. Writes docs/detection.md.
+"""Which faults a sparse cadence finds, and how late: the same training at each of some. Writes docs/detection.md and
+benchmarks/results/detection.json.
 
 A tiny MLP is trained; twenty times something happens to its loss: it is NaN for good, it is 10,000 times as large and
 stays so, or it is 100 times as large for one step. When a fault's part of the training is over, parameters and the
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import json
 import math
 import random
 import statistics
@@ -30,6 +32,7 @@ from wandb_gradwatch._measure.cpu_compiled import is_installed
 from wandb_gradwatch._measure.measure import compile_for_cpu
 
 PAGE = Path(__file__).parent.parent / "docs/detection.md"
+RESULTS = Path(__file__).parent / "results/detection.json"
 
 
 @dataclass(frozen=True)
@@ -135,6 +138,10 @@ class Training:
         ]
         return min(said) - fault.first if said else None
 
+    def results(self, faults: list[Fault]) -> dict[str, Any]:
+        late = [self.lateness(fault) for fault in faults]
+        return {"samples": self.num_samples, "overhead_ratio": self.overhead_ratio, "steps_late": late}
+
 
 class _Counter(wandb_gradwatch.Sink):
     num_samples, overhead_ratio = 0, math.nan
@@ -196,7 +203,14 @@ def main() -> None:
     faults = plan(arguments.steps, arguments.faults)
     trainings = {name: Training(faults, **cadence).run() for name, cadence in CADENCES.items()}
     day = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
-    PAGE.write_text(render(trainings, faults, describe_machine(torch.device("cpu")), day), encoding="utf-8")
+    machine = describe_machine(torch.device("cpu"))
+    results = {
+        "machine": machine,
+        "faults": [{"kind": fault.kind.name, "first": fault.first, "last": fault.last} for fault in faults],
+        "cadences": {name: training.results(faults) for name, training in trainings.items()},
+    }
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    PAGE.write_text(render(trainings, faults, machine, day), encoding="utf-8")
     print(PAGE.read_text(encoding="utf-8"))
 
 
