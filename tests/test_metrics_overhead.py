@@ -11,6 +11,7 @@ from torch import nn
 
 from wandb_gradwatch._pipeline.overhead import Overhead
 from wandb_gradwatch.metrics import Metric, Reference
+from wandb_gradwatch.sinks import MemorySink
 
 
 class Clock:
@@ -83,6 +84,19 @@ def test_there_is_one_overhead_that_of_the_time_since_watch(clock):
     assert [snapshot.overhead_ratio for snapshot in sink.snapshots] == pytest.approx([2 / 8, 2 / 14, 2 / 20])
     assert watcher.summary().overhead_ratio == sink.snapshots[-1].overhead_ratio
     watcher.remove()
+
+
+def test_what_a_sink_takes_in_the_users_own_calls_is_counted(clock, monkeypatch):
+    owed = []
+    monkeypatch.setattr(MemorySink, "pop_seconds", lambda _: owed.pop() if owed else 0.0)
+    model = Slow(clock)
+    watcher, sink = watch(model, [])
+    train(model, [torch.ones(1, 2)])
+    clock.now += 2.0  # a row finds its place while the user logs
+    owed.append(2.0)
+    train(model, [torch.ones(1, 2)])
+    watcher.remove()
+    assert [snapshot.overhead_ratio for snapshot in sink.snapshots] == pytest.approx([0.0, 2 / 14])
 
 
 def test_without_probes_nothing_is(clock):

@@ -278,6 +278,24 @@ def test_our_failure_is_said_once_and_leaves_the_user_alone(caplog: pytest.LogCa
     assert row_scheduler.ended
 
 
+def test_what_placing_takes_in_the_users_calls_is_told_once_and_without_their_own_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+
+    class SlowRun(ModelRunWithLog):
+        def _log(self, data: Any, step: Any = None, commit: Any = None) -> None:
+            now[0] += 3.0 if "loss" in data else 0.25
+            super()._log(data, step, commit)
+
+    run = SlowRun()
+    row_scheduler = RowScheduler(run)
+    row_scheduler.put(object(), OwnRow([1]))
+    run.log({"loss": 1.0})
+    assert (now[0], row_scheduler.pop_seconds(), row_scheduler.pop_seconds()) == (3.25, 0.25, 0.0)
+
+
 def test_the_end_gives_the_run_back_as_it_was() -> None:
     run = ModelRunWithLog()
     before = set(vars(run))

@@ -372,6 +372,7 @@ class Watcher:
             self._found.append(Alert("First bad operation", text, step, "ERROR"))
 
     def _deliver(self, *, wait: bool = False) -> None:
+        self._boundary.seconds_spent += self._dispatcher.pop_seconds()
         self._say()
         if self._is_new:
             self._is_new = False

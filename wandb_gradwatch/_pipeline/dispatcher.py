@@ -100,6 +100,10 @@ class Dispatcher:
         titles, self._sent_titles = self._sent_titles, set()
         return titles
 
+    def pop_seconds(self) -> float:
+        """What the sinks have taken, outside of the calls from here, since this was last asked."""
+        return sum(sink.pop_seconds() for sink in self._sinks)
+
     def record(self, path: str | Path | None = None, *, table: bool = False) -> list[Path]:
         """Write what the flight recorder holds: to a path, or beside the run of every sink that has one.
 

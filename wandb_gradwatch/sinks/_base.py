@@ -42,5 +42,9 @@ class Sink:
         """What the whole model's numbers are logged below in this W&B run, "" for nothing; None for another run."""
         return None
 
+    def pop_seconds(self) -> float:
+        """What the sink has taken of the training's time, outside of these methods, since this was last asked."""
+        return 0.0
+
     def before_run_ends(self, callback: Callable[[], object]) -> None:
         """Call back once before what the sink writes to comes to its end, for a last flush."""

@@ -28,6 +28,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -82,6 +83,7 @@ class RowScheduler:
         self._before_end: list[Callable[[], object]] = []
         self._forget_exit: Callable[[], None] = lambda: None
         self._calls_at_last_put = -1
+        self._seconds = 0.0
         self._log: Callable[..., None] = getattr(run, "_log", run.log)
         self._sees_calls = hasattr(run, "_log") and not self._shared
         self._asks_step = not self._shared
@@ -255,11 +257,18 @@ class RowScheduler:
         """Our failure is not the user's failure: say it once, and leave the user's calls alone from then on."""
         if self.ended:
             return
+        began = time.perf_counter()
         try:
             place()
         except Exception:
             logger.exception("Gradients are no longer logged to W&B: placing a row failed. Training goes on.")
             self._stop()
+        self._seconds += time.perf_counter() - began
+
+    def pop_seconds(self) -> float:
+        """What placing rows in the user's calls has taken since this was last asked."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
 
     # ---- the end
 

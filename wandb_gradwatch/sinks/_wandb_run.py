@@ -112,6 +112,9 @@ class WandbSink(Sink):
     def namespace_in(self, run: object) -> str | None:
         return self._namespace if self._run is run else None
 
+    def pop_seconds(self) -> float:
+        return 0.0 if self._row_scheduler is None else self._row_scheduler.pop_seconds()
+
     def before_run_ends(self, callback: Callable[[], object]) -> None:
         """Call back once when the run ends, however it ends, while `write` and `alert` still work: for a last flush.
 
