@@ -297,3 +297,16 @@ def test_pytorch_lightning_takes_the_same_callback() -> None:
 def test_the_callback_is_one_of_each_package_that_is_in_use() -> None:
     assert issubclass(GradWatchCallback, pl.Callback)
     assert issubclass(GradWatchCallback, other.Callback)
+
+
+def test_two_callbacks_of_one_trainer_share_the_rows_of_a_run(offline_run: Any) -> None:
+    callbacks = [GradWatchCallback(include=kind, sample_every=1) for kind in ("weight", "bias")]
+    logger = pl.loggers.WandbLogger(experiment=offline_run)
+    trainer_of(callbacks, notes=logger, log_every_n_steps=2).fit(Regression(), loader(8))
+    offline_run.finish()
+    rows = [row for row in history(offline_run) if "gradwatch/step" in row]
+    # Every second of 8 steps; had they taken turns for the Trainer's rows, half of ours would come with the run's end.
+    assert [row["gradwatch/step"] for row in rows] == [2, 4, 6, 8]
+    for row in rows:
+        assert row["train/grad_norm"] == row["gradwatch/grad_norm"]
+        assert row["train/callback1/grad_norm"] == row["gradwatch/callback1/grad_norm"] != row["gradwatch/grad_norm"]

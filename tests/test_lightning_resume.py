@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -200,8 +201,9 @@ def test_state_keys_differ_with_every_argument_and_are_the_same_in_every_process
         {"group_by": str.upper},
     ]
     assert len({GradWatchCallback(**each).state_key for each in arguments}) == len(arguments)
-    # Where things go is no part of it: a training that is resumed with other sinks has its memory.
-    assert GradWatchCallback(sinks=[MemorySink()], on_alert=print).state_key == GradWatchCallback().state_key
+    # Where things go is no part of it: a training that is resumed with other sinks, or in another run, has its memory.
+    elsewhere = GradWatchCallback(sinks=[MemorySink()], on_alert=print, run=SimpleNamespace(id="another"))
+    assert elsewhere.state_key == GradWatchCallback().state_key
 
 
 def test_two_callbacks_of_one_trainer_watch_side_by_side() -> None:

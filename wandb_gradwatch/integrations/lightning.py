@@ -49,6 +49,9 @@ class GradWatchCallback(_Callback):  # type: ignore[misc]
     loss as `gradwatch/loss`, and `train/grad_norm` and its like beside them. The watcher is `callback.watcher` while a
     fit goes on.
 
+    Of several callbacks in one trainer the second logs below `gradwatch/callback1/`, and below `train/callback1/` if
+    its prefix is that of the first.
+
     To log other numbers, override `compute_batch_stats`, and for other aggregates `init_epoch_stats`,
     `update_epoch_stats` and `compute_epoch_stats`; a name with a slash is that of a layer. A subclass may also set the
     prefixes.
@@ -107,6 +110,8 @@ class GradWatchCallback(_Callback):  # type: ignore[misc]
         self._book: BatchIndex | None = None
         self._trainer: weakref.ref[Any] | None = None  # while a fit goes on
         self._is_restored = False
+        self._before: list[GradWatchCallback] = []  # the trainer's others, which come first
+        self._namespace = ""  # what our numbers of the whole model are logged below
         self._begin_epoch(0)
 
     @property
@@ -142,9 +147,9 @@ class GradWatchCallback(_Callback):  # type: ignore[misc]
 
     @property
     def state_key(self) -> str:
-        """Tells the instances of one trainer apart in its checkpoints, by all arguments but `sinks` and `on_alert`.
+        """Tells the instances of one trainer apart in its checkpoints, by all arguments but run, sinks and on_alert.
 
-        Those say where things go: a training that is resumed with others still has its memory.
+        Those say where things go: a training that is resumed in another run still has its memory.
         """
         arguments = {
             "log_every_n_steps": self.log_every_n_steps,
@@ -154,7 +159,6 @@ class GradWatchCallback(_Callback):  # type: ignore[misc]
             "per_layer": self.per_layer,
             "track_sparsity": self.track_sparsity,
             "explosion_threshold": self.explosion_threshold,
-            "run": getattr(self._run, "id", None),
             **{
                 name: _described(value)
                 for name, value in self._session.options.items()
@@ -246,14 +250,15 @@ class GradWatchCallback(_Callback):  # type: ignore[misc]
         options = self._session.options
         group_by = options.get("group_by", "parameter")
         ours = [callback for callback in trainer.callbacks if isinstance(callback, GradWatchCallback)]
-        namespace = f"callback{ours.index(self)}" if self in ours[1:] else ""
+        self._before = ours[: ours.index(self)] if self in ours else []
+        self._namespace = f"callback{len(self._before)}" if self._before else ""
         sinks = sinks_for(
             trainer,
             self._run,
             group_by,
             self._named_numbers,
             rows=every > 0,
-            namespace=namespace,
+            namespace=self._namespace,
             details=options.get("details", ()),
         )
         self._session.begin(
@@ -287,7 +292,7 @@ class GradWatchCallback(_Callback):  # type: ignore[misc]
         if self._num_updates:
             step = place_of(trainer, 0).batch - 1  # where Lightning writes an epoch's metrics: at its last batch
             numbers = self.compute_epoch_stats(self._epoch_stats)
-            log(trainer, numbers, self.epoch_prefix, step=step, with_wandb=True)
+            log(trainer, numbers, self._prefix("epoch_prefix"), step=step, with_wandb=True)
         is_over = self._epoch == trainer.current_epoch
         self._begin_epoch(trainer.current_epoch + 1 if is_over else trainer.current_epoch)
 
@@ -297,12 +302,20 @@ class GradWatchCallback(_Callback):  # type: ignore[misc]
             return {}
         self._book.enter(self._session.take())
         sample = self._book.due_sample(step)
-        return {} if sample is None else prefixed(self.step_prefix, without_layers(self.compute_batch_stats(sample)))
+        numbers = {} if sample is None else without_layers(self.compute_batch_stats(sample))
+        return prefixed(self._prefix("step_prefix"), numbers)
+
+    def _prefix(self, which: str) -> str:
+        """The prefix of a step's or an epoch's numbers; of a later callback with the same one, its number besides."""
+        prefix: str = getattr(self, which)
+        is_taken = any(getattr(other, which) == prefix for other in self._before)
+        return f"{prefix}{self._namespace}/" if is_taken else prefix
 
     def _log_due(self, trainer: Any) -> None:
         """Log the due batches that are complete. W&B has them in the rows of its own sinks."""
         for batch, sample in self._book.take_due() if self._book is not None else ():
-            log(trainer, self.compute_batch_stats(sample), self.step_prefix, step=batch, with_wandb=False)
+            numbers = self.compute_batch_stats(sample)
+            log(trainer, numbers, self._prefix("step_prefix"), step=batch, with_wandb=False)
 
 
 def _described(value: Any) -> str:
