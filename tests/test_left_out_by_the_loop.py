@@ -33,7 +33,7 @@ def train(bad, *, set_to_none=True, guard=None, **options):
 
 @pytest.mark.parametrize("guard", [None, "skip"])
 @pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("bad", [{4}, {4, 6}, {9}])
+@pytest.mark.parametrize("bad", [{4}, {4, 6}, {9}, {0}, {0, 1}])
 def test_the_nan_is_counted_told_and_no_update_is_lost(bad, set_to_none, guard):
     snapshot, alerts, num_steps = train(bad, set_to_none=set_to_none, guard=guard)
     good = ~snapshot.left_out

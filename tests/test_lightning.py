@@ -82,6 +82,13 @@ def test_the_cadence_is_the_trainers_where_none_is_given_and_0_is_never() -> Non
     assert never.series("train_epoch/grad_norm") == [(7, approx(sum(module.expected.norms) / 8))]
 
 
+def test_where_not_every_step_is_measured_the_first_one_after_each_nth_is_logged() -> None:
+    notes, module = Notes(), Regression()
+    trainer_of(GradWatchCallback(sample_every=5, log_every_n_steps=2), notes=notes).fit(module, loader(12))
+    # Steps 5 and 10 are measured, the batches 4 and 9: each the first at or after a multiple of 2 since the one before.
+    assert notes.series("train/grad_norm") == [(batch, approx(module.expected.norms[batch])) for batch in (4, 9)]
+
+
 def test_prefixes_and_switches() -> None:
     notes = Notes()
     callback = GradWatchCallback(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import functools
 import logging
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from test_nonfinite import Model, line_of
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import wandb_gradwatch
 from wandb_gradwatch import MemorySink, SkipGuard
@@ -28,6 +31,7 @@ class Fails(Model):
 
     def __init__(self):
         super().__init__(log_of_some)
+        self.blocks[0].function = torch.abs  # whatever the weights are, a large batch stays large
         self.dropout = nn.Dropout(0.25)
 
     def forward(self, x):
@@ -43,7 +47,7 @@ def train(batches, *, guard="skip", model=None, optimizer=torch.optim.SGD, loss=
     torch.manual_seed(0)
     model = Fails() if model is None else model
     called = model if wrap is None else wrap(model)
-    stepper, memory = optimizer(model.parameters(), lr=1e-3), MemorySink()
+    stepper, memory = optimizer([p for p in model.parameters() if p.requires_grad], lr=1e-3), MemorySink()
     loss = loss or (lambda output: output.square().mean())
     watcher = wandb_gradwatch.watch(called, sinks=[memory], sample_every=1, guard=guard, **options)
     for number, batch in enumerate(batches, 1):
@@ -61,9 +65,69 @@ def found_in(notes):
     return {step: note["first_bad_operation"] for step, note in notes.items() if "first_bad_operation" in note}
 
 
-@pytest.mark.parametrize("wrap", [None, lambda model: torch.compile(model, backend="aot_eager")])
-def test_the_alert_names_the_operation_its_module_and_its_line(wrap):
-    _, alerts, notes = train([GOOD, GOOD, BAD, GOOD], wrap=wrap)
+class LowRank(nn.Module):
+    """As LoRA does: what is added to a frozen layer is trained."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.down, self.up = base, nn.Linear(2, 1, bias=False), nn.Linear(1, 2, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+def low_rank():
+    model = Fails().requires_grad_(False)
+    for block in model.blocks:
+        block.linear = LowRank(block.linear)
+    return model
+
+
+def checkpointed(*, use_reentrant):
+    model = Fails()
+    model.blocks[1].function = lambda x: checkpoint(log_of_some, x, use_reentrant=use_reentrant)
+    return model
+
+
+class Autocast(Fails):
+    def forward(self, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return super().forward(x).float()
+
+
+class TakesDict(Fails):
+    def forward(self, batch):
+        return super().forward(batch["x"])
+
+
+@dataclasses.dataclass
+class Batch:
+    x: torch.Tensor
+
+
+class TakesDataclass(Fails):
+    def forward(self, batch):
+        return super().forward(batch.x)
+
+
+@pytest.mark.parametrize(
+    ("model", "wrap", "batch"),
+    [
+        pytest.param(None, None, None, id="plain"),
+        pytest.param(None, lambda model: torch.compile(model, backend="aot_eager"), None, id="compiled"),
+        pytest.param(None, nn.DataParallel, None, id="DataParallel"),
+        pytest.param(low_rank, None, None, id="LoRA"),
+        pytest.param(lambda: checkpointed(use_reentrant=False), None, None, id="checkpointed"),
+        pytest.param(lambda: checkpointed(use_reentrant=True), None, None, id="checkpointed, re-entrant"),
+        pytest.param(Autocast, None, None, id="autocast"),
+        pytest.param(TakesDict, None, lambda x: {"x": x}, id="dict"),
+        pytest.param(TakesDataclass, None, Batch, id="dataclass"),
+    ],
+)
+def test_the_alert_names_the_operation_its_module_and_its_line(model, wrap, batch):
+    torch.manual_seed(0)
+    batches = [batch(x) if batch else x for x in (GOOD, GOOD, BAD, GOOD)]
+    _, alerts, notes = train(batches, wrap=wrap, model=model and model())
     (found,) = found_in(notes).items()
     assert found[0] == 3
     assert found[1].startswith(f"aten.log in blocks.1, test_replay.py:{line_of(log_of_some)}, made 4 Inf of 4")
@@ -181,6 +245,39 @@ def test_without_a_guard_the_step_after_the_alert_is_traced():
     (found,) = [alert for alert in alerts if alert.title == "First bad operation"]
     assert found.step == 3
     assert f"aten.log in blocks.1, test_replay.py:{line_of(log_of_some)}" in found.text
+
+
+@pytest.mark.parametrize("options", [{"guard": "skip"}, {"on_nonfinite": "trace"}])
+def test_what_a_gradient_scaler_leaves_out_is_run_again_once_its_scale_has_collapsed(options):
+    model, memory = Fails(), MemorySink()
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1e-3), torch.amp.GradScaler("cpu", init_scale=8.0)
+    watcher = wandb_gradwatch.watch(model, sinks=[memory], sample_every=1, **options)
+    for batch in [GOOD, GOOD, *[BAD] * 7]:
+        scaler.scale(model(batch).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    watcher.remove()
+    # Steps 3 to 7 are five in a row, which is the alert; the next that is skipped is run again.
+    told = [(alert.title, alert.step) for alert in memory.alerts]
+    assert told == [("Loss scale collapse", 7), ("First bad operation", 8)]
+    assert f"aten.log in blocks.1, test_replay.py:{line_of(log_of_some)}" in memory.alerts[-1].text
+
+
+def test_the_reducer_of_distributed_data_parallel_takes_no_notice(single_rank):
+    wrap = functools.partial(nn.parallel.DistributedDataParallel, gradient_as_bucket_view=True)
+    batches = [GOOD, BAD, GOOD, GOOD, BAD, GOOD]
+    with_replay, _, notes = train(batches, wrap=wrap)
+    assert list(found_in(notes)) == [2, 5]
+    without, *_ = train(batches, wrap=wrap, guard=SkipGuard(replay=False))
+    assert all(torch.equal(a, b) for a, b in zip(with_replay, without, strict=True))
+
+
+@pytest.fixture
+def single_rank(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
 
 
 def test_a_step_that_begins_with_nan_is_not_traced():

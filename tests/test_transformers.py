@@ -135,6 +135,10 @@ def test_the_cadence_is_the_trainers_where_none_is_given(tmp_path: Path) -> None
     trainer = trainer_of(tmp_path, [GradWatchCallback(sample_every=1, log_every=3)], logging_strategy="epoch")
     trainer.train()
     assert [step for step, _ in logged(trainer)] == [3, 6]
+    # Where not every step is measured, the first at or after each second: of steps 3 and 6 the first would be missing.
+    trainer = trainer_of(tmp_path, [GradWatchCallback(sample_every=3)], logging_steps=2)
+    trainer.train()
+    assert [step for step, _ in logged(trainer)] == [3, 6]
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

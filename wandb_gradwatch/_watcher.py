@@ -36,7 +36,7 @@ from ._runtime.sharding import DEEPSPEED_REFUSED, has_deepspeed
 from ._runtime.wrappers import unwrapped
 from ._summary import Summary, summarise
 from ._transfer.sample_buffer import SampleBuffer
-from .rules import NONFINITE_TITLES, Alert, Rule
+from .rules import NONFINITE_TITLES, Alert, LossScaleCollapse, Rule
 from .sinks import Sink
 from .snapshot import Snapshot
 
@@ -92,11 +92,12 @@ class Watcher:
         self._parts = parts = self._sampler.parts
         self._replay: StepReplay | None = None
         self._found: list[Alert] = []  # of replays, to be sent at the next occasion
-        self._is_replay_of_guard = guarded = config.capture.guard is not None and config.capture.guard.replay
+        guarded = config.capture.guard is not None and config.capture.guard.replay
         if guarded or config.on_nonfinite == "trace":
             self._replay = StepReplay(
                 models, self._operation_found, parts.notices.say, always=guarded, open_step=lambda: self.step + 1
             )
+        parts.replay = self._replay
         if parts.guard is not None and guarded:
             parts.guard.replay = self._replay
         overhead = Overhead(lambda: self._sampler.seconds_spent)
@@ -365,9 +366,9 @@ class Watcher:
             else:
                 self._dispatcher.alert_once(notice.kind, notice.text, notice.step)
 
-    def _operation_found(self, step: int, finding: Finding) -> None:
+    def _operation_found(self, step: int, finding: Finding, *, was_armed: bool) -> None:
         self._dispatcher.recorder.note(step, **{FIRST_BAD_OPERATION: finding.text})
-        if not self._is_replay_of_guard:  # else it is the cause in the alert of its step, which is still to come
+        if was_armed:  # else it is the cause in the alert of its step, which is still to come
             text = f"Step {step} was run once more, after an alert.\n{CAUSE_PREFIX}{FOUND_PREFIX}{finding.text}"
             self._found.append(Alert("First bad operation", text, step, "ERROR"))
 
@@ -388,7 +389,7 @@ class Watcher:
                 self._pipeline.deliver(wait=wait)
             finally:  # a callback of the user's may raise
                 titles = self._dispatcher.pop_titles()
-                if self._replay is not None and not titles.isdisjoint(NONFINITE_TITLES):
+                if self._replay is not None and not titles.isdisjoint((*NONFINITE_TITLES, LossScaleCollapse.title)):
                     self._replay.arm()
                 if self._pipeline.pop_untraced():
                     self._parts.schedule.distrust_versions()

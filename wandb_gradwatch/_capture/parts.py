@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .._guard.step_skipping import StepSkipping
+from .._nonfinite.replay import StepReplay
 from .._runtime.error_boundary import ErrorBoundary
 from .._runtime.notices import Notices
 from .._runtime.sharding import Shards
@@ -52,6 +53,7 @@ class CaptureParts:
         self.probes = Probes(config.probes)
         self.loss = SampleLoss()
         self.wiring = Wiring(registry, self.optimizers, notices)
+        self.replay: StepReplay | None = None  # runs a step that a scaler left out once more
         self.guard = None  # what withholds gradients from optimizers
         if config.guard is not None:
             known = self.optimizers.names

@@ -277,6 +277,8 @@ class Sampler(StepListener, ScaleListener):
                 self._wake()
         elif self.follows(optimizer):
             self._optimizer_found()
+            if self.parts.replay is not None:
+                self.parts.replay.step_skipped()
             key = self.parts.optimizers.key(optimizer)
             self._commit(self._clock.step_begins(key))
             if self._joins_silently(optimizer, key):
@@ -340,7 +342,7 @@ class Sampler(StepListener, ScaleListener):
         """An optimizer is the clock: what looked like updates by hand before it was not."""
         if self._by_hand.possible and (taken_back := self._by_hand.exclude()):
             self._clock.take_back(taken_back)
-            self.parts.window.forget_sent()
+            self.parts.window.leave_out_sent(self._clock.open_step)
             self._schedule.begin_window()
             self._schedule.take_back(taken_back)
 

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -41,12 +41,18 @@ class _Forward:
     gradients: dict[int, Tensor] = field(default_factory=dict)  # by the place of the output
 
 
+class FindingTaker(Protocol):
+    """What a watcher does with a finding."""
+
+    def __call__(self, step: int, finding: Finding, *, was_armed: bool) -> None: ...
+
+
 class StepReplay:
     """Keeps what the forwards of the open step began with, and runs them again when asked.
 
     Args:
         models: as the user calls them, wrapped or not.
-        note: keeps what was found with its step.
+        note: takes what was found with its step, and whether it was found because of `arm()`.
         notice: says something once, by its kind.
         always: keep every step's, for a guard that asks by `look()`; otherwise only that of the step after `arm()`,
             which is then run again by itself, right before its optimizer steps.
@@ -56,7 +62,7 @@ class StepReplay:
     def __init__(
         self,
         models: Sequence[nn.Module],
-        note: Callable[[int, Finding], None],
+        note: FindingTaker,
         notice: Callable[[str, str], None],
         *,
         always: bool,
@@ -64,7 +70,8 @@ class StepReplay:
     ) -> None:
         self._note, self._notice, self._open_step = note, notice, open_step
         self._models = [weakref.ref(model) for model in models]
-        self.is_keeping = always
+        self.is_keeping = self._always = always
+        self._is_armed = False
         self._forwards: list[_Forward] = []
         self._num_replays = 0
         self._last_bad = -2  # the step, so that one episode is replayed once
@@ -82,8 +89,21 @@ class StepReplay:
         self._forwards.clear()
 
     def arm(self) -> None:
-        """Something is not finite: run the next step that begins with finite parameters once more."""
-        self.is_keeping = True
+        """Something is not finite: run the next step that begins with finite parameters once more.
+
+        With a guard, which asks for its own steps, only the next one that a gradient scaler leaves out.
+        """
+        self.is_keeping = self._is_armed = True
+
+    def step_skipped(self) -> None:
+        """A gradient scaler has left the open step out: by design, unless an alert says otherwise."""
+        if self._is_armed:
+            self._look_armed()
+        self.forget()
+
+    def _look_armed(self) -> None:
+        self._is_armed, self.is_keeping = False, self._always
+        self.look(self._open_step(), armed=True)
 
     def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         if not self.is_keeping or not self._forwards:
@@ -94,15 +114,14 @@ class StepReplay:
         if any(id(parameter) in ours for parameter in stepped):
             # Of shards only what is here: to ask for the whole would wait for ranks that are not armed.
             if all(bool(torch.isfinite(local_part(parameter.detach())).all()) for parameter in stepped):
-                self.is_keeping = False
-                self.look(self._open_step())
+                self._look_armed()
             self.forget()
 
     def forget(self) -> None:
         """The step is over: its inputs are not kept any longer."""
         self._forwards.clear()
 
-    def look(self, step: int) -> None:
+    def look(self, step: int, *, armed: bool = False) -> None:
         """Run the open step once more, if it is the first bad one of its episode, and note which operation was first.
 
         What goes wrong here is said, and does not reach the training.
@@ -114,7 +133,7 @@ class StepReplay:
         try:
             for forward in self._forwards:
                 if (finding := _run_again(forward)) is not None:
-                    self._note(step, finding)
+                    self._note(step, finding, was_armed=armed)
                     return
         except Exception:
             self._num_replays = _MAX_REPLAYS

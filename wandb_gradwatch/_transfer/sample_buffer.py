@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -214,9 +215,13 @@ class SampleBuffer:
             window.has_histogram = True
             self._histogram_steps = list(steps)
 
-    def forget_sent(self) -> None:
-        """Forget what was sent and not polled: it turned out not to be samples."""
-        self._shipments.clear()
+    def leave_out_sent(self, step: int) -> None:
+        """What was sent and not polled turned out to be no updates: the loop has dropped it before this step."""
+        sent, self._shipments = self._shipments, deque()
+        for shipment in sent:
+            if shipment.sample is not None:
+                left_out = replace(shipment.sample, step=step, skipped=True, updated=(), left_out=True)
+                self._shipments.append(replace(shipment, sample=left_out))
         self._drop_histogram()
 
     def flush(self) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..snapshot import Snapshot
-from ._sample_queue import newest_of
+from ._sample_queue import is_due, newest_of
 
 
 @dataclass(frozen=True)
@@ -16,12 +16,12 @@ class BatchPlace:
     Args:
         batch: what loggers call the step: batches that ended in an update, from 0.
         epoch: the epoch, from 0.
-        due: whether this batch's numbers are logged.
+        every: the numbers of every n-th batch are logged; 0: of none.
     """
 
     batch: int
     epoch: int
-    due: bool
+    every: int
 
 
 class BatchIndex:
@@ -49,7 +49,7 @@ class BatchIndex:
             # They arrive in order: an earlier one that was noted was not measured and never comes.
             self._places = {later: where for later, where in self._places.items() if later > step}
             self._new.append((place, sample))
-            if place.due:
+            if is_due(sample, place.batch + 1, place.every):
                 self._due.setdefault(place.batch, []).append(sample)
 
     def take_new(self) -> list[tuple[BatchPlace, Snapshot]]:

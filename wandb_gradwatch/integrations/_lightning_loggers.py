@@ -22,7 +22,7 @@ def place_of(trainer: Any, every: int) -> BatchPlace:
     loop = trainer.fit_loop.epoch_loop
     # Private, and what Trainer gives its loggers for a step; global_step counts every optimizer's.
     batch = getattr(loop, "_batches_that_stepped", trainer.global_step)
-    return BatchPlace(batch, trainer.current_epoch, due=every > 0 and (batch + 1) % every == 0)
+    return BatchPlace(batch, trainer.current_epoch, every)
 
 
 def log(trainer: Any, numbers: Mapping[str, float], prefix: str, *, step: int, with_wandb: bool) -> None:

@@ -89,6 +89,17 @@ def newest_of(samples: list[Snapshot]) -> Snapshot:
     return replace(newest, rows=rows)
 
 
+def is_due(sample: Snapshot, place: int, every: int) -> bool:
+    """Whether a framework that logs every n-th step logs this sample: the first one at or after each n-th.
+
+    Args:
+        place: of the sample in the framework's count, from 1.
+        every: n; 0: none.
+    """
+    since = int(sample.metrics[keys.SAMPLE_EVERY][0]) if keys.SAMPLE_EVERY in sample.metrics else 1  # the one before
+    return every > 0 and place // every > (place - since) // every
+
+
 def is_update(sample: Snapshot) -> bool:
     """Whether a finite gradient led to an update: what an average may be made of."""
     return not sample.skipped[0] and float(np.nansum(sample.num_nonfinite)) == 0

@@ -40,8 +40,9 @@ _Callback: Any = _callback_class()
 class GradWatchCallback(_Callback):  # type: ignore[misc]
     """Watch the gradients of a LightningModule.
 
-    Every optimizer step is measured: the gradient is accumulated, reduced over ranks, unscaled and unclipped, in
-    automatic and manual optimization. Numbers of a step reach every logger under the step of their own batch, and
+    Of every optimizer step that is measured (all of them while that costs at most 1 % of the time, or with
+    `sample_every=1`) the gradient is accumulated, reduced over ranks, unscaled and unclipped, in automatic and manual
+    optimization. Numbers of a step reach every logger under the step of their own batch, and
     `trainer.callback_metrics`; numbers of layers reach the loggers only. An epoch's numbers are means over all of its
     optimizer steps that were made with a finite gradient; `train_epoch/grad_norm` is the mean of the steps' norms.
 
@@ -57,8 +58,8 @@ class GradWatchCallback(_Callback):  # type: ignore[misc]
     prefixes.
 
     Args:
-        log_every_n_steps: log the numbers of every n-th batch that ended in an update; 0: of none; None: as the
-            Trainer.
+        log_every_n_steps: log the numbers of every n-th batch that ended in an update, or of the first after it that is
+            measured; 0: of none; None: as the Trainer.
         step_prefix: of the names of a step's numbers; None: the class's, "train/".
         epoch_prefix: of the names of an epoch's numbers; None: the class's, "train_epoch/".
         track_epochs: log an epoch's numbers when it ends.

@@ -24,7 +24,7 @@ from ..metrics._forward_hooks import ForwardHook
 from ..metrics._module_index import ROOT, ModuleIndex
 from ..snapshot import keys
 from ._require import require
-from ._sample_queue import active_run
+from ._sample_queue import active_run, is_due
 from ._session import Session
 
 _TrainerCallback: Any = require("transformers", extra="transformers").TrainerCallback
@@ -43,7 +43,8 @@ class GradWatchCallback(_TrainerCallback):  # type: ignore[misc]
 
     The active W&B run, such as the Trainer's own with `report_to="wandb"`, gets the rows, histograms and alerts of
     `wandb_gradwatch.watch`; steps are the Trainer's global steps, also after a resume. `state.log_history` gets
-    `gradwatch/grad_norm` and its like under the step that they belong to. The watcher is `callback.watcher` while the
+    `gradwatch/grad_norm` and its like under the step that they belong to: of each `logging_steps`-th step, or of the
+    first one after it that is measured (`sample_every=1` measures all). The watcher is `callback.watcher` while the
     Trainer trains.
 
     The loss that the model returns is logged as `gradwatch/loss`; another one, of `compute_loss`, is not seen: call
@@ -187,7 +188,7 @@ class GradWatchCallback(_TrainerCallback):  # type: ignore[misc]
             _named(self._session.numbers(sample, per_layer=self.per_layer))
             | {"step": int(sample.steps[0]), "epoch": state.epoch}
             for sample in self._session.take()
-            if int(sample.steps[0]) % every == 0
+            if is_due(sample, int(sample.steps[0]), every)
         ]
         state.log_history += entries
         return entries
