@@ -15,8 +15,8 @@ pytest.importorskip("ignite")
 from ignite.engine import Engine, Events, create_supervised_trainer
 
 __all__ = [
-    "BAD", "NUM_BATCHES", "Engine", "Events", "approx", "collect", "create_supervised_trainer", "usual_step", "weights",
-    "with_a_bad_batch",
+    "BAD", "NUM_BATCHES", "Engine", "Events", "approx", "collect", "create_supervised_trainer", "scaled_step",
+    "usual_step", "weights", "with_a_bad_batch",
 ]  # fmt: skip
 
 FLOAT32 = 1e-5  # float32 gradients against float64 ones
@@ -45,6 +45,32 @@ def usual_step(model: nn.Module, optimizer: torch.optim.Optimizer, expected: Rec
         loss = loss_of(model, x)
         loss.backward()
         optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return step
+
+
+def scaled_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+    expected: Recomputed | None = None,
+    *,
+    unscale: bool,
+) -> Step:
+    """The same under a loss scale; with `unscale` the gradients are clipped, too."""
+
+    def step(engine: Engine, x: torch.Tensor) -> float:
+        if expected is not None:
+            expected.look([x])
+        loss = loss_of(model, x)
+        scaler.scale(loss).backward()
+        if unscale:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad()
         return loss.item()
 

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from frameworks import Recomputed, batches, loss_of, small_model
-from ignite_programs import Engine, Events, approx, collect, create_supervised_trainer, usual_step, weights
+from frameworks import Recomputed, batches, small_model
+from ignite_programs import Engine, Events, approx, collect, create_supervised_trainer, scaled_step, usual_step, weights
 from offline import history
-from torch import nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from wandb_gradwatch.integrations.ignite import GradWatch
@@ -98,17 +97,7 @@ def test_a_scaled_gradient_is_shown_unscaled(unscale: bool, given: bool) -> None
     expected = Recomputed(model)
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.01), torch.amp.GradScaler("cpu", init_scale=65536.0)
 
-    def step(engine: Engine, x: torch.Tensor) -> None:
-        expected.look([x])
-        scaler.scale(loss_of(model, x)).backward()
-        if unscale:
-            scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-
-    engine = Engine(step)
+    engine = Engine(scaled_step(model, optimizer, scaler, expected, unscale=unscale))
     norms = collect(engine)
     GradWatch(model, scaler=scaler if given else None).attach(engine)
     engine.run(batches(6))

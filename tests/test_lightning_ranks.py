@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from processes import inherited
+from processes import launch
 
 pytest.importorskip("lightning.pytorch")
 
@@ -96,21 +92,6 @@ through, killed = fit(None), fit(None, Kill())
 resumed = fit(folder + "/last.ckpt")
 json.dump({"through": through, "killed": killed, "resumed": resumed}, open(os.path.join(folder, f"{rank}.json"), "w"))
 """
-
-
-def launch(worker: str, folder: Path) -> tuple[list[dict[str, Any]], str]:
-    """What each of two ranks has written, and what they said."""
-    program = folder / "worker.py"
-    program.write_text(worker)
-    here = Path(__file__).parent
-    environment = {**inherited(), "PYTHONPATH": f"{here.parent}{os.pathsep}{here}", "OMP_NUM_THREADS": "1"}
-    # torchrun gives each process its rank, and ends both when one fails.
-    launched = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", program, folder],
-        env=environment, capture_output=True, text=True, timeout=100,
-    )  # fmt: skip
-    assert launched.returncode == 0, launched.stderr[-4000:]
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)], launched.stderr
 
 
 def averaged(of_ranks: list[list[list[Any]]]) -> list[float]:

@@ -137,6 +137,7 @@ def test_places_are_the_same_from_both_sides() -> None:
     assert all(first.group == second.group for first, second in itertools.pairwise(upper))
 
 
+@pytest.mark.slow
 def test_forked_ranks_are_measured() -> None:
     """`benchmarks/ranks.py`, from which docs/growth.md has its figures, on five processes in groups of two."""
     done = subprocess.run(

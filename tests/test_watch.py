@@ -325,18 +325,6 @@ def test_the_state_is_small_and_plain_when_nothing_is_pending():
     watcher.remove()
 
 
-def test_importing_the_package_imports_no_optional_dependency():
-    import subprocess
-    import sys
-
-    code = (
-        "import sys, wandb_gradwatch; "
-        "print([name for name in ('lightning', 'ignite', 'transformers', 'numba', 'wandb_workspaces') "
-        "if name in sys.modules])"
-    )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
-
-
 @pytest.mark.parametrize("second", ["a", "b"])  # with the first one's name, or another
 def test_no_row_waits_for_the_runs_end_because_of_another_watcher(start_run, second):
     """Every row of either model joins the user's row of its own step, each with a total norm of its own."""
