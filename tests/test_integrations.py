@@ -126,9 +126,10 @@ def test_the_rules_are_those_that_watch_takes() -> None:
         lambda: watchers[0].remove(),
         other,
     )
-    assert [title for title, _ in ours] == ["Non-finite activation", "No gradient"]
-    assert "unused.weight" in ours[1][1]
-    assert "frozen" not in ours[1][1].split("Probable cause")[0]
+    texts = dict(ours)  # of this odd training other rules have something to say, too
+    assert texts.keys() >= {"Non-finite activation", "No gradient"}
+    assert "unused.weight" in texts["No gradient"]
+    assert "frozen" not in texts["No gradient"].split("Probable cause")[0]
     assert ours == plain
 
 
