@@ -79,6 +79,8 @@ CLIPPINGS: dict[str, Change] = {
 def test_one_factor_for_each_parameter_or_for_the_model_or_a_limit_of_elements_is_clipping(kind, dtype):
     if kind == "by hand, to a limit" and dtype != torch.float32:
         pytest.skip("the norm that is left is no round number in 8 bits: unknown, see below")
+    if kind == "imported before watch()" and not hasattr(nn.utils, "clip_grads_with_norm_"):
+        pytest.skip("before torch 2.6 a clipping function that was imported by name cannot be seen: unknown, see below")
     snapshot = trained(CLIPPINGS[kind], dtype=dtype)
     assert snapshot.clipped.tolist() == [1] * 4
     assert not snapshot.changed.any()

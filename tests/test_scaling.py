@@ -229,7 +229,7 @@ def total_and_clip(parameters):
 
 CLIPPERS = {
     "norm": lambda parameters: nn.utils.clip_grad_norm_(parameters, 1.0),
-    "total": total_and_clip,
+    **({"total": total_and_clip} if hasattr(nn.utils, "get_total_norm") else {}),  # from torch 2.6
     "by hand": hand_written,
     "by hand, through .data": hand_written_through_data,
     "replaced": replaced,
