@@ -322,13 +322,16 @@ def test_the_users_own_step_can_be_traced(caplog):
     assert trace.finding is None
 
 
-def test_a_nan_that_the_optimizer_makes_is_found():
+@pytest.mark.parametrize(
+    ("kind", "operation"), [("foreach", "aten._foreach_addcdiv"), ("fused", "aten._fused_adam"), (None, "aten.addcdiv")]
+)
+def test_a_nan_that_the_optimizer_makes_is_found(kind, operation):
     model = nn.Linear(2, 2)
-    optimizer = torch.optim.Adam(model.parameters(), eps=0.0)
+    optimizer = torch.optim.Adam(model.parameters(), eps=0.0, **({kind: True} if kind else {}))
     with trace_nonfinite(model) as trace:
         (0 * model(X)).sum().backward()
         optimizer.step()  # 0 / (sqrt(0) + 0)
-    assert trace.finding.operation.startswith("aten.addcdiv")
+    assert trace.finding.operation.startswith(operation)
     assert trace.finding.module is None
 
 

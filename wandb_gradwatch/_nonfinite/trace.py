@@ -135,7 +135,9 @@ class NonfiniteTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         else:
             reads = [_Copy(tensor, _storage(tensor)) for tensor in reads]
         result = func(*args, **kwargs)
-        outputs = [leaf for leaf in tree_leaves(result) if _has_values(leaf)]
+        # What returns nothing, as the optimizers' operations on lists do, has written to its arguments.
+        written = result if func._schema.returns else _written(func._schema, args, kwargs)
+        outputs = [leaf for leaf in tree_leaves(written) if _has_values(leaf)]
         if operation.startswith(_ALLOCATES):
             for tensor in outputs:
                 tensor.zero_()  # what was left in the memory is nobody's mistake
@@ -274,6 +276,13 @@ def _named_modules(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Modul
 
 def _has_values(leaf: object) -> bool:
     return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()) and leaf.numel() > 0
+
+
+def _written(schema: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments that an operation writes to."""
+    given = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)} | dict(kwargs)
+    writes = [one.name for one in schema.arguments if one.alias_info is not None and one.alias_info.is_write]
+    return [given[name] for name in writes if name in given]
 
 
 def _numbers(given: Any) -> Iterator[float]:
