@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import shutil
+import tempfile
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ import torch.distributed as dist
 from gradients import watch
 from torch import nn
 
+import wandb_gradwatch
 from wandb_gradwatch._pipeline.rank_tree import GROUP
 
 LEARNING_RATE = 0.1
@@ -305,6 +308,30 @@ def own_parts(rank: int, world: int, *, inf: bool = False, same_name: bool = Fal
         dist.all_reduce(handed_on)  # stages wait for each other
         optimizer.step()
     return report(watcher, sink) | {"said": said}
+
+
+def two_watchers_of_one_run(rank: int, world: int, *, steps: int):
+    """Two sharded models with equal names, and a run on rank 0 alone."""
+    import wandb
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    folder = tempfile.mkdtemp()
+    run = wandb.init(mode="offline", dir=folder, settings=wandb.Settings(silent=True)) if rank == 0 else None
+    models = [build(), build()]
+    for model in models:
+        fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    watchers = [wandb_gradwatch.watch(model, run=run, rules=[], sample_every=1) for model in models]
+    for model in models:
+        train(model, rank, steps)
+    norms = [watcher.flush().total_grad_norm.tolist() for watcher in watchers]
+    names = [watcher.latest.names for watcher in watchers]
+    for watcher in watchers:
+        watcher.remove()
+    if run is not None:
+        run.finish()
+    shutil.rmtree(folder)
+    return {"norms": norms, "names": names}
 
 
 def rank_that_watches_something_else(rank: int, world: int, *, steps: int):

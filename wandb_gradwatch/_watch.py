@@ -171,6 +171,8 @@ def watch(
     if used_run is not None:
         namespace = _namespace(used_run, registry)
         chosen.append(WandbSink(used_run, group_by=group_by, namespace=namespace, details=details))
+    elif sinks is None and world_size() > 1:
+        chosen.append(_RunOfRank0(_namespace(None, registry)))
     return Watcher(
         registry,
         Config(
@@ -322,6 +324,20 @@ def _run_of(run: Any, sinks: Sequence[Sink] | None) -> Any:
             "run= has a WandbSink already, so that with the one in sinks= each row is logged twice: pass one"
         )
     return run
+
+
+class _RunOfRank0(Sink):
+    """On a rank that logs nothing: names must be those of rank 0, or the merge takes them for other parameters.
+
+    Args:
+        namespace: as rank 0 has found it, which has called watch() for the same models.
+    """
+
+    def __init__(self, namespace: str) -> None:
+        self._namespace = namespace
+
+    def namespace_in(self, run: object) -> str | None:
+        return self._namespace if run is None else None
 
 
 def _namespace(run: Any, registry: ParameterRegistry) -> str:
