@@ -141,6 +141,16 @@ def test_fifty_norms_of_exactly_1_and_then_1_00001_are_silent():
     assert list(lower.check(of_norms(norms))) == []  # nor without the least factors: one sample above, nothing after it
 
 
+def test_each_number_of_a_rise_stands_beside_its_own_step() -> None:
+    check, told = ExplodingGradient(), []
+    for step, norm in enumerate([1.0] * 100 + [10.0, 20.0], 1):  # sample by sample, as they arrive
+        told += check.check(of_norms([norm], start=step))
+    assert [(alert.step, alert.level) for alert in told] == [(101, "WARN"), (101, "ERROR")]  # where the rise began
+    assert told[0].text.startswith("Step 101: the gradient norm is 10, ")
+    assert told[1].text.startswith("Step 102: the gradient norm is 20, ")
+    assert "it has not fallen back since step 101." in told[1].text
+
+
 @pytest.mark.parametrize("at", [8, 10, 25, 100])
 def test_a_tenfold_spike_is_found_within_its_sample_and_nothing_else_is(at):
     norms = np.exp(np.random.default_rng(at).normal(0, 0.2, 120))

@@ -17,7 +17,7 @@ import time
 from .cases import CASES, chosen
 from .record import Recording, recordings
 from .score import add_up, failures, score, seen_by_others
-from .table import keep, result_of
+from .table import keep, result_of, write_pages
 
 
 def _texts(recording: Recording) -> str:
@@ -39,7 +39,13 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--row", help="the name under which the page shows the result")
     parser.add_argument("--resume", default="", metavar="NAME", help="keep what ran under a name, and go on from there")
+    parser.add_argument(
+        "--pages", action="store_true", help="only write the pages anew, from the results that are kept"
+    )
     arguments = parser.parse_args()
+    if arguments.pages:
+        write_pages()
+        return
 
     which = [
         (case, seed)

@@ -97,6 +97,12 @@ def keep(result: dict[str, Any]) -> None:
     results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else []
     results = [one for one in results if one["name"] != result["name"]] + [result]
     RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    write_pages()
+
+
+def write_pages() -> None:
+    """Both pages anew, from the results that are kept."""
+    results = json.loads(RESULTS.read_text(encoding="utf-8"))
     PAGE.write_text(page_of(results), encoding="utf-8")
     ALERTS.write_text(with_titles(ALERTS.read_text(encoding="utf-8"), results[-1]), encoding="utf-8")
 

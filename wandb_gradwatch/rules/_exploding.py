@@ -186,9 +186,10 @@ class ExplodingGradient:
             past.num_above, past.largest_above = 0, -math.inf
             past.survive(_log(norm))
         elif grows:
-            return "ERROR", past.began, f"{words}; it has not fallen back"
+            return "ERROR", past.began, f"{words}; it has not fallen back since step {past.began}"
         elif past.num_above > 1:
-            return "WARN", past.began, f"{words}; it stays there, and the parameters have hardly moved"
+            words += f"; it stays there since step {past.began}, and the parameters have hardly moved"
+            return "WARN", past.began, words
         elif _log(norm) > past.record + math.log(self._at_once(past)):
             return "WARN", step, words
         return None
@@ -237,8 +238,11 @@ class ExplodingGradient:
 
     def _alert(self, snapshot: Snapshot, sample: int, level: Level, step: int, fact: str, has_moved: bool) -> Alert:
         stays = "it stays there" in fact
+        # What "is" is of this sample, and what "was" of the one where it began, which may have come with another call.
+        is_now = fact.startswith("the gradient norm is")
         earlier = np.flatnonzero(snapshot.steps == step)
-        place = int(earlier[0]) if earlier.size else sample  # the sample where it began may have come with another call
+        place = int(earlier[0]) if earlier.size and not is_now else sample
+        at = int(snapshot.steps[sample]) if is_now else step
         norm_P, usual_P = snapshot.grad_norm[place], np.exp(self._usual.of(snapshot.names))
         present = np.flatnonzero(norm_P > 0)
         worst = worst_first(norm_P / usual_P if np.isfinite(usual_P[present]).all() else norm_P, present)
@@ -255,7 +259,7 @@ class ExplodingGradient:
             cause, remedy = _SCALE
         else:
             cause, remedy = _LEARNING_RATE if has_moved or "step by step" in fact else _CHANGED if stays else _UNKNOWN
-        return Alert(self.title, sentence(f"Step {step}: {fact}.", layers, cause, remedy), step, level)
+        return Alert(self.title, sentence(f"Step {at}: {fact}.", layers, cause, remedy), step, level)
 
     def state_dict(self) -> dict[str, Any]:
         return {

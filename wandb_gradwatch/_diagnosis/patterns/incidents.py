@@ -49,13 +49,12 @@ def loss_or_inputs(evidence: Evidence) -> Diagnosis | None:
     if not bad_L[present].all():
         return None
     before = evidence.log_norm_N[evidence.clean < sample][-16:]
-    calm = (
-        f" out of a calm norm, {number(float(np.exp(before.min())))} to {number(float(np.exp(before.max())))} in the "
-        f"{len(before)} samples before"
+    norms = (
+        f", after norms of {number(float(np.exp(before.min())))} to {number(float(np.exp(before.max())))} before it"
         if len(before)
         else ""
     )
-    words = f"at step {evidence.step(sample)} every layer is non-finite,{calm}{evidence.note_of(sample)}"
+    words = f"at step {evidence.step(sample)} every layer is non-finite{norms}{evidence.note_of(sample)}"
     remedy = (
         "look at the inputs, the labels and the loss of this step (log 0, division by 0, an exponential): "
         + _against_a_bad_batch(evidence, sample)
