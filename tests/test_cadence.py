@@ -276,6 +276,26 @@ def test_a_sample_that_is_unusual_has_the_next_steps_looked_at():
     assert looked == [5, 6, 9]
 
 
+def test_what_an_alert_takes_makes_no_samples_fewer(monkeypatch):
+    # Each callback takes an hour, which no budget covers; the samples go on as if it had taken nothing.
+    clock = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    model = Chosen(a=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+
+    def wait(alert: wandb_gradwatch.Alert) -> None:
+        clock[0] += 3600.0
+
+    rules = [wandb_gradwatch.rules.NaNGradient()]
+    watcher, sink = watch(model, sample_every=None, on_alert=wait, rules=rules)
+    for number in range(1, 31):
+        clock[0] += 1.0
+        step(model, optimizer, a=[math.nan if number == 5 else 1])
+    seen = samples(watcher, sink)
+    assert list(seen.steps) == list(range(1, 31))
+    assert clock[0] == 3630.0
+
+
 def test_the_first_steps_after_a_restart_are_sampled_one_by_one():
     clock = SampleClock(step=0)
     schedule = Schedule(clock, Cadence(sample_every=None), Budget(0.01))

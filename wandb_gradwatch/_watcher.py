@@ -388,6 +388,7 @@ class Watcher:
             try:
                 self._pipeline.deliver(wait=wait)
             finally:  # a callback of the user's may raise
+                self._parts.schedule.leave_out(self._rule_runner.pop_seconds_on_alerts())
                 titles = self._dispatcher.pop_titles()
                 if self._replay is not None and not titles.isdisjoint((*NONFINITE_TITLES, LossScaleCollapse.title)):
                     self._replay.arm()

@@ -75,7 +75,6 @@ class Sampler(StepListener, ScaleListener):
         self._reached: set[int] = set()  # slots marked in the backward under way
         self._inside_backward = False
         self._joining: int | None = None
-        self._seconds_between = 0.0  # spent on guarding steps between samples: no cadence makes them fewer
         self._seconds_at_commit = 0.0
         if config.scaler is not None:
             SCALES.use(config.scaler)
@@ -378,11 +377,11 @@ class Sampler(StepListener, ScaleListener):
             self._guard.end_step(closed.step)
         if self._schedule.was_sampled(closed.step):
             self._sample.close(closed)
-            spent = self.seconds_spent - self._seconds_between
-            self._schedule.add_sample(closed.step, skipped=closed.skipped, now=time.perf_counter(), seconds_spent=spent)
+            now, spent = time.perf_counter(), self.seconds_spent
+            self._schedule.add_sample(closed.step, skipped=closed.skipped, now=now, seconds_spent=spent)
         elif self._guard is not None:
             self.parts.window.discard()
-            self._seconds_between += self.boundary.seconds_spent - self._seconds_at_commit
+            self._schedule.leave_out(self.boundary.seconds_spent - self._seconds_at_commit)  # guarding
         self._seconds_at_commit = self.boundary.seconds_spent
         if self._schedule.window_is_full(closed.step):
             self.flush_window()

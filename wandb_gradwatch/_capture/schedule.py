@@ -33,6 +33,7 @@ class Schedule:
         self._last_sample = clock.step
         self._asked = (-1, False)  # the last step that the cadence was asked about, and its answer
         self._wrote_row = False  # since the last sample
+        self._seconds_left_out = 0.0
         self._trust_versions = True
         self._num_samples = 0  # with an update: what a loss scaler skips is not clipped
         self._samples_in_window = 0
@@ -118,13 +119,18 @@ class Schedule:
         self._samples_in_window += 1
         self._num_samples += not skipped
         if self.is_open_ended:
-            self._own_plan = self._budget.after_sample(step, now, seconds_spent, wrote_row=self._wrote_row)
+            charged = seconds_spent - self._seconds_left_out
+            self._own_plan = self._budget.after_sample(step, now, charged, wrote_row=self._wrote_row)
             if self._ranks is None:
                 self._plan = self._own_plan
             elif self._num_samples == Budget.FIRST:
                 self._plan = Plan(every=Budget.FIRST)  # until rank 0 has said how many it can afford
             self._next_sample = self._plan.next_sample(step)
         self._last_sample, self._wrote_row = step, False
+
+    def leave_out(self, seconds: float) -> None:
+        """These were spent on what no cadence makes less: steps that are guarded, alerts. The budget is not charged."""
+        self._seconds_left_out += seconds
 
     def follow_rank_0(self, ranks: RankPlans) -> None:
         """Take every plan from there."""

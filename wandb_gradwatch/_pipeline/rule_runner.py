@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -36,20 +37,29 @@ class RuleRunner:
         self._alert_manager = alert_manager
         self._dispatcher = dispatcher
         self._modules = modules
+        self._seconds_on_alerts = 0.0
 
     def judge(self, samples: Sequence[ArrivedSample], known: Names) -> None:
         """Let the rules look at samples, at least one, under these names, and send what they find."""
         snapshot = snapshot_of(samples, known)
         self._dispatcher.recorder.add(snapshot)  # first: the history of an alert has the alert's own sample
         raised: CallbackError | None = None
-        for alert in self._alert_manager.process(snapshot):
+        alerts = self._alert_manager.process(snapshot)
+        began = time.perf_counter()
+        for alert in alerts:
             alert = _with_interval(alert, snapshot)
             try:
                 self._dispatcher.send(with_diagnosis(alert, self._dispatcher.recorder.history(), **self._context))
             except CallbackError as error:
                 raised = raised or error
+        self._seconds_on_alerts += time.perf_counter() - began
         if raised is not None:
             raise raised
+
+    def pop_seconds_on_alerts(self) -> float:
+        """What diagnosing and sending alerts has taken since this was last asked."""
+        seconds, self._seconds_on_alerts = self._seconds_on_alerts, 0.0
+        return seconds
 
     @property
     def healthy(self) -> bool:
