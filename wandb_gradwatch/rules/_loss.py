@@ -1,4 +1,4 @@
-"""The loss: a value far above all that the run has seen lately."""
+"""The loss: a level far above all that the run has seen lately."""
 
 from __future__ import annotations
 
@@ -22,39 +22,47 @@ _PRECISION: Final = 1e-3  # of the median: losses that are all alike are no scat
 
 @dataclass(kw_only=True)
 class LossSpike:
-    """The loss is far above what it was lately: "Loss spike".
+    """The loss is far above what it was lately, and stays there for some samples: "Loss spike".
 
     Far: above the largest of the last 64 samples by `deviations` of their robust standard deviation (1.4826 median
     distances from the median), and by as much as all of these span. A loss has no scale of its own and may be negative,
-    so it is compared with nothing but itself. One that is not finite is another alert's, and where the gradient's norm
-    is above 5 times the usual one too, it is the gradient that is told, with which of both moved first.
+    so it is compared with nothing but itself; a single batch may be hard, and is no spike. One that is not finite is
+    another alert's, and where the gradient's norm is above 5 times the usual one too, it is the gradient that is told,
+    with which of both moved first.
 
     Args:
         deviations: how far above the largest of these.
         patience: samples that have been seen before anything is judged.
+        stays: so many samples in a row are a spike.
         adapt_after: so many samples in a row that are too large are the usual level.
     """
 
     deviations: float = 10.0
     patience: int = 32
-    adapt_after: int = 5
+    stays: int = 3
+    adapt_after: int = 20
     _past: list[float] = field(default_factory=list, init=False, repr=False)
     _above: list[float] = field(default_factory=list, init=False, repr=False)  # in a row, up to now
+    _began: int = field(default=0, init=False, repr=False)  # the step of the first of these
     _norms: list[float] = field(default_factory=list, init=False, repr=False)
 
     title: ClassVar[str] = "Loss spike"
 
     def __post_init__(self) -> None:
-        check_limits(self, deviations=(0.0, math.inf), patience=(2.0, _WINDOW), adapt_after=(1.0, math.inf))
+        check_limits(self, deviations=(0.0, math.inf), patience=(2.0, _WINDOW))
+        check_limits(self, stays=(1.0, math.inf), adapt_after=(1.0, math.inf))
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
         loss_S = snapshot.metrics.get(keys.LOSS, np.full(len(snapshot), np.nan))
         for sample in np.flatnonzero(np.isfinite(loss_S) & ~snapshot.skipped).tolist():
             loss, norm, limit = float(loss_S[sample]), float(snapshot.total_grad_norm[sample]), self._limit()
             if loss > limit:
+                if not self._above:
+                    self._began = int(snapshot.steps[sample])
                 self._above.append(loss)
-                if not norm > _LARGE * float(np.median(self._norms or [math.inf])):
-                    yield self._alert(int(snapshot.steps[sample]), loss, limit)
+                is_large = norm > _LARGE * float(np.median(self._norms or [math.inf]))
+                if len(self._above) >= self.stays and not is_large:
+                    yield self._alert(self._began, max(self._above), limit)
                 if len(self._above) < self.adapt_after:
                     continue
             self._norms = [*self._norms, norm][-_WINDOW:]
@@ -71,17 +79,18 @@ class LossSpike:
 
     def _alert(self, step: int, loss: float, limit: float) -> Alert:
         fact = (
-            f"Step {step}: the loss is {number(loss)}; the last {len(self._past)} were between "
-            f"{number(min(self._past))} and {number(max(self._past))} (threshold {number(limit)})."
+            f"Step {step}: the loss has risen to {number(loss)} and stays there; the {len(self._past)} before were "
+            f"between {number(min(self._past))} and {number(max(self._past))} (threshold {number(limit)})."
         )
-        cause = "not clear: either one bad batch, or updates that were too large; whether the loss falls back tells"
-        remedy = "look at the batch of this step; if the loss stays up, lower the learning rate and clip the gradients"
+        cause = "not clear: either updates that were too large, or the data has changed"
+        remedy = "look at what changed in the data at this step; lower the learning rate, and clip the gradients"
         return Alert(self.title, sentence(fact, "", cause, remedy), step, "WARN")
 
     def state_dict(self) -> dict[str, Any]:
-        return {"past": list(self._past), "above": list(self._above), "norms": list(self._norms)}
+        return {"past": list(self._past), "above": list(self._above), "began": self._began, "norms": list(self._norms)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._past = [float(loss) for loss in state["past"]]
         self._above = [float(loss) for loss in state["above"]]
+        self._began = int(state["began"])
         self._norms = [float(norm) for norm in state["norms"]]
