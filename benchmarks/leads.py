@@ -76,18 +76,21 @@ class Outcome:
 
 
 def quiet_features(seed: int, is_faulty: bool) -> tuple[nn.Module, ModuleProbe, Step]:
-    """Most of the features are silent for 3,000 steps, then 3 times as large: Adam's second moment has decayed."""
+    """Most of the features are silent for 3,000 steps, then twice as large: Adam's second moment has decayed."""
     torch.manual_seed(seed)
     truth = torch.randn(272, 1)
     model = nn.ModuleDict({"loud": nn.Linear(16, 1, bias=False), "quiet": nn.Linear(256, 1, bias=False)})
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    with torch.no_grad():  # it has been trained: what is left of the gradient is noise
+        model["loud"].weight.copy_(truth[:16].T)
+        model["quiet"].weight.copy_(truth[16:].T)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.001)
 
     def step(number: int) -> float:
         inputs = torch.randn(128, 272)
-        if is_faulty and 1500 < number <= 4500:
+        if is_faulty and 500 < number <= 3500:
             inputs[:, 16:] = 0.0
-        if is_faulty and number > 4500:
-            inputs[:, 16:] *= 3.0
+        if is_faulty and number > 3500:
+            inputs[:, 16:] *= 2.0
         targets = inputs @ truth + 0.1 * torch.randn(128, 1)
         loss = (model["loud"](inputs[:, :16]) + model["quiet"](inputs[:, 16:]) - targets).square().mean()
         return _update(optimizer, loss)
@@ -195,7 +198,7 @@ def _update(optimizer: torch.optim.Optimizer, loss: Tensor) -> float:
 
 
 CASES: Final = (
-    Case("features that come back larger after 3,000 steps", OutgrownUpdate.title, quiet_features, 4600, 4500),
+    Case("features that come back larger after 3,000 steps", OutgrownUpdate.title, quiet_features, 3600, 3500),
     Case("query weights that grow by 2 % a step", GrowingLogits.title, growing_queries, 700, 100),
     Case("a kind of tokens that is absent for 300 steps", DeadExperts.title, absent_domain, 800, 400),
     Case("gradients that become noisier", f"noise scale, {_NOISIER:.0f} times", noisier_gradients, 500, 200),
