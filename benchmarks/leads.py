@@ -4,7 +4,7 @@ The signal is the first alert of the metric's rule (of NoiseScale, which has non
 before). The loss has moved where the mean of its last 10 values is twice the smallest median of 50 such means before,
 or not finite. Writes the table into docs/metrics.md.
 
-    python -m benchmarks.leads [--seeds 5]
+    python -m benchmarks.leads [--seeds 3]
 """
 
 from __future__ import annotations
@@ -271,13 +271,13 @@ def _steps(steps: list[Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seeds", type=int, default=3)
     seeds = parser.parse_args().seeds
     text = table(seeds)
     print(text)
     page = PAGE.read_text(encoding="utf-8")
     begin, end = page.index(BEGIN) + len(BEGIN), page.index(END)
-    PAGE.write_text(f"{page[:begin]}\n{text}\n{page[end:]}", encoding="utf-8")
+    PAGE.write_text(f"{page[:begin]}\n\n{text}\n\n{page[end:]}", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""The signals that come before the loss: each fault has one, and the control has none."""
+"""The signals that come before the loss: each fault has one, the control has none, and the docs have the table."""
 
 from __future__ import annotations
 
 import pytest
 
-from benchmarks.leads import CASES, _moved, run
+from benchmarks.leads import BEGIN, CASES, END, PAGE, _moved, run
 
 
 @pytest.mark.slow
@@ -22,3 +22,10 @@ def test_the_loss_has_moved_where_its_mean_is_twice_the_usual_one() -> None:
     assert _moved([1.0] * 100 + [2.9] * 20, 80) == 106
     assert _moved([1.0] * 120, 80) is None
     assert _moved([1.0] * 100 + [float("nan")] * 5, 80) == 101
+
+
+def test_the_docs_have_a_row_of_every_training() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    table = text[text.index(BEGIN) : text.index(END)]
+    for case in CASES:
+        assert f"| {case.name} |" in table
