@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 import types
+import urllib.request
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,14 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from fake_run import write_fake_run
 
 from wandb_gradwatch import __version__
 from wandb_gradwatch import _cli as cli
 from wandb_gradwatch import _doctor as doctor
 from wandb_gradwatch._doctor import Check, OverheadMeasurement, checks, measurement
 from wandb_gradwatch._output import as_json, paragraph
-from wandb_gradwatch._page import page, read, view
+from wandb_gradwatch._page import page, read, serve, view
 from wandb_gradwatch._page.history import OwnSeries, RecordedAlert, RunHistory
 
 ROOT = Path(__file__).parent.parent
@@ -161,9 +163,8 @@ def recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[RunHistory
 
     monkeypatch.setattr(read, "read_run", read_run)
 
-    def write_page(history: RunHistory, output: Path, *, others: list[RunHistory], refresh_seconds: int | None) -> None:
-        reloads = "" if refresh_seconds is None else f", reloads after {refresh_seconds} s"
-        output.write_text(f"{len(history.steps)}{reloads}" + f", beside {len(others)}" * bool(others))
+    def write_page(history: RunHistory, output: Path, *, others: list[RunHistory]) -> None:
+        output.write_text(f"{len(history.steps)}" + f", beside {len(others)}" * bool(others))
 
     monkeypatch.setattr(page, "write_page", write_page)
     monkeypatch.chdir(tmp_path)
@@ -252,18 +253,32 @@ def test_diff_says_where_runs_part_and_its_status_says_whether(recorded: list[Ru
     assert (facts["alike"], facts["step"], facts["layer"], facts["equal_until"]) == (False, 150, "head", 100)
 
 
-def test_view_watch_writes_until_the_run_has_finished(
-    recorded: list[RunHistory], monkeypatch: pytest.MonkeyPatch
+def test_view_watch_serves_the_page_until_the_run_has_finished_and_writes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recorded[:] = [make_history(finished=False, rows=1), make_history(finished=False, rows=2), make_history(rows=3)]
-    monkeypatch.setattr(view, "WATCH_SECONDS", 0.0)
-    seen = []
-    monkeypatch.setattr(view.time, "sleep", lambda _: seen.append(Path("p.html").read_text()))
-    result = run("view", "wandb/latest-run", "--watch", "--output", "p.html")
+    monkeypatch.chdir(tmp_path)
+    whole = next(
+        write_fake_run(tmp_path, names=("a.weight",), num_flushes=3, alerts=(), with_table=False).glob("*.wandb")
+    )
+    data = whole.read_bytes()
+    whole.write_bytes(data[: len(data) // 2])
+    pages: list[str] = []
+
+    def pause(seconds: float) -> None:  # while the command waits, a browser looks, and the run goes on
+        address = opened[0]
+        with urllib.request.urlopen(address) as answer:
+            pages.append(answer.read().decode())
+        whole.write_bytes(data)
+
+    opened: list[str] = []
+    monkeypatch.setattr(view.webbrowser, "open", lambda url: opened.append(url) or True)
+    monkeypatch.setattr(serve.time, "sleep", pause)
+    result = run("view", str(whole), "--watch", "--open", "--output", "p.html")
     assert result.exit_code == 0
-    # An open page reloads itself as long as there is more to come.
-    assert seen == ["1, reloads after 10 s", "2, reloads after 10 s"]
-    assert Path("p.html").read_text() == "3"
+    assert result.stdout.startswith(f"{opened[0]}  follows the run on this machine alone")
+    assert result.stdout.splitlines()[1].endswith("3 rows, 0 alerts")
+    assert "The file has no end record" in pages[0]
+    assert "The file has no end record" not in Path("p.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(("opened", "said"), [(True, ""), (False, "no browser could be started")])

@@ -17,6 +17,7 @@ from wandb_gradwatch._analysis.formatting import CAUSE_PREFIX, FOUND_PREFIX
 from wandb_gradwatch._page.history import OwnSeries, RecordedAlert, RecordedTable, RunHistory
 from wandb_gradwatch._page.page import write_page
 from wandb_gradwatch._page.read import read_run
+from wandb_gradwatch._page.serve import PageServer
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = [pytest.mark.browser, pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")]
@@ -382,9 +383,8 @@ def test_the_theme_button_repaints_everything(show: Opener, history: RunHistory)
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(14, 18, 20)"
 
 
-def test_a_reloaded_page_keeps_its_view(show: Opener, history: RunHistory) -> None:
-    page = show(history, refresh_seconds=600)
-    assert page.locator("meta[http-equiv=refresh]").get_attribute("content") == "600"
+def test_a_reloaded_page_keeps_its_view_and_so_does_its_address_elsewhere(show: Opener, history: RunHistory) -> None:
+    page = show(history)
     page.locator("#theme").click()
     page.locator("#layers").get_by_role("button", name="Dead").click()
     page.locator("#lines .picker-head button").click()
@@ -392,12 +392,26 @@ def test_a_reloaded_page_keeps_its_view(show: Opener, history: RunHistory) -> No
     page.locator("#lines .picker-list input").first.check()
     page.locator(".range input").first.fill("200")
     page.locator(".range input").first.press("Enter")
+    address = page.url
+    page.reload()
+    other = show(history)
+    other.goto("about:blank")
+    other.goto(address)
+    for shown in (page, other):
+        shown.locator("html[data-state=drawn]").wait_for(state="attached")
+        assert shown.locator(".range input").first.input_value() == "200"
+        assert shown.evaluate("document.documentElement.dataset.theme") == "dark"
+        assert shown.locator("#layers button[aria-pressed=true]").first.inner_text() == "Dead"
+        assert shown.locator("#lines .legend-label").all_inner_texts() == ["embed.token"]
+
+
+@pytest.mark.parametrize("address", ["#nonsense", "#%7B%22range%22%3A%5B5%2C5%5D%7D", "#%5B1%5D", "#%E0"])
+def test_an_address_that_holds_no_view_shows_the_whole_run(show: Opener, history: RunHistory, address: str) -> None:
+    page = show(history)
+    page.goto(page.url.partition("#")[0] + address)
     page.reload()
     page.locator("html[data-state=drawn]").wait_for(state="attached")
-    assert page.locator(".range input").first.input_value() == "200"
-    assert page.evaluate("document.documentElement.dataset.theme") == "dark"
-    assert page.locator("#layers button[aria-pressed=true]").first.inner_text() == "Dead"
-    assert page.locator("#lines .legend-label").count() == 1
+    assert [field.input_value() for field in page.locator(".range input").all()] == ["0", "400"]
 
 
 def test_the_flight_recorder_can_be_searched_and_sorted(show: Opener, history: RunHistory) -> None:
@@ -587,6 +601,63 @@ def test_lines_of_runs_with_different_steps_are_not_broken(show: Opener) -> None
     hover(page, "#strips .u-over", 0.3, 0.5)
     legend = page.locator("#strips .legend").first.inner_text().split("\n")
     assert legend[0] == "step 30"
+
+
+# ---- a run that goes on
+
+
+def beginning(history: RunHistory, num_rows: int) -> RunHistory:
+    values = {key: value[:num_rows] for key, value in history.values.items()}
+    return replace(
+        history, steps=history.steps[:num_rows], times=history.times[:num_rows], values=values, finished=False
+    )
+
+
+def test_a_page_follows_its_run_in_place(browser: Any, history: RunHistory) -> None:
+    server = PageServer(beginning(history, 20))
+    context = browser.new_context(viewport={"width": 1400, "height": 900})
+    try:
+        page = context.new_page()
+        complaints: list[str] = []
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("console", lambda message: complaints.append(message.text))
+        page.on("request", lambda request: request.url.startswith(server.address) or complaints.append(request.url))
+        page.clock.install()  # no test waits for a clock of its own
+        page.goto(server.address)
+        page.locator("html[data-state=drawn]").wait_for(state="attached")
+        assert "newest row" in page.locator("#age").inner_text()
+        search = page.locator("#lines input[type=search]")
+        search.fill("blocks.3 mlp fc")
+        page.locator("#lines .picker-list input").check()
+        page.locator("#norm").get_by_role("button", name="Linear").click()
+        page.locator(".range input").first.fill("100")
+        page.locator(".range input").first.press("Enter")
+        search.focus()
+        page.evaluate("scrollTo(0, 1200)")
+        chosen = page.locator("#lines .legend-label").all_inner_texts()
+        below_the_toolbar = (
+            "[...document.querySelectorAll('section[id]')].find(one => one.getBoundingClientRect().bottom > 60)"
+        )
+        at_the_top = page.locator("#" + page.evaluate(f"{below_the_toolbar}.id"))
+        top = at_the_top.bounding_box()["y"]
+        server.update(beginning(history, 30))
+        page.clock.run_for(4000)
+        page.locator("html[data-version='2']").wait_for(state="attached")
+        assert "30 flushes" in page.locator(".facts").inner_text()
+        assert page.locator(".range input").first.input_value() == "100"
+        assert search.input_value() == "blocks.3 mlp fc"
+        assert search.evaluate("node => node === document.activeElement")
+        assert page.locator("#lines .legend-label").all_inner_texts() == chosen
+        assert page.locator("#norm button[aria-pressed=true]").first.inner_text() == "Linear"
+        assert at_the_top.bounding_box()["y"] == pytest.approx(top, abs=2)
+        server.update(history)
+        page.clock.run_for(4000)
+        page.locator("html[data-version='3']").wait_for(state="attached")
+        assert page.locator("#age").count() == 0
+        assert complaints == []
+    finally:
+        context.close()
+        server.close()
 
 
 # ---- what watch(metrics=...) measured

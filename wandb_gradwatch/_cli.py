@@ -117,7 +117,9 @@ def demo(context: click.Context, output: Path, steps: int | None, online: bool) 
     help="Where to write; a directory will do.  [default: gradwatch-RUN.html here]",
 )
 @click.option("--open", "opens", is_flag=True, help="Open it in the browser.")
-@click.option("--watch", "watches", is_flag=True, help="Write and reload it while the run goes on; Ctrl-C ends it.")
+@click.option(
+    "--watch", "watches", is_flag=True, help="Serve it on this machine while the run goes on; Ctrl-C ends it."
+)
 @_json
 def view(path: Path, others: tuple[Path, ...], output: Path | None, opens: bool, watches: bool, json: bool) -> None:
     """Write one self-contained HTML page about a run on this machine, finished or still going on.

@@ -26,24 +26,17 @@ LIBRARY_STYLE: Final = "uPlot.min.css"
 # One scope, in this order: a file may use what stands before it when it is loaded, and everything when it runs.
 SCRIPTS: Final = ("text.js", "data.js", "theme.js", "view.js", "lines.js", "frame.js", "heatmap.js", "ridges.js")
 SCRIPTS_LAST: Final = (
-    *("words.js", "tree.js", "layers.js", "families.js", "alerts.js", "table.js", "compare.js", "main.js"),
+    *("words.js", "tree.js", "layers.js", "families.js", "alerts.js", "table.js", "compare.js", "live.js", "main.js"),
 )
 
 
-def write_page(
-    history: RunHistory,
-    output: str | os.PathLike[str],
-    *,
-    others: Sequence[RunHistory] = (),
-    refresh_seconds: int | None = None,
-) -> Path:
+def write_page(history: RunHistory, output: str | os.PathLike[str], *, others: Sequence[RunHistory] = ()) -> Path:
     """Write the page of a run, or of several side by side, and return its path. An existing file is replaced whole.
 
     Args:
         history: from `read_run`.
-        others: the runs that this one is compared with.
         output: the HTML file; its directory must exist.
-        refresh_seconds: an open page reloads itself this often, for a run that goes on; None: never.
+        others: the runs that this one is compared with.
 
     Raises:
         OSError: output is a directory, or in none that exists; or it cannot be written.
@@ -52,31 +45,38 @@ def write_page(
     if output.is_dir() or not output.parent.is_dir():
         problem = "is a directory" if output.is_dir() else f"cannot be written: there is no directory {output.parent}"
         raise OSError(f"the page {output} {problem}; give the name of an HTML file")
-    # A browser that reloads while the page is rewritten sees the old page or the new one, never half of one.
+    # A browser that opens the page while it is rewritten sees the old one or the new one, never half of one.
     partial = output.with_name(f"{output.name}.partial")
-    partial.write_text(render_page(history, others=others, refresh_seconds=refresh_seconds), encoding="utf-8")
+    partial.write_text(render_page(history, others=others), encoding="utf-8")
     partial.replace(output)
     return output.resolve()
 
 
-def render_page(history: RunHistory, *, others: Sequence[RunHistory] = (), refresh_seconds: int | None = None) -> str:
-    """The page of a run, or of several side by side, as HTML."""
-    refresh = "" if refresh_seconds is None else f'<meta http-equiv="refresh" content="{refresh_seconds:d}">\n'
+def render_page(history: RunHistory, *, others: Sequence[RunHistory] = (), version: int | None = None) -> str:
+    """The page of a run, or of several side by side, as HTML.
+
+    Args:
+        history: the run.
+        others: the runs that it is compared with.
+        version: of the history, for a page that asks its server for newer ones; None: the page asks nobody.
+    """
     content, blob = build_comparison([history, *others]) if others else build_payload(history)
+    content["version"] = version
     style = _asset(LIBRARY_STYLE) + _asset("page.css")
     library = _asset(LIBRARY_SCRIPT)
     program = '"use strict";(() => {\n' + "".join(map(_asset, (*SCRIPTS, *SCRIPTS_LAST))) + "})();"
-    # Nothing but these very texts may run or style, and nothing may be fetched.
+    # Nothing but these very texts may run or style, and nothing may be fetched but what the page's own server has.
     policy = (
         f"default-src 'none'; script-src {_hash(library)} {_hash(program)}; style-src {_hash(style)}; "
         "img-src data: blob:; base-uri 'none'; form-action 'none'"
     )
+    if version is not None:
+        policy += "; connect-src 'self'"
     title = html.escape(visible_text(" and ".join(one.name or one.run_id for one in (history, *others))))
     return "".join(
         [
             '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n',
             f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n',
-            refresh,
             '<meta name="viewport" content="width=device-width, initial-scale=1">\n',
             '<meta name="color-scheme" content="light dark">\n',
             f"<title>{title} · gradients</title>\n<style>{style}</style>\n</head>\n<body>\n",
@@ -86,6 +86,12 @@ def render_page(history: RunHistory, *, others: Sequence[RunHistory] = (), refre
             f"<script>{library}</script>\n<script>{program}</script>\n</body>\n</html>\n",
         ]
     )
+
+
+def render_data(history: RunHistory, version: int) -> str:
+    """What an open page takes in place of its own content, as JSON."""
+    content, blob = build_payload(history)
+    return script_json({"content": content | {"version": version}, "arrays": blob.encoded()})
 
 
 def _asset(name: str) -> str:

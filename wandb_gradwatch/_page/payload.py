@@ -85,6 +85,7 @@ def describe_run(history: RunHistory) -> dict[str, Any]:
         "exitCode": history.exit_code,
         "file": history.path.name,
         "numRows": history.num_rows,
+        "newestAt": float(history.times[-1]) if len(history.times) and math.isfinite(history.times[-1]) else None,
         "numFlushes": len(history.steps),
     }
 

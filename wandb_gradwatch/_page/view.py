@@ -5,18 +5,14 @@ from __future__ import annotations
 import sys
 import time
 import webbrowser
-from collections.abc import Sequence, Sized
+from collections.abc import Callable, Sequence, Sized
 from pathlib import Path
-from typing import Final
 
 import click
 
 from .._output import as_json, paragraph
-from . import page, read
+from . import page, read, serve
 from .history import RunHistory
-
-WATCH_SECONDS: Final = 5.0  # between two looks at a run that is still going on
-RELOAD_SECONDS: Final = 10  # until an open page of such a run reloads itself
 
 
 def run_view(paths: Sequence[Path], output: Path | None, *, opens: bool, watches: bool, json: bool) -> None:
@@ -26,10 +22,15 @@ def run_view(paths: Sequence[Path], output: Path | None, *, opens: bool, watches
         paths: of each run its directory, its .wandb file, or wandb/; the first is shown beside each of the others.
         output: the page, or a directory for it; None: here.
         opens: show it in the browser.
-        watches: write it again until the run, the only one, has finished.
+        watches: serve it on this machine while the run, the only one, goes on, and write it at the end.
         json: print one JSON object; everything else goes to standard error.
     """
-    histories, written = _write(paths, output, reload=watches)
+    progress = _say_progress if sys.stderr.isatty() else None
+    if watches:
+        histories = [_watch(paths[0], progress, opens=opens, err=json)]
+    else:
+        histories = [read.read_run(path, progress=progress) for path in paths]
+    written = _write(histories, output)
     for history in histories:
         _say_notes(history, err=json)
     if json:
@@ -37,24 +38,43 @@ def run_view(paths: Sequence[Path], output: Path | None, *, opens: bool, watches
         as_json({"page": str(written.resolve()), **(of_runs[0] if len(of_runs) == 1 else {"runs": of_runs})})
     else:
         _say_contents(histories, written)
-    if opens and not webbrowser.open(written.resolve().as_uri()):
-        click.echo(f"no browser could be started; open {written.resolve().as_uri()} yourself", err=json)
-    while watches and not histories[0].finished:
-        time.sleep(WATCH_SECONDS)
-        histories, written = _write(paths, written, reload=True)
-        said = f"{_many(histories[0].steps, 'row')}, {_many(histories[0].alerts, 'alert')}"
-        click.echo(f"{time.strftime('%H:%M:%S')}  {said}", err=json)
+    if opens and not watches:
+        _open(written.resolve().as_uri(), err=json)
 
 
-def _write(paths: Sequence[Path], output: Path | None, *, reload: bool) -> tuple[list[RunHistory], Path]:
-    progress = _say_progress if sys.stderr.isatty() else None
-    histories = [read.read_run(path, progress=progress) for path in paths]
+def _watch(path: Path, progress: Callable[[int], None] | None, *, opens: bool, err: bool) -> RunHistory:
+    """Serve the run's page until the run has finished, or Ctrl-C; what was read until then."""
+    reader = read.RunReader(read.find_run_file(path))
+    reader.read_on(progress=progress)
+    server = serve.PageServer(reader.history())
+    try:
+        click.echo(f"{server.address}  follows the run on this machine alone; Ctrl-C ends it", err=err)
+        if opens:
+            _open(server.address, err=err)
+        return serve.follow(reader, server, lambda history: _say_change(history, err=err))
+    except KeyboardInterrupt:
+        click.echo("", err=err)
+        return server.history
+    finally:
+        server.close()
+
+
+def _say_change(history: RunHistory, *, err: bool) -> None:
+    said = f"{_many(history.steps, 'row')}, {_many(history.alerts, 'alert')}"
+    click.echo(f"{time.strftime('%H:%M:%S')}  {said}", err=err)
+
+
+def _open(address: str, *, err: bool) -> None:
+    if not webbrowser.open(address):
+        click.echo(f"no browser could be started; open {address} yourself", err=err)
+
+
+def _write(histories: Sequence[RunHistory], output: Path | None) -> Path:
     target = output or Path()
     if target.is_dir():
         target /= f"gradwatch-{'-'.join(history.run_id for history in histories)}.html"
-    refresh_seconds = RELOAD_SECONDS if reload and not histories[0].finished else None
-    page.write_page(histories[0], target, others=histories[1:], refresh_seconds=refresh_seconds)
-    return histories, target
+    page.write_page(histories[0], target, others=histories[1:])
+    return target
 
 
 def _say_progress(rows: int) -> None:

@@ -5,14 +5,16 @@ const CODE_ZERO = 1;
 const CODE_FIRST = 2;
 const CODE_INFINITE = 65535;
 
-const content = JSON.parse(document.getElementById("content").textContent);
+let content = JSON.parse(document.getElementById("content").textContent);
 let arrays = new Uint8Array();
 
-async function unpackArrays() {
-  const text = document.getElementById("arrays").textContent;
-  const packed = Uint8Array.from(atob(text), (character) => character.charCodeAt(0));
+// Take a run's content and its packed arrays in place of those before.
+async function load(newContent, packedText) {
+  const packed = Uint8Array.from(atob(packedText), (character) => character.charCodeAt(0));
   const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
   arrays = new Uint8Array(await new Response(stream).arrayBuffer());
+  content = newContent;
+  unpackRun();
 }
 
 function float32At(offset, count) {
@@ -64,15 +66,12 @@ const METRICS = {
   num_nonfinite: { label: "Non-finite", long: "NaN and Inf elements in the window", colours: "sequential", format: (value) => formatNumber(Math.round(value)) },
 };
 
-const run = {
-  names: content.names,
-  first: content.columns[0],
-  last: content.columns[1],
-  matrices: new Map(),
-  own: [], // the user's scalars: {key, role, xs, values}
-};
+const run = { names: [], first: [], last: [], matrices: new Map(), own: [] }; // own: the user's scalars, {key, role, xs, values}
 
 function unpackRun() {
+  run.names = content.names;
+  [run.first, run.last] = content.columns;
+  run.matrices.clear();
   for (const description of content.metrics) {
     run.matrices.set(description.key, new Matrix(description, run.names.length, run.last.length, METRICS[description.key]));
   }

@@ -25,7 +25,8 @@ class Family {
     );
     this.metric = this.matrices.keys().next().value;
     if (this.key === "update" && this.matrices.has("ratio")) this.metric = "ratio";
-    this.chosen = new Set(this.names.length ? this.byRange().slice(0, AT_FIRST) : []);
+    const before = view.families[this.key]?.map((name) => this.names.indexOf(name)).filter((name) => name >= 0);
+    this.chosen = new Set(before ?? (this.names.length ? this.byRange().slice(0, AT_FIRST) : []));
     this.changed = () => {};
   }
 
@@ -40,6 +41,12 @@ class Family {
   toggle(name) {
     if (this.chosen.has(name)) this.chosen.delete(name);
     else if (this.chosen.size < MAX_CHOSEN) this.chosen.add(name);
+    this.choose(this.chosen);
+  }
+
+  choose(chosen) {
+    this.chosen = chosen;
+    view.families[this.key] = [...chosen].map((name) => this.names[name]);
     this.changed();
   }
 
@@ -113,7 +120,7 @@ function familyCard(family) {
     chooser.value = family.metric;
     chooser.addEventListener("change", () => setMetric(chooser.value));
   }
-  const clear = element("button", { type: "button", class: "quiet", onclick: () => { family.chosen.clear(); family.changed(); } }, "Clear lines");
+  const clear = element("button", { type: "button", class: "quiet", onclick: () => family.choose(new Set()) }, "Clear lines");
   picture.append(element("div", { class: "controls" }, metrics.length > 1 ? chooser : null, search, count, clear));
   search.addEventListener("input", found);
   queue(() => {

@@ -2,9 +2,15 @@
 
 // What it draws of: names, first and last step of every column, the matrix of now, which cells are bad, the chosen names.
 const LAYERS = {
-  names: run.names,
-  first: run.first,
-  last: run.last,
+  get names() {
+    return run.names;
+  },
+  get first() {
+    return run.first;
+  },
+  get last() {
+    return run.last;
+  },
   chosen: view.chosen,
   matrix: () => run.matrices.get(view.metric),
   bad: () => run.matrices.get("num_nonfinite"),

@@ -80,7 +80,6 @@ function linesCard() {
   const chartHost = element("div", { class: "picker-chart" });
   picture.append(heading, element("div", { class: "with-picker" }, picker, chartHost));
   const boxes = []; // of the layers whose lines are there
-  const opened = new Set();
 
   function clearChosen() {
     view.chosen.clear();
@@ -101,7 +100,7 @@ function linesCard() {
     const flat = search.value.trim() !== "" || run.names.length <= MOST_LINES;
     const nodes = flat ? matches.slice(0, 200).map((name) => ({ names: [name] })) : layerTree(matches);
     boxes.length = 0;
-    pickerList.replaceChildren(...treeLines(nodes, run.matrices.get(view.metric), leafLine, opened));
+    pickerList.replaceChildren(...treeLines(nodes, run.matrices.get(view.metric), leafLine, view.opened));
     if (flat && matches.length > nodes.length) pickerList.append(element("p", { class: "hint" }, `${matches.length - nodes.length} more: search for them`));
     if (matches.length === 0) pickerList.append(element("p", { class: "hint" }, "No layer of this name"));
   }

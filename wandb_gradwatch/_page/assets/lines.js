@@ -261,6 +261,11 @@ const widthObserver = new ResizeObserver((entries) => {
   }
 });
 
+function forgetWidths() {
+  widthObserver.disconnect();
+  widthListeners.clear();
+}
+
 function onWidth(node, listener) {
   widthListeners.set(node, listener);
   widthObserver.observe(node);

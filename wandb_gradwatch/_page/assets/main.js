@@ -18,7 +18,7 @@ function header() {
     about.project,
     about.id === about.name ? null : about.id,
     about.startedAt && new Date(about.startedAt).toLocaleString(undefined, { dateStyle: "medium", timeStyle: "short" }),
-    content.steps.length ? stepRange(content.steps[0], lastStep) : null,
+    content.steps.length ? stepRange(content.steps[0], FULL_RANGE[1]) : null,
     run.names.length ? plural(run.names.length, "layer") : null,
     plural(about.numFlushes, "flush", "flushes"),
   ].filter(Boolean);
@@ -28,7 +28,7 @@ function header() {
     element("div", { class: "brand" }, "gradwatch"),
     element("h1", {}, about.name, about.finished ? "" : element("span", { class: "pill open" }, "no end record")),
     hasRows() ? element("p", { class: "verdict " + content.verdict.mood }, content.verdict.text + ".") : null,
-    element("p", { class: "facts" }, facts.map((fact) => element("span", {}, fact))),
+    element("p", { class: "facts" }, facts.map((fact) => element("span", {}, fact)), rowAge()),
   );
 }
 
@@ -244,12 +244,6 @@ function emptyNotice() {
   return element("section", { class: "card wide notice", id: "empty" }, element("h2", {}, "No gradients here"), element("p", {}, text));
 }
 
-// Into the lines come the layers that were chosen before a reload, else those that moved most.
-function chooseAtFirst() {
-  const before = (memory.chosen ?? []).map((name) => run.names.indexOf(name)).filter((name) => name >= 0);
-  for (const name of memory.chosen ? before : byInterest().slice(0, 5)) view.chosen.add(name);
-}
-
 function runParts() {
   const parts = [toolbar(), header()];
   for (const note of content.notes) parts.push(element("p", { class: "note" }, note));
@@ -260,8 +254,6 @@ function runParts() {
   if (hasRows()) {
     parts.push(normCard());
     if (run.matrices.size) {
-      view.metric = run.matrices.has(memory.metric) ? memory.metric : METRIC_ORDER.find((key) => run.matrices.has(key));
-      chooseAtFirst();
       parts.push(layersCard(), linesCard());
     }
     if (content.histograms.items.length) parts.push(histogramCard());
@@ -276,6 +268,9 @@ function runParts() {
 }
 
 function build() {
+  resetView();
+  themeListeners.length = waiting.length = 0;
+  forgetWidths();
   page.replaceChildren(...(content.pairs ? comparisonParts() : runParts()).filter(Boolean));
   for (const draw of waiting) draw();
 }
@@ -286,11 +281,11 @@ function footer() {
 }
 
 // The page says what went wrong instead of staying blank; tests look at data-state.
-unpackArrays()
+load(content, document.getElementById("arrays").textContent)
   .then(() => {
-    unpackRun();
     build();
     document.documentElement.dataset.state = "drawn";
+    return follow();
   })
   .catch((error) => {
     document.documentElement.dataset.state = "failed";

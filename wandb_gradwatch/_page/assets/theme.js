@@ -24,6 +24,7 @@ function applyTheme() {
 function toggleTheme() {
   chosenTheme = isDark() ? "light" : "dark";
   applyTheme();
+  viewToAddress();
 }
 
 function onTheme(listener) {

@@ -76,12 +76,12 @@ function extremesOf(names, matrix, width) {
   return { columns, broken, worst: Math.max(CODE_MISSING, ...columns) };
 }
 
-function sparkline({ columns, broken }) {
+function sparkline({ columns, broken }, matrix) {
   const canvas = element("canvas", { class: "spark", width: SPARK.width, height: SPARK.height, "aria-hidden": "true" });
   const context = canvas.getContext("2d");
   const known = columns.filter((code) => code >= CODE_FIRST && code < CODE_INFINITE);
   const low = Math.min(...known);
-  const reach = Math.max(Math.max(...known) - low, 1);
+  const reach = Math.max(Math.max(...known) - low, matrix.even ? 1 : 1 / matrix.step); // a decade at least
   const across = SPARK.width / columns.length;
   columns.forEach((code, place) => {
     const isBad = broken[place] || code === CODE_INFINITE;
@@ -98,7 +98,7 @@ function lineEnd(node, matrix) {
   const found = extremesOf(node.names, matrix, SPARK.width);
   const isBad = found.broken.includes(1);
   const worst = isBad ? "NaN or Inf" : found.worst === CODE_MISSING ? "–" : matrix.meaning.format(matrix.valueOf(found.worst));
-  return [sparkline(found), element("span", { class: "worst" + (isBad ? " alarming" : ""), title: "the largest in the run" }, worst)];
+  return [sparkline(found, matrix), element("span", { class: "worst" + (isBad ? " alarming" : ""), title: "the largest in the run" }, worst)];
 }
 
 // The lines of nodes; `leafLine(node, ends)` makes a layer's. `opened` holds the labels of open branches.

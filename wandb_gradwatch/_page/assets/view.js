@@ -1,9 +1,8 @@
 // What all pictures share: the range of steps, the step under the pointer, and the chosen layers.
 
-const lastStep = Math.max(1, ...[content.steps, ...content.own.axes].map((steps) => steps[steps.length - 1] ?? 1));
-
 // The first row stands for the steps up to it, as every other row does: it gets the usual width of one.
 function fullRange() {
+  const lastStep = Math.max(1, ...[content.steps, ...content.own.axes].map((steps) => steps[steps.length - 1] ?? 1));
   if (content.steps.length < 2) return [lastStep - 1, lastStep + 1];
   return [Math.max(Math.min(0, content.steps[0] - 1), content.steps[0] - typicalSpacing(content.steps)), lastStep];
 }
@@ -14,41 +13,48 @@ function typicalSpacing(steps) {
   return spaces.length ? spaces[spaces.length >> 1] : 1;
 }
 
-const FULL_RANGE = fullRange();
+let FULL_RANGE = fullRange();
 
 const view = {
   range: [...FULL_RANGE],
   step: null, // under the pointer of any picture
   chosen: new Set(), // indices of names
   metric: null, // shown by the layers' pictures
+  families: {}, // chosen names of what watch(metrics=...) measured, by family
+  opened: new Set(), // branches of the tree of layers
 };
 
-// A page that reloads while its run goes on comes back as it was left.
-const MEMORY = "gradwatch:" + content.run.id;
-
-function remembered() {
+// What was seen stands in the address: a reloaded page, and one whose address was sent to somebody else, shows it again.
+function viewOfAddress() {
   try {
-    return JSON.parse(sessionStorage.getItem(MEMORY)) ?? {};
+    return JSON.parse(decodeURIComponent(location.hash.slice(1))) ?? {};
   } catch {
-    return {}; // some browsers give files no storage: the page starts afresh
+    return {}; // no view of ours
   }
 }
 
-function remember() {
-  const chosen = [...view.chosen].map((name) => content.names[name]);
+function viewToAddress() {
+  const chosen = [...view.chosen].map((name) => run.names[name]);
   const state = { range: isZoomed() ? view.range : null, chosen, metric: view.metric, theme: chosenTheme };
-  try {
-    sessionStorage.setItem(MEMORY, JSON.stringify(state));
-  } catch {
-    // as above
-  }
+  history.replaceState(null, "", "#" + encodeURIComponent(JSON.stringify(state)));
 }
 
-window.addEventListener("pagehide", remember);
-const memory = remembered();
-chosenTheme = memory.theme ?? null;
-document.documentElement.dataset.theme = isDark() ? "dark" : "light";
-if (memory.range) view.range = memory.range.map((step) => clamp(step, ...FULL_RANGE));
+// What is new to the page has a full range of its own; the view stays where it can.
+function resetView() {
+  const before = viewOfAddress();
+  FULL_RANGE = fullRange();
+  view.range = Array.isArray(before.range) ? before.range.map((step) => clamp(Number(step), ...FULL_RANGE)) : [...FULL_RANGE];
+  if (!(view.range[1] > view.range[0])) view.range = [...FULL_RANGE];
+  view.step = null;
+  chosenTheme = before.theme ?? null;
+  document.documentElement.dataset.theme = isDark() ? "dark" : "light";
+  const known = (before.chosen ?? []).map((name) => run.names.indexOf(name)).filter((name) => name >= 0);
+  view.metric = run.matrices.has(before.metric) ? before.metric : METRIC_ORDER.find((key) => run.matrices.has(key)) ?? null;
+  view.chosen.clear();
+  // Else those that moved most.
+  for (const name of before.chosen ? known : run.matrices.size ? byInterest().slice(0, 5) : []) view.chosen.add(name);
+  for (const list of Object.values(listeners)) list.length = 0;
+}
 
 const listeners = { range: [], step: [], chosen: [], metric: [] };
 
@@ -58,6 +64,7 @@ function on(what, listener) {
 
 function announce(what, source = null) {
   for (const listener of listeners[what]) listener(source);
+  if (what !== "step") viewToAddress();
 }
 
 function setRange(low, high) {

@@ -1,0 +1,60 @@
+"""The page of a run that goes on: served to this machine alone, and only to who has the token."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from wandb_gradwatch._page.history import RunHistory
+from wandb_gradwatch._page.serve import LOOPBACK, PageServer
+
+HISTORY = RunHistory(Path("run-x.wandb"), "x", np.array([10]), {"gradwatch/grad_norm": np.ones(1)}, finished=False)
+
+
+@pytest.fixture
+def server() -> Iterator[PageServer]:
+    page = PageServer(HISTORY)
+    yield page
+    page.close()
+
+
+def ask(server: PageServer, path: str, *, method: str = "GET", **headers: str) -> tuple[int, str]:
+    connection = http.client.HTTPConnection(LOOPBACK, server.port, timeout=10)
+    connection.request(method, path, headers=headers)
+    answer = connection.getresponse()
+    text = answer.read().decode()
+    assert answer.getheader("Access-Control-Allow-Origin") is None
+    connection.close()
+    return answer.status, text
+
+
+def test_the_address_with_its_token_has_the_page_and_its_data(server: PageServer) -> None:
+    status, page = ask(server, f"/{server.token}/")
+    assert status == 200
+    assert "connect-src 'self'" in page
+    assert ask(server, f"/{server.token}/data?after=1") == (204, "")
+    server.update(replace(HISTORY, finished=True))
+    status, text = ask(server, f"/{server.token}/data?after=1")
+    assert status == 200
+    content = json.loads(text)["content"]
+    assert (content["version"], content["run"]["finished"]) == (2, True)
+    assert server.fetched == 2
+
+
+def test_nobody_else_is_answered(server: PageServer) -> None:
+    page, here = f"/{server.token}/", f"{LOOPBACK}:{server.port}"
+    assert server.address == f"http://{here}{page}"
+    assert len(server.token) >= 20
+    for path in ("/", "/data", "/x" + page, page[:-2] + "/", page + "../../etc/passwd"):
+        assert ask(server, path)[0] == 404, path
+    for headers in ({"Host": "gradwatch.example"}, {"Host": here, "Origin": "http://example.com"}, {"Origin": "null"}):
+        assert ask(server, page, **headers) == (403, "Only pages of this very address are answered.")
+    assert ask(server, page, Origin=f"http://{here}")[0] == 200
+    assert ask(server, page, method="POST")[0] == 501
+    assert server._server.server_address[0] == "127.0.0.1"  # and no other interface

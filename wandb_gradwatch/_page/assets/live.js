@@ -1,0 +1,87 @@
+// A page that its server brings up to date in place: what was chosen, typed, opened and scrolled to stays.
+
+const POLL = 3000; // milliseconds, and at least the tenfold of what one update takes
+
+// What a person has done to the page beside what `view` holds, each with a key that survives the rebuilding.
+function widgets() {
+  const counts = {};
+  const keyOf = (node, kind) => {
+    const place = `${node.closest("section[id]")?.id ?? ""} ${kind} ${node.getAttribute("aria-label") ?? ""}`;
+    counts[place] = (counts[place] ?? 0) + 1;
+    return place + counts[place];
+  };
+  const fire = (node, name) => node.dispatchEvent(new Event(name));
+  const all = (selector) => [...page.querySelectorAll(selector)];
+  return [
+    ...all("input[type=search], select").map((node) => ({
+      key: keyOf(node, "field"),
+      get: () => node.value,
+      set: (value) => {
+        node.value = value;
+        fire(node, node.tagName === "SELECT" ? "change" : "input");
+      },
+    })),
+    ...all(".segmented").map((node) => ({
+      key: keyOf(node, "choice"),
+      get: () => node.querySelector('[aria-pressed="true"]')?.dataset.value,
+      set: (value) => [...node.children].find((button) => button.dataset.value === value)?.click(),
+    })),
+    ...all("details.data").map((node) => ({ key: keyOf(node, "numbers"), get: () => node.open, set: (value) => (node.open = value) })),
+    ...all(".picker-list, .scroll").map((node) => ({ key: keyOf(node, "scroll"), get: () => node.scrollTop, set: (value) => (node.scrollTop = value) })),
+    ...all("input, select, button, canvas, .plot, summary").map((node) => ({
+      key: keyOf(node, "focus " + node.tagName),
+      get: () => node === document.activeElement,
+      set: () => node.focus({ preventScroll: true }),
+    })),
+  ];
+}
+
+function rebuild() {
+  const before = new Map(widgets().map(({ key, get }) => [key, get()]));
+  // What stands at the top of the window stays there, whatever becomes longer above it.
+  const anchor = [...page.querySelectorAll("section[id]")].find((section) => section.getBoundingClientRect().bottom > 60);
+  const [id, top] = window.scrollY > 0 && anchor ? [anchor.id, anchor.getBoundingClientRect().top] : [null, 0];
+  build();
+  for (const { key, get, set } of widgets()) {
+    if (before.has(key) && before.get(key) !== get()) set(before.get(key));
+  }
+  const again = document.getElementById(id);
+  if (again) window.scrollBy(0, again.getBoundingClientRect().top - top);
+}
+
+// How long ago the newest row was logged, while the run goes on.
+function rowAge() {
+  const { newestAt, finished } = content.run;
+  if (finished || newestAt === null || newestAt === undefined) return null;
+  const node = element("span", { id: "age" });
+  const tell = () => {
+    if (!node.isConnected && node.textContent) return clearInterval(timer);
+    const seconds = Math.max(0, Math.round(Date.now() / 1000 - newestAt));
+    const [count, unit] = seconds < 120 ? [seconds, "s"] : seconds < 7200 ? [Math.round(seconds / 60), "min"] : [Math.round(seconds / 3600), "h"];
+    node.textContent = `newest row ${count} ${unit} ago`;
+  };
+  const timer = setInterval(tell, 1000);
+  tell();
+  return node;
+}
+
+async function follow() {
+  let pause = POLL;
+  while (content.version !== null && !content.run.finished) {
+    await new Promise((done) => setTimeout(done, pause));
+    let answer;
+    try {
+      answer = await fetch("data?after=" + content.version);
+    } catch {
+      document.getElementById("age")?.after(element("span", { class: "pill open" }, "the command that follows the run has ended"));
+      return;
+    }
+    if (answer.status !== 200) continue;
+    const started = performance.now();
+    const data = await answer.json();
+    await load(data.content, data.arrays);
+    rebuild();
+    document.documentElement.dataset.version = content.version;
+    pause = Math.max(POLL, 10 * (performance.now() - started));
+  }
+}
