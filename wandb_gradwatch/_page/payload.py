@@ -48,9 +48,10 @@ def build_payload(history: RunHistory) -> tuple[dict[str, Any], Blob]:
         "pooledPoints": points,
         "globals": {
             key: _jsonable(pool(history.values[key][:, None], points, key)[:, 0])
-            for key in keys.MODEL_KEYS
-            if key in history.values and not np.isnan(history.values[key]).all()
+            for key in _model_keys(history)
+            if not np.isnan(history.values[key]).all()
         },
+        "totals": sorted(key.removeprefix(keys.TOTAL) for key in history.values if key.startswith(keys.TOTAL)),
         "names": history.spelled(names),
         "inModelOrder": history.in_model_order,
         "columns": [steps.tolist() for steps in pool_steps(history.steps, columns)],
@@ -63,6 +64,12 @@ def build_payload(history: RunHistory) -> tuple[dict[str, Any], Blob]:
     }
     visible_content: dict[str, Any] = visible(content)
     return visible_content, blob
+
+
+def _model_keys(history: RunHistory) -> list[str]:
+    """The keys of the whole model's numbers that the run has, the norms of its single models or optimizers included."""
+    totals = (key for key in history.values if key.startswith((keys.TOTAL, keys.TOTAL_MAX)))
+    return [key for key in (*keys.MODEL_KEYS, keys.CHANGED_RATIO, keys.SAMPLE_EVERY, *totals) if key in history.values]
 
 
 def _alert(group: Sequence[RecordedAlert]) -> dict[str, Any]:

@@ -26,6 +26,7 @@ class Frame {
     on("range", () => this.draw());
     on("step", (source) => source === this || this.drawOverlay());
     onTheme(() => this.draw());
+    this.draw();
   }
 
   reset() {

@@ -28,7 +28,12 @@ class LayerHeatmap {
     host.append(this.legendHost);
     this.prepare();
     this.frame = new Frame(host, this, label);
+    host.append(exportButtons(label.split(".")[0], () => this.tableContent(), () => this.frame.canvas));
     onTheme(() => this.refresh());
+  }
+
+  tableContent() {
+    return { head: ["name", ...this.source.last], rows: this.order.map((name) => [this.source.names[name], ...this.matrix.line(name)]) };
   }
 
   refresh() {

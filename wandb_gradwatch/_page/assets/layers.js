@@ -151,7 +151,10 @@ function linesCard() {
 }
 
 function histogramCard() {
-  const source = { ...content.histograms, labelOf: (item) => run.names[item.name] };
+  // At first the layer that is most remarkable of those that have histograms.
+  const places = new Map(content.histograms.items.map((item, index) => [item.name, index]));
+  const first = run.matrices.size ? places.get(byInterest().find((name) => places.has(name))) : 0;
+  const source = { ...content.histograms, first, labelOf: (item) => run.names[item.name] };
   const { node, picture } = card("histogram", { wide: true });
   distribution(picture, source, "layer", "Distribution of the gradient's elements over steps");
   return node;
@@ -186,8 +189,9 @@ function distribution(picture, source, what, label) {
   select.addEventListener("change", choose);
   queue(() => {
     drawn = new HistogramPicture(picture, controls, source, label);
-    picture.append(note);
+    picture.append(element("p", { class: "hint" }, "The stronger the colour, the more elements: against the fullest bin of the same step."), note);
     options();
+    if (source.first !== undefined) select.value = String(source.first);
     choose();
   });
 }

@@ -14,7 +14,7 @@ class LineChart {
     this.controls = element("div", { class: "controls" });
     if (canLog) this.controls.append(scaleSwitch(log, (value) => this.setLog(value)));
     this.empty = element("p", { class: "hint", hidden: true }, "Nothing is above 0, and a logarithmic scale begins above it.");
-    host.append(this.controls, this.plotHost, this.empty, this.legend, dataTable(() => this.tableContent()));
+    host.append(this.controls, this.plotHost, this.empty, this.legend, element("div", { class: "below" }, dataTable(() => this.tableContent()), exportButtons(label, () => this.tableContent(), () => this.plot.ctx.canvas)));
     this.plotHost.addEventListener("keydown", (event) => this.onKey(event));
     this.plotHost.addEventListener("blur", () => setStep(null, this));
     this.build();
@@ -40,6 +40,7 @@ class LineChart {
   }
 
   build() {
+    this.top = this.log ? usefulTop(this.series) : Infinity;
     // A bar of height zero would be a dash on the axis.
     const data = [this.xs, ...this.series.map((one) => drawable(one.values, this.log || one.kind === "bars"))];
     this.plot = new uPlot(this.options(), data, this.plotHost);
@@ -84,7 +85,7 @@ class LineChart {
       bands: this.series.flatMap((one, index) => (one.fillTo === undefined ? [] : [{ series: [index + 1, one.fillTo + 1], fill: one.fill() }])),
       hooks: {
         drawAxes: [(plot) => this.drawNonFinite(plot)],
-        draw: [(plot) => drawFlags(plot.ctx, plot.bbox, (step) => plot.valToPos(step, "x", true))],
+        draw: [(plot) => this.drawBeyond(plot), (plot) => drawFlags(plot.ctx, plot.bbox, (step) => plot.valToPos(step, "x", true))],
         setCursor: [(plot) => this.onCursor(plot)],
         setSelect: [(plot) => this.onSelect(plot)],
       },
@@ -111,6 +112,24 @@ class LineChart {
     context.restore();
   }
 
+  // A triangle at the top edge where a value is beyond it.
+  drawBeyond(plot) {
+    const { ctx: context, bbox: box } = plot;
+    const size = 5 * devicePixelRatio;
+    for (const one of this.series) {
+      context.fillStyle = one.colour();
+      for (let index = 0; index < this.xs.length; index++) {
+        const x = plot.valToPos(this.xs[index], "x", true);
+        if (!(one.values[index] > this.top) || !Number.isFinite(one.values[index]) || x < box.left || x > box.left + box.width) continue;
+        context.beginPath();
+        context.moveTo(x, box.top);
+        context.lineTo(x - size, box.top + 1.6 * size);
+        context.lineTo(x + size, box.top + 1.6 * size);
+        context.fill();
+      }
+    }
+  }
+
   plotSeries(one) {
     const paths =
       one.kind === "bars" ? uPlot.paths.bars({ size: [0.7, 18, 2], align: -1 }) : one.kind === "steps" ? uPlot.paths.stepped({ align: 1 }) : undefined;
@@ -129,7 +148,10 @@ class LineChart {
   yRange(low, high) {
     if (this.limits !== null) return this.limits;
     if (low === null || high === null) return this.log ? [0.1, 10] : [0, 1];
-    if (this.log) return uPlot.rangeLog(low, high === low ? low * 2 : high, 10, false);
+    if (this.log) {
+      const top = Math.max(Math.min(high, this.top), low * 2);
+      return uPlot.rangeLog(low, top, 10, false);
+    }
     return uPlot.rangeNum(Math.min(low, 0), high === low && high === 0 ? 1 : high, { min: { pad: 0.05, soft: 0, mode: 1 }, max: { pad: 0.08, soft: 0, mode: 2 } });
   }
 
@@ -202,6 +224,15 @@ function lastPresent(values) {
   return null;
 }
 
+// Where a logarithmic axis ends so that a few values of 1e22 do not press a run of ones flat: four decades above what
+// nine of ten stay below. Infinity where nothing is that far.
+function usefulTop(series) {
+  const known = series.flatMap((one) => Array.from(one.values).filter((value) => Number.isFinite(value) && value > 0)).sort((a, b) => a - b);
+  if (known.length === 0) return Infinity;
+  const top = 1e4 * known[Math.floor(0.9 * (known.length - 1))];
+  return known[known.length - 1] > 100 * top ? top : Infinity;
+}
+
 // Whole decades where the axis spans several, and not more of them than one can read; 1, 2 and 5 within one.
 function logTicks(low, high) {
   const [first, last] = [Math.ceil(Math.log10(low) - 1e-9), Math.floor(Math.log10(high) + 1e-9)];
@@ -257,7 +288,10 @@ const widthListeners = new Map();
 const widthObserver = new ResizeObserver((entries) => {
   for (const entry of entries) {
     const width = Math.floor(entry.contentRect.width);
-    if (width > 0) widthListeners.get(entry.target)(width);
+    const known = widthListeners.get(entry.target);
+    if (width === 0 || width === known.width) continue;
+    known.width = width;
+    known.listener(width);
   }
 });
 
@@ -266,8 +300,9 @@ function forgetWidths() {
   widthListeners.clear();
 }
 
+// Called when the width becomes another one; whoever draws now draws for the width of now.
 function onWidth(node, listener) {
-  widthListeners.set(node, listener);
+  widthListeners.set(node, { listener, width: Math.floor(node.clientWidth) });
   widthObserver.observe(node);
 }
 
@@ -321,6 +356,38 @@ function groupedFlags(positionOf, distance) {
     if (level === "ERROR" || (level === "WARN" && last.level === "INFO")) last.level = level;
   }
   return flags;
+}
+
+function save(blob, name) {
+  const link = element("a", { href: URL.createObjectURL(blob), download: `${content.run.id}-${name}`.replace(/[^\w.+-]+/g, "-") });
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 10000);
+}
+
+// A number as it is, a text in quotes; a text that a spreadsheet would take for a formula loses that power.
+function csvCell(cell) {
+  if (cell === null || cell === undefined) return "";
+  return typeof cell === "number" ? String(cell) : '"' + cell.replace(/^(?=[=+@-])/, "'").replaceAll('"', '""') + '"';
+}
+
+function toCsv({ head, rows }) {
+  return [head, ...rows].map((row) => row.map(csvCell).join(",")).join("\r\n") + "\r\n";
+}
+
+// What a picture can be taken away as. `canvasOf` gives its canvas, on which the card's colour is missing.
+function exportButtons(name, makeContent, canvasOf) {
+  const csv = () => save(new Blob([toCsv(makeContent())], { type: "text/csv" }), name + ".csv");
+  const png = () => {
+    const drawn = canvasOf();
+    const copy = element("canvas", { width: drawn.width, height: drawn.height });
+    const context = copy.getContext("2d");
+    context.fillStyle = colour("card");
+    context.fillRect(0, 0, copy.width, copy.height);
+    context.drawImage(drawn, 0, 0);
+    copy.toBlob((blob) => save(blob, name + ".png"));
+  };
+  const button = (text, onclick) => element("button", { type: "button", class: "export", "aria-label": `${name} as ${text}`, onclick }, text);
+  return element("div", { class: "exports" }, button("CSV", csv), button("PNG", png));
 }
 
 // The numbers behind a picture, built when they are asked for.

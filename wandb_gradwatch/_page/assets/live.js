@@ -36,7 +36,7 @@ function widgets() {
   ];
 }
 
-function rebuild() {
+async function rebuild() {
   const before = new Map(widgets().map(({ key, get }) => [key, get()]));
   // What stands at the top of the window stays there, whatever becomes longer above it.
   const anchor = [...page.querySelectorAll("section[id]")].find((section) => section.getBoundingClientRect().bottom > 60);
@@ -45,6 +45,7 @@ function rebuild() {
   for (const { key, get, set } of widgets()) {
     if (before.has(key) && before.get(key) !== get()) set(before.get(key));
   }
+  await new Promise((done) => queueMicrotask(done)); // uPlot lays its charts out in one of these
   const again = document.getElementById(id);
   if (again) window.scrollBy(0, again.getBoundingClientRect().top - top);
 }
@@ -80,7 +81,7 @@ async function follow() {
     const started = performance.now();
     const data = await answer.json();
     await load(data.content, data.arrays);
-    rebuild();
+    await rebuild();
     document.documentElement.dataset.version = content.version;
     pause = Math.max(POLL, 10 * (performance.now() - started));
   }

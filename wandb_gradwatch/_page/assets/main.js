@@ -124,10 +124,19 @@ function normCard() {
           ...globalSeries("grad_norm_clipped", "received by the optimizer", 2),
         ],
       },
+      ...totalParts(),
+      { title: "Steps whose gradient something else than clipping changed after the backward", caption: true, canLog: false, height: 110, limits: [0, 1.05], format: formatShare, tick: formatShareTick, series: globalSeries("changed_ratio", "steps changed", 4, { kind: "bars", format: formatShare }) },
       { title: "Clip ratio", none: "No step was clipped.", canLog: false, height: 110, limits: [0, 1.05], format: formatShare, tick: formatShareTick, series: globalSeries("clip_ratio", "steps clipped", 3, { kind: "bars", format: formatShare }) },
     ],
     { wide: true },
   );
+}
+
+// One line for each model, or for each optimizer of those that step in turn.
+function totalParts() {
+  const of = (key) => content.totals.flatMap((name, index) => globalSeries(`${key}/${name}`, name, index));
+  const parts = [{ title: "Largest norm of the window, each by itself", series: of("grad_norm_total_max") }, { title: "Norm before clipping, each by itself", series: of("grad_norm_total") }];
+  return content.totals.length > 1 ? parts.map((part) => ({ ...part, caption: true, log: true, height: 200 })) : [];
 }
 
 function quantileCard() {
@@ -170,7 +179,7 @@ function smallCards() {
     chartCard("nonfinite", [{ none: "No element was NaN or Inf.", canLog: false, series: [...globalSeries("num_nan", "NaN", 3, { kind: "bars" }), ...globalSeries("num_inf", "Inf", 1, { kind: "bars" })] }]),
     chartCard("scale", [...scaleParts(), ...guardParts()]),
     chartCard("spread", [{ canLog: false, series: [...globalSeries("grad_std", "deviation", 5), ...globalSeries("grad_mean", "mean", 0)] }]),
-    chartCard("overhead", [{ canLog: false, format: formatShare, tick: formatShareTick, series: globalSeries("overhead_ratio", "share of the time since watch()", 4, { format: formatShare }) }]),
+    chartCard("overhead", [{ canLog: false, format: formatShare, tick: formatShareTick, series: globalSeries("overhead_ratio", "share of the time since watch()", 4, { format: formatShare }) }, { title: "Steps from one measured to the next", caption: true, canLog: false, height: 110, series: globalSeries("sample_every", "sample_every", 5, { kind: "steps" }) }]),
   ];
 }
 
