@@ -17,6 +17,7 @@ from wandb_gradwatch._page.compare import compare, differing_settings, sentence
 from wandb_gradwatch._page.history import OwnSeries, RecordedAlert, RunHistory
 from wandb_gradwatch._page.read import RunReader
 from wandb_gradwatch._page.side_by_side import MAX_RUNS, build_comparison
+from wandb_gradwatch._page.verdict import judge
 from wandb_gradwatch.sinks._history_row import HistoryRow
 
 LAYERS = ("a", "b", "c")
@@ -135,9 +136,27 @@ def watched(training: Training, num_steps: int = 100) -> RunHistory:
             training.loss(training.model, step).backward()  # type: ignore[no-untyped-call]
             training.optimizer.step()
     reading = RunReader(Path("run-x.wandb"))
+    for alert in memory.alerts:
+        reading.take_alert(alert.title, alert.text, alert.level)
     for snapshot in memory.snapshots:
         reading.take_row(HistoryRow.of(snapshot).scalars())
     return reading.history()
+
+
+FAULTS = {
+    "learning rate too high": lambda: trainings.rate_jumps(0, at=60),
+    "one bad batch": lambda: trainings.poisoned_batch(0, at=60),
+    "poor initialisation": lambda: trainings.large_initialisation(0),
+    "dead": lambda: trainings.dead_relus(0),
+    "an operation without a finite derivative": lambda: trainings.invalid_operation(0, at=40),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_verdict_names_the_fault_of_a_training(fault: str) -> None:
+    verdict = judge(watched(FAULTS[fault]()))
+    assert verdict.mood != "good"
+    assert fault in verdict.text
 
 
 def test_another_seed_is_alike_and_a_jump_of_the_learning_rate_is_found_in_its_window() -> None:

@@ -1,7 +1,8 @@
 // Light and dark, and the colours that pictures take from the style sheet.
 
-const LINES_LIGHT = ["#0b6e75", "#c2571a", "#5a4fcf", "#a3327f", "#4d7d1f", "#1f6fb8", "#8a6d0b", "#6b4a3a"];
-const LINES_DARK = ["#45c4c9", "#f0935a", "#a79bff", "#ec7fc5", "#9fcf63", "#6db5f5", "#e3c24f", "#cfa48f"];
+// Told apart by people who lack one kind of cone, too.
+const LINES_LIGHT = ["#0b6e75", "#c2571a", "#9900ee", "#553399", "#773322", "#9977cc", "#bb7766", "#7766dd"];
+const LINES_DARK = ["#45c4c9", "#f0935a", "#aa77ff", "#eedd00", "#ee5577", "#8899dd", "#bbddaa", "#bb9900"];
 
 // Anchors from low to high, lightness rising (sequential) or falling to both sides of the middle (diverging).
 const SEQUENTIAL = [[22, 20, 62], [44, 52, 128], [28, 104, 142], [30, 148, 132], [98, 187, 92], [196, 213, 74], [253, 240, 160]];
