@@ -145,7 +145,7 @@ def test_the_default_rules_see_nan_and_a_spike_and_send_each_once():
 
 
 def test_a_resumed_desk_goes_on_where_it_stopped():
-    norms = [1.0] * 30 + [50.0] * 3 + [1.0] * 40 + [30.0] + [1.0] * 5
+    norms = [1.0] * 30 + [500.0] * 3 + [1.0] * 40 + [900.0] + [1.0] * 5
     clock = Clock()
     whole = AlertManager(default_rules(), clock=clock)
     expected = sent_steps(whole, norms)
@@ -163,7 +163,7 @@ def test_a_state_loads_into_a_changed_list_of_rules():
     second = AlertManager([ExplodingGradient(), alarms_above(10), ExplodingGradient(min_factor=2.0)])
     second.load_state_dict(first.state_dict())
     # the first ExplodingGradient remembers what is usual: its warm-up does not begin again
-    assert sorted(alert.title for alert in second.process(of_norms([50.0], start=31))) == [
+    assert sorted(alert.title for alert in second.process(of_norms([500.0], start=31))) == [
         "Exploding gradient",
         "Too large",
     ]

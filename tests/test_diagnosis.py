@@ -14,7 +14,9 @@ from torch import nn
 
 from wandb_gradwatch._diagnosis import CAUSES, Diagnosis, diagnose, with_diagnosis
 from wandb_gradwatch._measure.columns import NUM_COLUMNS
+from wandb_gradwatch._pipeline.alert_manager import AlertManager
 from wandb_gradwatch._pipeline.recorder import FlightRecorder
+from wandb_gradwatch._pipeline.rule_runner import RuleRunner
 from wandb_gradwatch.rules import Alert, ExplodingGradient, default_rules
 from wandb_gradwatch.snapshot import Snapshot, keys
 
@@ -104,6 +106,64 @@ def test_a_nan_out_of_a_calm_recurrent_network_is_not_blamed_on_the_recurrence()
     assert found.cause == "the loss or the inputs are not finite"
     # clipping would spread a NaN
     assert found.remedy.endswith(": look at the batch of this step; skip such steps with guard='skip'")
+
+
+def after_a_calm(last: dict[str, float], *, usual: float = 1.0) -> list[str]:
+    """The causes named at a sample with these norms, after 20 of about the usual one."""
+    rng = np.random.default_rng(0)
+    samples = [
+        sample_of({f"{name}.weight": [usual * float(np.exp(rng.normal(0, 0.1)))] for name in last}, step=step)
+        for step in range(1, 21)
+    ]
+    spike = sample_of({f"{name}.weight": [norm] for name, norm in last.items()}, step=21)
+    return [found.cause for found in diagnose(together([*samples, spike]))]
+
+
+BACKWARD = "something in the backward of a layer multiplies the gradient"
+
+
+@pytest.mark.parametrize(
+    ("last", "is_named"),
+    [
+        ({"0": 1e4, "1": 1e4, "2": 1.0}, True),  # usual in the head, 10,000 times from 1 back
+        ({"0": 1e4, "1": 1e4, "2": 1e4}, False),  # all layers: a batch, the targets or the loss
+        ({"0": 1e4, "1": 1.0, "2": 1.0}, True),
+        ({"0": 1.0, "1": 1e4, "2": 1.0}, False),  # what multiplies a gradient, multiplies all before it
+        ({"actor.0": 1e4, "actor.1": 1e4, "critic.0": 1.0}, False),  # branches side by side
+    ],
+)
+def test_a_spike_that_spares_the_layers_after_one_began_in_its_backward(last, is_named):
+    assert (BACKWARD in after_a_calm(last)) == is_named
+
+
+@pytest.mark.parametrize(("head", "is_named"), [(2.0, True), (1000.0, False)])
+def test_a_recurrence_that_only_passes_on_what_comes_from_above_is_not_blamed(head, is_named):
+    def sample(step, *, memory, head):
+        return sample_of(
+            {"memory.weight_hh_l0": [memory], "memory.bias_hh_l0": [memory], "head.weight": [head]}, step=step
+        )
+
+    rng = np.random.default_rng(1)
+    calm = [sample(s, memory=float(np.exp(rng.normal(0, 0.1))), head=1.0) for s in range(1, 21)]
+    found = diagnose(together([*calm, sample(21, memory=1000.0, head=head)]))
+    assert ("explosion through recurrence" in [one.cause for one in found]) == is_named
+
+
+def test_causes_are_named_only_of_titles_that_were_told():
+    class Told:
+        recorder = FlightRecorder()
+
+    def causes(*titles):
+        Told.recorder = FlightRecorder()
+        Told.recorder.add(of_norms(1.2 ** np.arange(40)))
+        for title in titles:
+            Told.recorder.alert(Alert(title, "text", 40))
+        return [found.cause for found in runner.diagnose()]
+
+    runner = RuleRunner(AlertManager([]), Told(), modules={})
+    assert causes() == causes("Dead gradient") == []
+    assert causes("Exploding gradient") == ["learning rate too high"]
+    assert all("Exploding gradient" in CAUSES[cause] for cause in causes("Exploding gradient"))
 
 
 def test_layers_that_fade_in_no_order_are_no_saturation():

@@ -95,6 +95,7 @@ TITLES: dict[str, tuple[Change, Change]] = {
     "Gradients not reset": (do.fields(zeroes=False), do.fields(accumulate=3)),
     "Parameters unchanged": (do.learning_rate(0.0), do.learning_rate(lambda step: max(step - 20, 0) / 100)),
     "Initial weights": (do.scaled(30.0), do.scaled(1.5)),
+    "Large inputs": (do.inputs(lambda x: 255 * x + 300), do.inputs(lambda x: 2 * x)),
     "Parameters grow too fast": (grown_by(1.2), grown_by(1.01)),
     "Parameters shrink": (grown_by(0.95), grown_by(0.99)),  # after 39 updates 0.14 and 0.68 of the norm are left
     "Clipping too tight": (do.fields(clip=1e-5), do.fields(clip=0.01)),

@@ -19,6 +19,11 @@ from .layers import module_norms
 _MIN_LAYERS = 4
 
 
+def branch_of(name: str) -> str:
+    """A module's name up to its first number: modules of one branch feed each other."""
+    return re.split(r"\d", name, maxsplit=1)[0]
+
+
 @lru_cache(maxsize=16)
 def chains_of(names_L: tuple[str, ...]) -> tuple[npt.NDArray[np.intp], ...]:
     """Places of the modules that feed each other: those whose names agree up to their first number, at least four.
@@ -28,7 +33,7 @@ def chains_of(names_L: tuple[str, ...]) -> tuple[npt.NDArray[np.intp], ...]:
     """
     chains: dict[str, list[int]] = {}
     for place, name in enumerate(names_L):
-        chains.setdefault(re.split(r"\d", name, maxsplit=1)[0], []).append(place)
+        chains.setdefault(branch_of(name), []).append(place)
     return tuple(np.array(places, dtype=np.intp) for places in chains.values() if len(places) >= _MIN_LAYERS)
 
 

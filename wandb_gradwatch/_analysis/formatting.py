@@ -16,7 +16,7 @@ from .._measure.columns import FloatArray
 Item = TypeVar("Item")
 
 MAX_LAYERS: Final = 5
-CAUSE_PREFIX: Final = "Probable cause: "  # what follows it may be replaced by a diagnosis of the evidence
+CAUSE_PREFIX: Final = "Probable cause: "
 FOUND_PREFIX: Final = "found by running the step again. "  # what follows it is the first bad operation, in a few lines
 
 
@@ -35,12 +35,13 @@ def listing(items: Collection[Item], describe: Callable[[Item], str] = str) -> s
     return f"{shown}, and {len(items) - MAX_LAYERS} more" if len(items) > MAX_LAYERS else shown
 
 
-def sentence(fact: str, layers: str, cause: str, remedy: str) -> str:
-    """The text of an alert, one line each: the fact, the worst layers if there are any, the cause with its remedy."""
+def sentence(fact: str, layers: str, cause: str, remedy: str, more: Collection[str] = ()) -> str:
+    """The text of an alert, one line each: the fact, the worst layers if there are any, more, the cause, its remedy."""
     lines = [fact]
     if layers:
         lines.append(f"Worst layers: {layers}.")
-    lines.append(f"{CAUSE_PREFIX}{cause}. Remedy: {remedy}.")
+    lines.extend(more)
+    lines.append(f"{CAUSE_PREFIX}{cause}" + (f". Remedy: {remedy}." if remedy else ""))
     return "\n".join(lines)
 
 

@@ -101,3 +101,26 @@ def initial_gains(snapshot: Snapshot, sample: int) -> list[tuple[str, float]]:
             continue
         found.append((name, float(np.sqrt(sum_sq_P[weight] / size_P[bias]))))  # sqrt(sum / size * (size / bias's))
     return found
+
+
+def input_scale(snapshot: Snapshot, sample: int) -> tuple[str, float] | None:
+    """About the root mean square of what the first layer receives, and the layer's name; None where that is not known.
+
+    A weight's gradient is that of the bias times the input, summed over the batch: their norms' ratio over
+    sqrt(fan-in) is the input's size, exact where all inputs are alike, and of its order where they are not. A
+    normalisation after the layer leaves nothing of the bias's gradient but rounding.
+    """
+    names, size_P, norm_P = snapshot.names, snapshot.num_elements[sample], snapshot.grad_norm[sample]
+    modules = modules_of(names)
+    for weight, name in enumerate(names):
+        module, _, parameter = name.rpartition(".")
+        beside = parameter.replace("weight", "bias")
+        bias = next((p for p, other in enumerate(names) if other == (f"{module}.{beside}" if module else beside)), -1)
+        if "weight" not in parameter or bias < 0 or not size_P[weight] > size_P[bias]:
+            continue
+        after = np.flatnonzero(modules.of_parameter == modules.of_parameter[bias] + 1)
+        is_normalised = len(after) == 2 and size_P[after[0]] == size_P[after[1]] == size_P[bias]
+        if is_normalised or not norm_P[bias] > 0:
+            return None
+        return name, float(norm_P[weight] / norm_P[bias] / np.sqrt(size_P[weight] / size_P[bias]))
+    return None

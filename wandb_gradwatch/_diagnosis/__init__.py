@@ -8,9 +8,11 @@ from typing import Any, Final
 
 import numpy as np
 
-from .._analysis.formatting import CAUSE_PREFIX, FOUND_PREFIX
+from .._analysis.formatting import FOUND_PREFIX
 from .._measure.columns import FloatArray
 from ..rules import NONFINITE_TITLES, Alert
+from ..rules._base import Finding
+from ..rules._exploding import SPIKES
 from ..snapshot import Snapshot, select_samples
 from .causes import BAD_BATCH, CAUSES, Diagnosis
 from .evidence import Evidence
@@ -72,40 +74,42 @@ def with_diagnosis(alert: Alert, history: Snapshot | None, **context: Any) -> Al
     if history is None:
         return alert
     until = _until(history, alert.step)
-    fact, prefix, cause = alert.text.partition(CAUSE_PREFIX)
     recent = select_samples(until, range(max(len(until) - _EPISODE, 0), len(until)))
-    fitting = [d for d in diagnose(recent, **context) if alert.title in CAUSES[d.cause]] if len(recent) else []
-    # That a spike has passed, or has not, the rule knows better than its own step shows.
-    fitting = [d for d in fitting if d.cause != BAD_BATCH or d.cause in cause]
-    if fitting and not (len(until) and until.arose_after_backward[-1]):
-        prefix, cause = CAUSE_PREFIX, _in_words(fitting)
-    if alert.title in NONFINITE_TITLES and (
-        found := (context.get("notes") or {}).get(alert.step, {}).get(FIRST_BAD_OPERATION)
-    ):
-        prefix, cause = CAUSE_PREFIX, f"{FOUND_PREFIX}{found}"
-    lines = [fact.rstrip()]
+    lines = []
     if len(until) and until.steps[-1] == alert.step and until.guarded[-1]:
         lines.append(_WITHHELD)
     if alert.title in _MOVEMENTS and (order := which_moved_first(recent)):
         lines.append(order)
-    return replace(alert, text="\n".join([*lines, prefix + cause]) if prefix else "\n".join(lines))
+    if not isinstance(alert, Finding):
+        return replace(alert, text="\n".join([alert.text, *lines]))
+    fitting = [d for d in diagnose(recent, **context) if alert.title in CAUSES[d.cause]] if len(recent) else []
+    # That a spike has passed, or has not, the rule knows better than its own step shows.
+    fitting = [d for d in fitting if d.cause != BAD_BATCH or alert.kind in SPIKES]
+    if fitting and not (len(until) and until.arose_after_backward[-1]):
+        alert = alert.because(*_in_words(fitting))
+    if alert.title in NONFINITE_TITLES and (
+        found := (context.get("notes") or {}).get(alert.step, {}).get(FIRST_BAD_OPERATION)
+    ):
+        alert = alert.because(f"{FOUND_PREFIX}{found}")
+    for line in lines:
+        alert = alert.adding(line)
+    return alert
 
 
-def _in_words(fitting: Sequence[Diagnosis]) -> str:
-    """The most probable cause, or two of them where nothing in the samples tells them apart."""
+def _in_words(fitting: Sequence[Diagnosis]) -> tuple[str, str]:
+    """The most probable cause, or two of them where nothing in the samples tells them apart, and the remedy."""
     first, *others = fitting
     if first.cause == BAD_BATCH:
-        return (
+        cause = (
             f"not clear: either {first.cause} ({first.evidence}), or the data has changed; whether the norm falls back "
-            f"tells them apart. Remedy: {first.remedy}."
+            "tells them apart"
         )
+        return cause, first.remedy
     if not others or others[0].confidence < first.confidence - _AS_PROBABLE:
-        return str(first)
+        return f"{first.cause} ({first.evidence})", first.remedy
     second = others[0]
-    return (
-        f"not clear: either {first.cause} ({first.evidence}), or {second.cause} ({second.evidence}). Remedy: "
-        f"{first.remedy}; if that changes nothing, {second.remedy}."
-    )
+    cause = f"not clear: either {first.cause} ({first.evidence}), or {second.cause} ({second.evidence})"
+    return cause, f"{first.remedy}; if that changes nothing, {second.remedy}"
 
 
 def _until(history: Snapshot, step: int) -> Snapshot:

@@ -42,6 +42,7 @@ BAD_RANK = "one bad rank"
 LOSS = "the loss or the inputs are not finite"
 OPTIMIZER = "NaN made by the optimizer's update, by its state or its eps"
 DATA_SCALE = "a large scale of the inputs, targets or loss"
+BACKWARD = "something in the backward of a layer multiplies the gradient"
 FORWARD = "activations beyond the range of float16"
 INVALID = "an operation without a finite derivative"
 
@@ -63,6 +64,7 @@ CAUSES: Final[dict[str, tuple[str, ...]]] = {
     LOSS: ("NaN gradient", "Inf gradient"),
     OPTIMIZER: ("NaN gradient", "Inf gradient"),
     DATA_SCALE: (*_EXPLOSION, "Parameters grow too fast"),
+    BACKWARD: ("Exploding gradient",),
     FORWARD: ("Loss scale collapse",),
     BAD_RANK: (*_EXPLOSION, "Loss scale collapse"),
     INVALID: ("NaN gradient", "Inf gradient", "Non-finite loss", "Loss scale collapse"),

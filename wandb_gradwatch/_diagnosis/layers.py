@@ -69,6 +69,13 @@ class Layers:
         names, share_SL = dead_units(self._history)
         return names, _median_or_nan(share_SL[self._clean[-20:]])
 
+    def rise_at(self, sample: int) -> FloatArray:
+        """Each module's norm in a sample over its median in the 16 clean ones before it, NaN where not known: [L]."""
+        before = self._clean[self._clean < sample][-16:]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            rise_L = self.by_module.grad_norm[sample] / _median_or_nan(self.by_module.grad_norm[before])
+        return np.where(np.isfinite(rise_L), rise_L, np.nan)
+
     def batch_norms(self) -> list[int]:
         """Places of the batch norms among the modules: by their kind, else by a weight as long as its bias."""
         size_P = np.max(np.nan_to_num(self._history.num_elements), axis=0)

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from .._analysis.formatting import CAUSE_PREFIX
 from .._diagnosis import CAUSES, Diagnosis, diagnose, with_diagnosis
 from .._runtime.error_boundary import CallbackError
 from .._transfer.transfers import ArrivedSample, Names
 from ..rules import Alert
+from ..rules._base import Finding
 from ..snapshot import Snapshot, keys
 from .alert_manager import AlertManager
 from .assembly import snapshot_of
@@ -84,6 +84,7 @@ def _with_interval(alert: Alert, snapshot: Snapshot) -> Alert:
     every = {int(step): int(every) for step, every in zip(snapshot.steps, every_S, strict=False)}.get(alert.step, 1)
     if every <= 1:
         return alert
-    fact, prefix, cause = alert.text.partition(CAUSE_PREFIX)
     interval = f"What happened between steps {alert.step - every} and {alert.step} was not measured."
-    return replace(alert, text="\n".join([fact.rstrip(), interval, *([prefix + cause] if prefix else [])]))
+    if isinstance(alert, Finding):
+        return alert.adding(interval)
+    return replace(alert, text=f"{alert.text}\n{interval}")

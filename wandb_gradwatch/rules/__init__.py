@@ -7,7 +7,7 @@ from ._exploding import ExplodingGradient
 from ._functions import FunctionRule, as_rule, rule
 from ._loss import LossSpike
 from ._nonfinite import NONFINITE_TITLES, InfGradient, LossScaleCollapse, NaNGradient, NonFiniteLoss
-from ._parameters import FastParameters, PoorInitialisation, TightClipping
+from ._parameters import FastParameters, LargeInputs, PoorInitialisation, TightClipping
 from ._ratios import GradParamRatio, LayerSpread
 from ._vanishing import DeadGradient, NoGradient, VanishingGradient
 from ._wiring import GradientsNotReset, NotInOptimizer, UnchangedParameters
@@ -23,6 +23,7 @@ __all__ = [
     "GradParamRatio",
     "GradientsNotReset",
     "InfGradient",
+    "LargeInputs",
     "LayerSpread",
     "Level",
     "LossScaleCollapse",
@@ -61,6 +62,7 @@ def default_rules() -> list[Rule]:
         GradientsNotReset(),
         UnchangedParameters(),
         PoorInitialisation(),
+        LargeInputs(),
         FastParameters(),
         TightClipping(),
     ]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any, Final, Literal, Protocol, runtime_checkable
 
+from .._analysis.formatting import sentence
 from ..snapshot import Snapshot
 
 Level = Literal["INFO", "WARN", "ERROR"]
@@ -42,6 +43,43 @@ class Alert:
     def __str__(self) -> str:
         """What a person reads: `on_alert=print` prints it."""
         return f"{self.level} at step {self.step}: {self.title}\n{textwrap.indent(self.text, '    ')}"
+
+
+@dataclass(frozen=True)
+class Finding(Alert):
+    """An alert of a shipped rule in its parts: a diagnosis may put another cause in, and adds to the fact.
+
+    Args:
+        fact, layers, cause, remedy: what the text is made of.
+        kind: what of its title was found, where a title has several kinds; more: further lines of the text.
+    """
+
+    fact: str = ""
+    layers: str = ""
+    cause: str = ""
+    remedy: str = ""
+    kind: str = ""
+    more: tuple[str, ...] = ()
+
+    def because(self, cause: str, remedy: str = "") -> Finding:
+        """The same with another cause."""
+        return self._with(cause=cause, remedy=remedy)
+
+    def adding(self, line: str) -> Finding:
+        """The same with one line more before the cause."""
+        return self._with(more=(*self.more, line))
+
+    def _with(self, **parts: Any) -> Finding:
+        changed = replace(self, **parts)
+        text = sentence(changed.fact, changed.layers, changed.cause, changed.remedy, changed.more)
+        return replace(changed, text=text)
+
+
+def finding(
+    title: str, fact: str, layers: str, cause: str, remedy: str, step: int, level: Level = "WARN", kind: str = ""
+) -> Finding:
+    """A finding with its text."""
+    return Finding(title, sentence(fact, layers, cause, remedy), step, level, fact, layers, cause, remedy, kind)
 
 
 def check_limits(rule: object, *or_none: str, **bounds: tuple[float, float]) -> None:

@@ -9,9 +9,9 @@ from typing import Any, ClassVar, Final
 
 import numpy as np
 
-from .._analysis.formatting import number, sentence
+from .._analysis.formatting import number
 from ..snapshot import Snapshot, keys
-from ._base import Alert, check_limits
+from ._base import Alert, check_limits, finding
 
 # S samples
 
@@ -84,7 +84,7 @@ class LossSpike:
         )
         cause = "not clear: either updates that were too large, or the data has changed"
         remedy = "look at what changed in the data at this step; lower the learning rate, and clip the gradients"
-        return Alert(self.title, sentence(fact, "", cause, remedy), step, "WARN")
+        return finding(self.title, fact, "", cause, remedy, step, "WARN")
 
     def state_dict(self) -> dict[str, Any]:
         return {"past": list(self._past), "above": list(self._above), "began": self._began, "norms": list(self._norms)}

@@ -9,11 +9,11 @@ from typing import Any, ClassVar, Final
 
 import numpy as np
 
-from .._analysis.formatting import listing, number, sentence
+from .._analysis.formatting import listing, number
 from .._analysis.forward import nonfinite_activations
 from .._measure.columns import Column, FloatArray
 from ..snapshot import Snapshot, keys
-from ._base import Alert, check_limits
+from ._base import Alert, check_limits, finding
 
 # S samples, P watched parameters
 
@@ -69,7 +69,7 @@ class _NonFiniteGradient(ABC):
                 + (f", first on rank {rank}" if rank is not None else "")
                 + ": what that left was finite, what the optimizer received was not."
             )
-            return Alert(self.title, sentence(fact, layers, _CAUSE_AFTER, _REMEDY_AFTER), step, "ERROR")
+            return finding(self.title, fact, layers, _CAUSE_AFTER, _REMEDY_AFTER, step, "ERROR")
         fact = (
             f"Step {step}: {self.what} in the gradient of {len(backward)} of {num_present} parameters (threshold: 0), "
             f"in the backward's order first in {snapshot.names[backward[0]]}"
@@ -88,7 +88,7 @@ class _NonFiniteGradient(ABC):
             )
         else:
             cause, remedy = self.cause, self.remedy
-        return Alert(self.title, sentence(fact, layers, cause, remedy), step, "WARN" if left_out else "ERROR")
+        return finding(self.title, fact, layers, cause, remedy, step, "WARN" if left_out else "ERROR")
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -159,7 +159,7 @@ class NonFiniteLoss:
             remedy = (
                 "look at the batch and the outputs of this step; wandb_gradwatch.find_nonfinite names the operation"
             )
-            yield Alert(self.title, sentence(fact, "", cause, remedy), step, "WARN" if left_out else "ERROR")
+            yield finding(self.title, fact, "", cause, remedy, step, "WARN" if left_out else "ERROR")
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -218,7 +218,7 @@ class LossScaleCollapse:
             cause = "gradients beyond the range of float16, by growth or by values that need bfloat16"
         remedy = "look for NaN with autocast off, clip after unscale_(), lower the learning rate, or use bfloat16"
         # Only a stalled sample is an ERROR: it was not applied anyway, so a guard that skips it loses nothing.
-        return Alert(self.title, sentence(fact, layers, cause, remedy), step, "ERROR" if stalled else "WARN")
+        return finding(self.title, fact, layers, cause, remedy, step, "ERROR" if stalled else "WARN")
 
     def state_dict(self) -> dict[str, Any]:
         return {"num_in_a_row": self._num_in_a_row}

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
 
 import numpy as np
 
-from .._analysis.formatting import listing, number, sentence
-from .._analysis.layers import initial_gains
+from .._analysis.formatting import listing, number
+from .._analysis.layers import initial_gains, input_scale
 from .._analysis.memory import PerName
 from .._analysis.movement import Movement
 from .._measure.columns import Column
 from ..snapshot import Snapshot
-from ._base import Alert, check_limits
+from ._base import Alert, check_limits, finding
 
 # S samples, P watched parameters
 
 _FIRST_STEPS: Final = 20  # in which parameters may still move fast: adaptive optimizers begin with full steps
 _OF_LAST: Final = 5  # updates of which a second one has to be too large: a single one may be a bad batch
+_TOGETHER: Final = 10  # updates that are looked at together
+_MIN_WEIGHTS: Final = 64  # fewer elements are a scale or a temperature, not a layer's weights
+_LOWER_RATE: Final = "divide the learning rate by 10 or lengthen its warm-up, and clip with clip_grad_norm_"
 _MIN_ELEMENTS: Final = 256  # of all parameters together: fewer may well begin anywhere, and pass through 0
+_EXACT: Final = 1e-12  # relative: float64 sums of equal numbers are that exact
 _MIN_UNITS: Final = 4  # so many equal gradients are no chance
 
 
@@ -33,19 +37,21 @@ class PoorInitialisation:
     Args:
         max_gain: RMS weight times sqrt(fan-in) above which one layer is too large. Healthy: up to 1.7, faults from 2.8.
         min_gain: the median of all layers below which they are too small. Faults have 0.006.
-        max_rms: of a weight whose fan-in is not known.
+        max_rms: of a weight whose fan-in is not known. Healthy: up to 1.03.
+        max_recurrent_gain: of a recurrent weight, which multiplies a state again and again: an orthogonal one has 1.
     """
 
     max_gain: float = 2.5
     min_gain: float = 0.03
-    max_rms: float = 50.0
+    max_rms: float = 10.0
+    max_recurrent_gain: float = 1.5
     _is_over: bool = field(default=False, init=False)
 
     title: ClassVar[str] = "Initial weights"
 
     def __post_init__(self) -> None:
         positive = (0.0, math.inf)
-        check_limits(self, max_gain=positive, min_gain=positive, max_rms=positive)
+        check_limits(self, max_gain=positive, min_gain=positive, max_rms=positive, max_recurrent_gain=positive)
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
         for sample in np.flatnonzero(snapshot.total_grad_norm > 0).tolist():
@@ -54,36 +60,88 @@ class PoorInitialisation:
                 return
             if _is_small(snapshot, sample):
                 continue
-            gains = {name: gain for name, gain in initial_gains(snapshot, sample) if gain > 0}
-            rms_P = snapshot.param_norm[sample] / np.sqrt(snapshot.num_elements[sample])
-            large = [f"{name} {number(gain)}x" for name, gain in gains.items() if gain > self.max_gain]
-            large += [f"{name} {number(rms)}" for name, rms in zip(snapshot.names, rms_P, strict=True)
-                      if rms > self.max_rms and name not in gains]  # fmt: skip
-            small = bool(gains) and float(np.median(list(gains.values()))) < self.min_gain
-            equal_P = (snapshot.grad_min[sample] == snapshot.grad_max[sample]) & (snapshot.grad_max[sample] != 0)
-            equal_P &= (snapshot.num_elements[sample] >= _MIN_UNITS) & (rms_P >= 0)
-            equal = [name for name, same in zip(snapshot.names, equal_P, strict=True) if same and "bias" in name]
             self._is_over = True
-            if large:
-                words = f"weights are far larger than what keeps a signal's size (1/sqrt(fan-in)): {listing(large)}"
-                yield self._alert(int(snapshot.steps[sample]), words, "poor initialisation: too large")
-            elif small:
-                all_of_them = listing([f"{name} {number(gain)}x" for name, gain in gains.items()])
-                words = f"the weights are far smaller than what keeps a signal's size: {all_of_them}"
-                yield self._alert(int(snapshot.steps[sample]), words, "poor initialisation: too small")
-            elif equal:
-                words = f"all units of a layer have equal gradients, and can never become different: {listing(equal)}"
-                yield self._alert(int(snapshot.steps[sample]), words, "a constant initialisation: equal weights")
+            if (found := self._look_at(snapshot, sample)) is not None:
+                yield self._alert(int(snapshot.steps[sample]), *found)
+
+    def _look_at(self, snapshot: Snapshot, sample: int) -> tuple[str, str] | None:
+        """What is wrong with the first weights, and the cause; None for nothing."""
+        all_gains = dict(initial_gains(snapshot, sample))
+        gains = {name: gain for name, gain in all_gains.items() if gain > 0}
+        rms_P = snapshot.param_norm[sample] / np.sqrt(snapshot.num_elements[sample])
+        limits = {name: self.max_recurrent_gain if "weight_hh" in name else self.max_gain for name in gains}
+        large = [f"{name} {number(gain)}x" for name, gain in gains.items() if gain > limits[name]]
+        many_P = snapshot.num_elements[sample] >= _MIN_WEIGHTS
+        large += [f"{name} {number(rms)}" for name, rms, many in zip(snapshot.names, rms_P, many_P, strict=True)
+                  if rms > self.max_rms and name not in gains and many]  # fmt: skip
+        if large:
+            words = f"weights are far larger than what keeps a signal's size (1/sqrt(fan-in)): {listing(large)}"
+            return words, "poor initialisation: too large"
+        constant = _constant(snapshot, sample, all_gains)
+        if constant or (len(all_gains) > 1 and not gains):
+            names = listing(constant or list(all_gains))
+            words = f"all elements of a weight are equal, and so are all units of its layer: {names}"
+            return words, "a constant initialisation: equal weights"
+        if gains and float(np.median(list(gains.values()))) < self.min_gain:
+            all_of_them = listing([f"{name} {number(gain)}x" for name, gain in gains.items()])
+            words = f"the weights are far smaller than what keeps a signal's size: {all_of_them}"
+            return words, "poor initialisation: too small"
+        equal_P = (snapshot.grad_min[sample] == snapshot.grad_max[sample]) & (snapshot.grad_max[sample] != 0)
+        equal_P &= (snapshot.num_elements[sample] >= _MIN_UNITS) & (rms_P >= 0)
+        equal = [name for name, same in zip(snapshot.names, equal_P, strict=True) if same and "bias" in name]
+        if equal:
+            words = f"all units of a layer have equal gradients, and can never become different: {listing(equal)}"
+            return words, "a constant initialisation: equal weights"
+        return None
 
     def _alert(self, step: int, fact: str, cause: str) -> Alert:
         remedy = "initialise at random with torch.nn.init.kaiming_normal_ or xavier_uniform_ and the activation's gain"
-        return Alert(self.title, sentence(f"Step {step}: {fact}.", "", cause, remedy), step, "WARN")
+        return finding(self.title, f"Step {step}: {fact}.", "", cause, remedy, step, "WARN")
 
     def state_dict(self) -> dict[str, Any]:
         return {"is_over": self._is_over}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._is_over = bool(state["is_over"])
+
+
+@dataclass(kw_only=True)
+class LargeInputs:
+    """In each of the first two samples the first layer's gradients are those of large inputs: "Large inputs".
+
+    Args:
+        max_scale: of the inputs' root mean square. Healthy: up to 3.9; bytes of images have 130.
+    """
+
+    max_scale: float = 50.0
+    _num_large: int = field(default=0, init=False)
+
+    title: ClassVar[str] = "Large inputs"
+
+    def __post_init__(self) -> None:
+        check_limits(self, max_scale=(0.0, math.inf))
+
+    def check(self, snapshot: Snapshot) -> Iterable[Alert]:
+        for sample in np.flatnonzero((snapshot.total_grad_norm > 0) & (snapshot.steps <= 2)).tolist():
+            found = input_scale(snapshot, sample)
+            self._num_large += found is not None and found[1] > self.max_scale
+            if found is not None and found[1] > self.max_scale and self._num_large == 2:
+                yield self._alert(int(snapshot.steps[sample]), *found)
+
+    def _alert(self, step: int, name: str, scale: float) -> Alert:
+        fact = (
+            f"Step {step}: by the gradients of {name} and its bias, the inputs of this layer have a root mean square "
+            f"of about {number(scale)} (threshold {number(self.max_scale)})."
+        )
+        cause = "a large scale of the inputs: they are not normalised"
+        remedy = "normalise the inputs to a mean of 0 and a deviation of 1: bytes of images divided by 255, for example"
+        return finding(self.title, fact, "", cause, remedy, step, "WARN")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_large": self._num_large}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._num_large = int(state["num_large"])
 
 
 @dataclass(kw_only=True)
@@ -96,14 +154,17 @@ class FastParameters:
     Args:
         max_growth: of the parameters' norm per step, after step 20. Healthy: at most 2.5 %, faults 31 %.
         max_first_growth: before it.
+        max_factor: of the parameters' norm over 10 updates without the largest, which may be a bad batch or the user's
+            own change. Healthy: at most 1.5.
         min_left: of the largest norm. Healthy: 0.44 at least, faults 0.001.
     """
 
     max_growth: float = 0.05
     max_first_growth: float = 0.5
+    max_factor: float = 3.0
     min_left: float = 0.2
     _movement: Movement = field(default_factory=Movement, init=False, repr=False)
-    _recent: deque[float] = field(default_factory=lambda: deque(maxlen=_OF_LAST), init=False, repr=False)
+    _recent: deque[float] = field(default_factory=lambda: deque(maxlen=_TOGETHER), init=False, repr=False)
     _largest: PerName = field(default_factory=PerName, init=False, repr=False)
 
     title: ClassVar[str] = "Parameters grow too fast"
@@ -121,8 +182,11 @@ class FastParameters:
                 continue
             self._recent.append(change)
             limit = self.max_first_growth if step <= _FIRST_STEPS else self.max_growth
-            if len(self._recent) > 1 and sorted(self._recent)[-2] > limit:
-                yield self._growing(step, sorted(self._recent)[-2], limit)
+            last = sorted(list(self._recent)[-_OF_LAST:])
+            if len(last) > 1 and last[-2] > limit:
+                yield self._growing(step, last[-2], limit)
+            elif (factor := math.prod(1 + change for change in sorted(self._recent)[:-1])) > self.max_factor:
+                yield self._multiplied(step, factor)
             if (left := self._left(snapshot, sample)) < self.min_left:
                 yield self._shrinking(step, left)
 
@@ -140,8 +204,14 @@ class FastParameters:
             f"Step {step}: the parameters' norm has grown by {number(100 * growth)} % per step or more, twice within "
             f"{_OF_LAST} samples (threshold {number(100 * limit)} %)."
         )
-        remedy = "divide the learning rate by 10 or lengthen its warm-up, and clip with clip_grad_norm_"
-        return Alert(self.title, sentence(fact, "", "learning rate too high", remedy), step, "ERROR")
+        return finding(self.title, fact, "", "learning rate too high", _LOWER_RATE, step, "ERROR")
+
+    def _multiplied(self, step: int, factor: float) -> Alert:
+        fact = (
+            f"Step {step}: {len(self._recent) - 1} of the last {len(self._recent)} updates, all but the largest, have "
+            f"multiplied the parameters' norm by {number(factor)} (threshold {number(self.max_factor)})."
+        )
+        return finding(self.title, fact, "", "learning rate too high", _LOWER_RATE, step, "ERROR")
 
     def _shrinking(self, step: int, left: float) -> Alert:
         fact = (
@@ -150,7 +220,7 @@ class FastParameters:
         )
         cause = "too strong a weight decay, or a penalty on the parameters that outweighs the loss"
         remedy = "divide the weight decay by 10; with decoupled decay its product with the learning rate counts"
-        return Alert(self.shrinking, sentence(fact, "", cause, remedy), step, "WARN")
+        return finding(self.shrinking, fact, "", cause, remedy, step, "WARN")
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -201,13 +271,34 @@ class TightClipping:
         if scale > self.max_factor:
             cause = "not clear: either unscale_() is missing before clip_grad_norm_, or the clipping is far too tight"
         remedy = "raise max_norm to about the usual norm; with a GradScaler call unscale_(optimizer) before clipping"
-        return Alert(self.title, sentence(fact, "", cause, remedy), step, "WARN")
+        return finding(self.title, fact, "", cause, remedy, step, "WARN")
 
     def state_dict(self) -> dict[str, Any]:
         return {"num_tight": self._num_tight}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._num_tight = int(state["num_tight"])
+
+
+def _constant(snapshot: Snapshot, sample: int, gains: Mapping[str, float]) -> list[str]:
+    """Those of these weights whose elements are all the same number, other than 0, up to the sign.
+
+    Their root mean square is then exactly a float32 number, which that of random ones is once in 10,000 layers at
+    most. An identity, of gain 1, is too.
+    """
+    found = []
+    for name, gain in gains.items():
+        place = snapshot.names.index(name)
+        size = float(snapshot.num_elements[sample, place])
+        rms = math.sqrt(float(snapshot.column(Column.PARAM_SUM_SQ)[sample, place]) / size)
+        if (
+            rms > 0
+            and size >= _MIN_WEIGHTS
+            and abs(gain - 1.0) > 1e-3
+            and abs(rms - float(np.float32(rms))) < _EXACT * rms
+        ):
+            found.append(name)
+    return found
 
 
 def _is_small(snapshot: Snapshot, sample: int) -> bool:

@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from .._analysis.formatting import listing, number, sentence, worst_first
+from .._analysis.formatting import listing, number, worst_first
 from .._analysis.memory import PerName
 from .._measure.columns import FloatArray
 from ..snapshot import Snapshot
-from ._base import Alert, check_limits
+from ._base import Alert, check_limits, finding
 
 # S samples, P watched parameters, L modules
 
@@ -62,7 +62,7 @@ class GradParamRatio:
         remedy = (
             "above: lower the learning rate or clip; below: check that the layer still learns, raise its learning rate"
         )
-        return Alert(self.title, sentence(fact, layers, cause, remedy), step, "WARN")
+        return finding(self.title, fact, layers, cause, remedy, step, "WARN")
 
     def state_dict(self) -> dict[str, Any]:
         return {"num_outside": self._num_outside.state_dict()}
@@ -113,7 +113,7 @@ class LayerSpread:
         layers = listing((seen[0], *reversed(seen[1:])), lambda index: f"{names[index]} {number(norm_L[index])}")
         cause = "gradients that fade or grow through the depth, or layers of very different scale"
         remedy = "check initialisation and normalisation, or give the layers learning rates of their own"
-        return Alert(self.title, sentence(fact, layers, cause, remedy), step, "WARN")
+        return finding(self.title, fact, layers, cause, remedy, step, "WARN")
 
     def state_dict(self) -> dict[str, Any]:
         return {"num_wide": self._num_wide}

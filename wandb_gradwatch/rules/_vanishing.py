@@ -12,12 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from .._analysis.depth import DepthTrend, depth_trends
-from .._analysis.formatting import listing, number, sentence, worst_first
+from .._analysis.formatting import listing, number, worst_first
 from .._analysis.layers import dead_units, modules_of, without_inputs
 from .._analysis.memory import Streaks
 from .._measure.columns import FloatArray
 from ..snapshot import Snapshot
-from ._base import Alert, check_limits
+from ._base import Alert, check_limits, finding
 
 # S samples, P watched parameters, L modules
 
@@ -93,7 +93,7 @@ class VanishingGradient:
             "a saturated or dead network, a loss divided too often, or float16 gradients with too small a loss scale"
         )
         remedy = "check the loss's reduction and scale, the activations and the initialisation, or use bfloat16"
-        return Alert(self.title, sentence(fact, layers, cause, remedy), step, "WARN")
+        return finding(self.title, fact, layers, cause, remedy, step, "WARN")
 
     def _faded_alert(self, snapshot: Snapshot, sample: int, trend: DepthTrend) -> Alert:
         step, norm_P = int(snapshot.steps[sample]), snapshot.grad_norm[sample]
@@ -105,7 +105,7 @@ class VanishingGradient:
         layers = listing(order, lambda p: f"{snapshot.names[p]} {number(norm_P[p])}")
         cause = "saturating activations (sigmoid, tanh) or too small an initialisation in a deep network"
         remedy = "use ReLU or GELU, residual connections, normalisation, and Kaiming or Xavier initialisation"
-        return Alert(self.title, sentence(fact, layers, cause, remedy), step, "WARN")
+        return finding(self.title, fact, layers, cause, remedy, step, "WARN")
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -186,7 +186,7 @@ class DeadGradient:
 
     def _are_the_same(self, snapshot: Snapshot, sample: int) -> npt.NDArray[np.bool_]:
         """Layers with too many dead units in each of the last samples, so equally many that they must be the same."""
-        has_many_L: npt.NDArray[np.bool_] = self._recent[-1] > self.max_ratio
+        has_many_L: npt.NDArray[np.bool_] = self._recent[-1] >= self.max_ratio
         if len(self._recent) < self.patience or not has_many_L.any():
             return np.zeros_like(has_many_L)
         recent = np.stack(self._recent)
@@ -196,7 +196,7 @@ class DeadGradient:
             self.max_ratio + 4 * np.sqrt(self.max_ratio * (1 - self.max_ratio) / size_L), 1.0 - 1e-9
         )
         newest, earlier = recent[-2:], recent[:-2]
-        have_died_L = _alike(newest, size_L) & (newest.min(axis=0) > self.max_ratio)
+        have_died_L = _alike(newest, size_L) & (newest.min(axis=0) >= self.max_ratio)
         have_died_L &= newest.min(axis=0) - np.max(earlier, axis=0, initial=0.0) > _AT_ONCE
         same: npt.NDArray[np.bool_] = have_died_L | (_alike(recent, size_L) & (recent.min(axis=0) > by_chance_L))
         return same
@@ -229,7 +229,7 @@ class DeadGradient:
             "check what follows the layer nearest to the output (masks, dropout, its use), its bias and its "
             "initialisation; lower the learning rate, use LeakyReLU or GELU"
         )
-        return Alert(self.title, sentence(fact, layers, cause, remedy), step, "WARN")
+        return finding(self.title, fact, layers, cause, remedy, step, "WARN")
 
     def _empty_alert(
         self, step: int, modules: tuple[str, ...], place: int, num: int, present_L: npt.NDArray[np.bool_]
@@ -244,7 +244,7 @@ class DeadGradient:
         else:
             cause = "dead units in the layer before it, or an output of it that is multiplied by 0"
             remedy = "check what feeds this layer: masks, dropout, the layer's bias; lower the learning rate"
-        return Alert(self.title, sentence(fact, "", cause, remedy), step, "WARN")
+        return finding(self.title, fact, "", cause, remedy, step, "WARN")
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -329,7 +329,7 @@ class NoGradient:
         )
         cause = "gradients zeroed between backward() and step(), a constant loss, or an underflow of float16 gradients"
         remedy = "call zero_grad() before backward(), not after it; check the loss; use GradScaler or bfloat16"
-        return Alert(self.title, sentence(fact, "", cause, remedy), step, "WARN")
+        return finding(self.title, fact, "", cause, remedy, step, "WARN")
 
     def _missing_alert(
         self, step: int, names: tuple[str, ...], count_P: FloatArray, late: npt.NDArray[np.intp]
@@ -342,7 +342,7 @@ class NoGradient:
         layers = listing(missing, lambda p: f"{names[p]} ({count_P[p]:.0f} samples)")
         cause = "layers frozen by mistake, detached from the loss, or not used by the forward"
         remedy = "check requires_grad, detach() and torch.no_grad(); exclude= what is frozen on purpose"
-        return Alert(self.title, sentence(fact, layers, cause, remedy), step, "WARN")
+        return finding(self.title, fact, layers, cause, remedy, step, "WARN")
 
     def state_dict(self) -> dict[str, Any]:
         return {

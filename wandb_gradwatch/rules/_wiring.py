@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from .._analysis.formatting import listing, sentence
+from .._analysis.formatting import listing
 from .._measure.columns import Column
 from ..snapshot import Snapshot, keys
-from ._base import Alert, check_limits
+from ._base import Alert, check_limits, finding
 
 # S samples, P watched parameters
 
@@ -44,7 +44,7 @@ class NotInOptimizer:
             "build the optimizer after the model is complete, or add_param_group() what is new; what is not to be "
             "trained needs requires_grad_(False)"
         )
-        return Alert(self.title, sentence(fact, "", cause, remedy), step, "WARN")
+        return finding(self.title, fact, "", cause, remedy, step, "WARN")
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -68,7 +68,7 @@ class GradientsNotReset:
             )
             cause = "zero_grad() is missing: the gradients are added up over the steps"
             remedy = "call optimizer.zero_grad() once per update, before backward() or after step()"
-            yield Alert(self.title, sentence(fact, "", cause, remedy), step, "ERROR")
+            yield finding(self.title, fact, "", cause, remedy, step, "ERROR")
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -128,7 +128,7 @@ class UnchangedParameters:
         )
         cause = "not clear: either step() is never called, or the learning rate is 0: print it to tell them apart"
         remedy = "call optimizer.step() after backward(); check the learning rate, its schedule and its warm-up"
-        return Alert(self.title, sentence(fact, "", cause, remedy), step, "ERROR")
+        return finding(self.title, fact, "", cause, remedy, step, "ERROR")
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -6,13 +6,18 @@ from typing import Final
 
 import numpy as np
 
+from ..._analysis.depth import branch_of
 from ..._analysis.formatting import number
+from ..._analysis.layers import modules_of
 from ..._measure.columns import Column
-from ..causes import BATCH_NORM, DEPTH, RECURRENCE, SATURATION, Diagnosis
+from ..causes import BACKWARD, BATCH_NORM, DEPTH, RECURRENCE, SATURATION, Diagnosis
 from ..evidence import Evidence
 
 # P watched parameters, N clean samples, L modules
 
+_MIN_PAST: Final = 5  # samples that say what is usual
+_RAISED, _USUAL = 30.0, 3.0  # times a layer's usual norm: what a spike has raised, and what it has left alone
+_MULTIPLIED: Final = 1.5  # more than what follows it: by so much a recurrence that explodes has risen
 _UNSATURATED: Final = ("ReLU", "LeakyReLU", "PReLU", "GELU", "SiLU", "Mish", "ELU", "CELU", "SELU", "Softplus")
 
 
@@ -49,6 +54,8 @@ def through_recurrence(evidence: Evidence) -> Diagnosis | None:
     peak = int(evidence.clean[np.argmax(evidence.log_norm_N)])
     square_P = evidence.history.column(Column.GRAD_SUM_SQ)[peak]
     share = float(np.nansum(square_P[recurrent]) / np.nansum(square_P))
+    if _comes_from_above(evidence, recurrent):
+        return None
     rise = float(np.exp(min(evidence.log_norm_N.max() - np.median(evidence.log_norm_N), 700.0)))
     if share < 0.3 or rise < 5:
         return None
@@ -59,6 +66,52 @@ def through_recurrence(evidence: Evidence) -> Diagnosis | None:
     )
     remedy = "clip with clip_grad_norm_(parameters, 1.0), shorten the unrolled sequence, use an LSTM or GRU"
     return Diagnosis(RECURRENCE, 0.95, words, remedy)
+
+
+def _comes_from_above(evidence: Evidence, recurrent: list[int]) -> bool:
+    """Whether what follows the last recurrent layer rises as much at first: the recurrence only passes it on."""
+    past_N = evidence.log_norm_N
+    rises = [n for n in range(1, len(past_N)) if past_N[n] - np.median(past_N[max(n - 16, 0) : n]) > np.log(5)]
+    if not rises:
+        return False
+    rise_L = evidence.layers.rise_at(int(evidence.clean[rises[0]]))
+    place = int(modules_of(evidence.history.names).of_parameter[recurrent].max())
+    after = rise_L[place + 1 :]
+    return bool(np.isfinite(after).any()) and bool(np.nanmax(after) > rise_L[place] / _MULTIPLIED)
+
+
+def inside_the_backward(evidence: Evidence) -> Diagnosis | None:
+    """At a spike the norm is usual from the last layer back to one, and far above usual from the next one back."""
+    sample = _last_spike(evidence)
+    if sample is None or evidence.parameters.jump is not None:
+        return None
+    names, rise_L = evidence.layers.by_module.names, evidence.layers.rise_at(sample)
+    known = np.flatnonzero(np.isfinite(rise_L))
+    raised = [int(place) for place in known if rise_L[place] > _RAISED]
+    after = [int(place) for place in known if raised and place > raised[-1]]
+    if not raised or not after or float(rise_L[after].max()) > _USUAL:
+        return None
+    before = [place for place in known if place <= raised[-1]]
+    # Where branches stand side by side, one of them rises alone for reasons of its own.
+    if len(raised) < 0.8 * len(before) or branch_of(names[raised[-1]]) != branch_of(names[after[0]]):
+        return None
+    words = (
+        f"at step {evidence.step(sample)} the norm is the usual one from {names[after[-1]]} back to {names[after[0]]}, "
+        f"and {number(float(rise_L[raised].max()))}x the usual one from {names[raised[-1]]} back"
+    )
+    remedy = (
+        f"look at what is between {names[raised[-1]]} and {names[after[0]]}: a torch.autograd.Function of its own, a "
+        "gradient hook, a division by almost 0; torch.autograd.gradcheck tests a backward"
+    )
+    return Diagnosis(BACKWARD, 0.9, words, remedy)
+
+
+def _last_spike(evidence: Evidence) -> int | None:
+    """The newest sample if it is far above all lately, however much these scatter; otherwise the last lone spike."""
+    past_N = evidence.log_norm_N
+    if len(past_N) > _MIN_PAST and past_N[-1] > past_N[-17:-1].max() + np.log(10):
+        return int(evidence.clean[-1])
+    return evidence.spikes[-1][0] if evidence.spikes else None
 
 
 def saturation(evidence: Evidence) -> Diagnosis | None:
