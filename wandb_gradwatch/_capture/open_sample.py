@@ -34,8 +34,9 @@ class OpenSample(ClipListener):
         self.boundary = parts.boundary
         self._being_unscaled = Inspection()
         self._presumed: set[int] = set()  # slots that were marked because there is a gradient
-        # Slots whose gradients looked unmodified, before torch clipped or at the step, and were compared all the same.
+        # Slots whose gradients looked unmodified at the step, and before torch clipped, and were compared all the same.
         self._compared: tuple[int, ...] = ()
+        self._compared_early: tuple[int, ...] = ()
         self._unscaled: set[int] = set()  # slots whose gradients a scaler has divided
         self._clipped: set[int] = set()  # slots whose gradients torch's functions have clipped, or are clipping
         self._received: set[int] = set()  # slots of which is known what an update by hand may use
@@ -52,7 +53,7 @@ class OpenSample(ClipListener):
     def _forget_gradients(self) -> None:
         """What the backwards so far have left is nothing of it; what probes have found in the forward is."""
         self._measurer.begin_sample(self._parts.clock.open_step)
-        self._compared, self._presumed = (), set()
+        self._compared, self._compared_early, self._presumed = (), (), set()
         self._unscaled, self._clipped, self._received, self.by_torch = set(), set(), set(), False
 
     # ---- after a backward
@@ -114,7 +115,7 @@ class OpenSample(ClipListener):
             self._measure(found.late)
         if parts.schedule.is_compared:  # what was written through `.data` shows only in the values
             found.changed += found.unchanged
-            self._compared += tuple(slot for slot, _ in found.unchanged if slot not in self._clipped)
+            self._compared_early += tuple(slot for slot, _ in found.unchanged if slot not in self._clipped)
         changed, unclear = ([e for e in of if e[0] not in self._clipped] for of in (found.changed, found.unclear))
         self._clipped.update(slot for slot, parameter in entries if parameter.grad is not None)
         if not parts.rows_are_read or not (changed or unclear):
@@ -353,8 +354,8 @@ class OpenSample(ClipListener):
             found[keys.GUARDED] = parts.guard.last_withheld
         every = parts.schedule.steps_since_sample(closed.step)
         eps = self._measurer.eps
-        sample = Sample(closed.step, closed.skipped, updated, self._compared, self.by_torch, eps, every)
-        parts.window.commit(sample, found)
+        compared = self._compared, self._compared_early
+        parts.window.commit(Sample(closed.step, closed.skipped, updated, *compared, self.by_torch, eps, every), found)
 
     def leave_out_what_was_reset(self) -> None:
         """Gradients are reset that no optimizer has used: perhaps the user's loop leaves the step out.

@@ -54,8 +54,8 @@ class Sample:
         step: its number.
         skipped: whether loss scaling skipped an update; an optimizer that skips by itself says so on the device.
         updated: for each optimizer that stepped, the slots that it owns.
-        compared: slots whose gradient looked unmodified since the backward, before torch clipped it or at the step, and
-            was compared by value all the same.
+        compared: slots whose gradient looked unmodified at the step and was compared by value all the same.
+        compared_early: the same, just before torch clipped it.
         by_torch: whether one of torch's clipping functions was called.
         eps: relative precision of the gradients' dtype, of the coarsest where there are several.
         every: how many steps after the sample before.
@@ -66,6 +66,7 @@ class Sample:
     skipped: bool
     updated: tuple[tuple[int, ...], ...]
     compared: tuple[int, ...] = ()
+    compared_early: tuple[int, ...] = ()
     by_torch: bool = False
     eps: float = 0.0
     every: int = 1
@@ -286,7 +287,7 @@ class Shipment:
         for found in self.found:
             found.unpack(metrics, histograms, sums)
         skipped = self.sample.skipped or bool(found_inf)
-        untraced = _differs(rows, earlier, list(self.sample.compared))
+        untraced = _changed_without_a_trace(rows, earlier, self.sample)
         if earlier is not None or received is not None:
             metrics |= _what_happened(rows, earlier, received, self.sample, loss_scale)
         return ArrivedSample(self.sample, rows, loss_scale, skipped, metrics, histograms, sums, untraced)
@@ -305,18 +306,17 @@ class Shipment:
         return rows
 
 
-def _differs(rows_PC: FloatArray, earlier_PC: FloatArray | None, slots: list[int]) -> bool:
-    """Whether any of these gradients, which looked unmodified, was another one when it was looked at again."""
-    before, after = rows_PC[slots, Column.GRAD_SUM_SQ], rows_PC[slots, Column.RECEIVED_SUM_SQ]
+def _changed_without_a_trace(rows_PC: FloatArray, earlier_PC: FloatArray | None, sample: Sample) -> bool:
+    """Whether any gradient that looked unmodified was another one when it was looked at again."""
+    at_step, early = list(sample.compared), list(sample.compared_early)
+    looks = [(rows_PC[at_step, Column.GRAD_SUM_SQ], rows_PC[at_step, Column.RECEIVED_SUM_SQ])]
     if earlier_PC is not None:
-        was_clipped = ~np.isnan(earlier_PC[slots, Column.NUM_ELEMENTS])  # by torch: what counts is how that found it
-        before, after = (
-            np.where(was_clipped, clipped, at_step)
-            for clipped, at_step in ((earlier_PC[slots, Column.GRAD_SUM_SQ], before), (before, after))
-        )
-    before, after = np.sqrt(before), np.sqrt(after)
+        looks.append((earlier_PC[early, Column.GRAD_SUM_SQ], rows_PC[early, Column.GRAD_SUM_SQ]))
     with np.errstate(invalid="ignore"):  # infinite before and after
-        return bool(np.any(np.abs(after - before) > CLIP_TOLERANCE * before))
+        return any(
+            bool(np.any(np.abs(np.sqrt(after) - np.sqrt(before)) > CLIP_TOLERANCE * np.sqrt(before)))
+            for before, after in looks
+        )
 
 
 def _what_happened(
