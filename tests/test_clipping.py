@@ -416,3 +416,24 @@ def test_a_limit_is_a_number_of_two_digits():
 
 def test_a_hand_made_snapshot_tells_clipping_by_its_norms():
     assert window({"a": [3, 4]}).clip_ratio == 0
+
+
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("lasts", [1, 2])  # a spike that passes, and one that grows on
+def test_a_training_that_clips_is_not_told_to_begin_with_it(clips, lasts):
+    model = Chosen(a=4, b=3)
+    optimizer = SGD(model.parameters(), lr=1e-6)
+    watcher, sink = watch(model, rules=None)
+    for step in range(1, 60):
+        factor = 50.0 * 30.0 ** (step - 40) if 40 <= step < 40 + lasts else 1.0
+        optimizer.zero_grad()
+        model.loss(**{name: [factor * one for one in values] for name, values in GRADIENTS.items()}).backward()
+        if clips:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    watcher.remove()
+    (alert,) = [alert for alert in sink.alerts if alert.title == "Exploding gradient"]
+    assert ("clip at a lower norm" in alert.text) == clips
+    assert ("clip with clip_grad_norm_" in alert.text) == (not clips)
+    assert "look at the batch of this step" in alert.text
+    assert ("falls back" in alert.text) == (lasts > 1)  # of what has passed that is known

@@ -45,6 +45,15 @@ def sentence(fact: str, layers: str, cause: str, remedy: str, more: Collection[s
     return "\n".join(lines)
 
 
+def clip_advice(clipped: float) -> str:
+    """What to do about clipping, as the end of "and ...".
+
+    Args:
+        clipped: as in `Snapshot.clipped`: 1 where the training clips already.
+    """
+    return "clip at a lower norm" if clipped == 1 else "clip with clip_grad_norm_"
+
+
 def worst_first(values_P: FloatArray, chosen: npt.ArrayLike) -> list[int]:
     """The chosen indices by falling value; a missing value comes last."""
     chosen_N = np.asarray(chosen, dtype=np.intp)

@@ -86,7 +86,7 @@ def with_diagnosis(alert: Alert, history: Snapshot | None, **context: Any) -> Al
     # That a spike has passed, or has not, the rule knows better than its own step shows.
     fitting = [d for d in fitting if d.cause != BAD_BATCH or alert.kind in SPIKES]
     if fitting and not (len(until) and until.arose_after_backward[-1]):
-        alert = alert.because(*_in_words(fitting))
+        alert = alert.because(*_in_words(fitting, has_passed=alert.kind == "passed"))
     if alert.title in NONFINITE_TITLES and (
         found := (context.get("notes") or {}).get(alert.step, {}).get(FIRST_BAD_OPERATION)
     ):
@@ -96,10 +96,10 @@ def with_diagnosis(alert: Alert, history: Snapshot | None, **context: Any) -> Al
     return alert
 
 
-def _in_words(fitting: Sequence[Diagnosis]) -> tuple[str, str]:
+def _in_words(fitting: Sequence[Diagnosis], *, has_passed: bool) -> tuple[str, str]:
     """The most probable cause, or two of them where nothing in the samples tells them apart, and the remedy."""
     first, *others = fitting
-    if first.cause == BAD_BATCH:
+    if first.cause == BAD_BATCH and not has_passed:
         cause = (
             f"not clear: either {first.cause} ({first.evidence}), or the data has changed; whether the norm falls back "
             "tells them apart"

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .._analysis.baseline import Growth, steady_growth
+from .._analysis.formatting import clip_advice
 from .._measure.columns import Column, FloatArray
 from ..snapshot import Snapshot
 from .layers import Layers
@@ -57,6 +58,11 @@ class Evidence:
         """What the user noted about a sample, as the end of a sentence."""
         note = self.notes.get(self.step(sample))
         return "" if not note else " (noted: " + ", ".join(f"{key} {value}" for key, value in note.items()) + ")"
+
+    @property
+    def clip_advice(self) -> str:
+        """What to do about clipping: the training clips where it did in one of the last samples."""
+        return clip_advice(float(np.any(self.history.clipped[-_NEIGHBOURS:] == 1)))
 
     @cached_property
     def parameters(self) -> Parameters:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Final
 import numpy as np
 
 from .._analysis.baseline import steady_growth
-from .._analysis.formatting import listing, number, worst_first
+from .._analysis.formatting import clip_advice, listing, number, worst_first
 from .._analysis.memory import Kinds, PerName
 from .._analysis.movement import Movement
 from ..snapshot import Snapshot
@@ -32,14 +32,14 @@ _STAYS: Final = 5  # samples in a row above the limit: so long no healthy spike 
 _WORTH_A_WORD: Final = 4.0  # times the record: a spike that has passed is told, as INFO
 _UNMOVED_GROWTH: Final = 3.0  # times as far has a rise to go that does not move the parameters: it may turn by itself
 _MOVED: Final = 0.05  # of the parameters' norm by one update: healthy ones move 2.5 % at most once a run is under way
-_LOWER_RATE: Final = "divide the learning rate by 10 or lengthen its warm-up, and clip with clip_grad_norm_"
+_LOWER_RATE: Final = "divide the learning rate by 10 or lengthen its warm-up, and {clip}"
 # By kind: the cause that the norm alone leaves open, and what to do. What layers and parameters show in addition is the
-# diagnosis's to say.
+# diagnosis's to say. {clip} is said to a training that clips in other words than to one that does not.
 _CAUSES: Final[dict[str, tuple[str, str]]] = {
     "rise": ("learning rate too high", _LOWER_RATE),
     "spike": (
         "not clear: either one bad batch, or the data has changed; whether the norm falls back tells them apart",
-        "look at the batch of this step and at what changed in the data, and clip with clip_grad_norm_",
+        "look at the batch of this step and at what changed in the data, and {clip}",
     ),
     "stays": (
         "the data has changed: a new level of inputs, targets or the loss's scale",
@@ -48,13 +48,13 @@ _CAUSES: Final[dict[str, tuple[str, str]]] = {
     "grows": (
         "not clear: either a learning rate that is too high, or one bad batch whose gradient nothing clipped; whether "
         "the learning rate rose before this step tells them apart",
-        "look at the batch of this step and at the learning rate's schedule; clip with clip_grad_norm_",
+        "look at the batch of this step and at the learning rate's schedule; {clip}",
     ),
-    "passed": ("one bad batch", "look at the batch of this step, and clip with clip_grad_norm_"),
+    "passed": ("one bad batch", "look at the batch of this step, and {clip}"),
     "passed, moved": (
         "not clear: either one bad batch whose gradient nothing clipped, or a learning rate that is too high; that "
         "batch, looked at, tells them apart",
-        "look at the batch of this step, clip with clip_grad_norm_, and lower the learning rate if it comes again",
+        "look at the batch of this step, {clip}, and lower the learning rate if it comes again",
     ),
     "large from the start": (
         "not clear: either a large scale of the inputs, targets or loss, or poor initialisation; the size of the loss "
@@ -281,7 +281,9 @@ class ExplodingGradient:
             ),
         )
         fact = f"Step {at}: {found.words}."
-        return finding(self.title, fact, layers, *_CAUSES[found.kind], found.step, found.level, found.kind)
+        cause, remedy = _CAUSES[found.kind]
+        remedy = remedy.format(clip=clip_advice(float(snapshot.clipped[place])))
+        return finding(self.title, fact, layers, cause, remedy, found.step, found.level, found.kind)
 
     def state_dict(self) -> dict[str, Any]:
         return {

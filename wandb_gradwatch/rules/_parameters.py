@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Final
 
 import numpy as np
 
-from .._analysis.formatting import listing, number
+from .._analysis.formatting import clip_advice, listing, number
 from .._analysis.layers import initial_gains, input_scale
 from .._analysis.memory import PerName
 from .._analysis.movement import Movement
@@ -24,7 +24,7 @@ _FIRST_STEPS: Final = 20  # in which parameters may still move fast: adaptive op
 _OF_LAST: Final = 5  # updates of which a second one has to be too large: a single one may be a bad batch
 _TOGETHER: Final = 10  # updates that are looked at together
 _MIN_WEIGHTS: Final = 64  # fewer elements are a scale or a temperature, not a layer's weights
-_LOWER_RATE: Final = "divide the learning rate by 10 or lengthen its warm-up, and clip with clip_grad_norm_"
+_LOWER_RATE: Final = "divide the learning rate by 10 or lengthen its warm-up, and "
 _MIN_ELEMENTS: Final = 256  # of all parameters together: fewer may well begin anywhere, and pass through 0
 _EXACT: Final = 1e-12  # relative: float64 sums of equal numbers are that exact
 _MIN_UNITS: Final = 4  # so many equal gradients are no chance
@@ -184,9 +184,9 @@ class FastParameters:
             limit = self.max_first_growth if step <= _FIRST_STEPS else self.max_growth
             last = sorted(list(self._recent)[-_OF_LAST:])
             if len(last) > 1 and last[-2] > limit:
-                yield self._growing(step, last[-2], limit)
+                yield self._growing(step, last[-2], limit, clip_advice(float(snapshot.clipped[sample])))
             elif (factor := math.prod(1 + change for change in sorted(self._recent)[:-1])) > self.max_factor:
-                yield self._multiplied(step, factor)
+                yield self._multiplied(step, factor, clip_advice(float(snapshot.clipped[sample])))
             if (left := self._left(snapshot, sample)) < self.min_left:
                 yield self._shrinking(step, left)
 
@@ -199,19 +199,19 @@ class FastParameters:
         whole = float(np.linalg.norm(largest_P[here_P]))
         return float(np.linalg.norm(norm_P[here_P])) / whole if whole > 0 else 1.0
 
-    def _growing(self, step: int, growth: float, limit: float) -> Alert:
+    def _growing(self, step: int, growth: float, limit: float, clip: str) -> Alert:
         fact = (
             f"Step {step}: the parameters' norm has grown by {number(100 * growth)} % per step or more, twice within "
             f"{_OF_LAST} samples (threshold {number(100 * limit)} %)."
         )
-        return finding(self.title, fact, "", "learning rate too high", _LOWER_RATE, step, "ERROR")
+        return finding(self.title, fact, "", "learning rate too high", _LOWER_RATE + clip, step, "ERROR")
 
-    def _multiplied(self, step: int, factor: float) -> Alert:
+    def _multiplied(self, step: int, factor: float, clip: str) -> Alert:
         fact = (
             f"Step {step}: {len(self._recent) - 1} of the last {len(self._recent)} updates, all but the largest, have "
             f"multiplied the parameters' norm by {number(factor)} (threshold {number(self.max_factor)})."
         )
-        return finding(self.title, fact, "", "learning rate too high", _LOWER_RATE, step, "ERROR")
+        return finding(self.title, fact, "", "learning rate too high", _LOWER_RATE + clip, step, "ERROR")
 
     def _shrinking(self, step: int, left: float) -> Alert:
         fact = (

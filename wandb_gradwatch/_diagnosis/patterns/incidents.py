@@ -35,7 +35,7 @@ def _against_a_bad_batch(evidence: Evidence, sample: int) -> str:
     if not math.isnan(history.num_guarded_steps):
         skip = "have the guard skip such steps too: guard=SkipGuard(is_bad=...)"
     # A norm that is NaN makes clip_grad_norm_ spread it over every gradient.
-    clip = "" if sample == evidence.first_bad else "clip, or "
+    clip = "" if sample == evidence.first_bad else f"{evidence.clip_advice}, or "
     return f"look at the batch of this step; {clip}{skip}"
 
 

@@ -16,7 +16,7 @@ _FIRST_GRADIENT: Final = 10.0  # times the parameters' norm: more than ordinary 
 
 def learning_rate(evidence: Evidence) -> Diagnosis | None:
     """The parameters' norm changes by more per step than any finished training survives, or the norm grew steadily."""
-    remedy = "divide the learning rate by 10 or lengthen its warm-up, and clip with clip_grad_norm_"
+    remedy = f"divide the learning rate by 10 or lengthen its warm-up, and {evidence.clip_advice}"
     if evidence.parameters.is_moving and evidence.parameters.movement is not None:
         change, sample = evidence.parameters.movement
         words = (
