@@ -370,7 +370,7 @@ def test_rules_remember_over_a_resume():
     state = watcher.state_dict()
     model, optimizer, watcher, sink = make_watched(rules=None)
     watcher.load_state_dict(state)
-    step(model, optimizer, a=[50, 0])  # a watcher without memory would still be warming up
+    step(model, optimizer, a=[500, 0])  # a watcher without memory would still be warming up
     watcher.remove()
     assert [alert.title for alert in sink.alerts] == ["Exploding gradient"]
 

@@ -65,14 +65,18 @@ def with_diagnosis(alert: Alert, history: Snapshot | None, **context: Any) -> Al
     """The alert with its general cause replaced by what this history shows, and what the guard has done about it.
 
     Only samples up to the alert's own are looked at, and only causes that can explain an alert of this title. A history
-    that shows nothing changes nothing.
+    that shows nothing changes nothing. What is returned has no parts any more: it is what people get.
 
     Args:
         history: samples with the alert's among them.
         context: as in `diagnose`.
     """
-    if history is None:
-        return alert
+    if history is not None:
+        alert = _diagnosed(alert, history, context)
+    return Alert(alert.title, alert.text, alert.step, alert.level)
+
+
+def _diagnosed(alert: Alert, history: Snapshot, context: Mapping[str, Any]) -> Alert:
     until = _until(history, alert.step)
     recent = select_samples(until, range(max(len(until) - _EPISODE, 0), len(until)))
     lines = []
