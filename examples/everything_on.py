@@ -1,6 +1,4 @@
-"""A small GPT with everything measured that can be: activations, attention, updates, a reference, metrics of one's own.
-
-python examples/everything_on.py
+"""python examples/everything_on.py: a small GPT with everything measured that can be.
 
 Ends with the run's page, everything_on.html, and with what all of it has cost on this machine.
 """
@@ -12,32 +10,20 @@ import time
 import torch
 import wandb
 from torch import nn
-from torch.nn import functional
 
 import wandb_gradwatch
+from wandb_gradwatch import metrics
 from wandb_gradwatch._page.page import write_page
 from wandb_gradwatch._page.read import read_run
-from wandb_gradwatch.metrics import (
-    Activations,
-    Attention,
-    Metric,
-    MonitorMixin,
-    NoiseScale,
-    OptimizerState,
-    Reference,
-    Spectrum,
-    Updates,
-)
 
 os.environ.setdefault("WANDB_MODE", "offline")  # no account needed; `wandb sync` uploads the run later
 
-STEPS = int(os.environ.get("STEPS", "200"))
-SAMPLE_EVERY = int(os.environ.get("SAMPLE_EVERY", "10"))
+STEPS, SAMPLE_EVERY = int(os.environ.get("STEPS", "200")), int(os.environ.get("SAMPLE_EVERY", "10"))
 DIM, HEADS, LENGTH, BATCH = 128, 4, 64, 16
 TEXT = "what is watched grows well; what grows too fast is watched and named before it is lost. " * 200
 
 
-class SelfAttention(MonitorMixin, nn.Module):
+class SelfAttention(metrics.MonitorMixin, nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.qkv, self.out = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
@@ -45,7 +31,7 @@ class SelfAttention(MonitorMixin, nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
         self.log_attention(q, k, v, is_causal=True)  # does nothing, unless this step is sampled
-        return self.out(functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
+        return self.out(nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
 
 
 class Block(nn.Module):
@@ -55,8 +41,7 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(DIM, 4 * DIM), nn.GELU(), nn.Linear(4 * DIM, DIM))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.attn(self.ln_1(x))
-        return x + self.mlp(self.ln_2(x))
+        return (x := x + self.attn(self.ln_1(x))) + self.mlp(self.ln_2(x))
 
 
 class GPT(nn.Module):
@@ -76,31 +61,30 @@ def main() -> None:
     data = torch.tensor([letters.index(letter) for letter in TEXT])
     model = GPT(len(letters))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    metrics = [
-        Activations(r"^blocks\.\d+$|mlp\.1$|head"),
-        Activations(r"mlp\.0$", of=("input", "grad"), statistics=["norm", "rms"]),
-        Attention(),
-        Updates(),
-        OptimizerState(),
-        NoiseScale(batch_size=BATCH // 2),
-        Reference(model, match="weight$", activations=r"^blocks\.\d+$"),
-        Spectrum(r"(qkv|out)\.weight$", of=("parameter", "gradient", "update")),
-        Metric("rms", lambda w: w.square().mean().sqrt(), match=r"(qkv|out)\.weight$", every=5),
-        Metric("kurtosis", lambda a: ((a - a.mean()) / a.std()).pow(4).mean(), on="activation", match=r"^blocks\.\d+$"),
+    everything = [
+        metrics.Activations(r"^blocks\.\d+$|mlp\.1$|head"),
+        metrics.Activations(r"mlp\.0$", of=("input", "grad"), statistics=["norm", "rms"]),
+        metrics.Attention(),
+        metrics.Updates(),
+        metrics.OptimizerState(),
+        metrics.NoiseScale(batch_size=BATCH // 2),
+        metrics.Reference(model, match="weight$", activations=r"^blocks\.\d+$"),
+        metrics.Spectrum(r"(qkv|out)\.weight$", of=("parameter", "gradient", "update")),
+        metrics.Metric("rms", lambda w: w.square().mean().sqrt(), match=r"(qkv|out)\.weight$", every=5),
+        metrics.Metric(
+            "kurtosis", lambda a: ((a - a.mean()) / a.std()).pow(4).mean(), on="activation", match=r"^blocks\.\d+$"
+        ),
     ]
     with wandb.init(project="gradwatch-examples", name="everything_on") as run:
-        watcher = wandb_gradwatch.watch(model, sample_every=SAMPLE_EVERY, metrics=metrics)
-        times = []
+        watcher, times = wandb_gradwatch.watch(model, sample_every=SAMPLE_EVERY, metrics=everything), []
         for _ in range(STEPS):
             began = time.perf_counter()
-            starts = torch.randint(len(data) - LENGTH - 1, (BATCH,)).tolist()
+            starts = torch.randint(len(data) - LENGTH - 1, (BATCH,))
             batch = torch.stack([data[start : start + LENGTH + 1] for start in starts])
             optimizer.zero_grad()
-            loss = torch.zeros(())
             for half in batch.chunk(2):  # two micro-batches: their difference is the noise of the gradient
-                loss_of_half = functional.cross_entropy(model(half[:, :-1]).flatten(0, 1), half[:, 1:].flatten()) / 2
-                loss_of_half.backward()
-                loss += loss_of_half.detach()
+                loss = nn.functional.cross_entropy(model(half[:, :-1]).flatten(0, 1), half[:, 1:].flatten())
+                (loss / 2).backward()
             optimizer.step()
             wandb.log({"loss": loss.item()})
             times.append(1000 * (time.perf_counter() - began))

@@ -37,7 +37,7 @@ def test_the_page_asks_for_keys_that_there_are() -> None:
     asked = set(re.findall(rf'globals\["({keys.PREFIX}\w+)"\]', text))
     asked |= {keys.PREFIX + name for name in re.findall(r'\b(?:last|sum|mean|globalSeries)\("(\w+)"', text)}
     assert keys.GRAD_NORM in asked
-    assert asked <= set(keys.MODEL_KEYS)
+    assert asked <= {*keys.MODEL_KEYS, keys.CHANGED_RATIO, keys.SAMPLE_EVERY}
 
 
 def test_the_summary_is_left_to_the_users_own_numbers() -> None:

@@ -35,7 +35,8 @@ _ENDINGS = {
     "the script just ends": ("", 0),
     "sys.exit(3)": ("sys.exit(3)", 3),
     "an exception": ("raise ValueError('the training failed')", 1),
-    "Ctrl-C": ("os.kill(os.getpid(), signal.SIGINT)", 1),
+    # The handler is set, because Python ignores the signal where whoever started it does, as `nohup ... &` does.
+    "Ctrl-C": ("signal.signal(signal.SIGINT, signal.default_int_handler)\nos.kill(os.getpid(), signal.SIGINT)", 1),
     "a forked child exits": ("if os.fork() == 0: sys.exit(0)\nos.wait()", 0),
 }
 

@@ -24,8 +24,13 @@ class SampleLoss:
         self._seen: Tensor | None = None  # the sum of what the sample's backwards were called on
 
     def see(self, root: Tensor, scale: Tensor | None) -> None:
-        """A backward of the open sample was called on this tensor of one element, a loss multiplied with the scale."""
+        """A backward of the open sample was called on this tensor of one element, a loss multiplied with the scale.
+
+        A loss in host memory whose scale is on a device stays unknown: the host would have to wait for the scale.
+        """
         one = local_part(root.detach()).reshape(())
+        if scale is not None and one.device.type == "cpu" != scale.device.type:
+            return
         one = one.to(wide_dtype(one.device), copy=True)
         one = one if scale is None else one / onto(scale, one.device)
         self._seen = one if self._seen is None else self._seen + onto(one, self._seen.device)
