@@ -55,7 +55,9 @@ class LossSpike:
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
         loss_S = snapshot.metrics.get(keys.LOSS, np.full(len(snapshot), np.nan))
         for sample in np.flatnonzero(np.isfinite(loss_S) & ~snapshot.skipped).tolist():
-            loss, norm, limit = float(loss_S[sample]), float(snapshot.total_grad_norm[sample]), self._limit()
+            loss, norm = float(loss_S[sample]), float(snapshot.total_grad_norm[sample])
+            # The limit is above the largest of the past: most losses need none.
+            limit = self._limit() if loss > max(self._past, default=math.inf) else math.inf
             if loss > limit:
                 if not self._above:
                     self._began = int(snapshot.steps[sample])
