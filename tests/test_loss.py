@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
+import threading
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,6 +20,7 @@ from gradients import Chosen, watch
 
 from wandb_gradwatch._diagnosis import with_diagnosis
 from wandb_gradwatch._diagnosis.loss_order import which_moved_first
+from wandb_gradwatch._runtime.autograd import backward_root
 from wandb_gradwatch.rules import Alert, LossSpike, NonFiniteLoss, default_rules
 from wandb_gradwatch.sinks._history_row import HistoryRow
 from wandb_gradwatch.snapshot import Snapshot
@@ -253,3 +257,32 @@ def test_an_alert_says_whether_the_gradient_or_the_loss_moved_first(
     assert (said in with_diagnosis(alert, history).text.splitlines()) == bool(said)
     assert which_moved_first(replace(history, metrics={})) == ""
     assert which_moved_first(of_losses(losses[:11], norms[:11])) == ""
+
+
+def test_a_backward_that_is_seen_from_another_thread_leaves_no_reference_to_its_loss():
+    """As on a GPU, where a thread of the device's runs the backward."""
+    found = []
+
+    class Asked(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            thread = threading.Thread(target=lambda: found.append(backward_root() is not None))
+            thread.start()
+            thread.join()
+            return gradient
+
+    gc.collect()
+    gc.disable()
+    try:
+        loss = Asked.apply(torch.ones(2, requires_grad=True)).sum()
+        loss.backward()
+        kept = weakref.ref(loss)
+        del loss
+        assert found == [True]
+        assert kept() is None
+    finally:
+        gc.enable()

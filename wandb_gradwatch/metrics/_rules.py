@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from .._analysis.formatting import listing, number, sentence
+from .._analysis.formatting import listing, number
 from .._analysis.forward import nonfinite_activations
 from ..rules import Alert
-from ..rules._base import check_limits
+from ..rules._base import check_limits, finding
 from ..snapshot import Snapshot, keys
 
 
@@ -36,15 +36,13 @@ class NonFiniteActivation:
             f"Step {step}: the output of {first} was the first of the forward that is not finite, with {found[first]} "
             f"elements; {len(found)} module outputs are in all (threshold: 0)."
         )
-        return Alert(
+        return finding(
             self.title,
-            sentence(
-                fact,
-                listing(found, lambda name: f"{name} ({found[name]} non-finite)"),
-                f"an input, a parameter or an operation of {first}: an overflow, 0/0, or the log or root of 0",
-                f"look at the inputs and parameters of {first} at this step, add an epsilon to logs, roots and "
-                "divisions, or use bfloat16 in place of float16",
-            ),
+            fact,
+            listing(found, lambda name: f"{name} ({found[name]} non-finite)"),
+            f"an input, a parameter or an operation of {first}: an overflow, 0/0, or the log or root of 0",
+            f"look at the inputs and parameters of {first} at this step, add an epsilon to logs, roots and "
+            "divisions, or use bfloat16 in place of float16",
             step,
             "ERROR",
         )
@@ -104,17 +102,14 @@ class OutgrownUpdate:
             f"Step {step}: in {len(outgrown)} parameters the gradient is more than {number(self.threshold)} times what "
             "the optimizer's second moment says, so that their update is that much too large."
         )
-        return Alert(
+        return finding(
             self.title,
-            sentence(
-                fact,
-                listing(worst, lambda name: f"{name} ({number(worst[name])} times)"),
-                "gradients that come back after a quiet time, with a second moment that has decayed meanwhile",
-                "lower beta2 (0.95), clip the gradients or the update (StableAdamW), or lower the learning rate; the "
-                "loss may spike within the next 8 steps",
-            ),
+            fact,
+            listing(worst, lambda name: f"{name} ({number(worst[name])} times)"),
+            "gradients that come back after a quiet time, with a second moment that has decayed meanwhile",
+            "lower beta2 (0.95), clip the gradients or the update (StableAdamW), or lower the learning rate; the "
+            "loss may spike within the next 8 steps",
             step,
-            "WARN",
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -171,16 +166,13 @@ class EntropyCollapse:
             f"Step {step}: in {len(collapsed)} attention modules no head has had more than {number(self.threshold)} of "
             f"the possible entropy for {self.patience} samples: each position looks at one place only."
         )
-        return Alert(
+        return finding(
             self.title,
-            sentence(
-                fact,
-                listing(collapsed, lambda name: f"{name} (at most {number(collapsed[name])})"),
-                "query and key weights that grow, at too high a learning rate or without warm-up",
-                "normalise queries and keys, lower the learning rate or warm up for longer, decay their weights",
-            ),
+            fact,
+            listing(collapsed, lambda name: f"{name} (at most {number(collapsed[name])})"),
+            "query and key weights that grow, at too high a learning rate or without warm-up",
+            "normalise queries and keys, lower the learning rate or warm up for longer, decay their weights",
             step,
-            "WARN",
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -223,17 +215,13 @@ class DeadExperts:
 
     def _alert(self, step: int, dead: dict[str, int]) -> Alert:
         fact = f"Step {step}: {len(dead)} routers have sent no token to some experts for {self.patience} samples."
-        return Alert(
+        return finding(
             self.title,
-            sentence(
-                fact,
-                listing(dead, lambda name: f"{name} ({dead[name]} experts)"),
-                "a router that sends ever more tokens to the experts that are already trained best",
-                "raise the weight of the load-balancing loss, add noise to the router's logits, or lower its learning "
-                "rate",
-            ),
+            fact,
+            listing(dead, lambda name: f"{name} ({dead[name]} experts)"),
+            "a router that sends ever more tokens to the experts that are already trained best",
+            "raise the weight of the load-balancing loss, add noise to the router's logits, or lower its learning rate",
             step,
-            "WARN",
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -310,16 +298,13 @@ class GrowingLogits:
             fact += f", above the limit of {number(self.limit)}."
         else:
             fact += f"; at its growth over the last samples it crosses {number(self.limit)} at about step {crossed}."
-        return Alert(
+        return finding(
             self.title,
-            sentence(
-                fact,
-                listing(growing, lambda name: f"{name} {number(growing[name][0])} (step {growing[name][1]})"),
-                "query and key weights that grow, at too high a learning rate",
-                "normalise queries and keys, add a z-loss, lower the learning rate of these weights or decay them",
-            ),
+            fact,
+            listing(growing, lambda name: f"{name} {number(growing[name][0])} (step {growing[name][1]})"),
+            "query and key weights that grow, at too high a learning rate",
+            "normalise queries and keys, add a z-loss, lower the learning rate of these weights or decay them",
             step,
-            "WARN",
         )
 
     def state_dict(self) -> dict[str, Any]:
