@@ -289,7 +289,7 @@ class Watcher:
         self._window.restore_histogram(load_histogram(histogram["counts"], match), histogram["steps"])
 
     def _own_turn(self) -> AbstractContextManager[object]:
-        """See `alone`. Not with shards: what is asked may wait for ranks whose training waits for this one's."""
+        """The lock of what runs `alone`. With shards none, as it may wait for ranks that wait for this one."""
         if self._boundary.in_forked_child or self._parts.shards.any:  # in a child nobody would release the lock
             return nullcontext()
         return self._boundary.lock

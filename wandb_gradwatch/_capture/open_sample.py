@@ -86,12 +86,12 @@ class OpenSample(ClipListener):
     # ---- around torch's clipping
 
     def before_clipping(self, parameters: Sequence[Tensor]) -> None:
-        """See ClipListener: as they are now is before clipping, whatever was done since the backward."""
+        """Gradients as they are now are those before clipping, whatever was done since the backward."""
         if self._is_clipped_here:
             self._before_clipping(parameters)
 
     def after_clipping(self, parameters: Sequence[Tensor]) -> None:
-        """See ClipListener: there may be no optimizer whose step would show what became of them."""
+        """Measure what clipping has left: there may be no optimizer whose step would show it."""
         if self._is_clipped_here and self._parts.by_hand.possible:
             self._after_clipping(parameters)
 

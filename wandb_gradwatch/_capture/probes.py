@@ -1,4 +1,4 @@
-"""What else can be measured along the way: the interface between the sampler and everything in modules/."""
+"""What else can be measured along the way: the interface between the sampler and everything in metrics/."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol, runtime_checkable
+from typing import Final
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -39,9 +39,8 @@ class WatchedTensor:
     held: Tensor | None = None
 
 
-@runtime_checkable
-class Probe(Protocol):
-    """Measures something at sampled steps and keeps it on the device. Called under no_grad, inside the containment.
+class Probe:
+    """Measures something at sampled steps and keeps it on the device. Called under no_grad, inside the error boundary.
 
     One that works at other moments too, in hooks of its own, tells how long so far: in a number `seconds_spent`.
     """
@@ -63,12 +62,14 @@ class Probe(Protocol):
 
     def take(self) -> Mapping[str, Found]:
         """The measured sample's values by key, each on any device; forgets them."""
+        return {}
 
     def derive(self, sums: Mapping[str, ArrivedSums]) -> Mapping[str, float]:
         """On the host: further numbers of a sample by key, from the sums of all probes, which are those of the whole.
 
         Called with every sample once, in order, so that a number may be of several samples.
         """
+        return {}
 
     def close(self) -> None:
         """Remove every hook. Idempotent."""
@@ -108,7 +109,6 @@ class Probes:
         return found
 
     def derive(self, sums: Mapping[str, ArrivedSums]) -> dict[str, float]:
-        """See Probe."""
         found: dict[str, float] = {}
         self._each(lambda probe: found.update(probe.derive(sums)))
         return found

@@ -149,7 +149,7 @@ class PendingVerdicts:
         """Go on from `state()`.
 
         Args:
-            steps: it.
+            steps: what `state()` returned.
             place: the slot now of each slot then; those of parameters that are gone are missing.
         """
         self._unlearnt = deque(

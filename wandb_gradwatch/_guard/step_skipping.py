@@ -81,7 +81,7 @@ class StepSkipping:
         """Have this optimizer, about to step, use its gradients or not.
 
         Args:
-            optimizer: it.
+            optimizer: whose step this is.
             step: the open sample's number.
             entries: its watched parameters, whose rows are in the open sample.
             version: of the registry of parameters.

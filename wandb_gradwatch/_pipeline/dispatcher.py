@@ -63,7 +63,7 @@ class Dispatcher:
             self._said.setdefault(kind, _Said(count=1))
 
     def namespaces_in(self, run: object) -> set[str]:
-        """See Watcher."""
+        """The namespaces under which this watcher's sinks write into a W&B run."""
         return {namespace for sink in self._sinks if (namespace := sink.namespace_in(run)) is not None}
 
     def before_runs_end(self, flush: Callable[[], object]) -> None:

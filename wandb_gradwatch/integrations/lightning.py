@@ -223,7 +223,7 @@ class GradWatchCallback(_Callback):  # type: ignore[misc]
         self._session.end()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """See on_train_end."""
+        """Stop watching, if on_train_end has not."""
         self._session.end()
 
     def state_dict(self) -> dict[str, Any]:

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeGuard, TypeVar
 import torch
 from torch import Tensor, nn
 
-from .._capture.probes import Found, WatchedTensor
-from .._measure.probe_values import ArrivedSums
+from .._capture.probes import Probe, WatchedTensor
 from .._runtime.sharding import local_part
 from ..rules import Rule
 from ._forward_hooks import Dims, ForwardHook
@@ -27,8 +26,8 @@ logger: Final = logging.getLogger("wandb_gradwatch")
 _PATIENCE_IN_UPDATES: Final = 3
 
 
-class ModuleProbe:
-    """A probe that does nothing: see `capture.probes.Probe` for the moments."""
+class ModuleProbe(Probe):
+    """A probe of watched models. At the moments that it does not override it does nothing."""
 
     @property
     def seconds_spent(self) -> float:
@@ -45,29 +44,6 @@ class ModuleProbe:
     def rules(self) -> list[Rule]:
         """The rules that a watcher with the default rules gets with this probe."""
         return []
-
-    def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
-        """See Probe."""
-
-    def gradients_ready(self, tensors: Sequence[WatchedTensor]) -> None:
-        """See Probe."""
-
-    def before_update(self, tensors: Sequence[WatchedTensor]) -> None:
-        """See Probe."""
-
-    def after_update(self, tensors: Sequence[WatchedTensor]) -> None:
-        """See Probe."""
-
-    def take(self) -> Mapping[str, Found]:
-        """See Probe."""
-        return {}
-
-    def derive(self, sums: Mapping[str, ArrivedSums]) -> Mapping[str, float]:
-        """See Probe."""
-        return {}
-
-    def close(self) -> None:
-        """See Probe."""
 
 
 class Store(Protocol):
