@@ -40,10 +40,12 @@ class WatchedTensor:
 
 
 class Probe:
-    """Measures something at sampled steps and keeps it on the device. Called under no_grad, inside the error boundary.
+    """Measures something at sampled steps and keeps it on the device; called under no_grad, in the error boundary."""
 
-    One that works at other moments too, in hooks of its own, tells how long so far: in a number `seconds_spent`.
-    """
+    @property
+    def seconds_spent(self) -> float:
+        """What it has taken on the host in hooks of its own, at other moments than these."""
+        return 0.0
 
     def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
         """A sample has been opened; whether it will be measured, and whether histograms of it are wanted.
@@ -88,7 +90,7 @@ class Probes:
     @property
     def seconds_spent(self) -> float:
         """What they have taken on the host in hooks of their own, where they tell."""
-        return self._seconds_of_dropped + sum(map(_seconds_spent, self._probes))
+        return self._seconds_of_dropped + sum(probe.seconds_spent for probe in self._probes)
 
     def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
         self._each(lambda probe: probe.start(next_step_is_due, histogram_is_due))
@@ -128,7 +130,7 @@ class Probes:
 
     def _drop(self, probe: Probe, error: Exception) -> None:
         self._probes.remove(probe)
-        self._seconds_of_dropped += _seconds_spent(probe)
+        self._seconds_of_dropped += probe.seconds_spent
         logger.error(
             "wandb_gradwatch: %r failed and is dropped; training, the gradients and the other metrics go on.",
             probe,
@@ -143,7 +145,3 @@ def _checked(found: Mapping[str, Found]) -> Mapping[str, Found]:
         if isinstance(value, Tensor) and value.numel() != 1:
             raise TypeError(f"a probe must find one number for each key, but {key!r} has shape {[*value.shape]}")
     return found
-
-
-def _seconds_spent(probe: Probe) -> float:
-    return float(getattr(probe, "seconds_spent", 0.0))

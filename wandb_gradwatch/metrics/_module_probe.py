@@ -29,11 +29,6 @@ _PATIENCE_IN_UPDATES: Final = 3
 class ModuleProbe(Probe):
     """A probe of watched models. At the moments that it does not override it does nothing."""
 
-    @property
-    def seconds_spent(self) -> float:
-        """What it has taken on the host in hooks of its own."""
-        return 0.0
-
     def bind(self, models: ModuleIndex) -> None:
         """Called once, by watch(): check what can be checked, and raise what has to be raised. Hook nothing yet."""
 
