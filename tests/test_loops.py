@@ -14,6 +14,7 @@ import torch._dynamo
 from gradients import Chosen, of, samples, step, watch
 from torch import nn
 from torch.nn.utils import prune
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 SGD = torch.optim.SGD
@@ -307,6 +308,35 @@ def test_two_models_in_two_threads():
         thread.join()
     for index, (watcher, sink) in enumerate(watched):
         assert of(samples(watcher, sink), "a", "grad_norm").tolist() == [3 + index] * steps
+
+
+class TouchedGradients(TorchFunctionMode):
+    """Whose `.grad` or hooks were read or written, by id."""
+
+    def __init__(self):
+        super().__init__()
+        self.ids = set()
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        descriptor = getattr(function, "__self__", None)
+        if descriptor in (torch.Tensor.grad, torch.Tensor._post_accumulate_grad_hooks):
+            self.ids.add(id(args[0]))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("steps_before", [0, 1, 20], ids=["at first", "awake", "resting"])
+def test_another_models_optimizer_touches_no_gradient(steps_before):
+    """It may step in another thread, while this model's backward writes to `.grad`: the process would crash."""
+    model, other = Chosen(a=1), Chosen(a=1)
+    watch(model, sample_every=1000)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    for _ in range(steps_before):
+        step(model, optimizer, a=[1])
+    with TouchedGradients() as touched:
+        for _ in range(3):
+            step(other, SGD(other.parameters(), lr=0.1), a=[1])
+    assert id(other.a) in touched.ids, "the mode sees what torch itself reads"
+    assert id(model.a) not in touched.ids
 
 
 def test_parametrization_and_pruning():

@@ -6,7 +6,7 @@ import functools
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -27,16 +27,12 @@ class OptimizerRegistry:
     Args:
         registry: the watched parameters.
         clock: is told who owns what.
-        rescan: walks the model again, when an optimizer holds tensors that the registry does not know.
         appointed: an optimizer that owns every parameter no other one owns (it holds master weights).
     """
 
-    def __init__(
-        self, registry: ParameterRegistry, clock: SampleClock, rescan: Callable[[], object], appointed: Optimizer | None
-    ) -> None:
+    def __init__(self, registry: ParameterRegistry, clock: SampleClock, appointed: Optimizer | None) -> None:
         self._registry = registry
         self._clock = clock
-        self._rescan = rescan
         self._appointed = weakref.ref(appointed) if appointed is not None else None
         self.left_out: set[int] = set()  # slots that had a gradient in a sample in which nothing updated them
         self._known: WeakKeyDictionary[Optimizer, tuple[int, int]] = WeakKeyDictionary()
@@ -153,9 +149,13 @@ class OptimizerRegistry:
         return hash((self._registry.version, *groups))
 
     def learn(self, optimizer: Optimizer) -> bool:
-        """Look at what it holds: whether any of it is watched. Where names have moved, at what the others hold, too."""
+        """Look at what it holds: whether any of it is watched. Where names have moved, at what the others hold, too.
+
+        It may be another model's, stepping in another thread: no gradient and no hook of ours is touched, as a
+        backward may be writing to them.
+        """
         if any(key not in self._registry.slot_of_id for key in _ids(optimizer)):
-            self._rescan()
+            self._registry.scan()
         if self._version != self._registry.version:
             self._version = self._registry.version
             for other in [reference() for reference in self._by_key.values()]:

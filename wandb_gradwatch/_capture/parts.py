@@ -47,7 +47,7 @@ class CaptureParts:
         self.schedule = Schedule(self.clock, config.cadence, config.budget)  # what is due
         self.shards = Shards()
         self.hook_sync = HookSync(registry, self.clock, hooks, self.shards, window, notices)
-        self.optimizers = OptimizerRegistry(registry, self.clock, self.hook_sync.scan, config.optimizer)
+        self.optimizers = OptimizerRegistry(registry, self.clock, config.optimizer)
         self.seen = GradientVersions()  # the open sample's gradients
         self.by_hand = UpdatesByHand(registry, self.seen, notices, excluded=config.optimizer is not None)
         self.probes = Probes(config.probes)

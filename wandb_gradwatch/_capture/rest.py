@@ -70,11 +70,11 @@ class Resting:
         self.rest = Rest(optimizers, optimizer, each_alone=self._is_each_alone)
 
     def passes(self, optimizer: Optimizer) -> bool:
-        """An optimizer is about to step, in a rest: whether the rest goes on."""
-        if self.rest is not None and self.rest.begins(optimizer):
-            SCALES.note_step(optimizer)
-            return True
-        return self._parts.optimizers.known_to_follow(optimizer) is False
+        """An optimizer is about to step: whether it is one of this rest."""
+        if self.rest is None or not self.rest.begins(optimizer):
+            return False
+        SCALES.note_step(optimizer)
+        return True
 
     def ends_sample(self, optimizer: Optimizer, *, skipped: bool = False) -> bool:
         """It has stepped, or was skipped: whether a sample is complete with it, the last of this rest."""

@@ -173,7 +173,7 @@ class Sampler(StepListener, ScaleListener):
     def passes(self, optimizer: Optimizer) -> bool:
         if self._resting.rest is None:
             return False
-        if self._resting.passes(optimizer):
+        if self._resting.passes(optimizer) or not self.follows(optimizer):
             return True
         self._wake(marks_present=True)
         return False
@@ -205,7 +205,10 @@ class Sampler(StepListener, ScaleListener):
 
     def _learn(self, optimizer: Optimizer) -> bool:
         follows = self.parts.optimizers.learn(optimizer)
-        if not follows and self._by_hand.possible and self._clock.marked:
+        if follows:
+            self._wake(marks_present=True)
+            self.parts.hook_sync.scan()
+        elif self._by_hand.possible and self._clock.marked:
             self.parts.wiring.stepped_without_the_model(optimizer, self._clock.open_step)
         return follows
 
