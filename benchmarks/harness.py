@@ -1,7 +1,8 @@
 """Time monitors against the unwatched step, in turn and in one process, and count what they send.
 
-A round takes for each monitor a block of unwatched steps and a block of watched ones (A B1 A B2 A ...): what a monitor
-adds is the difference within its pair, and of the pairs the median counts. One monitor is nothing at all: how far its
+A round takes for each monitor a block of unwatched steps and a block of watched ones (A B1 A B2 A ...), or watched and
+unwatched steps by turns where the blocks are long: what a monitor adds is the difference within its pair, and of the
+pairs the median counts. One monitor is nothing at all: how far its
 figure is from 0 says how far to trust the others.
 """
 
@@ -20,7 +21,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import torch
@@ -98,20 +99,20 @@ class TaskResult:
 
 @dataclass
 class Block:
-    """Steps of one monitor beside unwatched ones before: wall and processor seconds of each step.
+    """Steps of one monitor beside unwatched ones: wall and processor seconds of each step.
 
     Args:
         samples, rows: places of the watched steps that a monitor chose to measure, and of those that wrote a row.
     """
 
-    before: list[tuple[float, float]]
+    unwatched: list[tuple[float, float]]
     watched: list[tuple[float, float]]
     samples: set[int]
     rows: set[int]
 
 
 class Clock:
-    """The wall's, which can be put forward between steps: a monitor that goes by time sees real ones."""
+    """The wall's, which can be put forward, or stopped, between steps: a monitor that goes by time sees real ones."""
 
     def __init__(self) -> None:
         self._now, self._ahead = time.perf_counter, 0.0
@@ -120,7 +121,7 @@ class Clock:
         return self._now() + self._ahead
 
     def put_forward(self, seconds: float) -> None:
-        self._ahead += max(seconds, 0.0)
+        self._ahead += seconds
 
 
 class Bench:
@@ -192,7 +193,7 @@ def measure_task(
                     continue
                 block = _settled_block(bench, monitor, step_ms or 0.0) if monitor.settles else _block(bench, monitor)
                 blocks.setdefault(monitor.name, []).append(block)
-                unwatched += [wall for wall, _ in block.before]
+                unwatched += [wall for wall, _ in block.unwatched]
         parameters = list(bench.model.parameters())
         result = TaskResult(
             name=task.name,
@@ -232,29 +233,39 @@ def _block(bench: Bench, monitor: Monitor) -> Block:
 def _settled_block(bench: Bench, monitor: Monitor, step_ms: float) -> Block:
     """As `_block`, after as many steps again in which the monitor has found its cadence.
 
-    The unwatched steps come half before and half after: so long a block sees the machine's pace drift. A light step
-    stands for a real one: the rest of that one's time passes on the clock alone.
+    So long a block sees the machine's pace drift: every watched step is followed by an unwatched one of a twin, a model
+    of its own in a run of its own, during which the monitor's clock stands still. A light step stands for a real one:
+    the rest of that one's time passes on the clock alone.
     """
     steps, clock = bench.task.settled_steps, Clock()
-    before = bench.times(Attached(), max(steps // 4, 2))
-    left_out = step_ms / 1e3 - statistics.median(wall for wall, _ in before) if bench.light else 0.0
-    gc.collect()
-    gc.disable()
-    try:
-        with mock.patch.object(time, "perf_counter", clock):
-            attached = bench.attach(monitor, steps)
-            try:
-                bench.times(attached, steps, between=lambda: clock.put_forward(left_out))
-                watched = bench.times(attached, steps, between=lambda: clock.put_forward(left_out))
-                samples, rows = attached.samples_and_rows()
-            finally:
-                attached.close()
-    finally:
-        gc.enable()
-    before += bench.times(Attached(), len(before))
+    unwatched: list[tuple[float, float]] = []
+    with offline_run("create_new") as run:
+        twin = Bench(bench.task, bench.device, run)
+        light = statistics.median(wall for wall, _ in twin.times(Attached(), max(steps // 4, 2)))
+        left_out = step_ms / 1e3 - light if bench.light else 0.0
+
+        def step_twin() -> None:
+            ((wall, cpu),) = twin.times(Attached(), 1)
+            unwatched.append((wall, cpu))
+            clock.put_forward(left_out - wall)
+
+        gc.collect()
+        gc.disable()
+        try:
+            with mock.patch.object(time, "perf_counter", clock):
+                attached = bench.attach(monitor, steps)
+                try:
+                    bench.times(attached, steps, between=step_twin)
+                    unwatched.clear()
+                    watched = bench.times(attached, steps, between=step_twin)
+                    samples, rows = attached.samples_and_rows()
+                finally:
+                    attached.close()
+        finally:
+            gc.enable()
     places = range(steps)
     return Block(
-        before,
+        unwatched,
         watched,
         {place for place in places if place + steps + 1 in samples},
         {place for place in places if place + steps + 1 in rows},
@@ -265,7 +276,7 @@ def _cost(monitor: Monitor, blocks: list[Block]) -> Cost:
     sampled, amortised, cpu = [], [], []
     for block in blocks:
         watched = block.watched
-        base_wall, base_cpu = (statistics.median(column) for column in zip(*block.before, strict=True))
+        base_wall, base_cpu = (statistics.median(column) for column in zip(*block.unwatched, strict=True))
         added = [(wall - base_wall) * 1e3 for wall, _ in watched]
         added_cpu = [(used - base_cpu) * 1e3 for _, used in watched]
         if monitor.settles:
@@ -408,11 +419,9 @@ def count_host_reads(device: torch.device) -> Iterator[list[int]]:
 
 
 @contextlib.contextmanager
-def offline_run() -> Iterator[Any]:
+def offline_run(reinit: Literal["finish_previous", "create_new"] = "finish_previous") -> Iterator[Any]:
     with tempfile.TemporaryDirectory() as directory:
-        run = wandb.init(
-            project="benchmarks", dir=directory, settings=wandb.Settings(**QUIET), reinit="finish_previous"
-        )
+        run = wandb.init(project="benchmarks", dir=directory, settings=wandb.Settings(**QUIET), reinit=reinit)
         try:
             yield run
         finally:

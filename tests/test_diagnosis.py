@@ -108,6 +108,14 @@ def test_a_nan_out_of_a_calm_recurrent_network_is_not_blamed_on_the_recurrence()
     assert found.remedy.endswith(": look at the batch of this step; skip such steps with guard='skip'")
 
 
+@pytest.mark.parametrize(("step", "begins"), [(21, "NaN made by the optimizer"), (120, "not clear: ")])
+def test_what_broke_the_parameters_is_known_only_where_the_step_before_was_measured(step, begins):
+    weight = {"a.weight": np.array([1.0])}
+    calm = [sample_of({"a.weight": [0.5]}, parameters=weight, step=s) for s in range(1, 21)]
+    broken = sample_of({"a.weight": [NAN]}, parameters={"a.weight": np.array([NAN])}, step=step)
+    assert diagnose(together([*calm, broken]))[0].cause.startswith(begins)
+
+
 def after_a_calm(last: dict[str, float], *, usual: float = 1.0) -> list[str]:
     """The causes named at a sample with these norms, after 20 of about the usual one."""
     rng = np.random.default_rng(0)

@@ -41,6 +41,7 @@ BAD_BATCH = "one bad batch"
 BAD_RANK = "one bad rank"
 LOSS = "the loss or the inputs are not finite"
 OPTIMIZER = "NaN made by the optimizer's update, by its state or its eps"
+UNMEASURED = "not clear: parameters became NaN or Inf in a step that was not measured"
 DATA_SCALE = "a large scale of the inputs, targets or loss"
 BACKWARD = "something in the backward of a layer multiplies the gradient"
 FORWARD = "activations beyond the range of float16"
@@ -63,6 +64,7 @@ CAUSES: Final[dict[str, tuple[str, ...]]] = {
     BAD_BATCH: ("Exploding gradient",),
     LOSS: ("NaN gradient", "Inf gradient"),
     OPTIMIZER: ("NaN gradient", "Inf gradient"),
+    UNMEASURED: ("NaN gradient", "Inf gradient"),
     DATA_SCALE: (*_EXPLOSION, "Parameters grow too fast"),
     BACKWARD: ("Exploding gradient",),
     FORWARD: ("Loss scale collapse",),

@@ -9,7 +9,7 @@ import numpy as np
 from ..._analysis.formatting import number
 from ..._measure.columns import Column
 from ...snapshot import keys
-from ..causes import BAD_BATCH, BAD_RANK, FORWARD, INVALID, LOSS, OPTIMIZER, Diagnosis
+from ..causes import BAD_BATCH, BAD_RANK, FORWARD, INVALID, LOSS, OPTIMIZER, UNMEASURED, Diagnosis
 from ..evidence import Evidence
 
 # S samples, L modules, R ranks
@@ -63,16 +63,24 @@ def loss_or_inputs(evidence: Evidence) -> Diagnosis | None:
 
 
 def broken_by_update(evidence: Evidence) -> Diagnosis | None:
-    """Parameters are not finite after an update whose gradients were finite and ordinary."""
+    """Parameters are not finite after an update whose gradients were finite and ordinary, or were not measured."""
     sample = evidence.first_bad
     if sample is None or sample == 0 or not evidence.is_broken(sample) or evidence.growth is not None:
         return None
+    earlier, step = evidence.step(sample - 1), evidence.step(sample)
+    if step - earlier > 1:
+        words = f"they were finite at step {earlier}, and step {step} is the first measured after it"
+        remedy = (
+            "load the last good checkpoint, and train on with guard='skip' or sample_every=1: the gradient of the very "
+            "step tells whether the data, an operation or the optimizer made it"
+        )
+        return Diagnosis(UNMEASURED, 0.8, words, remedy)
     before = evidence.log_norm_N[evidence.clean < sample][-17:]
     if not len(before) or before[-1] > float(np.median(before)) + math.log(10):
         return None
     broken = np.flatnonzero(evidence.history.column(Column.PARAM_NUM_NONFINITE)[sample] > 0)
     words = (
-        f"before step {evidence.step(sample)} {len(broken)} parameters were finite, and so were the gradients of the "
+        f"before step {step} {len(broken)} parameters were finite, and so were the gradients of the "
         f"update that broke them, with a norm of {number(float(np.exp(before[-1])))}; the first of them is "
         f"{evidence.history.names[broken[0]]}"
     )
