@@ -1,13 +1,34 @@
-"""Scripts in processes of their own: what they inherit, and two ranks that torchrun starts."""
+"""Processes of their own, forked from one that has imported torch and W&B: importing them takes most of the time."""
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
+import multiprocessing
 import os
-import subprocess
+import runpy
+import socket
 import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing import connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+# torch._dynamo: the first optimizer of a process imports it.
+PRELOADED = ["torch", "torch._dynamo", "torch.distributed.fsdp", "numba", "wandb"]
+ROOT = Path(__file__).parent.parent
+_PATH = [str(ROOT), str(ROOT / "tests")]
+
+
+class Ended(NamedTuple):
+    """How a process ended; its exit status is negative where a signal ended it."""
+
+    returncode: int
+    stdout: str
+    stderr: str
 
 
 def inherited() -> dict[str, str]:
@@ -18,16 +39,94 @@ def inherited() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}
 
 
+@functools.cache
+def _fork_server() -> Any:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
+
+
+def forked(
+    function: Callable[..., object], *calls: Sequence[Any], timeout: float = 100, **environment: str
+) -> list[Ended]:
+    """Call a function in one process for each tuple of arguments, side by side, and wait for all of them.
+
+    When one fails, or at the time limit, those that are left are killed: they may wait for it.
+
+    Args:
+        function: of a module that the processes can import.
+        environment: variables that differ from this process's.
+    """
+    variables = inherited() | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | environment
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [(f"{folder}/output{number}", f"{folder}/errors{number}") for number in range(len(calls))]
+        children = [
+            _fork_server().Process(target=_call, args=(function, call, variables, streams))
+            for call, streams in zip(calls, outputs, strict=True)
+        ]
+        deadline = time.monotonic() + timeout
+        try:
+            for child in children:
+                child.start()
+            left = {child.sentinel: child for child in children}
+            while ready := connection.wait(left, max(deadline - time.monotonic(), 0)):
+                ended = [left.pop(sentinel) for sentinel in ready]
+                for child in ended:
+                    child.join()
+                if not left or any(child.exitcode for child in ended):
+                    break
+        finally:
+            for child in children:
+                child.kill()
+                child.join()
+        read = [[Path(path).read_text() if os.path.exists(path) else "" for path in streams] for streams in outputs]
+        return [Ended(child.exitcode, *texts) for child, texts in zip(children, read, strict=True)]
+
+
+def _call(function: Callable[..., object], arguments: Sequence[Any], variables: dict[str, str], streams: Any) -> None:
+    os.environ.clear()
+    os.environ.update(variables)
+    for number, path in enumerate(streams, start=1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+    sys.path[:0] = [path for path in _PATH if path not in sys.path]
+    try:
+        function(*arguments)
+    finally:
+        atexit._run_exitfuncs()  # which multiprocessing leaves out: W&B finishes its runs there
+
+
+def script(path: Path, *arguments: Any, folder: Path, world: int = 1, **how: Any) -> Ended:
+    """Run a script as `python PATH ARGUMENTS` does, in a folder that is its home and has its W&B runs, offline.
+
+    Args:
+        world: run it on so many ranks, as torchrun does; what they say is joined.
+        how: the time limit and the variables of `forked`.
+    """
+    home = {"HOME": str(folder), "WANDB_DIR": str(folder), "WANDB_MODE": "offline"} | how
+    if world == 1:
+        return forked(_run, (path, arguments, folder), **home)[0]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    home |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+    home |= {"GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "tests", "GLOO_SOCKET_IFNAME": "lo"}
+    each = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
+    ended = forked(_run, *((path, arguments, folder, variables) for variables in each), **home)
+    status = next((one.returncode for one in ended if one.returncode), 0)
+    return Ended(status, "".join(one.stdout for one in ended), "".join(one.stderr for one in ended))
+
+
+def _run(path: Path, arguments: Sequence[Any], folder: Path, variables: dict[str, str] | None = None) -> None:
+    os.environ.update(variables or {})
+    os.chdir(folder)
+    sys.argv = [str(path), *map(str, arguments)]
+    runpy.run_path(str(path), run_name="__main__")
+
+
 def launch(worker: str, folder: Path) -> tuple[list[dict[str, Any]], str]:
     """What each of two ranks has written, and what they said."""
     program = folder / "worker.py"
     program.write_text(worker)
-    here = Path(__file__).parent
-    environment = {**inherited(), "PYTHONPATH": f"{here.parent}{os.pathsep}{here}", "OMP_NUM_THREADS": "1"}
-    # torchrun gives each process its rank, and ends both when one fails.
-    launched = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", program, folder],
-        env=environment, capture_output=True, text=True, timeout=100,
-    )  # fmt: skip
-    assert launched.returncode == 0, launched.stderr[-4000:]
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)], launched.stderr
+    ended = script(program, folder, folder=folder, world=2)
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)], ended.stderr

@@ -2,33 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
+import importlib
 import pickle
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from processes import inherited
-
-_CHILD = """
-import pickle, sys, traceback
-sys.path[:0] = {path!r}
-import torch, torch.distributed as dist
-torch.set_num_threads(1)
-rank, world, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-dist.init_process_group("gloo", init_method="file://" + folder + "/meet", rank=rank, world_size=world)
-import {module} as module
-try:
-    for number, (function, arguments) in enumerate(pickle.load(open(folder + "/calls", "rb"))):
-        result = getattr(module, function)(rank, world, **arguments)
-        with open(f"{{folder}}/result{{number}}.{{rank}}", "wb") as file:
-            pickle.dump(result, file)
-finally:
-    if dist.is_initialized():
-        dist.destroy_process_group()
-"""
+from processes import forked
 
 Call = tuple[str, dict[str, Any]]
 
@@ -37,40 +17,36 @@ def run(module: str, calls: list[Call], world: int, *, timeout: float = 90) -> l
     """Call `module.function(rank, world, **arguments)` on every rank, one call after the other.
 
     Returns:
-        For each call what each rank returned. One start of the processes serves all calls: it takes most of the time.
+        For each call what each rank returned. One start of the processes serves all calls.
     """
-    root = Path(__file__).parent
-    code = _CHILD.format(path=[str(root), str(root.parent)], module=module)
-    environment = inherited() | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as open_files:
-        Path(f"{folder}/calls").write_bytes(pickle.dumps(calls))
-        outputs = [open_files.enter_context(open(f"{folder}/output{rank}", "w+")) for rank in range(world)]
-        children = [
-            subprocess.Popen(
-                [sys.executable, "-c", code, str(rank), str(world), folder],
-                env=environment,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
-            for rank, output in enumerate(outputs)
+    with tempfile.TemporaryDirectory() as folder:
+        ended = forked(
+            _rank,
+            *((rank, world, folder, module, calls) for rank in range(world)),
+            timeout=timeout,
+            GLOO_SOCKET_IFNAME="lo",
+        )
+        said = [
+            f"rank {rank}, exit status {one.returncode}:\n{one.stdout}{one.stderr}" for rank, one in enumerate(ended)
         ]
-        try:
-            for child in children:
-                child.wait(timeout)
-            ended = True
-        except subprocess.TimeoutExpired:
-            ended = False
-        finally:
-            for child in children:
-                child.kill()
-                child.wait()
-        said = []
-        for rank, (child, output) in enumerate(zip(children, outputs, strict=True)):
-            output.seek(0)
-            said.append(f"rank {rank}, exit status {child.returncode}:\n{output.read()}")
-        assert ended, f"the ranks did not finish within {timeout} s\n" + "\n".join(said)
-        assert not any(child.returncode for child in children), "\n".join(said)
-        return [
-            [pickle.loads(Path(f"{folder}/result{number}.{rank}").read_bytes()) for rank in range(world)]
-            for number in range(len(calls))
-        ]
+        assert not any(one.returncode for one in ended), f"the ranks failed, or not within {timeout} s\n" + "\n".join(
+            said
+        )
+        of_ranks = [pickle.loads(Path(f"{folder}/results.{rank}").read_bytes()) for rank in range(world)]
+        return [[pickle.loads(result) for result in results] for results in zip(*of_ranks, strict=True)]
+
+
+def _rank(rank: int, world: int, folder: str, module: str, calls: list[Call]) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world)
+    try:
+        programs = importlib.import_module(module)
+        # Each at once: what a program returns may go on changing while the next one runs.
+        results = [pickle.dumps(getattr(programs, name)(rank, world, **arguments)) for name, arguments in calls]
+        Path(f"{folder}/results.{rank}").write_bytes(pickle.dumps(results))
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()

@@ -2,48 +2,29 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from offline import records
-from processes import inherited
+from processes import ROOT, script
 
 from wandb_gradwatch._page.history import RunHistory
 from wandb_gradwatch._page.read import read_run
 
-ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 STEPS = 40  # of every example: two flushes where it flushes every 20, four where every 10
 
 
-def run_example(name: str, folder: Path, *launcher: str) -> tuple[str, RunHistory]:
-    """What the example printed, and the history of the one run that it made."""
-    environment = {
-        **inherited(),
-        "STEPS": str(STEPS),
-        "HOME": str(folder),
-        "WANDB_DIR": str(folder),
-        "WANDB_MODE": "offline",
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-    }
-    result = subprocess.run(
-        [sys.executable, *launcher, str(EXAMPLES / f"{name}.py")],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert result.returncode == 0, result.stderr
-    assert "wandb_gradwatch has failed" not in result.stderr
-    runs = [path for path in (folder / "wandb").glob("offline-run-*") if path.is_dir()]
-    assert len(runs) == 1, f"{len(runs)} runs"
+def run_example(name: str, folder: Path, **how: Any) -> tuple[str, RunHistory]:
+    """What the example printed, and the history of the one run that it made; `how`: of processes.script."""
+    done = script(EXAMPLES / f"{name}.py", folder=folder, STEPS=str(STEPS), **how)
+    assert done.returncode == 0, done.stderr
+    assert "wandb_gradwatch has failed" not in done.stderr
+    (run,) = (path for path in (folder / "wandb").glob("offline-run-*") if path.is_dir())
     records(folder)  # the file can lag behind the end of the script: wait for its end record
-    return result.stdout, read_run(runs[0])
+    return done.stdout, read_run(run)
 
 
 def test_train_logs_every_layer_under_its_name(tmp_path: Path) -> None:
@@ -103,12 +84,23 @@ def test_amp_logs_true_gradients_and_the_loss_scale(tmp_path: Path) -> None:
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", ["ddp", "fsdp2"])
 def test_two_processes_log_one_run_of_whole_parameters(name: str, tmp_path: Path) -> None:
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    printed, history = run_example(name, tmp_path, *launcher)
+    printed, history = run_example(name, tmp_path, world=2)
     assert printed.count("final loss") == 1
     assert history.steps.tolist() == [10, 20, 30, 40]
     assert history.names == ["0/weight", "0/bias", "2/weight", "2/bias"]
     assert np.isfinite(history.of_names("grad_norm")).all()
+
+
+FRAMEWORKS = {"lightning_fit": "lightning", "ignite_loop": "ignite", "hf_trainer": "transformers"}
+FRAMEWORKS |= {"accelerate_loop": "accelerate"}
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_a_framework_logs_every_tenth_step(name: str, tmp_path: Path) -> None:
+    pytest.importorskip(FRAMEWORKS[name])
+    _, history = run_example(name, tmp_path)
+    assert history.steps.tolist() == [10, 20, 30, 40]
+    assert (history.values["gradwatch/grad_norm"] > 0).all()
 
 
 def test_every_example_is_short() -> None:

@@ -9,9 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from processes import inherited
+from processes import ROOT, inherited, script
 
-ROOT = Path(__file__).parent.parent
 FRAMEWORKS = ("lightning", "pytorch_lightning", "ignite", "transformers", "accelerate", "peft")
 
 
@@ -44,51 +43,12 @@ except ImportError as error:
     assert said.startswith(f"wandb_gradwatch.integrations.{extra} needs ")
 
 
-def test_pytorch_lightning_alone_is_enough() -> None:
+def test_pytorch_lightning_alone_is_enough(tmp_path: Path) -> None:
     """A training and its resume, in a process where `lightning` cannot be imported."""
     pytest.importorskip("pytorch_lightning")
-    program = ROOT / "tests" / "oldest_frameworks.py"
-    environment = {**inherited(), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, program, "pytorch_lightning"], env=environment, capture_output=True, text=True, timeout=100
-    )
+    done = script(ROOT / "tests/oldest_frameworks.py", "pytorch_lightning", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip().startswith("watches with pytorch_lightning ")
-
-
-# ---- examples
-
-EXAMPLES = {
-    "lightning_fit": "lightning.pytorch",
-    "ignite_loop": "ignite",
-    "hf_trainer": "transformers",
-    "accelerate_loop": "accelerate",
-}
-
-
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_an_example_runs_offline(name: str, tmp_path: Path) -> None:
-    from offline import records
-
-    from wandb_gradwatch._page.read import read_run
-
-    pytest.importorskip(EXAMPLES[name].split(".")[0])
-    path = ROOT / "examples" / f"{name}.py"
-    assert len(path.read_text(encoding="utf-8").splitlines()) < 100
-    environment = {
-        **inherited(), "PYTHONPATH": str(ROOT), "HOME": str(tmp_path), "WANDB_DIR": str(tmp_path),
-        "WANDB_MODE": "offline", "OMP_NUM_THREADS": "1", "STEPS": "40",
-    }  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, str(path)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100
-    )
-    assert done.returncode == 0, done.stderr
-    assert "wandb_gradwatch has failed" not in done.stderr
-    (folder,) = (path for path in (tmp_path / "wandb").glob("offline-run-*") if path.is_dir())
-    records(tmp_path)  # the file can lag behind the end of the script: wait for its end record
-    history = read_run(folder)
-    assert history.steps.tolist() == [10, 20, 30, 40]  # each logs every tenth of 40 steps
-    assert all(value > 0 for value in history.values["gradwatch/grad_norm"])
 
 
 # ---- rules

@@ -7,15 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from processes import inherited
+from processes import ROOT, script
 from test_examples import run_example
 
 pytestmark = pytest.mark.slow
 
 
-def test_everything_is_measured_in_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SAMPLE_EVERY", "4")
-    printed, history = run_example("everything_on", tmp_path)
+def test_everything_is_measured_in_one_run(tmp_path: Path) -> None:
+    printed, history = run_example("everything_on", tmp_path, SAMPLE_EVERY="4")
     assert "final loss" in printed
     share = re.search(r"one step in 4 is sampled, which takes [0-9.]+ ms: ([0-9.]+)% of the time is watching", printed)
     assert share is not None
@@ -54,19 +53,8 @@ def test_everything_is_measured_in_one_run(tmp_path: Path, monkeypatch: pytest.M
     assert history.family_histograms["activation"]["blocks/0"].counts.sum() == 16 * 64 * 128  # one batch, in two halves
 
 
-def test_the_coordinate_check_draws_both_scalings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import subprocess
-    import sys
-
-    root = Path(__file__).parent.parent
-    result = subprocess.run(
-        [sys.executable, str(root / "examples" / "coordinate_check.py")],
-        cwd=tmp_path,
-        env={**inherited(), "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+def test_the_coordinate_check_draws_both_scalings(tmp_path: Path) -> None:
+    result = script(ROOT / "examples/coordinate_check.py", folder=tmp_path)
     assert result.returncode == 0, result.stderr
     assert {path.name for path in tmp_path.glob("*.svg")} == {
         "coordinate_check_standard.svg",

@@ -9,15 +9,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
+from processes import ROOT, script
 
 import wandb_gradwatch
 from benchmarks import table
 from benchmarks.monitors import MONITORS
 
-ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
@@ -87,8 +86,7 @@ def test_the_oldest_versions_are_those_that_the_program_is_run_with() -> None:
     assert "tests/oldest_versions.py" in (ROOT / ".ci/run").read_text(encoding="utf-8")
 
 
-def test_todays_versions_do_what_is_asked_of_the_oldest(script_environment: Any) -> None:
-    program = [sys.executable, str(ROOT / "tests/oldest_versions.py")]
-    done = subprocess.run(program, env=script_environment(), capture_output=True, text=True)
+def test_todays_versions_do_what_is_asked_of_the_oldest(tmp_path: Path) -> None:
+    done = script(ROOT / "tests/oldest_versions.py", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("watches with torch")
