@@ -24,7 +24,7 @@ from torch import Tensor
 from . import cpu
 from .columns import NUM_BINS, NUM_COLUMNS, SCALE_POWER, ZERO_BIN, Column, IntArray, merge_adjacent_rows
 from .compilation import Compilation
-from .elements import all_readable, elements_of
+from .elements import readable
 from .float_bits import FLOAT32, FLOAT64, bin_of_code, largest_magnitude_within
 from .thread_pool import THREAD_POOL
 
@@ -167,15 +167,9 @@ def _run(
 _DTYPE: Final = attrgetter("dtype")
 
 
-def _readable(tensors: Sequence[Tensor], inverse_scale: Tensor | None) -> tuple[Sequence[Tensor], list[int], int]:
-    """Tensors whose memory holds their elements, their implicit zeros (none: []), and a power of two still to apply."""
-    if inverse_scale is not None:
-        elements, num_implicit_zeros, exponent = cpu.scaled_elements(tensors, inverse_scale)
-        return elements, num_implicit_zeros, exponent
-    if all_readable(tensors, "cpu"):
-        return tensors, [], 0
-    pairs = [(t, 0) if all_readable([t], "cpu") else elements_of(t) for t in tensors]
-    return [pair[0] for pair in pairs], [pair[1] for pair in pairs], 0
+def _readable(tensors: Sequence[Tensor], inverse_scale: Tensor | None) -> tuple[Sequence[Tensor], Sequence[int], int]:
+    """Tensors whose memory holds their elements, their implicit zeros, and a power of two still to apply."""
+    return (*readable(tensors, "cpu"), 0) if inverse_scale is None else cpu.scaled_elements(tensors, inverse_scale)
 
 
 def _tables(*lists: Sequence[Tensor]) -> tuple[list[IntArray], IntArray | None]:

@@ -27,7 +27,7 @@ from torch import Tensor
 from . import cuda as kernels
 from .columns import NUM_BINS, NUM_COLUMNS, RECEIVED_COLUMNS, Column
 from .cuda_plan import ALIGNMENT, LOADS, Plan, plan_for
-from .elements import all_readable, elements_of
+from .elements import elements_of, readable
 from .float_bits import FLOAT32, FLOAT64, largest_magnitude_within
 from .generic import add_implicit_zeros
 from .tiling import upload
@@ -94,8 +94,9 @@ def measure(
     Cost: one launch per dtype and alignment of the gradients, one per that of the parameters, and two more; one read of
     the gradients and of the parameters; no host sync unless a gradient is sparse.
     """
-    elements, num_implicit_zeros = _readable(gradients)
-    parameter_elements, _ = _readable(parameters or ())
+    kind = gradients[0].device.type
+    elements, num_implicit_zeros = readable(gradients, kind)
+    parameter_elements, _ = readable(parameters or (), kind)
     with _one_at_a_time:
         plan = prepare(elements, parameter_elements, dead_threshold)
         rows_NC, histogram_NB = launch(plan, dead=dead_threshold != 0, inverse_scale=inverse_scale, histogram=histogram)
@@ -108,18 +109,10 @@ def measure(
 
 def measure_received(gradients: Sequence[Tensor], *, inverse_scale: Tensor | None) -> Tensor:
     """Sum the squares of finite elements, and count NaN and Inf: [N, 3]. Three launches for gradients of one dtype."""
-    elements, _ = _readable(gradients)
+    elements, _ = readable(gradients, gradients[0].device.type)
     with _one_at_a_time:  # as parameters, of which nothing else is asked
         rows_NC, _ = launch(prepare([], elements), dead=False, inverse_scale=inverse_scale, histogram=False)
     return rows_NC[:, RECEIVED_COLUMNS]
-
-
-def _readable(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[int]]:
-    """Tensors whose memory holds their elements, and their implicit zeros (none: [])."""
-    if not tensors or all_readable(tensors, tensors[0].device.type):
-        return tensors, []
-    pairs = [elements_of(tensor) for tensor in tensors]
-    return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
 
 
 def launch(

@@ -33,6 +33,18 @@ def all_readable(tensors: Sequence[Tensor], kind: str) -> bool:
     )
 
 
+def readable(tensors: Sequence[Tensor], kind: str) -> tuple[Sequence[Tensor], Sequence[int]]:
+    """Tensors whose memory holds their elements, and their implicit zeros; () where none has any to look for.
+
+    Args:
+        kind: of their device, as in `all_readable`.
+    """
+    if all_readable(tensors, kind):
+        return tensors, ()
+    pairs = [(tensor, 0) if all_readable([tensor], kind) else elements_of(tensor) for tensor in tensors]
+    return [elements for elements, _ in pairs], [num_zeros for _, num_zeros in pairs]
+
+
 def wide_dtype(device: torch.device) -> torch.dtype:
     """The dtype in which a device accumulates: float64, except on MPS, which has none."""
     return torch.float32 if device.type == "mps" else torch.float64
