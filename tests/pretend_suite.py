@@ -152,7 +152,7 @@ def test_a_device_that_is_behind_gets_as_much_memory_as_it_needs_and_no_more_lat
     assert pretend_gpu.GPU.num_pinned == pinned
 
 
-def test_kinds_that_come_and_go_keep_a_bounded_number_of_landings():
+def test_kinds_that_come_and_go_keep_a_bounded_number_of_buffers():
     pinned_pool = PinnedPool()
     for size in range(1, 40):
         transfer = pinned_pool.send(torch.full((size,), float(size), device="cuda"))

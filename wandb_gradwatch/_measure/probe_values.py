@@ -27,10 +27,10 @@ class ProbeHistogram:
     """A histogram on its device.
 
     Args:
-        packed: [B + 2]: the counts in the fixed bins, the smallest and the largest finite element.
+        values: [B + 2]: the counts in the fixed bins, the smallest and the largest finite element.
     """
 
-    packed: Tensor
+    values: Tensor
 
 
 class Meaning(Protocol):
@@ -49,13 +49,13 @@ class ProbeSums:
     """Sums over a tensor's elements, on its device, that merge over shards: they get their meaning when they have.
 
     Args:
-        sums: [K]; NaN is missing.
-        meaning: of the sums.
+        values: the sums [K]; NaN is missing.
+        meaning: what the sums say.
         parameter: the parameter that these are the sums of, or of this rank's shard of; None: of something else, which
             is whole on every rank.
     """
 
-    sums: Tensor
+    values: Tensor
     meaning: Meaning
     parameter: str | None = None
 

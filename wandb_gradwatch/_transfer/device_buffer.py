@@ -130,7 +130,7 @@ class DeviceBuffer:
             self.has_histogram = True
 
     def index(self, slots: tuple[int, ...]) -> Tensor | slice:
-        """Slots as an index that needs no upload: a slice where they are consecutive, else a tensor that is kept."""
+        """Slots as an index that needs no upload: a slice, or a tensor that is kept where they are not consecutive."""
         if slots[-1] - slots[0] + 1 == len(slots):
             return slice(slots[0], slots[-1] + 1)
         if slots not in self._slots:

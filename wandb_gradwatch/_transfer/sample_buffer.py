@@ -27,13 +27,14 @@ from .transfers import (
     LOSS_SCALE,
     ArrivedFlush,
     ArrivedSample,
+    FlushTransfer,
     Found,
     PinnedPool,
     ProbeTransfer,
     RowsTransfer,
     Sample,
-    Shipment,
-    device_of,
+    SampleTransfer,
+    values_of,
 )
 
 # S samples in the window, P watched parameters, N of them written at once, C columns, B histogram bins
@@ -65,14 +66,14 @@ class SampleBuffer:
         self._pinned_pool = PinnedPool()
         self._num_names = 0
         self._histogram_steps: list[int] = []
-        self._shipments: deque[Shipment] = deque()
+        self._sent: deque[SampleTransfer | FlushTransfer] = deque()
 
     def resize(self, num_names: int) -> None:
         """Make room for new names."""
         if num_names > self._num_names:
             self._num_names = num_names
-            for window in self._everywhere():
-                window.grow(num_names)
+            for buffer in self._everywhere():
+                buffer.grow(num_names)
 
     # ---- the open sample
 
@@ -83,24 +84,24 @@ class SampleBuffer:
             slots: [N] ascending.
             measurement: rows [N, C] and, when due, histogram [N, B], on the gradients' device.
         """
-        window = self._on(measurement.rows.device)
-        index = window.index(tuple(slots))
-        window.rows[index] = measurement.rows
+        buffer = self._on(measurement.rows.device)
+        index = buffer.index(tuple(slots))
+        buffer.rows[index] = measurement.rows
         if measurement.histogram is not None:
-            window.open_histogram()[index] = measurement.histogram
+            buffer.open_histogram()[index] = measurement.histogram
 
     def write_after_clipping(self, slots: Sequence[int], measurement: Measurement) -> None:
         """Put in rows of gradients that may have been clipped before they were seen: what clipping hides is missing."""
         rows = measurement.rows
         for column in _HIDDEN_BY_CLIPPING:  # one by one: a list as an index is uploaded, and the upload waits
             rows[:, column] = torch.nan
-        window = self._on(rows.device)
-        window.rows[window.index(tuple(slots))] = rows
+        buffer = self._on(rows.device)
+        buffer.rows[buffer.index(tuple(slots))] = rows
 
     def put_earlier(self, slots: Sequence[int]) -> None:
         """The rows that are there are of gradients that have changed since, before any clipping: others follow."""
-        for window in self._everywhere():
-            window.put_earlier(window.index(tuple(slots)))
+        for buffer in self._everywhere():
+            buffer.put_earlier(buffer.index(tuple(slots)))
 
     def write_received(self, slots: Sequence[int], received: Tensor) -> None:
         """Correct what the optimizer received, where it is not what was measured.
@@ -109,44 +110,44 @@ class SampleBuffer:
             slots: [N] ascending.
             received: its columns [N, 3]; or rows [N, C], which also tell what happened to the gradients.
         """
-        window = self._on(received.device)
-        index = window.index(tuple(slots))
+        buffer = self._on(received.device)
+        index = buffer.index(tuple(slots))
         if received.shape[1] == NUM_COLUMNS:
-            window.put_received(index, received)
+            buffer.put_received(index, received)
             received = received[:, RECEIVED_COLUMNS]
-        window.rows[index, RECEIVED_COLUMNS] = received
+        buffer.rows[index, RECEIVED_COLUMNS] = received
 
     def hide_received(self, slots: Sequence[int]) -> None:
         """What updated these parameters could not be seen."""
-        for window in self._everywhere():
-            window.rows[window.index(tuple(slots)), RECEIVED_COLUMNS] = torch.nan
+        for buffer in self._everywhere():
+            buffer.rows[buffer.index(tuple(slots)), RECEIVED_COLUMNS] = torch.nan
 
     def rescale(self, slots: Sequence[int], factor_C: Tensor) -> None:
         """Multiply rows of the open sample by a factor per column: [C]. The histogram cannot follow and is dropped."""
-        for window in self._everywhere():
-            index, factor = window.index(tuple(slots)), onto(factor_C, window.device)
-            window.rows[index] *= factor
-            if window.earlier is not None:
-                window.earlier[index] *= factor
-            window.sample_histogram = None
+        for buffer in self._everywhere():
+            index, factor = buffer.index(tuple(slots)), onto(factor_C, buffer.device)
+            buffer.rows[index] *= factor
+            if buffer.earlier is not None:
+                buffer.earlier[index] *= factor
+            buffer.sample_histogram = None
 
     def drop_zero_rows(self, slots: Sequence[int]) -> None:
         """Rows of gradients that nothing marked and that are all zero are leftovers of zero_grad(): missing."""
-        for window in self._everywhere():
-            index = window.index(tuple(slots))
-            rows = window.rows[index]
+        for buffer in self._everywhere():
+            index = buffer.index(tuple(slots))
+            rows = buffer.rows[index]
             leftover = rows[:, Column.NUM_ZERO] == rows[:, Column.NUM_ELEMENTS]
-            window.rows[index] = torch.where(leftover[:, None], torch.nan, rows)
-            if window.sample_histogram is not None:
-                window.sample_histogram[index] *= ~leftover[:, None]
+            buffer.rows[index] = torch.where(leftover[:, None], torch.nan, rows)
+            if buffer.sample_histogram is not None:
+                buffer.sample_histogram[index] *= ~leftover[:, None]
 
     def clear(self, slots: Sequence[int]) -> None:
         """These parameters have no gradient in the open sample after all."""
-        for window in self._everywhere():
-            index = window.index(tuple(slots))
-            window.rows[index] = torch.nan
-            if window.sample_histogram is not None:
-                window.sample_histogram[index] = 0
+        for buffer in self._everywhere():
+            index = buffer.index(tuple(slots))
+            buffer.rows[index] = torch.nan
+            if buffer.sample_histogram is not None:
+                buffer.sample_histogram[index] = 0
 
     def set_loss_scale(self, scale: Tensor) -> None:
         """Record the open sample's loss scale: a scalar tensor on its device."""
@@ -158,95 +159,92 @@ class SampleBuffer:
 
     def open_rows(self, slots: tuple[int, ...]) -> list[Tensor]:
         """The open sample's rows of these slots, ascending, by device: each [N, C], missing where it is not there."""
-        return [window.rows[window.index(slots)] for window in self._everywhere()]
+        return [buffer.rows[buffer.index(slots)] for buffer in self._everywhere()]
 
     def discard(self) -> None:
         """Forget the open sample, and open the next."""
-        for window in self._everywhere():
-            window.forget_sample()
+        for buffer in self._everywhere():
+            buffer.forget_sample()
 
     # ---- towards the host
 
     @property
     def has_sent(self) -> bool:
         """Whether anything is on its way."""
-        return bool(self._shipments)
+        return bool(self._sent)
 
     def peek(self) -> FloatArray:
         """The open sample's rows, now: [P, C]. Waits for the device: for the guard, which must know before the step."""
-        transfers = tuple(self._pinned_pool.send(window.rows) for window in self._everywhere())
-        for transfer in transfers:
-            transfer.arrived(wait=True)
-        rows = tuple(map(RowsTransfer, transfers))
-        arrived = Shipment(Sample(0, False, ()), (), self._num_names, rows=rows).unpack()
-        assert isinstance(arrived, ArrivedSample)
-        return arrived.rows.copy()
+        rows = tuple(RowsTransfer(self._pinned_pool.send(buffer.rows)) for buffer in self._everywhere())
+        peeked = SampleTransfer(Sample(0, False, ()), self._num_names, rows)
+        peeked.arrived(wait=True)
+        return peeked.unpack().rows.copy()
 
     def commit(self, sample: Sample, found: Mapping[str, Found] | None = None) -> None:
         """Send the open sample on its way, with what the probes found, by key, and open the next."""
         rows = []
         if sample.left_out:
-            for window in self._everywhere():
-                window.sample_histogram = None
-        if any(window.sample_histogram is not None for window in self._everywhere()):
+            for buffer in self._everywhere():
+                buffer.sample_histogram = None
+        if any(buffer.sample_histogram is not None for buffer in self._everywhere()):
             if self.keep_newest_histogram:
                 self._drop_histogram()
             self._histogram_steps.append(sample.step)
-        for window in self._everywhere():
-            window.add_sample_histogram()
-            rows.append(window.send_rows())
+        for buffer in self._everywhere():
+            buffer.add_sample_histogram()
+            rows.append(buffer.send_rows())
         by_device: dict[torch.device, dict[str, Found]] = {}
         for key, value in (found or {}).items():
-            by_device.setdefault(device_of(value), {})[key] = value
+            by_device.setdefault(values_of(value).device, {})[key] = value
         packed = tuple(ProbeTransfer(values, self._pinned_pool) for values in by_device.values())
-        self._shipments.append(Shipment(sample, (), self._num_names, rows=tuple(rows), found=packed))
+        self._sent.append(SampleTransfer(sample, self._num_names, tuple(rows), packed))
 
     def open_histogram(self) -> dict[str, Any]:
         """Of the window that is not flushed yet the counts [P, B], None for none, and steps. Waits for the device."""
-        parts = [window.histogram.cpu() for window in self._everywhere() if window.has_histogram]
+        parts = [buffer.histogram.cpu() for buffer in self._everywhere() if buffer.has_histogram]
         return {"counts": torch.stack(parts).sum(dim=0) if parts else None, "steps": list(self._histogram_steps)}
 
     def restore_histogram(self, histogram: Tensor | None, steps: Sequence[int]) -> None:
         """Go on with a histogram [P, B] of an unfinished window, or with none, instead of the one that is there."""
         self._drop_histogram()
         if histogram is not None:
-            window = self._on(torch.device("cpu"))
-            window.histogram[: len(histogram)] = histogram
-            window.has_histogram = True
+            buffer = self._on(torch.device("cpu"))
+            buffer.histogram[: len(histogram)] = histogram
+            buffer.has_histogram = True
             self._histogram_steps = list(steps)
 
     def leave_out_sent(self, step: int) -> None:
         """What was sent and not polled turned out to be no updates: the loop has dropped it before this step."""
-        sent, self._shipments = self._shipments, deque()
-        for shipment in sent:
-            if shipment.sample is not None:
-                left_out = replace(shipment.sample, step=step, skipped=True, updated=(), left_out=True)
-                self._shipments.append(replace(shipment, sample=left_out))
+        sent, self._sent = self._sent, deque()
+        for transfer in sent:
+            if isinstance(transfer, SampleTransfer):
+                left_out = replace(transfer.sample, step=step, skipped=True, updated=(), left_out=True)
+                self._sent.append(replace(transfer, sample=left_out))
         self._drop_histogram()
 
     def flush(self) -> None:
         """Send the histogram after the window's samples and begin the next window."""
-        transfers = tuple(window.send_histogram() for window in self._everywhere() if window.has_histogram)
-        self._shipments.append(Shipment(None, transfers, self._num_names, tuple(self._histogram_steps)))
+        histograms = tuple(buffer.send_histogram() for buffer in self._everywhere() if buffer.has_histogram)
+        self._sent.append(FlushTransfer(histograms, tuple(self._histogram_steps)))
         self._drop_histogram()
 
     def poll(self, *, wait: bool = False) -> list[ArrivedSample | ArrivedFlush]:
         """What has arrived since the last poll, in order; with `wait`, all that was sent."""
         arrived = []
-        while self._shipments and self._shipments[0].arrived(wait=wait):
-            arrived.append(self._shipments.popleft().unpack())
+        while self._sent and self._sent[0].arrived(wait=wait):
+            arrived.append(self._sent.popleft().unpack())
         return arrived
 
     def _drop_histogram(self) -> None:
         self._histogram_steps = []
-        for window in self._everywhere():
-            window.drop_histogram()
+        for buffer in self._everywhere():
+            buffer.drop_histogram()
 
     def _on(self, device: torch.device) -> DeviceBuffer:
-        window = self._devices.get(device)
-        if window is None:
-            window = self._devices[device] = DeviceBuffer(device, self._num_names, self._pinned_pool)
-        return window.follow()
+        buffer = self._devices.get(device)
+        if buffer is None:
+            buffer = self._devices[device] = DeviceBuffer(device, self._num_names, self._pinned_pool)
+        return buffer.follow()
 
     def _everywhere(self) -> Iterator[DeviceBuffer]:
-        return (window.follow() for window in self._devices.values())
+        return (buffer.follow() for buffer in self._devices.values())

@@ -1,9 +1,9 @@
 """Samples and flushes on their way to the host: sent without waiting, unpacked when they have arrived.
 
-    PinnedPool.send(tensor)     a tensor is on its way: a copy that the device makes when it gets there, and an event
-    Shipment(sample, ...)     transfers that arrive together
-    arrived()                 asks the events and never waits for them, unless told to
-    unpack()                  the sample, or the flush; the memory that it arrived in is free for the next
+    PinnedPool.send(tensor)         a tensor is on its way: a copy that the device makes, and an event after it
+    SampleTransfer, FlushTransfer   transfers that arrive together
+    arrived()                       asks the events and never waits for them, unless told to
+    unpack()                        the sample, or the flush; the memory that it arrived in is free for the next
 
 On CPU everything arrives at once. Devices other than CUDA have no events that are alike: there the copy waits.
 """
@@ -133,7 +133,7 @@ class PinnedPool:
     def prepare(self, like: Tensor) -> None:
         """Make room for tensors of this one's device, shape and dtype, before the first is sent."""
         if like.device.type == "cuda":
-            self._pinned_pool(like)
+            self._buffers_like(like)
 
     def send(self, tensor: Tensor) -> Transfer:
         """The tensor as it is now, on its way. On CPU it is handed over: it must not be written again."""
@@ -141,47 +141,48 @@ class PinnedPool:
             return Transfer(tensor)
         if tensor.device.type != "cuda":
             return Transfer(tensor.cpu())
-        pinned_pool = self._pinned_pool(tensor)
-        landing = pinned_pool.pop() if pinned_pool else _PinnedBuffer(tensor)
-        landing.memory.copy_(tensor, non_blocking=True)
-        landing.event.record(torch.cuda.current_stream(tensor.device))
-        return Transfer(landing.memory, landing, pinned_pool)
+        free = self._buffers_like(tensor)
+        buffer = free.pop() if free else _PinnedBuffer(tensor)
+        buffer.memory.copy_(tensor, non_blocking=True)
+        buffer.event.record(torch.cuda.current_stream(tensor.device))
+        return Transfer(buffer.memory, buffer, free)
 
-    def _pinned_pool(self, like: Tensor) -> list[_PinnedBuffer]:
+    def _buffers_like(self, like: Tensor) -> list[_PinnedBuffer]:
+        """The free buffers for tensors of this one's kind."""
         kind = (like.device, like.shape, like.dtype)
-        pinned_pool = self._free.pop(kind, None)
-        if pinned_pool is None:
-            pinned_pool = [_PinnedBuffer(like), _PinnedBuffer(like)]
+        free = self._free.pop(kind, None)
+        if free is None:
+            free = [_PinnedBuffer(like), _PinnedBuffer(like)]
             of_device = [other for other in self._free if other[0] == like.device]
             if len(of_device) >= _MAX_KINDS:
                 del self._free[of_device[0]]  # torch keeps what is still to be written to until it has been
-        self._free[kind] = pinned_pool  # the last of them is what was used last
-        return pinned_pool
+        self._free[kind] = free  # the last of them is what was used last
+        return free
 
 
 class Transfer:
     """One tensor on its way to the host."""
 
     def __init__(
-        self, host: Tensor, landing: _PinnedBuffer | None = None, free: list[_PinnedBuffer] | None = None
+        self, host: Tensor, buffer: _PinnedBuffer | None = None, free: list[_PinnedBuffer] | None = None
     ) -> None:
         self._host = host
-        self._landing, self._free = landing, free
+        self._buffer, self._free = buffer, free
 
     def arrived(self, *, wait: bool) -> bool:
         """Whether it is here."""
-        if self._landing is None:
+        if self._buffer is None:
             return True
         if wait:  # the host waits for a device: in flush(), remove() and state_dict(), and for a guard, 8 steps late
-            self._landing.event.synchronize()
-        return self._landing.event.query()
+            self._buffer.event.synchronize()
+        return self._buffer.event.query()
 
     def take(self) -> FloatArray | IntArray:
         """What has arrived; the memory that it arrived in is free for another."""
-        if self._landing is not None and self._free is not None:
+        if self._buffer is not None and self._free is not None:
             self._host = self._host.clone()  # not pinned
-            self._free.append(self._landing)
-            self._landing = self._free = None
+            self._free.append(self._buffer)
+            self._buffer = self._free = None
         return self._host.numpy()
 
 
@@ -207,8 +208,9 @@ class ProbeTransfer:
         self._meanings = {
             key: (v.meaning, v.parameter) if isinstance(v, ProbeSums) else None for key, v in found.items()
         }
-        self._sizes = [_host_size(value) for value in found.values()]
-        self.transfer = pinned_pool.send(torch.cat([_flat(value) for value in found.values()]))
+        parts = [values_of(value).detach().to(wide_dtype(values_of(value).device)) for value in found.values()]
+        self._sizes = [len(part) for part in parts]
+        self.transfer = pinned_pool.send(torch.cat(parts))
 
     def unpack(
         self, metrics: dict[str, float], histograms: dict[str, MetricHistogram], sums: dict[str, ArrivedSums]
@@ -227,52 +229,42 @@ class ProbeTransfer:
                 metrics[key] = float(part[0])
 
 
-def _host_size(value: Found) -> int:
-    if isinstance(value, ProbeHistogram):
-        return HISTOGRAM_SIZE
-    return value.meaning.num_sums if isinstance(value, ProbeSums) else 1
-
-
-def _flat(value: Found) -> Tensor:
-    if isinstance(value, ProbeHistogram):
-        value = value.packed
-    elif isinstance(value, ProbeSums):
-        value = value.sums
-    else:
-        value = value.reshape(1)  # anything but one number would be taken for the next keys' values
-    return value.detach().to(wide_dtype(value.device))
-
-
-def device_of(value: Found) -> torch.device:
-    if isinstance(value, ProbeHistogram):
-        return value.packed.device
-    return value.sums.device if isinstance(value, ProbeSums) else value.device
+def values_of(found: Found) -> Tensor:
+    """The values that travel: [K]. A plain number is one; anything else would be taken for the next key's."""
+    return found.reshape(1) if isinstance(found, Tensor) else found.values
 
 
 @dataclass(frozen=True)
-class Shipment:
-    """Transfers that arrive together: of a sample (rows, by device), or of a flush (histograms)."""
+class FlushTransfer:
+    """The histogram of a window, by device, and the steps that it counts."""
 
-    sample: Sample | None
-    transfers: tuple[Transfer, ...]
+    histograms: tuple[Transfer, ...]
+    steps: tuple[int, ...]
+
+    def arrived(self, *, wait: bool) -> bool:
+        """Whether everything is here."""
+        return all([transfer.arrived(wait=wait) for transfer in self.histograms])
+
+    def unpack(self) -> ArrivedFlush:
+        counts = [np.asarray(transfer.take(), dtype=np.int64) for transfer in self.histograms]
+        return ArrivedFlush(np.sum(counts, axis=0) if counts else None, self.steps)
+
+
+@dataclass(frozen=True)
+class SampleTransfer:
+    """A sample: its rows, and what the probes found, each by device."""
+
+    sample: Sample
     num_names: int
-    histogram_steps: tuple[int, ...] = ()
-    found: tuple[ProbeTransfer, ...] = ()  # by device
-    rows: tuple[RowsTransfer, ...] = ()
+    rows: tuple[RowsTransfer, ...]
+    found: tuple[ProbeTransfer, ...] = ()
 
     def arrived(self, *, wait: bool) -> bool:
         """Whether everything is here."""
         rows = itertools.chain.from_iterable(one.all for one in self.rows)
-        found = (one.transfer for one in self.found)
-        return all([transfer.arrived(wait=wait) for transfer in (*self.transfers, *rows, *found)])
+        return all([transfer.arrived(wait=wait) for transfer in (*rows, *(one.transfer for one in self.found))])
 
-    def unpack(self) -> ArrivedSample | ArrivedFlush:
-        if self.sample is None:
-            histogram: IntArray | None = None
-            for transfer in self.transfers:
-                counts = np.asarray(transfer.take(), dtype=np.int64)
-                histogram = counts if histogram is None else histogram + counts
-            return ArrivedFlush(histogram, self.histogram_steps)
+    def unpack(self) -> ArrivedSample:
         packed = [np.asarray(one.rows.take(), dtype=np.float64) for one in self.rows]
         rows = packed[0][:-1] if len(packed) == 1 else self._joined([one[:-1] for one in packed])
         earlier, received = self._look("earlier"), self._look("received")
