@@ -109,10 +109,10 @@ def test_an_epoch_out_of_windows_has_the_sum():
 
 def test_a_forward_that_was_measured_without_one_leaves_none_rather_than_half_of_one():
     sample, pending = RowTally(["norm", "histogram"]), RowTally(["norm", "histogram"])
-    pending.add({"a": torch.tensor([3.0])})  # while the sample before was still open, and not due
+    pending.measure({"a": torch.tensor([3.0])})  # while the sample before was still open, and not due
     sample.absorb(pending)
     sample.histogram_is_due = pending.histogram_is_due = True
-    pending.add({"a": torch.tensor([4.0]), "b": torch.tensor([1.0])})
+    pending.measure({"a": torch.tensor([4.0]), "b": torch.tensor([1.0])})
     sample.absorb(pending)
     found = {(name, statistic): value for name, statistic, value in sample.read()}
     assert found["a", "norm"].item() == 5

@@ -35,7 +35,8 @@ class Activations(ForwardProbe):
     those of the rank that logs.
 
     Only forwards of the training are seen, once each: not evaluations, not those without gradients, not what activation
-    checkpointing repeats. Nothing inside a compiled region is: see `tap`. A copied or saved model is not monitored.
+    checkpointing repeats. Nothing inside a compiled region is
+    seen: a hook there would break the graph. A copied or saved model is not monitored.
 
     Args:
         match: of which modules: a regular expression (searched in the name), several, or a function; a class of
@@ -137,7 +138,7 @@ class Activations(ForwardProbe):
             self._source[name] = source
             by_device.setdefault(tensor.device, {})[name] = tensor
         for group in by_device.values():
-            self._pending.add(group)
+            self._pending.measure(group)
 
     def take(self) -> Mapping[str, Found]:
         taken = {

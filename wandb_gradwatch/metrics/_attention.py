@@ -24,9 +24,9 @@ from ..snapshot import keys
 from ._forward_hooks import Dims, ForwardHook, hand_over
 from ._module_index import ModuleIndex, matcher, nothing_matches
 from ._module_probe import ForwardProbe, logger, slices
-from ._reduction import Sums, Tallies
 from ._rows import RowTally, check_statistics
 from ._rules import EntropyCollapse, GrowingLogits
+from ._store import Store, add_on_device
 
 # N batch, H heads, L queries, S keys, D features of a head
 
@@ -113,10 +113,9 @@ class Attention(ForwardProbe):
         self._statistics = check_statistics(repr(self), statistics, histogram=False)
         self._weights = weights
         self._pending, self._sample = self.stores(lambda: RowTally(self._statistics))
-        self._pending_sums, self._sample_sums = self.stores(Sums)  # of each module: see weight_sums
-        self._pending_largest: Tallies[str]
-        self._sample_largest: Tallies[str]
-        self._pending_largest, self._sample_largest = self.stores(Tallies)
+        # Of each module: see weight_sums.
+        self._pending_sums, self._sample_sums = self.stores(lambda: Store[str, Tensor](add_on_device))
+        self._pending_largest, self._sample_largest = self.stores(lambda: Store[str, Tensor](torch.maximum))
         self._said_sharded = False
 
     def __repr__(self) -> str:
@@ -157,7 +156,7 @@ class Attention(ForwardProbe):
                 self._measure(module, thing)
         elif isinstance(thing, Tensor) and dims and "head" in dims.values():
             self._seen_any = True
-            self._pending.add({f"{module}/{label}/{name}": part for label, part in slices(thing.detach(), dims)})
+            self._pending.measure({f"{module}/{label}/{name}": part for label, part in slices(thing.detach(), dims)})
 
     def _measure(self, module: str, call: AttentionCall) -> None:
         self._seen_any = True
@@ -165,18 +164,19 @@ class Attention(ForwardProbe):
         for name, tensor in (("query", call.query), ("key", call.key), ("value", call.value)):
             if tensor is not None:
                 parts |= {f"{module}/{label}/{name}": part for label, part in slices(tensor.detach(), {-3: "head"})}
-        self._pending.add(parts)
+        self._pending.measure(parts)
         if self._weights:
             sums, largest = weight_sums(call)
             self._pending_sums.add(module, sums)
-            self._pending_largest.of(module, "max", []).add(largest[:, None])
+            self._pending_largest.add(module, largest)
 
     def take(self) -> Mapping[str, Found]:
         taken: dict[str, Found] = {
             f"{keys.ATTENTION}/{name}_{statistic}": value for name, statistic, value in self._sample.read()
         }
-        largest = {module: tally.results() for module, tally in self._sample_largest}
-        for module, sums in self._sample_sums:
+        self._sample.clear()
+        largest = self._sample_largest.take()
+        for module, sums in self._sample_sums.take().items():
             numbers: dict[str, Iterable[Tensor]] = {
                 "entropy": sums[:, 0] / sums[:, 1],
                 "entropy_ratio": sums[:, 2] / sums[:, 3],
@@ -186,9 +186,6 @@ class Attention(ForwardProbe):
             for name, of_heads in numbers.items():
                 for head, value in enumerate(of_heads):
                     taken[f"{keys.ATTENTION}/{module}/head_{head}/{name}"] = value
-        self._sample.clear()
-        self._sample_sums.clear()
-        self._sample_largest.clear()
         return taken
 
 

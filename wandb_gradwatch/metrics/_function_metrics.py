@@ -16,8 +16,9 @@ from ._metric import Metric
 from ._mixin import hands_over
 from ._module_index import ModuleIndex, matcher, nothing_matches
 from ._module_probe import ForwardProbe, is_measurable, logger, pieces, slices, tensor_name, tensors_in
-from ._reduction import Tallies
+from ._reduction import Tally
 from ._shards import ProbeShards
+from ._store import Store
 from ._updates import Befores
 
 _Key = tuple[str, str, str]  # what it is of, the name, the metric
@@ -45,9 +46,7 @@ class FunctionMetrics(ForwardProbe):
             seen.add((metric.on, metric.name))
         self._now: list[Metric] = []  # those that this sample measures
         self._num_due = 0
-        self._pending: Tallies[_Key]
-        self._sample: Tallies[_Key]
-        self._pending, self._sample = self.stores(Tallies)
+        self._pending, self._sample = self.stores(lambda: Store[_Key, Tally](Tally.merge))
         self._befores = Befores()
         self._shards = ProbeShards()
 
@@ -149,7 +148,7 @@ class FunctionMetrics(ForwardProbe):
     def take(self) -> Mapping[str, Tensor]:
         taken = {}
         by_name = {(metric.on, metric.name): metric for metric in self._metrics}
-        for (on, name, metric_name), tally in self._sample:
+        for (on, name, metric_name), tally in self._sample.take().items():
             if (on, metric_name) not in by_name:
                 continue
             try:
@@ -157,7 +156,6 @@ class FunctionMetrics(ForwardProbe):
                     taken["/".join(part for part in (on, name, label, metric_name) if part)] = _scalar(value)
             except Exception as error:
                 self._drop(by_name.pop((on, metric_name)), f"values of {on} {name!r}", error)
-        self._sample.clear()
         return taken
 
     # ---- one tensor
@@ -182,7 +180,7 @@ class FunctionMetrics(ForwardProbe):
             wide = gradient.float() if gradient.element_size() < 4 else gradient
             gradient = wide * onto(watched.inverse_scale, wide.device)
         for metric in self._now:  # the last backward of a sample has the sum of all
-            self._sample.discard(("gradient", watched.name, metric.name))
+            self._sample.pop(("gradient", watched.name, metric.name), None)
         self._apply("gradient", watched.name, gradient, self._sample)
 
     def _apply(
@@ -190,7 +188,7 @@ class FunctionMetrics(ForwardProbe):
         on: str,
         name: str,
         tensor: Tensor,
-        into: Tallies[_Key],
+        into: Store[_Key, Tally],
         *,
         also_called: str = "",
         once: bool = False,
@@ -204,7 +202,8 @@ class FunctionMetrics(ForwardProbe):
                 continue
             try:
                 values_KE, labels = pieces(metric.value_of(tensor), metric.dims)
-                into.of(key, metric.aggregate, labels).add(values_KE)
+                if values_KE.shape[1]:
+                    into.add(key, Tally.of(values_KE, metric.aggregate, labels))
             except Exception as error:
                 self._drop(metric, f"{on} {name!r} of shape {[*tensor.shape]}", error)
 
@@ -212,7 +211,8 @@ class FunctionMetrics(ForwardProbe):
         self._metrics = [kept for kept in self._metrics if kept is not metric]
         self._now = [kept for kept in self._now if kept is not metric]
         for store in (self._sample, self._pending):
-            store.drop(lambda key: key[0] == metric.on and key[2] == metric.name)
+            for key in [key for key in store if (key[0], key[2]) == (metric.on, metric.name)]:
+                del store[key]
         logger.error(
             "wandb_gradwatch: %s failed on the %s and is dropped; the others go on.", metric, where, exc_info=error
         )

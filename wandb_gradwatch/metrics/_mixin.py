@@ -28,7 +28,7 @@ class MonitorMixin:
     """
 
     def log_tensor(self, name: str, tensor: Tensor, *, dims: Dims = None) -> None:
-        """Hand over a tensor: see the function `log_tensor`."""
+        """Hand over a tensor, as the function `log_tensor` does."""
         log_tensor(_module(self), name, tensor, dims=dims)
 
     def log_attention(
@@ -41,7 +41,7 @@ class MonitorMixin:
         is_causal: bool = False,
         scale: float | None = None,
     ) -> None:
-        """Hand over the tensors of an attention: see the function `log_attention`."""
+        """Hand over the tensors of an attention, as the function `log_attention` does."""
         log_attention(_module(self), query, key, value, attn_mask=attn_mask, is_causal=is_causal, scale=scale)
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeGuard, TypeVar
+from typing import Any, Final, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,7 @@ from .._runtime.sharding import local_part
 from ..rules import Rule
 from ._forward_hooks import Dims, ForwardHook
 from ._module_index import ROOT, ModuleIndex
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from ._store import Store
 
 logger: Final = logging.getLogger("wandb_gradwatch")
 
@@ -41,23 +39,7 @@ class ModuleProbe(Probe):
         return []
 
 
-class Store(Protocol):
-    """What keeps values of a sample, or of what may become part of one."""
-
-    def absorb(self, later: Self, /) -> None:
-        """Take over everything of another, and empty it."""
-
-    def clear(self) -> None:
-        """Forget everything."""
-
-    def mark(self) -> None:
-        """Remember what there is."""
-
-    def go_back(self) -> None:
-        """Be again what was marked."""
-
-
-AnyStore = TypeVar("AnyStore", bound=Store)
+AnyStore = TypeVar("AnyStore", bound=Store[Any, Any])
 
 
 class ForwardProbe(ModuleProbe):

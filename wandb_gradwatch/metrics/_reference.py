@@ -21,8 +21,9 @@ from ._forward_hooks import ForwardHook
 from ._metric import Metric
 from ._module_index import ModuleIndex, matcher, nothing_matches
 from ._module_probe import ForwardProbe, logger, tensor_name, tensors_in
-from ._reduction import Sums, Tallies, widened
+from ._reduction import Tally, widened
 from ._shards import ProbeShards, is_dtensor
+from ._store import Store, add_on_device
 
 # What a difference is called beside the user's own functions.
 DIFFERENCE, RELATIVE = "difference", "relative_difference"
@@ -106,10 +107,8 @@ class Reference(ForwardProbe):
         self._handles: list[Any] = []
         self._parameters_done: set[str] = set()
         # [2] of each tensor: the squares of the difference and of the reference
-        self._pending, self._sample = self.stores(Sums)
-        self._pending_values: Tallies[str]
-        self._sample_values: Tallies[str]
-        self._pending_values, self._sample_values = self.stores(Tallies)
+        self._pending, self._sample = self.stores(lambda: Store[str, Tensor](add_on_device))
+        self._pending_values, self._sample_values = self.stores(lambda: Store[str, Tally](Tally.merge))
 
     def __repr__(self) -> str:
         return "Reference()" if self._match is None else f"Reference(match={self._match!r})"
@@ -228,12 +227,12 @@ class Reference(ForwardProbe):
         wide, wide_reference = widened(tensor), widened(onto(reference, tensor.device))
         return sum_sq([wide - wide_reference, wide_reference])
 
-    def _apply(self, key: str, tensor: Tensor, reference: Tensor, into: Tallies[str]) -> None:
+    def _apply(self, key: str, tensor: Tensor, reference: Tensor, into: Store[str, Tally]) -> None:
         wide_reference = widened(onto(reference, tensor.device))
         for name, function in tuple(self._functions.items()):
             try:
                 value = Metric(name, lambda t, f=function: f(t, wide_reference)).value_of(tensor)  # type: ignore[misc]
-                into.of(f"{key}/{name}", "mean", [""]).add(value.reshape(1, -1))
+                into.add(f"{key}/{name}", Tally.of(value.reshape(1, -1), "mean", [""]))
             except Exception as error:
                 del self._functions[name]
                 logger.error(
@@ -252,13 +251,10 @@ class Reference(ForwardProbe):
 
     def take(self) -> Mapping[str, Found]:
         taken: dict[str, Found] = {}
-        for key, sums in self._sample:
+        for key, sums in self._sample.take().items():
             parameter = key.removeprefix(f"{keys.PARAMETER}/") if key.startswith(f"{keys.PARAMETER}/") else None
             taken[key] = ProbeSums(sums, _DIFFERENCE, parameter)
-        taken |= {key: results[0] for key, tally in self._sample_values if (results := tally.results())}
-        self._sample.clear()
-        self._sample_values.clear()
-        return taken
+        return taken | {key: tally.results()[0] for key, tally in self._sample_values.take().items()}
 
     def close(self) -> None:
         super().close()

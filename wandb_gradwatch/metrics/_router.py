@@ -17,8 +17,8 @@ from ..snapshot import keys
 from ._forward_hooks import ForwardHook
 from ._module_index import ModuleIndex, matcher, nothing_matches
 from ._module_probe import ForwardProbe, tensors_in
-from ._reduction import Sums
 from ._rules import DeadExperts
+from ._store import Store, add_on_device
 
 # T tokens, E experts
 
@@ -62,7 +62,8 @@ class Router(ForwardProbe):
         if isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1:
             raise ValueError(f"Router(top_k={top_k!r}) must be the number of experts that a token goes to")
         self._top_k = top_k
-        self._pending, self._sample = self.stores(Sums)  # [E + 2] of each: tokens of the experts, entropies, tokens
+        # [E + 2] of each router: tokens of the experts, entropies, tokens.
+        self._pending, self._sample = self.stores(lambda: Store[str, Tensor](add_on_device))
 
     def __repr__(self) -> str:
         return f"Router({self._match!r})"
@@ -93,8 +94,7 @@ class Router(ForwardProbe):
         self._pending.add(name, _loads(logits.flatten(0, -2), self._top_k))
 
     def take(self) -> Mapping[str, Found]:
-        layers = dict(self._sample)
-        self._sample.clear()
+        layers = self._sample.take()
         num_experts = {len(loads) - 2 for loads in layers.values()}
         taken: dict[str, Found] = {}
         in_detail = sum(len(loads) - 2 for loads in layers.values()) <= MAX_EXPERT_KEYS

@@ -13,6 +13,7 @@ from .._measure.columns import MAX_COLUMNS, MIN_COLUMNS, NUM_COLUMNS, ZERO_BIN, 
 from .._measure.elements import onto
 from .._measure.measure import measure
 from .._measure.probe_values import ProbeHistogram
+from ._store import Store
 
 # M tensors, C columns, B histogram bins
 
@@ -77,8 +78,8 @@ def check_statistics(owner: str, statistics: Sequence[str], *, histogram: bool) 
     return tuple(statistics)
 
 
-class RowTally:
-    """One row per name, of one sample or of what may become part of one.
+class RowTally(Store[str, Tensor]):
+    """One row per name, [C] each, and the histogram's [B] behind it where there is one.
 
     Args:
         statistics: what will be read from the rows.
@@ -88,15 +89,14 @@ class RowTally:
     """
 
     def __init__(self, statistics: Sequence[str], dead_threshold: float = 0.0) -> None:
+        super().__init__(_merged)
         self._numbers = [name for name in statistics if name != HISTOGRAM]
         self._takes_histograms = HISTOGRAM in statistics
         self._dead_threshold = dead_threshold
         self._needs_bins = any(name in QUANTILES for name in statistics)
         self.histogram_is_due = False
-        self._marked: dict[str, Tensor] = {}
-        self._rows: dict[str, Tensor] = {}  # [C], and the histogram's [B] behind it where there is one
 
-    def add(self, tensors: Mapping[str, Tensor]) -> None:
+    def measure(self, tensors: Mapping[str, Tensor]) -> None:
         """Measure tensors, all on one device, in one batched pass. None of them is kept."""
         if not tensors:
             return
@@ -106,34 +106,16 @@ class RowTally:
         if measured.histogram is not None:
             rows = torch.cat([rows, measured.histogram.to(rows.dtype)], dim=1)
         for name, row in zip(tensors, rows, strict=True):
-            self._put(name, row)
-
-    def absorb(self, other: RowTally) -> None:
-        """Merge everything of another tally into this one and empty it."""
-        for name, row in other._rows.items():
-            self._put(name, row)
-        other.clear()
-
-    def clear(self) -> None:
-        """Forget everything."""
-        self._rows, self._marked = {}, {}
-
-    def mark(self) -> None:
-        """Remember what there is; rows are never changed in place."""
-        self._marked = dict(self._rows)
-
-    def go_back(self) -> None:
-        """Be again what was marked."""
-        self._rows = self._marked
+            self.add(name, row)
 
     def read(self, order: Callable[[str], Any] | None = None) -> Iterable[tuple[str, str, Found]]:
-        """Name, statistic and value of everything, by name in the order given, else in that of arrival."""
-        names = list(self._rows) if order is None else sorted(self._rows, key=order)
+        """Name, statistic and value of everything, by name in the order given, otherwise in that of arrival."""
+        names = list(self) if order is None else sorted(self, key=order)
         alike: dict[tuple[torch.device, int], list[str]] = {}
         for name in names:
-            alike.setdefault((self._rows[name].device, len(self._rows[name])), []).append(name)
+            alike.setdefault((self[name].device, len(self[name])), []).append(name)
         for (_, size), group in alike.items():
-            rows_MC = torch.stack([self._rows[name] for name in group])
+            rows_MC = torch.stack([self[name] for name in group])
             values: dict[str, Sequence[Found]] = {
                 statistic: self._read(rows_MC, statistic).unbind() for statistic in self._numbers
             }
@@ -148,17 +130,13 @@ class RowTally:
             return _abs_quantile(rows_MC[:, NUM_COLUMNS:], QUANTILES[statistic])
         return STATISTICS[statistic](lambda column: rows_MC[:, column])
 
-    def _put(self, name: str, row: Tensor) -> None:
-        known = self._rows.get(name)
-        self._rows[name] = row if known is None else _merged(known, onto(row, known.device))
-
 
 def _merged(one: Tensor, other: Tensor) -> Tensor:
     """Two rows as one. Columns are selected one by one: a list of them would have to be uploaded, and waited for."""
     # A forward that began before the sample before was closed may have been measured without a histogram: half of one
     # would be wrong, so there is none.
     size = min(len(one), len(other))
-    one, other = one[:size], other[:size]
+    one, other = one[:size], onto(other[:size], one.device)
     merged = one + other
     for column in MIN_COLUMNS:
         merged[column] = torch.minimum(one[column], other[column])
