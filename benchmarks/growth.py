@@ -21,11 +21,12 @@ import numpy as np
 import torch
 
 import wandb_gradwatch
-from benchmarks.harness import Bench, monitor_rows, offline_run
+from benchmarks.harness import Bench
 from benchmarks.machine import describe_machine
 from benchmarks.models import Task, TensorList, Trainee
 from benchmarks.monitors import Attached
 from benchmarks.ranks import computed, measure_pieces, measured_tree
+from benchmarks.traffic import monitor_rows, offline_run
 from wandb_gradwatch._capture.parameter_registry import ParameterRegistry
 from wandb_gradwatch._measure.columns import NUM_BINS, NUM_COLUMNS
 from wandb_gradwatch._measure.measure import compile_for_cpu

@@ -11,42 +11,25 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
-import json
 import math
 import statistics
-import sys
-import tempfile
 import time
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from unittest import mock
 
 import torch
-import wandb
 from torch import Tensor
 
 from benchmarks.models import Task, Trainee
 from benchmarks.monitors import MONITORS, WARM_UP, Attached, Monitor, gradients
-from benchmarks.rows import history_rows
+from benchmarks.traffic import count_host_reads, monitor_rows, offline_run, peak_mib
 
 _TRAFFIC_STEPS = 3
 _BLOCK_SECONDS = 2.0  # a block of a slow monitor ends here, with two steps at least
 _SETTLED_IN = 2  # of so many rounds monitors that must settle take part in one: their blocks are long
-_READS = ("item", "tolist", "cpu", "__float__", "__int__", "__bool__")
-
-QUIET = {
-    "console": "off",
-    "disable_git": True,
-    "mode": "offline",
-    "save_code": False,
-    "silent": True,
-    "x_disable_meta": True,
-    "x_disable_stats": True,
-    "x_save_requirements": False,
-}
 
 
 @dataclass
@@ -346,11 +329,11 @@ def _add_traffic(bench: Bench, monitor: Monitor, cost: Cost) -> None:
         bench.run = run
         for _ in range(WARM_UP):
             bench.step(Attached())
-        unwatched_peak = _peak_mib(bench, Attached(), steps)
+        unwatched_peak = peak_mib(bench.device, lambda: bench.step(Attached()), steps)
         attached = bench.attach(monitor, steps)
         try:
             with count_host_reads(bench.device) as reads:
-                watched_peak = _peak_mib(bench, attached, steps)
+                watched_peak = peak_mib(bench.device, lambda: bench.step(attached), steps)
         finally:
             attached.close()
         run.log({"loss": 0.0})  # a place for what still waits
@@ -363,79 +346,6 @@ def _add_traffic(bench: Bench, monitor: Monitor, cost: Cost) -> None:
     if rows:
         cost.row_bytes = size / rows
         cost.rows_per_step = cost.rows_per_step if monitor.settles else 1 / monitor.every
-
-
-def _peak_mib(bench: Bench, monitor: Attached, steps: int) -> float:
-    if bench.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(bench.device)
-    else:
-        with contextlib.suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from what is resident now
-    for _ in range(steps):
-        bench.step(monitor)
-    if bench.device.type == "cuda":
-        return torch.cuda.max_memory_allocated(bench.device) / 2**20
-    try:
-        status = Path("/proc/self/status").read_text()
-    except OSError:
-        return 0.0
-    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM")) / 2**10
-
-
-@contextlib.contextmanager
-def count_host_reads(device: torch.device) -> Iterator[list[int]]:
-    """How often the host asks for a value: on CUDA every synchronisation, on CPU what would be one there.
-
-    The CPU kernels of this package do their arithmetic on the host: that is not counted, as on CUDA others do it.
-    """
-    count = [0]
-    if device.type == "cuda":
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                yield count
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        count[0] = sum("synchroniz" in str(warning.message) for warning in caught)
-        return
-    originals = {name: getattr(Tensor, name) for name in _READS}
-
-    def counting(original: Callable[..., Any]) -> Callable[..., Any]:
-        def read(*args: Any, **kwargs: Any) -> Any:
-            if not sys._getframe(1).f_globals.get("__name__", "").startswith("wandb_gradwatch._measure.cpu"):
-                count[0] += 1
-            return original(*args, **kwargs)
-
-        return read
-
-    try:
-        for name, original in originals.items():
-            setattr(Tensor, name, counting(original))
-        yield count
-    finally:
-        for name, original in originals.items():
-            setattr(Tensor, name, original)
-
-
-@contextlib.contextmanager
-def offline_run(reinit: Literal["finish_previous", "create_new"] = "finish_previous") -> Iterator[Any]:
-    with tempfile.TemporaryDirectory() as directory:
-        run = wandb.init(project="benchmarks", dir=directory, settings=wandb.Settings(**QUIET), reinit=reinit)
-        try:
-            yield run
-        finally:
-            run.finish()
-
-
-def monitor_rows(file: Path) -> tuple[int, int]:
-    """Rows that hold something beside the user's loss, and the bytes of that as JSON."""
-    sizes = []
-    for row in history_rows(file):
-        values = {key: value for key, value in row.items() if key != "loss" and not key.startswith("_")}
-        if values:
-            sizes.append(len(json.dumps(values, separators=(",", ":"))))
-    return len(sizes), sum(sizes)
 
 
 def chosen_monitors(names: list[str], device_type: str) -> list[Monitor]:

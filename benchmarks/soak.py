@@ -28,9 +28,9 @@ import torch
 from torch import nn
 
 import wandb_gradwatch
-from benchmarks.harness import offline_run
 from benchmarks.machine import describe_machine
 from benchmarks.rows import history_rows, steps_of, tally
+from benchmarks.traffic import offline_run
 from wandb_gradwatch import Snapshot
 from wandb_gradwatch.rules import Alert
 from wandb_gradwatch.sinks import Sink, WandbSink
