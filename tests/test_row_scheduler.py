@@ -13,7 +13,7 @@ import pytest
 from offline import history
 from user_programs import STYLES, OpenRow, OwnRow, random_program, split_rows, user_rows
 
-from wandb_gradwatch.sinks._row_scheduler import RowScheduler, placement_of
+from wandb_gradwatch.sinks._row_scheduler import RowScheduler, row_scheduler_of
 
 
 class ModelRun:
@@ -148,9 +148,9 @@ def test_a_row_of_two_parts_takes_two_places() -> None:
 
 def test_the_placement_belongs_to_the_run() -> None:
     run = ModelRunWithLog()
-    first = placement_of(run)
+    first = row_scheduler_of(run)
     first.put("watcher", OwnRow([0]))
-    second = placement_of(run)
+    second = row_scheduler_of(run)
     second.put("another watcher", OwnRow([1]))
     run.log({"loss": 0})
     run.finish()

@@ -12,17 +12,17 @@ from offline import history, records
 from user_programs import OwnRow, split_rows
 
 import wandb_gradwatch
-from wandb_gradwatch.sinks._row_scheduler import placement_of
+from wandb_gradwatch.sinks._row_scheduler import row_scheduler_of
 
 _SCRIPT = """
 import os, signal, sys, types, wandb
 package = sys.modules["wandb_gradwatch"] = types.ModuleType("wandb_gradwatch")
 package.__path__ = [{package}]  # without its top level, which takes torch
-from wandb_gradwatch.sinks._row_scheduler import placement_of
+from wandb_gradwatch.sinks._row_scheduler import row_scheduler_of
 from user_programs import OwnRow
 
 run = wandb.init(project="loopback")
-placement = placement_of(run)
+placement = row_scheduler_of(run)
 placement.before_end(lambda: placement.put("watcher", OwnRow([4])))
 for number in range(4):
     placement.put("watcher", OwnRow([number]))
@@ -80,7 +80,7 @@ def test_the_exit_code_is_the_script_s_own(ending: str, ended: Any) -> None:
 
 def _put_four(run: Any) -> None:
     for number in range(4):
-        placement_of(run).put("watcher", OwnRow([number]))
+        row_scheduler_of(run).put("watcher", OwnRow([number]))
     run.log({"loss": 0})
 
 
@@ -124,8 +124,8 @@ def test_a_second_init_ends_the_first_run(start_run: Any) -> None:
     first = start_run(reinit="finish_previous")
     _put_four(first)
     second = start_run(reinit="finish_previous")
-    assert placement_of(first).ended
-    assert not placement_of(second).ended
+    assert row_scheduler_of(first).ended
+    assert not row_scheduler_of(second).ended
     _assert_complete(first)
 
 

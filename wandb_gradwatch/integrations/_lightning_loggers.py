@@ -81,13 +81,13 @@ def sinks_for(
     namespace: str,
     details: Details,
 ) -> list[Sink]:
-    """The runs of the WandbLoggers, else the active one; beyond rank zero, only a run that the user gave.
+    """The runs of the WandbLoggers, otherwise the active one; beyond rank zero, only a run that the user gave.
 
     Args:
         run: the only run, where the user gave one.
         numbers_of: the further numbers of a sample's row, by its step.
         rows: False to send alerts only.
-        namespace, details: see WandbSink.
+        namespace, details: as in WandbSink: what the whole model's numbers are logged below, and further numbers.
     """
     runs = [] if run is None else [run]
     if not runs and trainer.is_global_zero:

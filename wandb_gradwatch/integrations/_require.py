@@ -8,7 +8,7 @@ from typing import Any
 
 
 def require(*modules: str, extra: str) -> Any:
-    """The first of these modules that the program has already imported, else the first that can be imported.
+    """The first of these modules that the program has already imported, otherwise the first that can be imported.
 
     Raises:
         ImportError: none of them is installed; it names the extra.

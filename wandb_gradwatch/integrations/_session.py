@@ -29,7 +29,7 @@ class Session:
         caller: whose argument a misspelt option is.
         options: the user's arguments of `watch()`.
         reserved: those that the caller sets by itself.
-        feed: where samples wait for the caller.
+        queue: where samples wait for the caller.
         adapt: what the caller makes of the default rules, where the user gave none.
 
     Raises:
@@ -43,13 +43,13 @@ class Session:
         options: Mapping[str, Any],
         *,
         reserved: Iterable[str],
-        feed: SampleQueue | None = None,
+        queue: SampleQueue | None = None,
         adapt: Callable[[list[Rule]], list[Rule]] = list,
     ) -> None:
         _check_options(caller, options, reserved)
         self.watcher: Watcher | None = None
         self.options = dict(options)
-        self._feed = SampleQueue() if feed is None else feed
+        self._queue = SampleQueue() if queue is None else queue
         self._adapt = adapt
         self._memory: dict[str, Any] = {}  # of the watcher that was last; {}: there was none
         self._is_loaded = False  # from a checkpoint, and not gone on with so far
@@ -81,9 +81,9 @@ class Session:
         if not any(parameter.requires_grad for module in modules_of(model) for parameter in module.parameters()):
             self._say_frozen()
             return
-        self._feed.take()  # what a training that raised has left
+        self._queue.take()  # what a training that raised has left
         memory = self._memory if goes_on or self._is_loaded else {}
-        options = {**self.options, **more, "rules": [*self._rules(), self._feed]}
+        options = {**self.options, **more, "rules": [*self._rules(), self._queue]}
         options["sinks"] = [*(self.options.get("sinks") or ()), *sinks, *([AlertLog()] if rank() == 0 else [])]
         self._is_sharded = is_sharded(model)
         companions = COMPANIONS.set(tuple(beside))
@@ -110,7 +110,7 @@ class Session:
         given = self.options.get("rules")
         if given is not None:
             return list(given)
-        # As watch() does where it is given none; with the feed among them it is given some.
+        # As watch() does where it is given none; with the queue among them it is given some.
         return self._adapt(default_rules() + rules_of(self.options.get("metrics", ())))
 
     def end(self) -> None:
@@ -125,7 +125,7 @@ class Session:
     # ---- samples
 
     def settle(self) -> None:
-        """Wait until all samples of the steps made so far are in the feed.
+        """Wait until all samples of the steps made so far are in the queue.
 
         Of a sharded model each rank has a part: this ends the window and merges it, so all ranks must call.
         """
@@ -136,7 +136,7 @@ class Session:
 
     def take(self) -> list[Snapshot]:
         """The samples that have arrived since the last call, in order, one snapshot each."""
-        return self._feed.take()
+        return self._queue.take()
 
     def numbers(self, sample: Snapshot, *, per_layer: bool, sparsity: bool = True) -> dict[str, float]:
         """The numbers of one sample by name; with a slash in the name those of the layers."""

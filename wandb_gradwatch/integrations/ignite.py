@@ -98,7 +98,7 @@ class GradWatch:
         **watch_options: Any,
     ) -> None:
         reserved = ("run", "start_step", *(("guard",) if skip else ()))
-        self._session = Session(type(self).__name__, watch_options, reserved=reserved, feed=_IntoMetrics(self))
+        self._session = Session(type(self).__name__, watch_options, reserved=reserved, queue=_IntoMetrics(self))
         if max_norm is not None and not max_norm > 0:
             raise ValueError(f"max_norm={max_norm!r} must be a positive number or None")
         if rule is not None and (max_norm, stds, factor) != (None, None, None):

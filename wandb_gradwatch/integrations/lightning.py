@@ -67,7 +67,7 @@ class GradWatchCallback(_Callback):  # type: ignore[misc]
         track_sparsity: log `grad_sparsity`, the share of dead elements (|g| <= `dead_threshold`, by default exactly 0).
         explosion_threshold: a norm before clipping above this is an "Exploding gradient" alert, whatever came before;
             None: only what is unusual for this run is. Not used where `rules` are given.
-        run: the W&B run; None takes a WandbLogger's, else the active one.
+        run: the W&B run; None takes that of a WandbLogger, otherwise the active one.
         watch_options: further arguments of `wandb_gradwatch.watch`: rules, guard, include, group_by, ...
 
     Raises:
@@ -108,7 +108,7 @@ class GradWatchCallback(_Callback):  # type: ignore[misc]
         self._run = run
         reserved = ("run", "log_every", "start_step")
         self._session = Session(type(self).__name__, watch_options, reserved=reserved, adapt=self._with_threshold)
-        self._book: BatchIndex | None = None
+        self._batches: BatchIndex | None = None
         self._trainer: weakref.ref[Any] | None = None  # while a fit goes on
         self._is_restored = False
         self._before: list[GradWatchCallback] = []  # the trainer's others, which come first
@@ -195,8 +195,8 @@ class GradWatchCallback(_Callback):  # type: ignore[misc]
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """The sample that is open now is of this batch, whenever it arrives."""
-        if self.watcher is not None and self._book is not None:
-            self._book.note(self.watcher.step + 1)
+        if self.watcher is not None and self._batches is not None:
+            self._batches.note(self.watcher.step + 1)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         """Log what has arrived."""
@@ -247,7 +247,7 @@ class GradWatchCallback(_Callback):  # type: ignore[misc]
 
     def _begin(self, trainer: Any, pl_module: Any) -> None:
         every = trainer.log_every_n_steps if self.log_every_n_steps is None else self.log_every_n_steps
-        self._book, self._trainer = BatchIndex(lambda: place_of(trainer, every)), weakref.ref(trainer)
+        self._batches, self._trainer = BatchIndex(lambda: place_of(trainer, every)), weakref.ref(trainer)
         options = self._session.options
         group_by = options.get("group_by", "parameter")
         ours = [callback for callback in trainer.callbacks if isinstance(callback, GradWatchCallback)]
@@ -277,10 +277,10 @@ class GradWatchCallback(_Callback):  # type: ignore[misc]
     # ---- samples
 
     def _take_samples(self) -> None:
-        if self._book is None:
+        if self._batches is None:
             return
-        self._book.enter(self._session.take())
-        for place, sample in self._book.take_new():
+        self._batches.enter(self._session.take())
+        for place, sample in self._batches.take_new():
             if self.track_epochs and is_update(sample) and place.epoch == self._epoch:
                 self.update_epoch_stats(self._epoch_stats, self.compute_batch_stats(sample))
                 self._num_updates += 1
@@ -299,10 +299,10 @@ class GradWatchCallback(_Callback):  # type: ignore[misc]
 
     def _named_numbers(self, step: int) -> dict[str, float]:
         """The numbers of a due step, for its row in W&B, which has the layers by itself."""
-        if self._book is None:
+        if self._batches is None:
             return {}
-        self._book.enter(self._session.take())
-        sample = self._book.due_sample(step)
+        self._batches.enter(self._session.take())
+        sample = self._batches.due_sample(step)
         numbers = {} if sample is None else without_layers(self.compute_batch_stats(sample))
         return prefixed(self._prefix("step_prefix"), numbers)
 
@@ -314,7 +314,7 @@ class GradWatchCallback(_Callback):  # type: ignore[misc]
 
     def _log_due(self, trainer: Any) -> None:
         """Log the due batches that are complete. W&B has them in the rows of its own sinks."""
-        for batch, sample in self._book.take_due() if self._book is not None else ():
+        for batch, sample in self._batches.take_due() if self._batches is not None else ():
             numbers = self.compute_batch_stats(sample)
             log(trainer, numbers, self._prefix("step_prefix"), step=batch, with_wandb=False)
 

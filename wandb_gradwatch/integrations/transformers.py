@@ -160,7 +160,7 @@ class GradWatchCallback(_TrainerCallback):  # type: ignore[misc]
         folders.append(_folder_of(args, state))
         for path in (folder / _FILE for folder in folders):
             saved = _read(path) if path.exists() else None
-            if saved is not None and saved["log"] == _log_of(state):  # else of another training in the same folder
+            if saved is not None and saved["log"] == _log_of(state):  # otherwise it is of another training
                 state.log_history += saved["late"]
                 self._session.load_state_dict(saved["watched"])
                 return

@@ -18,10 +18,10 @@ class ConsoleSink(Sink):
         step 150 (50 samples)  grad_norm 13  max 20.1  largest head.weight 12  clip_ratio 0
 
     Args:
-        file: where to; None is whatever `sys.stderr` is at that moment.
+        file: where the lines go; None: to whatever `sys.stderr` is at that moment.
 
     Raises:
-        TypeError: file is not open, but a name.
+        TypeError: `file` is not an open text file.
     """
 
     def __init__(self, file: TextIO | None = None) -> None:

@@ -118,7 +118,7 @@ class HistoryRow:
 
     def merge(self, later: HistoryRow) -> HistoryRow:
         """This row and a later one as one: the row of both windows."""
-        rebinner = [picture for picture in (self.pictured, later.pictured) if picture is not None]
+        pictures = [picture for picture in (self.pictured, later.pictured) if picture is not None]
         return HistoryRow(
             step=later.step,
             newest=later.newest,
@@ -130,7 +130,7 @@ class HistoryRow:
             num_clip_known=self.num_clip_known + later.num_clip_known,
             num_changed=self.num_changed + later.num_changed,
             num_samples=self.num_samples + later.num_samples,
-            pictured=_pictured(rebinner[0].merge(*rebinner[1:])) if rebinner else None,
+            pictured=_pictured(pictures[0].merge(*pictures[1:])) if pictures else None,
             metric_histograms=merge_histograms([self.metric_histograms, later.metric_histograms]),
         )
 

@@ -119,7 +119,8 @@ class RowQueue:
         previous, index = pair
         earlier, later = self._waiting[previous], self._waiting[index]
         merged = _QueuedRow(later.owner, earlier.row.merge(later.row), earlier.num_windows + later.num_windows)
-        if index < len(self._waiting) and self._waiting[previous] is earlier:  # else a signal handler ended the run
+        # Neither holds where a signal handler has ended the run meanwhile.
+        if index < len(self._waiting) and self._waiting[previous] is earlier:
             self._waiting[index] = merged
             del self._waiting[previous]
 

@@ -42,8 +42,8 @@ MAX_WAITING: Final = 64  # rows; above it neighbours merge. With 256 histograms 
 _ATTRIBUTE: Final = "_wandb_gradwatch_placement"
 
 
-def placement_of(run: Any) -> RowScheduler:
-    """The placement of a run: one for the run's whole life, whoever watches into it.
+def row_scheduler_of(run: Any) -> RowScheduler:
+    """The row scheduler of a run: one for the run's whole life, whoever watches into it.
 
     Args:
         run: a `wandb.Run` that is neither finished nor disabled.

@@ -1,4 +1,4 @@
-"""Our rows as the placement sees them: mergeable while they wait, made into W&B's types when their turn comes."""
+"""Our rows as the row scheduler sees them: mergeable while they wait, made into W&B's types when their turn comes."""
 
 from __future__ import annotations
 

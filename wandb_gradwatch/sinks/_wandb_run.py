@@ -12,7 +12,7 @@ from ..snapshot import GroupBy, Snapshot, group_function, keys
 from ._base import Sink
 from ._history_row import Details, HistoryRow, Number
 from ._rebinning import Rebinner
-from ._row_scheduler import RowScheduler, placement_of
+from ._row_scheduler import RowScheduler, row_scheduler_of
 from ._run_rows import RunRow, TableRow, in_namespace
 from ._series import SeriesGrouping
 
@@ -24,10 +24,10 @@ _STARVED_WINDOWS: Final = 8
 
 
 def check_details(details: Details) -> Details:
-    """The details as they are logged.
+    """Check the names, and return the details in a form that nobody else can change.
 
     Raises:
-        ValueError: a name that is none, a lone string, or a pattern that is no regular expression.
+        ValueError: a name does not exist, `details` is a lone string, or a pattern is not a regular expression.
     """
     if isinstance(details, Mapping):
         for name, pattern in details.items():
@@ -45,15 +45,16 @@ def check_details(details: Details) -> Details:
 class WandbSink(Sink):
     """Write one history row per snapshot, under the keys of the README, and send alerts with `run.alert`.
 
-    The user's own rows stay as they are without this sink; see `placement`. Rows may therefore wait for the user's next
-    `run.log()`, at the latest until the run ends. In a disabled run nothing happens.
+    The user's own rows and steps stay as they are without this sink. A row of the sink may therefore wait for the
+    user's next `run.log()`, at the latest until the run ends. In a disabled run nothing is written.
 
     Args:
         run: a `wandb.Run`; None takes `wandb.run`.
         group_by: what one series shows: "parameter", "module", or a function from a parameter's name to its group's.
             None: parameters; of more than 256, as many neighbours together as are needed, which is said once.
         histograms: log `gradients/<name>`, and the histograms of metrics.
-        details: further numbers of every layer: see `wandb_gradwatch.watch`.
+        details: further numbers of every layer, such as ("mean", "std"); or a dict from such a name to the regular
+            expression that the layers' names must match, as in `wandb_gradwatch.watch`.
         namespace: log the whole model's numbers under `gradwatch/<namespace>/` instead of `gradwatch/`, for a second
             model in one run.
         commit: log every row at once, as a W&B step of its own. For scripts that never call `run.log()`; it moves the
@@ -61,8 +62,8 @@ class WandbSink(Sink):
 
     Raises:
         RuntimeError: there is no run, or it has ended.
-        TypeError: what is given as run is none.
-        ValueError: `group_by` is none of the above; something in `details` is none of theirs.
+        TypeError: `run` is not a W&B run.
+        ValueError: `group_by` is none of the above, or `details` holds a name that does not exist.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class WandbSink(Sink):
         self._forget: list[Callable[[], None]] = []
         self._row_scheduler: RowScheduler | None = None
         if not run.disabled:
-            self._row_scheduler = placement_of(run)
+            self._row_scheduler = row_scheduler_of(run)
             self._define_metrics()
 
     def __repr__(self) -> str:
@@ -245,6 +246,6 @@ class WandbSink(Sink):
             return
         self._row_scheduler.defined.add(name)
         if "step_metric" in options:
-            # Else W&B adds our step to rows of the user that hold a name of these families.
+            # Otherwise W&B adds our step to rows of the user that hold a name of these families.
             options["step_sync"] = False
         self._run.define_metric(name, **options)

@@ -32,8 +32,8 @@ class WebhookSink(Sink):
         prefix: put before each message: the machine or run that it comes from.
 
     Raises:
-        TypeError: the URL is not a text.
-        ValueError: the URL does not begin with https:// or http://.
+        TypeError: `url` is not a string.
+        ValueError: `url` does not begin with https:// or http://.
     """
 
     def __init__(self, url: str, *, prefix: str = "") -> None:
