@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from gradients import Chosen, samples, step, watch
 from statistics_oracle import assert_row
 
+from wandb_gradwatch._measure import compilation as compilation_module
 from wandb_gradwatch._measure import cpu_compiled
 from wandb_gradwatch._measure.columns import AS_LEFT, Column
 from wandb_gradwatch._measure.compilation import Compilation
@@ -402,6 +404,24 @@ def test_the_loops_are_compiled_once(gate: threading.Event) -> None:
     gate.set()
     assert compilation.wait() == "made"
     assert len(made) == 1
+
+
+def test_what_another_process_compiles_is_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fcntl = pytest.importorskip("fcntl")
+    monkeypatch.setattr(compilation_module, "_lock_file", lambda: tmp_path / "lock")
+    made: list[str] = []
+    waiting = [Compilation(lambda: made.append("made") or "made", cpu_compiled._say_failure) for _ in range(2)]
+    with (tmp_path / "lock").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # as of another process
+        for one in waiting:
+            one.start()
+        assert made == []
+    assert [one.wait() for one in waiting] == ["made", "made"]
+
+
+def test_without_a_folder_for_locks_everybody_compiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(compilation_module, "_lock_file", lambda: tmp_path / "missing" / "lock")
+    assert Compilation(lambda: "made", cpu_compiled._say_failure).wait() == "made"
 
 
 FORK_WHILE_COMPILING = """

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Final, Generic, TypeVar
 
 logger: Final = logging.getLogger("wandb_gradwatch")
@@ -20,6 +23,7 @@ class Compilation(Generic[Made]):
 
     A fork waits until a compilation that has begun is done: a child would inherit the compiler's locks without the
     thread that holds them, and its own first use of the compiler would wait forever. So does the end of the process.
+    Of several processes that begin at once, as ranks do, one makes it, and the others find it in the cache on disk.
 
     Args:
         make: called at most once, in a thread.
@@ -64,7 +68,8 @@ class Compilation(Generic[Made]):
 
     def _run(self) -> None:
         try:
-            self.made = self._make()
+            with _after_other_processes():
+                self.made = self._make()
         except Exception as error:
             self.failure = error
             self._on_failure(error)
@@ -73,3 +78,25 @@ class Compilation(Generic[Made]):
         assert self._thread is not None
         if self._thread is not threading.current_thread():
             self._thread.join(_LONGEST_FORK)
+
+
+@contextmanager
+def _after_other_processes() -> Iterator[None]:
+    """Go on when no other process of this user on this machine is in here; those that have waited go on together."""
+    with ExitStack() as stack:
+        try:
+            import fcntl
+
+            file = stack.enter_context(_lock_file().open("a"))
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                fcntl.flock(file, fcntl.LOCK_SH)
+                stack.close()
+        except (ImportError, OSError) as error:  # Windows; no folder to write to, or one that knows no locks
+            logger.debug("wandb_gradwatch: compiling beside other processes: %r", error)
+        yield
+
+
+def _lock_file() -> Path:
+    return Path(tempfile.gettempdir()) / f"wandb-gradwatch-compiles-{os.getuid()}.lock"
