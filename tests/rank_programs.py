@@ -15,6 +15,7 @@ from gradients import watch
 from torch import nn
 
 import wandb_gradwatch
+from wandb_gradwatch import MemorySink
 from wandb_gradwatch._pipeline.rank_tree import GROUP
 
 LEARNING_RATE = 0.1
@@ -310,8 +311,8 @@ def own_parts(rank: int, world: int, *, inf: bool = False, same_name: bool = Fal
     return report(watcher, sink) | {"said": said}
 
 
-def two_watchers_of_one_run(rank: int, world: int, *, steps: int):
-    """Two sharded models with equal names, and a run on rank 0 alone."""
+def two_watchers_of_one_run(rank: int, world: int, *, steps: int, kind: str):
+    """Two models with equal names, sharded or replicated, and a run on rank 0 alone; "ddp": elsewhere no sinks."""
     import wandb
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -319,9 +320,14 @@ def two_watchers_of_one_run(rank: int, world: int, *, steps: int):
     folder = tempfile.mkdtemp()
     run = wandb.init(mode="offline", dir=folder, settings=wandb.Settings(silent=True)) if rank == 0 else None
     models = [build(), build()]
-    for model in models:
-        fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
-    watchers = [wandb_gradwatch.watch(model, run=run, rules=[], sample_every=1) for model in models]
+    options: dict[str, Any] = {}
+    if kind == "ddp":
+        models = [nn.parallel.DistributedDataParallel(model) for model in models]
+        options = {"sinks": [MemorySink()]} if rank else {}
+    else:
+        for model in models:
+            fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    watchers = [wandb_gradwatch.watch(model, run=run, rules=[], sample_every=1, **options) for model in models]
     for model in models:
         train(model, rank, steps)
     norms = [watcher.flush().total_grad_norm.tolist() for watcher in watchers]

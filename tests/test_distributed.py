@@ -85,7 +85,7 @@ def on_two_ranks():
     calls += [("used_on_one_rank_only", {"steps": 3})]
     calls += [("rank_that_watches_something_else", {"steps": 3})]
     calls += [("own_parts", options) for options in OWN_PARTS]
-    calls += [("two_watchers_of_one_run", {"steps": 2})]
+    calls += [("two_watchers_of_one_run", {"steps": 2, "kind": kind}) for kind in ("fsdp2", "ddp")]
     calls += [("rank_that_does_not_watch", {"steps": 3})]  # last: the ranks count their watchers differently now
     results = ranks.run("rank_programs", calls, 2)
     return {repr(call): result for call, result in zip(calls, results, strict=True)}
@@ -116,12 +116,17 @@ def test_fsdp2_on_four_ranks_some_shards_empty_and_hybrid_and_over_groups_of_ran
         check(results, 4, 2, clip=0.1)
 
 
-def test_two_watchers_of_one_run_have_the_same_names_on_all_ranks():
-    """What rank 0 calls otherwise than rank 1 is two parameters to the merge: the norm would be that of a part."""
+@pytest.mark.parametrize("kind", ["fsdp2", "ddp"])
+def test_two_watchers_of_one_run_watch_the_same_on_all_ranks(kind):
+    """What rank 0 took for another parameter than rank 1 would be a part, or counted twice.
+
+    Sharded, ranks without a run call it as rank 0 does; a whole one may have another name where it is logged elsewhere.
+    """
     norm = np.sqrt((expected(2, 2)["grad_norm"] ** 2).sum(axis=1))
-    for result in result_of("two_watchers_of_one_run", steps=2):
+    for rank, result in enumerate(result_of("two_watchers_of_one_run", steps=2, kind=kind)):
         np.testing.assert_allclose(result["norms"], [norm, norm], rtol=1e-5)
-        assert [names[0] for names in result["names"]] == ["0.weight", "model1.0.weight"]
+        second = "0.weight" if kind == "ddp" and rank else "model1.0.weight"
+        assert [names[0] for names in result["names"]] == ["0.weight", second]
 
 
 def test_fsdp2_watched_before_it_is_sharded():

@@ -40,7 +40,7 @@ class ParameterRegistry:
         self._include = name_predicate(include, "include")
         self._exclude = name_predicate(exclude, "exclude")
         self._scanned = False
-        self._hidden = 0  # characters of a name that the user's filters do not see
+        self.prefix = ""  # of every name, which the user's filters do not see
         self._watched: dict[str, bool] = {}  # the filters' verdict on every name seen so far
         self.slot_of_name: dict[str, int] = {}
         self.names: list[str] = []
@@ -55,8 +55,8 @@ class ParameterRegistry:
 
     def put_below(self, prefix: str) -> None:
         """Begin every name with a prefix, before anything is measured: another watcher's names are the same."""
+        self.prefix = f"{prefix}."
         self._models = [(f"{prefix}.{own}", reference) for own, reference in self._models]
-        self._hidden = len(prefix) + 1
         self._watched, self.slot_of_name, self.names, self.trainable = {}, {}, [], []
         self._seen = _Walked()
         self.scan()
@@ -147,7 +147,7 @@ class ParameterRegistry:
     def _is_watched(self, name: str, parameter: Tensor) -> bool:
         verdict = self._watched.get(name)
         if verdict is None:
-            own = name[self._hidden :]
+            own = name.removeprefix(self.prefix)
             wanted = (self._include is None or self._include(own)) and not (self._exclude and self._exclude(own))
             # Integer tensors (quantised weights) can never have a gradient.
             verdict = wanted and (parameter.is_floating_point() or parameter.is_complex())
@@ -244,9 +244,9 @@ def _walk(
         return
     seen.add(id(module))
     modules.append(module)
-    for key, parameter in module._parameters.items():
+    for key, parameter in list(module._parameters.items()):  # another thread may change them meanwhile
         yield prefix + key, parameter
-    for key, child in module._modules.items():
+    for key, child in list(module._modules.items()):
         if child is not None:
             yield from _walk(child, prefix if is_transparent(module, key) else f"{prefix}{key}.", seen, modules)
 

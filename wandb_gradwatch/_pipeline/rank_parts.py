@@ -69,8 +69,8 @@ def rank_parts_of(registry: ParameterRegistry, name: str) -> RankParts | None:
     """What this rank says of the watched parameters; None where there is no other rank."""
     if world_size() == 1:
         return None
-    parameters = [(registry.names[slot], parameter) for slot, parameter in registry.scan()]
-    return RankParts(name, parameters, with_shapes=not has_fsdp1(registry.models()))
+    parameters = [(registry.names[slot].removeprefix(registry.prefix), p) for slot, p in registry.scan()]
+    return RankParts(name, parameters, prefix=registry.prefix, with_shapes=not has_fsdp1(registry.models()))
 
 
 class RankParts:
@@ -79,10 +79,12 @@ class RankParts:
     Args:
         name: tells these keys from those of other watchers; the same on every rank.
         parameters: names and tensors, those that are frozen too.
+        prefix: what the names begin with on this rank, and not on one that logs elsewhere.
         with_shapes: False where shapes differ between ranks that share a parameter.
     """
 
-    def __init__(self, name: str, parameters: Sequence[tuple[str, Tensor]], *, with_shapes: bool) -> None:
+    def __init__(self, name: str, parameters: Sequence[tuple[str, Tensor]], *, prefix: str, with_shapes: bool) -> None:
+        self._prefix = prefix
         self._store = rank_store(f"{name}/parts")
         own = [(key, list(tensor.shape) if with_shapes else [], tensor.requires_grad) for key, tensor in parameters]
         text = json.dumps(own)
@@ -100,7 +102,9 @@ class RankParts:
             return None
         digests = [self._store.get(f"rank/{rank}").decode() for rank in range(world)]
         texts = {digest: json.loads(self._store.get(f"what/{digest}")) for digest in set(digests)}
-        return whole_model([texts[digest] for digest in digests], dist.get_rank())
+        whole = whole_model([texts[digest] for digest in digests], dist.get_rank())
+        names = tuple(self._prefix + name for name in whole.known.names)
+        return replace(whole, known=replace(whole.known, names=names))
 
 
 def whole_model(of_ranks: Sequence[Sequence[tuple[str, Sequence[int], bool]]], rank: int) -> WholeModel:
