@@ -11,7 +11,8 @@ from gradients import watch
 from rank_programs import batch_of, build, loss_of
 from torch import nn
 
-from wandb_gradwatch import SkipGuard, unwatch
+import wandb_gradwatch
+from wandb_gradwatch import MemorySink, SkipGuard, unwatch
 from wandb_gradwatch._runtime.steps import STEP_HOOKS
 
 OPTIMIZERS = {
@@ -79,6 +80,48 @@ def guarded(
         "num_skipped": skip_guard.num_skipped,
         "norms": [math.exp(log_norm) for log_norm in pasts[0]["all"]] if pasts else [],
     }
+
+
+class Logarithm(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * 0 if x.abs().max() > 1e3 else x.abs() + 1).log()
+
+
+def replayed(rank: int, world: int, *, kind: str, guard: str | None) -> dict[str, Any]:
+    """Train a model with dropout; in step 3 the last rank's second micro-batch is so large that a log(0) follows.
+
+    Args:
+        guard: without one the bad step is left out by hand.
+    """
+    said, handler = messages()
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Dropout(0.25), nn.Linear(4, 4), Logarithm(), nn.Linear(4, 1))
+    if kind == "ddp":
+        model: nn.Module = nn.parallel.DistributedDataParallel(inner)
+    else:
+        from torch.distributed.fsdp import fully_shard
+
+        model = fully_shard(inner)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    memory = MemorySink()
+    watcher = wandb_gradwatch.watch(model, sinks=[memory], sample_every=1, guard=guard) if guard else None
+    torch.manual_seed(1 + rank)
+    for number in range(1, 7):
+        for micro in range(2):
+            is_bad = number == 3 and micro == 1 and rank == world - 1
+            loss_of(model, batch_of(rank, number, micro) * (1e6 if is_bad else 1)).backward()
+        if guard or number != 3:
+            optimizer.step()
+        optimizer.zero_grad()
+    notes = {}
+    if watcher is not None:
+        watcher.flush()
+        notes = {step: dict(note) for step, note in watcher._dispatcher.recorder.notes.items()}
+        watcher.remove()
+    logging.getLogger("wandb_gradwatch").removeHandler(handler)
+    parameters = [getattr(p, "_local_tensor", p).detach().numpy().copy() for p in model.parameters()]
+    alerts = [(alert.title, alert.step, alert.text) for alert in memory.alerts]
+    return {"parameters": parameters, "said": said, "notes": notes, "alerts": alerts}
 
 
 def one_bad_rank(rank: int, world: int) -> list[str]:

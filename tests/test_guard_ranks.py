@@ -99,3 +99,40 @@ def test_what_ranks_could_not_agree_on_is_refused(results):
         fsdp1, function = results[2 * len(KINDS) + 1][rank]
         assert "does not work with FullyShardedDataParallel" in fsdp1
         assert "was given a function" in function
+
+
+# ---- steps that are run again
+
+
+@pytest.fixture(scope="module")
+def replays():
+    """By the kind of parallelism, with and without a guard, what both ranks have done."""
+    calls = [(kind, guard) for kind in ("ddp", "fsdp2") for guard in ("skip", None)]
+    found = ranks.run("guard_rank_programs", [("replayed", {"kind": kind, "guard": guard}) for kind, guard in calls], 2)
+    return dict(zip(calls, found, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_a_training_with_a_step_run_again_is_one_that_has_left_it_out_by_hand(replays, kind):
+    for guarded, by_hand in zip(replays[kind, "skip"], replays[kind, None], strict=True):
+        for with_guard, without in zip(guarded["parameters"], by_hand["parameters"], strict=True):
+            np.testing.assert_array_equal(with_guard, without)
+
+
+def test_what_one_rank_has_found_in_its_part_of_the_batch_is_told_on_rank_0(replays):
+    first, second = replays["ddp", "skip"]
+    assert [(title, step) for title, step, _ in first["alerts"]] == [("NaN gradient", 3), ("First bad operation", 3)]
+    assert [(title, step) for title, step, _ in second["alerts"]] == [("NaN gradient", 3)]
+    told, own = first["notes"][3]["first_bad_operation"], second["notes"][3]["first_bad_operation"]
+    assert own.startswith("aten.log in 2, guard_rank_programs.py:")
+    assert own in second["alerts"][0][2]
+    assert told == f"{own}\nOn rank 1, in its part of the batch."
+    assert told in first["alerts"][1][2]
+
+
+def test_ranks_with_shards_run_no_step_again_and_say_so_once(replays):
+    for of_rank in replays["fsdp2", "skip"]:
+        assert [text for text in of_rank["said"] if "not run again" in text] == [
+            "wandb_gradwatch: a bad step is not run again: the forward of this model waits for other ranks"
+        ]
+        assert of_rank["notes"].get(3, {}).get("first_bad_operation") is None

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import sys
-import threading
 
 import numpy as np
 import pytest
@@ -14,7 +12,6 @@ import torch._dynamo
 from gradients import Chosen, of, samples, step, watch
 from torch import nn
 from torch.nn.utils import prune
-from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 SGD = torch.optim.SGD
@@ -291,54 +288,6 @@ def test_an_optimizer_that_is_no_torch_optimizer():
     assert of(samples(watcher, sink), "a", "grad_norm").tolist() == [1, 2, 3, 4]
 
 
-def test_two_models_in_two_threads():
-    models = [Chosen(a=1), Chosen(a=1)]
-    watched = [watch(model) for model in models]
-    steps = 30
-
-    def work(model, gradient):
-        optimizer = SGD(model.parameters(), lr=0.1)
-        for _ in range(steps):
-            step(model, optimizer, a=[gradient])
-
-    threads = [threading.Thread(target=work, args=(model, 3 + index)) for index, model in enumerate(models)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for index, (watcher, sink) in enumerate(watched):
-        assert of(samples(watcher, sink), "a", "grad_norm").tolist() == [3 + index] * steps
-
-
-class TouchedGradients(TorchFunctionMode):
-    """Whose `.grad` or hooks were read or written, by id."""
-
-    def __init__(self):
-        super().__init__()
-        self.ids = set()
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        descriptor = getattr(function, "__self__", None)
-        if descriptor in (torch.Tensor.grad, torch.Tensor._post_accumulate_grad_hooks):
-            self.ids.add(id(args[0]))
-        return function(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("steps_before", [0, 1, 20], ids=["at first", "awake", "resting"])
-def test_another_models_optimizer_touches_no_gradient(steps_before):
-    """It may step in another thread, while this model's backward writes to `.grad`: the process would crash."""
-    model, other = Chosen(a=1), Chosen(a=1)
-    watch(model, sample_every=1000)
-    optimizer = SGD(model.parameters(), lr=0.1)
-    for _ in range(steps_before):
-        step(model, optimizer, a=[1])
-    with TouchedGradients() as touched:
-        for _ in range(3):
-            step(other, SGD(other.parameters(), lr=0.1), a=[1])
-    assert id(other.a) in touched.ids, "the mode sees what torch itself reads"
-    assert id(model.a) not in touched.ids
-
-
 def test_parametrization_and_pruning():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
@@ -598,39 +547,6 @@ def test_asking_for_the_newest_sample_makes_no_sample_of_a_backward_without_an_u
     snapshot = samples(watcher, sink)
     assert snapshot.steps.tolist() == [1, 2]
     assert of(snapshot, "a", "grad_norm").tolist() == [1, 2]
-
-
-def test_whatever_another_thread_asks_no_sample_is_lost_split_or_out_of_order():
-    model = Chosen(a=1, b=1)
-    watcher, sink = watch(model, log_every=2)
-    trained = threading.Event()
-    raised = []
-
-    def ask():
-        questions = [watcher.wait, watcher.flush, watcher.state_dict, watcher.summary, lambda: watcher.latest]
-        while not trained.is_set():
-            for question in questions:
-                try:
-                    question()
-                except Exception as error:
-                    raised.append(error)
-
-    asking = threading.Thread(target=ask)
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)  # the interpreter changes threads wherever it can
-    try:
-        asking.start()
-        optimizer = SGD(model.parameters(), lr=0.0)
-        for _ in range(400):
-            step(model, optimizer, a=[3], b=[4])
-    finally:
-        trained.set()
-        asking.join()
-        sys.setswitchinterval(interval)
-    snapshot = samples(watcher, sink)
-    assert not raised
-    assert snapshot.steps.tolist() == list(range(1, 401))
-    np.testing.assert_array_equal(snapshot.grad_norm, np.tile([3.0, 4.0], (400, 1)))
 
 
 def test_clipping_through_data_is_seen_after_the_first_steps_were_skipped():

@@ -23,7 +23,6 @@ from ._capture.loss import checked_loss
 from ._capture.parameter_registry import ParameterRegistry
 from ._capture.sampler import Sampler
 from ._diagnosis import FIRST_BAD_OPERATION, Diagnosis
-from ._nonfinite.finding import Finding
 from ._nonfinite.replay import StepReplay
 from ._pipeline.alert_manager import AlertManager
 from ._pipeline.dispatcher import Dispatcher
@@ -32,7 +31,7 @@ from ._pipeline.pipeline import Pipeline
 from ._pipeline.rule_runner import RuleRunner
 from ._pipeline.saved_samples import NameMatch, load_histogram, load_samples, save_samples
 from ._runtime.error_boundary import ErrorBoundary, alone, graph_is_captured
-from ._runtime.sharding import DEEPSPEED_REFUSED, has_deepspeed
+from ._runtime.sharding import DEEPSPEED_REFUSED, has_deepspeed, rank_store, world_size
 from ._runtime.wrappers import unwrapped
 from ._summary import Summary, summarise
 from ._transfer.sample_buffer import SampleBuffer
@@ -95,7 +94,13 @@ class Watcher:
         guarded = config.capture.guard is not None and config.capture.guard.replay
         if guarded or config.on_nonfinite == "trace":
             self._replay = StepReplay(
-                models, self._operation_found, parts.notices.say, always=guarded, open_step=lambda: self.step + 1
+                models,
+                self._operation_found,
+                parts.notices.say,
+                always=guarded,
+                open_step=lambda: self.step + 1,
+                boundary=self._boundary,
+                store=rank_store(f"{name}/replay") if world_size() > 1 else None,
             )
         parts.replay = self._replay
         if parts.guard is not None and guarded:
@@ -297,10 +302,8 @@ class Watcher:
     # ---- ends
 
     def _remove(self, *, merge: bool) -> None:
-        if self._boundary.in_forked_child:
-            return
-        if self._removed:
-            self._stop()  # a monitor that has failed may still vote
+        if self._removed or self._boundary.in_forked_child:
+            self._stop()  # a monitor that has failed may still vote; the run of a forked child is not its own
             return
         if not merge:
             self._pipeline.stop_merging()
@@ -324,15 +327,18 @@ class Watcher:
     def _script_ends(self) -> None:
         """A plain end, sys.exit(), an exception, Ctrl-C: nothing is lost but what needs other ranks."""
         crashed = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-        if crashed is not None and not self._removed:
+        if crashed is not None and not self._removed and not self._boundary.in_forked_child:
             self.record()
         self._remove(merge=False)
 
     def _model_gone(self, _: object) -> None:
-        # Not where the collector finds it while the program captures a graph: the flush would become part of that. The
-        # end of the script removes it then.
-        if not self._registry.alive and not graph_is_captured():
-            self._remove(merge=False)
+        # Not where the collector finds it while the program captures a graph, whose part the flush would become, or
+        # while another thread runs the monitor, for which nobody must wait here. The end of the script removes it then.
+        if not self._registry.alive and not graph_is_captured() and self._boundary.lock.acquire(blocking=False):
+            try:
+                self._remove(merge=False)
+            finally:
+                self._boundary.lock.release()
 
     def _failed(self, error: Exception) -> None:
         """An exception inside the monitor: say it once, stop, keep what there is. Training goes on."""
@@ -346,8 +352,11 @@ class Watcher:
             "" if self._parts.guard is None else ", unguarded",
             exc_info=error,
         )
-        self._pipeline.rescue()
-        self._dispatcher.close()
+        try:
+            self._say()  # what was to be said before it failed; a callback of the user's may raise
+        finally:
+            self._pipeline.rescue()
+            self._dispatcher.close()
 
     # ---- from the window to the delivery
 
@@ -366,10 +375,10 @@ class Watcher:
             else:
                 self._dispatcher.alert_once(notice.kind, notice.text, notice.step)
 
-    def _operation_found(self, step: int, finding: Finding, *, was_armed: bool) -> None:
-        self._dispatcher.recorder.note(step, **{FIRST_BAD_OPERATION: finding.text})
-        if was_armed:  # else it is the cause in the alert of its step, which is still to come
-            text = f"Step {step} was run once more, after an alert.\n{CAUSE_PREFIX}{FOUND_PREFIX}{finding.text}"
+    def _operation_found(self, step: int, found: str, *, is_late: bool) -> None:
+        self._dispatcher.recorder.note(step, **{FIRST_BAD_OPERATION: found})
+        if is_late:  # else it is the cause in the alert of its step, which is still to come
+            text = f"Step {step} was run once more, after an alert.\n{CAUSE_PREFIX}{FOUND_PREFIX}{found}"
             self._found.append(Alert("First bad operation", text, step, "ERROR"))
 
     def _deliver(self, *, wait: bool = False) -> None:

@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.nn import utils
 from torch.nn.utils import clip_grad
 
+from .._runtime.listeners import Listeners
+
 
 class ClipListener(Protocol):
     """What a watcher wants to know of torch's clipping functions."""
@@ -36,16 +38,14 @@ _FUNCTIONS: Final = (*_BY_NORM, "clip_grad_value_") if hasattr(clip_grad, _BY_NO
 )  # fmt: skip
 
 
-class ClipFunctions:
+class ClipFunctions(Listeners[ClipListener]):
     """The wrapped functions, and who listens."""
 
     def __init__(self) -> None:
-        self._listeners: tuple[ClipListener, ...] = ()
+        super().__init__()
         self._originals: list[tuple[Any, str, Any]] = []
 
-    def subscribe(self, listener: ClipListener) -> None:
-        """Tell this listener what is clipped."""
-        self._listeners = (*self._listeners, listener)
+    def _install(self) -> None:
         if not self._originals:
             for module in (clip_grad, utils):
                 for name in _FUNCTIONS:
@@ -53,13 +53,10 @@ class ClipFunctions:
                         self._originals.append((module, name, original))
                         setattr(module, name, self._wrapped(original))
 
-    def unsubscribe(self, listener: ClipListener) -> None:
-        """Tell it no more; the wrappers go with the last listener. Idempotent."""
-        self._listeners = tuple(other for other in self._listeners if other is not listener)
-        if not self._listeners:
-            for module, name, original in self._originals:
-                setattr(module, name, original)
-            self._originals = []
+    def _uninstall(self) -> None:
+        for module, name, original in self._originals:
+            setattr(module, name, original)
+        self._originals = []
 
     def _wrapped(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -22,17 +24,22 @@ class SampleLoss:
         self._pending: tuple[Tensor, int] | None = None
         self._sample: tuple[Tensor, int] | None = None
         self._seen: Tensor | None = None  # the sum of what the sample's backwards were called on
+        self._assumed: Tensor | None = None  # what that was divided by, where it is not known who steps
 
-    def see(self, root: Tensor, scale: Tensor | None) -> None:
+    def see(self, root: Tensor, scale: Tensor | None, *, is_assumed: bool) -> None:
         """A backward of the open sample was called on this tensor of one element, a loss multiplied with the scale.
 
-        A loss in host memory whose scale is on a device stays unknown: the host would have to wait for the scale.
+        That is assumed of the scaler that was used last, until the first step shows whose it is. A loss in host memory
+        whose scale is on a device stays unknown: the host would have to wait for the scale.
         """
         one = local_part(root.detach()).reshape(())
         if scale is not None and one.device.type == "cpu" != scale.device.type:
             return
         one = one.to(wide_dtype(one.device), copy=True)
-        one = one if scale is None else one / onto(scale, one.device)
+        if scale is not None:
+            scale = onto(scale, one.device)
+            one = one / scale
+            self._assumed = scale.clone() if is_assumed else None
         self._seen = one if self._seen is None else self._seen + onto(one, self._seen.device)
 
     def add(self, value: Tensor, *, is_share: bool) -> None:
@@ -41,6 +48,14 @@ class SampleLoss:
         # A copy, as the caller may go on with the value in place.
         one = one.reshape(()).to(wide_dtype(one.device), copy=True)
         self._pending = _sum(self._pending, (one, 0 if is_share else 1))
+
+    def no_scaler_steps(self, scale_by_hand: Callable[[torch.device], Tensor | None]) -> None:
+        """What was assumed of one is undone; the scale that the user has named counts, if there is one."""
+        if self._assumed is not None and self._seen is not None:
+            self._seen = self._seen * onto(self._assumed, self._seen.device)
+            if (scale := scale_by_hand(self._seen.device)) is not None:
+                self._seen = self._seen / scale
+        self._assumed = None
 
     def settle(self) -> None:
         """What is pending belongs to the open sample."""
@@ -62,7 +77,7 @@ class SampleLoss:
 
     def forget(self) -> None:
         """The sample has closed; what is pending is of the next one."""
-        self._sample = self._seen = None
+        self._sample = self._seen = self._assumed = None
 
 
 def _sum(one: tuple[Tensor, int] | None, other: tuple[Tensor, int]) -> tuple[Tensor, int]:

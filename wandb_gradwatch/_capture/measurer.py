@@ -129,7 +129,7 @@ class Measurer:
             if received_by is not None:
                 inverse_scale = _pending_inverse_scale(received_by, group.device)
             else:
-                inverse_scale = self._inverse_scale(group, any_scaler=any_scaler) if scaled else None
+                inverse_scale = self._inverse_scale(group) if scaled else None
             gradients, theirs = group.tensors
             with self._timer.on(group.device):
                 measurement = measure(
@@ -145,17 +145,18 @@ class Measurer:
             if any_scaler:
                 self._assumed_scaler.update(dict.fromkeys(group.slots, group.scaler))
 
-    def _inverse_scale(self, group: _Group, *, any_scaler: bool) -> Tensor | None:
-        if any_scaler:
-            scale = None if group.scaler is None else scale_tensor(group.scaler)
-        else:
-            scale = self._scale_by_hand(group.device)
+    def _inverse_scale(self, group: _Group) -> Tensor | None:
+        scale = self._scale_of(group.scaler, group.device)
         if scale is None:
             return None
         self._window.set_loss_scale(scale)
         return onto(scale.double().reciprocal(), group.device)
 
-    def _scale_by_hand(self, device: torch.device) -> Tensor | None:
+    def _scale_of(self, scaler: GradScaler | None, device: torch.device) -> Tensor | None:
+        return self.scale_by_hand(device) if scaler is None else scale_tensor(scaler)
+
+    def scale_by_hand(self, device: torch.device) -> Tensor | None:
+        """What the user has named as the loss scale of the open step; None for nothing."""
         scale = self._options.loss_scale
         if callable(scale) and not isinstance(scale, Tensor):
             if self._answer[0] != self._step:
@@ -226,10 +227,7 @@ class Measurer:
 
     def loss_scale(self, device: torch.device, optimizer: Optimizer | None = None) -> Tensor | None:
         """What the loss was multiplied with for this optimizer's backward; None for nothing that is known of."""
-        if SCALES.scaler_of(None) is None:
-            return self._scale_by_hand(device)
-        scaler = SCALES.scaler_of(optimizer)
-        return scale_tensor(scaler) if scaler is not None else None
+        return self._scale_of(SCALES.scaler_of(optimizer), device)
 
     def correct_scale(self, optimizer: Optimizer) -> None:
         """Undo a loss scale that was assumed before it was known who steps this optimizer."""
@@ -244,16 +242,14 @@ class Measurer:
             if assumed is not actual:
                 wrong.setdefault(id(assumed), (assumed, []))[1].append(slot)
         for assumed, slots in wrong.values():
-            before = None if assumed is None else scale_tensor(assumed)
-            after = None if actual is None else scale_tensor(actual)
-            if after is not None:
-                self._window.set_loss_scale(after)
-            scale = before if before is not None else after
-            if scale is None:
+            scales = [None if scaler is None else scale_tensor(scaler) for scaler in (assumed, actual)]
+            device = next((scale.device for scale in scales if scale is not None), None)
+            if device is None:
                 continue
-            factor = scale.double() if before is not None else torch.ones_like(scale, dtype=torch.float64)
-            if after is not None:
-                factor = factor / after.double()
+            one = torch.ones((), dtype=torch.float64, device=device)
+            before, after = (self.scale_by_hand(device) if scale is None else scale for scale in scales)
+            self._window.set_loss_scale(one * torch.nan if after is None else after)
+            factor = (one if before is None else before.double()) / (one if after is None else after.double())
             factor_C = torch.ones(NUM_COLUMNS, dtype=torch.float64, device=factor.device)
             for column, power in SCALE_POWER.items():
                 factor_C[column] = factor**power

@@ -87,13 +87,19 @@ class OpenSample(ClipListener):
 
     def before_clipping(self, parameters: Sequence[Tensor]) -> None:
         """Gradients as they are now are those before clipping, whatever was done since the backward."""
-        if self._is_clipped_here:
-            self._before_clipping(parameters)
+        if not self._is_clipped_here:
+            return
+        if entries := self._watched_among(parameters):
+            self._before_clipping(entries)
+        elif self._parts.optimizers.has_masters(parameters):
+            self.by_torch = True
 
     def after_clipping(self, parameters: Sequence[Tensor]) -> None:
         """Measure what clipping has left: there may be no optimizer whose step would show it."""
         if self._is_clipped_here and self._parts.by_hand.possible:
-            self._after_clipping(parameters)
+            entries = [entry for entry in self._watched_among(parameters) if entry[1].grad is not None]
+            if entries and self._parts.rows_are_read:
+                self._after_clipping(entries)
 
     @property
     def _is_clipped_here(self) -> bool:
@@ -104,11 +110,7 @@ class OpenSample(ClipListener):
         return [(slot, one) for one in parameters if (slot := slot_of_id.get(id(one))) is not None]
 
     @contained
-    def _before_clipping(self, parameters: Sequence[Tensor]) -> None:
-        entries = self._watched_among(parameters)
-        if not entries:
-            self.by_torch = self.by_torch or self._parts.optimizers.has_masters(parameters)
-            return
+    def _before_clipping(self, entries: Sequence[Entry]) -> None:
         self.by_torch, parts = True, self._parts
         found = parts.seen.inspect(entries, inside_backward=False)
         if found.late:
@@ -138,11 +140,9 @@ class OpenSample(ClipListener):
             parts.window.drop_zero_rows(unmarked)
 
     @contained
-    def _after_clipping(self, parameters: Sequence[Tensor]) -> None:
-        clipped = [entry for entry in self._watched_among(parameters) if entry[1].grad is not None]
-        if clipped and self._parts.rows_are_read:
-            self._measurer.measure_received(clipped, None, whole=True)
-            self._received.update(slot for slot, _ in clipped)
+    def _after_clipping(self, entries: Sequence[Entry]) -> None:
+        self._measurer.measure_received(entries, None, whole=True)
+        self._received.update(slot for slot, _ in entries)
 
     # ---- an update by hand
 

@@ -47,6 +47,11 @@ class OptimizerRegistry:
             return None
         return known[0] != _NOTHING_WATCHED
 
+    @property
+    def knows_any(self) -> bool:
+        """Whether any optimizer of now owns something watched."""
+        return bool(self._by_key)
+
     def key(self, optimizer: Optimizer) -> int:
         """The number that stands for this optimizer."""
         if optimizer not in self._known:

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from threading import get_ident
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .._runtime.autograd import Entry, backward_root, current_graph_task
+from .._runtime.autograd import Entry, backward_root, current_graph_task, is_called_here, is_in_backward
 from .._runtime.error_boundary import ErrorBoundary, contained
 from .._runtime.sharding import rank, rank_store, world_size
 from .._runtime.steps import STEP_HOOKS, StepListener
@@ -74,6 +75,7 @@ class Sampler(StepListener, ScaleListener):
         self._resting = Resting(parts)
         self._reached: set[int] = set()  # slots marked in the backward under way
         self._inside_backward = False
+        self._thread = get_ident()  # that trains, as far as is known
         self._joining: int | None = None
         self._seconds_at_commit = 0.0
         if config.scaler is not None:
@@ -123,6 +125,8 @@ class Sampler(StepListener, ScaleListener):
     @contained
     def _backward_begins(self) -> None:
         STEP_HOOKS.drop_raised()  # a step that raised must not leave us muted
+        if is_called_here():
+            self._thread = get_ident()
         if not self._clock.muted:
             if not self._by_hand.possible or self._by_hand.backward_begins():
                 self._reached.clear()
@@ -153,7 +157,7 @@ class Sampler(StepListener, ScaleListener):
             by_hand.remember_parameters()
         self.parts.loss.settle()
         if self._schedule.is_sampled and (root := backward_root()) is not None:
-            self.parts.loss.see(root, self._measurer.loss_scale(root.device))
+            self._see_loss(root)
         if self.parts.is_measured and not is_first_in_hooks:  # most of it is gone, and what is left is not the whole
             # Each may be the last before the step: the last group of micro-batches may be a shorter one.
             self._sample.measure_present(self.parts.hook_sync.scan())
@@ -164,6 +168,12 @@ class Sampler(StepListener, ScaleListener):
             self._close_update_by_hand()
         self.parts.wiring.without_a_step(self._clock.backwards, self._clock.open_step)
         self._deliver()
+
+    def _see_loss(self, root: Tensor) -> None:
+        owners = map(self.parts.optimizers.of_slot, self._reached)
+        owner = next((optimizer for optimizer in owners if optimizer is not None), None)
+        is_assumed = owner is None and SCALES.scaler_of(None) is not None
+        self.parts.loss.see(root, self._measurer.loss_scale(root.device, owner), is_assumed=is_assumed)
 
     def mute(self, muted: bool) -> None:
         self._clock.muted += 1 if muted else -1
@@ -231,11 +241,16 @@ class Sampler(StepListener, ScaleListener):
     def _before_step(self, optimizer: Optimizer, inside_backward: bool) -> None:
         self._optimizer_found()
         SCALES.note_step(optimizer)
+        if SCALES.scaler_of(optimizer) is None:
+            self.parts.loss.no_scaler_steps(self._measurer.scale_by_hand)
         key = self.parts.optimizers.key(optimizer)
         if inside_backward:
             self._hooks.arm(current_graph_task())
         self._commit(self._clock.step_begins(key))
         if not inside_backward:
+            self._thread = get_ident()
+            if self.parts.replay is not None:
+                self.parts.replay.ask()
             self._deliver()
             if self._joins_silently(optimizer, key):
                 self._joining = key
@@ -277,7 +292,7 @@ class Sampler(StepListener, ScaleListener):
         if self._resting.rest is not None:
             if self._resting.ends_sample(optimizer, skipped=True):
                 self._wake()
-        elif self.follows(optimizer):
+        else:
             self._optimizer_found()
             if self.parts.replay is not None:
                 self.parts.replay.step_skipped()
@@ -310,12 +325,12 @@ class Sampler(StepListener, ScaleListener):
 
     @contained
     def before_unscale(self, optimizer: Optimizer) -> None:
-        if self.parts.is_measured and self.follows(optimizer):
+        if self.parts.is_measured:
             self._sample.before_unscale(optimizer)
 
     @contained
     def after_unscale(self, optimizer: Optimizer) -> None:
-        if self.parts.is_measured and self.follows(optimizer):
+        if self.parts.is_measured:
             self._sample.after_unscale(optimizer)
 
     # ---- what the user says
@@ -362,6 +377,8 @@ class Sampler(StepListener, ScaleListener):
         Args:
             final: nothing comes any more: without any optimizer the last backward was for an update by hand.
         """
+        if self._thread != get_ident() and is_in_backward(self._thread):
+            return  # which writes to the gradients while another thread runs this
         if closed := self._clock.close():
             self._commit(closed)
         elif self._by_hand.possible and self._clock.backwards and (final or self._by_hand.has_updated()):

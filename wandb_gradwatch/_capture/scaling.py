@@ -17,11 +17,15 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from .._runtime.listeners import Listeners
 from .._runtime.weak_ids import WeakKeyDictionary
 
 
 class ScaleListener(Protocol):
-    """What a watcher wants to know of gradient scalers."""
+    """What a watcher wants to know of gradient scalers: of the optimizers that it follows."""
+
+    def follows(self, optimizer: Optimizer) -> bool:
+        """Whether this optimizer updates something watched."""
 
     def before_unscale(self, optimizer: Optimizer) -> None:
         """The last moment at which the gradients are scaled and unclipped."""
@@ -33,32 +37,18 @@ class ScaleListener(Protocol):
         """The scaler was told to step and did not."""
 
 
-class LossScales:
+class LossScales(Listeners[ScaleListener]):
     """Which scaler is in use, and which optimizer it steps."""
 
     def __init__(self) -> None:
-        self._listeners: tuple[ScaleListener, ...] = ()
+        super().__init__()
         # None: this optimizer has stepped, and no scaler had to do with it.
         self._scaler_of: WeakKeyDictionary[Optimizer, weakref.ref[GradScaler] | None] = WeakKeyDictionary()
         self._last_used: weakref.ref[GradScaler] | None = None
         self._stepped: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()  # since their scaler's step began
-        self._taught: WeakKeyDictionary[Optimizer, bool] = (
-            WeakKeyDictionary()
-        )  # unscaled or stepped by a scaler, not yet stepped
+        # Unscaled or stepped by a scaler, not yet stepped.
+        self._taught: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
         self._originals: list[tuple[type, str, Any]] = []
-
-    def subscribe(self, listener: ScaleListener) -> None:
-        """Tell this listener what scalers do, and learn which they are."""
-        self._listeners = (*self._listeners, listener)
-        if not self._originals:
-            self._wrap()
-
-    def unsubscribe(self, listener: ScaleListener) -> None:
-        """Tell it no more; the wrappers go with the last listener. Idempotent."""
-        self._listeners = tuple(other for other in self._listeners if other is not listener)
-        if not self._listeners:
-            self._unwrap()
-            self._last_used = None
 
     def use(self, scaler: GradScaler) -> None:
         """Take this scaler to be the one in use until another scales a loss."""
@@ -83,16 +73,17 @@ class LossScales:
 
     # ---- the wrapped methods
 
-    def _wrap(self) -> None:
-        for cls in _scaler_classes():
+    def _install(self) -> None:
+        for cls in () if self._originals else _scaler_classes():
             self._replace(cls, "scale", self._scale)
             self._replace(cls, "unscale_", self._unscale)
             self._replace(cls, "step", self._step)
 
-    def _unwrap(self) -> None:
+    def _uninstall(self) -> None:
         for cls, name, original in reversed(self._originals):
             setattr(cls, name, original)
         self._originals = []
+        self._last_used = None
 
     def _replace(self, cls: type, name: str, wrapper: Callable[..., Any]) -> None:
         original = cls.__dict__.get(name)
@@ -117,10 +108,11 @@ class LossScales:
         if not scaler.is_enabled():
             return original(scaler, optimizer, *args, **kwargs)
         self._learn(scaler, optimizer)
-        for listener in self._listeners:
+        listeners = self._following(optimizer)
+        for listener in listeners:
             listener.before_unscale(optimizer)
         result = original(scaler, optimizer, *args, **kwargs)
-        for listener in self._listeners:
+        for listener in listeners:
             listener.after_unscale(optimizer)
         return result
 
@@ -134,9 +126,12 @@ class LossScales:
         result = original(scaler, optimizer, *args, **kwargs)
         self._taught.discard(optimizer)
         if optimizer not in self._stepped:
-            for listener in self._listeners:
+            for listener in self._following(optimizer):
                 listener.step_skipped(optimizer)
         return result
+
+    def _following(self, optimizer: Optimizer) -> list[ScaleListener]:
+        return [listener for listener in self._listeners if listener.follows(optimizer)]
 
     def _learn(self, scaler: GradScaler, optimizer: Optimizer) -> None:
         self._taught[optimizer] = True

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .._runtime.notices import Notices
+from .._runtime.notices import Notice, Notices
 from ..snapshot import keys
 from .gradient_versions import state_of
 from .optimizer_registry import OptimizerRegistry
@@ -59,6 +59,7 @@ class Wiring:
         self._has_changed = False  # which parameters have a gradient, since they were last looked at
         self._samples_since_scan = _SCAN_EVERY
         self._facts: dict[str, Tensor] = {}
+        self._without_model: Notice | None = None  # to be said unless an optimizer of the model steps, too
 
     def take(self) -> dict[str, Tensor]:
         """What has been found since the last call, by key: 0-dim tensors, which nobody waits for."""
@@ -81,6 +82,10 @@ class Wiring:
 
     def backward_begins(self) -> None:
         """The first gradient of a backward is there, and no other yet: the moment to see what was reset before it."""
+        if self._without_model is not None:
+            if not self._optimizer_registry.knows_any:
+                self._notices.append(self._without_model)
+            self._without_model = None
         for carried, present in self._with_witnesses():
             untouched = [gradient for slot, gradient in present if state_of(gradient) == carried.witnesses[slot]]
             if not untouched or len(untouched) < len(carried.witnesses) - 1:  # the one that is there was written to
@@ -156,9 +161,12 @@ class Wiring:
             )
 
     def stepped_without_the_model(self, optimizer: Optimizer, step: int) -> None:
-        """The first optimizer to step holds nothing that is watched, though a backward has reached some of that."""
+        """The first optimizer to step holds nothing that is watched, though a backward has reached some of that.
+
+        It may be another model's, perhaps in another thread: then this one's own steps before its next backward.
+        """
         if all(parameter.grad is None for group in optimizer.param_groups for parameter in group["params"]):
-            self._notices.alert(
+            self._without_model = Notice(
                 "Optimizer without the model",
                 f"{type(optimizer).__name__} stepped, but nothing that it holds is a parameter of the watched "
                 "model, and none of it has a gradient.\nProbable cause: the optimizer owns other tensors than the "

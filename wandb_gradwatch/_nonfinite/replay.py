@@ -11,12 +11,14 @@ from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import Store
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from .._runtime.autograd import current_graph_task, replay
-from .._runtime.sharding import local_part, world_size
+from .._runtime.error_boundary import ErrorBoundary
+from .._runtime.sharding import local_part, rank, world_size
+from .._runtime.steps import STEP_HOOKS, StepListener
 from .._runtime.wrappers import TransientHook, unwrapped
 from .finding import REMEDIES, Finding, made
 from .search import search, tensors_of, unchanged
@@ -42,21 +44,23 @@ class _Forward:
 
 
 class FindingTaker(Protocol):
-    """What a watcher does with a finding."""
+    """What a watcher does with a finding, in words."""
 
-    def __call__(self, step: int, finding: Finding, *, was_armed: bool) -> None: ...
+    def __call__(self, step: int, found: str, *, is_late: bool) -> None: ...
 
 
-class StepReplay:
+class StepReplay(StepListener):
     """Keeps what the forwards of the open step began with, and runs them again when asked.
 
     Args:
         models: as the user calls them, wrapped or not.
-        note: takes what was found with its step, and whether it was found because of `arm()`.
+        note: takes what was found with its step, and whether the alert of that step comes too early to name it.
         notice: says something once, by its kind.
         always: keep every step's, for a guard that asks by `look()`; otherwise only that of the step after `arm()`,
             which is then run again by itself, right before its optimizer steps.
         open_step: the number of the step under way.
+        boundary: of the watcher: in a forked child nothing is kept.
+        store: where ranks meet; nothing else has these keys. None where there is one rank.
     """
 
     def __init__(
@@ -67,23 +71,33 @@ class StepReplay:
         *,
         always: bool,
         open_step: Callable[[], int],
+        boundary: ErrorBoundary,
+        store: Store | None,
     ) -> None:
-        self._note, self._notice, self._open_step = note, notice, open_step
+        self._note, self._notice, self._open_step, self._boundary = note, notice, open_step, boundary
         self._models = [weakref.ref(model) for model in models]
-        self.is_keeping = self._always = always
+        self._is_keeping = self._always = always
         self._is_armed = False
         self._forwards: list[_Forward] = []
         self._num_replays = 0
+        self._store = store
+        self._is_asking = False  # of rank 0: another rank may have found what it has not
         self._last_bad = -2  # the step, so that one episode is replayed once
         self._handles: list[RemovableHandle] = []
         for model in models:
             self._handles.append(model.register_forward_pre_hook(_Before(self), with_kwargs=True))
             self._handles.append(model.register_forward_hook(_After(self)))
         if not always:
-            self._handles.append(register_optimizer_step_pre_hook(self._before_step))
+            STEP_HOOKS.subscribe(self)
+
+    @property
+    def is_keeping(self) -> bool:
+        """Whether forwards are to be remembered."""
+        return self._is_keeping and not self._boundary.in_forked_child
 
     def close(self) -> None:
         """Remove the hooks, and keep nothing. Idempotent."""
+        STEP_HOOKS.unsubscribe(self)
         while self._handles:
             self._handles.pop().remove()
         self._forwards.clear()
@@ -93,7 +107,7 @@ class StepReplay:
 
         With a guard, which asks for its own steps, only the next one that a gradient scaler leaves out.
         """
-        self.is_keeping = self._is_armed = True
+        self._is_keeping = self._is_armed = True
 
     def step_skipped(self) -> None:
         """A gradient scaler has left the open step out: by design, unless an alert says otherwise."""
@@ -102,20 +116,21 @@ class StepReplay:
         self.forget()
 
     def _look_armed(self) -> None:
-        self._is_armed, self.is_keeping = False, self._always
+        self._is_armed, self._is_keeping = False, self._always
         self.look(self._open_step(), armed=True)
 
-    def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+    def follows(self, optimizer: Optimizer) -> bool:
         if not self.is_keeping or not self._forwards:
-            return
+            return False
         models = [model for reference in self._models if (model := reference()) is not None]
         ours = {id(parameter) for model in models for parameter in model.parameters()}
-        stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if any(id(parameter) in ours for parameter in stepped):
-            # Of shards only what is here: to ask for the whole would wait for ranks that are not armed.
-            if all(bool(torch.isfinite(local_part(parameter.detach())).all()) for parameter in stepped):
-                self._look_armed()
-            self.forget()
+        return any(id(parameter) in ours for parameter in _stepped_by(optimizer))
+
+    def before_step(self, optimizer: Optimizer, *, inside_backward: bool) -> None:
+        # Of shards only what is here: to ask for the whole would wait for ranks that are not armed.
+        if all(bool(torch.isfinite(local_part(parameter.detach())).all()) for parameter in _stepped_by(optimizer)):
+            self._look_armed()
+        self.forget()
 
     def forget(self) -> None:
         """The step is over: its inputs are not kept any longer."""
@@ -131,13 +146,29 @@ class StepReplay:
             return
         self._num_replays += 1
         try:
-            for forward in self._forwards:
-                if (finding := _run_again(forward)) is not None:
-                    self._note(step, finding, was_armed=armed)
-                    return
+            findings = (_run_again(forward) for forward in self._forwards)
+            finding = next((found for found in findings if found is not None), None)
+            if finding is not None:
+                self._note(step, finding.text, is_late=armed)
+            if self._store is not None and rank() == 0:
+                self._is_asking = finding is None
+            elif self._store is not None and finding is not None:
+                text = f"{step} {finding.text}\nOn rank {rank()}, in its part of the batch."
+                self._store.set(str(self._num_replays), text)
         except Exception:
             self._num_replays = _MAX_REPLAYS
             logger.exception("wandb_gradwatch could not run step %d again; training goes on, and is not replayed", step)
+
+    def ask(self) -> None:
+        """On rank 0, whose part of the bad step was well: another rank has said what it has found in its own.
+
+        It has done so before the reduction of the next step's gradients, so that nobody waits after that.
+        """
+        key = str(self._num_replays)
+        if self._is_asking and self._store is not None and self._store.check([key]):
+            step, _, found = self._store.get(key).decode().partition(" ")
+            self._note(int(step), found, is_late=True)
+        self._is_asking = False
 
     def began(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """A forward of the training begins."""
@@ -199,6 +230,10 @@ class _Keep:
 
     def __call__(self, gradient: Tensor) -> None:
         self._gradients[self._place] = gradient
+
+
+def _stepped_by(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _run_again(forward: _Forward) -> Finding | None:

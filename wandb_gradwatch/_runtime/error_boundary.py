@@ -62,6 +62,11 @@ class ErrorBoundary:
                 _set_grad_enabled(False)
                 try:
                     function()
+                except CallbackError:
+                    raise
+                except Exception as error:
+                    self.stopped = True
+                    self._failed(error)
                 finally:
                     _set_grad_enabled(with_autograd)
                     self._depth -= 1
@@ -71,9 +76,6 @@ class ErrorBoundary:
             if inside_another:
                 raise
             raise raised.__cause__ or raised from None
-        except Exception as error:
-            self.stopped = True
-            self._failed(error)
         finally:
             if pauses_collector:
                 gc.enable()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FrameType
@@ -15,6 +16,7 @@ from typing import Any, Final
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
     _global_optimizer_pre_hooks,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -23,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .autograd import current_graph_task
 from .dynamo import ADDED_FRAMES, dynamo_disabled
+from .listeners import Listeners
 
 
 class StepListener:
@@ -56,7 +59,7 @@ class StepListener:
         """Backwards between a closure's first return and the end of its step are not seen."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Step:
     """A step under way, and where in the call stack it runs.
 
@@ -81,35 +84,31 @@ class _Stack(threading.local):
         self.steps: list[_Step] = []
 
 
-class StepHooks:
-    """The process's one subscription to optimizer steps."""
+class StepHooks(Listeners[StepListener]):
+    """The process's one subscription to optimizer steps: listeners are told of the steps that they follow."""
 
     def __init__(self) -> None:
-        self._listeners: tuple[StepListener, ...] = ()
+        super().__init__()
         self._handles: list[RemovableHandle] = []
         self._stack = _Stack()
-        self._lock = threading.Lock()
+        self._under_way: weakref.WeakSet[_Step] = weakref.WeakSet()  # of all threads
 
-    def subscribe(self, listener: StepListener) -> None:
-        """Tell this listener of the steps that it follows."""
-        with self._lock:
-            self._listeners = (*self._listeners, listener)
-            if not self._handles:
-                self._handles = [
-                    register_optimizer_step_pre_hook(self._before),
-                    register_optimizer_step_post_hook(self._after),
-                ]
+    def _install(self) -> None:
+        if not self._handles:
+            self._handles = [
+                register_optimizer_step_pre_hook(self._before),
+                register_optimizer_step_post_hook(self._after),
+            ]
 
-    def unsubscribe(self, listener: StepListener) -> None:
-        """Tell it no more. Idempotent. The hooks go with the last listener."""
-        with self._lock:
-            self._listeners = tuple(other for other in self._listeners if other is not listener)
-            # torch is iterating over its hooks when a step is under way in this thread, and a dictionary must not
-            # change meanwhile: the hooks then stay, doing nothing, until the next subscriber leaves.
-            if not self._listeners and not self._stack.steps:
-                for handle in self._handles:
-                    handle.remove()
-                self._handles = []
+    def _uninstall(self) -> None:
+        # Steps that have begun are to be ended. And while any thread steps, watched or not, torch goes through its
+        # hooks, and raises where they change and one is still to come. Then ours stay, doing nothing, until the last
+        # listener leaves another time.
+        are_alone = len(_global_optimizer_pre_hooks) == len(_global_optimizer_post_hooks) == 1
+        if are_alone and not self._under_way:
+            for handle in self._handles:
+                handle.remove()
+            self._handles = []
 
     @dynamo_disabled
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -128,6 +127,7 @@ class StepHooks:
             ]
         step = _Step(optimizer, frame, current_graph_task() != -1, listeners)
         self._stack.steps.append(step)
+        self._under_way.add(step)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
         if not callable(closure):
             # Torch runs the global hooks first. What an optimizer's own ones, or later global ones, do to the gradients
@@ -151,14 +151,14 @@ class StepHooks:
             return  # not followed, or watched only since it began
         while steps:
             step = steps.pop()
-            _end(step)
+            self._end(step)
             if step.optimizer is optimizer:
                 break
 
     def _others_follow(self, optimizer: Optimizer) -> bool:
         """Whether hooks of others run between this one and the step."""
-        newest = next(reversed(_global_optimizer_pre_hooks), None)
-        return bool(optimizer._optimizer_step_pre_hooks) or newest != self._handles[0].id
+        newest = list(_global_optimizer_pre_hooks.values())[-1:]  # at once: another thread may change them
+        return bool(optimizer._optimizer_step_pre_hooks) or newest != [self._before]
 
     def _drop_raised(self, frame: FrameType) -> None:
         """End the steps that raised: their frames are not in the call stack any more."""
@@ -171,21 +171,21 @@ class StepHooks:
             callers.add(caller)
             caller = caller.f_back
         while steps and steps[-1].frame not in callers:
-            _end(steps.pop())
+            self._end(steps.pop())
 
     def drop_raised(self) -> None:
         """The same, from a place that is not a step: a step that raised must not mute the backwards after it."""
         if self._stack.steps:
             self._drop_raised(sys._getframe(0))
 
-
-def _end(step: _Step) -> None:
-    if step.last_hook is not None:
-        step.last_hook.remove()
-    for listener in step.muted:
-        listener.mute(False)
-    for listener in step.listeners:
-        listener.after_step(step.optimizer, inside_backward=step.inside_backward)
+    def _end(self, step: _Step) -> None:
+        self._under_way.discard(step)
+        if step.last_hook is not None:
+            step.last_hook.remove()
+        for listener in step.muted:
+            listener.mute(False)
+        for listener in step.listeners:
+            listener.after_step(step.optimizer, inside_backward=step.inside_backward)
 
 
 def _measured_at_first_return(closure: Callable[[], Any], step: _Step) -> Callable[[], Any]:
