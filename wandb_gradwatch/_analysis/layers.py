@@ -23,7 +23,7 @@ class ModuleKinds:
         of_parameter: [P] the module's place of each parameter.
         is_bias: [P] True for a bias.
         has_bias: [L] True where one of the module's parameters is a bias.
-        order: [P] parameters sorted by their module.
+        order: [P] parameters sorted by their module; a slice of all where they are already, which copies nothing.
         starts: [L] where each module begins in that order.
     """
 
@@ -31,7 +31,7 @@ class ModuleKinds:
     of_parameter: npt.NDArray[np.intp]
     is_bias: npt.NDArray[np.bool_]
     has_bias: npt.NDArray[np.bool_]
-    order: npt.NDArray[np.intp]
+    order: npt.NDArray[np.intp] | slice
     starts: npt.NDArray[np.intp]
 
 
@@ -46,7 +46,8 @@ def modules_of(names: tuple[str, ...]) -> ModuleKinds:
     has_bias_L[of_P[is_bias_P]] = True
     order_P = np.argsort(of_P, kind="stable")
     starts_L = np.searchsorted(of_P[order_P], np.arange(len(places)))
-    return ModuleKinds(tuple(places), of_P, is_bias_P, has_bias_L, order_P, starts_L)
+    is_sorted = bool((np.diff(order_P) == 1).all())
+    return ModuleKinds(tuple(places), of_P, is_bias_P, has_bias_L, slice(None) if is_sorted else order_P, starts_L)
 
 
 def module_norms(snapshot: Snapshot) -> tuple[tuple[str, ...], FloatArray]:
@@ -69,13 +70,14 @@ def dead_units(snapshot: Snapshot) -> tuple[tuple[str, ...], FloatArray]:
     modules = modules_of(snapshot.names)
     dead_SP = snapshot.dead_ratio[:, modules.order]
     least_SL = np.fmin.reduceat(dead_SP, modules.starts, axis=1)
-    whole_SL = np.where(modules.has_bias, least_SL, (least_SL == 1.0).astype(np.float64))
-    return modules.names, np.where(np.isnan(least_SL), np.nan, whole_SL)
+    return modules.names, np.where(modules.has_bias | np.isnan(least_SL), least_SL, least_SL == 1.0)
 
 
 def without_inputs(snapshot: Snapshot) -> npt.NDArray[np.bool_]:
     """Modules whose weights have no gradient while their bias has one: all that reaches them is 0. [S, L]."""
     modules = modules_of(snapshot.names)
+    if not (snapshot.dead_ratio == 1.0).any():  # as nearly always
+        return np.zeros((len(snapshot), len(modules.names)), dtype=bool)
     dead_SP = snapshot.dead_ratio[:, modules.order]
     is_bias_P = modules.is_bias[modules.order]
     weights_SL = np.fmin.reduceat(np.where(is_bias_P, np.nan, dead_SP), modules.starts, axis=1)

@@ -29,10 +29,12 @@ class PerName:
 
     def of(self, names: tuple[str, ...]) -> FloatArray:
         """The numbers of these names, to be changed in place: [P]."""
-        if names != self._names:
-            known = self._elsewhere | dict(zip(self._names, self._values_P.tolist(), strict=True))
-            self._values_P = np.array([known.pop(name, self.default) for name in names], dtype=np.float64)
-            self._names, self._elsewhere = names, known
+        if names is not self._names:  # nearly always the same tuple: 150 names take longer to compare than to use
+            if names != self._names:
+                known = self._elsewhere | dict(zip(self._names, self._values_P.tolist(), strict=True))
+                self._values_P = np.array([known.pop(name, self.default) for name in names], dtype=np.float64)
+                self._elsewhere = known
+            self._names = names
         return self._values_P
 
     def state_dict(self) -> dict[str, float]:
@@ -52,6 +54,9 @@ class Streaks:
 
     def __init__(self) -> None:
         self._seen, self._before, self._row = PerName(), PerName(), PerName()
+        self._names: tuple[str, ...] = ()
+        self._is_so = False  # for any of these names, in the last sample
+        self._num_quiet = 0  # samples of all these names, so for none of them, that are still to be added to _seen
 
     def row(self, names: tuple[str, ...]) -> FloatArray:
         """Samples in a row up to now: [P]."""
@@ -59,34 +64,52 @@ class Streaks:
 
     def see(
         self, names: tuple[str, ...], is_so_P: npt.NDArray[np.bool_], present_P: npt.NDArray[np.bool_] | None = None
-    ) -> tuple[FloatArray, FloatArray, FloatArray]:
+    ) -> tuple[FloatArray, FloatArray, FloatArray] | None:
         """Note one more sample of what is present in it.
 
         Returns:
-            [P] each: samples in a row up to now, samples before these, and the chance of these by those.
+            [P] each: samples in a row up to now, samples before these, and the chance of these by those; None where it
+            is so for none.
         """
-        seen_P, so_P, row_P = self._seen.of(names), self._before.of(names), self._row.of(names)
+        is_all = present_P is None or bool(present_P.all())
+        if is_all and not is_so_P.any():
+            self.end(names, 1)
+            return None
+        seen_P, so_P, row_P = self._settled(names)
         present_P = np.ones(len(names), dtype=bool) if present_P is None else present_P
         ended_P = present_P & ~is_so_P
         so_P[ended_P] += row_P[ended_P]
         row_P[ended_P], row_P[is_so_P] = 0, row_P[is_so_P] + 1
         seen_P[present_P] += 1
         before_P = seen_P - row_P
+        self._is_so = True
         return row_P, before_P, ((so_P + 1) / (before_P + 2)) ** row_P
 
     def end(self, names: tuple[str, ...], num_samples: int) -> None:
         """Note samples in which it was so for none of the names, the same as `see` would."""
-        seen_P, so_P, row_P = self._seen.of(names), self._before.of(names), self._row.of(names)
-        so_P += row_P
-        row_P[:] = 0
-        seen_P += num_samples
+        if self._is_so or names is not self._names:
+            _, so_P, row_P = self._settled(names)
+            so_P += row_P
+            row_P[:] = 0
+            self._is_so = False
+        self._num_quiet += num_samples
+
+    def _settled(self, names: tuple[str, ...]) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """What was seen, what was so before the row, and the row: [P] each."""
+        if self._num_quiet:
+            self._seen.of(self._names)[:] += self._num_quiet
+            self._num_quiet = 0
+        self._names = names
+        return self._seen.of(names), self._before.of(names), self._row.of(names)
 
     def state_dict(self) -> dict[str, dict[str, float]]:
+        self._settled(self._names)
         return {"seen": self._seen.state_dict(), "before": self._before.state_dict(), "row": self._row.state_dict()}
 
     def load_state_dict(self, state: dict[str, dict[str, float]]) -> None:
         for name, kept in (("seen", self._seen), ("before", self._before), ("row", self._row)):
             kept.load_state_dict(state[name])
+        self._names, self._is_so, self._num_quiet = (), True, 0
 
 
 class Kinds:

@@ -27,16 +27,20 @@ class Movement:
 
         NaN where nothing can be compared, infinite where an element is not finite any more that was.
         """
-        after_P, kept_P = snapshot.column(Column.PARAM_SUM_SQ)[sample], self._sum_sq.of(snapshot.names)
-        before_P, num_steps = kept_P.copy(), int(snapshot.steps[sample]) - self._step
-        kept_P[:], self._step = after_P, int(snapshot.steps[sample])
-        both_P = ~np.isnan(after_P) & ~np.isnan(before_P)
+        after_P, before_P = snapshot.column(Column.PARAM_SUM_SQ)[sample], self._sum_sq.of(snapshot.names)
+        before, after = float(before_P.sum()), float(after_P.sum())
+        if math.isnan(before + after):  # some are not in both
+            both_P = ~np.isnan(after_P) & ~np.isnan(before_P)
+            before, after = float(before_P[both_P].sum()), float(after_P[both_P].sum())
+        before_P[:] = after_P
+        num_steps, self._step = int(snapshot.steps[sample]) - self._step, int(snapshot.steps[sample])
         broken_P = snapshot.column(Column.PARAM_NUM_NONFINITE)[sample]
-        already, num_broken = self._num_broken, float(broken_P.sum(where=broken_P > 0))
+        already, num_broken = self._num_broken, float(broken_P.sum())
+        if math.isnan(num_broken):
+            num_broken = float(np.nansum(broken_P))
         self._num_broken = num_broken
         if num_broken > already:
             return math.inf
-        before, after = float(before_P[both_P].sum()), float(after_P[both_P].sum())
         if not before > 0 or not after > 0 or num_steps < 1:
             return math.nan
         change = math.expm1(min(0.5 * math.log(after / before) / num_steps, 700.0))

@@ -39,6 +39,8 @@ class OptimizerRegistry:
         self._by_key: dict[int, weakref.ref[Optimizer]] = {}
         self._num_keys = 0
         self._version = registry.version  # of the names when every optimizer was looked at
+        self._named: tuple[object, ...] = ()  # what the names of the last sample were made of
+        self._names = Names((), ())
 
     def known_to_follow(self, optimizer: Optimizer) -> bool | None:
         """Whether it owns anything watched; None if it is new or has changed. Asked at every step."""
@@ -79,11 +81,14 @@ class OptimizerRegistry:
         into. Where no optimizer is known, what is held by one is not known either.
         """
         owner = self._clock.owner
-        trainable = (
-            requires_grad and (not owner or slot in owner or slot in self.left_out)
-            for slot, requires_grad in enumerate(self._registry.trainable)
-        )
-        return Names(tuple(self._registry.names), tuple(trainable))
+        now = (tuple(self._registry.names), tuple(self._registry.trainable), frozenset(owner), frozenset(self.left_out))
+        if now != self._named:  # asked at every sample, and nearly always the same: rules know the tuple again
+            trainable = (
+                requires_grad and (not owner or slot in owner or slot in self.left_out)
+                for slot, requires_grad in enumerate(self._registry.trainable)
+            )
+            self._named, self._names = now, Names(now[0], tuple(trainable))
+        return self._names
 
     def parts(self) -> dict[str, list[int]]:
         """The slots of each of several models; of one model, those of each optimizer, if they step in turn.

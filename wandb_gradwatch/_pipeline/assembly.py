@@ -34,7 +34,7 @@ def snapshot_of(
     return Snapshot(
         steps=np.array([arrived.sample.step for arrived in samples], dtype=np.int64),
         names=known.names,
-        rows=np.stack([padded(arrived.rows, num_names) for arrived in samples]),
+        rows=_together([padded(arrived.rows, num_names) for arrived in samples]),
         histogram=histogram,
         histogram_steps=flush.histogram_steps if flush is not None else (),
         loss_scale=np.array([arrived.loss_scale for arrived in samples]),
@@ -44,6 +44,11 @@ def snapshot_of(
         overhead_ratio=overhead_ratio,
         metric_histograms=merge_histograms(arrived.histograms for arrived in samples),
     )
+
+
+def _together(rows: Sequence[FloatArray]) -> FloatArray:
+    """Rows of several samples: [S, P, C]; those of one are not copied."""
+    return rows[0][None] if len(rows) == 1 else np.stack(rows)
 
 
 def with_totals(snapshot: Snapshot, parts: Mapping[str, Sequence[int]]) -> Snapshot:

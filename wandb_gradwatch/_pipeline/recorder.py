@@ -54,7 +54,7 @@ class FlightRecorder:
     """Keep the last samples of every layer on the host, with the user's notes and the alerts.
 
     Memory is bounded: `max_samples` rows of 13 numbers per parameter (27 MB for 1000 parameters and 256 samples), one
-    histogram, the newest. A sample is copied in: the window that it came from can be freed.
+    histogram, the newest. A sample is copied out of its window, which can be freed.
 
     Args:
         max_samples: how many samples, and notes, are kept.
@@ -70,7 +70,7 @@ class FlightRecorder:
     def add(self, snapshot: Snapshot) -> None:
         """Keep these samples; of more than `max_samples` the newest."""
         for index in range(max(len(snapshot) - self.max_samples, 0), len(snapshot)):
-            self._samples.append(snapshot.sample(index))  # indexing with a list copies
+            self._samples.append(snapshot.sample(index))
         self.picture(snapshot)
 
     def picture(self, snapshot: Snapshot) -> None:

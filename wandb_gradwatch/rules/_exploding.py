@@ -161,7 +161,7 @@ class ExplodingGradient:
         bad_S = snapshot.has_nonfinite
         healthy: list[int] = []  # whose layers are not learnt yet
         for sample in np.flatnonzero((bad_S | (snapshot.total_grad_norm > 0)) & ~snapshot.skipped).tolist():
-            kind = self._kinds.of(snapshot.names, ~np.isnan(snapshot.num_elements[sample]))
+            kind = self._kinds.of(snapshot.names, snapshot.present[sample])
             past = self._pasts.setdefault(kind, _Past())
             moved = self._movements.setdefault(kind, Movement()).of(snapshot, sample) > _MOVED
             found = self._broken(past) if bad_S[sample] else self._judge(snapshot, sample, past, moved)
@@ -174,19 +174,22 @@ class ExplodingGradient:
                 yield self._alert(snapshot, sample, found)
         self._learn_layers(snapshot, healthy)
 
-    def _log_limit(self, past: _Past) -> float:
+    def _log_limit(self, past: _Past, log_norm: float) -> float:
+        """Above which a norm is too large; for one that is below anyhow, a lower number will do."""
         if self.record_factor is None or not past.num_survived:
             return math.inf
         if past.num_survived < _FIRST:
             return past.record + math.log(self.first_factor)
-        usual = statistics.median(past.norms)
-        return max(past.record + math.log(self.record_factor), usual + math.log(self.min_factor))
+        survived = past.record + math.log(self.record_factor)
+        if log_norm <= survived:  # as nearly always: a median takes longer than all else here
+            return survived
+        return max(survived, statistics.median(past.norms) + math.log(self.min_factor))
 
     def _judge(self, snapshot: Snapshot, sample: int, past: _Past, moved: bool) -> _Found | None:
         """What is wrong with the total norm, or None; the past learns of it."""
         norm, step = float(snapshot.total_grad_norm[sample]), int(snapshot.steps[sample])
         before = past.norms[-1] if past.norms else math.inf
-        limit = self._log_limit(past)
+        limit = self._log_limit(past, _log(norm))
         past.see(_log(norm))
         if self.threshold is not None and norm > self.threshold:
             words = f"the gradient norm is {number(norm)}, above the threshold {number(self.threshold)}"

@@ -53,7 +53,9 @@ class LossSpike:
         check_limits(self, stays=(1.0, math.inf), adapt_after=(1.0, math.inf))
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
-        loss_S = snapshot.metrics.get(keys.LOSS, np.full(len(snapshot), np.nan))
+        loss_S = snapshot.metrics.get(keys.LOSS)
+        if loss_S is None:
+            return
         for sample in np.flatnonzero(np.isfinite(loss_S) & ~snapshot.skipped).tolist():
             loss, norm = float(loss_S[sample]), float(snapshot.total_grad_norm[sample])
             # The limit is above the largest of the past: most losses need none.

@@ -144,7 +144,9 @@ class NonFiniteLoss:
     title: ClassVar[str] = "Non-finite loss"
 
     def check(self, snapshot: Snapshot) -> Iterator[Alert]:
-        counts_S = snapshot.metrics.get(keys.NUM_NONFINITE_LOSS, np.zeros(len(snapshot)))
+        counts_S = snapshot.metrics.get(keys.NUM_NONFINITE_LOSS)
+        if counts_S is None or not (counts_S > 0).any():
+            return
         bad_parameters_S = np.nansum(snapshot.column(Column.PARAM_NUM_NONFINITE), axis=1) > 0
         finite_S = ~snapshot.has_nonfinite & ~bad_parameters_S
         for sample in np.flatnonzero((counts_S > 0) & finite_S & (~snapshot.skipped | snapshot.left_out)).tolist():

@@ -54,6 +54,8 @@ class PoorInitialisation:
         check_limits(self, max_gain=positive, min_gain=positive, max_rms=positive, max_recurrent_gain=positive)
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
+        if self._is_over:
+            return
         for sample in np.flatnonzero(snapshot.total_grad_norm > 0).tolist():
             if self._is_over or snapshot.steps[sample] > 2:
                 self._is_over = True
@@ -122,7 +124,10 @@ class LargeInputs:
         check_limits(self, max_scale=(0.0, math.inf))
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
-        for sample in np.flatnonzero((snapshot.total_grad_norm > 0) & (snapshot.steps <= 2)).tolist():
+        is_first_S = snapshot.steps <= 2
+        if not is_first_S.any():
+            return
+        for sample in np.flatnonzero((snapshot.total_grad_norm > 0) & is_first_S).tolist():
             found = input_scale(snapshot, sample)
             self._num_large += found is not None and found[1] > self.max_scale
             if found is not None and found[1] > self.max_scale and self._num_large == 2:
@@ -192,7 +197,11 @@ class FastParameters:
 
     def _left(self, snapshot: Snapshot, sample: int) -> float:
         """What is left of the parameters' largest norm: of those that are there from the first sample on."""
-        norm_P, largest_P = snapshot.param_norm[sample], self._largest.of(snapshot.names)
+        largest_P = self._largest.of(snapshot.names)
+        left_sq = float(snapshot.column(Column.PARAM_SUM_SQ)[sample].sum(where=largest_P > 0))
+        if left_sq > 0 and snapshot.column_sums[sample, Column.PARAM_NUM_NONFINITE] == 0:  # as nearly always: all here
+            return math.sqrt(left_sq / float(largest_P @ largest_P))
+        norm_P = snapshot.param_norm[sample]
         if not largest_P.any():
             np.copyto(largest_P, norm_P, where=norm_P > 0)
         here_P = (largest_P > 0) & (norm_P >= 0)
@@ -303,4 +312,4 @@ def _constant(snapshot: Snapshot, sample: int, gains: Mapping[str, float]) -> li
 
 def _is_small(snapshot: Snapshot, sample: int) -> bool:
     """Whether the model has so few parameters that a norm says nothing about them."""
-    return bool(snapshot.total.num_elements[sample, 0] < _MIN_ELEMENTS)
+    return bool(snapshot.column_sums[sample, Column.NUM_ELEMENTS] < _MIN_ELEMENTS)

@@ -165,24 +165,34 @@ class DeadGradient:
             if snapshot.total_grad_norm[sample] < _ARRIVED * self._largest:
                 continue
             share_L = share_SL[sample]
-            present_L, all_dead_L = ~np.isnan(share_L), share_L == 1.0
-            row_L, before_L, chance_L = self._dead.see(modules, all_dead_L, present_L)
-            suddenly_L = all_dead_L & (row_L >= 2)
-            if suddenly_L.any():
-                suddenly_L &= (chance_L < _CHANCE) | self._from_the_start(
-                    snapshot, sample, suddenly_L & (before_L == 0)
-                )
+            present_L = ~np.isnan(share_L)
             self._recent.append(share_L)
             if len(self._recent) > self.patience:
                 self._recent.popleft()
-            dead_L = suddenly_L | self._are_the_same(snapshot, sample)
-            row_L, before_L, chance_L = self._empty.see(modules, empty_SL[sample], present_L)
-            empty_L = empty_SL[sample] & (chance_L < _CHANCE) & (row_L >= 2) & (before_L >= self.patience)
+            dead_L = self._have_died(snapshot, sample, modules, present_L) | self._are_the_same(snapshot, sample)
+            empty = self._empty.see(modules, empty_SL[sample], present_L)
             if dead_L.any():
                 yield self._alert(snapshot, sample, share_L, np.flatnonzero(dead_L)[::-1].tolist())
-            elif empty_L.any():
-                first = int(np.flatnonzero(empty_L)[0])
-                yield self._empty_alert(int(snapshot.steps[sample]), modules, first, int(row_L[first]), present_L)
+            elif empty is not None:
+                row_L, before_L, chance_L = empty
+                empty_L = empty_SL[sample] & (chance_L < _CHANCE) & (row_L >= 2) & (before_L >= self.patience)
+                if empty_L.any():
+                    first = int(np.flatnonzero(empty_L)[0])
+                    yield self._empty_alert(int(snapshot.steps[sample]), modules, first, int(row_L[first]), present_L)
+
+    def _have_died(
+        self, snapshot: Snapshot, sample: int, modules: tuple[str, ...], present_L: npt.NDArray[np.bool_]
+    ) -> npt.NDArray[np.bool_]:
+        """Layers without any gradient, for longer than chance has it."""
+        all_dead_L: npt.NDArray[np.bool_] = self._recent[-1] == 1.0
+        seen = self._dead.see(modules, all_dead_L, present_L)
+        if seen is None:
+            return all_dead_L
+        row_L, before_L, chance_L = seen
+        suddenly_L = all_dead_L & (row_L >= 2)
+        if suddenly_L.any():
+            suddenly_L &= (chance_L < _CHANCE) | self._from_the_start(snapshot, sample, suddenly_L & (before_L == 0))
+        return suddenly_L
 
     def _are_the_same(self, snapshot: Snapshot, sample: int) -> npt.NDArray[np.bool_]:
         """Layers with too many dead units in each of the last samples, so equally many that they must be the same."""
@@ -304,16 +314,17 @@ class NoGradient:
         check_limits(self, patience=from_1, lost_patience=from_1, zero_patience=from_1)
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
-        missing_SP = np.isnan(snapshot.num_elements)
-        if not missing_SP.any() and (snapshot.total_grad_norm > 0).all():  # as nearly always: no sample needs a look
+        if snapshot.present.all() and (snapshot.total_grad_norm > 0).all():  # as nearly always: no sample needs a look
             self._is_often_zero |= self._num_zero > 0
             self._missing.end(snapshot.names, len(snapshot))
             self._num_zero = 0
             return
-        for sample, missing_P in enumerate(missing_SP):
-            row_P, before_P, chance_P = self._missing.see(snapshot.names, missing_P)
-            late_P = row_P >= self.patience
-            late_P |= (row_P >= self.lost_patience) & (before_P >= _MIN_BEFORE) & (chance_P < _LOST_CHANCE)
+        for sample, missing_P in enumerate(~snapshot.present):
+            late_P, seen = missing_P, self._missing.see(snapshot.names, missing_P)
+            if seen is not None:
+                row_P, before_P, chance_P = seen
+                late_P = row_P >= self.patience
+                late_P |= (row_P >= self.lost_patience) & (before_P >= _MIN_BEFORE) & (chance_P < _LOST_CHANCE)
             all_zero = snapshot.total_grad_norm[sample] == 0 and not np.any(snapshot.num_nonfinite[sample] > 0)
             self._is_often_zero |= self._num_zero > 0 and not all_zero
             self._num_zero = self._num_zero + 1 if all_zero else 0

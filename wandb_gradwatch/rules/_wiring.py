@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from .._analysis.formatting import listing
+from .._analysis.memory import PerName
 from .._measure.columns import Column
 from ..snapshot import Snapshot, keys
 from ._base import Alert, check_limits, finding
@@ -89,7 +90,7 @@ class UnchangedParameters:
     """
 
     patience: int = 100
-    _sum_sq: dict[str, float] = field(default_factory=dict, init=False, repr=False)
+    _sum_sq: PerName = field(default_factory=lambda: PerName(math.nan), init=False, repr=False)
     _num_unchanged: int = field(default=0, init=False)
     _since: int = field(default=0, init=False)  # the step of the newest sample whose parameters are not those before it
     _largest: float = field(default=0.0, init=False)
@@ -100,19 +101,18 @@ class UnchangedParameters:
         check_limits(self, patience=(2.0, math.inf))
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
-        sum_sq_SP, norm_S = snapshot.column(Column.PARAM_SUM_SQ), snapshot.total_grad_norm
+        norm_S = snapshot.total_grad_norm
         bad_S = snapshot.has_nonfinite
         for sample in np.flatnonzero(((norm_S > 0) | bad_S) & ~snapshot.skipped & ~snapshot.guarded).tolist():
             norm = 0.0 if bad_S[sample] else float(norm_S[sample])  # a NaN is told by others, and begins the count anew
             self._largest = max(self._largest, norm)
-            now = {
-                name: value
-                for name, value in zip(snapshot.names, sum_sq_SP[sample].tolist(), strict=True)
-                if not math.isnan(value)
-            }
-            both = now.keys() & self._sum_sq.keys()
-            same = bool(both) and all(now[name] == self._sum_sq[name] for name in both) and any(map(now.get, both))
-            self._sum_sq = now
+            now_P, before_P = snapshot.column(Column.PARAM_SUM_SQ)[sample], self._sum_sq.of(snapshot.names)
+            same_P = now_P == before_P
+            same = bool(same_P.any())  # nearly always all of them have changed
+            if same:  # what is missing in either says nothing
+                unknown_P = np.isnan(now_P) | np.isnan(before_P)
+                same = bool((same_P | unknown_P).all() and now_P[same_P].any())
+            before_P[:] = now_P
             self._num_unchanged = self._num_unchanged + 1 if same and norm > _CONVERGED * self._largest else 0
             step = int(snapshot.steps[sample])
             if not self._num_unchanged:
@@ -132,12 +132,12 @@ class UnchangedParameters:
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "sum_sq": dict(self._sum_sq), "num_unchanged": self._num_unchanged, "since": self._since,
+            "sum_sq": self._sum_sq.state_dict(), "num_unchanged": self._num_unchanged, "since": self._since,
             "largest": self._largest,
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._sum_sq = {str(name): float(value) for name, value in state["sum_sq"].items()}
+        self._sum_sq.load_state_dict(state["sum_sq"])
         self._num_unchanged, self._since = int(state["num_unchanged"]), int(state["since"])
         self._largest = float(state["largest"])
 

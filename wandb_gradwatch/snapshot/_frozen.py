@@ -14,6 +14,8 @@ Array = TypeVar("Array", bound=np.ndarray)
 
 def frozen(values: Array) -> Array:
     """The same values, which cannot be written through this array."""
+    if not values.flags.writeable:
+        return values
     view = values.view()
     view.flags.writeable = False
     return view

@@ -54,8 +54,10 @@ def _group_key(key: str, group_of: Callable[[str], str]) -> str:
 
 
 def select_samples(snapshot: Snapshot, indices: Sequence[int] | npt.NDArray[np.intp]) -> Snapshot:
-    """Some samples of a snapshot, copied, without the histograms, which nobody can take apart."""
+    """Some samples of a snapshot, copied unless they are all, without the histograms, which nobody can take apart."""
     chosen = list(indices)
+    if chosen == list(range(len(snapshot))):
+        return replace(snapshot, histogram=None, histogram_steps=(), metric_histograms={})
     return replace(
         snapshot,
         steps=snapshot.steps[chosen],

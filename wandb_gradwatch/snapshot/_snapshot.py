@@ -11,12 +11,14 @@ import numpy.typing as npt
 from .._measure.change import MULTIPLIED, is_limit
 from .._measure.columns import (
     CLIP_TOLERANCE,
+    NONFINITE_COLUMNS,
     NUM_BINS,
     NUM_COLUMNS,
     Column,
     FloatArray,
     IntArray,
     histogram_edges,
+    merge_rows,
 )
 from .._measure.probe_values import MetricHistogram
 from . import keys
@@ -89,6 +91,20 @@ class Snapshot:
     def column(self, column: Column) -> FloatArray:
         """One raw column: [S, P]."""
         return self.rows[..., column]
+
+    @derived
+    def column_sums(self) -> FloatArray:
+        """Each column that merges by adding, over the names that are present: [S, C]; the others mean nothing here."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            sums_SC: FloatArray = np.add.reduce(self.rows, axis=1)
+            absent = np.isnan(sums_SC[:, Column.NUM_ELEMENTS])
+            return merge_rows(self.rows, axis=1) if absent.any() else sums_SC
+
+    @derived
+    def present(self) -> npt.NDArray[np.bool_]:
+        """Where a gradient arrived: [S, P]."""
+        present: npt.NDArray[np.bool_] = ~np.isnan(self.num_elements)
+        return present
 
     # ---- one name at one sample, before clipping where nothing else is said: all [S, P]
 
@@ -195,6 +211,8 @@ class Snapshot:
         return self._share(Column.NUM_ZERO)
 
     def _share(self, column: Column) -> FloatArray:
+        if self.num_elements.min(initial=1) > 0 and not self.has_nonfinite.any():  # as nearly always; NaN: absent
+            return self.column(column) / self.num_elements
         return np.where(self.num_finite == 0, np.nan, ratio(self.column(column), self.num_elements))
 
     @derived
@@ -218,12 +236,19 @@ class Snapshot:
     @derived
     def total_grad_norm(self) -> FloatArray:
         """L2 norm over everything watched: [S]."""
-        return self.total.grad_norm[:, 0] if self.names else np.full(len(self), np.nan)
+        return self._total_norm(Column.GRAD_SUM_SQ)
 
     @derived
     def total_grad_norm_clipped(self) -> FloatArray:
         """L2 norm of everything that the optimizers received: [S]."""
-        return self.total.grad_norm_clipped[:, 0] if self.names else np.full(len(self), np.nan)
+        return self._total_norm(Column.RECEIVED_SUM_SQ)
+
+    def _total_norm(self, column: Column) -> FloatArray:
+        if not self.names:
+            return np.full(len(self), np.nan)
+        if too_small(self.column_sums[:, Column.GRAD_SUM_SQ]) is not None:
+            return self.total._norm(column)[:, 0]
+        return np.sqrt(self.column_sums[:, column])
 
     @derived
     def clipped(self) -> FloatArray:
@@ -257,11 +282,15 @@ class Snapshot:
     @derived
     def arose_after_backward(self) -> npt.NDArray[np.bool_]:
         """True where all that the backward left was finite, and an optimizer received NaN or Inf: [S]."""
+        if not self.has_nonfinite.any():
+            return self.has_nonfinite
         return self.has_nonfinite & ~self._any_above_0(Column.NUM_NAN, Column.NUM_INF)
 
     @derived
     def has_nonfinite(self) -> npt.NDArray[np.bool_]:
         """True where the backward left NaN or Inf, or an optimizer received some: [S]."""
+        if not self.column_sums[:, NONFINITE_COLUMNS].any():  # NaN, where something could not be seen, is any
+            return np.zeros(len(self), dtype=bool)
         received_S = self._any_above_0(Column.RECEIVED_NUM_NAN, Column.RECEIVED_NUM_INF)
         return received_S | self._any_above_0(Column.NUM_NAN, Column.NUM_INF)
 

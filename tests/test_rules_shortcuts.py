@@ -1,0 +1,133 @@
+"""Rules look closely only at what is unusual: a look at everything finds the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from wandb_gradwatch._measure.columns import NUM_COLUMNS, Column
+from wandb_gradwatch.rules import default_rules
+from wandb_gradwatch.snapshot import Snapshot, keys
+
+# S samples, P parameters, C columns
+
+LAYERS, STEPS, FAULT = 8, 180, 60
+NAMES = tuple(f"layers.{number}.{part}" for number in range(LAYERS) for part in ("weight", "bias"))
+SIZE_P = np.array([4096.0, 64.0] * LAYERS)
+
+Change = Callable[[np.ndarray, dict[str, np.ndarray]], None]  # of rows [S, P, C] from the fault on, and of all metrics
+
+
+def training(change: Change) -> Snapshot:
+    """Layers of norms that scatter by a tenth, every step another, whose parameters grow slowly; then a fault."""
+    chance = np.random.default_rng(0)
+    norm_SP = np.exp(np.linspace(-3, -2, len(NAMES)) + chance.normal(0, 0.1, (STEPS, len(NAMES))))
+    rows = np.zeros((STEPS, len(NAMES), NUM_COLUMNS))
+    rows[..., Column.NUM_ELEMENTS] = SIZE_P
+    rows[..., Column.NUM_ZERO] = rows[..., Column.NUM_DEAD] = np.round(0.2 * SIZE_P)
+    rows[..., Column.GRAD_SUM] = 0.1 * norm_SP
+    rows[..., Column.GRAD_SUM_SQ] = rows[..., Column.RECEIVED_SUM_SQ] = norm_SP**2
+    rows[..., Column.GRAD_MIN], rows[..., Column.GRAD_MAX] = -norm_SP / 3, norm_SP / 3
+    rows[..., Column.GRAD_ABS_MIN_NONZERO] = norm_SP / 1000
+    rows[..., Column.PARAM_SUM_SQ] = SIZE_P / 64 + 1e-4 * np.arange(STEPS)[:, None]
+    metrics = {keys.LOSS: 2.0 + chance.normal(0, 0.01, STEPS), keys.NUM_NONFINITE_LOSS: np.zeros(STEPS)}
+    change(rows[FAULT:], metrics)
+    return Snapshot(steps=np.arange(1, STEPS + 1), names=NAMES, rows=rows, metrics=metrics)
+
+
+def times(factor: np.ndarray | float, which: slice = slice(None)) -> Change:
+    """The norms of these parameters are multiplied, from the fault on."""
+
+    def change(rows: np.ndarray, _: dict[str, np.ndarray]) -> None:
+        for column, power in ((Column.GRAD_SUM_SQ, 2), (Column.RECEIVED_SUM_SQ, 2), (Column.GRAD_MAX, 1)):
+            rows[:, which, column] *= np.asarray(factor).reshape(-1, 1) ** power
+
+    return change
+
+
+def put(column: Column, values: np.ndarray | float, which: slice = slice(None), since: int = 0) -> Change:
+    """A column of these parameters has these values, from the fault on."""
+
+    def change(rows: np.ndarray, _: dict[str, np.ndarray]) -> None:
+        rows[since:, which, column] = values
+
+    return change
+
+
+def loses_its_gradient(rows: np.ndarray, _: dict[str, np.ndarray]) -> None:
+    rows[:, 6:8] = np.nan
+
+
+def fades(rows: np.ndarray, _: dict[str, np.ndarray]) -> None:
+    rows[..., Column.GRAD_SUM_SQ] *= np.repeat(10.0 ** np.arange(-LAYERS, 0), 2) ** 2
+
+
+def grows(rows: np.ndarray, _: dict[str, np.ndarray]) -> None:
+    rows[..., Column.PARAM_SUM_SQ] *= 1.5 ** np.minimum(np.arange(len(rows)), 40)[:, None]
+
+
+def shrinks(rows: np.ndarray, _: dict[str, np.ndarray]) -> None:
+    rows[..., Column.PARAM_SUM_SQ] *= 1e-3
+
+
+def is_not_finite(rows: np.ndarray, metrics: dict[str, np.ndarray]) -> None:
+    metrics[keys.NUM_NONFINITE_LOSS][FAULT:] = 1
+
+
+def rises(rows: np.ndarray, metrics: dict[str, np.ndarray]) -> None:
+    metrics[keys.LOSS][FAULT:] = 9
+
+
+NUM_LEFT = STEPS - FAULT
+FAULTS: dict[str, tuple[Change, str]] = {
+    "NaN": (put(Column.NUM_NAN, 1.0, slice(3, 4)), "NaN gradient"),
+    "Inf": (put(Column.NUM_INF, 1.0, slice(3, 4)), "Inf gradient"),
+    "one spike": (times(np.where(np.arange(NUM_LEFT) == 5, 1e3, 1.0)), "Exploding gradient"),
+    "a new level": (times(50.0), "Exploding gradient"),
+    "a steady rise": (times(1.2 ** np.arange(NUM_LEFT)), "Exploding gradient"),
+    "a cliff": (times(1e-9), "Vanishing gradient"),
+    "fading by layer": (fades, "Vanishing gradient"),
+    "a dead layer": (put(Column.NUM_DEAD, SIZE_P[4:6], slice(4, 6)), "Dead gradient"),
+    "dead units": (put(Column.NUM_DEAD, SIZE_P[4:6] * 0.75, slice(4, 6)), "Dead gradient"),
+    "no inputs": (put(Column.NUM_DEAD, SIZE_P[4], slice(4, 5)), "Dead gradient"),
+    "no gradient": (loses_its_gradient, "No gradient"),
+    "unchanged": (put(Column.PARAM_SUM_SQ, SIZE_P), "Parameters unchanged"),
+    "one unchanged": (put(Column.PARAM_SUM_SQ, 1.0, slice(4, 5)), ""),
+    "growing parameters": (grows, "Parameters grow too fast"),
+    "shrunk parameters": (shrinks, "Parameters shrink"),
+    "tight clipping": (put(Column.RECEIVED_SUM_SQ, 1e-9), "Clipping too tight"),
+    "a broken parameter": (put(Column.PARAM_NUM_NONFINITE, 1.0, slice(2, 3)), ""),
+    "a loss that is not finite": (is_not_finite, "Non-finite loss"),
+    "a new level of the loss": (rises, "Loss spike"),
+    "healthy": (times(1.0), ""),
+}
+
+
+def told(samples: Snapshot) -> list[tuple[int, str, str]]:
+    """Every finding about samples that come one by one: step, title, level."""
+    found = []
+    for rule in default_rules():
+        for sample in range(len(samples)):
+            found += [(alert.step, alert.title, alert.level) for alert in rule.check(samples.sample(sample))]
+    return found
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_frozen_parameter_that_nothing_is_known_of_changes_no_verdict(fault):
+    change, title = FAULTS[fault]
+    complete = training(change)
+    # Where a gradient is missing no rule may take the short way that is for samples of which everything is there.
+    nothing = np.full((STEPS, 1, NUM_COLUMNS), np.nan)
+    incomplete = replace(
+        complete,
+        names=(*NAMES, "frozen"),
+        rows=np.concatenate([complete.rows, nothing], axis=1),
+        trainable=np.array([True] * len(NAMES) + [False]),
+    )
+    expected = told(complete)
+    assert told(incomplete) == expected
+    assert {found[1] for found in expected} == ({title} if title else set())
+    assert all(found[0] > FAULT for found in expected)
