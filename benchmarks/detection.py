@@ -180,7 +180,7 @@ cores, torch {machine["versions"]["torch"]}, commit {machine["commit"]}.
 A tiny MLP, {faults[-1].last:,} steps, {len(faults)} faults at random steps: {"; ".join(kind.name for kind in KINDS)}.
 How many the rules name, and how many steps after the first bad one: the median, and the largest number. "Measures one
 in" is the average over the training; the share of the time is `gradwatch/overhead_ratio`. The first ten steps are
-measured on credit that is paid back from what is earned later: a short training has few samples after them.
+measured on credit, which is paid back with half of what is earned later: a short training has few samples after them.
 
 | cadence | measures one in | share of the time | {titles} |
 | --- | --: | --: | --: | --: | --: |

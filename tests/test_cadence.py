@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import random
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import pytest
 import torch
@@ -55,9 +57,11 @@ def test_the_ladder(steps, expected):
 
 
 def test_a_plan_never_comes_early_and_keeps_to_round_steps():
-    # 30 steps after 40 is 70; the largest round number up to 30 is 20, whose next multiple is 80.
-    assert Plan(every=30).next_sample(40) == 80
+    # 39 steps after 40 is 79; the largest round number up to a quarter of 39 is 5, whose next multiple is 80.
+    assert Plan(every=39).next_sample(40) == 80
     assert Plan(every=1).next_sample(40) == 41
+    assert Plan(every=999).next_sample(40) == 1040  # the next multiple of 200 would be more than 1,000 steps away
+    assert Plan(every=3001).next_sample(40) == 3500
 
 
 # ---- a training with a clock of its own
@@ -73,6 +77,7 @@ class Simulated:
     row: float = 0.0  # seconds
     log_every: int = 50
     step_seconds: Callable[[int], float] = lambda _: STEP
+    once: dict[int, float] = field(default_factory=dict)  # seconds in addition, by the number of the sample, from 0
     budget: Budget = field(default_factory=lambda: Budget(0.01))
     trained: float = 0.0
     spent: float = 0.0
@@ -81,21 +86,26 @@ class Simulated:
 
     def run(self, steps: int, unusual: tuple[int, ...] = ()) -> Simulated:
         self.budget.start(0, 0.0, 0.0)
-        due, plan, in_window, wrote_row = 1, Plan(), 0, False
+        due, plan, in_window, on_rows = 1, Plan(), 0, 0.0
         for number in range(1, steps + 1):
             self.trained += self.step_seconds(number)
             if number >= due:
-                self.spent += self.cost(number)
+                self.spent += self.cost(number) + self.once.get(len(self.sampled), 0.0)
                 self.sampled.append(number)
                 if number in unusual:
                     self.budget.look_closely()
-                plan = self.budget.after_sample(number, self.trained + self.spent, self.spent, wrote_row=wrote_row)
-                due, in_window, wrote_row = plan.next_sample(number), in_window + 1, False
+                plan = self.budget.after_sample(number, self.trained + self.spent, self.spent, on_rows=on_rows)
+                due, in_window, on_rows = plan.next_sample(number), in_window + 1, 0.0
             if number % self.log_every == 0 and in_window >= plan.samples_per_row:
                 self.spent += self.row
                 self.rows.append(number)
-                in_window, wrote_row = 0, True
+                in_window, on_rows = 0, self.row
         return self
+
+    @property
+    def intervals(self) -> list[int]:
+        """Between one sample and the next."""
+        return [later - earlier for earlier, later in pairwise(self.sampled)]
 
     @property
     def share(self) -> float:
@@ -111,10 +121,10 @@ LIMIT = 0.01 * (1 + 1e-9)
 def test_at_most_one_percent_and_all_of_it_where_there_is_something_to_measure(cost, row):
     seen = Simulated(lambda _: cost * STEP, row=cost * row * STEP).run(20_000)
     assert seen.sampled[0] == 1  # every tensor has been seen
-    assert seen.share <= LIMIT
-    # All that 20,000 steps earn is 200 steps' time. A sample and its row may just not be covered at the end;
-    # every step at less than 1 % cannot cost more.
+    # All that 20,000 steps earn is 200 steps' time. A sample and its row may just not be covered at the end, or be one
+    # too many where they take what 1,000 steps earn; every step at less than 1 % cannot cost more.
     last = cost * (1 + row) / 20_000
+    assert seen.share <= LIMIT + last * (cost > 10)
     assert seen.share >= min(0.008, 0.01 - last, cost)
 
 
@@ -122,11 +132,36 @@ def test_at_most_one_percent_and_all_of_it_where_there_is_something_to_measure(c
 @pytest.mark.parametrize("before", COSTS)
 def test_a_cost_that_changes_in_mid_run(before, after):
     seen = Simulated(lambda number: (before if number <= 10_000 else after) * STEP).run(20_000)
-    assert seen.share <= LIMIT
+    assert seen.share <= LIMIT + after / 20_000 * (after > 30)
     # Below 1 % every step is sampled and the rest is not needed; of costs above three steps a sample or a debt of them
     # may be open at the end.
     if min(before, after) >= 0.01 and max(before, after) <= 3:
         assert seen.share >= 0.008
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_has_happened_the_next_sample_comes_as_soon_as_it_is_earned_twice(seed):
+    # What takes long once: a compilation, a page, an alert's words, a disk that hangs: up to 10,000 steps' time.
+    chance = random.Random(seed)
+    once = {number: STEP * 10 ** chance.uniform(0, 4) for number in chance.sample(range(0, 60, 3), 4)} | {0: 500 * STEP}
+    begins = [0, *sorted(chance.randrange(20_000) for _ in range(3))]
+    costs = [10 ** chance.uniform(-2, 0.69) for _ in begins]  # up to 5 steps' time
+    seen = Simulated(
+        lambda n: STEP * next(c for b, c in zip(begins[::-1], costs[::-1], strict=True) if n >= b), once=once
+    )
+    seen.run(40_000)
+    assert max(seen.intervals) <= 1000  # so a NaN that stays is never older
+    # Of one step's time 100 steps earn one percent, 200 twice; a fifth is lost to round numbers, and three samples show
+    # what they cost from now on.
+    settled = [interval for interval, at in zip(seen.intervals, seen.sampled, strict=False) if at > begins[-1] + 5_000]
+    dear = [number in once for number in range(len(seen.sampled))][-len(settled) - 1 : -1]
+    assert all(i <= max(2 * 100 * costs[-1] * 1.25, 2) for i, is_dear in zip(settled, dear, strict=True) if not is_dear)
+
+
+def test_what_takes_long_once_is_paid_back_with_half_of_what_is_earned():
+    # 1,500 steps' time at the first sample: of 200 that 20,000 steps earn half is left for samples of one step's.
+    seen = Simulated(lambda _: STEP, once={0: 1500 * STEP}).run(20_000)
+    assert 80 <= len(seen.sampled) <= 2 + 100
 
 
 @pytest.mark.parametrize("factor", [0.1, 10.0])
@@ -135,16 +170,16 @@ def test_steps_that_become_slower_or_faster(factor):
     assert 0.008 <= seen.share <= LIMIT
 
 
-@pytest.mark.parametrize(("cost", "expected"), [(0.001, 10), (1.0, 10), (10.0, 5), (100.0, 1)])
+@pytest.mark.parametrize(("cost", "expected"), [(0.001, 10), (1.0, 10), (10.0, 5), (100.0, 2)])
 def test_the_first_steps_are_sampled_as_long_as_that_is_paid_back(cost, expected):
-    # 50 steps' time may be owed: five samples of 10 steps, one of 100.
+    # 50 steps' time may be owed: five samples of 10 steps. The second is always taken: the first may be no measure.
     assert Simulated(lambda _: cost * STEP).run(10).sampled == list(range(1, expected + 1))
 
 
 def test_after_the_first_steps_the_debt_is_paid_back_while_samples_go_on():
-    # Ten samples of one step's time: a debt of 1,000 steps' earnings. Silence until then would be no monitor.
+    # Ten samples of one step's time: a debt of 1,000 steps' earnings. Half of them are for further samples: 5, or 4.
     sampled = Simulated(lambda _: STEP).run(2_000).sampled[10:]
-    assert len([number for number in sampled if number <= 1_000]) >= 2
+    assert len([number for number in sampled if number <= 1_000]) >= 4
 
 
 def test_something_unusual_is_looked_at_step_by_step():

@@ -382,7 +382,9 @@ class Watcher:
             self._found.append(Alert("First bad operation", text, step, "ERROR"))
 
     def _deliver(self, *, wait: bool = False) -> None:
-        self._boundary.seconds_spent += self._dispatcher.pop_seconds()
+        on_rows = self._dispatcher.pop_seconds()
+        self._boundary.seconds_spent += on_rows
+        self._parts.schedule.add_rows(on_rows)
         self._say()
         if self._is_new:
             self._is_new = False
@@ -398,6 +400,7 @@ class Watcher:
                 self._pipeline.deliver(wait=wait)
             finally:  # a callback of the user's may raise
                 self._parts.schedule.leave_out(self._rule_runner.pop_seconds_on_alerts())
+                self._parts.schedule.add_rows(self._pipeline.pop_seconds_on_rows())
                 titles = self._dispatcher.pop_titles()
                 if self._replay is not None and not titles.isdisjoint((*NONFINITE_TITLES, LossScaleCollapse.title)):
                     self._replay.arm()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Final
@@ -100,16 +100,23 @@ class Plan:
 
     def next_sample(self, step: int) -> int:
         """The step to be sampled after this one: a multiple of a round number, never too early."""
-        grid = on_ladder(self.every)
-        return -(-(step + self.every) // grid) * grid
+        grid = on_ladder(self.every / 4)
+        following = -(-(step + self.every) // grid) * grid
+        return min(following, step + LONGEST) if self.every <= LONGEST else following
+
+
+LONGEST: Final = 1000  # steps between samples whose cost is earned in half of that, whatever came before
 
 
 class Budget:
     """A bucket of credit: a second of training earns `max_overhead` seconds of monitoring. Pure: time is an argument.
 
-    A sample is planned for when its cost is covered. The first steps are sampled on credit, and the debt is paid back
-    with at least half of what is earned. A tenth of what is earned is put aside for bursts of consecutive samples,
-    until that is enough for one.
+    A sample is taken when what it costs is earned, and in debt when that is earned twice: half of it pays. So whatever
+    a debt comes from, the first steps or a write to a slow disk, the next sample is never further away than that.
+    A tenth of what is earned is put aside for bursts of consecutive samples, until that is enough for one.
+
+    What a sample costs is the middle one of the last three: what takes long once is paid, and not expected again. A
+    sample that took longer than expected may be the first of many: that is seen within 1,000 steps.
 
     Args:
         max_overhead: the monitor's seconds per second of training, 0.01 for one percent.
@@ -120,10 +127,8 @@ class Budget:
 
     FIRST: Final = 10  # steps, all sampled
     BURST: Final = 32  # consecutive samples
-    _DEBT_STEPS: Final = 50  # the first samples may take as long as this many steps
-    _DEBT_SECONDS: Final = 0.25  # or this long, which nobody notices
+    _DEBT_STEPS: Final = 50  # the first samples may take as long as this many steps, all but two
     _SAVED: Final = 0.1  # of what is earned
-    _WEIGHT: Final = 0.2  # of the newest sample in the averages
 
     def __init__(self, max_overhead: float) -> None:
         if isinstance(max_overhead, bool) or not isinstance(max_overhead, int | float) or not 0 < max_overhead < 1:
@@ -135,9 +140,8 @@ class Budget:
         self._num_samples = 0
         self._burst_left = 0
         self._step_seconds: deque[float] = deque(maxlen=5)  # without us; its median ignores an evaluation in between
-        self._cost: float | None = None  # seconds of a sample, its share of the rows included
-        self._cost_without_row: float | None = None
-        self._cost_of_row = 0.0
+        self._costs: deque[float] = deque(maxlen=3)  # seconds of samples, without rows
+        self._costs_of_rows: deque[float] = deque(maxlen=3)
 
     def start(self, step: int, now: float, spent: float) -> None:
         """The training begins after this step."""
@@ -147,24 +151,29 @@ class Budget:
         """Something is unusual: spend what was put aside on consecutive samples."""
         self._burst_left = self.BURST
 
-    def after_sample(self, step: int, now: float, spent: float, *, wrote_row: bool) -> Plan:
+    def after_sample(self, step: int, now: float, spent: float, *, on_rows: float) -> Plan:
         """What to do after a sample.
 
         Args:
             step: the sample's.
             now: seconds, from any zero.
             spent: seconds, by the monitor since the beginning, on the host or on the device.
-            wrote_row: whether a row was written between the last sample and this one.
+            on_rows: seconds of these, since the last sample, that writing a row has taken; 0 where none was written.
         """
         assert self._began is not None
         last, self._last = self._last, (step, now, spent)
         self._num_samples += 1
         latest = max(spent - last[2], 0.0)
-        per_step = max(now - last[1] - latest, 1e-9) / max(step - last[0], 1)
-        self._step_seconds.append(per_step)
-        self._learn_cost(latest, wrote_row=wrote_row)
-        assert self._cost is not None
-        cost, earned_per_step = max(self._cost, latest), self._limit * statistics.median(self._step_seconds)
+        self._step_seconds.append(max(now - last[1] - latest, 1e-9) / max(step - last[0], 1))
+        latest = max(latest - on_rows, 0.0)
+        self._costs.append(latest)
+        if on_rows:
+            self._costs_of_rows.append(on_rows)
+        cost, of_row = _middle(self._costs), _middle(self._costs_of_rows)
+        samples_per_row = min(max(round(of_row / max(cost, 1e-9)), 1), self.BURST)
+        of_row /= samples_per_row
+        cost, latest = cost + of_row, latest + of_row
+        earned_per_step = self._limit * statistics.median(self._step_seconds)
         spent -= self._began[2]
         earned = self._limit * max(now - self._began[1] - spent, 0.0)
         credit = earned - spent - self._forfeited
@@ -172,36 +181,29 @@ class Budget:
         if credit > 2 * self.BURST * cost:
             self._forfeited += credit - 2 * self.BURST * cost
             credit = 2 * self.BURST * cost
-        every = self._steps_until_covered(cost, credit, saved, earned_per_step)
-        allowed = max(self._DEBT_STEPS * earned_per_step / self._limit, self._DEBT_SECONDS)
-        if self._num_samples < self.FIRST and spent + cost <= allowed:
+        every = self._steps_until_earned(cost, credit, saved, earned_per_step)
+        if latest > cost:
+            every = max(every, min(self._steps_until_earned(latest, credit, saved, earned_per_step), LONGEST))
+        is_affordable = spent + cost <= self._DEBT_STEPS * earned_per_step / self._limit
+        # What takes long once does so at the first sample: the second shows what they cost.
+        if self._num_samples < 2 or (self._num_samples < self.FIRST and is_affordable):
             every = 1
         if self._burst_left and credit >= cost:
             self._burst_left, every = self._burst_left - 1, 1
         else:
             self._burst_left = 0
-        return Plan(every, self._samples_per_row())
+        return Plan(every, samples_per_row)
 
-    def _steps_until_covered(self, cost: float, credit: float, saved: float, earned_per_step: float) -> int:
+    def _steps_until_earned(self, cost: float, credit: float, saved: float, earned_per_step: float) -> int:
         if credit < 0:
-            needed = cost + max(min(-credit, cost), -credit / 4)
+            needed = cost + min(-credit, cost)
         elif credit < saved:
             needed = cost / (1 - self._SAVED)
         else:
             needed = cost - (credit - saved)
         return max(math.ceil(needed / earned_per_step - 1e-6), 1)
 
-    def _learn_cost(self, latest: float, *, wrote_row: bool) -> None:
-        self._cost = self._average(self._cost, latest)
-        if not wrote_row:
-            self._cost_without_row = self._average(self._cost_without_row, latest)
-        elif self._cost_without_row is not None:
-            self._cost_of_row = self._average(self._cost_of_row, max(latest - self._cost_without_row, 0.0))
 
-    def _samples_per_row(self) -> int:
-        if not self._cost_without_row:
-            return 1 if self._num_samples < self.FIRST else 2  # to see what a sample costs without a row
-        return min(max(round(self._cost_of_row / self._cost_without_row), 1), self.BURST)
-
-    def _average(self, old: float | None, new: float) -> float:
-        return new if old is None else old + self._WEIGHT * (new - old)
+def _middle(newest: Collection[float]) -> float:
+    """The middle one, the lower one of two; 0 of none."""
+    return sorted(newest)[(len(newest) - 1) // 2] if newest else 0.0

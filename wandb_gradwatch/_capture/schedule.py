@@ -32,7 +32,7 @@ class Schedule:
         self._next_sample = clock.open_step  # where the budget decides
         self._last_sample = clock.step
         self._asked = (-1, False)  # the last step that the cadence was asked about, and its answer
-        self._wrote_row = False  # since the last sample
+        self._seconds_on_rows = 0.0  # since the last sample
         self._seconds_left_out = 0.0
         self._trust_versions = True
         self._num_samples = 0  # with an update: what a loss scaler skips is not clipped
@@ -120,17 +120,21 @@ class Schedule:
         self._num_samples += not skipped
         if self.is_open_ended:
             charged = seconds_spent - self._seconds_left_out
-            self._own_plan = self._budget.after_sample(step, now, charged, wrote_row=self._wrote_row)
+            self._own_plan = self._budget.after_sample(step, now, charged, on_rows=self._seconds_on_rows)
             if self._ranks is None:
                 self._plan = self._own_plan
             elif self._num_samples == Budget.FIRST:
                 self._plan = Plan(every=Budget.FIRST)  # until rank 0 has said how many it can afford
             self._next_sample = self._plan.next_sample(step)
-        self._last_sample, self._wrote_row = step, False
+        self._last_sample, self._seconds_on_rows = step, 0.0
 
     def leave_out(self, seconds: float) -> None:
         """These were spent on what no cadence makes less: steps that are guarded, alerts. The budget is not charged."""
         self._seconds_left_out += seconds
+
+    def add_rows(self, seconds: float) -> None:
+        """These were spent on writing rows: no cost of a sample, but of as many as a row has."""
+        self._seconds_on_rows += seconds
 
     def follow_rank_0(self, ranks: RankPlans) -> None:
         """Take every plan from there."""
@@ -149,7 +153,6 @@ class Schedule:
     def begin_window(self) -> None:
         """The window was flushed, or forgotten."""
         self._samples_in_window = 0
-        self._wrote_row = True
 
     def take_back(self, num_steps: int) -> None:
         """The last steps turned out to be none: they will be counted again."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -66,6 +67,7 @@ class Pipeline:
         self._unreturned: Snapshot | None = None
         self._sums_sq: deque[float] = deque(maxlen=16)  # of the last samples' gradients
         self._is_unusual = self._is_untraced = False
+        self._seconds_on_rows = 0.0
 
     @property
     def has_any(self) -> bool:
@@ -93,6 +95,11 @@ class Pipeline:
         """Whether a gradient since the last call was modified and did not show it."""
         is_untraced, self._is_untraced = self._is_untraced, False
         return is_untraced
+
+    def pop_seconds_on_rows(self) -> float:
+        """What writing windows has taken since this was last asked."""
+        seconds, self._seconds_on_rows = self._seconds_on_rows, 0.0
+        return seconds
 
     def deliver(self, *, wait: bool = False) -> None:
         """Hand on what has arrived; with `wait`, all that was sent.
@@ -243,7 +250,9 @@ class Pipeline:
             if unseen:
                 self._rule_runner.judge(unseen, known)
         finally:  # a callback of the user's may raise
+            began = time.perf_counter()
             self._dispatcher.write(snapshot)
+            self._seconds_on_rows += time.perf_counter() - began
 
     # ---- ends
 
