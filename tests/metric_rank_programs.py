@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +15,7 @@ from rank_programs import LEARNING_RATE, batch_of, build, collect_warnings, loss
 from rank_programs import train as train_ranks
 from torch import nn
 
-from wandb_gradwatch.metrics import Activations, Metric, NoiseScale, OptimizerState, Reference, Updates
+from wandb_gradwatch.metrics import Activations, Metric, NoiseScale, OptimizerState, Ranks, Reference, Updates
 from wandb_gradwatch.sinks._history_row import HistoryRow
 
 
@@ -183,13 +186,11 @@ def optimized_alone(kind: str, *, world: int = 2, micros: int = 1) -> dict[str, 
     return _optimized(build(), kind, range(world), micros)
 
 
-def optimized(rank: int, world: int, *, kind: str, micros: int = 1, ddp: bool = False) -> dict[str, np.ndarray]:
-    """Under FSDP2, or DDP, each rank with its own batch; what this rank knows once all is merged."""
+def optimized(rank: int, world: int, *, kind: str, micros: int = 1) -> dict[str, np.ndarray]:
+    """Under FSDP2, each rank with its own batch; what this rank knows once all is merged."""
     from torch.distributed.fsdp import fully_shard
 
-    model = build()
-    wrapped = nn.parallel.DistributedDataParallel(model) if ddp else fully_shard(model)
-    return _optimized(wrapped, kind, [rank], micros)
+    return _optimized(fully_shard(build()), kind, [rank], micros)
 
 
 def _optimized(model: nn.Module, kind: str, ranks: Sequence[int], micros: int) -> dict[str, np.ndarray]:
@@ -205,3 +206,79 @@ def _optimized(model: nn.Module, kind: str, ranks: Sequence[int], micros: int) -
     merged = sink.merged()
     assert merged is not None
     return {key: np.asarray(of) for key, of in merged.metrics.items() if not key.startswith("gradwatch/")}
+
+
+# ---- ranks side by side
+
+
+def side_by_side(
+    rank: int,
+    world: int,
+    *,
+    steps: int,
+    micros: int = 1,
+    no_sync: bool = True,
+    flip_on: int | None = None,
+    late_on: int | None = None,
+    nan_on: int | None = None,
+    sharded: bool = False,
+    by_hand: bool = False,
+):
+    """DDP with Ranks() and NoiseScale(), and what this rank's own gradients are in float64.
+
+    Args:
+        flip_on: the rank whose parameters lose a bit before the fourth step.
+        late_on: the rank that comes 10 seconds late in every step, by its clock; it is a millisecond from each look at
+            the clock to the next.
+        nan_on: the rank whose batch of the last step is not a number.
+        sharded, by_hand: with FSDP2 instead, or averaged after the backward.
+    """
+    from torch.distributed.fsdp import fully_shard
+
+    said = collect_warnings()
+    model = build()
+    wrapped: Any = model
+    if sharded:
+        fully_shard(model)
+    elif not by_hand:
+        wrapped = nn.parallel.DistributedDataParallel(model)
+    compared = Ranks(checksum_every=2)
+    looks, lateness = itertools.count(), [0.0]
+    compared._clock = lambda: lateness[0] + next(looks) / 1000
+    watcher, sink = watch(wrapped, [compared, NoiseScale()], log_every=4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    own: list[torch.Tensor] = []
+    losses: list[float] = []
+    for step in range(steps):
+        if rank == flip_on and step == 3:
+            with torch.no_grad():
+                model[0].weight.view(-1)[:1].view(torch.int32).bitwise_xor_(1 << 24)  # the exponent's second bit
+        lateness[0] += 10 * (rank == late_on)
+        optimizer.zero_grad()
+        batches = [batch_of(rank, step, micro) for micro in range(micros)]
+        if rank == nan_on and step == steps - 1:
+            batches[0] = batches[0] * torch.nan
+        if not sharded:
+            alone = copy.deepcopy(model).double()
+            alone_loss = sum(loss_of(alone, batch.double()) for batch in batches)
+            gradients = torch.autograd.grad(alone_loss, list(alone.parameters()))
+            own.append(torch.cat([gradient.flatten() for gradient in gradients]))
+            losses.append(float(alone_loss.detach()))
+        for micro, batch in enumerate(batches):
+            is_last = micro == micros - 1
+            with contextlib.nullcontext() if is_last or not no_sync else wrapped.no_sync():
+                loss_of(wrapped, batch).backward()
+        if by_hand:
+            for parameter in model.parameters():
+                torch.distributed.all_reduce(parameter.grad)
+                parameter.grad /= world
+        optimizer.step()
+    watcher.remove()
+    merged = sink.merged()
+    return {
+        "own": torch.stack(own).numpy() if own else None,
+        "losses": losses,
+        "metrics": {key: np.asarray(of) for key, of in merged.metrics.items()},
+        "alerts": [(alert.title, alert.step, alert.text) for alert in sink.alerts],
+        "said": said,
+    }

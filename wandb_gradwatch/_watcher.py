@@ -45,7 +45,7 @@ logger: Final = logging.getLogger("wandb_gradwatch")
 _NUMBERS: Final = itertools.count()
 
 # What a state holds.
-_OF_STATE: Final = ("sampler", "alert_manager", "guard", "said", "names", "samples", "histogram")
+_OF_STATE: Final = ("sampler", "alert_manager", "guard", "said", "names", "samples", "histogram", "metrics")
 
 
 @dataclass(frozen=True)
@@ -269,6 +269,7 @@ class Watcher:
             "names": list(self._registry.names),
             "samples": save_samples(self._pipeline.window),
             "histogram": self._window.open_histogram(),
+            "metrics": self._parts.probes.state_dict(),
         }
 
     @alone
@@ -286,6 +287,7 @@ class Watcher:
         self._sampler.load_state_dict(state["sampler"])
         self._alert_manager.load_state_dict(state["alert_manager"])
         self._dispatcher.do_not_repeat(state["said"])
+        self._parts.probes.load_state_dict(state["metrics"])
         match = NameMatch.of(state["names"], self._registry.slot_of_name, len(self._registry.names))
         if self._parts.guard is not None and state["guard"] is not None:
             self._parts.guard.load_state_dict(state["guard"], dict(zip(match.saved, match.slots, strict=True)))
@@ -294,8 +296,8 @@ class Watcher:
         self._window.restore_histogram(load_histogram(histogram["counts"], match), histogram["steps"])
 
     def _own_turn(self) -> AbstractContextManager[object]:
-        """The lock of what runs `alone`. With shards none, as it may wait for ranks that wait for this one."""
-        if self._boundary.in_forked_child or self._parts.shards.any:  # in a child nobody would release the lock
+        """The lock of what runs `alone`. None where ranks are merged: it may wait for some that wait for this one."""
+        if self._boundary.in_forked_child or self._parts.merges_ranks:  # in a child nobody would release the lock
             return nullcontext()
         return self._boundary.lock
 

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from .._measure.elements import onto, wide_dtype
 from .._runtime.sharding import local_part
-from .._transfer.transfers import Found
 from ..snapshot import keys
 
 
@@ -62,7 +61,7 @@ class SampleLoss:
         if self._pending is not None:
             self._sample, self._pending = _sum(self._sample, self._pending), None
 
-    def take(self) -> dict[str, Found]:
+    def take(self) -> dict[str, Tensor]:
         """The loss of the sample, missing where it is not finite, and whether it was not; forgets it."""
         found, seen = self._sample, self._seen
         self.forget()

@@ -348,7 +348,8 @@ class OpenSample(ClipListener):
                 parts.window.clear(not_stepped)
                 parts.optimizers.left_out.update(not_stepped)
             parts.wiring.sample_closed(closed.marked, parts.clock.owner)
-        found = parts.probes.take() | parts.wiring.take() | parts.loss.take()
+        loss = parts.loss.take()
+        found = parts.probes.take(loss.get(keys.LOSS)) | parts.wiring.take() | loss
         if parts.guard is not None:
             found[keys.NUM_GUARDED_STEPS] = parts.guard.take_count()
             found[keys.GUARDED] = parts.guard.last_withheld

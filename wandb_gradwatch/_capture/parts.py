@@ -60,6 +60,11 @@ class CaptureParts:
             self.guard = StepSkipping(config.guard, window, self.shards, registry.names, known, notices)
 
     @property
+    def merges_ranks(self) -> bool:
+        """Whether windows are merged over the ranks; the same on each of them."""
+        return self.shards.any or self.probes.need_ranks
+
+    @property
     def is_measured(self) -> bool:
         """Whether the open step's gradients are looked at: a guard judges every one."""
         return self.guard is not None or self.schedule.is_sampled

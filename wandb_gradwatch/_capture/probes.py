@@ -6,7 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -47,10 +47,21 @@ class Probe:
         """What it has taken on the host in hooks of its own, at other moments than these."""
         return 0.0
 
+    @property
+    def needs_ranks(self) -> bool:
+        """Whether its sums are over all ranks, though each may have the whole model: windows are merged for it."""
+        return False
+
     def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
         """A sample has been opened; whether it will be measured, and whether histograms of it are wanted.
 
         Called once at watch(), then after every commit.
+        """
+
+    def gradient_arrived(self, name: str, gradient: Tensor) -> None:
+        """Inside a measured backward: a parameter's gradient is accumulated, and not yet averaged over ranks.
+
+        Called where the probe needs the ranks.
         """
 
     def gradients_ready(self, tensors: Sequence[WatchedTensor]) -> None:
@@ -61,6 +72,9 @@ class Probe:
 
     def after_update(self, tensors: Sequence[WatchedTensor]) -> None:
         """It has updated them."""
+
+    def loss_known(self, loss: Tensor) -> None:
+        """The loss of the measured sample, NaN where it is not finite: on this rank."""
 
     def take(self) -> Mapping[str, Found]:
         """The measured sample's values by key, each on any device; forgets them."""
@@ -73,6 +87,13 @@ class Probe:
         """
         return {}
 
+    def state_dict(self) -> dict[str, Any]:
+        """What `derive` remembers of earlier samples: numbers and lists."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict()`."""
+
     def close(self) -> None:
         """Remove every hook. Idempotent."""
 
@@ -83,6 +104,9 @@ class Probes:
     def __init__(self, probes: Iterable[Probe]) -> None:
         self._probes = list(probes)
         self._seconds_of_dropped = 0.0
+        # Of all that there were: ranks must go on alike where one of them has dropped a probe.
+        self.need_ranks = any(probe.needs_ranks for probe in self._probes)
+        self._look_inside = [probe for probe in self._probes if probe.needs_ranks]
 
     def __bool__(self) -> bool:
         return bool(self._probes)
@@ -95,6 +119,14 @@ class Probes:
     def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
         self._each(lambda probe: probe.start(next_step_is_due, histogram_is_due))
 
+    @property
+    def look_inside_backwards(self) -> bool:
+        """Whether any wants to know of each gradient that arrives."""
+        return bool(self._look_inside)
+
+    def gradient_arrived(self, name: str, gradient: Tensor) -> None:
+        self._each(lambda probe: probe.gradient_arrived(name, gradient), self._look_inside)
+
     def gradients_ready(self, tensors: Sequence[WatchedTensor]) -> None:
         self._each(lambda probe: probe.gradients_ready(tensors))
 
@@ -104,9 +136,11 @@ class Probes:
     def after_update(self, tensors: Sequence[WatchedTensor]) -> None:
         self._each(lambda probe: probe.after_update(tensors))
 
-    def take(self) -> dict[str, Found]:
-        """What all have measured in this sample."""
+    def take(self, loss: Tensor | None = None) -> dict[str, Found]:
+        """What all have measured in this sample, which has this loss."""
         found: dict[str, Found] = {}
+        if loss is not None:
+            self._each(lambda probe: probe.loss_known(loss))
         self._each(lambda probe: found.update(_checked(probe.take())))
         return found
 
@@ -115,12 +149,22 @@ class Probes:
         self._each(lambda probe: found.update(probe.derive(sums)))
         return found
 
+    def state_dict(self) -> dict[str, Any]:
+        """What each remembers, by what it is called; of those that remember nothing nothing."""
+        return {repr(probe): state for probe in self._probes if (state := probe.state_dict())}
+
+    def load_state_dict(self, states: Mapping[str, Any]) -> None:
+        """Go on from `state_dict()`; what belongs to no probe of now is left out."""
+        for probe in self._probes:
+            if repr(probe) in states:
+                probe.load_state_dict(states[repr(probe)])
+
     def close(self) -> None:
         """Remove every hook of theirs. Idempotent."""
         self._each(lambda probe: probe.close())
 
-    def _each(self, function: Callable[[Probe], None]) -> None:
-        for probe in tuple(self._probes):
+    def _each(self, function: Callable[[Probe], None], some: Sequence[Probe] | None = None) -> None:
+        for probe in tuple(self._probes if some is None else some):
             try:
                 function(probe)
             except CallbackError:  # meant for the training loop
@@ -130,6 +174,7 @@ class Probes:
 
     def _drop(self, probe: Probe, error: Exception) -> None:
         self._probes.remove(probe)
+        self._look_inside = [one for one in self._look_inside if one is not probe]
         self._seconds_of_dropped += probe.seconds_spent
         logger.error(
             "wandb_gradwatch: %r failed and is dropped; training, the gradients and the other metrics go on.",

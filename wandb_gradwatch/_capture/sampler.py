@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from .._runtime.autograd import Entry, backward_root, current_graph_task, is_called_here, is_in_backward
 from .._runtime.error_boundary import ErrorBoundary, contained
-from .._runtime.sharding import rank, rank_store, world_size
+from .._runtime.sharding import local_part, rank, rank_store, world_size
 from .._runtime.steps import STEP_HOOKS, StepListener
 from .._transfer.sample_buffer import SampleBuffer
 from .clipping import CLIP_FUNCTIONS
@@ -117,6 +117,13 @@ class Sampler(StepListener, ScaleListener):
             self._reached.add(slot)
             if self._by_hand.inside_backward and self.parts.is_measured and parameter.grad is not None:
                 self._measure_inside(slot, parameter)
+            if self.parts.probes.look_inside_backwards and parameter.grad is not None and self._schedule.is_sampled:
+                self._gradient_arrived(slot, parameter)
+
+    @contained
+    def _gradient_arrived(self, slot: int, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        self.parts.probes.gradient_arrived(self.parts.registry.names[slot], local_part(parameter.grad).detach())
 
     @contained
     def _measure_inside(self, slot: int, parameter: Tensor) -> None:
@@ -405,7 +412,7 @@ class Sampler(StepListener, ScaleListener):
         self._seconds_at_commit = self.boundary.seconds_spent
         if self._schedule.window_is_full(closed.step):
             self.flush_window()
-            self._schedule.end_window(must_agree=self.parts.shards.any)
+            self._schedule.end_window(must_agree=self.parts.merges_ranks)
         self.parts.loss.forget()
         self._sample.begin()
 

@@ -40,6 +40,10 @@ class Meaning(Protocol):
     def num_sums(self) -> int:
         """K."""
 
+    @property
+    def of_every_rank(self) -> bool:
+        """Whether each rank has its own part, also of what all ranks have alike; otherwise one counts for all."""
+
     def __call__(self, sums: Sequence[float]) -> Mapping[str, float]:
         """Numbers by name; NaN where there is none."""
 
@@ -71,6 +75,7 @@ class Distance:
     norm: str
     ratio: str
     num_sums = 2
+    of_every_rank = False
 
     def __call__(self, sums: Sequence[float]) -> Mapping[str, float]:
         of_difference, compared_with = sums

@@ -1,12 +1,13 @@
 """Sums over sharded parameters, merged over the ranks: in fixed positions, so that they add up.
 
 What is added is for every sample and kind of sums an array [P, K + 1]: of every parameter its sums, and a 1 from each
-rank that has them.
+rank that has them. Sums that are of no parameter are a kind with one row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,16 +17,26 @@ from .probe_values import ArrivedSums, Meaning
 
 # S samples in the window, P watched parameters, K sums of a kind
 
-Kind = tuple[str, Meaning]  # what the key begins with
+
+class Kind(NamedTuple):
+    """What the keys of these sums begin with, their meaning, and whether the names of parameters follow."""
+
+    begin: str
+    meaning: Meaning
+    of_parameters: bool
+
+    def names(self, names: Sequence[str]) -> Sequence[str]:
+        """Of the rows: those of the parameters, or the one that is of none."""
+        return names if self.of_parameters else ("",)
 
 
 def kinds_of(samples: Sequence[Mapping[str, ArrivedSums]]) -> list[Kind]:
-    """The kinds of sums in a window that concern parameters; the same on every rank that has the same probes."""
+    """The kinds of sums in a window that are merged; the same on every rank that has the same probes."""
     found = {
-        (key.removesuffix(one.parameter), one.meaning)
+        Kind(key.removesuffix(one.parameter or ""), one.meaning, one.parameter is not None)
         for of_sample in samples
         for key, one in of_sample.items()
-        if one.parameter is not None
+        if one.parameter is not None or one.meaning.of_every_rank
     }
     return sorted(found, key=repr)
 
@@ -37,14 +48,14 @@ def pack(
     counted: npt.NDArray[np.bool_],
 ) -> FloatArray:
     """What this rank adds, all kinds of a sample one behind the other; zeros for what another rank counts."""
-    place = {name: index for index, name in enumerate(names) if counted[index]}
     packed = []
     for of_sample in samples:
-        for begin, meaning in kinds:
-            sums_PK = np.zeros((len(names), meaning.num_sums + 1))
-            for name, index in place.items():
-                one = of_sample.get(begin + name)
-                if one is not None and one.meaning == meaning:
+        for kind in kinds:
+            rows = kind.names(names)
+            sums_PK = np.zeros((len(rows), kind.meaning.num_sums + 1))
+            for index, name in enumerate(rows):
+                one = of_sample.get(kind.begin + name) if kind.meaning.of_every_rank or counted[index] else None
+                if one is not None and one.meaning == kind.meaning:
                     sums_PK[index] = (*one.sums, 1.0)
             packed.append(sums_PK.ravel())
     return np.concatenate(packed) if packed else np.empty(0)
@@ -58,11 +69,13 @@ def unpack(
     begin_at = 0
     for _ in range(num_samples):
         of_sample: dict[str, ArrivedSums] = {}
-        for begin, meaning in kinds:
-            end = begin_at + len(names) * (meaning.num_sums + 1)
-            sums_PK, begin_at = packed[begin_at:end].reshape(len(names), -1), end
+        for kind in kinds:
+            rows = kind.names(names)
+            end = begin_at + len(rows) * (kind.meaning.num_sums + 1)
+            sums_PK, begin_at = packed[begin_at:end].reshape(len(rows), -1), end
             for index in np.flatnonzero(sums_PK[:, -1]).tolist():
                 sums = tuple(sums_PK[index, :-1].tolist())
-                of_sample[begin + names[index]] = ArrivedSums(sums, meaning, names[index])
+                parameter = rows[index] if kind.of_parameters else None
+                of_sample[kind.begin + rows[index]] = ArrivedSums(sums, kind.meaning, parameter)
         samples.append(of_sample)
     return samples

@@ -25,6 +25,8 @@ _METRIC_ORDER: Final = (
         keys.STALE,
         "update_rms",
         "noise_scale",
+        keys.SECONDS,
+        "local_norm",
         "load_ratio",
         "entropy_ratio",
         "entropy",

@@ -20,6 +20,12 @@ class Words:
 
 WORDS: Final[Mapping[str, Words]] = MappingProxyType(
     {
+        "loss": Words(
+            "Loss at the samples",
+            "Falls and wobbles, and comes back after every outlier.",
+            "Where it turns, compare with the step at which a gradient does: what moved first is nearer the cause. A "
+            "loss that is not finite where every gradient is comes from the loss itself: a log, a root or a division.",
+        ),
         "norm": Words(
             "Gradient norm of the whole model",
             "Falls in the first hundred steps, then stays within a factor of ten. The largest of each window lies "
@@ -152,15 +158,23 @@ WORDS: Final[Mapping[str, Words]] = MappingProxyType(
             "A gradient below eps is scaled by eps, not by its second moment: lower eps.",
         ),
         "noise_scale": Words(
-            "Noise of the micro-batches",
+            "Noise of the batch's parts",
             "The noise scale rises slowly while the loss falls: the gradient becomes smaller, its noise stays. Its "
-            "interval is wide. The cosine between micro-batches is above 0.",
+            "interval is wide. The cosine between micro-batches, or ranks, is above 0.",
             "A noise scale that rises fast, or a cosine near 0, is a gradient that drowns in noise: a larger batch or "
             "a lower learning rate averages more of it. The batch that trains best need not be the noise scale.",
         ),
+        "ranks": Words(
+            "Ranks side by side",
+            "The norms and losses of the ranks lie around their median, now one above and now another. The seconds are "
+            "alike, and no rank is apart.",
+            "A rank that is apart holds other parameters than the others: go on from a checkpoint of before. A rank "
+            "whose norm or loss stays far from the others' has other data. One with more seconds keeps all waiting.",
+        ),
         "parameter": Words(
             "Parameters",
-            "Distances to the reference grow fast at first and then slowly, alike in layers of one kind.",
+            "Distances to the reference grow fast at first and then slowly, alike in layers of one kind. The largest "
+            "singular value grows slowly and the stable rank falls slowly.",
             "A layer that stays at its reference does not learn. One that runs away from the others has a learning "
             "rate of its own, or no weight decay.",
         ),

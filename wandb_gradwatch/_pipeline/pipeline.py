@@ -41,7 +41,7 @@ class Pipeline:
 
     Args:
         parts: of the capture: the buffer on the device, the names of now, and who has shards.
-        rule_runner: sees every sample of a whole model as it arrives, and of a sharded one when its window is merged.
+        rule_runner: sees every sample as it arrives, and where ranks are merged when its window is.
         dispatcher: where finished windows go.
         overhead: the monitor's share of the time, asked once per window.
         name: tells this watcher's traffic between ranks from that of others; the same on every rank.
@@ -51,7 +51,7 @@ class Pipeline:
         self, parts: CaptureParts, rule_runner: RuleRunner, dispatcher: Dispatcher, overhead: Overhead, name: str
     ) -> None:
         self.window: list[ArrivedSample] = []  # arrived since the last flush
-        self._source, self._shards = parts.window, parts.shards
+        self._parts, self._source, self._shards = parts, parts.window, parts.shards
         self._names, self._totals = parts.optimizers.names, parts.optimizers.parts
         self._rule_runner = rule_runner
         self._dispatcher = dispatcher
@@ -136,7 +136,7 @@ class Pipeline:
             self._look_at_other_ranks(self._rank_parts)
         if sample.sample.left_out:
             # Other ranks may have seen this otherwise, and windows are merged sample by sample.
-            if self._shards.any or not np.nansum(sample.rows[:, [Column.NUM_NAN, Column.NUM_INF]]):
+            if self._parts.merges_ranks or not np.nansum(sample.rows[:, [Column.NUM_NAN, Column.NUM_INF]]):
                 return
             sample = replace(sample, metrics={**sample.metrics, keys.LEFT_OUT: 1.0})
         self._is_untraced = self._is_untraced or sample.changed_without_a_trace
@@ -149,7 +149,7 @@ class Pipeline:
             was_zeroed = not sample.sample.left_out and drop_zeroed(sample)
         if sample.metrics.get(keys.CLIPPED) == MULTIPLIED and not self._shards.any:
             self._say_multiplied(sample.sample.step, total_C)
-        if not self._shards.any:
+        if not self._parts.merges_ranks:
             sample = self._derived(sample)
         if sample.histograms:
             sample = self._with_earlier_histograms(sample)
@@ -158,7 +158,7 @@ class Pipeline:
             if was_zeroed:
                 self._say_zeroed(sample.sample.step)
         finally:
-            if not self._shards.any:
+            if not self._parts.merges_ranks:
                 self._rule_runner.judge([sample], self._names())
 
     def _derived(self, sample: ArrivedSample) -> ArrivedSample:
@@ -216,10 +216,12 @@ class Pipeline:
         if not samples:
             return
         overhead_ratio = self._overhead.ratio()
-        if not self._shards.any:
+        if not self._parts.merges_ranks:
             self._write(samples, flush, overhead_ratio)
         elif self._merges:
             self._submit(samples, flush, overhead_ratio)
+        elif not self._shards.any:  # whole, but for what compares the ranks
+            self._write(samples, flush, overhead_ratio, unseen=samples)
 
     def _submit(self, samples: Sequence[ArrivedSample], flush: ArrivedFlush, overhead_ratio: float) -> None:
         """A window of shards starts its way through the reduction over ranks, in the background."""
@@ -229,7 +231,8 @@ class Pipeline:
         rows = tuple(replace(sample, rows=padded(sample.rows, len(names))) for sample in samples)
         if flush.histogram is not None:
             flush = replace(flush, histogram=padded(flush.histogram, len(names), fill=0))
-        window = RankWindow(rows, flush, names, self._shards.counted(len(names)), overhead_ratio)
+        counted = self._shards.counted(len(names))
+        window = RankWindow(rows, flush, names, counted, overhead_ratio, has_shards=self._shards.any)
         self._reducer.submit(window if self._whole is None else self._whole.window(window))
 
     def _write(

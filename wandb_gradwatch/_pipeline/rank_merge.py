@@ -1,4 +1,4 @@
-"""Merge windows over the ranks of a sharded model: two all-reduces per flush, in the background.
+"""Merge windows over the ranks, of a sharded model or for metrics that compare ranks: two all-reduces per flush.
 
 Rows are mergeable, so sums are all-reduced as sums and extremes as maxima (a minimum is a negated maximum), in fixed
 positions. The training loop never waits: a thread of our own talks over process groups of our own (`rank_tree.py`), so
@@ -57,6 +57,7 @@ class RankWindow:
         names: [P] the same on every rank.
         counted: [P] True where this rank's rows count: it holds a shard, or it is the one that speaks for replicas.
         overhead_ratio: of this rank; not merged.
+        has_shards: gradients are of single ranks, which can be named; otherwise all ranks have the same.
     """
 
     samples: tuple[ArrivedSample, ...]
@@ -64,6 +65,7 @@ class RankWindow:
     names: tuple[str, ...]
     counted: npt.NDArray[np.bool_]
     overhead_ratio: float = math.nan
+    has_shards: bool = True
 
 
 class RankMerger:
@@ -248,7 +250,7 @@ def _unpack(sums: FloatArray, extremes: FloatArray, window: RankWindow, world: i
             metrics={
                 **sample.metrics,
                 **_change(change_S2.reshape(num_samples, -1)[index]),
-                **_first_bad_rank(float(code_S[index]), world),
+                **(_first_bad_rank(float(code_S[index]), world) if window.has_shards else {}),
             },
         )
         for index, sample in enumerate(window.samples)

@@ -13,6 +13,8 @@ from ._mixin import MonitorMixin
 from ._module_probe import ModuleProbe
 from ._noise_scale import NoiseScale
 from ._optimizer_state import OptimizerState
+from ._rank_rules import RanksDisagree, SlowRank
+from ._ranks import Ranks
 from ._reference import Reference
 from ._router import Router
 from ._rules import DeadExperts, EntropyCollapse, GrowingLogits, NonFiniteActivation, OutgrownUpdate
@@ -35,8 +37,11 @@ __all__ = [
     "NonFiniteActivation",
     "OptimizerState",
     "OutgrownUpdate",
+    "Ranks",
+    "RanksDisagree",
     "Reference",
     "Router",
+    "SlowRank",
     "Spectrum",
     "Updates",
     "coordinate_check",

@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -21,10 +21,11 @@ from .._runtime.sharding import world_size
 from ..snapshot import GroupBy, group_function, keys
 from ._module_index import ModuleIndex, matcher, nothing_matches
 from ._module_probe import ModuleProbe, logger
+from ._own_gradients import OwnGradients, square_of
 from ._reduction import widened
 from ._shards import ProbeShards
 
-# N micro-batches of a step, W samples that an estimate is made of
+# N parts of a step's batch: micro-batches, or ranks; W samples that an estimate is made of
 
 TOTAL: Final = "total"  # the name of all groups together
 _WINDOW: Final = 32
@@ -34,42 +35,56 @@ _STDS: Final = 1.96  # a normal distribution is within it in 95 % of the cases
 
 @dataclass(frozen=True)
 class _Squares:
-    """Of one parameter the squares of the N micro-batches' increments, and of what they add to."""
+    """Of one parameter the squares of what the N parts have added to the gradient, and of the gradient.
 
-    num_micro_batches: int
-    num_sums = 2
+    Of ranks, which have the same gradient each, both are N times as large, and the ranks that there are follow.
+    """
+
+    num_parts: int
+    of_every_rank: bool = False
+
+    @property
+    def num_sums(self) -> int:
+        return 3 if self.of_every_rank else 2
 
     def __call__(self, sums: Sequence[float]) -> Mapping[str, float]:
         return {}  # only groups of parameters, over several samples, say anything
 
 
 class NoiseScale(ModuleProbe):
-    """The gradient noise scale tr(S) / |G|^2 and the cosine between micro-batches, by gradient accumulation.
+    """The gradient noise scale tr(S) / |G|^2 and the cosine between parts of a batch: micro-batches, or ranks.
 
     Logs `noise_scale/<group>/noise_scale` with its 95 % interval, `noise_scale_low` and `noise_scale_high`, and
     `.../cosine`, for each group of parameters and for "total". G is the true gradient, S the covariance of the gradient
-    of one example (of one micro-batch, where `batch_size` is not given). A batch of the noise scale's size has as much
+    of one example (of one part, where `batch_size` is not given). A batch of the noise scale's size has as much
     noise as gradient. It is an observation and no advice: the batch that trains best is often another
     (arXiv 2411.00999, 2505.23971).
 
-    Of the N micro-batches of a step let small be the mean of their gradients' squared norms, and big the squared norm
-    of their mean. Then |G|^2 is estimated by (N big - small) / (N - 1), and tr(S) of a micro-batch by
+    Of the N parts of a step let small be the mean of their gradients' squared norms, and big the squared norm
+    of their mean. Then |G|^2 is estimated by (N big - small) / (N - 1), and tr(S) of a part by
     (small - big) / (1 - 1/N) (McCandlish et al. 2018, arXiv 1812.06162, appendix A.1). Both are unbiased and noisy, and
     are averaged over the last 32 samples before they are divided; the interval is Fieller's. Where the gradient cannot
     be told from 0 the interval is missing.
 
-    A step of one backward has nothing to compare and is left out, which is said. Each micro-batch must weigh the same.
-    Under FSDP2 a micro-batch is that of all ranks together, and the squares of shards are merged over the ranks when
-    the window is flushed. Parameters that several ranks replicate (DDP) are left out, which is said: there the last
-    backward of a step adds the other ranks' gradients to this one's.
+    In one process, and under FSDP2, the parts are the micro-batches of gradient accumulation; under FSDP2 a micro-batch
+    is that of all ranks together, and the squares of shards are merged over the ranks when the window is flushed. A
+    step of one backward has nothing to compare and is left out, which is said.
+
+    Where ranks replicate the parameters the parts are the ranks, each with all its micro-batches: their gradients are
+    seen inside the backward before DistributedDataParallel averages them, and the squares travel with the merge over
+    ranks at a flush, for which every rank must call watch() with the same arguments; rules see the samples then, and
+    not before. Gradients that the training averages after the backward itself are left out, which is said; so are
+    replicated parameters beside sharded ones.
+
+    Each part must weigh the same.
 
     Args:
         match: of which parameters: a regular expression (searched), several, or a function of the name; None: all.
         group_by: "module", "parameter", or a function from a parameter's name to that of its group.
-        batch_size: the examples of a micro-batch, in whose number the noise scale is then told.
+        batch_size: the examples of a part, in whose number the noise scale is then told.
 
     Memory: a copy of the matching gradients from one micro-batch of a sampled step to the next. Cost: one pass over
-    these for each micro-batch of a sampled step.
+    these for each micro-batch of a sampled step; the same with ranks.
 
     Raises:
         ValueError: match matches nothing (by watch()); batch_size is not positive.
@@ -82,11 +97,15 @@ class NoiseScale(ModuleProbe):
         self._matches = matcher(match, repr(self))
         self._group_of = group_function(group_by)
         if batch_size is not None and (isinstance(batch_size, bool) or not batch_size > 0):
-            raise ValueError(f"NoiseScale(batch_size={batch_size!r}) must be the number of examples of a micro-batch")
+            raise ValueError(
+                f"NoiseScale(batch_size={batch_size!r}) must be the number of examples of a micro-batch, or of a rank"
+            )
         self._batch_size = 1 if batch_size is None else batch_size
         self._shards = ProbeShards()
         self._last: dict[str, Tensor] = {}  # the gradients that the last backward has left
         self._squares: dict[str, Tensor] = {}  # [2] by parameter: of all increments, and of their sum
+        self._own = OwnGradients()
+        self._averaged: dict[str, Tensor] = {}  # by parameter that ranks replicate: the square of its gradient
         self._num_backwards = 0
         self._is_due = False
         self._windows: dict[str, deque[tuple[float, float]]] = {}  # on the host, by group: tr(S) and |G|^2
@@ -94,6 +113,10 @@ class NoiseScale(ModuleProbe):
 
     def __repr__(self) -> str:
         return "NoiseScale()" if self._match is None else f"NoiseScale({self._match!r})"
+
+    @property
+    def needs_ranks(self) -> bool:
+        return world_size() > 1
 
     def claims(self) -> set[tuple[str, str]]:
         return {(keys.NOISE_SCALE, "noise_scale")}
@@ -108,19 +131,30 @@ class NoiseScale(ModuleProbe):
 
     def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
         self._is_due = next_step_is_due
-        self._last, self._squares, self._num_backwards = {}, {}, 0
+        self._forget()
+        self._own.start()
+        if next_step_is_due:
+            self._shards.look()
+
+    def _forget(self) -> None:
+        self._last, self._squares, self._averaged, self._num_backwards = {}, {}, {}, 0
+
+    def gradient_arrived(self, name: str, gradient: Tensor) -> None:
+        if self._is_due and self._matches(name) and self._shards.holds_whole(name):
+            self._own.arrived(name, gradient)
 
     def gradients_ready(self, tensors: Sequence[WatchedTensor]) -> None:
         if not self._is_due:
             return
         self._shards.look()
+        self._own.ended(tensors)
         self._num_backwards += 1
         for tensor in tensors:
             gradient = tensor.gradient
             if gradient is None or gradient.layout is not torch.strided or not self._matches(tensor.name):
                 continue
             if world_size() > 1 and self._shards.holds_whole(tensor.name):
-                self._say("leaves out parameters that every rank has, as DDP mixes the ranks' gradients", tensor.name)
+                self._averaged[tensor.name] = square_of(gradient)
                 continue
             last, wide = self._last.get(tensor.name), wide_dtype(gradient.device)
             new = widened(gradient) if last is None else widened(gradient) - widened(last)
@@ -133,13 +167,27 @@ class NoiseScale(ModuleProbe):
         self._last = {}  # no micro-batch follows
 
     def take(self) -> Mapping[str, Found]:
-        num, squares = self._num_backwards, self._squares
-        self._last, self._squares, self._num_backwards = {}, {}, 0
+        num, squares, averaged = self._num_backwards, self._squares, self._averaged
+        self._forget()
+        if averaged and not squares:
+            return self._of_ranks(averaged)
+        if averaged:
+            self._say("leaves out parameters that every rank has, beside sharded ones", next(iter(averaged)))
         if num == 1 and squares:
             self._say("needs steps of several micro-batches; one of a single backward has nothing to compare", "")
         if num < 2:
             return {}
         return {f"{keys.NOISE_SCALE}/{name}": ProbeSums(of, _Squares(num), name) for name, of in squares.items()}
+
+    def _of_ranks(self, averaged: Mapping[str, Tensor]) -> Mapping[str, Found]:
+        own, meaning = self._own.squares(), _Squares(world_size(), of_every_rank=True)
+        if not own:  # of the first step of several backwards
+            return {}
+        found: dict[str, Found] = {}
+        for name, square in averaged.items():
+            sums = [own.get(name, torch.zeros_like(square)), square, torch.ones_like(square)]
+            found[f"{keys.NOISE_SCALE}/{name}"] = ProbeSums(torch.stack(sums), meaning, name)
+        return found
 
     def _say(self, what: str, name: str) -> None:
         if what not in self._said:
@@ -150,12 +198,20 @@ class NoiseScale(ModuleProbe):
 
     def derive(self, sums: Mapping[str, ArrivedSums]) -> Mapping[str, float]:
         of_groups: dict[str, FloatArray] = {}
-        num = 0
+        num, of_ranks = 0, False
         for one in sums.values():
             if isinstance(one.meaning, _Squares) and one.parameter is not None and self._matches(one.parameter):
-                num = one.meaning.num_micro_batches
+                num, parts = one.meaning.num_parts, np.asarray(one.sums[:2])
+                if of_ranks := one.meaning.of_every_rank:
+                    if one.sums[2] != num:  # not merged, or not a parameter of every rank
+                        continue
+                    parts = parts / (num**2, num)
                 for group in (self._group_of(one.parameter), TOTAL):
-                    of_groups[group] = of_groups.get(group, 0) + np.asarray(one.sums)
+                    of_groups[group] = of_groups.get(group, 0) + parts
+        increments, whole = of_groups.get(TOTAL, (math.nan, math.nan))
+        if of_ranks and math.isclose(whole, num * increments, rel_tol=1e-12):
+            self._say("compares ranks within the backward; they are all alike, or averaged after it", "")
+            return {}
         found: dict[str, float] = {}
         for group, (of_increments, big) in of_groups.items():
             small = num * float(of_increments)  # a micro-batch's gradient is N of its increments to their mean
@@ -166,6 +222,13 @@ class NoiseScale(ModuleProbe):
             cosine = (big - of_increments) / of_increments / (num - 1) if of_increments > 0 else math.nan
             found[f"{keys.NOISE_SCALE}/{group}/cosine"] = float(cosine)
         return found
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"windows": {group: [list(one) for one in window] for group, window in self._windows.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        windows = state["windows"].items()
+        self._windows = {group: deque(((float(n), float(s)) for n, s in of), maxlen=_WINDOW) for group, of in windows}
 
     def _scale(self, window: Sequence[tuple[float, float]]) -> dict[str, float]:
         if not window:

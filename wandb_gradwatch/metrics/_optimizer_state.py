@@ -39,6 +39,7 @@ class StateSums:
 
     states: tuple[str, ...]
     eps: float
+    of_every_rank = False
 
     @property
     def num_sums(self) -> int:

@@ -108,8 +108,11 @@ LOGIT_MAX: Final = "logit_max"  # of ATTENTION
 NOISE_SCALE: Final = "noise_scale"
 ROUTER: Final = "router"
 DEAD_EXPERTS: Final = "dead_experts"  # of ROUTER
+RANKS: Final = "ranks"
+APART: Final = "apart"  # of RANKS: 1 where the replica is another than that of most ranks
+SECONDS: Final = "seconds"  # of RANKS
 METRIC_FAMILIES: Final = (
-    *(ACTIVATION, ATTENTION, ROUTER, UPDATE, OPTIMIZER_STATE, NOISE_SCALE),
+    *(ACTIVATION, ATTENTION, ROUTER, UPDATE, OPTIMIZER_STATE, NOISE_SCALE, RANKS),
     *(PARAMETER, GRADIENT),
 )
 HISTOGRAM: Final = "histogram"  # the one metric that is no number

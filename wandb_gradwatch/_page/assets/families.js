@@ -93,7 +93,7 @@ function familyCards() {
 
 function familyCard(family) {
   const { node, picture } = card(family.key, { wide: true });
-  const what = { activation: "module", attention: "head", router: "router", noise_scale: "group" }[family.key] ?? "parameter";
+  const what = { activation: "module", attention: "head", router: "router", noise_scale: "group", ranks: "rank" }[family.key] ?? "parameter";
   const search = element("input", { type: "search", placeholder: `Find a ${what}`, "aria-label": `Find ${what}s of ${family.key}` });
   const count = element("span", { class: "count" });
   const metrics = [...family.matrices.keys()];
