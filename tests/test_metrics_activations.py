@@ -140,6 +140,38 @@ def test_evaluations_and_forwards_without_gradients_do_not_count():
     assert found["activation/inner/norm"].tolist() == [2, 2]
 
 
+def test_evaluations_are_merged_into_the_next_sample_on_request():
+    model = Passes()
+    probes = [Activations("inner", evaluation=True), Activations("inner", statistics=["max"])]
+    watcher, sink = watch(model, probes, sample_every=3, log_every=3)
+    optimizer = SGD(model.parameters(), lr=0.0)
+    for step in range(1, 7):
+        optimizer.zero_grad()
+        model(torch.full((4,), float(step))).sum().backward()
+        optimizer.step()
+        if step != 4:  # of step 3 and 5 the sixth sample has two evaluations
+            model.eval()
+            with torch.no_grad():
+                model(torch.full((2,), 10.0 * step))
+            model(torch.full((2,), 1.0))
+            model.train()
+    merged = sink.merged()
+    watcher.remove()
+    found = {key: of.tolist() for key, of in merged.metrics.items() if key.startswith("activation")}
+    assert found["activation/inner/max"] == [3, 6]
+    assert found["activation/inner.eval/max"] == [20, 50]
+    # Squares of steps 1 and 2, of 3 and 5; and four ones.
+    assert found["activation/inner.eval/norm"] == pytest.approx(
+        [math.sqrt(2 * 10**2 + 2 * 20**2 + 4), math.sqrt(2 * 30**2 + 2 * 50**2 + 4)]
+    )
+    assert sink.snapshots[-1].metric_histograms["activation/inner.eval/histogram"].counts.sum() == 8
+
+
+def test_an_evaluation_has_no_backward():
+    with pytest.raises(ValueError, match='has "grad", but an evaluation has no backward'):
+        Activations(of=("grad",), evaluation=True)
+
+
 def test_only_sampled_steps_are_measured():
     model, calls = Passes(), []
     counting = Metric("n", lambda a: calls.append(1) or a.sum(), on="activation", match="inner")

@@ -34,8 +34,8 @@ class Activations(ForwardProbe):
     (`log_tensor`) is called `<module>.<name>`, the output of the whole model `root`. With several processes they are
     those of the rank that logs.
 
-    Only forwards of the training are seen, once each: not evaluations, not those without gradients, not what activation
-    checkpointing repeats. Nothing inside a compiled region is
+    Only forwards of the training are seen, once each: not those without gradients, not what activation checkpointing
+    repeats, and evaluations only in a probe of their own, with `evaluation=True`. Nothing inside a compiled region is
     seen: a hook there would break the graph. A copied or saved model is not monitored.
 
     Args:
@@ -46,13 +46,15 @@ class Activations(ForwardProbe):
             finite elements, like those of gradients), abs_p01, abs_p50, abs_p99 (right to half an octave), and
             "histogram", at the steps that have histograms of gradients too: `histogram_every` of `watch()`.
         dead_threshold: |a| <= this counts as dead.
+        evaluation: of the forwards of evaluations instead (the model in eval mode), all between two samples together,
+            logged with the later one as `activation/<module>.eval/<statistic>`.
 
     Cost: at a sampled step one batched pass over each matching tensor, when it is there. 13 numbers of each are kept,
         and with a histogram 259 more, until the sample is complete; on the host one histogram of each until the flush.
-        At other steps 1 us per matching module.
+        At other steps 1 us per matching module; with `evaluation` 2 us, and the pass at every forward of an evaluation.
 
     Raises:
-        ValueError: an unknown statistic or `of`; match matches nothing (by watch()).
+        ValueError: an unknown statistic or `of`, such as "grad" of an evaluation; match matches nothing (by watch()).
     """
 
     def __init__(
@@ -62,12 +64,15 @@ class Activations(ForwardProbe):
         of: Sequence[str] = ("output",),
         statistics: Sequence[str] = DEFAULT_STATISTICS,
         dead_threshold: float = 0.0,
+        evaluation: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(in_evaluation=evaluation)
         self._match = match
         self._matches = ModuleMatcher(match, repr(self))
         if isinstance(of, str) or not of or not set(of) <= set(_OF):
             raise ValueError(f"{self!r}: of={of!r} must be a sequence of names out of {_OF}")
+        if evaluation and "grad" in of:
+            raise ValueError(f'{self!r}: of={of!r} has "grad", but an evaluation has no backward')
         self._of = frozenset(of)
         self._models = ModuleIndex([])
         self._statistics = check_statistics(repr(self), statistics, histogram=True)
@@ -94,7 +99,8 @@ class Activations(ForwardProbe):
 
     def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
         super().start(next_step_is_due, histogram_is_due)
-        self._pending.histogram_is_due = self._sample.histogram_is_due = histogram_is_due
+        self._pending.histogram_is_due = histogram_is_due or self._in_evaluation  # it belongs to a sample to come
+        self._sample.histogram_is_due = histogram_is_due
 
     def install(self, tap: ForwardHook) -> None:
         self._matches.look(self._models)
@@ -102,13 +108,14 @@ class Activations(ForwardProbe):
 
     def _forward_done(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         seen: dict[str, Tensor] = {}
+        name, hooked = (f"{name}.eval" if self._in_evaluation else name), name
         if "input" in self._of:
             given = (args[0] if len(args) == 1 else args) if args else ()
             for path, tensor in (*tensors_in(given, "input"), *tensors_in(kwargs, "input")):
                 seen[tensor_name(name, path)] = tensor
         if "output" in self._of:
             seen |= {tensor_name(name, path): tensor for path, tensor in tensors_in(output)}
-        self._add(name, seen)
+        self._add(hooked, seen)
         if "grad" in self._of:
             for path, tensor in leaves_in(output, "grad"):
                 if tensor.requires_grad:
@@ -128,7 +135,8 @@ class Activations(ForwardProbe):
 
     def _logged(self, module: str, name: str, thing: Any, dims: Dims) -> None:
         if is_measurable(thing) and (self._matches(module) or self._matches(f"{module}.{name}")):
-            parts = {tensor_name(module, name, label): part for label, part in slices(thing.detach(), dims)}
+            within = f"{module}.eval" if self._in_evaluation else module
+            parts = {tensor_name(within, name, label): part for label, part in slices(thing.detach(), dims)}
             self._add(f"{module}.{name}", parts)
 
     def _add(self, source: str, tensors: Mapping[str, Tensor]) -> None:

@@ -1,7 +1,7 @@
 """Seeing into forwards: hooks that a model can be copied and saved with, and tensors that modules hand over themselves.
 
-What is seen is the training's own forward, once: not an evaluation, not a forward without gradients, not what
-checkpointing computes again, and nothing at a step that is not sampled.
+What is seen is the training's own forward, once: not an evaluation, unless it is asked for, not a forward without
+gradients, not what checkpointing computes again, and nothing at a step that is not sampled.
 
 Inside a compiled region nothing is seen: a hook there would break the graph, or the fusion that the compiler found. The
 outputs of modules outside of it are, that of the compiled model among them; what stays unseen is said once.
@@ -40,14 +40,18 @@ class ForwardHook:
         owner: whose it is, for messages.
         models: whose forwards are seen.
         on_logged: gets what modules hand over: the module's name, the thing's name, the thing, its named dimensions.
+        in_evaluation: see the forwards of evaluations, and no others.
     """
 
-    def __init__(self, owner: str, models: ModuleIndex, *, on_logged: SeenThing | None = None) -> None:
+    def __init__(
+        self, owner: str, models: ModuleIndex, *, on_logged: SeenThing | None = None, in_evaluation: bool = False
+    ) -> None:
         self.is_open = False
         self.order: dict[str, int] = {}  # of everything's first end in a forward, counted or not
         self._owner = owner
         self._models = models
         self._on_logged = on_logged
+        self._in_evaluation = in_evaluation
         self._boundary = ErrorBoundary(self._failed)
         self._handles: dict[int, tuple[RemovableHandle, _Hook]] = {}  # by the module's id
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
@@ -128,7 +132,11 @@ class ForwardHook:
         return self._boundary.seconds_spent
 
     def _counts(self) -> bool:
-        if replay.is_running or not torch.is_grad_enabled():
+        if replay.is_running:
+            return False
+        if self._in_evaluation:
+            return current_graph_task() == -1 and not any(model.training for _, model in self._models.alive())
+        if not torch.is_grad_enabled():
             return False
         if current_graph_task() == -1:
             return any(model.training for _, model in self._models.alive())

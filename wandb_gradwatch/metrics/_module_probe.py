@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, TypeGuard, TypeVar
 
 import torch
@@ -48,9 +49,13 @@ class ForwardProbe(ModuleProbe):
     What a forward adds is pending until a backward has ended or an optimizer steps: the sample before may still be open
     when the next forward runs. A forward of a whole model that does not come to its end, because something in it
     raised, adds nothing.
+
+    Args:
+        in_evaluation: of evaluations, which belong to the next sample, and are seen between samples too.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, in_evaluation: bool = False) -> None:
+        self._in_evaluation = in_evaluation
         self._tap: ForwardHook | None = None
         self._around: tuple[ForwardHook, ...] = ()  # where forwards of whole models begin, and where they end
         self._roots: frozenset[str] = frozenset()
@@ -71,8 +76,9 @@ class ForwardProbe(ModuleProbe):
 
     def tap_into(self, models: ModuleIndex, on_logged: Callable[[str, str, Any, Dims], None] | None = None) -> None:
         """Make the tap, shut."""
-        self._tap = ForwardHook(repr(self), models, on_logged=on_logged)
-        self._around = ForwardHook(repr(self), models), ForwardHook(repr(self), models)
+        make = partial(ForwardHook, repr(self), models, in_evaluation=self._in_evaluation)
+        self._tap = make(on_logged=on_logged)
+        self._around = make(), make()
         self._roots = frozenset(prefix.removesuffix(".") or ROOT for prefix, _ in models.alive())
 
     def install(self, tap: ForwardHook) -> None:
@@ -113,7 +119,7 @@ class ForwardProbe(ModuleProbe):
         self._due, self._depth = next_step_is_due, 0
         if self._tap is None:
             return
-        if next_step_is_due:
+        if next_step_is_due or self._in_evaluation:
             self.install(self._tap)
             begins, ends = self._around
             begins.hook(lambda name, _: name in self._roots, self.forward_begins, before=True)
@@ -131,7 +137,7 @@ class ForwardProbe(ModuleProbe):
         if self._tap is None:
             return
         self._shut()  # an optimizer that evaluates its closure again runs forwards of no interest
-        self._unseen_updates = 0 if self._seen_any else self._unseen_updates + 1
+        self._unseen_updates = 0 if self._seen_any or self._in_evaluation else self._unseen_updates + 1
         self._seen_any = False
         if self._unseen_updates == _PATIENCE_IN_UPDATES:
             logger.warning(
@@ -142,7 +148,7 @@ class ForwardProbe(ModuleProbe):
             )
 
     def after_update(self, tensors: Sequence[WatchedTensor]) -> None:
-        if self._due:
+        if self._due or self._in_evaluation:
             self._open()
 
     def _open(self) -> None:

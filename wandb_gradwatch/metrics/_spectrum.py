@@ -37,7 +37,8 @@ class Spectrum(ModuleProbe):
 
     Of parameters before the update, of gradients without the loss scale and before clipping, of updates as the
     parameter has changed. Sharded parameters are left out, which is said: a singular value of parts is none of the
-    whole.
+    whole, and each product of the iteration would have to be summed over the ranks first, a collective of the
+    training's own time at every sample. Rows merge only once, at the flush.
 
     Args:
         match: of which parameters: a regular expression (searched), several, or a function of the name; None: all.
