@@ -85,6 +85,7 @@ def fake_snapshots(
             overhead_ratio=0.004 + 0.001 * rng.random(),
             metrics={key: np.full(log_every, value) for key, value in _metrics(int(steps[-1]), names, rng)}
             | {keys.NUM_GUARDED_STEPS: (steps == 262).astype(np.float64)}
+            | {keys.NUM_NONFINITE_LOSS: np.zeros(log_every)}
             | {keys.LOSS: 4 * np.exp(-steps / 200) + 3 * np.exp(-(((steps - 262) / 4) ** 2))},
             metric_histograms={
                 f"activation/{MODULE}/histogram": MetricHistogram(_histogram(rows[-1, 0], rng), -1.0, 1.0)
@@ -106,10 +107,27 @@ def _metrics(step: int, names: Sequence[str], rng: np.random.Generator) -> Itera
             yield f"attention/{module}.attn/head_{head}/entropy_ratio", 0.9 * collapse
             yield f"attention/{module}.attn/head_{head}/query_abs_max", 2.0 + step / 100
             yield f"attention/{module}.attn/head_{head}/key_abs_max", 2.0 + step / 200
+            yield f"attention/{module}.attn/head_{head}/logit_max", 4.0 + step / 50
+        yield f"router/{module}.gate/load_max_ratio", 1.2 + 0.1 * block
+        yield f"router/{module}.gate/dead_experts", float(block == 3)
+        yield f"router/{module}.gate/entropy_ratio", 0.9 - 0.1 * block - step / 1000
+        yield f"noise_scale/{module}/noise_scale", 50.0 + step
+        yield f"noise_scale/{module}/cosine", 0.2
+        yield f"ranks/rank_{block}/seconds", 0.1 * (1 + (block == 3))
+        yield f"ranks/rank_{block}/local_norm", 1.0 + 0.1 * rng.random()
+        yield f"ranks/rank_{block}/loss", 2.0 + 0.1 * rng.random()
+        yield f"ranks/rank_{block}/apart", float(block == 2 and step > 260)
+    for end, factor in {"": 1.0, "_low": 0.5, "_high": 2.0}.items():
+        yield f"noise_scale/total/noise_scale{end}", factor * (50.0 + step)
     for name in names:
         yield f"update/{name}/norm", 0.1 * np.exp(rng.normal() / 4 - step / 200)
         yield f"update/{name}/ratio", 1e-3 * np.exp(rng.normal() / 2 - step / 200)
+        yield f"optimizer_state/{name}/stale_ratio", np.exp(rng.normal() / 8)
+        yield f"optimizer_state/{name}/update_rms", 0.3
+        yield f"optimizer_state/{name}/coherence", 0.1
     yield f"parameter/{names[-1]}/relative_difference", step / 1000
+    yield f"parameter/{names[-1]}/largest_singular_value", 1.0 + step / 100
+    yield f"parameter/{names[-1]}/stable_rank", 30.0 - step / 100
     yield f"gradient/{names[-1]}/kurtosis", 3.0 - step / 100
 
 

@@ -19,6 +19,7 @@ from wandb_gradwatch._page.history import OwnSeries, RecordedAlert, RecordedTabl
 from wandb_gradwatch._page.page import write_page
 from wandb_gradwatch._page.read import read_run
 from wandb_gradwatch._page.serve import PageServer
+from wandb_gradwatch.snapshot import keys
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = [pytest.mark.browser, pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")]
@@ -738,7 +739,7 @@ def line_labels(page: Any, card: str) -> list[str]:
 
 def test_every_family_has_a_card_of_its_own(show: Opener, history: RunHistory) -> None:
     page = show(history)
-    for card in ("activation", "attention", "update", "parameter", "gradient"):
+    for card in keys.METRIC_FAMILIES:
         assert colours(page, f"#{card} .frame canvas") > 3, card
     assert colours(page, "#activation_histogram .frame canvas") > 20
     assert page.locator("#activation_histogram select").input_value() == "0"

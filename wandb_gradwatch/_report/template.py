@@ -74,7 +74,18 @@ def _metric(family: str, metric: str) -> str:
     return f"^{family}/.+/{metric}$"
 
 
+def _interval() -> tuple[str, ...]:
+    return tuple(f"{keys.NOISE_SCALE}/total/{keys.NOISE_SCALE}{end}" for end in ("", "_low", "_high"))
+
+
 SECTIONS: Final = (
+    TemplateSection(
+        "loss",
+        (
+            LinePanel("Loss at the samples", (keys.LOSS,)),
+            LinePanel("Losses that are not finite, in each window", (keys.NUM_NONFINITE_LOSS,)),
+        ),
+    ),
     TemplateSection(
         "norm",
         (
@@ -168,11 +179,52 @@ SECTIONS: Final = (
                 pattern=_metric(keys.ATTENTION, "(query|key)_abs_max"),
                 log_y=True,
             ),
+            LinePanel("Largest logit (limit: 100)", pattern=_metric(keys.ATTENTION, keys.LOGIT_MAX), log_y=True),
+        ),
+    ),
+    TemplateSection(
+        "router",
+        (
+            LinePanel("Fullest expert (1 is the ideal)", pattern=_metric(keys.ROUTER, "load_max_ratio"), log_y=True),
+            LinePanel("Experts without a token", pattern=_metric(keys.ROUTER, keys.DEAD_EXPERTS)),
+            LinePanel("Entropy, of the possible", pattern=_metric(keys.ROUTER, "entropy_ratio"), range_y=(0, 1)),
         ),
     ),
     TemplateSection(
         "update",
         (LinePanel("Update / parameter norm (usual: 1e-3)", pattern=_metric(keys.UPDATE, "ratio"), log_y=True),),
+    ),
+    TemplateSection(
+        "optimizer_state",
+        (
+            LinePanel("Stale second moment (alarming: 2.3)", pattern=_metric(keys.OPTIMIZER_STATE, keys.STALE)),
+            LinePanel("Update in units of the learning rate", pattern=_metric(keys.OPTIMIZER_STATE, "update_rms")),
+            LinePanel("Share that has a direction", pattern=_metric(keys.OPTIMIZER_STATE, "coherence")),
+        ),
+    ),
+    TemplateSection(
+        "noise_scale",
+        (
+            LinePanel("Noise scale", pattern=_metric(keys.NOISE_SCALE, "noise_scale"), log_y=True),
+            LinePanel("Of all groups together, with its 95 % interval", _interval(), log_y=True),
+            LinePanel("Cosine between parts of a batch", pattern=_metric(keys.NOISE_SCALE, "cosine")),
+        ),
+    ),
+    TemplateSection(
+        "parameter",
+        (
+            LinePanel("Largest singular value", pattern=_metric(keys.PARAMETER, "largest_singular_value"), log_y=True),
+            LinePanel("Stable rank", pattern=_metric(keys.PARAMETER, "stable_rank"), log_y=True),
+        ),
+    ),
+    TemplateSection(
+        "ranks",
+        (
+            LinePanel("Seconds of each rank's own work", pattern=_metric(keys.RANKS, keys.SECONDS), log_y=True),
+            LinePanel("Norm of each rank's own gradient", pattern=_metric(keys.RANKS, "local_norm"), log_y=True),
+            LinePanel("Loss of each rank", pattern=_metric(keys.RANKS, "loss")),
+            LinePanel("Ranks whose parameters differ", pattern=_metric(keys.RANKS, keys.APART)),
+        ),
     ),
     TemplateSection("spread", (LinePanel("Mean and deviation", (keys.GRAD_MEAN, keys.GRAD_STD)),)),
     TemplateSection("overhead", (LinePanel("Share of the training time", (keys.OVERHEAD_RATIO,)),)),
