@@ -159,11 +159,11 @@ def test_what_a_backward_waits_for_other_ranks_is_not_the_ranks_own_time(monkeyp
     now[0] += 1
     probe.after_update([tensor])
     found = probe.take()["ranks"]
-    assert found.sums[_FIELDS.index("seconds")] == 5
+    assert found.values[_FIELDS.index("seconds")] == 5
     now[0] += 4  # the sample is closed in the middle of the next step
     probe.start(True, False)
     probe.gradient_arrived("a", torch.ones(1))
-    assert probe.take()["ranks"].sums[_FIELDS.index("seconds")] == 4
+    assert probe.take()["ranks"].values[_FIELDS.index("seconds")] == 4
 
 
 def test_one_process_has_nothing_to_compare() -> None:
