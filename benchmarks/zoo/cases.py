@@ -10,13 +10,18 @@ from .healthy_others import OTHERS
 from .healthy_recipes import RECIPES
 from .healthy_supervised import SUPERVISED
 from .loop import Loop
+from .unseen import UNSEEN, UNSEEN_FAULTS
 
-HEALTHY: Final = SUPERVISED | OTHERS | RECIPES
+HEALTHY: Final = SUPERVISED | OTHERS | RECIPES | UNSEEN
 _BUILDERS: Final = {name: make for table in HEALTHY.values() for name, make in table.items()}
 
 # Families that nobody looks at while choosing a threshold: at least a third of them, of every kind.
-KEPT_OUT_HEALTHY: Final = frozenset({"vision", "structured", "adversarial", "contrastive", "precision", "curricula"})
-KEPT_OUT_FAULTS: Final = frozenset({"depth", "labels", "numerics of the loss", "schedules", "attention", "batch norm"})
+KEPT_OUT_HEALTHY: Final = frozenset(
+    {"vision", "structured", "adversarial", "contrastive", "precision", "curricula", *UNSEEN}
+)
+KEPT_OUT_FAULTS: Final = frozenset(
+    {"depth", "labels", "numerics of the loss", "schedules", "attention", "batch norm", "unseen faults"}
+)
 TUNING_SEEDS: Final = (0,)
 SCORING_SEEDS: Final = (1,)
 
@@ -54,7 +59,7 @@ CASES: Final = {
         *(Case(name, family, name) for family, table in HEALTHY.items() for name in table),
         *(
             Case(f"{fault.name} | {base}", fault.family, base, fault, layer)
-            for fault in FAULTS
+            for fault in [*FAULTS, *UNSEEN_FAULTS]
             for base, layer in fault.on.items()
         ),
     ]
