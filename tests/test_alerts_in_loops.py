@@ -169,22 +169,42 @@ def test_two_networks_that_train_in_turn_and_leave_gradients_with_each_other_are
     assert run(models, advance) == []
 
 
-@pytest.mark.parametrize(("every", "told_at"), [(1, 101), (40, 160)])  # 40, 80, 120, 160: 120 steps without a change
-@pytest.mark.parametrize("steps_taken", [True, False])
-def test_parameters_that_never_change_are_told_after_a_hundred_steps(
-    steps_taken: bool, every: int, told_at: int
+class Idle(SGD):
+    """Its steps change nothing."""
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        pass
+
+
+# Three samples without a change are needed, after the one that they are compared with: 40, 80, 120, 160. Nobody ever
+# steps: 20 steps. The rate was read, and is 0, or 1e-12, of which nothing is left beside 0.1: 25. One that could change
+# the parameters, whose gradients are multiplied by 0 inside the optimizer: 100, as it may have converged.
+@pytest.mark.parametrize(
+    ("rate", "steps_taken", "every", "told_at", "cause"),
+    [
+        (0.1, False, 1, 21, "either step() is never called"),
+        (0.0, True, 1, 26, "the learning rate is 0"),
+        (0.0, True, 40, 160, "the learning rate is 0"),
+        (1e-12, True, 1, 26, "a learning rate that is far too small"),
+        (0.1, None, 1, 101, "either updates of 0"),
+    ],
+)
+def test_parameters_that_never_change_are_told_as_soon_as_it_is_certain_and_with_what_was_read(
+    rate: float, steps_taken: bool | None, every: int, told_at: int, cause: str
 ) -> None:
     model = net()
-    optimizer = SGD(model.parameters(), lr=0.0)
+    optimizer = (Idle if steps_taken is None else SGD)(model.parameters(), lr=rate)
 
     def advance(number: int) -> None:
         optimizer.zero_grad()
         loss_of(model, number).backward()
-        if steps_taken:
+        if steps_taken is not False:
             optimizer.step()
 
-    # Every step: nothing has changed in the 100 steps from 1 to 101.
-    assert run(model, advance, steps=170, sample_every=every) == [("Parameters unchanged", told_at)]
+    texts: list[str] = []
+    told = run(model, advance, steps=170, sample_every=every, on_alert=lambda alert: texts.append(alert.text))
+    assert told == [("Parameters unchanged", told_at)]
+    assert cause in texts[0]
 
 
 def test_lora_a_frozen_backbone_a_warm_up_from_0_and_lbfgs_that_has_converged_are_silent() -> None:

@@ -33,7 +33,7 @@ FAULTS = [
     (trainings.sigmoid_stack, "saturating activations"),
     (trainings.batch_norm_of_two, "batch norm on small batches"),
     (trainings.tiny_loss_fp16, "float16 underflow"),
-    (trainings.dead_relus, "dead ReLUs"),
+    (trainings.dead_relus, "dead units: ReLUs that never fire, or an output that is multiplied by 0 or not used"),
     (trainings.detached_layer, "frozen or unused layers"),
     (trainings.zeroed_before_step, "gradients zeroed before the step"),
     (trainings.poisoned_batch, "one bad batch"),
@@ -102,8 +102,9 @@ def test_gradients_that_grow_towards_the_input_are_explosion_through_depth():
 def test_a_nan_out_of_a_calm_recurrent_network_is_not_blamed_on_the_recurrence():
     calm = [sample_of({"rnn.weight_hh_l0": [1.0], "head.weight": [0.5]}, step=s) for s in range(1, 21)]
     broken = sample_of({"rnn.weight_hh_l0": [NAN], "head.weight": [NAN]}, step=21)
-    (found,) = diagnose(together([*calm, broken]))
-    assert found.cause == "the loss or the inputs are not finite"
+    found, other = diagnose(together([*calm, broken]))
+    assert (found.cause, other.confidence) == ("inputs or labels of the batch that are not finite", found.confidence)
+    assert other.cause == "an invalid operation in the forward or in the loss (log 0, 0/0, an overflow)"
     # clipping would spread a NaN
     assert found.remedy.endswith(": look at the batch of this step; skip such steps with guard='skip'")
 
@@ -169,7 +170,7 @@ def test_causes_are_named_only_of_titles_that_were_told():
         return [found.cause for found in runner.diagnose()]
 
     runner = RuleRunner(AlertManager([]), Told(), modules={})
-    assert causes() == causes("Dead gradient") == []
+    assert causes() == causes("No gradient") == []
     assert causes("Exploding gradient") == ["learning rate too high"]
     assert all("Exploding gradient" in CAUSES[cause] for cause in causes("Exploding gradient"))
 

@@ -130,7 +130,9 @@ def test_an_alert_of_a_withheld_step_says_so_and_advises_no_guard(optimizer, bad
     assert (alert.title, alert.step) == (title, 21)
     fact, _, cause = alert.text.partition("Probable cause: ")
     assert "The guard did not apply this step: parameters and optimizer state are as they were before it" in fact
-    assert ("the loss or the inputs are not finite" if math.isnan(bad) else "either one bad batch") in cause
+    assert (
+        "either inputs or labels of the batch that are not finite" if math.isnan(bad) else "either one bad batch"
+    ) in cause
     assert "look at the batch of this step and take it out of the data; the guard has left it out" in cause
     assert "guard=" not in alert.text
 

@@ -39,7 +39,10 @@ def at(row: int, value: float, until: int | None = None) -> np.ndarray:
 
 
 EXPLOSION = said("Exploding gradient", 151, "learning rate too high (the update of step 150 (344x) is large)")
-NAN = "not clear: either learning rate too high (552 % per step), or the loss or the inputs are not finite (at 156)"
+NAN = (
+    "not clear: either learning rate too high (552 % per step), or inputs that are not finite (at 156); a run with a "
+    "tenth of the learning rate tells them apart"
+)
 
 
 @pytest.mark.parametrize(
@@ -62,8 +65,7 @@ NAN = "not clear: either learning rate too high (552 % per step), or the loss or
                 said("NaN gradient", 201, NAN), norm=at(20, np.nan, 30), loss=dict.fromkeys(range(201, 301), np.nan)
             ),
             "bad",
-            "Broke at step 201: learning rate too high, or the loss or the inputs are not finite; "
-            "not recovered by step 300",
+            "Broke at step 201: learning rate too high, or inputs that are not finite; not recovered by step 300",
         ),
         (
             run_of(said("Exploding gradient", 101, "one bad batch (of step 101)"), norm=at(10, 50)),

@@ -314,7 +314,8 @@ def test_false_alarms_on_healthy_log_normal_norms_are_rare():
 def test_the_rate_of_false_alarms_can_be_exceeded():
     # With no room above what has been survived, the counting above does see alarms.
     norms = np.exp(np.random.default_rng(6).normal(0, 3.0, 300))
-    assert len(list(ExplodingGradient(min_factor=1.0, record_factor=1.0).check(of_norms(norms)))) > 1
+    check = ExplodingGradient(min_factor=1.0, record_factor=1.0, deviations=0.0)
+    assert len(list(check.check(of_norms(norms)))) > 1
 
 
 def test_numbers_are_written_as_people_write_them():
@@ -411,7 +412,7 @@ def test_loras_first_step_is_not_dead():
 
 def _never_lost_and_pausing() -> Snapshot:
     return together(
-        sample_of({"never": None, "lost": [1.0] if s <= 20 else None, "pauses": None if s % 2 else [1.0]}, step=s)
+        sample_of({"lost": [1.0] if s <= 20 else None, "never": None, "pauses": None if s % 2 else [1.0]}, step=s)
         for s in range(1, 121)
     )
 
@@ -426,8 +427,8 @@ def test_a_trainable_parameter_without_a_gradient_for_long_is_said_and_one_that_
 
 def test_what_is_not_trainable_needs_no_gradient():
     samples = _never_lost_and_pausing()
-    assert samples.names == ("never", "lost", "pauses")
-    *_, alert = NoGradient(patience=100).check(replace(samples, trainable=np.array([False, True, True])))
+    assert samples.names == ("lost", "never", "pauses")
+    *_, alert = NoGradient(patience=100).check(replace(samples, trainable=np.array([True, False, True])))
     assert (alert.step, "lost (100 samples)" in alert.text, "never" in alert.text) == (120, True, False)
     nothing_left = replace(samples, trainable=np.array([False, False, True]))
     assert list(NoGradient(patience=100).check(nothing_left)) == []
@@ -659,9 +660,10 @@ def dead_steps(*grads: dict[str, np.ndarray], parameters: float = 1.0) -> list[i
 
 
 def test_half_of_an_untrained_layers_units_are_off_by_chance_and_more_are_not():
-    # 64 fair coins: 32 +- 4 deviations of 4, which is 48. The same units in every sample, as a fixed batch shows them.
-    assert dead_steps(*[layers(dead={"1": 47})] * 30) == []
-    assert dead_steps(*[layers(dead={"1": 50})] * 12) == [10, 11, 12]
+    # 64 fair coins: 32 +- 4 deviations of 4, which is 48; and training switches some more off, up to 0.9 * 64 = 57.6.
+    # The same units in every sample, as a fixed batch shows them.
+    assert dead_steps(*[layers(dead={"1": 57})] * 30) == []
+    assert dead_steps(*[layers(dead={"1": 58})] * 12) == [10, 11, 12]
 
 
 def test_half_of_a_layer_that_dies_at_once_is_told_at_the_second_sample():
@@ -674,7 +676,7 @@ def test_half_of_a_layer_that_dies_at_once_is_told_at_the_second_sample():
 def test_layers_that_are_dead_from_the_first_step_on_are_told_at_the_second_unless_weights_of_0_hold_them_up():
     dead = [layers(dead={"0": 64, "1": 64})] * 11
     assert dead_steps(*dead) == list(range(2, 12))
-    assert dead_steps(*dead, parameters=0.0) == [10, 11]  # as before a layer that begins at 0: after `patience`
+    assert dead_steps(*dead, parameters=0.0) == []  # "Initial weights" tells of weights that are all 0
     expert = [layers(dead={"1": 64})] * 11  # what comes before it has gradients: a branch that is not used now
     assert dead_steps(*expert) == [10, 11]
     assert dead_steps(*[layers(dead={"0": 4}, units=4)] * 9) == []  # four units are all off now and then

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 from torch import Tensor
@@ -15,6 +16,7 @@ from .clipping import ClipListener
 from .clock import Closed
 from .gradient_versions import REPLACED, Inspection, is_new, look_at, were_reset
 from .measurer import Measurer
+from .optimizer_registry import learning_rate_of
 from .parts import CaptureParts
 from .probes import WatchedTensor
 from .scaling import SCALES
@@ -42,11 +44,12 @@ class OpenSample(ClipListener):
         self._received: set[int] = set()  # slots of which is known what an update by hand may use
         self.by_torch = False  # one of torch's functions has clipped
         self.was_reset = False  # backwards came before, whose gradients were reset
+        self._learning_rate = math.nan  # the largest of the optimizers that have updated so far
 
     def begin(self) -> None:
         """A new sample is open."""
         self._forget_gradients()
-        self.was_reset = False
+        self.was_reset, self._learning_rate = False, math.nan
         if self._parts.probes:
             self._parts.probes.start(self._parts.schedule.is_sampled, self._parts.schedule.has_histogram)
 
@@ -294,7 +297,11 @@ class OpenSample(ClipListener):
 
     def before_update(self, optimizer: Optimizer) -> None:
         """The optimizer is about to update its parameters."""
-        if self._parts.probes and self._parts.schedule.is_sampled:
+        if not self._parts.schedule.is_sampled:
+            return
+        rates = [rate for rate in (self._learning_rate, learning_rate_of(optimizer)) if not math.isnan(rate)]
+        self._learning_rate = max(rates, key=abs, default=math.nan)
+        if self._parts.probes:
             self._parts.probes.before_update(self._updated(self._parts.optimizers.entries(optimizer), optimizer))
 
     def after_update(self, optimizer: Optimizer) -> None:
@@ -355,8 +362,9 @@ class OpenSample(ClipListener):
             found[keys.GUARDED] = parts.guard.last_withheld
         every = parts.schedule.steps_since_sample(closed.step)
         eps = self._measurer.eps
-        compared = self._compared, self._compared_early
-        parts.window.commit(Sample(closed.step, closed.skipped, updated, *compared, self.by_torch, eps, every), found)
+        compared, rate = (self._compared, self._compared_early), self._learning_rate
+        sample = Sample(closed.step, closed.skipped, updated, *compared, self.by_torch, eps, every, learning_rate=rate)
+        parts.window.commit(sample, found)
 
     def leave_out_what_was_reset(self) -> None:
         """Gradients are reset that no optimizer has used: perhaps the user's loop leaves the step out.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import weakref
 from collections import Counter
 from collections.abc import Sequence
@@ -197,6 +198,13 @@ class OptimizerRegistry:
     def _gone(self, key: int, _: object) -> None:
         self._by_key.pop(key, None)
         self._clock.disown(key)
+
+
+def learning_rate_of(optimizer: Optimizer) -> float:
+    """The largest of its groups by size; NaN where the host does not know one: for one on a device it would wait."""
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    here = [r for r in rates if isinstance(r, int | float) or (isinstance(r, Tensor) and r.device.type == "cpu")]
+    return max(map(float, here), key=abs, default=math.nan)
 
 
 def _ids(optimizer: Optimizer) -> list[int]:

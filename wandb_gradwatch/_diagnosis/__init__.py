@@ -12,9 +12,9 @@ from .._analysis.formatting import FOUND_PREFIX
 from .._measure.columns import FloatArray
 from ..rules import NONFINITE_TITLES, Alert
 from ..rules._base import Finding
-from ..rules._exploding import SPIKES
+from ..rules._exploding import SPIKES, ExplodingGradient
 from ..snapshot import Snapshot, select_samples
-from .causes import BAD_BATCH, CAUSES, Diagnosis
+from .causes import APART, BAD_BATCH, CAUSES, Diagnosis
 from .evidence import Evidence
 from .loss_order import which_moved_first
 from .patterns import PATTERNS
@@ -88,7 +88,8 @@ def _diagnosed(alert: Alert, history: Snapshot, context: Mapping[str, Any]) -> A
         return replace(alert, text="\n".join([alert.text, *lines]))
     fitting = [d for d in diagnose(recent, **context) if alert.title in CAUSES[d.cause]] if len(recent) else []
     # That a spike has passed, or has not, the rule knows better than its own step shows.
-    fitting = [d for d in fitting if d.cause != BAD_BATCH or alert.kind in SPIKES]
+    is_no_spike = alert.title == ExplodingGradient.title and alert.kind not in SPIKES
+    fitting = [d for d in fitting if d.cause != BAD_BATCH or not is_no_spike]
     if fitting and not (len(until) and until.arose_after_backward[-1]):
         alert = alert.because(*_in_words(fitting, has_passed=alert.kind == "passed"))
     if alert.title in NONFINITE_TITLES and (
@@ -112,7 +113,8 @@ def _in_words(fitting: Sequence[Diagnosis], *, has_passed: bool) -> tuple[str, s
     if not others or others[0].confidence < first.confidence - _AS_PROBABLE:
         return f"{first.cause} ({first.evidence})", first.remedy
     second = others[0]
-    cause = f"not clear: either {first.cause} ({first.evidence}), or {second.cause} ({second.evidence})"
+    apart = next((f"; {APART[d.cause]} tells them apart" for d in (first, second) if d.cause in APART), "")
+    cause = f"not clear: either {first.cause} ({first.evidence}), or {second.cause} ({second.evidence}){apart}"
     return cause, f"{first.remedy}; if that changes nothing, {second.remedy}"
 
 

@@ -34,15 +34,17 @@ SATURATION = "saturating activations"
 BATCH_NORM = "batch norm on small batches"
 UNDERFLOW = "float16 underflow"
 SCALE = "loss scale too high or values beyond float16"
-DEAD_RELU = "dead ReLUs"
+DEAD_UNITS = "dead units: ReLUs that never fire, or an output that is multiplied by 0 or not used"
 FROZEN = "frozen or unused layers"
 ZEROED = "gradients zeroed before the step"
 BAD_BATCH = "one bad batch"
 BAD_RANK = "one bad rank"
-LOSS = "the loss or the inputs are not finite"
+NONFINITE_BATCH = "inputs or labels of the batch that are not finite"
+NONFINITE_FORWARD = "an invalid operation in the forward or in the loss (log 0, 0/0, an overflow)"
 OPTIMIZER = "NaN made by the optimizer's update, by its state or its eps"
 UNMEASURED = "not clear: parameters became NaN or Inf in a step that was not measured"
 DATA_SCALE = "a large scale of the inputs, targets or loss"
+LOSS_SCALE = "the scale of the loss has changed"
 BACKWARD = "something in the backward of a layer multiplies the gradient"
 FORWARD = "activations beyond the range of float16"
 INVALID = "an operation without a finite derivative"
@@ -50,7 +52,14 @@ INVALID = "an operation without a finite derivative"
 # What each cause can explain, by the titles of the shipped rules.
 _EXPLOSION, _FADING = ("Exploding gradient", "NaN gradient", "Inf gradient"), ("Vanishing gradient", "Dead gradient")
 CAUSES: Final[dict[str, tuple[str, ...]]] = {
-    LEARNING_RATE: (*_EXPLOSION, "Loss scale collapse", "Parameters grow too fast"),
+    LEARNING_RATE: (
+        *_EXPLOSION,
+        "Loss scale collapse",
+        "Parameters grow too fast",
+        "Loss spike",
+        "Non-finite loss",
+        "Dead gradient",
+    ),
     INITIALISATION: (*_EXPLOSION, *_FADING, "Loss scale collapse", "Initial weights"),
     DEPTH: _EXPLOSION,
     RECURRENCE: _EXPLOSION,
@@ -58,16 +67,28 @@ CAUSES: Final[dict[str, tuple[str, ...]]] = {
     BATCH_NORM: (*_EXPLOSION, *_FADING),
     UNDERFLOW: (*_FADING, "No gradient"),
     SCALE: ("Loss scale collapse",),
-    DEAD_RELU: _FADING,
+    DEAD_UNITS: _FADING,
     FROZEN: ("No gradient",),
     ZEROED: ("No gradient",),
-    BAD_BATCH: ("Exploding gradient",),
-    LOSS: ("NaN gradient", "Inf gradient"),
+    BAD_BATCH: ("Exploding gradient", "Parameters grow too fast"),
+    NONFINITE_BATCH: ("NaN gradient", "Inf gradient"),
+    NONFINITE_FORWARD: ("NaN gradient", "Inf gradient"),
     OPTIMIZER: ("NaN gradient", "Inf gradient"),
     UNMEASURED: ("NaN gradient", "Inf gradient"),
     DATA_SCALE: (*_EXPLOSION, "Parameters grow too fast"),
+    LOSS_SCALE: ("Exploding gradient", "Parameters grow too fast", "Loss spike"),
     BACKWARD: ("Exploding gradient",),
     FORWARD: ("Loss scale collapse",),
     BAD_RANK: (*_EXPLOSION, "Loss scale collapse"),
     INVALID: ("NaN gradient", "Inf gradient", "Non-finite loss", "Loss scale collapse"),
+}
+
+# What tells a cause from another that the samples show as well.
+APART: Final = {
+    NONFINITE_BATCH: 'watch(model, on_nonfinite="trace"), which names the first bad operation,',
+    INVALID: 'watch(model, on_nonfinite="trace"), which names the first bad operation,',
+    DATA_SCALE: "the size of the loss at the first step",
+    LEARNING_RATE: "a run with a tenth of the learning rate",
+    INITIALISATION: "the size of the weights at the first step",
+    BAD_BATCH: "that batch, looked at,",
 }

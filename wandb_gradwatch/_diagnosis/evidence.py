@@ -14,6 +14,7 @@ from .._analysis.formatting import clip_advice
 from .._measure.columns import Column, FloatArray
 from ..snapshot import Snapshot
 from .layers import Layers
+from .onset import Onset, RateRise, onset_of, rate_rise
 from .parameters import Parameters
 
 # S samples, N clean samples, R ranks
@@ -68,6 +69,21 @@ class Evidence:
     def parameters(self) -> Parameters:
         """The parameters themselves."""
         return Parameters(self.history, self.spikes)
+
+    @cached_property
+    def rate_rise(self) -> RateRise | None:
+        """A learning rate that has just gone up at once."""
+        return rate_rise(self.history)
+
+    @cached_property
+    def onset(self) -> Onset | None:
+        """Where the norm has just left its usual level at once."""
+        return onset_of(self.log_norm_N, self.clean, self.parameters)
+
+    @property
+    def gradient_came_first(self) -> bool:
+        """The norm jumped after an ordinary update, by a learning rate that did not: no update has made it so large."""
+        return self.onset is not None and self.onset.ordinary_update and self.rate_rise is None
 
     @cached_property
     def layers(self) -> Layers:

@@ -87,6 +87,7 @@ def cause_of(alert: RecordedAlert) -> str:
     cause = alert.text.partition(CAUSE_PREFIX)[2].partition(". Remedy")[0]
     if cause.startswith(FOUND_PREFIX):
         cause = cause.removeprefix(FOUND_PREFIX).partition("\n")[0]
+    cause = re.sub(r"; [^;]* tells? them apart$", "", cause, flags=re.DOTALL)
     cause = re.sub(_EVIDENCE, "", cause, flags=re.DOTALL).removeprefix("not clear: either ").strip().rstrip(".")
     starts_as_a_word = alert.title.partition(" ")[0].istitle()  # not NaN
     title = alert.title[:1].lower() + alert.title[1:] if starts_as_a_word else alert.title

@@ -11,6 +11,7 @@ On CPU everything arrives at once. Devices other than CUDA have no events that a
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -60,6 +61,7 @@ class Sample:
         eps: relative precision of the gradients' dtype, of the coarsest where there are several.
         every: how many steps after the sample before.
         left_out: no sample of an update: a backward whose gradients were reset before any step.
+        learning_rate: the largest of the optimizers that made the update; NaN where the host does not know it.
     """
 
     step: int
@@ -71,6 +73,7 @@ class Sample:
     eps: float = 0.0
     every: int = 1
     left_out: bool = False
+    learning_rate: float = math.nan
 
 
 @dataclass(frozen=True)
@@ -274,6 +277,8 @@ class SampleTransfer:
             loss_scale = loss_scale if scale != scale else scale
             found_inf = inf if inf > found_inf else found_inf
         metrics: dict[str, float] = {keys.SAMPLE_EVERY: float(self.sample.every)}
+        if not math.isnan(self.sample.learning_rate):
+            metrics[keys.LEARNING_RATE] = self.sample.learning_rate
         histograms: dict[str, MetricHistogram] = {}
         sums: dict[str, ArrivedSums] = {}
         for found in self.found:

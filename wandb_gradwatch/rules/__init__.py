@@ -6,11 +6,12 @@ from ._base import MAX_TITLE, Alert, Level, Rule
 from ._exploding import ExplodingGradient
 from ._functions import FunctionRule, as_rule, rule
 from ._loss import LossSpike
+from ._missing import NoGradient
 from ._nonfinite import NONFINITE_TITLES, InfGradient, LossScaleCollapse, NaNGradient, NonFiniteLoss
 from ._parameters import FastParameters, LargeInputs, PoorInitialisation, TightClipping
 from ._ratios import GradParamRatio, LayerSpread
-from ._vanishing import DeadGradient, NoGradient, VanishingGradient
-from ._wiring import GradientsNotReset, NotInOptimizer, UnchangedParameters
+from ._vanishing import DeadGradient, VanishingGradient
+from ._wiring import GradientsNotReset, NegativeLearningRate, NotInOptimizer, UnchangedParameters
 
 __all__ = [
     "MAX_TITLE",
@@ -29,6 +30,7 @@ __all__ = [
     "LossScaleCollapse",
     "LossSpike",
     "NaNGradient",
+    "NegativeLearningRate",
     "NoGradient",
     "NonFiniteLoss",
     "NotInOptimizer",
@@ -61,6 +63,7 @@ def default_rules() -> list[Rule]:
         NotInOptimizer(),
         GradientsNotReset(),
         UnchangedParameters(),
+        NegativeLearningRate(),
         PoorInitialisation(),
         LargeInputs(),
         FastParameters(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Iterable
@@ -29,6 +30,7 @@ _AT_ONCE: Final = 100.0
 _CLEARLY: Final = 10.0  # times the record: said at the second sample; less only where it moves the parameters, or stays
 _GROWS: Final = 1.5  # times the sample before: what is clearly above and still growing will not pass
 _STAYS: Final = 5  # samples in a row above the limit: so long no healthy spike of less than that takes
+_OF_RECORD: Final = 0.25  # of the deviations above the median: the record is far out itself
 _WORTH_A_WORD: Final = 4.0  # times the record: a spike that has passed is told, as INFO
 _UNMOVED_GROWTH: Final = 3.0  # times as far has a rise to go that does not move the parameters: it may turn by itself
 _MOVED: Final = 0.05  # of the parameters' norm by one update: healthy ones move 2.5 % at most once a run is under way
@@ -132,7 +134,10 @@ class ExplodingGradient:
             norms above 1e6. The default is beyond any of these; what is unusual for this run the other measures see.
         record_factor: a norm below this multiple of the largest that the run has survived is no explosion. None
             switches this measure off.
-        min_factor: nor is one below this multiple of the median of the last 64.
+        min_factor: nor is one below this multiple of the median of the last 64. Where norms scatter, as they do with
+            small batches and in reinforcement learning, both limits are further away.
+        deviations: of the log norm's scatter: by so many the limit is above the median, and by a quarter of them above
+            what has been survived.
         first_factor: in the first 5 samples one below this multiple of the largest so far.
         growth: too much as a steady rise over 5 to 64 samples; None switches this measure off.
         adapt_after: so many samples in a row above the limit are the usual level.
@@ -141,6 +146,7 @@ class ExplodingGradient:
     threshold: float | None = 1e8
     record_factor: float | None = 2.0
     min_factor: float = 5.0
+    deviations: float = 4.0
     first_factor: float = 20.0
     growth: float | None = 20.0
     adapt_after: int = 20
@@ -154,7 +160,7 @@ class ExplodingGradient:
     def __post_init__(self) -> None:
         from_1 = (1.0, math.inf)
         check_limits(self, "threshold", threshold=(0.0, math.inf))
-        check_limits(self, min_factor=from_1, first_factor=from_1, adapt_after=from_1)
+        check_limits(self, min_factor=from_1, first_factor=from_1, adapt_after=from_1, deviations=(0.0, math.inf))
         check_limits(self, "record_factor", "growth", record_factor=from_1, growth=from_1)
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
@@ -183,7 +189,9 @@ class ExplodingGradient:
         survived = past.record + math.log(self.record_factor)
         if log_norm <= survived:  # as nearly always: a median takes longer than all else here
             return survived
-        return max(survived, statistics.median(past.norms) + math.log(self.min_factor))
+        far = self.deviations * _scatter(past.norms)
+        usual = statistics.median(past.norms) + max(math.log(self.min_factor), far)
+        return max(survived, past.record + _OF_RECORD * far, usual)
 
     def _judge(self, snapshot: Snapshot, sample: int, past: _Past, moved: bool) -> _Found | None:
         """What is wrong with the total norm, or None; the past learns of it."""
@@ -303,6 +311,12 @@ class ExplodingGradient:
         self._movements = {int(kind): Movement() for kind in state["movements"]}
         for kind, movement in self._movements.items():
             movement.load_state_dict(state["movements"][str(kind)])
+
+
+def _scatter(log_norms: list[float]) -> float:
+    """The standard deviation of log norms around their trend, by the changes from one to the next."""
+    changes = [abs(after - before) for before, after in itertools.pairwise(log_norms)]
+    return 1.4826 / math.sqrt(2) * statistics.median(changes) if changes else 0.0
 
 
 def _log(norm: float) -> float:

@@ -86,7 +86,10 @@ class LossSpike:
             f"Step {step}: the loss has risen to {number(loss)} and stays there; the {len(self._past)} before were "
             f"between {number(min(self._past))} and {number(max(self._past))} (threshold {number(limit)})."
         )
-        cause = "not clear: either updates that were too large, or the data has changed"
+        cause = (
+            "not clear: either a learning rate that is too high, or the data has changed; whether the learning rate "
+            "rose before this step tells them apart"
+        )
         remedy = "look at what changed in the data at this step; lower the learning rate, and clip the gradients"
         return finding(self.title, fact, "", cause, remedy, step, "WARN")
 

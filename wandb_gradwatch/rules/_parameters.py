@@ -24,7 +24,14 @@ _FIRST_STEPS: Final = 20  # in which parameters may still move fast: adaptive op
 _OF_LAST: Final = 5  # updates of which a second one has to be too large: a single one may be a bad batch
 _TOGETHER: Final = 10  # updates that are looked at together
 _MIN_WEIGHTS: Final = 64  # fewer elements are a scale or a temperature, not a layer's weights
-_LOWER_RATE: Final = "divide the learning rate by 10 or lengthen its warm-up, and "
+_CAUSE: Final = (
+    "not clear: either a learning rate that is too high, or a large scale of the inputs, targets or loss; the size of "
+    "the loss at the first step tells them apart"
+)
+_REMEDY: Final = (
+    "normalise the inputs and the targets, take the mean in the loss; divide the learning rate by 10 or lengthen its "
+    "warm-up, and "
+)
 _MIN_ELEMENTS: Final = 256  # of all parameters together: fewer may well begin anywhere, and pass through 0
 _EXACT: Final = 1e-12  # relative: float64 sums of equal numbers are that exact
 _MIN_UNITS: Final = 4  # so many equal gradients are no chance
@@ -213,14 +220,14 @@ class FastParameters:
             f"Step {step}: the parameters' norm has grown by {number(100 * growth)} % per step or more, twice within "
             f"{_OF_LAST} samples (threshold {number(100 * limit)} %)."
         )
-        return finding(self.title, fact, "", "learning rate too high", _LOWER_RATE + clip, step, "ERROR")
+        return finding(self.title, fact, "", _CAUSE, _REMEDY + clip, step, "ERROR")
 
     def _multiplied(self, step: int, factor: float, clip: str) -> Alert:
         fact = (
             f"Step {step}: {len(self._recent) - 1} of the last {len(self._recent)} updates, all but the largest, have "
             f"multiplied the parameters' norm by {number(factor)} (threshold {number(self.max_factor)})."
         )
-        return finding(self.title, fact, "", "learning rate too high", _LOWER_RATE + clip, step, "ERROR")
+        return finding(self.title, fact, "", _CAUSE, _REMEDY + clip, step, "ERROR")
 
     def _shrinking(self, step: int, left: float) -> Alert:
         fact = (
@@ -251,24 +258,29 @@ class TightClipping:
 
     Args:
         max_factor: the norm before clipping over the one after. Healthy: at most 99, faults from 2,300.
-        patience: samples in a row.
+        patience: samples in a row; before them an explosion that the clipping holds looks the same.
+        first_patience: the same from the run's first sample on, before which nothing can have exploded.
     """
 
     max_factor: float = 1000.0
     patience: int = 20
+    first_patience: int = 3
     _num_tight: int = field(default=0, init=False)
+    _began_tight: bool = field(default=True, init=False)
 
     title: ClassVar[str] = "Clipping too tight"
 
     def __post_init__(self) -> None:
-        check_limits(self, max_factor=(1.0, math.inf), patience=(1.0, math.inf))
+        from_1 = (1.0, math.inf)
+        check_limits(self, max_factor=from_1, patience=from_1, first_patience=from_1)
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
         raw_S, received_S = snapshot.total_grad_norm, snapshot.total_grad_norm_clipped
         for sample in np.flatnonzero((raw_S > 0) & (received_S > 0)).tolist():
             factor = float(raw_S[sample] / received_S[sample])
             self._num_tight = self._num_tight + 1 if factor > self.max_factor else 0
-            if self._num_tight >= self.patience:
+            self._began_tight &= self._num_tight > 0
+            if self._num_tight >= (self.first_patience if self._began_tight else self.patience):
                 yield self._alert(int(snapshot.steps[sample]), factor, float(snapshot.loss_scale[sample]))
 
     def _alert(self, step: int, factor: float, scale: float) -> Alert:
@@ -283,10 +295,10 @@ class TightClipping:
         return finding(self.title, fact, "", cause, remedy, step, "WARN")
 
     def state_dict(self) -> dict[str, Any]:
-        return {"num_tight": self._num_tight}
+        return {"num_tight": self._num_tight, "began_tight": self._began_tight}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._num_tight = int(state["num_tight"])
+        self._num_tight, self._began_tight = int(state["num_tight"]), bool(state["began_tight"])
 
 
 def _constant(snapshot: Snapshot, sample: int, gains: Mapping[str, float]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Gradients that fade, die or never arrive."""
+"""Gradients that fade or die."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import numpy.typing as npt
 from .._analysis.depth import DepthTrend, depth_trends
 from .._analysis.formatting import listing, number, worst_first
 from .._analysis.layers import dead_units, modules_of, without_inputs
-from .._analysis.memory import Streaks
+from .._analysis.memory import PerName, Streaks
 from .._measure.columns import FloatArray
-from ..snapshot import Snapshot
+from ..snapshot import Snapshot, keys
 from ._base import Alert, check_limits, finding
 
 # S samples, P watched parameters, L modules
@@ -24,8 +24,12 @@ from ._base import Alert, check_limits, finding
 _CHANCE: Final = 1e-3  # that a layer which is now and then without a gradient is so as often in a row
 _AT_ONCE: Final = 0.25  # of a layer's units: so many do not die within one sample of a healthy training
 _MIN_UNITS: Final = 8  # fewer are all off in two samples now and then
-_LOST_CHANCE, _MIN_BEFORE = 1e-6, 20  # that a gradient pauses; phases of a training are longer than a few samples
 _ARRIVED: Final = 1e-6  # of the largest norm so far: what fits exactly has layers without any gradient, and is done
+_CERTAIN: Final = 5  # samples in a row of what no healthy training has
+_FAINT: Final = 1e-20  # of the largest gradient: what cancels but for rounding has 1e-9, in float64 1e-17
+_TINY_LOSS: Final = 1e-6
+_SMALLEST_NORMAL, _SMALLEST = 2.0**-14, 2.0**-24  # of float16
+_MANY: Final = 0.9  # of a layer's units, that no chance and no training has switched off one by one
 _ABRUPT: Final = 1e3  # a fall below the floor from a norm this many times above it is no slow convergence
 
 
@@ -34,7 +38,8 @@ class VanishingGradient:
     """The gradient fades: all of it, or on its way back to the input: "Vanishing gradient".
 
     A total norm that sinks slowly below the floor is a training that has converged, and no alert; one that was below
-    it from the start, or fell off a cliff, is one.
+    it from the start, or fell off a cliff, is one. So is a parameter whose gradient is less than 1e-20 of the others',
+    where rounding leaves 1e-9, and one of which float16 has kept nothing but its smallest steps.
 
     Args:
         min_norm: a total norm above 0 and below this is too small.
@@ -52,6 +57,8 @@ class VanishingGradient:
     _num_faded: int = field(default=0, init=False)
     _last_large: float = field(default=math.nan, init=False)  # the newest norms that were not too small, averaged
     _converged: bool = field(default=False, init=False)
+    _faint: PerName = field(default_factory=PerName, init=False, repr=False)  # samples in a row
+    _num_coarse: int = field(default=0, init=False)
 
     title: ClassVar[str] = "Vanishing gradient"
 
@@ -70,6 +77,47 @@ class VanishingGradient:
                 yield self._small_alert(snapshot, sample)
             elif trend is not None and self._num_faded >= self.patience:
                 yield self._faded_alert(snapshot, sample, trend)
+            elif (faint := self._faint_at(snapshot, sample)).size:
+                yield self._faint_alert(snapshot, sample, faint)
+            self._num_coarse = self._num_coarse + 1 if _is_coarse(snapshot, sample) else 0
+            if self._num_coarse >= _CERTAIN:
+                yield self._coarse_alert(snapshot, sample)
+
+    def _faint_at(self, snapshot: Snapshot, sample: int) -> npt.NDArray[np.intp]:
+        """Places of the parameters whose gradients have been next to nothing beside the others' for some samples."""
+        norm_P, count_P = snapshot.grad_norm[sample], self._faint.of(snapshot.names)
+        present_P = norm_P > 0
+        faint_P = present_P & (norm_P < _FAINT * np.max(norm_P, initial=0.0, where=present_P))
+        if not faint_P.any() and not count_P.any():  # as nearly always
+            return np.zeros(0, dtype=np.intp)
+        count_P[present_P & ~faint_P] = 0
+        count_P[faint_P] += 1
+        return np.flatnonzero(faint_P & (count_P >= _CERTAIN))
+
+    def _faint_alert(self, snapshot: Snapshot, sample: int, faint: npt.NDArray[np.intp]) -> Alert:
+        step, norm_P = int(snapshot.steps[sample]), snapshot.grad_norm[sample]
+        fact = (
+            f"Step {step}: the gradients of {len(faint)} of {len(norm_P)} parameters have been less than "
+            f"{number(_FAINT)} of the largest one for {_CERTAIN} samples or more; rounding leaves 1e-9."
+        )
+        layers = listing(worst_first(-norm_P, faint), lambda p: f"{snapshot.names[p]} {number(norm_P[p])}")
+        cause = (
+            "not clear: either a saturated gate, softmax or activation, or a factor of almost 0 on the way back to "
+            "these layers (a residual or loss weight, many small factors through depth or time); the outputs of what "
+            "follows them tell them apart"
+        )
+        remedy = "look at what follows these layers: gates, scales, weights of the loss; normalise its inputs"
+        return finding(self.title, fact, layers, cause, remedy, step, "WARN")
+
+    def _coarse_alert(self, snapshot: Snapshot, sample: int) -> Alert:
+        step = int(snapshot.steps[sample])
+        fact = (
+            f"Step {step}: most gradients are below 2^-14, and their smallest elements whole multiples of 2^-24, which "
+            f"is where float16 ends, for {_CERTAIN} samples or more: smaller ones are 0."
+        )
+        cause = "float16 underflow"
+        remedy = "use torch.amp.GradScaler, do not divide the loss so far, or use bfloat16"
+        return finding(self.title, fact, "", cause, remedy, step, "WARN")
 
     def _is_small(self, norm: float) -> bool:
         if norm >= self.min_norm:
@@ -92,6 +140,8 @@ class VanishingGradient:
         cause = (
             "a saturated or dead network, a loss divided too often, or float16 gradients with too small a loss scale"
         )
+        if abs(loss := float(snapshot.metrics.get(keys.LOSS, np.full(len(snapshot), np.nan))[sample])) < _TINY_LOSS:
+            cause = f"the loss is too small ({number(loss)}): divided too often, or of too small a weight"
         remedy = "check the loss's reduction and scale, the activations and the initialisation, or use bfloat16"
         return finding(self.title, fact, layers, cause, remedy, step, "WARN")
 
@@ -113,12 +163,29 @@ class VanishingGradient:
             "num_faded": self._num_faded,
             "last_large": None if math.isnan(self._last_large) else self._last_large,
             "converged": self._converged,
+            "faint": self._faint.state_dict(),
+            "num_coarse": self._num_coarse,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._num_small, self._num_faded = int(state["num_small"]), int(state["num_faded"])
         self._last_large = math.nan if state["last_large"] is None else float(state["last_large"])
         self._converged = bool(state["converged"])
+        self._faint.load_state_dict(state["faint"])
+        self._num_coarse = int(state["num_coarse"])
+
+
+def _is_coarse(snapshot: Snapshot, sample: int) -> bool:
+    """Whether float16 has kept of most gradients' elements nothing but its smallest steps."""
+    scale = float(snapshot.loss_scale[sample])
+    scale = 1.0 if math.isnan(scale) else scale
+    size_P = np.nan_to_num(snapshot.num_elements[sample])
+    if float(snapshot.total_grad_norm[sample]) * scale > _SMALLEST_NORMAL * math.sqrt(float(size_P.sum())):
+        return False
+    largest_P, smallest_P = (scale * v[sample] for v in (snapshot.grad_abs_max, snapshot.grad_abs_min_nonzero))
+    steps_P = smallest_P / _SMALLEST
+    coarse_P = (largest_P < _SMALLEST_NORMAL) & (steps_P >= 1) & (steps_P == np.round(steps_P))
+    return float(size_P[coarse_P].sum()) > 0.5 * float(size_P[largest_P > 0].sum())
 
 
 @dataclass(kw_only=True)
@@ -128,15 +195,16 @@ class DeadGradient:
     A count of one sample says nothing: at a batch of 1 half of all ReLU units are off in every sample, though never the
     same half. That the same units are dead shows where the count does not scatter as a chance would have it. Nor does
     half of a layer say anything: far from the input, where all samples look alike, each unit of an untrained layer is
-    on for all of them or off for all of them, and half of them are off. So a layer counts where more units are dead
-    than fair coins would make, or where so many have died at once.
+    on for all of them or off for all of them, and half of them are off; and training switches more off one by one,
+    while the others learn. So a layer counts where nine tenths of its units are dead, or where half of them are and
+    have died at once.
 
     A whole layer without any gradient is told at the second sample if it never was so before; experts and losses that
     are now and then without one take longer by Laplace's rule of succession. So is a layer whose input has become 0.
 
     Args:
-        max_ratio: the share of a layer's units that may be dead. 5 % and 20 %, as is often read, is what an untrained
-            `Linear(1, 32)` before a ReLU has (a quarter of its units fire for no input in [-1, 1]); half is not.
+        max_ratio: the share of a layer's units that may have died at once. 5 % and 20 %, as is often read, is what an
+            untrained `Linear(1, 32)` before a ReLU has (a quarter of its units fire for no input in [-1, 1]).
         patience: samples in a row before it counts: LoRA's A and all before a zero-initialised layer are dead at first.
     """
 
@@ -191,7 +259,9 @@ class DeadGradient:
         row_L, before_L, chance_L = seen
         suddenly_L = all_dead_L & (row_L >= 2)
         if suddenly_L.any():
-            suddenly_L &= (chance_L < _CHANCE) | self._from_the_start(snapshot, sample, suddenly_L & (before_L == 0))
+            never_L = suddenly_L & (before_L == 0)
+            suddenly_L &= (chance_L < _CHANCE) | self._from_the_start(snapshot, sample, never_L)
+            suddenly_L &= ~(never_L & _is_held_up(snapshot, sample))
         return suddenly_L
 
     def _are_the_same(self, snapshot: Snapshot, sample: int) -> npt.NDArray[np.bool_]:
@@ -201,6 +271,7 @@ class DeadGradient:
             return np.zeros_like(has_many_L)
         recent = np.stack(self._recent)
         size_L = _num_units(snapshot, sample)
+        waiting_L = (recent == 1.0).all(axis=0) & _is_held_up(snapshot, sample)
         # Four deviations of so many fair coins above their mean; of a layer of a few units all have to be dead.
         by_chance_L = np.minimum(
             self.max_ratio + 4 * np.sqrt(self.max_ratio * (1 - self.max_ratio) / size_L), 1.0 - 1e-9
@@ -208,8 +279,9 @@ class DeadGradient:
         newest, earlier = recent[-2:], recent[:-2]
         have_died_L = _alike(newest, size_L) & (newest.min(axis=0) >= self.max_ratio)
         have_died_L &= newest.min(axis=0) - np.max(earlier, axis=0, initial=0.0) > _AT_ONCE
-        same: npt.NDArray[np.bool_] = have_died_L | (_alike(recent, size_L) & (recent.min(axis=0) > by_chance_L))
-        return same
+        by_chance_L = np.maximum(by_chance_L, np.minimum(_MANY, 1.0 - 1.0 / size_L))
+        same: npt.NDArray[np.bool_] = have_died_L | (_alike(recent, size_L) & (recent.min(axis=0) >= by_chance_L))
+        return same & ~waiting_L
 
     @staticmethod
     def _from_the_start(snapshot: Snapshot, sample: int, dead_L: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
@@ -218,10 +290,8 @@ class DeadGradient:
         Gradients do not pass a weight that is 0 at first, and a few units may be off by chance.
         """
         num = int(np.argmin(dead_L)) if not dead_L.all() else 0
-        norm_P = snapshot.param_norm[sample]
-        weights = [norm for name, norm in zip(snapshot.names, norm_P, strict=True) if "bias" not in name]
-        held_up = not all(norm > 0 for norm in weights)  # NaN: not known
-        if not num or dead_L[num:].any() or held_up or _num_units(snapshot, sample)[num - 1] < _MIN_UNITS:
+        is_known = all(norm > 0 for norm in _weights(snapshot, sample))
+        if not num or dead_L[num:].any() or not is_known or _num_units(snapshot, sample)[num - 1] < _MIN_UNITS:
             return np.zeros_like(dead_L)
         return dead_L
 
@@ -272,6 +342,17 @@ class DeadGradient:
         self._empty.load_state_dict(state["empty"])
 
 
+def _is_held_up(snapshot: Snapshot, sample: int) -> bool:
+    """Whether a weight is still 0, which no gradient passes: of what comes before it nothing is known yet."""
+    return 0.0 in _weights(snapshot, sample)
+
+
+def _weights(snapshot: Snapshot, sample: int) -> list[float]:
+    """The norms of what is no bias."""
+    norms = snapshot.param_norm[sample].tolist()
+    return [norm for name, norm in zip(snapshot.names, norms, strict=True) if "bias" not in name]
+
+
 def _num_units(snapshot: Snapshot, sample: int) -> FloatArray:
     """Each module's units, by its smallest parameter: a bias has one element per unit. [L]"""
     modules = modules_of(snapshot.names)
@@ -286,82 +367,3 @@ def _alike(share_NL: FloatArray, size_L: FloatArray) -> npt.NDArray[np.bool_]:
     with np.errstate(invalid="ignore"):
         alike: npt.NDArray[np.bool_] = np.ptp(share_NL, axis=0) <= np.sqrt(mean_L * (1 - mean_L) / size_L)
     return alike
-
-
-@dataclass(kw_only=True)
-class NoGradient:
-    """Parameters whose gradient does not arrive, or gradients that are all exactly 0: "No gradient".
-
-    What is not trainable, by the snapshot, needs no gradient.
-
-    Args:
-        patience: samples in a row in which a watched parameter had no gradient.
-        lost_patience: the same for one that had a gradient in nearly all samples before, at least 20.
-        zero_patience: samples in a row in which all gradients were exactly 0.
-    """
-
-    patience: int = 100
-    lost_patience: int = 10
-    zero_patience: int = 10
-    _missing: Streaks = field(default_factory=Streaks, init=False, repr=False)
-    _num_zero: int = field(default=0, init=False)
-    _is_often_zero: bool = field(default=False, init=False)  # a hinge loss whose samples are satisfied, now and then
-
-    title: ClassVar[str] = "No gradient"
-
-    def __post_init__(self) -> None:
-        from_1 = (1.0, math.inf)
-        check_limits(self, patience=from_1, lost_patience=from_1, zero_patience=from_1)
-
-    def check(self, snapshot: Snapshot) -> Iterable[Alert]:
-        if snapshot.present.all() and (snapshot.total_grad_norm > 0).all():  # as nearly always: no sample needs a look
-            self._is_often_zero |= self._num_zero > 0
-            self._missing.end(snapshot.names, len(snapshot))
-            self._num_zero = 0
-            return
-        for sample, missing_P in enumerate(~snapshot.present):
-            late_P, seen = missing_P, self._missing.see(snapshot.names, missing_P)
-            if seen is not None:
-                row_P, before_P, chance_P = seen
-                late_P = row_P >= self.patience
-                late_P |= (row_P >= self.lost_patience) & (before_P >= _MIN_BEFORE) & (chance_P < _LOST_CHANCE)
-            all_zero = snapshot.total_grad_norm[sample] == 0 and not np.any(snapshot.num_nonfinite[sample] > 0)
-            self._is_often_zero |= self._num_zero > 0 and not all_zero
-            self._num_zero = self._num_zero + 1 if all_zero else 0
-            if self._num_zero >= self.zero_patience and not self._is_often_zero:
-                yield self._zero_alert(int(snapshot.steps[sample]))
-            elif (late := np.flatnonzero(late_P & snapshot.trainable)).size:
-                yield self._missing_alert(int(snapshot.steps[sample]), snapshot.names, row_P, late)
-
-    def _zero_alert(self, step: int) -> Alert:
-        fact = (
-            f"Step {step}: all gradients have been exactly 0 for {self._num_zero} samples "
-            f"(threshold {self.zero_patience})."
-        )
-        cause = "gradients zeroed between backward() and step(), a constant loss, or an underflow of float16 gradients"
-        remedy = "call zero_grad() before backward(), not after it; check the loss; use GradScaler or bfloat16"
-        return finding(self.title, fact, "", cause, remedy, step, "WARN")
-
-    def _missing_alert(
-        self, step: int, names: tuple[str, ...], count_P: FloatArray, late: npt.NDArray[np.intp]
-    ) -> Alert:
-        missing = worst_first(count_P, late.tolist())
-        fact = (
-            f"Step {step}: {len(missing)} of {len(names)} watched parameters have had no gradient for "
-            f"{count_P[missing[-1]]:.0f} samples or more."
-        )
-        layers = listing(missing, lambda p: f"{names[p]} ({count_P[p]:.0f} samples)")
-        cause = "layers frozen by mistake, detached from the loss, or not used by the forward"
-        remedy = "check requires_grad, detach() and torch.no_grad(); exclude= what is frozen on purpose"
-        return finding(self.title, fact, layers, cause, remedy, step, "WARN")
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "missing": self._missing.state_dict(),
-            "num_zero": self._num_zero,
-            "is_often_zero": self._is_often_zero,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._missing.load_state_dict(state["missing"])
-        self._num_zero, self._is_often_zero = int(state["num_zero"]), bool(state["is_often_zero"])

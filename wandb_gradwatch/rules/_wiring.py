@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import numpy as np
 
-from .._analysis.formatting import listing
+from .._analysis.formatting import listing, number
 from .._analysis.memory import PerName
 from .._measure.columns import Column
 from ..snapshot import Snapshot, keys
@@ -79,17 +79,44 @@ class GradientsNotReset:
 
 
 @dataclass(kw_only=True)
+class NegativeLearningRate:
+    """An update is made with a learning rate below 0, which climbs the loss: "Learning rate below 0"."""
+
+    title: ClassVar[str] = "Learning rate below 0"
+
+    def check(self, snapshot: Snapshot) -> Iterable[Alert]:
+        rate_S = snapshot.metrics.get(keys.LEARNING_RATE, np.zeros(len(snapshot)))
+        for sample in np.flatnonzero(rate_S < 0).tolist():
+            step = int(snapshot.steps[sample])
+            fact = f"Step {step}: the learning rate is {number(float(rate_S[sample]))}: this update climbs the loss."
+            cause = "the schedule goes below 0, where it was to end"
+            remedy = "end the schedule at 0, or give it as many steps as the training has"
+            yield finding(self.title, fact, "", cause, remedy, step, "ERROR")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        del state  # every sample is judged by itself
+
+
+@dataclass(kw_only=True)
 class UnchangedParameters:
     """No parameter changes by a bit though all of them have gradients: "Parameters unchanged".
 
-    A warm-up from 0 is over before `patience` is, and what has converged (L-BFGS: 79 samples without a change) has
-    gradients that are a small part of the largest ones so far.
+    What has converged (L-BFGS: 79 samples without a change) has gradients that are a small part of the largest ones so
+    far, and a learning rate that could change parameters. One that is 0, or so small that no parameter can hold the
+    change, is certain earlier.
 
     Args:
         patience: steps since which no parameter has changed, seen by 3 samples at least.
+        unknown_patience: the same where no learning rate was read, because no optimizer has stepped.
+        zero_patience: the same where the learning rate is 0 or too small: a warm-up from 0 has fewer such steps.
     """
 
     patience: int = 100
+    unknown_patience: int = 20
+    zero_patience: int = 25
     _sum_sq: PerName = field(default_factory=lambda: PerName(math.nan), init=False, repr=False)
     _num_unchanged: int = field(default=0, init=False)
     _since: int = field(default=0, init=False)  # the step of the newest sample whose parameters are not those before it
@@ -98,10 +125,12 @@ class UnchangedParameters:
     title: ClassVar[str] = "Parameters unchanged"
 
     def __post_init__(self) -> None:
-        check_limits(self, patience=(2.0, math.inf))
+        from_2 = (2.0, math.inf)
+        check_limits(self, patience=from_2, unknown_patience=from_2, zero_patience=from_2)
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
         norm_S = snapshot.total_grad_norm
+        rate_S = snapshot.metrics.get(keys.LEARNING_RATE, np.full(len(snapshot), np.nan))
         bad_S = snapshot.has_nonfinite
         for sample in np.flatnonzero(((norm_S > 0) | bad_S) & ~snapshot.skipped & ~snapshot.guarded).tolist():
             norm = 0.0 if bad_S[sample] else float(norm_S[sample])  # a NaN is told by others, and begins the count anew
@@ -118,15 +147,28 @@ class UnchangedParameters:
             if not self._num_unchanged:
                 self._since = step
             # Equal bits at both ends say the same of what is between them: a sparse cadence need not wait longer.
-            if self._num_unchanged >= _LEAST_SAMPLES and step - self._since >= self.patience:
-                yield self._alert(step, norm)
+            num_steps = step - self._since
+            if self._num_unchanged < _LEAST_SAMPLES or num_steps < min(self.unknown_patience, self.zero_patience):
+                continue
+            rate = abs(float(rate_S[sample]))
+            # An update is at most the rate times the gradient (SGD), or times 1 for each element (Adam).
+            longest = rate * max(norm, math.sqrt(float(snapshot.column_sums[sample, Column.NUM_ELEMENTS])))
+            is_nothing = longest < _NOTHING * math.sqrt(float(snapshot.column_sums[sample, Column.PARAM_SUM_SQ]))
+            needed = self.zero_patience if is_nothing else self.unknown_patience if math.isnan(rate) else self.patience
+            if num_steps >= needed:
+                yield self._alert(step, norm, float(rate_S[sample]), is_nothing)
 
-    def _alert(self, step: int, norm: float) -> Alert:
+    def _alert(self, step: int, norm: float, rate: float, is_nothing: bool) -> Alert:
         fact = (
             f"Step {step}: no parameter has changed by a single bit in the {step - self._since} steps since step "
             f"{self._since}, though the gradient norm is {norm:.3g}."
         )
         cause = "not clear: either step() is never called, or the learning rate is 0: print it to tell them apart"
+        if is_nothing:
+            cause = f"a learning rate that is far too small for the parameters to change ({number(rate)})"
+            cause = cause if rate else "the learning rate is 0"
+        elif not math.isnan(rate):
+            cause = f"not clear: either updates of 0, or something that undoes them (learning rate {number(rate)})"
         remedy = "call optimizer.step() after backward(); check the learning rate, its schedule and its warm-up"
         return finding(self.title, fact, "", cause, remedy, step, "ERROR")
 
@@ -142,6 +184,7 @@ class UnchangedParameters:
         self._largest = float(state["largest"])
 
 
-_LEAST_SAMPLES = 3
+_LEAST_SAMPLES: Final = 3
+_NOTHING: Final = 1e-8  # of the parameters' norm: float32 has seven digits
 # Of the largest norm so far, below which a training may have arrived: L-BFGS stops at 1e-5 and less.
-_CONVERGED = 1e-3
+_CONVERGED: Final = 1e-3

@@ -29,7 +29,7 @@ Number = int | float
 Details = Sequence[str] | Mapping[str, str]
 
 # What one sample is; the row has the counts and ratios, and the loss of the last one.
-_OF_SAMPLES: Final = (keys.GUARDED, keys.LEFT_OUT, keys.CLIPPED, keys.CHANGED, keys.LOSS)
+_OF_SAMPLES: Final = (keys.GUARDED, keys.LEFT_OUT, keys.CLIPPED, keys.CHANGED, keys.LOSS, keys.LEARNING_RATE)
 
 
 @dataclass(frozen=True)

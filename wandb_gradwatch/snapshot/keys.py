@@ -53,6 +53,7 @@ TOTAL_MAX: Final = "gradwatch/grad_norm_total_max/"
 CLIPPED: Final = "gradwatch/clipped"  # 1: it was; 0: it was not; MULTIPLIED: by one factor, not by torch's functions
 CHANGED: Final = "gradwatch/changed"  # 1: something else than clipping happened to it after the backward
 GUARDED: Final = "gradwatch/guarded"  # 1 where the sample's own step was withheld
+LEARNING_RATE: Final = "gradwatch/learning_rate"  # the largest of the optimizers that made the update
 LEFT_OUT: Final = "gradwatch/left_out"  # 1 where the training loop has left the step out
 # What the capture knows of the wiring; there only while it is so.
 WIRING: Final = "gradwatch/wiring/"

@@ -8,16 +8,24 @@ from typing import Final
 from ..causes import CAUSES, Diagnosis
 from ..evidence import Evidence
 from .depth import batch_norm, inside_the_backward, saturation, through_depth, through_recurrence
-from .incidents import bad_batch, bad_rank, broken_by_update, forward_overflow, invalid_operation, loss_or_inputs
-from .parameters import data_scale, initialisation, learning_rate
+from .incidents import (
+    bad_batch,
+    bad_rank,
+    broken_by_update,
+    forward_overflow,
+    invalid_operation,
+    nonfinite_batch,
+    nonfinite_forward,
+)
+from .parameters import data_scale, initialisation, learning_rate, loss_multiplied
 from .precision import scale_too_high, underflow
-from .silence import dead_relu, frozen, zeroed
+from .silence import dead_units, frozen, zeroed
 
 __all__ = ["CAUSES", "PATTERNS", "Diagnosis"]
 
 # Of two causes that are equally probable the earlier one is named first.
 PATTERNS: Final[tuple[Callable[[Evidence], Diagnosis | None], ...]] = (
     learning_rate, initialisation, through_depth, through_recurrence, saturation, batch_norm, underflow, scale_too_high,
-    dead_relu, frozen, zeroed, bad_batch, bad_rank, invalid_operation, loss_or_inputs, broken_by_update,
-    data_scale, forward_overflow, inside_the_backward,
+    dead_units, frozen, zeroed, bad_batch, bad_rank, invalid_operation, nonfinite_batch, nonfinite_forward,
+    broken_by_update, data_scale, forward_overflow, inside_the_backward, loss_multiplied,
 )  # fmt: skip

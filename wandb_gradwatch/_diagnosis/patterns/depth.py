@@ -65,7 +65,8 @@ def through_recurrence(evidence: Evidence) -> Diagnosis | None:
         f"in recurrent layers, most in {evidence.history.names[worst]}, and no gradient was clipped"
     )
     remedy = "clip with clip_grad_norm_(parameters, 1.0), shorten the unrolled sequence, use an LSTM or GRU"
-    return Diagnosis(RECURRENCE, 0.95, words, remedy)
+    # What no update has made may be the batch's as well.
+    return Diagnosis(RECURRENCE, 0.8 if evidence.gradient_came_first else 0.95, words, remedy)
 
 
 def _comes_from_above(evidence: Evidence, recurrent: list[int]) -> bool:

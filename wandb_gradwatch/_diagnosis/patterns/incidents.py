@@ -9,20 +9,38 @@ import numpy as np
 from ..._analysis.formatting import number
 from ..._measure.columns import Column
 from ...snapshot import keys
-from ..causes import BAD_BATCH, BAD_RANK, FORWARD, INVALID, LOSS, OPTIMIZER, UNMEASURED, Diagnosis
+from ..causes import (
+    BAD_BATCH,
+    BAD_RANK,
+    FORWARD,
+    INVALID,
+    NONFINITE_BATCH,
+    NONFINITE_FORWARD,
+    OPTIMIZER,
+    UNMEASURED,
+    Diagnosis,
+)
 from ..evidence import Evidence
 
 # S samples, L modules, R ranks
 
 
 def bad_batch(evidence: Evidence) -> Diagnosis | None:
-    """One sample stands out from calm neighbours."""
+    """One sample stands out from calm neighbours, or begins what no update has made."""
     if len(evidence.spikes) in (1, 2):
         sample, factor = max(evidence.spikes, key=lambda spike: spike[1])
         lone = "a lone spike" if len(evidence.spikes) == 1 else "one of two spikes"
         words = f"{lone} of {number(factor)}x at step {evidence.step(sample)}{evidence.note_of(sample)}"
-        confidence = 0.5 if evidence.parameters.is_moving or evidence.parameters.jump is not None else 0.75
+        is_moved = evidence.parameters.is_moving or evidence.parameters.jump is not None
+        confidence = 0.5 if is_moved and not evidence.gradient_came_first else 0.75
         return Diagnosis(BAD_BATCH, confidence, words, _against_a_bad_batch(evidence, sample))
+    if evidence.onset is not None and evidence.gradient_came_first:
+        sample = evidence.onset.sample
+        words = (
+            f"at step {evidence.step(sample)} the norm was {number(evidence.onset.factor)}x the usual one, after an "
+            f"ordinary update{evidence.note_of(sample)}"
+        )
+        return Diagnosis(BAD_BATCH, 0.75, words, _against_a_bad_batch(evidence, sample))
     return None
 
 
@@ -39,8 +57,9 @@ def _against_a_bad_batch(evidence: Evidence, sample: int) -> str:
     return f"look at the batch of this step; {clip}{skip}"
 
 
-def loss_or_inputs(evidence: Evidence) -> Diagnosis | None:
-    """Every layer from the last one back is non-finite and the parameters are not: it came from above the model."""
+def nonfinite_batch(evidence: Evidence) -> Diagnosis | None:
+    """Every layer from the last one back is non-finite and the parameters are not: the forward or the loss was not
+    finite already, by the batch or by an operation."""
     sample = evidence.first_bad
     if sample is None or evidence.is_broken(sample) or evidence.growth is not None:
         return None
@@ -59,7 +78,15 @@ def loss_or_inputs(evidence: Evidence) -> Diagnosis | None:
         "look at the inputs, the labels and the loss of this step (log 0, division by 0, an exponential): "
         + _against_a_bad_batch(evidence, sample)
     )
-    return Diagnosis(LOSS, 0.75, words, remedy)
+    return Diagnosis(NONFINITE_BATCH, 0.75, words, remedy)
+
+
+def nonfinite_forward(evidence: Evidence) -> Diagnosis | None:
+    """The same shows either: what came in, or what was made of it."""
+    batch = nonfinite_batch(evidence)
+    words = "finite inputs look the same in every gradient"
+    remedy = 'watch(model, on_nonfinite="trace") names the operation; add an epsilon to it, or clamp what it reads'
+    return None if batch is None else Diagnosis(NONFINITE_FORWARD, batch.confidence, words, remedy)
 
 
 def broken_by_update(evidence: Evidence) -> Diagnosis | None:

@@ -8,15 +8,26 @@ import numpy as np
 
 from ..._analysis.formatting import listing, number
 from ..._measure.columns import Column
-from ..causes import DATA_SCALE, INITIALISATION, LEARNING_RATE, Diagnosis
+from ...snapshot import keys
+from ..causes import DATA_SCALE, INITIALISATION, LEARNING_RATE, LOSS_SCALE, Diagnosis
 from ..evidence import Evidence
 
+_MULTIPLIED: Final = 10.0  # times the usual loss and gradient: less may be a batch of its own kind
+_ALIKE: Final = 2.0  # between the factors of the loss and of all layers
 _FIRST_GRADIENT: Final = 10.0  # times the parameters' norm: more than ordinary inputs and losses make
 
 
 def learning_rate(evidence: Evidence) -> Diagnosis | None:
-    """The parameters' norm changes by more per step than any finished training survives, or the norm grew steadily."""
+    """It has just gone up at once; or the parameters' norm changes by more per step than any finished training
+    survives, or the norm grew steadily, and no gradient that was far too large came first."""
     remedy = f"divide the learning rate by 10 or lengthen its warm-up, and {evidence.clip_advice}"
+    if (rise := evidence.rate_rise) is not None:
+        words = f"it rose from {number(rise.before)} to {number(rise.after)} at step {evidence.step(rise.sample)}"
+        parameters = evidence.parameters
+        is_felt = parameters.is_moving or parameters.leap or parameters.jump or evidence.growth
+        return Diagnosis(LEARNING_RATE, 0.98 if is_felt else 0.85, words, f"look at its schedule; {remedy}")
+    if evidence.gradient_came_first:
+        return None
     if evidence.parameters.is_moving and evidence.parameters.movement is not None:
         change, sample = evidence.parameters.movement
         words = (
@@ -70,7 +81,7 @@ def initialisation(evidence: Evidence) -> Diagnosis | None:
 def data_scale(evidence: Evidence) -> Diagnosis | None:
     """What a learning rate seems to have done, out of a first gradient that no learning rate has made."""
     rate = learning_rate(evidence)
-    if rate is None or not evidence.clean.size or evidence.step(int(evidence.clean[0])) > 2:
+    if rate is None or evidence.rate_rise or not evidence.clean.size or evidence.step(int(evidence.clean[0])) > 2:
         return None
     first = int(evidence.clean[0])
     norm = float(evidence.history.total_grad_norm[first])
@@ -83,3 +94,25 @@ def data_scale(evidence: Evidence) -> Diagnosis | None:
     )
     remedy = "normalise the inputs and the targets, and take the mean in the loss"
     return Diagnosis(DATA_SCALE, rate.confidence, words, remedy)
+
+
+def loss_multiplied(evidence: Evidence) -> Diagnosis | None:
+    """The loss and the gradient of every layer have risen at once, by one factor, and stay there: no data raises them
+    alike."""
+    onset, loss_S = evidence.onset, evidence.history.metrics.get(keys.LOSS)
+    if onset is None or loss_S is None or evidence.rate_rise is not None:
+        return None
+    since_N = evidence.log_norm_N[evidence.clean >= onset.sample]
+    if len(since_N) < 2 or since_N.min() < since_N[0] - np.log(_ALIKE) or len(evidence.layers.by_module.names) < 2:
+        return None
+    before = evidence.clean[evidence.clean < onset.sample][-16:]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        rise = np.append(evidence.layers.rise_at(onset.sample), loss_S[onset.sample] / np.median(loss_S[before]))
+    if not rise[-1] > _MULTIPLIED or not np.nanmax(rise) < _ALIKE * np.nanmin(rise):
+        return None
+    words = (
+        f"at step {evidence.step(onset.sample)} the loss is {number(float(rise[-1]))}x the usual one, and so is the "
+        f"gradient of every layer, {number(float(np.nanmin(rise[:-1])))}x to {number(float(np.nanmax(rise[:-1])))}x"
+    )
+    remedy = "look at what changed in the loss at this step: its reduction, its weight, a division that is missing"
+    return Diagnosis(LOSS_SCALE, 0.95, words, remedy)

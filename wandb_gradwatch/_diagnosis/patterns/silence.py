@@ -5,21 +5,24 @@ from __future__ import annotations
 import numpy as np
 
 from ..._analysis.formatting import listing
-from ..causes import DEAD_RELU, FROZEN, ZEROED, Diagnosis
+from ..causes import DEAD_UNITS, FROZEN, ZEROED, Diagnosis
 from ..evidence import Evidence
 
 # S samples, P watched parameters, L modules
 
 
-def dead_relu(evidence: Evidence) -> Diagnosis | None:
+def dead_units(evidence: Evidence) -> Diagnosis | None:
     """Half of a layer's units or more get no gradient at all, in sample after sample."""
     names, dead_L = evidence.layers.dead_L
     dead = [index for index in range(len(names)) if dead_L[index] > 0.5]
     if not dead:
         return None
     words = "no gradient at all for " + listing([f"{100 * dead_L[index]:.0f} % of {names[index]}" for index in dead])
-    remedy = "lower the learning rate, start with small or zero biases, use LeakyReLU or GELU"
-    return Diagnosis(DEAD_RELU, 0.75, words, remedy)
+    remedy = (
+        "check what follows the layer (masks, dropout, its use) and its bias; lower the learning rate, use LeakyReLU "
+        "or GELU"
+    )
+    return Diagnosis(DEAD_UNITS, 0.75, words, remedy)
 
 
 def frozen(evidence: Evidence) -> Diagnosis | None:

@@ -1,0 +1,244 @@
+"""Rules and diagnosis claim no more than their evidence decides: what else makes the same numbers is said beside it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from grad_samples import of_norms, sample_of, together
+
+from wandb_gradwatch._diagnosis import diagnose, with_diagnosis
+from wandb_gradwatch._measure.columns import Column
+from wandb_gradwatch.rules import (
+    DeadGradient,
+    ExplodingGradient,
+    FastParameters,
+    LossSpike,
+    NoGradient,
+    Rule,
+    TightClipping,
+    UnchangedParameters,
+    VanishingGradient,
+)
+from wandb_gradwatch.snapshot import Snapshot, keys
+
+
+def steps(check: Rule, snapshot: Snapshot) -> list[int]:
+    """Of what is said sample by sample, by a rule that goes on from its saved state each time."""
+    told = []
+    for place in range(len(snapshot)):
+        kind = type(check)()
+        kind.load_state_dict(json.loads(json.dumps(check.state_dict())))
+        check = kind
+        told += [alert.step for alert in check.check(snapshot.sample(place))]
+    return told
+
+
+def measured(snapshot: Snapshot, **metrics: list[float]) -> Snapshot:
+    """With the loss, or the learning rate, of each sample."""
+    named = {getattr(keys, name.upper()): np.array(values) for name, values in metrics.items()}
+    return replace(snapshot, metrics={**snapshot.metrics, **named})
+
+
+# ---- limits that know the run's own scatter
+
+
+@pytest.mark.parametrize(("scatter", "is_told"), [(0.05, True), (1.2, False)])
+def test_norms_that_scatter_have_a_limit_of_their_own(scatter: float, is_told: bool) -> None:
+    """Five samples in a row of 2.5 times the record, at least 6 times the median.
+
+    The record of calm norms is 1.1, and the limit 5 times the median. Of scatter 1.2, a factor of e^1.2 = 3.3, the
+    limit is 3.3 times the record: noise of small batches, as in reinforcement learning, does such things now and then.
+    """
+    norms = np.exp(np.random.default_rng(0).normal(0, scatter, 60))
+    level = max(2.5 * norms.max(), 6.0)
+    assert bool(steps(ExplodingGradient(), of_norms([*norms, *[level] * 5]))) == is_told
+
+
+# ---- clipping
+
+
+def clipped(factors: list[float]) -> Snapshot:
+    """Samples of which clipping has left this part of the norm."""
+    samples = of_norms([1.0] * len(factors))
+    rows = samples.rows.copy()
+    rows[:, 0, Column.RECEIVED_SUM_SQ] = np.square(1 / np.array(factors))
+    return Snapshot(samples.steps, samples.names, rows)
+
+
+def test_too_tight_a_clip_is_certain_at_once_only_where_nothing_can_have_exploded_before() -> None:
+    assert steps(TightClipping(), clipped([5000.0] * 4)) == [3, 4]
+    assert steps(TightClipping(), clipped([2.0, *[5000.0] * 20])) == [21]  # else it may be an explosion that is held
+
+
+# ---- gradients that do not arrive
+
+
+@pytest.mark.parametrize(
+    ("missing", "told"),
+    [
+        ("ab", [10, 11, 12]),  # all from the input up to one: the way back is cut there
+        ("b", []),  # an expert that nothing is sent to, or a head that is not used yet, has others before it
+        ("ad", []),
+    ],
+)
+def test_a_way_back_that_is_cut_is_told_after_ten_samples(missing: str, told: list[int]) -> None:
+    samples = [sample_of({n: None if n in missing else [1.0] for n in "abcd"}, step=s) for s in range(1, 13)]
+    assert steps(NoGradient(), together(samples)) == told
+
+
+def test_samples_in_which_a_parameter_was_frozen_are_no_missing_gradients() -> None:
+    thawed = [sample_of({"a": None, "b": [1.0]}, step=s, trainable=[s > 200, True]) for s in range(1, 206)]
+    check = NoGradient()
+    assert [alert for sample in thawed for alert in check.check(sample)] == []
+
+
+# ---- faint, and coarse
+
+
+@pytest.mark.parametrize(("faint", "told"), [(1e-30, [5, 6]), (1e-17, [])])  # rounding of float64: 1e-17
+def test_a_layer_at_next_to_nothing_of_the_others_is_told(faint: float, told: list[int]) -> None:
+    samples = [sample_of({"a.weight": [faint], "b.weight": [1.0]}, step=s) for s in range(1, 7)]
+    assert steps(VanishingGradient(), together(samples)) == told
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "told"),
+    [
+        (np.float16, 3e-8, [5, 6]),  # 2^-24 is 6e-8: elements are 0, 1, 2 ... of them
+        (np.float16, 1e-3, []),  # large enough for float16
+        (np.float32, 3e-8, []),  # as small, and exact
+    ],
+)
+def test_gradients_of_which_float16_has_kept_only_its_smallest_steps_are_told(
+    dtype: type, size: float, told: list[int]
+) -> None:
+    rng = np.random.default_rng(0)
+    samples = [
+        sample_of({name: rng.normal(0, size, 300).astype(dtype) for name in ("a.weight", "b.weight")}, step=step)
+        for step in range(1, 7)
+    ]
+    assert steps(VanishingGradient(), together(samples)) == told
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"), [(3e-13, "the loss is too small (3e-13)"), (2.0, "a saturated or dead network")]
+)
+def test_small_gradients_of_a_small_loss_are_the_losss(loss: float, words: str) -> None:
+    (alert,) = VanishingGradient().check(measured(of_norms([1e-9] * 10), loss=[loss] * 10))
+    assert words in alert.text
+
+
+# ---- dead units
+
+
+def units(dead: int, *, of: int = 40) -> dict[str, list[float]]:
+    return {"a.weight": [0.0] * dead + [1.0] * (of - dead), "a.bias": [0.0] * dead + [1.0] * (of - dead)}
+
+
+@pytest.mark.parametrize(
+    ("shares", "is_told"),
+    [
+        ([20] * 10 + [29] * 30, False),  # switched off one by one: a training that does with fewer
+        ([37] * 20, True),  # nine tenths of them
+        ([10] * 12 + [30] * 3, True),  # half of them at once
+    ],
+)
+def test_units_that_are_switched_off_while_others_learn_are_no_alarm(shares: list[int], is_told: bool) -> None:
+    samples = [sample_of(units(dead) | {"b.weight": [1.0]}, step=s) for s, dead in enumerate(shares, 1)]
+    assert bool(steps(DeadGradient(), together(samples))) == is_told
+
+
+@pytest.mark.parametrize(("b", "told"), [(0.0, False), (1.0, True)])
+def test_a_layer_that_waits_for_a_weight_of_0_is_not_dead_however_long(b: float, told: bool) -> None:
+    """LoRA whose learning rate is 0 for its first steps: nothing passes B to A."""
+    parameters = {"a.weight": np.ones(4), "a.bias": np.ones(4), "b.weight": np.full(4, b)}
+    grads = {"a.weight": np.zeros(4), "a.bias": np.zeros(4), "b.weight": np.ones(4)}
+    samples = [sample_of(grads, step=s, parameters=parameters) for s in range(1, 31)]
+    assert bool(steps(DeadGradient(), together(samples))) == told
+
+
+# ---- the learning rate, where it is read
+
+
+def trained(
+    norms: Mapping[int, float],
+    sizes: Mapping[int, float],
+    *,
+    num: int = 24,
+    layers: tuple[str, ...] = ("a.weight", "b.weight"),
+) -> Snapshot:
+    """Samples with a norm of 1 and parameters of 10 that scatter a little, but for these samples."""
+    rng, size, samples = np.random.default_rng(1), 10.0, []
+    for step in range(1, num + 1):
+        size *= sizes.get(step, 1.0 + 1e-3 * float(rng.random()))
+        grads = {n: np.full(200, norms.get(step, 1.0) * float(np.exp(0.05 * rng.normal())) / 20) for n in layers}
+        samples.append(sample_of(grads, step=step, parameters={n: np.full(200, size / 20) for n in layers}))
+    return together(samples)
+
+
+RATE = [0.1] * 20
+
+
+@pytest.mark.parametrize(
+    ("norms", "sizes", "rates", "is_rate", "words"),
+    [
+        # The rate went up a hundredfold in the update of step 21, and that moved the parameters: it is to blame.
+        (
+            {22: 50.0, 23: 80.0},
+            {22: 1.4, 23: 1.4},
+            [*RATE, 10.0, 10.0, 10.0, 10.0],
+            True,
+            "(it rose from 0.1 to 10 at step 21)",
+        ),
+        # The norm was 50 times the usual one when the parameters had moved as ever, by the same rate.
+        ({21: 50.0, 22: 80.0}, {22: 1.4, 23: 1.4}, [0.1] * 24, False, "either one bad batch"),
+        ({21: 50.0, 22: 80.0}, {22: 1.4, 23: 1.4}, None, False, "either one bad batch"),
+    ],
+)
+@pytest.mark.parametrize("title", ["Exploding gradient", "Parameters grow too fast"])
+def test_the_learning_rate_is_blamed_where_it_rose_and_not_where_the_gradient_came_first(
+    norms: dict[int, float], sizes: dict[int, float], rates: list[float] | None, is_rate: bool, words: str, title: str
+) -> None:
+    samples = trained(norms, sizes)
+    samples = samples if rates is None else measured(samples, learning_rate=rates)
+    rules: dict[str, Rule] = {"Exploding gradient": ExplodingGradient(), "Parameters grow too fast": FastParameters()}
+    first, *_ = (alert for alert in rules[title].check(samples) if alert.level == "ERROR")
+    text = with_diagnosis(first, samples).text
+    assert ("learning rate too high" in text) == is_rate
+    assert words in text
+
+
+def test_parameters_that_grow_from_the_start_leave_the_rate_and_the_scale_open_where_nothing_decides() -> None:
+    samples = trained({}, dict.fromkeys(range(2, 25), 1.06))  # 6 % a step, after ordinary gradients
+    *_, alert = FastParameters().check(samples)
+    assert "not clear: either a learning rate that is too high, or a large scale of the inputs" in alert.text
+
+
+@pytest.mark.parametrize(("second", "is_loss"), [(1000.0, True), (30.0, False)])
+def test_a_loss_that_is_multiplied_raises_the_loss_and_every_layer_alike(second: float, is_loss: bool) -> None:
+    samples = trained({21: 1000.0, 22: 1000.0}, {}, num=22)
+    rows = samples.rows.copy()
+    rows[20:, 1, Column.GRAD_SUM_SQ] *= (second / 1000.0) ** 2
+    samples = measured(Snapshot(samples.steps, samples.names, rows), loss=[*[0.7] * 20, 700.0, 720.0])
+    causes = [found.cause for found in diagnose(samples)]
+    assert ("the scale of the loss has changed" in causes) == is_loss
+
+
+def test_a_loss_that_stays_up_after_a_rise_of_the_rate_is_the_rates() -> None:
+    samples = measured(
+        of_norms([1.0] * 43), loss=[*[1.0, 1.1] * 20, 9.0, 9.0, 9.0], learning_rate=[*[0.1] * 38, *[5.0] * 5]
+    )
+    (alert,) = LossSpike().check(samples)
+    assert "learning rate too high (it rose from 0.1 to 5 at step 39)" in with_diagnosis(alert, samples).text
+
+
+def test_what_reads_no_learning_rate_waits_longer_for_parameters_that_do_not_change() -> None:
+    """The gradients are as large as ever; of a rate that was read and could change something, it may have converged."""
+    still = together([sample_of({"a": [1.0]}, step=s, parameters={"a": np.array([3.0])}) for s in range(1, 103)])
+    assert steps(UnchangedParameters(), still)[0] == 21
+    assert steps(UnchangedParameters(), measured(still, learning_rate=[0.0] * 102))[0] == 26
+    assert steps(UnchangedParameters(), measured(still, learning_rate=[0.1] * 102))[0] == 101

@@ -1,0 +1,83 @@
+"""Where the norm has left its usual level at once, and whether an update or the gradient itself came first."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from .._measure.columns import FloatArray
+from ..snapshot import Snapshot, keys
+from .parameters import Parameters
+
+# S samples, N clean samples
+
+_NEIGHBOURS: Final = 16  # samples that say what is usual
+_LEAST: Final = 5
+_SUDDEN, _CALM = math.log(5.0), math.log(3.0)  # times the usual norm: what an onset is at least, and the sample before
+_RECENT: Final = 12  # samples: what began earlier is not what an alert is about
+_ROSE: Final = 3.0  # times the learning rate of the sample before: a schedule that warms up has 2 at most
+_ORDINARY: Final = 3.0  # times the largest of the updates before: no more than those
+
+
+@dataclass(frozen=True)
+class RateRise:
+    """The learning rate went up at once, in the update of a sample."""
+
+    before: float
+    after: float
+    sample: int
+
+
+@dataclass(frozen=True)
+class Onset:
+    """A clean sample whose norm is far above those before it.
+
+    Args:
+        sample: which one.
+        factor: its norm over the median of those before it.
+        ordinary_update: whether the update before it moved the parameters no more than usual: then no update has
+            made this gradient, but the batch, the targets or the loss.
+    """
+
+    sample: int
+    factor: float
+    ordinary_update: bool
+
+
+def rate_rise(history: Snapshot) -> RateRise | None:
+    """The newest rise of the learning rate among the last samples; None where there is none, or none is known."""
+    rate_S = history.metrics.get(keys.LEARNING_RATE)
+    if rate_S is None:
+        return None
+    known = np.flatnonzero(rate_S > 0)
+    for before, now in zip(known[-2::-1].tolist(), known[:0:-1].tolist(), strict=True):
+        if now < len(history) - _RECENT:
+            return None
+        if rate_S[now] >= _ROSE * rate_S[before]:
+            return RateRise(float(rate_S[before]), float(rate_S[now]), now)
+    return None
+
+
+def onset_of(log_norm_N: FloatArray, clean_N: npt.NDArray[np.int64], parameters: Parameters) -> Onset | None:
+    """The newest onset among the last clean samples."""
+    for place in range(len(log_norm_N) - 1, max(_LEAST, len(log_norm_N) - _RECENT) - 1, -1):
+        usual = float(np.median(log_norm_N[max(place - _NEIGHBOURS, 0) : place]))
+        if log_norm_N[place] - usual >= _SUDDEN and log_norm_N[place - 1] - usual <= _CALM:
+            factor = math.exp(min(float(log_norm_N[place]) - usual, 700.0))
+            sample = int(clean_N[place])
+            return Onset(sample, factor, _was_ordinary(parameters, sample))
+    return None
+
+
+def _was_ordinary(parameters: Parameters, sample: int) -> bool:
+    """Whether the update just before a sample moved the parameters as those before it did."""
+    changes, samples = parameters.changes
+    place = int(np.searchsorted(samples, sample - 1))
+    before = changes[max(place - _NEIGHBOURS, 0) : place]
+    if len(before) < _LEAST or place == len(samples) or samples[place] != sample - 1:
+        return False  # not known
+    return bool(changes[place] <= _ORDINARY * before.max())

@@ -1,0 +1,127 @@
+"""Gradients that never arrive."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from .._analysis.formatting import listing, worst_first
+from .._analysis.memory import Streaks
+from .._measure.columns import FloatArray
+from ..snapshot import Snapshot, keys
+from ._base import Alert, check_limits, finding
+
+# S samples, P watched parameters
+
+_LOST_CHANCE: Final = 1e-6  # that a gradient pauses
+_MIN_BEFORE: Final = 20  # samples: phases of a training are longer than a few
+
+
+def _cut_off(
+    never_P: npt.NDArray[np.bool_], missing_P: npt.NDArray[np.bool_], trainable_P: npt.NDArray[np.bool_]
+) -> npt.NDArray[np.bool_]:
+    """Those that never had a gradient, if they are the first of the trainable ones and no other is missing: [P].
+
+    An expert that nothing was sent to, and a head that is not used yet, have others before them that do get one.
+    """
+    never = never_P[trainable_P]
+    num = int(np.argmin(never)) if not never.all() else 0
+    is_cut = bool(num) and not missing_P[trainable_P][num:].any()
+    return never_P & trainable_P if is_cut else np.zeros_like(never_P)
+
+
+@dataclass(kw_only=True)
+class NoGradient:
+    """Parameters whose gradient does not arrive, or gradients that are all exactly 0: "No gradient".
+
+    What is not trainable, by the snapshot, needs no gradient.
+
+    Args:
+        patience: samples in a row in which a watched parameter had no gradient.
+        lost_patience: the same for one that had a gradient in nearly all samples before, at least 20; and for all
+            trainable ones from the input up to one, where none has had any and all others have one.
+        zero_patience: samples in a row in which all gradients were exactly 0.
+    """
+
+    patience: int = 100
+    lost_patience: int = 10
+    zero_patience: int = 10
+    _missing: Streaks = field(default_factory=Streaks, init=False, repr=False)
+    _num_zero: int = field(default=0, init=False)
+    _is_often_zero: bool = field(default=False, init=False)  # a hinge loss whose samples are satisfied, now and then
+
+    _unowned: set[str] = field(default_factory=set, init=False)  # keys of parameters that no optimizer holds
+
+    title: ClassVar[str] = "No gradient"
+
+    def __post_init__(self) -> None:
+        from_1 = (1.0, math.inf)
+        check_limits(self, patience=from_1, lost_patience=from_1, zero_patience=from_1)
+
+    def check(self, snapshot: Snapshot) -> Iterable[Alert]:
+        if snapshot.present.all() and (snapshot.total_grad_norm > 0).all():  # as nearly always: no sample needs a look
+            self._is_often_zero |= self._num_zero > 0
+            self._missing.end(snapshot.names, len(snapshot))
+            self._num_zero = 0
+            return
+        unowned = [key for key in snapshot.metrics if key.startswith(keys.WIRING_UNOWNED)]
+        for sample, missing_P in enumerate(~snapshot.present):
+            # Samples in which it was frozen do not count, once it is thawed; what no optimizer holds is told as such.
+            self._unowned |= {key for key in unowned if snapshot.metrics[key][sample] > 0}
+            wanted_P = snapshot.trainable
+            if self._unowned:
+                wanted_P = wanted_P & [keys.WIRING_UNOWNED + name not in self._unowned for name in snapshot.names]
+            late_P = missing_P & wanted_P
+            seen = self._missing.see(snapshot.names, late_P, wanted_P)
+            if seen is not None:
+                row_P, before_P, chance_P = seen
+                late_P = row_P >= self.patience
+                late_P |= (row_P >= self.lost_patience) & (before_P >= _MIN_BEFORE) & (chance_P < _LOST_CHANCE)
+                late_P |= _cut_off((row_P >= self.lost_patience) & (before_P == 0), missing_P, wanted_P)
+            all_zero = snapshot.total_grad_norm[sample] == 0 and not np.any(snapshot.num_nonfinite[sample] > 0)
+            self._is_often_zero |= self._num_zero > 0 and not all_zero
+            self._num_zero = self._num_zero + 1 if all_zero else 0
+            if self._num_zero >= self.zero_patience and not self._is_often_zero:
+                yield self._zero_alert(int(snapshot.steps[sample]))
+            elif (late := np.flatnonzero(late_P & wanted_P)).size:
+                yield self._missing_alert(int(snapshot.steps[sample]), snapshot.names, row_P, late)
+
+    def _zero_alert(self, step: int) -> Alert:
+        fact = (
+            f"Step {step}: all gradients have been exactly 0 for {self._num_zero} samples "
+            f"(threshold {self.zero_patience})."
+        )
+        cause = "gradients zeroed between backward() and step(), a constant loss, or an underflow of float16 gradients"
+        remedy = "call zero_grad() before backward(), not after it; check the loss; use GradScaler or bfloat16"
+        return finding(self.title, fact, "", cause, remedy, step, "WARN")
+
+    def _missing_alert(
+        self, step: int, names: tuple[str, ...], count_P: FloatArray, late: npt.NDArray[np.intp]
+    ) -> Alert:
+        missing = worst_first(count_P, late.tolist())
+        fact = (
+            f"Step {step}: {len(missing)} of {len(names)} watched parameters have had no gradient for "
+            f"{count_P[missing[-1]]:.0f} samples or more."
+        )
+        layers = listing(missing, lambda p: f"{names[p]} ({count_P[p]:.0f} samples)")
+        cause = "layers frozen by mistake, detached from the loss, or not used by the forward"
+        remedy = "check requires_grad, detach() and torch.no_grad(); exclude= what is frozen on purpose"
+        return finding(self.title, fact, layers, cause, remedy, step, "WARN")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "missing": self._missing.state_dict(),
+            "num_zero": self._num_zero,
+            "is_often_zero": self._is_often_zero,
+            "unowned": sorted(self._unowned),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._missing.load_state_dict(state["missing"])
+        self._num_zero, self._is_often_zero = int(state["num_zero"]), bool(state["is_often_zero"])
+        self._unowned = set(state["unowned"])
