@@ -58,7 +58,6 @@ CAUSES: Final[dict[str, tuple[str, ...]]] = {
         "Parameters grow too fast",
         "Loss spike",
         "Non-finite loss",
-        "Dead gradient",
     ),
     INITIALISATION: (*_EXPLOSION, *_FADING, "Loss scale collapse", "Initial weights"),
     DEPTH: _EXPLOSION,

@@ -102,7 +102,7 @@ class VanishingGradient:
         )
         layers = listing(worst_first(-norm_P, faint), lambda p: f"{snapshot.names[p]} {number(norm_P[p])}")
         cause = (
-            "not clear: either a saturated gate, softmax or activation, or a factor of almost 0 on the way back to "
+            "not clear: either a saturated gate, router or activation, or a factor of almost 0 on the way back to "
             "these layers (a residual or loss weight, many small factors through depth or time); the outputs of what "
             "follows them tell them apart"
         )
@@ -280,8 +280,9 @@ class DeadGradient:
         have_died_L = _alike(newest, size_L) & (newest.min(axis=0) >= self.max_ratio)
         have_died_L &= newest.min(axis=0) - np.max(earlier, axis=0, initial=0.0) > _AT_ONCE
         by_chance_L = np.maximum(by_chance_L, np.minimum(_MANY, 1.0 - 1.0 / size_L))
-        same: npt.NDArray[np.bool_] = have_died_L | (_alike(recent, size_L) & (recent.min(axis=0) >= by_chance_L))
-        return same & ~waiting_L
+        same = have_died_L | (_alike(recent, size_L) & (recent.min(axis=0) >= by_chance_L))
+        is_told_L: npt.NDArray[np.bool_] = same & ~waiting_L
+        return is_told_L
 
     @staticmethod
     def _from_the_start(snapshot: Snapshot, sample: int, dead_L: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:

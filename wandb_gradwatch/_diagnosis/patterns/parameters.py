@@ -21,8 +21,8 @@ def learning_rate(evidence: Evidence) -> Diagnosis | None:
     """It has just gone up at once; or the parameters' norm changes by more per step than any finished training
     survives, or the norm grew steadily, and no gradient that was far too large came first."""
     remedy = f"divide the learning rate by 10 or lengthen its warm-up, and {evidence.clip_advice}"
-    if (rise := evidence.rate_rise) is not None:
-        words = f"it rose from {number(rise.before)} to {number(rise.after)} at step {evidence.step(rise.sample)}"
+    if (rose := evidence.rate_rise) is not None:
+        words = f"it rose from {number(rose.before)} to {number(rose.after)} at step {evidence.step(rose.sample)}"
         parameters = evidence.parameters
         is_felt = parameters.is_moving or parameters.leap or parameters.jump or evidence.growth
         return Diagnosis(LEARNING_RATE, 0.98 if is_felt else 0.85, words, f"look at its schedule; {remedy}")
