@@ -1,26 +1,27 @@
 """Pictures of the local page, to be looked at: `python -m benchmarks.screenshots DIRECTORY RUN [RUN ...]`.
 
 RUN is what `wandb-gradwatch view` takes. The first is drawn in all its states, and beside the others where there are
-any; a thousand layers are made up. It needs playwright and a chromium.
+any; a thousand layers are made up. `docs demo-run --only page` makes the README's picture, after `make demo`. It needs
+playwright and a chromium.
 """
 
 from __future__ import annotations
 
+import argparse
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
 from wandb_gradwatch._page.history import OwnSeries, RunHistory
 from wandb_gradwatch._page.page import write_page
 from wandb_gradwatch._page.read import read_run
-
-HEIGHT: Final = 900
+from wandb_gradwatch._report.preview import write_preview
 
 
 @dataclass(frozen=True)
@@ -31,33 +32,43 @@ class Shot:
         name: of the file, without its suffix.
         histories: what the page shows.
         width: of the window.
+        height: of the window.
         scheme: "light" or "dark".
         act: done before the picture is taken.
         whole: the whole page, not the first screen.
         media: "screen" or "print".
+        report: the preview of the W&B report instead of the page.
     """
 
     name: str
     histories: list[RunHistory]
     width: int = 1400
+    height: int = 900
     scheme: str = "light"
     act: Callable[[Any], object] = lambda page: None
     whole: bool = False
     media: str = "screen"
+    report: bool = False
 
 
-def main(directory: Path, runs: list[Path]) -> None:
+def main() -> None:
     """Write one PNG for each shot."""
-    directory.mkdir(parents=True, exist_ok=True)
-    histories = [read_run(run) for run in runs]
-    for name, picture in take(list(shots(histories))):
-        (directory / f"{name}.png").write_bytes(picture)
-        print(directory / f"{name}.png")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="of the pictures, without their suffix")
+    arguments = parser.parse_args()
+    arguments.directory.mkdir(parents=True, exist_ok=True)
+    wanted = shots([read_run(run) for run in arguments.runs])
+    for name, picture in take([shot for shot in wanted if arguments.only is None or shot.name in arguments.only]):
+        (arguments.directory / f"{name}.png").write_bytes(picture)
+        print(arguments.directory / f"{name}.png")
 
 
 def shots(histories: list[RunHistory]) -> Iterator[Shot]:
     """The states of the page that are worth a look."""
     one = histories[:1]
+    yield Shot("page", one, height=1500)
     yield Shot("first", one)
     yield Shot("dark", one, scheme="dark")
     yield Shot("whole", one, whole=True)
@@ -65,34 +76,47 @@ def shots(histories: list[RunHistory]) -> Iterator[Shot]:
     yield Shot("narrow", one, width=400, whole=True)
     yield Shot("print", one, width=800, whole=True, media="print")
     yield Shot("layers", [many_layers()], whole=True)
+    yield Shot("report", one, height=1500, report=True)
     if len(histories) > 1:
         yield Shot("runs", histories, whole=True)
         yield Shot("runs-narrow", histories, width=400, whole=True)
 
 
 def open_alert(page: Any) -> None:
-    """Follow the first alert to its step."""
-    page.locator("button.alert-step").first.click()
-    page.wait_for_timeout(600)  # the page scrolls there smoothly
+    """Open the recorded steps around the first alert that has any."""
+    page.locator(".around summary").first.click()
+    page.locator(".alert", has=page.locator(".around")).first.scroll_into_view_if_needed()
 
 
 def take(wanted: list[Shot]) -> Iterator[tuple[str, bytes]]:
     """Yield each shot's name and its PNG."""
-    from playwright.sync_api import sync_playwright
-
-    browser_path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    with sync_playwright() as started, tempfile.TemporaryDirectory() as folder:
-        browser = started.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
+    with chromium() as browser, tempfile.TemporaryDirectory() as folder:
         for shot in wanted:
-            context = browser.new_context(viewport={"width": shot.width, "height": HEIGHT}, color_scheme=shot.scheme)
+            size = {"width": shot.width, "height": shot.height}
+            context = browser.new_context(viewport=size, color_scheme=shot.scheme)
             page = context.new_page()
-            written = write_page(shot.histories[0], Path(folder) / "page.html", others=shot.histories[1:])
+            first, file = shot.histories[0], Path(folder) / "page.html"
+            if shot.report:
+                written = write_preview("team", "project", first.run_id, history=first, output=file)
+            else:
+                written = write_page(first, file, others=shot.histories[1:])
             page.goto(written.as_uri())
             page.locator("html[data-state=drawn]").wait_for(state="attached")
             page.emulate_media(media=shot.media)
             shot.act(page)
             yield shot.name, page.screenshot(full_page=shot.whole)
             context.close()
+
+
+@contextmanager
+def chromium() -> Iterator[Any]:
+    """A browser of playwright's."""
+    from playwright.sync_api import sync_playwright
+
+    path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    with sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield browser
         browser.close()
 
 
@@ -124,4 +148,4 @@ def many_layers(num_blocks: int = 166, num_rows: int = 200) -> RunHistory:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), [Path(argument) for argument in sys.argv[2:]])
+    main()

@@ -74,6 +74,7 @@ def test_version_is_the_package_version() -> None:
     [
         (["improve"], "No such command 'improve'"),
         (["report", "only-one"], "'only-one' is not ENTITY/PROJECT or ENTITY/PROJECT/RUN"),
+        (["report", "a/b", "--output", "x.html"], "--output is where --dry-run writes the preview"),
         (["report", "a/b/c/d"], "'a/b/c/d' is not ENTITY/PROJECT or ENTITY/PROJECT/RUN"),
         (["workspace", "a/b/c"], "a workspace belongs to a project, not to a run: a/b"),
         (["doctor", "--parameters", "many"], "'many' is not a number of parameters such as 500k, 10M or 1.3B"),
@@ -316,13 +317,15 @@ def test_report_and_workspace_print_the_url(
 ) -> None:
     calls: list[tuple[str | None, ...]] = []
 
-    def make(*target: str | None) -> str:
+    def make(*target: str | None, alerts: object = ()) -> str:
+        assert alerts == ()  # no run of this id is here
         calls.append(target)
         return "https://host.example/made"
 
     for name, function in (("report", "create_report"), ("workspace", "save_workspace")):
         module = types.ModuleType(f"wandb_gradwatch._report.{name}")
         setattr(module, function, make)
+        module.run_on_disk = lambda run, path: None  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, module.__name__, module)
     result = run(*arguments)
     assert result.exit_code == 0

@@ -8,17 +8,19 @@ import json
 import os
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import wandb
-from fake_run import ALERTS, FROZEN, GPT_NAMES, write_fake_run
+from fake_run import ALERTS, BROKEN, FROZEN, GPT_NAMES, write_fake_run
 from hypothesis import given
 from hypothesis import strategies as st
 
 from wandb_gradwatch._analysis.forecast import FORMATS
 from wandb_gradwatch._measure.columns import FloatArray
+from wandb_gradwatch._page.axes import knots, other_axes
 from wandb_gradwatch._page.columns import RowColumns
 from wandb_gradwatch._page.histograms import HistogramCollector, resample
 from wandb_gradwatch._page.history import (
@@ -351,14 +353,60 @@ def test_progress_counts_rows(run_directory: Path) -> None:
     assert seen == []  # 41 rows are fewer than the hundred after which it is called
 
 
+# ---- axes
+
+
+@pytest.mark.parametrize(
+    ("steps", "values", "expected"),
+    [
+        ([1, 2, 3], [5.0, 6, 7], ([1, 2, 3], [5, 6, 7])),
+        ([1, 2, 3, 4], [0.0, 0, 1, 1], ([1, 3], [0, 1])),  # the first step of every value
+        ([1, 2, 3], [5.0, 4, 7], ([1, 3], [5, 7])),  # a clock that was set back
+        ([2, 1, 2], [0.0, np.nan, 1], None),  # one step alone is no axis
+        ([1, 2], [np.nan, np.nan], None),
+        ([], [], None),
+    ],
+)
+def test_an_axis_rises_with_the_steps(steps: list[int], values: list[float], expected: object) -> None:
+    found = knots(np.array(steps, dtype=float), np.array(values))
+    assert (found and tuple(part.tolist() for part in found)) == expected
+
+
+def test_axes_are_time_wandbs_own_step_and_counts_of_the_users() -> None:
+    steps = np.array([10.0, 20])
+    own = {
+        "epoch": OwnSeries(steps, np.array([0.0, 1])),
+        "train/global_step": OwnSeries(steps, np.array([5.0, 9])),
+        "samples_per_second": OwnSeries(steps, np.array([5.0, 4])),  # falls
+        "loss": OwnSeries(steps, np.array([1.0, 2])),
+    }
+    history = small_history(times=np.array([100.0, 160]), own=own, started_at="1970-01-01T00:01:30Z")
+    found = {axis["label"]: axis["values"] for axis in other_axes(history)}
+    assert found == {"time": [10, 70], "epoch": [0, 1], "train/global_step": [5, 9]}
+    for placed, is_told in (([9.0, 19], False), ([3.0, 30], True)):  # counted from 0, they are the same steps
+        labels = [
+            axis["label"] for axis in other_axes(replace(history, wandb_steps=OwnSeries(steps, np.array(placed))))
+        ]
+        assert ("W&B step" in labels) == is_told
+
+
 # ---- histograms
 
 
 def test_resampling_keeps_the_number_of_elements_and_their_place() -> None:
-    # Two old bins of width 1 with 32 and 64 elements: 64 new ones, half of them with 1 and half with 2 elements.
-    low, high, counts = resample([0.0, 1.0, 2.0], [32, 64])  # type: ignore[misc]
+    # Two old bins of width 1 with 65 and 130 elements; 65 new ones of width 2/65: 2 elements in each of the first half,
+    # 4 in each of the second, and half of either in the middle one.
+    low, high, counts = resample([0.0, 1.0, 2.0], [65, 130])  # type: ignore[misc]
     assert (low, high) == (0.0, 2.0)
-    assert counts.tolist() == [1.0] * 32 + [2.0] * 32
+    np.testing.assert_allclose(counts, [2.0] * 32 + [3.0] + [4.0] * 32)
+
+
+def test_histograms_of_ours_stay_as_they_were_logged(history: RunHistory) -> None:
+    series = history.histograms[BROKEN.replace(".", "/")]
+    # Zero lies in the middle of the middle bin, and counts are whole.
+    np.testing.assert_allclose(series.low, -series.high)
+    assert series.counts.shape[1] % 2 == 1
+    assert (series.counts == np.rint(series.counts)).all()
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 from fake_run import BROKEN, write_fake_run
 
 from wandb_gradwatch._analysis.formatting import CAUSE_PREFIX, FOUND_PREFIX
-from wandb_gradwatch._page.history import OwnSeries, RecordedAlert, RecordedTable, RunHistory
+from wandb_gradwatch._page.history import HistogramSeries, OwnSeries, RecordedAlert, RecordedTable, RunHistory
 from wandb_gradwatch._page.page import write_page
 from wandb_gradwatch._page.read import read_run
 from wandb_gradwatch._page.serve import PageServer
@@ -51,8 +51,11 @@ def show(browser: Any, tmp_path: Path) -> Iterator[Opener]:
     complaints: list[str] = []
     contexts = []
 
-    def open_page(history: RunHistory, *, width: int = 1400, scheme: str = "light", **options: Any) -> Any:
-        context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    def open_page(
+        history: RunHistory, *, width: int = 1400, scheme: str = "light", has_touch: bool = False, **options: Any
+    ) -> Any:
+        size = {"width": width, "height": 900}
+        context = browser.new_context(viewport=size, color_scheme=scheme, has_touch=has_touch)
         contexts.append(context)
         page = context.new_page()
         page.on("console", lambda message: message.type == "error" and complaints.append(message.text))
@@ -172,6 +175,40 @@ def test_a_loss_that_explodes_between_two_rows_is_seen_at_first_sight(show: Open
     assert page.locator("#own").bounding_box()["y"] < 450  # of the first 900 pixels
 
 
+# ---- for everybody
+
+
+def open_everything(page: Any) -> None:
+    """Open what is folded, and wait until it is filled."""
+    page.evaluate("document.querySelectorAll('details').forEach((one) => (one.open = true))")
+    page.locator("#norm details tbody tr").first.wait_for()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [400, 1400])
+def test_axe_finds_nothing_on_a_run_and_on_runs_side_by_side(
+    show: Opener, history: RunHistory, width: int, scheme: str
+) -> None:
+    pages = [show(history, width=width, scheme=scheme), show(history, width=width, scheme=scheme, others=[history])]
+    open_everything(pages[0])
+    for page in pages:
+        assert violations(page) == []
+
+
+def test_axe_would_find_a_picture_without_a_name(show: Opener, history: RunHistory) -> None:
+    page = show(history)
+    page.locator("#layers .frame canvas").first.evaluate("canvas => canvas.removeAttribute('aria-label')")
+    assert [rule for rule, _ in violations(page)] == ["role-img-alt"]
+
+
+def violations(page: Any) -> list[tuple[str, list[str]]]:
+    """What axe-core complains of: the rule, and where."""
+    axe = pytest.importorskip("axe_playwright_python", reason="axe-core is not installed")
+    page.evaluate((Path(axe.__file__).parent / "axe.min.js").read_text(encoding="utf-8"))
+    found = page.evaluate("axe.run({ resultTypes: ['violations'] })")["violations"]
+    return [(one["id"], [str(node["target"]) for node in one["nodes"]][:5]) for one in found]
+
+
 # ---- pointer and keyboard
 
 
@@ -245,6 +282,62 @@ def test_a_drag_zooms_every_picture_and_a_button_leads_back(show: Opener, histor
     assert (low, high) == (pytest.approx(160, abs=3), pytest.approx(320, abs=3))
     page.get_by_role("button", name="Whole run").click()
     assert [field.input_value() for field in page.locator(".range input").all()] == ["0", "400"]
+
+
+def test_steps_are_drawn_over_time_or_a_count_of_the_users_own(show: Opener, history: RunHistory) -> None:
+    # Step s is logged s^2 / 100 seconds after step 0, so 0 s is the first row, at step 10, and step 400 is at 1,599 s.
+    # The axis begins at step 0, at -3 s by the line through the first two rows. Halfway, 798 s, is step 283; of the
+    # rows, one each ten steps, the line's nearest is 280, and the window that it is in ends at 290. An epoch has 100.
+    times, steps = 1e9 + history.steps**2 / 100, np.arange(1.0, 401)
+    epochs = OwnSeries(steps, np.floor(steps / 100))
+    told = {"times": times, "started_at": "", "wandb_steps": None, "own": {"epoch": epochs, **history.own}}
+    page = show(replace(history, **told))
+    axis = page.get_by_label("Horizontal axis", exact=True)
+    assert axis.locator("option").all_inner_texts() == ["By optimizer step", "By time", "By epoch"]
+    for shown, *expected in (("By time", 280, 290), ("By epoch", 200, 200)):
+        with repainted(page, "#norm canvas"), repainted(page, "#layers .frame canvas"):
+            axis.select_option(label=shown)
+        # Left of the layers stand their names, 188 pixels for 26 characters, right of them 22 pixels.
+        width = page.locator("#layers .frame canvas").first.bounding_box()["width"]
+        middles = {"#norm .u-over": 0.5, "#layers .frame canvas": (188 + (width - 188 - 22) / 2) / width}
+        for (picture, middle), step in zip(middles.items(), expected, strict=True):
+            hover(page, picture, middle, 0.5)
+            assert page.locator("#norm .legend-step").first.inner_text().startswith(f"step {step} · ")
+    page.reload()
+    page.locator("html[data-state=drawn]").wait_for(state="attached")
+    assert axis.input_value() == "epoch"
+
+
+def touch(page: Any, selector: str, *moves: list[tuple[float, float]]) -> None:
+    """Put fingers on a picture, move them, and lift them; places are shares of its width and height."""
+    target = page.locator(selector).first
+    target.scroll_into_view_if_needed()
+    box = target.bounding_box()
+    client = page.context.new_cdp_session(page)
+    for kind, fingers in zip(("touchStart", *["touchMove"] * (len(moves) - 1)), moves, strict=True):
+        points = [{"x": box["x"] + x * box["width"], "y": box["y"] + y * box["height"]} for x, y in fingers]
+        client.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
+    client.send("Input.dispatchTouchEvent", {"type": "touchEnd", "touchPoints": []})
+
+
+@pytest.mark.parametrize("picture", ["#norm .u-over", "#layers .frame canvas"])
+def test_two_fingers_stretch_the_steps_and_one_reads_values(show: Opener, history: RunHistory, picture: str) -> None:
+    page = show(history, width=400, has_touch=True)
+    low, high = page.locator(".range input").all()
+    touch(page, picture, [(0.6, 0.4)], [(0.7, 0.4)])
+    assert page.locator("#norm .legend-step").first.inner_text().startswith("step ")
+    assert (low.input_value(), high.input_value()) == ("0", "400")
+    touch(page, picture, [(0.6, 0.4), (0.7, 0.5)], [(0.5, 0.4), (0.9, 0.5)], [(0.4, 0.4), (0.95, 0.5)])
+    page.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    assert 0 < int(low.input_value()) < int(high.input_value()) < 400
+
+
+def test_a_tap_on_a_row_reads_it_and_adds_its_line(show: Opener, history: RunHistory) -> None:
+    page = show(history, width=400, has_touch=True)
+    page.locator("#lines .picker-head button").tap()  # Clear
+    page.locator("#layers .frame canvas").first.tap(position={"x": 250, "y": 22})
+    name = page.locator("#layers .tooltip .strong").inner_text()
+    assert page.locator("#lines .legend-label").all_inner_texts() == [name]
 
 
 def test_a_drag_over_the_layers_zooms_into_rows_and_steps(show: Opener, history: RunHistory) -> None:
@@ -357,6 +450,59 @@ def test_the_distribution_of_another_layer(show: Opener, history: RunHistory) ->
     assert page.locator("#histogram .tooltip").inner_text().startswith("blocks.5.mlp.fc.weight")
 
 
+def histograms_of(counts: list[list[float]]) -> RunHistory:
+    """Histograms of one layer between -1 and 1, every ten steps."""
+    series = HistogramSeries(
+        np.arange(10, 10 * len(counts) + 1, 10), -np.ones(len(counts)), np.ones(len(counts)), np.array(counts)
+    )
+    rows = np.ones(len(counts))
+    values = {"gradwatch/grad_norm": rows, "grad_norm/a": rows}
+    return RunHistory(Path("run-x.wandb"), "x", series.steps, values, histograms={"a": series})
+
+
+def test_a_distribution_has_sizes_percentiles_and_a_cross_section(show: Opener, tmp_path: Path) -> None:
+    # Five bins of 0.4: sizes below 0.2 are in the middle one, where they cannot be told apart. Of |g|, 20 % lie there,
+    # 40 % between 0.2 and 0.6, 40 % between 0.6 and 1: evenly, so half of all are below 0.5 and 99 % below 0.99.
+    even, small = [20.0, 20, 20, 20, 20], [0.0, 0, 100, 0, 0]
+    page = show(histograms_of([even, even, small]))
+    with page.expect_download() as waiting:
+        page.locator("#histogram .export", has_text="CSV").click()
+    waiting.value.save_as(tmp_path / "csv")
+    with (tmp_path / "csv").open(encoding="utf-8", newline="") as file:
+        head, first, _, last = csv.reader(file)
+    assert head == ["step", *(f"{name} of |g|" for name in ("99th percentile", "75th", "median", "25th"))]
+    # Shares are kept as bytes of their roots: half a step is 0.4 % of them.
+    assert [float(cell) for cell in first] == pytest.approx([10, 0.99, 0.75, 0.5, 0.25], rel=0.01)
+    assert last == ["30", "", "", "", ""]
+    assert page.locator("#histogram .legend-entry").all_inner_texts() == [
+        "missing, or smaller than the bins tell apart",
+        *("99th percentile", "75th", "median", "25th", "above 0", "below 0"),
+    ]
+    with repainted(page, "#histogram .overlay"):  # the cross-section follows a pointer in any picture
+        hover(page, "#norm .u-over", 0.6, 0.5)
+    hover(page, "#histogram .frame canvas", 0.3, 0.5)
+    lines = page.locator("#histogram .tooltip").inner_text().split("\n")
+    assert lines[3] == "99th percentile 0.99, 75th 0.75, median 0.5"
+    assert "of the elements larger than" in lines[2]
+    with repainted(page, "#histogram .frame canvas"):
+        page.get_by_role("button", name="g, with its sign").click()
+    hover(page, "#histogram .frame canvas", 0.3, 0.5)
+    assert "of the elements above" in page.locator("#histogram .tooltip").inner_text()
+
+
+@pytest.mark.parametrize("limits", [(0.0, 0.0), (2.0, 3.0), (-3.0, -2.0), (0.0, 1.0), (-1.0, 3.0)])
+def test_histograms_of_one_sign_or_of_zeros_alone_are_drawn(show: Opener, limits: tuple[float, float]) -> None:
+    low, high = (np.full(2, limit) for limit in limits)
+    series = HistogramSeries(np.array([10, 20]), low, high, np.ones((2, 5)))
+    values = {"gradwatch/grad_norm": np.ones(2), "grad_norm/a": np.ones(2)}
+    page = show(RunHistory(Path("run-x.wandb"), "x", series.steps, values, histograms={"a": series}))
+    hover(page, "#histogram .frame canvas", 0.5, 0.2)
+    median = page.locator("#histogram .tooltip").inner_text().split("median ")[1].split("\n")[0]
+    # Even between the limits: the median is the middle where there is one sign, 1 where a quarter is below 0.
+    expected = {(0.0, 0.0): "–", (2.0, 3.0): "2.5", (-3.0, -2.0): "2.5", (0.0, 1.0): "0.5", (-1.0, 3.0): "1"}
+    assert median == expected[limits]
+
+
 def test_the_first_bad_operation_stands_below_its_alert(show: Opener, history: RunHistory) -> None:
     found = (
         f"{FOUND_PREFIX}aten.log in blocks.0, model.py:87, made 1 NaN of 4 (at (0,)).\nIt read 4 of float32, -1 to 1."
@@ -375,6 +521,35 @@ def test_an_alert_leads_to_its_step(show: Opener, history: RunHistory) -> None:
     low, high = (int(field.input_value()) for field in page.locator(".range input").all())
     assert low < 265 < high
     assert high - low < 100
+
+
+def test_a_click_on_a_flag_opens_the_recorded_steps_around_its_alert(show: Opener, history: RunHistory) -> None:
+    page = show(history)  # the recorder holds steps 261 to 270; the NaN of 265 is the first alert, as it is an error
+    flag = page.locator("#norm canvas").first.evaluate(
+        "canvas => { const flag = canvas.flags[0]; const bounds = canvas.getBoundingClientRect();"
+        "return [bounds.left + flag.left + 3, bounds.top + flag.top + 5, flag.first] }"
+    )
+    assert flag[2] == 1
+    page.locator("#norm").scroll_into_view_if_needed()
+    moved = page.evaluate("scrollY")
+    page.mouse.click(flag[0], flag[1] - moved)
+    around = page.locator(".alert").first.locator(".around")
+    around.locator("tbody tr").first.wait_for()
+    steps = around.locator("thead th").all_inner_texts()
+    assert steps == ["gradient norm at step", *map(str, range(261, 270))]
+    rows = [row.split("\t") for row in around.locator("tbody tr").all_inner_texts()]
+    assert rows[0][0] == BROKEN
+    assert rows[0][5] == "12 NaN or Inf"
+    assert len(rows) == 12
+    assert page.locator(".alert").last.locator(".around").count() == 0  # step 260 was not recorded
+
+
+def test_an_alert_leads_to_its_layers(show: Opener, history: RunHistory) -> None:
+    page = show(history)
+    page.get_by_role("button", name="show its 3 layers").click()
+    assert page.locator("#lines .legend-label").all_inner_texts() == [
+        *("blocks.0.attn.qkv.weight", "blocks.1.attn.qkv.weight", "head.weight"),
+    ]
 
 
 def test_the_theme_button_repaints_everything(show: Opener, history: RunHistory) -> None:

@@ -12,14 +12,17 @@ from typing import Any
 
 import pytest
 import wandb
+from click.testing import CliRunner
 from fake_run import write_fake_run
 from loopback import ENTITY, PROJECT, LoopbackServer
 
+from wandb_gradwatch._cli import main
 from wandb_gradwatch._page.formatting import WORDS
 from wandb_gradwatch._page.history import RecordedAlert, RunHistory
 from wandb_gradwatch._page.read import read_run
 from wandb_gradwatch._report.flow import CHART_NAME, FLOW_FIELDS, flow_spec
-from wandb_gradwatch._report.report import build_report, causes_by_title, create_report
+from wandb_gradwatch._report.preview import write_preview
+from wandb_gradwatch._report.report import build_report, causes_by_title, create_report, run_on_disk
 from wandb_gradwatch._report.template import SECTIONS, LinePanel, TemplateSection
 from wandb_gradwatch._report.workspace import build_workspace, save_workspace
 from wandb_gradwatch.snapshot import keys
@@ -159,6 +162,40 @@ def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -
         build_report("someone", "loopback")
     with pytest.raises(ImportError, match=r"pip install 'wandb-gradwatch\[report\]'"):
         save_workspace("someone", "loopback")
+
+
+# ---- the preview
+
+
+def test_a_preview_has_every_block_of_the_report_and_the_lines_of_its_panels(
+    history: RunHistory, tmp_path: Path
+) -> None:
+    written = write_preview("someone", "loopback", "abcd1234", history=history, output=tmp_path / "report.html")
+    found = re.search(r'id="content">(.*?)</script>', written.read_text(encoding="utf-8"))
+    told = json.loads(found[1])["report"]  # type: ignore[index]
+    texts = [block["text"] for block in told["blocks"] if block["kind"] == "H2"]
+    assert texts[0] == "Alerts"
+    assert [section.words.title for section in SECTIONS] == texts[1 : len(SECTIONS) + 1]
+    assert [block["text"] for block in told["blocks"] if block["kind"] == "P"] == [one.text for one in history.alerts]
+    panels = [panel for block in told["blocks"] if block["kind"] == "PanelGrid" for panel in block["panels"]]
+    built = [panel for section in SECTIONS for panel in section.panels]
+    assert [panel["title"] for panel in panels[: len(built)]] == [panel.title for panel in built]
+    drawn = {panel["title"]: [line["label"] for line in panel["lines"]] for panel in panels}
+    assert drawn["Norm before clipping, and received"] == [keys.GRAD_NORM, keys.GRAD_NORM_CLIPPED]
+    assert len(drawn["Gradient norm of every layer"]) == 24
+
+
+def test_a_run_is_found_below_wandb_and_its_alerts_are_in_the_preview(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = write_fake_run(tmp_path, num_flushes=30).name.rpartition("-")[2]
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(main, ["report", f"someone/loopback/{run}", "--dry-run"])
+    assert result.exit_code == 0, result.output
+    page = (tmp_path / f"gradwatch-report-{run}.html").read_text(encoding="utf-8")
+    assert result.stdout == (tmp_path / f"gradwatch-report-{run}.html").as_uri() + "\n"
+    assert "ERROR: NaN gradient \\u00b7 step 265" in page
+    assert run_on_disk("another", None) is None
 
 
 # ---- against a server

@@ -149,14 +149,37 @@ def diff(context: click.Context, first: Path, second: Path, json: bool) -> None:
     context.exit(run_diff(first, second, json=json))
 
 
-@main.command(epilog=_examples("report", "my-team/my-project", "my-team/my-project/abcd1234"))
+@main.command(epilog=_examples("report", "my-team/my-project", "my-team/my-project/abcd1234 --dry-run"))
 @click.argument("target", metavar="ENTITY/PROJECT[/RUN]", callback=_target)
+@click.option(
+    "--from",
+    "path",
+    type=click.Path(path_type=Path),
+    metavar="PATH",
+    help="The run's files on this machine; its alerts are written into the report.  [default: wandb/*-RUN here]",
+)
+@click.option("--dry-run", "previews", is_flag=True, help="Write a page that previews the report; send nothing.")
+@click.option("--output", type=click.Path(path_type=Path), metavar="FILE", help="Where to write the preview.")
 @_json
-def report(target: tuple[str, str, str | None], json: bool) -> None:
-    """Create a W&B report about the gradients of a project or of one run; creating it again updates it."""
-    from ._report.report import create_report
+def report(
+    target: tuple[str, str, str | None], path: Path | None, previews: bool, output: Path | None, json: bool
+) -> None:
+    """Create a W&B report about the gradients of a project or of one run; creating it again updates it.
 
-    _say_url(create_report(*target), json)
+    W&B keeps alerts out of reports: those of the run are copied from its files on this machine.
+    """
+    from ._report.report import create_report, run_on_disk
+
+    if output is not None and not previews:
+        raise click.UsageError("--output is where --dry-run writes the preview")
+    history = run_on_disk(target[2], path)
+    if previews:
+        from ._report.preview import write_preview
+
+        written = write_preview(*target, history=history, output=output)
+        _say_url(written.as_uri(), json)
+        return
+    _say_url(create_report(*target, alerts=() if history is None else history.alerts), json)
 
 
 @main.command(epilog=_examples("workspace", "my-team/my-project"))

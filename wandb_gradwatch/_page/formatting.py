@@ -36,8 +36,8 @@ WORDS: Final[Mapping[str, Words]] = MappingProxyType(
         ),
         "layers": Words(
             "Every layer, every step",
-            "Rows of even colour. Neighbouring layers differ by less than a hundred times, and colours fade slowly "
-            "from left to right.",
+            "Pale rows: every layer stays near its own usual size. By value, neighbouring layers differ by less than a "
+            "hundred times, and colours fade slowly from left to right.",
             "Colours that change steadily along the depth are a signal that dies or grows on its way: check "
             "initialisation, normalisation and residual connections. A vertical stripe is a bad step; of the layers "
             "that turn red in it, the one nearest the output was first. A grey row receives nothing.",
@@ -56,10 +56,10 @@ WORDS: Final[Mapping[str, Words]] = MappingProxyType(
         ),
         "histogram": Words(
             "Distribution of one layer's gradient",
-            "A symmetric band around zero whose width changes slowly.",
-            "A band that widens step by step precedes an explosion. A band that collapses to one line is a layer that "
-            "stopped learning. One-sided bands point to activations that are always positive, or to a saturated "
-            "output.",
+            "The distribution keeps its shape, and its width changes slowly.",
+            "A width that grows step by step precedes an explosion. One that shrinks to nothing is a layer that "
+            "stopped learning. Elements of one sign alone point to activations that are always positive, or to a "
+            "saturated output.",
         ),
         "quantiles": Words(
             "Size of the elements",
@@ -124,9 +124,9 @@ WORDS: Final[Mapping[str, Words]] = MappingProxyType(
         ),
         "activation_histogram": Words(
             "Distribution of one module's output",
-            "A band whose width changes slowly. Behind a ReLU it is one-sided and holds many zeros.",
-            "Two bands at the ends of a sigmoid or tanh are saturation. A band that widens without bound precedes "
-            "an overflow, first in half precision.",
+            "The width changes slowly. Behind a ReLU there is one sign only, and many zeros.",
+            "Elements at both ends of a sigmoid or tanh are saturation. A width that grows without bound precedes an "
+            "overflow, first in half precision.",
         ),
         "attention": Words(
             "Attention heads",

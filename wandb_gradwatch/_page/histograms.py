@@ -11,7 +11,7 @@ from .history import HistogramSeries
 
 # H histograms of one name, B bins
 
-NUM_DISPLAY_BINS: Final = 64
+NUM_DISPLAY_BINS: Final = 65  # as many as our rows have, zero in the middle one: those stay as they are
 MAX_STORED: Final = 200_000  # histograms over all names: about 60 MB
 
 _Stored = tuple[int, float, float, FloatArray]

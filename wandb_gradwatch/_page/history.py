@@ -88,6 +88,7 @@ class RunHistory:
         steps: [R] steps of the rows that carry `gradwatch/step`, ascending, each once.
         times: [R] seconds since 1970 at which the rows were logged; NaN, or empty, where the file does not tell.
         values: scalar key of ours to its [R] values; NaN where missing.
+        wandb_steps: W&B's own step of every row of ours, at the sample's step; None where the file does not tell.
         own: scalar key of the user to all that was logged of it, in rows with or without `gradwatch/step`.
         histograms: name (as in the key, without the prefix) to its histograms.
         family_histograms: the same for the families of watch(metrics=...): family to name to its histograms.
@@ -108,6 +109,7 @@ class RunHistory:
     exit_code: int | None = None
     num_rows: int = 0
     times: FloatArray = field(default_factory=lambda: np.empty(0))
+    wandb_steps: OwnSeries | None = None
     own: Mapping[str, OwnSeries] = field(default_factory=dict)
     histograms: Mapping[str, HistogramSeries] = field(default_factory=dict)
     family_histograms: Mapping[str, Mapping[str, HistogramSeries]] = field(default_factory=dict)

@@ -11,11 +11,12 @@ import base64
 import hashlib
 import html
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from .history import RunHistory
+from .packing import Blob
 from .payload import build_payload
 from .safe_text import script_json, visible_text
 from .side_by_side import build_comparison
@@ -24,9 +25,10 @@ ASSETS: Final = Path(__file__).parent / "assets"
 LIBRARY_SCRIPT: Final = "uPlot.iife.min.js"
 LIBRARY_STYLE: Final = "uPlot.min.css"
 # One scope, in this order: a file may use what stands before it when it is loaded, and everything when it runs.
-SCRIPTS: Final = ("text.js", "data.js", "theme.js", "view.js", "lines.js", "frame.js", "heatmap.js", "ridges.js")
-SCRIPTS_LAST: Final = (
-    *("words.js", "tree.js", "layers.js", "families.js", "alerts.js", "table.js", "compare.js", "live.js", "main.js"),
+SCRIPTS: Final = (
+    *("text.js", "data.js", "theme.js", "view.js", "touch.js", "lines.js", "frame.js", "heatmap.js", "ridges.js"),
+    *("words.js", "tree.js", "layers.js", "families.js", "alerts.js", "table.js", "compare.js", "report.js"),
+    *("live.js", "main.js"),
 )
 
 
@@ -41,13 +43,17 @@ def write_page(history: RunHistory, output: str | os.PathLike[str], *, others: S
     Raises:
         OSError: output is a directory, or in none that exists; or it cannot be written.
     """
-    output = Path(output)
+    return write_html(render_page(history, others=others), Path(output))
+
+
+def write_html(page: str, output: Path) -> Path:
+    """Write a page and return its path; as above."""
     if output.is_dir() or not output.parent.is_dir():
         problem = "is a directory" if output.is_dir() else f"cannot be written: there is no directory {output.parent}"
         raise OSError(f"the page {output} {problem}; give the name of an HTML file")
     # A browser that opens the page while it is rewritten sees the old one or the new one, never half of one.
     partial = output.with_name(f"{output.name}.partial")
-    partial.write_text(render_page(history, others=others), encoding="utf-8")
+    partial.write_text(page, encoding="utf-8")
     partial.replace(output)
     return output.resolve()
 
@@ -61,25 +67,35 @@ def render_page(history: RunHistory, *, others: Sequence[RunHistory] = (), versi
         version: of the history, for a page that asks its server for newer ones; None: the page asks nobody.
     """
     content, blob = build_comparison([history, *others]) if others else build_payload(history)
-    content["version"] = version
+    title = " and ".join(one.name or one.run_id for one in (history, *others))
+    return render_content(f"{title} · gradients", content | {"version": version}, blob)
+
+
+def render_content(title: str, content: Mapping[str, Any], blob: Blob) -> str:
+    """A page as HTML.
+
+    Args:
+        title: of the page.
+        content: what the page's script reads; "version" of it is None for a page that asks nobody for newer content.
+        blob: the arrays that the content points into.
+    """
     style = _asset(LIBRARY_STYLE) + _asset("page.css")
     library = _asset(LIBRARY_SCRIPT)
-    program = '"use strict";(() => {\n' + "".join(map(_asset, (*SCRIPTS, *SCRIPTS_LAST))) + "})();"
+    program = '"use strict";(() => {\n' + "".join(map(_asset, SCRIPTS)) + "})();"
     # Nothing but these very texts may run or style, and nothing may be fetched but what the page's own server has.
     policy = (
         f"default-src 'none'; script-src {_hash(library)} {_hash(program)}; style-src {_hash(style)}; "
         "img-src data: blob:; base-uri 'none'; form-action 'none'"
     )
-    if version is not None:
+    if content["version"] is not None:
         policy += "; connect-src 'self'"
-    title = html.escape(visible_text(" and ".join(one.name or one.run_id for one in (history, *others))))
     return "".join(
         [
             '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n',
             f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n',
             '<meta name="viewport" content="width=device-width, initial-scale=1">\n',
             '<meta name="color-scheme" content="light dark">\n',
-            f"<title>{title} · gradients</title>\n<style>{style}</style>\n</head>\n<body>\n",
+            f"<title>{html.escape(visible_text(title))}</title>\n<style>{style}</style>\n</head>\n<body>\n",
             '<main id="page"><noscript>This page draws its pictures with JavaScript.</noscript></main>\n',
             f'<script type="application/json" id="content">{script_json(content)}</script>\n',
             f'<script type="application/octet-stream" id="arrays">{blob.encoded()}</script>\n',

@@ -13,6 +13,7 @@ import numpy as np
 
 from .._measure.columns import FloatArray
 from ..snapshot import keys
+from .axes import other_axes
 from .families import pack_families
 from .finding import without_finding
 from .formatting import WORDS
@@ -46,6 +47,7 @@ def build_payload(history: RunHistory) -> tuple[dict[str, Any], Blob]:
         "alerts": [_alert(group) for group in fold(history.alerts)],
         "steps": pool_steps(history.steps, points)[1].tolist(),
         "pooledPoints": points,
+        "axes": other_axes(history),
         "globals": {
             key: _jsonable(pool(history.values[key][:, None], points, key)[:, 0])
             for key in _model_keys(history)

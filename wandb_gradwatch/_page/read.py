@@ -212,6 +212,7 @@ class RunReader:
             steps=steps,
             times=times,
             values=values,
+            wandb_steps=OwnSeries(*(np.array(part, dtype=np.float64) for part in reversed(self._placed))),
             own=self._own_series(),
             histograms=histograms.pop("", {}),
             family_histograms=histograms,

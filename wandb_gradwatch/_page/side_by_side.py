@@ -48,6 +48,7 @@ def build_comparison(histories: Sequence[RunHistory]) -> tuple[dict[str, Any], B
         "steps": sorted(
             {step for history in histories for step in (*history.steps[:1].tolist(), *history.steps[-1:].tolist())}
         ),
+        "axes": [],  # time and the like are each run's own
         "own": {"axes": [], "items": []},
         "names": [],
         "columns": [[], []],

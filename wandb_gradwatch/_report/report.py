@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
 from .._diagnosis import CAUSES
 from .._page.formatting import WORDS
-from .._page.history import RecordedAlert
+from .._page.history import RecordedAlert, RunHistory
+from .._page.read import read_run
 from ..snapshot import keys
 from .flow import FLOW_FIELDS, ensure_flow_chart
 from .template import SECTIONS, TemplateSection, markdown_words, require_workspaces, speaking_to_wandb
@@ -47,7 +49,7 @@ def create_report(
         RuntimeError: W&B refused; wandb.Error where it is the login.
     """
     reports, _ = require_workspaces()
-    title = title or ("Gradients" if run is None else f"Gradients of run {run}")
+    title = title or _usual_title(run)
     if len(title) > _MAX_TITLE:
         raise ValueError(f"title={title!r} has {len(title)} characters; W&B allows {_MAX_TITLE}")
     with speaking_to_wandb():
@@ -64,7 +66,7 @@ def build_report(
     project: str,
     run: str | None = None,
     *,
-    title: str = "Gradients",
+    title: str | None = None,
     alerts: Sequence[RecordedAlert] = (),
     flow_chart: str | None = None,
 ) -> Any:
@@ -86,8 +88,31 @@ def build_report(
         ),
     ]
     return reports.Report(
-        entity=entity, project=project, title=title, description=DESCRIPTION, blocks=blocks, width="fluid"
+        entity=entity,
+        project=project,
+        title=title or _usual_title(run),
+        description=DESCRIPTION,
+        blocks=blocks,
+        width="fluid",
     )
+
+
+def run_on_disk(run: str | None, path: Path | None) -> RunHistory | None:
+    """The history of a run whose files are on this machine, with its alerts.
+
+    Args:
+        run: the run's id, which is looked for below wandb/ in the working directory.
+        path: where it is instead, as `read_run` takes it.
+
+    Returns:
+        The history; None where there is no `path`, and no run of this id.
+    """
+    found = [path] if path is not None else sorted(Path("wandb").glob(f"*run-*-{run}/run-{run}.wandb")) if run else []
+    return read_run(found[-1]) if found else None
+
+
+def _usual_title(run: str | None) -> str:
+    return "Gradients" if run is None else f"Gradients of run {run}"
 
 
 def _introduction(reports: Any) -> Iterator[Any]:

@@ -2,8 +2,23 @@
 
 const LEVEL_WORDS = { ERROR: "Error", WARN: "Warning", INFO: "Info" };
 
+// The layers that an alert names, as indices of names.
+function layersOf({ text }) {
+  const words = new Set(text.split(/[\s,;:()]+/).map((word) => word.replace(/\.$/, "")));
+  return run.names.map((_, name) => name).filter((name) => words.has(run.names[name]));
+}
+
+function showLayers(names) {
+  view.chosen.clear();
+  for (const name of names.slice(0, MAX_CHOSEN)) view.chosen.add(name);
+  announce("chosen");
+  document.getElementById("lines").scrollIntoView({ behavior: "smooth", block: "start" });
+}
+
 function alertsSection() {
   const list = content.alerts.map((alert, index) => {
+    const layers = run.matrices.size ? layersOf(alert) : [];
+    const show = element("button", { type: "button", class: "alert-step", onclick: () => showLayers(layers), title: "Draw the lines of these layers" }, layers.length === 1 ? "show its layer" : `show its ${layers.length} layers`);
     const go = alert.times.map(({ step }) =>
       step === null
         ? element("span", { class: "alert-step" }, "step unknown")
@@ -16,9 +31,10 @@ function alertsSection() {
       element(
         "div",
         { class: "alert-body" },
-        element("div", { class: "alert-head" }, element("strong", {}, alert.title), element("span", { class: "level" }, LEVEL_WORDS[alert.level] ?? alert.level), go),
+        element("div", { class: "alert-head" }, element("strong", {}, alert.title), element("span", { class: "level" }, LEVEL_WORDS[alert.level] ?? alert.level), go, layers.length ? show : null),
         element("p", {}, alert.text),
         findingOf(alert),
+        recordedAround(alert),
       ),
     );
   });
@@ -31,6 +47,63 @@ function alertsSection() {
   }
   return node;
 }
+
+// What the flight recorder holds of the steps around an alert, step by step: the layers that stand out first.
+const AROUND = 4; // recorded steps on either side
+const MOST_GUILTY = 12;
+
+function recordedAround(alert) {
+  const { columns, rows } = content.flightRecorder ?? { columns: [], rows: [] };
+  const [step, name, norm, nan, inf] = ["step", "name", "grad_norm", "num_nan", "num_inf"].map((column) => columns.indexOf(column));
+  const recorded = [...new Set(rows.map((row) => row[step]))].sort((a, b) => a - b);
+  if (alert.step === null || name < 0 || !(recorded[0] <= alert.step && alert.step <= recorded.at(-1))) return null;
+  const nearest = nearestIndex(recorded, alert.step);
+  const steps = recorded.slice(Math.max(0, nearest - AROUND), nearest + AROUND + 1);
+  const title = `Steps ${steps[0].toLocaleString("en-US")}–${steps.at(-1).toLocaleString("en-US")} one by one, from the flight recorder`;
+  const details = element("details", { class: "data around" }, element("summary", {}, title));
+  const fill = () => {
+    const layers = new Map(); // name to its rows by step
+    for (const row of rows) {
+      if (!layers.has(row[name])) layers.set(row[name], new Map());
+      layers.get(row[name]).set(row[step], row);
+    }
+    const named = new Set(layersOf(alert).map((one) => run.names[one]));
+    const isBad = (row) => row !== undefined && row[nan] + row[inf] > 0;
+    const guilt = ([layer, found]) => {
+      const norms = steps.map((one) => found.get(one)?.[norm]).filter((value) => value > 0);
+      return (steps.some((one) => isBad(found.get(one))) ? 1e6 : 0) + (named.has(layer) ? 1e3 : 0) + Math.log10(Math.max(1, ...norms) / (norms[0] ?? 1));
+    };
+    const guilty = [...layers].sort((a, b) => guilt(b) - guilt(a)).slice(0, MOST_GUILTY);
+    const cell = (row) => element("td", { class: isBad(row) ? "alarming" : null }, isBad(row) ? `${formatNumber(row[nan] + row[inf])} NaN or Inf` : formatNumber(row?.[norm]));
+    const head = ["gradient norm at step", ...steps.map((one) => one.toLocaleString("en-US"))].map((text, index) => element("th", { scope: "col", class: index ? (steps[index - 1] === recorded[nearest] ? "alarming" : null) : "text" }, text));
+    const body = guilty.map(([layer, found]) => element("tr", {}, element("th", { scope: "row", class: "text" }, layer), steps.map((one) => cell(found.get(one)))));
+    details.append(element("div", { class: "scroll", tabindex: 0 }, element("table", {}, element("thead", {}, element("tr", {}, head)), element("tbody", {}, body))));
+    if (layers.size > guilty.length) details.append(element("p", { class: "hint" }, `The first ${guilty.length} of ${layers.size} layers: NaN or Inf before those that the alert names, and those that grew most.`));
+  };
+  details.addEventListener("toggle", () => details.childElementCount === 1 && fill());
+  return details;
+}
+
+// A click on a flag opens the steps around its alert.
+function flagUnder(event) {
+  const picture = event.target.closest(".plot, .frame");
+  const canvas = picture?.querySelector("canvas");
+  const bounds = canvas?.getBoundingClientRect();
+  const [x, y] = bounds ? [event.clientX - bounds.left, event.clientY - bounds.top].map((place) => place * devicePixelRatio) : [];
+  const flag = canvas?.flags?.find(({ left, right, top, bottom }) => left <= x && x <= right && top <= y && y <= bottom);
+  picture?.classList.toggle("on-flag", flag !== undefined);
+  return flag;
+}
+
+page.addEventListener("pointermove", flagUnder);
+page.addEventListener("click", (event) => {
+  const flag = flagUnder(event);
+  if (flag === undefined) return;
+  const node = document.querySelectorAll(".alert")[flag.first - 1] ?? document.getElementById("alerts");
+  const around = node.querySelector(".around");
+  if (around) around.open = true;
+  node.scrollIntoView({ behavior: "smooth", block: "start" });
+});
 
 // The first bad operation, where the step was run again: what, where, and from there to where.
 function findingOf({ finding }) {

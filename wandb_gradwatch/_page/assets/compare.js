@@ -27,7 +27,7 @@ function runsSection() {
       element("td", { class: "text prose" }, layers),
     );
   });
-  const head = ["", "Run", "Verdict", "Last step", "Layers"].map((text) => element("th", { scope: "col", class: text === "Last step" ? null : "text" }, text));
+  const head = ["Run", "Name", "Verdict", "Last step", "Layers"].map((text) => element("th", { scope: "col", class: text === "Last step" ? null : "text" }, text));
   const settings = content.settings.length
     ? plainTable(["Setting", ...content.runs.map((one) => one.letter)], content.settings)
     : element("p", { class: "never" }, "The configurations of the runs are the same.");

@@ -90,11 +90,12 @@ function drawable(values, positiveOnly) {
 function histogramOf(item, bins) {
   const count = item.steps.length;
   const limits = float32At(item.limits, 2 * count);
-  return {
-    steps: item.steps,
-    low: limits.subarray(0, count),
-    high: limits.subarray(count),
-    shares: arrays.subarray(item.shares, item.shares + count * bins),
-    bins,
-  };
+  // Of every column the shares of the elements up to each edge, from 0 to 1; the bytes hold roots of the bins' shares.
+  const cumulative = new Float64Array(count * (bins + 1));
+  for (let column = 0; column < count; column++) {
+    const edges = cumulative.subarray(column * (bins + 1), (column + 1) * (bins + 1));
+    for (let bin = 0; bin < bins; bin++) edges[bin + 1] = edges[bin] + arrays[item.shares + column * bins + bin] ** 2;
+    edges.forEach((sum, edge) => (edges[edge] = sum / (edges[bins] || 1)));
+  }
+  return { steps: item.steps, low: limits.subarray(0, count), high: limits.subarray(count), cumulative, bins };
 }

@@ -19,7 +19,7 @@ class Family {
     this.names = description.names;
     [this.first, this.last] = description.columns;
     this.pooled = description.pooled;
-    this.histograms = { ...description.histograms, labelOf: (item) => description.histogramNames[item.name] };
+    this.histograms = { ...description.histograms, symbol: "x", labelOf: (item) => description.histogramNames[item.name] };
     this.matrices = new Map(
       description.metrics.map((metric) => [metric.key, new Matrix(metric, this.names.length, this.last.length, meaningIn(this.key, metric.key))]),
     );

@@ -4,9 +4,11 @@
 class Frame {
   // owner: height(width), gutter(width), paint(image, box), labels(context, box), describe(x, y) -> text lines or null,
   //        nextRow(y, height, direction) -> y, onZoomY(top, bottom) in parts of the height, onResetY(),
-  //        and if it likes onKey(event) -> handled, onClick(x, y, box), bandAt(y, height)
+  //        and if it likes onKey(event) -> handled, onClick(x, y, box), bandAt(y, height), side(width) for what
+//        drawSide(context, box, step) draws at the right
   constructor(host, owner, label) {
     this.owner = owner;
+    owner.frame = this; // which draws itself at once
     this.canvas = element("canvas", { tabindex: 0, role: "img", "aria-label": label });
     this.overlay = element("canvas", { class: "overlay", "aria-hidden": "true" });
     this.tooltip = element("div", { class: "tooltip", hidden: true });
@@ -18,12 +20,19 @@ class Frame {
     this.canvas.addEventListener("pointerdown", (event) => this.onDown(event));
     this.canvas.addEventListener("pointermove", (event) => this.onMove(event));
     this.canvas.addEventListener("pointerup", (event) => this.onUp(event));
-    this.canvas.addEventListener("pointerleave", () => this.leave());
+    this.canvas.addEventListener("pointerleave", (event) => event.pointerType === "touch" || this.leave());
     this.canvas.addEventListener("dblclick", () => this.reset());
     this.canvas.addEventListener("keydown", (event) => this.onKey(event));
     this.canvas.addEventListener("blur", () => this.leave());
+    onTouch(this.canvas, {
+      partAt: (event) => (this.place(event).x - this.box.left) / this.box.width,
+      show: (event) => this.show(this.place(event)),
+      leave: () => this.leave(),
+    });
+    this.canvas.addEventListener("click", (event) => event.pointerType === "touch" && this.click(this.place(event)));
     onWidth(this.wrap, () => this.draw());
     on("range", () => this.draw());
+    on("axis", () => this.draw());
     on("step", (source) => source === this || this.drawOverlay());
     onTheme(() => this.draw());
     this.draw();
@@ -46,7 +55,7 @@ class Frame {
       canvas.style.height = height + "px";
     }
     const left = this.owner.gutter(width);
-    this.box = { left, top: 18, width: Math.max(width - left - 22, 20), height: height - 18 - 28 };
+    this.box = { left, top: 18, width: Math.max(width - left - 22 - (this.owner.side?.(width) ?? 0), 20), height: height - 18 - 28 };
     const context = this.canvas.getContext("2d");
     const { left: x, top: y, width: across, height: down } = this.scaled(this.box);
     const image = context.createImageData(Math.round(across), Math.round(down));
@@ -70,11 +79,9 @@ class Frame {
     context.strokeRect(left - 0.5, top - 0.5, width + 1, height + 1);
     context.textAlign = "center";
     context.textBaseline = "top";
-    for (const tick of linearTicks(...view.range, width / 80)) {
-      if (!Number.isInteger(tick)) continue;
-      const x = this.xOf(tick);
+    for (const { step, text } of axisTicks(width / 80)) {
+      const x = this.xOf(step);
       context.fillRect(x, top + height + 1, 1, 4);
-      const text = tick.toLocaleString("en-US");
       const half = context.measureText(text).width / 2;
       context.fillText(text, Math.min(x, left + width + 20 - half), top + height + 8);
     }
@@ -87,6 +94,7 @@ class Frame {
     context.setTransform(devicePixelRatio, 0, 0, devicePixelRatio, 0, 0);
     context.clearRect(0, 0, this.overlay.width, this.overlay.height);
     const { left, top, width, height } = this.box;
+    this.owner.drawSide?.(context, this.box, view.step);
     context.strokeStyle = context.fillStyle = colour("ink");
     if (view.step !== null && view.step >= view.range[0] && view.step <= view.range[1]) {
       context.setLineDash([4, 3]);
@@ -107,11 +115,12 @@ class Frame {
   }
 
   xOf(step) {
-    return this.box.left + ((step - view.range[0]) / (view.range[1] - view.range[0])) * this.box.width;
+    const [low, high] = view.range.map(placeOf);
+    return this.box.left + ((placeOf(step) - low) / (high - low)) * this.box.width;
   }
 
   stepAt(x) {
-    return view.range[0] + ((x - this.box.left) / this.box.width) * (view.range[1] - view.range[0]);
+    return stepAcross((x - this.box.left) / this.box.width);
   }
 
   place(event) {
@@ -132,6 +141,7 @@ class Frame {
   }
 
   onMove(event) {
+    if (event.pointerType === "touch") return;
     const place = this.place(event);
     if (this.drag === null && !this.inside(place)) return this.leave();
     this.show(place);
@@ -145,10 +155,14 @@ class Frame {
     // The pointer, not the area: that is the whole height or width where the drag hardly leaves a row or column.
     const moved = Math.hypot(place.x - this.drag.x, place.y - this.drag.y) > 4;
     this.drag = null;
-    if (!moved) return this.owner.onClick?.(place.x - this.box.left, place.y - this.box.top, this.box);
+    if (!moved) return this.click(place);
     if (area.wholeHeight === false) this.owner.onZoomY((area.top - this.box.top) / this.box.height, (area.top + area.height - this.box.top) / this.box.height);
     if (area.wholeWidth === false) setRange(this.stepAt(area.left), this.stepAt(area.left + area.width));
     this.draw();
+  }
+
+  click(place) {
+    if (this.inside(place)) this.owner.onClick?.(place.x - this.box.left, place.y - this.box.top, this.box);
   }
 
   // A drag that hardly leaves a row means steps alone, one that hardly leaves a column means rows alone.

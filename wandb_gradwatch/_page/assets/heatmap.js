@@ -13,10 +13,30 @@ const LAYERS = {
   },
   chosen: view.chosen,
   matrix: () => run.matrices.get(view.metric),
+  painted: () => (view.byValue ? LAYERS.matrix() : changeOf(LAYERS.matrix())),
   bad: () => run.matrices.get("num_nonfinite"),
   toggle: toggleChosen,
   colourOf: chosenColour,
 };
+
+// Each name's values against its own median, as a matrix; what has no size of its own stays as it is.
+function changeOf(matrix) {
+  if (matrix.even || matrix.meaning.colours === "share" || matrix.key === "num_nonfinite") return matrix;
+  if (matrix.change) return matrix.change;
+  const usual = 32768; // its code
+  const codes = matrix.codes.slice();
+  for (let start = 0; start < codes.length; start += matrix.numColumns) {
+    const row = codes.subarray(start, start + matrix.numColumns);
+    const known = row.filter((code) => code >= CODE_FIRST && code < CODE_INFINITE).sort();
+    const shift = usual - known[known.length >> 1];
+    row.forEach((code, column) => {
+      if (code >= CODE_FIRST && code < CODE_INFINITE) row[column] = clamp(code + shift, CODE_FIRST, CODE_INFINITE - 1);
+    });
+  }
+  const meaning = { ...matrix.meaning, long: matrix.meaning.long + ", times the layer's usual", colours: "diverging", centre: 1 };
+  const change = { meaning, codes, start: -matrix.step * (usual - CODE_FIRST) };
+  return (matrix.change = Object.assign(Object.create(matrix), change));
+}
 
 class LayerHeatmap {
   constructor(host, source = LAYERS, label = "Layers by steps. Arrow keys move, Enter adds the layer to the lines below.") {
@@ -27,7 +47,7 @@ class LayerHeatmap {
     this.legendHost = element("div", { class: "scale" });
     host.append(this.legendHost);
     this.prepare();
-    this.frame = new Frame(host, this, label);
+    new Frame(host, this, label);
     host.append(exportButtons(label.split(".")[0], () => this.tableContent(), () => this.frame.canvas));
     onTheme(() => this.refresh());
   }
@@ -51,12 +71,13 @@ class LayerHeatmap {
   prepare() {
     this.matrix = this.source.matrix();
     const bad = this.source.bad();
-    this.codes = this.matrix.codes;
+    this.painted = this.source.painted?.() ?? this.matrix;
+    this.codes = this.painted.codes;
     if (bad !== undefined && bad !== this.matrix) {
-      this.codes = this.matrix.codes.map((code, cell) => (bad.codes[cell] > CODE_ZERO ? CODE_INFINITE : code));
+      this.codes = this.codes.map((code, cell) => (bad.codes[cell] > CODE_ZERO ? CODE_INFINITE : code));
     }
-    this.scale = colourScale(this.matrix);
-    this.palette = paletteOf(this.matrix, this.scale);
+    this.scale = colourScale(this.painted);
+    this.palette = paletteOf(this.painted, this.scale);
     drawScale(this.legendHost, this.scale);
   }
 
@@ -138,10 +159,11 @@ class LayerHeatmap {
     if (this.order.length === 0) return null;
     const name = this.order[this.rowAt(y, height)];
     const column = lastAtMost(this.source.last, step);
-    const span = this.source.first[column] === this.source.last[column] ? "step " + step.toLocaleString("en-US") : `steps ${this.source.first[column].toLocaleString("en-US")}–${step.toLocaleString("en-US")}`;
+    const span = this.source.first[column] === this.source.last[column] ? stepText(step) : `steps ${this.source.first[column].toLocaleString("en-US")}–${stepText(step).slice(5)}`;
     const value = this.matrix.at(name, column);
     const text = Number.isNaN(value) ? "missing" : this.matrix.meaning.format(value);
     const lines = [this.source.names[name], span, this.matrix.meaning.long + ": " + text];
+    if (this.painted !== this.matrix && value > 0) lines.push(`${formatNumber(this.painted.at(name, column))} times the layer's usual`);
     const bad = this.source.bad()?.at(name, column) ?? NaN;
     if (bad > 0 && this.matrix.key !== "num_nonfinite") lines.push(formatNumber(Math.round(bad)) + " NaN or Inf elements; the value is of the finite rest");
     return lines;
@@ -179,10 +201,8 @@ function columnAt(first, last, typical, step) {
 // For every pixel across, the columns that it covers: [from, to), empty in a gap.
 function columnSpans(first, last, typical, width) {
   const spans = { from: new Int32Array(width), to: new Int32Array(width) };
-  const [low, high] = view.range;
   for (let x = 0; x < width; x++) {
-    const left = low + (x / width) * (high - low);
-    const right = low + ((x + 1) / width) * (high - low);
+    const [left, right] = [stepAcross(x / width), stepAcross((x + 1) / width)];
     const to = columnAt(first, last, typical, right);
     let from = columnAt(first, last, typical, left);
     if (to === null && from === null) continue;
@@ -218,7 +238,7 @@ function evenScale(matrix) {
 }
 
 function placeOn(scale, value) {
-  return scale.linear ? (value - scale.low) / (scale.high - scale.low) : Math.log(value / scale.low) / Math.log(scale.high / scale.low);
+  return scale.linear ? ((value - scale.low) / (scale.high - scale.low)) ** (scale.power ?? 1) : Math.log(value / scale.low) / Math.log(scale.high / scale.low);
 }
 
 function paletteOf(matrix, scale) {
@@ -234,8 +254,15 @@ function paletteOf(matrix, scale) {
   return palette;
 }
 
-// The colour bar with its axis, and what the colours outside it mean.
-function drawScale(host, scale) {
+// What a swatch of a colour means.
+function swatchEntry(background, text, kind = "") {
+  const swatch = element("span", { class: "swatch " + kind });
+  if (background) swatch.style.background = background;
+  return element("span", { class: "legend-entry" }, swatch, text);
+}
+
+// The colour bar with its axis, and what the colours outside it mean: [class, text].
+function drawScale(host, scale, outside = [["missing", "missing"], ...(scale.linear ? [] : [["zero", "zero"]]), ["nonfinite", "NaN or Inf"]]) {
   const anchors = gradient(scale.colours);
   const bar = element("div", { class: "bar" });
   const stops = Array.from({ length: 13 }, (_, index) => `rgb(${colourAt(anchors, index / 12).join(",")})`);
@@ -246,12 +273,10 @@ function drawScale(host, scale) {
     tick.style.left = 100 * placeOn(scale, value) + "%";
     ticks.append(tick);
   }
-  const swatches = [["missing", "missing"], ["nonfinite", "NaN or Inf"]];
-  if (!scale.linear) swatches.splice(1, 0, ["zero", "zero"]);
   host.replaceChildren(
     element("div", { class: "bar-label" }, scale.long),
     element("div", { class: "bar-wrap" }, bar, ticks),
-    element("div", { class: "swatches" }, swatches.map(([name, text]) => element("span", { class: "legend-entry" }, element("span", { class: "swatch block " + name }), text))),
+    element("div", { class: "swatches" }, outside.map(([name, text]) => swatchEntry(null, text, "block " + name))),
   );
 }
 

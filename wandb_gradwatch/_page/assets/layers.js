@@ -51,6 +51,10 @@ function layersCard() {
       "div",
       { class: "controls" },
       segmented("Metric", metrics.map((key) => [key, METRICS[key].label]), view.metric, setMetric),
+      segmented("Colour", [["change", "Against its usual"], ["value", "By value"]], view.byValue ? "value" : "change", (value) => {
+        view.byValue = value === "value";
+        announce("metric");
+      }),
       segmented("Order", [["model", content.inModelOrder ? "Model order" : "By name"], ["interest", "Most changed"]], "model", (value) => {
         sorted = value === "interest";
         order();
@@ -154,7 +158,7 @@ function histogramCard() {
   // At first the layer that is most remarkable of those that have histograms.
   const places = new Map(content.histograms.items.map((item, index) => [item.name, index]));
   const first = run.matrices.size ? places.get(byInterest().find((name) => places.has(name))) : 0;
-  const source = { ...content.histograms, first, labelOf: (item) => run.names[item.name] };
+  const source = { ...content.histograms, first, symbol: "g", labelOf: (item) => run.names[item.name] };
   const { node, picture } = card("histogram", { wide: true });
   distribution(picture, source, "layer", "Distribution of the gradient's elements over steps");
   return node;
@@ -189,7 +193,7 @@ function distribution(picture, source, what, label) {
   select.addEventListener("change", choose);
   queue(() => {
     drawn = new HistogramPicture(picture, controls, source, label);
-    picture.append(element("p", { class: "hint" }, "The stronger the colour, the more elements: against the fullest bin of the same step."), note);
+    picture.append(element("p", { class: "hint" }, "At the right: how the elements lie at the step under the pointer, else at the last."), note);
     options();
     if (source.first !== undefined) select.value = String(source.first);
     choose();

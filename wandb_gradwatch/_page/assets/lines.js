@@ -17,10 +17,17 @@ class LineChart {
     host.append(this.controls, this.plotHost, this.empty, this.legend, element("div", { class: "below" }, dataTable(() => this.tableContent()), exportButtons(label, () => this.tableContent(), () => this.plot.ctx.canvas)));
     this.plotHost.addEventListener("keydown", (event) => this.onKey(event));
     this.plotHost.addEventListener("blur", () => setStep(null, this));
+    const across = (event) => event.clientX - this.plot.over.getBoundingClientRect().left;
+    onTouch(this.plotHost, {
+      partAt: (event) => across(event) / this.plot.over.clientWidth,
+      show: (event) => this.plot.setCursor({ left: across(event), top: 12 }),
+      leave: () => setStep(null, null),
+    });
     this.build();
     onWidth(this.plotHost, (width) => this.plot.setSize({ width, height: this.height }));
     on("range", () => this.applyRange());
     on("step", (source) => this.applyStep(source));
+    on("axis", () => this.rebuild());
     onTheme(() => this.rebuild());
   }
 
@@ -66,11 +73,19 @@ class LineChart {
       },
       select: { show: true },
       scales: {
-        x: { time: false, range: () => view.range },
+        x: { time: false, distr: 100, fwd: placeOf, bwd: stepAtPlace, range: () => view.range },
         y: { distr: this.log ? 3 : 1, log: 10, range: (plot, low, high) => this.yRange(low, high) },
       },
       axes: [
-        { ...axis, space: 64, size: 30, gap: 4, values: (plot, ticks) => ticks.map((tick) => (Number.isInteger(tick) ? tick.toLocaleString("en-US") : "")) },
+        {
+          ...axis,
+          space: 64,
+          size: 30,
+          gap: 4,
+          splits: (plot) => axisTicks(plot.width / 72).map(({ step }) => step),
+          filter: (plot, ticks) => ticks,
+          values: (plot) => axisTicks(plot.width / 72).map(({ text }) => text),
+        },
         {
           ...axis,
           gap: 4,
@@ -203,7 +218,7 @@ class LineChart {
 
   // The values under the cursor; without one, the last that is not missing.
   showValues(index) {
-    this.legendStep.textContent = index === null ? "last" : "step " + this.xs[index].toLocaleString("en-US");
+    this.legendStep.textContent = index === null ? "last" : stepText(this.xs[index]);
     this.series.forEach((one, line) => {
       let place = index;
       while (place > 0 && one.values[place] === undefined) place--; // a point of another line alone
@@ -245,8 +260,11 @@ function logTicks(low, high) {
   return ticks.filter((tick) => tick >= low * (1 - 1e-9) && tick <= high * (1 + 1e-9));
 }
 
+// Plots one below the other begin at the same place, unless a label needs more.
+const AXIS_WIDTH = 62;
+
 function axisWidth(texts) {
-  return 14 + 6.4 * Math.max(3, ...(texts ?? []).map((text) => text.length));
+  return Math.max(AXIS_WIDTH, 14 + 6.4 * Math.max(0, ...(texts ?? []).map((text) => text.length)));
 }
 
 // Arrow keys walk over the steps in view; undefined where the key means nothing here.
@@ -309,6 +327,7 @@ function onWidth(node, listener) {
 // Flags of the alerts at the top edge of a plot, and their lines through it. `box` is in device pixels.
 function drawFlags(context, box, positionOf) {
   const scale = devicePixelRatio;
+  context.canvas.flags = []; // where they are, for a click on one
   context.save();
   for (const flag of groupedFlags(positionOf, 26 * scale)) {
     context.strokeStyle = levelColour(flag.level);
@@ -324,6 +343,7 @@ function drawFlags(context, box, positionOf) {
     context.font = `600 ${10 * scale}px ui-sans-serif, system-ui, sans-serif`;
     const half = Math.max(8 * scale, context.measureText(text).width / 2 + 4 * scale);
     const middle = clamp((flag.lines[0] + flag.lines[flag.lines.length - 1]) / 2, box.left + half, box.left + box.width - half);
+    context.canvas.flags.push({ ...flag, left: middle - half, right: middle + half, top: box.top - 16 * scale, bottom: box.top - 2 * scale });
     context.fillStyle = levelColour(flag.level);
     context.beginPath();
     context.roundRect(middle - half, box.top - 16 * scale, 2 * half, 14 * scale, 4 * scale);

@@ -26,7 +26,14 @@ function widgets() {
       get: () => node.querySelector('[aria-pressed="true"]')?.dataset.value,
       set: (value) => [...node.children].find((button) => button.dataset.value === value)?.click(),
     })),
-    ...all("details.data").map((node) => ({ key: keyOf(node, "numbers"), get: () => node.open, set: (value) => (node.open = value) })),
+    ...all("details.data").map((node) => ({
+      key: keyOf(node, "numbers"),
+      get: () => node.open,
+      set: (value) => {
+        node.open = value;
+        fire(node, "toggle"); // filled now: the browser's own event comes when the page's place has been found again
+      },
+    })),
     ...all(".picker-list, .scroll").map((node) => ({ key: keyOf(node, "scroll"), get: () => node.scrollTop, set: (value) => (node.scrollTop = value) })),
     ...all("input, select, button, canvas, .plot, summary").map((node) => ({
       key: keyOf(node, "focus " + node.tagName),

@@ -1,6 +1,5 @@
 // The page from top to bottom.
 
-const page = document.getElementById("page");
 const waiting = []; // pictures are drawn when their hosts stand in the page and have a width
 
 function queue(draw) {
@@ -56,8 +55,11 @@ function toolbar() {
   onTheme(name);
   show();
   name();
-  const range = content.steps.length > 1 ? [element("span", { class: "toolbar-label" }, "Steps"), low, element("span", {}, "–"), high, reset] : [];
-  return element("nav", { class: "toolbar", "aria-label": "Range of steps and theme" }, element("div", { class: "range" }, range), theme);
+  const axes = element("select", { "aria-label": "Horizontal axis" }, [STEP_AXIS, ...content.axes].map(({ label }) => element("option", { value: label }, "By " + label)));
+  axes.value = view.axis.label;
+  axes.addEventListener("change", () => setAxis(axes.value));
+  const range = content.steps.length > 1 ? [element("span", { class: "toolbar-label" }, "Steps"), low, element("span", {}, "–"), high, reset, content.axes.length ? axes : null] : [];
+  return element("nav", { class: "toolbar", "aria-label": "Range of steps, horizontal axis and theme" }, element("div", { class: "range" }, range), theme);
 }
 
 function tiles() {
@@ -109,6 +111,13 @@ function chartCard(key, parts, { wide = false } = {}) {
 }
 
 function normCard() {
+  const norms = [
+    ...globalSeries("grad_norm_max", "largest of the window", 1, { width: 1.25, dash: [4, 3] }),
+    ...globalSeries("grad_norm", "before clipping", 0, { width: 2 }),
+    ...globalSeries("grad_norm_clipped", "received by the optimizer", 2),
+  ];
+  // The span of each window, from the newest sample up to the largest.
+  if (norms[1]?.label === "before clipping") Object.assign(norms[0], { fillTo: 1, fill: () => lineColour(1) + "30" });
   // A loss that the user logs is drawn above, at every row that has it.
   const loss = run.own.some((one) => one.role === "loss") ? [] : globalSeries("loss", "loss", 0);
   return chartCard(
@@ -118,15 +127,11 @@ function normCard() {
       {
         log: true,
         height: 300,
-        series: [
-          ...globalSeries("grad_norm_max", "largest of the window", 1, { width: 1.25, dash: [4, 3] }),
-          ...globalSeries("grad_norm", "before clipping", 0, { width: 2 }),
-          ...globalSeries("grad_norm_clipped", "received by the optimizer", 2),
-        ],
+        series: norms,
       },
       ...totalParts(),
       { title: "Steps whose gradient something else than clipping changed after the backward", caption: true, canLog: false, height: 110, limits: [0, 1.05], format: formatShare, tick: formatShareTick, series: globalSeries("changed_ratio", "steps changed", 4, { kind: "bars", format: formatShare }) },
-      { title: "Clip ratio", none: "No step was clipped.", canLog: false, height: 110, limits: [0, 1.05], format: formatShare, tick: formatShareTick, series: globalSeries("clip_ratio", "steps clipped", 3, { kind: "bars", format: formatShare }) },
+      { title: "Clip ratio", caption: true, none: "No step was clipped.", canLog: false, height: 110, limits: [0, 1.05], format: formatShare, tick: formatShareTick, series: globalSeries("clip_ratio", "steps clipped", 3, { kind: "bars", format: formatShare }) },
     ],
     { wide: true },
   );
@@ -280,7 +285,8 @@ function build() {
   resetView();
   themeListeners.length = waiting.length = 0;
   forgetWidths();
-  page.replaceChildren(...(content.pairs ? comparisonParts() : runParts()).filter(Boolean));
+  const parts = content.report ? reportParts() : content.pairs ? comparisonParts() : runParts();
+  page.replaceChildren(...parts.filter(Boolean));
   for (const draw of waiting) draw();
 }
 

@@ -1,18 +1,31 @@
-// One layer's histograms over time: steps across, the gradient's value upwards, the share of elements as colour.
+// One name's histograms over time: steps across, the elements' size upwards by its logarithm or their value with its sign,
+// the share of elements as colour, percentiles as lines, and at the right the cross-section at the step under a pointer.
+
+const PERCENTILES = [
+  { share: 0.99, label: "99th percentile", dash: [2, 2] },
+  { share: 0.75, label: "75th", dash: [6, 3] },
+  { share: 0.5, label: "median", dash: [] },
+  { share: 0.25, label: "25th", dash: [6, 3] },
+];
 
 class HistogramPicture {
-  // source: {bins, items}, and labelOf(item)
+  // source: {bins, items, symbol}, and labelOf(item)
   constructor(host, controls, source, label) {
     this.source = source;
-    this.full = false;
-    controls.append(segmented("Vertical range", [["bulk", "Bulk"], ["all", "Whole range"]], "bulk", (value) => this.setFull(value === "all")));
+    this.signed = false;
+    controls.append(segmented("Vertical axis", [["size", `log |${source.symbol}|`], ["value", `${source.symbol}, with its sign`]], "size", (value) => this.setSigned(value === "value")));
+    this.legend = element("div", { class: "scale" });
+    host.append(this.legend);
     this.show(source.items[0]);
-    this.frame = new Frame(host, this, label);
+    new Frame(host, this, label);
+    host.append(exportButtons(label, () => this.tableContent(), () => this.frame.canvas));
+    onTheme(() => this.drawLegend());
   }
 
-  setFull(full) {
-    this.full = full;
+  setSigned(signed) {
+    this.signed = signed;
     this.setLimits();
+    this.drawLegend();
     this.frame.draw();
   }
 
@@ -24,62 +37,185 @@ class HistogramPicture {
   show(item) {
     this.item = item;
     this.data = histogramOf(item, this.source.bins);
+    const { low, high } = this.data;
     this.typical = typicalSpacing(this.data.steps);
+    this.reach = Array.from(low, (one, column) => Math.max(Math.abs(one), Math.abs(high[column])));
+    // The size below which a column does not tell sizes apart: that of the bin around zero.
+    this.finest = Array.from(low, (one, column) => {
+      if (one > 0 || high[column] < 0) return Math.min(Math.abs(one), Math.abs(high[column]));
+      const width = (high[column] - one) / this.source.bins;
+      return Math.max(-one % width, width - (-one % width));
+    });
+    this.percentiles = PERCENTILES.map(({ share }) => item.steps.map((_, column) => this.percentile(column, share)));
     this.setLimits();
+    this.drawLegend();
   }
 
-  // An accident of a thousand times the usual size would press everything else into one line: the bulk is the range that
-  // nine of ten histograms fit into.
+  // In units of the axis: the exponent of a size, or a value. Of values the range that nine of ten histograms fit into:
+  // an accident of a thousand times the usual size would press everything else into one line.
   setLimits() {
-    const reach = Array.from(this.data.low, (low, index) => Math.max(Math.abs(low), Math.abs(this.data.high[index]))).sort((a, b) => a - b);
-    const part = this.full ? 1 : 0.9;
-    const limit = reach[Math.floor(part * (reach.length - 1))] || reach[reach.length - 1] || 1;
-    this.limits = [-1.05 * limit, 1.05 * limit];
+    const reach = this.reach.filter((one) => one > 0).sort((a, b) => a - b);
+    if (this.signed) {
+      const limit = reach[Math.floor(0.9 * (reach.length - 1))] ?? 1;
+      this.limits = [-1.05 * limit, 1.05 * limit];
+      return;
+    }
+    const finest = this.finest.filter((one) => one > 0);
+    const top = Math.log10(reach.at(-1) ?? 1);
+    this.limits = [Math.min(top - 1, Math.log10(finest.reduce((least, one) => Math.min(least, one), Infinity))), top];
+  }
+
+  // The share of a column's elements up to a value, as if each bin's lay evenly in it.
+  upTo(column, value) {
+    const { low, high, cumulative, bins } = this.data;
+    if (value >= high[column]) return 1;
+    if (value <= low[column]) return 0;
+    const place = ((value - low[column]) / (high[column] - low[column])) * bins;
+    const bin = Math.min(Math.floor(place), bins - 1);
+    const [below, above] = [cumulative[column * (bins + 1) + bin], cumulative[column * (bins + 1) + bin + 1]];
+    return below + (place - bin) * (above - below);
+  }
+
+  // The share up to a place on the axis; of sizes that of one sign, or of both.
+  below(column, place, signs = [1, -1]) {
+    if (this.signed) return this.upTo(column, place);
+    const size = 10 ** place;
+    return signs.reduce((total, sign) => total + Math.abs(this.upTo(column, sign * size) - this.upTo(column, 0)), 0);
+  }
+
+  // The size that this share of the elements does not exceed; NaN where it lies in the bin around zero.
+  percentile(column, share) {
+    const within = (size) => this.upTo(column, size) - this.upTo(column, -size);
+    let [low, high] = [this.finest[column], this.reach[column]];
+    if (!(low > 0) || within(low) > share) return NaN;
+    for (let round = 0; round < 24; round++) {
+      const middle = Math.sqrt(low * high);
+      if (within(middle) < share) low = middle;
+      else high = middle;
+    }
+    return high;
   }
 
   height() {
-    return 300;
+    return 320;
   }
 
   gutter() {
-    return 66;
+    return AXIS_WIDTH;
+  }
+
+  side(width) {
+    return width < 600 ? 70 : 130;
+  }
+
+  // Shares of the elements in each of `rows` even parts of the axis, from the top.
+  profile(column, rows, signs) {
+    const [bottom, top] = this.limits;
+    const edges = Array.from({ length: rows + 1 }, (_, row) => this.below(column, top - (row / rows) * (top - bottom), signs));
+    return edges.slice(0, -1).map((edge, row) => Math.max(0, edge - edges[row + 1]));
+  }
+
+  // The first row, from the top, that lies in the bin around zero.
+  firstUnresolved(column, rows) {
+    if (this.signed) return rows;
+    const [bottom, top] = this.limits;
+    return clamp(Math.ceil(((top - Math.log10(this.finest[column])) / (top - bottom)) * rows), 0, rows);
   }
 
   paint(pixels, width, height) {
-    const { steps, low, high, shares, bins } = this.data;
-    const anchors = isDark() ? [[23, 28, 32], [28, 84, 110], [48, 160, 150], [253, 240, 160]] : [[255, 254, 251], [160, 205, 205], [30, 120, 130], [22, 20, 62]];
+    const anchors = gradient("density");
     const shades = Array.from({ length: 256 }, (_, shade) => packColour(colourAt(anchors, shade / 255)));
-    const peaks = this.data.steps.map((_, column) => Math.max(1, ...shares.subarray(column * bins, (column + 1) * bins)));
     const empty = packHex(colour("missing"));
-    const spans = columnSpans(steps, steps, this.typical, width);
-    const [bottom, top] = this.limits;
+    pixels.fill(empty);
+    const spans = columnSpans(this.data.steps, this.data.steps, this.typical, width);
+    let [painted, rows, resolved] = [-1, [], 0];
     for (let x = 0; x < width; x++) {
-      const covered = spans.to[x] > spans.from[x];
+      if (spans.to[x] <= spans.from[x]) continue;
       const column = spans.to[x] - 1;
-      for (let y = 0; y < height; y++) {
-        const value = top - ((y + 0.5) / height) * (top - bottom);
-        let pixel = covered ? shades[0] : empty;
-        // Against the fullest bin of its own column: bins get wider when the gradient does, and hold more then.
-        if (covered) pixel = shades[Math.round((255 * this.shareAt(column, value, shares, low, high, bins)) / peaks[column])];
-        pixels[y * width + x] = pixel;
+      if (column !== painted) {
+        const shares = this.profile(column, height);
+        resolved = this.firstUnresolved(column, height);
+        // Against the fullest row of its own column: bins get wider when the gradient does, and hold more then.
+        const most = shares.slice(0, resolved).reduce((largest, share) => Math.max(largest, share), 0) || 1;
+        rows = shares.map((share) => shades[Math.min(255, Math.round(255 * Math.sqrt(share / most)))]);
+        painted = column;
       }
+      for (let y = 0; y < resolved; y++) pixels[y * width + x] = rows[y];
     }
   }
 
-  shareAt(column, value, shares, low, high, bins) {
-    if (value < low[column] || value > high[column]) return 0;
-    const bin = high[column] > low[column] ? Math.min(bins - 1, Math.floor(((value - low[column]) / (high[column] - low[column])) * bins)) : bins - 1;
-    return shares[column * bins + bin];
-  }
-
-  labels(context, { left, top, height }) {
+  labels(context, box) {
+    const { left, top, width, height } = box;
     context.textAlign = "right";
     context.textBaseline = "middle";
-    for (const tick of linearTicks(...this.limits, 6)) {
-      const y = top + ((this.limits[1] - tick) / (this.limits[1] - this.limits[0])) * height;
-      context.fillText(formatTick(tick), left - 8, y);
+    const ticks = this.signed ? linearTicks(...this.limits, 6) : logTicks(...this.limits.map((place) => 10 ** place)).map(Math.log10);
+    for (const tick of ticks) {
+      const y = this.yOf(tick, box);
+      context.fillText(formatTick(this.signed ? tick : Number((10 ** tick).toPrecision(3))), left - 8, y);
       context.fillRect(left - 5, y, 4, 1);
     }
+    if (this.signed) return;
+    context.save();
+    context.beginPath();
+    context.rect(left, top, width, height);
+    context.clip();
+    PERCENTILES.forEach(({ dash }, index) => {
+      context.beginPath();
+      let before = false;
+      this.percentiles[index].forEach((value, column) => {
+        if (value > 0) context[before ? "lineTo" : "moveTo"](this.frame.xOf(this.data.steps[column]), this.yOf(Math.log10(value), box));
+        before = value > 0;
+      });
+      // A line on any colour: the card's around the ink's.
+      for (const [name, lineWidth] of [["card", 3], ["ink", 1.75]]) {
+        context.setLineDash(name === "ink" ? dash : []);
+        Object.assign(context, { strokeStyle: colour(name), lineWidth, globalAlpha: name === "ink" ? 1 : 0.5 });
+        context.stroke();
+      }
+    });
+    context.restore();
+  }
+
+  yOf(place, { top, height }) {
+    return top + ((this.limits[1] - place) / (this.limits[1] - this.limits[0])) * height;
+  }
+
+  // The cross-section: how the elements of one step lie, of each sign where the axis has none.
+  drawSide(context, { left, top, width, height }, step) {
+    const column = step === null ? this.data.steps.length - 1 : lastAtMost(this.data.steps, this.stepNear(step) ?? -Infinity);
+    if (column < 0) return;
+    const [start, across] = [left + width + 22, this.side(this.frame.wrap.clientWidth) - 26];
+    const rows = Math.round(height / 3);
+    const curves = this.signed ? [[[1, -1], colour("ink")]] : [[[1], lineColour(0)], [[-1], lineColour(1)]];
+    const drawn = curves.map(([signs, stroke]) => ({ stroke, shares: this.profile(column, rows, signs).slice(0, this.firstUnresolved(column, rows)) }));
+    const most = Math.max(...drawn.flatMap(({ shares }) => shares), 1e-9);
+    context.save();
+    context.font = CHART_FONT;
+    context.fillStyle = colour("muted");
+    context.textAlign = "center";
+    context.fillText("step " + this.data.steps[column].toLocaleString("en-US"), start + across / 2, top - 6);
+    context.fillText("share", start + across / 2, top + height + 14);
+    context.strokeStyle = colour("grid");
+    context.strokeRect(start - 0.5, top - 0.5, across + 1, height + 1);
+    for (const { stroke, shares } of drawn) {
+      context.beginPath();
+      shares.forEach((share, row) => context[row ? "lineTo" : "moveTo"](start + (share / most) * across, top + ((row + 0.5) / rows) * height));
+      Object.assign(context, { strokeStyle: stroke, lineWidth: 1.75 });
+      context.stroke();
+    }
+    context.restore();
+  }
+
+  drawLegend() {
+    const dashed = ([drawn, left]) => (drawn ? `repeating-linear-gradient(to right, currentcolor 0 ${drawn}px, transparent ${drawn}px ${drawn + left}px)` : "currentcolor");
+    const scale = { long: "share of the elements, of the fullest size in the same step", colours: "density", linear: true, power: 0.5, low: 0, high: 1 };
+    drawScale(this.legend, scale, [["missing", this.signed ? "missing" : "missing, or smaller than the bins tell apart"]]);
+    if (this.signed) return;
+    this.legend.lastChild.append(...PERCENTILES.map(({ label, dash }) => swatchEntry(dashed(dash), label)), swatchEntry(lineColour(0), "above 0"), swatchEntry(lineColour(1), "below 0"));
+  }
+
+  tableContent() {
+    return { head: ["step", ...PERCENTILES.map(({ label }) => `${label} of |${this.source.symbol}|`)], rows: this.data.steps.map((step, column) => [step, ...this.percentiles.map((values) => (values[column] > 0 ? values[column] : null))]) };
   }
 
   steps() {
@@ -93,15 +229,11 @@ class HistogramPicture {
 
   describe(step, y, height) {
     const column = lastAtMost(this.data.steps, step);
-    const { low, high, shares, bins } = this.data;
-    const value = this.limits[1] - (y / height) * (this.limits[1] - this.limits[0]);
-    const share = (this.shareAt(column, value, shares, low, high, bins) / 255) ** 2;
-    return [
-      this.source.labelOf(this.item),
-      "step " + step.toLocaleString("en-US"),
-      `about ${formatShare(share)} of the elements near ${formatNumber(value, 2)}`,
-      `from ${formatNumber(low[column])} to ${formatNumber(high[column])}`,
-    ];
+    const place = this.limits[1] - (y / height) * (this.limits[1] - this.limits[0]);
+    const value = formatNumber(this.signed ? place : 10 ** place, 2);
+    const above = `${formatShare(1 - this.below(column, place))} of the elements ${this.signed ? "above" : "larger than"} ${value}`;
+    const lines = PERCENTILES.map(({ label }, index) => `${label} ${formatNumber(this.percentiles[index][column])}`);
+    return [this.source.labelOf(this.item), stepText(step), above, lines.slice(0, 3).join(", "), `from ${formatNumber(this.data.low[column])} to ${formatNumber(this.data.high[column])}`];
   }
 
   nextRow(y, height, direction) {

@@ -1,5 +1,7 @@
 // Elements and numbers. Every text goes in by textContent: a name can never become markup.
 
+const page = document.getElementById("page");
+
 function element(tag, attributes = {}, ...children) {
   const node = document.createElement(tag);
   for (const [key, value] of Object.entries(attributes)) {
@@ -79,6 +81,25 @@ function linearTicks(low, high, most) {
     ticks.push(Math.abs(tick) < step * 1e-9 ? 0 : Number(tick.toPrecision(12)));
   }
   return ticks;
+}
+
+const TIMES = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400]; // seconds between ticks
+
+function timeTicks(low, high, most) {
+  const rough = (high - low) / Math.max(most, 1);
+  if (rough < 1) return linearTicks(low, high, most);
+  const step = TIMES.find((size) => size >= rough) ?? 86400 * Math.ceil(rough / 86400);
+  return Array.from({ length: Math.max(0, Math.floor(high / step) - Math.ceil(low / step) + 1) }, (_, index) => (Math.ceil(low / step) + index) * step);
+}
+
+// 4.2 s, 3:20 min, 1:03:20 h, 2 d 4:00 h.
+function formatDuration(seconds) {
+  if (Math.abs(seconds) < 60) return Number(seconds.toFixed(2)) + " s";
+  const whole = Math.round(Math.abs(seconds));
+  const two = (number) => String(number).padStart(2, "0");
+  const [days, hours, minutes] = [Math.floor(whole / 86400), Math.floor(whole / 3600) % 24, Math.floor(whole / 60) % 60];
+  const text = days ? `${days} d ${hours}:${two(minutes)} h` : hours ? `${hours}:${two(minutes)}:${two(whole % 60)} h` : `${minutes}:${two(whole % 60)} min`;
+  return (seconds < 0 ? "-" : "") + text;
 }
 
 function clamp(value, low, high) {

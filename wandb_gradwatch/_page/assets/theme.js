@@ -8,6 +8,8 @@ const LINES_DARK = ["#45c4c9", "#f0935a", "#aa77ff", "#eedd00", "#ee5577", "#889
 const SEQUENTIAL = [[22, 20, 62], [44, 52, 128], [28, 104, 142], [30, 148, 132], [98, 187, 92], [196, 213, 74], [253, 240, 160]];
 const DIVERGING_LIGHT = [[28, 62, 140], [72, 124, 189], [160, 195, 222], [243, 241, 234], [240, 184, 140], [214, 105, 62], [140, 36, 26]];
 const DIVERGING_DARK = [[126, 178, 255], [64, 112, 190], [38, 62, 100], [32, 36, 40], [104, 58, 34], [196, 98, 48], [255, 176, 112]];
+const DENSITY_LIGHT = [[255, 254, 251], [160, 205, 205], [30, 120, 130], [22, 20, 62]];
+const DENSITY_DARK = [[23, 28, 32], [28, 84, 110], [48, 160, 150], [253, 240, 160]];
 
 const darkByDefault = window.matchMedia("(prefers-color-scheme: dark)");
 const themeListeners = [];
@@ -50,6 +52,7 @@ function levelColour(level) {
 
 function gradient(kind) {
   if (kind === "diverging") return isDark() ? DIVERGING_DARK : DIVERGING_LIGHT;
+  if (kind === "density") return isDark() ? DENSITY_DARK : DENSITY_LIGHT;
   return SEQUENTIAL;
 }
 

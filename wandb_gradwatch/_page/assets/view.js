@@ -15,12 +15,53 @@ function typicalSpacing(steps) {
 
 let FULL_RANGE = fullRange();
 
+// Everything is kept in optimizer steps, and drawn at the place that the horizontal axis gives them.
+const STEP_AXIS = { label: "optimizer step", isTime: false, steps: [0, 1], values: [0, 1] };
+
+function placeOf(step) {
+  return between(view.axis.steps, view.axis.values, step);
+}
+
+function stepAtPlace(place) {
+  return between(view.axis.values, view.axis.steps, place);
+}
+
+// The step at a part of the width, from 0 to 1.
+function stepAcross(part) {
+  const [low, high] = view.range.map(placeOf);
+  return stepAtPlace(low + part * (high - low));
+}
+
+// Straight lines between knots, and on beyond the first and the last.
+function between(from, to, value) {
+  const left = clamp(lastAtMost(from, value), 0, from.length - 2);
+  return to[left] + ((value - from[left]) / (from[left + 1] - from[left])) * (to[left + 1] - to[left]);
+}
+
+// Ticks of the range in view: the steps at which the axis has round values, with their texts.
+function axisTicks(most) {
+  const [low, high] = view.range.map(placeOf);
+  const { isTime } = view.axis;
+  const places = isTime ? timeTicks(low, high, most) : linearTicks(low, high, most);
+  const shown = view.axis === STEP_AXIS ? places.filter(Number.isInteger) : places;
+  return shown.map((place) => ({ step: stepAtPlace(place), text: isTime ? formatDuration(place) : place.toLocaleString("en-US") }));
+}
+
+function stepText(step) {
+  const text = "step " + step.toLocaleString("en-US");
+  if (view.axis === STEP_AXIS) return text;
+  const place = placeOf(step);
+  return `${text} · ${view.axis.isTime ? formatDuration(place) : `${view.axis.label} ${formatNumber(place, 4)}`}`;
+}
+
 const view = {
   range: [...FULL_RANGE],
   step: null, // under the pointer of any picture
+  axis: STEP_AXIS,
   chosen: new Set(), // indices of names
   metric: null, // shown by the layers' pictures
   families: {}, // chosen names of what watch(metrics=...) measured, by family
+  byValue: false, // layers coloured by their values, not by the change against their own usual ones
   opened: new Set(), // branches of the tree of layers
 };
 
@@ -35,7 +76,7 @@ function viewOfAddress() {
 
 function viewToAddress() {
   const chosen = [...view.chosen].map((name) => run.names[name]);
-  const state = { range: isZoomed() ? view.range : null, chosen, metric: view.metric, theme: chosenTheme };
+  const state = { range: isZoomed() ? view.range : null, chosen, metric: view.metric, byValue: view.byValue, axis: view.axis === STEP_AXIS ? null : view.axis.label, theme: chosenTheme };
   history.replaceState(null, "", "#" + encodeURIComponent(JSON.stringify(state)));
 }
 
@@ -46,17 +87,19 @@ function resetView() {
   view.range = Array.isArray(before.range) ? before.range.map((step) => clamp(Number(step), ...FULL_RANGE)) : [...FULL_RANGE];
   if (!(view.range[1] > view.range[0])) view.range = [...FULL_RANGE];
   view.step = null;
+  view.axis = content.axes.find(({ label }) => label === before.axis) ?? STEP_AXIS;
   chosenTheme = before.theme ?? null;
   document.documentElement.dataset.theme = isDark() ? "dark" : "light";
   const known = (before.chosen ?? []).map((name) => run.names.indexOf(name)).filter((name) => name >= 0);
   view.metric = run.matrices.has(before.metric) ? before.metric : METRIC_ORDER.find((key) => run.matrices.has(key)) ?? null;
+  view.byValue = before.byValue === true;
   view.chosen.clear();
   // Else those that moved most.
   for (const name of before.chosen ? known : run.matrices.size ? byInterest().slice(0, 5) : []) view.chosen.add(name);
   for (const list of Object.values(listeners)) list.length = 0;
 }
 
-const listeners = { range: [], step: [], chosen: [], metric: [] };
+const listeners = { range: [], step: [], chosen: [], metric: [], axis: [] };
 
 function on(what, listener) {
   listeners[what].push(listener);
@@ -83,6 +126,11 @@ function resetRange() {
 
 function isZoomed() {
   return view.range[0] !== FULL_RANGE[0] || view.range[1] !== FULL_RANGE[1];
+}
+
+function setAxis(label) {
+  view.axis = content.axes.find((axis) => axis.label === label) ?? STEP_AXIS;
+  announce("axis");
 }
 
 function setStep(step, source) {

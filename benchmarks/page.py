@@ -1,0 +1,241 @@
+"""How quickly the local page answers, and a run is read: `python -m benchmarks.page RUN`, into docs/page.md.
+
+RUN is what `wandb-gradwatch view` takes; its records, over and over, are the file that is read. The page is that of a
+made-up run of 1,000 layers and 5,000 rows. It needs playwright and a chromium.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+import zlib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from wandb.proto import wandb_internal_pb2
+
+from wandb_gradwatch._page import wandb_file
+from wandb_gradwatch._page.history import HistogramSeries, RecordedAlert, RunHistory
+from wandb_gradwatch._page.page import write_page
+from wandb_gradwatch._page.read import find_run_file
+
+from .machine import describe_machine
+from .screenshots import chromium, many_layers
+
+PAGE: Final = Path(__file__).parents[1] / "docs" / "page.md"
+GOAL_MS: Final = 200
+ROUNDS: Final = 5
+READ: Final = "import sys; from wandb_gradwatch._page.read import read_run; read_run(sys.argv[1])"
+
+# What a person does: the words, and what does it in the page. `round` counts from 0; `all` and `one` find elements.
+INTERACTIONS: Final = {
+    "pointer over a line": "point(one('#norm .u-over'), 0.3 + 0.1 * round, 0.5, 'mousemove')",
+    "pointer over the layers": "point(one('#layers .frame canvas'), 0.4 + 0.1 * round, 0.5, 'pointermove')",
+    "pointer over the distribution": "point(one('#histogram .frame canvas'), 0.3 + 0.1 * round, 0.5, 'pointermove')",
+    "zoom all pictures": "enter(one('.range input'), 1000 * (round + 1), 'change')",
+    "back to the whole run": "press('.range button')",
+    "step of an alert": "press('button.alert-step')",
+    "layers of an alert": "all('button.alert-step').find((one) => one.textContent.startsWith('show')).click()",
+    "by time": "enter(one('nav select'), round % 2 ? 'optimizer step' : 'time', 'change')",
+    "another metric": "all('#layers .segmented button')[round % 2].click()",
+    "layers by change": "all('#layers .segmented')[1].children[round % 2 ? 0 : 1].click()",
+    "find layers": "enter(one('#layers input[type=search]'), round % 2 ? '' : 'blocks.1', 'input')",
+    "find layers to draw": "enter(one('#lines input[type=search]'), round % 2 ? '' : 'blocks.1', 'input')",
+    "open a branch": "one('#lines .branch:not([open]) > summary').click()",
+    "draw a layer": "one('#lines .picker-list input').click()",
+    "distribution of another layer": "enter(one('#histogram select'), 10 * round + 1, 'change')",
+    "distribution by value": "all('#histogram .segmented button')[round % 2 ? 0 : 1].click()",
+    "linear and logarithmic": "all('#norm .segmented button')[round % 2 ? 0 : 1].click()",
+    "numbers of a chart": "one('#norm details summary').click()",
+    "light and dark": "press('#theme')",
+}
+MEASURE: Final = """async (round) => {
+  const all = (selector) => [...document.querySelectorAll(selector)];
+  const one = (selector) => document.querySelector(selector);
+  const press = (selector) => one(selector).click();
+  const enter = (node, value, event) => { node.value = value; node.dispatchEvent(new Event(event)); };
+  const point = (node, across, down, kind) => {
+    const box = node.getBoundingClientRect();
+    const place = { clientX: box.left + across * box.width, clientY: box.top + down * box.height, bubbles: true };
+    node.dispatchEvent(new (kind.startsWith("pointer") ? PointerEvent : MouseEvent)(kind, place));
+  };
+  const start = performance.now();
+  ACT
+  await new Promise((done) => requestAnimationFrame(() => setTimeout(done))); // the frame with it has been made
+  return performance.now() - start;
+}"""
+
+
+def large_run() -> RunHistory:
+    """1,000 layers, 5,000 rows, each layer's distribution at 20 of them, and an alert."""
+    history = many_layers(num_rows=5_000)
+    rng = np.random.default_rng(0)
+    some = history.steps[::250]
+    histograms = {
+        name: HistogramSeries(some, -np.ones(len(some)), np.ones(len(some)), rng.random((len(some), 65)))
+        for name in history.names
+    }
+    told = "Step 1230: NaN. Worst layers: " + ", ".join(history.spelled(history.names[5:10])) + "."
+    alerts = (RecordedAlert("NaN gradient", told, "ERROR", 1230),)
+    return replace(history, times=1e9 + history.steps * 0.7, histograms=histograms, alerts=alerts)
+
+
+def measure_page(folder: Path) -> dict[str, Any]:
+    """Milliseconds of every interaction, of the first picture, and what the page takes."""
+    began = time.perf_counter()
+    written = write_page(large_run(), folder / "page.html")
+    found: dict[str, Any] = {"written_s": time.perf_counter() - began, "mb": written.stat().st_size / 1e6}
+    with chromium() as browser:
+        page = browser.new_context(viewport={"width": 1400, "height": 900}).new_page()
+        client = page.context.new_cdp_session(page)
+        client.send("Performance.enable")
+        began = time.perf_counter()
+        page.goto(written.as_uri())
+        page.locator("html[data-state=drawn]").wait_for(state="attached")
+        found["drawn_s"] = time.perf_counter() - began
+        found["heap_mb"] = heap_mb(client)
+        found["interactions"] = {
+            name: [page.evaluate(MEASURE.replace("ACT", body), turn) for turn in range(ROUNDS)]
+            for name, body in INTERACTIONS.items()
+        }
+        found["heap_after_mb"] = heap_mb(client)
+    return found
+
+
+def heap_mb(client: Any) -> float:
+    """JavaScript's memory after a collection."""
+    client.send("HeapProfiler.collectGarbage")
+    metrics = {one["name"]: one["value"] for one in client.send("Performance.getMetrics")["metrics"]}
+    return float(metrics["JSHeapUsedSize"]) / 1e6
+
+
+def repeated(source: Path, target: Path, megabytes: float) -> None:
+    """Write a run's file of this size: the records of another, over and over, in the format of W&B's log."""
+    with source.open("rb") as file:
+        records = [record.SerializeToString() for record in records_of(file.read())]
+    with target.open("wb") as file:
+        file.write(wandb_file._HEADER)
+        while file.tell() < megabytes * 1e6:
+            for record in records:
+                write_record(file, record)
+
+
+def records_of(data: bytes) -> Iterator[Any]:
+    """Every record of a run's file."""
+    at, parts = len(wandb_file._HEADER), []
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+            continue
+        _, length, kind = wandb_file._PART.unpack_from(data, at)
+        parts = parts if kind in (3, 4) else []
+        parts.append(data[at + 7 : at + 7 + length])
+        at += 7 + length
+        if kind in (1, 4):
+            yield wandb_internal_pb2.Record.FromString(b"".join(parts))  # type: ignore[attr-defined]  # generated
+
+
+def write_record(file: Any, record: bytes) -> None:
+    """Append one record, cut at the ends of blocks."""
+    rest, kinds = record, {(True, True): 1, (True, False): 2, (False, False): 3, (False, True): 4}
+    is_first = True
+    while is_first or rest:
+        left = 32768 - file.tell() % 32768
+        if left < 7:
+            file.write(bytes(left))
+            left = 32768
+        part, rest = rest[: left - 7], rest[left - 7 :]
+        kind = kinds[is_first, not rest]
+        checksum = zlib.crc32(bytes([kind]) + part)
+        file.write(struct.pack("<IHB", checksum, len(part), kind) + part)
+        is_first = False
+
+
+def spent(command: list[str]) -> tuple[float, float]:
+    """Processor seconds and peak memory, in MB, of a command and what it starts."""
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    if status:
+        raise RuntimeError(f"{command} ended with {status}")
+    return usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1e3
+
+
+def measure_reading(run: Path, folder: Path, megabytes: float) -> list[dict[str, float]]:
+    """MB a second of a processor and peak memory, ours and those of W&B's own reader, for two sizes of a file."""
+    nothing = spent([sys.executable, "-c", READ.replace("read_run(sys.argv[1])", "None"), ""])[0]
+    rows = []
+    for size in (megabytes / 4, megabytes):
+        file = folder / "run-repeated.wandb"
+        repeated(find_run_file(run), file, size)
+        mb = file.stat().st_size / 1e6
+        ours = spent([sys.executable, "-c", READ, str(file)])
+        theirs = spent([shutil.which("wandb") or "wandb", "leet", "inspect", "--json", str(file)])
+        speeds = {"ours": mb / (ours[0] - nothing), "wandb": mb / theirs[0]}
+        rows.append({"mb": mb, **speeds, "ours_mb": ours[1], "wandb_mb": theirs[1]})
+    return rows
+
+
+def render(found: dict[str, Any]) -> str:
+    """docs/page.md."""
+    page, machine = found["page"], found["machine"]
+    lines = [f"| {name} | {statistics.median(ms):.0f} | {max(ms):.0f} |" for name, ms in page["interactions"].items()]
+    reading = [
+        f"| {one['mb']:.0f} | {one['ours']:.0f} | {one['ours_mb']:.0f} | {one['wandb']:.0f} | {one['wandb_mb']:.0f} |"
+        for one in found["reading"]
+    ]
+    slow = [name for name, ms in page["interactions"].items() if statistics.median(ms) > GOAL_MS]
+    return f"""# How quickly the page answers
+
+Made by `python -m benchmarks.page RUN` on {machine["device"]}, {machine["cores"]} cores, {machine["system"]}, commit
+{machine["commit"]}, without a GPU for the browser, beside whatever else ran there.
+
+The page of a run of 1,000 layers and 5,000 rows, with a distribution of every layer: {page["mb"]:.1f} MB, written in
+{page["written_s"]:.1f} s, all drawn {page["drawn_s"]:.1f} s after it was opened. JavaScript's memory is
+{page["heap_mb"]:.0f} MB then, and {page["heap_after_mb"]:.0f} MB after all that follows.
+
+Milliseconds from what a person does to the frame that shows it, {ROUNDS} times each; the goal is {GOAL_MS}. Slower:
+{", ".join(slow) or "none"}.
+
+| what | median, ms | slowest, ms |
+| --- | --: | --: |
+{chr(10).join(lines)}
+
+## How quickly a run is read
+
+Files of real records, over and over; "theirs" is `wandb leet inspect --json`, W&B's own reader, before anybody has
+parsed what it prints. Speeds are per second of a processor. Ours leaves summaries, half of the bytes, without a look.
+
+| file, MB | ours, MB/s | peak memory, MB | theirs, MB/s | peak memory, MB |
+| --: | --: | --: | --: | --: |
+{chr(10).join(reading)}
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--megabytes", type=float, default=400)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        found = {
+            "machine": describe_machine(torch.device("cpu")),
+            "page": measure_page(Path(folder)),
+            "reading": measure_reading(arguments.run, Path(folder), arguments.megabytes),
+        }
+    PAGE.write_text(render(found), encoding="utf-8")
+    print(PAGE.read_text(encoding="utf-8"))
+
+
+if __name__ == "__main__":
+    main()

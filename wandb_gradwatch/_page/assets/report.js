@@ -1,0 +1,46 @@
+// A preview of the W&B report: its blocks in their order, its panels drawn from the run where it has their keys.
+
+// **bold** and `code` of a line, as elements.
+function inlineMarkdown(text) {
+  return text.split(/(\*\*[^*]+\*\*|`[^`]+`)/).map((part) => {
+    if (part.startsWith("**")) return element("strong", {}, part.slice(2, -2));
+    return part.startsWith("`") ? element("code", {}, part.slice(1, -1)) : part;
+  });
+}
+
+function markdown(text) {
+  return text.split("\n\n").map((paragraph) => {
+    const lines = paragraph.split("\n");
+    if (!lines.every((line) => line.startsWith("- "))) return element("p", {}, inlineMarkdown(paragraph));
+    return element("ul", {}, lines.map((line) => element("li", {}, inlineMarkdown(line.slice(2)))));
+  });
+}
+
+function reportPanel({ title, keys, log, limits, left, lines }) {
+  const node = element("div", { class: "panel" }, element("p", { class: "caption" }, title));
+  if (lines.length === 0) {
+    node.append(element("p", { class: "never" }, keys && content.report.isDrawn ? "Nothing of it is in this run: " : "", element("code", {}, keys)));
+    return node;
+  }
+  const host = element("div", { class: "chart" });
+  node.append(host);
+  const [low, high] = limits ?? [null, null];
+  const series = lines.map(({ label, offset }, index) => ({ label, values: Array.from(float32At(offset, content.steps.length)), colour: () => lineColour(index), width: 1.5 }));
+  queue(() => new LineChart(host, { label: title, xs: content.steps, series, log, limits: low === null || high === null ? null : [low, high], height: 190 }));
+  if (left) node.append(element("p", { class: "hint" }, `and ${plural(left, "more line")}`));
+  return node;
+}
+
+function reportBlock({ kind, text, panels }) {
+  if (kind === "PanelGrid") return element("div", { class: "panels" }, panels.map(reportPanel));
+  if (kind === "MarkdownBlock") return element("div", { class: "prose" }, markdown(text));
+  return kind === "P" ? element("p", { class: "prose" }, text) : element(kind.toLowerCase(), {}, text);
+}
+
+function reportParts() {
+  const { title, isDrawn, blocks } = content.report;
+  const from = isDrawn ? `its panels are drawn from ${content.run.file}` : "its panels name their keys, as there is no run on this machine to draw";
+  const told = `A preview by wandb_gradwatch, not W&B's own drawing: nothing was sent; ${from}.`;
+  const head = element("header", {}, element("div", { class: "brand" }, "gradwatch"), element("h1", {}, title), element("p", { class: "facts" }, told));
+  return [toolbar(), head, element("section", { class: "card report", id: "report" }, blocks.map(reportBlock))];
+}

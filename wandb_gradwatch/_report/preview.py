@@ -1,0 +1,73 @@
+"""The W&B report as a page on this machine, before anything is sent: its panels are drawn from a run's file."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from .._page.history import RunHistory, natural_order
+from .._page.packing import Blob
+from .._page.page import render_content, write_html
+from .._page.payload import MAX_POINTS, build_payload
+from .._page.pooling import pool, pool_width
+from .._page.safe_text import visible
+from .flow import CHART_NAME
+from .report import build_report
+
+MAX_LINES: Final = 24  # of one panel
+
+
+def write_preview(
+    entity: str, project: str, run: str | None, *, history: RunHistory | None, output: Path | None
+) -> Path:
+    """Write the preview of the report that `create_report` would save, without W&B, and return its path."""
+    alerts = () if history is None else history.alerts
+    report = build_report(entity, project, run, alerts=alerts, flow_chart=f"{entity}/{CHART_NAME}")
+    return write_html(preview(report, history), output or Path(f"gradwatch-report-{run or project}.html"))
+
+
+def preview(report: Any, history: RunHistory | None) -> str:
+    """A report of wandb-workspaces, not saved, as HTML.
+
+    Args:
+        report: from `build_report`.
+        history: the run whose numbers its panels draw; None: they name their keys.
+    """
+    drawn = history or RunHistory(Path(), "no run", np.empty(0, dtype=np.int64), {})
+    content, blob = build_payload(drawn)
+    blocks = [block for one in report.blocks for block in _blocks(one, drawn, blob)]
+    told = {"title": report.title, "isDrawn": history is not None, "blocks": blocks}
+    return render_content(f"{report.title} · preview", content | {"version": None, "report": visible(told)}, blob)
+
+
+def _blocks(block: Any, history: RunHistory, blob: Blob) -> Iterator[dict[str, Any]]:
+    kind = type(block).__name__
+    if kind == "PanelGrid":
+        yield {"kind": kind, "panels": [_panel(panel, history, blob) for panel in block.panels]}
+    elif kind != "TableOfContents":  # W&B makes it of the headings
+        yield {"kind": kind, "text": str(block.text)}
+
+
+def _panel(panel: Any, history: RunHistory, blob: Blob) -> dict[str, Any]:
+    if type(panel).__name__ != "LinePlot":
+        shown = getattr(panel, "table_name", None) or (getattr(panel, "chart_strings", None) or {}).get("title")
+        return {"title": str(shown), "keys": "", "lines": []}
+    keys, pattern = [str(getattr(one, "name", one)) for one in panel.y or []], panel.metric_regex
+    found = sorted((key for key in history.values if pattern and re.search(pattern, key)), key=natural_order)
+    drawn = [key for key in (*keys, *found) if key in history.values]
+    width = pool_width(len(history.steps), MAX_POINTS)
+    return {
+        "title": panel.title,
+        "keys": pattern or ", ".join(keys),
+        "log": bool(panel.log_y),
+        "limits": list(panel.range_y or (None, None)),
+        "left": max(0, len(drawn) - MAX_LINES),
+        "lines": [
+            {"label": key, "offset": blob.add_floats(pool(history.values[key][:, None], width, key)[:, 0])}
+            for key in drawn[:MAX_LINES]
+        ],
+    }
