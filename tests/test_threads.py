@@ -78,27 +78,32 @@ class Waits(torch.autograd.Function):
     """The identity, whose backward waits until it may go on."""
 
     @staticmethod
-    def forward(ctx, x, arrived, may_go_on):
-        ctx.events = arrived, may_go_on
+    def forward(ctx, x, wait):
+        ctx.wait = wait
         return x.clone()
 
     @staticmethod
     def backward(ctx, gradient):
-        arrived, may_go_on = ctx.events
-        arrived.set()
-        assert may_go_on.wait(60)
-        return gradient, None, None
+        ctx.wait()
+        return gradient, None
 
 
 @contextmanager
-def in_a_backward(model):
-    """In here another thread is in the middle of a second backward, of the same step, that reaches `a`."""
+def trained_elsewhere(model, *, in_a_backward):
+    """In here another thread is in the middle of a step, in its second backward or after that."""
     arrived, may_go_on = threading.Event(), threading.Event()
+
+    def wait():
+        arrived.set()
+        assert may_go_on.wait(60)
 
     def backwards():
         model.loss(a=[1.0]).backward()
         model.zero_grad()
-        Waits.apply(model.loss(a=[2.0]), arrived, may_go_on).backward()
+        loss = model.loss(a=[2.0])
+        (Waits.apply(loss, wait) if in_a_backward else loss).backward()
+        if not in_a_backward:
+            wait()
 
     thread = threading.Thread(target=backwards)
     thread.start()
@@ -120,12 +125,17 @@ ASKED = {
 
 
 @pytest.mark.parametrize("asked", ASKED)
-@pytest.mark.parametrize("options", [{}, {"guard": "skip"}], ids=str)
-def test_what_is_asked_in_another_thread_touches_no_gradient_of_a_backward(asked, options):
+@pytest.mark.parametrize("in_a_backward", [True, False])
+@pytest.mark.parametrize("has_optimizer", [True, False])
+def test_what_is_asked_in_another_thread_than_the_one_that_trains_touches_no_gradient(
+    asked, has_optimizer, in_a_backward
+):
+    """Not between backwards either: torch crashes where one thread resets `.grad` while another asks for it."""
     model = Chosen(a=1)
-    watcher, _ = watch(model, **options)
-    step(model, SGD(model.parameters(), lr=0.1), a=[1])
-    with in_a_backward(model), TouchedGradients() as touched:
+    watcher, _ = watch(model)
+    if has_optimizer:
+        step(model, SGD(model.parameters(), lr=0.1), a=[1])
+    with trained_elsewhere(model, in_a_backward=in_a_backward), TouchedGradients() as touched:
         ASKED[asked](watcher)
     assert id(model.a) not in touched.ids
     assert model.a.grad.tolist() == [2]
@@ -151,7 +161,7 @@ def test_a_model_that_goes_in_the_middle_of_its_backward():
     model = Chosen(a=1)
     watcher, sink = watch(model)
     step(model, SGD(model.parameters(), lr=0.1), a=[3])
-    with in_a_backward(model):
+    with trained_elsewhere(model, in_a_backward=True):
         del model
         gc.collect()
     assert repr(watcher) == "Watcher(1 parameters, removed)"
@@ -253,6 +263,27 @@ def test_the_last_watcher_may_go_while_an_optimizer_steps(moment, first, is_ours
         handle.remove()
     watch(model)[0].remove()
     assert not _global_optimizer_pre_hooks
+
+
+class Interrupted(SGD):
+    """Something happens after the hooks, before it looks at its gradients."""
+
+    act = staticmethod(lambda: None)
+
+    def _init_group(self, *args):
+        self.act()
+        return super()._init_group(*args)
+
+
+def test_a_step_that_is_withheld_stays_withheld_though_its_watcher_goes_elsewhere():
+    model = Chosen(a=1)
+    watcher, _ = watch(model, guard="skip")
+    optimizer = Interrupted(model.parameters(), lr=1.0)
+    step(model, optimizer, a=[1])
+    optimizer.act = lambda: removed_elsewhere(watcher)
+    step(model, optimizer, a=[math.nan])
+    assert model.a.tolist() == [0]
+    assert model.a.grad.isnan().all(), "it is given back"
 
 
 def test_a_watcher_that_traces_may_come_and_go_while_another_model_steps():

@@ -11,6 +11,7 @@ The SampleClock says when a sample is complete; it is then committed to the wind
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from threading import get_ident
@@ -19,7 +20,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .._runtime.autograd import Entry, backward_root, current_graph_task, is_called_here, is_in_backward
+from .._runtime.autograd import Entry, backward_root, current_graph_task, is_called_here
 from .._runtime.error_boundary import ErrorBoundary, contained
 from .._runtime.sharding import local_part, rank, rank_store, world_size
 from .._runtime.steps import STEP_HOOKS, StepListener
@@ -105,9 +106,15 @@ class Sampler(StepListener, ScaleListener):
         CLIP_FUNCTIONS.unsubscribe(self._sample)
         self._hooks.remove()
         if self._guard is not None:
-            self._guard.release()
+            if not self._trains_elsewhere:  # otherwise what a step goes without is given back after it
+                self._guard.release()
             self._guard.stop_voting()
         self.parts.probes.close()
+
+    @property
+    def _trains_elsewhere(self) -> bool:
+        """Whether the thread that trains is alive, and is not this one."""
+        return self._thread != get_ident() and self._thread in sys._current_frames()
 
     # ---- marks and backwards
 
@@ -278,10 +285,13 @@ class Sampler(StepListener, ScaleListener):
             entries, version = self.parts.optimizers.entries(optimizer), self.parts.registry.version
             self._guard.decide(optimizer, self._clock.open_step, entries, version, inside_backward=inside_backward)
 
-    @contained
     def after_step(self, optimizer: Optimizer, *, inside_backward: bool) -> None:
         if self._guard is not None:
             self._guard.release(optimizer)
+        self._after_step(optimizer, inside_backward)
+
+    @contained
+    def _after_step(self, optimizer: Optimizer, inside_backward: bool) -> None:
         key = self.parts.optimizers.key(optimizer)
         if self._joining == key:
             self._joining = None
@@ -384,10 +394,10 @@ class Sampler(StepListener, ScaleListener):
         Args:
             final: nothing comes any more: without any optimizer the last backward was for an update by hand.
         """
-        if self._thread != get_ident() and is_in_backward(self._thread):
-            return  # which writes to the gradients while another thread runs this
-        if closed := self._clock.close():
+        if (final or not self._trains_elsewhere) and (closed := self._clock.close()):
             self._commit(closed)
+        elif self._trains_elsewhere:
+            return  # not even looking at a gradient is safe while that thread may write to it, or reset it
         elif self._by_hand.possible and self._clock.backwards and (final or self._by_hand.has_updated()):
             self._close_update_by_hand(self.parts.registry.scan())
             self._by_hand.settle()

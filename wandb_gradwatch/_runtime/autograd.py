@@ -48,12 +48,6 @@ def is_called_here() -> bool:
     return any(_backwards(sys._getframe()))
 
 
-def is_in_backward(thread: int) -> bool:
-    """Whether the thread of this identity has called a backward that is under way, and writes to gradients."""
-    frame = sys._current_frames().get(thread)
-    return any(_backwards(frame))
-
-
 def _backwards(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         if frame.f_code is _BACKWARD:
