@@ -91,6 +91,9 @@ def main() -> None:
     print(f"final loss {loss.item():.5f}, {statistics.median(times):.1f} ms a step")
     sampled, share = statistics.median(times[SAMPLE_EVERY - 1 :: SAMPLE_EVERY]), watcher.latest.overhead_ratio
     print(f"one step in {SAMPLE_EVERY} is sampled, which takes {sampled:.1f} ms: {share:.1%} of the time is watching")
+    num_samples = STEPS // SAMPLE_EVERY
+    for metric, seconds in sorted(watcher.metric_seconds.items(), key=lambda item: -item[1]):
+        print(f"{1000 * seconds / num_samples:8.2f} ms a sampled step: {metric}")
     print(f"page: {write_page(read_run(os.path.dirname(run.dir)), 'everything_on.html')}")
 
 

@@ -20,6 +20,13 @@ def test_everything_is_measured_in_one_run(tmp_path: Path) -> None:
     assert share is not None
     assert float(share[1]) == pytest.approx(100 * history.values["gradwatch/overhead_ratio"][-1], abs=0.06)
     assert float(share[1]) > 0
+    costs = dict(re.findall(r"([0-9.]+) ms a sampled step: (.+)", printed))
+    of_metrics = {metric.partition("(")[0] for metric in costs.values()}
+    assert of_metrics == {
+        *("Activations", "Attention", "FunctionMetrics", "NoiseScale", "OptimizerState"),
+        *("Reference", "Spectrum", "Updates"),
+    }
+    assert sum(map(float, costs)) > 0
     page = (tmp_path / "everything_on.html").read_text(encoding="utf-8")
     assert '"key":"attention"' in page
     assert "attention/blocks/0/attn/head_3/entropy" not in history.own

@@ -10,7 +10,7 @@ from metric_probes import train, watch
 from torch import nn
 
 from wandb_gradwatch._pipeline.overhead import Overhead
-from wandb_gradwatch.metrics import Metric, Reference
+from wandb_gradwatch.metrics import Metric, Reference, Updates
 from wandb_gradwatch.sinks import MemorySink
 
 
@@ -34,7 +34,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for user in ("_runtime.error_boundary", "_capture.sampler"):
+    for user in ("_runtime.error_boundary", "_capture.sampler", "_capture.probes"):
         monkeypatch.setattr(f"wandb_gradwatch.{user}.time", SimpleNamespace(perf_counter=clock))
     monkeypatch.setattr(Overhead.__init__, "__defaults__", (clock,))
     return clock
@@ -64,6 +64,22 @@ def test_a_metric_of_activations_is_counted(clock):
     # Two seconds in the hook, six of the model's own.
     on_activation = lambda model: [Metric("x", clock.passes(2), on="activation", match="linear")]  # noqa: E731
     assert ratios(on_activation, clock) == [0.25, 0.25]
+
+
+def test_the_watcher_tells_what_each_metric_takes(clock):
+    model = Slow(clock)
+    metrics = [
+        Metric("forward", clock.passes(2), on="activation", match="linear"),
+        Metric("backward", clock.passes(3), on="gradient", match="bias"),
+        Updates(),
+    ]
+    watcher, _ = watch(model, metrics)
+    before = sum(watcher.metric_seconds.values())
+    train(model, [torch.ones(1, 2)] * 2)
+    found = watcher.metric_seconds
+    watcher.remove()
+    assert before == 0
+    assert found == {"FunctionMetrics(forward, backward)": 2 * (2 + 3), "Updates()": 0}
 
 
 def test_the_forward_of_a_reference_is_counted_once(clock):

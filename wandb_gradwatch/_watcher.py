@@ -178,6 +178,14 @@ class Watcher:
         self._collect()
         return self._rule_runner.healthy
 
+    @property
+    def metric_seconds(self) -> dict[str, float]:
+        """What each of metrics= has taken on the host so far, in seconds, by what it is called.
+
+        On a GPU that is what it takes to launch its work; `gradwatch/overhead_ratio` has the device's time too.
+        """
+        return self._parts.probes.seconds_of_each
+
     def watches(self, model: object) -> bool:
         """Whether this is one of the watched models, wrapped or not."""
         inner = unwrapped(model) if isinstance(model, torch.nn.Module) else model

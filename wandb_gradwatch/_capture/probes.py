@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -103,7 +105,13 @@ class Probes:
 
     def __init__(self, probes: Iterable[Probe]) -> None:
         self._probes = list(probes)
+        kinds = [type(probe).__name__ for probe in self._probes]
+        self._names = {
+            id(probe): f"{kind}.{kinds[:place].count(kind)}"
+            for place, (probe, kind) in enumerate(zip(self._probes, kinds, strict=True))
+        }
         self._seconds_of_dropped = 0.0
+        self._seconds: Counter[str] = Counter()  # at the moments below, by what the probe is called
         # Of all that there were: ranks must go on alike where one of them has dropped a probe.
         self.need_ranks = any(probe.needs_ranks for probe in self._probes)
         self._look_inside = [probe for probe in self._probes if probe.needs_ranks]
@@ -115,6 +123,14 @@ class Probes:
     def seconds_spent(self) -> float:
         """What they have taken on the host in hooks of their own, where they tell."""
         return self._seconds_of_dropped + sum(probe.seconds_spent for probe in self._probes)
+
+    @property
+    def seconds_of_each(self) -> dict[str, float]:
+        """What each has taken on the host, at all moments and in hooks of its own, by what it is called."""
+        found = Counter(self._seconds)
+        for probe in self._probes:
+            found[repr(probe)] += probe.seconds_spent
+        return dict(found)
 
     def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
         self._each(lambda probe: probe.start(next_step_is_due, histogram_is_due))
@@ -150,14 +166,14 @@ class Probes:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """What each remembers, by what it is called; of those that remember nothing nothing."""
-        return {repr(probe): state for probe in self._probes if (state := probe.state_dict())}
+        """What each remembers, by its kind and the place among its kind; of those that remember nothing nothing."""
+        return {self._names[id(probe)]: state for probe in self._probes if (state := probe.state_dict())}
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
         """Go on from `state_dict()`; what belongs to no probe of now is left out."""
         for probe in self._probes:
-            if repr(probe) in states:
-                probe.load_state_dict(states[repr(probe)])
+            if self._names[id(probe)] in states:
+                probe.load_state_dict(states[self._names[id(probe)]])
 
     def close(self) -> None:
         """Remove every hook of theirs. Idempotent."""
@@ -165,8 +181,10 @@ class Probes:
 
     def _each(self, function: Callable[[Probe], None], some: Sequence[Probe] | None = None) -> None:
         for probe in tuple(self._probes if some is None else some):
+            began = time.perf_counter()
             try:
                 function(probe)
+                self._seconds[repr(probe)] += time.perf_counter() - began
             except CallbackError:  # meant for the training loop
                 raise
             except Exception as error:
