@@ -223,6 +223,9 @@ def side_by_side(
     nan_on: int | None = None,
     sharded: bool = False,
     by_hand: bool = False,
+    scale: float = 1.0,
+    script_ends: bool = False,
+    **options: Any,
 ):
     """DDP with Ranks() and NoiseScale(), and what this rank's own gradients are in float64.
 
@@ -232,6 +235,9 @@ def side_by_side(
             the clock to the next.
         nan_on: the rank whose batch of the last step is not a number.
         sharded, by_hand: with FSDP2 instead, or averaged after the backward.
+        scale: of a gradient scaler.
+        script_ends: without remove(), so that nobody waits for the other ranks.
+        options: of DistributedDataParallel.
     """
     from torch.distributed.fsdp import fully_shard
 
@@ -241,7 +247,8 @@ def side_by_side(
     if sharded:
         fully_shard(model)
     elif not by_hand:
-        wrapped = nn.parallel.DistributedDataParallel(model)
+        wrapped = nn.parallel.DistributedDataParallel(model, **options)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale, enabled=scale != 1.0)
     compared = Ranks(checksum_every=2)
     looks, lateness = itertools.count(), [0.0]
     compared._clock = lambda: lateness[0] + next(looks) / 1000
@@ -267,15 +274,19 @@ def side_by_side(
         for micro, batch in enumerate(batches):
             is_last = micro == micros - 1
             with contextlib.nullcontext() if is_last or not no_sync else wrapped.no_sync():
-                loss_of(wrapped, batch).backward()
+                scaler.scale(loss_of(wrapped, batch)).backward()
         if by_hand:
             for parameter in model.parameters():
                 torch.distributed.all_reduce(parameter.grad)
                 parameter.grad /= world
-        optimizer.step()
-    watcher.remove()
+        scaler.step(optimizer)
+        scaler.update()
+        if script_ends and step == 3:
+            watcher.flush()  # the first window is merged, and waited for
+    watcher._remove(merge=not script_ends)
     merged = sink.merged()
     return {
+        "steps": merged.steps.tolist(),
         "own": torch.stack(own).numpy() if own else None,
         "losses": losses,
         "metrics": {key: np.asarray(of) for key, of in merged.metrics.items()},

@@ -26,12 +26,17 @@ FAULTY = ("side_by_side", {"steps": STEPS, "flip_on": 2, "late_on": 3})
 NAN = ("side_by_side", {"steps": 3, "nan_on": 1})
 MICROS = [("side_by_side", {"steps": 4, "micros": 2, "no_sync": no_sync}) for no_sync in (True, False)]
 SHARDED = ("side_by_side", {"steps": 4, "micros": 2, "no_sync": False, "sharded": True})
+OPTIONS = [
+    ("side_by_side", {"steps": 4} | options)
+    for options in ({"gradient_as_bucket_view": True}, {"static_graph": True}, {"scale": 1024.0})
+]
+AT_EXIT = ("side_by_side", {"steps": 6, "script_ends": True})
 BY_HAND = ("side_by_side", {"steps": 4, "by_hand": True})
 
 
 @functools.cache
 def on_four_ranks() -> dict[str, list[Any]]:
-    calls = [HEALTHY, FAULTY, NAN, *MICROS, SHARDED, BY_HAND]
+    calls = [HEALTHY, FAULTY, NAN, *MICROS, *OPTIONS, SHARDED, BY_HAND, AT_EXIT]
     return {repr(call): of for call, of in zip(calls, ranks.run("metric_rank_programs", calls, 4), strict=True)}
 
 
@@ -47,7 +52,7 @@ def alerts(call: Any, title: str) -> list[tuple[int, str]]:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("call", [HEALTHY, FAULTY, *MICROS, BY_HAND], ids=str)
+@pytest.mark.parametrize("call", [HEALTHY, FAULTY, *MICROS, *OPTIONS, BY_HAND], ids=str)
 def test_local_norms_and_losses_are_each_ranks_own(call: Any) -> None:
     # Of a step of several backwards the first of all is not known: nothing was copied there.
     first = int(call[1].get("micros", 1) > 1)
@@ -116,7 +121,7 @@ def test_of_shards_there_is_a_loss_and_no_gradient_of_ones_own() -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("call", [HEALTHY, *MICROS], ids=str)
+@pytest.mark.parametrize("call", [HEALTHY, *MICROS, *OPTIONS], ids=str)
 def test_the_noise_scale_of_ranks_is_that_of_the_definition(call: Any) -> None:
     first = int(call[1].get("micros", 1) > 1)
     own_SRE = np.stack([result["own"] for result in results(call)], axis=1)[first:]
@@ -137,6 +142,15 @@ def test_gradients_that_are_averaged_after_the_backward_have_no_noise_scale_and_
     for result in results(BY_HAND):
         assert not [key for key in result["metrics"] if key.startswith("noise_scale")]
         assert len([text for text in result["said"] if "alike, or averaged after it" in text]) == 1
+
+
+@pytest.mark.distributed
+def test_the_end_of_the_script_waits_for_no_rank_and_loses_no_row() -> None:
+    for result in results(AT_EXIT):
+        assert result["steps"] == [1, 2, 3, 4, 5, 6]
+        compared = result["metrics"]["ranks/median/loss"]
+        assert np.isfinite(compared[:4]).all()
+        assert np.isnan(compared[4:]).all()
 
 
 # ---- in one process

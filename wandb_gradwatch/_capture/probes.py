@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -111,7 +111,7 @@ class Probes:
             for place, (probe, kind) in enumerate(zip(self._probes, kinds, strict=True))
         }
         self._seconds_of_dropped = 0.0
-        self._seconds: Counter[str] = Counter()  # at the moments below, by what the probe is called
+        self._seconds: defaultdict[str, float] = defaultdict(float)  # at the moments below, by what the probe is called
         # Of all that there were: ranks must go on alike where one of them has dropped a probe.
         self.need_ranks = any(probe.needs_ranks for probe in self._probes)
         self._look_inside = [probe for probe in self._probes if probe.needs_ranks]
@@ -127,7 +127,7 @@ class Probes:
     @property
     def seconds_of_each(self) -> dict[str, float]:
         """What each has taken on the host, at all moments and in hooks of its own, by what it is called."""
-        found = Counter(self._seconds)
+        found = self._seconds.copy()
         for probe in self._probes:
             found[repr(probe)] += probe.seconds_spent
         return dict(found)

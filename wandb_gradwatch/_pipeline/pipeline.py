@@ -119,7 +119,9 @@ class Pipeline:
             except CallbackError as error:
                 raised = raised or error
         if self._reducer is not None:
-            for merged in self._reducer.poll(wait=wait and self._merges):
+            # What nobody will merge is this rank's: whole, but for what compares the ranks, unless it is of shards.
+            unmerged = self._reducer.give_back() if wait and not (self._merges or self._shards.any) else []
+            for merged in [*self._reducer.poll(wait=wait and self._merges), *unmerged]:
                 try:
                     samples = [self._derived(sample) for sample in merged.samples]
                     self._write(samples, merged.flush, merged.overhead_ratio, unseen=samples)

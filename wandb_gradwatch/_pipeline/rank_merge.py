@@ -12,6 +12,7 @@ import logging
 import math
 import queue
 import threading
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -80,7 +81,7 @@ class RankMerger:
         self._wait = WAIT * max(1, self._world // _RANKS_MET_IN_WAIT)
         self._todo: queue.SimpleQueue[RankWindow | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[RankWindow] = queue.SimpleQueue()
-        self._under_way = 0
+        self._under_way: deque[RankWindow] = deque()
         self._progress = threading.Condition()
         self._thread: threading.Thread | None = None
         self._group_size = GROUP
@@ -93,7 +94,7 @@ class RankMerger:
             self._thread = threading.Thread(target=self._run, name="gradwatch-reducer", daemon=True)
             self._thread.start()
         with self._progress:
-            self._under_way += 1
+            self._under_way.append(window)
         self._todo.put(window)
 
     def poll(self, *, wait: bool = False) -> list[RankWindow]:
@@ -105,6 +106,12 @@ class RankMerger:
         while not self._done.empty():
             merged.append(self._done.get())
         return merged
+
+    def give_back(self) -> list[RankWindow]:
+        """The windows that are not merged, as they were submitted: no later poll has them."""
+        with self._progress:
+            windows, self._under_way = list(self._under_way), deque()
+        return windows
 
     def close(self) -> None:
         """Let the thread end when it has nothing left to do. Idempotent.
@@ -122,17 +129,18 @@ class RankMerger:
     def _run(self) -> None:
         tree: RankTree | None = None
         while (window := self._todo.get()) is not None:
+            merged = window
             if not self.given_up:
                 try:
                     tree = tree or self._meet()
-                    self._done.put(self._merge(tree, window))
+                    merged = self._merge(tree, window)
                 except Exception as error:
                     tree = None  # its connections close, so that ranks that still wait for this one hear of it
                     self._give_up(error)
-            if self.given_up:
-                self._done.put(window)
             with self._progress:
-                self._under_way -= 1
+                if self._under_way:  # otherwise it has been given back
+                    self._under_way.popleft()
+                    self._done.put(merged)
                 self._progress.notify_all()
 
     def _meet(self) -> RankTree:
