@@ -344,12 +344,12 @@ def test_a_loss_scale_that_float16_cannot_hold_is_named_first():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
     watcher, sink = watch(model, rules=None)
     for _ in range(10):
         optimizer.zero_grad()
         with torch.autocast("cpu", dtype=torch.float16):
-            loss = (model(torch.randn(16, 8)) - 3).square().mean()
+            loss = 2.0**28 * (model(torch.randn(16, 8)) - 3).float().square().mean()
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()

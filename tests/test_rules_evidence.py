@@ -16,6 +16,7 @@ from wandb_gradwatch.rules import (
     DeadGradient,
     ExplodingGradient,
     FastParameters,
+    LossScaleCollapse,
     LossSpike,
     NoGradient,
     Rule,
@@ -230,7 +231,7 @@ def test_a_loss_that_is_multiplied_raises_the_loss_and_every_layer_alike(second:
 
 def test_a_loss_that_stays_up_after_a_rise_of_the_rate_is_the_rates() -> None:
     samples = measured(
-        of_norms([1.0] * 43), loss=[*[1.0, 1.1] * 20, 9.0, 9.0, 9.0], learning_rate=[*[0.1] * 38, *[5.0] * 5]
+        of_norms([1.0] * 48), loss=[*[1.0, 1.1] * 20, *[9.0] * 8], learning_rate=[*[0.1] * 38, *[5.0] * 10]
     )
     (alert,) = LossSpike().check(samples)
     assert "learning rate too high (it rose from 0.1 to 5 at step 39)" in with_diagnosis(alert, samples).text
@@ -242,3 +243,21 @@ def test_what_reads_no_learning_rate_waits_longer_for_parameters_that_do_not_cha
     assert steps(UnchangedParameters(), still)[0] == 21
     assert steps(UnchangedParameters(), measured(still, learning_rate=[0.0] * 102))[0] == 26
     assert steps(UnchangedParameters(), measured(still, learning_rate=[0.1] * 102))[0] == 101
+
+
+# ---- what passes by itself
+
+
+@pytest.mark.parametrize(("start", "first_told"), [(2.0**16, 5), (2.0**30, 19), (2.0**12, 5)])  # 2^30 / 2^18 is 4096
+def test_a_loss_scale_that_begins_too_high_is_on_its_way_until_it_is_where_models_settle(
+    start: float, first_told: int
+) -> None:
+    skipped = [sample_of({"a": [np.inf]}, step=s, skipped=True, loss_scale=start / 2 ** (s - 1)) for s in range(1, 25)]
+    assert steps(LossScaleCollapse(), together(skipped))[0] == first_told
+    trained_before = sample_of({"a": [1.0]}, step=0, loss_scale=start)
+    assert steps(LossScaleCollapse(), together([trained_before, *skipped]))[0] == 5
+
+
+def test_a_training_that_has_converged_but_for_a_batch_now_and_then_does_not_vanish() -> None:
+    norms = np.where(np.arange(200) % 10 == 0, 1e-3, 2e-7)  # averaged as they are: 1e-4, a thousand times the floor
+    assert steps(VanishingGradient(), of_norms([*norms, *[5e-8] * 12])) == []

@@ -25,11 +25,12 @@ _ORDINARY: Final = 3.0  # times the largest of the updates before: no more than 
 
 @dataclass(frozen=True)
 class RateRise:
-    """The learning rate went up at once, in the update of a sample."""
+    """The learning rate went up, in the update of a sample at once or up to it step by step."""
 
     before: float
     after: float
     sample: int
+    at_once: bool
 
 
 @dataclass(frozen=True)
@@ -49,17 +50,19 @@ class Onset:
 
 
 def rate_rise(history: Snapshot) -> RateRise | None:
-    """The newest rise of the learning rate among the last samples; None where there is none, or none is known."""
+    """The newest rise of the learning rate: at once, among the last samples, otherwise over the history."""
     rate_S = history.metrics.get(keys.LEARNING_RATE)
     if rate_S is None:
         return None
     known = np.flatnonzero(rate_S > 0)
     for before, now in zip(known[-2::-1].tolist(), known[:0:-1].tolist(), strict=True):
         if now < len(history) - _RECENT:
-            return None
+            break
         if rate_S[now] >= _ROSE * rate_S[before]:
-            return RateRise(float(rate_S[before]), float(rate_S[now]), now)
-    return None
+            return RateRise(float(rate_S[before]), float(rate_S[now]), now, at_once=True)
+    if not known.size or rate_S[known[-1]] < _ROSE * rate_S[known].min():
+        return None
+    return RateRise(float(rate_S[known].min()), float(rate_S[known[-1]]), int(known[-1]), at_once=False)
 
 
 def onset_of(log_norm_N: FloatArray, clean_N: npt.NDArray[np.int64], parameters: Parameters) -> Onset | None:

@@ -25,7 +25,8 @@ class LossSpike:
     """The loss is far above what it was lately, and stays there for some samples: "Loss spike".
 
     Far: above the largest of the last 64 samples by `deviations` of their robust standard deviation (1.4826 median
-    distances from the median), and by as much as all of these span. A loss has no scale of its own and may be negative,
+    distances from the median), and by as much as all of these span. While it falls again, the training copes with what
+    has changed, and that is INFO. A loss has no scale of its own and may be negative,
     so it is compared with nothing but itself; a single batch may be hard, and is no spike. One that is not finite is
     another alert's, and where the gradient's norm is above 5 times the usual one too, it is the gradient that is told,
     with which of both moved first.
@@ -39,7 +40,7 @@ class LossSpike:
 
     deviations: float = 10.0
     patience: int = 32
-    stays: int = 3
+    stays: int = 8
     adapt_after: int = 20
     _past: list[float] = field(default_factory=list, init=False, repr=False)
     _above: list[float] = field(default_factory=list, init=False, repr=False)  # in a row, up to now
@@ -91,7 +92,9 @@ class LossSpike:
             "rose before this step tells them apart"
         )
         remedy = "look at what changed in the data at this step; lower the learning rate, and clip the gradients"
-        return finding(self.title, fact, "", cause, remedy, step, "WARN")
+        half = len(self._above) // 2
+        is_falling = sum(self._above[-half:]) < sum(self._above[:half])
+        return finding(self.title, fact, "", cause, remedy, step, "INFO" if is_falling else "WARN")
 
     def state_dict(self) -> dict[str, Any]:
         return {"past": list(self._past), "above": list(self._above), "began": self._began, "norms": list(self._norms)}

@@ -24,6 +24,9 @@ def first_bad_rank(snapshot: Snapshot, sample: int) -> int | None:
     return None if ranks is None or not np.isfinite(ranks[sample]) else int(ranks[sample])
 
 
+_SETTLED: Final = (
+    4096.0  # a loss scale: torch's begins at 65536, and passes through this in the fifth step that is skipped
+)
 _CAUSE_AFTER: Final = (
     "code between backward() and step() changed the gradients: a division by 0, a reduction over ranks, "
     "clipping or unscaling of its own"
@@ -174,7 +177,8 @@ class NonFiniteLoss:
 class LossScaleCollapse:
     """AMP skips update after update, or its scale falls below a floor: "Loss scale collapse".
 
-    An isolated skipped update is how a loss scale finds its place, and no alert.
+    An isolated skipped update is how a loss scale finds its place, and no alert. Nor are the first ones of a run, in a
+    row, while the scale is larger than what models settle at.
 
     Args:
         patience: skipped samples in a row that are too many. torch's scaler starts at 65536 and halves once per skip:
@@ -185,6 +189,7 @@ class LossScaleCollapse:
     patience: int = 5
     min_scale: float = 1.0
     _num_in_a_row: int = field(default=0, init=False)
+    _has_updated: bool = field(default=False, init=False)
 
     title: ClassVar[str] = "Loss scale collapse"
 
@@ -195,8 +200,10 @@ class LossScaleCollapse:
         skipped_S = snapshot.skipped & ~snapshot.left_out
         for sample in range(len(snapshot)):
             self._num_in_a_row = self._num_in_a_row + 1 if skipped_S[sample] else 0
+            self._has_updated |= not skipped_S[sample]
             scale = float(snapshot.loss_scale[sample])
-            stalled, low = self._num_in_a_row >= self.patience, scale < self.min_scale
+            finds_its_place = not self._has_updated and scale > _SETTLED
+            stalled, low = self._num_in_a_row >= self.patience and not finds_its_place, scale < self.min_scale
             if stalled or low:
                 yield self._alert(snapshot, sample, scale, stalled)
 
@@ -223,7 +230,7 @@ class LossScaleCollapse:
         return finding(self.title, fact, layers, cause, remedy, step, "ERROR" if stalled else "WARN")
 
     def state_dict(self) -> dict[str, Any]:
-        return {"num_in_a_row": self._num_in_a_row}
+        return {"num_in_a_row": self._num_in_a_row, "has_updated": self._has_updated}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._num_in_a_row = int(state["num_in_a_row"])
+        self._num_in_a_row, self._has_updated = int(state["num_in_a_row"]), bool(state["has_updated"])

@@ -55,7 +55,7 @@ class VanishingGradient:
     patience: int = 10
     _num_small: int = field(default=0, init=False)
     _num_faded: int = field(default=0, init=False)
-    _last_large: float = field(default=math.nan, init=False)  # the newest norms that were not too small, averaged
+    _last_large: float = field(default=math.nan, init=False)  # the newest norms above the floor, averaged
     _converged: bool = field(default=False, init=False)
     _faint: PerName = field(default_factory=PerName, init=False, repr=False)  # samples in a row
     _num_coarse: int = field(default=0, init=False)
@@ -121,7 +121,9 @@ class VanishingGradient:
 
     def _is_small(self, norm: float) -> bool:
         if norm >= self.min_norm:
-            self._last_large = norm if math.isnan(self._last_large) else 0.9 * self._last_large + 0.1 * norm
+            # Of their logarithms: of what has converged, one batch in ten has a norm that is a thousand times as large.
+            before = norm if math.isnan(self._last_large) else self._last_large
+            self._last_large = before**0.9 * norm**0.1
             self._num_small, self._converged = 0, False
             return False
         if self._num_small == 0:

@@ -22,10 +22,13 @@ def learning_rate(evidence: Evidence) -> Diagnosis | None:
     survives, or the norm grew steadily, and no gradient that was far too large came first."""
     remedy = f"divide the learning rate by 10 or lengthen its warm-up, and {evidence.clip_advice}"
     if (rose := evidence.rate_rise) is not None:
-        words = f"it rose from {number(rose.before)} to {number(rose.after)} at step {evidence.step(rose.sample)}"
+        when = "at" if rose.at_once else "up to"
+        words = f"it rose from {number(rose.before)} to {number(rose.after)} {when} step {evidence.step(rose.sample)}"
         parameters = evidence.parameters
         is_felt = parameters.is_moving or parameters.leap or parameters.jump or evidence.growth
-        return Diagnosis(LEARNING_RATE, 0.98 if is_felt else 0.85, words, f"look at its schedule; {remedy}")
+        return Diagnosis(
+            LEARNING_RATE, 0.98 if is_felt and rose.at_once else 0.85, words, f"look at its schedule; {remedy}"
+        )
     if evidence.gradient_came_first:
         return None
     if evidence.parameters.is_moving and evidence.parameters.movement is not None:
