@@ -22,8 +22,7 @@ import json
 import re
 import socket
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal
@@ -195,14 +194,6 @@ class LoopbackServer:
             "tags": [],
             "wandbConfig": json.dumps({"t": 1}),
         }
-
-    @contextmanager
-    def operations_during(self) -> Iterator[list[str]]:
-        """Collect the operations that arrive within the block."""
-        start = len(self.requests)
-        operations: list[str] = []
-        yield operations
-        operations += [request.operation for request in self.requests[start:]]
 
     # ---- for the handler
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from .._runtime.autograd import replay
+from .._runtime.dynamo import dynamo_disabled
 from .._runtime.wrappers import unwrapped
 from .finding import Finding
 from .trace import NonfiniteTrace
@@ -66,7 +67,7 @@ def find_nonfinite(
         return found
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@dynamo_disabled
 def search(
     model: nn.Module,
     args: tuple[Any, ...],

@@ -39,18 +39,8 @@ from .transfers import (
 
 # S samples in the window, P watched parameters, N of them written at once, C columns, B histogram bins
 
-# Columns that stay meaningful when only the gradient after clipping was seen.
-_SEEN_AFTER_CLIPPING: Final = [
-    Column.NUM_ELEMENTS,
-    Column.NUM_NAN,
-    Column.NUM_INF,
-    Column.RECEIVED_SUM_SQ,
-    Column.RECEIVED_NUM_NAN,
-    Column.RECEIVED_NUM_INF,
-    Column.PARAM_SUM_SQ,
-    Column.PARAM_NUM_NONFINITE,
-]
-_HIDDEN_BY_CLIPPING: Final = [column for column in Column if column not in _SEEN_AFTER_CLIPPING]
+# Columns of the gradient before clipping; how many elements it has, NaN and Inf among them, clipping leaves as it is.
+_HIDDEN_BY_CLIPPING: Final = slice(Column.NUM_ZERO, Column.RECEIVED_SUM_SQ)
 
 
 class SampleBuffer:
@@ -93,8 +83,7 @@ class SampleBuffer:
     def write_after_clipping(self, slots: Sequence[int], measurement: Measurement) -> None:
         """Put in rows of gradients that may have been clipped before they were seen: what clipping hides is missing."""
         rows = measurement.rows
-        for column in _HIDDEN_BY_CLIPPING:  # one by one: a list as an index is uploaded, and the upload waits
-            rows[:, column] = torch.nan
+        rows[:, _HIDDEN_BY_CLIPPING] = torch.nan
         buffer = self._on(rows.device)
         buffer.rows[buffer.index(tuple(slots))] = rows
 

@@ -152,20 +152,10 @@ class GradWatchCallback(_Callback):  # type: ignore[misc]
 
         Those say where things go: a training that is resumed in another run still has its memory.
         """
-        arguments = {
-            "log_every_n_steps": self.log_every_n_steps,
-            "step_prefix": self.step_prefix,
-            "epoch_prefix": self.epoch_prefix,
-            "track_epochs": self.track_epochs,
-            "per_layer": self.per_layer,
-            "track_sparsity": self.track_sparsity,
-            "explosion_threshold": self.explosion_threshold,
-            **{
-                name: _described(value)
-                for name, value in self._session.options.items()
-                if name not in ("sinks", "on_alert")
-            },
-        }
+        own = ("log_every_n_steps", "step_prefix", "epoch_prefix", "track_epochs", "per_layer", "track_sparsity")
+        arguments = {name: getattr(self, name) for name in (*own, "explosion_threshold")}
+        options = self._session.options.items()
+        arguments |= {name: _described(value) for name, value in options if name not in ("sinks", "on_alert")}
         key: str = self._generate_state_key(**arguments)
         return key
 

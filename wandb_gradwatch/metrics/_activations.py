@@ -80,8 +80,7 @@ class Activations(ForwardProbe):
         self._source: dict[str, str] = {}  # of each tensor's name: what the tap's order knows
 
     def __repr__(self) -> str:
-        match = self._match.__name__ if isinstance(self._match, type) else repr(self._match)
-        return "Activations()" if self._match is None else f"Activations({match})"
+        return f"Activations({self._match.__name__})" if isinstance(self._match, type) else super().__repr__()
 
     def claims(self) -> set[tuple[str, str]]:
         return {(keys.ACTIVATION, statistic) for statistic in self._statistics}

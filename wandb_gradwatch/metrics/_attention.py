@@ -118,9 +118,6 @@ class Attention(ForwardProbe):
         self._pending_largest, self._sample_largest = self.stores(lambda: Store[str, Tensor](torch.maximum))
         self._said_sharded = False
 
-    def __repr__(self) -> str:
-        return "Attention()" if self._match is None else f"Attention({self._match!r})"
-
     def rules(self) -> list[Rule]:
         return [EntropyCollapse(), GrowingLogits()] if self._weights else []
 

@@ -28,6 +28,11 @@ _PATIENCE_IN_UPDATES: Final = 3
 class ModuleProbe(Probe):
     """A probe of watched models. At the moments that it does not override it does nothing."""
 
+    _match: object = None  # what the user gave to choose modules or parameters
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({'' if self._match is None else repr(self._match)})"
+
     def bind(self, models: ModuleIndex) -> None:
         """Called once, by watch(): check what can be checked, and raise what has to be raised. Hook nothing yet."""
 

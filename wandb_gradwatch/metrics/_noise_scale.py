@@ -111,9 +111,6 @@ class NoiseScale(ModuleProbe):
         self._windows: dict[str, deque[tuple[float, float]]] = {}  # on the host, by group: tr(S) and |G|^2
         self._said: set[str] = set()
 
-    def __repr__(self) -> str:
-        return "NoiseScale()" if self._match is None else f"NoiseScale({self._match!r})"
-
     @property
     def needs_ranks(self) -> bool:
         return world_size() > 1

@@ -90,9 +90,6 @@ class OptimizerState(ModuleProbe):
         self._gradients: dict[str, Tensor] = {}  # [3] by name: sums from before the step
         self._taken: dict[str, Found] = {}
 
-    def __repr__(self) -> str:
-        return "OptimizerState()" if self._match is None else f"OptimizerState({self._match!r})"
-
     def claims(self) -> set[tuple[str, str]]:
         return {(keys.OPTIMIZER_STATE, keys.STALE)}
 

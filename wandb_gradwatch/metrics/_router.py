@@ -65,9 +65,6 @@ class Router(ForwardProbe):
         # [E + 2] of each router: tokens of the experts, entropies, tokens.
         self._pending, self._sample = self.stores(lambda: Store[str, Tensor](add_on_device))
 
-    def __repr__(self) -> str:
-        return f"Router({self._match!r})"
-
     def claims(self) -> set[tuple[str, str]]:
         return {(keys.ROUTER, keys.DEAD_EXPERTS)}
 

@@ -63,9 +63,6 @@ class Spectrum(ModuleProbe):
         self._shards = ProbeShards()
         self._is_due = False
 
-    def __repr__(self) -> str:
-        return "Spectrum()" if self._match is None else f"Spectrum({self._match!r})"
-
     def claims(self) -> set[tuple[str, str]]:
         return {(subject, name) for subject in self._of for name in ("largest_singular_value", "stable_rank")}
 

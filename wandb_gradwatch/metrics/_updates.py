@@ -69,9 +69,6 @@ class Updates(ModuleProbe):
         self._due = False
         self._taken: dict[str, Found] = {}
 
-    def __repr__(self) -> str:
-        return "Updates()" if self._match is None else f"Updates({self._match!r})"
-
     def claims(self) -> set[tuple[str, str]]:
         return {(keys.UPDATE, "norm"), (keys.UPDATE, "ratio")}
 
