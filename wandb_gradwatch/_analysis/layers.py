@@ -76,7 +76,7 @@ def dead_units(snapshot: Snapshot) -> tuple[tuple[str, ...], FloatArray]:
 def without_inputs(snapshot: Snapshot) -> npt.NDArray[np.bool_]:
     """Modules whose weights have no gradient while their bias has one: all that reaches them is 0. [S, L]."""
     modules = modules_of(snapshot.names)
-    if not (snapshot.dead_ratio == 1.0).any():  # as nearly always
+    if not np.count_nonzero(snapshot.dead_ratio == 1.0):  # as nearly always
         return np.zeros((len(snapshot), len(modules.names)), dtype=bool)
     dead_SP = snapshot.dead_ratio[:, modules.order]
     is_bias_P = modules.is_bias[modules.order]

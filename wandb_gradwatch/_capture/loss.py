@@ -62,17 +62,11 @@ class SampleLoss:
             self._sample, self._pending = _sum(self._sample, self._pending), None
 
     def take(self) -> dict[str, Tensor]:
-        """The loss of the sample, missing where it is not finite, and whether it was not; forgets it."""
+        """The loss of the sample; forgets it."""
         found, seen = self._sample, self._seen
         self.forget()
         loss = seen if found is None else found[0] / max(found[1], 1)
-        if loss is None:
-            return {}
-        is_finite = torch.isfinite(loss)
-        return {
-            keys.LOSS: torch.where(is_finite, loss, torch.nan),
-            keys.NUM_NONFINITE_LOSS: (~is_finite).to(loss.dtype),
-        }
+        return {} if loss is None else {keys.LOSS: loss}
 
     def forget(self) -> None:
         """The sample has closed; what is pending is of the next one."""

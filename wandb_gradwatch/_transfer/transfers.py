@@ -283,6 +283,9 @@ class SampleTransfer:
         sums: dict[str, ArrivedSums] = {}
         for found in self.found:
             found.unpack(metrics, histograms, sums)
+        if (loss := metrics.get(keys.LOSS)) is not None:  # missing where it is not finite
+            is_finite = math.isfinite(loss)
+            metrics |= {keys.LOSS: loss if is_finite else math.nan, keys.NUM_NONFINITE_LOSS: float(not is_finite)}
         skipped = self.sample.skipped or bool(found_inf)
         untraced = _changed_without_a_trace(rows, earlier, self.sample)
         if earlier is not None or received is not None:
@@ -305,6 +308,8 @@ class SampleTransfer:
 
 def _changed_without_a_trace(rows_PC: FloatArray, earlier_PC: FloatArray | None, sample: Sample) -> bool:
     """Whether any gradient that looked unmodified was another one when it was looked at again."""
+    if not sample.compared and not sample.compared_early:  # as nearly always
+        return False
     at_step, early = list(sample.compared), list(sample.compared_early)
     looks = [(rows_PC[at_step, Column.GRAD_SUM_SQ], rows_PC[at_step, Column.RECEIVED_SUM_SQ])]
     if earlier_PC is not None:

@@ -49,7 +49,7 @@ class _NonFiniteGradient(ABC):
         """How many elements of each gradient are of this rule's kind: [S, P]."""
 
     def check(self, snapshot: Snapshot) -> Iterator[Alert]:
-        if not snapshot.has_nonfinite.any():
+        if not np.count_nonzero(snapshot.has_nonfinite):
             return
         counts_SP = self.counts_SP(snapshot)
         for sample in np.flatnonzero(np.any(counts_SP > 0, axis=1) & (~snapshot.skipped | snapshot.left_out)):
@@ -148,7 +148,7 @@ class NonFiniteLoss:
 
     def check(self, snapshot: Snapshot) -> Iterator[Alert]:
         counts_S = snapshot.metrics.get(keys.NUM_NONFINITE_LOSS)
-        if counts_S is None or not (counts_S > 0).any():
+        if counts_S is None or not np.count_nonzero(counts_S > 0):
             return
         bad_parameters_S = np.nansum(snapshot.column(Column.PARAM_NUM_NONFINITE), axis=1) > 0
         finite_S = ~snapshot.has_nonfinite & ~bad_parameters_S

@@ -132,7 +132,7 @@ class LargeInputs:
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
         is_first_S = snapshot.steps <= 2
-        if not is_first_S.any():
+        if not np.count_nonzero(is_first_S):
             return
         for sample in np.flatnonzero((snapshot.total_grad_norm > 0) & is_first_S).tolist():
             found = input_scale(snapshot, sample)

@@ -15,7 +15,7 @@ from .._analysis.depth import DepthTrend, depth_trends
 from .._analysis.formatting import listing, number, worst_first
 from .._analysis.layers import dead_units, modules_of, without_inputs
 from .._analysis.memory import PerName, Streaks
-from .._measure.columns import FloatArray
+from .._measure.columns import Column, FloatArray
 from ..snapshot import Snapshot, keys
 from ._base import Alert, check_limits, finding
 
@@ -86,10 +86,10 @@ class VanishingGradient:
     def _faint_at(self, snapshot: Snapshot, sample: int) -> npt.NDArray[np.intp]:
         """Places of the parameters whose gradients have been next to nothing beside the others' for some samples."""
         norm_P, count_P = snapshot.grad_norm[sample], self._faint.of(snapshot.names)
+        if norm_P.min(initial=math.inf) >= _FAINT * norm_P.max(initial=0.0) and not np.count_nonzero(count_P):
+            return np.zeros(0, dtype=np.intp)  # as nearly always
         present_P = norm_P > 0
         faint_P = present_P & (norm_P < _FAINT * np.max(norm_P, initial=0.0, where=present_P))
-        if not faint_P.any() and not count_P.any():  # as nearly always
-            return np.zeros(0, dtype=np.intp)
         count_P[present_P & ~faint_P] = 0
         count_P[faint_P] += 1
         return np.flatnonzero(faint_P & (count_P >= _CERTAIN))
@@ -181,9 +181,10 @@ def _is_coarse(snapshot: Snapshot, sample: int) -> bool:
     """Whether float16 has kept of most gradients' elements nothing but its smallest steps."""
     scale = float(snapshot.loss_scale[sample])
     scale = 1.0 if math.isnan(scale) else scale
-    size_P = np.nan_to_num(snapshot.num_elements[sample])
-    if float(snapshot.total_grad_norm[sample]) * scale > _SMALLEST_NORMAL * math.sqrt(float(size_P.sum())):
+    num_elements = float(snapshot.column_sums[sample, Column.NUM_ELEMENTS])
+    if float(snapshot.total_grad_norm[sample]) * scale > _SMALLEST_NORMAL * math.sqrt(num_elements):
         return False
+    size_P = np.nan_to_num(snapshot.num_elements[sample])
     largest_P, smallest_P = (scale * v[sample] for v in (snapshot.grad_abs_max, snapshot.grad_abs_min_nonzero))
     steps_P = smallest_P / _SMALLEST
     coarse_P = (largest_P < _SMALLEST_NORMAL) & (steps_P >= 1) & (steps_P == np.round(steps_P))
@@ -241,7 +242,7 @@ class DeadGradient:
                 self._recent.popleft()
             dead_L = self._have_died(snapshot, sample, modules, present_L) | self._are_the_same(snapshot, sample)
             empty = self._empty.see(modules, empty_SL[sample], present_L)
-            if dead_L.any():
+            if np.count_nonzero(dead_L):
                 yield self._alert(snapshot, sample, share_L, np.flatnonzero(dead_L)[::-1].tolist())
             elif empty is not None:
                 row_L, before_L, chance_L = empty
@@ -269,19 +270,22 @@ class DeadGradient:
     def _are_the_same(self, snapshot: Snapshot, sample: int) -> npt.NDArray[np.bool_]:
         """Layers with too many dead units in each of the last samples, so equally many that they must be the same."""
         has_many_L: npt.NDArray[np.bool_] = self._recent[-1] >= self.max_ratio
-        if len(self._recent) < self.patience or not has_many_L.any():
+        if len(self._recent) < self.patience or not np.count_nonzero(has_many_L):
             return np.zeros_like(has_many_L)
-        recent = np.stack(self._recent)
         size_L = _num_units(snapshot, sample)
-        waiting_L = (recent == 1.0).all(axis=0) & _is_held_up(snapshot, sample)
         # Four deviations of so many fair coins above their mean; of a layer of a few units all have to be dead.
         by_chance_L = np.minimum(
             self.max_ratio + 4 * np.sqrt(self.max_ratio * (1 - self.max_ratio) / size_L), 1.0 - 1e-9
         )
+        by_chance_L = np.maximum(by_chance_L, np.minimum(_MANY, 1.0 - 1.0 / size_L))
+        risen_L = self._recent[-1] - (self._recent[0] if len(self._recent) > 2 else 0.0) > _AT_ONCE
+        if not np.count_nonzero(has_many_L & ((self._recent[-1] >= by_chance_L) | risen_L)):
+            return np.zeros_like(has_many_L)  # half of a narrow layer is often off
+        recent = np.stack(self._recent)
+        waiting_L = (recent == 1.0).all(axis=0) & _is_held_up(snapshot, sample)
         newest, earlier = recent[-2:], recent[:-2]
         have_died_L = _alike(newest, size_L) & (newest.min(axis=0) >= self.max_ratio)
         have_died_L &= newest.min(axis=0) - np.max(earlier, axis=0, initial=0.0) > _AT_ONCE
-        by_chance_L = np.maximum(by_chance_L, np.minimum(_MANY, 1.0 - 1.0 / size_L))
         same = have_died_L | (_alike(recent, size_L) & (recent.min(axis=0) >= by_chance_L))
         is_told_L: npt.NDArray[np.bool_] = same & ~waiting_L
         return is_told_L
@@ -359,8 +363,8 @@ def _weights(snapshot: Snapshot, sample: int) -> list[float]:
 def _num_units(snapshot: Snapshot, sample: int) -> FloatArray:
     """Each module's units, by its smallest parameter: a bias has one element per unit. [L]"""
     modules = modules_of(snapshot.names)
-    size_L = np.full(len(modules.names), np.inf)
-    np.fmin.at(size_L, modules.of_parameter, snapshot.num_elements[sample])
+    size_P = np.where(snapshot.present[sample], snapshot.num_elements[sample], np.inf)
+    size_L: FloatArray = np.minimum.reduceat(size_P[modules.order], modules.starts)
     return size_L
 
 

@@ -137,7 +137,7 @@ class UnchangedParameters:
             self._largest = max(self._largest, norm)
             now_P, before_P = snapshot.column(Column.PARAM_SUM_SQ)[sample], self._sum_sq.of(snapshot.names)
             same_P = now_P == before_P
-            same = bool(same_P.any())  # nearly always all of them have changed
+            same = bool(np.count_nonzero(same_P))  # nearly always all of them have changed
             if same:  # what is missing in either says nothing
                 unknown_P = np.isnan(now_P) | np.isnan(before_P)
                 same = bool((same_P | unknown_P).all() and now_P[same_P].any())

@@ -31,7 +31,7 @@ def finite_or_missing(extremes: FloatArray) -> FloatArray:
 def too_small(sum_sq_SP: FloatArray) -> npt.NDArray[np.bool_] | None:
     """Where a sum of squares is 0 or may have lost digits: [S, P]; None for nowhere, as nearly always."""
     tiny_SP: npt.NDArray[np.bool_] = sum_sq_SP < _LEAST_SUM_SQ
-    return tiny_SP if tiny_SP.any() else None
+    return tiny_SP if np.count_nonzero(tiny_SP) else None
 
 
 def last_present(values_SP: FloatArray, present_SP: npt.NDArray[np.bool_] | None = None) -> FloatArray:

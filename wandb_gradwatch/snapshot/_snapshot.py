@@ -98,7 +98,7 @@ class Snapshot:
         with np.errstate(over="ignore", invalid="ignore"):
             sums_SC: FloatArray = np.add.reduce(self.rows, axis=1)
             absent = np.isnan(sums_SC[:, Column.NUM_ELEMENTS])
-            return merge_rows(self.rows, axis=1) if absent.any() else sums_SC
+            return merge_rows(self.rows, axis=1) if np.count_nonzero(absent) else sums_SC
 
     @derived
     def present(self) -> npt.NDArray[np.bool_]:
@@ -211,7 +211,7 @@ class Snapshot:
         return self._share(Column.NUM_ZERO)
 
     def _share(self, column: Column) -> FloatArray:
-        if self.num_elements.min(initial=1) > 0 and not self.has_nonfinite.any():  # as nearly always; NaN: absent
+        if self.num_elements.min(initial=1) > 0 and not np.count_nonzero(self.has_nonfinite):
             return self.column(column) / self.num_elements
         return np.where(self.num_finite == 0, np.nan, ratio(self.column(column), self.num_elements))
 
@@ -289,7 +289,7 @@ class Snapshot:
     @derived
     def has_nonfinite(self) -> npt.NDArray[np.bool_]:
         """True where the backward left NaN or Inf, or an optimizer received some: [S]."""
-        if not self.column_sums[:, NONFINITE_COLUMNS].any():  # NaN, where something could not be seen, is any
+        if not np.count_nonzero(self.column_sums[:, NONFINITE_COLUMNS]):  # NaN, where one was not seen, counts
             return np.zeros(len(self), dtype=bool)
         received_S = self._any_above_0(Column.RECEIVED_NUM_NAN, Column.RECEIVED_NUM_INF)
         return received_S | self._any_above_0(Column.NUM_NAN, Column.NUM_INF)
