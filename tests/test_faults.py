@@ -6,6 +6,7 @@ every kind of trouble is told once.
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -390,3 +391,52 @@ def test_what_on_alert_raises_reaches_the_training_loop_and_watching_goes_on() -
     merged = memory.merged()
     assert merged is not None
     assert merged.steps.tolist() == list(range(1, 21))
+
+
+@pytest.mark.parametrize("asked", ["flush", "wait", "state_dict", "remove"])
+def test_what_on_alert_raises_when_something_is_asked_is_raised_there_and_no_row_is_lost(asked: str) -> None:
+    memory = MemorySink()
+    model = Chosen(a=1)
+    watcher = wandb_gradwatch.watch(model, sinks=[memory], sample_every=1, on_alert=stop)
+    for gradient in (1.0, 1.0, 1.0, 1.0, math.inf):  # updates by hand: the last one is known when somebody asks
+        model.zero_grad()
+        model.loss(a=[gradient]).backward()
+    with torch.no_grad():
+        model.a.sub_(1.0)
+    with pytest.raises(RuntimeError, match="stop: Inf gradient"):
+        getattr(watcher, asked)()
+    watcher.remove()
+    assert not model.a._post_accumulate_grad_hooks
+    merged = memory.merged()
+    assert merged is not None
+    assert merged.steps.tolist() == [1, 2, 3, 4, 5]
+    assert [alert.title for alert in memory.alerts] == ["Inf gradient"]
+
+
+@pytest.mark.parametrize("on_alert", [None, stop])
+def test_what_a_hook_had_to_say_before_it_failed_is_said(
+    monkeypatch: pytest.MonkeyPatch, on_alert: Any, said: Any
+) -> None:
+    memory = MemorySink()
+    model = Chosen(a=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    watcher = wandb_gradwatch.watch(model, sinks=[memory], sample_every=1, on_alert=on_alert)
+    step(model, optimizer, a=[1])
+
+    def fail(*_: object) -> None:
+        watcher._parts.notices.alert("No gradient", "found just before.", 2)
+        watcher._parts.notices.say("a kind", "seen just before")
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(watcher._sampler._sample, "measure_present", fail)
+    if on_alert is None:
+        step(model, optimizer, a=[1])
+        assert any("seen just before" in text for text in said())
+    else:
+        with pytest.raises(RuntimeError, match="stop: No gradient"):
+            step(model, optimizer, a=[1])
+    assert [(alert.title, alert.step) for alert in memory.alerts] == [("No gradient", 2)]
+    merged = memory.merged()
+    assert merged is not None
+    assert merged.steps.tolist() == [1], "what there was is kept"
+    step(model, optimizer, a=[1])

@@ -246,10 +246,12 @@ class Watcher:
     def _flush_window(self, *, final: bool) -> None:
         if not self._removed:
             self._sampler.end_sample(final=final)
-            self._deliver(wait=True)
-            if self._pipeline.window:
-                self._sampler.flush_window()
+            try:
                 self._deliver(wait=True)
+            finally:  # a callback of the user's may raise
+                if self._pipeline.window:
+                    self._sampler.flush_window()
+                    self._deliver(wait=True)
 
     @alone
     def remove(self) -> None:
@@ -317,12 +319,14 @@ class Watcher:
             return
         if not merge:
             self._pipeline.stop_merging()
-        self._flush_window(final=True)
-        if self._parts.guard is not None:
-            self._parts.guard.finish()
-            self._say()
-        self._stop()
-        self._dispatcher.close()
+        try:
+            self._flush_window(final=True)
+            if self._parts.guard is not None:
+                self._parts.guard.finish()
+                self._say()
+        finally:  # a callback of the user's may raise
+            self._stop()
+            self._dispatcher.close()
 
     def _stop(self) -> None:
         self._removed = True

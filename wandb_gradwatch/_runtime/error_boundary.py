@@ -115,11 +115,17 @@ Answer = TypeVar("Answer")
 
 
 def alone(method: Callable[Concatenate[Asked, Arguments], Answer]) -> Callable[Concatenate[Asked, Arguments], Answer]:
-    """Let the user call a method from any thread: it and the monitor's code in the training's take turns."""
+    """Let the user call a method from any thread: it and the monitor's code in the training's take turns.
+
+    What a callback of the user's raises meanwhile reaches the user as it is.
+    """
 
     @functools.wraps(method)
     def wrapper(self: Asked, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Answer:
-        with self._own_turn():
-            return method(self, *args, **kwargs)
+        try:
+            with self._own_turn():
+                return method(self, *args, **kwargs)
+        except CallbackError as raised:
+            raise raised.__cause__ or raised from None
 
     return cast("Callable[Concatenate[Asked, Arguments], Answer]", wrapper)
