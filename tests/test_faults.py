@@ -22,7 +22,7 @@ from offline import history
 
 import wandb_gradwatch
 from wandb_gradwatch import MemorySink
-from wandb_gradwatch.rules import Alert
+from wandb_gradwatch.rules import Alert, InfGradient
 
 STEPS, LOG_EVERY = 40, 5
 FLUSHED = list(range(LOG_EVERY, STEPS + 1, LOG_EVERY))
@@ -268,7 +268,7 @@ def test_a_clock_that_jumps_moves_no_number(monkeypatch: pytest.MonkeyPatch, sai
     memory = MemorySink()
     model = Chosen(a=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with wandb_gradwatch.watch(model, sinks=[memory], sample_every=1, log_every=LOG_EVERY):
+    with wandb_gradwatch.watch(model, sinks=[memory], rules=[InfGradient()], sample_every=1, log_every=LOG_EVERY):
         for number in range(STEPS):
             step(model, optimizer, a=[3, float("inf")] if number == 30 else [3, 4])
     merged = memory.merged()
