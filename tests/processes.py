@@ -102,7 +102,7 @@ def script(path: Path, *arguments: Any, folder: Path, world: int = 1, **how: Any
         world: run it on so many ranks, as torchrun does; what they say is joined.
         how: the time limit and the variables of `forked`.
     """
-    home = {"HOME": str(folder), "WANDB_DIR": str(folder), "WANDB_MODE": "offline"} | how
+    home: dict[str, Any] = {"HOME": str(folder), "WANDB_DIR": str(folder), "WANDB_MODE": "offline"} | how
     if world == 1:
         return forked(_run, (path, arguments, folder), **home)[0]
     with socket.socket() as free:

@@ -19,6 +19,7 @@ import pytest
 import torch
 from gradients import Chosen, step
 from offline import history
+from processes import script
 
 import wandb_gradwatch
 from wandb_gradwatch import MemorySink
@@ -160,24 +161,32 @@ _SCRIPTS = {
 }
 
 
+_FORKED = ("kill -9", "the model goes first")  # what no limit on files and no exception ends may be a forked process
+
+
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory, script_environment: Any) -> dict[str, Ended]:
-    """Run all scripts side by side: importing torch and wandb is what takes the time."""
-    started = {}
+    """Run the scripts, those in processes of their own side by side: importing torch and wandb takes the time."""
+    started, done = {}, {}
     for name, (watched, before, after) in _SCRIPTS.items():
         directory = tmp_path_factory.mktemp("ended")
-        program = _SCRIPT.replace("WATCHED", str(watched)).replace("BEFORE", before).replace("AFTER", after)
-        process = subprocess.Popen(
-            [sys.executable, "-c", program],
-            env=script_environment(WANDB_DIR=str(directory), WANDB_CONSOLE="off"),
-            cwd=directory,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+        path = directory / "script.py"
+        path.write_text(_SCRIPT.replace("WATCHED", str(watched)).replace("BEFORE", before).replace("AFTER", after))
+        if name in _FORKED:
+            done[name] = Ended(*script(path, folder=directory, WANDB_CONSOLE="off"), directory)
+            continue
+        started[name] = (
+            directory,
+            subprocess.Popen(
+                [sys.executable, path],
+                env=script_environment(WANDB_DIR=str(directory), WANDB_CONSOLE="off"),
+                cwd=directory,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            ),
         )
-        started[name] = (process, directory)
-    done = {}
-    for name, (process, directory) in started.items():
+    for name, (directory, process) in started.items():
         output, errors = process.communicate()
         done[name] = Ended(process.returncode, output, errors, directory)
     return done

@@ -99,10 +99,20 @@ def test_another_optimizer_is_guarded_with_one_read_a_step(host_reads):
     assert reads_of(host_reads, make, SkipGuard(replay=False)) == ["tolist"] * 40
 
 
+KINDS = OPTIMIZERS | {f"fused {name}": make for name, make in FUSED.items()}
+# Every optimizer in a plain loop; every loop with one that is asked on the host, and two that are told on the device.
+TRAININGS = [(name, {}) for name in KINDS]
+TRAININGS += [
+    (name, loop)
+    for loop in ({"accumulate": 4}, {"closure": True}, {"scaled": True})
+    for name in ("adam", "fused adamw", "fused sgd momentum")
+]
+
+
 @pytest.mark.parametrize("options", [{}, {"sample_every": 10}], ids=["sampled", "between two samples"])
-@pytest.mark.parametrize("make", [OPTIMIZERS["adam"], OPTIMIZERS["sgd momentum"], *FUSED.values()])
-@pytest.mark.parametrize("loop", [{}, {"accumulate": 4}, {"closure": True}, {"scaled": True}], ids=str)
-def test_poison_leaves_no_trace(make, loop, options):
+@pytest.mark.parametrize(("kind", "loop"), TRAININGS, ids=str)
+def test_poison_leaves_no_trace(kind, loop, options):
+    make = KINDS[kind]
     torch.testing.assert_close(guarded_state(make, **loop, **options), clean_state(make, **loop), rtol=0, atol=0)
 
 

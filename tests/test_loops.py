@@ -99,7 +99,10 @@ def test_everything_inside_reentrant_checkpoints():
     np.testing.assert_allclose(snapshot.grad_norm, expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("backend", "watch_first"), [("inductor", False), ("aot_eager", False), ("aot_eager", True)])
+@pytest.mark.parametrize(
+    ("backend", "watch_first"),
+    [pytest.param("inductor", False, marks=pytest.mark.slow), ("aot_eager", False), ("aot_eager", True)],
+)
 def test_compiled_model(backend, watch_first):
     torch._dynamo.reset()
     model = mlp()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from gradients import Chosen, samples, step, watch
+from processes import script
 from statistics_oracle import assert_row
 
 from wandb_gradwatch._measure import compilation as compilation_module
@@ -450,13 +450,12 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 """
 
 
-@pytest.mark.parametrize("script", [FORK_WHILE_COMPILING, pytest.param(FORK_AFTER_USE, marks=needs_numba)])
+@pytest.mark.parametrize("program", [FORK_WHILE_COMPILING, pytest.param(FORK_AFTER_USE, marks=needs_numba)])
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows does not fork")
-def test_a_forked_child_can_measure(script: str, script_environment: Callable[..., dict[str, str]]) -> None:
-    result = subprocess.run(
-        [sys.executable, "-c", script], env=script_environment(), capture_output=True, text=True, timeout=100
-    )
-    assert result.returncode == 0, result.stderr
+def test_a_forked_child_can_measure(program: str, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(program)
+    ended = script(tmp_path / "program.py", folder=tmp_path)
+    assert ended.returncode == 0, ended.stderr
 
 
 @needs_numba
