@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import wandb_gradwatch
+from wandb_gradwatch.metrics import Ranks
 
 os.environ.setdefault("WANDB_MODE", "offline")
 
@@ -34,7 +35,7 @@ def main() -> None:
     if rank == 0:  # the usual way: one run, of rank 0
         wandb.init(project="gradwatch-examples", name="ddp")
     # On every rank: the others need no run.
-    watcher = wandb_gradwatch.watch(model, sample_every=1, log_every=10)
+    watcher = wandb_gradwatch.watch(model, sample_every=1, log_every=10, metrics=[Ranks()])
 
     for _ in range(int(os.environ.get("STEPS", "100"))):
         x = torch.randn(64, 32, device=device)
@@ -47,7 +48,8 @@ def main() -> None:
 
     watcher.remove()  # the last flush reduces over the ranks, so every rank must come here
     if rank == 0:
-        print(f"final loss {loss.item():.5f}")
+        slowest = watcher.latest.metrics["ranks/highest/seconds_rank"][-1]
+        print(f"final loss {loss.item():.5f}; rank {slowest:.0f} was the last to be ready")
         wandb.finish()
     dist.destroy_process_group()
 

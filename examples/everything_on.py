@@ -58,8 +58,7 @@ class GPT(nn.Module):
 def main() -> None:
     torch.manual_seed(0)
     letters = sorted(set(TEXT))
-    data = torch.tensor([letters.index(letter) for letter in TEXT])
-    model = GPT(len(letters))
+    data, model = torch.tensor([letters.index(letter) for letter in TEXT]), GPT(len(letters))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     everything = [
         metrics.Activations(r"^blocks\.\d+$|mlp\.1$|head"),
@@ -72,7 +71,7 @@ def main() -> None:
         metrics.Spectrum(r"(qkv|out)\.weight$", of=("parameter", "gradient", "update")),
         metrics.Metric("rms", lambda w: w.square().mean().sqrt(), match=r"(qkv|out)\.weight$", every=5),
         metrics.Metric(
-            "kurtosis", lambda a: ((a - a.mean()) / a.std()).pow(4).mean(), on="activation", match=r"^blocks\.\d+$"
+            "kurtosis", lambda a: (a - a.mean()).pow(4).mean() / a.var() ** 2, on="activation", match=r"s\.\d$"
         ),
     ]
     with wandb.init(project="gradwatch-examples", name="everything_on") as run:
@@ -91,9 +90,8 @@ def main() -> None:
     print(f"final loss {loss.item():.5f}, {statistics.median(times):.1f} ms a step")
     sampled, share = statistics.median(times[SAMPLE_EVERY - 1 :: SAMPLE_EVERY]), watcher.latest.overhead_ratio
     print(f"one step in {SAMPLE_EVERY} is sampled, which takes {sampled:.1f} ms: {share:.1%} of the time is watching")
-    num_samples = STEPS // SAMPLE_EVERY
-    for metric, seconds in sorted(watcher.metric_seconds.items(), key=lambda item: -item[1]):
-        print(f"{1000 * seconds / num_samples:8.2f} ms a sampled step: {metric}")
+    for metric, seconds in watcher.metric_seconds.items():
+        print(f"{1000 * seconds * SAMPLE_EVERY / STEPS:8.2f} ms a sampled step: {metric}")
     print(f"page: {write_page(read_run(os.path.dirname(run.dir)), 'everything_on.html')}")
 
 

@@ -225,6 +225,7 @@ def side_by_side(
     by_hand: bool = False,
     scale: float = 1.0,
     script_ends: bool = False,
+    is_watched: bool = True,
     **options: Any,
 ):
     """DDP with Ranks() and NoiseScale(), and what this rank's own gradients are in float64.
@@ -236,6 +237,7 @@ def side_by_side(
         nan_on: the rank whose batch of the last step is not a number.
         sharded, by_hand: with FSDP2 instead, or averaged after the backward.
         scale: of a gradient scaler.
+        is_watched: whether there is a watcher at all.
         script_ends: without remove(), so that nobody waits for the other ranks.
         options: of DistributedDataParallel.
     """
@@ -253,6 +255,8 @@ def side_by_side(
     looks, lateness = itertools.count(), [0.0]
     compared._clock = lambda: lateness[0] + next(looks) / 1000
     watcher, sink = watch(wrapped, [compared, NoiseScale()], log_every=4)
+    if not is_watched:
+        watcher.remove()
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     own: list[torch.Tensor] = []
     losses: list[float] = []
@@ -284,8 +288,12 @@ def side_by_side(
         if script_ends and step == 3:
             watcher.flush()  # the first window is merged, and waited for
     watcher._remove(merge=not script_ends)
+    parameters = [] if sharded else [parameter.tolist() for parameter in model.parameters()]
+    if not is_watched:
+        return parameters
     merged = sink.merged()
     return {
+        "parameters": parameters,
         "steps": merged.steps.tolist(),
         "own": torch.stack(own).numpy() if own else None,
         "losses": losses,

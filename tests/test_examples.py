@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,10 @@ def test_two_processes_log_one_run_of_whole_parameters(name: str, tmp_path: Path
     assert history.steps.tolist() == [10, 20, 30, 40]
     assert history.names == ["0/weight", "0/bias", "2/weight", "2/bias"]
     assert np.isfinite(history.of_names("grad_norm")).all()
+    if name == "ddp":
+        assert np.isfinite(history.values["ranks/rank_1/local_norm"]).all()
+        assert (history.values["ranks/all/apart"] == 0).all()
+        assert re.search(r"rank [01] was the last to be ready", printed)
 
 
 FRAMEWORKS = {"lightning_fit": "lightning", "ignite_loop": "ignite", "hf_trainer": "transformers"}

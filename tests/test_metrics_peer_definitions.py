@@ -1,8 +1,8 @@
 """The numbers of Composer's OptimizerMonitor and Levanter's watch, by their definitions, in a float64 of our own.
 
 Composer 0.32 (`composer/callbacks/optimizer_monitor.py`, and DecoupledAdamW in `optim/decoupled_weight_decay.py`) looks
-after the update, Levanter (`levanter/callbacks/watch.py` and `tracker/histogram.py`) inside the step. Neither runs
-beside torch 2.13: each definition is computed here, of the same training.
+after the update, Levanter (`levanter/callbacks/watch.py` and `tracker/histogram.py`) inside the step. One wants
+an older torch and the other JAX, so that their definitions are computed here, of the same training.
 """
 
 from __future__ import annotations

@@ -30,13 +30,14 @@ OPTIONS = [
     ("side_by_side", {"steps": 4} | options)
     for options in ({"gradient_as_bucket_view": True}, {"static_graph": True}, {"scale": 1024.0})
 ]
+UNWATCHED = [(name, arguments | {"is_watched": False}) for name, arguments in (*MICROS, *OPTIONS[:2])]
 AT_EXIT = ("side_by_side", {"steps": 6, "script_ends": True})
 BY_HAND = ("side_by_side", {"steps": 4, "by_hand": True})
 
 
 @functools.cache
 def on_four_ranks() -> dict[str, list[Any]]:
-    calls = [HEALTHY, FAULTY, NAN, *MICROS, *OPTIONS, SHARDED, BY_HAND, AT_EXIT]
+    calls = [HEALTHY, FAULTY, NAN, *MICROS, *OPTIONS, *UNWATCHED, SHARDED, BY_HAND, AT_EXIT]
     return {repr(call): of for call, of in zip(calls, ranks.run("metric_rank_programs", calls, 4), strict=True)}
 
 
@@ -142,6 +143,12 @@ def test_gradients_that_are_averaged_after_the_backward_have_no_noise_scale_and_
     for result in results(BY_HAND):
         assert not [key for key in result["metrics"] if key.startswith("noise_scale")]
         assert len([text for text in result["said"] if "alike, or averaged after it" in text]) == 1
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("watched", "unwatched"), list(zip([*MICROS, *OPTIONS[:2]], UNWATCHED, strict=True)), ids=str)
+def test_the_training_is_bitwise_the_same(watched: Any, unwatched: Any) -> None:
+    assert [result["parameters"] for result in results(watched)] == results(unwatched)
 
 
 @pytest.mark.distributed
