@@ -19,6 +19,7 @@ from wandb_gradwatch.rules import (
     LossScaleCollapse,
     LossSpike,
     NoGradient,
+    PoorInitialisation,
     Rule,
     TightClipping,
     UnchangedParameters,
@@ -261,3 +262,38 @@ def test_a_loss_scale_that_begins_too_high_is_on_its_way_until_it_is_where_model
 def test_a_training_that_has_converged_but_for_a_batch_now_and_then_does_not_vanish() -> None:
     norms = np.where(np.arange(200) % 10 == 0, 1e-3, 2e-7)  # averaged as they are: 1e-4, a thousand times the floor
     assert steps(VanishingGradient(), of_norms([*norms, *[5e-8] * 12])) == []
+
+
+def test_the_other_networks_learning_rate_in_a_gan_is_no_rise() -> None:
+    samples = []
+    for step in range(1, 42):
+        norm = 500.0 if step == 41 else 1.0
+        mine, other = ("d", "g") if step % 2 else ("g", "d")
+        samples.append(
+            sample_of({mine: [norm], other: None} if mine < other else {other: None, mine: [norm]}, step=step)
+        )
+    both = measured(together(samples), learning_rate=[1.0 if step % 2 else 0.1 for step in range(1, 42)])
+    alerts = [a for a in ExplodingGradient().check(both) if a.step == 41]
+    assert "either one bad batch" in with_diagnosis(alerts[0], both).text
+    assert "learning rate" not in with_diagnosis(alerts[0], both).text
+
+
+def test_a_new_level_is_diagnosed_by_all_samples_that_it_was_found_in() -> None:
+    samples = trained(dict.fromkeys(range(21, 25), 40.0), {})
+    samples = measured(samples, loss=[*[0.7] * 20, *[28.0] * 4])
+    first, *_ = (alert for alert in ExplodingGradient().check(samples) if alert.level == "WARN")
+    assert (first.step, "the scale of the loss has changed" in with_diagnosis(first, samples).text) == (21, True)
+
+
+@pytest.mark.parametrize(("weight", "bias", "told"), [(1.0, 0.0, 1), (0.8, 0.1, 0), (0.0, 0.0, 1)])
+def test_large_weights_of_a_model_that_was_trained_before_are_no_initialisation(
+    weight: float, bias: float, told: int
+) -> None:
+    """Those of a trained GPT-2 are up to 4 times what keeps a signal's size, and its normalisations have moved."""
+    rng = np.random.default_rng(0)
+    parameters = {
+        "ln_1.weight": np.full(32, weight), "ln_1.bias": np.full(32, bias),
+        "fc.weight": rng.normal(0, 3.6 / 32**0.5, (32, 32)), "fc.bias": np.zeros(32),
+    }  # fmt: skip
+    grads = {name: rng.normal(size=value.shape) for name, value in parameters.items()}
+    assert len(list(PoorInitialisation().check(sample_of(grads, parameters=parameters)))) == told

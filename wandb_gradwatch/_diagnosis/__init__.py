@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from .._analysis.formatting import FOUND_PREFIX
 from .._measure.columns import FloatArray
@@ -64,8 +65,9 @@ def diagnose(
 def with_diagnosis(alert: Alert, history: Snapshot | None, **context: Any) -> Alert:
     """The alert with its general cause replaced by what this history shows, and what the guard has done about it.
 
-    Only samples up to the alert's own are looked at, and only causes that can explain an alert of this title. A history
-    that shows nothing changes nothing. What is returned has no parts any more: it is what people get.
+    Only samples up to what the alert was found in are looked at, those that hold most of the same parameters (a GAN's
+    two kinds of updates have other norms and learning rates), and only causes that can explain an alert of this title.
+    A history that shows nothing changes nothing. What is returned has no parts any more: it is what people get.
 
     Args:
         history: samples with the alert's among them.
@@ -77,8 +79,8 @@ def with_diagnosis(alert: Alert, history: Snapshot | None, **context: Any) -> Al
 
 
 def _diagnosed(alert: Alert, history: Snapshot, context: Mapping[str, Any]) -> Alert:
-    until = _until(history, alert.step)
-    recent = select_samples(until, range(max(len(until) - _EPISODE, 0), len(until)))
+    until = _until(history, max(alert.step, alert.seen if isinstance(alert, Finding) else 0))
+    recent = select_samples(until, _of_one_kind(until.present)[-_EPISODE:].tolist())
     lines = []
     if len(until) and until.steps[-1] == alert.step and until.guarded[-1]:
         lines.append(_WITHHELD)
@@ -99,6 +101,14 @@ def _diagnosed(alert: Alert, history: Snapshot, context: Mapping[str, Any]) -> A
     for line in lines:
         alert = alert.adding(line)
     return alert
+
+
+def _of_one_kind(present_SP: npt.NDArray[np.bool_]) -> npt.NDArray[np.intp]:
+    """The samples that share at least half of their parameters with the last one, which may have none."""
+    if not len(present_SP) or not present_SP[-1].any():
+        return np.arange(len(present_SP))
+    common_S, either_S = (present_SP & present_SP[-1]).sum(axis=1), (present_SP | present_SP[-1]).sum(axis=1)
+    return np.flatnonzero(2 * common_S >= either_S)
 
 
 def _in_words(fitting: Sequence[Diagnosis], *, has_passed: bool) -> tuple[str, str]:

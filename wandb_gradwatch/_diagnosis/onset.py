@@ -54,7 +54,8 @@ def rate_rise(history: Snapshot) -> RateRise | None:
     rate_S = history.metrics.get(keys.LEARNING_RATE)
     if rate_S is None:
         return None
-    known = np.flatnonzero(rate_S > 0)
+    like_last_S = (history.present == history.present[-1:]).all(axis=1)  # another optimizer has a rate of its own
+    known = np.flatnonzero((rate_S > 0) & like_last_S)
     for before, now in zip(known[-2::-1].tolist(), known[:0:-1].tolist(), strict=True):
         if now < len(history) - _RECENT:
             break

@@ -6,7 +6,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar, Final
 
 import numpy as np
@@ -294,7 +294,8 @@ class ExplodingGradient:
         fact = f"Step {at}: {found.words}."
         cause, remedy = _CAUSES[found.kind]
         remedy = remedy.format(clip=clip_advice(float(snapshot.clipped[place])))
-        return finding(self.title, fact, layers, cause, remedy, found.step, found.level, found.kind)
+        told = finding(self.title, fact, layers, cause, remedy, found.step, found.level, found.kind)
+        return replace(told, seen=at) if found.kind == "stays" else told
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ _REMEDY: Final = (
     "warm-up, and "
 )
 _MIN_ELEMENTS: Final = 256  # of all parameters together: fewer may well begin anywhere, and pass through 0
+_NORMALISATION: Final = re.compile(r"norm|ln|bn", re.IGNORECASE)
 _EXACT: Final = 1e-12  # relative: float64 sums of equal numbers are that exact
 _MIN_UNITS: Final = 4  # so many equal gradients are no chance
 
@@ -40,6 +42,8 @@ _MIN_UNITS: Final = 4  # so many equal gradients are no chance
 @dataclass(kw_only=True)
 class PoorInitialisation:
     """At the first samples, weights far from the size that keeps a signal's size, or equal units: "Initial weights".
+
+    Not of a model that was trained before, whose normalisations have left 1 and 0: what it has learnt is no accident.
 
     Args:
         max_gain: RMS weight times sqrt(fan-in) above which one layer is too large. Healthy: up to 1.7, faults from 2.8.
@@ -70,7 +74,7 @@ class PoorInitialisation:
             if _is_small(snapshot, sample):
                 continue
             self._is_over = True
-            if (found := self._look_at(snapshot, sample)) is not None:
+            if not _was_trained(snapshot, sample) and (found := self._look_at(snapshot, sample)) is not None:
                 yield self._alert(int(snapshot.steps[sample]), *found)
 
     def _look_at(self, snapshot: Snapshot, sample: int) -> tuple[str, str] | None:
@@ -299,6 +303,20 @@ class TightClipping:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._num_tight, self._began_tight = int(state["num_tight"]), bool(state["began_tight"])
+
+
+def _was_trained(snapshot: Snapshot, sample: int) -> bool:
+    """Whether a normalisation layer, by its name, has a weight that is not all 1 or 0, and a bias that is not all 0."""
+    places = {name: place for place, name in enumerate(snapshot.names)}
+    size_P, sum_sq_P = snapshot.num_elements[sample], snapshot.column(Column.PARAM_SUM_SQ)[sample]
+    for name, weight in places.items():
+        module, _, parameter = name.rpartition(".")
+        bias = places.get(f"{module}.bias")
+        if parameter != "weight" or bias is None or not _NORMALISATION.search(module.rpartition(".")[2]):
+            continue
+        if sum_sq_P[bias] > 0 and sum_sq_P[weight] > 0 and sum_sq_P[weight] != size_P[weight] == size_P[bias]:
+            return True
+    return False
 
 
 def _constant(snapshot: Snapshot, sample: int, gains: Mapping[str, float]) -> list[str]:
