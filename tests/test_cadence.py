@@ -194,6 +194,24 @@ def test_something_unusual_is_looked_at_step_by_step():
         assert seen.share <= 0.0101
 
 
+def test_what_is_unusual_at_every_sample_costs_no_more_than_what_is_not():
+    # A NaN that stays: every sample asks for a closer look.
+    clock = SampleClock()
+    schedule = Schedule(clock, Cadence(None), Budget(0.01))
+    schedule.start(0.0, 0.0)
+    sampled: list[int] = []
+    for number in range(1, 20_001):
+        is_sampled = schedule.is_sampled
+        if is_sampled:
+            sampled.append(number)
+            spent = len(sampled) * STEP
+            schedule.add_sample(number, skipped=False, now=number * STEP + spent, seconds_spent=spent)
+        clock.step = number
+        if is_sampled:
+            schedule.look_closely()
+    assert 160 <= len(sampled) <= 200  # of one step's time each
+
+
 def test_rows_wait_for_as_many_samples_as_they_cost():
     # A row of seven samples' time, and every row holds about as many.
     seen = Simulated(lambda _: STEP, row=7 * STEP, log_every=1).run(20_000)

@@ -139,6 +139,7 @@ class Budget:
         self._forfeited = 0.0  # credit that no burst could use up
         self._num_samples = 0
         self._burst_left = 0
+        self._is_covered = False  # one more sample, after the last one
         self._step_seconds: deque[float] = deque(maxlen=5)  # without us; its median ignores an evaluation in between
         self._costs: deque[float] = deque(maxlen=3)  # seconds of samples, without rows
         self._costs_of_rows: deque[float] = deque(maxlen=3)
@@ -147,9 +148,10 @@ class Budget:
         """The training begins after this step."""
         self._began = self._last = (step, now, spent)
 
-    def look_closely(self) -> None:
-        """Something is unusual: spend what was put aside on consecutive samples."""
+    def look_closely(self) -> bool:
+        """Something is unusual: spend what was put aside on consecutive samples. Whether that covers the next one."""
         self._burst_left = self.BURST
+        return self._is_covered
 
     def after_sample(self, step: int, now: float, spent: float, *, on_rows: float) -> Plan:
         """What to do after a sample.
@@ -188,7 +190,8 @@ class Budget:
         # What takes long once does so at the first sample: the second shows what they cost.
         if self._num_samples < 2 or (self._num_samples < self.FIRST and is_affordable):
             every = 1
-        if self._burst_left and credit >= cost:
+        self._is_covered = credit >= cost
+        if self._burst_left and self._is_covered:
             self._burst_left, every = self._burst_left - 1, 1
         else:
             self._burst_left = 0

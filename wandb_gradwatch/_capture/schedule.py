@@ -162,8 +162,8 @@ class Schedule:
 
     def look_closely(self) -> None:
         """Something is unusual: sample the next steps one by one, as far as the budget has put aside for that."""
-        self._budget.look_closely()
-        if self.is_open_ended and self._ranks is None and not self.is_sampled:
+        is_covered = self._budget.look_closely()
+        if is_covered and self.is_open_ended and self._ranks is None and not self.is_sampled:
             self._next_sample = min(self._next_sample, self._clock.open_step + 1)
 
     @property
