@@ -254,7 +254,7 @@ def side_by_side(
     compared = Ranks(checksum_every=2)
     looks, lateness = itertools.count(), [0.0]
     compared._clock = lambda: lateness[0] + next(looks) / 1000
-    watcher, sink = watch(wrapped, [compared, NoiseScale()], log_every=4)
+    watcher, sink = watch(wrapped, [compared, NoiseScale()], log_every=4, log="all")
     if not is_watched:
         watcher.remove()
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
@@ -295,6 +295,8 @@ def side_by_side(
     return {
         "parameters": parameters,
         "steps": merged.steps.tolist(),
+        "norm": merged.total_grad_norm,
+        "histograms": {key: int(of.counts.sum()) for key, of in sink.snapshots[-1].metric_histograms.items()},
         "own": torch.stack(own).numpy() if own else None,
         "losses": losses,
         "metrics": {key: np.asarray(of) for key, of in merged.metrics.items()},

@@ -11,6 +11,7 @@ import ranks
 import torch
 from gradients import Chosen
 from metric_probes import values, watch
+from rank_programs import build
 
 from wandb_gradwatch._capture.probes import WatchedTensor
 from wandb_gradwatch._measure.columns import NUM_COLUMNS
@@ -64,6 +65,17 @@ def test_local_norms_and_losses_are_each_ranks_own(call: Any) -> None:
             assert np.isnan(found[:first]).all()
             np.testing.assert_allclose(found[first:], expected[first:], rtol=1e-4)
             np.testing.assert_allclose(result["metrics"][f"ranks/rank_{rank}/loss"], other["losses"], rtol=1e-4)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("call", [HEALTHY, *MICROS], ids=str)
+def test_what_all_ranks_have_alike_is_counted_once(call: Any) -> None:
+    averaged = np.linalg.norm(np.mean([result["own"] for result in results(call)], axis=0), axis=1)
+    for result in results(call):
+        np.testing.assert_allclose(result["norm"], averaged, rtol=1e-5)
+        assert result["histograms"] == {
+            f"parameters/{name}": parameter.numel() for name, parameter in build().named_parameters()
+        }
 
 
 @pytest.mark.distributed

@@ -59,7 +59,8 @@ class Ranks(ModuleProbe):
       micro-batches, without the loss scale. Not of sharded parameters, whose ranks never have a gradient of their own.
     - `loss`: the rank's own.
     - `seconds`: from the end of the update before to the last gradient of the rank's own backward, on the host, without
-      what the backward then waits for other ranks. With sharded parameters every layer waits, and there is none.
+      what the backward then waits for other ranks. What a forward waits for, such as buffers that are broadcast, is in
+      it. With sharded parameters every layer waits, and there is none.
     - `apart`: 1 where the rank's replica of the parameters differs from that of most ranks, by a checksum of their bits
       before the update, and `ranks/all/apart`, how many do. Only of parameters that are whole on every rank: the shards
       of FSDP have no replica, so that there is nothing to compare.
@@ -73,8 +74,9 @@ class Ranks(ModuleProbe):
         match: of which parameters: a regular expression (searched), several, or a function of the name; None: all.
         checksum_every: every n-th sampled step has a checksum; 0: none, for replicas that are meant to differ.
 
-    Cost: at a sampled step one pass over each gradient inside the backward, and two small copies more where steps have
-        several backwards; one pass over the parameters for a checksum. At a flush 48 bytes a rank and sample.
+    Memory: two copies of the gradients during a sampled step, where steps have several backwards; else a few numbers.
+    Cost: at a sampled step one pass over each gradient inside the backward, and two more where steps have several
+        backwards; one pass over the parameters for a checksum. At a flush 48 bytes a rank and sample.
 
     Raises:
         ValueError: match matches nothing (by watch()); checksum_every is negative.
