@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import wandb
+from offline import records
 
 from wandb_gradwatch._measure.columns import (
     AS_LEFT,
@@ -214,4 +215,5 @@ def write_fake_run(
     sink.close()
     if finish:
         run.finish()
+        records(run)  # the file can lag behind: wait for its end record
     return run_directory

@@ -232,9 +232,10 @@ def test_importing_the_package_imports_no_extra(imports: list[Import]) -> None:
     assert {name: asker for name, asker in loaded.items() if name in OPTIONAL} == {}
 
 
-def test_the_package_imports_where_no_extra_is_installed() -> None:
+def test_the_package_imports_where_no_extra_is_installed_and_imports_no_compiler() -> None:
     # torch and wandb import some of them for themselves, so they come first; a None in sys.modules is an ImportError.
-    program = f"import sys, torch, wandb\nsys.modules.update(dict.fromkeys({sorted(OPTIONAL)!r}))\nimport {PACKAGE}"
+    program = f"import sys, torch, wandb\nsys.modules.update(dict.fromkeys({sorted(OPTIONAL)!r}))\n"
+    program += f"import {PACKAGE}, {PACKAGE}.integrations\nassert 'torch._dynamo' not in sys.modules, 'seconds'"
     result = subprocess.run([sys.executable, "-c", program], cwd=ROOT.parent, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
 

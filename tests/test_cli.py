@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 from fake_run import write_fake_run
+from processes import forked
 
 from wandb_gradwatch import __version__
 from wandb_gradwatch import _cli as cli
@@ -442,15 +443,18 @@ def test_the_login_is_judged_by_mode_and_credentials(
     assert bool(check.advice) == (verdict == "note")
 
 
+def say_login(variables: dict[str, str]) -> None:
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        del os.environ[name]
+    os.environ.update(variables)
+    print(checks._check_login().found)
+
+
 def test_the_login_is_checked_without_the_network(tmp_path: Path) -> None:
     # Nothing listens on port 9: a check that asked the server would fail. W&B reads its environment once per process.
-    program = "from wandb_gradwatch._doctor.checks import _check_login; print(_check_login().found)"
     settings = {"HOME": str(tmp_path), "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "k" * 40}
-    clean = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
-    result = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, env=clean | settings, capture_output=True, text=True, timeout=60
-    )
-    assert result.stdout == "mode online, credentials for http://127.0.0.1:9 found (not tried)\n", result.stderr
+    (ended,) = forked(say_login, (settings,))
+    assert ended.stdout == "mode online, credentials for http://127.0.0.1:9 found (not tried)\n", ended.stderr
 
 
 def test_overhead_is_the_middle_pairs_share_of_blocks_in_alternating_order(monkeypatch: pytest.MonkeyPatch) -> None:

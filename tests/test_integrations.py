@@ -21,11 +21,6 @@ def run(program: str) -> str:
     return done.stdout.strip()
 
 
-def test_importing_the_integrations_imports_no_framework_no_other_extra_and_no_compiler() -> None:
-    program = "import sys, wandb_gradwatch, wandb_gradwatch.integrations; print(sorted(set(sys.modules) & set({!r})))"
-    assert run(program.format((*FRAMEWORKS, "numba", "wandb_workspaces", "torch._dynamo"))) == "[]"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("extra", ["lightning", "ignite", "transformers"])
 def test_a_missing_framework_names_its_extra(extra: str) -> None:
