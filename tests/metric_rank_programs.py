@@ -16,6 +16,7 @@ from rank_programs import train as train_ranks
 from torch import nn
 
 from wandb_gradwatch.metrics import Activations, Metric, NoiseScale, OptimizerState, Ranks, Reference, Updates
+from wandb_gradwatch.rules import NaNGradient
 from wandb_gradwatch.sinks._history_row import HistoryRow
 
 
@@ -296,6 +297,7 @@ def side_by_side(
         "parameters": parameters,
         "steps": merged.steps.tolist(),
         "norm": merged.total_grad_norm,
+        "nan": [alert.text for alert in NaNGradient().check(merged)],
         "histograms": {key: int(of.counts.sum()) for key, of in sink.snapshots[-1].metric_histograms.items()},
         "own": torch.stack(own).numpy() if own else None,
         "losses": losses,

@@ -123,6 +123,8 @@ def test_a_gradient_that_is_not_finite_on_one_rank_only_names_it() -> None:
         first = result["metrics"]["gradwatch/first_nonfinite_rank"]
         assert np.isnan(first[:-1]).all()
         assert first[-1] == 1
+        [text] = result["nan"]
+        assert "first in 4.bias, on rank 1." in text
         assert np.isnan(result["metrics"]["ranks/rank_1/local_norm"][-1])
 
 
