@@ -11,6 +11,7 @@ from metric_probes import mean_square, watch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from wandb_gradwatch._capture.probes import WatchedTensor
 from wandb_gradwatch._measure.measure import measure, sum_sq
 from wandb_gradwatch.metrics import (
     Activations,
@@ -19,11 +20,13 @@ from wandb_gradwatch.metrics import (
     MonitorMixin,
     NoiseScale,
     OptimizerState,
+    Ranks,
     Reference,
     Router,
     Spectrum,
     Updates,
 )
+from wandb_gradwatch.metrics._module_index import ModuleIndex
 from wandb_gradwatch.metrics._rows import HISTOGRAM, QUANTILES, STATISTICS
 
 
@@ -113,6 +116,30 @@ def test_no_probe_makes_the_host_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     with_all, without = questions(everything, monkeypatch), questions(lambda model: [], monkeypatch)
     assert with_all.num_operations > 3 * without.num_operations, "the probes did nothing"
     assert with_all.asked == without.asked == []
+
+
+@pytest.mark.parametrize("make", [Ranks, NoiseScale])
+def test_comparing_ranks_does_not_make_the_host_wait(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for user in ("_ranks", "_noise_scale"):
+        monkeypatch.setattr(f"wandb_gradwatch.metrics.{user}.world_size", lambda: 2)
+    model, probe, asked, found = nn.Linear(2, 2), make(), Questions(), {}
+    probe.bind(ModuleIndex([("", model)]))
+    scale = torch.tensor(0.5)
+    tensors = [WatchedTensor(n, p.detach(), torch.ones_like(p), scale) for n, p in model.named_parameters()]
+    with torch.no_grad(), asked:
+        for _ in range(3):
+            probe.start(True, False)
+            for _ in range(2):
+                for tensor in tensors:
+                    probe.gradient_arrived(tensor.name, tensor.gradient)
+                probe.gradients_ready(tensors)
+            probe.before_update(tensors)
+            probe.after_update(tensors)
+            probe.loss_known(scale)
+            found = probe.take()
+    assert found
+    assert asked.num_operations > 20
+    assert asked.asked == []
 
 
 def test_a_question_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
