@@ -7,7 +7,8 @@ is all that counts: exact for every value, also for subnormal ones in a process 
 taken in float64, where no float32 overflows or vanishes.
 
 numba keeps what it compiled on disk and compiles again when this file changes, but not when another one does: nothing
-is imported here from the rest of the package. What depends on it (edges of bins, thresholds) comes in as an argument.
+is imported here from the rest of the package, and this is one file, however long. What depends on other files (edges
+of bins, thresholds) comes in as an argument.
 """
 
 from __future__ import annotations

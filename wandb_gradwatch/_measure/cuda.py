@@ -1,5 +1,7 @@
 """The Triton kernels of the CUDA backend, launched by cuda_launch.py. The only file that imports Triton.
 
+One file, however long: everything here is compiled into the four kernels, which share nearly all of it.
+
     measure_chunks     ordinary chunks of gradients, in float32  -->
     square_chunks      ordinary chunks of parameters             --> partials [NUM_PARTIALS, M] --> fold --> rows [N, C]
     measure_carefully  float64, ends, and what those refused     -->
