@@ -74,8 +74,8 @@ def watch(
 
     Args:
         model: a module, or a list or dict of modules.
-        log: of what histograms are logged, as in `wandb.watch`: "gradients", "parameters" (as an update has left them,
-            instead of the gradients' histograms), or "all". Norms, counts and alerts are the same with each.
+        log: what is logged as histograms, as in `wandb.watch`: "gradients", "parameters" (as an update has left them,
+            instead of the gradients), or "all". Norms, counts and alerts are the same with each.
         run: the W&B run; None takes `wandb.run`, on rank 0. Other ranks log only where `run` or `sinks` is given.
         include: watch only parameters whose name matches: a regular expression (searched), several, or a function.
         exclude: do not watch those whose name matches.
@@ -124,11 +124,10 @@ def watch(
         RuntimeError: there is no run and there are no sinks; the backend cannot run on the model's device, or cannot be
             compiled.
 
-    Cost: a step that is not sampled is only counted, with the hooks off, where it is clear how steps make samples; a
-    hook per parameter runs inside a backward, without an optimizer, and with a guard. A sampled step reads every
-    gradient, and every parameter,
-    in one batched pass, and never waits for the device: docs/benchmarks.md says how long that takes beside other
-    monitors, docs/growth.md what a tensor costs on the host.
+    Cost: a sampled step reads every gradient and every parameter in one batched pass, and never waits for the device.
+    A step that is not sampled is only counted, with the hooks off; where optimizers step inside the backward, where
+    there is no optimizer, and with a guard, a hook per parameter runs at every step. docs/benchmarks.md has the times
+    beside those of other monitors, docs/growth.md what a tensor costs on the host.
     """
     # Everything that can be refused is refused before anything is changed, an earlier watcher included.
     _check_log(log)

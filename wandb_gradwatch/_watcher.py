@@ -73,7 +73,7 @@ class Watcher:
     """What `watch()` returns. A context manager: leaving the block removes it.
 
     Owns the parts of the corridor, from the sampler to the dispatcher, and whether they have been removed. What is
-    measured, judged, written or said is remembered by the part whose business it is: see `wandb_gradwatch._pipeline`.
+    measured, judged, written or said is remembered by the part that does it.
     """
 
     def __init__(self, registry: ParameterRegistry, config: Config, models: Sequence[torch.nn.Module]) -> None:

@@ -1,4 +1,4 @@
-"""Which batch a sample belongs to: samples close late (a GAN's second) and arrive late (from a GPU)."""
+"""Which batch a sample belongs to: a sample may close late (the second of a GAN) and arrive late (from a GPU)."""
 
 from __future__ import annotations
 

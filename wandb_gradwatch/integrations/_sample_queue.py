@@ -111,7 +111,7 @@ def active_run() -> Any:
 
 
 class AlertLog(Sink):
-    """Says alerts in the program's log, for trainings without W&B; an ERROR is said on standard error all the same."""
+    """Writes alerts to the program's log, for trainings without W&B; an ERROR goes to standard error by itself."""
 
     def alert(self, alert: Alert) -> None:
         if alert.level != "ERROR":

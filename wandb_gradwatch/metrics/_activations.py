@@ -31,8 +31,8 @@ class Activations(ForwardProbe):
     A tensor inside a tuple, list or dict is called `<module>.output_<index or key>`, an input of the module
     `<module>.input` or `<module>.input_<index or name>`, the gradient of an output `<module>.grad` or
     `<module>.grad_<index or key>`, without the scale of a gradient scaler. One that a module hands over itself
-    (`log_tensor`) is called `<module>.<name>`, the output of the whole model `root`. With several processes they are
-    those of the rank that logs.
+    (`log_tensor`) is called `<module>.<name>`, the output of the whole model `root`. With several processes the
+    statistics are those of the rank that logs.
 
     Only forwards of the training are seen, once each: not those without gradients, not what activation checkpointing
     repeats, and evaluations only in a probe of their own, with `evaluation=True`. Nothing inside a compiled region is

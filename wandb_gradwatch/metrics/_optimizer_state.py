@@ -72,8 +72,8 @@ class OptimizerState(ModuleProbe):
       arXiv 2304.13013, with v before the step, where it is not bounded by the step itself).
     - `grad_eps_ratio`: the root mean square of g over eps: near 1 and below, eps and not v scales the update.
 
-    Each is missing where the optimizer has no such thing, and `stale_ratio` at the first step. Of a sharded parameter
-    they are those of the whole, merged over the ranks when the window is flushed.
+    Each is missing where the optimizer has no such state, and `stale_ratio` is missing at the first step. Of a sharded
+    parameter they are those of the whole, merged over the ranks when the window is flushed.
 
     Args:
         match: of which parameters: a regular expression (searched), several, or a function of the name; None: all.

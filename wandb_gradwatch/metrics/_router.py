@@ -42,7 +42,7 @@ class Router(ForwardProbe):
       arXiv 2101.03961, balance this with an auxiliary loss).
     - `expert_<i>/load_ratio`: every expert's share times E; of single layers only while all of them are at most 2,000.
 
-    With several processes they are those of the rank that logs.
+    With several processes the numbers are those of the rank that logs.
 
     Args:
         match: of the routers: a regular expression (searched in the module's name), several, or a function.

@@ -236,7 +236,8 @@ class GrowingLogits:
     """The largest logit of an attention grows towards a limit: "Attention logits grow".
 
     From a tenth of the limit on, a straight line through the logarithm of the module's largest logit over the last 32
-    samples is extrapolated to the limit; told where the limit is crossed, or will be within 4 times as many steps.
+    samples is extrapolated to the limit; the alert comes where the limit is crossed, or will be within 4 times as
+    many steps.
 
     Args:
         limit: of a logit. A softmax of logits that are 100 apart looks at one place, and half precision has no digit

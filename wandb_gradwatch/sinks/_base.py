@@ -39,11 +39,11 @@ class Sink:
         return False
 
     def namespace_in(self, run: object) -> str | None:
-        """What the whole model's numbers are logged below in this W&B run, "" for nothing; None for another run."""
+        """The namespace of the whole model's numbers in this W&B run, "" for none; None where it is not this run."""
         return None
 
     def pop_seconds(self) -> float:
-        """What the sink has taken of the training's time, outside of these methods, since this was last asked."""
+        """Seconds of the training's time that the sink has taken outside of these methods since the last call."""
         return 0.0
 
     def before_run_ends(self, callback: Callable[[], object]) -> None:
