@@ -297,3 +297,20 @@ def test_large_weights_of_a_model_that_was_trained_before_are_no_initialisation(
     }  # fmt: skip
     grads = {name: rng.normal(size=value.shape) for name, value in parameters.items()}
     assert len(list(PoorInitialisation().check(sample_of(grads, parameters=parameters)))) == told
+
+
+@pytest.mark.parametrize(("others", "told"), [(0.97, [10]), (1.0, [])])  # the second sample is the first with a change
+def test_weights_that_all_shrink_by_the_sample_are_decayed_long_before_a_fifth_is_left(
+    others: float, told: list[int]
+) -> None:
+    samples = []
+    for step in range(1, 11):
+        parameters = {"a.weight": np.full(200, 0.97**step), "b.weight": np.full(100, others**step)}
+        samples.append(sample_of({n: np.ones(v.size) for n, v in parameters.items()}, step=step, parameters=parameters))
+    assert steps(FastParameters(), together(samples)) == told
+
+
+def test_of_layers_that_are_cut_off_the_one_next_to_the_cut_is_named_first() -> None:
+    samples = [sample_of({n: None if n < "g" else [1.0] for n in "abcdefgh"}, step=s) for s in range(1, 11)]
+    (alert,) = NoGradient().check(together(samples))
+    assert "Worst layers: f (10 samples), e (10 samples)" in alert.text

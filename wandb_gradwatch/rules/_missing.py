@@ -103,7 +103,7 @@ class NoGradient:
     def _missing_alert(
         self, step: int, names: tuple[str, ...], count_P: FloatArray, late: npt.NDArray[np.intp]
     ) -> Alert:
-        missing = worst_first(count_P, late.tolist())
+        missing = worst_first(count_P, late[::-1])  # of those missing as long, the one next to the cut first
         fact = (
             f"Step {step}: {len(missing)} of {len(names)} watched parameters have had no gradient for "
             f"{count_P[missing[-1]]:.0f} samples or more."

@@ -22,6 +22,7 @@ from ._base import Alert, check_limits, finding
 # S samples, P watched parameters
 
 _FIRST_STEPS: Final = 20  # in which parameters may still move fast: adaptive optimizers begin with full steps
+_SHRINKS, _SHRINK_SAMPLES = 0.02, 8  # of each weight's norm, by so many updates in a row
 _OF_LAST: Final = 5  # updates of which a second one has to be too large: a single one may be a bad batch
 _TOGETHER: Final = 10  # updates that are looked at together
 _MIN_WEIGHTS: Final = 64  # fewer elements are a scale or a temperature, not a layer's weights
@@ -165,7 +166,7 @@ class FastParameters:
     """Updates grow the parameters by far more than any training survives, or shrink them to nothing.
 
     "Parameters grow too fast": the second largest of five updates counts. "Parameters shrink": what is left of their
-    largest norm.
+    largest norm; and each weight by 2 % per sample or more, eight times in a row.
 
     Args:
         max_growth: of the parameters' norm per step, after step 20. Healthy: at most 2.5 %, faults 31 %.
@@ -182,6 +183,8 @@ class FastParameters:
     _movement: Movement = field(default_factory=Movement, init=False, repr=False)
     _recent: deque[float] = field(default_factory=lambda: deque(maxlen=_TOGETHER), init=False, repr=False)
     _largest: PerName = field(default_factory=PerName, init=False, repr=False)
+    _num_shrinking: int = field(default=0, init=False)  # samples in a row
+    _before: PerName = field(default_factory=lambda: PerName(math.nan), init=False, repr=False)  # the first of these
 
     title: ClassVar[str] = "Parameters grow too fast"
     shrinking: ClassVar[str] = "Parameters shrink"
@@ -203,8 +206,21 @@ class FastParameters:
                 yield self._growing(step, last[-2], limit, clip_advice(float(snapshot.clipped[sample])))
             elif (factor := math.prod(1 + change for change in sorted(self._recent)[:-1])) > self.max_factor:
                 yield self._multiplied(step, factor, clip_advice(float(snapshot.clipped[sample])))
-            if (left := self._left(snapshot, sample)) < self.min_left:
+            if (left := self._left(snapshot, sample)) < self.min_left or self._all_shrink(snapshot, sample, change):
                 yield self._shrinking(step, left)
+
+    def _all_shrink(self, snapshot: Snapshot, sample: int, change: float) -> bool:
+        """Whether each weight has become smaller by so much per sample, for some in a row: no gradient does that."""
+        before_P, now_P = self._before.of(snapshot.names), snapshot.column(Column.PARAM_SUM_SQ)[sample]
+        if change > -_SHRINKS:
+            self._num_shrinking = 0
+            return False
+        if not self._num_shrinking:
+            before_P[:] = now_P
+        self._num_shrinking += 1
+        is_weight_P = (snapshot.num_elements[sample] >= _MIN_WEIGHTS) & (before_P > 0)
+        left = (1 - _SHRINKS) ** (2 * (self._num_shrinking - 1))
+        return self._num_shrinking > _SHRINK_SAMPLES and bool((now_P[is_weight_P] < left * before_P[is_weight_P]).all())
 
     def _left(self, snapshot: Snapshot, sample: int) -> float:
         """What is left of the parameters' largest norm: of those that are there from the first sample on."""
@@ -234,10 +250,12 @@ class FastParameters:
         return finding(self.title, fact, "", _CAUSE, _REMEDY + clip, step, "ERROR")
 
     def _shrinking(self, step: int, left: float) -> Alert:
-        fact = (
-            f"Step {step}: {number(100 * left)} % of the parameters' first norm is left (threshold "
-            f"{number(100 * self.min_left)} %)."
-        )
+        how = f"threshold {number(100 * self.min_left)} %"
+        if left >= self.min_left:
+            how = (
+                f"each weight has lost {number(100 * _SHRINKS)} % or more in each of the last {_SHRINK_SAMPLES} updates"
+            )
+        fact = f"Step {step}: {number(100 * left)} % of the parameters' first norm is left ({how})."
         cause = "too strong a weight decay, or a penalty on the parameters that outweighs the loss"
         remedy = "divide the weight decay by 10; with decoupled decay its product with the learning rate counts"
         return finding(self.shrinking, fact, "", cause, remedy, step, "WARN")
@@ -247,6 +265,8 @@ class FastParameters:
             "movement": self._movement.state_dict(),
             "recent": list(self._recent),
             "largest": self._largest.state_dict(),
+            "num_shrinking": self._num_shrinking,
+            "before": self._before.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -254,6 +274,8 @@ class FastParameters:
         self._recent.clear()
         self._recent.extend(state["recent"])
         self._largest.load_state_dict(state["largest"])
+        self._num_shrinking = int(state["num_shrinking"])
+        self._before.load_state_dict(state["before"])
 
 
 @dataclass(kw_only=True)
