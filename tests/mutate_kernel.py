@@ -30,7 +30,7 @@ class Fault(NamedTuple):
 
 
 KERNEL, LAUNCH, PLAN = "cuda.py", "cuda_launch.py", "cuda_plan.py"
-BATCH, GENERIC = "cpu_batch.py", "generic.py"
+SMALL, CHUNKS, GENERIC = "cpu_small.py", "cpu_chunks.py", "generic.py"
 
 # fmt: off
 FAULTS = (  # one line each, however long
@@ -77,10 +77,10 @@ FAULTS = (  # one line each, however long
     Fault("an unchanged table is trusted too long", "address_table.py", "if values == self._last:", "if self._last is not None:"),
     Fault("a slot in flight is reused", "address_table.py", "if self.slots and self.slots[0].is_free()", "if self.slots"),
     Fault("strides are ignored", "elements.py", "tensor.reshape(-1).contiguous()", "tensor.reshape(-1)"),
-    Fault("CPU: the innermost negative is lost", BATCH, "np.minimum.reduceat(signed", "np.maximum.reduceat(signed"),
-    Fault("CPU: large squares stay in float32", BATCH, "_LARGE: Final = FLOAT32.bits_of(2.0**55)", "_LARGE: Final = FLOAT32.bits_of(2.0**90)"),
-    Fault("CPU: zeros count as subnormal", BATCH, "codes_GK[:, 0] -= num_positive", "pass"),
-    Fault("CPU: segments end one early", BATCH, "itertools.accumulate(elements[index].numel()", "itertools.accumulate(elements[index].numel() - 1"),
+    Fault("CPU: the innermost negative is lost", CHUNKS, "np.minimum.reduce(signed)) + sign", "np.maximum.reduce(signed)) + sign"),
+    Fault("CPU: large squares stay in float32", CHUNKS, "_LARGE: Final = FLOAT32.bits_of(2.0**55)", "_LARGE: Final = FLOAT32.bits_of(2.0**90)"),
+    Fault("CPU: zeros count as subnormal", CHUNKS, "chunk_counts[0] -= positive_zeros", "pass"),
+    Fault("CPU: segments end one early", SMALL, "itertools.accumulate(e.numel()", "itertools.accumulate(e.numel() - 1"),
     Fault("torch: filling counts as NaN", GENERIC, "rows_NC[:, Column.NUM_NAN] -= plan.num_filling", "pass"),
     Fault("torch: the fold loses a line", "tiling.py", "np.where(within < np.repeat(counts, groups)", "np.where(within + 1 < np.repeat(counts, groups)"),
 )

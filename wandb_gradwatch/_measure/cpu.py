@@ -1,21 +1,27 @@
 """Statistics on the CPU: few passes over chunks that stay in the cache.
 
 Extremes, zeros and NaN are read from the float's bits as integers (float_bits.py): exact for every value. Sums run in
-float32 where no square can overflow or vanish and in float64 elsewhere. What a pass reads is in cpu_batch.py.
+float32 where no square can overflow or vanish and in float64 elsewhere. Chunks with NaN or Inf are measured again
+without them.
+Tensors too small to be worth a pass each are measured together (cpu_small.py).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from .columns import (
     AS_LEFT,
     IDENTITY_C,
+    MAX_COLUMNS,
+    MIN_COLUMNS,
     NUM_BINS,
     NUM_COLUMNS,
     RECEIVED_COLUMNS,
@@ -24,13 +30,13 @@ from .columns import (
     Column,
     FloatArray,
     IntArray,
-    merge_adjacent_rows,
 )
-from .cpu_batch import batches, measure_batch, sum_sq_batch
+from .cpu_chunks import CHUNK, CHUNK_COLUMNS, ChunkReader, ChunkRow, sum_sq_chunk
+from .cpu_small import SMALL, batches, concatenated, measure_batch, sum_sq_batch
 from .elements import elements_of
 from .float_bits import FLOAT32, FLOAT64, FloatBits, bins_from_codes, largest_magnitude_within
 
-# N tensors, G of them in a batch, C columns, B histogram bins, K codes
+# N tensors, C columns, B histogram bins, K codes, M chunks
 
 
 @np.errstate(over="ignore", invalid="ignore")  # what overflows in float32 is seen in the result and read in float64
@@ -103,27 +109,65 @@ def _read(
     codes_NK: IntArray | None,
 ) -> None:
     """Fill in the rows and the code counts of the non-empty tensors of one layout."""
-    owners: list[int] = []
-    parts: list[FloatArray] = []
-    of_layout = [i for i, e in enumerate(elements) if _layout_of(e) is layout]
-    for places, values, starts in batches([elements[i] for i in of_layout]):
-        indices = [of_layout[place] for place in places]
-        rows_GC, codes_GK = measure_batch(values, starts, layout, dead_magnitude, count_codes=codes_NK is not None)
-        owners += indices
-        parts.append(rows_GC)
+    sizes = [e.numel() if _layout_of(e) is layout else 0 for e in elements]
+    large = [i for i, size in enumerate(sizes) if size >= SMALL]
+    for batch in batches(elements, sizes):
+        values, starts = concatenated([elements[i] for i in batch])
+        rows_GC, codes_GK, nonfinite_G = measure_batch(values, starts, layout, dead_magnitude, codes_NK is not None)
+        rows_NC[batch] = rows_GC
         if codes_NK is not None and codes_GK is not None:
-            codes_NK[indices] += codes_GK
-    if owners:
-        begins = np.flatnonzero(np.diff(owners, prepend=-1))
-        rows_NC[np.array(owners)[begins]] = merge_adjacent_rows(np.concatenate(parts), begins)
+            codes_NK[batch] = codes_GK
+        if nonfinite_G.any():
+            large += [batch[g] for g in np.flatnonzero(nonfinite_G)]
+    if not large:
+        return
+    reader = ChunkReader(layout, dead_magnitude)
+    parts: list[ChunkRow] = []
+    starts_of_large = []
+    for index in large:
+        if codes_NK is not None:
+            codes_NK[index] = 0
+            reader.counts = codes_NK[index]
+        starts_of_large.append(len(parts))
+        parts += [reader.read(chunk) for chunk in _chunks(elements[index])]
+    _merge_parts(np.array(parts), np.array(starts_of_large), large, rows_NC)
+
+
+def _merge_parts(parts_MC: FloatArray, starts: IntArray, indices: list[int], rows_NC: FloatArray) -> None:
+    """Merge the chunks of each large tensor into its row, as columns.py says for every column."""
+    for place, column in enumerate(CHUNK_COLUMNS):
+        merge: np.ufunc = np.add
+        if column in MIN_COLUMNS:
+            merge = np.minimum
+        elif column in MAX_COLUMNS:
+            merge = np.maximum
+        rows_NC[indices, column] = merge.reduceat(parts_MC[:, place], starts)
 
 
 def _sums_of_squares(elements: Sequence[Tensor]) -> FloatArray:
     """Sum of squares of the finite elements, number of NaN and number of Inf: [N, 3]."""
     sums_N3 = np.zeros((len(elements), 3))
-    for indices, values, starts in batches(elements):
-        sums_N3[indices] += sum_sq_batch(values, starts)
+    sizes = [e.numel() for e in elements]
+    for batch in batches(elements, sizes):
+        values, starts = concatenated([elements[i] for i in batch])
+        sums_N3[batch] = np.stack(sum_sq_batch(values, starts), axis=1)
+    for index, size in enumerate(sizes):
+        if size >= SMALL:
+            sums_N3[index] = np.sum([sum_sq_chunk(chunk) for chunk in _chunks(elements[index])], axis=0)
     return sums_N3
+
+
+def _chunks(elements: Tensor) -> Iterator[npt.NDArray[Any]]:
+    """Chunks of a non-empty tensor in a dtype that numpy knows; each is valid until the next one is taken."""
+    if elements.dtype in (torch.float32, torch.float64):
+        values = elements.numpy()
+        for start in range(0, values.size, CHUNK):
+            yield values[start : start + CHUNK]
+        return
+    widened = torch.empty(CHUNK, dtype=torch.float32, device="cpu")
+    for start in range(0, elements.numel(), CHUNK):
+        piece = elements[start : start + CHUNK]
+        yield widened[: piece.numel()].copy_(piece).numpy()
 
 
 def add_implicit_zeros(rows_NC: FloatArray, num_implicit_zeros: Sequence[int]) -> None:

@@ -1,0 +1,150 @@
+"""One chunk of a large tensor on the CPU: the passes that every statistic is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from .columns import Column, IntArray
+from .float_bits import FLOAT32, FloatBits
+
+CHUNK: Final = 1 << 17  # elements: half a megabyte of float32, beside its scratch copy in the second-level cache
+SEGMENT: Final = 512  # elements summed in float32 before float64 takes over: constant gradients stay right to 2e-7
+
+# A chunk's squares may be summed in float32 if its largest magnitude lies between these: CHUNK * 2**110 does not
+# overflow, and what CHUNK squares below 2**-126 lose is less than 2**-28 of 2**-80.
+_LARGE: Final = FLOAT32.bits_of(2.0**55)
+_SMALL: Final = FLOAT32.bits_of(2.0**-40)
+# The same for squares alone, where the largest magnitude is not known: a share of their number.
+_SMALL_SQ: Final = 2.0**-98
+
+Floats = npt.NDArray[Any]  # float32 or float64
+ChunkRow = tuple[float, ...]
+CHUNK_COLUMNS: Final = tuple(c for c in Column if c <= Column.GRAD_ABS_MIN_NONZERO)  # in this order
+
+
+@dataclass
+class ChunkReader:
+    """Reads chunks of one float layout; owns the scratch memory that its passes write to.
+
+    Args:
+        layout: of the chunks.
+        dead_magnitude: bits of the largest magnitude that counts as dead; -1 for none.
+        counts: [K] of the codes of all non-zero finite elements read so far; None counts none.
+    """
+
+    layout: FloatBits
+    dead_magnitude: int
+    counts: IntArray | None = None
+    _words: npt.NDArray[Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._words = np.empty(CHUNK, dtype=self.layout.unsigned)
+
+    def read(self, chunk: Floats) -> ChunkRow:
+        """Measure a chunk of 1 to CHUNK elements: the values of CHUNK_COLUMNS."""
+        layout, sign = self.layout, self.layout.sign
+        unsigned = chunk.view(layout.unsigned)
+        signed = chunk.view(layout.signed)
+        # Without a sign bit floats sort like integers, with one in reverse: the smallest and the largest integer of
+        # either kind are the outermost and the innermost element on either side of zero.
+        lowest, highest = int(np.minimum.reduce(unsigned)), int(np.maximum.reduce(unsigned))
+        inner_positive, outer_positive, inner_negative, outer_negative = lowest, highest, lowest ^ sign, highest ^ sign
+        if highest >= sign:
+            outer_positive = int(np.maximum.reduce(signed))
+            inner_negative = int(np.minimum.reduce(signed)) + sign
+        has_positive, has_negative = lowest < sign, highest >= sign
+        largest = max(outer_positive if has_positive else 0, outer_negative if has_negative else 0)
+        if largest >= layout.infinity:
+            return self._read_finite_rest(chunk, unsigned)
+        smallest = min(inner_positive if has_positive else sign, inner_negative if has_negative else sign)
+
+        num_zero = num_dead = 0
+        smallest_nonzero = smallest
+        if smallest <= max(self.dead_magnitude, 0):
+            num_zero, num_dead, smallest_nonzero = self._count_small(unsigned, smallest)
+        if self.counts is not None:
+            positive_zeros = unsigned.size - int(np.count_nonzero(unsigned)) if lowest == 0 else 0
+            self._count_codes(unsigned, positive_zeros, num_zero - positive_zeros)
+        total, total_sq = self._sums(chunk, largest)
+        return (
+            chunk.size,
+            0,
+            0,
+            num_zero,
+            num_dead,
+            total,
+            total_sq,
+            -layout.value(outer_negative) if has_negative else layout.value(inner_positive),
+            layout.value(outer_positive) if has_positive else -layout.value(inner_negative),
+            layout.value(smallest_nonzero) if smallest_nonzero < layout.infinity else np.inf,
+        )
+
+    def _read_finite_rest(self, chunk: Floats, unsigned: npt.NDArray[Any]) -> ChunkRow:
+        doubled = np.left_shift(unsigned, 1, out=self._words[: unsigned.size])  # drops the sign
+        infinity = 2 * self.layout.infinity
+        finite = chunk[doubled < infinity]
+        num_inf = int(np.count_nonzero(doubled == infinity))
+        num_nan = chunk.size - finite.size - num_inf
+        row = self.read(finite) if finite.size else (0, 0, 0, 0, 0, 0.0, 0.0, np.inf, -np.inf, np.inf)
+        return (chunk.size, num_nan, num_inf, *row[3:])
+
+    def _count_small(self, unsigned: npt.NDArray[Any], smallest: int) -> tuple[int, int, int]:
+        """Number of zeros, number of dead elements, bits of the smallest non-zero magnitude."""
+        doubled = np.left_shift(unsigned, 1, out=self._words[: unsigned.size])
+        num_zero = doubled.size - int(np.count_nonzero(doubled)) if smallest == 0 else 0
+        num_dead = num_zero if self.dead_magnitude == 0 else 0
+        if self.dead_magnitude > 0:
+            num_dead = int(np.count_nonzero(doubled <= 2 * self.dead_magnitude))
+        if smallest == 0:
+            if num_zero == doubled.size:
+                return num_zero, num_dead, self.layout.infinity
+            doubled -= 1  # zero wraps around to the largest integer
+            smallest = (int(np.minimum.reduce(doubled)) + 1) // 2
+        return num_zero, num_dead, smallest
+
+    def _count_codes(self, unsigned: npt.NDArray[Any], positive_zeros: int, negative_zeros: int) -> None:
+        assert self.counts is not None
+        if positive_zeros + negative_zeros == unsigned.size:
+            return
+        layout = self.layout
+        codes = np.right_shift(unsigned, layout.code_shift, out=self._words[: unsigned.size])
+        chunk_counts = torch.bincount(torch.from_numpy(codes.view(layout.signed)), minlength=layout.num_codes).numpy()
+        chunk_counts[0] -= positive_zeros  # these codes are shared by zeros and subnormal values
+        chunk_counts[layout.num_codes // 2] -= negative_zeros
+        self.counts += chunk_counts
+
+    def _sums(self, chunk: Floats, largest: int) -> tuple[float, float]:
+        if largest == 0:
+            return 0.0, 0.0
+        if self.layout is FLOAT32 and not _SMALL <= largest <= _LARGE:
+            chunk = chunk.astype(np.float64)
+        return float(torch.from_numpy(chunk).sum()), _dot(chunk)
+
+
+def sum_sq_chunk(chunk: Floats) -> tuple[float, int, int]:
+    """Sum of squares of a chunk's finite elements, number of NaN and number of Inf."""
+    total_sq = _dot(chunk)
+    if chunk.size * _SMALL_SQ < total_sq < np.inf:
+        return total_sq, 0, 0
+    if total_sq == 0 and not chunk.any():
+        return 0.0, 0, 0
+    finite = chunk[np.isfinite(chunk)].astype(np.float64)
+    num_nan = int(np.count_nonzero(np.isnan(chunk)))
+    return _dot(finite), num_nan, chunk.size - finite.size - num_nan
+
+
+def _dot(chunk: Floats) -> float:
+    """Sum of squares in segments: float32 within one (if that is the chunk's dtype), float64 between them."""
+    whole = chunk.size - chunk.size % SEGMENT
+    rest = chunk[whole:].astype(np.float64)
+    total_sq = float(np.dot(rest, rest))
+    if whole:
+        segments = chunk[:whole].reshape(-1, 1, SEGMENT)
+        squares = np.matmul(segments, segments.transpose(0, 2, 1))
+        total_sq += float(squares.sum(dtype=np.float64))
+    return total_sq

@@ -1,0 +1,120 @@
+"""Many small tensors on the CPU: measured together, one segment of a concatenated buffer each.
+
+The calls, not the reading, are what a bias of 64 elements costs. Segments with NaN or Inf are left to the caller.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from .columns import NUM_COLUMNS, Column, FloatArray, IntArray
+from .float_bits import FloatBits
+
+# G tensors of one batch, C columns, K codes, E elements of one batch
+
+SMALL: Final = 1 << 13  # elements; a larger tensor is worth its own passes
+_MAX_ELEMENTS: Final = 1 << 17
+_MAX_TENSORS: Final = 512  # bounds the code counts: 4 MB in float32
+
+
+def batches(elements: Sequence[Tensor], sizes: Sequence[int]) -> Iterator[list[int]]:
+    """Gather the small, non-empty tensors into batches of one dtype: their indices."""
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    for index, size in enumerate(sizes):
+        if 0 < size < SMALL:
+            by_dtype.setdefault(elements[index].dtype, []).append(index)
+    for same_dtype in by_dtype.values():
+        batch: list[int] = []
+        num_elements = 0
+        for index in same_dtype:
+            if num_elements + sizes[index] > _MAX_ELEMENTS or len(batch) == _MAX_TENSORS:
+                yield batch
+                batch, num_elements = [], 0
+            batch.append(index)
+            num_elements += sizes[index]
+        yield batch
+
+
+def concatenated(elements: Sequence[Tensor]) -> tuple[npt.NDArray[Any], IntArray]:
+    """Return the elements of non-empty tensors one after the other: [E], and where each begins: [G]."""
+    values = torch.cat(list(elements))
+    values = values if values.dtype is torch.float64 else values.to(torch.float32)
+    return values.numpy(), np.array([0, *itertools.accumulate(e.numel() for e in elements[:-1])])
+
+
+def measure_batch(
+    values: npt.NDArray[Any], starts: IntArray, layout: FloatBits, dead_magnitude: int, count_codes: bool
+) -> tuple[FloatArray, IntArray | None, npt.NDArray[np.bool_]]:
+    """Measure every segment.
+
+    Returns:
+        rows: [G, C].
+        codes: [G, K] counts of the non-zero elements' codes, if asked for.
+        nonfinite: [G] True for segments that hold NaN or Inf: their rows and codes are not valid.
+    """
+    rows_GC = np.zeros((len(starts), NUM_COLUMNS))
+    sizes = np.diff(starts, append=values.size)
+    unsigned = values.view(layout.unsigned)
+    doubled = np.left_shift(unsigned, 1)  # drops the sign
+    nonfinite_G = np.maximum.reduceat(doubled, starts) >= 2 * layout.infinity
+    _counts_and_smallest(doubled, starts, layout, dead_magnitude, rows_GC)
+
+    lowest, highest = np.minimum.reduceat(unsigned, starts), np.maximum.reduceat(unsigned, starts)
+    signed = values.view(layout.signed)
+    innermost = np.minimum.reduceat(signed, starts).view(layout.unsigned)  # of the negative elements, if there are any
+    outermost = np.maximum.reduceat(signed, starts).view(layout.unsigned)  # of the positive ones
+    sign = layout.unsigned.type(layout.sign)
+    rows_GC[:, Column.GRAD_MIN] = np.where(highest >= sign, -layout.values(highest & ~sign), layout.values(lowest))
+    rows_GC[:, Column.GRAD_MAX] = np.where(
+        lowest < sign, layout.values(outermost & ~sign), -layout.values(innermost & ~sign)
+    )
+
+    wide = values.astype(np.float64, copy=False)
+    rows_GC[:, Column.NUM_ELEMENTS] = sizes
+    rows_GC[:, Column.GRAD_SUM] = np.add.reduceat(wide, starts)
+    rows_GC[:, Column.GRAD_SUM_SQ] = np.add.reduceat(wide * wide, starts)
+    codes_GK = _codes(unsigned, sizes, layout) if count_codes else None
+    return rows_GC, codes_GK, nonfinite_G
+
+
+def _counts_and_smallest(
+    doubled: npt.NDArray[Any], starts: IntArray, layout: FloatBits, dead_magnitude: int, rows_GC: FloatArray
+) -> None:
+    smallest = np.minimum.reduceat(doubled, starts)
+    if not smallest.all():
+        rows_GC[:, Column.NUM_ZERO] = np.add.reduceat(doubled == 0, starts, dtype=np.int64)
+        smallest = np.minimum.reduceat(doubled - 1, starts) + 1  # zero wraps around to the largest integer and back
+    magnitude = smallest >> 1
+    rows_GC[:, Column.GRAD_ABS_MIN_NONZERO] = np.where(magnitude == 0, np.inf, layout.values(magnitude))
+    if dead_magnitude == 0:
+        rows_GC[:, Column.NUM_DEAD] = rows_GC[:, Column.NUM_ZERO]
+    elif dead_magnitude > 0:
+        rows_GC[:, Column.NUM_DEAD] = np.add.reduceat(doubled <= 2 * dead_magnitude, starts, dtype=np.int64)
+
+
+def _codes(unsigned: npt.NDArray[Any], sizes: IntArray, layout: FloatBits) -> IntArray:
+    codes = np.right_shift(unsigned, layout.code_shift).astype(np.int64)
+    codes += np.repeat(np.arange(sizes.size) * layout.num_codes, sizes)
+    # Zeros share their codes with subnormal values, so they are counted as the code of NaN, which is in no bin.
+    codes[np.left_shift(unsigned, 1) == 0] |= layout.num_codes - 1
+    counts = torch.bincount(torch.from_numpy(codes), minlength=sizes.size * layout.num_codes)
+    return counts.numpy().reshape(sizes.size, layout.num_codes)
+
+
+def sum_sq_batch(values: npt.NDArray[Any], starts: IntArray) -> tuple[FloatArray, IntArray, IntArray]:
+    """Sum of squares of every segment's finite elements, number of NaN and number of Inf: three [G]."""
+    wide = values.astype(np.float64, copy=False)
+    finite = np.isfinite(wide)
+    num_nan = num_inf = np.zeros(len(starts), dtype=np.int64)
+    if not finite.all():
+        num_nan = np.add.reduceat(np.isnan(wide), starts, dtype=np.int64)
+        num_inf = np.add.reduceat(np.isinf(wide), starts, dtype=np.int64)
+        wide = np.where(finite, wide, 0.0)
+    return np.add.reduceat(wide * wide, starts), num_nan, num_inf
