@@ -18,6 +18,7 @@ from wandb_gradwatch.rules import (
     FastParameters,
     LossScaleCollapse,
     LossSpike,
+    NaNGradient,
     NoGradient,
     PoorInitialisation,
     Rule,
@@ -314,3 +315,32 @@ def test_of_layers_that_are_cut_off_the_one_next_to_the_cut_is_named_first() -> 
     samples = [sample_of({n: None if n < "g" else [1.0] for n in "abcdefgh"}, step=s) for s in range(1, 11)]
     (alert,) = NoGradient().check(together(samples))
     assert "Worst layers: f (10 samples), e (10 samples)" in alert.text
+
+
+def test_parameters_that_begin_to_move_later_were_moved_by_no_batch() -> None:
+    """As a momentum of 0.9995 does it: the norm is 8 times the usual one for a while, and then the parameters run."""
+    samples = trained(dict.fromkeys(range(16, 25), 8.0), dict.fromkeys(range(21, 25), 1.07))
+    *_, alert = FastParameters().check(samples)
+    assert "one bad batch" not in with_diagnosis(alert, samples).text
+
+
+@pytest.mark.parametrize(
+    ("bad_loss", "words"), [(1.0, "either inputs or labels"), (0.0, "without a finite derivative")]
+)
+def test_nothing_arose_on_the_way_back_of_a_loss_that_is_not_finite(bad_loss: float, words: str) -> None:
+    """Three heads, of which one has a target that is NaN: the others are finite, and one comes after it."""
+    calm = [
+        sample_of({n: [1.0] for n in ("trunk.weight", "heads.0.weight", "heads.1.weight", "heads.2.weight")}, step=s)
+        for s in range(1, 21)
+    ]
+    norms = [np.nan, 1.0, np.nan, 1.0]
+    bad = sample_of({n: [norm] for n, norm in zip(calm[0].names, norms, strict=True)}, step=21)
+    samples = measured(together([*calm, bad]), num_nonfinite_loss=[*[0.0] * 20, bad_loss])
+    assert words in with_diagnosis(next(iter(NaNGradient().check(samples.sample(20)))), samples).text
+
+
+def test_a_peak_that_has_passed_long_before_makes_no_nan() -> None:
+    norms = {step: 6.0 if step == 8 else 1.0 for step in range(1, 25)}
+    samples = [sample_of({"rnn.weight_hh_l0": [norm], "head.weight": [0.1]}, step=step) for step, norm in norms.items()]
+    broken = together([*samples, sample_of({"rnn.weight_hh_l0": [np.nan], "head.weight": [np.nan]}, step=25)])
+    assert "explosion through recurrence" not in [found.cause for found in diagnose(broken)]

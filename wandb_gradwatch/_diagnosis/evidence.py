@@ -12,13 +12,15 @@ import numpy.typing as npt
 from .._analysis.baseline import Growth, steady_growth
 from .._analysis.formatting import clip_advice
 from .._measure.columns import Column, FloatArray
-from ..snapshot import Snapshot
+from ..snapshot import Snapshot, keys
 from .layers import Layers
 from .onset import Onset, RateRise, onset_of, rate_rise
 from .parameters import Parameters
 
 # S samples, N clean samples, R ranks
 
+_FAR: Final = 0.05  # of the parameters' norm, by one update
+FIRST_GRADIENT: Final = 10.0  # times the parameters' norm: more than ordinary inputs and losses make
 _SPIKE_FACTOR: Final = 5.0
 _ALONE_FACTOR: Final = 3.0
 _NEIGHBOURS: Final = 16  # samples on each side that a spike is compared with
@@ -71,6 +73,13 @@ class Evidence:
         return Parameters(self.history, self.spikes)
 
     @cached_property
+    def first_norms(self) -> tuple[float, float]:
+        """The first clean sample's norms: of the gradient, and of the parameters."""
+        first = int(self.clean[0])
+        weights = float(np.sqrt(np.nansum(self.history.column(Column.PARAM_SUM_SQ)[first])))
+        return float(self.history.total_grad_norm[first]), weights
+
+    @cached_property
     def rate_rise(self) -> RateRise | None:
         """A learning rate that has just gone up at once."""
         return rate_rise(self.history)
@@ -82,8 +91,15 @@ class Evidence:
 
     @property
     def gradient_came_first(self) -> bool:
-        """The norm jumped after an ordinary update, by a learning rate that did not: no update has made it so large."""
-        return self.onset is not None and self.onset.ordinary_update and self.rate_rise is None
+        """The norm jumped after an ordinary update, by a learning rate that did not: no update has made it so large.
+
+        Where the parameters have begun to move far only some updates later, it was no batch that has moved them.
+        """
+        if self.onset is None or not self.onset.ordinary_update or self.rate_rise is not None:
+            return False
+        changes, samples = self.parameters.changes
+        moved = samples[(changes > _FAR) & (samples >= self.onset.sample)]
+        return not moved.size or bool(moved[0] <= self.onset.sample + 1)
 
     @cached_property
     def layers(self) -> Layers:
@@ -107,6 +123,11 @@ class Evidence:
     def is_broken(self, sample: int) -> bool:
         """Whether a parameter was not finite before this sample's update: then every gradient of it is bad."""
         return bool(np.any(self.history.column(Column.PARAM_NUM_NONFINITE)[sample] > 0))
+
+    def has_bad_loss(self, sample: int) -> bool:
+        """Whether the loss is known not to be finite: then nothing that is not finite arose on the way back."""
+        counts_S = self.history.metrics.get(keys.NUM_NONFINITE_LOSS)
+        return counts_S is not None and bool(counts_S[sample] > 0)
 
     def began_with_inf(self, sample: int) -> bool:
         """Whether the first bad layer in the backward's order has Inf: what comes after it may be NaN for that."""

@@ -38,7 +38,11 @@ _LOWER_RATE: Final = "divide the learning rate by 10 or lengthen its warm-up, an
 # By kind: the cause that the norm alone leaves open, and what to do. What layers and parameters show in addition is the
 # diagnosis's to say. {clip} is said to a training that clips in other words than to one that does not.
 _CAUSES: Final[dict[str, tuple[str, str]]] = {
-    "rise": ("learning rate too high", _LOWER_RATE),
+    "rise": (
+        "not clear: either a learning rate that is too high, or a new scale of the inputs, targets or loss; whether "
+        "the learning rate or the loss rose before this step tells them apart",
+        f"{_LOWER_RATE}; look at what changed in the data and the loss",
+    ),
     "spike": (
         "not clear: either one bad batch, or the data has changed; whether the norm falls back tells them apart",
         "look at the batch of this step and at what changed in the data, and {clip}",

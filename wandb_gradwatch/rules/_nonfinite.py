@@ -160,10 +160,12 @@ class NonFiniteLoss:
                 fact += f" In the forward the output of {forward[0]} was the first that was not finite."
             if left_out:
                 fact += " The training loop left this step out."
-            cause = "a bad batch, or an overflow, a 0/0 or a log of 0 in the forward or in the loss"
-            remedy = (
-                "look at the batch and the outputs of this step; wandb_gradwatch.find_nonfinite names the operation"
+            cause = (
+                "not clear: either inputs or labels of the batch that are not finite, or an invalid operation in the "
+                "forward or in the loss (log 0, 0/0, an overflow); wandb_gradwatch.find_nonfinite, which names the "
+                "operation, tells them apart"
             )
+            remedy = "look at the batch and the outputs of this step; add an epsilon to the operation that is named"
             yield finding(self.title, fact, "", cause, remedy, step, "WARN" if left_out else "ERROR")
 
     def state_dict(self) -> dict[str, Any]:

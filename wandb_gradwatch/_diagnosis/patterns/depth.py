@@ -11,12 +11,13 @@ from ..._analysis.formatting import number
 from ..._analysis.layers import modules_of
 from ..._measure.columns import Column
 from ..causes import BACKWARD, BATCH_NORM, DEPTH, RECURRENCE, SATURATION, Diagnosis
-from ..evidence import Evidence
+from ..evidence import FIRST_GRADIENT, Evidence
 
 # P watched parameters, N clean samples, L modules
 
 _MIN_PAST: Final = 5  # samples that say what is usual
 _RAISED, _USUAL = 30.0, 3.0  # times a layer's usual norm: what a spike has raised, and what it has left alone
+_DEEP: Final = 12  # layers, through which ordinary gradients may grow beyond the parameters
 _MULTIPLIED: Final = 1.5  # more than what follows it: by so much a recurrence that explodes has risen
 _UNSATURATED: Final = ("ReLU", "LeakyReLU", "PReLU", "GELU", "SiLU", "Mish", "ELU", "CELU", "SELU", "Softplus")
 
@@ -31,10 +32,15 @@ def through_depth(evidence: Evidence) -> Diagnosis | None:
     if trend is not None and trend.factor <= 0.01 and trend.order < -0.9:
         words = f"norm grows {number(1 / trend.factor)}x from {trend.last} back to {trend.first}, layer by layer"
         return Diagnosis(DEPTH, 0.85, words, remedy)
-    first_norm = float(evidence.history.total_grad_norm[evidence.clean[0]])
+    first_norm, weights = evidence.first_norms
     gains = [
         gain / np.sqrt(2) for _, gain in evidence.parameters.gains if gain > 0
     ]  # sqrt(2) keeps the size through ReLUs
+    if len(gains) >= _DEEP and evidence.step(int(evidence.clean[0])) <= 2 and first_norm > FIRST_GRADIENT * weights > 0:
+        words = (
+            f"the first gradient has {number(first_norm / weights)}x the parameters' norm, behind {len(gains)} layers"
+        )
+        return Diagnosis(DEPTH, 0.85, words, remedy)
     chain = float(np.exp(np.sum(np.log(gains)))) if len(gains) >= 4 else 0.0
     if first_norm < 1e4 or chain < 100 or evidence.step(0) > 10:
         return None
@@ -52,6 +58,8 @@ def through_recurrence(evidence: Evidence) -> Diagnosis | None:
     if not recurrent or not exploded or evidence.clean.size == 0 or evidence.history.clip_ratio > 0:
         return None
     peak = int(evidence.clean[np.argmax(evidence.log_norm_N)])
+    if evidence.first_bad is not None and int(np.sum(evidence.clean > peak)) > _MIN_PAST:
+        return None  # it had passed long before
     square_P = evidence.history.column(Column.GRAD_SUM_SQ)[peak]
     share = float(np.nansum(square_P[recurrent]) / np.nansum(square_P))
     if _comes_from_above(evidence, recurrent):

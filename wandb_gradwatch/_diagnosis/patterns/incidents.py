@@ -58,14 +58,14 @@ def _against_a_bad_batch(evidence: Evidence, sample: int) -> str:
 
 
 def nonfinite_batch(evidence: Evidence) -> Diagnosis | None:
-    """Every layer from the last one back is non-finite and the parameters are not: the forward or the loss was not
-    finite already, by the batch or by an operation."""
+    """The loss is not finite, or every layer from the last one back, and the parameters are: the forward or the loss
+    was not finite already, by the batch or by an operation."""
     sample = evidence.first_bad
     if sample is None or evidence.is_broken(sample) or evidence.growth is not None:
         return None
     bad_L = evidence.layers.by_module.num_nonfinite[sample] > 0
     present = np.flatnonzero(~np.isnan(evidence.layers.by_module.num_elements[sample]))
-    if not bad_L[present].all():
+    if not bad_L[present].all() and not evidence.has_bad_loss(sample):
         return None
     before = evidence.log_norm_N[evidence.clean < sample][-16:]
     norms = (
@@ -73,7 +73,8 @@ def nonfinite_batch(evidence: Evidence) -> Diagnosis | None:
         if len(before)
         else ""
     )
-    words = f"at step {evidence.step(sample)} every layer is non-finite{norms}{evidence.note_of(sample)}"
+    what = "every layer" if bad_L[present].all() else "the loss"
+    words = f"at step {evidence.step(sample)} {what} is non-finite{norms}{evidence.note_of(sample)}"
     remedy = (
         "look at the inputs, the labels and the loss of this step (log 0, division by 0, an exponential): "
         + _against_a_bad_batch(evidence, sample)
@@ -147,7 +148,7 @@ def invalid_operation(evidence: Evidence) -> Diagnosis | None:
         sample = len(evidence.history) - 1
         if evidence.began_with_inf(sample):
             return None
-    if sample is None or evidence.is_broken(sample):
+    if sample is None or evidence.is_broken(sample) or evidence.has_bad_loss(sample):
         return None
     nan_L = evidence.layers.by_module.num_nonfinite[sample] > 0
     present = np.flatnonzero(~np.isnan(evidence.layers.by_module.num_elements[sample]))

@@ -7,14 +7,12 @@ from typing import Final
 import numpy as np
 
 from ..._analysis.formatting import listing, number
-from ..._measure.columns import Column
 from ...snapshot import keys
 from ..causes import DATA_SCALE, INITIALISATION, LEARNING_RATE, LOSS_SCALE, Diagnosis
-from ..evidence import Evidence
+from ..evidence import FIRST_GRADIENT, Evidence
 
 _MULTIPLIED: Final = 10.0  # times the usual loss and gradient: less may be a batch of its own kind
 _ALIKE: Final = 2.0  # between the factors of the loss and of all layers
-_FIRST_GRADIENT: Final = 10.0  # times the parameters' norm: more than ordinary inputs and losses make
 
 
 def learning_rate(evidence: Evidence) -> Diagnosis | None:
@@ -87,16 +85,15 @@ def data_scale(evidence: Evidence) -> Diagnosis | None:
     if rate is None or evidence.rate_rise or not evidence.clean.size or evidence.step(int(evidence.clean[0])) > 2:
         return None
     first = int(evidence.clean[0])
-    norm = float(evidence.history.total_grad_norm[first])
-    weights = float(np.sqrt(np.nansum(evidence.history.column(Column.PARAM_SUM_SQ)[first])))
-    if not norm > _FIRST_GRADIENT * weights > 0:
+    norm, weights = evidence.first_norms
+    if not norm > FIRST_GRADIENT * weights > 0:
         return None
     words = (
         f"the gradient of step {evidence.step(first)} had a norm of {number(norm)}, {number(norm / weights)}x the "
         "parameters', before any update"
     )
     remedy = "normalise the inputs and the targets, and take the mean in the loss"
-    return Diagnosis(DATA_SCALE, rate.confidence, words, remedy)
+    return Diagnosis(DATA_SCALE, rate.confidence + 0.03, words, remedy)  # no learning rate has made this gradient
 
 
 def loss_multiplied(evidence: Evidence) -> Diagnosis | None:
