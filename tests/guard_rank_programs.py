@@ -162,8 +162,8 @@ def over_budget(rank: int, world: int) -> dict[str, Any]:
     optimizer = OPTIMIZERS["sgd"](model.parameters())
     watcher, _ = watch(model, sample_every=None, max_overhead=1e-6, log_every=4)
     sampled: list[int] = []
-    commit = watcher._window.commit
-    watcher._window.commit = lambda sample, found: (sampled.append(sample.step), commit(sample, found))
+    commit = watcher._parts.window.commit
+    watcher._parts.window.commit = lambda sample, found: (sampled.append(sample.step), commit(sample, found))
     for step in range(24):
         optimizer.zero_grad()
         loss_of(model, batch_of(rank, step)).backward()

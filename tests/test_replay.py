@@ -217,11 +217,11 @@ def test_nothing_stays_on_the_model_and_it_can_be_copied():
     watcher = wandb_gradwatch.watch(model, sinks=[MemorySink()], guard="skip")
     twin = copy.deepcopy(model)
     functional.relu(twin(GOOD)).sum().backward()  # the copy's hooks do nothing
-    assert watcher._replay._forwards == []
+    assert watcher._parts.replay._forwards == []
     with torch.no_grad():
         model(GOOD)
     model.eval()(GOOD)
-    assert watcher._replay._forwards == []  # no part of the training
+    assert watcher._parts.replay._forwards == []  # no part of the training
     watcher.remove()
     assert not model._forward_hooks
     assert not model._forward_pre_hooks

@@ -379,7 +379,7 @@ def test_a_forked_child_trains_ends_and_watches_without_its_parents_watcher(opti
     def child():
         train(80, float("nan"))
         assert watcher.step == 12
-        assert watcher._replay is None or not watcher._replay._forwards
+        assert watcher._parts.replay is None or not watcher._parts.replay._forwards
         watcher._script_ends()
         assert not model.weight._post_accumulate_grad_hooks
         again, own_sink = watch(model)

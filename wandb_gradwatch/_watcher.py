@@ -29,7 +29,7 @@ from ._pipeline.dispatcher import Dispatcher
 from ._pipeline.overhead import Overhead
 from ._pipeline.pipeline import Pipeline
 from ._pipeline.rule_runner import RuleRunner
-from ._pipeline.saved_samples import NameMatch, load_histogram, load_samples, save_samples
+from ._pipeline.saved_state import SavedState
 from ._runtime.error_boundary import ErrorBoundary, alone, graph_is_captured
 from ._runtime.sharding import DEEPSPEED_REFUSED, has_deepspeed, rank_store, world_size
 from ._runtime.wrappers import unwrapped
@@ -43,9 +43,7 @@ logger: Final = logging.getLogger("wandb_gradwatch")
 
 # Ranks that call watch() equally often agree on the number, and with it on whose windows belong together.
 _NUMBERS: Final = itertools.count()
-
-# What a state holds.
-_OF_STATE: Final = ("sampler", "alert_manager", "guard", "said", "names", "samples", "histogram", "metrics")
+_REPLAYED: Final = {*NONFINITE_TITLES, LossScaleCollapse.title}  # after these alerts a step is run once more
 
 
 @dataclass(frozen=True)
@@ -80,20 +78,18 @@ class Watcher:
         name = str(next(_NUMBERS))
         self._registry = registry
         self._alert_manager = AlertManager(config.rules)
-        self._removed = False
-        self._is_new = True  # nothing has been delivered
+        self._removed, self._is_new = False, True  # new: nothing has been delivered
         self._boundary = ErrorBoundary(self._failed)
-        self._window = SampleBuffer(keep_newest_histogram=config.capture.cadence.keeps_newest_histogram)
+        window = SampleBuffer(keep_newest_histogram=config.capture.cadence.keeps_newest_histogram)
         self._dispatcher = Dispatcher(config.sinks, config.on_alert, to_terminal=config.to_terminal)
         kinds = {name: type(module).__name__ for model in registry.models() for name, module in model.named_modules()}
         self._rule_runner = RuleRunner(self._alert_manager, self._dispatcher, modules=kinds)
-        self._sampler = Sampler(registry, self._window, config.capture, self._boundary, self._collect)
+        self._sampler = Sampler(registry, window, config.capture, self._boundary, self._collect)
         self._parts = parts = self._sampler.parts
-        self._replay: StepReplay | None = None
         self._found: list[Alert] = []  # of replays, to be sent at the next occasion
         guarded = config.capture.guard is not None and config.capture.guard.replay
         if guarded or config.on_nonfinite == "trace":
-            self._replay = StepReplay(
+            parts.replay = StepReplay(
                 models,
                 self._operation_found,
                 parts.notices.say,
@@ -102,11 +98,11 @@ class Watcher:
                 boundary=self._boundary,
                 store=rank_store(f"{name}/replay") if world_size() > 1 else None,
             )
-        parts.replay = self._replay
-        if parts.guard is not None and guarded:
-            parts.guard.replay = self._replay
+            if parts.guard is not None and guarded:
+                parts.guard.replay = parts.replay
         overhead = Overhead(lambda: self._sampler.seconds_spent)
         self._pipeline = Pipeline(parts, self._rule_runner, self._dispatcher, overhead, name)
+        self._saved = SavedState(parts, self._pipeline, self._alert_manager, self._dispatcher)
         self._sampler.start(name)
         # The model must not be kept alive by us, nor our hooks outlive it.
         self._models = [weakref.ref(model, self._model_gone) for model in registry.models()]
@@ -270,17 +266,7 @@ class Watcher:
         The step, what was learnt about the loop, the rules' and the guard's memory, and the window that is not flushed.
         """
         self.wait()
-        guard = self._parts.guard
-        return {
-            "sampler": self._parts.schedule.state_dict(),
-            "alert_manager": self._alert_manager.state_dict(),
-            "guard": None if guard is None else guard.state_dict(),
-            "said": self._dispatcher.said,
-            "names": list(self._registry.names),
-            "samples": save_samples(self._pipeline.window),
-            "histogram": self._window.open_histogram(),
-            "metrics": self._parts.probes.state_dict(),
-        }
+        return self._saved.save()
 
     @alone
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -289,21 +275,8 @@ class Watcher:
         Raises:
             ValueError: it is something else, a whole checkpoint perhaps; nothing is changed.
         """
-        if missing := [key for key in _OF_STATE if key not in state]:
-            raise ValueError(
-                f"load_state_dict() needs what a watcher's state_dict() returned, but {missing[0]!r} is not among the "
-                f"keys {list(state)[:5]}; pass that part of the checkpoint"
-            )
-        self._sampler.load_state_dict(state["sampler"])
-        self._alert_manager.load_state_dict(state["alert_manager"])
-        self._dispatcher.do_not_repeat(state["said"])
-        self._parts.probes.load_state_dict(state["metrics"])
-        match = NameMatch.of(state["names"], self._registry.slot_of_name, len(self._registry.names))
-        if self._parts.guard is not None and state["guard"] is not None:
-            self._parts.guard.load_state_dict(state["guard"], dict(zip(match.saved, match.slots, strict=True)))
-        self._pipeline.window = load_samples(state["samples"], match)
-        histogram = state["histogram"]
-        self._window.restore_histogram(load_histogram(histogram["counts"], match), histogram["steps"])
+        self._sampler.end_rest()
+        self._saved.load(state)
 
     def _own_turn(self) -> AbstractContextManager[object]:
         """The lock of what runs `alone`. None where ranks are merged: it may wait for some that wait for this one."""
@@ -331,8 +304,8 @@ class Watcher:
     def _stop(self) -> None:
         self._removed = True
         self._sampler.stop()
-        if self._replay is not None:
-            self._replay.close()
+        if self._parts.replay is not None:
+            self._parts.replay.close()
         self._pipeline.close()
         atexit.unregister(self._script_ends)
         if self in WATCHERS:
@@ -400,13 +373,12 @@ class Watcher:
         self._boundary.seconds_spent += on_rows
         self._parts.schedule.add_rows(on_rows)
         self._say()
-        if self._is_new:
-            self._is_new = False
-            if has_deepspeed(self._registry.models()):  # since watch(), which refuses it otherwise
-                self._stop()
-                self._dispatcher.close()
-                logger.error("wandb_gradwatch has stopped watching; training goes on: %s.", DEEPSPEED_REFUSED)
-                return
+        is_new, self._is_new = self._is_new, False
+        if is_new and has_deepspeed(self._registry.models()):  # since watch(), which refuses it otherwise
+            self._stop()
+            self._dispatcher.close()
+            logger.error("wandb_gradwatch has stopped watching; training goes on: %s.", DEEPSPEED_REFUSED)
+            return
         while self._found:
             self._dispatcher.send(self._found.pop(0))
         if self._pipeline.has_any and not self._boundary.in_forked_child:
@@ -416,8 +388,8 @@ class Watcher:
                 self._parts.schedule.leave_out(self._rule_runner.pop_seconds_on_alerts())
                 self._parts.schedule.add_rows(self._pipeline.pop_seconds_on_rows())
                 titles = self._dispatcher.pop_titles()
-                if self._replay is not None and not titles.isdisjoint((*NONFINITE_TITLES, LossScaleCollapse.title)):
-                    self._replay.arm()
+                if self._parts.replay is not None and titles & _REPLAYED:
+                    self._parts.replay.arm()
                 if self._pipeline.pop_untraced():
                     self._parts.schedule.distrust_versions()
                 if self._pipeline.pop_unusual() or titles:

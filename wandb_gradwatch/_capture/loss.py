@@ -25,7 +25,7 @@ class SampleLoss:
         self._seen: Tensor | None = None  # the sum of what the sample's backwards were called on
         self._assumed: Tensor | None = None  # what that was divided by, where it is not known who steps
 
-    def see(self, root: Tensor, scale: Tensor | None, *, is_assumed: bool) -> None:
+    def see(self, root: Tensor, scale: Tensor | None, is_assumed: bool) -> None:
         """A backward of the open sample was called on this tensor of one element, a loss multiplied with the scale.
 
         That is assumed of the scaler that was used last, until the first step shows whose it is. A loss in host memory

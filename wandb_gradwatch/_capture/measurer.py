@@ -229,6 +229,12 @@ class Measurer:
         """What the loss was multiplied with for this optimizer's backward; None for nothing that is known of."""
         return self._scale_of(SCALES.scaler_of(optimizer), device)
 
+    def scale_of_backward(self, device: torch.device, slots: Iterable[int]) -> tuple[Tensor | None, bool]:
+        """What a loss was multiplied with whose backward has reached these; whether that is assumed of a scaler."""
+        owners = map(self._optimizer_registry.of_slot, slots)
+        owner = next((optimizer for optimizer in owners if optimizer is not None), None)
+        return self.loss_scale(device, owner), owner is None and SCALES.scaler_of(None) is not None
+
     def correct_scale(self, optimizer: Optimizer) -> None:
         """Undo a loss scale that was assumed before it was known who steps this optimizer."""
         if not self._assumed_scaler:

@@ -71,6 +71,11 @@ class OpenSample(ClipListener):
         if unmarked:
             self._parts.window.drop_zero_rows(unmarked)
 
+    @contained
+    def measure_inside(self, slot: int, parameter: Tensor) -> None:
+        """Measure this gradient as its parameter's hooks find it."""
+        self.measure_present([(slot, parameter)])
+
     def _measure(self, present: Sequence[Entry], *, scaled: bool = True, received_by: Optimizer | None = None) -> None:
         schedule = self._parts.schedule
         self._measurer.measure(

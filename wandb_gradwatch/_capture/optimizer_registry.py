@@ -46,7 +46,10 @@ class OptimizerRegistry:
     def known_to_follow(self, optimizer: Optimizer) -> bool | None:
         """Whether it owns anything watched; None if it is new or has changed. Asked at every step."""
         known = self._known.get(optimizer)
-        if known is None or known[1] != self._fingerprint(optimizer):
+        try:
+            if known is None or known[1] != self._fingerprint(optimizer):
+                return None
+        except Exception:  # comes again in `learn`, which is contained
             return None
         return known[0] != _NOTHING_WATCHED
 

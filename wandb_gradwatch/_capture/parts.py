@@ -64,6 +64,14 @@ class CaptureParts:
         """Whether windows are merged over the ranks; the same on each of them."""
         return self.shards.any or self.probes.need_ranks
 
+    def optimizer_found(self) -> None:
+        """An optimizer is the clock, or the user: what looked like updates by hand before it was not."""
+        if self.by_hand.possible and (taken_back := self.by_hand.exclude()):
+            self.clock.take_back(taken_back)
+            self.window.leave_out_sent(self.clock.open_step)
+            self.schedule.begin_window()
+            self.schedule.take_back(taken_back)
+
     @property
     def is_measured(self) -> bool:
         """Whether the open step's gradients are looked at: a guard judges every one."""

@@ -13,6 +13,8 @@ from typing import Final
 
 from torch.optim import Optimizer
 
+from .._runtime.error_boundary import contained
+from .open_sample import OpenSample
 from .parts import CaptureParts
 from .scaling import SCALES
 
@@ -26,10 +28,11 @@ class Resting:
 
     Args:
         parts: the capture's.
+        sample: the open one.
     """
 
-    def __init__(self, parts: CaptureParts) -> None:
-        self._parts = parts
+    def __init__(self, parts: CaptureParts, sample: OpenSample) -> None:
+        self._parts, self._sample, self.boundary = parts, sample, parts.boundary
         self._last: list[frozenset[int]] = []  # the keys of the optimizers that made the last samples
         self.rest: Rest | None = None  # while nothing is looked at
         self._wakes_at = 0  # step
@@ -84,11 +87,19 @@ class Resting:
         self._parts.boundary.seconds_spent += self._seconds_of_step or 0.0
         return self._parts.clock.step + 1 >= self._wakes_at
 
-    def end(self) -> bool:
-        """Look at everything again; whether a backward, or a reset, has come after the last step that was counted."""
+    @contained
+    def end(self, *, marks_present: bool = False) -> None:
+        """Look at everything again, if this is a rest.
+
+        Args:
+            marks_present: a backward may have come after the last step that was counted: no hook has told of it.
+        """
         rest, self.rest = self.rest, None
-        self._parts.hooks.turn(on=True)
-        return rest is not None and rest.has_new_gradients
+        if rest is not None:
+            self._parts.hooks.turn(on=True)
+            self._sample.begin()
+            if marks_present and rest.has_new_gradients:
+                self._sample.mark_present(self._parts.hook_sync.scan())
 
 
 class Rest:

@@ -11,19 +11,17 @@ The SampleClock says when a sample is complete; it is then committed to the wind
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Sequence
-from threading import get_ident
-from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .._runtime.autograd import Entry, backward_root, current_graph_task, is_called_here
+from .._runtime.autograd import Entry, backward_root, current_graph_task
 from .._runtime.error_boundary import ErrorBoundary, contained
 from .._runtime.sharding import local_part, rank, rank_store, world_size
 from .._runtime.steps import STEP_HOOKS, StepListener
+from .._runtime.training_thread import TrainingThread
 from .._transfer.sample_buffer import SampleBuffer
 from .clipping import CLIP_FUNCTIONS
 from .clock import Closed
@@ -64,19 +62,15 @@ class Sampler(StepListener, ScaleListener):
         self._deliver = deliver
         self._hooks = BackwardHooks(on_mark=self._mark, on_begin=self._backward_begins, on_end=self._backward_ended)
         self.parts = parts = CaptureParts(registry, window, config, boundary, self._hooks)
-        self._clock, self._schedule, self._guard, self._by_hand = (
-            parts.clock,
-            parts.schedule,
-            parts.guard,
-            parts.by_hand,
-        )
+        self._clock, self._schedule = parts.clock, parts.schedule
+        self._guard, self._by_hand = parts.guard, parts.by_hand
         self._timer = DeviceTimer()
         self._measurer = Measurer(window, parts.optimizers, parts.seen, config.measured, self._timer)
         self._sample = OpenSample(parts, self._measurer)
-        self._resting = Resting(parts)
+        self._resting = Resting(parts, self._sample)
         self._reached: set[int] = set()  # slots marked in the backward under way
         self._inside_backward = False
-        self._thread = get_ident()  # that trains, as far as is known
+        self._thread = TrainingThread()
         self._joining: int | None = None
         self._seconds_at_commit = 0.0
         if config.scaler is not None:
@@ -106,15 +100,10 @@ class Sampler(StepListener, ScaleListener):
         CLIP_FUNCTIONS.unsubscribe(self._sample)
         self._hooks.remove()
         if self._guard is not None:
-            if not self._trains_elsewhere:  # otherwise what a step goes without is given back after it
+            if not self._thread.is_another:  # otherwise what a step goes without is given back after it
                 self._guard.release()
             self._guard.stop_voting()
         self.parts.probes.close()
-
-    @property
-    def _trains_elsewhere(self) -> bool:
-        """Whether the thread that trains is alive, and is not this one."""
-        return self._thread != get_ident() and self._thread in sys._current_frames()
 
     # ---- marks and backwards
 
@@ -123,24 +112,18 @@ class Sampler(StepListener, ScaleListener):
             self._clock.marked.add(slot)
             self._reached.add(slot)
             if self._by_hand.inside_backward and self.parts.is_measured and parameter.grad is not None:
-                self._measure_inside(slot, parameter)
+                self._sample.measure_inside(slot, parameter)
             if self.parts.probes.look_inside_backwards and parameter.grad is not None and self._schedule.is_sampled:
-                self._gradient_arrived(slot, parameter)
+                self._gradient_arrived(slot, parameter.grad)
 
     @contained
-    def _gradient_arrived(self, slot: int, parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        self.parts.probes.gradient_arrived(self.parts.registry.names[slot], local_part(parameter.grad).detach())
-
-    @contained
-    def _measure_inside(self, slot: int, parameter: Tensor) -> None:
-        self._sample.measure_present([(slot, parameter)])
+    def _gradient_arrived(self, slot: int, gradient: Tensor) -> None:
+        self.parts.probes.gradient_arrived(self.parts.registry.names[slot], local_part(gradient).detach())
 
     @contained
     def _backward_begins(self) -> None:
         STEP_HOOKS.drop_raised()  # a step that raised must not leave us muted
-        if is_called_here():
-            self._thread = get_ident()
+        self._thread.backward_begins()
         if not self._clock.muted:
             if not self._by_hand.possible or self._by_hand.backward_begins():
                 self._reached.clear()
@@ -156,10 +139,9 @@ class Sampler(StepListener, ScaleListener):
         if self._clock.muted:
             return
         self.parts.wiring.backward_ended()
-        by_hand, step = self._by_hand, self._clock.open_step
+        by_hand, parts, step = self._by_hand, self.parts, self._clock.open_step
         was_in_hooks = by_hand.inside_backward
-        is_update = by_hand.possible and not self.parts.shards.uses_fsdp1
-        is_update = is_update and by_hand.ended_in_hooks(self._reached, step)
+        is_update = by_hand.possible and not parts.shards.uses_fsdp1 and by_hand.ended_in_hooks(self._reached, step)
         is_first_in_hooks = by_hand.inside_backward and not was_in_hooks
         if is_first_in_hooks:
             self._hooks.go_first()
@@ -171,7 +153,7 @@ class Sampler(StepListener, ScaleListener):
             by_hand.remember_parameters()
         self.parts.loss.settle()
         if self._schedule.is_sampled and (root := backward_root()) is not None:
-            self._see_loss(root)
+            self.parts.loss.see(root, *self._measurer.scale_of_backward(root.device, self._reached))
         if self.parts.is_measured and not is_first_in_hooks:  # most of it is gone, and what is left is not the whole
             # Each may be the last before the step: the last group of micro-batches may be a shorter one.
             self._sample.measure_present(self.parts.hook_sync.scan())
@@ -183,12 +165,6 @@ class Sampler(StepListener, ScaleListener):
         self.parts.wiring.without_a_step(self._clock.backwards, self._clock.open_step)
         self._deliver()
 
-    def _see_loss(self, root: Tensor) -> None:
-        owners = map(self.parts.optimizers.of_slot, self._reached)
-        owner = next((optimizer for optimizer in owners if optimizer is not None), None)
-        is_assumed = owner is None and SCALES.scaler_of(None) is not None
-        self.parts.loss.see(root, self._measurer.loss_scale(root.device, owner), is_assumed=is_assumed)
-
     def mute(self, muted: bool) -> None:
         self._clock.muted += 1 if muted else -1
 
@@ -199,29 +175,17 @@ class Sampler(StepListener, ScaleListener):
             return False
         if self._resting.passes(optimizer) or not self.follows(optimizer):
             return True
-        self._wake(marks_present=True)
+        self._resting.end(marks_present=True)
         return False
 
     def passed(self, optimizer: Optimizer) -> None:
         if self._resting.ends_sample(optimizer):
-            self._wake()
-
-    @contained
-    def _wake(self, *, marks_present: bool = False) -> None:
-        if self._resting.rest is not None:
-            is_new = self._resting.end()
-            self._sample.begin()
-            if is_new and marks_present:  # a backward has come that no hook has told of
-                self._sample.mark_present(self.parts.hook_sync.scan())
+            self._resting.end()
 
     # ---- optimizer steps
 
     def follows(self, optimizer: Optimizer) -> bool:
-        try:
-            answer = self.parts.optimizers.known_to_follow(optimizer)
-        except Exception:  # comes again below, where it is contained and reported
-            answer = None
-        if answer is not None:
+        if (answer := self.parts.optimizers.known_to_follow(optimizer)) is not None:
             return answer
         found: list[bool] = []
         self.boundary.run(lambda: found.append(self._learn(optimizer)))
@@ -230,7 +194,7 @@ class Sampler(StepListener, ScaleListener):
     def _learn(self, optimizer: Optimizer) -> bool:
         follows = self.parts.optimizers.learn(optimizer)
         if follows:
-            self._wake(marks_present=True)
+            self._resting.end(marks_present=True)
             self.parts.hook_sync.scan()
         elif self._by_hand.possible and self._clock.marked:
             self.parts.wiring.stepped_without_the_model(optimizer, self._clock.open_step)
@@ -241,7 +205,7 @@ class Sampler(StepListener, ScaleListener):
 
     @contained
     def before_closure(self, optimizer: Optimizer) -> None:
-        self._optimizer_found()
+        self.parts.optimizer_found()
         self._commit(self._clock.step_begins(self.parts.optimizers.key(optimizer)))
 
     def before_step(self, optimizer: Optimizer, *, inside_backward: bool) -> None:
@@ -253,7 +217,7 @@ class Sampler(StepListener, ScaleListener):
 
     @contained
     def _before_step(self, optimizer: Optimizer, inside_backward: bool) -> None:
-        self._optimizer_found()
+        self.parts.optimizer_found()
         SCALES.note_step(optimizer)
         if SCALES.scaler_of(optimizer) is None:
             self.parts.loss.no_scaler_steps(self._measurer.scale_by_hand)
@@ -262,7 +226,7 @@ class Sampler(StepListener, ScaleListener):
             self._hooks.arm(current_graph_task())
         self._commit(self._clock.step_begins(key))
         if not inside_backward:
-            self._thread = get_ident()
+            self._thread.step_begins()
             if self.parts.replay is not None:
                 self.parts.replay.ask()
             self._deliver()
@@ -308,9 +272,9 @@ class Sampler(StepListener, ScaleListener):
     def step_skipped(self, optimizer: Optimizer) -> None:
         if self._resting.rest is not None:
             if self._resting.ends_sample(optimizer, skipped=True):
-                self._wake()
+                self._resting.end()
         else:
-            self._optimizer_found()
+            self.parts.optimizer_found()
             if self.parts.replay is not None:
                 self.parts.replay.step_skipped()
             key = self.parts.optimizers.key(optimizer)
@@ -360,25 +324,16 @@ class Sampler(StepListener, ScaleListener):
 
     def mark_step(self) -> None:
         """The user says that an update has been made."""
-        self._wake()
-        self._optimizer_found()
+        self._resting.end()
+        self.parts.optimizer_found()
         self._sample.updated_by_hand(self.parts.registry.scan())
         self._commit(self._clock.update())
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from the schedule's `state_dict()`."""
-        self._wake()
-        self._schedule.load_state_dict(state)
+    def end_rest(self) -> None:
+        """What is known of the steps to come changes."""
+        self._resting.end()
 
     # ---- updates without an optimizer
-
-    def _optimizer_found(self) -> None:
-        """An optimizer is the clock: what looked like updates by hand before it was not."""
-        if self._by_hand.possible and (taken_back := self._by_hand.exclude()):
-            self._clock.take_back(taken_back)
-            self.parts.window.leave_out_sent(self._clock.open_step)
-            self._schedule.begin_window()
-            self._schedule.take_back(taken_back)
 
     def _close_update_by_hand(self, entries: Sequence[Entry] = ()) -> None:
         """Args: entries: whose gradients are still there as the update has used them."""
@@ -394,9 +349,9 @@ class Sampler(StepListener, ScaleListener):
         Args:
             final: nothing comes any more: without any optimizer the last backward was for an update by hand.
         """
-        if (final or not self._trains_elsewhere) and (closed := self._clock.close()):
+        if (final or not self._thread.is_another) and (closed := self._clock.close()):
             self._commit(closed)
-        elif self._trains_elsewhere:
+        elif self._thread.is_another:
             return  # not even looking at a gradient is safe while that thread may write to it, or reset it
         elif self._by_hand.possible and self._clock.backwards and (final or self._by_hand.has_updated()):
             self._close_update_by_hand(self.parts.registry.scan())
