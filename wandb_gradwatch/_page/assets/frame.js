@@ -30,7 +30,11 @@ class Frame {
       leave: () => this.leave(),
     });
     this.canvas.addEventListener("click", (event) => event.pointerType === "touch" && this.click(this.place(event)));
-    onWidth(this.wrap, () => this.draw());
+    this.width = this.wrap.clientWidth;
+    onWidth(this.wrap, (width) => {
+      this.width = width;
+      this.draw();
+    });
     on("range", () => this.draw());
     on("axis", () => this.draw());
     on("step", (source) => source === this || this.drawOverlay());
@@ -44,7 +48,7 @@ class Frame {
   }
 
   draw() {
-    const width = this.wrap.clientWidth;
+    const width = this.width;
     if (width === 0) return;
     const height = this.owner.height(width);
     const ratio = devicePixelRatio;

@@ -72,10 +72,12 @@ class LayerHeatmap {
     this.matrix = this.source.matrix();
     const bad = this.source.bad();
     this.painted = this.source.painted?.() ?? this.matrix;
-    this.codes = this.painted.codes;
-    if (bad !== undefined && bad !== this.matrix) {
-      this.codes = this.codes.map((code, cell) => (bad.codes[cell] > CODE_ZERO ? CODE_INFINITE : code));
+    if (this.painted.shown === undefined) {
+      this.painted.shown = this.painted.codes.slice();
+      const marked = bad !== undefined && bad !== this.matrix ? bad.codes.length : 0;
+      for (let cell = 0; cell < marked; cell++) if (bad.codes[cell] > CODE_ZERO) this.painted.shown[cell] = CODE_INFINITE;
     }
+    this.codes = this.painted.shown;
     this.scale = colourScale(this.painted);
     this.palette = paletteOf(this.painted, this.scale);
     drawScale(this.legendHost, this.scale);
@@ -218,16 +220,28 @@ function colourScale(matrix) {
   const { meaning } = matrix;
   if (meaning.colours === "share") return { ...meaning, linear: true, low: 0, high: 1 };
   if (matrix.even) return evenScale(matrix);
-  const present = matrix.codes.filter((code) => code >= CODE_FIRST && code < CODE_INFINITE).sort();
-  if (present.length === 0) return { ...meaning, linear: false, low: 0.1, high: 1, empty: true };
-  let low = matrix.valueOf(present[Math.floor(0.01 * (present.length - 1))]);
-  let high = matrix.valueOf(present[Math.ceil(0.99 * (present.length - 1))]);
+  const middle = middleCodes(matrix);
+  if (middle === null) return { ...meaning, linear: false, low: 0.1, high: 1, empty: true };
+  let [low, high] = middle.map((code) => matrix.valueOf(code));
   if (meaning.centre !== undefined) {
     const reach = Math.max(high / meaning.centre, meaning.centre / low, 10);
     [low, high] = [meaning.centre / reach, meaning.centre * reach];
   }
   if (high < low * 1.5) [low, high] = [low / 1.5, high * 1.5];
   return { ...meaning, linear: false, low, high };
+}
+
+// The codes between which the middle 98 % of the numbers lie, by counting; null where there is no number.
+function middleCodes({ codes }) {
+  const counts = new Uint32Array(CODE_INFINITE + 1);
+  for (let cell = 0; cell < codes.length; cell++) counts[codes[cell]]++;
+  const total = codes.length - counts[CODE_MISSING] - counts[CODE_ZERO] - counts[CODE_INFINITE];
+  const codeAt = (place) => {
+    let code = CODE_FIRST;
+    for (let passed = counts[code]; passed <= place; passed += counts[++code]);
+    return code;
+  };
+  return total ? [codeAt(Math.floor(0.01 * (total - 1))), codeAt(Math.ceil(0.99 * (total - 1)))] : null;
 }
 
 // Values of both signs: even, and as far below 0 as above it, to the middle 98 %.
@@ -245,8 +259,13 @@ function paletteOf(matrix, scale) {
   const anchors = gradient(scale.colours);
   const palette = new Uint32Array(CODE_INFINITE + 1);
   const shades = Array.from({ length: 256 }, (_, shade) => packColour(colourAt(anchors, shade / 255)));
+  // Codes and scale are both logarithmic, or both even: then places are even, too.
+  const start = placeOn(scale, matrix.valueOf(CODE_FIRST));
+  const across = placeOn(scale, matrix.valueOf(CODE_FIRST + 1)) - start;
+  const isEven = Boolean(scale.linear) === matrix.even;
   for (let code = CODE_FIRST; code < CODE_INFINITE; code++) {
-    palette[code] = shades[Math.round(255 * clamp(placeOn(scale, matrix.valueOf(code)), 0, 1))];
+    const place = isEven ? start + across * (code - CODE_FIRST) : placeOn(scale, matrix.valueOf(code));
+    palette[code] = shades[Math.round(255 * clamp(place, 0, 1))];
   }
   palette[CODE_MISSING] = packHex(colour("missing"));
   palette[CODE_ZERO] = scale.linear ? shades[0] : packHex(colour("zero"));

@@ -40,7 +40,8 @@ function layersCard() {
   let heatmap = null;
   let sorted = false;
   const order = () => {
-    const found = (sorted ? byInterest() : run.names.map((_, name) => name)).filter((name) => matcher(search.value)(run.names[name]));
+    const matches = matcher(search.value);
+    const found = (sorted ? byInterest() : run.names.map((_, name) => name)).filter((name) => matches(run.names[name]));
     count.textContent = found.length === run.names.length ? plural(found.length, "layer") : `${found.length} of ${plural(run.names.length, "layer")}`;
     heatmap?.setOrder(found);
   };

@@ -62,7 +62,7 @@ class LineChart {
     // uPlot's own ticks end at 1e32, and with them the whole axis: a training that diverges goes on beyond.
     const splits = (plot, axis, low, high) => (this.log ? logTicks(low, high) : linearTicks(low, high, this.height / 40));
     return {
-      width: this.plotHost.clientWidth || 300,
+      width: this.plot?.width || this.plotHost.clientWidth || 300,
       height: this.height,
       legend: { show: false },
       padding: [18, 22, 0, 0],

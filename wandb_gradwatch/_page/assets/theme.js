@@ -19,8 +19,13 @@ function isDark() {
   return chosenTheme === null ? darkByDefault.matches : chosenTheme === "dark";
 }
 
-function applyTheme() {
+function showTheme() {
   document.documentElement.dataset.theme = isDark() ? "dark" : "light";
+  knownColours.clear();
+}
+
+function applyTheme() {
+  showTheme();
   for (const listener of themeListeners) listener();
 }
 
@@ -35,11 +40,16 @@ function onTheme(listener) {
 }
 
 darkByDefault.addEventListener("change", applyTheme);
-document.documentElement.dataset.theme = isDark() ? "dark" : "light";
+
+// Kept until the theme changes: each look at a computed style makes the browser lay the page out anew.
+const knownColours = new Map();
 
 function colour(name) {
-  return getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
+  if (!knownColours.has(name)) knownColours.set(name, getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim());
+  return knownColours.get(name);
 }
+
+showTheme();
 
 function lineColour(index) {
   const palette = isDark() ? LINES_DARK : LINES_LIGHT;

@@ -60,17 +60,33 @@ function inRanges(nodes) {
   return ranges;
 }
 
-// The largest code of the names in each of some columns, and over all; whether any of their elements was NaN or infinite.
+// The largest code of one name in each of some columns, and whether any of its elements was NaN or infinite. Kept: branches
+// ask for the same names again.
+function extremesOfName(name, matrix, width) {
+  matrix.extremes ??= new Map();
+  if (matrix.extremes.has(name)) return matrix.extremes.get(name);
+  const codes = matrix.codes.subarray(name * matrix.numColumns, (name + 1) * matrix.numColumns);
+  const bad = run.matrices.get("num_nonfinite")?.codes.subarray(name * matrix.numColumns, (name + 1) * matrix.numColumns);
+  const columns = new Uint16Array(Math.min(width, matrix.numColumns));
+  const broken = new Uint8Array(columns.length);
+  for (let column = 0; column < codes.length; column++) {
+    const place = Math.floor((column * columns.length) / codes.length);
+    if (codes[column] > columns[place]) columns[place] = codes[column];
+    if (bad !== undefined && bad[column] > CODE_ZERO) broken[place] = 1;
+  }
+  matrix.extremes.set(name, { columns, broken });
+  return { columns, broken };
+}
+
+// The same of several, and over all columns.
 function extremesOf(names, matrix, width) {
-  const bad = run.matrices.get("num_nonfinite");
   const columns = new Uint16Array(Math.min(width, matrix.numColumns));
   const broken = new Uint8Array(columns.length);
   for (const name of names) {
-    for (let column = 0; column < matrix.numColumns; column++) {
-      const cell = name * matrix.numColumns + column;
-      const place = Math.floor((column * columns.length) / matrix.numColumns);
-      columns[place] = Math.max(columns[place], matrix.codes[cell]);
-      if (bad?.codes[cell] > CODE_ZERO) broken[place] = 1;
+    const one = extremesOfName(name, matrix, width);
+    for (let place = 0; place < columns.length; place++) {
+      if (one.columns[place] > columns[place]) columns[place] = one.columns[place];
+      broken[place] |= one.broken[place];
     }
   }
   return { columns, broken, worst: Math.max(CODE_MISSING, ...columns) };

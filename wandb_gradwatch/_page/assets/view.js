@@ -89,7 +89,7 @@ function resetView() {
   view.step = null;
   view.axis = content.axes.find(({ label }) => label === before.axis) ?? STEP_AXIS;
   chosenTheme = before.theme ?? null;
-  document.documentElement.dataset.theme = isDark() ? "dark" : "light";
+  showTheme();
   const known = (before.chosen ?? []).map((name) => run.names.indexOf(name)).filter((name) => name >= 0);
   view.metric = run.matrices.has(before.metric) ? before.metric : METRIC_ORDER.find((key) => run.matrices.has(key)) ?? null;
   view.byValue = before.byValue === true;
