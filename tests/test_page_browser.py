@@ -894,7 +894,7 @@ def test_a_page_follows_its_run_in_place(browser: Any, history: RunHistory) -> N
         assert search.evaluate("node => node === document.activeElement")
         assert page.locator("#lines .legend-label").all_inner_texts() == chosen
         assert page.locator("#norm button[aria-pressed=true]").first.inner_text() == "Linear"
-        assert at_the_top.bounding_box()["y"] == pytest.approx(top, abs=80)  # or a caption more above it
+        assert at_the_top.bounding_box()["y"] == pytest.approx(top, abs=2)
         server.update(history)
         page.clock.run_for(4000)
         page.locator("html[data-version='3']").wait_for(state="attached")
