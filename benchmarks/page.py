@@ -7,7 +7,6 @@ made-up run of 1,000 layers and 5,000 rows. It needs playwright and a chromium.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import struct
 import subprocess
@@ -36,6 +35,12 @@ from .screenshots import chromium, many_layers
 PAGE: Final = Path(__file__).parents[1] / "docs" / "page.md"
 GOAL_MS: Final = 200
 ROUNDS: Final = 6  # even: what is switched is switched back
+WRAPPED: Final = """
+import resource, subprocess, sys
+subprocess.run(sys.argv[1:], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+used = resource.getrusage(resource.RUSAGE_CHILDREN)
+print(used.ru_utime + used.ru_stime, used.ru_maxrss / 1e3)
+"""  # in a small process: what is started begins with the memory of who starts it
 READ: Final = "import sys; from wandb_gradwatch._page.read import read_run; read_run(sys.argv[1])"
 
 # What a person does: the words, and what does it in the page. `round` counts from 0; `all` and `one` find elements.
@@ -172,11 +177,9 @@ def write_record(file: Any, record: bytes) -> None:
 
 def spent(command: list[str]) -> tuple[float, float]:
     """Processor seconds and peak memory, in MB, of a command and what it starts."""
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    _, status, usage = os.wait4(process.pid, 0)
-    if status:
-        raise RuntimeError(f"{command} ended with {status}")
-    return usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1e3
+    told = subprocess.run([sys.executable, "-c", WRAPPED, *command], check=True, capture_output=True, text=True)
+    seconds, megabytes = map(float, told.stdout.split())
+    return seconds, megabytes
 
 
 def measure_reading(run: Path, folder: Path, megabytes: float) -> list[dict[str, float]]:

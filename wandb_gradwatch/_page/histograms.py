@@ -12,6 +12,7 @@ from .history import HistogramSeries
 # H histograms of one name, B bins
 
 NUM_DISPLAY_BINS: Final = 65  # as many as our rows have, zero in the middle one: those stay as they are
+_PLACES: Final = np.arange(NUM_DISPLAY_BINS + 1.0)
 MAX_STORED: Final = 200_000  # histograms over all names: about 60 MB
 
 _Stored = tuple[int, float, float, FloatArray]
@@ -75,12 +76,14 @@ def resample(edges: object, counts: object) -> tuple[float, float, FloatArray] |
     if not (np.isfinite(edge).all() and np.isfinite(count).all()):
         return None
     low, high = float(edge[0]), float(edge[-1])
+    if len(count) == NUM_DISPLAY_BINS and low < high:
+        width = (high - low) / NUM_DISPLAY_BINS
+        if np.abs(edge - low - width * _PLACES).max() <= 1e-3 * width:
+            return low, high, count
     if low == high:
         return low, high, np.append(np.zeros(NUM_DISPLAY_BINS - 1), count.sum())
     if not (np.diff(edge) > 0).all():
         return None
-    if len(count) == NUM_DISPLAY_BINS and np.allclose(np.diff(edge), (high - low) / NUM_DISPLAY_BINS, rtol=1e-3):
-        return low, high, count
     cumulative = np.concatenate([[0.0], np.cumsum(count)])
     new_edges = np.linspace(low, high, NUM_DISPLAY_BINS + 1)
     return low, high, np.diff(np.interp(new_edges, edge, cumulative))

@@ -7,6 +7,7 @@ import os
 import re
 from array import array
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -109,6 +110,7 @@ class RunReader:
         self._last_step: int | None = None
         self._table_path: str | None = None
         self._histograms = HistogramCollector()
+        self._is_ours = cache(keys.is_ours)  # the same keys in every row
         self._rows = RowColumns()  # ours, by the sample's step
         self._own = OwnColumns()  # the user's, by W&B's step
         self._placed = (array("q"), array("q"))  # W&B's step of every row of ours, and the sample's step
@@ -161,7 +163,7 @@ class RunReader:
         self._rows.begin(step, _finite(row.get("_timestamp")))
         for key, value in row.items():
             if _is_number(value):
-                if keys.is_ours(key):
+                if self._is_ours(key):
                     self._rows.add(key, value)
             elif value == "histogram" and key.endswith("._type"):
                 stem = key.removesuffix("._type")
@@ -170,9 +172,10 @@ class RunReader:
 
     def _take_own(self, row: dict[str, Any], placed_at: int) -> None:
         for key, value in row.items():
-            # What W&B adds, and the sizes of tables and pictures, are no metrics.
-            is_metric = not key.startswith("_") and f"{key.rpartition('.')[0]}._type" not in row
-            if is_metric and _is_number(value) and not keys.is_ours(key):
+            if not _is_number(value) or self._is_ours(key) or key.startswith("_"):
+                continue
+            # The sizes of tables and pictures are no metrics.
+            if "." not in key or f"{key.rpartition('.')[0]}._type" not in row:
                 self._own.add(key, placed_at, value)
 
     def take_alert(self, title: str, text: str, level: str) -> None:

@@ -123,7 +123,8 @@ def _varint(data: bytes, place: int) -> tuple[int, int]:
 def scalars_of(record: Any) -> Iterator[tuple[str, Any]]:
     """Yield the keys of a row with their values, numbers as float; nested keys are joined by dots."""
     for item in record.history.item:
-        key, text = item.key or ".".join(item.nested_key), item.value_json
+        nested, text = item.nested_key, item.value_json
+        key = item.key or (nested[0] if len(nested) == 1 else ".".join(nested))
         first = text[:1]
         if first and first in "-0123456789NI":  # W&B writes NaN and Infinity
             yield key, float(text)
