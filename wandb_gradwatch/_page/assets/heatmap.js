@@ -33,7 +33,7 @@ function changeOf(matrix) {
       if (code >= CODE_FIRST && code < CODE_INFINITE) row[column] = clamp(code + shift, CODE_FIRST, CODE_INFINITE - 1);
     });
   }
-  const meaning = { ...matrix.meaning, long: matrix.meaning.long + ", times the layer's usual", colours: "diverging", centre: 1 };
+  const meaning = { ...matrix.meaning, long: matrix.meaning.long + ", times the layer's usual", colours: "diverging", centre: 1, reach: 100 };
   const change = { meaning, codes, start: -matrix.step * (usual - CODE_FIRST) };
   return (matrix.change = Object.assign(Object.create(matrix), change));
 }
@@ -224,7 +224,7 @@ function colourScale(matrix) {
   if (middle === null) return { ...meaning, linear: false, low: 0.1, high: 1, empty: true };
   let [low, high] = middle.map((code) => matrix.valueOf(code));
   if (meaning.centre !== undefined) {
-    const reach = Math.max(high / meaning.centre, meaning.centre / low, 10);
+    const reach = Math.max(high / meaning.centre, meaning.centre / low, meaning.reach ?? 10);
     [low, high] = [meaning.centre / reach, meaning.centre * reach];
   }
   if (high < low * 1.5) [low, high] = [low / 1.5, high * 1.5];
