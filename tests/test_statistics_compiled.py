@@ -419,6 +419,20 @@ def test_what_another_process_compiles_is_waited_for(monkeypatch: pytest.MonkeyP
     assert [one.wait() for one in waiting] == ["made", "made"]
 
 
+def test_a_process_that_was_stopped_while_it_compiles_holds_up_no_other(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fcntl = pytest.importorskip("fcntl")
+    monkeypatch.setattr(compilation_module, "_lock_file", lambda: tmp_path / "lock")
+    monkeypatch.setattr(compilation_module, "_LONGEST", 0.05)
+    compilation = Compilation(lambda: "made", cpu_compiled._say_failure)
+    with (tmp_path / "lock").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # as of another process, until the end
+        compilation.start()
+        compilation._thread.join(10)  # type: ignore[union-attr]
+        assert compilation.made == "made"
+
+
 def test_without_a_folder_for_locks_everybody_compiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(compilation_module, "_lock_file", lambda: tmp_path / "missing" / "lock")
     assert Compilation(lambda: "made", cpu_compiled._say_failure).wait() == "made"

@@ -6,6 +6,7 @@ import logging
 import os
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -15,7 +16,8 @@ logger: Final = logging.getLogger("wandb_gradwatch")
 
 Made = TypeVar("Made")
 
-_LONGEST_FORK: Final = 60.0  # seconds that a fork waits at most
+_LONGEST: Final = 60.0  # seconds that a fork waits at most, or a process for another, which may have been stopped
+_PAUSE: Final = 0.02  # seconds between two looks at what another process does
 
 
 class Compilation(Generic[Made]):
@@ -77,12 +79,13 @@ class Compilation(Generic[Made]):
     def _settle(self) -> None:
         assert self._thread is not None
         if self._thread is not threading.current_thread():
-            self._thread.join(_LONGEST_FORK)
+            self._thread.join(_LONGEST)
 
 
 @contextmanager
 def _after_other_processes() -> Iterator[None]:
     """Go on when no other process of this user on this machine is in here; those that have waited go on together."""
+    until = time.monotonic() + _LONGEST
     with ExitStack() as stack:
         try:
             import fcntl
@@ -91,7 +94,12 @@ def _after_other_processes() -> Iterator[None]:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                fcntl.flock(file, fcntl.LOCK_SH)
+                while time.monotonic() < until:
+                    try:
+                        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                        break
+                    except BlockingIOError:
+                        time.sleep(_PAUSE)
                 stack.close()
         except (ImportError, OSError) as error:  # Windows; no folder to write to, or one that knows no locks
             logger.debug("wandb_gradwatch: compiling beside other processes: %r", error)
