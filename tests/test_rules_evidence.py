@@ -311,6 +311,16 @@ def test_weights_that_all_shrink_by_the_sample_are_decayed_long_before_a_fifth_i
     assert steps(FastParameters(), together(samples)) == told
 
 
+def test_what_no_optimizer_holds_was_told_as_such_in_a_sample_that_had_all_gradients() -> None:
+    # 21 samples of everything, in one of which the fact is found, and then what nobody resets gets no gradient.
+    samples = [sample_of({"a": [1.0], "b": [1.0] if s <= 21 else None}, step=s) for s in range(1, 41)]
+    found = replace(samples[5], metrics={keys.WIRING_UNOWNED + "b": np.ones(1)})
+    for told, sixth in (([], found), (list(range(31, 41)), samples[5])):
+        check = NoGradient()
+        alerts = [alert for sample in [*samples[:5], sixth, *samples[6:]] for alert in check.check(sample)]
+        assert [alert.step for alert in alerts] == told
+
+
 def test_of_layers_that_are_cut_off_the_one_next_to_the_cut_is_named_first() -> None:
     samples = [sample_of({n: None if n < "g" else [1.0] for n in "abcdefgh"}, step=s) for s in range(1, 11)]
     (alert,) = NoGradient().check(together(samples))

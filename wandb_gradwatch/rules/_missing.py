@@ -64,12 +64,13 @@ class NoGradient:
         check_limits(self, patience=from_1, lost_patience=from_1, zero_patience=from_1)
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
-        if snapshot.present.all() and (snapshot.total_grad_norm > 0).all():  # as nearly always: no sample needs a look
+        unowned = [key for key in snapshot.metrics if key.startswith(keys.WIRING_UNOWNED)]
+        all_here = snapshot.present.all() and (snapshot.total_grad_norm > 0).all()
+        if all_here and not unowned:  # as nearly always: no sample needs a look
             self._is_often_zero |= self._num_zero > 0
             self._missing.end(snapshot.names, len(snapshot))
             self._num_zero = 0
             return
-        unowned = [key for key in snapshot.metrics if key.startswith(keys.WIRING_UNOWNED)]
         for sample, missing_P in enumerate(~snapshot.present):
             # Samples in which it was frozen do not count, once it is thawed; what no optimizer holds is told as such.
             self._unowned |= {key for key in unowned if snapshot.metrics[key][sample] > 0}
