@@ -247,6 +247,22 @@ def test_two_ranks_of_unequal_speed_sample_the_same_steps():
     assert 0.005 <= ranks[0][2][0] / (20_000 * STEP) <= LIMIT
 
 
+def test_a_run_that_goes_on_samples_every_tenth_step_until_rank_0_has_said_how_many():
+    clock = SampleClock()
+    before = Schedule(clock, Cadence(None, log_every=20), Budget(0.01)).state_dict() | {"step": 500, "num_samples": 40}
+    schedule = Schedule(clock, Cadence(None, log_every=20), Budget(0.01))
+    schedule.follow_rank_0(RankPlans(torch.distributed.HashStore(), leads=False))
+    schedule.start(0.0, 0.0)
+    schedule.load_state_dict(before)
+    sampled = []
+    for number in range(501, 541):
+        if schedule.is_sampled:
+            sampled.append(number)
+            schedule.add_sample(number, skipped=False, now=number * STEP, seconds_spent=0.0)
+        clock.step = number
+    assert len(sampled) <= 5
+
+
 def test_a_replica_goes_on_alone_where_rank_0_does_not_watch():
     plans = RankPlans(torch.distributed.HashStore(), leads=False)
     assert plans.exchange(Plan(7), must_agree=False) is None

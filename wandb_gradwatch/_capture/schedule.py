@@ -12,6 +12,7 @@ from .rank_plans import RankPlans
 # flushed one are compared by value; one difference there, and every sample is.
 _COMPARED_SAMPLES: Final = 3
 _LOOK_AHEAD: Final = 50  # steps that a function is asked about in advance
+_UNPLANNED: Final = Plan()
 
 
 class Schedule:
@@ -27,7 +28,7 @@ class Schedule:
         self._clock = clock
         self._cadence = cadence
         self._budget = budget
-        self._plan = self._own_plan = Plan()
+        self._plan = self._own_plan = _UNPLANNED
         self._ranks: RankPlans | None = None
         self._next_sample = clock.open_step  # where the budget decides
         self._last_sample = clock.step
@@ -123,7 +124,7 @@ class Schedule:
             self._own_plan = self._budget.after_sample(step, now, charged, on_rows=self._seconds_on_rows)
             if self._ranks is None:
                 self._plan = self._own_plan
-            elif self._num_samples == Budget.FIRST:
+            elif self._plan is _UNPLANNED and self._num_samples >= Budget.FIRST:  # at once where a run goes on
                 self._plan = Plan(every=Budget.FIRST)  # until rank 0 has said how many it can afford
             self._next_sample = self._plan.next_sample(step)
         self._last_sample, self._seconds_on_rows = step, 0.0
