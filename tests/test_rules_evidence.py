@@ -311,6 +311,22 @@ def test_weights_that_all_shrink_by_the_sample_are_decayed_long_before_a_fifth_i
     assert steps(FastParameters(), together(samples)) == told
 
 
+def test_many_small_parameters_of_which_one_grows_do_not_all_shrink() -> None:
+    # 9 of 40 elements: each is too small to be a weight, and all of them together lose about 3 % by the sample.
+    samples = []
+    for step in range(1, 12):
+        parameters = {f"{n}.scale": np.full(40, 0.97**step if n else 0.01 * 1.01**step) for n in range(9)}
+        samples.append(sample_of({n: np.ones(40) for n in parameters}, step=step, parameters=parameters))
+    assert steps(FastParameters(), together(samples)) == []
+
+
+@pytest.mark.parametrize("level", [90.0, -110.0])  # a loss has no scale of its own, and may be negative
+def test_a_loss_that_is_told_at_its_first_sample_is_not_falling_yet(level: float) -> None:
+    loss = np.where(np.arange(41) < 40, level + 0.01 * (np.arange(41) % 5), level + 20)
+    samples = replace(of_norms([1.0] * 41), metrics={keys.LOSS: loss})
+    assert [alert.level for alert in LossSpike(stays=1).check(samples)] == ["WARN"]
+
+
 def test_what_no_optimizer_holds_was_told_as_such_in_a_sample_that_had_all_gradients() -> None:
     # 21 samples of everything, in one of which the fact is found, and then what nobody resets gets no gradient.
     samples = [sample_of({"a": [1.0], "b": [1.0] if s <= 21 else None}, step=s) for s in range(1, 41)]

@@ -93,7 +93,7 @@ class LossSpike:
         )
         remedy = "look at what changed in the data at this step; lower the learning rate, and clip the gradients"
         half = len(self._above) // 2
-        is_falling = sum(self._above[-half:]) < sum(self._above[:half])
+        is_falling = half > 0 and sum(self._above[-half:]) < sum(self._above[:half])
         return finding(self.title, fact, "", cause, remedy, step, "INFO" if is_falling else "WARN")
 
     def state_dict(self) -> dict[str, Any]:

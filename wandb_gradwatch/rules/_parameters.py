@@ -219,8 +219,10 @@ class FastParameters:
             before_P[:] = now_P
         self._num_shrinking += 1
         is_weight_P = (snapshot.num_elements[sample] >= _MIN_WEIGHTS) & (before_P > 0)
+        if self._num_shrinking <= _SHRINK_SAMPLES or not is_weight_P.any():
+            return False
         left = (1 - _SHRINKS) ** (2 * (self._num_shrinking - 1))
-        return self._num_shrinking > _SHRINK_SAMPLES and bool((now_P[is_weight_P] < left * before_P[is_weight_P]).all())
+        return bool((now_P[is_weight_P] < left * before_P[is_weight_P]).all())
 
     def _left(self, snapshot: Snapshot, sample: int) -> float:
         """What is left of the parameters' largest norm: of those that are there from the first sample on."""
