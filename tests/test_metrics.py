@@ -13,7 +13,7 @@ from gradients import Chosen
 from metric_probes import train, values, watch
 from torch import nn
 
-from wandb_gradwatch.metrics import Activations, Metric, ModuleProbe, Updates, probes_of
+from wandb_gradwatch.metrics import Activations, Metric, ModuleProbe, NoiseScale, Updates, probes_of
 
 SGD = torch.optim.SGD
 
@@ -369,6 +369,20 @@ def test_a_parameter_without_elements_is_not_what_a_metric_is_tried_on():
     model.loss(b=[1, 3]).backward()
     SGD(model.parameters(), lr=1.0).step()
     assert values(watcher, sink)["gradient/b/largest"].tolist() == [3]
+
+
+class Forgetful(ModuleProbe):
+    """A probe of a user's, whose memory cannot be asked for."""
+
+    def state_dict(self):
+        raise KeyError("lost")
+
+
+def test_a_metric_whose_state_raises_takes_no_other_state_with_it(said):
+    model = Chosen(a=1)
+    watcher, _ = watch(model, [Forgetful(), NoiseScale()])
+    assert list(watcher.state_dict()["metrics"]) == ["NoiseScale.0"]
+    assert len([text for text in said() if "Forgetful" in text and "failed and is dropped" in text]) == 1
 
 
 class Vector(ModuleProbe):

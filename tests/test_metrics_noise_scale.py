@@ -64,6 +64,22 @@ def test_the_numbers_are_those_of_the_definition_for_every_group_and_in_examples
         np.testing.assert_allclose(found[f"noise_scale/{group}/cosine"], products / small, rtol=1e-4)
 
 
+def test_a_loss_scale_that_changes_weighs_no_sample_more_than_another() -> None:
+    gradients = np.random.default_rng(3).standard_normal((6, 2, 5)) + 2
+    expected = measured({"a": gradients})["noise_scale/total/noise_scale"]
+    model = Chosen(a=5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=65536.0)
+    watcher, sink = watch(model, [NoiseScale()], scaler=scaler)
+    for step, micros in enumerate(gradients / 2):
+        optimizer.zero_grad()
+        for micro in micros.tolist():
+            scaler.scale(model.loss(a=micro)).backward()
+        scaler.step(optimizer)
+        scaler.update(65536.0 / 64 if step == 2 else None)
+    np.testing.assert_allclose(values(watcher, sink)["noise_scale/total/noise_scale"], expected, rtol=1e-5)
+
+
 def test_a_gradient_that_is_all_noise_has_no_interval() -> None:
     found = measured({"a": np.random.default_rng(2).standard_normal((8, 2, 50))})
     assert "noise_scale/total/cosine" in found

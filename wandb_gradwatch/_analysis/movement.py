@@ -41,7 +41,7 @@ class Movement:
         self._num_broken = num_broken
         if num_broken > already:
             return math.inf
-        if not before > 0 or not after > 0 or num_steps < 1:
+        if not 0 < before < math.inf or not after > 0 or num_steps < 1:
             return math.nan
         change = math.expm1(min(0.5 * math.log(after / before) / num_steps, 700.0))
         return change if signed else abs(change)

@@ -8,6 +8,7 @@ import math
 import weakref
 from collections import Counter
 from collections.abc import Sequence
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -206,7 +207,7 @@ class OptimizerRegistry:
 def learning_rate_of(optimizer: Optimizer) -> float:
     """The largest of its groups by size; NaN where the host does not know one: for one on a device it would wait."""
     rates = [group.get("lr") for group in optimizer.param_groups]
-    here = [r for r in rates if isinstance(r, int | float) or (isinstance(r, Tensor) and r.device.type == "cpu")]
+    here = [r for r in rates if isinstance(r, Real) or (isinstance(r, Tensor) and r.device.type == "cpu")]
     return max(map(float, here), key=abs, default=math.nan)
 
 

@@ -167,7 +167,9 @@ class Probes:
 
     def state_dict(self) -> dict[str, Any]:
         """What each remembers, by its kind and the place among its kind; of those that remember nothing nothing."""
-        return {self._names[id(probe)]: state for probe in self._probes if (state := probe.state_dict())}
+        states: dict[str, Any] = {}
+        self._each(lambda probe: states.update({self._names[id(probe)]: probe.state_dict()}))
+        return {name: state for name, state in states.items() if state}
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
         """Go on from `state_dict()`; what belongs to no probe of now is left out."""

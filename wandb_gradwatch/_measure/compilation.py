@@ -91,6 +91,7 @@ def _after_other_processes() -> Iterator[None]:
             import fcntl
 
             file = stack.enter_context(_lock_file().open("a"))
+            stack.callback(fcntl.flock, file, fcntl.LOCK_UN)  # a forked child that has the file too would keep the lock
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

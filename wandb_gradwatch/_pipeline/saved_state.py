@@ -11,7 +11,7 @@ from .dispatcher import Dispatcher
 from .pipeline import Pipeline
 from .saved_samples import NameMatch, load_histogram, load_samples, save_samples
 
-_KEYS: Final = ("sampler", "alert_manager", "guard", "said", "names", "samples", "histogram")
+_KEYS: Final = ("sampler", "alert_manager", "guard", "said", "names", "samples", "histogram", "metrics")
 
 
 class SavedState:
@@ -31,7 +31,7 @@ class SavedState:
         self._alert_manager, self._dispatcher = alert_manager, dispatcher
 
     def save(self) -> dict[str, Any]:
-        """The step, what was learnt about the loop, the rules' and the guard's memory, and the window."""
+        """The step, what was learnt about the loop, the memory of rules, guard and metrics, and the window."""
         guard = self._parts.guard
         return {
             "sampler": self._parts.schedule.state_dict(),
@@ -41,6 +41,7 @@ class SavedState:
             "names": list(self._parts.registry.names),
             "samples": save_samples(self._pipeline.window),
             "histogram": self._parts.window.open_histogram(),
+            "metrics": self._parts.probes.state_dict(),
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -58,6 +59,7 @@ class SavedState:
         parts.schedule.load_state_dict(state["sampler"])
         self._alert_manager.load_state_dict(state["alert_manager"])
         self._dispatcher.do_not_repeat(state["said"])
+        parts.probes.load_state_dict(state["metrics"])
         match = NameMatch.of(state["names"], registry.slot_of_name, len(registry.names))
         if parts.guard is not None and state["guard"] is not None:
             parts.guard.load_state_dict(state["guard"], dict(zip(match.saved, match.slots, strict=True)))

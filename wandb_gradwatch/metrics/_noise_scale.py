@@ -21,7 +21,7 @@ from .._runtime.sharding import world_size
 from ..snapshot import GroupBy, group_function, keys
 from ._module_index import ModuleIndex, matcher, nothing_matches
 from ._module_probe import ModuleProbe, logger
-from ._own_gradients import OwnGradients, square_of
+from ._own_gradients import OwnGradients, square_of, unscaled
 from ._reduction import widened
 from ._shards import ProbeShards
 
@@ -106,6 +106,7 @@ class NoiseScale(ModuleProbe):
         self._squares: dict[str, Tensor] = {}  # [2] by parameter: of all increments, and of their sum
         self._own = OwnGradients()
         self._averaged: dict[str, Tensor] = {}  # by parameter that ranks replicate: the square of its gradient
+        self._inverse_scales: dict[str, Tensor | None] = {}  # of the gradients that all these are of
         self._num_backwards = 0
         self._is_due = False
         self._windows: dict[str, deque[tuple[float, float]]] = {}  # on the host, by group: tr(S) and |G|^2
@@ -146,6 +147,7 @@ class NoiseScale(ModuleProbe):
         self._shards.look()
         self._own.ended(tensors)
         self._num_backwards += 1
+        self._inverse_scales = {tensor.name: tensor.inverse_scale for tensor in tensors}
         for tensor in tensors:
             gradient = tensor.gradient
             if gradient is None or gradient.layout is not torch.strided or not self._matches(tensor.name):
@@ -174,7 +176,11 @@ class NoiseScale(ModuleProbe):
             self._say("needs steps of several micro-batches; one of a single backward has nothing to compare", "")
         if num < 2:
             return {}
-        return {f"{keys.NOISE_SCALE}/{name}": ProbeSums(of, _Squares(num), name) for name, of in squares.items()}
+        scales, meaning = self._inverse_scales, _Squares(num)
+        return {
+            f"{keys.NOISE_SCALE}/{name}": ProbeSums(unscaled(of, scales.get(name)), meaning, name)
+            for name, of in squares.items()
+        }
 
     def _of_ranks(self, averaged: Mapping[str, Tensor]) -> Mapping[str, Found]:
         own, meaning = self._own.squares(), _Squares(world_size(), of_every_rank=True)
@@ -182,7 +188,8 @@ class NoiseScale(ModuleProbe):
             return {}
         found: dict[str, Found] = {}
         for name, square in averaged.items():
-            sums = [own.get(name, torch.zeros_like(square)), square, torch.ones_like(square)]
+            squares = torch.stack([own.get(name, torch.zeros_like(square)), square])
+            sums = [*unscaled(squares, self._inverse_scales.get(name)), torch.ones_like(square)]
             found[f"{keys.NOISE_SCALE}/{name}"] = ProbeSums(torch.stack(sums), meaning, name)
         return found
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .._capture.probes import WatchedTensor
-from .._measure.elements import wide_dtype
+from .._measure.elements import onto, wide_dtype
 from ._reduction import widened
 
 
@@ -16,6 +16,11 @@ def square_of(tensor: Tensor) -> Tensor:
     """The squared norm, without an overflow of the squares."""
     norm: Tensor = torch.linalg.vector_norm(tensor, dtype=wide_dtype(tensor.device))
     return norm.square()
+
+
+def unscaled(squares: Tensor, inverse_scale: Tensor | None) -> Tensor:
+    """The squares of gradients without the loss scale that they still have; its inverse, or None."""
+    return squares if inverse_scale is None else squares * onto(inverse_scale, squares.device).square()
 
 
 class OwnGradients:

@@ -24,7 +24,7 @@ from ..rules import Rule
 from ..snapshot import keys
 from ._module_index import ModuleIndex, matcher, nothing_matches
 from ._module_probe import ModuleProbe
-from ._own_gradients import OwnGradients
+from ._own_gradients import OwnGradients, unscaled
 from ._rank_rules import RanksDisagree, SlowRank
 from ._shards import ProbeShards
 
@@ -165,7 +165,7 @@ class Ranks(ModuleProbe):
     def take(self) -> Mapping[str, Found]:
         if not self._is_due:
             return {}
-        squares = [self._unscaled(name, square) for name, square in self._own.squares().items()]
+        squares = [unscaled(square, self._inverse_scales.get(name)) for name, square in self._own.squares().items()]
         known = [*squares, *([] if self._loss is None else [self._loss]), *self._checksums]
         device = known[0].device if known else torch.device("cpu")
 
@@ -187,10 +187,6 @@ class Ranks(ModuleProbe):
 
     def _is_whole(self, name: str) -> bool:
         return self._matches(name) and self._shards.holds_whole(name)
-
-    def _unscaled(self, name: str, square: Tensor) -> Tensor:
-        inverse_scale = self._inverse_scales.get(name)
-        return square if inverse_scale is None else square * onto(inverse_scale, square.device).square()
 
     # ---- on the host
 
