@@ -13,7 +13,7 @@ from .rules import Alert, Rule, default_rules, rule
 from .sinks import ConsoleSink, MemorySink, Sink, WandbSink, WebhookSink
 from .snapshot import Snapshot
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Alert",
