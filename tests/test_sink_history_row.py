@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import wandb
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from windows import window
@@ -14,6 +15,7 @@ from windows import window
 from wandb_gradwatch._analysis.forecast import FORMATS
 from wandb_gradwatch._measure.columns import Column
 from wandb_gradwatch.sinks._history_row import HistoryRow
+from wandb_gradwatch.sinks._run_rows import TableRow
 from wandb_gradwatch.snapshot import keys
 
 FORECASTS = ("underflow_ratio", "flush_ratio", "headroom")
@@ -215,3 +217,13 @@ def test_details_by_pattern_are_those_of_the_layers_that_match() -> None:
         *("grad_mean/b/weight", "grad_mean/b/bias"),
         *("grad_max/a/weight", "grad_max/b/weight"),
     }
+
+
+def test_the_table_of_many_rows_is_the_one_that_wandb_makes_of_them_row_by_row():
+    columns = ["step", "name", "norm", "skipped"]
+    rows = [[s, f"layer{s % 3}", None if s % 5 == 0 else s / 2, s % 2 == 0] for s in range(40)]
+    (part,) = TableRow(columns, rows).parts()
+    table, expected = part[keys.FLIGHT_RECORDER], wandb.Table(columns=columns, data=rows)
+    assert (table.columns, table.data) == (expected.columns, rows)
+    assert table._column_types == expected._column_types
+    assert part[keys.STEP] == 39
