@@ -82,7 +82,7 @@ _json = click.option("--json", "json", is_flag=True, help="Print one JSON object
 @click.option("--debug", is_flag=True, envvar=DEBUG_VARIABLE, help=f"Show tracebacks (also: {DEBUG_VARIABLE}=1).")
 @click.pass_context
 def main(context: click.Context, debug: bool) -> None:
-    """See what the gradients of every layer do, in Weights & Biases."""
+    """Show what the gradients of every layer do, in Weights & Biases."""
     if os.environ.get("NO_COLOR"):
         context.color = False
 

@@ -199,7 +199,7 @@ class StepSkipping:
         """Go on from `state_dict()`.
 
         Args:
-            state: it.
+            state: what `state_dict()` returned, of this run or an earlier one.
             place: the slot now of each slot then; those of parameters that are gone are missing.
         """
         self._guard.load_state_dict(state["guard"])

@@ -98,7 +98,7 @@ class ForwardHook:
             _open_taps.add(self)
 
     def shut(self) -> None:
-        """See nothing until it is opened again."""
+        """Collect nothing until it is opened again."""
         self.is_open = False
         _open_taps.discard(self)
 

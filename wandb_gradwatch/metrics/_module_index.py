@@ -84,7 +84,7 @@ class ModuleMatcher:
             self._by_name = matcher(match, owner)
 
     def look(self, models: ModuleIndex) -> None:
-        """See which modules there are now."""
+        """Find the modules that there are now."""
         if self._class is not None:
             of_class = self._class
             self._names = frozenset(name for name, module in models.modules() if isinstance(module, of_class))
