@@ -257,7 +257,8 @@ def _say_what_was_logged(training: Training, history: RunHistory) -> None:
         )
     overhead = history.values.get(keys.OVERHEAD_RATIO, np.empty(0))
     if np.isfinite(overhead).any():
-        facts.append(("overhead", f"{overhead[np.isfinite(overhead)][-1]:.1%} of the time since watch(); here every step is measured"))
+        share = overhead[np.isfinite(overhead)][-1]
+        facts.append(("overhead", f"{share:.1%} of the time since watch(); here every step is measured"))
     click.echo()
     pairs(facts)
     title("watcher.summary()")
