@@ -6,21 +6,30 @@ from dataclasses import dataclass
 from typing import Final
 
 from .faults import FAULTS, Fault
+from .fresh_faults import faults
+from .fresh_trainings import half
 from .healthy_others import OTHERS
 from .healthy_recipes import RECIPES
 from .healthy_supervised import SUPERVISED
 from .loop import Loop
 from .unseen import UNSEEN, UNSEEN_FAULTS
 
-HEALTHY: Final = SUPERVISED | OTHERS | RECIPES | UNSEEN
+# Each second one is opened after its first run, to learn from; nobody ever looks at the others, they are sealed.
+_FRESH: Final = {"fresh trainings": half(0), "sealed trainings": half(1)}
+_FRESH_FAULTS: Final = [*faults("fresh faults", 0), *faults("sealed faults", 1)]
+
+HEALTHY: Final = SUPERVISED | OTHERS | RECIPES | UNSEEN | _FRESH
 _BUILDERS: Final = {name: make for table in HEALTHY.values() for name, make in table.items()}
 
 # Families that nobody looks at while choosing a threshold: at least a third of them, of every kind.
 KEPT_OUT_HEALTHY: Final = frozenset(
-    {"vision", "structured", "adversarial", "contrastive", "precision", "curricula", *UNSEEN}
+    {"vision", "structured", "adversarial", "contrastive", "precision", "curricula", *UNSEEN, *_FRESH}
 )
 KEPT_OUT_FAULTS: Final = frozenset(
-    {"depth", "labels", "numerics of the loss", "schedules", "attention", "batch norm", "unseen faults"}
+    {
+        *("depth", "labels", "numerics of the loss", "schedules", "attention", "batch norm"),
+        *("unseen faults", "fresh faults", "sealed faults"),
+    }
 )
 TUNING_SEEDS: Final = (0,)
 SCORING_SEEDS: Final = (1,)
@@ -59,7 +68,7 @@ CASES: Final = {
         *(Case(name, family, name) for family, table in HEALTHY.items() for name in table),
         *(
             Case(f"{fault.name} | {base}", fault.family, base, fault, layer)
-            for fault in [*FAULTS, *UNSEEN_FAULTS]
+            for fault in [*FAULTS, *UNSEEN_FAULTS, *_FRESH_FAULTS]
             for base, layer in fault.on.items()
         ),
     ]

@@ -1,0 +1,580 @@
+"""Healthy trainings of kinds that no other file of the zoo has: written before any of them was run under `watch`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils import prune
+from torch.utils.checkpoint import checkpoint
+
+from . import data
+from .healthy_others import ActorCritic, own_loss
+from .healthy_supervised import AdamW, Branches, cosine, momentum
+from .loop import Batch, Loop, descend, supervised
+from .models import Residual, Transformer, classify, conv, mlp, next_token, regress
+
+# ---- architectures
+
+
+class Scan(nn.Module):
+    """A state that each token lets fade and adds to; `growth` multiplies what is kept of it."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.gate, self.value, self.side, self.out = (nn.Linear(dim, dim) for _ in range(4))
+        self.growth = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept, value = torch.sigmoid(self.gate(x)), self.value(x)
+        state, states = torch.zeros_like(value[:, 0]), []
+        for t in range(x.shape[1]):
+            state = self.growth * kept[:, t] * state + (1 - kept[:, t]) * value[:, t]
+            states.append(state)
+        return self.out(torch.stack(states, dim=1) * functional.silu(self.side(x)))
+
+
+class Scanned(nn.Module):
+    """A language model without attention."""
+
+    def __init__(self, dim: int = 24) -> None:
+        super().__init__()
+        self.tokens, self.norm, self.head = nn.Embedding(24, dim), nn.LayerNorm(dim), nn.Linear(dim, 24)
+        self.blocks = nn.Sequential(*(Residual(nn.Sequential(nn.LayerNorm(dim), Scan(dim))) for _ in range(2)))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.norm(self.blocks(self.tokens(tokens))))
+
+
+class UNet(nn.Module):
+    """Down, up, and a shortcut between the two."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.first, self.down = nn.Conv2d(1, width, 3, padding=1), nn.Conv2d(width, 2 * width, 3, padding=1)
+        self.up, self.joined = nn.ConvTranspose2d(2 * width, width, 2, stride=2), nn.Conv2d(2 * width, width, 3, padding=1)  # fmt: skip
+        self.out = nn.Conv2d(width, 1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        fine = torch.relu(self.first(x))
+        coarse = torch.relu(self.down(functional.max_pool2d(fine, 2)))
+        return self.out(torch.relu(self.joined(torch.cat([fine, self.up(coarse)], dim=1))))
+
+
+def segment(model: nn.Module, x: Tensor, _: Tensor) -> Tensor:
+    """Where the image is bright once it is smoothed: cross-entropy and overlap."""
+    aim, out = (functional.avg_pool2d(x, 3, 1, 1) > 0).float(), model(x)
+    share = torch.sigmoid(out)
+    overlap = 2 * (share * aim).sum() / (share.sum() + aim.sum() + 1.0)
+    return functional.binary_cross_entropy_with_logits(out, aim) + 1 - overlap
+
+
+class Mixer(nn.Module):
+    """Patches that are mixed over places, then over channels."""
+
+    def __init__(self, dim: int = 24, classes: int = 4) -> None:
+        super().__init__()
+        self.patches, self.head = nn.Conv2d(1, dim, 4, stride=4), nn.Linear(dim, classes)
+        self.norms = nn.ModuleList(nn.LayerNorm(dim) for _ in range(5))
+        self.places = nn.ModuleList(mlp(16, 32, 16, act=nn.GELU) for _ in range(2))
+        self.channels = nn.ModuleList(mlp(dim, 48, dim, act=nn.GELU) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.patches(x).flatten(2).mT
+        for index in range(2):
+            x = x + self.places[index](self.norms[2 * index](x).mT).mT
+            x = x + self.channels[index](self.norms[2 * index + 1](x))
+        return self.head(self.norms[4](x).mean(dim=1))
+
+
+class Points(nn.Module):
+    """A cloud of points in any order; the largest of each feature is kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.each, self.all = mlp(3, 32, 32), mlp(32, 32, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.all(self.each(x).amax(dim=1))
+
+
+def clouds() -> data.Batches:
+    """Clouds of four shapes."""
+    shapes = torch.tensor([[1.0, 1.0, 1.0], [2.0, 0.5, 0.5], [0.5, 2.0, 0.5], [0.5, 0.5, 2.0]])
+
+    def batch(_: int) -> Batch:
+        labels = torch.randint(0, 4, (32,))
+        return torch.randn(32, 16, 3) * shapes[labels][:, None], labels
+
+    return batch
+
+
+class Pointer(nn.Module):
+    """Which of the places in a sequence is asked for."""
+
+    def __init__(self, dim: int = 24) -> None:
+        super().__init__()
+        self.memory = nn.LSTM(1, dim, batch_first=True, bidirectional=True)
+        self.keys, self.query, self.score = nn.Linear(2 * dim, dim), nn.Linear(2 * dim, dim), nn.Linear(dim, 1, bias=False)  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        states = self.memory(x)[0]
+        return self.score(torch.tanh(self.keys(states) + self.query(states[:, -1:])))[..., 0]
+
+
+def largest(_: int) -> Batch:
+    x = torch.randn(32, 8, 1)
+    return x, x[..., 0].argmax(dim=1)
+
+
+class Hyper(nn.Module):
+    """One network writes the weights of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writer = mlp(4, 32, 16 * 4 + 16 + 16)
+
+    def forward(self, x: Tensor, task: Tensor) -> Tensor:
+        inner, bias, outer = self.writer(task).split([64, 16, 16], dim=1)
+        hidden = torch.relu(torch.einsum("nij,nj->ni", inner.view(-1, 16, 4), x) + bias)
+        return (hidden * outer).sum(dim=1) / 4
+
+
+def in_tasks(_: int) -> Batch:
+    x, task = torch.randn(32, 4), torch.randn(32, 4)
+    return x, task, torch.tanh((x * task).sum(dim=1))
+
+
+def for_tasks(model: nn.Module, x: Tensor, task: Tensor, y: Tensor) -> Tensor:
+    return functional.mse_loss(model(x, task), y)
+
+
+class Remembering(nn.Module):
+    """A transformer that also attends to the segment before; of that, nothing is differentiated."""
+
+    def __init__(self, dim: int = 24) -> None:
+        super().__init__()
+        self.tokens, self.norm, self.head = nn.Embedding(24, dim), nn.LayerNorm(dim), nn.Linear(dim, 24)
+        self.queries, self.keys, self.values, self.out = (nn.Linear(dim, dim) for _ in range(4))
+        self.mlp = mlp(dim, 48, dim, act=nn.GELU)
+        self.before: Tensor | None = None
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        seen = x if self.before is None else torch.cat([self.before, x], dim=1)
+        self.before = x.detach()
+        hidden = torch.ones(x.shape[1], seen.shape[1]).triu(1 + seen.shape[1] - x.shape[1]).bool()
+        logits = self.queries(self.norm(x)) @ self.keys(self.norm(seen)).mT / x.shape[2] ** 0.5
+        x = x + self.out(logits.masked_fill(hidden, float("-inf")).softmax(dim=-1) @ self.values(self.norm(seen)))
+        return self.head(self.norm(x + self.mlp(self.norm(x))))
+
+
+def streams(size: int = 8, length: int = 16) -> data.Batches:
+    """Text that goes on from batch to batch."""
+    x, y = data.sentences(size, length=length * 240)(0)
+    return lambda step: (x[:, (at := length * ((step - 1) % 240)) : at + length], y[:, at : at + length])
+
+
+class Carried(nn.Module):
+    """An LSTM whose last state begins the next batch."""
+
+    def __init__(self, dim: int = 24) -> None:
+        super().__init__()
+        self.tokens, self.memory, self.head = nn.Embedding(24, 16), nn.LSTM(16, dim, batch_first=True), nn.Linear(dim, 24)  # fmt: skip
+        self.state: tuple[Tensor, ...] | None = None
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        states, last = self.memory(self.tokens(tokens), self.state)
+        self.state = tuple(part.detach() for part in last)
+        return self.head(states)
+
+
+class Operator(nn.Module):
+    """A map of functions, in frequencies: complex weights."""
+
+    def __init__(self, width: int = 8, modes: int = 8) -> None:
+        super().__init__()
+        self.lift, self.lower, self.modes = nn.Linear(1, width), nn.Linear(width, 1), modes
+        self.waves = nn.ParameterList(torch.randn(modes, width, width, dtype=torch.cfloat) / width for _ in range(2))
+        self.local = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.lift(x)
+        for waves, local in zip(self.waves, self.local, strict=True):
+            spectrum = torch.fft.rfft(x, dim=1)[:, : self.modes]
+            mixed = torch.einsum("nkc,kcd->nkd", spectrum, waves)
+            x = functional.gelu(torch.fft.irfft(mixed, n=x.shape[1], dim=1) + local(x))
+        return self.lower(x)
+
+
+def shifted(_: int) -> Batch:
+    """Smooth functions, and the same ones moved and squared."""
+    at = torch.linspace(0, 2 * torch.pi, 33)[:-1]
+    x = sum(torch.randn(16, 1) * torch.sin(k * at + 6 * torch.rand(16, 1)) / k for k in range(1, 5))[..., None]
+    return x, 0.5 * x.roll(4, dims=1) ** 2
+
+
+class Equilibrium(nn.Module):
+    """A layer is applied until nothing changes; only the last time is differentiated."""
+
+    def __init__(self, dim: int = 24) -> None:
+        super().__init__()
+        self.inner, self.inputs, self.head = nn.Linear(dim, dim), nn.Linear(12, dim), nn.Linear(dim, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = self.inputs(x)
+        with torch.no_grad():
+            state = torch.zeros_like(given)
+            for _ in range(15):
+                state = torch.tanh(self.inner(state) + given)
+        return self.head(torch.tanh(self.inner(state) + given))
+
+
+class _Spike(torch.autograd.Function):
+    @staticmethod
+    def forward(context: object, x: Tensor) -> Tensor:
+        context.save_for_backward(x)  # type: ignore[attr-defined]
+        return (x > 0).float()
+
+    @staticmethod
+    def backward(context: object, grad: Tensor) -> Tensor:  # type: ignore[override]
+        (x,) = context.saved_tensors  # type: ignore[attr-defined]
+        return grad / (1 + 5 * x.abs()) ** 2
+
+
+class Spiking(nn.Module):
+    """Neurons that leak and fire over eight steps; a smooth slope stands for the jump."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(12, 48), nn.Linear(48, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        current, charge, total = self.inner(x), torch.zeros(len(x), 48), torch.zeros(len(x), 4)
+        for _ in range(8):
+            charge = 0.8 * charge + current
+            fired = _Spike.apply(charge - 1.0)
+            charge, total = charge - fired, total + self.outer(fired)
+        return total / 8
+
+
+def mixture(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Three normal densities, their shares, means and widths."""
+    share, mean, width = model(x).chunk(3, dim=1)
+    width = width.clamp(min=-4.0)
+    log_p = share.log_softmax(dim=1) - 0.5 * ((y - mean) * torch.exp(-width)) ** 2 - width
+    return -log_p.logsumexp(dim=1).mean()
+
+
+def annealed() -> Loop:
+    """An autoencoder whose codes are drawn, ever more sharply."""
+    model, heat = nn.ModuleDict({"encoder": mlp(12, 32, 16), "decoder": mlp(16, 32, 12)}), [2.0]
+
+    def loss(model: nn.Module, x: Tensor, _: Tensor) -> Tensor:
+        code = functional.gumbel_softmax(model["encoder"](x), tau=heat[0])
+        return functional.mse_loss(model["decoder"](code), x)
+
+    cool = lambda loop, step: heat.__setitem__(0, max(0.3, 2.0 * 0.99**step))  # noqa: E731
+    return supervised(model, data.blobs(), loss, lr=3e-3, before=[cool])
+
+
+# ---- recipes
+
+
+class TrustRatio(torch.optim.Optimizer):
+    """LAMB: Adam's update, made as long as the parameter."""
+
+    def __init__(self, parameters: object, lr: float = 0.01) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                first = state.setdefault("first", torch.zeros_like(parameter)).lerp_(parameter.grad, 0.1)
+                second = state.setdefault("second", torch.zeros_like(parameter)).lerp_(parameter.grad**2, 0.01)
+                update = first / (second.sqrt() + 1e-6) + 0.01 * parameter
+                sizes = parameter.norm(), update.norm()
+                trust = (sizes[0] / sizes[1]).clamp(max=10.0) if min(sizes) > 0 else torch.ones(())
+                parameter.sub_(group["lr"] * trust * update)
+
+
+def whole() -> Loop:
+    """Rprop on all of the data at once."""
+    x = torch.randn(256, 8)
+    y = torch.sin(x @ torch.randn(8, 1) / 2)
+    return supervised(mlp(8, 24, 1, act=nn.Tanh), lambda _: (x, y), regress, optimizer=torch.optim.Rprop, lr=1e-3)
+
+
+def averaged() -> Loop:
+    """Every 40 steps the average of the weights is put in for an evaluation, and taken out again."""
+    model = conv()
+    mean, batch = copy.deepcopy(model), data.images(noise=1.5)
+
+    @torch.no_grad()
+    def evaluate(loop: Loop, step: int) -> None:
+        for slow, fast in zip(mean.parameters(), model.parameters(), strict=True):
+            slow.lerp_(fast, 0.05)
+        if step % 40 == 0:
+            own = copy.deepcopy(model.state_dict())
+            model.load_state_dict(mean.state_dict())
+            model(batch(step)[0])
+            model.load_state_dict(own)
+
+    return supervised(model, batch, classify, optimizer=momentum, lr=0.02, after=[evaluate])
+
+
+class Skipped(Residual):
+    """x + f(x), or, three times in ten, x alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if torch.rand(()) < 0.3 else super().forward(x)
+
+
+def stochastic_depth() -> nn.Module:
+    return nn.Sequential(nn.Linear(12, 24), *(Skipped(mlp(24, 24, 24)) for _ in range(5)), nn.Linear(24, 4))
+
+
+def pruned() -> Loop:
+    """Half of the weights, the smallest, are taken out at step 120, and it trains on."""
+
+    def cut(loop: Loop, step: int) -> None:
+        if step == 120:
+            for index in (0, 2):
+                prune.l1_unstructured(loop.model[index], "weight", 0.5)  # type: ignore[index]
+
+    return supervised(mlp(12, 48, 48, 4), data.blobs(), classify, lr=3e-3, before=[cut])
+
+
+class Rounded(nn.Linear):
+    """Weights of 15 levels; the gradient passes straight through the rounding."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        unit = self.weight.detach().abs().amax() / 7
+        levels = (self.weight / unit).round() * unit
+        return functional.linear(x, self.weight + (levels - self.weight).detach(), self.bias)
+
+
+class Recomputed(Transformer):
+    """Activations of the blocks are computed again in the backward."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1]))
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(self.norm(x))
+
+
+def grokking() -> Loop:
+    """Sums modulo 23, a third of them known, with the decay of 1 that makes it generalise."""
+    a, b = torch.meshgrid(torch.arange(23), torch.arange(23), indexing="ij")
+    known = torch.randperm(23 * 23)[:180]
+    x, y = torch.stack([a.flatten(), b.flatten()], dim=1)[known], ((a + b) % 23).flatten()[known]
+    model = nn.Sequential(nn.Embedding(23, 24), nn.Flatten(), mlp(48, 96, 23))
+    make = lambda parameters, lr: AdamW(parameters, lr=lr, weight_decay=1.0, betas=(0.9, 0.98))  # noqa: E731
+    return supervised(model, lambda _: (x, y), classify, optimizer=make, lr=1e-3, steps=400)
+
+
+def noisy_weights() -> Loop:
+    """Langevin's dynamics: noise in the weights after each step."""
+
+    @torch.no_grad()
+    def shake(loop: Loop, step: int) -> None:
+        for parameter in loop.model.parameters():
+            parameter.add_(2e-3 * torch.randn_like(parameter))
+
+    return supervised(mlp(12, 32, 32, 4), data.blobs(), classify, optimizer=momentum, lr=0.02, after=[shake])
+
+
+# ---- objectives and data
+
+
+def table() -> data.Batches:
+    """Ages, incomes, years and flags as they come; the model's first layer is a batch norm."""
+    x = torch.randn(2048, 6)
+    y = torch.sin(x[:, :1]) + x[:, 1:2] * x[:, 2:3]
+    return data.drawn(x * torch.tensor([15.0, 3e4, 4.0, 0.4, 1e3, 1.0]) + torch.tensor([40.0, 5e4, 2005, 0.5, 0, 0]), y)
+
+
+def epochs(size: int = 32) -> data.Batches:
+    """Ten batches of an epoch are full, the eleventh is one sample."""
+    x, y = data.blobs(321)(0)
+    order = [torch.randperm(321)]
+
+    def batch(step: int) -> Batch:
+        at = (step - 1) % 11
+        if at == 0:
+            order[0] = torch.randperm(321)
+        chosen = order[0][size * at : size * (at + 1)]
+        return x[chosen], y[chosen]
+
+    return batch
+
+
+def in_turn() -> Loop:
+    """A class at odd steps, a number ten times as large at even ones; each has its own head."""
+    classes, numbers, model = data.blobs(dim=12), data.curve(dim=12), Branches(mlp(12, 32, 32), [nn.Linear(32, 4), nn.Linear(32, 1)])  # fmt: skip
+
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        hidden = model.trunk(x)
+        if y.dim() == 1:
+            return functional.cross_entropy(model.heads[0](hidden), y)
+        return functional.mse_loss(model.heads[1](hidden), 10 * y)
+
+    return supervised(model, lambda step: (classes if step % 2 else numbers)(step), loss, lr=3e-3, steps=300)
+
+
+def boxes() -> Loop:
+    """Is something in the image, and where; in many batches nothing is, and the second head gets only zeros."""
+    model = conv(classes=3)
+
+    def batch(_: int) -> Batch:
+        there, at = torch.rand(4) < 0.15, torch.randint(0, 7, (4, 2))
+        x = 0.3 * torch.randn(4, 1, 8, 8)
+        for index in there.nonzero()[:, 0].tolist():
+            row, column = at[index].tolist()
+            x[index, 0, row : row + 2, column : column + 2] += 2.0
+        return x, torch.cat([there[:, None].float(), at / 7], dim=1)
+
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        out, there = model(x), y[:, 0]
+        where = functional.smooth_l1_loss(out[:, 1:], y[:, 1:], reduction="none").sum(dim=1)
+        found = functional.binary_cross_entropy_with_logits(out[:, 0], there)
+        return found + (there * where).sum() / there.sum().clamp(min=1)
+
+    return supervised(model, batch, loss, lr=2e-3, steps=300)
+
+
+def delayed() -> Loop:
+    """TD3: two critics at every step, the actor at every second one, targets that follow."""
+    model = nn.ModuleDict({"actor": mlp(6, 32, 2), "critics": nn.ModuleList(mlp(8, 32, 1) for _ in range(2))})
+    actor, critics = (torch.optim.Adam(model[part].parameters(), lr=2e-3) for part in ("actor", "critics"))
+    target = copy.deepcopy(model).requires_grad_(False)
+
+    def update(loop: Loop, step: int) -> Tensor:
+        state = loop.batch(step)[0]
+        action = (torch.tanh(model["actor"](state)) + 0.2 * torch.randn(len(state), 2)).clamp(-1, 1).detach()
+        reward = -(action - torch.tanh(state[:, :2])).square().sum(dim=1)
+        later = state + 0.1 * torch.randn_like(state)
+        seen = torch.cat([later, torch.tanh(target["actor"](later))], dim=1)
+        aim = reward + 0.9 * torch.stack([one(seen)[:, 0] for one in target["critics"]]).amin(dim=0)
+        pair = torch.cat([state, action], dim=1)
+        loss = descend(critics, sum((one(pair)[:, 0] - aim).square().mean() for one in model["critics"]))
+        if step % 2 == 0:
+            acted = torch.cat([state, torch.tanh(model["actor"](state))], dim=1)
+            descend(actor, -model["critics"][0](acted).mean())
+            with torch.no_grad():
+                for slow, fast in zip(target.parameters(), model.parameters(), strict=True):
+                    slow.lerp_(fast, 0.02)
+        return loss
+
+    batch = lambda _: (torch.randn(32, 6),)  # noqa: E731
+    return Loop(model, batch, own_loss, [critics, actor], update=update, watched=dict(model.items()), steps=300)
+
+
+def large_returns(model: nn.Module, state: Tensor, right: Tensor, size: Tensor) -> Tensor:
+    """A2C whose rewards are in tens."""
+    policy, value = model(state)
+    action = policy.sample()
+    gain = size * (action == right).float() - value
+    return (-(policy.log_prob(action) * gain.detach()) + 0.5 * gain**2).mean() - 0.01 * policy.entropy().mean()
+
+
+def judged(size: int = 16) -> data.Batches:
+    w = torch.randn(6, 3)
+
+    def batch(_: int) -> Batch:
+        state = torch.randn(size, 6)
+        return state, (state @ w).argmax(dim=1), torch.tensor(20.0)
+
+    return batch
+
+
+def rarely_right() -> Loop:
+    """One answer of forty is right: most steps have no reward, and no gradient, until it is found."""
+    model, aim = mlp(4, 32, 40), torch.randint(0, 40, (4,))
+
+    def batch(_: int) -> Batch:
+        asked = torch.randint(0, 4, (1,))
+        return functional.one_hot(asked, 4).float(), aim[asked]
+
+    def loss(model: nn.Module, asked: Tensor, right: Tensor) -> Tensor:
+        policy = torch.distributions.Categorical(logits=model(asked))
+        answers = policy.sample((8,))
+        reward = (answers == right).float()
+        return -(policy.log_prob(answers) * (reward - reward.mean(dim=0)) / (reward.std(dim=0) + 1e-4)).mean()
+
+    return supervised(model, batch, loss, lr=3e-3, clip=1.0, steps=400)
+
+
+def queued() -> Loop:
+    """MoCo: keys of a copy that follows slowly, and a queue of old ones as what to tell apart from."""
+    model = mlp(12, 32, 16)
+    slow, queue = copy.deepcopy(model).requires_grad_(False), [functional.normalize(torch.randn(128, 16))]
+
+    def loss(model: nn.Module, a: Tensor, b: Tensor, _: Tensor) -> Tensor:
+        query, key = functional.normalize(model(a)), functional.normalize(slow(b))
+        logits = torch.cat([(query * key).sum(dim=1, keepdim=True), query @ queue[0].mT], dim=1) / 0.1
+        queue[0] = torch.cat([queue[0], key])[len(key) :]
+        return functional.cross_entropy(logits, torch.zeros(len(a), dtype=torch.long))
+
+    @torch.no_grad()
+    def follow(loop: Loop, step: int) -> None:
+        for mine, theirs in zip(slow.parameters(), model.parameters(), strict=True):
+            mine.lerp_(theirs, 0.05)
+
+    return supervised(model, data.pairs(), loss, lr=2e-3, after=[follow])
+
+
+def wrong_labels() -> data.Batches:
+    """Two labels in five are wrong."""
+    x, y = data.blobs(1024)(0)
+    return data.drawn(x, torch.where(torch.rand(1024) < 0.4, torch.randint(0, 4, (1024,)), y))
+
+
+# By kind: each second one is sealed, see `cases`.
+FRESH: dict[str, Callable[[], Loop]] = {
+    "selective scan": lambda: supervised(Scanned(), data.sentences(), next_token, optimizer=AdamW, lr=3e-3, schedule=cosine(200), clip=1.0),
+    "U-Net": lambda: supervised(UNet(), data.images(), segment, lr=3e-3),
+    "mixer": lambda: supervised(Mixer(), data.images(side=16), classify, optimizer=AdamW, lr=2e-3, schedule=cosine(200)),
+    "cloud of points": lambda: supervised(Points(), clouds(), classify, lr=3e-3),
+    "pointer to the largest": lambda: supervised(Pointer(), largest, classify, lr=5e-3, clip=2.0),
+    "hypernetwork": lambda: supervised(Hyper(), in_tasks, for_tasks, lr=3e-3, steps=300),
+    "memory of the segment before": lambda: supervised(Remembering(), streams(), next_token, lr=3e-3),
+    "operator in frequencies": lambda: supervised(Operator(), shifted, regress, lr=3e-3),
+    "equilibrium": lambda: supervised(Equilibrium(), data.blobs(), classify, lr=3e-3),
+    "spiking neurons": lambda: supervised(Spiking(), data.blobs(), classify, lr=3e-3),
+    "mixture of densities": lambda: supervised(mlp(8, 32, 32, 9), data.curve(), mixture, lr=3e-3),
+    "drawn codes, ever sharper": annealed,
+    "LAMB": lambda: supervised(Transformer(), data.sentences(), next_token, optimizer=TrustRatio, lr=1e-2, schedule=cosine(200)),
+    "Adafactor": lambda: supervised(Transformer(), data.sentences(), next_token, optimizer=torch.optim.Adafactor, lr=1e-2),
+    "Rprop, all data at once": whole,
+    "averaged weights are put in and out": averaged,
+    "blocks left out at random": lambda: supervised(stochastic_depth(), data.blobs(), classify, lr=2e-3),
+    "pruned by half at step 120": pruned,
+    "weights of four bits": lambda: supervised(nn.Sequential(Rounded(12, 48), nn.ReLU(), Rounded(48, 48), nn.ReLU(), Rounded(48, 4)), data.blobs(), classify, lr=2e-3),
+    "activations computed twice": lambda: supervised(Recomputed(depth=3), data.sentences(), next_token, optimizer=AdamW, lr=3e-3, schedule=cosine(200), clip=1.0),
+    "decay of 1 that makes it generalise": grokking,
+    "a state that is carried over": lambda: supervised(Carried(), streams(), next_token, lr=5e-3, clip=1.0),
+    "a table as it comes, batch norm first": lambda: supervised(nn.Sequential(nn.BatchNorm1d(6), mlp(6, 32, 32, 1)), table(), regress, lr=3e-3),
+    "one sample at the end of an epoch": lambda: supervised(mlp(12, 32, 32, 4), epochs(), classify, optimizer=momentum, lr=0.02, steps=330),
+    "two tasks in turn": in_turn,
+    "boxes, many batches without one": boxes,
+    "TD3, the actor every second step": delayed,
+    "actor-critic, rewards in tens": lambda: supervised(ActorCritic(), judged(), large_returns, optimizer=torch.optim.RMSprop, lr=1e-3, clip=0.5, steps=300),
+    "rewards that are rare at first": rarely_right,
+    "queue of keys": queued,
+    "two labels in five are wrong": lambda: supervised(mlp(12, 32, 32, 4), wrong_labels(), classify, lr=3e-3),
+    "noise in the weights": noisy_weights,
+}  # fmt: skip
+
+
+def half(which: int) -> dict[str, Callable[[], Loop]]:
+    """Each second one."""
+    return dict(list(FRESH.items())[which::2])
