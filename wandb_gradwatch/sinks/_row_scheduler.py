@@ -206,14 +206,17 @@ class RowScheduler:
         with self._log_lock:
             self.num_user_calls += 1
             effective_step = sdk.effective_step(step)
-            self._guarded(lambda: self._place_before(data, effective_step, commit))
+            dropped = self._open.drops(effective_step)
+            if self._waiting and not dropped:
+                self._guarded(self._place_before, data, effective_step, commit)
             self._log(data, step=step, commit=commit, **more)
-            self._guarded(lambda: self._place_after(data, effective_step, commit))
+            if not dropped:
+                self._guarded(self._place_after, data, effective_step, commit)
 
     def _place_before(self, data: Any, step: int | None, commit: bool | None) -> None:
         valid = isinstance(data, Mapping) and all(isinstance(key, str) for key in data)
-        if not valid or self._open.drops(step) or self._waiting.next_part() is None:
-            return  # it will raise, or be dropped, or nothing waits
+        if not valid or self._waiting.next_part() is None:
+            return  # it will raise, or nothing waits
         jumps = self._open.is_left_by(step)
         if step is not None and jumps and self._waiting.have_several():
             self._fill_steps_before(step)
@@ -229,8 +232,6 @@ class RowScheduler:
             free += 1
 
     def _place_after(self, data: Any, step: int | None, commit: bool | None) -> None:
-        if self._open.drops(step):
-            return
         # After a jump the open row may be closed by the next jump, as users with step= do, so this is the row's turn.
         opened = self._open.is_left_by(step) and not closes(step, commit)
         self._open.note_call(step, commit)
@@ -253,13 +254,13 @@ class RowScheduler:
             return
         self._open.note_step(step)
 
-    def _guarded(self, place: Callable[[], None]) -> None:
+    def _guarded(self, place: Callable[..., None], *call: Any) -> None:
         """Our failure is not the user's failure: say it once, and leave the user's calls alone from then on."""
         if self.ended:
             return
         began = time.perf_counter()
         try:
-            place()
+            place(*call)
         except Exception:
             logger.exception("Gradients are no longer logged to W&B: placing a row failed. Training goes on.")
             self._stop()
