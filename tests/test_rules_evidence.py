@@ -16,6 +16,7 @@ from wandb_gradwatch.rules import (
     DeadGradient,
     ExplodingGradient,
     FastParameters,
+    LargeInputs,
     LossScaleCollapse,
     LossSpike,
     NaNGradient,
@@ -127,8 +128,22 @@ def test_gradients_of_which_float16_has_kept_only_its_smallest_steps_are_told(
     assert steps(VanishingGradient(), together(samples)) == told
 
 
+@pytest.mark.parametrize(("healthy", "told"), [(250, [5, 6]), (350, [])])
+def test_a_healthy_layer_hides_no_underflow_of_most_of_the_elements(healthy: int, told: list[int]) -> None:
+    # 300 elements have underflowed beside 250 of an ordinary size, which alone make the whole norm; 350 are the most.
+    rng = np.random.default_rng(0)
+    samples = [
+        sample_of(
+            {"a.weight": rng.normal(0, 3e-8, 300).astype(np.float16), "head.weight": rng.normal(0, 0.1, healthy)},
+            step=step,
+        )
+        for step in range(1, 7)
+    ]
+    assert steps(VanishingGradient(), together(samples)) == told
+
+
 @pytest.mark.parametrize(
-    ("loss", "words"), [(3e-13, "the loss is too small (3e-13)"), (2.0, "a saturated or dead network")]
+    ("loss", "words"), [(3e-13, "either too small a loss (3e-13)"), (2.0, "a saturated or dead network")]
 )
 def test_small_gradients_of_a_small_loss_are_the_losss(loss: float, words: str) -> None:
     (alert,) = VanishingGradient().check(measured(of_norms([1e-9] * 10), loss=[loss] * 10))
@@ -370,3 +385,154 @@ def test_a_peak_that_has_passed_long_before_makes_no_nan() -> None:
     samples = [sample_of({"rnn.weight_hh_l0": [norm], "head.weight": [0.1]}, step=step) for step, norm in norms.items()]
     broken = together([*samples, sample_of({"rnn.weight_hh_l0": [np.nan], "head.weight": [np.nan]}, step=25)])
     assert "explosion through recurrence" not in [found.cause for found in diagnose(broken)]
+
+
+# ---- one cause is named alone only where something speaks for it
+
+
+def told_of(check: Rule, samples: Snapshot, **context: dict[str, str]) -> str:
+    """What the last alert of these samples says."""
+    *_, alert = check.check(samples)
+    return with_diagnosis(alert, samples, **context).text
+
+
+def layer(weight: float, bias: float, name: str = "0", *, shape: tuple[int, int] = (8, 16)) -> dict[str, np.ndarray]:
+    """Gradients of a layer: of elements that are all this large."""
+    return {f"{name}.weight": np.full(shape, weight), f"{name}.bias": np.full(shape[0], bias)}
+
+
+def test_a_rise_alone_may_be_the_rate_or_a_new_scale() -> None:
+    text = told_of(ExplodingGradient(), of_norms([*[1.0] * 30, *1.3 ** np.arange(20)]))
+    assert "either learning rate too high" in text
+    assert "or a new scale of the inputs, targets or loss" in text
+
+
+@pytest.mark.parametrize(("ratio", "is_alone"), [(0.3, True), (3.0, False)])
+def test_parameters_that_run_from_the_start_are_the_rates_alone_where_the_first_gradient_is_ordinary(
+    ratio: float, is_alone: bool
+) -> None:
+    """1.3 times as large by each update: of a gradient that is larger than the parameters the scale may be to blame."""
+    weights = [np.full(300, 1.3**step) for step in range(4)]
+    samples = [sample_of({"a": ratio * weights[0]}, step=s, parameters={"a": w}) for s, w in enumerate(weights, 1)]
+    text = with_diagnosis(
+        next(iter(FastParameters(max_first_growth=0.2).check(together(samples)))), together(samples)
+    ).text
+    assert ("either learning rate too high" in text) != is_alone
+    assert ("or a large scale of the inputs, targets or loss" in text) != is_alone
+
+
+@pytest.mark.parametrize(
+    ("weight", "bias", "loss", "words"),
+    [
+        (np.nan, np.nan, 1.0, "cause: an operation without a finite derivative (at step 21 the loss is finite"),
+        (np.nan, np.nan, np.nan, "either inputs or labels of the batch that are not finite"),
+        (np.nan, 1.0, 1.0, "cause: inputs or labels of the batch that are not finite"),  # masked in the loss
+    ],
+)
+def test_a_finite_loss_acquits_the_forward_and_a_finite_bias_the_backward(
+    weight: float, bias: float, loss: float, words: str
+) -> None:
+    calm = [sample_of(layer(1.0, 1.0), step=s) for s in range(1, 21)]
+    samples = together([*calm, sample_of(layer(weight, bias), step=21)])
+    samples = measured(samples, loss=[*[1.0] * 20, loss], num_nonfinite_loss=[*[0.0] * 20, float(np.isnan(loss))])
+    assert words in told_of(NaNGradient(), samples)
+
+
+@pytest.mark.parametrize(
+    ("kind", "bias", "words"),
+    [
+        ("BatchNorm1d", 1e4, "either a batch norm, or another normalisation"),
+        ("Linear", 1e4, "cause: something in the backward of a layer"),
+        ("Linear", 1.0, "either one bad batch"),  # what came back to layer 0 is usual: its input was large
+    ],
+)
+def test_what_multiplies_a_gradient_on_its_way_is_a_normalisation_or_the_input_or_else_a_backward(
+    kind: str, bias: float, words: str
+) -> None:
+    def sample(step: int, weight: float, bias: float) -> Snapshot:
+        return sample_of(layer(weight, bias) | layer(1.0, 1.0, "1") | layer(1.0, 1.0, "2"), step=step)
+
+    rng = np.random.default_rng(0)
+    calm = [sample(s, *np.exp(rng.normal(0, 0.05, 2)).tolist()) for s in range(1, 21)]
+    samples = together([*calm, sample(21, 1e4, bias)])
+    assert words in told_of(ExplodingGradient(), samples, modules={"0": "Linear", "1": kind, "2": "Linear"})
+
+
+def test_a_recurrence_whose_inputs_are_large_is_not_blamed() -> None:
+    def sample(step: int, inputs: float, states: float) -> Snapshot:
+        grads = {"rnn.weight_ih_l0": [inputs], "rnn.weight_hh_l0": [states], "head.weight": [0.1]}
+        return sample_of(grads, step=step)
+
+    for states, is_blamed in ((2.0, False), (300.0, True)):
+        samples = together([*[sample(s, 1.0, 1.0) for s in range(1, 21)], sample(21, 300.0, states)])
+        assert ("explosion through recurrence" in [found.cause for found in diagnose(samples)]) == is_blamed
+
+
+@pytest.mark.parametrize(
+    ("gain", "fall", "words"),
+    [
+        (1.0, 4.0, "cause: saturating activations"),  # each sigmoid leaves a quarter
+        (0.4, 2.5, "either weights too small for the depth"),  # 1 / 0.4: a tanh that is linear
+    ],
+)
+def test_a_gradient_that_fades_is_the_weights_where_these_alone_make_it(gain: float, fall: float, words: str) -> None:
+    grads: dict[str, np.ndarray] = {}
+    weights: dict[str, np.ndarray] = {}
+    for place in range(12):
+        grads |= layer(fall ** (place - 11), fall ** (place - 11), str(place))
+        weights |= {f"{place}.weight": np.full((8, 16), gain / 4), f"{place}.bias": np.zeros(8)}  # fan-in 16
+    samples = together([sample_of(grads, step=s, parameters=weights) for s in range(1, 11)])
+    kinds = dict.fromkeys(map(str, range(12)), "Linear") | {"activation": "Tanh"}
+    assert words in told_of(VanishingGradient(), samples, modules=kinds)
+
+
+def test_all_gradients_of_0_may_be_a_constant_loss() -> None:
+    zeros = together([sample_of({"a.weight": [0.0]}, step=s) for s in range(1, 12)])
+    assert "either gradients zeroed before the step" in told_of(NoGradient(), zeros)
+    assert "or a constant loss" in told_of(NoGradient(), zeros)
+
+
+@pytest.mark.parametrize(("norm", "words"), [(2.0, "cause: the clipping is far too tight"), (50.0, "or a large scale")])
+def test_what_is_clipped_a_thousandfold_may_itself_be_far_too_large(norm: float, words: str) -> None:
+    samples = clipped([5000.0] * 4)  # parameters of 1
+    rows = samples.rows.copy()
+    rows[:, 0, [Column.GRAD_SUM_SQ, Column.RECEIVED_SUM_SQ]] *= norm**2
+    assert words in told_of(TightClipping(), Snapshot(samples.steps, samples.names, rows))
+
+
+def test_parameters_that_are_gone_at_once_were_taken_by_no_decay() -> None:
+    weights = {"at once": [1.0] * 5 + [0.01] * 2, "by and by": [0.8**n for n in range(11)]}
+    for how, sizes in weights.items():
+        samples = [
+            sample_of({"a": np.ones(300)}, step=s, parameters={"a": np.full(300, w)}) for s, w in enumerate(sizes, 1)
+        ]
+        told = next(
+            alert.text for alert in FastParameters().check(together(samples)) if alert.title == "Parameters shrink"
+        )
+        assert ("or weights that were loaded or rescaled" in told) == (how == "at once")
+
+
+@pytest.mark.parametrize(("factor", "told"), [(2.5, []), (20.0, [31])])
+def test_weights_that_are_multiplied_once_in_a_run_are_told_in_the_next_sample(factor: float, told: list[int]) -> None:
+    samples = trained({}, {31: factor}, num=36)
+    assert steps(FastParameters(), samples) == told
+    if told:
+        rated = measured(samples, learning_rate=[0.1] * 36)
+        assert "cause: an optimizer's state that was lost, or weights that were loaded" in told_of(
+            FastParameters(), rated
+        )
+
+
+def test_a_bias_that_a_normalisation_takes_away_is_no_measure_of_the_inputs_wherever_it_stands() -> None:
+    grads = layer(1.0, 1e-7, "convs.0") | layer(1.0, 1e-7, "convs.1") | layer(1.0, 1.0, "norms.0", shape=(8, 1))
+    assert list(LargeInputs().check(together([sample_of(grads, step=s) for s in (1, 2)]))) == []
+
+
+def test_zeros_over_zeros_speak_for_an_eps_of_0_and_one_broken_element_does_not() -> None:
+    for num_broken, is_alone in ((3, True), (1, False)):
+        weight = np.ones(8)
+        calm = [sample_of({"a": [0.0] * 3 + [0.1] * 5}, step=s, parameters={"a": weight}) for s in range(1, 21)]
+        after = np.where(np.arange(8) < num_broken, np.nan, 1.0)
+        broken = sample_of({"a": [np.nan] * 8}, step=21, parameters={"a": after})
+        text = told_of(NaNGradient(), together([*calm, broken]))
+        assert ("either NaN made by the optimizer's update" in text) != is_alone

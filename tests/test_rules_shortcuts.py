@@ -94,7 +94,7 @@ FAULTS: dict[str, tuple[Change, str]] = {
     "dead units": (put(Column.NUM_DEAD, SIZE_P[4:6] * 0.75, slice(4, 6)), "Dead gradient"),
     "no inputs": (put(Column.NUM_DEAD, SIZE_P[4], slice(4, 5)), "Dead gradient"),
     "no gradient": (loses_its_gradient, "No gradient"),
-    "unchanged": (put(Column.PARAM_SUM_SQ, SIZE_P), "Parameters unchanged"),
+    "unchanged": (put(Column.PARAM_SUM_SQ, SIZE_P / 64), "Parameters unchanged"),
     "one unchanged": (put(Column.PARAM_SUM_SQ, 1.0, slice(4, 5)), ""),
     "growing parameters": (grows, "Parameters grow too fast"),
     "shrunk parameters": (shrinks, "Parameters shrink"),

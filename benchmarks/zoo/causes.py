@@ -64,7 +64,7 @@ VOCABULARY: Final[dict[str, tuple[str, str]]] = {
     ),
     "schedule": (r"schedul|ascend|negative learning rate", r"schedul|learning rate"),
     "sign": (r"sign of the loss|wrong sign|loss (is |was )?maximi[sz]ed|minimi[sz]es? minus|uphill", r"sign|minus|maximi"),
-    "bad parameter": (r"(was|were) already non-finite|already NaN|broken parameter", r"checkpoint"),
+    "bad parameter": (r"(was|were) already non-finite|already NaN|broken parameter|weights that were (loaded|rescaled)", r"checkpoint"),
 }  # fmt: skip
 _WORDS: Final = {cause: re.compile(names, re.IGNORECASE) for cause, (names, _) in VOCABULARY.items()}
 

@@ -13,6 +13,10 @@ from ..snapshot import Snapshot, group_function
 
 # S samples, P watched parameters, L modules in model order, the first nearest the input
 
+_ROUNDING = (
+    1e-5  # of the weight's gradient: what is left of a bias's that a normalisation, wherever it stands, takes away
+)
+
 
 @dataclass(frozen=True)
 class ModuleKinds:
@@ -122,7 +126,7 @@ def input_scale(snapshot: Snapshot, sample: int) -> tuple[str, float] | None:
             continue
         after = np.flatnonzero(modules.of_parameter == modules.of_parameter[bias] + 1)
         is_normalised = len(after) == 2 and size_P[after[0]] == size_P[after[1]] == size_P[bias]
-        if is_normalised or not norm_P[bias] > 0:
+        if is_normalised or not norm_P[bias] > _ROUNDING * norm_P[weight]:
             return None
         return name, float(norm_P[weight] / norm_P[bias] / np.sqrt(size_P[weight] / size_P[bias]))
     return None

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, Final, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +15,44 @@ from .._measure.columns import FloatArray
 # P watched parameters
 
 MAX_KINDS: Final = 8
+
+Kept = TypeVar("Kept", bound="Remembers")
+
+
+class Remembers:
+    """Saves what an object remembers, as plain Python values: of a dataclass all fields but its arguments."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: _plain(getattr(self, name)) for name in self._remembered()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        loaded = {name: _restored(getattr(self, name), state[name]) for name in self._remembered()}
+        vars(self).update(loaded)
+
+    def _remembered(self) -> list[str]:
+        return [field.name for field in fields(self) if not field.init] if is_dataclass(self) else list(vars(self))
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON has it."""
+    if hasattr(value, "state_dict"):
+        return value.state_dict()
+    if isinstance(value, set):
+        return sorted(value)
+    if isinstance(value, list | tuple | deque):
+        return [_plain(item) for item in value]
+    return value.tolist() if isinstance(value, np.ndarray | np.generic) else value
+
+
+def _restored(now: Any, value: Any) -> Any:
+    """What `_plain` has made of a value of the same type as that of now; a list within a list was an array."""
+    if hasattr(now, "load_state_dict"):
+        now.load_state_dict(value)
+        return now
+    if isinstance(now, list | tuple | deque):
+        items = [np.array(item, dtype=np.float64) if isinstance(item, list) else item for item in value]
+        return deque(items, now.maxlen) if isinstance(now, deque) else type(now)(items)
+    return type(now)(value)
 
 
 class PerName:
@@ -58,10 +99,6 @@ class Streaks:
         self._is_so = False  # for any of these names, in the last sample
         self._num_quiet = 0  # samples of all these names, so for none of them, that are still to be added to _seen
 
-    def row(self, names: tuple[str, ...]) -> FloatArray:
-        """Samples in a row up to now: [P]."""
-        return self._row.of(names)
-
     def see(
         self, names: tuple[str, ...], is_so_P: npt.NDArray[np.bool_], present_P: npt.NDArray[np.bool_] | None = None
     ) -> tuple[FloatArray, FloatArray, FloatArray] | None:
@@ -84,6 +121,13 @@ class Streaks:
         before_P = seen_P - row_P
         self._is_so = True
         return row_P, before_P, ((so_P + 1) / (before_P + 2)) ** row_P
+
+    def last(
+        self, names: tuple[str, ...], is_so_P: npt.NDArray[np.bool_], num: int, present_P: npt.NDArray[np.bool_]
+    ) -> npt.NDArray[np.bool_]:
+        """Note one more sample of what is present in it; for which it has been so in so many samples in a row: [P]."""
+        seen = self.see(names, is_so_P, present_P)
+        return is_so_P if seen is None else is_so_P & (seen[0] >= num)
 
     def end(self, names: tuple[str, ...], num_samples: int) -> None:
         """Note samples in which it was so for none of the names, the same as `see` would."""
@@ -151,6 +195,30 @@ class Kinds:
         self._names, self._kind_of_mask = (), {}
 
 
-def state_of(**fields: Any) -> dict[str, Any]:
-    """A state_dict of plain Python values: what has a state_dict of its own is asked for it."""
-    return {name: value.state_dict() if hasattr(value, "state_dict") else value for name, value in fields.items()}
+class PerKind(Generic[Kept]):
+    """What is remembered of each kind of sample.
+
+    Args:
+        make: what is remembered at first.
+    """
+
+    def __init__(self, make: Callable[[], Kept]) -> None:
+        self._make, self._kinds = make, Kinds()
+        self._kept: dict[int, Kept] = {}
+
+    def of(self, names: tuple[str, ...], present_P: npt.NDArray[np.bool_]) -> Kept:
+        """What is remembered of samples that hold these of the names."""
+        kind = self._kinds.of(names, present_P)
+        return self._kept[kind] if kind in self._kept else self._kept.setdefault(kind, self._make())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "kinds": self._kinds.state_dict(),
+            "kept": {str(k): kept.state_dict() for k, kept in self._kept.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._kinds.load_state_dict(state["kinds"])
+        self._kept = {int(kind): self._make() for kind in state["kept"]}
+        for kind, kept in self._kept.items():
+            kept.load_state_dict(state["kept"][str(kind)])

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 
 from .._measure.columns import Column
 from ..snapshot import Snapshot
-from .memory import PerName
+from .memory import PerName, Remembers
 
 # S samples, P watched parameters
 
 
-class Movement:
+class Movement(Remembers):
     """The parameters as the last sample has found them, before its update; the next one shows what the update did."""
 
     def __init__(self) -> None:
@@ -45,10 +44,3 @@ class Movement:
             return math.nan
         change = math.expm1(min(0.5 * math.log(after / before) / num_steps, 700.0))
         return change if signed else abs(change)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"step": self._step, "num_broken": self._num_broken, "sum_sq": self._sum_sq.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._step, self._num_broken = int(state["step"]), float(state["num_broken"])
-        self._sum_sq.load_state_dict(state["sum_sq"])

@@ -92,8 +92,10 @@ def _diagnosed(alert: Alert, history: Snapshot, context: Mapping[str, Any]) -> A
     # That a spike has passed, or has not, the rule knows better than its own step shows.
     is_no_spike = alert.title == ExplodingGradient.title and alert.kind not in SPIKES
     fitting = [d for d in fitting if d.cause != BAD_BATCH or not is_no_spike]
+    if alert.kind == "passed":  # then it was no new level
+        fitting = [replace(d, rival="") if d.cause == BAD_BATCH else d for d in fitting]
     if fitting and not (len(until) and until.arose_after_backward[-1]):
-        alert = alert.because(*_in_words(fitting, has_passed=alert.kind == "passed"))
+        alert = alert.because(*_in_words(fitting))
     if alert.title in NONFINITE_TITLES and (
         found := (context.get("notes") or {}).get(alert.step, {}).get(FIRST_BAD_OPERATION)
     ):
@@ -111,17 +113,11 @@ def _of_one_kind(present_SP: npt.NDArray[np.bool_]) -> npt.NDArray[np.intp]:
     return np.flatnonzero(2 * common_S >= either_S)
 
 
-def _in_words(fitting: Sequence[Diagnosis], *, has_passed: bool) -> tuple[str, str]:
+def _in_words(fitting: Sequence[Diagnosis]) -> tuple[str, str]:
     """The most probable cause, or two of them where nothing in the samples tells them apart, and the remedy."""
     first, *others = fitting
-    if first.cause == BAD_BATCH and not has_passed:
-        cause = (
-            f"not clear: either {first.cause} ({first.evidence}), or the data has changed; whether the norm falls back "
-            "tells them apart"
-        )
-        return cause, first.remedy
     if not others or others[0].confidence < first.confidence - _AS_PROBABLE:
-        return f"{first.cause} ({first.evidence})", first.remedy
+        return first.in_words, first.remedy
     second = others[0]
     apart = next((f"; {APART[d.cause]} tells them apart" for d in (first, second) if d.cause in APART), "")
     cause = f"not clear: either {first.cause} ({first.evidence}), or {second.cause} ({second.evidence}){apart}"

@@ -15,15 +15,24 @@ class Diagnosis:
         confidence: between 0 and 1, to rank causes by; no probability.
         evidence: what in the samples says so, with numbers.
         remedy: what to do about it.
+        rival: what else gives the same evidence, and what tells the two apart; "" where something speaks for this cause
+            alone.
     """
 
     cause: str
     confidence: float
     evidence: str
     remedy: str
+    rival: str = ""
 
     def __str__(self) -> str:
-        return f"{self.cause} ({self.evidence}). Remedy: {self.remedy}."
+        return f"{self.in_words}. Remedy: {self.remedy}."
+
+    @property
+    def in_words(self) -> str:
+        """The cause with its evidence, and with its rival."""
+        words = f"{self.cause} ({self.evidence})"
+        return f"not clear: either {words}, or {self.rival}" if self.rival else words
 
 
 LEARNING_RATE = "learning rate too high"
@@ -42,15 +51,18 @@ BAD_RANK = "one bad rank"
 NONFINITE_BATCH = "inputs or labels of the batch that are not finite"
 NONFINITE_FORWARD = "an invalid operation in the forward or in the loss (log 0, 0/0, an overflow)"
 OPTIMIZER = "NaN made by the optimizer's update, by its state or its eps"
+WRITTEN = "an optimizer's state that was lost, or weights that were loaded or rescaled"
 UNMEASURED = "not clear: parameters became NaN or Inf in a step that was not measured"
 DATA_SCALE = "a large scale of the inputs, targets or loss"
 LOSS_SCALE = "the scale of the loss has changed"
 BACKWARD = "something in the backward of a layer multiplies the gradient"
+DEVIATION = "a batch norm, or another normalisation, of inputs that are nearly all alike"
+FADING = "weights too small for the depth: poor initialisation"
 FORWARD = "activations beyond the range of float16"
 INVALID = "an operation without a finite derivative"
 
 # What each cause can explain, by the titles of the shipped rules.
-_EXPLOSION, _FADING = ("Exploding gradient", "NaN gradient", "Inf gradient"), ("Vanishing gradient", "Dead gradient")
+_EXPLOSION, _SILENCE = ("Exploding gradient", "NaN gradient", "Inf gradient"), ("Vanishing gradient", "Dead gradient")
 CAUSES: Final[dict[str, tuple[str, ...]]] = {
     LEARNING_RATE: (
         *_EXPLOSION,
@@ -59,14 +71,14 @@ CAUSES: Final[dict[str, tuple[str, ...]]] = {
         "Loss spike",
         "Non-finite loss",
     ),
-    INITIALISATION: (*_EXPLOSION, *_FADING, "Loss scale collapse", "Initial weights"),
+    INITIALISATION: (*_EXPLOSION, *_SILENCE, "Loss scale collapse", "Initial weights"),
     DEPTH: _EXPLOSION,
     RECURRENCE: _EXPLOSION,
     SATURATION: ("Vanishing gradient",),
-    BATCH_NORM: (*_EXPLOSION, *_FADING),
-    UNDERFLOW: (*_FADING, "No gradient"),
+    BATCH_NORM: (*_EXPLOSION, *_SILENCE),
+    UNDERFLOW: (*_SILENCE, "No gradient"),
     SCALE: ("Loss scale collapse",),
-    DEAD_UNITS: _FADING,
+    DEAD_UNITS: _SILENCE,
     FROZEN: ("No gradient",),
     ZEROED: ("No gradient",),
     BAD_BATCH: ("Exploding gradient", "Parameters grow too fast"),
@@ -77,6 +89,9 @@ CAUSES: Final[dict[str, tuple[str, ...]]] = {
     DATA_SCALE: (*_EXPLOSION, "Parameters grow too fast"),
     LOSS_SCALE: ("Exploding gradient", "Parameters grow too fast", "Loss spike"),
     BACKWARD: ("Exploding gradient",),
+    DEVIATION: ("Exploding gradient",),
+    FADING: ("Vanishing gradient",),
+    WRITTEN: (*_EXPLOSION, "Parameters grow too fast", "Loss spike", "Non-finite loss"),
     FORWARD: ("Loss scale collapse",),
     BAD_RANK: (*_EXPLOSION, "Loss scale collapse"),
     INVALID: ("NaN gradient", "Inf gradient", "Non-finite loss", "Loss scale collapse"),

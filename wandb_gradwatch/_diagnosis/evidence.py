@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Final
@@ -21,6 +22,7 @@ from .parameters import Parameters
 
 _FAR: Final = 0.05  # of the parameters' norm, by one update
 FIRST_GRADIENT: Final = 10.0  # times the parameters' norm: more than ordinary inputs and losses make
+DEEP: Final = 12  # layers, through which ordinary gradients may grow beyond the parameters
 _SPIKE_FACTOR: Final = 5.0
 _ALONE_FACTOR: Final = 3.0
 _NEIGHBOURS: Final = 16  # samples on each side that a spike is compared with
@@ -128,6 +130,19 @@ class Evidence:
         """Whether the loss is known not to be finite: then nothing that is not finite arose on the way back."""
         counts_S = self.history.metrics.get(keys.NUM_NONFINITE_LOSS)
         return counts_S is not None and bool(counts_S[sample] > 0)
+
+    def has_good_loss(self, sample: int) -> bool:
+        """Whether the loss is known to be finite: then the forward has made nothing that reached it."""
+        loss_S = self.history.metrics.get(keys.LOSS)
+        return loss_S is not None and bool(np.isfinite(loss_S[sample])) and not self.has_bad_loss(sample)
+
+    @cached_property
+    def first_ratio(self) -> float:
+        """The first gradient's norm over the parameters', before any update; NaN where that was not seen."""
+        if not self.clean.size or self.step(int(self.clean[0])) > 2:
+            return math.nan
+        norm, weights = self.first_norms
+        return norm / weights if weights > 0 else math.nan
 
     def began_with_inf(self, sample: int) -> bool:
         """Whether the first bad layer in the backward's order has Inf: what comes after it may be NaN for that."""

@@ -71,10 +71,26 @@ class Layers:
 
     def rise_at(self, sample: int) -> FloatArray:
         """Each module's norm in a sample over its median in the 16 clean ones before it, NaN where not known: [L]."""
+        return self._rise(self.by_module.grad_norm, sample)
+
+    def parameter_rise_at(self, sample: int) -> FloatArray:
+        """The same for each parameter: [P]."""
+        return self._rise(self._history.grad_norm, sample)
+
+    def _rise(self, norm_SN: FloatArray, sample: int) -> FloatArray:
         before = self._clean[self._clean < sample][-16:]
         with np.errstate(divide="ignore", invalid="ignore"):
-            rise_L = self.by_module.grad_norm[sample] / _median_or_nan(self.by_module.grad_norm[before])
-        return np.where(np.isfinite(rise_L), rise_L, np.nan)
+            rise_N = norm_SN[sample] / _median_or_nan(norm_SN[before])
+        return np.where(np.isfinite(rise_N), rise_N, np.nan)
+
+    def split(self, place: int) -> tuple[list[int], list[int]]:
+        """Places of a module's parameters: of its weights, and of its biases.
+
+        A bias has the gradient of what the module returns, a weight has that times what the module has received.
+        """
+        modules = modules_of(self._history.names)
+        own = np.flatnonzero(modules.of_parameter == place)
+        return own[~modules.is_bias[own]].tolist(), own[modules.is_bias[own]].tolist()
 
     def batch_norms(self) -> list[int]:
         """Places of the batch norms among the modules: by their kind, else by a weight as long as its bias."""
@@ -90,6 +106,10 @@ class Layers:
             if looks_like if kind is None else "BatchNorm" in kind:
                 places.append(place)
         return places
+
+    def is_normalisation(self, place: int) -> bool:
+        """Whether a module divides by a deviation: a batch norm, or one of another kind."""
+        return place in self.batch_norms() or "Norm" in self._kinds.get(self.by_module.names[place], "")
 
     def recurrent(self) -> list[int]:
         """Indices of the recurrent parameters, by the kind of their module or by torch's names for them."""

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from .._analysis.layers import initial_gains
 from .._measure.columns import Column, FloatArray
-from ..snapshot import Snapshot
+from ..snapshot import Snapshot, keys
 
 # S samples, P watched parameters, N samples with a known update
 
@@ -25,6 +25,7 @@ _JUMP_FACTOR: Final = 20.0
 _JUMP_NEIGHBOURS: Final = 16  # updates before it that a jump is compared with
 _MIN_JUMP_NEIGHBOURS: Final = 5
 _MOVEMENT_SAMPLES: Final = 5
+_UNUSUAL: Final = 3.0  # times the largest before: of a gradient or a learning rate that may explain an update
 
 
 class Parameters:
@@ -97,6 +98,24 @@ class Parameters:
             factor = float(changes[place] / max(float(before.max()), 1e-12))
             if factor > _JUMP_FACTOR:
                 return float(changes[place]), factor, int(samples[place])
+        return None
+
+    @cached_property
+    def unexplained(self) -> tuple[float, int] | None:
+        """An update that changed the parameters' norm far more than any before it, by a gradient and a known learning
+        rate that are no larger than theirs: the relative change, and its sample."""
+        changes, samples = self.changes
+        rate_S = self._history.metrics.get(keys.LEARNING_RATE)
+        if rate_S is None:
+            return None
+        norm_S = self._history.total_grad_norm
+        for place in range(_MIN_JUMP_NEIGHBOURS, len(samples)):
+            before, sample = slice(max(place - _JUMP_NEIGHBOURS, 0), place), int(samples[place])
+            if changes[place] < max(_MIN_JUMP, _JUMP_FACTOR * float(changes[before].max())):
+                continue
+            usual = samples[before]
+            if all(0 <= v[sample] <= _UNUSUAL * float(v[usual].max()) for v in (rate_S, norm_S)):
+                return float(changes[place]), sample
         return None
 
     @property

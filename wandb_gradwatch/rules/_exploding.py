@@ -6,14 +6,14 @@ import itertools
 import math
 import statistics
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, ClassVar, Final
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Final
 
 import numpy as np
 
 from .._analysis.baseline import steady_growth
 from .._analysis.formatting import clip_advice, listing, number, worst_first
-from .._analysis.memory import Kinds, PerName
+from .._analysis.memory import PerKind, PerName, Remembers
 from .._analysis.movement import Movement
 from ..snapshot import Snapshot
 from ._base import Alert, Level, check_limits, finding
@@ -48,7 +48,8 @@ _CAUSES: Final[dict[str, tuple[str, str]]] = {
         "look at the batch of this step and at what changed in the data, and {clip}",
     ),
     "stays": (
-        "the data has changed: a new level of inputs, targets or the loss's scale",
+        "not clear: either the data has changed, to a new level of inputs or targets, or the loss is multiplied by "
+        "something new; the inputs and targets of this step, looked at, tell them apart",
         "look at what changed in the data, the targets or the loss at this step; normalise it",
     ),
     "grows": (
@@ -88,18 +89,19 @@ class _Found:
     words: str
 
 
-@dataclass
-class _Past:
+class _Past(Remembers):
     """The total log norms of one kind of sample, newest last."""
 
-    norms: list[float] = field(default_factory=list)
-    record: float = -math.inf  # the largest that the run has survived, fading
-    beginning: float = -math.inf  # the largest of the first ones, where those are no measure of what is usual
-    num_survived: int = 0
-    num_large: int = 0  # above the threshold
-    num_above: int = 0  # in a row, up to now
-    began: int = 0  # the step of the first of these
-    largest_above: float = -math.inf  # of these
+    def __init__(self) -> None:
+        self.norms: list[float] = []
+        self.record = -math.inf  # the largest that the run has survived, fading
+        self.beginning = -math.inf  # the largest of the first ones, where those are no measure of what is usual
+        self.num_survived = 0
+        self.num_large = 0  # above the threshold
+        self.num_above = 0  # in a row, up to now
+        self.began = 0  # the step of the first of these
+        self.largest_above = -math.inf  # of these
+        self.movement = Movement()
 
     def see(self, log_norm: float) -> None:
         """The newest norm, before it is judged."""
@@ -121,7 +123,7 @@ class _Past:
 
 
 @dataclass(kw_only=True)
-class ExplodingGradient:
+class ExplodingGradient(Remembers):
     """The total gradient norm is too large: "Exploding gradient".
 
     A norm is too large where it is above a multiple of the largest that the run has survived, and of the usual one.
@@ -154,9 +156,7 @@ class ExplodingGradient:
     first_factor: float = 20.0
     growth: float | None = 20.0
     adapt_after: int = 20
-    _kinds: Kinds = field(default_factory=Kinds, init=False, repr=False)
-    _pasts: dict[int, _Past] = field(default_factory=dict, init=False, repr=False)
-    _movements: dict[int, Movement] = field(default_factory=dict, init=False, repr=False)
+    _pasts: PerKind[_Past] = field(default_factory=lambda: PerKind(_Past), init=False, repr=False)
     _usual: PerName = field(default_factory=lambda: PerName(math.nan), init=False, repr=False)
 
     title: ClassVar[str] = "Exploding gradient"
@@ -171,9 +171,8 @@ class ExplodingGradient:
         bad_S = snapshot.has_nonfinite
         healthy: list[int] = []  # whose layers are not learnt yet
         for sample in np.flatnonzero((bad_S | (snapshot.total_grad_norm > 0)) & ~snapshot.skipped).tolist():
-            kind = self._kinds.of(snapshot.names, snapshot.present[sample])
-            past = self._pasts.setdefault(kind, _Past())
-            moved = self._movements.setdefault(kind, Movement()).of(snapshot, sample) > _MOVED
+            past = self._pasts.of(snapshot.names, snapshot.present[sample])
+            moved = past.movement.of(snapshot, sample) > _MOVED
             found = self._broken(past) if bad_S[sample] else self._judge(snapshot, sample, past, moved)
             if found is None:
                 if not bad_S[sample]:
@@ -300,22 +299,6 @@ class ExplodingGradient:
         remedy = remedy.format(clip=clip_advice(float(snapshot.clipped[place])))
         told = finding(self.title, fact, layers, cause, remedy, found.step, found.level, found.kind)
         return replace(told, seen=at) if found.kind == "stays" else told
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "kinds": self._kinds.state_dict(),
-            "pasts": {str(kind): asdict(past) for kind, past in self._pasts.items()},
-            "movements": {str(kind): movement.state_dict() for kind, movement in self._movements.items()},
-            "usual": self._usual.state_dict(),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._kinds.load_state_dict(state["kinds"])
-        self._usual.load_state_dict(state["usual"])
-        self._pasts = {int(kind): _Past(**past) for kind, past in state["pasts"].items()}
-        self._movements = {int(kind): Movement() for kind in state["movements"]}
-        for kind, movement in self._movements.items():
-            movement.load_state_dict(state["movements"][str(kind)])
 
 
 def _scatter(log_norms: list[float]) -> float:

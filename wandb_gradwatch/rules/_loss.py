@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final
+from typing import ClassVar, Final
 
 import numpy as np
 
 from .._analysis.formatting import number
+from .._analysis.memory import Remembers
 from ..snapshot import Snapshot, keys
 from ._base import Alert, check_limits, finding
 
@@ -21,7 +22,7 @@ _PRECISION: Final = 1e-3  # of the median: losses that are all alike are no scat
 
 
 @dataclass(kw_only=True)
-class LossSpike:
+class LossSpike(Remembers):
     """The loss is far above what it was lately, and stays there for some samples: "Loss spike".
 
     Far: above the largest of the last 64 samples by `deviations` of their robust standard deviation (1.4826 median
@@ -95,12 +96,3 @@ class LossSpike:
         half = len(self._above) // 2
         is_falling = half > 0 and sum(self._above[-half:]) < sum(self._above[:half])
         return finding(self.title, fact, "", cause, remedy, step, "INFO" if is_falling else "WARN")
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"past": list(self._past), "above": list(self._above), "began": self._began, "norms": list(self._norms)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._past = [float(loss) for loss in state["past"]]
-        self._above = [float(loss) for loss in state["above"]]
-        self._began = int(state["began"])
-        self._norms = [float(norm) for norm in state["norms"]]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final
+from typing import ClassVar, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from .._analysis.formatting import listing, worst_first
-from .._analysis.memory import Streaks
+from .._analysis.memory import Remembers, Streaks
 from .._measure.columns import FloatArray
 from ..snapshot import Snapshot, keys
 from ._base import Alert, check_limits, finding
@@ -36,7 +36,7 @@ def _cut_off(
 
 
 @dataclass(kw_only=True)
-class NoGradient:
+class NoGradient(Remembers):
     """Parameters whose gradient does not arrive, or gradients that are all exactly 0: "No gradient".
 
     What is not trainable, by the snapshot, needs no gradient.
@@ -54,7 +54,6 @@ class NoGradient:
     _missing: Streaks = field(default_factory=Streaks, init=False, repr=False)
     _num_zero: int = field(default=0, init=False)
     _is_often_zero: bool = field(default=False, init=False)  # a hinge loss whose samples are satisfied, now and then
-
     _unowned: set[str] = field(default_factory=set, init=False)  # keys of parameters that no optimizer holds
 
     title: ClassVar[str] = "No gradient"
@@ -97,8 +96,11 @@ class NoGradient:
             f"Step {step}: all gradients have been exactly 0 for {self._num_zero} samples "
             f"(threshold {self.zero_patience})."
         )
-        cause = "gradients zeroed between backward() and step(), a constant loss, or an underflow of float16 gradients"
-        remedy = "call zero_grad() before backward(), not after it; check the loss; use GradScaler or bfloat16"
+        cause = (
+            "not clear: either a constant loss, one times 0 or one that is saturated, or gradients zeroed between "
+            "backward() and step(); whether the loss changes tells them apart"
+        )
+        remedy = "check the loss; call zero_grad() before backward(), not after it; in float16 use a GradScaler"
         return finding(self.title, fact, "", cause, remedy, step, "WARN")
 
     def _missing_alert(
@@ -113,16 +115,3 @@ class NoGradient:
         cause = "layers frozen by mistake, detached from the loss, or not used by the forward"
         remedy = "check requires_grad, detach() and torch.no_grad(); exclude= what is frozen on purpose"
         return finding(self.title, fact, layers, cause, remedy, step, "WARN")
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "missing": self._missing.state_dict(),
-            "num_zero": self._num_zero,
-            "is_often_zero": self._is_often_zero,
-            "unowned": sorted(self._unowned),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._missing.load_state_dict(state["missing"])
-        self._num_zero, self._is_often_zero = int(state["num_zero"]), bool(state["is_often_zero"])
-        self._unowned = set(state["unowned"])

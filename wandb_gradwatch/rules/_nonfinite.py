@@ -5,12 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final
+from typing import ClassVar, Final
 
 import numpy as np
 
 from .._analysis.formatting import listing, number
 from .._analysis.forward import nonfinite_activations
+from .._analysis.memory import Remembers
 from .._measure.columns import Column, FloatArray
 from ..snapshot import Snapshot, keys
 from ._base import Alert, check_limits, finding
@@ -35,7 +36,7 @@ _REMEDY_AFTER: Final = "check that code for divisors and factors that can be 0, 
 
 
 @dataclass(kw_only=True)
-class _NonFiniteGradient(ABC):
+class _NonFiniteGradient(Remembers, ABC):
     """What the rules for NaN and for Inf share. A sample that AMP skipped is not theirs but the loss scale's."""
 
     title: ClassVar[str]
@@ -93,12 +94,6 @@ class _NonFiniteGradient(ABC):
             cause, remedy = self.cause, self.remedy
         return finding(self.title, fact, layers, cause, remedy, step, "WARN" if left_out else "ERROR")
 
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        del state  # every sample is judged by itself
-
 
 @dataclass(kw_only=True)
 class NaNGradient(_NonFiniteGradient):
@@ -137,7 +132,7 @@ NONFINITE_TITLES: Final = (NaNGradient.title, InfGradient.title)
 
 
 @dataclass(kw_only=True)
-class NonFiniteLoss:
+class NonFiniteLoss(Remembers):
     """The loss is NaN or infinite: "Non-finite loss".
 
     Not at a sample that AMP skipped: an overflow of the scaled loss is how the scale finds its place. Nor where the
@@ -168,15 +163,9 @@ class NonFiniteLoss:
             remedy = "look at the batch and the outputs of this step; add an epsilon to the operation that is named"
             yield finding(self.title, fact, "", cause, remedy, step, "WARN" if left_out else "ERROR")
 
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        del state  # every sample is judged by itself
-
 
 @dataclass(kw_only=True)
-class LossScaleCollapse:
+class LossScaleCollapse(Remembers):
     """AMP skips update after update, or its scale falls below a floor: "Loss scale collapse".
 
     An isolated skipped update is how a loss scale finds its place, and no alert. Nor are the first ones of a run, in a
@@ -230,9 +219,3 @@ class LossScaleCollapse:
         remedy = "look for NaN with autocast off, clip after unscale_(), lower the learning rate, or use bfloat16"
         # Only a stalled sample is an ERROR: it was not applied anyway, so a guard that skips it loses nothing.
         return finding(self.title, fact, layers, cause, remedy, step, "ERROR" if stalled else "WARN")
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"num_in_a_row": self._num_in_a_row, "has_updated": self._has_updated}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._num_in_a_row, self._has_updated = int(state["num_in_a_row"]), bool(state["has_updated"])

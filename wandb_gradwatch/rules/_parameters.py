@@ -7,13 +7,13 @@ import re
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final
+from typing import ClassVar, Final
 
 import numpy as np
 
 from .._analysis.formatting import clip_advice, listing, number
 from .._analysis.layers import initial_gains, input_scale
-from .._analysis.memory import PerName
+from .._analysis.memory import PerName, Remembers
 from .._analysis.movement import Movement
 from .._measure.columns import Column
 from ..snapshot import Snapshot
@@ -38,10 +38,11 @@ _MIN_ELEMENTS: Final = 256  # of all parameters together: fewer may well begin a
 _NORMALISATION: Final = re.compile(r"norm|ln|bn", re.IGNORECASE)
 _EXACT: Final = 1e-12  # relative: float64 sums of equal numbers are that exact
 _MIN_UNITS: Final = 4  # so many equal gradients are no chance
+_LARGE_GRADIENT: Final = 10.0  # times the parameters' norm: more than ordinary inputs and losses make
 
 
 @dataclass(kw_only=True)
-class PoorInitialisation:
+class PoorInitialisation(Remembers):
     """At the first samples, weights far from the size that keeps a signal's size, or equal units: "Initial weights".
 
     Not of a model that was trained before, whose normalisations have left 1 and 0: what it has learnt is no accident.
@@ -112,15 +113,9 @@ class PoorInitialisation:
         remedy = "initialise at random with torch.nn.init.kaiming_normal_ or xavier_uniform_ and the activation's gain"
         return finding(self.title, f"Step {step}: {fact}.", "", cause, remedy, step, "WARN")
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"is_over": self._is_over}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._is_over = bool(state["is_over"])
-
 
 @dataclass(kw_only=True)
-class LargeInputs:
+class LargeInputs(Remembers):
     """In each of the first two samples the first layer's gradients are those of large inputs: "Large inputs".
 
     Args:
@@ -154,15 +149,9 @@ class LargeInputs:
         remedy = "normalise the inputs to a mean of 0 and a deviation of 1: bytes of images divided by 255, for example"
         return finding(self.title, fact, "", cause, remedy, step, "WARN")
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"num_large": self._num_large}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._num_large = int(state["num_large"])
-
 
 @dataclass(kw_only=True)
-class FastParameters:
+class FastParameters(Remembers):
     """Updates grow the parameters by far more than any training survives, or shrink them to nothing.
 
     "Parameters grow too fast": the second largest of five updates counts. "Parameters shrink": what is left of their
@@ -204,10 +193,12 @@ class FastParameters:
             last = sorted(list(self._recent)[-_OF_LAST:])
             if len(last) > 1 and last[-2] > limit:
                 yield self._growing(step, last[-2], limit, clip_advice(float(snapshot.clipped[sample])))
+            elif step > _FIRST_STEPS and change > self.max_factor - 1:
+                yield self._jumped(step, change + 1)
             elif (factor := math.prod(1 + change for change in sorted(self._recent)[:-1])) > self.max_factor:
                 yield self._multiplied(step, factor, clip_advice(float(snapshot.clipped[sample])))
             if (left := self._left(snapshot, sample)) < self.min_left or self._all_shrink(snapshot, sample, change):
-                yield self._shrinking(step, left)
+                yield self._shrinking(step, left, change)
 
     def _all_shrink(self, snapshot: Snapshot, sample: int, change: float) -> bool:
         """Whether each weight has become smaller by so much per sample, for some in a row: no gradient does that."""
@@ -251,7 +242,21 @@ class FastParameters:
         )
         return finding(self.title, fact, "", _CAUSE, _REMEDY + clip, step, "ERROR")
 
-    def _shrinking(self, step: int, left: float) -> Alert:
+    def _jumped(self, step: int, factor: float) -> Alert:
+        fact = (
+            f"Step {step}: since the sample before, the parameters' norm has grown {number(factor)} times at once "
+            f"(threshold {number(self.max_factor)})."
+        )
+        cause = (
+            "not clear: either too large an update, or weights that were loaded or rescaled; the gradient and the "
+            "learning rate of the step before tell them apart"
+        )
+        remedy = (
+            "look at the learning rate's schedule, the batch of the step before, and what else writes to parameters"
+        )
+        return finding(self.title, fact, "", cause, remedy, step, "WARN")
+
+    def _shrinking(self, step: int, left: float, change: float) -> Alert:
         how = f"threshold {number(100 * self.min_left)} %"
         if left >= self.min_left:
             how = (
@@ -260,28 +265,16 @@ class FastParameters:
         fact = f"Step {step}: {number(100 * left)} % of the parameters' first norm is left ({how})."
         cause = "too strong a weight decay, or a penalty on the parameters that outweighs the loss"
         remedy = "divide the weight decay by 10; with decoupled decay its product with the learning rate counts"
+        if change < -0.5:  # in one step: a decay takes less than a product of learning rate and decay
+            cause = (
+                f"not clear: either {cause}, or weights that were loaded or rescaled; what the script does at this "
+                "step tells them apart"
+            )
         return finding(self.shrinking, fact, "", cause, remedy, step, "WARN")
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "movement": self._movement.state_dict(),
-            "recent": list(self._recent),
-            "largest": self._largest.state_dict(),
-            "num_shrinking": self._num_shrinking,
-            "before": self._before.state_dict(),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._movement.load_state_dict(state["movement"])
-        self._recent.clear()
-        self._recent.extend(state["recent"])
-        self._largest.load_state_dict(state["largest"])
-        self._num_shrinking = int(state["num_shrinking"])
-        self._before.load_state_dict(state["before"])
 
 
 @dataclass(kw_only=True)
-class TightClipping:
+class TightClipping(Remembers):
     """Every gradient is clipped to a tiny part of itself: "Clipping too tight".
 
     Args:
@@ -309,24 +302,27 @@ class TightClipping:
             self._num_tight = self._num_tight + 1 if factor > self.max_factor else 0
             self._began_tight &= self._num_tight > 0
             if self._num_tight >= (self.first_patience if self._began_tight else self.patience):
-                yield self._alert(int(snapshot.steps[sample]), factor, float(snapshot.loss_scale[sample]))
+                yield self._alert(snapshot, sample, factor)
 
-    def _alert(self, step: int, factor: float, scale: float) -> Alert:
+    def _alert(self, snapshot: Snapshot, sample: int, factor: float) -> Alert:
+        step, scale = int(snapshot.steps[sample]), float(snapshot.loss_scale[sample])
         fact = (
             f"Step {step}: {self._num_tight} gradients in a row were clipped to less than a "
             f"{number(self.max_factor)}th of their norm, this one by {number(factor)}."
         )
         cause = "the clipping is far too tight"
+        remedy = "raise max_norm to about the usual norm; with a GradScaler call unscale_(optimizer) before clipping"
         if scale > self.max_factor:
             cause = "not clear: either unscale_() is missing before clip_grad_norm_, or the clipping is far too tight"
-        remedy = "raise max_norm to about the usual norm; with a GradScaler call unscale_(optimizer) before clipping"
+        elif snapshot.total_grad_norm[sample] > _LARGE_GRADIENT * np.linalg.norm(
+            np.nan_to_num(snapshot.param_norm[sample])
+        ):
+            cause = (
+                f"not clear: either {cause}, or a large scale of the inputs, targets or loss: the gradient before "
+                "clipping is far larger than the parameters; the size of the loss tells them apart"
+            )
+            remedy = f"normalise the inputs and the targets, take the mean in the loss; otherwise {remedy}"
         return finding(self.title, fact, "", cause, remedy, step, "WARN")
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"num_tight": self._num_tight, "began_tight": self._began_tight}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._num_tight, self._began_tight = int(state["num_tight"]), bool(state["began_tight"])
 
 
 def _was_trained(snapshot: Snapshot, sample: int) -> bool:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
 from .._analysis.formatting import listing, number, worst_first
-from .._analysis.memory import PerName
+from .._analysis.memory import Remembers, Streaks
 from .._measure.columns import FloatArray
 from ..snapshot import Snapshot
 from ._base import Alert, check_limits, finding
@@ -18,7 +18,7 @@ from ._base import Alert, check_limits, finding
 
 
 @dataclass(kw_only=True)
-class GradParamRatio:
+class GradParamRatio(Remembers):
     """A gradient's norm is out of proportion to its parameter's: "Gradient to parameter ratio".
 
     Not among the default rules: the ratio of a summed loss is healthy above 1, that of a finished training below 1e-6,
@@ -33,7 +33,7 @@ class GradParamRatio:
     max_ratio: float = 1.0
     min_ratio: float = 1e-6
     patience: int = 10
-    _num_outside: PerName = field(default_factory=PerName, init=False, repr=False)
+    _outside: Streaks = field(default_factory=Streaks, init=False, repr=False)
 
     title: ClassVar[str] = "Gradient to parameter ratio"
 
@@ -41,14 +41,12 @@ class GradParamRatio:
         check_limits(self, max_ratio=(0.0, np.inf), min_ratio=(0.0, np.inf), patience=(1.0, np.inf))
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
-        count_P, ratio_SP = self._num_outside.of(snapshot.names), snapshot.grad_param_ratio
+        ratio_SP = snapshot.grad_param_ratio
         outside_SP = (ratio_SP > self.max_ratio) | ((ratio_SP > 0) & (ratio_SP < self.min_ratio))
-        for sample, (ratio_P, outside_P) in enumerate(zip(ratio_SP, outside_SP, strict=True)):
-            count_P[outside_P] += 1
-            count_P[~outside_P & ~np.isnan(ratio_P)] = 0
-            late = np.flatnonzero((count_P >= self.patience) & outside_P)
-            if late.size:
-                yield self._alert(int(snapshot.steps[sample]), snapshot.names, ratio_P, late.tolist())
+        for step, ratio_P, outside_P in zip(snapshot.steps.tolist(), ratio_SP, outside_SP, strict=True):
+            late_P = self._outside.last(snapshot.names, outside_P, self.patience, ~np.isnan(ratio_P))
+            if late_P.any():
+                yield self._alert(step, snapshot.names, ratio_P, np.flatnonzero(late_P).tolist())
 
     def _alert(self, step: int, names: tuple[str, ...], ratio_P: FloatArray, late: list[int]) -> Alert:
         with np.errstate(divide="ignore"):
@@ -64,15 +62,9 @@ class GradParamRatio:
         )
         return finding(self.title, fact, layers, cause, remedy, step, "WARN")
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"num_outside": self._num_outside.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._num_outside.load_state_dict(state["num_outside"])
-
 
 @dataclass(kw_only=True)
-class LayerSpread:
+class LayerSpread(Remembers):
     """The largest layer's gradient norm is out of proportion to the smallest one's: "Layer spread".
 
     Not among the default rules: an attention's key bias has, but for rounding, no gradient at all (softmax does not see
@@ -114,9 +106,3 @@ class LayerSpread:
         cause = "gradients that fade or grow through the depth, or layers of very different scale"
         remedy = "check initialisation and normalisation, or give the layers learning rates of their own"
         return finding(self.title, fact, layers, cause, remedy, step, "WARN")
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"num_wide": self._num_wide}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._num_wide = int(state["num_wide"])

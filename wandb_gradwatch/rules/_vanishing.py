@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final
+from typing import ClassVar, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -14,8 +14,8 @@ import numpy.typing as npt
 from .._analysis.depth import DepthTrend, depth_trends
 from .._analysis.formatting import listing, number, worst_first
 from .._analysis.layers import dead_units, modules_of, without_inputs
-from .._analysis.memory import PerName, Streaks
-from .._measure.columns import Column, FloatArray
+from .._analysis.memory import Remembers, Streaks
+from .._measure.columns import FloatArray
 from ..snapshot import Snapshot, keys
 from ._base import Alert, check_limits, finding
 
@@ -34,7 +34,7 @@ _ABRUPT: Final = 1e3  # a fall below the floor from a norm this many times above
 
 
 @dataclass(kw_only=True)
-class VanishingGradient:
+class VanishingGradient(Remembers):
     """The gradient fades: all of it, or on its way back to the input: "Vanishing gradient".
 
     A total norm that sinks slowly below the floor is a training that has converged, and no alert; one that was below
@@ -57,7 +57,7 @@ class VanishingGradient:
     _num_faded: int = field(default=0, init=False)
     _last_large: float = field(default=math.nan, init=False)  # the newest norms above the floor, averaged
     _converged: bool = field(default=False, init=False)
-    _faint: PerName = field(default_factory=PerName, init=False, repr=False)  # samples in a row
+    _faint: Streaks = field(default_factory=Streaks, init=False, repr=False)
     _num_coarse: int = field(default=0, init=False)
 
     title: ClassVar[str] = "Vanishing gradient"
@@ -85,14 +85,10 @@ class VanishingGradient:
 
     def _faint_at(self, snapshot: Snapshot, sample: int) -> npt.NDArray[np.intp]:
         """Places of the parameters whose gradients have been next to nothing beside the others' for some samples."""
-        norm_P, count_P = snapshot.grad_norm[sample], self._faint.of(snapshot.names)
-        if norm_P.min(initial=math.inf) >= _FAINT * norm_P.max(initial=0.0) and not np.count_nonzero(count_P):
-            return np.zeros(0, dtype=np.intp)  # as nearly always
+        norm_P = snapshot.grad_norm[sample]
         present_P = norm_P > 0
         faint_P = present_P & (norm_P < _FAINT * np.max(norm_P, initial=0.0, where=present_P))
-        count_P[present_P & ~faint_P] = 0
-        count_P[faint_P] += 1
-        return np.flatnonzero(faint_P & (count_P >= _CERTAIN))
+        return np.flatnonzero(self._faint.last(snapshot.names, faint_P, _CERTAIN, present_P))
 
     def _faint_alert(self, snapshot: Snapshot, sample: int, faint: npt.NDArray[np.intp]) -> Alert:
         step, norm_P = int(snapshot.steps[sample]), snapshot.grad_norm[sample]
@@ -143,7 +139,10 @@ class VanishingGradient:
             "a saturated or dead network, a loss divided too often, or float16 gradients with too small a loss scale"
         )
         if abs(loss := float(snapshot.metrics.get(keys.LOSS, np.full(len(snapshot), np.nan))[sample])) < _TINY_LOSS:
-            cause = f"the loss is too small ({number(loss)}): divided too often, or of too small a weight"
+            cause = (
+                f"not clear: either too small a loss ({number(loss)}), divided too often or of too small a weight, or "
+                "a tiny scale of the targets; the targets, looked at, tell them apart"
+            )
         remedy = "check the loss's reduction and scale, the activations and the initialisation, or use bfloat16"
         return finding(self.title, fact, layers, cause, remedy, step, "WARN")
 
@@ -159,40 +158,21 @@ class VanishingGradient:
         remedy = "use ReLU or GELU, residual connections, normalisation, and Kaiming or Xavier initialisation"
         return finding(self.title, fact, layers, cause, remedy, step, "WARN")
 
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "num_small": self._num_small,
-            "num_faded": self._num_faded,
-            "last_large": None if math.isnan(self._last_large) else self._last_large,
-            "converged": self._converged,
-            "faint": self._faint.state_dict(),
-            "num_coarse": self._num_coarse,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._num_small, self._num_faded = int(state["num_small"]), int(state["num_faded"])
-        self._last_large = math.nan if state["last_large"] is None else float(state["last_large"])
-        self._converged = bool(state["converged"])
-        self._faint.load_state_dict(state["faint"])
-        self._num_coarse = int(state["num_coarse"])
-
 
 def _is_coarse(snapshot: Snapshot, sample: int) -> bool:
     """Whether float16 has kept of most gradients' elements nothing but its smallest steps."""
     scale = float(snapshot.loss_scale[sample])
-    scale = 1.0 if math.isnan(scale) else scale
-    num_elements = float(snapshot.column_sums[sample, Column.NUM_ELEMENTS])
-    if float(snapshot.total_grad_norm[sample]) * scale > _SMALLEST_NORMAL * math.sqrt(num_elements):
+    largest_P = snapshot.grad_abs_max[sample] * (1.0 if math.isnan(scale) else scale)
+    size_P = np.where(largest_P > 0, snapshot.num_elements[sample], 0.0)
+    half, small_P = 0.5 * float(size_P.sum()), largest_P < _SMALLEST_NORMAL
+    if not float(size_P @ small_P) > half:  # as nearly always
         return False
-    size_P = np.nan_to_num(snapshot.num_elements[sample])
-    largest_P, smallest_P = (scale * v[sample] for v in (snapshot.grad_abs_max, snapshot.grad_abs_min_nonzero))
-    steps_P = smallest_P / _SMALLEST
-    coarse_P = (largest_P < _SMALLEST_NORMAL) & (steps_P >= 1) & (steps_P == np.round(steps_P))
-    return float(size_P[coarse_P].sum()) > 0.5 * float(size_P[largest_P > 0].sum())
+    steps_P = snapshot.grad_abs_min_nonzero[sample] * (1.0 if math.isnan(scale) else scale) / _SMALLEST
+    return float(size_P @ (small_P & (steps_P >= 1) & (steps_P == np.round(steps_P)))) > half
 
 
 @dataclass(kw_only=True)
-class DeadGradient:
+class DeadGradient(Remembers):
     """Units of a layer get no gradient at all, and they are the same ones from sample to sample: "Dead gradient".
 
     A count of one sample says nothing: at a batch of 1 half of all ReLU units are off in every sample, though never the
@@ -326,27 +306,15 @@ class DeadGradient:
             "one: every input of this layer is 0."
         )
         if place == int(np.argmax(present_L)):
-            cause = "the data has changed: this layer is the first, and its inputs are all 0"
+            cause = (
+                "not clear: either the data has changed, or a mask or dropout multiplies it by 0: this layer is the "
+                "first, and its inputs are all 0; the batch, looked at, tells them apart"
+            )
             remedy = "look at the data, its loading and its normalisation, and at masks and dropout on the inputs"
         else:
             cause = "dead units in the layer before it, or an output of it that is multiplied by 0"
             remedy = "check what feeds this layer: masks, dropout, the layer's bias; lower the learning rate"
         return finding(self.title, fact, "", cause, remedy, step, "WARN")
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "largest": self._largest,
-            "modules": list(self._modules),
-            "recent": [shares.tolist() for shares in self._recent],  # NaN where a layer was missing
-            "dead": self._dead.state_dict(),
-            "empty": self._empty.state_dict(),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._largest, self._modules = float(state["largest"]), tuple(state["modules"])
-        self._recent = deque(np.array(shares, dtype=np.float64) for shares in state["recent"])
-        self._dead.load_state_dict(state["dead"])
-        self._empty.load_state_dict(state["empty"])
 
 
 def _is_held_up(snapshot: Snapshot, sample: int) -> bool:

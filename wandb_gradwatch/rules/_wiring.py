@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final
+from typing import ClassVar, Final
 
 import numpy as np
 
 from .._analysis.formatting import listing, number
-from .._analysis.memory import PerName
+from .._analysis.memory import PerName, Remembers
 from .._measure.columns import Column
 from ..snapshot import Snapshot, keys
 from ._base import Alert, check_limits, finding
@@ -19,7 +19,7 @@ from ._base import Alert, check_limits, finding
 
 
 @dataclass(kw_only=True)
-class NotInOptimizer:
+class NotInOptimizer(Remembers):
     """Trainable parameters get a gradient, and no optimizer of the process holds them: "Not in any optimizer"."""
 
     title: ClassVar[str] = "Not in any optimizer"
@@ -47,15 +47,9 @@ class NotInOptimizer:
         )
         return finding(self.title, fact, "", cause, remedy, step, "WARN")
 
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        del state  # every sample is judged by itself
-
 
 @dataclass(kw_only=True)
-class GradientsNotReset:
+class GradientsNotReset(Remembers):
     """An optimizer steps with gradients that still contain those of its last step: "Gradients not reset"."""
 
     title: ClassVar[str] = "Gradients not reset"
@@ -71,15 +65,9 @@ class GradientsNotReset:
             remedy = "call optimizer.zero_grad() once per update, before backward() or after step()"
             yield finding(self.title, fact, "", cause, remedy, step, "ERROR")
 
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        del state  # every sample is judged by itself
-
 
 @dataclass(kw_only=True)
-class NegativeLearningRate:
+class NegativeLearningRate(Remembers):
     """An update is made with a learning rate below 0, which climbs the loss: "Learning rate below 0"."""
 
     title: ClassVar[str] = "Learning rate below 0"
@@ -93,15 +81,9 @@ class NegativeLearningRate:
             remedy = "end the schedule at 0, or give it as many steps as the training has"
             yield finding(self.title, fact, "", cause, remedy, step, "ERROR")
 
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        del state  # every sample is judged by itself
-
 
 @dataclass(kw_only=True)
-class UnchangedParameters:
+class UnchangedParameters(Remembers):
     """No parameter changes by a bit though all of them have gradients: "Parameters unchanged".
 
     What has converged (L-BFGS: 79 samples without a change) has gradients that are a small part of the largest ones so
@@ -171,17 +153,6 @@ class UnchangedParameters:
             cause = f"not clear: either updates of 0, or something that undoes them (learning rate {number(rate)})"
         remedy = "call optimizer.step() after backward(); check the learning rate, its schedule and its warm-up"
         return finding(self.title, fact, "", cause, remedy, step, "ERROR")
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "sum_sq": self._sum_sq.state_dict(), "num_unchanged": self._num_unchanged, "since": self._since,
-            "largest": self._largest,
-        }  # fmt: skip
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._sum_sq.load_state_dict(state["sum_sq"])
-        self._num_unchanged, self._since = int(state["num_unchanged"]), int(state["since"])
-        self._largest = float(state["largest"])
 
 
 _LEAST_SAMPLES: Final = 3

@@ -7,7 +7,7 @@ from typing import Final
 
 from ..causes import CAUSES, Diagnosis
 from ..evidence import Evidence
-from .depth import batch_norm, inside_the_backward, saturation, through_depth, through_recurrence
+from .depth import batch_norm, fading, inside_the_backward, through_depth, through_recurrence
 from .incidents import (
     bad_batch,
     bad_rank,
@@ -17,7 +17,7 @@ from .incidents import (
     nonfinite_batch,
     nonfinite_forward,
 )
-from .parameters import data_scale, initialisation, learning_rate, loss_multiplied
+from .parameters import data_scale, initialisation, learning_rate, loss_multiplied, written
 from .precision import scale_too_high, underflow
 from .silence import dead_units, frozen, zeroed
 
@@ -25,7 +25,7 @@ __all__ = ["CAUSES", "PATTERNS", "Diagnosis"]
 
 # Of two causes that are equally probable the earlier one is named first.
 PATTERNS: Final[tuple[Callable[[Evidence], Diagnosis | None], ...]] = (
-    learning_rate, initialisation, through_depth, through_recurrence, saturation, batch_norm, underflow, scale_too_high,
+    learning_rate, initialisation, through_depth, through_recurrence, fading, batch_norm, underflow, scale_too_high,
     dead_units, frozen, zeroed, bad_batch, bad_rank, invalid_operation, nonfinite_batch, nonfinite_forward,
-    broken_by_update, data_scale, forward_overflow, inside_the_backward, loss_multiplied,
+    broken_by_update, data_scale, forward_overflow, inside_the_backward, loss_multiplied, written,
 )  # fmt: skip

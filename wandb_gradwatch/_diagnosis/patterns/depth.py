@@ -10,15 +10,15 @@ from ..._analysis.depth import branch_of
 from ..._analysis.formatting import number
 from ..._analysis.layers import modules_of
 from ..._measure.columns import Column
-from ..causes import BACKWARD, BATCH_NORM, DEPTH, RECURRENCE, SATURATION, Diagnosis
-from ..evidence import FIRST_GRADIENT, Evidence
+from ..causes import BACKWARD, BATCH_NORM, DEPTH, DEVIATION, FADING, RECURRENCE, SATURATION, Diagnosis
+from ..evidence import DEEP, FIRST_GRADIENT, Evidence
 
 # P watched parameters, N clean samples, L modules
 
 _MIN_PAST: Final = 5  # samples that say what is usual
 _RAISED, _USUAL = 30.0, 3.0  # times a layer's usual norm: what a spike has raised, and what it has left alone
-_DEEP: Final = 12  # layers, through which ordinary gradients may grow beyond the parameters
 _MULTIPLIED: Final = 1.5  # more than what follows it: by so much a recurrence that explodes has risen
+_SATURATED: Final = ("Sigmoid", "Tanh", "Hardsigmoid", "Softsign", "LogSigmoid")
 _UNSATURATED: Final = ("ReLU", "LeakyReLU", "PReLU", "GELU", "SiLU", "Mish", "ELU", "CELU", "SELU", "Softplus")
 
 
@@ -32,15 +32,18 @@ def through_depth(evidence: Evidence) -> Diagnosis | None:
     if trend is not None and trend.factor <= 0.01 and trend.order < -0.9:
         words = f"norm grows {number(1 / trend.factor)}x from {trend.last} back to {trend.first}, layer by layer"
         return Diagnosis(DEPTH, 0.85, words, remedy)
-    first_norm, weights = evidence.first_norms
+    first_norm, _ = evidence.first_norms
     gains = [
         gain / np.sqrt(2) for _, gain in evidence.parameters.gains if gain > 0
     ]  # sqrt(2) keeps the size through ReLUs
-    if len(gains) >= _DEEP and evidence.step(int(evidence.clean[0])) <= 2 and first_norm > FIRST_GRADIENT * weights > 0:
+    if len(gains) >= DEEP and evidence.first_ratio > FIRST_GRADIENT:
         words = (
-            f"the first gradient has {number(first_norm / weights)}x the parameters' norm, behind {len(gains)} layers"
+            f"the first gradient has {number(evidence.first_ratio)}x the parameters' norm, behind {len(gains)} layers"
         )
-        return Diagnosis(DEPTH, 0.85, words, remedy)
+        rival = (
+            "a large scale of the inputs, targets or loss; that of the inputs and targets, looked at, tells them apart"
+        )
+        return Diagnosis(DEPTH, 0.85, words, f"{remedy}; normalise the inputs and the targets", rival)
     chain = float(np.exp(np.sum(np.log(gains)))) if len(gains) >= 4 else 0.0
     if first_norm < 1e4 or chain < 100 or evidence.step(0) > 10:
         return None
@@ -62,7 +65,7 @@ def through_recurrence(evidence: Evidence) -> Diagnosis | None:
         return None  # it had passed long before
     square_P = evidence.history.column(Column.GRAD_SUM_SQ)[peak]
     share = float(np.nansum(square_P[recurrent]) / np.nansum(square_P))
-    if _comes_from_above(evidence, recurrent):
+    if _comes_from_above(evidence, recurrent) or _comes_from_below(evidence, recurrent, peak):
         return None
     rise = float(np.exp(min(evidence.log_norm_N.max() - np.median(evidence.log_norm_N), 700.0)))
     if share < 0.3 or rise < 5:
@@ -73,8 +76,22 @@ def through_recurrence(evidence: Evidence) -> Diagnosis | None:
         f"in recurrent layers, most in {evidence.history.names[worst]}, and no gradient was clipped"
     )
     remedy = "clip with clip_grad_norm_(parameters, 1.0), shorten the unrolled sequence, use an LSTM or GRU"
-    # What no update has made may be the batch's as well.
-    return Diagnosis(RECURRENCE, 0.8 if evidence.gradient_came_first else 0.95, words, remedy)
+    if evidence.gradient_came_first:  # what no update has made may be the batch's as well
+        rival = "the data has changed; whether the norm falls back tells them apart"
+        return Diagnosis(RECURRENCE, 0.8, words, remedy, rival)
+    rival = "a learning rate that is too high; a run with a tenth of the learning rate tells them apart"
+    return Diagnosis(RECURRENCE, 0.95, words, f"{remedy}; lower the learning rate", rival)
+
+
+def _comes_from_below(evidence: Evidence, recurrent: list[int], peak: int) -> bool:
+    """Whether the inputs' weights have risen and the states' have not: inputs, which no state multiplies, are large."""
+    rise_P, names = evidence.layers.parameter_rise_at(peak), evidence.history.names
+    inputs, states = (
+        np.array([rise_P[p] for p in recurrent if kind in names[p]]) for kind in ("weight_ih", "weight_hh")
+    )
+    if not (np.isfinite(inputs).any() and np.isfinite(states).any()):
+        return False
+    return bool(np.nanmax(inputs) > 2 * _USUAL * np.nanmax(states))
 
 
 def _comes_from_above(evidence: Evidence, recurrent: list[int]) -> bool:
@@ -104,6 +121,12 @@ def inside_the_backward(evidence: Evidence) -> Diagnosis | None:
     # Where branches stand side by side, one of them rises alone for reasons of its own.
     if len(raised) < 0.8 * len(before) or branch_of(names[raised[-1]]) != branch_of(names[after[0]]):
         return None
+    weights, biases = evidence.layers.split(raised[-1])
+    rise_P = evidence.layers.parameter_rise_at(sample)
+    if biases and np.nanmax(rise_P[biases], initial=0.0) <= _USUAL:
+        return None  # what came back to the layer is usual: what it received was large
+    if any(place in evidence.layers.recurrent() for place in weights):
+        return None  # which multiplies by itself
     words = (
         f"at step {evidence.step(sample)} the norm is the usual one from {names[after[-1]]} back to {names[after[0]]}, "
         f"and {number(float(rise_L[raised].max()))}x the usual one from {names[raised[-1]]} back"
@@ -112,6 +135,9 @@ def inside_the_backward(evidence: Evidence) -> Diagnosis | None:
         f"look at what is between {names[raised[-1]]} and {names[after[0]]}: a torch.autograd.Function of its own, a "
         "gradient hook, a division by almost 0; torch.autograd.gradcheck tests a backward"
     )
+    if evidence.layers.is_normalisation(after[0]):
+        rival = f"{BACKWARD}; the deviation of what {names[after[0]]} receives tells them apart"
+        return Diagnosis(DEVIATION, 0.9, words, f"look at this step's batch and at the layer's eps; {remedy}", rival)
     return Diagnosis(BACKWARD, 0.9, words, remedy)
 
 
@@ -123,19 +149,31 @@ def _last_spike(evidence: Evidence) -> int | None:
     return evidence.spikes[-1][0] if evidence.spikes else None
 
 
-def saturation(evidence: Evidence) -> Diagnosis | None:
-    """The typical norm falls layer by layer on its way back to the input, with weights of an ordinary size."""
+def fading(evidence: Evidence) -> Diagnosis | None:
+    """The typical norm falls layer by layer on its way back to the input: by saturating activations where weights have
+    an ordinary size, by weights that are too small where these alone make half of it, digit by digit."""
     trend = evidence.layers.depth
     if trend is None or trend.factor < 30 or trend.order < 0.9:
         return None
-    kind = evidence.layers.has_kind(("Sigmoid", "Tanh", "Hardsigmoid", "Softsign", "LogSigmoid"))
-    if kind is None and evidence.layers.has_kind(_UNSATURATED):
+    layers = evidence.layers
+    kind, unsaturated = layers.has_kind(_SATURATED), layers.has_kind(_UNSATURATED)
+    words = f"norm falls {number(trend.factor)}x from {trend.last} back to {trend.first}, layer by layer"
+    # What is about linear keeps a size at a gain of 1, a ReLU at the root of 2.
+    usual = 1.0 if kind or not unsaturated else np.sqrt(2)
+    gains = [gain / usual for _, gain in evidence.parameters.gains if gain > 0]
+    shrinks = -float(np.sum(np.log(gains))) if len(gains) >= 4 else 0.0
+    if evidence.step(0) <= 10 and shrinks > 0.5 * np.log(trend.factor):
+        words += f", and the weights of {len(gains)} layers alone make it {number(float(np.exp(shrinks)))}x"
+        rival = "" if unsaturated and not kind else f"{SATURATION}; the outputs of the layers tell them apart"
+        remedy = "use residual connections or normalisation, and Kaiming or Xavier initialisation"
+        return Diagnosis(FADING, 0.85, words, remedy, rival)
+    if unsaturated and not kind:
         return None
-    words = f"norm falls {number(trend.factor)}x from {trend.last} back to {trend.first}, layer by layer" + (
-        f", and the model has {kind} layers" if kind else ""
-    )
     remedy = "use ReLU or GELU, residual connections or normalisation between the layers"
-    return Diagnosis(SATURATION, 0.85 if kind else 0.8, words, remedy)
+    if kind and gains:
+        return Diagnosis(SATURATION, 0.85, f"{words}, and the model has {kind} layers", remedy)
+    rival = "too small an initialisation for the depth; the outputs of the layers tell them apart"
+    return Diagnosis(SATURATION, 0.8, words + (f", and the model has {kind} layers" if kind else ""), remedy, rival)
 
 
 def batch_norm(evidence: Evidence) -> Diagnosis | None:

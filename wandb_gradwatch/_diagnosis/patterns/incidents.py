@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Final
 
 import numpy as np
 
@@ -24,6 +25,10 @@ from ..evidence import Evidence
 
 # S samples, L modules, R ranks
 
+_OTHER_DATA: Final = "the data has changed; whether the norm falls back tells them apart"
+_TRACE: Final = 'watch(model, on_nonfinite="trace") names the operation'
+_APART: Final = 'watch(model, on_nonfinite="trace") tells them apart'
+
 
 def bad_batch(evidence: Evidence) -> Diagnosis | None:
     """One sample stands out from calm neighbours, or begins what no update has made."""
@@ -33,14 +38,14 @@ def bad_batch(evidence: Evidence) -> Diagnosis | None:
         words = f"{lone} of {number(factor)}x at step {evidence.step(sample)}{evidence.note_of(sample)}"
         is_moved = evidence.parameters.is_moving or evidence.parameters.jump is not None
         confidence = 0.5 if is_moved and not evidence.gradient_came_first else 0.75
-        return Diagnosis(BAD_BATCH, confidence, words, _against_a_bad_batch(evidence, sample))
+        return Diagnosis(BAD_BATCH, confidence, words, _against_a_bad_batch(evidence, sample), _OTHER_DATA)
     if evidence.onset is not None and evidence.gradient_came_first:
         sample = evidence.onset.sample
         words = (
             f"at step {evidence.step(sample)} the norm was {number(evidence.onset.factor)}x the usual one, after an "
             f"ordinary update{evidence.note_of(sample)}"
         )
-        return Diagnosis(BAD_BATCH, 0.75, words, _against_a_bad_batch(evidence, sample))
+        return Diagnosis(BAD_BATCH, 0.75, words, _against_a_bad_batch(evidence, sample), _OTHER_DATA)
     return None
 
 
@@ -58,10 +63,10 @@ def _against_a_bad_batch(evidence: Evidence, sample: int) -> str:
 
 
 def nonfinite_batch(evidence: Evidence) -> Diagnosis | None:
-    """The loss is not finite, or every layer from the last one back, and the parameters are: the forward or the loss
-    was not finite already, by the batch or by an operation."""
+    """The loss is not finite, or every layer from the last one back and the loss is not known to be, and the parameters
+    are: the forward or the loss was not finite already, by the batch or by an operation."""
     sample = evidence.first_bad
-    if sample is None or evidence.is_broken(sample) or evidence.growth is not None:
+    if sample is None or evidence.is_broken(sample) or evidence.growth is not None or evidence.has_good_loss(sample):
         return None
     bad_L = evidence.layers.by_module.num_nonfinite[sample] > 0
     present = np.flatnonzero(~np.isnan(evidence.layers.by_module.num_elements[sample]))
@@ -86,7 +91,7 @@ def nonfinite_forward(evidence: Evidence) -> Diagnosis | None:
     """The same shows either: what came in, or what was made of it."""
     batch = nonfinite_batch(evidence)
     words = "finite inputs look the same in every gradient"
-    remedy = 'watch(model, on_nonfinite="trace") names the operation; add an epsilon to it, or clamp what it reads'
+    remedy = f"{_TRACE}; add an epsilon to it, or clamp what it reads"
     return None if batch is None else Diagnosis(NONFINITE_FORWARD, batch.confidence, words, remedy)
 
 
@@ -116,7 +121,13 @@ def broken_by_update(evidence: Evidence) -> Diagnosis | None:
         "load the last good checkpoint, keep parameters and the optimizer's state in float32, and check its eps and "
         "whatever else writes to parameters"
     )
-    return Diagnosis(OPTIMIZER, 0.8, words, remedy)
+    # 0 / 0 where eps is 0: as many elements as had a gradient of 0, other than all of them.
+    num_broken, num_zero = (
+        evidence.history.column(column)[at, broken].sum()
+        for column, at in ((Column.PARAM_NUM_NONFINITE, sample), (Column.NUM_ZERO, sample - 1))
+    )
+    rival = "something else that writes to the parameters; what the script does at that step tells them apart"
+    return Diagnosis(OPTIMIZER, 0.8, words, remedy, "" if num_broken == num_zero else rival)
 
 
 def bad_rank(evidence: Evidence) -> Diagnosis | None:
@@ -141,7 +152,8 @@ def bad_rank(evidence: Evidence) -> Diagnosis | None:
 
 
 def invalid_operation(evidence: Evidence) -> Diagnosis | None:
-    """NaN from one layer back to the input, but not in the layers after it: it arose on the way back."""
+    """NaN from one layer back to the input, but not in the layers after it, or not in the loss: it arose on the way
+    back, or in what a layer was given and the loss has left out."""
     sample = evidence.first_bad
     skipped = evidence.num_last_skipped
     if sample is None and skipped >= 3:  # AMP skips at any scale because the NaN does not depend on it
@@ -154,18 +166,36 @@ def invalid_operation(evidence: Evidence) -> Diagnosis | None:
     present = np.flatnonzero(~np.isnan(evidence.layers.by_module.num_elements[sample]))
     bad = [int(index) for index in present if nan_L[index]]
     clean_after = [int(index) for index in present if bad and index > bad[-1]]
-    remedy = 'add an epsilon inside sqrt, log and divisions; watch(model, on_nonfinite="trace") names the operation'
+    remedy = f"add an epsilon inside sqrt, log and divisions; {_TRACE}"
     names, step = evidence.layers.by_module.names, evidence.step(sample)
-    if bad and clean_after:
-        words = (
-            f"at step {step} the gradient is finite in {names[clean_after[0]]} "
-            f"and non-finite from {names[bad[-1]]} back"
+    if bad and (clean_after or evidence.has_good_loss(sample)):
+        where = (
+            f"the gradient is finite in {names[clean_after[0]]} and"
+            if clean_after
+            else "the loss is finite, the gradient"
         )
-        return Diagnosis(INVALID, 0.85, words, remedy)
+        words = f"at step {step} {where} non-finite from {names[bad[-1]]} back"
+        if _received_nonfinite(evidence, sample, bad[-1]):
+            words += ", where its weights' is and its bias's is not: what it was given is not finite"
+            cause = NONFINITE_BATCH if bad[-1] == present[0] else NONFINITE_FORWARD
+            return Diagnosis(cause, 0.85, words, f"look at the batch of this step; {_TRACE}; {remedy}")
+        before = evidence.log_norm_N[evidence.clean < sample][-17:]
+        has_grown = evidence.growth is not None or (len(before) and before[-1] > np.median(before) + math.log(10))
+        rival = f"an overflow of gradients that had grown; {_APART}" if has_grown else ""
+        if clean_after and not evidence.has_good_loss(sample):
+            rival = rival or f"layers side by side, of which some have a loss that is not finite; {_APART}"
+        return Diagnosis(INVALID, 0.85, words, remedy, rival)
     if skipped >= 3 and np.all(np.any(evidence.history.num_nan[-skipped:] > 0, axis=1)):
         words = f"NaN in each of the last {skipped} samples, at whatever loss scale"
         return Diagnosis(INVALID, 0.7, words, remedy)
     return None
+
+
+def _received_nonfinite(evidence: Evidence, sample: int, place: int) -> bool:
+    """Whether a module's weights have a gradient that is not finite, and its biases have one that is."""
+    weights, biases = evidence.layers.split(place)
+    bad_P = evidence.history.num_nonfinite[sample]
+    return bool(biases) and bool(weights) and not np.any(bad_P[biases] > 0)
 
 
 def forward_overflow(evidence: Evidence) -> Diagnosis | None:

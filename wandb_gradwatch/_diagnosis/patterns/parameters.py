@@ -8,11 +8,24 @@ import numpy as np
 
 from ..._analysis.formatting import listing, number
 from ...snapshot import keys
-from ..causes import DATA_SCALE, INITIALISATION, LEARNING_RATE, LOSS_SCALE, Diagnosis
-from ..evidence import FIRST_GRADIENT, Evidence
+from ..causes import DATA_SCALE, INITIALISATION, LEARNING_RATE, LOSS_SCALE, WRITTEN, Diagnosis
+from ..evidence import DEEP, FIRST_GRADIENT, Evidence
 
 _MULTIPLIED: Final = 10.0  # times the usual loss and gradient: less may be a batch of its own kind
 _ALIKE: Final = 2.0  # between the factors of the loss and of all layers
+_FIRST_STEPS: Final = 5
+_LATE_RISE: Final = "the data has changed; a run with the learning rate of before tells them apart"
+_NEW_SCALE: Final = (
+    "a new scale of the inputs, targets or loss; whether the loss rose before the gradient tells them apart"
+)
+_FIRST_SCALE: Final = (
+    "a large scale of the inputs, targets or loss; the size of the loss at the first step tells them apart"
+)
+_FIRST_DEPTH: Final = "activations that grow with the depth; the size of the loss at the first step tells them apart"
+_BY_HAND: Final = (
+    "parameters that were loaded or rescaled, or an optimizer's state that was lost; what the script does at that step "
+    "tells them apart"
+)
 
 
 def learning_rate(evidence: Evidence) -> Diagnosis | None:
@@ -24,39 +37,68 @@ def learning_rate(evidence: Evidence) -> Diagnosis | None:
         words = f"it rose from {number(rose.before)} to {number(rose.after)} {when} step {evidence.step(rose.sample)}"
         parameters = evidence.parameters
         is_felt = parameters.is_moving or parameters.leap or parameters.jump or evidence.growth
+        rival = "" if is_felt or rose.at_once else _LATE_RISE  # a warm-up goes up as well
         return Diagnosis(
-            LEARNING_RATE, 0.98 if is_felt and rose.at_once else 0.85, words, f"look at its schedule; {remedy}"
+            LEARNING_RATE, 0.98 if is_felt and rose.at_once else 0.85, words, f"look at its schedule; {remedy}", rival
         )
-    if evidence.gradient_came_first:
+    if evidence.gradient_came_first or written(evidence) is not None:
         return None
+    less = 0.05 if evidence.first_ratio > FIRST_GRADIENT else 0.0  # no learning rate has made the first gradient
     if evidence.parameters.is_moving and evidence.parameters.movement is not None:
         change, sample = evidence.parameters.movement
         words = (
             f"the parameters' norm changed by {number(100 * change)} % per step or more, "
             f"from step {evidence.step(sample)}"
         )
-        return Diagnosis(LEARNING_RATE, 0.85, words, remedy)
+        return Diagnosis(LEARNING_RATE, 0.85 - less, words, *_or_scale(evidence, remedy, sample, _NEW_SCALE))
     if evidence.parameters.leap is not None:
         change, sample = evidence.parameters.leap
         words = (
             f"the update of step {evidence.step(sample)} alone changed the parameters' norm by {number(100 * change)} %"
         )
-        return Diagnosis(LEARNING_RATE, 0.8, words, remedy)
+        return Diagnosis(LEARNING_RATE, 0.8 - less, words, *_or_scale(evidence, remedy, sample, _BY_HAND))
     if evidence.parameters.jump is not None:
         change, factor, sample = evidence.parameters.jump
         words = (
             f"the update of step {evidence.step(sample)}, just before the spike, changed the parameters' norm by "
             f"{100 * change:.1f} %, {number(factor)}x as much as any of the updates before it"
         )
-        return Diagnosis(LEARNING_RATE, 0.8, words, remedy)
+        return Diagnosis(LEARNING_RATE, 0.8, words, remedy, _BY_HAND)
     if evidence.growth is not None:
         rise, sample = evidence.growth
         words = (
             f"the gradient norm grew {number(rise.factor)}x over {rise.num_samples} samples, step by step, "
             f"up to step {evidence.step(sample)}"
         )
-        return Diagnosis(LEARNING_RATE, 0.7, words, remedy)
+        return Diagnosis(LEARNING_RATE, 0.7 - less, words, *_or_scale(evidence, remedy, sample, _NEW_SCALE))
     return None
+
+
+def _or_scale(evidence: Evidence, remedy: str, sample: int, later: str) -> tuple[str, str]:
+    """The remedy and the rival of a learning rate that nobody has seen rise, by where its effect began."""
+    rival = later
+    if evidence.step(sample) <= _FIRST_STEPS:
+        is_deep = len(evidence.parameters.gains) >= DEEP
+        rival = (_FIRST_DEPTH if is_deep else _FIRST_SCALE) if evidence.first_ratio > 1 else ""
+    scale = "normalise the inputs and the targets, take the mean in the loss" if "scale" in rival else ""
+    return f"{remedy}; if that changes nothing, {scale}" if scale else remedy, rival
+
+
+def written(evidence: Evidence) -> Diagnosis | None:
+    """An update far beyond all before it, out of a gradient and a learning rate that are not."""
+    found = evidence.parameters.unexplained
+    if found is None:
+        return None
+    change, sample = found
+    words = (
+        f"after step {evidence.step(sample)} the parameters' norm has changed by {number(100 * change)} %, and neither "
+        "the gradient nor the learning rate was unusual"
+    )
+    remedy = (
+        "look at what else the script does at that step: it loads or rescales weights, or loses the optimizer's state; "
+        "load the last good checkpoint"
+    )
+    return Diagnosis(WRITTEN, 0.9, words, remedy)
 
 
 def initialisation(evidence: Evidence) -> Diagnosis | None:
@@ -82,18 +124,14 @@ def initialisation(evidence: Evidence) -> Diagnosis | None:
 def data_scale(evidence: Evidence) -> Diagnosis | None:
     """What a learning rate seems to have done, out of a first gradient that no learning rate has made."""
     rate = learning_rate(evidence)
-    if rate is None or evidence.rate_rise or not evidence.clean.size or evidence.step(int(evidence.clean[0])) > 2:
-        return None
-    first = int(evidence.clean[0])
-    norm, weights = evidence.first_norms
-    if not norm > FIRST_GRADIENT * weights > 0:
+    if rate is None or evidence.rate_rise or not evidence.first_ratio > FIRST_GRADIENT:
         return None
     words = (
-        f"the gradient of step {evidence.step(first)} had a norm of {number(norm)}, {number(norm / weights)}x the "
-        "parameters', before any update"
+        f"the gradient of step {evidence.step(int(evidence.clean[0]))} had a norm of "
+        f"{number(evidence.first_norms[0])}, {number(evidence.first_ratio)}x the parameters', before any update"
     )
     remedy = "normalise the inputs and the targets, and take the mean in the loss"
-    return Diagnosis(DATA_SCALE, rate.confidence + 0.03, words, remedy)  # no learning rate has made this gradient
+    return Diagnosis(DATA_SCALE, rate.confidence + 0.08, words, remedy)
 
 
 def loss_multiplied(evidence: Evidence) -> Diagnosis | None:

@@ -44,4 +44,5 @@ def zeroed(evidence: Evidence) -> Diagnosis | None:
         return None
     words = f"all elements of all gradients are exactly 0 in {zero_S.sum()} of {len(zero_S)} samples"
     remedy = "call zero_grad() before backward() and not between backward() and step(); else the loss is constant"
-    return Diagnosis(ZEROED, 0.9, words, remedy)
+    rival = "a constant loss, one times 0 or one that is saturated; whether the loss changes tells them apart"
+    return Diagnosis(ZEROED, 0.9, words, remedy, rival)
