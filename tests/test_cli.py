@@ -7,6 +7,7 @@ import os
 import shlex
 import subprocess
 import sys
+import time
 import types
 import urllib.request
 from dataclasses import replace
@@ -259,23 +260,23 @@ def test_view_watch_serves_the_page_until_the_run_has_finished_and_writes_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    whole = next(
-        write_fake_run(tmp_path, names=("a.weight",), num_flushes=3, alerts=(), with_table=False).glob("*.wandb")
-    )
-    data = whole.read_bytes()
-    whole.write_bytes(data[: len(data) // 2])
+    run_directory = write_fake_run(tmp_path, names=("a.weight",), num_flushes=3, alerts=(), with_table=False)
+    data = next(run_directory.glob("*.wandb")).read_bytes()
+    growing = tmp_path / "run-grows.wandb"  # wandb-core may still hold the run's own file after run.finish()
+    growing.write_bytes(data[: len(data) // 2])
     pages: list[str] = []
 
     def pause(seconds: float) -> None:  # while the command waits, a browser looks, and the run goes on
         address = opened[0]
         with urllib.request.urlopen(address) as answer:
             pages.append(answer.read().decode())
-        whole.write_bytes(data)
+        growing.write_bytes(data)
 
     opened: list[str] = []
     monkeypatch.setattr(view.webbrowser, "open", lambda url: opened.append(url) or True)
-    monkeypatch.setattr(serve.time, "sleep", pause)
-    result = run("view", str(whole), "--watch", "--open", "--output", "p.html")
+    # The module's own name: other threads, W&B's among them, go on sleeping.
+    monkeypatch.setattr(serve, "time", types.SimpleNamespace(sleep=pause, monotonic=time.monotonic))
+    result = run("view", str(growing), "--watch", "--open", "--output", "p.html")
     assert result.exit_code == 0
     assert result.stdout.startswith(f"{opened[0]}  follows the run on this machine alone")
     assert result.stdout.splitlines()[1].endswith("3 rows, 0 alerts")
