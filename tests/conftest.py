@@ -10,19 +10,26 @@ from typing import Any
 
 import pytest
 from loopback import LoopbackServer
-from processes import inherited
 
-# Of a run that logs nothing by itself, and starts at once.
+# Of every run, also of those that scripts start: nothing that W&B measures or saves by itself, and nobody to reach.
 QUIET = {
-    "console": "off",
-    "disable_git": True,
-    "finish_timeout": 30.0,  # a run whose server is gone would retry for days
-    "save_code": False,
-    "silent": True,
-    "x_disable_meta": True,
-    "x_disable_stats": True,
-    "x_save_requirements": False,
+    "DISABLE_GIT": "true",
+    "ERROR_REPORTING": "false",
+    "MODE": "offline",  # a test that forgets to say where still reaches nobody
+    "SAVE_CODE": "false",
+    "SILENT": "true",
+    "X_DISABLE_META": "true",
+    "X_DISABLE_STATS": "true",
+    "X_SAVE_REQUIREMENTS": "false",
 }
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep a file's tests on one worker, and on one all files that fork processes: there is one fork server then."""
+    for item in items:
+        forks = {"forked", "launch", "ranks", "script"}.intersection(vars(item.module))  # type: ignore[attr-defined]
+        item.add_marker(pytest.mark.xdist_group("processes" if forks else item.path.name))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -34,25 +41,11 @@ def isolated_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             patch.delenv(name)
         patch.setenv("HOME", str(home))
         patch.setenv("WANDB_DIR", str(home))
-        patch.setenv("WANDB_MODE", "offline")  # a test that forgets to say where still reaches nobody
-        patch.setenv("WANDB_SILENT", "true")
-        patch.setenv("WANDB_ERROR_REPORTING", "false")
+        for name, value in QUIET.items():
+            patch.setenv(f"WANDB_{name}", value)
         yield home
         if "wandb" in sys.modules:
             sys.modules["wandb"].teardown()
-
-
-@pytest.fixture(scope="session")
-def script_environment(isolated_home: Path) -> Callable[..., dict[str, str]]:
-    """The environment of a script in a process of its own: `script_environment(WANDB_DIR=...)`.
-
-    For runs on the loopback server add `**loopback.environment()`.
-    """
-
-    def environment(**more: str) -> dict[str, str]:
-        return inherited() | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | more
-
-    return environment
 
 
 @pytest.fixture
@@ -80,8 +73,7 @@ def start_run(tmp_path: Path, loopback: LoopbackServer) -> Iterator[Callable[...
         settings: dict[str, Any] | None = None,
         **more: Any,
     ) -> Any:
-        known = wandb.Settings.model_fields  # finish_timeout is younger than the oldest W&B that is supported
-        quiet = {name: value for name, value in (QUIET | (settings or {})).items() if name in known}
+        quiet = {"console": "off", "finish_timeout": 30.0} | (settings or {})  # days, if its server is gone
         if server is None:
             chosen = wandb.Settings(mode=mode, **quiet)
         else:

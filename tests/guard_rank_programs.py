@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from gradients import watch
-from rank_programs import batch_of, build, loss_of
+from rank_programs import batch_of, build, loss_of, shard, split
 from torch import nn
 
 import wandb_gradwatch
@@ -23,24 +23,11 @@ OPTIMIZERS = {
 
 def sharded(kind: str, world: int) -> nn.Module:
     """The model, sharded or replicated as asked."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    if kind == "tensor parallel":  # one layer split by rows, the next by columns, the last one whole on every rank
-        model = build(width=6)
-        parallelize_module(model, init_device_mesh("cpu", (world,)), {"0": ColwiseParallel(), "2": RowwiseParallel()})
-        return model
-    model = build()
+    if kind == "tensor parallel":
+        return split(build(width=6), world)
     if kind == "ddp":
-        return nn.parallel.DistributedDataParallel(model)
-    shape = {"fsdp2": (world,), "hsdp": (world, 1)}[kind]
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
-    for layer in model:
-        if isinstance(layer, nn.Linear):
-            fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return model
+        return nn.parallel.DistributedDataParallel(build())
+    return shard(build(), {"fsdp2": [world], "hsdp": [world, 1]}[kind])
 
 
 def guarded(

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from gradients import watch
-from rank_programs import LEARNING_RATE, batch_of, build, loss_of, report
+from rank_programs import LEARNING_RATE, batch_of, build, loss_of, report, shard
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -35,12 +35,7 @@ def case(rank: int, world: int, *, spread: str, kind: str, steps: int) -> dict[s
     if spread == "ddp":
         model = nn.parallel.DistributedDataParallel(model)
     elif spread == "fsdp2":
-        from torch.distributed.fsdp import fully_shard
-
-        for layer in layers:
-            if isinstance(layer, nn.Linear):
-                fully_shard(layer)
-        fully_shard(model)
+        shard(model, [world])
     if kind == "compile":
         torch._dynamo.reset()
         model = torch.compile(model, backend="aot_eager")  # type: ignore[assignment]

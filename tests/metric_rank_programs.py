@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from metric_probes import watch
-from rank_programs import LEARNING_RATE, batch_of, build, collect_warnings, loss_of
+from rank_programs import LEARNING_RATE, batch_of, build, collect_warnings, loss_of, shard, shard1, split
 from rank_programs import train as train_ranks
 from torch import nn
 
@@ -83,35 +83,21 @@ def ddp(rank: int, world: int, *, steps: int):
 
 
 def fsdp2(rank: int, world: int, *, steps: int, watch_first: bool = False, mesh: list[int], log_every: int = 1):
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
     said = collect_warnings()
-    shape = tuple(mesh)
-    device_mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     model = build()
     metrics = probes(model)
-    options: dict[str, Any] = {"log_every": log_every}
     if watch_first:
-        watcher, sink = watch(model, metrics, **options)
-    for layer in model:
-        if isinstance(layer, nn.Linear):
-            fully_shard(layer, mesh=device_mesh)
-    fully_shard(model, mesh=device_mesh)
+        watcher, sink = watch(model, metrics, log_every=log_every)
+    shard(model, mesh)
     if not watch_first:
-        watcher, sink = watch(model, metrics, **options)
+        watcher, sink = watch(model, metrics, log_every=log_every)
     train_ranks(model, rank, steps)
     return report(watcher, sink, said)
 
 
 def parameter_histograms(rank: int, world: int, *, steps: int, mesh: list[int]):
     """Every window's histograms, and of each parameter as torch has it after the last update the sorted elements."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    model = build()
-    shape = tuple(mesh)
-    fully_shard(model, mesh=init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :]))
+    model = shard(build(), mesh)
     watcher, sink = watch(model, [], log="all")
     train_ranks(model, rank, steps)
     watcher.remove()
@@ -121,37 +107,21 @@ def parameter_histograms(rank: int, world: int, *, steps: int, mesh: list[int]):
 
 
 def fsdp1(rank: int, world: int, *, steps: int, original: bool):
-    from torch.distributed.fsdp import FullyShardedDataParallel
-    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-
     said = collect_warnings()
     model = build()
     metrics = probes(model) if original else [Updates(), Activations("^2$")]
-    wrapped = FullyShardedDataParallel(
-        model,
-        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
-        use_orig_params=original,
-        device_id=torch.device("cpu"),
-    )
+    wrapped = shard1(model, original)
     watcher, sink = watch(wrapped, metrics)
     train_ranks(wrapped, rank, steps)
     return report(watcher, sink, said)
 
 
 def tensor_parallel(rank: int, world: int, *, steps: int, local_output: bool):
-    """The first layer split by rows, the second by columns, the last replicated; the same batch on every rank."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
+    """With the same batch on every rank."""
     said = collect_warnings()
     model = build(width=6)
     metrics = probes(model)
-    mesh = init_device_mesh("cpu", (world,))
-    plan = {
-        "0": ColwiseParallel(use_local_output=local_output),
-        "2": RowwiseParallel() if local_output else RowwiseParallel(use_local_output=True),
-    }
-    parallelize_module(model, mesh, plan)
+    split(model, world, local_output=local_output)
     watcher, sink = watch(model, metrics)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, foreach=False)
     for step in range(steps):

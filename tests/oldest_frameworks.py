@@ -170,7 +170,10 @@ TRAININGS: dict[str, Callable[[], None]] = {
 
 def main(names: list[str]) -> None:
     if names == ["pytorch_lightning"]:
-        sys.modules["lightning"] = None  # type: ignore[assignment]  # an import of it fails
+        # An import of it fails, also where it has been imported before.
+        sys.modules.update(
+            dict.fromkeys(["lightning", *(name for name in sys.modules if name.startswith("lightning."))])
+        )
     for name in names or list(TRAININGS):
         TRAININGS[name]()
         print(f"watches with {name} {import_module(name).__version__}, torch {torch.__version__}")

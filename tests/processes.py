@@ -1,4 +1,4 @@
-"""Processes of their own, forked from one that has imported torch and W&B: importing them takes most of the time."""
+"""Processes of their own, forked from one that has imported all that takes seconds: preloaded.py says what."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# torch._dynamo: the first optimizer of a process imports it.
-PRELOADED = ["torch", "torch._dynamo", "torch.distributed.fsdp", "numba", "wandb"]
 ROOT = Path(__file__).parent.parent
 _PATH = [str(ROOT), str(ROOT / "tests")]
 
@@ -42,7 +40,7 @@ def inherited() -> dict[str, str]:
 @functools.cache
 def _fork_server() -> Any:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context.set_forkserver_preload(["preloaded"])
     return context
 
 
@@ -89,10 +87,19 @@ def _call(function: Callable[..., object], arguments: Sequence[Any], variables: 
     for number, path in enumerate(streams, start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
     sys.path[:0] = [path for path in _PATH if path not in sys.path]
+    # As an interpreter ends, which multiprocessing leaves out: W&B notes what was raised, and finishes runs at exit.
     try:
         function(*arguments)
+    except SystemExit:
+        raise
+    except BaseException as error:
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
+            trace = trace.tb_next
+        sys.excepthook(type(error), error, trace)
+        raise SystemExit(1) from None
     finally:
-        atexit._run_exitfuncs()  # which multiprocessing leaves out: W&B finishes its runs there
+        atexit._run_exitfuncs()
 
 
 def script(path: Path, *arguments: Any, folder: Path, world: int = 1, **how: Any) -> Ended:

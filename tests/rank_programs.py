@@ -6,6 +6,7 @@ import contextlib
 import logging
 import shutil
 import tempfile
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,41 @@ def batch_of(rank: int, step: int, micro: int = 0) -> torch.Tensor:
 
 def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return model(batch).square().mean()
+
+
+def shard(model: nn.Module, mesh: Sequence[int], **options: Any) -> nn.Module:
+    """FSDP2 of each linear layer and of the rest, over [shards] or [replicas, shards] ranks."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    names = ("replicate", "shard")[-len(mesh) :]
+    options["mesh"] = init_device_mesh("cpu", tuple(mesh), mesh_dim_names=names)
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, **options)
+    return fully_shard(model, **options)
+
+
+def shard1(model: nn.Module, original: bool) -> nn.Module:
+    """FSDP1 of each linear layer, with its original parameters or one flat one."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    policy = ModuleWrapPolicy({nn.Linear})
+    options: dict[str, Any] = {"use_orig_params": original, "device_id": torch.device("cpu")}
+    return FullyShardedDataParallel(model, auto_wrap_policy=policy, **options)
+
+
+def split(model: nn.Module, world: int, *, local_output: bool = True) -> nn.Module:
+    """Tensor parallel: one linear layer split by rows, the next by columns, the last one whole on every rank.
+
+    The model's width must be even: DTensor's own backward needs even shards here.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    plan = {"0": ColwiseParallel(use_local_output=local_output), "2": RowwiseParallel()}
+    return parallelize_module(model, init_device_mesh("cpu", (world,)), plan)
 
 
 def expected(
@@ -152,21 +188,15 @@ def fsdp2(
     import wandb_gradwatch._pipeline.rank_merge as reduction
 
     reduction.GROUP = group or GROUP
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-
-    shape = tuple(mesh or [world])
-    dimensions = ("replicate", "shard")[-len(shape) :]
-    options: dict[str, Any] = {"mesh": init_device_mesh("cpu", shape, mesh_dim_names=dimensions)}
+    options: dict[str, Any] = {}
     if offload:
+        from torch.distributed.fsdp import CPUOffloadPolicy
+
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
     model = build()
     if watch_first:
         watcher, sink = watch(model, log_every=log_every)
-    for layer in model:
-        if isinstance(layer, nn.Linear):
-            fully_shard(layer, **options)
-    fully_shard(model, **options)
+    shard(model, mesh or [world], **options)
     if not watch_first:
         watcher, sink = watch(model, log_every=log_every)
 
@@ -187,16 +217,11 @@ def fsdp2(
     return report(watcher, sink)
 
 
-def tensor_parallel(rank: int, world: int, *, steps: int, watch_first: bool = False, clip: float | None = None):
-    """Column then row parallel: one linear layer split by rows, the next by columns, the last replicated."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    model = build(width=6)  # DTensor's own backward needs even shards here
+def tensor_parallel(rank: int, world: int, *, steps: int, watch_first: bool = False):
+    model = build(width=6)
     if watch_first:
         watcher, sink = watch(model)
-    mesh = init_device_mesh("cpu", (world,))
-    parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    split(model, world)
     if not watch_first:
         watcher, sink = watch(model)
     # Foreach cannot mix plain tensors and DTensors: the last layer is plain.
@@ -209,15 +234,7 @@ def tensor_parallel(rank: int, world: int, *, steps: int, watch_first: bool = Fa
 
 
 def fsdp1(rank: int, world: int, *, steps: int, original: bool, clip: float | None = None, micros: int = 1):
-    from torch.distributed.fsdp import FullyShardedDataParallel
-    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-
-    model = FullyShardedDataParallel(
-        build(),
-        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
-        use_orig_params=original,
-        device_id=torch.device("cpu"),
-    )
+    model = shard1(build(), original)
     watcher, sink = watch(model)
     train(model, rank, steps, micros=micros, clip=(lambda m: m.clip_grad_norm_(clip)) if clip else None)
     return report(watcher, sink)

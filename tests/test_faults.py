@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-import subprocess
-import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +16,7 @@ import pytest
 import torch
 from gradients import Chosen, step
 from offline import history
-from processes import script
+from processes import Ended, script
 
 import wandb_gradwatch
 from wandb_gradwatch import MemorySink
@@ -113,16 +110,6 @@ def test_a_server_that_is_gone_costs_nothing_but_the_upload(start_run: Any, said
 # ---- the disk, and the end of the process
 
 
-@dataclass(frozen=True)
-class Ended:
-    """A script that has ended."""
-
-    code: int
-    output: str
-    errors: str
-    directory: Path
-
-
 _SCRIPT = """
 import os, signal, sys
 import torch, wandb, wandb_gradwatch
@@ -161,48 +148,29 @@ _SCRIPTS = {
 }
 
 
-_FORKED = ("kill -9", "the model goes first")  # what no limit on files and no exception ends may be a forked process
-
-
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory, script_environment: Any) -> dict[str, Ended]:
-    """Run the scripts, those in processes of their own side by side: importing torch and wandb takes the time."""
-    started, done = {}, {}
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Ended, Path]]:
+    """How each script has ended, and its folder."""
+    done = {}
     for name, (watched, before, after) in _SCRIPTS.items():
-        directory = tmp_path_factory.mktemp("ended")
-        path = directory / "script.py"
+        folder = tmp_path_factory.mktemp("ended")
+        path = folder / "script.py"
         path.write_text(_SCRIPT.replace("WATCHED", str(watched)).replace("BEFORE", before).replace("AFTER", after))
-        if name in _FORKED:
-            done[name] = Ended(*script(path, folder=directory, WANDB_CONSOLE="off"), directory)
-            continue
-        started[name] = (
-            directory,
-            subprocess.Popen(
-                [sys.executable, path],
-                env=script_environment(WANDB_DIR=str(directory), WANDB_CONSOLE="off"),
-                cwd=directory,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            ),
-        )
-    for name, (directory, process) in started.items():
-        output, errors = process.communicate()
-        done[name] = Ended(process.returncode, output, errors, directory)
+        done[name] = script(path, folder=folder, WANDB_CONSOLE="off"), folder
     return done
 
 
-def test_a_full_disk_does_not_touch_the_training(ended: dict[str, Ended]) -> None:
-    plain, watched = ended["a full disk, unwatched"], ended["a full disk"]
-    assert plain.output.startswith("trained"), plain.errors
-    assert (watched.output, watched.code) == (plain.output, plain.code)
-    assert "wandb_gradwatch" not in watched.errors
+def test_a_full_disk_does_not_touch_the_training(ended: dict[str, tuple[Ended, Path]]) -> None:
+    (plain, _), (watched, _) = ended["a full disk, unwatched"], ended["a full disk"]
+    assert plain.stdout.startswith("trained"), plain.stderr
+    assert (watched.stdout, watched.returncode) == (plain.stdout, plain.returncode)
+    assert "wandb_gradwatch" not in watched.stderr
 
 
-def test_kill_9_loses_no_more_than_wandb_does(ended: dict[str, Ended]) -> None:
-    killed = ended["kill -9"]
-    assert killed.code == -9, killed.errors
-    rows = history(killed.directory)
+def test_kill_9_loses_no_more_than_wandb_does(ended: dict[str, tuple[Ended, Path]]) -> None:
+    killed, folder = ended["kill -9"]
+    assert killed.returncode == -9, killed.stderr
+    rows = history(folder)
     # W&B keeps what had reached it. A row that is there has what was due of ours: step 5 is the user's row 4.
     assert [row["loss"] for row in rows] == list(range(len(rows)))
     ours = [(row["_step"], row["gradwatch/step"]) for row in rows if "gradwatch/grad_norm" in row]
@@ -210,11 +178,11 @@ def test_kill_9_loses_no_more_than_wandb_does(ended: dict[str, Ended]) -> None:
 
 
 @pytest.mark.parametrize(("name", "code"), [("an exception", 1), ("the model goes first", 0)])
-def test_a_script_may_end_while_it_is_watched(ended: dict[str, Ended], name: str, code: int) -> None:
-    script = ended[name]
-    assert script.code == code, script.errors
-    assert "wandb_gradwatch" not in script.errors
-    assert_complete(history(script.directory))
+def test_a_script_may_end_while_it_is_watched(ended: dict[str, tuple[Ended, Path]], name: str, code: int) -> None:
+    script, folder = ended[name]
+    assert script.returncode == code, script.stderr
+    assert "wandb_gradwatch" not in script.stderr
+    assert_complete(history(folder))
 
 
 def test_a_forked_child_that_trains_on_logs_nothing_into_its_parents_run(start_run: Any, loopback: Any) -> None:

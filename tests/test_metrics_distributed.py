@@ -7,7 +7,7 @@ import functools
 import numpy as np
 import pytest
 import ranks
-from metric_rank_programs import expected
+from metric_rank_programs import expected, optimized_alone
 from rank_programs import build
 
 from wandb_gradwatch._measure.columns import NUM_BINS, bins_of
@@ -26,11 +26,16 @@ FSDP1 = [("fsdp1", {"steps": STEPS, "original": original}) for original in (True
 TENSOR_PARALLEL = [("tensor_parallel", {"steps": STEPS, "local_output": local}) for local in (True, False)]
 HISTOGRAMS = [("parameter_histograms", {"steps": STEPS, "mesh": mesh}) for mesh in ([2], [2, 1])]
 TOO_LATE = ("a_reference_that_is_made_too_late", {})
+OPTIMIZED = [
+    ("optimized", {"kind": "adamw"}),
+    ("optimized", {"kind": "sgd"}),
+    ("optimized", {"kind": "noise", "micros": 3}),
+]
 
 
 @functools.cache
 def on_two_ranks():
-    calls = [DDP, *FSDP2, WATCHED_FIRST, *FSDP1, *TENSOR_PARALLEL, *HISTOGRAMS, TOO_LATE]
+    calls = [DDP, *FSDP2, WATCHED_FIRST, *FSDP1, *TENSOR_PARALLEL, *HISTOGRAMS, TOO_LATE, *OPTIMIZED]
     results = ranks.run("metric_rank_programs", calls, 2)
     return {repr(call): result for call, result in zip(calls, results, strict=True)}
 
@@ -144,3 +149,13 @@ def test_the_row_has_the_norms_of_whole_parameters_as_they_are_before_the_update
 def test_a_reference_of_a_sharded_model_says_what_to_do():
     for said in result_of(TOO_LATE):
         assert said.startswith("ValueError: Reference(): the model is sharded already"), said
+
+
+@pytest.mark.parametrize("call", OPTIMIZED, ids=str)
+def test_states_of_the_optimizer_and_noise_scales_are_those_of_the_whole(call):
+    main, other = result_of(call)
+    alone = optimized_alone(**call[1])
+    assert set(main) == set(other) == set(alone)
+    assert call[1]["kind"] != "noise" or {"noise_scale/total/noise_scale", "noise_scale/0/cosine"} <= set(alone)
+    for key, series in alone.items():
+        np.testing.assert_allclose(main[key], series, rtol=1e-3 if call[1]["kind"] == "noise" else 1e-4, err_msg=key)

@@ -1,8 +1,7 @@
-"""NoiseScale: Gaussian gradients whose noise scale is known, an independent computation, shards."""
+"""NoiseScale: Gaussian gradients whose noise scale is known, an independent computation."""
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import math
@@ -10,11 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import ranks
 import torch
 from gradients import Chosen
 from metric_probes import values, watch
-from metric_rank_programs import optimized_alone
 from torch import nn
 
 from wandb_gradwatch.metrics import NoiseScale
@@ -131,21 +128,3 @@ def test_a_resumed_training_goes_on_with_the_window_of_the_estimate() -> None:
         key = f"noise_scale/total/noise_scale{end}"
         np.testing.assert_array_equal(resumed[key], uninterrupted[key][4:])
     assert forgetful["noise_scale/total/noise_scale"][0] != resumed["noise_scale/total/noise_scale"][0]
-
-
-# ---- ranks
-
-
-@functools.cache
-def on_two_ranks() -> Any:
-    return ranks.run("metric_rank_programs", [("optimized", {"kind": "noise", "micros": 3})], 2)[0]
-
-
-@pytest.mark.distributed
-def test_of_shards_the_numbers_are_those_of_the_whole() -> None:
-    main, other = on_two_ranks()
-    alone = optimized_alone("noise", micros=3)
-    assert set(main) == set(other) == set(alone)
-    assert {"noise_scale/total/noise_scale", "noise_scale/0/cosine"} <= set(alone)
-    for key, series in alone.items():
-        np.testing.assert_allclose(main[key], series, rtol=1e-3, err_msg=key)

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
 import numpy as np
 import pytest
-import ranks
 import torch
 from gradients import Chosen
 from metric_probes import train, values, watch
-from metric_rank_programs import optimized_alone
 from torch import nn
 
 from wandb_gradwatch.metrics import OptimizerState, OutgrownUpdate
 
 KEY = "optimizer_state/a"
-KINDS = ("adamw", "sgd")
 
 
 def of_adam(gradients: np.ndarray, *, eps: float, betas: tuple[float, float] = (0.9, 0.999)) -> dict[str, list[float]]:
@@ -190,21 +186,3 @@ def test_training_is_bitwise_the_same() -> None:
         return [p.tolist() for p in model.parameters()]
 
     assert weights([OptimizerState()]) == weights([])
-
-
-# ---- ranks
-
-
-@functools.cache
-def on_two_ranks() -> Any:
-    return ranks.run("metric_rank_programs", [("optimized", {"kind": kind}) for kind in KINDS], 2)
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("kind", KINDS)
-def test_of_shards_the_numbers_are_those_of_the_whole(kind: str) -> None:
-    main, other = on_two_ranks()[KINDS.index(kind)]
-    alone = optimized_alone(kind)
-    assert set(main) == set(other) == set(alone)
-    for key, series in alone.items():
-        np.testing.assert_allclose(main[key], series, rtol=1e-4, err_msg=key)

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from offline import history, records
+from processes import script
 from user_programs import OwnRow, split_rows
 
-import wandb_gradwatch
 from wandb_gradwatch.sinks._row_scheduler import row_scheduler_of
 
 _SCRIPT = """
-import os, signal, sys, types, wandb
-package = sys.modules["wandb_gradwatch"] = types.ModuleType("wandb_gradwatch")
-package.__path__ = [{package}]  # without its top level, which takes torch
+import os, signal, sys, wandb
 from wandb_gradwatch.sinks._row_scheduler import row_scheduler_of
 from user_programs import OwnRow
 
@@ -30,52 +26,27 @@ run.log({"loss": 0})
 run.log({"loss": 1}, commit=False)
 """
 
-_PACKAGE = str(Path(wandb_gradwatch.__file__).parent)
-_ENDINGS = {
+_ENDINGS = {  # the script's last line, and the exit code in W&B
     "the script just ends": ("", 0),
     "sys.exit(3)": ("sys.exit(3)", 3),
     "an exception": ("raise ValueError('the training failed')", 1),
     # The handler is set, because Python ignores the signal where whoever started it does, as `nohup ... &` does.
-    "Ctrl-C": ("signal.signal(signal.SIGINT, signal.default_int_handler)\nos.kill(os.getpid(), signal.SIGINT)", 1),
+    "Ctrl-C": ("signal.signal(signal.SIGINT, signal.default_int_handler)\nos.kill(os.getpid(), signal.SIGINT)", 255),
     "a forked child exits": ("if os.fork() == 0: sys.exit(0)\nos.wait()", 0),
 }
 
 
-@pytest.fixture(scope="module")
-def ended(
-    tmp_path_factory: pytest.TempPathFactory, script_environment: Any
-) -> dict[str, tuple[subprocess.CompletedProcess[str], Path]]:
-    """Run all scripts side by side: starting Python and wandb is what takes the time."""
-    started = {}
-    for ending, (line, _) in _ENDINGS.items():
-        directory = tmp_path_factory.mktemp("ending")
-        environment = script_environment(WANDB_DIR=str(directory))
-        script = _SCRIPT.replace("{package}", repr(_PACKAGE)) + line
-        process = subprocess.Popen(
-            [sys.executable, "-c", script], env=environment, stderr=subprocess.PIPE, text=True, cwd=directory
-        )
-        started[ending] = (process, directory)
-    done = {}
-    for ending, (process, directory) in started.items():
-        _, errors = process.communicate()
-        done[ending] = (subprocess.CompletedProcess(process.args, process.returncode, stderr=errors), directory)
-    return done
-
-
 @pytest.mark.parametrize("ending", _ENDINGS)
-def test_a_script_may_end_in_any_way(ending: str, ended: Any) -> None:
-    process, directory = ended[ending]
-    user, own = split_rows([(row["_step"], row) for row in history(directory)])
+def test_a_script_may_end_in_any_way_and_its_exit_code_is_its_own(ending: str, tmp_path: Path) -> None:
+    line, exit_code = _ENDINGS[ending]
+    (tmp_path / "script.py").write_text(_SCRIPT + line)
+    ended = script(tmp_path / "script.py", folder=tmp_path)
+    user, own = split_rows([(row["_step"], row) for row in history(tmp_path)])
     assert user == [(0, {"loss": 0}), (1, {"loss": 1})]
     assert own == [0, 1, 2, 3, 4]  # 4 is the last flush
-    assert "wandb_gradwatch" not in process.stderr  # no traceback of ours
-
-
-@pytest.mark.parametrize("ending", _ENDINGS)
-def test_the_exit_code_is_the_script_s_own(ending: str, ended: Any) -> None:
-    _, directory = ended[ending]
-    (exit_record,) = [record for record in records(directory) if record["type"] == "exit"]
-    assert exit_record["exit"].get("exit_code", 0) == (255 if ending == "Ctrl-C" else _ENDINGS[ending][1])
+    assert "wandb_gradwatch" not in ended.stderr  # no traceback of ours
+    (exit_record,) = [record for record in records(tmp_path) if record["type"] == "exit"]
+    assert exit_record["exit"].get("exit_code", 0) == exit_code
 
 
 def _put_four(run: Any) -> None:
@@ -164,17 +135,16 @@ run.finish()
 
 
 @pytest.mark.slow  # W&B waits for the files
-def test_rows_of_tensorboards_files_keep_their_steps(tmp_path: Path, script_environment: Any) -> None:
+def test_rows_of_tensorboards_files_keep_their_steps(tmp_path: Path) -> None:
     """W&B reads the files after the script's last word here: nothing of ours may have taken steps before."""
     pytest.importorskip("tensorboard")
-    of_user, scripts = {}, {}
-    for how in ("plain", "watched"):  # side by side: most of it is W&B waiting for the files
-        (directory := tmp_path / how).mkdir()
-        environment = script_environment(WANDB_DIR=str(directory))
-        scripts[how] = subprocess.Popen([sys.executable, "-c", _TENSORBOARD, how], env=environment, cwd=directory)
-    for how, script in scripts.items():
-        assert script.wait(90) == 0
-        rows = history(tmp_path / how)
+    of_user = {}
+    (tmp_path / "script.py").write_text(_TENSORBOARD)
+    for how in ("plain", "watched"):
+        (folder := tmp_path / how).mkdir()
+        ended = script(tmp_path / "script.py", how, folder=folder)
+        assert ended.returncode == 0, ended.stderr
+        rows = history(folder)
         of_user[how] = [tuple(row.get(key) for key in ("_step", "global_step", "loss")) for row in rows]
     assert of_user["plain"] == [(step, 100 * step, step) for step in range(6)]
     assert of_user["watched"] == of_user["plain"]
