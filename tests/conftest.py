@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 from loopback import LoopbackServer
 
 # Of every run, also of those that scripts start: nothing that W&B measures or saves by itself, and nobody to reach.
@@ -22,6 +23,13 @@ QUIET = {
     "X_DISABLE_STATS": "true",
     "X_SAVE_REQUIREMENTS": "false",
 }
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Where slow tests are left out, property tests have a fifth of their examples. None has a deadline."""
+    settings.register_profile("few", max_examples=20, deadline=None)
+    settings.register_profile("many", max_examples=100, deadline=None)
+    settings.load_profile("few" if config.option.markexpr == "not slow" else "many")
 
 
 @pytest.hookimpl(tryfirst=True)

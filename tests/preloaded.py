@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from contextlib import suppress
 from importlib import import_module
 
@@ -17,3 +18,5 @@ for name in MODULES:
         import_module(name)
 with suppress(RuntimeError):  # without numba
     compile_for_cpu("compiled")
+gc.collect()
+gc.freeze()  # a collection in a forked process would copy all of this memory

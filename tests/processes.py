@@ -13,9 +13,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from multiprocessing import connection
+from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 ROOT = Path(__file__).parent.parent
 _PATH = [str(ROOT), str(ROOT / "tests")]
@@ -41,6 +42,9 @@ def inherited() -> dict[str, str]:
 def _fork_server() -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["preloaded"])
+    # Before Python 3.12.8 the server looks for what is to be preloaded in a path of its own.
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join([*_PATH, os.environ.get("PYTHONPATH", "")])):
+        forkserver.ensure_running()
     return context
 
 

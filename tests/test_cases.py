@@ -6,6 +6,7 @@ import copy
 import functools
 import gc
 import math
+import operator
 import pickle
 import weakref
 
@@ -20,22 +21,57 @@ import wandb_gradwatch
 SGD = torch.optim.SGD
 
 
-def test_norm_of_the_model_and_of_each_layer():
-    model = Chosen(a=2, b=1)
-    watcher, sink = watch(model)
-    step(model, SGD(model.parameters(), lr=0.1), a=[3, 4], b=[12])
+NAN, INF = math.nan, math.inf
+
+
+# The gradient of each parameter, of ones, and what is known of it. ".total": of all of them, as one layer.
+@pytest.mark.parametrize(
+    ("gradients", "options", "expected"),
+    [
+        ({"a": [3, 4], "b": [12]}, {}, {"a.grad_norm": 5, "b.grad_norm": 12, ".total_grad_norm": 13}),  # 9 + 16 + 144
+        # The mean of 3, -4 and 0 is -1/3, that of their squares 25/3.
+        (
+            {"a": [3, -4], "b": [0]},
+            {},
+            {".total.grad_mean": -1 / 3, ".total.grad_std": math.sqrt(25 / 3 - 1 / 9)},
+        ),
+        # One NaN leaves the rest known: 1 + 4 = 5.
+        (
+            {"a": [3, 4], "b": [1, NAN, 2]},
+            {},
+            {"a.grad_norm": 5, "b.num_nan": 1, "b.num_inf": 0, "b.grad_norm": math.sqrt(5)},
+        ),
+        # Of a nothing finite is left.
+        (
+            {"a": [NAN, NAN], "b": [INF, 3, 4], "c": [-INF, 6, 8]},
+            {},
+            {"a.grad_norm": NAN, "b.grad_norm": 5, "c.grad_norm": 10, ".total_grad_norm": math.sqrt(125)}
+            | {"a.num_nan": 2, "b.num_nan": 0, "c.num_nan": 0, "a.num_inf": 0, "b.num_inf": 1, "c.num_inf": 1}
+            | {"b.grad_max": 4},
+        ),
+        ({"empty": [], "a": [3, 4]}, {}, {".total_grad_norm": 5}),
+        ({"a": [1e-7] * 10}, {}, {"a.dead_ratio": 0}),
+        ({"a": [1e-7, -1e-7, 0, 1]}, {"dead_threshold": 1e-6}, {"a.dead_ratio": 0.75, "a.zero_ratio": 0.25}),
+    ],
+)
+def test_the_numbers_of_one_step(gradients, options, expected):
+    model = Chosen(**{name: len(values) for name, values in gradients.items()})
+    watcher, sink = watch(model, **options)
+    step(model, SGD(model.parameters(), lr=0.1), **gradients)
     snapshot = samples(watcher, sink)
-    assert snapshot.total_grad_norm.tolist() == [13]  # 9 + 16 + 144 = 169
-    assert snapshot.grad_norm.tolist() == [[5, 12]]
+    for key, value in expected.items():
+        name, _, statistic = key.partition(".")
+        found = of(snapshot, name, statistic) if name else operator.attrgetter(statistic)(snapshot)
+        assert found.item() == pytest.approx(value, rel=1e-12, nan_ok=True), key
 
 
-def test_mean_and_population_deviation_of_signed_gradients():
-    model = Chosen(a=2, b=1)
+@pytest.mark.parametrize(("parameter", "ratio"), [(0.0, NAN), (2.0, 0.5)])
+def test_a_zero_parameter_has_no_ratio(parameter, ratio):
+    model = Chosen(a=1)
+    nn.init.constant_(model.a, parameter)
     watcher, sink = watch(model)
-    step(model, SGD(model.parameters(), lr=0.1), a=[3, -4], b=[0])
-    total = samples(watcher, sink).total
-    assert total.grad_mean[0, 0] == pytest.approx(-1 / 3)
-    assert total.grad_std[0, 0] == pytest.approx(math.sqrt(25 / 3 - 1 / 9))  # 2.8674
+    step(model, SGD(model.parameters(), lr=0.0), a=[1])
+    np.testing.assert_array_equal(of(samples(watcher, sink), "a", "grad_param_ratio"), [ratio])
 
 
 def test_micro_batches_are_one_sample_of_their_sum():
@@ -164,41 +200,6 @@ def test_lbfgs_records_its_first_evaluation_and_one_step():
     assert of(samples(watcher, sink), "a", "grad_norm").tolist() == first_gradients
 
 
-def test_one_nan_leaves_the_rest_known():
-    model = Chosen(a=2, b=3)
-    watcher, sink = watch(model)
-    step(model, SGD(model.parameters(), lr=0.1), a=[3, 4], b=[1, math.nan, 2])
-    snapshot = samples(watcher, sink)
-    assert of(snapshot, "a", "grad_norm") == 5
-    assert of(snapshot, "b", "num_nan") == 1
-    assert of(snapshot, "b", "grad_norm") == pytest.approx(math.sqrt(5))
-
-
-def test_nan_and_infinities_are_counted_apart():
-    model = Chosen(a=2, b=3, c=3)
-    watcher, sink = watch(model)
-    step(
-        model,
-        SGD(model.parameters(), lr=0.1),
-        a=[math.nan, math.nan],
-        b=[math.inf, 3, 4],
-        c=[-math.inf, 6, 8],
-    )
-    snapshot = samples(watcher, sink)
-    assert snapshot.num_nan.tolist() == [[2, 0, 0]]
-    assert snapshot.num_inf.tolist() == [[0, 1, 1]]
-    np.testing.assert_array_equal(snapshot.grad_norm, [[math.nan, 5, 10]])  # of the finite rest; of a there is none
-    assert snapshot.total_grad_norm[0] == pytest.approx(math.sqrt(125))
-    assert of(snapshot, "b", "grad_max") == 4
-
-
-def test_an_empty_parameter_disturbs_nobody():
-    model = Chosen(empty=0, a=2)
-    watcher, sink = watch(model)
-    step(model, SGD(model.parameters(), lr=0.1), empty=[], a=[3, 4])
-    assert samples(watcher, sink).total_grad_norm.tolist() == [5]
-
-
 def test_frozen_is_missing_and_unfrozen_is_followed():
     model = Chosen(a=1, b=1)
     model.b.requires_grad_(False)
@@ -247,34 +248,6 @@ def test_one_dead_relu_unit_of_four():
     snapshot = samples(watcher, sink)
     assert of(snapshot, "0.weight", "zero_ratio") == 0.25
     assert of(snapshot, "0.bias", "zero_ratio") == 0.25
-
-
-def test_tiny_gradients_are_not_dead():
-    model = Chosen(a=10)
-    watcher, sink = watch(model)
-    step(model, SGD(model.parameters(), lr=0.1), a=[1e-7] * 10)
-    assert of(samples(watcher, sink), "a", "dead_ratio") == 0
-
-
-def test_dead_threshold():
-    model = Chosen(a=4)
-    watcher, sink = watch(model, dead_threshold=1e-6)
-    step(model, SGD(model.parameters(), lr=0.1), a=[1e-7, -1e-7, 0, 1])
-    snapshot = samples(watcher, sink)
-    assert of(snapshot, "a", "dead_ratio") == 0.75
-    assert of(snapshot, "a", "zero_ratio") == 0.25
-
-
-def test_a_zero_parameter_has_no_ratio():
-    model = Chosen(a=1, b=1)
-    with torch.no_grad():
-        model.a.zero_()
-        model.b.fill_(2)
-    watcher, sink = watch(model)
-    step(model, SGD(model.parameters(), lr=0.0), a=[1], b=[1])
-    snapshot = samples(watcher, sink)
-    assert np.isnan(of(snapshot, "a", "grad_param_ratio"))
-    assert of(snapshot, "b", "grad_param_ratio") == 0.5
 
 
 def test_complex_parameter():

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from windows import MISSING_C
 
@@ -107,7 +107,6 @@ def test_zeros_of_both_signs_have_a_bin_that_the_smallest_values_do_not_share() 
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False))
-@settings(deadline=None)
 def test_a_value_lies_between_the_edges_of_its_bin(value: float) -> None:
     edges = histogram_edges()
     index = int(bins_of(np.array([value]))[0])

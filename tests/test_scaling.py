@@ -159,28 +159,17 @@ def test_an_optimizer_without_the_scaler_is_not_divided():
     assert of(snapshot, "b", "grad_norm")[1::2].tolist() == [4, 4, 4]
 
 
-def test_scale_that_is_no_power_of_two():
-    model = Chosen(a=2)
-    optimizer, scaler = SGD(model.parameters(), lr=0.1), scaler_of(1000.0)
-    watcher, sink = watch(model)
-    amp_step(model, optimizer, scaler, a=[3, 4])
-    assert samples(watcher, sink).total_grad_norm[0] == pytest.approx(5, rel=1e-6)
-
-
-def test_the_dead_threshold_is_in_true_units():
+@pytest.mark.parametrize("scale", [SCALE, 1000.0, None])  # a power of two, none, and a disabled scaler
+def test_norms_histograms_and_the_dead_threshold_are_in_true_units(scale):
     model = Chosen(a=4)
-    optimizer, scaler = SGD(model.parameters(), lr=0.1), scaler_of()
+    optimizer, scaler = SGD(model.parameters(), lr=0.1), scaler_of(scale or SCALE, enabled=scale is not None)
     watcher, sink = watch(model, dead_threshold=1e-6)
-    amp_step(model, optimizer, scaler, a=[1e-7, 1e-7, 1, 1])
-    assert of(samples(watcher, sink), "a", "dead_ratio") == 0.5
-
-
-def test_the_histogram_is_in_true_units():
-    model = Chosen(a=4)
-    optimizer, scaler = SGD(model.parameters(), lr=0.1), scaler_of()
-    watcher, sink = watch(model)
-    amp_step(model, optimizer, scaler, a=[1, 1, 1, 1])
-    assert samples(watcher, sink).abs_quantile(0.5)[0] == pytest.approx(1, rel=0.5)
+    amp_step(model, optimizer, scaler, a=[1e-7, 1e-7, 3, 4])
+    snapshot = samples(watcher, sink)
+    assert snapshot.total_grad_norm[0] == pytest.approx(5, rel=1e-6)
+    assert of(snapshot, "a", "dead_ratio") == 0.5
+    assert snapshot.abs_quantile(0.5)[0] == pytest.approx(1e-7, rel=0.5)
+    np.testing.assert_array_equal(snapshot.loss_scale, [math.nan if scale is None else scale])
 
 
 def test_accumulation_under_a_loss_scale():
@@ -194,16 +183,6 @@ def test_accumulation_under_a_loss_scale():
         scaler.step(optimizer)
         scaler.update()
     assert of(samples(watcher, sink), "a", "grad_norm").tolist() == [3, 3, 2, 3]
-
-
-def test_a_disabled_scaler_changes_nothing():
-    model = Chosen(a=2)
-    optimizer, scaler = SGD(model.parameters(), lr=0.1), scaler_of(enabled=False)
-    watcher, sink = watch(model)
-    amp_step(model, optimizer, scaler, a=[3, 4])
-    snapshot = samples(watcher, sink)
-    assert snapshot.total_grad_norm.tolist() == [5]
-    assert np.isnan(snapshot.loss_scale).all()
 
 
 def hand_written(parameters):
@@ -384,13 +363,6 @@ def test_training_under_amp_and_clipping_is_bitwise_the_same():
 
     plain, watched = train(False), train(True)
     assert all(torch.equal(plain[name], watched[name]) for name in plain)
-
-
-def test_step_helper_is_what_it_says():
-    model = Chosen(a=1)
-    optimizer = SGD(model.parameters(), lr=0.5)
-    step(model, optimizer, a=[1])
-    assert model.a.item() == 0.5
 
 
 def test_a_new_scaler_for_every_epoch():

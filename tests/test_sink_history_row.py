@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import wandb
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from windows import window
 
@@ -148,7 +148,6 @@ _values = st.one_of(
 _samples = st.lists(st.fixed_dictionaries({}, optional={"a": _values, "b.c": _values}), min_size=1, max_size=4)
 
 
-@settings(max_examples=100, deadline=None)
 @given(first=_samples, second=_samples, histograms=st.tuples(st.booleans(), st.booleans()))
 def test_the_row_of_two_windows_is_the_merge_of_their_rows(first: list, second: list, histograms: tuple) -> None:
     a = window(*first, histogram=histograms[0])

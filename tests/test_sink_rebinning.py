@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from windows import window
 
@@ -101,7 +101,6 @@ def test_the_range_is_sticky() -> None:
 _value = st.floats(-1e6, 1e6) | st.sampled_from([0.0, 1e-45, -1e-20])
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(_value, min_size=1, max_size=200))
 def test_no_element_is_lost_or_changes_its_sign(values: list[float]) -> None:
     counts, _ = picture(values)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from statistics_oracle import expected_histogram, expected_row
 from windows import MISSING_C
@@ -178,7 +178,6 @@ def test_a_group_of_a_missing_and_a_present_parameter_is_the_present_one() -> No
     np.testing.assert_array_equal(snapshot.by_group("module").grad_norm, [[5.0, NAN]])
 
 
-@settings(deadline=None)
 @given(st.lists(st.lists(st.floats(-1e6, 1e6), max_size=5), min_size=1, max_size=6), st.integers(1, 3))
 def test_grouping_first_or_not_gives_the_same_total(gradients: list[list[float]], num_groups: int) -> None:
     snapshot = sample(**{f"p{index}": values for index, values in enumerate(gradients)})
@@ -228,7 +227,6 @@ def test_merging_keeps_scales_skips_and_metrics_of_each_sample() -> None:
 # ---- quantiles
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.floats(-1e4, 1e4, allow_subnormal=False), min_size=1, max_size=50),
     st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.0]),

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from statistics_oracle import BACKENDS, FAST_BACKENDS, assert_row, expected_histogram, expected_row, floats_of
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -55,7 +55,6 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @given(lists=st.lists(value_lists, min_size=1, max_size=4), threshold=st.sampled_from([0.0, 1e-10, 0.1, 2.0**-149]))
-@settings(max_examples=60, deadline=None)
 def test_rows_and_histograms_are_those_of_plain_python(
     dtype: torch.dtype, lists: list[list[float]], threshold: float
 ) -> None:
@@ -71,7 +70,6 @@ def test_rows_and_histograms_are_those_of_plain_python(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @given(first=value_lists, second=value_lists, threshold=st.sampled_from([0.0, 0.1]))
-@settings(max_examples=60, deadline=None)
 def test_merged_rows_are_the_row_of_the_whole(
     dtype: torch.dtype, first: list[float], second: list[float], threshold: float
 ) -> None:
