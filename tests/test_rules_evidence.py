@@ -536,3 +536,70 @@ def test_zeros_over_zeros_speak_for_an_eps_of_0_and_one_broken_element_does_not(
         broken = sample_of({"a": [np.nan] * 8}, step=21, parameters={"a": after})
         text = told_of(NaNGradient(), together([*calm, broken]))
         assert ("either NaN made by the optimizer's update" in text) != is_alone
+
+
+@pytest.mark.parametrize(("loss", "told"), [(0.0, [100]), (0.7, list(range(10, 101)))])
+def test_gradients_of_0_of_a_loss_that_is_0_are_its_own(loss: float, told: list[int]) -> None:
+    zeros = together([sample_of({"a.weight": [0.0]}, step=s) for s in range(1, 101)])
+    assert steps(NoGradient(), measured(zeros, loss=[loss] * 100)) == told
+
+
+@pytest.mark.parametrize(("most", "told"), [(4, [13]), (20, [])])
+def test_units_that_pause_most_of_the_time_do_not_die_at_once(most: int, told: list[int]) -> None:
+    """32 of 40 units pause for two samples, after up to 4, or up to 20 of them have in each sample before."""
+    shares = [0, most, 2, 1, 0, 3, 0, most, 0, 1, 0, 32, 32]
+    samples = [sample_of(units(dead) | {"b.weight": [1.0]}, step=s) for s, dead in enumerate(shares, 1)]
+    assert steps(DeadGradient(), together(samples)) == told
+
+
+@pytest.mark.parametrize(("gradient", "told"), [(0.0, [2, 3]), (1.0, [])])
+def test_a_weight_of_0_that_has_no_gradient_either_excuses_nobody(gradient: float, told: list[int]) -> None:
+    """A hidden layer of zeros before a ReLU: nothing passes it, and nothing will ever change it."""
+    grads = layer(0.0, 0.0) | layer(gradient, 0.0, "1") | layer(0.0, 1.0, "2")
+    parameters = {name: np.full(grad.shape, float(name != "1.weight")) for name, grad in grads.items()}
+    samples = [sample_of(grads, step=s, parameters=parameters) for s in range(1, 4)]
+    assert steps(DeadGradient(), together(samples)) == told
+
+
+@pytest.mark.parametrize(("rate", "told"), [(1e-9, [26, 27]), (1e-7, [])])
+def test_a_learning_rate_that_changes_single_bits_only_is_next_to_nothing(rate: float, told: list[int]) -> None:
+    # A rate of 1e-9 and gradients of 1 beside weights of 1: 1e-9 of their norm at most, and yet the smallest round up.
+    samples = [
+        sample_of({"a": np.ones(9)}, step=s, parameters={"a": np.append(np.ones(8), 1e-7 * s)}) for s in range(1, 28)
+    ]
+    assert steps(UnchangedParameters(), measured(together(samples), learning_rate=[rate] * 27)) == told
+
+
+def test_a_spike_of_some_branches_whose_loss_is_as_ever_began_in_the_backward() -> None:
+    for loss, words in ((1.0, "cause: something in the backward of a layer"), (50.0, "either one bad batch")):
+        rng = np.random.default_rng(0)
+        calm = [
+            sample_of(layer(*np.exp(rng.normal(0, 0.05, 2)), "down") | layer(1.0, 1.0, "up"), step=s)
+            for s in range(1, 21)
+        ]
+        samples = together([*calm, sample_of(layer(1e4, 1e4, "down") | layer(1.0, 1.0, "up"), step=21)])
+        assert words in told_of(ExplodingGradient(), measured(samples, loss=[*[0.9, 1.1] * 10, loss]))
+
+
+def test_other_data_has_no_part_in_a_spike_whose_loss_is_as_ever() -> None:
+    samples = of_norms([*[1.0, 1.05] * 15, 1000.0])
+    text = told_of(ExplodingGradient(), measured(samples, loss=[*[0.9, 1.1] * 15, 1.0]))
+    assert "either one bad batch" in text
+    assert "or something in the backward" in text
+
+
+@pytest.mark.parametrize(("end", "is_sign"), [(-50.0, True), (50.0, False)])
+def test_a_norm_that_grows_while_the_loss_falls_without_end_is_no_learning_rates(end: float, is_sign: bool) -> None:
+    samples = of_norms([*[1.0] * 20, *1.3 ** np.arange(20)])
+    text = told_of(ExplodingGradient(), measured(samples, loss=[*[0.2] * 20, *np.linspace(0.2, end, 20)]))
+    assert ("the wrong sign of the loss" in text) == is_sign
+
+
+@pytest.mark.parametrize(("factors", "is_decay"), [((1.3, 1.3, 1.3), True), ((1.3, 1.2, 1.4), False)])
+def test_parameters_that_all_grow_by_one_factor_are_multiplied(factors: tuple[float, ...], is_decay: bool) -> None:
+    samples = []
+    for step in range(1, 5):
+        weights = {f"{n}": np.full(100, (1 + n) * f**step) for n, f in enumerate(factors)}
+        samples.append(sample_of({n: 0.1 * np.ones(100) for n in weights}, step=step, parameters=weights))
+    text = told_of(FastParameters(max_first_growth=0.2), together(samples))
+    assert ("a weight decay below 0" in text) == is_decay

@@ -56,6 +56,8 @@ UNMEASURED = "not clear: parameters became NaN or Inf in a step that was not mea
 DATA_SCALE = "a large scale of the inputs, targets or loss"
 LOSS_SCALE = "the scale of the loss has changed"
 BACKWARD = "something in the backward of a layer multiplies the gradient"
+UNBOUNDED = "the wrong sign of the loss, or a loss without a lower bound"
+MULTIPLIED = "a weight decay below 0, or a factor that multiplies all parameters"
 DEVIATION = "a batch norm, or another normalisation, of inputs that are nearly all alike"
 FADING = "weights too small for the depth: poor initialisation"
 FORWARD = "activations beyond the range of float16"
@@ -89,6 +91,8 @@ CAUSES: Final[dict[str, tuple[str, ...]]] = {
     DATA_SCALE: (*_EXPLOSION, "Parameters grow too fast"),
     LOSS_SCALE: ("Exploding gradient", "Parameters grow too fast", "Loss spike"),
     BACKWARD: ("Exploding gradient",),
+    UNBOUNDED: _EXPLOSION,
+    MULTIPLIED: (*_EXPLOSION, "Parameters grow too fast", "Loss spike", "Non-finite loss"),
     DEVIATION: ("Exploding gradient",),
     FADING: ("Vanishing gradient",),
     WRITTEN: (*_EXPLOSION, "Parameters grow too fast", "Loss spike", "Non-finite loss"),

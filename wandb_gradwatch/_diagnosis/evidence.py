@@ -136,6 +136,15 @@ class Evidence:
         loss_S = self.history.metrics.get(keys.LOSS)
         return loss_S is not None and bool(np.isfinite(loss_S[sample])) and not self.has_bad_loss(sample)
 
+    def has_usual_loss(self, sample: int) -> bool:
+        """Whether the loss is known and no larger than those before it: the forward has not made this gradient."""
+        loss_S = self.history.metrics.get(keys.LOSS)
+        if loss_S is None or not np.isfinite(loss_S[sample]):
+            return False
+        before = loss_S[self.clean[self.clean < sample][-_NEIGHBOURS:]]
+        before = before[np.isfinite(before)]
+        return len(before) >= _MIN_NEIGHBOURS and bool(loss_S[sample] <= before.max() + 0.5 * np.ptp(before))
+
     @cached_property
     def first_ratio(self) -> float:
         """The first gradient's norm over the parameters', before any update; NaN where that was not seen."""

@@ -120,6 +120,11 @@ class Layers:
             or any(word in name.rpartition(".")[2] for word in _RECURRENT_WORDS)
         ]
 
+    def is_before_relu(self, module: str) -> bool:
+        """Whether the module that follows this one is known to be one that is 0 where its input is not above 0."""
+        following = dict(zip(self._kinds, [*self._kinds.values()][1:], strict=False))
+        return following.get(module) in ("ReLU", "ReLU6")
+
     def has_kind(self, kinds: Sequence[str]) -> str | None:
         """The first of these kinds that the model has; None if it has none or the kinds are not known."""
         return next((kind for kind in kinds if kind in self._kinds.values()), None)

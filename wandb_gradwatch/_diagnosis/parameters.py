@@ -25,6 +25,7 @@ _JUMP_FACTOR: Final = 20.0
 _JUMP_NEIGHBOURS: Final = 16  # updates before it that a jump is compared with
 _MIN_JUMP_NEIGHBOURS: Final = 5
 _MOVEMENT_SAMPLES: Final = 5
+_MIN_ELEMENTS: Final = 16  # of a parameter that is compared with others
 _UNUSUAL: Final = 3.0  # times the largest before: of a gradient or a learning rate that may explain an update
 
 
@@ -117,6 +118,18 @@ class Parameters:
             if all(0 <= v[sample] <= _UNUSUAL * float(v[usual].max()) for v in (rate_S, norm_S)):
                 return float(changes[place]), sample
         return None
+
+    def grow_alike(self, sample: int) -> bool:
+        """Whether one factor has made the next sample's parameters of these, which differ in size: no gradient does."""
+        if sample + 1 >= len(self._history):
+            return False
+        sum_sq_SP = self._history.column(Column.PARAM_SUM_SQ)[[sample, sample + 1]]
+        known_P = (self._history.num_elements[sample] >= _MIN_ELEMENTS) & (sum_sq_SP > 0).all(axis=0)
+        if np.count_nonzero(known_P) < 3:
+            return False
+        sizes = np.sqrt(sum_sq_SP[0, known_P] / self._history.num_elements[sample, known_P])
+        log_factor = 0.5 * np.log(sum_sq_SP[1, known_P] / sum_sq_SP[0, known_P])
+        return bool(sizes.max() > 1.5 * sizes.min() and np.ptp(log_factor) < 0.1 * log_factor.min())
 
     @property
     def is_moving(self) -> bool:

@@ -45,7 +45,7 @@ class NoGradient(Remembers):
         patience: samples in a row in which a watched parameter had no gradient.
         lost_patience: the same for one that had a gradient in nearly all samples before, at least 20; and for all
             trainable ones from the input up to one, where none has had any and all others have one.
-        zero_patience: samples in a row in which all gradients were exactly 0.
+        zero_patience: samples in a row in which all gradients were exactly 0; `patience` where the loss is 0 too.
     """
 
     patience: int = 100
@@ -70,6 +70,7 @@ class NoGradient(Remembers):
             self._missing.end(snapshot.names, len(snapshot))
             self._num_zero = 0
             return
+        loss_S = snapshot.metrics.get(keys.LOSS, np.full(len(snapshot), np.nan))
         for sample, missing_P in enumerate(~snapshot.present):
             # Samples in which it was frozen do not count, once it is thawed; what no optimizer holds is told as such.
             self._unowned |= {key for key in unowned if snapshot.metrics[key][sample] > 0}
@@ -86,16 +87,15 @@ class NoGradient(Remembers):
             all_zero = snapshot.total_grad_norm[sample] == 0 and not np.any(snapshot.num_nonfinite[sample] > 0)
             self._is_often_zero |= self._num_zero > 0 and not all_zero
             self._num_zero = self._num_zero + 1 if all_zero else 0
-            if self._num_zero >= self.zero_patience and not self._is_often_zero:
-                yield self._zero_alert(int(snapshot.steps[sample]))
+            # Rewards that are rare, and a hinge that is satisfied: what is 0 has no gradient.
+            patience = self.patience if loss_S[sample] == 0 else self.zero_patience
+            if self._num_zero >= patience and not self._is_often_zero:
+                yield self._zero_alert(int(snapshot.steps[sample]), patience)
             elif (late := np.flatnonzero(late_P & wanted_P)).size:
                 yield self._missing_alert(int(snapshot.steps[sample]), snapshot.names, row_P, late)
 
-    def _zero_alert(self, step: int) -> Alert:
-        fact = (
-            f"Step {step}: all gradients have been exactly 0 for {self._num_zero} samples "
-            f"(threshold {self.zero_patience})."
-        )
+    def _zero_alert(self, step: int, patience: int) -> Alert:
+        fact = f"Step {step}: all gradients have been exactly 0 for {self._num_zero} samples (threshold {patience})."
         cause = (
             "not clear: either a constant loss, one times 0 or one that is saturated, or gradients zeroed between "
             "backward() and step(); whether the loss changes tells them apart"

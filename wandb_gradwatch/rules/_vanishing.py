@@ -265,7 +265,10 @@ class DeadGradient(Remembers):
         waiting_L = (recent == 1.0).all(axis=0) & _is_held_up(snapshot, sample)
         newest, earlier = recent[-2:], recent[:-2]
         have_died_L = _alike(newest, size_L) & (newest.min(axis=0) >= self.max_ratio)
-        have_died_L &= newest.min(axis=0) - np.max(earlier, axis=0, initial=0.0) > _AT_ONCE
+        # More than they scattered before: where rewards are rare, or few samples count, most units pause now and then.
+        most_L = np.max(earlier, axis=0, initial=0.0)
+        scatter_L = most_L - np.min(earlier, axis=0, initial=1.0) if len(earlier) else most_L
+        have_died_L &= newest.min(axis=0) - most_L > np.maximum(_AT_ONCE, scatter_L)
         same = have_died_L | (_alike(recent, size_L) & (recent.min(axis=0) >= by_chance_L))
         is_told_L: npt.NDArray[np.bool_] = same & ~waiting_L
         return is_told_L
@@ -277,8 +280,8 @@ class DeadGradient(Remembers):
         Gradients do not pass a weight that is 0 at first, and a few units may be off by chance.
         """
         num = int(np.argmin(dead_L)) if not dead_L.all() else 0
-        is_known = all(norm > 0 for norm in _weights(snapshot, sample))
-        if not num or dead_L[num:].any() or not is_known or _num_units(snapshot, sample)[num - 1] < _MIN_UNITS:
+        is_waiting = np.isnan(snapshot.param_norm[sample]).any() or _is_held_up(snapshot, sample)
+        if not num or dead_L[num:].any() or is_waiting or _num_units(snapshot, sample)[num - 1] < _MIN_UNITS:
             return np.zeros_like(dead_L)
         return dead_L
 
@@ -291,7 +294,10 @@ class DeadGradient(Remembers):
             f"{first[dead[0]]} is nearest to the output."
         )
         layers = listing(dead, lambda index: f"{first[index]} {100 * share_L[index]:.0f} %")
-        cause = "dead units: ReLUs that never fire, or a layer whose output is multiplied by 0 or not used"
+        cause = (
+            "not clear: either dead units (ReLUs that never fire, or a layer whose output is multiplied by 0 or not "
+            "used), or a softmax or a gate after them that is saturated; their outputs tell them apart"
+        )
         remedy = (
             "check what follows the layer nearest to the output (masks, dropout, its use), its bias and its "
             "initialisation; lower the learning rate, use LeakyReLU or GELU"
@@ -318,14 +324,12 @@ class DeadGradient(Remembers):
 
 
 def _is_held_up(snapshot: Snapshot, sample: int) -> bool:
-    """Whether a weight is still 0, which no gradient passes: of what comes before it nothing is known yet."""
-    return 0.0 in _weights(snapshot, sample)
+    """Whether a weight is still 0, which no gradient passes, and has one: of what comes before it nothing is known yet.
 
-
-def _weights(snapshot: Snapshot, sample: int) -> list[float]:
-    """The norms of what is no bias."""
-    norms = snapshot.param_norm[sample].tolist()
-    return [norm for name, norm in zip(snapshot.names, norms, strict=True) if "bias" not in name]
+    One that has no gradient either will never be anything else.
+    """
+    is_weight_P = np.array(["bias" not in name for name in snapshot.names])
+    return bool(np.any(is_weight_P & (snapshot.param_norm[sample] == 0) & (snapshot.grad_norm[sample] > 0)))
 
 
 def _num_units(snapshot: Snapshot, sample: int) -> FloatArray:

@@ -93,7 +93,8 @@ class UnchangedParameters(Remembers):
     Args:
         patience: steps since which no parameter has changed, seen by 3 samples at least.
         unknown_patience: the same where no learning rate was read, because no optimizer has stepped.
-        zero_patience: the same where the learning rate is 0 or too small: a warm-up from 0 has fewer such steps.
+        zero_patience: the same, whatever rounding does to single bits, where the learning rate is 0 or so small that no
+            update reaches 1e-8 of the parameters' norm: a warm-up from 0 has fewer such steps.
     """
 
     patience: int = 100
@@ -103,6 +104,8 @@ class UnchangedParameters(Remembers):
     _num_unchanged: int = field(default=0, init=False)
     _since: int = field(default=0, init=False)  # the step of the newest sample whose parameters are not those before it
     _largest: float = field(default=0.0, init=False)
+    _num_nothing: int = field(default=0, init=False)  # samples in a row whose learning rate could change nothing
+    _felt: int = field(default=0, init=False)  # the step of the newest sample before these, or of the first one
 
     title: ClassVar[str] = "Parameters unchanged"
 
@@ -128,22 +131,25 @@ class UnchangedParameters(Remembers):
             step = int(snapshot.steps[sample])
             if not self._num_unchanged:
                 self._since = step
-            # Equal bits at both ends say the same of what is between them: a sparse cadence need not wait longer.
-            num_steps = step - self._since
-            if self._num_unchanged < _LEAST_SAMPLES or num_steps < min(self.unknown_patience, self.zero_patience):
-                continue
-            rate = abs(float(rate_S[sample]))
+            rate = float(rate_S[sample])
             # An update is at most the rate times the gradient (SGD), or times 1 for each element (Adam).
-            longest = rate * max(norm, math.sqrt(float(snapshot.column_sums[sample, Column.NUM_ELEMENTS])))
+            longest = abs(rate) * max(norm, math.sqrt(float(snapshot.column_sums[sample, Column.NUM_ELEMENTS])))
             is_nothing = longest < _NOTHING * math.sqrt(float(snapshot.column_sums[sample, Column.PARAM_SUM_SQ]))
-            needed = self.zero_patience if is_nothing else self.unknown_patience if math.isnan(rate) else self.patience
-            if num_steps >= needed:
-                yield self._alert(step, norm, float(rate_S[sample]), is_nothing)
+            self._num_nothing = self._num_nothing + 1 if is_nothing and norm > _CONVERGED * self._largest else 0
+            if not (self._num_nothing and self._felt):
+                self._felt = step
+            # Equal bits at both ends say the same of what is between them: a sparse cadence need not wait longer.
+            needed = self.unknown_patience if math.isnan(rate) else self.patience
+            is_still = self._num_unchanged >= _LEAST_SAMPLES and step - self._since >= needed
+            if is_still or (self._num_nothing >= _LEAST_SAMPLES and step - self._felt >= self.zero_patience):
+                yield self._alert(step, norm, rate, is_nothing)
 
     def _alert(self, step: int, norm: float, rate: float, is_nothing: bool) -> Alert:
+        since = self._felt if is_nothing else self._since
+        what = "the learning rate is next to nothing" if is_nothing else "no parameter has changed by a single bit"
         fact = (
-            f"Step {step}: no parameter has changed by a single bit in the {step - self._since} steps since step "
-            f"{self._since}, though the gradient norm is {norm:.3g}."
+            f"Step {step}: {what} in the {step - since} steps since step {since}, though the gradient norm is "
+            f"{norm:.3g}."
         )
         cause = "not clear: either step() is never called, or the learning rate is 0: print it to tell them apart"
         if is_nothing:

@@ -118,8 +118,9 @@ def inside_the_backward(evidence: Evidence) -> Diagnosis | None:
     if not raised or not after or float(rise_L[after].max()) > _USUAL:
         return None
     before = [place for place in known if place <= raised[-1]]
-    # Where branches stand side by side, one of them rises alone for reasons of its own.
-    if len(raised) < 0.8 * len(before) or branch_of(names[raised[-1]]) != branch_of(names[after[0]]):
+    # Where branches stand side by side, one of them rises alone for reasons of its own, and the loss with it.
+    is_one_branch = branch_of(names[raised[-1]]) == branch_of(names[after[0]])
+    if len(raised) < 0.8 * len(before) or not (is_one_branch or evidence.has_usual_loss(sample)):
         return None
     weights, biases = evidence.layers.split(raised[-1])
     rise_P = evidence.layers.parameter_rise_at(sample)

@@ -26,6 +26,10 @@ from ..evidence import Evidence
 # S samples, L modules, R ranks
 
 _OTHER_DATA: Final = "the data has changed; whether the norm falls back tells them apart"
+_BACKWARD: Final = (
+    "something in the backward that multiplies the gradient, as the loss is the usual one; the batch, looked at, tells "
+    "them apart"
+)
 _TRACE: Final = 'watch(model, on_nonfinite="trace") names the operation'
 _APART: Final = 'watch(model, on_nonfinite="trace") tells them apart'
 
@@ -38,15 +42,23 @@ def bad_batch(evidence: Evidence) -> Diagnosis | None:
         words = f"{lone} of {number(factor)}x at step {evidence.step(sample)}{evidence.note_of(sample)}"
         is_moved = evidence.parameters.is_moving or evidence.parameters.jump is not None
         confidence = 0.5 if is_moved and not evidence.gradient_came_first else 0.75
-        return Diagnosis(BAD_BATCH, confidence, words, _against_a_bad_batch(evidence, sample), _OTHER_DATA)
+        return Diagnosis(BAD_BATCH, confidence, words, *_or_other_data(evidence, sample))
     if evidence.onset is not None and evidence.gradient_came_first:
         sample = evidence.onset.sample
         words = (
             f"at step {evidence.step(sample)} the norm was {number(evidence.onset.factor)}x the usual one, after an "
             f"ordinary update{evidence.note_of(sample)}"
         )
-        return Diagnosis(BAD_BATCH, 0.75, words, _against_a_bad_batch(evidence, sample), _OTHER_DATA)
+        return Diagnosis(BAD_BATCH, 0.75, words, *_or_other_data(evidence, sample))
     return None
+
+
+def _or_other_data(evidence: Evidence, sample: int) -> tuple[str, str]:
+    """The remedy against a bad batch, and its rival: where the loss is as ever no other data has made the gradient."""
+    remedy = _against_a_bad_batch(evidence, sample)
+    if evidence.has_usual_loss(sample):
+        return f"{remedy}; test the backward with torch.autograd.gradcheck", _BACKWARD
+    return f"{remedy}; look at what has changed in the data if it stays", _OTHER_DATA
 
 
 def _against_a_bad_batch(evidence: Evidence, sample: int) -> str:

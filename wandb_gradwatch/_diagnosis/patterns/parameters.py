@@ -8,7 +8,16 @@ import numpy as np
 
 from ..._analysis.formatting import listing, number
 from ...snapshot import keys
-from ..causes import DATA_SCALE, INITIALISATION, LEARNING_RATE, LOSS_SCALE, WRITTEN, Diagnosis
+from ..causes import (
+    DATA_SCALE,
+    INITIALISATION,
+    LEARNING_RATE,
+    LOSS_SCALE,
+    MULTIPLIED,
+    UNBOUNDED,
+    WRITTEN,
+    Diagnosis,
+)
 from ..evidence import DEEP, FIRST_GRADIENT, Evidence
 
 _MULTIPLIED: Final = 10.0  # times the usual loss and gradient: less may be a batch of its own kind
@@ -41,7 +50,7 @@ def learning_rate(evidence: Evidence) -> Diagnosis | None:
         return Diagnosis(
             LEARNING_RATE, 0.98 if is_felt and rose.at_once else 0.85, words, f"look at its schedule; {remedy}", rival
         )
-    if evidence.gradient_came_first or written(evidence) is not None:
+    if evidence.gradient_came_first or written(evidence) or multiplied(evidence) or unbounded(evidence):
         return None
     less = 0.05 if evidence.first_ratio > FIRST_GRADIENT else 0.0  # no learning rate has made the first gradient
     if evidence.parameters.is_moving and evidence.parameters.movement is not None:
@@ -99,6 +108,35 @@ def written(evidence: Evidence) -> Diagnosis | None:
         "load the last good checkpoint"
     )
     return Diagnosis(WRITTEN, 0.9, words, remedy)
+
+
+def multiplied(evidence: Evidence) -> Diagnosis | None:
+    """Parameters of different sizes that grow by one factor."""
+    movement = evidence.parameters.movement
+    if not evidence.parameters.is_moving or movement is None or not evidence.parameters.grow_alike(movement[1]):
+        return None
+    factor, step = number(1 + movement[0]), evidence.step(movement[1])
+    words = f"all parameters grew by the same factor, {factor} or more per step, from step {step}"
+    remedy = "look at the sign of weight_decay, and at what else writes to the parameters"
+    return Diagnosis(MULTIPLIED, 0.95, words, remedy)
+
+
+def unbounded(evidence: Evidence) -> Diagnosis | None:
+    """The norm grows step by step while the loss falls below 0, and below all that it was."""
+    loss_S = evidence.history.metrics.get(keys.LOSS)
+    if evidence.growth is None or loss_S is None or evidence.rate_rise is not None:
+        return None
+    rise, sample = evidence.growth
+    begins = int(evidence.clean[max(int(np.searchsorted(evidence.clean, sample)) + 1 - rise.num_samples, 0)])
+    if not loss_S[sample] < min(0.0, float(np.nanmin(loss_S[: begins + 1]))):
+        return None
+    before, after = number(float(loss_S[begins])), number(float(loss_S[sample]))
+    words = (
+        f"the gradient norm grew {number(rise.factor)}x up to step {evidence.step(sample)}, while the loss fell from "
+        f"{before} to {after}"
+    )
+    remedy = "look at the loss's sign: what is to be maximised needs a minus; bound what has no lower limit"
+    return Diagnosis(UNBOUNDED, 0.9, words, remedy)
 
 
 def initialisation(evidence: Evidence) -> Diagnosis | None:

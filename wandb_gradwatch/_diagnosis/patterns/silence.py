@@ -22,7 +22,8 @@ def dead_units(evidence: Evidence) -> Diagnosis | None:
         "check what follows the layer (masks, dropout, its use) and its bias; lower the learning rate, use LeakyReLU "
         "or GELU"
     )
-    return Diagnosis(DEAD_UNITS, 0.75, words, remedy)
+    rival = "a softmax or a gate after them that is saturated; their outputs tell them apart"
+    return Diagnosis(DEAD_UNITS, 0.75, words, remedy, "" if evidence.layers.is_before_relu(names[dead[-1]]) else rival)
 
 
 def frozen(evidence: Evidence) -> Diagnosis | None:
