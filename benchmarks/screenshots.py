@@ -1,8 +1,8 @@
 """Pictures of the local page, to be looked at: `python -m benchmarks.screenshots DIRECTORY RUN [RUN ...]`.
 
 RUN is what `wandb-gradwatch view` takes. The first is drawn in all its states, and beside the others where there are
-any; a thousand layers are made up. `docs demo-run --only page` makes the README's picture, after `make demo`. It needs
-playwright and a chromium.
+any; a thousand layers are made up. `docs demo-run --only page workspace` makes the README's picture and that of the
+workspace, after `make demo`. It needs playwright and a chromium.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 from wandb_gradwatch._page.history import OwnSeries, RunHistory
 from wandb_gradwatch._page.page import write_page
 from wandb_gradwatch._page.read import read_run
-from wandb_gradwatch._report.preview import write_preview
+from wandb_gradwatch._report.preview import write_preview, write_workspace_preview
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Shot:
         act: done before the picture is taken.
         whole: the whole page, not the first screen.
         media: "screen" or "print".
-        report: the preview of the W&B report instead of the page.
+        preview: "report" or "workspace": what W&B would show, instead of the page.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Shot:
     act: Callable[[Any], object] = lambda page: None
     whole: bool = False
     media: str = "screen"
-    report: bool = False
+    preview: str = ""
 
 
 def main() -> None:
@@ -76,7 +76,8 @@ def shots(histories: list[RunHistory]) -> Iterator[Shot]:
     yield Shot("narrow", one, width=400, whole=True)
     yield Shot("print", one, width=800, whole=True, media="print")
     yield Shot("layers", [many_layers()], whole=True)
-    yield Shot("report", one, height=1500, report=True)
+    yield Shot("report", one, height=1500, preview="report")
+    yield Shot("workspace", one, height=1250, preview="workspace")
     if len(histories) > 1:
         yield Shot("runs", histories, whole=True)
         yield Shot("runs-narrow", histories, width=400, whole=True)
@@ -96,8 +97,10 @@ def take(wanted: list[Shot]) -> Iterator[tuple[str, bytes]]:
             context = browser.new_context(viewport=size, color_scheme=shot.scheme)
             page = context.new_page()
             first, file = shot.histories[0], Path(folder) / "page.html"
-            if shot.report:
+            if shot.preview == "report":
                 written = write_preview("team", "project", first.run_id, history=first, output=file)
+            elif shot.preview:
+                written = write_workspace_preview("team", "project", history=first, output=file)
             else:
                 written = write_page(first, file, others=shot.histories[1:])
             page.goto(written.as_uri())

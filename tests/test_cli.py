@@ -79,6 +79,7 @@ def test_version_is_the_package_version() -> None:
         (["report", "a/b", "--output", "x.html"], "--output is where --dry-run writes the preview"),
         (["report", "a/b/c/d"], "'a/b/c/d' is not ENTITY/PROJECT or ENTITY/PROJECT/RUN"),
         (["workspace", "a/b/c"], "a workspace belongs to a project, not to a run: a/b"),
+        (["workspace", "a/b", "--output", "x.html"], "--output is where --dry-run writes the preview"),
         (["doctor", "--parameters", "many"], "'many' is not a number of parameters such as 500k, 10M or 1.3B"),
         (["doctor", "--parameters", "0"], "'0' is not a number of parameters"),
         (["view"], "Missing argument 'PATH'"),

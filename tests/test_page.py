@@ -463,7 +463,7 @@ def test_what_probes_measured_is_packed_by_family() -> None:
     }
     series = HistogramSeries(np.array([20]), np.array([-1.0]), np.array([1.0]), np.ones((1, 64)))
     content, _ = build_payload(small_history(values=values, family_histograms={"activation": {"d": series}}))
-    [family] = content["families"]
+    _, family = content["grids"]
     assert (family["key"], family["names"], family["histogramNames"]) == ("activation", ["a", "b"], ["d"])
     assert [(metric["key"], metric["signed"]) for metric in family["metrics"]] == [("norm", False), ("mean", True)]
     assert family["columns"] == [[10, 20], [10, 20]]
@@ -605,5 +605,5 @@ def test_the_page_spells_layers_as_alerts_do_and_keys_with_slashes() -> None:
     values = {f"grad_norm/{name}": np.ones(2) for name in ("blocks/0/fc/weight", "a/b/weight")}
     history = small_history(values=values, config={"gradwatch": {"names": ["blocks.0.fc.weight", "a/b.weight"]}})
     assert history.names == ["blocks/0/fc/weight", "a/b/weight"]
-    assert build_payload(history)[0]["names"] == ["blocks.0.fc.weight", "a/b.weight"]
+    assert build_payload(history)[0]["grids"][0]["names"] == ["blocks.0.fc.weight", "a/b.weight"]
     assert history.spelled(["untold/0/bias"]) == ["untold.0.bias"]

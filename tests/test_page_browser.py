@@ -25,6 +25,7 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 pytestmark = [pytest.mark.browser, pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")]
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 
+TWO_FRAMES = "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(done))))"
 HOSTILE = "</script><img src=x onerror=alert(1)><b>bold</b>\u202e"
 
 
@@ -85,7 +86,11 @@ def repainted(page: Any, selector: str) -> Iterator[None]:
 
 
 def pixels(page: Any, selector: str) -> str:
-    return str(page.locator(selector).first.evaluate("canvas => canvas.toDataURL()"))
+    """What a canvas shows when one looks at it: what is out of sight is drawn when it comes into view."""
+    # Found anew after the frames: a chart that is drawn may have another canvas.
+    page.evaluate("selector => document.querySelector(selector).scrollIntoView({ block: 'nearest' })", selector)
+    page.evaluate(TWO_FRAMES)
+    return str(page.evaluate("selector => document.querySelector(selector).toDataURL()", selector))
 
 
 def colours(page: Any, selector: str) -> int:
@@ -328,7 +333,6 @@ def test_two_fingers_stretch_the_steps_and_one_reads_values(show: Opener, histor
     assert page.locator("#norm .legend-step").first.inner_text().startswith("step ")
     assert (low.input_value(), high.input_value()) == ("0", "400")
     touch(page, picture, [(0.6, 0.4), (0.7, 0.5)], [(0.5, 0.4), (0.9, 0.5)], [(0.4, 0.4), (0.95, 0.5)])
-    page.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
     assert 0 < int(low.input_value()) < int(high.input_value()) < 400
 
 
@@ -394,7 +398,8 @@ def test_layers_are_a_tree_of_blocks_and_kinds_with_the_worst_value_of_each(show
     broken.locator("> div > .branch").first.wait_for()  # filled when the click's event arrives
     assert broken.locator("> div > .branch > summary .layer-name").all_inner_texts() == ["norms", "weights"]
     layer = broken.locator("label", has_text="attn.qkv")
-    assert colours(page, "#lines .spark") > 0
+    drawn = [path.get_attribute("d").count("z") for path in layer.locator(".spark path").all()]
+    assert drawn == [39, 1]  # bars of the 40 rows, of which one has the NaN
     layer.locator("input").check()
     assert BROKEN in page.locator("#lines .legend-label").all_inner_texts()
     page.locator("#layers").get_by_role("button", name="Dead").click()
@@ -478,8 +483,9 @@ def test_a_distribution_has_sizes_percentiles_and_a_cross_section(show: Opener, 
         "missing, or smaller than the bins tell apart",
         *("99th percentile", "75th", "median", "25th", "above 0", "below 0"),
     ]
-    with repainted(page, "#histogram .overlay"):  # the cross-section follows a pointer in any picture
-        hover(page, "#norm .u-over", 0.6, 0.5)
+    before = pixels(page, "#histogram .overlay")
+    hover(page, "#norm .u-over", 0.6, 0.5)  # the cross-section follows a pointer in any picture
+    assert page.locator("#histogram .overlay").evaluate("canvas => canvas.toDataURL()") != before
     hover(page, "#histogram .frame canvas", 0.3, 0.5)
     lines = page.locator("#histogram .tooltip").inner_text().split("\n")
     assert lines[3] == "99th percentile 0.99, 75th 0.75, median 0.5"
@@ -558,6 +564,46 @@ def test_the_theme_button_repaints_everything(show: Opener, history: RunHistory)
         page.locator("#theme").click()
     assert page.evaluate("document.documentElement.dataset.theme") == "dark"
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(14, 18, 20)"
+
+
+COUNT_PAINTINGS = """() => {
+  const paint = CanvasRenderingContext2D.prototype.putImageData;
+  CanvasRenderingContext2D.prototype.putImageData = function (...all) {
+    window.paintings++;
+    paint.apply(this, all);
+  };
+}"""
+
+
+def test_pictures_are_drawn_once_per_frame_and_only_in_sight_or_for_print(show: Opener, history: RunHistory) -> None:
+    page = show(history)
+    num_frames = page.locator(".frame").count()  # as each paints its image once
+    page.evaluate(COUNT_PAINTINGS)
+
+    def paintings(act: str) -> int:
+        page.evaluate(f"window.paintings = 0; {act}; {TWO_FRAMES}")
+        return int(page.evaluate("window.paintings"))
+
+    assert page.locator("#layers").bounding_box()["y"] > 900 + 200  # the window, and what is near it
+    assert paintings("document.querySelector('#theme').click()") == 0
+    assert paintings("document.querySelector('#layers .frame').scrollIntoView()") >= 1
+    # Three changes before the next frame are one drawing of what is near, which is not everything.
+    once = paintings("document.querySelector('#theme').click()")
+    thrice = paintings("for (let time = 0; time < 3; time++) document.querySelector('#theme').click()")
+    assert 0 < once == thrice < num_frames
+    assert paintings("dispatchEvent(new Event('beforeprint'))") == num_frames - once
+    assert paintings("dispatchEvent(new Event('beforeprint'))") == 0
+
+
+def test_swatches_and_sparklines_change_with_the_theme(show: Opener, history: RunHistory) -> None:
+    page = show(history)
+    style = "getComputedStyle(document.querySelector('{}')).{}"
+    shown = [style.format("#norm .legend .swatch", "backgroundColor"), style.format("#lines .spark .good", "fill")]
+    light = [page.evaluate(one) for one in shown]
+    page.locator("#theme").click()
+    # --line-1 of the largest norm, and --accent, in either theme.
+    assert light == ["rgb(194, 87, 26)", "rgb(11, 110, 117)"]
+    assert [page.evaluate(one) for one in shown] == ["rgb(240, 147, 90)", "rgb(79, 195, 199)"]
 
 
 def test_a_reloaded_page_keeps_its_view_and_so_does_its_address_elsewhere(show: Opener, history: RunHistory) -> None:

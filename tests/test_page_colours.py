@@ -12,6 +12,7 @@ import pytest
 from wandb_gradwatch._page.page import ASSETS
 
 THEME = (ASSETS / "theme.js").read_text(encoding="utf-8")
+STYLE = (ASSETS / "page.css").read_text(encoding="utf-8")
 # Machado, Oliveira and Fernandes (2009), "A physiologically-based model for simulation of color vision deficiency",
 # severity 1.0, on linear RGB.
 SIMULATIONS = {
@@ -34,8 +35,15 @@ def lab(rgb: object, eyes: str) -> np.ndarray:
 
 
 def colours(name: str) -> list[list[int]]:
-    found = json.loads(re.search(rf"const {name} = (\[.*\]);", THEME)[1])  # type: ignore[index]
-    return [[int(one[place : place + 2], 16) for place in (1, 3, 5)] if isinstance(one, str) else one for one in found]
+    found: list[list[int]] = json.loads(re.search(rf"const {name} = (\[.*\]);", THEME)[1])  # type: ignore[index]
+    return found
+
+
+def line_colours() -> list[list[list[int]]]:
+    """Those of the light theme, and those of the dark one."""
+    found = re.findall(r"--line-\d: #([0-9a-f]{6});", STYLE)
+    rgb = [[int(one[place : place + 2], 16) for place in (0, 2, 4)] for one in found]
+    return [rgb[:8], rgb[8:]]
 
 
 @pytest.mark.parametrize("eyes", SIMULATIONS)
@@ -56,9 +64,10 @@ def test_both_sides_of_the_usual_are_told_apart(name: str, eyes: str) -> None:
 
 
 @pytest.mark.parametrize("eyes", SIMULATIONS)
-@pytest.mark.parametrize("name", ["LINES_LIGHT", "LINES_DARK"])
-def test_lines_are_told_apart(name: str, eyes: str) -> None:
-    seen = lab(colours(name), eyes)
+@pytest.mark.parametrize("theme", [0, 1])
+def test_lines_are_told_apart(theme: int, eyes: str) -> None:
+    seen = lab(line_colours()[theme], eyes)
+    assert len(seen) == 8
     # A difference of 2.3 can just be seen between areas side by side; thin lines need several times that.
     closest = min(np.linalg.norm(one - other) for one, other in combinations(seen, 2))
     assert closest > 15

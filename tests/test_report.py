@@ -167,12 +167,16 @@ def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -
 # ---- the preview
 
 
+def previewed(page: Path) -> Any:
+    found = re.search(r'id="content">(.*?)</script>', page.read_text(encoding="utf-8"))
+    return json.loads(found[1])["preview"]  # type: ignore[index]
+
+
 def test_a_preview_has_every_block_of_the_report_and_the_lines_of_its_panels(
     history: RunHistory, tmp_path: Path
 ) -> None:
     written = write_preview("someone", "loopback", "abcd1234", history=history, output=tmp_path / "report.html")
-    found = re.search(r'id="content">(.*?)</script>', written.read_text(encoding="utf-8"))
-    told = json.loads(found[1])["report"]  # type: ignore[index]
+    told = previewed(written)
     texts = [block["text"] for block in told["blocks"] if block["kind"] == "H2"]
     assert texts[0] == "Alerts"
     assert [section.words.title for section in SECTIONS] == texts[1 : len(SECTIONS) + 1]
@@ -183,6 +187,25 @@ def test_a_preview_has_every_block_of_the_report_and_the_lines_of_its_panels(
     drawn = {panel["title"]: [line["label"] for line in panel["lines"]] for panel in panels}
     assert drawn["Norm before clipping, and received"] == [keys.GRAD_NORM, keys.GRAD_NORM_CLIPPED]
     assert len(drawn["Gradient norm of every layer"]) == 24
+
+
+def test_a_preview_of_the_workspace_has_its_sections_and_the_lines_of_their_panels(
+    history: RunHistory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(main, ["workspace", "someone/loopback", "--dry-run", "--from", str(history.path)])
+    assert result.exit_code == 0, result.output
+    written = tmp_path / "gradwatch-workspace-loopback.html"
+    assert result.stdout == written.as_uri() + "\n"
+    told = previewed(written)
+    assert [block["text"] for block in told["blocks"]] == [section.words.title for section in SECTIONS]
+    assert [block["isOpen"] for block in told["blocks"]][:4] == [True, True, True, False]
+    for block, section in zip(told["blocks"], SECTIONS, strict=True):
+        *panels, words = block["panels"]
+        assert [panel["title"] for panel in panels] == [panel.title for panel in section.panels]
+        assert section.words.otherwise in words["text"]
+        assert all(panel["lines"] for panel in panels), section.key
+    assert "wandb.ai" not in written.read_text(encoding="utf-8")
 
 
 def test_a_run_is_found_below_wandb_and_its_alerts_are_in_the_preview(

@@ -149,18 +149,22 @@ def diff(context: click.Context, first: Path, second: Path, json: bool) -> None:
     context.exit(run_diff(first, second, json=json))
 
 
+def _previewed(command: Any) -> Any:
+    """A command that draws what W&B will show: its options."""
+    source = "The run's files on this machine; a report takes its alerts from them.  [default: wandb/*-RUN here]"
+    for option in (
+        _json,
+        click.option("--output", type=click.Path(path_type=Path), metavar="FILE", help="Where to write the preview."),
+        click.option("--dry-run", "previews", is_flag=True, help="Write a page that previews it; send nothing."),
+        click.option("--from", "path", type=click.Path(path_type=Path), metavar="PATH", help=source),
+    ):
+        command = option(command)
+    return command
+
+
 @main.command(epilog=_examples("report", "my-team/my-project", "my-team/my-project/abcd1234 --dry-run"))
 @click.argument("target", metavar="ENTITY/PROJECT[/RUN]", callback=_target)
-@click.option(
-    "--from",
-    "path",
-    type=click.Path(path_type=Path),
-    metavar="PATH",
-    help="The run's files on this machine; its alerts are written into the report.  [default: wandb/*-RUN here]",
-)
-@click.option("--dry-run", "previews", is_flag=True, help="Write a page that previews the report; send nothing.")
-@click.option("--output", type=click.Path(path_type=Path), metavar="FILE", help="Where to write the preview.")
-@_json
+@_previewed
 def report(
     target: tuple[str, str, str | None], path: Path | None, previews: bool, output: Path | None, json: bool
 ) -> None:
@@ -170,29 +174,44 @@ def report(
     """
     from ._report.report import create_report, run_on_disk
 
-    if output is not None and not previews:
-        raise click.UsageError("--output is where --dry-run writes the preview")
+    _check_output(output, previews)
     history = run_on_disk(target[2], path)
     if previews:
         from ._report.preview import write_preview
 
-        written = write_preview(*target, history=history, output=output)
-        _say_url(written.as_uri(), json)
-        return
-    _say_url(create_report(*target, alerts=() if history is None else history.alerts), json)
+        _say_url(write_preview(*target, history=history, output=output).as_uri(), json)
+    else:
+        _say_url(create_report(*target, alerts=() if history is None else history.alerts), json)
 
 
-@main.command(epilog=_examples("workspace", "my-team/my-project"))
+@main.command(
+    epilog=_examples("workspace", "my-team/my-project", "my-team/my-project --dry-run --from wandb/latest-run")
+)
 @click.argument("target", metavar="ENTITY/PROJECT", callback=_target)
-@_json
-def workspace(target: tuple[str, str, str | None], json: bool) -> None:
+@_previewed
+def workspace(
+    target: tuple[str, str, str | None], path: Path | None, previews: bool, output: Path | None, json: bool
+) -> None:
     """Save a W&B workspace view with the gradients' panels; saving again updates it."""
     from ._report.workspace import save_workspace
 
     entity, project, run = target
     if run is not None:
         raise click.BadParameter(f"a workspace belongs to a project, not to a run: {entity}/{project}")
-    _say_url(save_workspace(entity, project), json)
+    _check_output(output, previews)
+    if previews:
+        from ._page.read import read_run
+        from ._report.preview import write_workspace_preview
+
+        history = None if path is None else read_run(path)
+        _say_url(write_workspace_preview(entity, project, history=history, output=output).as_uri(), json)
+    else:
+        _say_url(save_workspace(entity, project), json)
+
+
+def _check_output(output: Path | None, previews: bool) -> None:
+    if output is not None and not previews:
+        raise click.UsageError("--output is where --dry-run writes the preview")
 
 
 def _say_url(url: str, json: bool) -> None:

@@ -26,9 +26,8 @@ LIBRARY_SCRIPT: Final = "uPlot.iife.min.js"
 LIBRARY_STYLE: Final = "uPlot.min.css"
 # One scope, in this order: a file may use what stands before it when it is loaded, and everything when it runs.
 SCRIPTS: Final = (
-    *("text.js", "data.js", "theme.js", "view.js", "touch.js", "lines.js", "frame.js", "heatmap.js", "ridges.js"),
-    *("words.js", "tree.js", "layers.js", "families.js", "alerts.js", "table.js", "compare.js", "report.js"),
-    *("live.js", "main.js"),
+    *("text.js", "data.js", "theme.js", "view.js", "picture.js", "lines.js", "frame.js", "heatmap.js", "ridges.js"),
+    *("tree.js", "grids.js", "alerts.js", "table.js", "compare.js", "preview.js", "live.js", "main.js"),
 )
 
 

@@ -14,18 +14,15 @@ import numpy as np
 from .._measure.columns import FloatArray
 from ..snapshot import keys
 from .axes import other_axes
-from .families import pack_families
 from .finding import without_finding
 from .formatting import WORDS
+from .grids import pack_grids
 from .history import RecordedAlert, RecordedTable, RunHistory, natural_order
 from .packing import Blob, pack_histograms
-from .pooling import picture_width, pool, pool_extremes, pool_steps, pool_width
+from .pooling import pool, pool_extremes, pool_steps, pool_width
 from .safe_text import visible
 from .verdict import fold, judge, severity
 
-# R rows of the run, P names, W columns of a picture (several rows pooled where there are too many)
-
-MAX_CELLS: Final = 1_000_000  # of one names x steps matrix
 MAX_POINTS: Final = 4_000  # of one line
 MAX_HISTOGRAM_BYTES: Final = 4_000_000
 MAX_TABLE_ROWS: Final = 20_000
@@ -36,8 +33,6 @@ MAX_OWN_POINTS: Final = 1_000_000  # of all keys together
 def build_payload(history: RunHistory) -> tuple[dict[str, Any], Blob]:
     """Everything the page needs, as (JSON-able content, bytes)."""
     blob = Blob()
-    names = history.names
-    columns = picture_width(len(history.steps), len(names), MAX_CELLS)
     points = pool_width(len(history.steps), MAX_POINTS)
     content = {
         "run": describe_run(history),
@@ -54,13 +49,9 @@ def build_payload(history: RunHistory) -> tuple[dict[str, Any], Blob]:
             if not np.isnan(history.values[key]).all()
         },
         "totals": sorted(key.removeprefix(keys.TOTAL) for key in history.values if key.startswith(keys.TOTAL)),
-        "names": history.spelled(names),
         "inModelOrder": history.in_model_order,
-        "columns": [steps.tolist() for steps in pool_steps(history.steps, columns)],
-        "pooledColumns": columns,
-        "metrics": _metrics(history, columns, blob),
-        "histograms": pack_histograms(history.histograms, names, MAX_HISTOGRAM_BYTES, blob),
-        "families": pack_families(history, blob),
+        "grids": pack_grids(history, blob),
+        "histograms": pack_histograms(history.histograms, history.names, MAX_HISTOGRAM_BYTES, blob),
         "own": _own(history, blob),
         "flightRecorder": None if history.flight_recorder is None else _table(history.flight_recorder),
     }
@@ -97,16 +88,6 @@ def describe_run(history: RunHistory) -> dict[str, Any]:
         "newestAt": float(history.times[-1]) if len(history.times) and math.isfinite(history.times[-1]) else None,
         "numFlushes": len(history.steps),
     }
-
-
-def _metrics(history: RunHistory, width: int, blob: Blob) -> list[dict[str, Any]]:
-    """The names x steps matrices that hold anything, names first: [P, W]."""
-    found = []
-    for metric in keys.LAYER_FAMILIES:
-        values = pool(history.of_names(metric), width, metric)
-        if not np.isnan(values).all():
-            found.append({"key": metric, **blob.add_matrix(values.T)})
-    return found
 
 
 def _own(history: RunHistory, blob: Blob) -> dict[str, Any]:

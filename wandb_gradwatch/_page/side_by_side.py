@@ -12,6 +12,7 @@ import numpy as np
 from ..snapshot import keys
 from .compare import Comparison, compare, differing_settings, sentence
 from .formatting import WORDS
+from .grids import empty_grid
 from .history import OwnSeries, RunHistory, natural_order
 from .packing import Blob
 from .payload import MAX_POINTS, describe_run, own_role
@@ -50,9 +51,7 @@ def build_comparison(histories: Sequence[RunHistory]) -> tuple[dict[str, Any], B
         ),
         "axes": [],  # time and the like are each run's own
         "own": {"axes": [], "items": []},
-        "names": [],
-        "columns": [[], []],
-        "metrics": [],
+        "grids": [empty_grid()],
         "runs": [
             {
                 "letter": letter,
@@ -80,7 +79,9 @@ def _pair(found: Comparison, first: str, second: str, blob: Blob) -> dict[str, A
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = np.where(np.isinf(norms[0]) | np.isinf(norms[1]), np.inf, norms[1] / norms[0])
     ratio[(norms[0] == 0) & np.isfinite(norms[1])] = np.nan
+    matrices = {"ratio": ratio, first: norms[0], second: norms[1]}
     return {
+        "key": "pair",
         "first": first,
         "second": second,
         "sentence": sentence(found, first, second),
@@ -91,8 +92,8 @@ def _pair(found: Comparison, first: str, second: str, blob: Blob) -> dict[str, A
         "onlyFirst": found.only_first,
         "onlySecond": found.only_second,
         "columns": [steps.tolist() for steps in pool_steps(found.steps, width)],
-        "norms": [blob.add_matrix(norm) for norm in norms],
-        "ratio": blob.add_matrix(ratio),
+        "pooled": width,
+        "metrics": [{"key": key, **blob.add_matrix(matrix)} for key, matrix in matrices.items()],
     }
 
 

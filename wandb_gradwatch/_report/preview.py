@@ -1,4 +1,5 @@
-"""The W&B report as a page on this machine, before anything is sent: its panels are drawn from a run's file."""
+"""The W&B report, or the workspace, as a page on this machine, before anything is sent: its panels are drawn from a
+run's file."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from .._page.pooling import pool, pool_width
 from .._page.safe_text import visible
 from .flow import CHART_NAME
 from .report import build_report
+from .workspace import build_workspace
 
 MAX_LINES: Final = 24  # of one panel
 
@@ -27,32 +29,42 @@ def write_preview(
     """Write the preview of the report that `create_report` would save, without W&B, and return its path."""
     alerts = () if history is None else history.alerts
     report = build_report(entity, project, run, alerts=alerts, flow_chart=f"{entity}/{CHART_NAME}")
-    return write_html(preview(report, history), output or Path(f"gradwatch-report-{run or project}.html"))
+    blocks = (block for one in report.blocks for block in _blocks(one))
+    page = _preview("report", report.title, list(blocks), history)
+    return write_html(page, output or Path(f"gradwatch-report-{run or project}.html"))
 
 
-def preview(report: Any, history: RunHistory | None) -> str:
-    """A report of wandb-workspaces, not saved, as HTML.
+def write_workspace_preview(entity: str, project: str, *, history: RunHistory | None, output: Path | None) -> Path:
+    """The same of the workspace view that `save_workspace` would save."""
+    workspace = build_workspace(entity, project)
+    sections = [
+        {"kind": "Section", "text": one.name, "isOpen": one.is_open, "panels": one.panels} for one in workspace.sections
+    ]
+    page = _preview("workspace view", workspace.name, sections, history)
+    return write_html(page, output or Path(f"gradwatch-workspace-{project}.html"))
 
-    Args:
-        report: from `build_report`.
-        history: the run whose numbers its panels draw; None: they name their keys.
-    """
+
+def _preview(what: str, title: str, blocks: list[dict[str, Any]], history: RunHistory | None) -> str:
+    """As HTML: blocks of a kind with a text, or with panels of wandb-workspaces. No history: panels name their keys."""
     drawn = history or RunHistory(Path(), "no run", np.empty(0, dtype=np.int64), {})
     content, blob = build_payload(drawn)
-    blocks = [block for one in report.blocks for block in _blocks(one, drawn, blob)]
-    told = {"title": report.title, "isDrawn": history is not None, "blocks": blocks}
-    return render_content(f"{report.title} · preview", content | {"version": None, "report": visible(told)}, blob)
+    for block in blocks:
+        block["panels"] = [_panel(panel, drawn, blob) for panel in block.get("panels", ())]
+    told = {"what": what, "title": title, "isDrawn": history is not None, "blocks": blocks}
+    return render_content(f"{title} · preview", content | {"version": None, "preview": visible(told)}, blob)
 
 
-def _blocks(block: Any, history: RunHistory, blob: Blob) -> Iterator[dict[str, Any]]:
+def _blocks(block: Any) -> Iterator[dict[str, Any]]:
     kind = type(block).__name__
     if kind == "PanelGrid":
-        yield {"kind": kind, "panels": [_panel(panel, history, blob) for panel in block.panels]}
+        yield {"kind": kind, "panels": block.panels}
     elif kind != "TableOfContents":  # W&B makes it of the headings
         yield {"kind": kind, "text": str(block.text)}
 
 
 def _panel(panel: Any, history: RunHistory, blob: Blob) -> dict[str, Any]:
+    if type(panel).__name__ == "MarkdownPanel":
+        return {"text": panel.markdown}
     if type(panel).__name__ != "LinePlot":
         shown = getattr(panel, "table_name", None) or (getattr(panel, "chart_strings", None) or {}).get("title")
         return {"title": str(shown), "keys": "", "lines": []}

@@ -5,19 +5,17 @@ const LEVEL_WORDS = { ERROR: "Error", WARN: "Warning", INFO: "Info" };
 // The layers that an alert names, as indices of names.
 function layersOf({ text }) {
   const words = new Set(text.split(/[\s,;:()]+/).map((word) => word.replace(/\.$/, "")));
-  return run.names.map((_, name) => name).filter((name) => words.has(run.names[name]));
+  return run.layers.names.map((_, name) => name).filter((name) => words.has(run.layers.names[name]));
 }
 
 function showLayers(names) {
-  view.chosen.clear();
-  for (const name of names.slice(0, MAX_CHOSEN)) view.chosen.add(name);
-  announce("chosen");
+  run.layers.choose(names);
   document.getElementById("lines").scrollIntoView({ behavior: "smooth", block: "start" });
 }
 
 function alertsSection() {
   const list = content.alerts.map((alert, index) => {
-    const layers = run.matrices.size ? layersOf(alert) : [];
+    const layers = run.layers.metric ? layersOf(alert) : [];
     const show = element("button", { type: "button", class: "alert-step", onclick: () => showLayers(layers), title: "Draw the lines of these layers" }, layers.length === 1 ? "show its layer" : `show its ${layers.length} layers`);
     const go = alert.times.map(({ step }) =>
       step === null
@@ -38,9 +36,8 @@ function alertsSection() {
       ),
     );
   });
-  const shown = list.slice(0, 8);
+  const node = element("section", { class: "card wide", id: "alerts" }, element("h2", {}, "Alerts"), element("ol", { class: "alerts" }, list.slice(0, 8)));
   const rest = list.slice(8);
-  const node = element("section", { class: "card wide", id: "alerts" }, element("h2", {}, "Alerts"), element("ol", { class: "alerts" }, shown));
   if (rest.length) {
     const more = element("button", { type: "button", class: "quiet", onclick: () => { node.querySelector("ol").append(...rest); more.remove(); } }, `Show ${rest.length} more`);
     node.append(more);
@@ -67,7 +64,7 @@ function recordedAround(alert) {
       if (!layers.has(row[name])) layers.set(row[name], new Map());
       layers.get(row[name]).set(row[step], row);
     }
-    const named = new Set(layersOf(alert).map((one) => run.names[one]));
+    const named = new Set(layersOf(alert).map((one) => run.layers.names[one]));
     const isBad = (row) => row !== undefined && row[nan] + row[inf] > 0;
     const guilt = ([layer, found]) => {
       const norms = steps.map((one) => found.get(one)?.[norm]).filter((value) => value > 0);
@@ -75,13 +72,67 @@ function recordedAround(alert) {
     };
     const guilty = [...layers].sort((a, b) => guilt(b) - guilt(a)).slice(0, MOST_GUILTY);
     const cell = (row) => element("td", { class: isBad(row) ? "alarming" : null }, isBad(row) ? `${formatNumber(row[nan] + row[inf])} NaN or Inf` : formatNumber(row?.[norm]));
-    const head = ["gradient norm at step", ...steps.map((one) => one.toLocaleString("en-US"))].map((text, index) => element("th", { scope: "col", class: index ? (steps[index - 1] === recorded[nearest] ? "alarming" : null) : "text" }, text));
-    const body = guilty.map(([layer, found]) => element("tr", {}, element("th", { scope: "row", class: "text" }, layer), steps.map((one) => cell(found.get(one)))));
-    details.append(element("div", { class: "scroll", tabindex: 0 }, element("table", {}, element("thead", {}, element("tr", {}, head)), element("tbody", {}, body))));
-    if (layers.size > guilty.length) details.append(element("p", { class: "hint" }, `The first ${guilty.length} of ${layers.size} layers: NaN or Inf before those that the alert names, and those that grew most.`));
+    const head = steps.map((one) => element("th", { scope: "col", class: one === recorded[nearest] ? "alarming" : null }, one.toLocaleString("en-US")));
+    const body = guilty.map(([layer, found]) => [element("th", { scope: "row", class: "text" }, layer), ...steps.map((one) => cell(found.get(one)))]);
+    details.append(scrolled(table([element("th", { scope: "col", class: "text" }, "gradient norm at step"), ...head], body)));
+    if (layers.size > guilty.length) details.append(hint(`The first ${guilty.length} of ${layers.size} layers: NaN or Inf before those that the alert names, and those that grew most.`));
   };
   details.addEventListener("toggle", () => details.childElementCount === 1 && fill());
   return details;
+}
+
+// Flags of the alerts at the top edge of a plot, and their lines through it. `box` is in device pixels.
+function drawFlags(context, box, positionOf) {
+  const scale = devicePixelRatio;
+  context.canvas.flags = []; // where they are, for a click on one
+  context.save();
+  for (const flag of groupedFlags(positionOf, 26 * scale)) {
+    context.strokeStyle = levelColour(flag.level);
+    context.lineWidth = scale;
+    context.setLineDash([3 * scale, 3 * scale]);
+    for (const x of flag.lines) {
+      context.beginPath();
+      context.moveTo(Math.round(x) + 0.5, box.top);
+      context.lineTo(Math.round(x) + 0.5, box.top + box.height);
+      context.stroke();
+    }
+    const text = flag.first === flag.last ? String(flag.first) : `${flag.first}–${flag.last}`;
+    context.font = `600 ${10 * scale}px ui-sans-serif, system-ui, sans-serif`;
+    const half = Math.max(8 * scale, context.measureText(text).width / 2 + 4 * scale);
+    const middle = clamp((flag.lines[0] + flag.lines[flag.lines.length - 1]) / 2, box.left + half, box.left + box.width - half);
+    context.canvas.flags.push({ ...flag, left: middle - half, right: middle + half, top: box.top - 16 * scale, bottom: box.top - 2 * scale });
+    context.fillStyle = levelColour(flag.level);
+    context.beginPath();
+    context.roundRect(middle - half, box.top - 16 * scale, 2 * half, 14 * scale, 4 * scale);
+    context.fill();
+    context.fillStyle = colour("card");
+    context.textAlign = "center";
+    context.textBaseline = "middle";
+    context.fillText(text, middle, box.top - 8.5 * scale);
+  }
+  context.restore();
+}
+
+// Alerts in view, from left to right; those whose flags would overlap share one, in the colour of the worst.
+function groupedFlags(positionOf, distance) {
+  const flags = [];
+  const inView = content.alerts
+    .flatMap((alert, index) => alert.times.map((time) => ({ ...time, number: index + 1 })))
+    .filter(({ step }) => step !== null && step >= view.range[0] && step <= view.range[1])
+    .sort((a, b) => a.step - b.step);
+  for (const { step, number, level } of inView) {
+    const x = positionOf(step);
+    const last = flags[flags.length - 1];
+    if (last === undefined || x - last.lines[last.lines.length - 1] >= distance) {
+      flags.push({ first: number, last: number, lines: [x], level });
+      continue;
+    }
+    last.lines.push(x);
+    last.first = Math.min(last.first, number);
+    last.last = Math.max(last.last, number);
+    if (level === "ERROR" || (level === "WARN" && last.level === "INFO")) last.level = level;
+  }
+  return flags;
 }
 
 // A click on a flag opens the steps around its alert.

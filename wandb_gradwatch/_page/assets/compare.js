@@ -5,49 +5,33 @@ function comparisonHeader() {
   return element("header", {}, element("div", { class: "brand" }, "gradwatch"), element("h1", {}, "Runs " + content.run.name), sentences);
 }
 
-function runMark(index) {
-  const swatch = element("span", { class: "swatch block" });
-  swatch.style.background = lineColour(index);
-  onTheme(() => (swatch.style.background = lineColour(index)));
-  return element("span", { class: "legend-entry" }, swatch, content.runs[index].letter);
-}
-
 function runsSection() {
-  const alone = (index) => (index === 0 ? content.pairs.map((pair) => pair.onlyFirst) : [content.pairs[index - 1].onlySecond]).flat();
+  const text = (cell, kind = "") => element("td", { class: "text " + kind }, cell);
   const rows = content.runs.map((one, index) => {
-    const only = [...new Set(alone(index))];
+    const only = [...new Set(content.pairs.flatMap((pair, place) => (index === 0 ? pair.onlyFirst : place === index - 1 ? pair.onlySecond : [])))];
     const layers = plural(one.numLayers, "layer") + (only.length ? `, ${only.length} not in all: ${only.slice(0, 3).join(", ")}${only.length > 3 ? " …" : ""}` : "");
-    return element(
-      "tr",
-      {},
-      element("th", { scope: "row", class: "text" }, runMark(index)),
-      element("td", { class: "text" }, one.name + (one.name === one.id ? "" : ` (${one.id})`)),
-      element("td", { class: "text prose " + one.verdict.mood }, one.verdict.text),
-      element("td", {}, one.lastStep === null ? "–" : one.lastStep.toLocaleString("en-US")),
-      element("td", { class: "text prose" }, layers),
-    );
+    return [
+      element("th", { scope: "row", class: "text" }, swatchEntry(swatch(lineColour(index), "block"), one.letter)),
+      text(one.name + (one.name === one.id ? "" : ` (${one.id})`)),
+      text(one.verdict.text, "prose " + one.verdict.mood),
+      one.lastStep,
+      text(layers, "prose"),
+    ];
   });
-  const head = ["Run", "Name", "Verdict", "Last step", "Layers"].map((text) => element("th", { scope: "col", class: text === "Last step" ? null : "text" }, text));
+  const head = ["Run", "Name", "Verdict", "Last step", "Layers"].map((name) => element("th", { scope: "col", class: name === "Last step" ? null : "text" }, name));
   const settings = content.settings.length
-    ? plainTable(["Setting", ...content.runs.map((one) => one.letter)], content.settings)
+    ? scrolled(table(["Setting", ...content.runs.map((one) => one.letter)], content.settings))
     : element("p", { class: "never" }, "The configurations of the runs are the same.");
-  return element(
-    "section",
-    { class: "card wide", id: "runs" },
-    element("h2", {}, "The runs"),
-    element("div", { class: "scroll", tabindex: 0 }, element("table", {}, element("thead", {}, element("tr", {}, head)), element("tbody", {}, rows))),
-    element("h3", { class: "caption" }, "Settings that differ"),
-    settings,
-  );
+  return element("section", { class: "card wide", id: "runs" }, element("h2", {}, "The runs"), scrolled(table(head, rows)), element("h3", { class: "caption" }, "Settings that differ"), settings);
 }
 
 function stripsCard() {
-  const { node, picture } = card("strips", { wide: true });
+  const { node, picture } = card("strips");
   for (const strip of content.strips) {
     const lines = strip.lines.map(({ xs, offset }) => [xs, Array.from(float32At(offset, xs.length))]);
     // Where one run has no value at another's step, the joined column is undefined: a line goes on over it.
     const [xs, ...columns] = uPlot.join(lines);
-    const series = columns.map((values, index) => ({ label: content.runs[index].letter, values, colour: () => lineColour(index), width: 1.5, marksNonFinite: true }));
+    const series = columns.map((values, index) => ({ label: content.runs[index].letter, values, colour: lineColour(index), width: 1.5, marksNonFinite: true }));
     const host = element("div", { class: "chart" });
     picture.append(element("p", { class: "caption" }, strip.label), host);
     queue(() => new LineChart(host, { label: strip.label, xs, series, log: strip.role === "norm" || columns.some(spansDecades), height: strip.role === "rate" ? 120 : 200 }));
@@ -56,59 +40,42 @@ function stripsCard() {
 }
 
 // The ratio of two runs by layer and step, and both norms of one layer.
-class Pair {
+class Pair extends Grid {
   constructor(description) {
-    Object.assign(this, description);
-    [this.first, this.last] = description.columns;
+    super(description);
     this.letters = [description.first, description.second];
-    const matrix = (one, meaning) => new Matrix(one, this.names.length, this.last.length, meaning);
-    this.norms = description.norms.map((one) => matrix({ ...one, key: "norm" }, METRICS.grad_norm_max));
     const long = `largest norm of the window in ${this.letters[1]} / in ${this.letters[0]}`;
-    this.ratios = matrix({ ...description.ratio, key: "ratio" }, { long, colours: "diverging", centre: 1, format: formatNumber });
+    Object.assign(this.matrix().meaning, { long, colours: "diverging", centre: 1 });
     this.chosen = new Set([description.name ?? 0]);
-    this.changed = () => {};
   }
-
-  matrix() {
-    return this.ratios;
-  }
-
-  bad() {}
 
   toggle(name) {
-    this.chosen.clear();
-    this.chosen.add(name);
-    this.changed();
+    this.choose([name]);
   }
 
   colourOf() {
-    return colour("ink");
+    return "ink";
   }
 
   series() {
     const [name] = this.chosen;
-    return this.norms.map((matrix, index) => {
-      const place = content.runs.findIndex((one) => one.letter === this.letters[index]);
-      return { label: `${this.letters[index]}  ${this.names[name]}`, values: matrix.line(name), colour: () => lineColour(place), marksNonFinite: true };
+    return this.letters.map((letter) => {
+      const place = content.runs.findIndex((one) => one.letter === letter);
+      return { label: `${letter}  ${this.names[name]}`, values: this.matrices.get(letter).line(name), colour: lineColour(place), marksNonFinite: true };
     });
   }
 
   draw(host) {
-    const title = `Ratio of ${this.letters[1]} to ${this.letters[0]}: layers by steps. Arrow keys move, Enter shows the layer in both runs below.`;
-    const heatmap = new LayerHeatmap(host, this, title);
-    host.append(element("p", { class: "hint" }, "Click a row to see the layer's norms in both runs."));
+    new Heatmap(host, this, `Ratio of ${this.letters[1]} to ${this.letters[0]}: layers by steps. Arrow keys move, Enter shows the layer in both runs below.`);
     const chartHost = element("div", { class: "chart" });
-    host.append(chartHost);
+    host.append(hint("Click a row to see the layer's norms in both runs."), chartHost);
     const chart = new LineChart(chartHost, { label: "Largest norm of the window in both runs", xs: this.last, series: this.series(), log: true, height: 200 });
-    this.changed = () => {
-      chart.setSeries(this.series());
-      heatmap.frame.draw();
-    };
+    on("grid", (changed) => changed === this && chart.setSeries(this.series()));
   }
 }
 
 function ratioCard() {
-  const { node, picture } = card("ratio_of_runs", { wide: true });
+  const { node, picture } = card("ratio_of_runs");
   const pairs = content.pairs.map((description) => new Pair(description));
   const hosts = pairs.map(() => element("div", { hidden: true }));
   const show = (chosen) => {

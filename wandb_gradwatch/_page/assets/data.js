@@ -66,15 +66,105 @@ const METRICS = {
   num_nonfinite: { label: "Non-finite", long: "NaN and Inf elements in the window", colours: "sequential", format: (value) => formatNumber(Math.round(value)) },
 };
 
-const run = { names: [], first: [], last: [], matrices: new Map(), own: [] }; // own: the user's scalars, {key, role, xs, values}
+const SHARES = new Set(["dead_ratio", "zero_ratio", "entropy_ratio"]);
+const USUAL_UPDATE = 1e-3;
+
+function meaningIn(grid, metric) {
+  if (grid === "layer") return METRICS[metric];
+  const words = metric.replaceAll("_", " ");
+  const meaning = { label: words[0].toUpperCase() + words.slice(1), long: words, colours: "sequential", format: formatNumber };
+  if (SHARES.has(metric)) return { ...meaning, colours: "share", format: formatShare };
+  if (grid === "update" && metric === "ratio") return { ...meaning, long: "update norm / parameter norm", colours: "diverging", centre: USUAL_UPDATE };
+  return meaning;
+}
+
+const MAX_CHOSEN = 24; // more lines than this tell nothing
+const AT_FIRST = 5; // names whose lines are drawn before anybody has chosen
+
+// Names by steps, with a matrix for each metric: the layers, a family of what watch(metrics=...) measured, a pair of runs.
+class Grid {
+  constructor({ key, names, columns, pooled, metrics }) {
+    Object.assign(this, { key, names, pooled });
+    [this.first, this.last] = columns;
+    this.matrices = new Map(metrics.map((metric) => [metric.key, new Matrix(metric, names.length, this.last.length, meaningIn(key, metric.key))]));
+    const before = viewOfAddress().grids?.[key] ?? {};
+    this.isTouched = Array.isArray(before.chosen);
+    this.metric = this.matrices.has(before.metric) ? before.metric : this.matrices.keys().next().value;
+    this.byValue = before.byValue ?? key !== "layer"; // else coloured by the change against each name's usual value
+    const known = () => before.chosen.map((name) => names.indexOf(name)).filter((name) => name >= 0);
+    this.chosen = new Set(this.isTouched ? known() : this.metric ? this.byInterest().slice(0, AT_FIRST) : []);
+  }
+
+  state() {
+    return { metric: this.metric, byValue: this.byValue, chosen: [...this.chosen].map((name) => this.names[name]) };
+  }
+
+  show(changes) {
+    Object.assign(this, changes, { isTouched: true });
+    announce("grid", this);
+  }
+
+  choose(names) {
+    this.show({ chosen: new Set(names.slice(0, MAX_CHOSEN)) });
+  }
+
+  toggle(name) {
+    const others = [...this.chosen].filter((one) => one !== name);
+    this.choose(this.chosen.has(name) ? others : [...others, name]);
+  }
+
+  matrix() {
+    return this.matrices.get(this.metric);
+  }
+
+  painted() {
+    return this.byValue ? this.matrix() : changeOf(this.matrix());
+  }
+
+  bad() {
+    return this.matrices.get("num_nonfinite");
+  }
+
+  get isLogarithmic() {
+    const { even, meaning } = this.matrix();
+    return !even && meaning.colours !== "share" && this.metric !== "num_nonfinite";
+  }
+
+  colourOf(name) {
+    return lineColour([...this.chosen].indexOf(name));
+  }
+
+  // The lines of the chosen names.
+  series() {
+    const matrix = this.matrix();
+    const lines = [...this.chosen].map((name) => ({ label: this.names[name], values: matrix.line(name), colour: this.colourOf(name), width: 1.5, format: matrix.meaning.format }));
+    if (this.key !== "update" || matrix.meaning.centre === undefined || !lines.length) return lines;
+    return [{ label: "usual", values: this.last.map(() => matrix.meaning.centre), colour: "muted", width: 1.25, dash: [4, 3] }, ...lines];
+  }
+
+  // Indices of names from the most to the least remarkable: non-finite, then by how far the norm moved in the run.
+  byInterest() {
+    const { codes, numColumns } = this.matrices.get("grad_norm_max") ?? this.matrix();
+    const bad = this.bad()?.codes;
+    const interest = this.names.map((_, name) => {
+      let [low, high, broken] = [Infinity, 0, 0];
+      for (let cell = name * numColumns; cell < (name + 1) * numColumns; cell++) {
+        if (bad !== undefined && bad[cell] > CODE_ZERO) broken = 1;
+        if (codes[cell] < CODE_FIRST) continue;
+        low = Math.min(low, codes[cell]);
+        high = Math.max(high, codes[cell]);
+      }
+      return broken * 1e6 + (high > 0 ? high - low : 0);
+    });
+    return this.names.map((_, name) => name).sort((a, b) => interest[b] - interest[a]);
+  }
+}
+
+const run = { grids: [], layers: null, own: [] }; // grids: the layers, then the families; own: the user's scalars
 
 function unpackRun() {
-  run.names = content.names;
-  [run.first, run.last] = content.columns;
-  run.matrices.clear();
-  for (const description of content.metrics) {
-    run.matrices.set(description.key, new Matrix(description, run.names.length, run.last.length, METRICS[description.key]));
-  }
+  run.grids = content.grids.map((description) => new Grid(description));
+  run.layers = run.grids[0];
   run.own = content.own.items.map(({ key, role, axis, offset }) => {
     const xs = content.own.axes[axis];
     return { key, role, xs, values: float32At(offset, xs.length) };

@@ -1,20 +1,22 @@
-// A canvas with axes over steps: what the layers x steps picture and the histograms over time have in common.
-// The owner paints the inside and answers for the vertical axis; the frame does pointer, keyboard, zoom and cursor.
+// A canvas with axes over steps: what the names x steps pictures and the histograms over time have in common.
+// A subclass paints the inside and answers for the vertical axis; the frame does pointer, keyboard, zoom and cursor.
 
-class Frame {
-  // owner: height(width), gutter(width), paint(image, box), labels(context, box), describe(x, y) -> text lines or null,
-  //        nextRow(y, height, direction) -> y, onZoomY(top, bottom) in parts of the height, onResetY(),
-  //        and if it likes onKey(event) -> handled, onClick(x, y, box), bandAt(y, height), side(width) for what
-//        drawSide(context, box, step) draws at the right
-  constructor(host, owner, label) {
-    this.owner = owner;
-    owner.frame = this; // which draws itself at once
+class Frame extends Picture {
+  // A subclass has: height(width), gutter(width), paint(pixels, width, height), labels(context, box),
+  //        describe(step, y, height) -> text lines or null, nextRow(y, height, direction) -> y, steps(), stepNear(step),
+  //        onZoomY(top, bottom) in parts of the height, onResetY(),
+  //        and if it likes onKey(event, y, height) -> handled, onClick(x, y, box), bandAt(y, height), and side(width) for
+  //        what drawSide(context, box, step) draws at the right
+  constructor(host, label) {
+    super();
+    this.label = label;
     this.canvas = element("canvas", { tabindex: 0, role: "img", "aria-label": label });
     this.overlay = element("canvas", { class: "overlay", "aria-hidden": "true" });
     this.tooltip = element("div", { class: "tooltip", hidden: true });
     this.wrap = element("div", { class: "frame" }, this.canvas, this.overlay, this.tooltip);
     this.readout = element("div", { class: "readout", "aria-live": "polite" });
-    host.append(this.wrap, this.readout);
+    this.legend = element("div", { class: "scale" });
+    host.append(this.legend, this.wrap, this.readout, exportButtons(this));
     this.pointer = null;
     this.drag = null;
     this.canvas.addEventListener("pointerdown", (event) => this.onDown(event));
@@ -22,7 +24,7 @@ class Frame {
     this.canvas.addEventListener("pointerup", (event) => this.onUp(event));
     this.canvas.addEventListener("pointerleave", (event) => event.pointerType === "touch" || this.leave());
     this.canvas.addEventListener("dblclick", () => this.reset());
-    this.canvas.addEventListener("keydown", (event) => this.onKey(event));
+    this.canvas.addEventListener("keydown", (event) => this.onKeyDown(event));
     this.canvas.addEventListener("blur", () => this.leave());
     onTouch(this.canvas, {
       partAt: (event) => (this.place(event).x - this.box.left) / this.box.width,
@@ -30,27 +32,22 @@ class Frame {
       leave: () => this.leave(),
     });
     this.canvas.addEventListener("click", (event) => event.pointerType === "touch" && this.click(this.place(event)));
-    this.width = this.wrap.clientWidth;
-    onWidth(this.wrap, (width) => {
-      this.width = width;
-      this.draw();
-    });
-    on("range", () => this.draw());
-    on("axis", () => this.draw());
-    on("step", (source) => source === this || this.drawOverlay());
-    onTheme(() => this.draw());
-    this.draw();
   }
 
   reset() {
     resetRange();
-    this.owner.onResetY();
+    this.onResetY();
+    this.outdate();
+  }
+
+  followStep() {
+    this.drawOverlay();
   }
 
   draw() {
     const width = this.width;
     if (width === 0) return;
-    const height = this.owner.height(width);
+    const height = this.height(width);
     const ratio = devicePixelRatio;
     for (const canvas of [this.canvas, this.overlay]) {
       canvas.width = Math.round(width * ratio);
@@ -58,12 +55,12 @@ class Frame {
       canvas.style.width = width + "px";
       canvas.style.height = height + "px";
     }
-    const left = this.owner.gutter(width);
-    this.box = { left, top: 18, width: Math.max(width - left - 22 - (this.owner.side?.(width) ?? 0), 20), height: height - 18 - 28 };
+    const left = this.gutter(width);
+    this.box = { left, top: 18, width: Math.max(width - left - 22 - (this.side?.(width) ?? 0), 20), height: height - 18 - 28 };
     const context = this.canvas.getContext("2d");
     const { left: x, top: y, width: across, height: down } = this.scaled(this.box);
     const image = context.createImageData(Math.round(across), Math.round(down));
-    this.owner.paint(new Uint32Array(image.data.buffer), image.width, image.height);
+    this.paint(new Uint32Array(image.data.buffer), image.width, image.height);
     context.putImageData(image, Math.round(x), Math.round(y));
     drawFlags(context, this.scaled(this.box), (step) => this.xOf(step) * ratio);
     context.scale(ratio, ratio);
@@ -89,7 +86,7 @@ class Frame {
       const half = context.measureText(text).width / 2;
       context.fillText(text, Math.min(x, left + width + 20 - half), top + height + 8);
     }
-    this.owner.labels(context, this.box);
+    this.labels(context, this.box);
   }
 
   drawOverlay() {
@@ -98,7 +95,7 @@ class Frame {
     context.setTransform(devicePixelRatio, 0, 0, devicePixelRatio, 0, 0);
     context.clearRect(0, 0, this.overlay.width, this.overlay.height);
     const { left, top, width, height } = this.box;
-    this.owner.drawSide?.(context, this.box, view.step);
+    this.drawSide?.(context, this.box, view.step);
     context.strokeStyle = context.fillStyle = colour("ink");
     if (view.step !== null && view.step >= view.range[0] && view.step <= view.range[1]) {
       context.setLineDash([4, 3]);
@@ -106,7 +103,7 @@ class Frame {
       context.setLineDash([]);
     }
     if (this.pointer !== null && this.drag === null) {
-      const band = this.owner.bandAt?.(this.pointer.y - top, height);
+      const band = this.bandAt?.(this.pointer.y - top, height);
       if (band) context.strokeRect(left - 0.5, top + band[0] - 0.5, width + 1, band[1] - band[0] + 1);
     }
     if (this.drag !== null && this.pointer !== null) {
@@ -160,13 +157,13 @@ class Frame {
     const moved = Math.hypot(place.x - this.drag.x, place.y - this.drag.y) > 4;
     this.drag = null;
     if (!moved) return this.click(place);
-    if (area.wholeHeight === false) this.owner.onZoomY((area.top - this.box.top) / this.box.height, (area.top + area.height - this.box.top) / this.box.height);
+    if (area.wholeHeight === false) this.onZoomY((area.top - this.box.top) / this.box.height, (area.top + area.height - this.box.top) / this.box.height);
     if (area.wholeWidth === false) setRange(this.stepAt(area.left), this.stepAt(area.left + area.width));
-    this.draw();
+    this.outdate();
   }
 
   click(place) {
-    if (this.inside(place)) this.owner.onClick?.(place.x - this.box.left, place.y - this.box.top, this.box);
+    if (this.inside(place)) this.onClick?.(place.x - this.box.left, place.y - this.box.top, this.box);
   }
 
   // A drag that hardly leaves a row means steps alone, one that hardly leaves a column means rows alone.
@@ -188,8 +185,8 @@ class Frame {
 
   show(place) {
     this.pointer = place;
-    const step = this.owner.stepNear(this.stepAt(place.x));
-    const lines = this.drag === null && step !== null ? this.owner.describe(step, place.y - this.box.top, this.box.height) : null;
+    const step = this.stepNear(this.stepAt(place.x));
+    const lines = this.drag === null && step !== null ? this.describe(step, place.y - this.box.top, this.box.height) : null;
     this.tooltip.hidden = lines === null;
     if (lines !== null) {
       this.tooltip.replaceChildren(...lines.map((line, index) => element("div", { class: index === 0 ? "strong" : null }, line)));
@@ -212,20 +209,20 @@ class Frame {
     this.drawOverlay();
   }
 
-  // Arrows move the cell under the keyboard's cursor; the owner takes what is left.
-  onKey(event) {
+  // Arrows move the cell under the keyboard's cursor; the subclass takes what is left.
+  onKeyDown(event) {
     if (this.box === undefined) return;
     const { left, top, width, height } = this.box;
     const place = this.pointer ?? { x: left + width / 2, y: top + height / 2 };
     if (event.key === "Escape") return this.leave();
     if (event.key === "ArrowUp" || event.key === "ArrowDown") {
       const direction = event.key === "ArrowUp" ? -1 : 1;
-      const y = top + clamp(this.owner.nextRow(place.y - top, height, direction), 1, height - 1);
+      const y = top + clamp(this.nextRow(place.y - top, height, direction), 1, height - 1);
       event.preventDefault();
       return this.show({ x: place.x, y });
     }
-    if (this.owner.onKey?.(event, place.y - top, height)) return event.preventDefault();
-    const step = moveByKey(event, this.owner.steps(), this.pointer === null ? null : view.step);
+    if (this.onKey?.(event, place.y - top, height)) return event.preventDefault();
+    const step = moveByKey(event, this.steps(), this.pointer === null ? null : view.step);
     if (step === undefined || step === null) return;
     event.preventDefault();
     this.show({ x: clamp(this.xOf(step), left, left + width - 1), y: place.y });

@@ -1,23 +1,4 @@
-// Layers x steps: one row per layer, one column per flush, a colour per value.
-
-// What it draws of: names, first and last step of every column, the matrix of now, which cells are bad, the chosen names.
-const LAYERS = {
-  get names() {
-    return run.names;
-  },
-  get first() {
-    return run.first;
-  },
-  get last() {
-    return run.last;
-  },
-  chosen: view.chosen,
-  matrix: () => run.matrices.get(view.metric),
-  painted: () => (view.byValue ? LAYERS.matrix() : changeOf(LAYERS.matrix())),
-  bad: () => run.matrices.get("num_nonfinite"),
-  toggle: toggleChosen,
-  colourOf: chosenColour,
-};
+// Names x steps: one row per name, one column per flush, a colour per value.
 
 // Each name's values against its own median, as a matrix; what has no size of its own stays as it is.
 function changeOf(matrix) {
@@ -38,49 +19,46 @@ function changeOf(matrix) {
   return (matrix.change = Object.assign(Object.create(matrix), change));
 }
 
-class LayerHeatmap {
-  constructor(host, source = LAYERS, label = "Layers by steps. Arrow keys move, Enter adds the layer to the lines below.") {
-    this.source = source;
-    this.order = source.names.map((_, name) => name);
-    this.visible = [0, this.order.length];
-    this.typical = typicalSpacing(source.last);
-    this.legendHost = element("div", { class: "scale" });
-    host.append(this.legendHost);
-    this.prepare();
-    new Frame(host, this, label);
-    host.append(exportButtons(label.split(".")[0], () => this.tableContent(), () => this.frame.canvas));
-    onTheme(() => this.refresh());
+class Heatmap extends Frame {
+  constructor(host, grid, label) {
+    super(host, label);
+    this.grid = grid;
+    this.order = grid.names.map((_, name) => name);
+    this.onResetY();
+    this.typical = typicalSpacing(grid.last);
+    on("grid", (changed) => changed === grid && this.outdate());
+    this.begin(this.wrap);
   }
 
   tableContent() {
-    return { head: ["name", ...this.source.last], rows: this.order.map((name) => [this.source.names[name], ...this.matrix.line(name)]) };
-  }
-
-  refresh() {
-    this.prepare();
-    this.frame.draw();
+    const matrix = this.grid.matrix();
+    return { head: ["name", ...this.grid.last], rows: this.order.map((name) => [this.grid.names[name], ...matrix.line(name)]) };
   }
 
   setOrder(order) {
     this.order = order;
-    this.visible = [0, order.length];
-    this.frame.draw();
+    this.onResetY();
+    this.outdate();
+  }
+
+  draw() {
+    this.prepare();
+    super.draw();
   }
 
   // Codes to paint: a cell with non-finite elements wins whatever its finite rest says.
   prepare() {
-    this.matrix = this.source.matrix();
-    const bad = this.source.bad();
-    this.painted = this.source.painted?.() ?? this.matrix;
-    if (this.painted.shown === undefined) {
-      this.painted.shown = this.painted.codes.slice();
+    this.matrix = this.grid.matrix();
+    this.painted = this.grid.painted();
+    const [painted, bad] = [this.painted, this.grid.bad()];
+    if (painted.shown === undefined) {
+      painted.shown = painted.codes.slice();
       const marked = bad !== undefined && bad !== this.matrix ? bad.codes.length : 0;
-      for (let cell = 0; cell < marked; cell++) if (bad.codes[cell] > CODE_ZERO) this.painted.shown[cell] = CODE_INFINITE;
+      for (let cell = 0; cell < marked; cell++) if (bad.codes[cell] > CODE_ZERO) painted.shown[cell] = CODE_INFINITE;
+      painted.scale = colourScale(painted);
     }
-    this.codes = this.painted.shown;
-    this.scale = colourScale(this.painted);
-    this.palette = paletteOf(this.painted, this.scale);
-    drawScale(this.legendHost, this.scale);
+    this.palette = paletteOf(painted, painted.scale);
+    drawScale(this.legend, painted.scale);
   }
 
   height(width) {
@@ -88,14 +66,15 @@ class LayerHeatmap {
   }
 
   gutter(width) {
-    const longest = Math.max(8, ...this.order.slice(0, 2000).map((name) => this.source.names[name].length));
+    const longest = Math.max(8, ...this.order.slice(0, 2000).map((name) => this.grid.names[name].length));
     return Math.round(Math.min(longest * 6.7 + 14, width * 0.3, 230));
   }
 
   paint(pixels, width, height) {
-    const spans = columnSpans(this.source.first, this.source.last, this.typical, width);
+    const spans = columnSpans(this.grid.first, this.grid.last, this.typical, width);
+    const codes = this.painted.shown;
     const [top, bottom] = this.visible;
-    const columns = this.source.last.length;
+    const columns = this.grid.last.length;
     for (let y = 0; y < height; y++) {
       const from = top + Math.floor((y * (bottom - top)) / height);
       const to = Math.max(from + 1, top + Math.floor(((y + 1) * (bottom - top)) / height));
@@ -104,7 +83,7 @@ class LayerHeatmap {
         for (let row = from; row < to; row++) {
           const base = this.order[row] * columns;
           for (let column = spans.from[x]; column < spans.to[x]; column++) {
-            const code = this.codes[base + column];
+            const code = codes[base + column];
             if (code > winner) winner = code;
           }
         }
@@ -123,9 +102,9 @@ class LayerHeatmap {
     const characters = Math.floor((left - 12) / 6.7);
     for (let row = first; row < last; row += every) {
       const name = this.order[row];
-      const chosen = this.source.chosen.has(name);
-      context.fillStyle = chosen ? this.source.colourOf(name) : colour("muted");
-      context.fillText(shorten(this.source.names[name], characters), left - 8, top + (row - first + 0.5) * rowHeight);
+      const chosen = this.grid.chosen.has(name);
+      context.fillStyle = colour(chosen ? this.grid.colourOf(name) : "muted");
+      context.fillText(shorten(this.grid.names[name], characters), left - 8, top + (row - first + 0.5) * rowHeight);
     }
   }
 
@@ -149,24 +128,24 @@ class LayerHeatmap {
   }
 
   steps() {
-    return this.source.last;
+    return this.grid.last;
   }
 
   stepNear(step) {
-    const column = columnAt(this.source.first, this.source.last, this.typical, step);
-    return column === null ? null : this.source.last[column];
+    const column = columnAt(this.grid.first, this.grid.last, this.typical, step);
+    return column === null ? null : this.grid.last[column];
   }
 
   describe(step, y, height) {
     if (this.order.length === 0) return null;
     const name = this.order[this.rowAt(y, height)];
-    const column = lastAtMost(this.source.last, step);
-    const span = this.source.first[column] === this.source.last[column] ? stepText(step) : `steps ${this.source.first[column].toLocaleString("en-US")}–${stepText(step).slice(5)}`;
+    const column = lastAtMost(this.grid.last, step);
+    const span = this.grid.first[column] === this.grid.last[column] ? stepText(step) : `steps ${this.grid.first[column].toLocaleString("en-US")}–${stepText(step).slice(5)}`;
     const value = this.matrix.at(name, column);
     const text = Number.isNaN(value) ? "missing" : this.matrix.meaning.format(value);
-    const lines = [this.source.names[name], span, this.matrix.meaning.long + ": " + text];
+    const lines = [this.grid.names[name], span, this.matrix.meaning.long + ": " + text];
     if (this.painted !== this.matrix && value > 0) lines.push(`${formatNumber(this.painted.at(name, column))} times the layer's usual`);
-    const bad = this.source.bad()?.at(name, column) ?? NaN;
+    const bad = this.grid.bad()?.at(name, column) ?? NaN;
     if (bad > 0 && this.matrix.key !== "num_nonfinite") lines.push(formatNumber(Math.round(bad)) + " NaN or Inf elements; the value is of the finite rest");
     return lines;
   }
@@ -179,16 +158,15 @@ class LayerHeatmap {
 
   onResetY() {
     this.visible = [0, this.order.length];
-    this.frame.draw();
   }
 
   onClick(x, y, box) {
-    if (this.order.length) this.source.toggle(this.order[this.rowAt(y, box.height)]);
+    if (this.order.length) this.grid.toggle(this.order[this.rowAt(y, box.height)]);
   }
 
   onKey(event, y, height) {
     if (event.key !== "Enter" || this.order.length === 0) return false;
-    this.source.toggle(this.order[this.rowAt(y, height)]);
+    this.grid.toggle(this.order[this.rowAt(y, height)]);
     return true;
   }
 }
@@ -273,10 +251,8 @@ function paletteOf(matrix, scale) {
   return palette;
 }
 
-// What a swatch of a colour means.
-function swatchEntry(background, text, kind = "") {
-  const swatch = element("span", { class: "swatch " + kind });
-  if (background) swatch.style.background = background;
+// What a swatch means.
+function swatchEntry(swatch, text) {
   return element("span", { class: "legend-entry" }, swatch, text);
 }
 
@@ -295,7 +271,7 @@ function drawScale(host, scale, outside = [["missing", "missing"], ...(scale.lin
   host.replaceChildren(
     element("div", { class: "bar-label" }, scale.long),
     element("div", { class: "bar-wrap" }, bar, ticks),
-    element("div", { class: "swatches" }, outside.map(([name, text]) => swatchEntry(null, text, "block " + name))),
+    element("div", { class: "swatches" }, outside.map(([name, text]) => swatchEntry(swatch(null, "block " + name), text))),
   );
 }
 

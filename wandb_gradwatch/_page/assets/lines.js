@@ -4,65 +4,76 @@ const CHART_FONT = '11px ui-sans-serif, system-ui, -apple-system, "Segoe UI", Ro
 // uPlot draws an axis only where it finds its distance of ticks in a list.
 const ALL_SIZES = Array.from({ length: 620 }, (_, index) => Number(`1e${index - 311}`));
 
-class LineChart {
-  // series: {label, values, colour: () => css, width, dash, kind: "line" | "bars" | "steps" | "band", format}
-  // A band fills the area between its two neighbours before it.
+class LineChart extends Picture {
+  // series: {label, values, colour, width, dash, kind: "line" | "bars" | "steps", format}; a colour is one of the style
+  // sheet's. fillTo fills the area up to the series of this place, in `fill`.
   constructor(host, { label, xs, series, log = false, canLog = true, height = 260, format = formatNumber, tick = formatTick, limits = null }) {
-    Object.assign(this, { host, label, xs, series, log, height, format, tick, limits });
-    this.plotHost = element("div", { class: "plot", tabindex: 0, role: "group", "aria-label": label + ", over steps" });
+    super();
+    Object.assign(this, { label, xs, log, height, format, tick, limits });
+    const plot = element("div", { class: "plot", tabindex: 0, role: "group", "aria-label": label + ", over steps" });
     this.legend = element("div", { class: "legend" });
-    this.controls = element("div", { class: "controls" });
-    if (canLog) this.controls.append(scaleSwitch(log, (value) => this.setLog(value)));
+    const setLog = (value) => {
+      this.log = value === "log";
+      this.setSeries(this.series);
+    };
+    const controls = element("div", { class: "controls" }, canLog ? segmented("Scale", [["log", "Log"], ["linear", "Linear"]], log ? "log" : "linear", setLog) : null);
     this.empty = element("p", { class: "hint", hidden: true }, "Nothing is above 0, and a logarithmic scale begins above it.");
-    host.append(this.controls, this.plotHost, this.empty, this.legend, element("div", { class: "below" }, dataTable(() => this.tableContent()), exportButtons(label, () => this.tableContent(), () => this.plot.ctx.canvas)));
-    this.plotHost.addEventListener("keydown", (event) => this.onKey(event));
-    this.plotHost.addEventListener("blur", () => setStep(null, this));
+    host.append(controls, plot, this.empty, this.legend, element("div", { class: "below" }, dataTable(() => this.tableContent()), exportButtons(this)));
+    plot.addEventListener("keydown", (event) => this.onKey(event));
+    plot.addEventListener("blur", () => setStep(null, this));
     const across = (event) => event.clientX - this.plot.over.getBoundingClientRect().left;
-    onTouch(this.plotHost, {
+    onTouch(plot, {
       partAt: (event) => across(event) / this.plot.over.clientWidth,
       show: (event) => this.plot.setCursor({ left: across(event), top: 12 }),
       leave: () => setStep(null, null),
     });
-    this.build();
-    onWidth(this.plotHost, (width) => this.plot.setSize({ width, height: this.height }));
-    on("range", () => this.applyRange());
-    on("step", (source) => this.applyStep(source));
-    on("axis", () => this.rebuild());
-    onTheme(() => this.rebuild());
+    this.take(series);
+    this.begin(plot);
   }
 
-  setLog(value) {
-    this.log = value;
-    this.rebuild();
+  get canvas() {
+    return this.plot.ctx.canvas;
   }
 
   setSeries(series) {
+    this.take(series);
+    this.outdate("series");
+  }
+
+  take(series) {
     this.series = series;
-    this.rebuild();
-  }
-
-  rebuild() {
-    this.plot.destroy();
-    this.build();
-  }
-
-  build() {
-    this.top = this.log ? usefulTop(this.series) : Infinity;
+    this.top = this.log ? usefulTop(series) : Infinity;
     // A bar of height zero would be a dash on the axis.
-    const data = [this.xs, ...this.series.map((one) => drawable(one.values, this.log || one.kind === "bars"))];
-    this.plot = new uPlot(this.options(), data, this.plotHost);
-    const isEmpty = data.slice(1).every((values) => values.every((value) => value === null));
-    this.empty.hidden = !(this.log && this.series.length && isEmpty);
+    this.data = [this.xs, ...series.map((one) => drawable(one.values, this.log || one.kind === "bars"))];
+    const isEmpty = this.data.slice(1).every((values) => values.every((value) => value === null));
+    this.empty.hidden = !(this.log && series.length && isEmpty);
     this.buildLegend();
+  }
+
+  // uPlot can show another range, or be of another width; whatever else changes makes a new one.
+  outdate(what) {
+    this.mustBuild ||= what !== "range" && what !== "width";
+    super.outdate();
+  }
+
+  draw() {
+    if (this.plot && !this.mustBuild) {
+      if (this.plot.width !== this.width) this.plot.setSize({ width: this.width, height: this.height });
+      this.plot.redraw(true, true);
+      this.plot.setData(this.data, true); // scales are computed anew from the shared range
+      return;
+    }
+    this.plot?.destroy();
+    this.plot = new uPlot(this.options(), this.data, this.node);
+    this.mustBuild = false;
   }
 
   options() {
     const grid = { stroke: () => colour("grid"), width: 1 };
-    const axis = { stroke: () => colour("muted"), font: CHART_FONT, grid, ticks: { ...grid, size: 4 } };
-    // uPlot's own ticks end at 1e32, and with them the whole axis: a training that diverges goes on beyond.
-    const splits = (plot, axis, low, high) => (this.log ? logTicks(low, high) : linearTicks(low, high, this.height / 40));
+    const axis = { stroke: () => colour("muted"), font: CHART_FONT, grid, ticks: { ...grid, size: 4 }, gap: 4, filter: (plot, ticks) => ticks };
+    const stepTicks = (plot) => axisTicks(plot.width / 72);
     return {
-      width: this.plot?.width || this.plotHost.clientWidth || 300,
+      width: this.width || 300,
       height: this.height,
       legend: { show: false },
       padding: [18, 22, 0, 0],
@@ -77,27 +88,18 @@ class LineChart {
         y: { distr: this.log ? 3 : 1, log: 10, range: (plot, low, high) => this.yRange(low, high) },
       },
       axes: [
+        { ...axis, space: 64, size: 30, splits: (plot) => stepTicks(plot).map(({ step }) => step), values: (plot) => stepTicks(plot).map(({ text }) => text) },
         {
           ...axis,
-          space: 64,
-          size: 30,
-          gap: 4,
-          splits: (plot) => axisTicks(plot.width / 72).map(({ step }) => step),
-          filter: (plot, ticks) => ticks,
-          values: (plot) => axisTicks(plot.width / 72).map(({ text }) => text),
-        },
-        {
-          ...axis,
-          gap: 4,
           incrs: ALL_SIZES,
-          splits,
-          filter: (plot, ticks) => ticks,
+          // uPlot's own ticks end at 1e32, and with them the whole axis: a training that diverges goes on beyond.
+          splits: (plot, axis, low, high) => (this.log ? logTicks(low, high) : linearTicks(low, high, this.height / 40)),
           size: (plot, texts) => axisWidth(texts),
           values: (plot, ticks) => ticks.map(this.tick),
         },
       ],
       series: [{}, ...this.series.map((one) => this.plotSeries(one))],
-      bands: this.series.flatMap((one, index) => (one.fillTo === undefined ? [] : [{ series: [index + 1, one.fillTo + 1], fill: one.fill() }])),
+      bands: this.series.flatMap((one, index) => (one.fillTo === undefined ? [] : [{ series: [index + 1, one.fillTo + 1], fill: colour(one.fill) + "38" }])),
       hooks: {
         drawAxes: [(plot) => this.drawNonFinite(plot)],
         draw: [(plot) => this.drawBeyond(plot), (plot) => drawFlags(plot.ctx, plot.bbox, (step) => plot.valToPos(step, "x", true))],
@@ -129,10 +131,11 @@ class LineChart {
 
   // A triangle at the top edge where a value is beyond it.
   drawBeyond(plot) {
+    if (this.top === Infinity) return;
     const { ctx: context, bbox: box } = plot;
     const size = 5 * devicePixelRatio;
     for (const one of this.series) {
-      context.fillStyle = one.colour();
+      context.fillStyle = colour(one.colour);
       for (let index = 0; index < this.xs.length; index++) {
         const x = plot.valToPos(this.xs[index], "x", true);
         if (!(one.values[index] > this.top) || !Number.isFinite(one.values[index]) || x < box.left || x > box.left + box.width) continue;
@@ -146,18 +149,10 @@ class LineChart {
   }
 
   plotSeries(one) {
-    const paths =
-      one.kind === "bars" ? uPlot.paths.bars({ size: [0.7, 18, 2], align: -1 }) : one.kind === "steps" ? uPlot.paths.stepped({ align: 1 }) : undefined;
-    return {
-      label: one.label,
-      stroke: one.colour,
-      fill: one.kind === "bars" ? one.colour : undefined,
-      width: one.width ?? 1.75,
-      dash: one.dash,
-      paths,
-      spanGaps: false,
-      points: one.kind === "bars" ? { show: false } : { size: 4, fill: one.colour },
-    };
+    const [stroke, isBars] = [colour(one.colour), one.kind === "bars"];
+    const paths = isBars ? uPlot.paths.bars({ size: [0.7, 18, 2], align: -1 }) : one.kind === "steps" ? uPlot.paths.stepped({ align: 1 }) : undefined;
+    const points = isBars ? { show: false } : { size: 4, fill: stroke };
+    return { label: one.label, stroke, fill: isBars ? stroke : undefined, width: one.width ?? 1.75, dash: one.dash, paths, points };
   }
 
   yRange(low, high) {
@@ -184,13 +179,7 @@ class LineChart {
     if (!this.following) setStep(index === null || index === undefined ? null : this.xs[index], this);
   }
 
-  applyRange() {
-    this.plot.redraw(true, true);
-    this.plot.setData(this.plot.data, true); // scales are computed anew from the shared range
-  }
-
-  applyStep(source) {
-    if (source === this) return;
+  followStep() {
     this.following = true;
     const left = view.step === null ? -10 : this.plot.valToPos(view.step, "x");
     this.plot.setCursor({ left, top: left < 0 ? -10 : 12 });
@@ -208,9 +197,8 @@ class LineChart {
     this.legendStep = element("span", { class: "legend-step" });
     this.legendValues = this.series.map(() => element("span", { class: "legend-value" }));
     const entries = this.series.map((one, index) => {
-      const swatch = element("span", { class: "swatch" + (one.kind === "bars" ? " block" : "") });
-      swatch.style.background = one.colour();
-      return element("span", { class: "legend-entry", title: one.label }, swatch, element("span", { class: "legend-label" }, one.label), this.legendValues[index]);
+      const label = element("span", { class: "legend-label", title: one.label }, one.label);
+      return element("span", { class: "legend-entry" }, swatch(one.colour, one.kind === "bars" ? "block" : ""), label, this.legendValues[index]);
     });
     this.legend.replaceChildren(this.legendStep, ...entries);
     this.showValues(null);
@@ -267,173 +255,3 @@ function axisWidth(texts) {
   return Math.max(AXIS_WIDTH, 14 + 6.4 * Math.max(0, ...(texts ?? []).map((text) => text.length)));
 }
 
-// Arrow keys walk over the steps in view; undefined where the key means nothing here.
-function moveByKey(event, steps, current) {
-  if (event.key === "Escape") return null;
-  const low = Math.max(0, lastAtMost(steps, view.range[0] - 1e-9) + 1);
-  const high = lastAtMost(steps, view.range[1]);
-  if (high < low) return undefined;
-  const place = current === null ? null : nearestIndex(steps, current);
-  const far = event.shiftKey ? 10 : 1;
-  const target = {
-    ArrowLeft: place === null ? high : place - far,
-    ArrowRight: place === null ? low : place + far,
-    Home: low,
-    End: high,
-  }[event.key];
-  return target === undefined ? undefined : steps[clamp(target, low, high)];
-}
-
-function scaleSwitch(log, change) {
-  return segmented("Scale", [["log", "Log"], ["linear", "Linear"]], log ? "log" : "linear", (value) => change(value === "log"));
-}
-
-// A row of buttons of which one is pressed.
-function segmented(label, options, chosen, change) {
-  const group = element("div", { class: "segmented", role: "group", "aria-label": label });
-  const buttons = options.map(([value, text]) =>
-    element("button", { type: "button", "data-value": value, "aria-pressed": String(value === chosen), onclick: () => select(value) }, text),
-  );
-  function select(value) {
-    for (const button of buttons) button.setAttribute("aria-pressed", String(button.dataset.value === value));
-    change(value);
-  }
-  group.append(...buttons);
-  return group;
-}
-
-const widthListeners = new Map();
-const widthObserver = new ResizeObserver((entries) => {
-  for (const entry of entries) {
-    const width = Math.floor(entry.contentRect.width);
-    const known = widthListeners.get(entry.target);
-    if (width === 0 || width === known.width) continue;
-    known.width = width;
-    known.listener(width);
-  }
-});
-
-function forgetWidths() {
-  widthObserver.disconnect();
-  widthListeners.clear();
-}
-
-// Called when the width becomes another one; whoever draws now draws for the width of now.
-function onWidth(node, listener) {
-  widthListeners.set(node, { listener, width: Math.floor(node.clientWidth) });
-  widthObserver.observe(node);
-}
-
-// Flags of the alerts at the top edge of a plot, and their lines through it. `box` is in device pixels.
-function drawFlags(context, box, positionOf) {
-  const scale = devicePixelRatio;
-  context.canvas.flags = []; // where they are, for a click on one
-  context.save();
-  for (const flag of groupedFlags(positionOf, 26 * scale)) {
-    context.strokeStyle = levelColour(flag.level);
-    context.lineWidth = scale;
-    context.setLineDash([3 * scale, 3 * scale]);
-    for (const x of flag.lines) {
-      context.beginPath();
-      context.moveTo(Math.round(x) + 0.5, box.top);
-      context.lineTo(Math.round(x) + 0.5, box.top + box.height);
-      context.stroke();
-    }
-    const text = flag.first === flag.last ? String(flag.first) : `${flag.first}–${flag.last}`;
-    context.font = `600 ${10 * scale}px ui-sans-serif, system-ui, sans-serif`;
-    const half = Math.max(8 * scale, context.measureText(text).width / 2 + 4 * scale);
-    const middle = clamp((flag.lines[0] + flag.lines[flag.lines.length - 1]) / 2, box.left + half, box.left + box.width - half);
-    context.canvas.flags.push({ ...flag, left: middle - half, right: middle + half, top: box.top - 16 * scale, bottom: box.top - 2 * scale });
-    context.fillStyle = levelColour(flag.level);
-    context.beginPath();
-    context.roundRect(middle - half, box.top - 16 * scale, 2 * half, 14 * scale, 4 * scale);
-    context.fill();
-    context.fillStyle = colour("card");
-    context.textAlign = "center";
-    context.textBaseline = "middle";
-    context.fillText(text, middle, box.top - 8.5 * scale);
-  }
-  context.restore();
-}
-
-// Alerts in view, from left to right; those whose flags would overlap share one, in the colour of the worst.
-function groupedFlags(positionOf, distance) {
-  const flags = [];
-  const inView = content.alerts
-    .flatMap((alert, index) => alert.times.map((time) => ({ ...time, number: index + 1 })))
-    .filter(({ step }) => step !== null && step >= view.range[0] && step <= view.range[1])
-    .sort((a, b) => a.step - b.step);
-  for (const { step, number, level } of inView) {
-    const x = positionOf(step);
-    const last = flags[flags.length - 1];
-    if (last === undefined || x - last.lines[last.lines.length - 1] >= distance) {
-      flags.push({ first: number, last: number, lines: [x], level });
-      continue;
-    }
-    last.lines.push(x);
-    last.first = Math.min(last.first, number);
-    last.last = Math.max(last.last, number);
-    if (level === "ERROR" || (level === "WARN" && last.level === "INFO")) last.level = level;
-  }
-  return flags;
-}
-
-function save(blob, name) {
-  const link = element("a", { href: URL.createObjectURL(blob), download: `${content.run.id}-${name}`.replace(/[^\w.+-]+/g, "-") });
-  link.click();
-  setTimeout(() => URL.revokeObjectURL(link.href), 10000);
-}
-
-// A number as it is, a text in quotes; a text that a spreadsheet would take for a formula loses that power.
-function csvCell(cell) {
-  if (cell === null || cell === undefined) return "";
-  return typeof cell === "number" ? String(cell) : '"' + cell.replace(/^(?=[=+@-])/, "'").replaceAll('"', '""') + '"';
-}
-
-function toCsv({ head, rows }) {
-  return [head, ...rows].map((row) => row.map(csvCell).join(",")).join("\r\n") + "\r\n";
-}
-
-// What a picture can be taken away as. `canvasOf` gives its canvas, on which the card's colour is missing.
-function exportButtons(name, makeContent, canvasOf) {
-  const csv = () => save(new Blob([toCsv(makeContent())], { type: "text/csv" }), name + ".csv");
-  const png = () => {
-    const drawn = canvasOf();
-    const copy = element("canvas", { width: drawn.width, height: drawn.height });
-    const context = copy.getContext("2d");
-    context.fillStyle = colour("card");
-    context.fillRect(0, 0, copy.width, copy.height);
-    context.drawImage(drawn, 0, 0);
-    copy.toBlob((blob) => save(blob, name + ".png"));
-  };
-  const button = (text, onclick) => element("button", { type: "button", class: "export", "aria-label": `${name} as ${text}`, onclick }, text);
-  return element("div", { class: "exports" }, button("CSV", csv), button("PNG", png));
-}
-
-// The numbers behind a picture, built when they are asked for.
-function dataTable(makeContent) {
-  const details = element("details", { class: "data" }, element("summary", {}, "Numbers"));
-  details.addEventListener("toggle", () => {
-    details.querySelector(".scroll")?.remove();
-    if (!details.open) return;
-    const { head, rows } = makeContent();
-    const inView = rows.filter((row) => row[0] >= view.range[0] && row[0] <= view.range[1]);
-    const shown = inView.slice(-500);
-    details.append(plainTable(head, shown));
-    details.querySelector("summary").textContent = shown.length < inView.length ? `Numbers (the last ${shown.length} of ${inView.length} rows in view)` : "Numbers";
-  });
-  return details;
-}
-
-function plainTable(head, rows) {
-  return element(
-    "div",
-    { class: "scroll", tabindex: 0 },
-    element(
-      "table",
-      {},
-      element("thead", {}, element("tr", {}, head.map((text, column) => element("th", { scope: "col", class: typeof rows[0]?.[column] === "string" ? "text" : null }, text)))),
-      element("tbody", {}, rows.map((row) => element("tr", {}, row.map((cell) => element("td", { class: typeof cell === "string" ? "text" : null }, typeof cell === "string" ? cell : formatNumber(cell, 5)))))),
-    ),
-  );
-}

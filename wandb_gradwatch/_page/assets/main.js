@@ -8,7 +8,7 @@ function queue(draw) {
 
 function globalSeries(key, label, place, more = {}) {
   const values = content.globals["gradwatch/" + key];
-  return values === undefined ? [] : [{ label, values, colour: () => lineColour(place), ...more }];
+  return values === undefined ? [] : [{ label, values, colour: lineColour(place), ...more }];
 }
 
 function header() {
@@ -18,7 +18,7 @@ function header() {
     about.id === about.name ? null : about.id,
     about.startedAt && new Date(about.startedAt).toLocaleString(undefined, { dateStyle: "medium", timeStyle: "short" }),
     content.steps.length ? stepRange(content.steps[0], FULL_RANGE[1]) : null,
-    run.names.length ? plural(run.names.length, "layer") : null,
+    run.layers.names.length ? plural(run.layers.names.length, "layer") : null,
     plural(about.numFlushes, "flush", "flushes"),
   ].filter(Boolean);
   return element(
@@ -52,7 +52,7 @@ function toolbar() {
   const name = () => (theme.textContent = isDark() ? "Light" : "Dark");
   for (const input of [low, high]) input.addEventListener("change", () => { setRange(Number(low.value), Number(high.value)); show(); });
   on("range", show);
-  onTheme(name);
+  on("theme", name);
   show();
   name();
   const axes = element("select", { "aria-label": "Horizontal axis" }, [STEP_AXIS, ...content.axes].map(({ label }) => element("option", { value: label }, "By " + label)));
@@ -94,10 +94,10 @@ function tile(label, value, note, mood = "") {
   return element("div", { class: "tile " + mood }, element("div", { class: "tile-label" }, label), element("div", { class: "tile-value" }, value), element("div", { class: "tile-note" }, note));
 }
 
-function chartCard(key, parts, { wide = false } = {}) {
+function chartCard(key, parts, options = {}) {
   const used = parts.filter((part) => part.series.length);
   if (used.length === 0) return null;
-  const { node, picture } = card(key, { wide });
+  const { node, picture } = card(key, options);
   for (const part of used) {
     if (part.none && part.series.every((one) => one.values.every((value) => !value))) {
       picture.append(element("p", { class: "never" }, part.none));
@@ -110,6 +110,11 @@ function chartCard(key, parts, { wide = false } = {}) {
   return node;
 }
 
+// Parts of a card: of shares, which end at 1 where they are bars, and of what has a caption of its own.
+const SHARE = { canLog: false, format: formatShare, tick: formatShareTick };
+const SMALL = { caption: true, canLog: false, height: 110 };
+const SHARE_OF_STEPS = { ...SHARE, ...SMALL, limits: [0, 1.05] };
+
 function normCard() {
   const norms = [
     ...globalSeries("grad_norm_max", "largest of the window", 1, { width: 1.25, dash: [4, 3] }),
@@ -117,24 +122,16 @@ function normCard() {
     ...globalSeries("grad_norm_clipped", "received by the optimizer", 2),
   ];
   // The span of each window, from the newest sample up to the largest.
-  if (norms[1]?.label === "before clipping") Object.assign(norms[0], { fillTo: 1, fill: () => lineColour(1) + "30" });
+  if (norms[1]?.label === "before clipping") Object.assign(norms[0], { fillTo: 1, fill: lineColour(1) });
   // A loss that the user logs is drawn above, at every row that has it.
   const loss = run.own.some((one) => one.role === "loss") ? [] : globalSeries("loss", "loss", 0);
-  return chartCard(
-    "norm",
-    [
-      { title: "Loss", caption: true, height: 130, log: loss.some((one) => spansDecades(one.values)), series: loss },
-      {
-        log: true,
-        height: 300,
-        series: norms,
-      },
-      ...totalParts(),
-      { title: "Steps whose gradient something else than clipping changed after the backward", caption: true, canLog: false, height: 110, limits: [0, 1.05], format: formatShare, tick: formatShareTick, series: globalSeries("changed_ratio", "steps changed", 4, { kind: "bars", format: formatShare }) },
-      { title: "Clip ratio", caption: true, none: "No step was clipped.", canLog: false, height: 110, limits: [0, 1.05], format: formatShare, tick: formatShareTick, series: globalSeries("clip_ratio", "steps clipped", 3, { kind: "bars", format: formatShare }) },
-    ],
-    { wide: true },
-  );
+  return chartCard("norm", [
+    { title: "Loss", caption: true, height: 130, log: loss.some((one) => spansDecades(one.values)), series: loss },
+    { log: true, height: 300, series: norms },
+    ...totalParts(),
+    { ...SHARE_OF_STEPS, title: "Steps whose gradient something else than clipping changed after the backward", series: globalSeries("changed_ratio", "steps changed", 4, { kind: "bars" }) },
+    { ...SHARE_OF_STEPS, title: "Clip ratio", none: "No step was clipped.", series: globalSeries("clip_ratio", "steps clipped", 3, { kind: "bars" }) },
+  ]);
 }
 
 // One line for each model, or for each optimizer of those that step in turn.
@@ -145,7 +142,6 @@ function totalParts() {
 }
 
 function quantileCard() {
-  const fill = () => lineColour(5) + "38";
   const series = [
     ...globalSeries("grad_abs_max", "largest", 1, { width: 1.25, dash: [4, 3] }),
     ...globalSeries("grad_abs_p99", "99th percentile", 5, { width: 1 }),
@@ -154,64 +150,51 @@ function quantileCard() {
   ];
   const top = series.findIndex((one) => one.label === "99th percentile");
   const bottom = series.findIndex((one) => one.label === "1st percentile");
-  if (top >= 0 && bottom >= 0) Object.assign(series[top], { fillTo: bottom, fill });
-  return chartCard("quantiles", [{ log: true, series }]);
+  if (top >= 0 && bottom >= 0) Object.assign(series[top], { fillTo: bottom, fill: lineColour(5) });
+  return chartCard("quantiles", [{ log: true, series }], { isWide: false });
 }
 
 // bf16 ends where float32 does: its headroom would press the others' flat.
 const FORMATS = [["fp16", "fp16", 0], ["bf16", "bf16", 4], ["fp8_e5m2", "fp8 e5m2", 3], ["fp8_e4m3", "fp8 e4m3", 1]];
 
 function precisionCard() {
-  const share = (what) => FORMATS.flatMap(([key, label, place]) => globalSeries(`${key}_${what}_ratio`, label, place, { format: formatShare }));
-  const headroom = FORMATS.filter(([key]) => key !== "bf16").flatMap(([key, label, place]) => globalSeries(`${key}_headroom`, label, place));
-  const chart = { canLog: false, height: 130, caption: true };
-  const shares = { ...chart, format: formatShare, tick: formatShareTick };
-  return chartCard(
-    "precision",
-    [
-      { ...shares, title: "Share that would lose digits", series: share("underflow") },
-      { ...shares, title: "Share that would become 0", none: "No element would become 0 in any of these formats.", series: share("flush") },
-      { ...chart, title: "Octaves from the largest element to overflow", series: headroom },
-    ],
-    { wide: true },
-  );
+  const of = (what, formats = FORMATS) => formats.flatMap(([key, label, place]) => globalSeries(`${key}_${what}`, label, place));
+  const chart = { ...SMALL, height: 130 };
+  return chartCard("precision", [
+    { ...SHARE, ...chart, title: "Share that would lose digits", series: of("underflow_ratio") },
+    { ...SHARE, ...chart, title: "Share that would become 0", none: "No element would become 0 in any of these formats.", series: of("flush_ratio") },
+    { ...chart, title: "Octaves from the largest element to overflow", series: of("headroom", FORMATS.filter(([key]) => key !== "bf16")) },
+  ]);
 }
 
 function smallCards() {
-  return [
-    quantileCard(),
-    chartCard("dead", [{ canLog: false, format: formatShare, tick: formatShareTick, series: globalSeries("dead_ratio", "of all elements", 0, { format: formatShare }) }]),
-    chartCard("nonfinite", [{ none: "No element was NaN or Inf.", canLog: false, series: [...globalSeries("num_nan", "NaN", 3, { kind: "bars" }), ...globalSeries("num_inf", "Inf", 1, { kind: "bars" })] }]),
-    chartCard("scale", [...scaleParts(), ...guardParts()]),
-    chartCard("spread", [{ canLog: false, series: [...globalSeries("grad_std", "deviation", 5), ...globalSeries("grad_mean", "mean", 0)] }]),
-    chartCard("overhead", [{ canLog: false, format: formatShare, tick: formatShareTick, series: globalSeries("overhead_ratio", "share of the time since watch()", 4, { format: formatShare }) }, { title: "Steps from one measured to the next", caption: true, canLog: false, height: 110, series: globalSeries("sample_every", "sample_every", 5, { kind: "steps" }) }]),
-  ];
-}
-
-function scaleParts() {
-  if (content.globals["gradwatch/loss_scale"] === undefined) return [];
-  return [
-    { log: true, height: 170, series: globalSeries("loss_scale", "loss scale", 2, { kind: "steps" }) },
-    { title: "Skipped steps", none: "No step was skipped.", canLog: false, height: 110, series: globalSeries("num_skipped_steps", "skipped steps", 3, { kind: "bars" }) },
-  ];
-}
-
-function guardParts() {
-  const wasUsed = (content.globals["gradwatch/num_guarded_steps"] ?? []).some((value) => value > 0);
-  return wasUsed ? [{ title: "Withheld steps", canLog: false, height: 110, series: globalSeries("num_guarded_steps", "withheld by the guard", 1, { kind: "bars" }) }] : [];
+  const has = (key) => (content.globals["gradwatch/" + key] ?? []).some((value) => value > 0);
+  const bars = (key, label, place) => globalSeries(key, label, place, { kind: "bars" });
+  const scale = globalSeries("loss_scale", "loss scale", 2, { kind: "steps" });
+  const skipped = { ...SMALL, caption: false, title: "Skipped steps", none: "No step was skipped.", series: scale.length ? bars("num_skipped_steps", "skipped steps", 3) : [] };
+  const withheld = { ...skipped, title: "Withheld steps", none: null, series: has("num_guarded_steps") ? bars("num_guarded_steps", "withheld by the guard", 1) : [] };
+  const cards = {
+    dead: [{ ...SHARE, series: globalSeries("dead_ratio", "of all elements", 0) }],
+    nonfinite: [{ none: "No element was NaN or Inf.", canLog: false, series: [...bars("num_nan", "NaN", 3), ...bars("num_inf", "Inf", 1)] }],
+    scale: [{ log: true, height: 170, series: scale }, skipped, withheld],
+    spread: [{ canLog: false, series: [...globalSeries("grad_std", "deviation", 5), ...globalSeries("grad_mean", "mean", 0)] }],
+    overhead: [{ ...SHARE, series: globalSeries("overhead_ratio", "share of the time since watch()", 4) }, { ...SMALL, title: "Steps from one measured to the next", series: globalSeries("sample_every", "sample_every", 5, { kind: "steps" }) }],
+  };
+  return [quantileCard(), ...Object.entries(cards).map(([key, parts]) => chartCard(key, parts, { isWide: false }))];
 }
 
 // The user's own scalars: the loss and the learning rate at once, the others when they are asked for.
 function ownCard() {
   if (run.own.length === 0) return null;
-  const { node, picture } = card("own", { wide: true });
+  const { node, picture } = card("own");
   const ofRole = (role, most) => run.own.filter((one) => one.role === role).slice(0, most);
   const first = [...ofRole("loss", 2), ...ofRole("rate", 1)];
   if (first.length === 0) first.push(run.own[0]);
   const draw = (one, host) => {
-    const chart = new LineChart(host, { label: one.key, xs: one.xs, series: [{ label: one.key, values: one.values, colour: () => lineColour(one.role === "rate" ? 2 : 0), marksNonFinite: true }], log: spansDecades(one.values), height: one.role === "rate" ? 120 : 230 });
+    const colour = lineColour(one.role === "rate" ? 2 : 0);
+    const chart = new LineChart(host, { label: one.key, xs: one.xs, series: [{ label: one.key, values: one.values, colour, marksNonFinite: true }], log: spansDecades(one.values), height: one.role === "rate" ? 120 : 230 });
     const bad = one.values.filter((value) => !Number.isFinite(value)).length;
-    if (bad) chart.legend.after(element("p", { class: "hint" }, element("span", { class: "swatch block nonfinite" }), ` NaN or Inf at ${plural(bad, "point")}`));
+    if (bad) chart.legend.after(element("p", { class: "hint" }, swatch(null, "block nonfinite"), ` NaN or Inf at ${plural(bad, "point")}`));
   };
   for (const one of first) {
     const host = element("div", { class: "chart" });
@@ -228,7 +211,7 @@ function ownCard() {
     });
     picture.append(element("div", { class: "controls" }, select), host);
   }
-  if (content.own.left) picture.append(element("p", { class: "hint" }, `${content.own.left} more keys are not in this page.`));
+  if (content.own.left) picture.append(hint(`${content.own.left} more keys are not in this page.`));
   return node;
 }
 
@@ -259,33 +242,26 @@ function emptyNotice() {
 }
 
 function runParts() {
-  const parts = [toolbar(), header()];
-  for (const note of content.notes) parts.push(element("p", { class: "note" }, note));
-  if (!hasRows()) parts.push(emptyNotice());
-  else parts.push(tiles());
-  if (hasRows()) parts.push(ownCard());
+  const parts = [toolbar(), header(), ...content.notes.map((note) => element("p", { class: "note" }, note))];
+  if (hasRows()) parts.push(tiles(), ownCard());
+  else parts.push(emptyNotice());
   if (content.alerts.length) parts.push(alertsSection());
   if (hasRows()) {
     parts.push(normCard());
-    if (run.matrices.size) {
-      parts.push(layersCard(), linesCard());
-    }
+    if (run.layers.metric) parts.push(layersCard(), linesCard());
     if (content.histograms.items.length) parts.push(histogramCard());
-    parts.push(...familyCards());
-    parts.push(precisionCard());
-    parts.push(element("div", { class: "pair" }, smallCards()));
+    parts.push(...familyCards(), precisionCard(), element("div", { class: "pair" }, smallCards()));
   }
   if (content.flightRecorder !== null) parts.push(recorderSection());
-  if (hasRows()) parts.push(absent());
-  parts.push(footer());
+  parts.push(hasRows() ? absent() : null, footer());
   return parts;
 }
 
 function build() {
   resetView();
-  themeListeners.length = waiting.length = 0;
-  forgetWidths();
-  const parts = content.report ? reportParts() : content.pairs ? comparisonParts() : runParts();
+  waiting.length = 0;
+  forgetPictures();
+  const parts = content.preview ? previewParts() : content.pairs ? comparisonParts() : runParts();
   page.replaceChildren(...parts.filter(Boolean));
   for (const draw of waiting) draw();
 }

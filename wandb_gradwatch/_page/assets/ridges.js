@@ -8,33 +8,29 @@ const PERCENTILES = [
   { share: 0.25, label: "25th", dash: [6, 3] },
 ];
 
-class HistogramPicture {
+class HistogramPicture extends Frame {
   // source: {bins, items, symbol}, and labelOf(item)
-  constructor(host, controls, source, label) {
+  constructor(host, controls, source, label, item) {
+    super(host, label);
     this.source = source;
     this.signed = false;
     controls.append(segmented("Vertical axis", [["size", `log |${source.symbol}|`], ["value", `${source.symbol}, with its sign`]], "size", (value) => this.setSigned(value === "value")));
-    this.legend = element("div", { class: "scale" });
-    host.append(this.legend);
-    this.show(source.items[0]);
-    new Frame(host, this, label);
-    host.append(exportButtons(label, () => this.tableContent(), () => this.frame.canvas));
-    onTheme(() => this.drawLegend());
+    this.take(item);
+    this.begin(this.wrap);
   }
 
   setSigned(signed) {
     this.signed = signed;
-    this.setLimits();
-    this.drawLegend();
-    this.frame.draw();
+    this.onResetY();
+    this.outdate();
   }
 
   choose(item) {
-    this.show(item);
-    this.frame.draw();
+    this.take(item);
+    this.outdate();
   }
 
-  show(item) {
+  take(item) {
     this.item = item;
     this.data = histogramOf(item, this.source.bins);
     const { low, high } = this.data;
@@ -47,13 +43,12 @@ class HistogramPicture {
       return Math.max(-one % width, width - (-one % width));
     });
     this.percentiles = PERCENTILES.map(({ share }) => item.steps.map((_, column) => this.percentile(column, share)));
-    this.setLimits();
-    this.drawLegend();
+    this.onResetY();
   }
 
   // In units of the axis: the exponent of a size, or a value. Of values the range that nine of ten histograms fit into:
   // an accident of a thousand times the usual size would press everything else into one line.
-  setLimits() {
+  onResetY() {
     const reach = this.reach.filter((one) => one > 0).sort((a, b) => a - b);
     if (this.signed) {
       const limit = reach[Math.floor(0.9 * (reach.length - 1))] ?? 1;
@@ -122,6 +117,11 @@ class HistogramPicture {
     return clamp(Math.ceil(((top - Math.log10(this.finest[column])) / (top - bottom)) * rows), 0, rows);
   }
 
+  draw() {
+    this.drawLegend();
+    super.draw();
+  }
+
   paint(pixels, width, height) {
     const anchors = gradient("density");
     const shades = Array.from({ length: 256 }, (_, shade) => packColour(colourAt(anchors, shade / 255)));
@@ -163,7 +163,7 @@ class HistogramPicture {
       context.beginPath();
       let before = false;
       this.percentiles[index].forEach((value, column) => {
-        if (value > 0) context[before ? "lineTo" : "moveTo"](this.frame.xOf(this.data.steps[column]), this.yOf(Math.log10(value), box));
+        if (value > 0) context[before ? "lineTo" : "moveTo"](this.xOf(this.data.steps[column]), this.yOf(Math.log10(value), box));
         before = value > 0;
       });
       // A line on any colour: the card's around the ink's.
@@ -184,9 +184,9 @@ class HistogramPicture {
   drawSide(context, { left, top, width, height }, step) {
     const column = step === null ? this.data.steps.length - 1 : lastAtMost(this.data.steps, this.stepNear(step) ?? -Infinity);
     if (column < 0) return;
-    const [start, across] = [left + width + 22, this.side(this.frame.wrap.clientWidth) - 26];
+    const [start, across] = [left + width + 22, this.side(this.wrap.clientWidth) - 26];
     const rows = Math.round(height / 3);
-    const curves = this.signed ? [[[1, -1], colour("ink")]] : [[[1], lineColour(0)], [[-1], lineColour(1)]];
+    const curves = this.signed ? [[[1, -1], colour("ink")]] : [[[1], colour(lineColour(0))], [[-1], colour(lineColour(1))]];
     const drawn = curves.map(([signs, stroke]) => ({ stroke, shares: this.profile(column, rows, signs).slice(0, this.firstUnresolved(column, rows)) }));
     const most = Math.max(...drawn.flatMap(({ shares }) => shares), 1e-9);
     context.save();
@@ -211,7 +211,12 @@ class HistogramPicture {
     const scale = { long: "share of the elements, of the fullest size in the same step", colours: "density", linear: true, power: 0.5, low: 0, high: 1 };
     drawScale(this.legend, scale, [["missing", this.signed ? "missing" : "missing, or smaller than the bins tell apart"]]);
     if (this.signed) return;
-    this.legend.lastChild.append(...PERCENTILES.map(({ label, dash }) => swatchEntry(dashed(dash), label)), swatchEntry(lineColour(0), "above 0"), swatchEntry(lineColour(1), "below 0"));
+    const lines = PERCENTILES.map(({ label, dash }) => {
+      const line = swatch(null);
+      line.style.background = dashed(dash);
+      return swatchEntry(line, label);
+    });
+    this.legend.lastChild.append(...lines, swatchEntry(swatch(lineColour(0)), "above 0"), swatchEntry(swatch(lineColour(1)), "below 0"));
   }
 
   tableContent() {
@@ -243,10 +248,5 @@ class HistogramPicture {
   onZoomY(from, to) {
     const [bottom, top] = this.limits;
     this.limits = [top - to * (top - bottom), top - from * (top - bottom)];
-  }
-
-  onResetY() {
-    this.setLimits();
-    this.frame.draw();
   }
 }

@@ -1,23 +1,82 @@
-// The flight recorder: the last samples before an accident, at full resolution.
+// Tables: of the numbers behind a picture, of settings and runs, and of the flight recorder; and what can be taken away.
 
+// Rows of cells: a number, a text, or an element that is a cell already. Columns of texts begin at the left.
+function table(head, rows) {
+  const isText = head.map((_, column) => rows.some((row) => typeof row[column] === "string"));
+  const cellOf = (cell, column) => (cell instanceof Node ? cell : element("td", { class: isText[column] ? "text" : null }, typeof cell === "string" ? cell : formatNumber(cell, 5)));
+  const headOf = (cell, column) => (cell instanceof Node ? cell : element("th", { scope: "col", class: isText[column] ? "text" : null }, cell));
+  return element("table", {}, element("thead", {}, element("tr", {}, head.map(headOf))), element("tbody", {}, rows.map((row) => element("tr", {}, row.map(cellOf)))));
+}
+
+function scrolled(node, kind = "") {
+  return element("div", { class: "scroll " + kind, tabindex: 0 }, node);
+}
+
+// The numbers behind a picture, built when they are asked for.
+function dataTable(makeContent) {
+  const details = element("details", { class: "data" }, element("summary", {}, "Numbers"));
+  details.addEventListener("toggle", () => {
+    details.querySelector(".scroll")?.remove();
+    if (!details.open) return;
+    const { head, rows } = makeContent();
+    const inView = rows.filter((row) => row[0] >= view.range[0] && row[0] <= view.range[1]);
+    const shown = inView.slice(-500);
+    details.append(scrolled(table(head, shown)));
+    details.querySelector("summary").textContent = shown.length < inView.length ? `Numbers (the last ${shown.length} of ${inView.length} rows in view)` : "Numbers";
+  });
+  return details;
+}
+
+function save(blob, name) {
+  const link = element("a", { href: URL.createObjectURL(blob), download: `${content.run.id}-${name}`.replace(/[^\w.+-]+/g, "-") });
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 10000);
+}
+
+// A number as it is, a text in quotes; a text that a spreadsheet would take for a formula loses that power.
+function csvCell(cell) {
+  if (cell === null || cell === undefined) return "";
+  return typeof cell === "number" ? String(cell) : '"' + cell.replace(/^(?=[=+@-])/, "'").replaceAll('"', '""') + '"';
+}
+
+// What a picture can be taken away as. On its canvas the card's colour is missing.
+function exportButtons(picture) {
+  const name = picture.label.split(".")[0];
+  const csv = () => {
+    const { head, rows } = picture.tableContent();
+    save(new Blob([[head, ...rows].map((row) => row.map(csvCell).join(",") + "\r\n").join("")], { type: "text/csv" }), name + ".csv");
+  };
+  const png = () => {
+    drawStale(new Set([picture.node]));
+    const { canvas } = picture;
+    const copy = element("canvas", { width: canvas.width, height: canvas.height });
+    const context = copy.getContext("2d");
+    context.fillStyle = colour("card");
+    context.fillRect(0, 0, copy.width, copy.height);
+    context.drawImage(canvas, 0, 0);
+    copy.toBlob((blob) => save(blob, name + ".png"));
+  };
+  const button = (text, onclick) => element("button", { type: "button", class: "export", "aria-label": `${name} as ${text}`, onclick }, text);
+  return element("div", { class: "exports" }, button("CSV", csv), button("PNG", png));
+}
+
+// The flight recorder: the last samples before an accident, at full resolution.
 const ROWS_PER_PAGE = 100;
 
 function recorderSection() {
   const { columns, rows, total } = content.flightRecorder;
   const search = element("input", { type: "search", placeholder: "Find rows", "aria-label": "Find rows of the flight recorder" });
   const position = element("span", { class: "count" });
-  const host = element("div", { class: "scroll tall", tabindex: 0 });
+  const host = scrolled([], "tall");
   const sort = { column: null, down: false };
+  const isNumeric = columns.map((_, index) => rows.some((row) => typeof row[index] === "number"));
   let page = 0;
 
   function chosenRows() {
     const matches = matcher(search.value);
-    let found = search.value.trim() === "" ? rows : rows.filter((row) => row.some((cell) => matches(String(cell))));
-    if (sort.column !== null) {
-      const sign = sort.down ? -1 : 1;
-      found = [...found].sort((a, b) => sign * compareCells(a[sort.column], b[sort.column]));
-    }
-    return found;
+    const found = search.value.trim() === "" ? rows : rows.filter((row) => row.some((cell) => matches(String(cell))));
+    const sign = sort.down ? -1 : 1;
+    return sort.column === null ? found : [...found].sort((a, b) => sign * compareCells(a[sort.column], b[sort.column]));
   }
 
   function draw() {
@@ -25,16 +84,14 @@ function recorderSection() {
     const pages = Math.max(1, Math.ceil(found.length / ROWS_PER_PAGE));
     page = clamp(page, 0, pages - 1);
     const shown = found.slice(page * ROWS_PER_PAGE, (page + 1) * ROWS_PER_PAGE);
-    const numeric = columns.map((_, index) => rows.some((row) => typeof row[index] === "number"));
-    const head = columns.map((name, index) =>
-      element(
-        "th",
-        { scope: "col", class: numeric[index] ? null : "text", "aria-sort": sort.column === index ? (sort.down ? "descending" : "ascending") : null },
-        element("button", { type: "button", onclick: () => sortBy(index) }, name + (sort.column === index ? (sort.down ? " ↓" : " ↑") : "")),
-      ),
-    );
-    const body = shown.map((row) => element("tr", {}, row.map((cell, index) => element("td", { class: (numeric[index] ? "" : "text") + (isAlarming(columns[index], cell) ? " alarming" : "") }, typeof cell === "number" ? formatNumber(cell, 5) : cell === null ? "–" : String(cell)))));
-    host.replaceChildren(element("table", {}, element("thead", {}, element("tr", {}, head)), element("tbody", {}, body)));
+    const head = columns.map((name, index) => {
+      const isSorted = sort.column === index;
+      const button = element("button", { type: "button", onclick: () => sortBy(index) }, name + (isSorted ? (sort.down ? " ↓" : " ↑") : ""));
+      return element("th", { scope: "col", class: isNumeric[index] ? null : "text", "aria-sort": isSorted ? (sort.down ? "descending" : "ascending") : null }, button);
+    });
+    const cellOf = (cell, index) =>
+      element("td", { class: (isNumeric[index] ? "" : "text") + (isAlarming(columns[index], cell) ? " alarming" : "") }, typeof cell === "number" ? formatNumber(cell, 5) : cell === null ? "–" : String(cell));
+    host.replaceChildren(table(head, shown.map((row) => row.map(cellOf))));
     position.textContent = found.length ? `${page * ROWS_PER_PAGE + 1}–${page * ROWS_PER_PAGE + shown.length} of ${plural(found.length, "row")}` : "no rows";
     back.disabled = page === 0;
     forth.disabled = page === pages - 1;
@@ -46,18 +103,18 @@ function recorderSection() {
     draw();
   }
 
-  function turn(by) {
-    page += by;
+  function turn(to) {
+    page = to;
     draw();
     host.scrollTop = 0;
   }
 
-  const back = element("button", { type: "button", class: "quiet", "aria-label": "Previous rows", onclick: () => turn(-1) }, "‹");
-  const forth = element("button", { type: "button", class: "quiet", "aria-label": "Next rows", onclick: () => turn(1) }, "›");
-  search.addEventListener("input", () => { page = 0; draw(); });
-  const { node, picture } = card("recorder", { wide: true });
+  const back = element("button", { type: "button", class: "quiet", "aria-label": "Previous rows", onclick: () => turn(page - 1) }, "‹");
+  const forth = element("button", { type: "button", class: "quiet", "aria-label": "Next rows", onclick: () => turn(page + 1) }, "›");
+  search.addEventListener("input", () => turn(0));
+  const { node, picture } = card("recorder");
   picture.append(element("div", { class: "controls" }, search, position, back, forth), host);
-  if (total > rows.length) picture.append(element("p", { class: "hint" }, `The first ${rows.length.toLocaleString("en-US")} of ${total.toLocaleString("en-US")} rows are in this page.`));
+  if (total > rows.length) picture.append(hint(`The first ${rows.length.toLocaleString("en-US")} of ${total.toLocaleString("en-US")} rows are in this page.`));
   draw();
   return node;
 }

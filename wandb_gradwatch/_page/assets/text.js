@@ -16,6 +16,26 @@ function element(tag, attributes = {}, ...children) {
   return node;
 }
 
+// A mark in a colour of the style sheet, by its name there; of a class of its own without one.
+function swatch(colour, kind = "") {
+  const node = element("span", { class: "swatch " + kind });
+  if (colour !== null) node.style.background = `var(--${colour})`;
+  return node;
+}
+
+function hint(text) {
+  return element("p", { class: "hint" }, text);
+}
+
+// A card: title, picture, and the words beside it.
+function card(key, { isWide = true } = {}) {
+  const { title, healthy, otherwise } = content.words[key];
+  const picture = element("div", { class: "picture" });
+  const words = element("aside", { class: "words" }, element("h3", {}, "Healthy"), element("p", {}, healthy), element("h3", {}, "Otherwise"), element("p", {}, otherwise));
+  const node = element("section", { class: "card" + (isWide ? " wide" : ""), id: key }, element("h2", {}, title), element("div", { class: "beside" }, picture, words));
+  return { node, picture };
+}
+
 // 0.0123, 12.3, 1.23e-7: three digits that can be copied into a terminal.
 function formatNumber(value, digits = 3) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";

@@ -1,8 +1,6 @@
-// Light and dark, and the colours that pictures take from the style sheet.
+// Light and dark, and the colours that pictures take from the style sheet, by their names there.
 
-// Told apart by people who lack one kind of cone, too.
-const LINES_LIGHT = ["#0b6e75", "#c2571a", "#9900ee", "#553399", "#773322", "#9977cc", "#bb7766", "#7766dd"];
-const LINES_DARK = ["#45c4c9", "#f0935a", "#aa77ff", "#eedd00", "#ee5577", "#8899dd", "#bbddaa", "#bb9900"];
+const NUM_LINE_COLOURS = 8; // --line-0 to --line-7 in the style sheet
 
 // Anchors from low to high, lightness rising (sequential) or falling to both sides of the middle (diverging).
 const SEQUENTIAL = [[22, 20, 62], [44, 52, 128], [28, 104, 142], [30, 148, 132], [98, 187, 92], [196, 213, 74], [253, 240, 160]];
@@ -12,7 +10,6 @@ const DENSITY_LIGHT = [[255, 254, 251], [160, 205, 205], [30, 120, 130], [22, 20
 const DENSITY_DARK = [[23, 28, 32], [28, 84, 110], [48, 160, 150], [253, 240, 160]];
 
 const darkByDefault = window.matchMedia("(prefers-color-scheme: dark)");
-const themeListeners = [];
 let chosenTheme = null;
 
 function isDark() {
@@ -26,17 +23,12 @@ function showTheme() {
 
 function applyTheme() {
   showTheme();
-  for (const listener of themeListeners) listener();
+  announce("theme");
 }
 
 function toggleTheme() {
   chosenTheme = isDark() ? "light" : "dark";
   applyTheme();
-  viewToAddress();
-}
-
-function onTheme(listener) {
-  themeListeners.push(listener);
 }
 
 darkByDefault.addEventListener("change", applyTheme);
@@ -52,8 +44,7 @@ function colour(name) {
 showTheme();
 
 function lineColour(index) {
-  const palette = isDark() ? LINES_DARK : LINES_LIGHT;
-  return palette[index % palette.length];
+  return `line-${index % NUM_LINE_COLOURS}`;
 }
 
 function levelColour(level) {

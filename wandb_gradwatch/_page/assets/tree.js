@@ -26,16 +26,16 @@ function grouped(names, labelOf) {
   return [...groups];
 }
 
-// A branch is {label, names, children}, a leaf {label, names: [name]}. Names are indices of run.names.
+// A branch is {label, names, children}, a leaf {label, names: [name]}. Names are indices.
 function layerTree(names) {
-  const parts = new Map(names.map((name) => [name, run.names[name].split(".")]));
+  const parts = new Map(names.map((name) => [name, run.layers.names[name].split(".")]));
   const outer = commonParts([...parts.values()]);
-  const leaf = (name) => ({ label: run.names[name], names: [name] });
+  const leaf = (name) => ({ label: run.layers.names[name], names: [name] });
   const branches = grouped(names, (name) => [...parts.get(name).slice(0, outer), blockOf(parts.get(name).slice(outer))].join("."));
   return inRanges(
     branches.map(([label, members]) => {
       if (members.length === 1) return leaf(members[0]);
-      const kinds = grouped(members, (name) => kindOf(run.names[name])).map(([kind, layers]) => ({ label: kind, names: layers, children: inRanges(layers.map(leaf)) }));
+      const kinds = grouped(members, (name) => kindOf(run.layers.names[name])).map(([kind, layers]) => ({ label: kind, names: layers, children: inRanges(layers.map(leaf)) }));
       return { label, names: members, children: kinds.length === 1 || members.length <= 4 ? inRanges(members.map(leaf)) : kinds };
     }),
   );
@@ -66,7 +66,7 @@ function extremesOfName(name, matrix, width) {
   matrix.extremes ??= new Map();
   if (matrix.extremes.has(name)) return matrix.extremes.get(name);
   const codes = matrix.codes.subarray(name * matrix.numColumns, (name + 1) * matrix.numColumns);
-  const bad = run.matrices.get("num_nonfinite")?.codes.subarray(name * matrix.numColumns, (name + 1) * matrix.numColumns);
+  const bad = run.layers.bad()?.codes.subarray(name * matrix.numColumns, (name + 1) * matrix.numColumns);
   const columns = new Uint16Array(Math.min(width, matrix.numColumns));
   const broken = new Uint8Array(columns.length);
   for (let column = 0; column < codes.length; column++) {
@@ -92,53 +92,56 @@ function extremesOf(names, matrix, width) {
   return { columns, broken, worst: Math.max(CODE_MISSING, ...columns) };
 }
 
+// A drawing in the style sheet's colours, which needs no drawing anew when these change.
 function sparkline({ columns, broken }, matrix) {
-  const canvas = element("canvas", { class: "spark", width: SPARK.width, height: SPARK.height, "aria-hidden": "true" });
-  const context = canvas.getContext("2d");
   const known = columns.filter((code) => code >= CODE_FIRST && code < CODE_INFINITE);
-  const low = Math.min(...known);
-  const reach = Math.max(Math.max(...known) - low, matrix.even ? 1 : 1 / matrix.step); // a decade at least
+  const low = known.reduce((least, code) => Math.min(least, code), Infinity);
+  const reach = Math.max(known.reduce((most, code) => Math.max(most, code), 0) - low, matrix.even ? 1 : 1 / matrix.step); // a decade at least
   const across = SPARK.width / columns.length;
+  const bars = { good: "", bad: "" };
   columns.forEach((code, place) => {
     const isBad = broken[place] || code === CODE_INFINITE;
     if (!isBad && code < CODE_FIRST) return;
     const height = isBad ? SPARK.height : 2 + ((code - low) / reach) * (SPARK.height - 2);
-    context.fillStyle = colour(isBad ? "nonfinite" : "accent");
-    context.fillRect(place * across, SPARK.height - height, Math.max(across, 1), height);
+    bars[isBad ? "bad" : "good"] += `M${place * across} ${SPARK.height}v${-height}h${Math.max(across, 1)}v${height}z`;
   });
-  return canvas;
+  const svg = (tag, attributes) => {
+    const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
+    for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+    return node;
+  };
+  const drawing = svg("svg", { class: "spark", viewBox: `0 0 ${SPARK.width} ${SPARK.height}`, "aria-hidden": "true" });
+  drawing.append(...Object.entries(bars).map(([name, d]) => svg("path", { class: name, d })));
+  return drawing;
 }
 
 // What every line has beside its name.
-function lineEnd(node, matrix) {
+function lineEnd(node) {
+  const matrix = run.layers.matrix();
   const found = extremesOf(node.names, matrix, SPARK.width);
   const isBad = found.broken.includes(1);
   const worst = isBad ? "NaN or Inf" : found.worst === CODE_MISSING ? "–" : matrix.meaning.format(matrix.valueOf(found.worst));
   return [sparkline(found, matrix), element("span", { class: "worst" + (isBad ? " alarming" : ""), title: "the largest in the run" }, worst)];
 }
 
-// The lines of nodes; `leafLine(node, ends)` makes a layer's. `opened` holds the labels of open branches.
-function treeLines(nodes, matrix, leafLine, opened) {
+// The lines of nodes; `leafLine(node, ends)` makes a layer's.
+function treeLines(nodes, leafLine) {
   const openAll = nodes.reduce((total, node) => total + 1 + (node.children?.length ?? 0), 0) <= MOST_LINES / 2;
   return nodes.map((node) => {
-    const ends = lineEnd(node, matrix);
+    const ends = lineEnd(node);
     if (!node.children) return leafLine(node, ends);
     const inside = element("div", { class: "branch-inside" });
-    const details = element(
-      "details",
-      { class: "branch" },
-      element("summary", {}, element("span", { class: "layer-name", title: node.label }, node.label), element("span", { class: "count" }, String(node.names.length)), ...ends),
-      inside,
-    );
+    const summary = element("summary", {}, element("span", { class: "layer-name", title: node.label }, node.label), element("span", { class: "count" }, String(node.names.length)), ...ends);
+    const details = element("details", { class: "branch" }, summary, inside);
     const key = node.names[0] + node.label;
     const fill = () => {
-      if (!inside.hasChildNodes()) inside.append(...treeLines(node.children, matrix, leafLine, opened));
+      if (!inside.hasChildNodes()) inside.append(...treeLines(node.children, leafLine));
     };
     details.addEventListener("toggle", () => {
       if (details.open) fill();
-      opened[details.open ? "add" : "delete"](key);
+      view.opened[details.open ? "add" : "delete"](key);
     });
-    if (openAll || opened.has(key)) {
+    if (openAll || view.opened.has(key)) {
       fill();
       details.open = true;
     }

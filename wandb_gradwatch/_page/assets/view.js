@@ -1,4 +1,4 @@
-// What all pictures share: the range of steps, the step under the pointer, and the chosen layers.
+// What all pictures share: the range of steps, the step under the pointer, and the horizontal axis.
 
 // The first row stands for the steps up to it, as every other row does: it gets the usual width of one.
 function fullRange() {
@@ -58,10 +58,6 @@ const view = {
   range: [...FULL_RANGE],
   step: null, // under the pointer of any picture
   axis: STEP_AXIS,
-  chosen: new Set(), // indices of names
-  metric: null, // shown by the layers' pictures
-  families: {}, // chosen names of what watch(metrics=...) measured, by family
-  byValue: false, // layers coloured by their values, not by the change against their own usual ones
   opened: new Set(), // branches of the tree of layers
 };
 
@@ -75,8 +71,8 @@ function viewOfAddress() {
 }
 
 function viewToAddress() {
-  const chosen = [...view.chosen].map((name) => run.names[name]);
-  const state = { range: isZoomed() ? view.range : null, chosen, metric: view.metric, byValue: view.byValue, axis: view.axis === STEP_AXIS ? null : view.axis.label, theme: chosenTheme };
+  const grids = Object.fromEntries(run.grids.filter((grid) => grid.isTouched).map((grid) => [grid.key, grid.state()]));
+  const state = { range: isZoomed() ? view.range : null, grids, axis: view.axis === STEP_AXIS ? null : view.axis.label, theme: chosenTheme };
   history.replaceState(null, "", "#" + encodeURIComponent(JSON.stringify(state)));
 }
 
@@ -90,16 +86,10 @@ function resetView() {
   view.axis = content.axes.find(({ label }) => label === before.axis) ?? STEP_AXIS;
   chosenTheme = before.theme ?? null;
   showTheme();
-  const known = (before.chosen ?? []).map((name) => run.names.indexOf(name)).filter((name) => name >= 0);
-  view.metric = run.matrices.has(before.metric) ? before.metric : METRIC_ORDER.find((key) => run.matrices.has(key)) ?? null;
-  view.byValue = before.byValue === true;
-  view.chosen.clear();
-  // Else those that moved most.
-  for (const name of before.chosen ? known : run.matrices.size ? byInterest().slice(0, 5) : []) view.chosen.add(name);
   for (const list of Object.values(listeners)) list.length = 0;
 }
 
-const listeners = { range: [], step: [], chosen: [], metric: [], axis: [] };
+const listeners = { range: [], step: [], axis: [], grid: [], theme: [] };
 
 function on(what, listener) {
   listeners[what].push(listener);
@@ -137,23 +127,6 @@ function setStep(step, source) {
   if (step === view.step) return;
   view.step = step;
   announce("step", source);
-}
-
-const MAX_CHOSEN = 24; // more lines than this tell nothing
-
-function toggleChosen(name) {
-  if (view.chosen.has(name)) view.chosen.delete(name);
-  else if (view.chosen.size < MAX_CHOSEN) view.chosen.add(name);
-  announce("chosen");
-}
-
-function chosenColour(name) {
-  return lineColour([...view.chosen].indexOf(name));
-}
-
-function setMetric(key) {
-  view.metric = key;
-  announce("metric");
 }
 
 // Index of the last element of an ascending list that is <= value; -1 where there is none.

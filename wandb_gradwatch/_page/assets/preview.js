@@ -1,4 +1,5 @@
-// A preview of the W&B report: its blocks in their order, its panels drawn from the run where it has their keys.
+// A preview of the W&B report or workspace: its blocks in their order, its panels drawn from the run where it has their
+// keys.
 
 // **bold** and `code` of a line, as elements.
 function inlineMarkdown(text) {
@@ -16,31 +17,34 @@ function markdown(text) {
   });
 }
 
-function reportPanel({ title, keys, log, limits, left, lines }) {
+function previewPanel({ text, title, keys, log, limits, left, lines }) {
+  if (text !== undefined) return element("div", { class: "panel prose" }, markdown(text));
   const node = element("div", { class: "panel" }, element("p", { class: "caption" }, title));
   if (lines.length === 0) {
-    node.append(element("p", { class: "never" }, keys && content.report.isDrawn ? "Nothing of it is in this run: " : "", element("code", {}, keys)));
+    node.append(element("p", { class: "never" }, keys && content.preview.isDrawn ? "Nothing of it is in this run: " : "", element("code", {}, keys)));
     return node;
   }
   const host = element("div", { class: "chart" });
   node.append(host);
-  const [low, high] = limits ?? [null, null];
-  const series = lines.map(({ label, offset }, index) => ({ label, values: Array.from(float32At(offset, content.steps.length)), colour: () => lineColour(index), width: 1.5 }));
+  const [low, high] = limits;
+  const series = lines.map(({ label, offset }, index) => ({ label, values: Array.from(float32At(offset, content.steps.length)), colour: lineColour(index), width: 1.5 }));
   queue(() => new LineChart(host, { label: title, xs: content.steps, series, log, limits: low === null || high === null ? null : [low, high], height: 190 }));
-  if (left) node.append(element("p", { class: "hint" }, `and ${plural(left, "more line")}`));
+  if (left) node.append(hint(`and ${plural(left, "more line")}`));
   return node;
 }
 
-function reportBlock({ kind, text, panels }) {
-  if (kind === "PanelGrid") return element("div", { class: "panels" }, panels.map(reportPanel));
+function previewBlock({ kind, text, isOpen, panels }) {
+  const grid = element("div", { class: "panels" }, panels.map(previewPanel));
+  if (kind === "PanelGrid") return grid;
+  if (kind === "Section") return element("details", { open: isOpen }, element("summary", {}, element("h2", {}, text), element("span", { class: "count" }, plural(panels.length, "panel"))), grid);
   if (kind === "MarkdownBlock") return element("div", { class: "prose" }, markdown(text));
   return kind === "P" ? element("p", { class: "prose" }, text) : element(kind.toLowerCase(), {}, text);
 }
 
-function reportParts() {
-  const { title, isDrawn, blocks } = content.report;
+function previewParts() {
+  const { what, title, isDrawn, blocks } = content.preview;
   const from = isDrawn ? `its panels are drawn from ${content.run.file}` : "its panels name their keys, as there is no run on this machine to draw";
-  const told = `A preview by wandb_gradwatch, not W&B's own drawing: nothing was sent; ${from}.`;
+  const told = `A preview of the ${what} by wandb_gradwatch, not W&B's own drawing: nothing was sent; ${from}.`;
   const head = element("header", {}, element("div", { class: "brand" }, "gradwatch"), element("h1", {}, title), element("p", { class: "facts" }, told));
-  return [toolbar(), head, element("section", { class: "card report", id: "report" }, blocks.map(reportBlock))];
+  return [toolbar(), head, element("section", { class: "card report", id: "preview" }, blocks.map(previewBlock))];
 }

@@ -1,0 +1,128 @@
+// What all pictures have in common. Each is drawn anew at most once for each frame of the screen, and only near the
+// window: what is farther away waits until it comes near, is printed, or is taken away as a file.
+
+const stale = new Map(); // what draws a node that shows something old, by the node
+const near = new Set(); // nodes near the window
+let frameIsAsked = false;
+
+const nearness = new IntersectionObserver(
+  (entries) => {
+    for (const { target, isIntersecting } of entries) near[isIntersecting ? "add" : "delete"](target);
+    drawStale();
+  },
+  { rootMargin: "200px 0px" },
+);
+
+// The node must be observed by `nearness`.
+function drawLater(node, draw) {
+  stale.set(node, draw);
+  if (!frameIsAsked) requestAnimationFrame(() => drawStale());
+  frameIsAsked = true;
+}
+
+function drawStale(wanted = near) {
+  frameIsAsked = false;
+  for (const [node, draw] of [...stale]) {
+    if (!wanted.has(node)) continue;
+    stale.delete(node);
+    draw();
+  }
+}
+
+addEventListener("beforeprint", () => drawStale(stale));
+
+const pictures = new Map(); // by their nodes
+
+const widths = new ResizeObserver((entries) => {
+  for (const { target, contentRect } of entries) {
+    const picture = pictures.get(target);
+    const width = Math.floor(contentRect.width);
+    if (width === 0 || width === picture.width) continue;
+    picture.width = width;
+    picture.outdate("width");
+  }
+});
+
+function forgetPictures() {
+  for (const observer of [nearness, widths]) observer.disconnect();
+  for (const kept of [pictures, stale, near]) kept.clear();
+}
+
+class Picture {
+  // A subclass has label, draw(), followStep() for the step under the pointer of another picture, canvas, tableContent().
+  begin(node) {
+    this.node = node;
+    this.width = Math.floor(node.clientWidth);
+    pictures.set(node, this);
+    for (const observer of [nearness, widths]) observer.observe(node);
+    for (const what of ["range", "axis", "theme"]) on(what, () => this.outdate(what));
+    on("step", (source) => source === this || this.followStep());
+    this.draw();
+  }
+
+  outdate() {
+    drawLater(this.node, () => this.draw());
+  }
+}
+
+// Arrow keys walk over the steps in view; undefined where the key means nothing here.
+function moveByKey(event, steps, current) {
+  if (event.key === "Escape") return null;
+  const low = Math.max(0, lastAtMost(steps, view.range[0] - 1e-9) + 1);
+  const high = lastAtMost(steps, view.range[1]);
+  if (high < low) return undefined;
+  const place = current === null ? null : nearestIndex(steps, current);
+  const far = event.shiftKey ? 10 : 1;
+  const target = {
+    ArrowLeft: place === null ? high : place - far,
+    ArrowRight: place === null ? low : place + far,
+    Home: low,
+    End: high,
+  }[event.key];
+  return target === undefined ? undefined : steps[clamp(target, low, high)];
+}
+
+// Fingers on a picture: one moves the cursor, two move and stretch the steps; the page scrolls up and down as ever.
+// partAt(event) gives the place across the picture, from 0 to 1; show(event) moves the cursor there.
+function onTouch(node, { partAt, show, leave }) {
+  const fingers = new Map(); // by id: the place on the axis that a finger holds, and where it is now
+
+  function stretch() {
+    const [first, second] = [...fingers.values()].sort((a, b) => a.part - b.part);
+    const apart = second.part - first.part;
+    if (apart < 0.02 || second.place <= first.place) return;
+    const across = (second.place - first.place) / apart;
+    const low = first.place - first.part * across;
+    setRange(stepAtPlace(low), stepAtPlace(low + across));
+  }
+
+  node.addEventListener("pointerdown", (event) => {
+    if (event.pointerType !== "touch") return;
+    fingers.set(event.pointerId, { part: partAt(event) });
+    for (const finger of fingers.values()) finger.place = placeOf(stepAcross(finger.part));
+    if (fingers.size === 1) show(event);
+    else leave();
+  });
+  node.addEventListener("pointermove", (event) => {
+    const finger = fingers.get(event.pointerId);
+    if (finger === undefined) return;
+    finger.part = partAt(event);
+    if (fingers.size === 1) show(event);
+    else if (fingers.size === 2) stretch();
+  });
+  for (const end of ["pointerup", "pointercancel"]) node.addEventListener(end, (event) => fingers.delete(event.pointerId));
+}
+
+// A row of buttons of which one is pressed.
+function segmented(label, options, chosen, change) {
+  const group = element("div", { class: "segmented", role: "group", "aria-label": label });
+  const buttons = options.map(([value, text]) =>
+    element("button", { type: "button", "data-value": value, "aria-pressed": String(value === chosen), onclick: () => select(value) }, text),
+  );
+  function select(value) {
+    for (const button of buttons) button.setAttribute("aria-pressed", String(button.dataset.value === value));
+    change(value);
+  }
+  group.append(...buttons);
+  return group;
+}
