@@ -58,8 +58,9 @@ VOCABULARY: Final[dict[str, tuple[str, str]]] = {
     "zeroed": (r"zeroed (between|before|after)|gradients zeroed", r"zero_grad|before backward"),
     "unused": (r"frozen or unused|unused|does not use|does not reach|detach|no gradient reaches|constant loss", r"requires_grad|detach|no_grad|use of the output|exclude|loss"),
     "no step": (r"step\(\) (is |was )?(not|never)|no step\(\)|never steps|without (a |any )?(optimizer )?step|forgotten step|step\(\) (is )?(forgotten|missing)", r"step\(\)|learning rate"),
+    "undone": (r"undoes|undone|written over|overwritten", r"load_state_dict|copies|copy|undo|overwr|wr[io]te?s? over"),
     "zero learning rate": (
-        r"learning rate (is |was |of )?(0|zero|so small)|zero learning rate|too (low|small) a learning rate|learning rate (that is )?(far )?too (low|small)",
+        r"learning rate (is |was |of )?(0|zero|so small)|zero learning rate|updates? of 0|too (low|small) a learning rate|learning rate (that is )?(far )?too (low|small)",
         r"learning rate|schedule|step\(\)",
     ),
     "schedule": (r"schedul|ascend|negative learning rate", r"schedul|learning rate"),

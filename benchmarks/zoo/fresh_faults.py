@@ -1,4 +1,8 @@
-"""Faults of kinds that no other file of the zoo has, with what is known of them: written before any of them was run."""
+"""Faults of kinds that no other file of the zoo has, with what is known of them: written before any of them was run.
+
+The first run showed seven truths of the opened half to be wrong; they were mended once, against the same training
+without the fault: what trains as well is none (three were taken out), and a NaN in the loss is no overflow.
+"""
 
 from __future__ import annotations
 
@@ -131,8 +135,8 @@ def _own_angle(out: Tensor) -> Tensor:
 
 
 def _to_a_power(out: Tensor) -> Tensor:
-    """The root of what a ReLU cut off."""
-    return out + 0.01 * torch.relu(out) ** 0.5
+    """The root of what a mask set to 0; where torch.relu did, its backward would select, and no NaN would come of it."""
+    return out + 0.01 * (out * (out > 0)) ** 0.5
 
 
 def _own_distance(out: Tensor) -> Tensor:
@@ -256,11 +260,11 @@ def _blank(loop: Loop, layer: str) -> None:
 # By kind: each second one is sealed, see `cases`.
 FRESH_FAULTS: list[tuple[str, dict[str, str], do.Change, int, str, tuple[str, ...], bool]] = [
     # ---- learning rate
-    ("learning rate 30x and no warm-up", _no(SCAN, TWICE), do.chain(do.fields(schedule=None), do.learning_rate(30)), 1, "learning rate", (), True),
+    ("learning rate 30x and no warm-up", _no(TWICE), do.chain(do.fields(schedule=None), do.learning_rate(30)), 1, "learning rate", (), True),
     ("learning rate 100x from the start", _no(UNET, HYPER), do.learning_rate(100), 1, "learning rate", (), True),
     ("learning rate 10,000,000x too small", _no(MIXER, POINTS), do.learning_rate(1e-7), 1, "zero learning rate", ("no step",), True),
     ("learning rate 1,000x too small", _no(UNET), do.learning_rate(1e-3), 1, "zero learning rate", (), False),
-    ("the head's learning rate 300x", {SCAN: "head", UNET: "out"}, do.own_rate(300), 1, "learning rate", (), True),
+    ("the head's learning rate 300x", {SCAN: "head"}, do.own_rate(300), 1, "learning rate", (), True),
     ("the embedding's learning rate 1000x", {CARRIED: "tokens", MEMORY: "tokens"}, do.own_rate(1000), 1, "learning rate", (), True),
     ("learning rate 100x for 15 steps", _no(MIXER, POINTER), do.learning_rate(100, 100, 115), 100, "learning rate", (), True),
     ("learning rate 1.06x per step from step 60", _no(POINTS, QUEUE), do.learning_rate(lambda step: 1.06 ** (step - 60), 60), 90, "learning rate", ("schedule",), True),
@@ -282,7 +286,7 @@ FRESH_FAULTS: list[tuple[str, dict[str, str], do.Change, int, str, tuple[str, ..
     ("a ReLU after the head, far below 0, from step 60", {HYPER: "writer.2", MIXTURE: "4"}, do.output(lambda out: torch.relu(out - 1e3), 60), 60, "dead units", ("unused",), True),
     ("time stamps as a feature", _no(PLAIN, REG), do.inputs(_column(1.7e9)), 1, "data scale", (), True),
     ("images in bytes from step 80", _no(UNET, MIXER), do.inputs(lambda x: 127 + 60 * x, 80), 80, "data change", ("data scale",), True),
-    ("one sample of 32 10,000x at step 77", _no(POINTS, PLAIN), do.inputs(_one_sample(1e4), 77, 78), 77, "bad batch", (), True),
+    ("one sample of 32 -10,000x at step 77", _no(POINTS, PLAIN), do.inputs(_one_sample(-1e4), 77, 78), 77, "bad batch", (), True),
     ("a column of NaN", _no(REG, POINTS), do.inputs(_column(float("nan"))), 1, "loss or inputs", ("bad batch",), True),
     ("a feature that is Inf in every tenth batch", _no(TABLE, TASKS), do.inputs(_column(float("inf")), 70, every=10), 70, "bad batch", ("loss or inputs",), True),
     ("a batch without samples", _no(PLAIN, POINTS), _empty, 60, "loss or inputs", ("bad batch", "invalid operation"), True),
@@ -291,11 +295,11 @@ FRESH_FAULTS: list[tuple[str, dict[str, str], do.Change, int, str, tuple[str, ..
     ("the same sample 32 times from step 90", _no(CONV), _blank, 90, "data change", (), False),
     # ---- numerics
     ("arc cosine of 1 from step 60", {REG: "2", POINTS: "all.0"}, do.output(_own_angle, 60), 60, "invalid operation", ("loss or inputs",), True),
-    ("a power of 0.5 of what a ReLU cut off, from step 50", {CONV: "2", HYPER: "writer.0"}, do.output(_to_a_power, 50), 50, "invalid operation", ("loss or inputs",), True),
+    ("a power of 0.5 of what a mask set to 0, from step 50", {CONV: "2", HYPER: "writer.0"}, do.output(_to_a_power, 50), 50, "invalid operation", ("loss or inputs",), True),
     ("distances within the batch, by hand", {QUEUE: "2", MIXER: "head"}, do.output(_own_distance), 1, "invalid operation", ("loss or inputs",), True),
     ("the deviation of one sample at step 95", {MIXTURE: "2", SPIKES: "inner"}, do.output(_spread_of_one, 95), 95, "invalid operation", ("loss or inputs", "bad batch"), True),
     ("an exponential overflows from step 70", {REG: "2", UNET: "out"}, do.output(_exponential, 70), 70, "overflow", ("invalid operation", "loss or inputs"), True),
-    ("NaN in the loss at each step under a scaler", _no("float16, scaler"), do.loss(lambda value: value * float("nan"), 60), 60, "loss or inputs", ("invalid operation", "overflow", "loss scale"), True),
+    ("NaN in the loss at each step under a scaler", _no("float16, scaler"), do.loss(lambda value: value * float("nan"), 60), 60, "loss or inputs", ("invalid operation",), True),
     ("bfloat16 parameters and a learning rate that is rounded away", _no("bfloat16 parameters"), do.learning_rate(1e-4), 1, "zero learning rate", ("underflow", "optimizer", "no step"), True),
     ("loss times 1e-22", _no(MIXER, POINTS), do.loss(lambda value: value * 1e-22), 1, "reduction", ("underflow",), True),
     ("loss times 1e-22, SGD", _no(PLAIN), do.loss(lambda value: value * 1e-22), 1, "reduction", ("underflow", "zero learning rate"), True),
@@ -310,7 +314,7 @@ FRESH_FAULTS: list[tuple[str, dict[str, str], do.Change, int, str, tuple[str, ..
     ("the optimizer has only the biases", _no(CONV, POINTS), _biases_only, 1, "unowned", (), True),
     ("a checkpoint loaded with assign=True", _no(MIXER, HYPER), _assigned, 1, "stale optimizer", ("unowned", "no step"), True),
     ("a checkpoint loaded with assign=True at step 90", _no(UNET, REG), do.at_step(_assigned, 90), 90, "stale optimizer", ("unowned", "no step"), True),
-    ("the same checkpoint is loaded after each step", _no(CONV, REG), _overwritten(60), 60, "no step", ("zero learning rate", "stale optimizer"), True),
+    ("the same checkpoint is loaded after each step", _no(CONV, REG), _overwritten(60), 60, "undone", ("no step", "zero learning rate"), True),
     ("an encoder without gradients", {POINTS: "each", HYPER: "writer.0"}, do.output(torch.Tensor.detach), 1, "unused", (), True),
     ("a generator's samples detached", {"GAN": "generator"}, do.output(torch.Tensor.detach), 1, "unused", (), True),
     ("an encoder without gradients from step 80", {UNET: "down", POINTER: "memory"}, do.at_step(lambda loop, layer: loop.model.get_submodule(layer).requires_grad_(False), 80), 80, "unused", (), False),
@@ -324,7 +328,7 @@ FRESH_FAULTS: list[tuple[str, dict[str, str], do.Change, int, str, tuple[str, ..
     # ---- batch norm, attention, routing
     ("a gain of 0 in a batch norm", {NORM: "4"}, _no_gain, 1, "initialisation", ("dead units", "batch norm", "unused", "symmetry"), True),
     ("a temperature of 1e-4", {POINTER: "score", QUEUE: "2"}, do.output(lambda out: 1e4 * out), 1, "saturation", ("initialisation", "data scale", "attention"), True),
-    ("keys 1000x from step 80", {MEMORY: "keys", TWICE: "blocks.1.attention.qkv"}, do.output(lambda out: 1000 * out, 80), 80, "attention", ("saturation", "data change"), True),
+    ("keys 1000x from step 80", {TWICE: "blocks.1.attention.qkv"}, do.output(lambda out: 1000 * out, 80), 80, "attention", ("saturation", "data change"), True),
     ("experts unbalanced by their balance", {"experts, one per token": "blocks.0.mlp.router"}, _unbalanced, 1, "routing", ("dead units", "unused"), True),
     ("the router's logits 10,000x from step 80", {"experts, two per token": "blocks.0.mlp.router"}, do.output(lambda out: 1e4 * out, 80), 80, "routing", ("saturation",), True),
 ]  # fmt: skip
