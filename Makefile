@@ -18,10 +18,10 @@ demo: $(STAMP) ## train a small GPT, break it, see the alert (no W&B account nee
 	@$(BIN)/wandb-gradwatch demo
 
 test: $(STAMP) ## run the tests, but for those that take minutes
-	@$(BIN)/python -m pytest -n auto --dist loadgroup
+	@$(BIN)/python -m pytest -n auto --dist loadfile
 
 test-all: $(STAMP) ## run all tests
-	@$(BIN)/python -m pytest -n auto --dist loadgroup -m ""
+	@$(BIN)/python -m pytest -n auto --dist loadfile -m ""
 
 lint: $(STAMP) ## style, formatting and types
 	@$(BIN)/ruff check .

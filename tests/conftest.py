@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,12 +33,23 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("few" if config.option.markexpr == "not slow" else "many")
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep a file's tests on one worker, and on one all files that fork processes: there is one fork server then."""
-    for item in items:
-        forks = {"forked", "launch", "ranks", "script"}.intersection(vars(item.module))  # type: ignore[attr-defined]
-        item.add_marker(pytest.mark.xdist_group("processes" if forks else item.path.name))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """`--dist loadfile`, and on one worker all files whose tests start processes: there is one fork server then.
+
+    pytest-xdist's own groups are without effect under pytest 9.
+    """
+    from xdist.scheduler import LoadFileScheduling
+
+    starts = re.compile("^(from processes import|import ranks)", re.MULTILINE)
+    starting = {path.name for path in Path(__file__).parent.glob("test_*.py") if starts.search(path.read_text("utf-8"))}
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file: str = super()._split_scope(nodeid)
+            return "processes" if file.rpartition("/")[2] in starting else file
+
+    return Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -82,10 +94,9 @@ def start_run(tmp_path: Path, loopback: LoopbackServer) -> Iterator[Callable[...
         **more: Any,
     ) -> Any:
         quiet = {"console": "off", "finish_timeout": 30.0} | (settings or {})  # days, if its server is gone
-        if server is None:
-            chosen = wandb.Settings(mode=mode, **quiet)
-        else:
-            chosen = server.settings(**quiet | ({"mode": mode} if mode == "shared" else {}))
+        chosen = wandb.Settings(mode=mode, **quiet)
+        if server is not None:
+            chosen = server.settings(mode="shared" if mode == "shared" else "online", **quiet)
         run = wandb.init(
             **{"project": "loopback", "dir": str(tmp_path), "reinit": "create_new"} | more, settings=chosen
         )

@@ -30,6 +30,14 @@ from urllib.parse import unquote
 
 API_KEY = "loopback" * 5  # 40 characters, as real ones have
 ENTITY, PROJECT = "someone", "loopback"
+_WAITS = {  # in seconds, but for the first
+    "x_graphql_retry_max": 2,
+    "x_graphql_retry_wait_min_seconds": 1,
+    "x_graphql_retry_wait_max_seconds": 1,
+    "x_file_stream_retry_wait_min_seconds": 0.1,
+    "x_file_stream_retry_wait_max_seconds": 0.1,
+    "x_file_stream_transmit_interval": 0.1,
+}
 Trouble = Literal["500", "hang", "drop"]
 Reply = dict[str, Any] | Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -126,39 +134,18 @@ class LoopbackServer:
     def url(self) -> str:
         return f"http://127.0.0.1:{self._server.server_address[1]}"
 
-    def environment(self) -> dict[str, str]:
-        """Variables that send a process's runs here, with short waits between retries."""
-        return {
-            "WANDB_BASE_URL": self.url,
-            "WANDB_API_KEY": API_KEY,
-            "WANDB_ENTITY": ENTITY,
-            "WANDB_PROJECT": PROJECT,
-            "WANDB_MODE": "online",
-            "WANDB_X_GRAPHQL_RETRY_MAX": "2",
-            "WANDB_X_GRAPHQL_RETRY_WAIT_MIN_SECONDS": "1",
-            "WANDB_X_GRAPHQL_RETRY_WAIT_MAX_SECONDS": "1",
-            "WANDB_X_FILE_STREAM_RETRY_WAIT_MIN_SECONDS": "1",
-            "WANDB_X_FILE_STREAM_RETRY_WAIT_MAX_SECONDS": "1",
-            "WANDB_X_FILE_STREAM_TRANSMIT_INTERVAL": "1",
-        }
+    def _settings(self, mode: str) -> dict[str, Any]:
+        return {"base_url": self.url, "api_key": API_KEY, "entity": ENTITY, "project": PROJECT, "mode": mode} | _WAITS
 
-    def settings(self, **more: Any) -> Any:
+    def environment(self) -> dict[str, str]:
+        """Variables that send a process's runs here, with short waits."""
+        return {f"WANDB_{name.upper()}": str(value) for name, value in self._settings("online").items()}
+
+    def settings(self, *, mode: str = "online", **more: Any) -> Any:
         """The same for one `wandb.init(settings=...)` in this process."""
         import wandb
 
-        return wandb.Settings(
-            base_url=self.url,
-            api_key=API_KEY,
-            entity=ENTITY,
-            project=PROJECT,
-            x_graphql_retry_max=2,
-            x_graphql_retry_wait_min_seconds=1,
-            x_graphql_retry_wait_max_seconds=1,
-            x_file_stream_retry_wait_min_seconds=1,
-            x_file_stream_retry_wait_max_seconds=1,
-            x_file_stream_transmit_interval=1,
-            **{"mode": "online"} | more,
-        )
+        return wandb.Settings(**self._settings(mode) | more)
 
     def fault(self, operation: str, trouble: Trouble, *, times: int | None = None) -> None:
         """Answer an operation with trouble, for a number of requests or until `heal`.
