@@ -92,6 +92,7 @@ TITLES: dict[str, tuple[Change, Change]] = {
     "Loss scale collapse": (do.chain(scaler(2.0**16), do.loss(lambda loss: 1e9 * loss)), scaler(2.0**16)),
     "Not in any optimizer": (after_building(replace_head), after_building(replace_head_and_tell_the_optimizer)),
     "Optimizer without the model": (after_building(of_another_model), nothing),
+    "Optimizer settings": (do.groups(momentum=1.05), do.groups(momentum=0.99)),
     "Gradients not reset": (do.fields(zeroes=False), do.fields(accumulate=3)),
     "Parameters unchanged": (do.learning_rate(0.0), do.learning_rate(lambda step: max(step - 20, 0) / 100)),
     "Learning rate below 0": (

@@ -134,7 +134,7 @@ def alert_titles() -> list[str]:
     """Those of the default rules, and of what the capture tells by itself."""
     rules = [vars(type(rule)) for rule in default_rules()]
     titles = [values[name] for values in rules for name in ("title", "shrinking") if name in values]
-    return [*titles, "Optimizer without the model"]
+    return [*titles, "Optimizer without the model", "Optimizer settings"]
 
 
 def page_of(results: Sequence[dict[str, Any]]) -> str:

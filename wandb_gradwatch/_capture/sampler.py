@@ -262,7 +262,7 @@ class Sampler(StepListener, ScaleListener):
             self._clock.join(key)
             return
         self._sample.after_update(optimizer)
-        self.parts.wiring.stepped(optimizer, key)
+        self.parts.wiring.stepped(optimizer, key, self._clock.open_step)
         self._step_done(key, skipped=False, inside_backward=inside_backward)
         if not inside_backward and current_graph_task() == -1 and self._resting.is_worth_it():
             self._commit(self._clock.close())  # as the next backward would have

@@ -6,9 +6,10 @@ Parameters that no optimizer holds, an optimizer that holds other tensors, gradi
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
-from typing import Final
+from numbers import Real
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -23,6 +24,23 @@ from .parameter_registry import ParameterRegistry
 _STEPS: Final = 3  # of each optimizer that are looked at
 _PATIENCE_IN_BACKWARDS: Final = 1000  # that only accumulate, without a step, are worth a word
 _SCAN_EVERY: Final = 5  # samples at least: experts come and go in every one
+_SETTINGS: Final[tuple[tuple[str, Callable[[Any], bool], str, str], ...]] = (
+    (
+        "weight_decay",
+        lambda decay: decay < 0,
+        "a weight decay below 0, by which parameters grow whatever their gradient",
+        "give a decay of 0 or more",
+    ),
+    *(
+        (
+            name,
+            lambda factor: factor >= 1,
+            "an optimizer's state that forgets nothing, and grows with every step",
+            f"give {name} below 1, such as 0.9",
+        )
+        for name in ("momentum", "betas")
+    ),
+)
 _WITNESSES: Final = 5  # small parameters of an optimizer whose gradients stand for all of its
 
 
@@ -68,17 +86,31 @@ class Wiring:
 
     # ---- gradients that nobody resets
 
-    def stepped(self, optimizer: Optimizer, key: int) -> None:
+    def stepped(self, optimizer: Optimizer, key: int, step: int) -> None:
         """An optimizer has stepped: from now on its gradients should be reset before they are added to."""
         if self._first_versions is None:
             self._first_versions = {slot: parameter._version for slot, parameter in self._parameter_registry.scan()}
         carried = self._carried.setdefault(key, _Carried())
         carried.num_steps += 1
+        if carried.num_steps == 1:
+            self._look_at_settings(optimizer, step)
         if carried.num_steps <= _STEPS:
             entries = sorted(self._optimizer_registry.entries(optimizer), key=lambda entry: entry[1].numel())
             present = [(slot, p.grad) for slot, p in entries if p.grad is not None][:_WITNESSES]
             carried.witnesses = {slot: state_of(gradient) for slot, gradient in present}
             carried.nonzero = None
+
+    def _look_at_settings(self, optimizer: Optimizer, step: int) -> None:
+        """Settings that no training survives, and that torch does not refuse, at least not in `param_groups`."""
+        for group in optimizer.param_groups:
+            for name, is_wrong, cause, remedy in _SETTINGS:
+                values = group.get(name, 0.0)
+                here = [v for v in (values if isinstance(values, tuple | list) else [values]) if isinstance(v, Real)]
+                if any(map(is_wrong, here)):
+                    fact = f"{type(optimizer).__name__} steps with {name}={values!r}."
+                    text = f"{fact}\nProbable cause: {cause}. Remedy: {remedy}."
+                    self._notices.alert("Optimizer settings", text, step)
+                    return
 
     def backward_begins(self) -> None:
         """The first gradient of a backward is there, and no other yet: the moment to see what was reset before it."""
