@@ -18,7 +18,6 @@ from gradients import Chosen, samples, step, watch
 from processes import script
 from statistics_oracle import assert_row
 
-from wandb_gradwatch._measure import compilation as compilation_module
 from wandb_gradwatch._measure import cpu_compiled
 from wandb_gradwatch._measure.columns import AS_LEFT, Column
 from wandb_gradwatch._measure.compilation import Compilation
@@ -404,38 +403,6 @@ def test_the_loops_are_compiled_once(gate: threading.Event) -> None:
     gate.set()
     assert compilation.wait() == "made"
     assert len(made) == 1
-
-
-def test_what_another_process_compiles_is_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    fcntl = pytest.importorskip("fcntl")
-    monkeypatch.setattr(compilation_module, "_lock_file", lambda: tmp_path / "lock")
-    made: list[str] = []
-    waiting = [Compilation(lambda: made.append("made") or "made", cpu_compiled._say_failure) for _ in range(2)]
-    with (tmp_path / "lock").open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # as of another process
-        for one in waiting:
-            one.start()
-        assert made == []
-    assert [one.wait() for one in waiting] == ["made", "made"]
-
-
-def test_a_process_that_was_stopped_while_it_compiles_holds_up_no_other(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    fcntl = pytest.importorskip("fcntl")
-    monkeypatch.setattr(compilation_module, "_lock_file", lambda: tmp_path / "lock")
-    monkeypatch.setattr(compilation_module, "_LONGEST", 0.05)
-    compilation = Compilation(lambda: "made", cpu_compiled._say_failure)
-    with (tmp_path / "lock").open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # as of another process, until the end
-        compilation.start()
-        compilation._thread.join(10)  # type: ignore[union-attr]
-        assert compilation.made == "made"
-
-
-def test_without_a_folder_for_locks_everybody_compiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(compilation_module, "_lock_file", lambda: tmp_path / "missing" / "lock")
-    assert Compilation(lambda: "made", cpu_compiled._say_failure).wait() == "made"
 
 
 FORK_WHILE_COMPILING = """

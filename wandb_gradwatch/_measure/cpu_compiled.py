@@ -24,6 +24,7 @@ from torch import Tensor
 from . import cpu
 from .columns import NUM_BINS, NUM_COLUMNS, SCALE_POWER, ZERO_BIN, Column, IntArray, merge_adjacent_rows
 from .compilation import Compilation
+from .compile_lock import after_other_processes
 from .elements import readable
 from .float_bits import FLOAT32, FLOAT64, bin_of_code, largest_magnitude_within
 from .thread_pool import THREAD_POOL
@@ -41,6 +42,8 @@ _ITEMSIZE_K: Final = np.array([dtype.itemsize for dtype in _KIND])
 _PIECE: Final = 1 << 18  # elements that a thread takes at once: tens of microseconds
 _SHARED_FROM: Final = 1 << 21  # elements, below which one thread is done before another has woken
 
+_LONGEST: Final = 60.0  # seconds that another process may take to compile
+
 
 @cache
 def is_installed() -> bool:
@@ -51,11 +54,12 @@ def is_installed() -> bool:
 def _compile() -> Loops:
     from .cpu_loops import compile_loops
 
-    try:
-        loops = compile_loops(cache=True)
-    except Exception as error:  # no folder to write to, a full disk, a damaged file: not needed to compile
-        logger.debug("wandb_gradwatch: compiling without a cache on disk: %r", error)
-        loops = compile_loops(cache=False)
+    with after_other_processes("loops", longest=_LONGEST):
+        try:
+            loops = compile_loops(cache=True)
+        except Exception as error:  # no folder to write to, a full disk, a damaged file: not needed to compile
+            logger.debug("wandb_gradwatch: compiling without a cache on disk: %r", error)
+            loops = compile_loops(cache=False)
     _check(loops)
     return loops
 
