@@ -1,7 +1,7 @@
 """Everything that only a GPU can show, in order of worth, each part in a process of its own: `make gpu`.
 
-    python -m benchmarks.gpu_day [--json FILE] [--only WORD ...]   # runs the parts, under ten minutes on an H200
-    python -m benchmarks.gpu_day --page [--json FILE]              # writes docs/gpu.md from the results, on any machine
+    python -m benchmarks.gpu_day [--json FILE] [--only WORD ...]   # runs the parts, in nine minutes at most
+    python -m benchmarks.gpu_day --page [--json FILE]   # writes docs/gpu.md and the README's table, on any machine
 
 Results are written after every part, so that a machine that goes away leaves what there is. A part that fails, takes
 too long or lacks a package is named in the results, and the rest goes on.
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks import kernel_table, table
+from benchmarks import kernel_code_table, kernel_table, table
 from benchmarks.machine import describe_machine
 
 ROOT = Path(__file__).parent.parent
@@ -47,15 +47,15 @@ class Part(NamedTuple):
 _TESTS = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
 PARTS = (
     Part("the kernels equal the reference", (*_TESTS, "tests/kernel_suite.py"), 120, ("triton", "pytest")),
-    Part("tests on the GPU", (*_TESTS, "tests/test_gpu.py"), 150, ("pytest",)),
+    Part("tests on the GPU", (*_TESTS, "tests/test_gpu.py"), 120, ("pytest",)),
     Part(
         "bandwidth of the kernels",
         ("-m", "benchmarks.kernel", "--models", "GPT-2 small", "GPT 1.2B", "--rounds", "10", "--json", _JSON),
-        120,
+        100,
         ("triton",),
     ),
-    Part("GPT-2 small", ("-m", "benchmarks", "--models", "gpt2", "--rounds", "3", "--json", _JSON), 120, ("wandb",)),
-    Part("1.2 B parameters", ("-m", "benchmarks", "--models", "1b", "--rounds", "3", "--json", _JSON), 120, ("wandb",)),
+    Part("GPT-2 small", ("-m", "benchmarks", "--models", "gpt2", "--rounds", "3", "--json", _JSON), 100, ("wandb",)),
+    Part("1.2 B parameters", ("-m", "benchmarks", "--models", "1b", "--rounds", "3", "--json", _JSON), 100, ("wandb",)),
 )
 
 
@@ -104,22 +104,30 @@ def run_all(parts: Sequence[Part], path: Path) -> dict[str, Any]:
     return results
 
 
-def page_of(results: dict[str, Any] | None) -> str:
-    """docs/gpu.md."""
+def page_of(results: dict[str, Any] | None, code: dict[str, Any] | None) -> str:
+    """docs/gpu.md.
+
+    Args:
+        results: of a GPU, if there was one.
+        code: what kernel_code.py has read from the kernels' machine code.
+    """
     lines = ["# On a GPU", ""]
     if results is None:
-        return "\n".join(
-            [
-                *lines,
-                "The kernels have not run on a GPU yet: their machine code is compiled for sm_80, 90, 100 and 120 and "
-                "executed in an emulator (`pytest -m slow`), and `make gpu` on "
-                "a machine with a GPU fills this page.",
-                "",
-            ]
-        )
+        lines += [
+            "The kernels have not run on a GPU yet: their machine code is compiled for sm_80, 90, 100 and 120 and "
+            "executed in an emulator (`pytest -m slow`), and `make gpu` on a machine with a GPU fills this page.",
+        ]
+    else:
+        lines += _measured(results)
+    if code is not None:
+        lines += ["", "## What the machine code takes", "", kernel_code_table.render(code)]
+    return "\n".join([*lines, ""])
+
+
+def _measured(results: dict[str, Any]) -> list[str]:
     machine = results["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
-    lines += [
+    lines = [
         f"Measured on {machine['device']}, Python {machine['python']}, {versions}, commit {machine['commit']}.",
         "",
     ]
@@ -133,7 +141,27 @@ def page_of(results: dict[str, Any] | None) -> str:
             lines += ["", *(f"- {line}" for line in kernel_table.targets(part["figures"]))] if of_kernels else []
         elif part["outcome"] != "passed" and part["output"]:
             lines += ["", f"## {part['name']}: {part['outcome']}", "", "```", *part["output"], "```"]
-    return "\n".join([*lines, ""])
+    return lines
+
+
+def readme_with(results: dict[str, Any] | None, text: str) -> str:
+    """The README with the table of the kernels, where they were measured."""
+    for part in results["parts"] if results is not None else ():
+        if part["figures"] is not None and "results" in part["figures"]:
+            shown = kernel_table.render(part["figures"])
+            text = table.with_table(text, shown, begin=kernel_table.BEGIN, end=kernel_table.END)
+    return text
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def write_pages(path: Path) -> None:
+    """docs/gpu.md and the README's table, from the results in this file, if it is there."""
+    results = _read(path)
+    PAGE.write_text(page_of(results, _read(kernel_code_table.RESULTS)), encoding="utf-8")
+    table.README.write_text(readme_with(results, table.README.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -141,13 +169,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, default=RESULTS)
     parser.add_argument("--only", nargs="+", default=[], help="parts whose name holds one of these words")
-    parser.add_argument("--page", action="store_true", help="run nothing: write docs/gpu.md")
+    parser.add_argument("--page", action="store_true", help="run nothing: write docs/gpu.md and the README's table")
     options = parser.parse_args(arguments)
     if options.page:
-        there = options.json.exists()
-        PAGE.write_text(
-            page_of(json.loads(options.json.read_text(encoding="utf-8")) if there else None), encoding="utf-8"
-        )
+        write_pages(options.json)
         return 0
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks.gpu_day needs a CUDA device, and torch finds none here")

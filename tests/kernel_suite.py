@@ -40,7 +40,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 # rounds one after the other: each addition is right to 2**-24.
 TOLERANCE = (1 + 4 + CHUNK / ROUND) * 2.0**-24
 
-KERNELS = (kernels.measure_chunks, kernels.square_chunks, kernels.measure_carefully, kernels.fold)
+KERNELS = (kernels.measure_chunks, kernels.measure_carefully, kernels.fold)
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:(overflow|invalid value|All-NaN slice) encountered:RuntimeWarning"

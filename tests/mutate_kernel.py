@@ -36,7 +36,7 @@ SMALL, CHUNKS, GENERIC = "cpu_small.py", "cpu_chunks.py", "generic.py"
 FAULTS = (  # one line each, however long
     Fault("the last element of an end is not read", KERNEL, "mask = begin + lanes < count", "mask = begin + lanes < count - 1"),
     Fault("one element past the end is read", KERNEL, "mask = begin + lanes < count", "mask = begin + lanes <= count"),
-    Fault("a whole chunk is read without its last round", KERNEL, "range(0, count * ITEMSIZE, 4 * TILE)", "range(0, count * ITEMSIZE - 4 * TILE, 4 * TILE)", 2),
+    Fault("a whole chunk is read without its last round", KERNEL, "range(0, count * ITEMSIZE, LANES * 64)", "range(0, count * ITEMSIZE - LANES * 64, LANES * 64)", 2),
     Fault("chunks start one element late", PLAN, "number * longest[tensor])", "number * longest[tensor] + 1)"),
     Fault("the end of a tensor is left out", PLAN, "num_chunks_of = num_whole + (whole < sizes)", "num_chunks_of = num_whole + 0 * (whole < sizes)"),
     Fault("an end is taken for a whole chunk", PLAN, "(careful[tensor] | is_end)", "careful[tensor]"),
@@ -64,7 +64,7 @@ FAULTS = (  # one line each, however long
     Fault("zeros are counted in the lowest bin", KERNEL, "tl.where(counted != 0, cells.to(tl.int32), _NO_CELL)", "cells.to(tl.int32)"),
     Fault("zeros of a chunk are forgotten", KERNEL, "tl.atomic_add(row + _ZERO_BIN, zeros", "tl.atomic_add(row + _ZERO_BIN, 0 * zeros"),
     Fault("a tile is left out", KERNEL, "+ (tl.sum(c, axis=AXIS) + tl.sum(d, axis=AXIS))", "+ tl.sum(c, axis=AXIS)"),
-    Fault("a tile is read twice", KERNEL, "(begin + 2 * TILE)", "(begin + 1 * TILE)", 2),
+    Fault("a tile is read twice", KERNEL, "address + 2 * TILE", "address + 1 * TILE"),
     Fault("loads of lanes overlap", KERNEL, "tl.arange(0, LANES)[:, None] * VECTOR", "tl.arange(0, LANES)[:, None]"),
     Fault("loads of unaligned lanes overlap", KERNEL, "tl.arange(0, VECTOR)[:, None] * LANES", "tl.arange(0, VECTOR)[:, None]"),
     Fault("the other half of a pair is the first again", KERNEL, "(tile & 0xFFFF0000)", "(tile << 16)"),

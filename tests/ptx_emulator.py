@@ -216,6 +216,7 @@ class Launch:
             zip(self._program.parameter_names, arguments, strict=False)
         )  # scratch that nobody reads may follow
         self._arguments = {name: named.get(name, 0) for name in self._program.parameter_names}
+        self._missing: dict[str, set[int]] = {}  # parts of a register that were packed before they were written
         self._shared = _Shared(num_programs)
         self._places = {"global_smem": _DYNAMIC, "gradwatch_cells": 0}
         self._at = np.zeros(len(thread), dtype=np.int64)
@@ -264,6 +265,8 @@ class Launch:
     def _read(self, operand: str, kind: str, active: Array) -> Array:
         """An operand as this type: [active threads]."""
         number = int(active.sum())
+        if operand in self._missing:
+            raise PtxError(f"a part of {operand} is read before it is written")
         if operand in self._registers:
             values = self._registers[operand][active]
             if kind == "pred":
@@ -290,6 +293,7 @@ class Launch:
             return
         if values.dtype != bool:
             values = np.ascontiguousarray(values).view(f"u{values.itemsize}")
+        self._missing.pop(operand, None)
         register = self._registers.get(operand)
         if register is None or register.dtype != values.dtype:
             register = np.zeros(len(active), dtype=values.dtype)
@@ -381,14 +385,27 @@ class Launch:
         if target.startswith("{"):
             parts = [part.strip() for part in target.strip("{}").split(",")]
             size = _TYPES[kind].itemsize // len(parts)
+            missing = self._missing.pop(source, set())
             values = self._read(source, kind, active).view(f"u{size}").reshape(-1, len(parts))
             for place, part in enumerate(parts):
                 self._write(part, values[:, place], active)
+                if place in missing:
+                    self._registers.pop(part, None)
+            if missing:
+                self._missing[source] = missing
         elif source.startswith("{"):
             parts = [part.strip() for part in source.strip("{}").split(",")]
             size = _TYPES[kind].itemsize // len(parts)
-            columns = [self._read(part, f"b{8 * size}", active) for part in parts]
+            missing = {place for place, part in enumerate(parts) if part[0] == "%" and part not in self._registers}
+            columns = [
+                np.zeros(int(active.sum()), f"u{size}")
+                if place in missing
+                else self._read(part, f"b{8 * size}", active)
+                for place, part in enumerate(parts)
+            ]
             self._write(target, np.stack(columns, axis=1).view(f"u{_TYPES[kind].itemsize}")[:, 0], active)
+            if missing:
+                self._missing[target] = missing
         else:
             self._write(target, self._read(source, kind, active), active)
 

@@ -14,7 +14,9 @@ import torch
 from gradients import Chosen, samples, step, watch
 from matrix_programs import CLIP, KINDS, MICROS
 from rank_programs import LEARNING_RATE, batch_of, build, expected, loss_of
+from torch import distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from wandb_gradwatch import SkipGuard
 from wandb_gradwatch.metrics import Activations
@@ -435,6 +437,31 @@ def test_a_training_on_a_stream_of_its_own_and_a_flush_outside_of_it():
     (norms, count), (expected_norms, expected_count) = seen(torch.cuda.Stream()), seen(torch.cuda.current_stream())
     np.testing.assert_allclose(norms, expected_norms, rtol=1e-5)  # matrix products may differ in their last digits
     assert count == expected_count
+
+
+@pytest.mark.parametrize("wrapper", ["DDP", "FSDP2"])
+def test_a_rank_that_is_alone_on_its_gpu(wrapper, tmp_path):
+    """By NCCL, which has no two ranks on one GPU; without one by gloo, on the CPU."""
+    device, library = ("cpu", "gloo") if PRETENDED else ("cuda", "nccl")
+    dist.init_process_group(library, store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        model = build().to(device)
+        if wrapper == "DDP":
+            model = nn.parallel.DistributedDataParallel(model)
+        else:
+            from torch.distributed.fsdp import fully_shard
+
+            model = fully_shard(model, mesh=init_device_mesh(device, (1,)))
+        watcher, sink = watch(model, backend=QUICK)
+        optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+        for number in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(model, batch_of(0, number).to(device)).backward()
+            optimizer.step()
+        snapshot = samples(watcher, sink)
+    finally:
+        dist.destroy_process_group()
+    np.testing.assert_allclose(snapshot.grad_norm, expected(1, STEPS)["grad_norm"], rtol=1e-4)
 
 
 @pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -1,7 +1,8 @@
 """The kernels as Triton compiles them for a GPU: what they take of it, and what they compute when they are executed.
 
-No GPU is needed: fake_driver.py says which one there is, and ptx_emulator.py executes the PTX. Slow, and therefore left
-out of `make test`; `make test-all` runs it under today's Triton, .ci/run what it computes under the oldest one.
+No GPU is needed: benchmarks/fake_driver.py says which one there is, and ptx_emulator.py executes the PTX. Slow, and
+therefore left out of `make test`; `make test-all` runs it under today's Triton, .ci/run what it computes under the
+oldest one.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
 import warnings
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,70 +26,23 @@ from statistics_oracle import assert_row
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-from fake_driver import FakeDriver, installed  # noqa: E402
 from ptx_emulator import Launch, Memory, PtxError  # noqa: E402
 
+from benchmarks import kernel_code  # noqa: E402
+from benchmarks.fake_driver import FakeDriver, installed  # noqa: E402
+from benchmarks.kernel_code import compile_all, variant  # noqa: E402
 from wandb_gradwatch._measure import cuda as kernels  # noqa: E402
 from wandb_gradwatch._measure import cuda_launch, reference  # noqa: E402
+from wandb_gradwatch._measure import measure as door  # noqa: E402
+from wandb_gradwatch._measure.columns import Column  # noqa: E402
 
 CPU = torch.device("cpu")
-NAMES = {0: "float32", 1: "bfloat16", 2: "float16", 3: "float64"}
 CHUNK = 8192  # shorter than in production, as the emulator takes its time; the kernels are the same
 # As in kernel_suite.py: a tree of 16 float32 squares in each round, 4 deep, and the rounds one after the other.
 TOLERANCE = (1 + 4 + CHUNK / (16 * cuda_launch.LANES)) * 2.0**-24
-TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
 # ---- what they take
-
-
-def compile_all(capability: int, monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[Any]:
-    """What warming up compiles for such a GPU."""
-    made: list[Any] = []
-    monkeypatch.setattr(cuda_launch, "_compiled", set())
-    monkeypatch.setattr(kernels, "build_launcher", made.append)
-    with installed(FakeDriver(capability)):
-        for dead_threshold in options.pop("dead_thresholds", (0.0,)):
-            cuda_launch.warm_up(CPU, dead_threshold=dead_threshold, histogram=True, **options)
-    return made
-
-
-def variant(compiled: Any) -> str:
-    """A kernel's name with the constants that tell its variants apart."""
-    names = compiled.src.fn.arg_names
-    constants = {
-        names[key[0]] if isinstance(key, tuple) else names[key] if isinstance(key, int) else key: value
-        for key, value in compiled.src.constants.items()
-    }
-    said = [NAMES[constants["DTYPE"]]] if "DTYPE" in constants else []
-    said += [] if constants.get("ALIGNED", True) else ["unaligned"]
-    said += [name.lower() for name in ("DEAD", "SCALED", "HISTOGRAM") if constants.get(name)]
-    return " ".join([compiled.src.fn.__name__, *said])
-
-
-def run_tool(tool: str, *arguments: str) -> str:
-    if not (TOOLS / tool).exists():
-        pytest.skip(f"this Triton has no {tool}")
-    return subprocess.run([str(TOOLS / tool), *arguments], capture_output=True, text=True, check=True).stdout
-
-
-def resources(compiled: Any, path: Path) -> tuple[int, int]:
-    """Registers of a thread, and bytes of its stack: what did not fit into registers."""
-    path.write_bytes(compiled.asm["cubin"])
-    usage = re.search(r"REG:(\d+) STACK:(\d+)", run_tool("cuobjdump", "--dump-resource-usage", str(path)))
-    assert usage is not None
-    return int(usage.group(1)), int(usage.group(2))
-
-
-def instructions_of_loop(compiled: Any, path: Path) -> list[str]:
-    """What the machine executes in each round of the loop that reads most, from the machine code."""
-    path.write_bytes(compiled.asm["cubin"])
-    found = re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", run_tool("cuobjdump", "-sass", str(path)))
-    code = [(int(address, 16), text) for address, text in found]
-    jumps = [(int(target.group(1), 16), at) for at, text in code if (target := re.search(r"BRA.* (0x[0-9a-f]+)", text))]
-    plain = [(at, re.sub(r"^@!?U?P\w+ ", "", text).split()[0].split(".")[0]) for at, text in code]
-    loops = [[name for at, name in plain if first <= at <= last] for first, last in jumps if first < last]
-    return max(loops, key=lambda loop: (loop.count("LDG"), -len(loop)))
 
 
 # The most registers of a thread, and instructions per element (None: not asked). A core of a GPU has 65536 registers,
@@ -100,8 +54,8 @@ BUDGETS: dict[str, tuple[int, float | None]] = {
     "measure_chunks bfloat16": (80, 14),
     "measure_chunks float32 histogram": (56, 18),
     "measure_chunks bfloat16 histogram": (80, 17),
-    "square_chunks float32": (40, 5),
-    "square_chunks bfloat16": (40, 5),
+    "measure_chunks float32 squares": (40, 5),
+    "measure_chunks bfloat16 squares": (40, 5),
     "measure_carefully": (128, None),
     "measure_carefully histogram": (128, None),
     "fold": (128, None),
@@ -110,46 +64,36 @@ BUDGETS: dict[str, tuple[int, float | None]] = {
 MOST_REGISTERS, MOST_STACK = 168, 16
 
 
-def what_is_taken(made: list[Any], path: Path) -> dict[str, tuple[int, int, float]]:
-    """Of each variant: registers, bytes of stack, instructions per element of the loop that reads it."""
-    taken = {}
-    for compiled in {variant(compiled): compiled for compiled in made}.values():
-        name = variant(compiled)
-        loop = Counter(instructions_of_loop(compiled, path))
-        of_a_load = 4 if "float32" in name else 8  # elements; of a load of 16 bytes
-        taken[name] = (*resources(compiled, path), loop.total() / max(loop["LDG"] * of_a_load, 1))
-    return taken
+def what_is_taken(made: list[Any]) -> dict[str, kernel_code.Taken]:
+    if not (kernel_code.TOOLS / "cuobjdump").exists():
+        pytest.skip("this Triton has no cuobjdump")
+    return {variant(compiled): kernel_code.taken_by(compiled) for compiled in made}
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100, 120])
-def test_what_a_training_needs_first_is_within_its_budget(
-    capability: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    dtypes = [torch.float32, torch.bfloat16]
-    taken = what_is_taken(compile_all(capability, monkeypatch, dtypes=dtypes, in_buckets=False), tmp_path / "cubin")
+def test_what_a_training_needs_first_is_within_its_budget(capability: int) -> None:
+    taken = what_is_taken(compile_all(capability, dtypes=[torch.float32, torch.bfloat16], in_buckets=False))
     assert set(BUDGETS) <= set(taken)
     for name, (max_registers, max_instructions) in BUDGETS.items():
-        registers, stack, per_element = taken[name]
-        assert registers <= max_registers, name
-        assert stack <= (MOST_STACK if max_instructions is None else 0), name
-        assert max_instructions is None or 1 < per_element <= max_instructions, name
+        assert taken[name].registers <= max_registers, name
+        assert taken[name].stack <= (MOST_STACK if max_instructions is None else 0), name
+        assert max_instructions is None or 1 < taken[name].instructions <= max_instructions, name
 
 
-def test_no_variant_takes_much_more_and_each_has_its_cells_once(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_no_variant_takes_much_more_and_each_has_its_cells_once() -> None:
     dtypes = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-    made = compile_all(90, monkeypatch, dtypes=dtypes, dead_thresholds=(0.0, 0.1))
-    for name, (registers, stack, _) in what_is_taken(made, tmp_path / "cubin").items():
-        assert registers <= MOST_REGISTERS, name
-        assert stack <= MOST_STACK, name
+    made = compile_all(90, dtypes=dtypes, dead_thresholds=(0.0, 0.1))
+    for name, taken in what_is_taken(made).items():
+        assert taken.registers <= MOST_REGISTERS, name
+        assert taken.stack <= MOST_STACK, name
     for compiled in made:
         assert compiled.asm["ptx"].count("gradwatch_cells[") == ("histogram" in variant(compiled)), variant(compiled)
 
 
-def test_few_variants_are_compiled_and_those_of_the_first_sample_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = compile_all(90, monkeypatch, dtypes=[torch.bfloat16], in_buckets=False)
-    first = ["measure_chunks bfloat16 histogram", "square_chunks bfloat16", "measure_carefully histogram", "fold"]
+def test_few_variants_are_compiled_and_those_of_the_first_sample_first() -> None:
+    made = compile_all(90, dtypes=[torch.bfloat16], in_buckets=False)
+    first = ["measure_chunks bfloat16 histogram", "measure_chunks bfloat16 squares"]
+    first += ["measure_carefully histogram", "fold"]
     then = ["measure_chunks bfloat16", "measure_carefully", "measure_chunks bfloat16 scaled histogram"]
     assert [variant(compiled) for compiled in made] == first + then
 
@@ -250,7 +194,7 @@ def test_checks_for_overflowing_integers_find_nothing(
     emulated: list[str], memory: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """TRITON_DEBUG=1 makes a device assertion of each integer addition: one that fails ends the training."""
-    for kernel in (kernels.measure_chunks, kernels.square_chunks, kernels.measure_carefully, kernels.fold):
+    for kernel in (kernels.measure_chunks, kernels.measure_carefully, kernels.fold):
         monkeypatch.setattr(kernel, "debug", True)
     kwargs = {"dead_threshold": 0.25, "inverse_scale": None, "histogram": True}
     assert_emulated(memory, gradients_of(torch.float32), parameters=True, **kwargs)
@@ -305,9 +249,83 @@ def test_a_folder_that_cannot_be_written_to_is_no_failure(monkeypatch: pytest.Mo
     (tmp_path / "file").touch()
     nowhere = str(tmp_path / "file" / "cache")
     monkeypatch.setenv("TRITON_CACHE_DIR", nowhere)
-    made = compile_all(86, monkeypatch, dtypes=[torch.float64], in_buckets=False)
+    made = compile_all(86, dtypes=[torch.float64], in_buckets=False)
     assert [variant(compiled) for compiled in made] == ["measure_carefully histogram", "fold", "measure_carefully"]
     assert os.environ["TRITON_CACHE_DIR"] == nowhere
+
+
+@pytest.mark.parametrize(
+    ("lacks", "said"), [("a compiler", "install gcc"), ("Python.h", "Python's headers, as in python3-dev")]
+)
+def test_without_a_compiler_or_the_headers_of_python_torch_measures_and_it_is_said(
+    lacks: str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from triton.backends.nvidia.driver import CudaUtils
+    from triton.runtime import build
+
+    class Built:  # what loads kernels, which Triton builds when it is first asked for
+        def __getattr__(self, name: str) -> Any:
+            return getattr(CudaUtils(), name)
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # where nothing is built yet
+    monkeypatch.setenv("TRITON_LIBCUDA_PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    for cached in (value for value in vars(build).values() if hasattr(value, "cache_clear")):
+        cached.cache_clear()
+    if lacks == "a compiler":
+        monkeypatch.setenv("PATH", str(tmp_path))
+    else:
+        monkeypatch.setattr(sysconfig, "get_paths", lambda **_: {"include": str(tmp_path)})
+    monkeypatch.setattr(door, "_triton_failed", [])
+    monkeypatch.setattr(door, "_best_backend", lambda device: "torch" if door._triton_failed else "cuda")
+    fake = FakeDriver(89 if lacks == "a compiler" else 87)  # no other test has these GPUs
+    fake.utils = Built()
+    with installed(fake), pytest.warns(RuntimeWarning, match=f"the Triton kernels failed .*{said}"):
+        measurement = door.measure([torch.ones(3)], None)
+    assert measurement.rows[0, Column.GRAD_SUM] == 3
+
+
+# ---- several ranks
+
+
+COMPILE_AS_A_RANK = """
+import sys
+import torch
+from triton.compiler import ASTSource
+from benchmarks.fake_driver import FakeDriver, installed
+from wandb_gradwatch._measure import cuda_launch
+
+compiled, make_ir = [], ASTSource.make_ir
+
+def counted(source, *args, **kwargs):
+    compiled.append(source.fn.__name__)
+    return make_ir(source, *args, **kwargs)
+
+ASTSource.make_ir = counted  # of what lies in the cache on disk nothing is made
+print("ready", flush=True)
+sys.stdin.readline()
+with installed(FakeDriver(90)):
+    cuda_launch.warm_up(torch.device("cpu"), [torch.float64], dead_threshold=0.0, histogram=True, in_buckets=False)
+print(len(compiled), len(cuda_launch._compiled))
+"""
+
+
+def test_of_two_ranks_one_compiles_a_variant_and_the_other_finds_it(tmp_path: Path) -> None:
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache"), "TMPDIR": str(tmp_path)}
+    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent.parent), *filter(None, sys.path)])
+    command = [sys.executable, "-c", COMPILE_AS_A_RANK]
+    ranks = [subprocess.Popen(command, env=environment, stdin=-1, stdout=-1, text=True) for _ in range(2)]
+    for rank in ranks:
+        assert rank.stdout is not None
+        assert rank.stdout.readline() == "ready\n"
+    for rank in ranks:
+        assert rank.stdin is not None
+        rank.stdin.write("\n")
+        rank.stdin.flush()
+    counts = [[int(word) for word in rank.communicate(timeout=120)[0].split()] for rank in ranks]
+    # The careful kernel with a histogram and without one, and the fold.
+    assert [has for _, has in counts] == [3, 3]
+    assert sum(made for made, _ in counts) == 3
 
 
 # ---- what a sample costs the host
@@ -315,7 +333,6 @@ def test_a_folder_that_cannot_be_written_to_is_no_failure(monkeypatch: pytest.Mo
 
 def test_a_sample_is_four_launches_and_no_more_calls_for_more_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     launches: list[int] = []
-    calls: Counter[int] = Counter()
 
     def calls_of(num_tensors: int) -> int:
         gradients = [torch.zeros(5000, dtype=torch.bfloat16) for _ in range(num_tensors)]
@@ -323,13 +340,8 @@ def test_a_sample_is_four_launches_and_no_more_calls_for_more_tensors(monkeypatc
         kwargs = {"dead_threshold": 0.0, "inverse_scale": None, "histogram": False}
         cuda_launch.measure(gradients, parameters, **kwargs)  # compiled, and laid out
         launches.clear()
-        sys.setprofile(lambda _, event, __: calls.update([num_tensors]) if event == "call" else None)
-        try:
-            with torch.no_grad():
-                cuda_launch.measure(gradients, parameters, **kwargs)
-        finally:
-            sys.setprofile(None)
-        return calls[num_tensors]
+        with torch.no_grad():
+            return kernel_code.count_calls(lambda: cuda_launch.measure(gradients, parameters, **kwargs))
 
     with installed(FakeDriver(90, lambda ptx, num_programs, arguments: launches.append(num_programs))):
         few, many = calls_of(10), calls_of(200)

@@ -1,10 +1,9 @@
 """The Triton kernels of the CUDA backend, launched by cuda_launch.py. The only file that imports Triton.
 
-One file, however long: everything here is compiled into the four kernels, which share nearly all of it.
+One file, however long: everything here is compiled into the three kernels, which share nearly all of it.
 
-    measure_chunks     ordinary chunks of gradients, in float32  -->
-    square_chunks      ordinary chunks of parameters             --> partials [NUM_PARTIALS, M] --> fold --> rows [N, C]
-    measure_carefully  float64, ends, and what those refused     -->
+    measure_chunks     ordinary chunks, in float32            --> partials [NUM_PARTIALS, M] --> fold --> rows [N, C]
+    measure_carefully  float64, ends, and what that refused   -->
 
 A chunk is part of one tensor. Its sums run in float32, a few terms per lane, where no square can overflow or vanish; a
 chunk for which that does not hold is refused, and read again in float64 with masks, so that NaN and Inf cost the
@@ -148,6 +147,17 @@ def _load(address, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, LANES: tl.constex
 
 
 @triton.jit
+def _load_round(address, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, LANES: tl.constexpr):
+    """Four tiles, all under way before the first is used: one at a time would not keep the memory busy."""
+    TILE: tl.constexpr = LANES * 16  # bytes
+    a = _load(address + 0 * TILE, DTYPE, ALIGNED, LANES)
+    b = _load(address + 1 * TILE, DTYPE, ALIGNED, LANES)
+    c = _load(address + 2 * TILE, DTYPE, ALIGNED, LANES)
+    d = _load(address + 3 * TILE, DTYPE, ALIGNED, LANES)
+    return a, b, c, d
+
+
+@triton.jit
 def _first(tile, DTYPE: tl.constexpr):
     """The elements of a tile in float32; of a tile of pairs the first ones."""
     if DTYPE == _BFLOAT16:  # by its bits: a conversion may flush subnormal numbers
@@ -226,6 +236,19 @@ def _is_finite_and_not_zero(values):
     return ((magnitude > 0) & (magnitude < _INFINITY)).to(tl.int32)
 
 
+@triton.jit
+def _store_partials(partials, num_chunks, nans, infs, zeros, deads, total, total_sq, lowest, highest, smallest):
+    tl.store(partials + 0 * num_chunks, nans)
+    tl.store(partials + 1 * num_chunks, infs)
+    tl.store(partials + 2 * num_chunks, zeros)
+    tl.store(partials + 3 * num_chunks, deads)
+    tl.store(partials + 4 * num_chunks, total)
+    tl.store(partials + 5 * num_chunks, total_sq)
+    tl.store(partials + 6 * num_chunks, lowest)
+    tl.store(partials + 7 * num_chunks, highest)
+    tl.store(partials + 8 * num_chunks, smallest)
+
+
 # ---- ordinary chunks
 # Four tiles to one value per lane. A loop that ended in `total += tl.sum(load)` would crash the compiler (Triton 3.6).
 
@@ -250,24 +273,20 @@ def _maxima(a, b, c, d, AXIS: tl.constexpr):
 
 
 @triton.jit
-def _sums_of_squares(a, b, c, d, AXIS: tl.constexpr):
-    return _sums(a * a, b * b, c * c, d * d, AXIS)
-
-
-@triton.jit
 def _doubled(tile):
     """The bits of a magnitude, times 2: what a float32 is without its sign."""
     return tile.to(tl.uint32, bitcast=True) << 1
 
 
 @triton.jit
-def _is_zero(doubled):
-    return (doubled == 0).to(tl.int32)
+def _is_zero(tile):
+    return (_doubled(tile) == 0).to(tl.int32)
 
 
 @triton.jit
-def _or_largest(doubled):
-    return tl.where(doubled == 0, _LARGEST, doubled)
+def _or_largest(tile):
+    """Its doubled bits; of zeros more than any other has."""
+    return tl.where(_doubled(tile) == 0, _LARGEST, _doubled(tile))
 
 
 @triton.jit
@@ -294,17 +313,19 @@ def _count_tile(counts, true_zeros, tile, scale, AXIS: tl.constexpr, SCALED: tl.
 @triton.jit
 def _add_tiles(
     total, total_sq, lowest, highest, smallest, zeros, deads, counts, true_zeros, a, b, c, d, dead, scale,
-    AXIS: tl.constexpr, ZEROS: tl.constexpr, DEAD: tl.constexpr, SCALED: tl.constexpr, HISTOGRAM: tl.constexpr,
-    SHARED: tl.constexpr,
+    AXIS: tl.constexpr, SQUARES: tl.constexpr, ZEROS: tl.constexpr, DEAD: tl.constexpr, SCALED: tl.constexpr,
+    HISTOGRAM: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
-    total += _sums(a, b, c, d, AXIS)
-    total_sq += _sums_of_squares(a, b, c, d, AXIS)
-    lowest = tl.minimum(lowest, _minima(a, b, c, d, AXIS))
-    highest = tl.maximum(highest, _maxima(a, b, c, d, AXIS))
-    da, db, dc, dd = _doubled(a), _doubled(b), _doubled(c), _doubled(d)
-    smallest = tl.minimum(smallest, _minima(_or_largest(da), _or_largest(db), _or_largest(dc), _or_largest(dd), AXIS))
+    if not SQUARES:
+        total += _sums(a, b, c, d, AXIS)
+    total_sq += _sums(a * a, b * b, c * c, d * d, AXIS)
+    if not SQUARES:
+        lowest = tl.minimum(lowest, _minima(a, b, c, d, AXIS))
+        highest = tl.maximum(highest, _maxima(a, b, c, d, AXIS))
+        da, db, dc, dd = _or_largest(a), _or_largest(b), _or_largest(c), _or_largest(d)
+        smallest = tl.minimum(smallest, _minima(da, db, dc, dd, AXIS))
     if ZEROS:
-        zeros += _sums(_is_zero(da), _is_zero(db), _is_zero(dc), _is_zero(dd), AXIS)
+        zeros += _sums(_is_zero(a), _is_zero(b), _is_zero(c), _is_zero(d), AXIS)
     if DEAD:
         deads += _sums(
             _is_dead(a, dead, scale, SCALED),
@@ -333,6 +354,7 @@ def measure_chunks(
     DTYPE: tl.constexpr,
     ALIGNED: tl.constexpr,
     LANES: tl.constexpr,
+    SQUARES: tl.constexpr,  # of parameters: the sum of squares is all that is measured
     DEAD: tl.constexpr,  # the dead threshold is not 0
     SCALED: tl.constexpr,
     HISTOGRAM: tl.constexpr,
@@ -343,8 +365,8 @@ def measure_chunks(
     if dtype < _CAREFUL_ONLY:
         AXIS: tl.constexpr = 1 if ALIGNED else 0
         ITEMSIZE: tl.constexpr = 4 if DTYPE == 0 else 2
-        TILE: tl.constexpr = LANES * 16  # bytes
-        ZEROS: tl.constexpr = SCALED if HISTOGRAM else True  # otherwise they are what the histogram has not counted
+        # Otherwise zeros are what the histogram has not counted.
+        ZEROS: tl.constexpr = SCALED if HISTOGRAM else not SQUARES
         if SCALED:
             scale = tl.load(inverse_scale)
             dead = tl.load(table + 1)
@@ -355,30 +377,27 @@ def measure_chunks(
         total_sq = tl.zeros([LANES], dtype=tl.float32)
         lowest = tl.full([LANES], float("inf"), dtype=tl.float32)
         highest = tl.full([LANES], float("-inf"), dtype=tl.float32)
-        smallest = tl.full([LANES], _LARGEST, dtype=tl.uint32)  # of doubled magnitude bits
+        # Of doubled magnitude bits; the largest stays where all are 0, which those who only square do not know.
+        smallest = tl.full([LANES], 0 if SQUARES else _LARGEST, dtype=tl.uint32)
         zeros = tl.zeros([LANES], dtype=tl.int32)
         deads = tl.zeros([LANES], dtype=tl.int32)
         true_zeros = tl.zeros([LANES], dtype=tl.int32)
         counts = zeros
         if HISTOGRAM:
             counts = _no_counts(SHARED)
-        for begin in range(0, count * ITEMSIZE, 4 * TILE):
-            # All four loads are under way before the first is used: one at a time would not keep the memory busy.
-            a = _load(address + (begin + 0 * TILE), DTYPE, ALIGNED, LANES)
-            b = _load(address + (begin + 1 * TILE), DTYPE, ALIGNED, LANES)
-            c = _load(address + (begin + 2 * TILE), DTYPE, ALIGNED, LANES)
-            d = _load(address + (begin + 3 * TILE), DTYPE, ALIGNED, LANES)
+        for begin in range(0, count * ITEMSIZE, LANES * 64):
+            a, b, c, d = _load_round(address + begin, DTYPE, ALIGNED, LANES)
             total, total_sq, lowest, highest, smallest, zeros, deads, counts, true_zeros = _add_tiles(
                 total, total_sq, lowest, highest, smallest, zeros, deads, counts, true_zeros,
                 _first(a, DTYPE), _first(b, DTYPE), _first(c, DTYPE), _first(d, DTYPE), dead, scale,
-                AXIS, ZEROS, DEAD, SCALED, HISTOGRAM, SHARED,
+                AXIS, SQUARES, ZEROS, DEAD, SCALED, HISTOGRAM, SHARED,
             )  # fmt: skip
             if ALIGNED:
                 if DTYPE == _BFLOAT16:
                     total, total_sq, lowest, highest, smallest, zeros, deads, counts, true_zeros = _add_tiles(
                         total, total_sq, lowest, highest, smallest, zeros, deads, counts, true_zeros,
                         _second(a), _second(b), _second(c), _second(d), dead, scale,
-                        AXIS, ZEROS, DEAD, SCALED, HISTOGRAM, SHARED,
+                        AXIS, SQUARES, ZEROS, DEAD, SCALED, HISTOGRAM, SHARED,
                     )  # fmt: skip
         chunk_sq = tl.sum(total_sq.to(tl.float64), axis=0)
         num_zero = tl.sum(zeros, axis=0)
@@ -388,61 +407,19 @@ def measure_chunks(
                 num_zero = count - tl.sum(counts, axis=0)
         bits = tl.min(smallest, axis=0)
         partials += chunk
-        if ((chunk_sq > count * _ORDINARY) & (chunk_sq < float("inf"))) | (bits == _LARGEST):  # the latter: all are 0
-            tl.store(partials + 0 * num_chunks, 0.0)
-            tl.store(partials + 1 * num_chunks, 0.0)
-            tl.store(partials + 2 * num_chunks, num_zero.to(tl.float64))
+        if ((chunk_sq > count * _ORDINARY) & (chunk_sq < float("inf"))) | (bits == _LARGEST):
+            num_dead = num_zero
             if DEAD:
-                tl.store(partials + 3 * num_chunks, tl.sum(deads, axis=0).to(tl.float64))
-            else:
-                tl.store(partials + 3 * num_chunks, num_zero.to(tl.float64))
-            tl.store(partials + 4 * num_chunks, tl.sum(total.to(tl.float64), axis=0))
-            tl.store(partials + 5 * num_chunks, chunk_sq)
-            tl.store(partials + 6 * num_chunks, tl.min(lowest, axis=0).to(tl.float64))
-            tl.store(partials + 7 * num_chunks, tl.max(highest, axis=0).to(tl.float64))
+                num_dead = tl.sum(deads, axis=0)
             magnitude = (bits >> 1).to(tl.float32, bitcast=True).to(tl.float64)
-            tl.store(partials + 8 * num_chunks, tl.where(bits == _LARGEST, float("inf"), magnitude))
+            _store_partials(
+                partials, num_chunks, 0.0, 0.0, num_zero, num_dead, tl.sum(total.to(tl.float64), axis=0), chunk_sq,
+                tl.min(lowest, axis=0), tl.max(highest, axis=0), tl.where(bits == _LARGEST, float("inf"), magnitude),
+            )  # fmt: skip
             if HISTOGRAM:
                 if SCALED:
                     num_zero = tl.sum(true_zeros, axis=0)
                 _add_histogram(histogram, tensor, counts, num_zero)
-        else:
-            tl.store(partials, _REFUSED)
-
-
-@triton.jit(do_not_specialize=["first", "num_chunks"])
-def square_chunks(
-    table,
-    chunks,
-    partials,  # of them the numbers of NaN and Inf, and the sum of squares
-    first,
-    num_chunks,
-    DTYPE: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    LANES: tl.constexpr,
-):
-    chunk = first + tl.program_id(0)
-    _, address, count, dtype = _chunk(table, chunks, num_chunks, chunk)
-    if dtype < _CAREFUL_ONLY:
-        AXIS: tl.constexpr = 1 if ALIGNED else 0
-        ITEMSIZE: tl.constexpr = 4 if DTYPE == 0 else 2
-        TILE: tl.constexpr = LANES * 16
-        total_sq = tl.zeros([LANES], dtype=tl.float32)
-        for begin in range(0, count * ITEMSIZE, 4 * TILE):
-            a = _load(address + (begin + 0 * TILE), DTYPE, ALIGNED, LANES)
-            b = _load(address + (begin + 1 * TILE), DTYPE, ALIGNED, LANES)
-            c = _load(address + (begin + 2 * TILE), DTYPE, ALIGNED, LANES)
-            d = _load(address + (begin + 3 * TILE), DTYPE, ALIGNED, LANES)
-            total_sq += _sums_of_squares(_first(a, DTYPE), _first(b, DTYPE), _first(c, DTYPE), _first(d, DTYPE), AXIS)
-            if ALIGNED:
-                if DTYPE == _BFLOAT16:
-                    total_sq += _sums_of_squares(_second(a), _second(b), _second(c), _second(d), AXIS)
-        chunk_sq = tl.sum(total_sq.to(tl.float64), axis=0)
-        partials += chunk
-        if (chunk_sq > count * _ORDINARY) & (chunk_sq < float("inf")):
-            tl.store(partials + 0 * num_chunks, 0.0)
-            tl.store(partials + 1 * num_chunks, 0.0)
-            tl.store(partials + 5 * num_chunks, chunk_sq)
         else:
             tl.store(partials, _REFUSED)
 
@@ -520,15 +497,11 @@ def measure_carefully(
             if HISTOGRAM:
                 counts = _count(counts, _cells_of_float64(true), _is_finite_and_not_zero(true), SHARED)
                 true_zeros += (mask & (true_magnitude == 0)).to(tl.int32)
-        tl.store(partials + 0 * num_chunks, tl.sum(nans, axis=0).to(tl.float64))
-        tl.store(partials + 1 * num_chunks, tl.sum(infs, axis=0).to(tl.float64))
-        tl.store(partials + 2 * num_chunks, tl.sum(zeros, axis=0).to(tl.float64))
-        tl.store(partials + 3 * num_chunks, tl.sum(deads, axis=0).to(tl.float64))
-        tl.store(partials + 4 * num_chunks, tl.sum(chunk_sum, axis=0))
-        tl.store(partials + 5 * num_chunks, tl.sum(chunk_sum_sq, axis=0))
-        tl.store(partials + 6 * num_chunks, tl.min(lowest, axis=0))
-        tl.store(partials + 7 * num_chunks, tl.max(highest, axis=0))
-        tl.store(partials + 8 * num_chunks, tl.min(smallest, axis=0))
+        _store_partials(
+            partials, num_chunks, tl.sum(nans, axis=0), tl.sum(infs, axis=0), tl.sum(zeros, axis=0),
+            tl.sum(deads, axis=0), tl.sum(chunk_sum, axis=0), tl.sum(chunk_sum_sq, axis=0),
+            tl.min(lowest, axis=0), tl.max(highest, axis=0), tl.min(smallest, axis=0),
+        )  # fmt: skip
         if HISTOGRAM:
             if tensor < num_gradients:
                 _add_histogram(histogram, tensor, _counts_of_cells(counts, SHARED), tl.sum(true_zeros, axis=0))

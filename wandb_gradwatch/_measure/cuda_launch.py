@@ -1,8 +1,8 @@
 """Statistics on CUDA: one read of every gradient by fused Triton kernels, a handful of launches, no host sync.
 
-    table of addresses --> measure_chunks, square_chunks: one program per chunk
-                       --> measure_carefully: the chunks that are left           --> partials [9, M]
-                       --> fold: one program per gradient and its parameter      --> rows [N, C]
+    table of addresses --> measure_chunks: one program per chunk
+                       --> measure_carefully: the chunks that are left       --> partials [9, M]
+                       --> fold: one program per gradient and its parameter  --> rows [N, C]
 
 Where chunks lie depends on sizes and dtypes alone and is uploaded once per plan. A sample uploads the addresses only,
 and only if one changed (address_table.py). The kernels are in cuda.py, the plans in cuda_plan.py.
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from . import cuda as kernels
 from .columns import NUM_BINS, NUM_COLUMNS, RECEIVED_COLUMNS, Column
+from .compile_lock import after_other_processes
 from .cuda_plan import ALIGNMENT, LOADS, Plan, plan_for
 from .elements import elements_of, readable
 from .float_bits import FLOAT32, FLOAT64, largest_magnitude_within
@@ -40,9 +41,10 @@ CAREFUL_LANES: Final = 512  # elements that the careful kernel holds at once
 FOLD_BLOCK: Final = 512  # partials of one column that a program of the fold holds at once
 
 # Variants of kernels that are compiled. Two threads must not compile at once, and one that needs what the other is busy
-# with had better wait for it.
+# with had better wait for it. So had another rank: Triton keeps what it has compiled on disk.
 _compiled: Final[set[tuple[Any, ...]]] = set()
 _compiling: Final = threading.Lock()
+_LONGEST: Final = 10.0  # seconds that another process may take for one variant, a second or two as a rule
 
 # Watchers of models with the same shapes share a plan, and a thread must not find another one's addresses in its table:
 # held from when the addresses are written until what reads them is queued.
@@ -140,26 +142,24 @@ def launch(
     histogram_NB = torch.zeros((plan.num_gradients, NUM_BINS), dtype=torch.int64, device=device) if histogram else None
     partials = torch.empty((kernels.NUM_PARTIALS, num_chunks), dtype=torch.float64, device=device)
     scale = plan.one if inverse_scale is None else _aligned(inverse_scale.to(torch.float64))
-    what = (plan.table.device_table, plan.chunks)
-    where = (scale, partials, partials if histogram_NB is None else histogram_NB)
+    table, chunks = plan.table.device_table, plan.chunks
+    counts = partials if histogram_NB is None else histogram_NB
     shared = histogram and kernels.counts_in_shared_memory()
     queue = partial(_queue, only_compile_for)
     for group in plan.groups:
-        reading = {"DTYPE": group.code, "ALIGNED": group.aligned, "LANES": LANES}
-        place = (group.first, num_chunks)
-        if group.are_gradients:
-            # A scale decides which elements are dead, and their bins; everything else the fold multiplies.
-            scaled = inverse_scale is not None and (dead or histogram)
-            counting = {"DEAD": dead, "SCALED": scaled, "HISTOGRAM": histogram, "SHARED": shared}
-            queue(kernels.measure_chunks, group.count, *what, *where, *place, **reading, **counting)
-        else:
-            queue(kernels.square_chunks, group.count, *what, partials, *place, **reading)
-    launch_constants: dict[str, Any] = {"LANES": CAREFUL_LANES, "HISTOGRAM": histogram, "SHARED": shared}
-    queue(kernels.measure_carefully, num_chunks, *what, *where, plan.num_gradients, num_chunks, **launch_constants)
+        compared, counted = (group.are_gradients and asked for asked in (dead, histogram))
+        # A scale decides which elements are dead, and their bins; everything else the fold multiplies.
+        scaled = inverse_scale is not None and (compared or counted)
+        reading = {"DTYPE": group.code, "ALIGNED": group.aligned, "LANES": LANES, "SQUARES": not group.are_gradients}
+        counting = {"DEAD": compared, "SCALED": scaled, "HISTOGRAM": counted, "SHARED": counted and shared}
+        given = (table, chunks, scale, partials, counts if counted else partials, group.first, num_chunks)
+        queue(kernels.measure_chunks, group.count, *given, **reading, **counting)
+    given = (table, chunks, scale, partials, counts, plan.num_gradients, num_chunks)
+    queue(kernels.measure_carefully, num_chunks, *given, LANES=CAREFUL_LANES, HISTOGRAM=histogram, SHARED=shared)
     scales = (scale, plan.one if plan.num_gradients else scale)
     numbers = (plan.num_gradients, plan.num_tensors, num_chunks)
     shape = {"NUM_COLUMNS": NUM_COLUMNS, "BLOCK": FOLD_BLOCK}
-    queue(kernels.fold, plan.num_rows, what[0], plan.tensors, partials, *scales, rows_NC, *numbers, **shape)
+    queue(kernels.fold, plan.num_rows, table, plan.tensors, partials, *scales, rows_NC, *numbers, **shape)
     return rows_NC, histogram_NB
 
 
@@ -181,7 +181,8 @@ def _queue(
         with _on(device):
             kernel[(num_programs,)](*arguments, **constants)
         return
-    with _compiling, _on(device):
+    name = "-".join(map(str, (kernel.fn.__name__, *variant[2:])))
+    with _compiling, after_other_processes(name, longest=_LONGEST), _on(device):
         if only_compile_for is None:
             _whatever_happens(lambda: kernel[(num_programs,)](*arguments, **constants))
         elif variant not in _compiled:
