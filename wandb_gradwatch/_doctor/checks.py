@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Final, Literal
@@ -49,7 +49,7 @@ def check_environment() -> list[Check]:
         _check_triton(),
         _check_numba(),
         _check_login(),
-        *_check_extras(floors),
+        _check_workspaces(floors),
     ]
 
 
@@ -140,18 +140,11 @@ def _judge_login(mode: str, base_url: str, has_credentials: Callable[[], bool]) 
     return Check("W&B", f"mode {mode}, no credentials for {base_url}", "note", advice)
 
 
-# What each optional package is for, in a few words. The names are those of the extras in pyproject.toml.
-_EXTRAS: Final = {
-    "wandb-workspaces": ("report", "W&B reports and workspaces"),
-}
-
-
-def _check_extras(floors: dict[str, str]) -> Iterator[Check]:
-    for name, (extra, purpose) in _EXTRAS.items():
-        if _version_or_none(name) is None:
-            yield Check(name, f"absent (optional: {purpose})", "note", f"pip install '{DISTRIBUTION}[{extra}]'")
-        else:
-            yield _check_version(name, floors)
+def _check_workspaces(floors: dict[str, str]) -> Check:
+    name, advice = "wandb-workspaces", f"pip install '{DISTRIBUTION}[report]'"
+    if _version_or_none(name) is None:
+        return Check(name, "absent (optional: W&B reports and workspaces)", "note", advice)
+    return _check_version(name, floors)
 
 
 def _version_or_none(name: str) -> str | None:

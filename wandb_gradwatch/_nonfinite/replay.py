@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, Protocol
 
 import torch
@@ -85,8 +86,8 @@ class StepReplay(StepListener):
         self._last_bad = -2  # the step, so that one episode is replayed once
         self._handles: list[RemovableHandle] = []
         for model in models:
-            self._handles.append(model.register_forward_pre_hook(_Before(self), with_kwargs=True))
-            self._handles.append(model.register_forward_hook(_After(self)))
+            self._handles.append(model.register_forward_pre_hook(_InTraining(self, self.began), with_kwargs=True))
+            self._handles.append(model.register_forward_hook(_InTraining(self, self.ended)))
         if not always:
             STEP_HOOKS.subscribe(self)
 
@@ -178,14 +179,14 @@ class StepReplay(StepListener):
             _Forward(weakref.ref(model), args, kwargs, tuple(_random_states()), tuple(_autocast_states(device_type)))
         )
 
-    def ended(self, output: Any) -> None:
+    def ended(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """It has ended: gradients will come back to its output."""
         if not self._forwards:
             return
         gradients = self._forwards[-1].gradients
         for place, tensor in enumerate(tensors_of(output)):
             if tensor.requires_grad:
-                tensor.register_hook(_Keep(gradients, place))  # type: ignore[no-untyped-call]
+                tensor.register_hook(partial(gradients.__setitem__, place))  # type: ignore[no-untyped-call]
 
     def _is_possible(self) -> bool:
         if current_graph_task() != -1 or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
@@ -197,39 +198,18 @@ class StepReplay(StepListener):
         return True
 
 
-class _Before(TransientHook):
-    def __init__(self, owner: StepReplay) -> None:
-        self._owner = owner
+class _InTraining(TransientHook):
+    """Calls one of a replay's methods for forwards of the training that are to be remembered."""
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def __init__(self, owner: StepReplay, method: Callable[[nn.Module, Any, Any], None]) -> None:
+        self._owner, self._method = owner, method
+
+    def __call__(self, module: nn.Module, args: Any, last: Any) -> None:
         # First of all, so that a compiler which traces this sees a constant, and guards nothing.
-        if torch.compiler.is_compiling() or not self._owner.is_keeping or not _is_training(module):
+        if torch.compiler.is_compiling() or not self._owner.is_keeping:
             return
-        self._owner.began(module, args, kwargs)
-
-
-class _After(TransientHook):
-    def __init__(self, owner: StepReplay) -> None:
-        self._owner = owner
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if torch.compiler.is_compiling() or not self._owner.is_keeping or not _is_training(module):
-            return
-        self._owner.ended(output)
-
-
-def _is_training(module: nn.Module) -> bool:
-    return torch.is_grad_enabled() and module.training and not replay.is_running
-
-
-class _Keep:
-    """Keeps the gradient that arrives at an output."""
-
-    def __init__(self, gradients: dict[int, Tensor], place: int) -> None:
-        self._gradients, self._place = gradients, place
-
-    def __call__(self, gradient: Tensor) -> None:
-        self._gradients[self._place] = gradient
+        if torch.is_grad_enabled() and module.training and not replay.is_running:
+            self._method(module, args, last)
 
 
 def _stepped_by(optimizer: Optimizer) -> list[Tensor]:

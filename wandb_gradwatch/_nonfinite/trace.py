@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -53,16 +53,11 @@ class _Origin(_Call):
     reached: dict[str, None] = field(default_factory=dict)  # modules, in the order in which they were reached
 
 
-@dataclass(eq=False)
-class _Copy:
+class _Read(NamedTuple):
     """What an operation reads: a copy where it may write to it."""
 
     values: Tensor
     storage: int
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> _Copy:
-        return cls(tensor.clone(), _storage(tensor))
 
 
 class NonfiniteTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's annotation
@@ -130,10 +125,8 @@ class NonfiniteTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         reads = [leaf for leaf in tree_leaves((args, kwargs)) if _has_values(leaf)]
         if operation.startswith(_OVERWRITES):
             reads = reads[1:]
-        if func._schema.is_mutable:  # what it reads may not be there afterwards
-            reads = [_Copy.of(tensor) for tensor in reads]
-        else:
-            reads = [_Copy(tensor, _storage(tensor)) for tensor in reads]
+        is_mutable = func._schema.is_mutable  # what it reads may not be there afterwards
+        reads = [_Read(tensor.clone() if is_mutable else tensor, _storage(tensor)) for tensor in reads]
         result = func(*args, **kwargs)
         # What returns nothing, as the optimizers' operations on lists do, has written to its arguments.
         written = result if func._schema.returns else _written(func._schema, args, kwargs)
@@ -161,7 +154,7 @@ class NonfiniteTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         forward = call if node is None else self._calls.get(node._sequence_nr())
         return None if forward is None else forward.module
 
-    def _follow(self, output: Tensor, call: _Call, reads: list[_Copy], given: Any) -> None:
+    def _follow(self, output: Tensor, call: _Call, reads: list[_Read], given: Any) -> None:
         has_nan, has_inf = _nan_and_inf(output)
         if not has_nan and not has_inf:
             if output._base is None:  # of a view the rest may still be bad
@@ -193,7 +186,7 @@ class NonfiniteTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             origin = self._origin(call, output, reads, is_intended=writes_inf and not has_nan and not reads_unknown)
         self._origins[_storage(output)] = (output, origin)
 
-    def _origin(self, call: _Call, output: Tensor, reads: list[_Copy], *, is_intended: bool) -> _Origin:
+    def _origin(self, call: _Call, output: Tensor, reads: list[_Read], *, is_intended: bool) -> _Origin:
         node = torch._C._current_autograd_node()
         words = made(output)
         ranges = tuple(InputRange.of(read.values) for read in reads)
