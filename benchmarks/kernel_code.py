@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -38,7 +37,7 @@ _NAMES = {0: "float32", 1: "bfloat16", 2: "float16", 3: "float64"}
 _SAID = ("SQUARES", "DEAD", "SCALED", "HISTOGRAM")
 
 _INTEGER_UNIT = re.compile(
-    r"(FMNMX|V?I(MN)?MNMX|IADD|VIADD|LOP|PLOP|SHF|SEL|FSEL|FSETP|FSET|ISETP|PRMT|LEA|IABS|MOV$|SGXT|BMSK|R2P|P2R|NOP)"
+    r"(FMNMX|V?I(MN)?MNMX|IADD|VIADD|LOP|PLOP|SHF|SEL|FSEL|FSETP|FSET|ISETP|PRMT|LEA|IABS|MOV\b|SGXT|BMSK|R2P|P2R|NOP)"
 )
 
 
@@ -94,12 +93,14 @@ def taken_by(compiled: Any) -> Taken:
         path = Path(folder) / "cubin"
         path.write_bytes(compiled.asm["cubin"])
         usage = re.search(r"REG:(\d+) STACK:(\d+)", _run_tool("cuobjdump", "--dump-resource-usage", str(path)))
-        loop = Counter(_loop_that_reads(_run_tool("cuobjdump", "-sass", str(path))))
+        loop = _loop_that_reads(_run_tool("cuobjdump", "-sass", str(path)))
     assert usage is not None
-    of_a_load = 4 if "float32" in variant(compiled) else 8  # elements, of 16 bytes
-    num_elements = max(loop["LDG"] * of_a_load, 1)
-    integer = sum(count for name, count in loop.items() if _INTEGER_UNIT.match(name))
-    counts = (loop.total(), integer, loop["ATOMS"])
+    num_elements = _num_bytes(loop) / (4 if "float32" in variant(compiled) else 2)
+    counts = (
+        len(loop),
+        sum(_INTEGER_UNIT.match(name) is not None for name in loop),
+        sum(name.startswith("ATOMS") for name in loop),
+    )
     shared = compiled.metadata.shared + 4 * sum(
         int(size) for size in re.findall(r"gradwatch_cells\[(\d+)\]", compiled.asm["ptx"])
     )
@@ -115,9 +116,15 @@ def _loop_that_reads(sass: str) -> list[str]:
     found = re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", sass)
     code = [(int(address, 16), text) for address, text in found]
     jumps = [(int(target.group(1), 16), at) for at, text in code if (target := re.search(r"BRA.* (0x[0-9a-f]+)", text))]
-    plain = [(at, re.sub(r"^@!?U?P\w+ ", "", text).split()[0].split(".")[0]) for at, text in code]
+    plain = [(at, re.sub(r"^@!?U?P\w+ ", "", text).split()[0]) for at, text in code]
     loops = [[name for at, name in plain if first <= at <= last] for first, last in jumps if first < last]
-    return max(loops, key=lambda loop: (loop.count("LDG"), -len(loop)))
+    return max(loops, key=lambda loop: (_num_bytes(loop), -len(loop)))
+
+
+def _num_bytes(loop: list[str]) -> int:
+    """What a thread reads in a round of it."""
+    widths = {"128": 16, "64": 8, "U16": 2, "U8": 1}
+    return sum(widths.get(name.split(".")[-1], 4) for name in loop if name.startswith("LDG"))
 
 
 # ---- counting in shared memory

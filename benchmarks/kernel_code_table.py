@@ -37,20 +37,21 @@ def render(results: dict[str, dict[str, Any]]) -> str:
     lines = [
         f"Triton {now['machine']['versions']['triton']}, sm_90, the loop that reads; commit "
         f"{before['machine']['commit']} -> {now['machine']['commit']}. The last columns say what share of a copy's "
-        "bandwidth an H200 can reach at most with so many instructions, and with lanes that wait for each other where "
-        "they count in one bank of shared memory: for gradients that are normal, and for those of which nine of ten "
+        "bandwidth an H200 can reach at most with so many instructions; and if besides lanes wait for each other where "
+        "they count in one bank of shared memory, with gradients that are normal, and with those of which nine of ten "
         "elements are 0. What it does reach is less, and not known.",
         "",
-        "| | registers | instructions per element | of them integer | at most, normal | at most, mostly 0 |",
-        "|---|--:|--:|--:|--:|--:|",
+        "| | registers | instructions per element | integer | at most | lanes wait, normal | mostly 0 |",
+        "|---|--:|--:|--:|--:|--:|--:|",
     ]
     for dtype, itemsize in (("bfloat16", 2), ("float32", 4)):
         for suffix, read in _READ.items():
             pairs = [one["variants"]["90"][f"measure_chunks {dtype}{suffix}"] for one in (before, now)]
             cells = [_change([f"{pair[key]:.{digits}f}" for pair in pairs]) for key, digits in _SHOWN]
-            for kind in now["passes"]:
-                each = zip(pairs, (before, now), strict=True)
-                shares = [largest_share_of_a_copy(pair, itemsize, one["passes"][kind]) for pair, one in each]
+            for passes in zip((1.0, *before["passes"].values()), (1.0, *now["passes"].values()), strict=True):
+                shares = [
+                    largest_share_of_a_copy(*one) for one in zip(pairs, (itemsize, itemsize), passes, strict=True)
+                ]
                 cells.append(_change([f"{share:.0%}" for share in shares]))
             lines.append(f"| {dtype}, {read} | " + " | ".join(cells) + " |")
     host = [one["host"] for one in (before, now)]
@@ -68,7 +69,9 @@ def render(results: dict[str, dict[str, Any]]) -> str:
     ]
     for name in next(iter(now["variants"].values())):
         found = [of[name] for of in now["variants"].values()]
-        cells = ["{registers} / {stack} / {shared} / {instructions:.1f}".format(**taken) for taken in found]
+        cells = ["{registers} / {stack} / {shared}".format(**taken) for taken in found]
+        if "float" in name:  # the others read several dtypes, or partial results
+            cells = [f"{cell} / {taken['instructions']:.1f}" for cell, taken in zip(cells, found, strict=True)]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
