@@ -33,7 +33,7 @@ def largest_share_of_a_copy(taken: dict[str, float], itemsize: int, passes: floa
 
 def render(results: dict[str, dict[str, Any]]) -> str:
     """What the kernels took before and what they take now, the host's work, and what every variant takes."""
-    before, now = results["before"], results["now"]
+    before, now = results.get("before", results["now"]), results["now"]
     lines = [
         f"Triton {now['machine']['versions']['triton']}, sm_90, the loop that reads; commit "
         f"{before['machine']['commit']} -> {now['machine']['commit']}. The last columns say what share of a copy's "

@@ -265,7 +265,7 @@ class Launch:
     def _read(self, operand: str, kind: str, active: Array) -> Array:
         """An operand as this type: [active threads]."""
         number = int(active.sum())
-        if operand in self._missing:
+        if self._missing.get(operand):
             raise PtxError(f"a part of {operand} is read before it is written")
         if operand in self._registers:
             values = self._registers[operand][active]
@@ -287,6 +287,13 @@ class Launch:
             raise PtxError(f"{operand} is read before it is written")
         bits = np.array([int(operand.rstrip("U"), 0) & (2 ** (8 * dtype.itemsize) - 1)], dtype=f"u{dtype.itemsize}")
         return np.full(number, bits.view(dtype)[0])
+
+    def _read_packed(self, operand: str, kind: str, active: Array) -> tuple[Array, set[int]]:
+        """An operand, and which of its parts are not written: they may be worked on, but not used."""
+        missing = self._missing.pop(operand, set())
+        values = self._read(operand, kind, active)
+        self._missing[operand] = missing
+        return values, missing
 
     def _write(self, operand: str, values: Array, active: Array) -> None:
         if operand == "_":
@@ -318,8 +325,10 @@ class Launch:
         if operation is None or {"hi", "ftz", "sat", "NaN"}.intersection(name):
             raise PtxError(f"unknown: {text}")
         if kind == "f32x2":  # of Blackwell: two at once
-            pairs = [self._read(operand, "b64", active).view(np.float32).reshape(-1, 2) for operand in operands[1:]]
+            found = [self._read_packed(operand, "b64", active) for operand in operands[1:]]
+            pairs = [values.view(np.float32).reshape(-1, 2) for values, _ in found]
             self._write(operands[0], np.ascontiguousarray(operation(*pairs)).view(np.uint64)[:, 0], active)
+            self._missing[operands[0]] = set().union(*(missing for _, missing in found))
             return
         result_kind, kinds = kind, [kind] * (len(operands) - 1)
         if name[0] in ("shl", "shr"):
@@ -385,14 +394,12 @@ class Launch:
         if target.startswith("{"):
             parts = [part.strip() for part in target.strip("{}").split(",")]
             size = _TYPES[kind].itemsize // len(parts)
-            missing = self._missing.pop(source, set())
-            values = self._read(source, kind, active).view(f"u{size}").reshape(-1, len(parts))
+            packed, missing = self._read_packed(source, kind, active)
+            values = packed.view(f"u{size}").reshape(-1, len(parts))
             for place, part in enumerate(parts):
                 self._write(part, values[:, place], active)
                 if place in missing:
                     self._registers.pop(part, None)
-            if missing:
-                self._missing[source] = missing
         elif source.startswith("{"):
             parts = [part.strip() for part in source.strip("{}").split(",")]
             size = _TYPES[kind].itemsize // len(parts)
@@ -404,8 +411,7 @@ class Launch:
                 for place, part in enumerate(parts)
             ]
             self._write(target, np.stack(columns, axis=1).view(f"u{_TYPES[kind].itemsize}")[:, 0], active)
-            if missing:
-                self._missing[target] = missing
+            self._missing[target] = missing
         else:
             self._write(target, self._read(source, kind, active), active)
 
