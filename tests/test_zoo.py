@@ -109,6 +109,8 @@ def test_the_halves_share_no_training_and_a_third_of_the_families_is_kept_out() 
     assert 3 * len(cases.KEPT_OUT_HEALTHY) >= len(healthy)
     assert 3 * len(cases.KEPT_OUT_FAULTS) >= len(faults)
     assert not any(case.kept_out for case, _ in chosen("tune"))
+    assert not any("sealed" in case.family for case, _ in chosen("tune"))
+    assert {family for family in healthy | faults if "sealed" in family} == {"sealed trainings", "sealed faults"}
 
 
 @pytest.mark.parametrize("detector", detectors.DETECTORS.values())
