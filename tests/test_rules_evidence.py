@@ -603,3 +603,32 @@ def test_parameters_that_all_grow_by_one_factor_are_multiplied(factors: tuple[fl
         samples.append(sample_of({n: 0.1 * np.ones(100) for n in weights}, step=step, parameters=weights))
     text = told_of(FastParameters(max_first_growth=0.2), together(samples))
     assert ("a weight decay below 0" in text) == is_decay
+
+
+@pytest.mark.parametrize(
+    ("jump", "words"), [(0.1, "cause: learning rate too high (it rose"), (1e-3, "either dead units")]
+)
+def test_units_that_die_in_an_explosion_of_a_rate_that_rose_are_its_consequence(jump: float, words: str) -> None:
+    samples = [
+        sample_of(
+            units(4 if step < 30 else 30) | {"b.weight": [1.0]},
+            step=step,
+            parameters={n: np.full(40, 1.0 if step < 29 else 3.0) for n in ("a.weight", "a.bias")}
+            | {"b.weight": np.ones(1)},
+        )
+        for step in range(1, 32)
+    ]
+    rates = [1e-3 if step < 28 else jump for step in range(1, 32)]
+    assert words in told_of(DeadGradient(), measured(together(samples), learning_rate=rates))
+
+
+@pytest.mark.parametrize(("size", "told"), [(1e-22, [2, 3]), (1e-9, [])])
+def test_a_first_gradient_of_next_to_nothing_is_told_at_the_second_sample(size: float, told: list[int]) -> None:
+    assert steps(VanishingGradient(), of_norms([size] * 3)) == told
+
+
+def test_a_loss_that_is_nan_under_a_scaler_is_no_matter_of_float16_alone() -> None:
+    bad = [sample_of({"a": [np.nan]}, step=s, skipped=True, loss_scale=2.0**-s) for s in range(1, 6)]
+    (found, *_) = diagnose(measured(together(bad), num_nonfinite_loss=[1.0] * 5))
+    assert found.in_words.startswith("not clear: either activations beyond the range of float16")
+    assert "or the loss or its inputs" in found.in_words

@@ -17,6 +17,7 @@ class Diagnosis:
         remedy: what to do about it.
         rival: what else gives the same evidence, and what tells the two apart; "" where something speaks for this cause
             alone.
+        also: titles of alerts that this one explains besides those of its cause.
     """
 
     cause: str
@@ -24,6 +25,11 @@ class Diagnosis:
     evidence: str
     remedy: str
     rival: str = ""
+    also: tuple[str, ...] = ()
+
+    def explains(self, title: str) -> bool:
+        """Whether an alert of this title may have this cause."""
+        return title in CAUSES[self.cause] or title in self.also
 
     def __str__(self) -> str:
         return f"{self.in_words}. Remedy: {self.remedy}."
@@ -64,7 +70,7 @@ FORWARD = "activations beyond the range of float16"
 INVALID = "an operation without a finite derivative"
 
 # What each cause can explain, by the titles of the shipped rules.
-_EXPLOSION, _SILENCE = ("Exploding gradient", "NaN gradient", "Inf gradient"), ("Vanishing gradient", "Dead gradient")
+_EXPLOSION, SILENCE = ("Exploding gradient", "NaN gradient", "Inf gradient"), ("Vanishing gradient", "Dead gradient")
 CAUSES: Final[dict[str, tuple[str, ...]]] = {
     LEARNING_RATE: (
         *_EXPLOSION,
@@ -73,14 +79,14 @@ CAUSES: Final[dict[str, tuple[str, ...]]] = {
         "Loss spike",
         "Non-finite loss",
     ),
-    INITIALISATION: (*_EXPLOSION, *_SILENCE, "Loss scale collapse", "Initial weights"),
+    INITIALISATION: (*_EXPLOSION, *SILENCE, "Loss scale collapse", "Initial weights"),
     DEPTH: _EXPLOSION,
     RECURRENCE: _EXPLOSION,
     SATURATION: ("Vanishing gradient",),
-    BATCH_NORM: (*_EXPLOSION, *_SILENCE),
-    UNDERFLOW: (*_SILENCE, "No gradient"),
+    BATCH_NORM: (*_EXPLOSION, *SILENCE),
+    UNDERFLOW: (*SILENCE, "No gradient"),
     SCALE: ("Loss scale collapse",),
-    DEAD_UNITS: _SILENCE,
+    DEAD_UNITS: SILENCE,
     FROZEN: ("No gradient",),
     ZEROED: ("No gradient",),
     BAD_BATCH: ("Exploding gradient", "Parameters grow too fast"),

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from .._diagnosis import CAUSES, Diagnosis, diagnose, with_diagnosis
+from .._diagnosis import Diagnosis, diagnose, with_diagnosis
 from .._runtime.error_boundary import CallbackError
 from .._transfer.transfers import ArrivedSample, Names
 from ..rules import Alert
@@ -71,7 +71,7 @@ class RuleRunner:
         recorder = self._dispatcher.recorder
         history, titles = recorder.history(), {alert.title for alert in recorder.alerts if alert.level != "INFO"}
         found = [] if history is None or not titles else diagnose(history, **self._context)
-        return [diagnosis for diagnosis in found if titles.intersection(CAUSES[diagnosis.cause])]
+        return [diagnosis for diagnosis in found if any(map(diagnosis.explains, titles))]
 
     @property
     def _context(self) -> dict[str, Any]:

@@ -28,6 +28,7 @@ _ARRIVED: Final = 1e-6  # of the largest norm so far: what fits exactly has laye
 _CERTAIN: Final = 5  # samples in a row of what no healthy training has
 _FAINT: Final = 1e-20  # of the largest gradient: what cancels but for rounding has 1e-9, in float64 1e-17
 _TINY_LOSS: Final = 1e-6
+_NOTHING: Final = 1e-12  # of the parameters' norm: a first gradient that is no training's
 _SMALLEST_NORMAL, _SMALLEST = 2.0**-14, 2.0**-24  # of float16
 _MANY: Final = 0.9  # of a layer's units, that no chance and no training has switched off one by one
 _ABRUPT: Final = 1e3  # a fall below the floor from a norm this many times above it is no slow convergence
@@ -73,7 +74,9 @@ class VanishingGradient(Remembers):
             trend = steep.get(sample)
             faded = trend is not None and trend.order >= self.min_order
             self._num_faded = self._num_faded + 1 if faded else 0
-            if small and self._num_small >= self.patience:
+            size = float(np.linalg.norm(np.nan_to_num(snapshot.param_norm[sample]))) if small else 0.0
+            is_nothing = float(snapshot.total_grad_norm[sample]) < _NOTHING * size
+            if small and self._num_small >= (2 if is_nothing and math.isnan(self._last_large) else self.patience):
                 yield self._small_alert(snapshot, sample)
             elif trend is not None and self._num_faded >= self.patience:
                 yield self._faded_alert(snapshot, sample, trend)

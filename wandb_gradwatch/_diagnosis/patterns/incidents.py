@@ -219,4 +219,10 @@ def forward_overflow(evidence: Evidence) -> Diagnosis | None:
     if not (newest.num_nonfinite[-1] > 0)[~np.isnan(newest.num_elements[-1])].all():
         return None
     words = f"every layer is non-finite in the last of {skipped} skipped updates, at whatever loss scale"
-    return Diagnosis(FORWARD, 0.7, words, "look for the first activation that is not finite; use bfloat16 there")
+    remedy = "look for the first activation that is not finite; use bfloat16 there"
+    if not evidence.has_bad_loss(-1):
+        return Diagnosis(FORWARD, 0.7, words, remedy)
+    rival = "the loss or its inputs are not finite at any precision; a step with autocast off tells them apart"
+    return Diagnosis(
+        FORWARD, 0.85, f"{words}, and so is the loss", f"{remedy}; look at the loss, its inputs and labels", rival
+    )

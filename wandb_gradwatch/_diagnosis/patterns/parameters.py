@@ -14,6 +14,7 @@ from ..causes import (
     LEARNING_RATE,
     LOSS_SCALE,
     MULTIPLIED,
+    SILENCE,
     UNBOUNDED,
     WRITTEN,
     Diagnosis,
@@ -47,8 +48,11 @@ def learning_rate(evidence: Evidence) -> Diagnosis | None:
         parameters = evidence.parameters
         is_felt = parameters.is_moving or parameters.leap or parameters.jump or evidence.growth
         rival = "" if is_felt or rose.at_once else _LATE_RISE  # a warm-up goes up as well
+        is_seen = bool(is_felt) and rose.at_once
+        # An explosion saturates and kills: what dies just after it is its consequence.
+        also = SILENCE if is_seen else ()
         return Diagnosis(
-            LEARNING_RATE, 0.98 if is_felt and rose.at_once else 0.85, words, f"look at its schedule; {remedy}", rival
+            LEARNING_RATE, 0.98 if is_seen else 0.85, words, f"look at its schedule; {remedy}", rival, also
         )
     if evidence.gradient_came_first or written(evidence) or multiplied(evidence) or unbounded(evidence):
         return None
