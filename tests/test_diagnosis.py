@@ -13,12 +13,14 @@ from grad_samples import module_kinds, of_norms, random_samples, sample_of, toge
 from gradients import watch
 from torch import nn
 
+from wandb_gradwatch._analysis.formatting import sentence
 from wandb_gradwatch._diagnosis import CAUSES, Diagnosis, diagnose, with_diagnosis
 from wandb_gradwatch._measure.columns import NUM_COLUMNS
 from wandb_gradwatch._pipeline.alert_manager import AlertManager
 from wandb_gradwatch._pipeline.recorder import FlightRecorder
 from wandb_gradwatch._pipeline.rule_runner import RuleRunner
 from wandb_gradwatch.rules import Alert, ExplodingGradient, default_rules
+from wandb_gradwatch.rules._base import finding
 from wandb_gradwatch.snapshot import Snapshot, keys
 
 NAN, INF = float("nan"), float("inf")
@@ -247,6 +249,30 @@ def test_an_alert_carries_the_diagnosis_in_place_of_its_general_cause():
     assert told.text.count("Probable cause: ") == 1
     assert "Probable cause: learning rate too high (the" in told.text
     assert "Remedy: divide the learning rate by 10" in told.text
+
+
+@pytest.mark.parametrize(
+    ("title", "level", "num_before", "is_inherited"),
+    [
+        ("Exploding gradient", "ERROR", 40, True),
+        ("Exploding gradient", "ERROR", 41, False),
+        ("Exploding gradient", "WARN", 3, False),  # that may have passed
+        ("Optimizer without the model", "WARN", 90, True),  # that has not
+    ],
+)
+def test_what_decides_nothing_by_itself_has_the_cause_of_the_error_before_it(title, level, num_before, is_inherited):
+    samples = together([sample_of({"a.weight": [1.0]}, step=10 * step) for step in range(1, 101)])
+    open_one = finding("Parameters unchanged", "Fact.", "", "not clear: either A or B", "look", 1000, "ERROR")
+    text = sentence("Fact.", "", "cause (it rose)", "do this")
+    before = Alert(title, text, 1000 - 10 * num_before, level)
+    unclear = Alert("Loss spike", sentence("Fact.", "", "not clear: C or D", "look"), 990, "ERROR")
+    words = f"probably that of the alert of step {before.step}: cause (it rose)"
+    expected = sentence("Fact.", "", words, "do this") if is_inherited else open_one.text
+    assert with_diagnosis(open_one, samples, earlier=[before, unclear]).text == expected
+    told = Alert("Loss spike", expected, 995, "ERROR")  # it is passed on in the same words
+    assert with_diagnosis(open_one, samples, earlier=[told]).text == expected
+    clear = finding("Parameters unchanged", "Fact.", "", "the learning rate is 0", "raise it", 1000, "ERROR")
+    assert with_diagnosis(clear, samples, earlier=[before]).text == clear.text
 
 
 @pytest.mark.parametrize(("gradient", "both"), [(1.0, False), (1e3, True)])

@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from .._analysis.formatting import FOUND_PREFIX
+from .._analysis.formatting import CAUSE_PREFIX, FOUND_PREFIX
 from .._measure.columns import FloatArray
 from ..rules import NONFINITE_TITLES, Alert
 from ..rules._base import Finding
@@ -31,6 +31,9 @@ _WITHHELD: Final = (
 
 _MOVEMENTS: Final = ("Exploding gradient", "Loss spike", "Non-finite loss", *NONFINITE_TITLES)
 _EPISODE: Final = 40  # samples before an alert: what is older is not its cause
+_LASTING: Final = ("Optimizer without the model",)  # what does not pass, whenever it was told
+_NOT_CLEAR: Final = "not clear"
+_WAKE: Final = "probably that of the alert of step "
 _AS_PROBABLE: Final = 0.1  # less confident by this much at most: neither is claimed
 
 
@@ -62,7 +65,7 @@ def diagnose(
     return sorted(found, key=lambda diagnosis: -diagnosis.confidence)
 
 
-def with_diagnosis(alert: Alert, history: Snapshot | None, **context: Any) -> Alert:
+def with_diagnosis(alert: Alert, history: Snapshot | None, *, earlier: Sequence[Alert] = (), **context: Any) -> Alert:
     """The alert with its general cause replaced by what this history shows, and what the guard has done about it.
 
     Only samples up to what the alert was found in are looked at, those that hold most of the same parameters (a GAN's
@@ -71,10 +74,12 @@ def with_diagnosis(alert: Alert, history: Snapshot | None, **context: Any) -> Al
 
     Args:
         history: samples with the alert's among them.
+        earlier: the alerts sent before it, oldest first.
         context: as in `diagnose`.
     """
     if history is not None:
         alert = _diagnosed(alert, history, context)
+        alert = _in_the_wake(alert, history, earlier)
     return Alert(alert.title, alert.text, alert.step, alert.level)
 
 
@@ -102,6 +107,20 @@ def _diagnosed(alert: Alert, history: Snapshot, context: Mapping[str, Any]) -> A
         alert = alert.because(f"{FOUND_PREFIX}{found}")
     for line in lines:
         alert = alert.adding(line)
+    return alert
+
+
+def _in_the_wake(alert: Alert, history: Snapshot, earlier: Sequence[Alert]) -> Alert:
+    """What its own samples do not decide, and came after an error whose cause is known, has probably that cause."""
+    if not isinstance(alert, Finding) or not alert.cause.startswith(_NOT_CLEAR):
+        return alert
+    for one in earlier:
+        cause, _, remedy = one.text.partition(CAUSE_PREFIX)[2].partition(". Remedy: ")
+        num_since = np.count_nonzero((history.steps > one.step) & (history.steps <= alert.step))
+        is_near = one.title in _LASTING or (one.level == "ERROR" and num_since <= _EPISODE)
+        if is_near and cause and not cause.startswith(_NOT_CLEAR):
+            words = cause if cause.startswith(_WAKE) else f"{_WAKE}{one.step}: {cause}"
+            return alert.because(words, remedy.partition("\n")[0].removesuffix("."))
     return alert
 
 

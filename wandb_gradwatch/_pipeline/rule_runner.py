@@ -49,7 +49,9 @@ class RuleRunner:
         for alert in alerts:
             alert = _with_interval(alert, snapshot)
             try:
-                self._dispatcher.send(with_diagnosis(alert, self._dispatcher.recorder.history(), **self._context))
+                recorder = self._dispatcher.recorder
+                told = with_diagnosis(alert, recorder.history(), earlier=recorder.alerts, **self._context)
+                self._dispatcher.send(told)
             except CallbackError as error:
                 raised = raised or error
         self._seconds_on_alerts += time.perf_counter() - began
