@@ -15,7 +15,7 @@ from rank_programs import LEARNING_RATE, batch_of, build, collect_warnings, loss
 from rank_programs import train as train_ranks
 from torch import nn
 
-from wandb_gradwatch.metrics import Activations, Metric, NoiseScale, OptimizerState, Ranks, Reference, Updates
+from wandb_gradwatch.metrics import Activations, Metric, NoiseScale, OptimizerState, Ranks, Reference, Spectrum, Updates
 from wandb_gradwatch.rules import NaNGradient
 from wandb_gradwatch.sinks._history_row import HistoryRow
 
@@ -179,6 +179,59 @@ def _optimized(model: nn.Module, kind: str, ranks: Sequence[int], micros: int) -
     return {key: np.asarray(of) for key, of in merged.metrics.items() if not key.startswith("gradwatch/")}
 
 
+# ---- the spectrum of a sharded matrix
+
+SPECTRUM_STEPS = 16
+
+
+class Matrices(nn.Module):
+    """Two matrices whose gradients are matrices of our choice: 7 x 6, and a convolution's 5 x (2 * 3)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        scales = torch.logspace(1, 0, 7)[:, None]
+        self.flat = nn.Parameter(torch.randn(7, 6, generator=generator) * scales)
+        self.cube = nn.Parameter((torch.randn(5, 6, generator=generator) * scales[:5]).view(5, 2, 3))
+        self.register_buffer("towards_flat", torch.randn(7, 6, generator=generator) * scales)
+        self.register_buffer("towards_cube", (torch.randn(5, 6, generator=generator) * scales[:5]).view(5, 2, 3))
+
+    def forward(self) -> torch.Tensor:
+        return (self.flat * self.towards_flat).sum() + (self.cube * self.towards_cube).sum()
+
+
+def spectrum(rank: int, world: int, *, mesh: Sequence[int] = (), cut: int = 0, fsdp1: bool = False):
+    """Spectrum() of FSDP2's shards, merged after every step; without a mesh of the same training on one process.
+
+    Args:
+        cut: the dimension that the shards are cut along.
+        fsdp1: with FSDP1 instead.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+    from torch.distributed.tensor import Shard
+
+    said = collect_warnings()
+    model: nn.Module = Matrices()
+    if fsdp1:
+        model = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+    elif mesh:
+        device_mesh = init_device_mesh("cpu", tuple(mesh), mesh_dim_names=("replicate", "shard")[-len(mesh) :])
+        fully_shard(model, mesh=device_mesh, shard_placement_fn=lambda _: Shard(cut))
+    watcher, sink = watch(model, [Spectrum(of=("parameter", "gradient", "update"))])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.5)
+    for _ in range(SPECTRUM_STEPS):
+        optimizer.zero_grad()
+        model().backward()
+        optimizer.step()
+        watcher.flush()
+    watcher.remove()
+    merged = sink.merged()
+    assert merged is not None
+    metrics = {key: np.asarray(of) for key, of in merged.metrics.items() if key.endswith(("_value", "_rank"))}
+    return {"metrics": metrics, "said": said}
+
+
 # ---- ranks side by side
 
 
@@ -192,7 +245,7 @@ def side_by_side(
     flip_on: int | None = None,
     late_on: int | None = None,
     nan_on: int | None = None,
-    sharded: bool = False,
+    sharded: Sequence[int] = (),
     by_hand: bool = False,
     scale: float = 1.0,
     script_ends: bool = False,
@@ -206,19 +259,22 @@ def side_by_side(
         late_on: the rank that comes 10 seconds late in every step, by its clock; it is a millisecond from each look at
             the clock to the next.
         nan_on: the rank whose batch of the last step is not a number.
-        sharded, by_hand: with FSDP2 instead, or averaged after the backward.
+        sharded: with FSDP2 instead, over a mesh of this shape; of two dimensions the first has replicas.
+        by_hand: averaged after the backward.
         scale: of a gradient scaler.
         is_watched: whether there is a watcher at all.
         script_ends: without remove(), so that nobody waits for the other ranks.
         options: of DistributedDataParallel.
     """
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     said = collect_warnings()
     model = build()
     wrapped: Any = model
     if sharded:
-        fully_shard(model)
+        names = ("replicate", "shard")[-len(sharded) :]
+        fully_shard(model, mesh=init_device_mesh("cpu", tuple(sharded), mesh_dim_names=names))
     elif not by_hand:
         wrapped = nn.parallel.DistributedDataParallel(model, **options)
     scaler = torch.amp.GradScaler("cpu", init_scale=scale, enabled=scale != 1.0)
@@ -234,7 +290,8 @@ def side_by_side(
     for step in range(steps):
         if rank == flip_on and step == 3:
             with torch.no_grad():
-                model[0].weight.view(-1)[:1].view(torch.int32).bitwise_xor_(1 << 24)  # the exponent's second bit
+                part = getattr(model[0].weight, "_local_tensor", model[0].weight)
+                part.view(-1)[:1].view(torch.int32).bitwise_xor_(1 << 24)  # the exponent's second bit
         lateness[0] += 10 * (rank == late_on)
         optimizer.zero_grad()
         batches = [batch_of(rank, step, micro) for micro in range(micros)]

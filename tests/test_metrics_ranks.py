@@ -26,7 +26,8 @@ HEALTHY = ("side_by_side", {"steps": 12})
 FAULTY = ("side_by_side", {"steps": STEPS, "flip_on": 2, "late_on": 3})
 NAN = ("side_by_side", {"steps": 3, "nan_on": 1})
 MICROS = [("side_by_side", {"steps": 4, "micros": 2, "no_sync": no_sync}) for no_sync in (True, False)]
-SHARDED = ("side_by_side", {"steps": 4, "micros": 2, "no_sync": False, "sharded": True})
+SHARDED = ("side_by_side", {"steps": 4, "micros": 2, "no_sync": False, "sharded": [4]})
+REPLICATED = [("side_by_side", {"steps": 8, "sharded": [2, 2]} | flip) for flip in ({}, {"flip_on": 2})]
 OPTIONS = [
     ("side_by_side", {"steps": 4} | options)
     for options in ({"gradient_as_bucket_view": True}, {"static_graph": True}, {"scale": 1024.0})
@@ -38,7 +39,7 @@ BY_HAND = ("side_by_side", {"steps": 4, "by_hand": True})
 
 @functools.cache
 def on_four_ranks() -> dict[str, list[Any]]:
-    calls = [HEALTHY, FAULTY, NAN, *MICROS, *OPTIONS, *UNWATCHED, SHARDED, BY_HAND, AT_EXIT]
+    calls = [HEALTHY, FAULTY, NAN, *MICROS, *OPTIONS, *UNWATCHED, SHARDED, *REPLICATED, BY_HAND, AT_EXIT]
     return {repr(call): of for call, of in zip(calls, ranks.run("metric_rank_programs", calls, 4), strict=True)}
 
 
@@ -133,6 +134,19 @@ def test_of_shards_there_is_a_loss_and_no_gradient_of_ones_own() -> None:
     for result in results(SHARDED):
         names = {key.split("/", 2)[2] for key in result["metrics"] if key.startswith("ranks/rank_")}
         assert names == {"loss"}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("call", "apart"), zip(REPLICATED, [0, 2], strict=True), ids=["healthy", "flipped"])
+def test_of_shards_that_lie_on_several_ranks_the_replicas_are_compared(call: Any, apart: int) -> None:
+    # Ranks 0 and 2 hold the first half, 1 and 3 the second; of two nobody knows which is right.
+    for result in results(call):
+        assert result["metrics"]["ranks/all/apart"][::2].tolist() == [0, 0, apart, apart]
+        assert result["metrics"]["ranks/rank_2/apart"][-2] == result["metrics"]["ranks/rank_0/apart"][-2] == apart / 2
+        assert result["metrics"]["ranks/rank_1/apart"][-2] == result["metrics"]["ranks/rank_3/apart"][-2] == 0
+    told = alerts(call, "Ranks disagree")
+    assert [step for step, _ in told] == [5] * (apart > 0)
+    assert all("the parameters of rank 0, rank 2 are not" in text for _, text in told)
 
 
 @pytest.mark.distributed

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
 import pytest
+import ranks
 import torch
 from metric_probes import train, values, watch
+from metric_rank_programs import spectrum as spectrum_of
 from torch import nn
 
 from wandb_gradwatch.metrics import Spectrum
+from wandb_gradwatch.metrics._spectrum import _SharedVector
 
 
 def spectrum(matrix: Any) -> tuple[float, float]:
@@ -65,6 +69,17 @@ def test_a_gradient_of_zeros_does_not_end_the_iteration() -> None:
     np.testing.assert_allclose(values(watcher, sink)["gradient/weight/largest_singular_value"], [4, 0, 4], rtol=1e-5)
 
 
+@pytest.mark.parametrize("size", [1e-9, 1.0, 1e9])
+def test_a_gradient_of_any_size_has_its_spectrum(size: float) -> None:
+    model = nn.Linear(3, 2, bias=False)
+    watcher, sink = watch(model, [Spectrum(of=["gradient"])])
+    # The gradient of the sum over the outputs: [1, 2, 2] twice, of length 3 each, and so of rank 1.
+    train(model, [torch.tensor([[1.0, 2.0, 2.0]])] * 2, loss=lambda output: size * output.sum())
+    found = values(watcher, sink)
+    np.testing.assert_allclose(found["gradient/weight/largest_singular_value"], [size * 3 * 2**0.5] * 2, rtol=1e-5)
+    np.testing.assert_allclose(found["gradient/weight/stable_rank"], [1, 1], rtol=1e-5)
+
+
 def test_training_keeps_its_random_numbers_and_vectors_have_no_spectrum() -> None:
     model = nn.Linear(3, 2)
     torch.manual_seed(1)
@@ -87,3 +102,59 @@ def test_training_keeps_its_random_numbers_and_vectors_have_no_spectrum() -> Non
 def test_what_makes_no_sense_is_said_at_once(make: Any, match: str) -> None:
     with pytest.raises(ValueError, match=match):
         watch(nn.Linear(2, 2), [make()])
+
+
+# ---- on several ranks: uneven rows, replicas of shards, columns
+
+SHARDED = [("spectrum", {"mesh": [4]}), ("spectrum", {"mesh": [2, 2]}), ("spectrum", {"mesh": [2, 2], "cut": 1})]
+FSDP1 = ("spectrum", {"fsdp1": True})
+
+
+@functools.cache
+def on_four_ranks() -> dict[str, list[Any]]:
+    calls = [*SHARDED, FSDP1]
+    return dict(zip(map(repr, calls), ranks.run("metric_rank_programs", calls, 4), strict=True))
+
+
+@functools.cache
+def on_one_process() -> dict[str, Any]:
+    found: dict[str, Any] = spectrum_of(0, 1)["metrics"]
+    return found
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("call", SHARDED, ids=str)
+def test_of_shards_the_spectrum_is_that_of_the_whole(call: Any) -> None:
+    alone = on_one_process()
+    assert len(alone) == 2 * 2 * 3
+    for result in on_four_ranks()[repr(call)]:
+        assert not result["said"]
+        assert set(result["metrics"]) == set(alone)
+        for key, expected in alone.items():
+            found = result["metrics"][key]
+            assert np.isnan(found[:8]).all()  # each takes a product of the vector before
+            # One step of the iteration a flush here, twenty at once there: the last samples have both at the end.
+            np.testing.assert_allclose(found[-4:], expected[-4:], rtol=5e-3, err_msg=key)
+
+
+@pytest.mark.distributed
+def test_of_flat_shards_there_is_no_spectrum_and_that_is_said() -> None:
+    for result in on_four_ranks()[repr(FSDP1)]:
+        assert not result["metrics"]
+        assert [text for text in result["said"] if "spectra are left out for them" in text]
+
+
+def test_ranks_that_have_used_different_vectors_are_left_out() -> None:
+    shared = _SharedVector(2, torch.ones(1), num_ranks=2, num_replicas=1)
+    shared._version = 9
+    # |A v|^2 = 4 and |A|_F^2 = 12 in all: a singular value of 2, and a stable rank of 3.
+    assert shared.advance([2, 18, 162, 4, 12]) == (2, 3)
+    assert shared.advance([2, 17, 145, 4, 12]) is None  # versions 8 and 9
+    assert shared.advance([1, 9, 81, 4, 12]) is None  # one rank alone
+    assert shared.advance([2, 18, 162, 4, 12, 3.0, 4.0]) == (2, 3)
+    assert shared._vector_N.tolist() == pytest.approx([0.6, 0.8])
+    assert shared._version == 10
+    assert shared.advance([2, 18, 162, 4, 12, 1.0, 0.0]) == (2, 3)  # a product of the vector before
+    assert shared._version == 10
+    assert shared.advance([2, 20, 200, 4, 12, np.nan, 0.0]) == (2, 3)
+    assert shared._version == 10

@@ -30,27 +30,33 @@ class Kind(NamedTuple):
         return names if self.of_parameters else ("",)
 
 
-def kinds_of(samples: Sequence[Mapping[str, ArrivedSums]]) -> list[Kind]:
-    """The kinds of sums in a window that are merged; the same on every rank that has the same probes."""
-    found = {
-        Kind(key.removesuffix(one.parameter or ""), one.meaning, one.parameter is not None)
+def kinds_of(samples: Sequence[Mapping[str, ArrivedSums]]) -> list[list[Kind]]:
+    """The kinds of sums that are merged, of each sample; the same on every rank that has the same probes.
+
+    What is of parameters any sample of the window may have; the rest is told apart by sample, as it can be long.
+    """
+    of_samples = [
+        {
+            Kind(key.removesuffix(one.parameter or ""), one.meaning, one.parameter is not None)
+            for key, one in of_sample.items()
+            if one.parameter is not None or one.meaning.of_every_rank
+        }
         for of_sample in samples
-        for key, one in of_sample.items()
-        if one.parameter is not None or one.meaning.of_every_rank
-    }
-    return sorted(found, key=repr)
+    ]
+    of_parameters = {kind for kinds in of_samples for kind in kinds if kind.of_parameters}
+    return [sorted(kinds | of_parameters, key=repr) for kinds in of_samples]
 
 
 def pack(
     samples: Sequence[Mapping[str, ArrivedSums]],
-    kinds: Sequence[Kind],
+    kinds: Sequence[Sequence[Kind]],
     names: Sequence[str],
     counted: npt.NDArray[np.bool_],
 ) -> FloatArray:
     """What this rank adds, all kinds of a sample one behind the other; zeros for what another rank counts."""
     packed = []
-    for of_sample in samples:
-        for kind in kinds:
+    for of_sample, of_kinds in zip(samples, kinds, strict=True):
+        for kind in of_kinds:
             rows = kind.names(names)
             sums_PK = np.zeros((len(rows), kind.meaning.num_sums + 1))
             for index, name in enumerate(rows):
@@ -61,15 +67,13 @@ def pack(
     return np.concatenate(packed) if packed else np.empty(0)
 
 
-def unpack(
-    packed: FloatArray, num_samples: int, kinds: Sequence[Kind], names: Sequence[str]
-) -> list[dict[str, ArrivedSums]]:
+def unpack(packed: FloatArray, kinds: Sequence[Sequence[Kind]], names: Sequence[str]) -> list[dict[str, ArrivedSums]]:
     """The sums of all ranks, by key, for every sample."""
     samples: list[dict[str, ArrivedSums]] = []
     begin_at = 0
-    for _ in range(num_samples):
+    for of_kinds in kinds:
         of_sample: dict[str, ArrivedSums] = {}
-        for kind in kinds:
+        for kind in of_kinds:
             rows = kind.names(names)
             end = begin_at + len(rows) * (kind.meaning.num_sums + 1)
             sums_PK, begin_at = packed[begin_at:end].reshape(len(rows), -1), end

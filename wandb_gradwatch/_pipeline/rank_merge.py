@@ -178,7 +178,7 @@ class RankMerger:
         tree.all_reduce(sums, dist.ReduceOp.SUM)
         tree.all_reduce(extremes, dist.ReduceOp.MAX)
         merged = _unpack(sums[:num_sums], extremes[:end_of_extremes], window, self._world)
-        of_all = shard_sums.unpack(sums[num_sums:end_of_sums], len(window.samples), kinds, window.names)
+        of_all = shard_sums.unpack(sums[num_sums:end_of_sums], kinds, window.names)
         samples = [_with_sums(sample, whole) for sample, whole in zip(merged.samples, of_all, strict=True)]
         if counted_too:
             whole = parameter_histograms.unpack(sums[end_of_sums:], extremes[end_of_extremes:], window.names)
@@ -188,7 +188,7 @@ class RankMerger:
         return replace(merged, samples=tuple(samples))
 
     def _check_agreement(
-        self, tree: RankTree, window: RankWindow, kinds: Sequence[shard_sums.Kind], counted_too: bool
+        self, tree: RankTree, window: RankWindow, kinds: Sequence[Sequence[shard_sums.Kind]], counted_too: bool
     ) -> None:
         """Ranks that send different shapes would wait for ever, or merge what does not belong together."""
         steps = [sample.sample.step for sample in window.samples]

@@ -62,8 +62,8 @@ class Ranks(ModuleProbe):
       what the backward then waits for other ranks. What a forward waits for, such as buffers that are broadcast, is in
       it. With sharded parameters every layer waits, and there is none.
     - `apart`: 1 where the rank's replica of the parameters differs from that of most ranks, by a checksum of their bits
-      before the update, and `ranks/all/apart`, how many do. Only of parameters that are whole on every rank: the shards
-      of FSDP have no replica, so that there is nothing to compare.
+      before the update, and `ranks/all/apart`, how many do. Of HSDP, whose shards lie on several ranks each, those that
+      hold the same shards are compared; the shards of FSDP alone have no replica, and there is nothing to compare.
 
     With more than 64 ranks single ones are told only where they are apart. A gradient that is not finite on some ranks
     only names the first of these in the alert. The numbers travel with the merge over ranks at a flush, for which every
@@ -152,9 +152,11 @@ class Ranks(ModuleProbe):
             return
         self._shards.look()
         for tensor in tensors:
-            if self._is_whole(tensor.name) and tensor.parameter.numel():
+            layout = self._shards.layout(tensor.name)
+            has_replicas = layout.num_replicas > 1 if layout else self._shards.holds_whole(tensor.name)
+            if has_replicas and self._matches(tensor.name) and tensor.parameter.numel():
                 self._checksums.append(_bits(tensor.parameter))
-                self._layout.append((tensor.name, tuple(tensor.parameter.shape), str(tensor.parameter.dtype)))
+                self._layout.append((tensor.name, tuple(tensor.parameter.shape), str(tensor.parameter.dtype), layout))
 
     def after_update(self, tensors: Sequence[WatchedTensor]) -> None:
         self._has_updated, self._began = True, self._clock()

@@ -6,6 +6,7 @@ function of a part is not the function of the whole: it is left out, and that is
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -20,7 +21,7 @@ class ProbeShards:
 
     def __init__(self) -> None:
         self._models = ModuleIndex([])
-        self._cuts_of: dict[str, list[_Cut] | None] = {}  # of sharded parameters; None where it is not known how
+        self._layouts: dict[str, Layout | None] = {}  # of sharded parameters; None where it is not known how
         self._said: set[str] = set()
 
     def bind(self, models: ModuleIndex) -> None:
@@ -30,8 +31,8 @@ class ProbeShards:
     def look(self) -> None:
         """Look again, whenever parameters are there to be measured: models are sharded after watch() too."""
         all_flat = self.uses_fsdp1
-        self._cuts_of = {
-            name: _cuts(cast("Any", parameter)) if is_dtensor(parameter) else None
+        self._layouts = {
+            name: _layout(cast("Any", parameter)) if is_dtensor(parameter) else None
             for name, parameter in self._models.parameters()
             if all_flat or is_dtensor(parameter)
         }
@@ -43,23 +44,27 @@ class ProbeShards:
 
     def is_whole(self, name: str, *, needed_by: str) -> bool:
         """Whether a function of this parameter, as it is here, is one of the whole; where not, that is said."""
-        if name in self._cuts_of:
+        if name in self._layouts:
             self._say(name, needed_by)
         return self.holds_whole(name)
 
     def holds_whole(self, name: str) -> bool:
         """The same, and nothing is said."""
-        return name not in self._cuts_of
+        return name not in self._layouts
+
+    def layout(self, name: str) -> Layout | None:
+        """How a sharded parameter lies on its ranks; None for a whole one, and where that is not known."""
+        return self._layouts.get(name)
 
     def part(self, name: str, whole: Tensor, *, needed_by: str) -> Tensor | None:
         """The part of a tensor like the parameter that this rank holds; None, which is said, where it is unknown."""
-        if name not in self._cuts_of:
+        if self.holds_whole(name):
             return whole
-        cuts = self._cuts_of[name]
-        if cuts is None:
+        layout = self.layout(name)
+        if layout is None:
             self._say(name, needed_by)
             return None
-        for cut in cuts:
+        for cut in layout.cuts:
             chunks = whole.chunk(cut.size, dim=cut.dim)
             # More ranks than rows: this one may hold nothing.
             whole = chunks[cut.index] if cut.index < len(chunks) else whole.narrow(cut.dim, 0, 0)
@@ -71,7 +76,7 @@ class ProbeShards:
             logger.warning(
                 "wandb_gradwatch: %d parameters are sharded, %r among them, and of those this rank holds a part only: "
                 "%s are left out for them. Updates() and the norms of gradients are those of the whole.",
-                len(self._cuts_of),
+                len(self._layouts),
                 name,
                 left_out,
             )
@@ -91,8 +96,21 @@ class _Cut:
     index: int
 
 
-def _cuts(parameter: Any) -> list[_Cut] | None:
-    """How a DTensor is cut, in the order of its mesh, as `distribute_tensor` does it.
+@dataclass(frozen=True)
+class Layout:
+    """How a sharded parameter lies on its ranks: the cuts that make this rank's part, and how many ranks there are."""
+
+    cuts: tuple[_Cut, ...]
+    num_ranks: int
+
+    @property
+    def num_replicas(self) -> int:
+        """How many ranks hold the same part."""
+        return self.num_ranks // math.prod(cut.size for cut in self.cuts)
+
+
+def _layout(parameter: Any) -> Layout | None:
+    """That of a DTensor, with the cuts in the order of its mesh, as `distribute_tensor` makes them.
 
     None where it is another way: interleaved (two kinds of parallelism on one dimension), or this rank has no part.
     """
@@ -105,4 +123,4 @@ def _cuts(parameter: Any) -> list[_Cut] | None:
             if type(placement).__name__ != "Shard":
                 return None
             cuts.append(_Cut(placement.dim, size, index))
-    return cuts
+    return Layout(tuple(cuts), parameter.device_mesh.size())

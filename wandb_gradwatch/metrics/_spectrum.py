@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from .._capture.parameter_registry import NameFilter
 from .._capture.probes import Found, WatchedTensor
 from .._measure.elements import onto, wide_dtype
+from .._measure.probe_values import ArrivedSums, ProbeSums
+from .._runtime.sharding import world_size
 from ..snapshot import keys
 from ._module_index import ModuleIndex, matcher, nothing_matches
 from ._module_probe import ModuleProbe
+from ._own_gradients import square_of
 from ._reduction import widened
 from ._shards import ProbeShards
 from ._updates import Befores
@@ -21,8 +27,60 @@ from ._updates import Befores
 # M rows, N columns
 
 SUBJECTS: Final = (keys.PARAMETER, keys.GRADIENT, keys.UPDATE)
+_NAMES: Final = ("largest_singular_value", "stable_rank")
 _FIRST: Final = 20  # iterations from a random vector; later ones begin where the last sample's ended
+_FIRST_MERGED: Final = 8  # the same where each takes a merge over ranks
+_PRODUCT_EVERY: Final = 50  # samples at the latest
 _SEED: Final = 1234
+
+
+@dataclass(frozen=True)
+class _OfShards:
+    """Sums over the shards of a matrix A: a 1 of every rank, the version of its vector v and the square of that,
+    |A v|^2 and |A|_F^2; in some samples A^T A v follows."""
+
+    num_sums: int
+    of_every_rank = True
+
+    def __call__(self, sums: Sequence[float]) -> Mapping[str, float]:
+        return {}  # of a single shard they say nothing
+
+
+class _SharedVector:
+    """The vector of a sharded matrix's iteration. All ranks begin with the same, and go on when a product is merged.
+
+    A merge reaches one rank a little earlier than another. Each sends the version of the vector that it has used, and
+    what ranks have measured with different ones is left out.
+    """
+
+    def __init__(self, size: int, like: Tensor, num_ranks: int, num_replicas: int) -> None:
+        self._vector_N = _random(size, like)
+        self._version = 0
+        self._num_ranks, self._num_replicas = num_ranks, num_replicas
+
+    def sums(self, part_MN: Tensor, *, with_product: bool) -> Tensor:
+        """What the rank's rows of the matrix add: [5], or [5 + N]."""
+        wide = wide_dtype(part_MN.device)
+        image_M = part_MN @ self._vector_N
+        known = [torch.full((), self._version**power, dtype=wide, device=part_MN.device) for power in range(3)]
+        sums = torch.stack([*known, square_of(image_M), square_of(part_MN)])
+        return torch.cat([sums, (part_MN.T @ image_M).to(wide)]) if with_product else sums
+
+    def advance(self, sums: Sequence[float]) -> tuple[float, float] | None:
+        """The largest singular value and the stable rank; None where they are not known. Go on from a new product."""
+        num, version, version_sq, image_sq, norm_sq = sums[:5]
+        if num != self._num_ranks or num * version_sq != version**2:
+            return None
+        product_N = np.array(sums[5:])
+        length = float(np.linalg.norm(product_N))
+        if version == num * self._version and 0 < length < math.inf:
+            vector_N = torch.from_numpy(product_N / length).to(self._vector_N.dtype)
+            device = self._vector_N.device
+            self._vector_N = onto(vector_N.pin_memory() if device.type == "cuda" else vector_N, device)
+            self._version += 1
+        if version < num * _FIRST_MERGED:
+            return None
+        return math.sqrt(image_sq / self._num_replicas), norm_sq / image_sq if image_sq > 0 else math.nan
 
 
 class Spectrum(ModuleProbe):
@@ -36,16 +94,21 @@ class Spectrum(ModuleProbe):
     as gradients do, sigma lags behind by a few samples, and the stable rank is that much too large.
 
     Of parameters before the update, of gradients without the loss scale and before clipping, of updates as the
-    parameter has changed. Sharded parameters are left out, which is said: a singular value of parts is none of the
-    whole, and each product of the iteration would have to be summed over the ranks first, a collective of the
-    training's own time at every sample. Rows merge only once, at the flush.
+    parameter has changed.
+
+    Of a sharded parameter (FSDP2, tensor parallel) both are those of the whole. Each rank multiplies its shard with the
+    same vector, and the products are added when the window is merged over the ranks: the training waits for nothing,
+    and the iteration takes one step with each flush that has histograms. Both numbers are missing during its first 8
+    steps, and where ranks have just begun with a new vector. Parameters of FSDP1, those that are cut along
+    both dimensions, and those of which some ranks have nothing (pipelines) are left out, which is said.
 
     Args:
         match: of which parameters: a regular expression (searched), several, or a function of the name; None: all.
         of: out of "parameter", "gradient" and "update".
 
     Memory: a vector of each matrix's columns for each of `of`; with "update" a copy of the matching parameters while
-    an optimizer steps. Cost: 2 matrix-vector products and a norm of each at a sampled step, 40 at the first one.
+    an optimizer steps. Cost: 2 matrix-vector products and a norm of each at a sampled step, 40 at the first one. Of a
+    sharded matrix its columns (or rows, where the columns are cut) are sent to the other ranks once a flush.
 
     Raises:
         ValueError: an unknown `of`; match matches no matrix (by watch()).
@@ -58,13 +121,15 @@ class Spectrum(ModuleProbe):
             raise ValueError(f"Spectrum(of={of!r}) must be a sequence of names out of {SUBJECTS}")
         self._of = tuple(of)
         self._vectors: dict[str, Tensor] = {}  # by key: [N]
-        self._found: dict[str, Tensor] = {}  # [2] by key
+        self._shared: dict[str, _SharedVector] = {}  # of sharded matrices
+        self._found: dict[str, Found] = {}
         self._befores = Befores()
         self._shards = ProbeShards()
         self._is_due = False
+        self._since_product = 0  # samples
 
     def claims(self) -> set[tuple[str, str]]:
-        return {(subject, name) for subject in self._of for name in ("largest_singular_value", "stable_rank")}
+        return {(subject, name) for subject in self._of for name in _NAMES}
 
     def bind(self, models: ModuleIndex) -> None:
         matrices = [name for name, parameter in models.watched_parameters().items() if parameter.ndim > 1]
@@ -74,6 +139,10 @@ class Spectrum(ModuleProbe):
 
     def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
         self._is_due = next_step_is_due
+        self._since_product += next_step_is_due
+        self._has_product = histogram_is_due or self._since_product >= _PRODUCT_EVERY
+        if self._has_product:
+            self._since_product = 0
         self._befores.forget()
 
     def gradients_ready(self, tensors: Sequence[WatchedTensor]) -> None:
@@ -83,30 +152,32 @@ class Spectrum(ModuleProbe):
         for tensor in tensors:
             gradient = tensor.gradient
             if gradient is not None and gradient.layout is torch.strided and self._is_measured(tensor):
-                sigma_and_rank = self._of_matrix(f"{keys.GRADIENT}/{tensor.name}", gradient)
-                if tensor.inverse_scale is not None:
-                    scale = torch.stack([onto(tensor.inverse_scale, gradient.device).to(sigma_and_rank.dtype)])
-                    sigma_and_rank = torch.cat([sigma_and_rank[:1] * scale, sigma_and_rank[1:]])
-                self._found[f"{keys.GRADIENT}/{tensor.name}"] = sigma_and_rank  # the last backward's counts
+                self._measure(keys.GRADIENT, tensor.name, gradient, tensor.inverse_scale)  # the last backward's counts
 
     def before_update(self, tensors: Sequence[WatchedTensor]) -> None:
         self._shards.look()
         measured = [tensor for tensor in tensors if self._is_measured(tensor)]
         if keys.PARAMETER in self._of:
             for tensor in measured:
-                key = f"{keys.PARAMETER}/{tensor.name}"
-                self._found[key] = self._of_matrix(key, tensor.parameter)
+                self._measure(keys.PARAMETER, tensor.name, tensor.parameter)
         if keys.UPDATE in self._of:
             self._befores.keep(measured)
 
     def after_update(self, tensors: Sequence[WatchedTensor]) -> None:
         for name, change, _ in self._befores.changes(tensors):
-            self._found[f"{keys.UPDATE}/{name}"] = self._of_matrix(f"{keys.UPDATE}/{name}", change)
+            self._measure(keys.UPDATE, name, change)
 
     def take(self) -> Mapping[str, Found]:
         found, self._found = self._found, {}
-        names = ("largest_singular_value", "stable_rank")
-        return {f"{key}/{name}": value for key, of in found.items() for name, value in zip(names, of, strict=True)}
+        return found
+
+    def derive(self, sums: Mapping[str, ArrivedSums]) -> Mapping[str, float]:
+        found: dict[str, float] = {}
+        for key, shared in self._shared.items():
+            one = sums.get(f"{key}/spectrum")
+            if one is not None and (numbers := shared.advance(one.sums)) is not None:
+                found |= {f"{key}/{name}": number for name, number in zip(_NAMES, numbers, strict=True)}
+        return found
 
     def close(self) -> None:
         self._befores.forget()
@@ -114,26 +185,49 @@ class Spectrum(ModuleProbe):
     def _is_measured(self, tensor: WatchedTensor) -> bool:
         if tensor.parameter.ndim < 2 or not tensor.parameter.is_floating_point() or not self._matches(tensor.name):
             return False
+        layout = self._shards.layout(tensor.name)
+        if layout is not None and layout.num_ranks == world_size() and len({cut.dim > 0 for cut in layout.cuts}) < 2:
+            return True
         return self._shards.is_whole(tensor.name, needed_by="spectra")
 
-    def _of_matrix(self, key: str, tensor: Tensor) -> Tensor:
+    def _measure(self, subject: str, name: str, tensor: Tensor, inverse_scale: Tensor | None = None) -> None:
+        key, matrix_MN = f"{subject}/{name}", widened(tensor).flatten(1)
+        if inverse_scale is not None:
+            matrix_MN = matrix_MN * onto(inverse_scale, tensor.device)
+        layout = self._shards.layout(name)
+        if layout is None:
+            numbers = self._of_matrix(key, matrix_MN)
+            self._found |= {f"{key}/{what}": number for what, number in zip(_NAMES, numbers, strict=True)}
+            return
+        if any(cut.dim > 0 for cut in layout.cuts):  # what the ranks have are columns: rows of the transposed matrix
+            matrix_MN = matrix_MN.T
+        if key not in self._shared:
+            self._shared[key] = _SharedVector(matrix_MN.shape[1], matrix_MN, layout.num_ranks, layout.num_replicas)
+        sums = self._shared[key].sums(matrix_MN, with_product=self._has_product)
+        self._found[f"{key}/spectrum"] = ProbeSums(sums, _OfShards(len(sums)))
+
+    def _of_matrix(self, key: str, matrix_MN: Tensor) -> Tensor:
         """The largest singular value and the stable rank: [2]; of a matrix of zeros 0, and no rank."""
-        matrix_MN = widened(tensor).flatten(1)
-        vector_N = self._vectors.get(key)
-        is_new = vector_N is None or len(vector_N) != matrix_MN.shape[1] or vector_N.device != tensor.device
-        if is_new:  # with numbers of its own: those of the training stay as they are
-            generator = torch.Generator("cpu").manual_seed(_SEED)
-            vector_N = onto(torch.randn(matrix_MN.shape[1], generator=generator, dtype=matrix_MN.dtype), tensor.device)
-        assert vector_N is not None
-        start_N = torch.nn.functional.normalize(vector_N, dim=0)
-        vector_N = start_N
+        vector_N, device = self._vectors.get(key), matrix_MN.device
+        is_new = vector_N is None or len(vector_N) != matrix_MN.shape[1] or vector_N.device != device
+        start_N = vector_N = _random(matrix_MN.shape[1], matrix_MN) if is_new or vector_N is None else vector_N
         for _ in range(_FIRST if is_new else 1):
-            image_N = matrix_MN.T @ (matrix_MN @ vector_N)
+            image_N = _unit(matrix_MN.T @ _unit(matrix_MN @ vector_N))
             # What is all zero, or not finite, for one sample does not end the iteration.
-            is_good = torch.isfinite(image_N).all() & (image_N != 0).any()
-            vector_N = torch.where(is_good, torch.nn.functional.normalize(image_N, dim=0), start_N)
+            vector_N = torch.where(torch.isfinite(image_N).all(), image_N, start_N)
         self._vectors[key] = vector_N
-        wide = wide_dtype(tensor.device)
-        sigma_sq = (matrix_MN @ vector_N).square().sum(dtype=wide)
-        rank = matrix_MN.square().sum(dtype=wide) / torch.where(sigma_sq > 0, sigma_sq, torch.nan)
+        sigma_sq = square_of(matrix_MN @ vector_N)
+        rank = square_of(matrix_MN) / torch.where(sigma_sq > 0, sigma_sq, torch.nan)
         return torch.stack([sigma_sq.sqrt(), rank])
+
+
+def _random(size: int, like: Tensor) -> Tensor:
+    """A vector of length 1, the same on every rank; the random numbers of the training stay as they are."""
+    generator = torch.Generator("cpu").manual_seed(_SEED)
+    return onto(_unit(torch.randn(size, generator=generator, dtype=like.dtype)), like.device)
+
+
+def _unit(vector: Tensor) -> Tensor:
+    """The vector with length 1, however short it was; NaN of zeros."""
+    unit: Tensor = vector / torch.linalg.vector_norm(vector)
+    return unit
