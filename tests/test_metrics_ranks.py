@@ -137,7 +137,7 @@ def test_of_shards_there_is_a_loss_and_no_gradient_of_ones_own() -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("call", "apart"), zip(REPLICATED, [0, 2], strict=True), ids=["healthy", "flipped"])
+@pytest.mark.parametrize(("call", "apart"), list(zip(REPLICATED, [0, 2], strict=True)), ids=["healthy", "flipped"])
 def test_of_shards_that_lie_on_several_ranks_the_replicas_are_compared(call: Any, apart: int) -> None:
     # Ranks 0 and 2 hold the first half, 1 and 3 the second; of two nobody knows which is right.
     for result in results(call):

@@ -13,11 +13,18 @@ from ._mixin import MonitorMixin
 from ._module_probe import ModuleProbe
 from ._noise_scale import NoiseScale
 from ._optimizer_state import OptimizerState
-from ._rank_rules import RanksDisagree, SlowRank
 from ._ranks import Ranks
 from ._reference import Reference
 from ._router import Router
-from ._rules import DeadExperts, EntropyCollapse, GrowingLogits, NonFiniteActivation, OutgrownUpdate
+from ._rules import (
+    DeadExperts,
+    EntropyCollapse,
+    GrowingLogits,
+    NonFiniteActivation,
+    OutgrownUpdate,
+    RanksDisagree,
+    SlowRank,
+)
 from ._spectrum import Spectrum
 from ._updates import Updates
 

@@ -25,7 +25,7 @@ from ..snapshot import keys
 from ._module_index import ModuleIndex, matcher, nothing_matches
 from ._module_probe import ModuleProbe
 from ._own_gradients import OwnGradients, unscaled
-from ._rank_rules import RanksDisagree, SlowRank
+from ._rules import RanksDisagree, SlowRank
 from ._shards import ProbeShards
 
 # R ranks, F fields of each

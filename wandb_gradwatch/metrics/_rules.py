@@ -2,60 +2,112 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+import copy
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 import numpy as np
 
 from .._analysis.formatting import listing, number
-from .._analysis.forward import nonfinite_activations
+from .._measure.columns import FloatArray
 from ..rules import Alert
-from ..rules._base import check_limits, finding
+from ..rules._base import Level, check_limits, finding
 from ..snapshot import Snapshot, keys
+
+# S samples in the window
 
 
 @dataclass(kw_only=True)
-class NonFiniteActivation:
-    """A module's output has NaN or infinite elements: "Non-finite activation", naming the first in the forward.
+class _Remembering:
+    """What a rule remembers are its fields that no argument sets: numbers, lists and dicts."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name.lstrip("_"): copy.deepcopy(getattr(self, name)) for name in self._memory()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name in self._memory():
+            setattr(self, name, copy.deepcopy(state[name.lstrip("_")]))
+
+    def _memory(self) -> list[str]:
+        return [one.name for one in fields(self) if not one.init]
+
+
+@dataclass(kw_only=True)
+class _MetricRule(_Remembering):
+    """Judges each name of a metric by itself at every sample, and tells of all in one alert.
 
     Not at a sample that loss scaling skipped: an overflow there is how the scale finds its place.
     """
 
-    title: ClassVar[str] = "Non-finite activation"
+    title: ClassVar[str]
+    metric: ClassVar[tuple[str, str]]  # the family, and its name there
+    cause: ClassVar[str]
+    remedy: ClassVar[str]
+    level: ClassVar[Level] = "WARN"
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
-        for sample in range(len(snapshot)):
-            found = nonfinite_activations(snapshot, sample)
-            if found and not snapshot.skipped[sample]:
-                yield self._alert(int(snapshot.steps[sample]), found)
+        series = self._series(snapshot)
+        for sample, step in enumerate(snapshot.steps.tolist()):
+            found = {}
+            for name, values_S in series.items() if not snapshot.skipped[sample] else ():
+                value = float(values_S[sample])
+                if value == value and (told := self._judge(name, value, step)) is not None:
+                    found[name] = told
+            if found:
+                yield self._alert(step, found)
 
-    def _alert(self, step: int, found: dict[str, int]) -> Alert:
+    def _series(self, snapshot: Snapshot) -> Mapping[str, FloatArray]:
+        """What is judged, by name: [S]."""
+        split = {key: keys.split_metric(key) or ("", "", "") for key in snapshot.metrics}
+        return {parts[1]: snapshot.metrics[key] for key, parts in split.items() if parts[::2] == self.metric}
+
+    def _judge(self, name: str, value: float, step: int) -> Any:
+        """What is told of this name at this step; None for nothing."""
+        raise NotImplementedError
+
+    def _fact(self, step: int, found: Mapping[str, Any]) -> str:
+        raise NotImplementedError
+
+    def _describe(self, name: str, told: Any) -> str:
+        raise NotImplementedError
+
+    def _alert(self, step: int, found: Mapping[str, Any]) -> Alert:
         first = next(iter(found))
-        fact = (
-            f"Step {step}: the output of {first} was the first of the forward that is not finite, with {found[first]} "
-            f"elements; {len(found)} module outputs are in all (threshold: 0)."
-        )
-        return finding(
-            self.title,
-            fact,
-            listing(found, lambda name: f"{name} ({found[name]} non-finite)"),
-            f"an input, a parameter or an operation of {first}: an overflow, 0/0, or the log or root of 0",
-            f"look at the inputs and parameters of {first} at this step, add an epsilon to logs, roots and "
-            "divisions, or use bfloat16 in place of float16",
-            step,
-            "ERROR",
-        )
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass  # every sample is judged by itself
+        names = listing(found, lambda name: self._describe(name, found[name]))
+        cause, remedy = (text.format(first=first) for text in (self.cause, self.remedy))
+        return finding(self.title, f"Step {step}: {self._fact(step, found)}", names, cause, remedy, step, self.level)
 
 
 @dataclass(kw_only=True)
-class OutgrownUpdate:
+class NonFiniteActivation(_MetricRule):
+    """A module's output has NaN or infinite elements: "Non-finite activation", naming the first in the forward."""
+
+    title: ClassVar[str] = "Non-finite activation"
+    metric: ClassVar[tuple[str, str]] = (keys.ACTIVATION, keys.NONFINITE_METRIC)
+    cause: ClassVar[str] = "an input, a parameter or an operation of {first}: an overflow, 0/0, or the log or root of 0"
+    remedy: ClassVar[str] = (
+        "look at the inputs and parameters of {first} at this step, add an epsilon to logs, roots and "
+        "divisions, or use bfloat16 in place of float16"
+    )
+    level: ClassVar[Level] = "ERROR"
+
+    def _judge(self, name: str, value: float, step: int) -> int | None:
+        return int(value) if value > 0 else None
+
+    def _fact(self, step: int, found: Mapping[str, int]) -> str:
+        first = next(iter(found))
+        return (
+            f"the output of {first} was the first of the forward that is not finite, with {found[first]} "
+            f"elements; {len(found)} module outputs are in all (threshold: 0)."
+        )
+
+    def _describe(self, name: str, told: int) -> str:
+        return f"{name} ({told} non-finite)"
+
+
+@dataclass(kw_only=True)
+class OutgrownUpdate(_MetricRule):
     """A gradient is far larger than the optimizer's second moment remembers: "Update outgrows".
 
     The update divides by what the gradients were, so that a gradient that comes back after a quiet time moves its
@@ -74,53 +126,51 @@ class OutgrownUpdate:
     _past: dict[str, list[float]] = field(default_factory=dict, init=False, repr=False)
 
     title: ClassVar[str] = "Update outgrows"
+    metric: ClassVar[tuple[str, str]] = (keys.OPTIMIZER_STATE, keys.STALE)
+    cause: ClassVar[str] = (
+        "gradients that come back after a quiet time, with a second moment that has decayed meanwhile"
+    )
+    remedy: ClassVar[str] = (
+        "lower beta2 (0.95), clip the gradients or the update (StableAdamW), or lower the learning rate; the "
+        "loss may spike within the next 8 steps"
+    )
 
     def __post_init__(self) -> None:
         check_limits(self, threshold=(0.0, np.inf), factor=(1.0, np.inf), patience=(1.0, 32.0))
 
-    def check(self, snapshot: Snapshot) -> Iterable[Alert]:
-        ratios = {
-            key.removeprefix(f"{keys.OPTIMIZER_STATE}/").removesuffix(f"/{keys.STALE}"): values
-            for key, values in snapshot.metrics.items()
-            if key.startswith(f"{keys.OPTIMIZER_STATE}/") and key.endswith(f"/{keys.STALE}")
-        }
-        for sample in range(len(snapshot)):
-            outgrown = {}
-            for name, values in ratios.items():
-                ratio, past = float(values[sample]), self._past.setdefault(name, [])
-                if not np.isfinite(ratio) or snapshot.skipped[sample]:
-                    continue
-                if len(past) >= self.patience and ratio > max(self.threshold, self.factor * float(np.median(past))):
-                    outgrown[name] = ratio
-                self._past[name] = [*past, ratio][-32:]
-            if outgrown:
-                yield self._alert(int(snapshot.steps[sample]), outgrown)
+    def _judge(self, name: str, value: float, step: int) -> float | None:
+        past = self._past.get(name, [])
+        if value == np.inf:
+            return None
+        self._past[name] = [*past, value][-32:]
+        is_known = len(past) >= self.patience
+        return value if is_known and value > max(self.threshold, self.factor * float(np.median(past))) else None
 
-    def _alert(self, step: int, outgrown: dict[str, float]) -> Alert:
-        worst = dict(sorted(outgrown.items(), key=lambda one: -one[1]))
-        fact = (
-            f"Step {step}: in {len(outgrown)} parameters the gradient is more than {number(self.threshold)} times what "
+    def _fact(self, step: int, found: Mapping[str, float]) -> str:
+        return (
+            f"in {len(found)} parameters the gradient is more than {number(self.threshold)} times what "
             "the optimizer's second moment says, so that their update is that much too large."
         )
-        return finding(
-            self.title,
-            fact,
-            listing(worst, lambda name: f"{name} ({number(worst[name])} times)"),
-            "gradients that come back after a quiet time, with a second moment that has decayed meanwhile",
-            "lower beta2 (0.95), clip the gradients or the update (StableAdamW), or lower the learning rate; the "
-            "loss may spike within the next 8 steps",
-            step,
-        )
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"past": {name: list(past) for name, past in self._past.items()}}
+    def _describe(self, name: str, told: float) -> str:
+        return f"{name} ({number(told)} times)"
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._past = {str(name): list(map(float, past)) for name, past in state["past"].items()}
+    def _alert(self, step: int, found: Mapping[str, float]) -> Alert:
+        return super()._alert(step, dict(sorted(found.items(), key=lambda one: -one[1])))  # the worst first
+
+
+class _LargestOfHeads(_MetricRule):
+    """Judges of every attention module the largest number of its heads."""
+
+    def _series(self, snapshot: Snapshot) -> Mapping[str, FloatArray]:
+        heads: dict[str, list[FloatArray]] = {}
+        for name, values_S in super()._series(snapshot).items():
+            heads.setdefault(name.split("/")[0], []).append(values_S)
+        return {module: np.fmax.reduce(of_module) for module, of_module in heads.items()}
 
 
 @dataclass(kw_only=True)
-class EntropyCollapse:
+class EntropyCollapse(_LargestOfHeads):
     """Every head of an attention looks at one place only: "Attention entropy collapse".
 
     One such head is healthy (it copies the token before, say); all heads of a layer, for several samples in a row and
@@ -133,58 +183,37 @@ class EntropyCollapse:
 
     threshold: float = 0.02
     patience: int = 5
-    _in_a_row: dict[str, int] = field(default_factory=dict, init=False)
-    _once_open: set[str] = field(default_factory=set, init=False)
+    _in_a_row: dict[str, int] = field(default_factory=dict, init=False, repr=False)  # of those that were once open
 
     title: ClassVar[str] = "Attention entropy collapse"
+    metric: ClassVar[tuple[str, str]] = (keys.ATTENTION, "entropy_ratio")
+    cause: ClassVar[str] = "query and key weights that grow, at too high a learning rate or without warm-up"
+    remedy: ClassVar[str] = (
+        "normalise queries and keys, lower the learning rate or warm up for longer, decay their weights"
+    )
 
     def __post_init__(self) -> None:
         check_limits(self, threshold=(0.0, 1.0), patience=(1.0, np.inf))
 
-    def check(self, snapshot: Snapshot) -> Iterable[Alert]:
-        heads: dict[str, list[str]] = {}
-        for key in snapshot.metrics:
-            if key.startswith(f"{keys.ATTENTION}/") and key.endswith("/entropy_ratio"):
-                heads.setdefault(key.split("/")[1], []).append(key)
-        for sample in range(len(snapshot)):
-            collapsed = {}
-            for module, of_module in heads.items():
-                highest = max(float(snapshot.metrics[key][sample]) for key in of_module)
-                if np.isnan(highest):
-                    continue
-                if highest >= self.threshold:
-                    self._once_open.add(module)
-                low = highest < self.threshold and module in self._once_open
-                self._in_a_row[module] = self._in_a_row.get(module, 0) + 1 if low else 0
-                if self._in_a_row[module] >= self.patience:
-                    collapsed[module] = highest
-            if collapsed:
-                yield self._alert(int(snapshot.steps[sample]), collapsed)
+    def _judge(self, name: str, value: float, step: int) -> float | None:
+        if value >= self.threshold:
+            self._in_a_row[name] = 0
+        elif name in self._in_a_row:
+            self._in_a_row[name] += 1
+        return value if self._in_a_row.get(name, 0) >= self.patience else None
 
-    def _alert(self, step: int, collapsed: dict[str, float]) -> Alert:
-        fact = (
-            f"Step {step}: in {len(collapsed)} attention modules no head has had more than {number(self.threshold)} of "
+    def _fact(self, step: int, found: Mapping[str, float]) -> str:
+        return (
+            f"in {len(found)} attention modules no head has had more than {number(self.threshold)} of "
             f"the possible entropy for {self.patience} samples: each position looks at one place only."
         )
-        return finding(
-            self.title,
-            fact,
-            listing(collapsed, lambda name: f"{name} (at most {number(collapsed[name])})"),
-            "query and key weights that grow, at too high a learning rate or without warm-up",
-            "normalise queries and keys, lower the learning rate or warm up for longer, decay their weights",
-            step,
-        )
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"in_a_row": dict(self._in_a_row), "once_open": sorted(self._once_open)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._in_a_row = {str(name): int(count) for name, count in state["in_a_row"].items()}
-        self._once_open = set(state["once_open"])
+    def _describe(self, name: str, told: float) -> str:
+        return f"{name} (at most {number(told)})"
 
 
 @dataclass(kw_only=True)
-class DeadExperts:
+class DeadExperts(_MetricRule):
     """An expert of a mixture gets no token for many samples in a row: "Dead experts".
 
     Args:
@@ -195,44 +224,28 @@ class DeadExperts:
     _in_a_row: dict[str, int] = field(default_factory=dict, init=False, repr=False)
 
     title: ClassVar[str] = "Dead experts"
+    metric: ClassVar[tuple[str, str]] = (keys.ROUTER, keys.DEAD_EXPERTS)
+    cause: ClassVar[str] = "a router that sends ever more tokens to the experts that are already trained best"
+    remedy: ClassVar[str] = (
+        "raise the weight of the load-balancing loss, add noise to the router's logits, or lower its learning rate"
+    )
 
     def __post_init__(self) -> None:
         check_limits(self, patience=(1.0, np.inf))
 
-    def check(self, snapshot: Snapshot) -> Iterable[Alert]:
-        begin, end = f"{keys.ROUTER}/", f"/{keys.DEAD_EXPERTS}"
-        for sample in range(len(snapshot)):
-            dead = {}
-            for key, values in snapshot.metrics.items():
-                if not (key.startswith(begin) and key.endswith(end)) or np.isnan(values[sample]):
-                    continue
-                name, number_dead = key[len(begin) : -len(end)], float(values[sample])
-                self._in_a_row[name] = self._in_a_row.get(name, 0) + 1 if number_dead else 0
-                if self._in_a_row[name] >= self.patience:
-                    dead[name] = int(number_dead)
-            if dead:
-                yield self._alert(int(snapshot.steps[sample]), dead)
+    def _judge(self, name: str, value: float, step: int) -> int | None:
+        self._in_a_row[name] = self._in_a_row.get(name, 0) + 1 if value else 0
+        return int(value) if self._in_a_row[name] >= self.patience else None
 
-    def _alert(self, step: int, dead: dict[str, int]) -> Alert:
-        fact = f"Step {step}: {len(dead)} routers have sent no token to some experts for {self.patience} samples."
-        return finding(
-            self.title,
-            fact,
-            listing(dead, lambda name: f"{name} ({dead[name]} experts)"),
-            "a router that sends ever more tokens to the experts that are already trained best",
-            "raise the weight of the load-balancing loss, add noise to the router's logits, or lower its learning rate",
-            step,
-        )
+    def _fact(self, step: int, found: Mapping[str, int]) -> str:
+        return f"{len(found)} routers have sent no token to some experts for {self.patience} samples."
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"in_a_row": dict(self._in_a_row)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._in_a_row = {str(name): int(count) for name, count in state["in_a_row"].items()}
+    def _describe(self, name: str, told: int) -> str:
+        return f"{name} ({told} experts)"
 
 
 @dataclass(kw_only=True)
-class GrowingLogits:
+class GrowingLogits(_LargestOfHeads):
     """The largest logit of an attention grows towards a limit: "Attention logits grow".
 
     From a tenth of the limit on, a straight line through the logarithm of the module's largest logit over the last 32
@@ -247,40 +260,34 @@ class GrowingLogits:
 
     limit: float = 100.0
     patience: int = 16
-    _past: dict[str, list[tuple[int, float]]] = field(default_factory=dict, init=False, repr=False)
+    _past: dict[str, list[list[float]]] = field(default_factory=dict, init=False, repr=False)  # steps and logits
 
     title: ClassVar[str] = "Attention logits grow"
+    metric: ClassVar[tuple[str, str]] = (keys.ATTENTION, keys.LOGIT_MAX)
+    cause: ClassVar[str] = "query and key weights that grow, at too high a learning rate"
+    remedy: ClassVar[str] = (
+        "normalise queries and keys, add a z-loss, lower the learning rate of these weights or decay them"
+    )
 
     def __post_init__(self) -> None:
         check_limits(self, limit=(1.0, np.inf), patience=(8.0, 32.0))
 
-    def check(self, snapshot: Snapshot) -> Iterable[Alert]:
-        heads: dict[str, list[str]] = {}
-        for key in snapshot.metrics:
-            if key.startswith(f"{keys.ATTENTION}/") and key.endswith(f"/{keys.LOGIT_MAX}"):
-                heads.setdefault(key.split("/")[1], []).append(key)
-        for sample in range(len(snapshot)):
-            step, growing = int(snapshot.steps[sample]), {}
-            for module, of_module in heads.items():
-                largest = max(float(snapshot.metrics[key][sample]) for key in of_module)
-                if not 0 < largest < np.inf:
-                    continue
-                past = self._past[module] = [*self._past.get(module, []), (step, largest)][-32:]
-                crossed = self._crossed_at(past)
-                if crossed is not None:
-                    growing[module] = largest, crossed
-            if growing:
-                yield self._alert(step, growing)
+    def _judge(self, name: str, value: float, step: int) -> tuple[float, int] | None:
+        if not 0 < value < np.inf:
+            return None
+        past = self._past[name] = [*self._past.get(name, []), [step, value]][-32:]
+        crossed = self._crossed_at(past)
+        return None if crossed is None else (value, crossed)
 
-    def _crossed_at(self, past: list[tuple[int, float]]) -> int | None:
+    def _crossed_at(self, past: list[list[float]]) -> int | None:
         """The step at which the limit is, or will be, crossed; None where that is not to be expected."""
         step, largest = past[-1]
         if largest >= self.limit:
-            return step
+            return int(step)
         if len(past) < self.patience or largest < self.limit / 10:
             return None
-        steps, logs = np.array([s for s, _ in past], dtype=np.float64), np.log([value for _, value in past])
-        x = steps - steps.mean()
+        steps, logits = np.array(past, dtype=np.float64).T
+        x, logs = steps - steps.mean(), np.log(logits)
         slope = float(x @ logs / (x @ x))
         left = logs - logs.mean() - slope * x
         error = float(np.sqrt(left @ left / (len(past) - 2) / (x @ x)))
@@ -291,26 +298,100 @@ class GrowingLogits:
         crossed = step + (np.log(self.limit) - fitted) / slope
         return round(crossed) if crossed <= step + 4 * (x[-1] - x[0]) else None
 
-    def _alert(self, step: int, growing: dict[str, tuple[float, int]]) -> Alert:
-        first = min(growing, key=lambda name: growing[name][1])
-        largest, crossed = growing[first]
-        fact = f"Step {step}: the largest attention logit of {first} is {number(largest)}"
+    def _fact(self, step: int, found: Mapping[str, tuple[float, int]]) -> str:
+        first = min(found, key=lambda name: found[name][1])
+        largest, crossed = found[first]
+        fact = f"the largest attention logit of {first} is {number(largest)}"
         if largest >= self.limit:
-            fact += f", above the limit of {number(self.limit)}."
-        else:
-            fact += f"; at its growth over the last samples it crosses {number(self.limit)} at about step {crossed}."
+            return f"{fact}, above the limit of {number(self.limit)}."
+        return f"{fact}; at its growth over the last samples it crosses {number(self.limit)} at about step {crossed}."
+
+    def _describe(self, name: str, told: tuple[float, int]) -> str:
+        return f"{name} {number(told[0])} (step {told[1]})"
+
+
+@dataclass(kw_only=True)
+class RanksDisagree(_Remembering):
+    """A rank's replica of the parameters is not that of the others: "Ranks disagree", naming the rank.
+
+    Replicas that begin alike and take the same updates have the same bits. One that has not trains another model, and
+    its gradients spoil those of all. Said again at every sample until a checksum finds them alike.
+    """
+
+    _apart: list[int] = field(default_factory=list, init=False, repr=False)
+
+    title: ClassVar[str] = "Ranks disagree"
+
+    def check(self, snapshot: Snapshot) -> Iterable[Alert]:
+        num_apart_S = snapshot.metrics.get(f"{keys.RANKS}/all/{keys.APART}", np.full(len(snapshot), np.nan))
+        of_rank = {
+            int(parts[1].removeprefix("rank_")): values
+            for key, values in snapshot.metrics.items()
+            if (parts := keys.split_metric(key)) and parts[::2] == (keys.RANKS, keys.APART) and parts[1] != "all"
+        }
+        for sample, num_apart in enumerate(num_apart_S.tolist()):
+            if num_apart == num_apart:
+                self._apart = sorted(rank for rank, values in of_rank.items() if values[sample] == 1)
+            if self._apart:
+                yield self._alert(int(snapshot.steps[sample]))
+
+    def _alert(self, step: int) -> Alert:
+        which = listing(self._apart, lambda rank: f"rank {rank}")
         return finding(
             self.title,
-            fact,
-            listing(growing, lambda name: f"{name} {number(growing[name][0])} (step {growing[name][1]})"),
-            "query and key weights that grow, at too high a learning rate",
-            "normalise queries and keys, add a z-loss, lower the learning rate of these weights or decay them",
+            f"Step {step}: the parameters of {which} are not those that most ranks have.",
+            "",
+            "memory or arithmetic of a device that fails and says nothing, or parameters that only this rank has "
+            "changed, such as a checkpoint that not all ranks have loaded",
+            "stop, and go on from a checkpoint of before this step on all ranks; where it happens again on the same "
+            "rank, have its device tested",
             step,
+            "ERROR",
         )
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"past": {name: [list(one) for one in past] for name, past in self._past.items()}}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        past = state["past"].items()
-        self._past = {str(name): [(int(step), float(value)) for step, value in of] for name, of in past}
+@dataclass(kw_only=True)
+class SlowRank(_Remembering):
+    """The same rank comes last with its own work in every sample: "Slow rank", naming it; all others wait for it.
+
+    Args:
+        factor: times the median of the ranks.
+        least: seconds more than the median: what is less is not worth a word.
+        patience: samples in a row.
+    """
+
+    factor: float = 1.5
+    least: float = 0.01
+    patience: int = 8
+    _last: float = field(default=-1.0, init=False, repr=False)  # the rank that has come last
+    _in_a_row: int = field(default=0, init=False, repr=False)
+
+    title: ClassVar[str] = "Slow rank"
+
+    def __post_init__(self) -> None:
+        check_limits(self, factor=(1.0, np.inf), least=(0.0, np.inf), patience=(1.0, np.inf))
+
+    def check(self, snapshot: Snapshot) -> Iterable[Alert]:
+        names = (f"highest/{keys.SECONDS}_rank", f"highest/{keys.SECONDS}", f"median/{keys.SECONDS}")
+        if not all(f"{keys.RANKS}/{name}" in snapshot.metrics for name in names):
+            return
+        columns = np.stack([snapshot.metrics[f"{keys.RANKS}/{name}"] for name in names], axis=1)
+        for step, (rank, slowest, median) in zip(snapshot.steps.tolist(), columns.tolist(), strict=True):
+            if rank != rank:
+                continue
+            is_late = slowest > max(self.factor * median, median + self.least)
+            self._in_a_row = (self._in_a_row + 1 if rank == self._last else 1) if is_late else 0
+            self._last = rank
+            if self._in_a_row >= self.patience:
+                yield self._alert(step, int(rank), slowest, median)
+
+    def _alert(self, step: int, rank: int, slowest: float, median: float) -> Alert:
+        return finding(
+            self.title,
+            f"Step {step}: rank {rank} has needed more than {number(self.factor)} times as long as the median rank for "
+            f"{self.patience} samples, now {number(slowest)} s and not {number(median)} s, and the others wait for it.",
+            "",
+            "data that this rank loads more slowly, other work on its host, or a host or device that is slower",
+            "compare what its data loader and its host do with those of another rank",
+            step,
+        )

@@ -132,10 +132,11 @@ class Spectrum(ModuleProbe):
         return {(subject, name) for subject in self._of for name in _NAMES}
 
     def bind(self, models: ModuleIndex) -> None:
-        matrices = [name for name, parameter in models.watched_parameters().items() if parameter.ndim > 1]
+        self._shards.bind(models)
+        are_flat = self._shards.uses_fsdp1  # whose matrices are told from the rest nowhere, and left out
+        matrices = [name for name, one in models.watched_parameters().items() if one.ndim > 1 or are_flat]
         if not any(map(self._matches, matrices)):
             raise nothing_matches("Spectrum()", self._match, "matrix", matrices)
-        self._shards.bind(models)
 
     def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
         self._is_due = next_step_is_due
@@ -183,12 +184,13 @@ class Spectrum(ModuleProbe):
         self._befores.forget()
 
     def _is_measured(self, tensor: WatchedTensor) -> bool:
-        if tensor.parameter.ndim < 2 or not tensor.parameter.is_floating_point() or not self._matches(tensor.name):
+        if not tensor.parameter.is_floating_point() or not self._matches(tensor.name):
             return False
         layout = self._shards.layout(tensor.name)
-        if layout is not None and layout.num_ranks == world_size() and len({cut.dim > 0 for cut in layout.cuts}) < 2:
-            return True
-        return self._shards.is_whole(tensor.name, needed_by="spectra")
+        is_merged = (
+            layout is not None and layout.num_ranks == world_size() and len({c.dim > 0 for c in layout.cuts}) < 2
+        )
+        return (is_merged or self._shards.is_whole(tensor.name, needed_by="spectra")) and tensor.parameter.ndim > 1
 
     def _measure(self, subject: str, name: str, tensor: Tensor, inverse_scale: Tensor | None = None) -> None:
         key, matrix_MN = f"{subject}/{name}", widened(tensor).flatten(1)
