@@ -1,6 +1,7 @@
 """python examples/everything_on.py: a small GPT with everything measured that can be.
 
-Ends with the run's page, everything_on.html, and with what all of it has cost on this machine.
+Ends with the run's page, everything_on.html, and with what all of it has cost on this machine. What Ranks() costs is
+seen with several ranks: torchrun --nproc-per-node 2 examples/everything_on.py
 """
 
 import os
@@ -34,11 +35,24 @@ class SelfAttention(metrics.MonitorMixin, nn.Module):
         return self.out(nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
 
 
-class Block(nn.Module):
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(DIM, 4 * DIM), nn.GELU(), nn.Linear(4 * DIM, DIM))
+
+
+class Experts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        self.gate, self.experts = nn.Linear(DIM, 4), nn.ModuleList(mlp() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sum(w[..., None] * e(x) for w, e in zip(self.gate(x).softmax(-1).unbind(-1), self.experts, strict=True))
+
+
+class Block(nn.Module):
+    def __init__(self, of_experts: bool) -> None:
+        super().__init__()
         self.ln_1, self.attn, self.ln_2 = nn.LayerNorm(DIM), SelfAttention(), nn.LayerNorm(DIM)
-        self.mlp = nn.Sequential(nn.Linear(DIM, 4 * DIM), nn.GELU(), nn.Linear(4 * DIM, DIM))
+        self.mlp = Experts() if of_experts else mlp()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (x := x + self.attn(self.ln_1(x))) + self.mlp(self.ln_2(x))
@@ -48,7 +62,7 @@ class GPT(nn.Module):
     def __init__(self, vocabulary: int) -> None:
         super().__init__()
         self.tokens, self.places = nn.Embedding(vocabulary, DIM), nn.Embedding(LENGTH, DIM)
-        self.blocks = nn.Sequential(*(Block() for _ in range(4)))
+        self.blocks = nn.Sequential(*(Block(of_experts=place == 2) for place in range(4)))
         self.norm, self.head = nn.LayerNorm(DIM), nn.Linear(DIM, vocabulary, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -56,7 +70,8 @@ class GPT(nn.Module):
 
 
 def main() -> None:
-    torch.manual_seed(0)
+    rank, is_one_of_several = int(os.environ.get("RANK", "0")), "RANK" in os.environ
+    torch.manual_seed(rank)
     letters = sorted(set(TEXT))
     data, model = torch.tensor([letters.index(letter) for letter in TEXT]), GPT(len(letters))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -64,9 +79,11 @@ def main() -> None:
         metrics.Activations(r"^blocks\.\d+$|mlp\.1$|head"),
         metrics.Activations(r"mlp\.0$", of=("input", "grad"), statistics=["norm", "rms"]),
         metrics.Attention(),
+        metrics.Router("gate$", top_k=2),
         metrics.Updates(),
         metrics.OptimizerState(),
         metrics.NoiseScale(batch_size=BATCH // 2),
+        metrics.Ranks(),
         metrics.Reference(model, match="weight$", activations=r"^blocks\.\d+$"),
         metrics.Spectrum(r"(qkv|out)\.weight$", of=("parameter", "gradient", "update")),
         metrics.Metric("rms", lambda w: w.square().mean().sqrt(), match=r"(qkv|out)\.weight$", every=5),
@@ -74,7 +91,10 @@ def main() -> None:
             "kurtosis", lambda a: (a - a.mean()).pow(4).mean() / a.var() ** 2, on="activation", match=r"s\.\d$"
         ),
     ]
-    with wandb.init(project="gradwatch-examples", name="everything_on") as run:
+    if is_one_of_several:
+        torch.distributed.init_process_group("gloo")
+        model = nn.parallel.DistributedDataParallel(model)
+    with wandb.init(project="gradwatch-examples", name="everything_on", mode="disabled" if rank else None) as run:
         watcher, times = wandb_gradwatch.watch(model, sample_every=SAMPLE_EVERY, metrics=everything), []
         for _ in range(STEPS):
             began = time.perf_counter()
@@ -87,6 +107,11 @@ def main() -> None:
             optimizer.step()
             wandb.log({"loss": loss.item()})
             times.append(1000 * (time.perf_counter() - began))
+        watcher.remove()  # what the ranks have is merged a last time
+    if is_one_of_several:
+        torch.distributed.destroy_process_group()
+    if rank:
+        return
     print(f"final loss {loss.item():.5f}, {statistics.median(times):.1f} ms a step")
     sampled, share = statistics.median(times[SAMPLE_EVERY - 1 :: SAMPLE_EVERY]), watcher.latest.overhead_ratio
     print(f"one step in {SAMPLE_EVERY} is sampled, which takes {sampled:.1f} ms: {share:.1%} of the time is watching")

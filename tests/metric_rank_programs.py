@@ -15,7 +15,18 @@ from rank_programs import LEARNING_RATE, batch_of, build, collect_warnings, loss
 from rank_programs import train as train_ranks
 from torch import nn
 
-from wandb_gradwatch.metrics import Activations, Metric, NoiseScale, OptimizerState, Ranks, Reference, Spectrum, Updates
+from wandb_gradwatch.metrics import (
+    Activations,
+    Attention,
+    Metric,
+    NoiseScale,
+    OptimizerState,
+    Ranks,
+    Reference,
+    Router,
+    Spectrum,
+    Updates,
+)
 from wandb_gradwatch.rules import NaNGradient
 from wandb_gradwatch.sinks._history_row import HistoryRow
 
@@ -172,6 +183,43 @@ def _optimized(model: nn.Module, kind: str, ranks: Sequence[int], micros: int) -
         for micro in range(micros):
             losses = [loss_of(model, batch_of(rank, step, micro)) for rank in ranks]
             (torch.stack(losses).mean() / micros).backward()
+        optimizer.step()
+    watcher.remove()
+    merged = sink.merged()
+    assert merged is not None
+    return {key: np.asarray(of) for key, of in merged.metrics.items() if not key.startswith("gradwatch/")}
+
+
+# ---- what flows through sharded modules
+
+
+class Mixture(nn.Module):
+    """An attention and a router."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.gate = nn.Linear(8, 4)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        attended, _ = self.attention(batch, batch, batch)
+        return self.gate(attended).softmax(-1)[..., 0]
+
+
+def forwards(rank: int, world: int, *, sharded: bool = True, steps: int = 3):
+    """Attention(), Router() and Activations() under FSDP2, the same batches on every rank; or on one process."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model: nn.Module = Mixture()
+    if sharded:
+        fully_shard(model)
+    watcher, sink = watch(model, [Attention(), Router("gate", top_k=2), Activations(of=("input", "output", "grad"))])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for step in range(steps):
+        batch = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
         optimizer.step()
     watcher.remove()
     merged = sink.merged()

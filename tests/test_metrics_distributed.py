@@ -7,7 +7,7 @@ import functools
 import numpy as np
 import pytest
 import ranks
-from metric_rank_programs import expected, optimized_alone
+from metric_rank_programs import expected, forwards, optimized_alone
 from rank_programs import build
 
 from wandb_gradwatch._measure.columns import NUM_BINS, bins_of
@@ -25,6 +25,7 @@ WATCHED_FIRST = ("fsdp2", {"steps": STEPS, "mesh": [2], "watch_first": True})
 FSDP1 = [("fsdp1", {"steps": STEPS, "original": original}) for original in (True, False)]
 TENSOR_PARALLEL = [("tensor_parallel", {"steps": STEPS, "local_output": local}) for local in (True, False)]
 HISTOGRAMS = [("parameter_histograms", {"steps": STEPS, "mesh": mesh}) for mesh in ([2], [2, 1])]
+FORWARDS = ("forwards", {"steps": STEPS})
 TOO_LATE = ("a_reference_that_is_made_too_late", {})
 OPTIMIZED = [
     ("optimized", {"kind": "adamw"}),
@@ -35,7 +36,7 @@ OPTIMIZED = [
 
 @functools.cache
 def on_two_ranks():
-    calls = [DDP, *FSDP2, WATCHED_FIRST, *FSDP1, *TENSOR_PARALLEL, *HISTOGRAMS, TOO_LATE, *OPTIMIZED]
+    calls = [DDP, *FSDP2, WATCHED_FIRST, *FSDP1, *TENSOR_PARALLEL, *HISTOGRAMS, FORWARDS, TOO_LATE, *OPTIMIZED]
     results = ranks.run("metric_rank_programs", calls, 2)
     return {repr(call): result for call, result in zip(calls, results, strict=True)}
 
@@ -122,6 +123,17 @@ def test_tensor_parallel_distances_are_those_of_the_whole(call):
     # The last layer is whole on every rank.
     assert "parameter/4.weight/own" in main["metrics"]
     assert "parameter/0.weight/own" not in main["metrics"]
+
+
+def test_what_flows_through_sharded_modules_is_as_on_one_process():
+    alone = forwards(0, 1, sharded=False, steps=STEPS)
+    assert {"attention/attention/head_1/logit_max", "router/gate/entropy_ratio", "activation/gate/grad/norm"} <= set(
+        key.replace(".grad", "/grad") for key in alone
+    )
+    for result in result_of(FORWARDS):
+        assert set(result) == set(alone)
+        for key, values in alone.items():
+            np.testing.assert_allclose(result[key], values, rtol=1e-4, atol=1e-6, err_msg=key)
 
 
 @pytest.mark.parametrize("call", HISTOGRAMS, ids=str)

@@ -24,7 +24,7 @@ def test_everything_is_measured_in_one_run(tmp_path: Path) -> None:
     of_metrics = {metric.partition("(")[0] for metric in costs.values()}
     assert of_metrics == {
         *("Activations", "Attention", "FunctionMetrics", "NoiseScale", "OptimizerState"),
-        *("Reference", "Spectrum", "Updates"),
+        *("Ranks", "Reference", "Router", "Spectrum", "Updates"),
     }
     assert sum(map(float, costs)) > 0
     page = (tmp_path / "everything_on.html").read_text(encoding="utf-8")
@@ -42,6 +42,7 @@ def test_everything_is_measured_in_one_run(tmp_path: Path) -> None:
         "update/blocks/1/mlp/0/weight/ratio",
         "attention/blocks/0/attn/head_3/logit_max",
         "noise_scale/total/noise_scale",
+        "router/blocks/2/mlp/gate/load_max_ratio",
         "optimizer_state/blocks/1/mlp/0/weight/update_rms",
         "optimizer_state/blocks/1/mlp/0/weight/stale_ratio",
         "parameter/head/weight/relative_difference",
@@ -58,6 +59,15 @@ def test_everything_is_measured_in_one_run(tmp_path: Path) -> None:
     assert history.alerts == ()
     assert {"blocks/0", "blocks/1/mlp/1", "head"} <= set(history.family_histograms["activation"])
     assert history.family_histograms["activation"]["blocks/0"].counts.sum() == 16 * 64 * 128  # one batch, in two halves
+
+
+def test_on_two_ranks_the_cost_of_comparing_them_is_printed(tmp_path: Path) -> None:
+    printed, history = run_example("everything_on", tmp_path, world=2, SAMPLE_EVERY="1")
+    cost = re.search(r"([0-9.]+) ms a sampled step: Ranks\(\)", printed)
+    assert cost is not None
+    assert float(cost[1]) > 0
+    assert np.isfinite(history.values["ranks/highest/local_norm"][-1])
+    assert history.values["ranks/all/apart"][-1] == 0
 
 
 def test_the_coordinate_check_draws_both_scalings(tmp_path: Path) -> None:

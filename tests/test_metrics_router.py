@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from metric_probes import values, watch
+from metric_probes import train, values, watch
 from torch import nn
 
 from wandb_gradwatch.metrics import Router
@@ -58,6 +58,13 @@ def test_the_numbers_of_a_layer_are_those_of_a_count_by_hand_over_micro_batches(
         **{f"expert_{expert}/load_ratio": 4 * share[expert] for expert in range(4)},
     }
     assert {key.removeprefix("router/gates.0/"): of[0] for key, of in found.items()} == pytest.approx(expected)
+
+
+def test_routers_are_chosen_by_class_too() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh())
+    watcher, sink = watch(model, [Router(nn.Linear)])
+    train(model, [torch.randn(5, 3)])
+    assert {key.split("/")[1] for key in values(watcher, sink)} == {"0"}
 
 
 def test_layers_of_as_many_experts_are_pooled() -> None:

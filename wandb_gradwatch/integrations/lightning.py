@@ -51,7 +51,8 @@ class GradWatchCallback(_Callback):  # type: ignore[misc]
     fit goes on.
 
     Of several callbacks in one trainer the second logs below `gradwatch/callback1/`, and below `train/callback1/` if
-    its prefix is that of the first.
+    its prefix is that of the first. Lightning refuses two that differ in nothing but where they log (`run`, `sinks`,
+    `on_alert`), as it could not tell their checkpoints apart: give one of them another `step_prefix`.
 
     To log other numbers, override `compute_batch_stats`, and for other aggregates `init_epoch_stats`,
     `update_epoch_stats` and `compute_epoch_stats`; a name with a slash is that of a layer. A subclass may also set the

@@ -16,7 +16,7 @@ from ..rules import Rule
 from ..snapshot import keys
 from ._forward_hooks import Dims, ForwardHook
 from ._mixin import hands_over
-from ._module_index import ModuleFilter, ModuleIndex, ModuleMatcher, nothing_matches
+from ._module_index import ModuleFilter, ModuleIndex
 from ._module_probe import ForwardProbe, is_measurable, leaves_in, slices, tensor_name, tensors_in
 from ._reduction import widened
 from ._rows import DEFAULT_STATISTICS, RowTally, check_statistics
@@ -66,21 +66,15 @@ class Activations(ForwardProbe):
         dead_threshold: float = 0.0,
         evaluation: bool = False,
     ) -> None:
-        super().__init__(in_evaluation=evaluation)
-        self._match = match
-        self._matches = ModuleMatcher(match, repr(self))
+        super().__init__(match, in_evaluation=evaluation)
         if isinstance(of, str) or not of or not set(of) <= set(_OF):
             raise ValueError(f"{self!r}: of={of!r} must be a sequence of names out of {_OF}")
         if evaluation and "grad" in of:
             raise ValueError(f'{self!r}: of={of!r} has "grad", but an evaluation has no backward')
         self._of = frozenset(of)
-        self._models = ModuleIndex([])
         self._statistics = check_statistics(repr(self), statistics, histogram=True)
         self._pending, self._sample = self.stores(lambda: RowTally(self._statistics, dead_threshold))
         self._source: dict[str, str] = {}  # of each tensor's name: what the tap's order knows
-
-    def __repr__(self) -> str:
-        return f"Activations({self._match.__name__})" if isinstance(self._match, type) else super().__repr__()
 
     def claims(self) -> set[tuple[str, str]]:
         return {(keys.ACTIVATION, statistic) for statistic in self._statistics}
@@ -90,11 +84,9 @@ class Activations(ForwardProbe):
 
     def bind(self, models: ModuleIndex) -> None:
         modules = dict(models.modules())
-        self._models = models
-        self._matches.look(models)
-        if not any(map(self._matches, modules)) and not any(map(hands_over, modules.values())):
-            raise nothing_matches("Activations()", self._match, "module", list(modules))
         self.tap_into(models, self._logged)
+        if not any(map(hands_over, modules.values())):
+            self.check_match("module", modules)
 
     def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
         super().start(next_step_is_due, histogram_is_due)
@@ -102,7 +94,6 @@ class Activations(ForwardProbe):
         self._sample.histogram_is_due = histogram_is_due
 
     def install(self, tap: ForwardHook) -> None:
-        self._matches.look(self._models)
         tap.hook(lambda name, _: self._matches(name), self._forward_done)
 
     def _forward_done(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

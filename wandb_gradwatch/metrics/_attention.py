@@ -16,13 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .._capture.parameter_registry import NameFilter
 from .._capture.probes import Found
 from .._measure.elements import wide_dtype
 from ..rules import Rule
 from ..snapshot import keys
 from ._forward_hooks import Dims, ForwardHook, hand_over
-from ._module_index import ModuleIndex, matcher, nothing_matches
+from ._module_index import ModuleFilter, ModuleIndex
 from ._module_probe import ForwardProbe, logger, slices
 from ._rows import RowTally, check_statistics
 from ._rules import EntropyCollapse, GrowingLogits
@@ -89,7 +88,8 @@ class Attention(ForwardProbe):
     `log_tensor` with a dimension named "head" for the statistics alone.
 
     Args:
-        match: of which modules: a regular expression (searched in the name), several, or a function; None: all.
+        match: of which modules: a regular expression (searched in the name), several, or a function; a class of
+            modules; None: all.
         statistics: of query, key and value: as for `Activations`.
         weights: whether to compute the attention weights again, for their entropy and the logits.
 
@@ -102,14 +102,12 @@ class Attention(ForwardProbe):
 
     def __init__(
         self,
-        match: NameFilter | None = None,
+        match: ModuleFilter | None = None,
         *,
         statistics: Sequence[str] = DEFAULT_STATISTICS,
         weights: bool = True,
     ) -> None:
-        super().__init__()
-        self._match = match
-        self._matches = matcher(match, repr(self))
+        super().__init__(match)
         self._statistics = check_statistics(repr(self), statistics, histogram=False)
         self._weights = weights
         self._pending, self._sample = self.stores(lambda: RowTally(self._statistics))
@@ -122,10 +120,8 @@ class Attention(ForwardProbe):
         return [EntropyCollapse(), GrowingLogits()] if self._weights else []
 
     def bind(self, models: ModuleIndex) -> None:
-        modules = dict(models.modules())
-        if not any(map(self._matches, modules)):
-            raise nothing_matches("Attention()", self._match, "module", list(modules))
         self.tap_into(models, self._logged)
+        self.check_match("module", dict(models.modules()))
 
     def install(self, tap: ForwardHook) -> None:
         tap.hook(lambda name, module: isinstance(module, nn.MultiheadAttention) and self._matches(name), self._done)

@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 
 from .._capture.parameter_registry import NameFilter
 from .._measure.columns import FloatArray
+from ._forward_hooks import ForwardHook
 from ._module_index import ModuleIndex, matcher, nothing_matches
 
 # W widths, T checked steps, L layers
@@ -176,22 +177,21 @@ def _inputs(
 ) -> dict[str, Tensor]:
     """What each layer is fed on a batch, in evaluation mode; one that is called several times, at its first call."""
     inputs: dict[str, Tensor] = {}
-    handles = []
-    for name, layer in layers.items():
 
-        def keep(_: nn.Module, args: tuple[Any, ...], name: str = name) -> None:
-            if args and isinstance(args[0], Tensor):
-                inputs.setdefault(name, args[0].detach().clone())
+    def keep(name: str, _: nn.Module, args: tuple[Any, ...], *__: Any) -> None:
+        if args and isinstance(args[0], Tensor):
+            inputs.setdefault(name, args[0].detach().clone())
 
-        handles.append(layer.register_forward_pre_hook(keep))
+    tap = ForwardHook("coordinate_check()", ModuleIndex([("", model)]), when="always")
+    tap.hook(lambda name, _: name in layers, keep, at="beginning")
+    tap.open()
     modes = {module: module.training for module in model.modules()}
     try:
         model.eval()
         with torch.no_grad():
             loss(model, batch)
     finally:
-        for handle in handles:
-            handle.remove()
+        tap.remove()
         for module, training in modes.items():
             module.training = training
     return {name: inputs[name] for name in layers if name in inputs}

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,8 @@ logger: Final = logging.getLogger("wandb_gradwatch")
 
 Dims = Mapping[int, str] | None
 SeenOutput = Callable[[str, nn.Module, tuple[Any, ...], Mapping[str, Any], Any], None]
+At = Literal["beginning", "end", "any end"]
+When = Literal["training", "evaluation", "always"]
 SeenThing = Callable[[str, str, Any, Dims], None]
 
 # torch.utils.checkpoint's re-entrant Function, and that of the libraries which took it over.
@@ -40,20 +42,20 @@ class ForwardHook:
         owner: whose it is, for messages.
         models: whose forwards are seen.
         on_logged: gets what modules hand over: the module's name, the thing's name, the thing, its named dimensions.
-        in_evaluation: see the forwards of evaluations, and no others.
+        when: which forwards are seen: those of the "training", of an "evaluation", or "always" all.
     """
 
     def __init__(
-        self, owner: str, models: ModuleIndex, *, on_logged: SeenThing | None = None, in_evaluation: bool = False
+        self, owner: str, models: ModuleIndex, *, on_logged: SeenThing | None = None, when: When = "training"
     ) -> None:
         self.is_open = False
         self.order: dict[str, int] = {}  # of everything's first end in a forward, counted or not
         self._owner = owner
         self._models = models
         self._on_logged = on_logged
-        self._in_evaluation = in_evaluation
+        self._when = when
         self._boundary = ErrorBoundary(self._failed)
-        self._handles: dict[int, tuple[RemovableHandle, _Hook]] = {}  # by the module's id
+        self._handles: dict[At, dict[int, tuple[RemovableHandle, _Hook]]] = {}  # by the module's id
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 
     def hook(
@@ -61,35 +63,35 @@ class ForwardHook:
         chosen: Callable[[str, nn.Module], bool],
         seen: SeenOutput,
         *,
-        before: bool = False,
-        always: bool = False,
+        at: At = "end",
     ) -> None:
-        """Hook every chosen module that is not hooked yet, where several share a name the outermost.
+        """Hook every chosen module that is not hooked there yet, where several share a name the outermost.
 
         Args:
             seen: gets the module's name, the module, the arguments and keyword arguments of its call, and its output.
-            before: call before the module's forward, with None for the output.
-            always: call after a forward that raised, too, with None for the output.
+            at: the "beginning" of the module's forward, with None for the output, its "end", or "any end": after a
+                forward that raised, too, then with None for the output.
         """
         taken: set[str] = set()
         self._names.clear()
+        hooked = self._handles.get(at, {})
         attached: dict[int, tuple[RemovableHandle, _Hook]] = {}
         for name, module in self._models.modules():
             self._names[module] = name
             if name in taken or not chosen(name, module):
                 continue
             taken.add(name)
-            handle, hook = self._handles.pop(id(module), (None, None))
-            if handle is None or hook is None or not _is_attached(handle, module, before):
-                hook = _Hook(self, name, seen)
-                register: Any = module.register_forward_pre_hook if before else module.register_forward_hook
-                handle = register(hook, with_kwargs=True, **({"always_call": True} if always else {}))
+            handle, hook = hooked.pop(id(module), (None, None))
+            if handle is None or hook is None or not _is_attached(handle, module, at):
+                hook = _Hook(self, name, seen, is_end=at == "end")
+                register: Any = module.register_forward_hook if at != "beginning" else module.register_forward_pre_hook
+                handle = register(hook, with_kwargs=True, **({"always_call": True} if at == "any end" else {}))
                 assert handle is not None
             hook.name = name  # a module can move: out of a list, into a wrapper
             attached[id(module)] = handle, hook
-        for handle, _ in self._handles.values():  # not there any more, or not chosen under its new name
+        for handle, _ in hooked.values():  # not there any more, or not chosen under its new name
             handle.remove()
-        self._handles = attached
+        self._handles[at] = attached
 
     def open(self) -> None:
         """Begin to see."""
@@ -105,7 +107,7 @@ class ForwardHook:
     def remove(self) -> None:
         """Remove every hook. Idempotent."""
         self.shut()
-        for handle, _ in self._handles.values():
+        for handle, _ in (pair for attached in self._handles.values() for pair in attached.values()):
             handle.remove()
         self._handles = {}
 
@@ -134,7 +136,9 @@ class ForwardHook:
     def _counts(self) -> bool:
         if replay.is_running:
             return False
-        if self._in_evaluation:
+        if self._when == "always":
+            return True
+        if self._when == "evaluation":
             return current_graph_task() == -1 and not any(model.training for _, model in self._models.alive())
         if not torch.is_grad_enabled():
             return False
@@ -152,20 +156,21 @@ class ForwardHook:
 class _Hook(TransientHook):
     """A module's forward hook."""
 
-    def __init__(self, tap: ForwardHook, name: str, seen: SeenOutput) -> None:
-        self._tap, self.name, self._seen = tap, name, seen
+    def __init__(self, tap: ForwardHook, name: str, seen: SeenOutput, *, is_end: bool) -> None:
+        self._tap, self.name, self._seen, self._is_end = tap, name, seen, is_end
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any = None) -> None:
         # First of all, so that a compiler which traces this sees a constant, and guards nothing.
         if torch.compiler.is_compiling() or not self._tap.is_open:
             return
-        self._tap.order.setdefault(self.name, len(self._tap.order))
+        if self._is_end:
+            self._tap.order.setdefault(self.name, len(self._tap.order))
         self._tap.see(lambda: self._seen(self.name, module, args, kwargs, output))
 
 
-def _is_attached(handle: RemovableHandle, module: nn.Module, before: bool) -> bool:
+def _is_attached(handle: RemovableHandle, module: nn.Module, at: At) -> bool:
     """Whether the handle's hook is this module's: ids are used again after a module is gone."""
-    return handle.id in (module._forward_pre_hooks if before else module._forward_hooks)
+    return handle.id in (module._forward_pre_hooks if at == "beginning" else module._forward_hooks)
 
 
 _open_taps: Final[set[ForwardHook]] = set()
@@ -186,7 +191,13 @@ def log_tensor(module: nn.Module, name: str, tensor: Tensor, *, dims: Dims = Non
 
 
 def hand_over(module: nn.Module, name: str, thing: Any, dims: Dims = None) -> None:
-    """Give something to every tap that is open, as a module's."""
+    """Give something to every tap that is open, as a module's.
+
+    Raises:
+        TypeError: it is no module.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"MonitorMixin is for torch.nn.Module, but {type(module).__name__} is not one")
     if torch.compiler.is_compiling() or not _open_taps:
         return
     for tap in tuple(_open_taps):

@@ -34,9 +34,9 @@ class FunctionMetrics(ForwardProbe):
     """
 
     def __init__(self, metrics: Iterable[Metric]) -> None:
-        super().__init__()
         self._metrics = list(metrics)
-        self._matches: dict[int, Callable[[str], bool]] = {
+        super().__init__()
+        self._chosen_by: dict[int, Callable[[str], bool]] = {
             id(metric): matcher(metric.match, str(metric)) for metric in self._metrics
         }
         seen: set[tuple[str, str]] = set()
@@ -78,7 +78,7 @@ class FunctionMetrics(ForwardProbe):
             self.tap_into(models, self._logged)
 
     def _check_parameters(self, metric: Metric, parameters: Mapping[str, Tensor]) -> None:
-        chosen = [name for name in parameters if self._matches[id(metric)](name)]
+        chosen = [name for name in parameters if self._chosen_by[id(metric)](name)]
         if not chosen:
             raise nothing_matches(str(metric), metric.match, "parameter", list(parameters))
         there = {name: parameters[name] for name in chosen if self._shards.holds_whole(name)}
@@ -96,7 +96,7 @@ class FunctionMetrics(ForwardProbe):
 
     def _check_modules(self, metric: Metric, modules: Mapping[str, Any]) -> None:
         # A tensor that a module hands over is known only when it does.
-        if not any(map(self._matches[id(metric)], modules)) and not any(map(hands_over, modules.values())):
+        if not any(map(self._chosen_by[id(metric)], modules)) and not any(map(hands_over, modules.values())):
             raise nothing_matches(str(metric), metric.match, "module", list(modules))
 
     # ---- during a sample
@@ -108,7 +108,7 @@ class FunctionMetrics(ForwardProbe):
         super().start(next_step_is_due and any(metric.on == "activation" for metric in self._now), histogram_is_due)
 
     def install(self, tap: ForwardHook) -> None:
-        chosen = [self._matches[id(metric)] for metric in self._metrics if metric.on == "activation"]
+        chosen = [self._chosen_by[id(metric)] for metric in self._metrics if metric.on == "activation"]
         tap.hook(lambda name, _: any(matches(name) for matches in chosen), self._forward_done)
 
     def _forward_done(self, name: str, module: Any, args: Any, kwargs: Any, output: Any) -> None:
@@ -162,7 +162,7 @@ class FunctionMetrics(ForwardProbe):
 
     def _measures(self, on: str, name: str) -> bool:
         """Whether a metric of this sample matches this parameter, and the parameter is whole."""
-        if not any(metric.on == on and self._matches[id(metric)](name) for metric in self._now):
+        if not any(metric.on == on and self._chosen_by[id(metric)](name) for metric in self._now):
             return False
         return self._shards.is_whole(name, needed_by="metrics of parameters, gradients and updates")
 
@@ -194,7 +194,7 @@ class FunctionMetrics(ForwardProbe):
         once: bool = False,
     ) -> None:
         for metric in tuple(self._now):
-            matches = self._matches[id(metric)]
+            matches = self._chosen_by[id(metric)]
             if metric.on != on or not (matches(name) or (also_called and matches(also_called))):
                 continue
             key = (on, name, metric.name)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Final
 
-from torch import Tensor, nn
+from torch import nn
 
-from ._attention import log_attention
-from ._forward_hooks import Dims, log_tensor
+from . import _attention, _forward_hooks
 
-_FUNCTIONS: Final = frozenset({log_tensor.__name__, log_attention.__name__})
+_FUNCTIONS: Final = frozenset({"log_tensor", "log_attention"})
 
 
 class MonitorMixin:
@@ -27,22 +26,8 @@ class MonitorMixin:
                 ...
     """
 
-    def log_tensor(self, name: str, tensor: Tensor, *, dims: Dims = None) -> None:
-        """Hand over a tensor, as the function `log_tensor` does."""
-        log_tensor(_module(self), name, tensor, dims=dims)
-
-    def log_attention(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor | None = None,
-        *,
-        attn_mask: Tensor | None = None,
-        is_causal: bool = False,
-        scale: float | None = None,
-    ) -> None:
-        """Hand over the tensors of an attention, as the function `log_attention` does."""
-        log_attention(_module(self), query, key, value, attn_mask=attn_mask, is_causal=is_causal, scale=scale)
+    log_tensor = _forward_hooks.log_tensor
+    log_attention = _attention.log_attention
 
 
 def hands_over(module: nn.Module) -> bool:
@@ -52,9 +37,3 @@ def hands_over(module: nn.Module) -> bool:
     methods = (method for cls in type(module).__mro__ if cls is not nn.Module for method in vars(cls).values())
     names = (set(code.co_names) for method in methods if (code := getattr(method, "__code__", None)) is not None)
     return any(_FUNCTIONS & used for used in names)
-
-
-def _module(candidate: object) -> nn.Module:
-    if not isinstance(candidate, nn.Module):
-        raise TypeError(f"MonitorMixin is for torch.nn.Module, but {type(candidate).__name__} is not one")
-    return candidate

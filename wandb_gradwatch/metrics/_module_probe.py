@@ -1,22 +1,28 @@
-"""What probes share: they are bound to the watched models, and do nothing at moments that they have no use for."""
+"""What probes share: they are bound to the watched models, and do nothing at moments that they have no use for.
+
+ModuleProbe         any probe
+ParameterProbe      of parameters, their gradients and updates
+ForwardProbe        of what flows through modules
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from .._capture.probes import Probe, WatchedTensor
+from .._capture.parameter_registry import NameFilter
+from .._capture.probes import Found, Probe, WatchedTensor
 from .._runtime.sharding import local_part
 from ..rules import Rule
 from ._forward_hooks import Dims, ForwardHook
-from ._module_index import ROOT, ModuleIndex
+from ._module_index import ROOT, ModuleFilter, ModuleIndex, ModuleMatcher, matcher, nothing_matches
+from ._shards import ProbeShards
 from ._store import Store
 
 logger: Final = logging.getLogger("wandb_gradwatch")
@@ -29,12 +35,24 @@ class ModuleProbe(Probe):
     """A probe of watched models. At the moments that it does not override it does nothing."""
 
     _match: object = None  # what the user gave to choose modules or parameters
+    _matches: Callable[[str], bool]
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({'' if self._match is None else repr(self._match)})"
+        match = self._match.__name__ if isinstance(self._match, type) else repr(self._match)
+        return f"{type(self).__name__}({'' if self._match is None else match})"
 
     def bind(self, models: ModuleIndex) -> None:
         """Called once, by watch(): check what can be checked, and raise what has to be raised. Hook nothing yet."""
+
+    def check_match(self, what: str, names: Iterable[str]) -> None:
+        """Refuse a match that chooses none of these names.
+
+        Raises:
+            ValueError: that is so.
+        """
+        known = list(names)
+        if not any(map(self._matches, known)):
+            raise nothing_matches(f"{type(self).__name__}()", self._match, what, known)
 
     def claims(self) -> set[tuple[str, str]]:
         """Families and metrics that it logs under: ("update", "norm") for `update/<name>/norm`."""
@@ -43,6 +61,32 @@ class ModuleProbe(Probe):
     def rules(self) -> list[Rule]:
         """The rules that a watcher with the default rules gets with this probe."""
         return []
+
+
+class ParameterProbe(ModuleProbe):
+    """A probe of parameters: knows which of them it is for, which are whole here, and whether the sample is due.
+
+    Args:
+        match: of which parameters: a regular expression (searched), several, or a function of the name; None: all.
+    """
+
+    def __init__(self, match: NameFilter | None = None) -> None:
+        self._match = match
+        self._matches = matcher(match, repr(self))
+        self._shards = ProbeShards()
+        self._is_due = False
+        self._found: dict[str, Found] = {}  # in the open sample
+
+    def bind(self, models: ModuleIndex) -> None:
+        self.check_match("parameter", models.watched_parameters())
+        self._shards.bind(models)
+
+    def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
+        self._is_due, self._found = next_step_is_due, {}
+
+    def take(self) -> Mapping[str, Found]:
+        found, self._found = self._found, {}
+        return found
 
 
 AnyStore = TypeVar("AnyStore", bound=Store[Any, Any])
@@ -56,13 +100,17 @@ class ForwardProbe(ModuleProbe):
     raised, adds nothing.
 
     Args:
+        match: of which modules: a regular expression (searched in the name), several, or a function; a class of
+            modules; None: all.
         in_evaluation: of evaluations, which belong to the next sample, and are seen between samples too.
     """
 
-    def __init__(self, *, in_evaluation: bool = False) -> None:
+    def __init__(self, match: ModuleFilter | None = None, *, in_evaluation: bool = False) -> None:
+        self._match = match
+        self._matches: ModuleMatcher = ModuleMatcher(match, repr(self))
+        self._models = ModuleIndex([])
         self._in_evaluation = in_evaluation
         self._tap: ForwardHook | None = None
-        self._around: tuple[ForwardHook, ...] = ()  # where forwards of whole models begin, and where they end
         self._roots: frozenset[str] = frozenset()
         self._depth = 0  # of forwards of whole models that have begun: one may call itself
         self._handled: BaseException | None = None  # what was being handled when the outermost began
@@ -73,17 +121,15 @@ class ForwardProbe(ModuleProbe):
 
     @property
     def seconds_spent(self) -> float:
-        return sum(tap.seconds_spent for tap in self._taps)
-
-    @property
-    def _taps(self) -> tuple[ForwardHook, ...]:
-        return () if self._tap is None else (self._tap, *self._around)
+        return 0.0 if self._tap is None else self._tap.seconds_spent
 
     def tap_into(self, models: ModuleIndex, on_logged: Callable[[str, str, Any, Dims], None] | None = None) -> None:
-        """Make the tap, shut."""
-        make = partial(ForwardHook, repr(self), models, in_evaluation=self._in_evaluation)
-        self._tap = make(on_logged=on_logged)
-        self._around = make(), make()
+        """Make the tap, shut, and look which modules the match chooses."""
+        self._models = models
+        self._matches.look(models)
+        self._tap = ForwardHook(
+            repr(self), models, on_logged=on_logged, when="evaluation" if self._in_evaluation else "training"
+        )
         self._roots = frozenset(prefix.removesuffix(".") or ROOT for prefix, _ in models.alive())
 
     def install(self, tap: ForwardHook) -> None:
@@ -125,13 +171,13 @@ class ForwardProbe(ModuleProbe):
         if self._tap is None:
             return
         if next_step_is_due or self._in_evaluation:
+            self._matches.look(self._models)  # a module may be new
             self.install(self._tap)
-            begins, ends = self._around
-            begins.hook(lambda name, _: name in self._roots, self.forward_begins, before=True)
-            ends.hook(lambda name, _: name in self._roots, self._forward_ends, always=True)
-            self._open()
+            self._tap.hook(lambda name, _: name in self._roots, self.forward_begins, at="beginning")
+            self._tap.hook(lambda name, _: name in self._roots, self._forward_ends, at="any end")
+            self._tap.open()
         else:
-            self._shut()
+            self._tap.shut()
             self.forget_pending()
 
     def gradients_ready(self, tensors: Sequence[WatchedTensor]) -> None:
@@ -141,7 +187,7 @@ class ForwardProbe(ModuleProbe):
         self.settle()
         if self._tap is None:
             return
-        self._shut()  # an optimizer that evaluates its closure again runs forwards of no interest
+        self._tap.shut()  # an optimizer that evaluates its closure again runs forwards of no interest
         self._unseen_updates = 0 if self._seen_any or self._in_evaluation else self._unseen_updates + 1
         self._seen_any = False
         if self._unseen_updates == _PATIENCE_IN_UPDATES:
@@ -153,20 +199,12 @@ class ForwardProbe(ModuleProbe):
             )
 
     def after_update(self, tensors: Sequence[WatchedTensor]) -> None:
-        if self._due or self._in_evaluation:
-            self._open()
-
-    def _open(self) -> None:
-        for tap in self._taps:
-            tap.open()
-
-    def _shut(self) -> None:
-        for tap in self._taps:
-            tap.shut()
+        if self._tap is not None and (self._due or self._in_evaluation):
+            self._tap.open()
 
     def close(self) -> None:
-        for tap in self._taps:
-            tap.remove()
+        if self._tap is not None:
+            self._tap.remove()
 
 
 def tensors_in(output: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:

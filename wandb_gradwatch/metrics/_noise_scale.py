@@ -19,11 +19,9 @@ from .._measure.elements import wide_dtype
 from .._measure.probe_values import ArrivedSums, ProbeSums
 from .._runtime.sharding import world_size
 from ..snapshot import GroupBy, group_function, keys
-from ._module_index import ModuleIndex, matcher, nothing_matches
-from ._module_probe import ModuleProbe, logger
-from ._own_gradients import OwnGradients, square_of, unscaled
+from ._module_probe import logger
+from ._own_gradients import OwnGradientProbe, square_of
 from ._reduction import widened
-from ._shards import ProbeShards
 
 # N parts of a step's batch: micro-batches, or ranks; W samples that an estimate is made of
 
@@ -51,7 +49,7 @@ class _Squares:
         return {}  # only groups of parameters, over several samples, say anything
 
 
-class NoiseScale(ModuleProbe):
+class NoiseScale(OwnGradientProbe):
     """The gradient noise scale tr(S) / |G|^2 and the cosine between parts of a batch: micro-batches, or ranks.
 
     Logs `noise_scale/<group>/noise_scale` with its 95 % interval, `noise_scale_low` and `noise_scale_high`, and
@@ -93,61 +91,38 @@ class NoiseScale(ModuleProbe):
     def __init__(
         self, match: NameFilter | None = None, *, group_by: GroupBy = "module", batch_size: int | None = None
     ) -> None:
-        self._match = match
-        self._matches = matcher(match, repr(self))
+        super().__init__(match)
         self._group_of = group_function(group_by)
         if batch_size is not None and (isinstance(batch_size, bool) or not batch_size > 0):
             raise ValueError(
                 f"NoiseScale(batch_size={batch_size!r}) must be the number of examples of a micro-batch, or of a rank"
             )
         self._batch_size = 1 if batch_size is None else batch_size
-        self._shards = ProbeShards()
         self._last: dict[str, Tensor] = {}  # the gradients that the last backward has left
         self._squares: dict[str, Tensor] = {}  # [2] by parameter: of all increments, and of their sum
-        self._own = OwnGradients()
         self._averaged: dict[str, Tensor] = {}  # by parameter that ranks replicate: the square of its gradient
-        self._inverse_scales: dict[str, Tensor | None] = {}  # of the gradients that all these are of
         self._num_backwards = 0
-        self._is_due = False
         self._windows: dict[str, deque[tuple[float, float]]] = {}  # on the host, by group: tr(S) and |G|^2
         self._said: set[str] = set()
-
-    @property
-    def needs_ranks(self) -> bool:
-        return world_size() > 1
 
     def claims(self) -> set[tuple[str, str]]:
         return {(keys.NOISE_SCALE, "noise_scale")}
 
-    def bind(self, models: ModuleIndex) -> None:
-        names = list(models.watched_parameters())
-        if not any(map(self._matches, names)):
-            raise nothing_matches("NoiseScale()", self._match, "parameter", names)
-        self._shards.bind(models)
-
     # ---- on the device
 
     def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
-        self._is_due = next_step_is_due
+        super().start(next_step_is_due, histogram_is_due)
         self._forget()
-        self._own.start()
-        if next_step_is_due:
-            self._shards.look()
 
     def _forget(self) -> None:
         self._last, self._squares, self._averaged, self._num_backwards = {}, {}, {}, 0
-
-    def gradient_arrived(self, name: str, gradient: Tensor) -> None:
-        if self._is_due and self._matches(name) and self._shards.holds_whole(name):
-            self._own.arrived(name, gradient)
 
     def gradients_ready(self, tensors: Sequence[WatchedTensor]) -> None:
         if not self._is_due:
             return
         self._shards.look()
-        self._own.ended(tensors)
+        super().gradients_ready(tensors)
         self._num_backwards += 1
-        self._inverse_scales = {tensor.name: tensor.inverse_scale for tensor in tensors}
         for tensor in tensors:
             gradient = tensor.gradient
             if gradient is None or gradient.layout is not torch.strided or not self._matches(tensor.name):
@@ -176,20 +151,20 @@ class NoiseScale(ModuleProbe):
             self._say("needs steps of several micro-batches; one of a single backward has nothing to compare", "")
         if num < 2:
             return {}
-        scales, meaning = self._inverse_scales, _Squares(num)
+        meaning = _Squares(num)
         return {
-            f"{keys.NOISE_SCALE}/{name}": ProbeSums(unscaled(of, scales.get(name)), meaning, name)
+            f"{keys.NOISE_SCALE}/{name}": ProbeSums(self.without_scale(name, of), meaning, name)
             for name, of in squares.items()
         }
 
     def _of_ranks(self, averaged: Mapping[str, Tensor]) -> Mapping[str, Found]:
-        own, meaning = self._own.squares(), _Squares(world_size(), of_every_rank=True)
+        own, meaning = self.own_squares(), _Squares(world_size(), of_every_rank=True)
         if not own:  # of the first step of several backwards
             return {}
         found: dict[str, Found] = {}
         for name, square in averaged.items():
-            squares = torch.stack([own.get(name, torch.zeros_like(square)), square])
-            sums = [*unscaled(squares, self._inverse_scales.get(name)), torch.ones_like(square)]
+            of_own = own.get(name, torch.zeros_like(square))
+            sums = [of_own, self.without_scale(name, square), torch.ones_like(square)]
             found[f"{keys.NOISE_SCALE}/{name}"] = ProbeSums(torch.stack(sums), meaning, name)
         return found
 

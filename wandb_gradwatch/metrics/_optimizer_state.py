@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 
 from .._capture.parameter_registry import NameFilter
-from .._capture.probes import Found, WatchedTensor
+from .._capture.probes import WatchedTensor
 from .._measure.elements import onto, wide_dtype
 from .._measure.probe_values import ProbeSums, root_of_ratio
 from .._runtime.sharding import local_part
 from ..rules import Rule
 from ..snapshot import keys
-from ._module_index import ModuleIndex, matcher, nothing_matches
-from ._module_probe import ModuleProbe
+from ._module_probe import ParameterProbe
 from ._reduction import widened
 from ._rules import OutgrownUpdate
 
@@ -55,7 +54,7 @@ class StateSums:
         return found
 
 
-class OptimizerState(ModuleProbe):
+class OptimizerState(ParameterProbe):
     """What the optimizer remembers, and the update that it makes of it, logged as `optimizer_state/<parameter>/...`.
 
     With g the gradient that the optimizer received, and m and v the moments of Adam as it uses them, divided by
@@ -85,10 +84,8 @@ class OptimizerState(ModuleProbe):
     """
 
     def __init__(self, match: NameFilter | None = None) -> None:
-        self._match = match
-        self._matches = matcher(match, repr(self))
+        super().__init__(match)
         self._gradients: dict[str, Tensor] = {}  # [3] by name: sums from before the step
-        self._taken: dict[str, Found] = {}
 
     def claims(self) -> set[tuple[str, str]]:
         return {(keys.OPTIMIZER_STATE, keys.STALE)}
@@ -96,12 +93,8 @@ class OptimizerState(ModuleProbe):
     def rules(self) -> list[Rule]:
         return [OutgrownUpdate()]
 
-    def bind(self, models: ModuleIndex) -> None:
-        names = list(models.watched_parameters())
-        if not any(map(self._matches, names)):
-            raise nothing_matches("OptimizerState()", self._match, "parameter", names)
-
     def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
+        super().start(next_step_is_due, histogram_is_due)
         self._gradients = {}
 
     def before_update(self, tensors: Sequence[WatchedTensor]) -> None:
@@ -144,11 +137,7 @@ class OptimizerState(ModuleProbe):
             eps = group.get("eps", 0.0)
             meaning = StateSums(tuple(parts), float(eps) if isinstance(eps, float) else 0.0)
             key = f"{keys.OPTIMIZER_STATE}/{tensor.name}"
-            self._taken[key] = ProbeSums(torch.cat([before, torch.stack(sums)]), meaning, tensor.name)
-
-    def take(self) -> Mapping[str, Found]:
-        taken, self._taken = self._taken, {}
-        return taken
+            self._found[key] = ProbeSums(torch.cat([before, torch.stack(sums)]), meaning, tensor.name)
 
 
 def _groups(tensors: Sequence[WatchedTensor]) -> dict[int, Mapping[str, Any]]:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from .._capture.probes import Found, WatchedTensor
+from .._capture.probes import WatchedTensor
 from .._measure.columns import Column
 from .._measure.measure import measure
 from .._measure.probe_values import ProbeHistogram
 from ..snapshot import keys
-from ._module_probe import ModuleProbe
+from ._module_probe import ParameterProbe
 
 # N parameters on one device, B histogram bins
 
 
-class ParameterHistograms(ModuleProbe):
+class ParameterHistograms(ParameterProbe):
     """Count each parameter that an optimizer has just updated in the fixed bins of gradients.
 
     Of a sharded parameter each rank counts its shard; the counts add up when the window is merged over the ranks.
@@ -28,15 +28,14 @@ class ParameterHistograms(ModuleProbe):
     """
 
     def __init__(self, backend: str) -> None:
+        super().__init__()
         self._backend = backend
-        self._is_due = False
-        self._taken: dict[str, Found] = {}
 
     def __repr__(self) -> str:
         return "the histograms of parameters"
 
     def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
-        self._is_due, self._taken = histogram_is_due, {}
+        super().start(histogram_is_due, histogram_is_due)
 
     def after_update(self, tensors: Sequence[WatchedTensor]) -> None:
         if not self._is_due:
@@ -49,11 +48,7 @@ class ParameterHistograms(ModuleProbe):
             assert measured.histogram is not None
             low_N1, high_N1 = (measured.rows[:, column, None] for column in (Column.GRAD_MIN, Column.GRAD_MAX))
             packed = torch.cat([measured.histogram.to(measured.rows.dtype), low_N1, high_N1], dim=1)
-            self._taken |= {
+            self._found |= {
                 f"{keys.PARAMETER_HISTOGRAMS}/{one.name}": ProbeHistogram(row)
                 for one, row in zip(group, packed, strict=True)
             }
-
-    def take(self) -> Mapping[str, Found]:
-        taken, self._taken = self._taken, {}
-        return taken

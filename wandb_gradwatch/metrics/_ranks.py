@@ -22,11 +22,8 @@ from .._measure.probe_values import ArrivedSums, ProbeSums
 from .._runtime.sharding import rank, world_size
 from ..rules import Rule
 from ..snapshot import keys
-from ._module_index import ModuleIndex, matcher, nothing_matches
-from ._module_probe import ModuleProbe
-from ._own_gradients import OwnGradients, unscaled
+from ._own_gradients import OwnGradientProbe
 from ._rules import RanksDisagree, SlowRank
-from ._shards import ProbeShards
 
 # R ranks, F fields of each
 
@@ -51,7 +48,7 @@ class _Fields:
         return {}  # before they are merged they are this rank's alone
 
 
-class Ranks(ModuleProbe):
+class Ranks(OwnGradientProbe):
     """Compares the ranks of one training: logged as `ranks/rank_<n>/...`, `ranks/lowest/...`, `.../median/...` and
     `.../highest/...`, with the rank as `ranks/highest/<number>_rank`.
 
@@ -83,15 +80,11 @@ class Ranks(ModuleProbe):
     """
 
     def __init__(self, match: NameFilter | None = None, *, checksum_every: int = 10) -> None:
-        self._match = match
-        self._matches = matcher(match, repr(self))
+        super().__init__(match)
         if isinstance(checksum_every, bool) or not isinstance(checksum_every, int) or checksum_every < 0:
             raise ValueError(f"Ranks(checksum_every={checksum_every!r}) must be a number of sampled steps, 0 for never")
         self._checksum_every = checksum_every
-        self._shards = ProbeShards()
-        self._own = OwnGradients()
-        self._inverse_scales: dict[str, Tensor | None] = {}
-        self._is_due = self._is_checked = False
+        self._is_checked = False
         self._num_due = 0
         self._clock = time.perf_counter
         self._began = self._arrived = self._clock()
@@ -102,49 +95,32 @@ class Ranks(ModuleProbe):
         self._checksums: list[Tensor] = []
         self._layout: list[object] = []  # of what has a checksum
 
-    def __repr__(self) -> str:
-        return "Ranks()" if self._match is None else f"Ranks({self._match!r})"
-
-    @property
-    def needs_ranks(self) -> bool:
-        return world_size() > 1
-
     def claims(self) -> set[tuple[str, str]]:
         return {(keys.RANKS, keys.APART)}
 
     def rules(self) -> list[Rule]:
         return [RanksDisagree(), SlowRank()]
 
-    def bind(self, models: ModuleIndex) -> None:
-        names = list(models.watched_parameters())
-        if not any(map(self._matches, names)):
-            raise nothing_matches("Ranks()", self._match, "parameter", names)
-        self._shards.bind(models)
-
     # ---- on the device
 
     def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
         if not self._has_updated:  # otherwise the step before was a sample, and its update's end is known
             self._began = self._clock()
-        self._is_due = next_step_is_due and self.needs_ranks
+        super().start(next_step_is_due and self.needs_ranks, histogram_is_due)
         self._is_checked = self._is_due and self._checksum_every > 0 and self._num_due % self._checksum_every == 0
         self._num_due += self._is_due
         self._has_updated, self._waited, self._seconds, self._loss = False, 0.0, math.nan, None
-        self._checksums, self._layout, self._inverse_scales = [], [], {}
-        self._own.start()
-        if self._is_due:
-            self._shards.look()
+        self._checksums, self._layout = [], []
 
     def gradient_arrived(self, name: str, gradient: Tensor) -> None:
-        if self._is_due and self._is_whole(name):
-            self._own.arrived(name, gradient)
+        super().gradient_arrived(name, gradient)
+        if self._is_due and self._matches(name) and self._shards.holds_whole(name):
             self._arrived = self._clock()
             self._seconds = self._arrived - self._began - self._waited
 
     def gradients_ready(self, tensors: Sequence[WatchedTensor]) -> None:
+        super().gradients_ready(tensors)
         if self._is_due:
-            self._own.ended(tensors)
-            self._inverse_scales |= {tensor.name: tensor.inverse_scale for tensor in tensors}
             self._waited = self._clock() - self._began - self._seconds
 
     def before_update(self, tensors: Sequence[WatchedTensor]) -> None:
@@ -167,7 +143,7 @@ class Ranks(ModuleProbe):
     def take(self) -> Mapping[str, Found]:
         if not self._is_due:
             return {}
-        squares = [unscaled(square, self._inverse_scales.get(name)) for name, square in self._own.squares().items()]
+        squares = list(self.own_squares().values())
         known = [*squares, *([] if self._loss is None else [self._loss]), *self._checksums]
         device = known[0].device if known else torch.device("cpu")
 
@@ -186,9 +162,6 @@ class Ranks(ModuleProbe):
         all_RF = torch.zeros(world_size(), len(_FIELDS), dtype=fields_F.dtype, device=device)
         all_RF[rank()] = fields_F
         return {keys.RANKS: ProbeSums(all_RF.flatten(), _Fields(world_size()))}
-
-    def _is_whole(self, name: str) -> bool:
-        return self._matches(name) and self._shards.holds_whole(name)
 
     # ---- on the host
 

@@ -15,7 +15,6 @@ from .._measure.elements import onto
 from .._measure.measure import sum_sq
 from .._measure.probe_values import Distance, ProbeSums
 from .._runtime.sharding import local_part
-from .._runtime.wrappers import TransientHook
 from ..snapshot import keys
 from ._forward_hooks import ForwardHook
 from ._metric import Metric
@@ -70,7 +69,7 @@ class Reference(ForwardProbe):
         activations: NameFilter | None = None,
         functions: Mapping[str, Difference] | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(match)
         for argument, module in (("model", model), ("reference", reference)):
             if not isinstance(module, nn.Module) and not (argument == "reference" and module is None):
                 raise TypeError(f"Reference(): {argument} must be a torch.nn.Module, but is {type(module).__name__}")
@@ -91,8 +90,7 @@ class Reference(ForwardProbe):
                 f"Reference(): the reference must have the model's parameters, but {wrong[0][0]!r} differs; "
                 "pass a copy of the model"
             )
-        self._match, self._activations = match, activations
-        self._matches = matcher(match, repr(self))
+        self._activations = activations
         self._matches_module = matcher(activations, repr(self)) if activations is not None else None
         self._functions = dict(functions or {})
         for name, function in self._functions.items():
@@ -102,9 +100,8 @@ class Reference(ForwardProbe):
         self._prefix = ""
         self._models = ModuleIndex([])
         self._shards = ProbeShards()
-        self._running = False
+        self._reference_tap: ForwardHook | None = None
         self._outputs: dict[str, list[Mapping[str, Tensor]]] = {}  # the reference's, by module, in the order of calls
-        self._handles: list[Any] = []
         self._parameters_done: set[str] = set()
         # [2] of each tensor: the squares of the difference and of the reference
         self._pending, self._sample = self.stores(lambda: Store[str, Tensor](add_on_device))
@@ -128,27 +125,21 @@ class Reference(ForwardProbe):
         else:
             raise ValueError("Reference(): the model that it was made of is not watched here; pass the same model")
         names = [name for name in models.watched_parameters() if name.removeprefix(self._prefix) in self._frozen]
-        if not any(map(self._matches, names)):
-            raise nothing_matches("Reference()", self._match, "parameter", names)
+        self.check_match("parameter", names)
         if self._matches_module is not None:
             modules = [name for name, _ in self._models.modules()]
             if not any(map(self._matches_module, modules)):
                 raise nothing_matches("Reference()", self._activations, "module", modules)
             self.tap_into(self._models)
-            self._hook_reference(self._matches_module)
+            of_reference = ModuleIndex([(self._prefix, self._reference)])
+            self._reference_tap = ForwardHook(repr(self), of_reference, when="always")
+            self._reference_tap.hook(self._is_compared, self._keep_output)
 
     def _is_like(self, model: nn.Module) -> bool:
         theirs = {name: parameter.shape for name, parameter in ModuleIndex([("", model)]).parameters()}
         if self._shards.uses_fsdp1:
             return theirs.keys() == self._frozen.keys()
         return theirs == {name: parameter.shape for name, parameter in self._frozen.items()}
-
-    def _hook_reference(self, matches: Callable[[str], bool]) -> None:
-        taken: set[str] = set()
-        for name, module in ModuleIndex([(self._prefix, self._reference)]).modules():
-            if matches(name) and name not in taken:
-                taken.add(name)
-                self._handles.append(module.register_forward_hook(_Keep(self, name)))
 
     # ---- forwards
 
@@ -157,8 +148,10 @@ class Reference(ForwardProbe):
         self._parameters_done = set()
 
     def install(self, tap: ForwardHook) -> None:
-        matches = self._matches_module
-        tap.hook(lambda name, _: matches is not None and matches(name), self._forward_done)
+        tap.hook(self._is_compared, self._forward_done)
+
+    def _is_compared(self, name: str, _: nn.Module) -> bool:
+        return self._matches_module is not None and self._matches_module(name)
 
     def before_update(self, tensors: Sequence[WatchedTensor]) -> None:
         if self._tap is not None:
@@ -171,17 +164,17 @@ class Reference(ForwardProbe):
         if self._is_copy and self._reference.training != module.training:
             self._reference.train(module.training)
         devices = sorted({p.device.index for p in self._frozen.values() if p.is_cuda})
-        self._running = True
+        assert self._reference_tap is not None
+        self._reference_tap.open()
         try:
             with torch.random.fork_rng(devices):
                 self._reference(*args, **kwargs)
         finally:
-            self._running = False
+            self._reference_tap.shut()
 
-    def keep_output(self, name: str, output: Any) -> None:
+    def _keep_output(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """A module of the reference's has put this out."""
-        if self._running:
-            self._outputs.setdefault(name, []).append(dict(tensors_in(output)))
+        self._outputs.setdefault(name, []).append(dict(tensors_in(output)))
 
     def _forward_done(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self._seen_any = True
@@ -258,16 +251,6 @@ class Reference(ForwardProbe):
 
     def close(self) -> None:
         super().close()
-        for handle in self._handles:
-            handle.remove()
-        self._handles, self._outputs = [], {}
-
-
-class _Keep(TransientHook):
-    """The hook of a module of the reference's."""
-
-    def __init__(self, reference: Reference, name: str) -> None:
-        self._reference, self._name = reference, name
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self._reference.keep_output(self._name, output)
+        if self._reference_tap is not None:
+            self._reference_tap.remove()
+        self._outputs = {}

@@ -9,13 +9,12 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from .._capture.parameter_registry import NameFilter
 from .._capture.probes import Found
 from .._measure.elements import onto, wide_dtype
 from ..rules import Rule
 from ..snapshot import keys
 from ._forward_hooks import ForwardHook
-from ._module_index import ModuleIndex, matcher, nothing_matches
+from ._module_index import ModuleFilter, ModuleIndex
 from ._module_probe import ForwardProbe, tensors_in
 from ._rules import DeadExperts
 from ._store import Store, add_on_device
@@ -45,7 +44,7 @@ class Router(ForwardProbe):
     With several processes the numbers are those of the rank that logs.
 
     Args:
-        match: of the routers: a regular expression (searched in the module's name), several, or a function.
+        match: of the routers: by name as for `Activations`, or their class.
         top_k: experts that a token goes to.
 
     Memory: E + 2 numbers of each router until the sample is complete. Cost: a softmax and a top-k of the logits at a
@@ -55,10 +54,8 @@ class Router(ForwardProbe):
         ValueError: match matches no module (by watch()); top_k is not positive.
     """
 
-    def __init__(self, match: NameFilter, *, top_k: int = 1) -> None:
-        super().__init__()
-        self._match = match
-        self._matches = matcher(match, repr(self))
+    def __init__(self, match: ModuleFilter, *, top_k: int = 1) -> None:
+        super().__init__(match)
         if isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1:
             raise ValueError(f"Router(top_k={top_k!r}) must be the number of experts that a token goes to")
         self._top_k = top_k
@@ -72,10 +69,8 @@ class Router(ForwardProbe):
         return [DeadExperts()]
 
     def bind(self, models: ModuleIndex) -> None:
-        names = [name for name, _ in models.modules()]
-        if not any(map(self._matches, names)):
-            raise nothing_matches("Router()", self._match, "module", names)
         self.tap_into(models)
+        self.check_match("module", dict(models.modules()))
 
     def install(self, tap: ForwardHook) -> None:
         tap.hook(lambda name, _: self._matches(name), self._forward_done)

@@ -49,8 +49,10 @@ class _MetricRule(_Remembering):
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
         series = self._series(snapshot)
         for sample, step in enumerate(snapshot.steps.tolist()):
-            found = {}
-            for name, values_S in series.items() if not snapshot.skipped[sample] else ():
+            if snapshot.skipped[sample]:
+                continue
+            found: dict[str, Any] = {}
+            for name, values_S in series.items():
                 value = float(values_S[sample])
                 if value == value and (told := self._judge(name, value, step)) is not None:
                     found[name] = told

@@ -6,14 +6,16 @@ function of a part is not the function of the whole: it is left out, and that is
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Final, cast
 
 from torch import Tensor
 
 from ._module_index import ModuleIndex
-from ._module_probe import logger
+
+logger: Final = logging.getLogger("wandb_gradwatch")
 
 
 class ProbeShards:

@@ -12,16 +12,15 @@ import torch
 from torch import Tensor
 
 from .._capture.parameter_registry import NameFilter
-from .._capture.probes import Found, WatchedTensor
+from .._capture.probes import WatchedTensor
 from .._measure.elements import onto, wide_dtype
 from .._measure.probe_values import ArrivedSums, ProbeSums
 from .._runtime.sharding import world_size
 from ..snapshot import keys
-from ._module_index import ModuleIndex, matcher, nothing_matches
-from ._module_probe import ModuleProbe
+from ._module_index import ModuleIndex
+from ._module_probe import ParameterProbe
 from ._own_gradients import square_of
 from ._reduction import widened
-from ._shards import ProbeShards
 from ._updates import Befores
 
 # M rows, N columns
@@ -83,7 +82,7 @@ class _SharedVector:
         return math.sqrt(image_sq / self._num_replicas), norm_sq / image_sq if image_sq > 0 else math.nan
 
 
-class Spectrum(ModuleProbe):
+class Spectrum(ParameterProbe):
     """Largest singular value and stable rank of matrices, logged as `<of>/<parameter>/largest_singular_value` and
     `.../stable_rank`.
 
@@ -115,17 +114,14 @@ class Spectrum(ModuleProbe):
     """
 
     def __init__(self, match: NameFilter | None = None, *, of: Sequence[str] = (keys.PARAMETER,)) -> None:
-        self._match = match
-        self._matches = matcher(match, repr(self))
+        super().__init__(match)
         if isinstance(of, str) or not of or not set(of) <= set(SUBJECTS):
             raise ValueError(f"Spectrum(of={of!r}) must be a sequence of names out of {SUBJECTS}")
         self._of = tuple(of)
         self._vectors: dict[str, Tensor] = {}  # by key: [N]
         self._shared: dict[str, _SharedVector] = {}  # of sharded matrices
-        self._found: dict[str, Found] = {}
         self._befores = Befores()
-        self._shards = ProbeShards()
-        self._is_due = False
+        self._has_product = False
         self._since_product = 0  # samples
 
     def claims(self) -> set[tuple[str, str]]:
@@ -135,11 +131,10 @@ class Spectrum(ModuleProbe):
         self._shards.bind(models)
         are_flat = self._shards.uses_fsdp1  # whose matrices are told from the rest nowhere, and left out
         matrices = [name for name, one in models.watched_parameters().items() if one.ndim > 1 or are_flat]
-        if not any(map(self._matches, matrices)):
-            raise nothing_matches("Spectrum()", self._match, "matrix", matrices)
+        self.check_match("matrix", matrices)
 
     def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
-        self._is_due = next_step_is_due
+        super().start(next_step_is_due, histogram_is_due)
         self._since_product += next_step_is_due
         self._has_product = histogram_is_due or self._since_product >= _PRODUCT_EVERY
         if self._has_product:
@@ -167,10 +162,6 @@ class Spectrum(ModuleProbe):
     def after_update(self, tensors: Sequence[WatchedTensor]) -> None:
         for name, change, _ in self._befores.changes(tensors):
             self._measure(keys.UPDATE, name, change)
-
-    def take(self) -> Mapping[str, Found]:
-        found, self._found = self._found, {}
-        return found
 
     def derive(self, sums: Mapping[str, ArrivedSums]) -> Mapping[str, float]:
         found: dict[str, float] = {}

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 from torch import Tensor
 
 from .._capture.parameter_registry import NameFilter
-from .._capture.probes import Found, WatchedTensor
+from .._capture.probes import WatchedTensor
 from .._measure.measure import sum_sq
 from .._measure.probe_values import Distance, ProbeSums
 from .._runtime.sharding import local_part
 from ..snapshot import keys
-from ._module_index import ModuleIndex, matcher, nothing_matches
-from ._module_probe import ModuleProbe
+from ._module_index import ModuleIndex
+from ._module_probe import ParameterProbe
 from ._reduction import widened
 
 _MIB: Final = 2**20
@@ -43,7 +43,7 @@ class Befores:
         self._kept.clear()
 
 
-class Updates(ModuleProbe):
+class Updates(ParameterProbe):
     """The norm of each parameter's change in a step, and its ratio to the parameter's norm before.
 
     Logs `update/<parameter>/norm` and `update/<parameter>/ratio`. A healthy ratio is often quoted as 1e-3. It is
@@ -63,21 +63,16 @@ class Updates(ModuleProbe):
     """
 
     def __init__(self, match: NameFilter | None = None, *, max_mib: float = 1024) -> None:
-        self._match, self._max_mib = match, max_mib
-        self._matches = matcher(match, repr(self))
+        super().__init__(match)
+        self._max_mib = max_mib
         self._befores = Befores()
-        self._due = False
-        self._taken: dict[str, Found] = {}
 
     def claims(self) -> set[tuple[str, str]]:
         return {(keys.UPDATE, "norm"), (keys.UPDATE, "ratio")}
 
     def bind(self, models: ModuleIndex) -> None:
-        parameters = models.watched_parameters()
-        chosen = {name: parameter for name, parameter in parameters.items() if self._matches(name)}
-        if not chosen:
-            raise nothing_matches("Updates()", self._match, "parameter", list(parameters))
-        parts = map(local_part, chosen.values())
+        super().bind(models)
+        parts = [local_part(one) for name, one in models.watched_parameters().items() if self._matches(name)]
         size = sum(part.numel() * part.element_size() for part in parts) / _MIB
         if size > self._max_mib:
             raise ValueError(
@@ -86,20 +81,16 @@ class Updates(ModuleProbe):
             )
 
     def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
-        self._due = next_step_is_due
+        super().start(next_step_is_due, histogram_is_due)
         self._befores.forget()
 
     def before_update(self, tensors: Sequence[WatchedTensor]) -> None:
-        if self._due:
+        if self._is_due:
             self._befores.keep(tensor for tensor in tensors if self._matches(tensor.name))
 
     def after_update(self, tensors: Sequence[WatchedTensor]) -> None:
         for name, change, before in self._befores.changes(tensors):
-            self._taken[f"{keys.UPDATE}/{name}"] = ProbeSums(sum_sq([change, before]), _CHANGE, name)
-
-    def take(self) -> Mapping[str, Found]:
-        taken, self._taken = self._taken, {}
-        return taken
+            self._found[f"{keys.UPDATE}/{name}"] = ProbeSums(sum_sq([change, before]), _CHANGE, name)
 
     def close(self) -> None:
         self._befores.forget()
