@@ -570,6 +570,15 @@ def test_a_learning_rate_that_changes_single_bits_only_is_next_to_nothing(rate: 
     assert steps(UnchangedParameters(), measured(together(samples), learning_rate=[rate] * 27)) == told
 
 
+def test_a_schedule_that_ends_at_0_changes_nothing_in_its_last_steps_and_is_no_fault() -> None:
+    """A half cosine of 100,000 steps from 1e-3: for the last 195, 3 times the rate is below 1e-8 of the norm, 2.83."""
+    left = np.arange(200, 0, -1)
+    weights = [{"a": np.append(np.ones(8), 1e-7 * n)} for n in left]
+    samples = [sample_of({"a": np.ones(9)}, step=100_000 - n, parameters=w) for n, w in zip(left, weights, strict=True)]
+    rates = 0.5e-3 * (1 - np.cos(np.pi * left / 100_000))
+    assert steps(UnchangedParameters(), measured(together(samples), learning_rate=rates.tolist())) == []
+
+
 def test_a_spike_of_some_branches_whose_loss_is_as_ever_began_in_the_backward() -> None:
     for loss, words in ((1.0, "cause: something in the backward of a layer"), (50.0, "either one bad batch")):
         rng = np.random.default_rng(0)
@@ -632,3 +641,11 @@ def test_a_loss_that_is_nan_under_a_scaler_is_no_matter_of_float16_alone() -> No
     (found, *_) = diagnose(measured(together(bad), num_nonfinite_loss=[1.0] * 5))
     assert found.in_words.startswith("not clear: either activations beyond the range of float16")
     assert "or the loss or its inputs" in found.in_words
+
+
+@pytest.mark.parametrize(("growth", "level"), [(1.0, "WARN"), (1.06, "ERROR")])
+def test_a_steady_rise_is_an_error_once_it_moves_the_parameters(growth: float, level: str) -> None:
+    """At the edge of stability a full batch's norm rises a hundredfold within 20 steps, and falls again by itself."""
+    samples = trained({21 + n: 1.4**n for n in range(14)}, {21 + n: growth for n in range(14)}, num=34)
+    rising = [alert for alert in ExplodingGradient(record_factor=None).check(samples) if "step by step" in alert.text]
+    assert {alert.level for alert in rising} == {level}

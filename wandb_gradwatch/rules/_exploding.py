@@ -128,8 +128,8 @@ class ExplodingGradient(Remembers):
 
     A norm is too large where it is above a multiple of the largest that the run has survived, and of the usual one.
     What falls back at once and has hardly moved the parameters is told as INFO, if at all, and teaches what the run
-    survives; what stays is a WARN, and what grows on, moves the parameters or ends in NaN an ERROR. So is a steady rise
-    above the largest norm before it, and a norm beyond any reason.
+    survives; what stays is a WARN, and what grows on, moves the parameters or ends in NaN an ERROR. So is a norm beyond
+    any reason, and a steady rise above the largest norm before it once it moves the parameters, until then a WARN.
 
     Judged by the norm before clipping. A sample with NaN or Inf, one that AMP skipped and one without gradients is
     not judged and not learned from.
@@ -216,7 +216,8 @@ class ExplodingGradient(Remembers):
                 f"the gradient norm is {number(norm)} and has grown {number(rise.factor)} times over the last "
                 f"{rise.num_samples} samples, step by step, above all before them (threshold {number(needed)} times)"
             )
-            return _Found("rise", "ERROR", step, words)
+            # At the edge of stability the norm rises a hundredfold, and falls again before the parameters have moved.
+            return _Found("rise", "ERROR" if moved else "WARN", step, words)
         if _log(norm) <= limit:
             return self._below(past, _log(norm), moved)
         if not past.num_above:

@@ -94,7 +94,7 @@ class UnchangedParameters(Remembers):
         patience: steps since which no parameter has changed, seen by 3 samples at least.
         unknown_patience: the same where no learning rate was read, because no optimizer has stepped.
         zero_patience: the same, whatever rounding does to single bits, where the learning rate is 0 or so small that no
-            update reaches 1e-8 of the parameters' norm: a warm-up from 0 has fewer such steps.
+            update reaches 1e-8 of the parameters' norm, for a tenth of the run: a warm-up from 0 has fewer such steps.
     """
 
     patience: int = 100
@@ -139,14 +139,17 @@ class UnchangedParameters(Remembers):
             if not (self._num_nothing and self._felt):
                 self._felt = step
             # Equal bits at both ends say the same of what is between them: a sparse cadence need not wait longer.
-            needed = self.unknown_patience if math.isnan(rate) else self.patience
+            needed = self.zero_patience if is_nothing else self.unknown_patience if math.isnan(rate) else self.patience
             is_still = self._num_unchanged >= _LEAST_SAMPLES and step - self._since >= needed
-            if is_still or (self._num_nothing >= _LEAST_SAMPLES and step - self._felt >= self.zero_patience):
+            # A schedule that ends at 0 comes close to it for a thousandth of the run.
+            is_long = step - self._felt >= max(self.zero_patience, _LONG * step)
+            if is_still or (self._num_nothing >= _LEAST_SAMPLES and is_long):
                 yield self._alert(step, norm, rate, is_nothing)
 
     def _alert(self, step: int, norm: float, rate: float, is_nothing: bool) -> Alert:
-        since = self._felt if is_nothing else self._since
-        what = "the learning rate is next to nothing" if is_nothing else "no parameter has changed by a single bit"
+        what, since = "no parameter has changed by a single bit", self._since
+        if is_nothing and self._felt < since:
+            what, since = "the learning rate is next to nothing", self._felt
         fact = (
             f"Step {step}: {what} in the {step - since} steps since step {since}, though the gradient norm is "
             f"{norm:.3g}."
@@ -162,6 +165,7 @@ class UnchangedParameters(Remembers):
 
 
 _LEAST_SAMPLES: Final = 3
+_LONG: Final = 0.1  # of the steps so far
 _NOTHING: Final = 1e-8  # of the parameters' norm: float32 has seven digits
 # Of the largest norm so far, below which a training may have arrived: L-BFGS stops at 1e-5 and less.
 _CONVERGED: Final = 1e-3
