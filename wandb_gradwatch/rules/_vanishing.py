@@ -268,10 +268,8 @@ class DeadGradient(Remembers):
         waiting_L = (recent == 1.0).all(axis=0) & _is_held_up(snapshot, sample)
         newest, earlier = recent[-2:], recent[:-2]
         have_died_L = _alike(newest, size_L) & (newest.min(axis=0) >= self.max_ratio)
-        # More than they scattered before: where rewards are rare, or few samples count, most units pause now and then.
-        most_L = np.max(earlier, axis=0, initial=0.0)
-        scatter_L = most_L - np.min(earlier, axis=0, initial=1.0) if len(earlier) else most_L
-        have_died_L &= newest.min(axis=0) - most_L > np.maximum(_AT_ONCE, scatter_L)
+        have_died_L &= newest.min(axis=0) - np.max(earlier, axis=0, initial=0.0) > _AT_ONCE
+        have_died_L[-1] = False  # no unit follows the last layer, but the loss: answers that nobody gives any more
         same = have_died_L | (_alike(recent, size_L) & (recent.min(axis=0) >= by_chance_L))
         is_told_L: npt.NDArray[np.bool_] = same & ~waiting_L
         return is_told_L
