@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import gpu_day, kernel_table, table
+from benchmarks import gpu_day, kernel_code_table, kernel_table, table
 from benchmarks.gpu_day import Part
 
 
@@ -82,6 +82,23 @@ def test_a_page_names_what_failed_and_shows_what_was_measured() -> None:
     assert row in gpu_day.readme_with(results, readme)
     assert gpu_day.readme_with(None, readme) == readme
     assert "MISSED  1.2B bf16, columns" in page
+
+
+@pytest.mark.parametrize(
+    ("instructions", "integer", "atomics", "passes", "share"),
+    [
+        # A core gets 4.3e12 / 132 / 1.755e9 = 18.56 bytes a cycle, so an element of 4 bytes takes it 0.2155 cycles.
+        (10.0, 5.0, 0.0, 1.0, 1.0),  # 10 / 128 = 0.078 cycles, which nobody notices
+        (55.2, 5.0, 0.0, 1.0, 0.5),  # 55.2 / 128 = 0.431
+        (30.0, 27.6, 0.0, 1.0, 0.5),  # 27.6 / 64 = 0.431
+        (10.0, 5.0, 1.0, 13.8, 0.5),  # 13.8 / 32 = 0.431
+    ],
+)
+def test_the_share_of_a_copy_is_what_the_busiest_unit_leaves(
+    instructions: float, integer: float, atomics: float, passes: float, share: float
+) -> None:
+    taken = {"instructions": instructions, "integer": integer, "atomics": atomics}
+    assert kernel_code_table.largest_share_of_a_copy(taken, 4, passes) == pytest.approx(share, rel=1e-3)
 
 
 def test_without_a_gpu_nothing_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
