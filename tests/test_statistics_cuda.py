@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from mutate_kernel import FAULTS
 
 from wandb_gradwatch._measure import events
 from wandb_gradwatch._measure import measure as door
@@ -30,6 +31,13 @@ def test_the_kernels_equal_the_reference() -> None:
     assert result.returncode == 0, result.stdout + result.stderr
     assert " passed" in result.stdout
     assert "skipped" not in result.stdout
+
+
+def test_every_fault_that_can_be_planted_has_its_place() -> None:
+    """Otherwise mutate_kernel.py, which is run by hand, could plant nothing after a change."""
+    folder = Path(door.__file__).parent
+    places = {fault: (folder / fault.file).read_text().count(fault.right) for fault in FAULTS}
+    assert [fault.name for fault, number in places.items() if number != fault.occurrences] == []
 
 
 # ---- the table of addresses
