@@ -9,8 +9,9 @@ Tensors too small to be worth a pass each are measured together (cpu_small.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -35,11 +36,17 @@ from .cpu_chunks import CHUNK, CHUNK_COLUMNS, ChunkReader, ChunkRow, sum_sq_chun
 from .cpu_small import SMALL, batches, concatenated, measure_batch, sum_sq_batch
 from .elements import elements_of
 from .float_bits import FLOAT32, FLOAT64, FloatBits, bins_from_codes, largest_magnitude_within
+from .thread_pool import THREAD_POOL
 
 # N tensors, C columns, B histogram bins, K codes, M chunks
 
+_Piece = tuple[int, int]  # which tensor, and where in it a chunk begins
+# What overflows in float32 is seen in the result and read in float64. To be said in every thread anew.
+_QUIET: Final[Any] = {"over": "ignore", "invalid": "ignore"}
+_SHARED_FROM: Final = 16  # chunks, below which one thread is done before another has woken
 
-@np.errstate(over="ignore", invalid="ignore")  # what overflows in float32 is seen in the result and read in float64
+
+@np.errstate(**_QUIET)
 def measure(
     gradients: Sequence[Tensor],
     parameters: Sequence[Tensor] | None,
@@ -74,7 +81,7 @@ def measure(
     return torch.from_numpy(rows_NC), None if histogram_NB is None else torch.from_numpy(histogram_NB)
 
 
-@np.errstate(over="ignore", invalid="ignore")
+@np.errstate(**_QUIET)
 def measure_received(gradients: Sequence[Tensor], *, inverse_scale: Tensor | None) -> Tensor:
     """Sum the squares of each gradient's finite elements, and count NaN and Inf: [N, 3]."""
     elements, _, exponent = scaled_elements(gradients, inverse_scale)
@@ -121,27 +128,27 @@ def _read(
             large += [batch[g] for g in np.flatnonzero(nonfinite_G)]
     if not large:
         return
-    reader = ChunkReader(layout, dead_magnitude)
-    parts: list[ChunkRow] = []
-    starts_of_large = []
-    for index in large:
-        if codes_NK is not None:
-            codes_NK[index] = 0
-            reader.counts = codes_NK[index]
-        starts_of_large.append(len(parts))
-        parts += [reader.read(chunk) for chunk in _chunks(elements[index])]
-    _merge_parts(np.array(parts), np.array(starts_of_large), large, rows_NC)
+    lock = threading.Lock()
 
+    def make_reader() -> Callable[[_Piece], ChunkRow]:
+        reader = ChunkReader(layout, dead_magnitude, counts_codes=codes_NK is not None)
 
-def _merge_parts(parts_MC: FloatArray, starts: IntArray, indices: list[int], rows_NC: FloatArray) -> None:
-    """Merge the chunks of each large tensor into its row, as columns.py says for every column."""
-    for place, column in enumerate(CHUNK_COLUMNS):
-        merge: np.ufunc = np.add
-        if column in MIN_COLUMNS:
-            merge = np.minimum
-        elif column in MAX_COLUMNS:
-            merge = np.maximum
-        rows_NC[indices, column] = merge.reduceat(parts_MC[:, place], starts)
+        def read(piece: _Piece) -> ChunkRow:
+            with np.errstate(**_QUIET):
+                row, codes_K = reader.read(_chunk(elements, piece))
+            if codes_NK is not None:
+                with lock:  # numpy lets go of the interpreter's
+                    codes_NK[piece[0]] += codes_K
+            return row
+
+        return read
+
+    if codes_NK is not None:
+        codes_NK[large] = 0
+    starts, parts = _each_chunk(elements, large, make_reader)
+    for place, column in enumerate(CHUNK_COLUMNS):  # chunks merge as columns.py says
+        merge = np.minimum if column in MIN_COLUMNS else np.maximum if column in MAX_COLUMNS else np.add
+        rows_NC[large, column] = merge.reduceat(parts[:, place], starts)
 
 
 def _sums_of_squares(elements: Sequence[Tensor]) -> FloatArray:
@@ -151,23 +158,39 @@ def _sums_of_squares(elements: Sequence[Tensor]) -> FloatArray:
     for batch in batches(elements, sizes):
         values, starts = concatenated([elements[i] for i in batch])
         sums_N3[batch] = np.stack(sum_sq_batch(values, starts), axis=1)
-    for index, size in enumerate(sizes):
-        if size >= SMALL:
-            sums_N3[index] = np.sum([sum_sq_chunk(chunk) for chunk in _chunks(elements[index])], axis=0)
+    if large := [index for index, size in enumerate(sizes) if size >= SMALL]:
+
+        def read(piece: _Piece) -> ChunkRow:
+            with np.errstate(**_QUIET):
+                return sum_sq_chunk(_chunk(elements, piece))
+
+        starts, parts = _each_chunk(elements, large, lambda: read)
+        sums_N3[large] = np.add.reduceat(parts, starts)
     return sums_N3
 
 
-def _chunks(elements: Tensor) -> Iterator[npt.NDArray[Any]]:
-    """Chunks of a non-empty tensor in a dtype that numpy knows; each is valid until the next one is taken."""
-    if elements.dtype in (torch.float32, torch.float64):
-        values = elements.numpy()
-        for start in range(0, values.size, CHUNK):
-            yield values[start : start + CHUNK]
-        return
-    widened = torch.empty(CHUNK, dtype=torch.float32, device="cpu")
-    for start in range(0, elements.numel(), CHUNK):
-        piece = elements[start : start + CHUNK]
-        yield widened[: piece.numel()].copy_(piece).numpy()
+def _each_chunk(
+    elements: Sequence[Tensor], large: Sequence[int], make_reader: Callable[[], Callable[[_Piece], ChunkRow]]
+) -> tuple[list[int], FloatArray]:
+    """Read these tensors chunk by chunk: the first chunk of each, and what was found in every chunk, [M, any]."""
+    pieces: list[_Piece] = []
+    starts = []
+    for index in large:
+        starts.append(len(pieces))
+        pieces += [(index, start) for start in range(0, elements[index].numel(), CHUNK)]
+    num_threads = torch.get_num_threads() if len(pieces) >= _SHARED_FROM else 1
+    return starts, np.array(THREAD_POOL.each(pieces, make_reader, num_threads))
+
+
+def _chunk(elements: Sequence[Tensor], piece: _Piece) -> npt.NDArray[Any]:
+    """A piece of a tensor in a dtype that numpy knows."""
+    index, start = piece
+    part = elements[index][start : start + CHUNK]
+    if part.dtype is torch.bfloat16:  # the upper half of a float32
+        words = np.left_shift(part.view(torch.int16).numpy().view(np.uint16), 16, dtype=np.uint32)
+        return words.view(np.float32)
+    values = part.numpy()
+    return values.astype(np.float32) if values.dtype == np.float16 else values
 
 
 def add_implicit_zeros(rows_NC: FloatArray, num_implicit_zeros: Sequence[int]) -> None:

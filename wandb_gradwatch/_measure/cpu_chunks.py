@@ -7,7 +7,6 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from .columns import Column, IntArray
 from .float_bits import FLOAT32, FloatBits
@@ -34,19 +33,21 @@ class ChunkReader:
     Args:
         layout: of the chunks.
         dead_magnitude: bits of the largest magnitude that counts as dead; -1 for none.
-        counts: [K] of the codes of all non-zero finite elements read so far; None counts none.
+        counts_codes: whether the codes of the non-zero finite elements are counted.
     """
 
     layout: FloatBits
     dead_magnitude: int
-    counts: IntArray | None = None
+    counts_codes: bool
     _words: npt.NDArray[Any] = field(init=False)
+    _codes_of_chunk: IntArray = field(init=False)
 
     def __post_init__(self) -> None:
         self._words = np.empty(CHUNK, dtype=self.layout.unsigned)
+        self._codes_of_chunk = np.empty(CHUNK if self.counts_codes else 0, dtype=np.int64)
 
-    def read(self, chunk: Floats) -> ChunkRow:
-        """Measure a chunk of 1 to CHUNK elements: the values of CHUNK_COLUMNS."""
+    def read(self, chunk: Floats) -> tuple[ChunkRow, IntArray | int]:
+        """Measure a chunk of 1 to CHUNK elements: the values of CHUNK_COLUMNS, and how often each code occurs: [K]."""
         layout, sign = self.layout, self.layout.sign
         unsigned = chunk.view(layout.unsigned)
         signed = chunk.view(layout.signed)
@@ -67,11 +68,12 @@ class ChunkReader:
         smallest_nonzero = smallest
         if smallest <= max(self.dead_magnitude, 0):
             num_zero, num_dead, smallest_nonzero = self._count_small(unsigned, smallest)
-        if self.counts is not None:
+        codes: IntArray | int = 0
+        if self.counts_codes and num_zero < unsigned.size:
             positive_zeros = unsigned.size - int(np.count_nonzero(unsigned)) if lowest == 0 else 0
-            self._count_codes(unsigned, positive_zeros, num_zero - positive_zeros)
+            codes = self._codes(unsigned, positive_zeros, num_zero - positive_zeros)
         total, total_sq = self._sums(chunk, largest)
-        return (
+        row = (
             chunk.size,
             0,
             0,
@@ -83,15 +85,17 @@ class ChunkReader:
             layout.value(outer_positive) if has_positive else -layout.value(inner_negative),
             layout.value(smallest_nonzero) if smallest_nonzero < layout.infinity else np.inf,
         )
+        return row, codes
 
-    def _read_finite_rest(self, chunk: Floats, unsigned: npt.NDArray[Any]) -> ChunkRow:
+    def _read_finite_rest(self, chunk: Floats, unsigned: npt.NDArray[Any]) -> tuple[ChunkRow, IntArray | int]:
         doubled = np.left_shift(unsigned, 1, out=self._words[: unsigned.size])  # drops the sign
         infinity = 2 * self.layout.infinity
         finite = chunk[doubled < infinity]
         num_inf = int(np.count_nonzero(doubled == infinity))
         num_nan = chunk.size - finite.size - num_inf
-        row = self.read(finite) if finite.size else (0, 0, 0, 0, 0, 0.0, 0.0, np.inf, -np.inf, np.inf)
-        return (chunk.size, num_nan, num_inf, *row[3:])
+        nothing = (0, 0, 0, 0, 0, 0.0, 0.0, np.inf, -np.inf, np.inf)
+        row, codes = self.read(finite) if finite.size else (nothing, 0)
+        return (chunk.size, num_nan, num_inf, *row[3:]), codes
 
     def _count_small(self, unsigned: npt.NDArray[Any], smallest: int) -> tuple[int, int, int]:
         """Number of zeros, number of dead elements, bits of the smallest non-zero magnitude."""
@@ -107,44 +111,42 @@ class ChunkReader:
             smallest = (int(np.minimum.reduce(doubled)) + 1) // 2
         return num_zero, num_dead, smallest
 
-    def _count_codes(self, unsigned: npt.NDArray[Any], positive_zeros: int, negative_zeros: int) -> None:
-        assert self.counts is not None
-        if positive_zeros + negative_zeros == unsigned.size:
-            return
-        layout = self.layout
-        codes = np.right_shift(unsigned, layout.code_shift, out=self._words[: unsigned.size])
-        chunk_counts = torch.bincount(torch.from_numpy(codes.view(layout.signed)), minlength=layout.num_codes).numpy()
-        chunk_counts[0] -= positive_zeros  # these codes are shared by zeros and subnormal values
-        chunk_counts[layout.num_codes // 2] -= negative_zeros
-        self.counts += chunk_counts
+    def _codes(self, unsigned: npt.NDArray[Any], positive_zeros: int, negative_zeros: int) -> IntArray:
+        codes = np.right_shift(
+            unsigned, self.layout.code_shift, out=self._codes_of_chunk[: unsigned.size], casting="unsafe"
+        )
+        counts_K: IntArray = np.bincount(codes, minlength=self.layout.num_codes)
+        counts_K[0] -= positive_zeros  # these codes are shared by zeros and subnormal values
+        counts_K[self.layout.num_codes // 2] -= negative_zeros
+        return counts_K
 
     def _sums(self, chunk: Floats, largest: int) -> tuple[float, float]:
         if largest == 0:
             return 0.0, 0.0
         if self.layout is FLOAT32 and not _SMALL <= largest <= _LARGE:
             chunk = chunk.astype(np.float64)
-        return float(torch.from_numpy(chunk).sum()), _dot(chunk)
+        return _sum(chunk), _sum(chunk, of_squares=True)
 
 
 def sum_sq_chunk(chunk: Floats) -> tuple[float, int, int]:
     """Sum of squares of a chunk's finite elements, number of NaN and number of Inf."""
-    total_sq = _dot(chunk)
+    total_sq = _sum(chunk, of_squares=True)
     if chunk.size * _SMALL_SQ < total_sq < np.inf:
         return total_sq, 0, 0
     if total_sq == 0 and not chunk.any():
         return 0.0, 0, 0
     finite = chunk[np.isfinite(chunk)].astype(np.float64)
     num_nan = int(np.count_nonzero(np.isnan(chunk)))
-    return _dot(finite), num_nan, chunk.size - finite.size - num_nan
+    return _sum(finite, of_squares=True), num_nan, chunk.size - finite.size - num_nan
 
 
-def _dot(chunk: Floats) -> float:
-    """Sum of squares in segments: float32 within one (if that is the chunk's dtype), float64 between them."""
+def _sum(chunk: Floats, *, of_squares: bool = False) -> float:
+    """The sum in segments: float32 within one (if that is the chunk's dtype), float64 between them.
+
+    As products of vectors, in the processor's vectors and on this thread alone: it may be one of several.
+    """
     whole = chunk.size - chunk.size % SEGMENT
-    rest = chunk[whole:].astype(np.float64)
-    total_sq = float(np.dot(rest, rest))
-    if whole:
-        segments = chunk[:whole].reshape(-1, 1, SEGMENT)
-        squares = np.matmul(segments, segments.transpose(0, 2, 1))
-        total_sq += float(squares.sum(dtype=np.float64))
-    return total_sq
+    segments, rest = chunk[:whole].reshape(-1, 1, SEGMENT), chunk[whole:].astype(np.float64)
+    columns = segments.transpose(0, 2, 1) if of_squares else np.ones((SEGMENT, 1), dtype=chunk.dtype)
+    total = np.matmul(segments, columns).sum(dtype=np.float64)
+    return float(total + (np.dot(rest, rest) if of_squares else rest.sum()))

@@ -6,10 +6,12 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Sequence
+from typing import Final, TypeVar
 
 Work = Callable[[], None]
+Piece = TypeVar("Piece")
+Result = TypeVar("Result")
 
 _MAX_HELPERS: Final = 7  # they all read one memory
 _give_way: Final[Callable[[], None]] = getattr(os, "sched_yield", lambda: time.sleep(0))
@@ -41,6 +43,38 @@ class ThreadPool:
         finally:  # also where the user interrupts: what the work is about must stay as it is until nobody reads it
             while not is_done():
                 _give_way()
+
+    def each(
+        self, pieces: Sequence[Piece], make_reader: Callable[[], Callable[[Piece], Result]], num_threads: int
+    ) -> list[Result]:
+        """What a function finds in each piece, by functions that let go of the interpreter's lock.
+
+        Args:
+            make_reader: makes the function for a thread, with scratch memory of its own.
+            num_threads: as for `run`.
+        """
+        results: dict[int, Result] = {}
+        numbers, under_way, lock = iter(range(len(pieces))), set[int](), threading.Lock()
+        failures: list[BaseException] = []
+
+        def work() -> None:
+            read, number = make_reader(), 0
+            while number >= 0:
+                try:
+                    with lock:
+                        number = next(numbers, -1)
+                        under_way.add(number)
+                    if number >= 0 and not failures:
+                        results[number] = read(pieces[number])
+                except BaseException as error:  # the caller's to raise, also what a helper meets
+                    failures.append(error)
+                finally:
+                    under_way.discard(number)
+
+        self.run(work, lambda: not under_way, num_threads)
+        if failures:
+            raise failures[0]
+        return [results[number] for number in range(len(pieces))]
 
     def _ready(self, wanted: int) -> int:
         """How many of these helpers there are, started if need be."""
