@@ -78,6 +78,29 @@ def in_turn(model: Chosen) -> Iterator[None]:
         yield optimizers[name].step()
 
 
+def now_and_then_together(model: Chosen) -> Iterator[None]:
+    """The second optimizer steps in every third iteration only, after the first."""
+    first, second = SGD([model.a], lr=0.0), SGD([model.b], lr=0.0)
+    for number in range(1, STEPS + 1):
+        model.zero_grad()
+        model.loss(a=[number], b=[1]).backward()
+        first.step()
+        if number % 3 == 0:
+            second.step()
+        yield
+
+
+def now_and_then_first(model: Chosen) -> Iterator[None]:
+    """The same, before the first."""
+    first, second = SGD([model.a], lr=0.0), SGD([model.b], lr=0.0)
+    for number in range(1, STEPS + 1):
+        model.zero_grad()
+        model.loss(**({"a": [number]} | ({"b": [1]} if number % 3 == 0 else {}))).backward()
+        if number % 3 == 0:
+            second.step()
+        yield first.step()
+
+
 def one_alone_and_then_both(model: Chosen) -> Iterator[None]:
     """The second optimizer joins after half of the training: nothing is known of it when it does."""
     first, second = SGD([model.a], lr=0.0), None
@@ -121,7 +144,19 @@ def in_backward(model: Chosen) -> Iterator[None]:
         yield model.loss(a=[number], b=[1]).backward()
 
 
-LOOPS = [plain, nested, accumulated, closure, together, in_turn, one_alone_and_then_both, another_optimizer, skipped]
+LOOPS = [
+    plain,
+    nested,
+    accumulated,
+    closure,
+    together,
+    now_and_then_together,
+    now_and_then_first,
+    in_turn,
+    one_alone_and_then_both,
+    another_optimizer,
+    skipped,
+]
 
 
 def watched(loop, every):
@@ -163,12 +198,27 @@ def test_hooks_are_off_in_a_rest_and_on_for_the_sample():
     assert not model.a._post_accumulate_grad_hooks
 
 
+def test_parameter_groups_that_are_taken_away_in_a_rest_stop_nothing():
+    model = Chosen(a=1, b=1)
+    optimizer = SGD([{"params": [model.a]}, {"params": [model.b]}], lr=0.0)
+    watcher, sink = watch(model, sample_every=10)
+    for number in range(1, 31):
+        if number == 16:
+            assert watcher._sampler._resting.rest is not None
+            del optimizer.param_groups[0]
+        model.zero_grad()
+        model.loss(b=[number]).backward()
+        optimizer.step()
+    assert watcher.step == 30
+    assert samples(watcher, sink).total_grad_norm.tolist() == [10, 20, 30]
+
+
 def test_a_step_that_raised_hides_no_other_optimizer_for_good():
     class Fails(SGD):
         pass
 
     first, second = Fails([torch.nn.Parameter(torch.ones(1))], lr=0.0), SGD([torch.nn.Parameter(torch.ones(1))], lr=0.0)
-    rest = Rest([first], first, each_alone=False)
+    rest = Rest({1: first}, first, leaders=[1])
     assert rest.begins(first)  # and raises: its end never comes
     passed = [rest.begins(second) for _ in range(200)]
     assert passed[0]  # may be nested in it

@@ -1,14 +1,15 @@
 """Between samples nothing is looked at: the hooks on parameters are off, and optimizer steps are only counted.
 
-That needs to be known how steps make samples: the last ones were all made by the same optimizers, or each by one alone
-(as of a GAN). Whatever does not fit ends the rest: another optimizer that updates something watched, for instance.
+That needs to be known how steps make samples: one optimizer at least had a part in each of the last ones, or each was
+made by one alone (as of a GAN). Whatever does not fit ends the rest: another optimizer that updates something watched,
+for instance.
 """
 
 from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Mapping
 from typing import Final
 
 from torch.optim import Optimizer
@@ -18,13 +19,13 @@ from .open_sample import OpenSample
 from .parts import CaptureParts
 from .scaling import SCALES
 
-_REGULAR: Final = 4  # samples in a row that were alike
+_REGULAR: Final = 4  # samples in a row that say how steps make them
 _LEAST: Final = 3  # steps, for which turning hooks off and on is worth it
 _STRAY: Final = 100  # steps that look nested in another one, after which they no longer do: the outer one has raised
 
 
 class Resting:
-    """Rests from one sample to shortly before the next, where the last samples were alike.
+    """Rests from one sample to shortly before the next, where the last ones say how steps make samples.
 
     Args:
         parts: the capture's.
@@ -47,30 +48,34 @@ class Resting:
         parts, last = self._parts, self._last
         if parts.guard is not None or parts.by_hand.possible or parts.clock.muted or parts.window.has_sent:
             return False
-        if len(last) < _REGULAR or not last[-1] or not (self._is_each_alone or len(set(last)) == 1):
+        is_open = parts.clock.stepped
+        if len(last) < _REGULAR or parts.schedule.wakes_at() - parts.clock.open_step < _LEAST + is_open:
             return False
-        in_turn = self._is_each_alone and len(set(last)) > 1
-        num_steps = parts.schedule.wakes_at() - parts.clock.open_step
-        return (in_turn or not parts.clock.stepped) and num_steps >= _LEAST + parts.clock.stepped
+        return self._in_turn or (bool(self._leaders) and not is_open)
 
     @property
-    def _is_each_alone(self) -> bool:
-        """Whether every optimizer's step is a sample of its own."""
-        return all(len(stepped) == 1 for stepped in self._last)
+    def _leaders(self) -> frozenset[int]:
+        """The keys of the optimizers that had a part in every one of the last samples."""
+        return frozenset.intersection(*self._last)
+
+    @property
+    def _in_turn(self) -> bool:
+        """Whether every step was a sample of its own, not always of the same optimizer."""
+        return not self._leaders and all(len(stepped) == 1 for stepped in self._last)
 
     def begin(self, optimizer: Optimizer) -> None:
         """Look at nothing from now on; this optimizer has just stepped."""
         parts = self._parts
         self._wakes_at = parts.schedule.wakes_at()
-        found = [parts.optimizers.of_key(key) for key in frozenset().union(*self._last)]
-        optimizers = [one for one in found if one is not None]
-        if len(optimizers) < len(found) or optimizer not in optimizers:
+        keys = frozenset[int]().union(*self._last)
+        optimizers = {key: one for key in keys if (one := parts.optimizers.of_key(key)) is not None}
+        if len(optimizers) < len(keys) or parts.optimizers.key(optimizer) not in keys:
             return
         if self._seconds_of_step is None:
             self._seconds_of_step = _seconds_of_a_step(optimizer)
         parts.clock.discard()
         self._parts.hooks.turn(on=False)
-        self.rest = Rest(optimizers, optimizer, each_alone=self._is_each_alone)
+        self.rest = Rest(optimizers, optimizer, leaders=self._leaders)
 
     def passes(self, optimizer: Optimizer) -> bool:
         """An optimizer is about to step: whether it is one of this rest."""
@@ -83,7 +88,7 @@ class Resting:
         """It has stepped, or was skipped: whether a sample is complete with it, the last of this rest."""
         if self.rest is None or not (self.rest.counts(optimizer) if skipped else self.rest.ends(optimizer)):
             return False
-        self._parts.clock.step += 1
+        self._parts.clock.counted(self.rest.made_last)
         self._parts.boundary.seconds_spent += self._seconds_of_step or 0.0
         return self._parts.clock.step + 1 >= self._wakes_at
 
@@ -106,15 +111,17 @@ class Rest:
     """Counts samples by the steps of optimizers.
 
     Args:
-        optimizers: that make them.
+        optimizers: that make them, by key.
         last: the one of them that has just stepped.
-        each_alone: every step is a sample; otherwise all of them together make one.
+        leaders: those that have a part in every sample, which is complete with them; without any every step is one.
     """
 
-    def __init__(self, optimizers: Iterable[Optimizer], last: Optimizer, *, each_alone: bool) -> None:
-        self._witnesses = {id(one): _place_of_a_gradient(one) for one in optimizers}
-        self._num_together = 1 if each_alone else len(self._witnesses)
-        self._stepped: set[int] = set()
+    def __init__(self, optimizers: Mapping[int, Optimizer], last: Optimizer, *, leaders: Collection[int]) -> None:
+        self._keys = {id(one): key for key, one in optimizers.items()}
+        self._witnesses = {id(one): _place_of_a_gradient(one) for one in optimizers.values()}
+        self._leaders = frozenset(leaders)
+        self.made_last = self._leaders  # the keys of those that have made the last sample; others may still join it
+        self._stepped: frozenset[int] = frozenset()
         self._under_way: int | None = None
         self._num_stray = 0
         self._last, self._state = weakref.ref(last), self._state_of(last)
@@ -127,8 +134,11 @@ class Rest:
 
     def _state_of(self, optimizer: Optimizer) -> tuple[int, int] | None:
         group, place = self._witnesses[id(optimizer)]
-        gradient = optimizer.param_groups[group]["params"][place].grad
-        return None if gradient is None else (id(gradient), gradient._version)
+        for of_group in optimizer.param_groups[group : group + 1]:  # none where groups were taken away meanwhile
+            for parameter in of_group["params"][place : place + 1]:
+                if (gradient := parameter.grad) is not None:
+                    return id(gradient), gradient._version
+        return None
 
     def begins(self, optimizer: Optimizer) -> bool:
         """An optimizer is about to step: whether that may pass, counted or as a part of the step under way."""
@@ -148,18 +158,16 @@ class Rest:
 
     def counts(self, optimizer: Optimizer) -> bool:
         """The same of one that was skipped."""
-        number = id(optimizer)
-        if number not in self._witnesses:
+        key = self._keys.get(id(optimizer))
+        if key is None:
             return False
         self._last, self._state = weakref.ref(optimizer), self._state_of(optimizer)
-        if self._num_together == 1:
-            return True
-        is_next = number in self._stepped  # the others do not step this time
-        self._stepped = {number} if is_next else self._stepped | {number}
-        if is_next or len(self._stepped) < self._num_together:
-            return is_next
-        self._stepped = set()
-        return True
+        is_next = key in self._stepped  # the others do not step this time
+        stepped = frozenset([key]) if is_next else self._stepped | {key}
+        is_complete = self._leaders <= stepped
+        self.made_last = self._leaders or stepped
+        self._stepped = frozenset() if is_complete else stepped
+        return is_next or is_complete
 
 
 def _place_of_a_gradient(optimizer: Optimizer) -> tuple[int, int]:
@@ -173,7 +181,7 @@ def _place_of_a_gradient(optimizer: Optimizer) -> tuple[int, int]:
 
 def _seconds_of_a_step(optimizer: Optimizer) -> float:
     """What counting one step takes: the fastest of some."""
-    rest, fastest = Rest([optimizer], optimizer, each_alone=True), float("inf")
+    rest, fastest = Rest({0: optimizer}, optimizer, leaders=()), float("inf")
     for _ in range(20):
         began = time.perf_counter()
         rest.begins(optimizer)
