@@ -19,6 +19,9 @@ from .dynamo import dynamo_disabled
 _set_grad_enabled: Final[Callable[[bool], None]] = torch._C._set_grad_enabled
 
 
+Arguments = ParamSpec("Arguments")
+
+
 class CallbackError(Exception):
     """Its cause was raised by a callback of the user's, on purpose, and is to be raised in the training loop."""
 
@@ -43,7 +46,7 @@ class ErrorBoundary:
         """Whether this is a copy of the process that watches: it has the hooks, but the run is not its own."""
         return os.getpid() != self._process
 
-    def run(self, function: Callable[[], None]) -> None:
+    def run(self, function: Callable[Arguments, object], /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
         """Call the function, unless the monitor has stopped."""
         if self.stopped or self.in_forked_child or graph_is_captured():
             return
@@ -61,7 +64,7 @@ class ErrorBoundary:
                 with_autograd = torch.is_grad_enabled()
                 _set_grad_enabled(False)
                 try:
-                    function()
+                    function(*args, **kwargs)
                 except CallbackError:
                     raise
                 except Exception as error:
@@ -92,7 +95,6 @@ class _Contained(Protocol):
 
 
 Self = TypeVar("Self", bound=_Contained)
-Arguments = ParamSpec("Arguments")
 
 
 def contained(method: Callable[Concatenate[Self, Arguments], None]) -> Callable[Concatenate[Self, Arguments], None]:
@@ -101,7 +103,7 @@ def contained(method: Callable[Concatenate[Self, Arguments], None]) -> Callable[
     @dynamo_disabled
     @functools.wraps(method)
     def wrapper(self: Self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
-        self.boundary.run(lambda: method(self, *args, **kwargs))
+        self.boundary.run(method, self, *args, **kwargs)
 
     return cast("Callable[Concatenate[Self, Arguments], None]", wrapper)
 
