@@ -48,6 +48,7 @@ class SampleClock:
     step: int = 0
     owned: dict[int, frozenset[int]] = field(default_factory=dict)  # optimizer -> its slots
     owner: dict[int, int] = field(default_factory=dict)  # slot -> optimizer
+    num_changes: int = 0  # of who owns what
     marked: set[int] = field(default_factory=set)
     backwards: int = 0
     muted: int = 0  # steps with a closure under way whose further evaluations are not seen
@@ -82,7 +83,7 @@ class SampleClock:
         for slot in self.owned.get(optimizer, frozenset()):
             if self.owner.get(slot) == optimizer:
                 del self.owner[slot]
-        self.owned[optimizer] = slots
+        self.owned[optimizer], self.num_changes = slots, self.num_changes + 1
         self.owner.update(dict.fromkeys(slots, optimizer))
         self._orphans -= slots
 
@@ -144,6 +145,11 @@ class SampleClock:
         """End the open sample if anything stepped in it."""
         return self._close() if self._stepped else None
 
+    def counted(self, stepped: frozenset[int]) -> None:
+        """A sample of these optimizers' steps has gone by without being looked at; others may still join it."""
+        self.step += 1
+        self._previous = stepped
+
     def update(self) -> Closed:
         """End the open sample without an optimizer: the backward, or the user, is the clock."""
         return self._close()
@@ -160,9 +166,11 @@ class SampleClock:
     def _is_complete(self) -> bool:
         if not self._previous <= self._stepped:
             return False
-        waiting = self.marked.difference(*(self.owned[optimizer] for optimizer in self._stepped))
+        waiting = self.marked.difference(*[self.owned[optimizer] for optimizer in self._stepped])
         self._waited_for |= waiting
-        return all(self._closed_any and slot not in self.owner and slot not in self._orphans for slot in waiting)
+        return not waiting or (
+            self._closed_any and waiting.isdisjoint(self.owner) and waiting.isdisjoint(self._orphans)
+        )
 
     def _close(self) -> Closed:
         self.step += 1

@@ -17,43 +17,51 @@ from torch import Tensor
 from .._runtime.autograd import Entry
 
 # An attribute of the tensor: unlike an id it is not given to another when the tensor is gone, and unlike a reference it
-# keeps nothing alive. A number, so that a gradient that is saved loads with weights_only=True.
-_TOKEN: Final = "_gradwatch_token"
+# keeps nothing alive. A number, so that a gradient that is saved loads with weights_only=True: a token and, in the
+# lower bits, the version at which the tensor was last looked at.
 _TOKENS: Final = itertools.count(1)
-_LAST_VERSION: Final = "_gradwatch_version"  # when it was last looked at
-_OLDER_THAN_ITS_HOOK: Final = -1
+_SEEN: Final = "_gradwatch_seen"
+_VERSION_BITS: Final = 32
+_NEVER: Final = (1 << _VERSION_BITS) - 1  # in the place of a version: not looked at yet
+_OLDER_THAN_ITS_HOOK: Final = _NEVER - 1
 
 REPLACED: Final = sys.maxsize
 
 
 def was_seen(gradient: Tensor) -> bool:
     """Whether this tensor has been looked at, in this sample or an earlier one."""
-    return hasattr(gradient, _TOKEN)
+    return getattr(gradient, _SEEN, _NEVER) & _NEVER < _OLDER_THAN_ITS_HOOK
 
 
 def mark_as_older_than_its_hook(gradient: Tensor) -> None:
     """This one was there before a backward could tell of it: it is not new, whatever is written to it."""
-    setattr(gradient, _LAST_VERSION, _OLDER_THAN_ITS_HOOK)
+    setattr(gradient, _SEEN, _token_of(gradient) | _OLDER_THAN_ITS_HOOK)
 
 
 def is_new(gradient: Tensor) -> bool:
     """Whether what this tensor holds has never been looked at: it is a new one, or was written to since."""
-    last = getattr(gradient, _LAST_VERSION, None)
-    return last is None or (last != _OLDER_THAN_ITS_HOOK and last != gradient._version)
+    return getattr(gradient, _SEEN, _NEVER) & _NEVER not in (_OLDER_THAN_ITS_HOOK, gradient._version)
 
 
-def look_at(gradient: Tensor) -> None:
-    """What it holds now is not new any more."""
-    setattr(gradient, _LAST_VERSION, gradient._version)
-
-
-def state_of(gradient: Tensor) -> tuple[int, int]:
+def state_of(gradient: Tensor) -> int:
     """What tells this gradient, as it is now, from every other and from itself once it is written to."""
-    token = getattr(gradient, _TOKEN, None)
-    if token is None:
-        token = next(_TOKENS)
-        setattr(gradient, _TOKEN, token)
-    return token, gradient._version
+    token = _token_of(gradient)
+    if not hasattr(gradient, _SEEN):
+        setattr(gradient, _SEEN, token | _NEVER)
+    return token | gradient._version
+
+
+def look_at(gradient: Tensor) -> int:
+    """Its state; what it holds now is not new any more."""
+    state = _token_of(gradient) | gradient._version
+    setattr(gradient, _SEEN, state)
+    return state
+
+
+def _token_of(gradient: Tensor) -> int:
+    """The gradient's token, a new one if it has none, in its place above a version's bits."""
+    seen: int | None = getattr(gradient, _SEEN, None)
+    return next(_TOKENS) << _VERSION_BITS if seen is None else seen & ~_NEVER
 
 
 def were_reset(writes: Sequence[int]) -> bool:
@@ -82,33 +90,24 @@ class Inspection:
 
 
 class GradientVersions:
-    """The open sample's gradients by slot, in parallel dictionaries: an object each would cost more than looking."""
+    """The open sample's gradients, by slot."""
 
     def __init__(self) -> None:
-        self._token: dict[int, int] = {}
-        self._version: dict[int, int] = {}
+        self._seen: dict[int, int] = {}  # their states when they were last looked at
         self._measured: set[int] = set()
 
     @property
     def slots(self) -> KeysView[int]:
         """Whose gradients have been seen."""
-        return self._token.keys()
+        return self._seen.keys()
 
     def clear(self) -> None:
         """Forget all: a new sample is open."""
-        self._token, self._version, self._measured = {}, {}, set()
+        self._seen, self._measured = {}, set()
 
     def remember(self, slots: Sequence[int], gradients: Sequence[Tensor], *, measured: bool) -> None:
         """These gradients, as they are now: [N] each."""
-        fresh = next(_TOKENS)
-        for slot, gradient in zip(slots, gradients, strict=True):
-            token = getattr(gradient, _TOKEN, None)
-            if token is None:
-                token = fresh  # one for all of them: a slot's gradient is compared with the same slot's only
-                setattr(gradient, _TOKEN, token)
-            self._token[slot] = token
-            self._version[slot] = gradient._version
-            look_at(gradient)
+        self._seen.update(zip(slots, map(look_at, gradients), strict=True))
         if measured:
             self._measured.update(slots)
         else:
@@ -121,29 +120,27 @@ class GradientVersions:
 
     def writes_since(self, slot: int, gradient: Tensor | None) -> int | None:
         """How often it was written to since; None if it was not seen, and more than any number if it was replaced."""
-        version = self._version.get(slot)
-        if version is None:
+        seen = self._seen.get(slot)
+        if seen is None:
             return None
-        if gradient is None or getattr(gradient, _TOKEN, None) != self._token[slot]:
-            return REPLACED
-        return gradient._version - version
+        writes = REPLACED if gradient is None else _token_of(gradient) + gradient._version - seen
+        return writes if 0 <= writes <= _NEVER else REPLACED
 
     def inspect(self, entries: Iterable[Entry], *, inside_backward: bool) -> Inspection:
         """Sort parameters by the state of their gradients; inside a backward nothing was seen before it."""
         found = Inspection()
-        tokens, versions, measured = self._token, self._version, self._measured
         for entry in entries:
             slot, parameter = entry
-            gradient = parameter.grad
+            gradient, seen = parameter.grad, self._seen.get(slot)
             if gradient is None:
-                if slot in tokens:
+                if seen is not None:
                     found.gone.append(slot)
             elif inside_backward:
                 found.late.append(entry)
-            elif slot not in tokens:
+            elif seen is None:
                 found.unclear.append(entry)
-            elif versions[slot] == gradient._version and getattr(gradient, _TOKEN, None) == tokens[slot]:
-                (found.unchanged if slot in measured else found.late).append(entry)
+            elif getattr(gradient, _SEEN, 0) & ~_NEVER | gradient._version == seen:
+                (found.unchanged if slot in self._measured else found.late).append(entry)
             else:
-                (found.changed if slot in measured else found.unclear).append(entry)
+                (found.changed if slot in self._measured else found.unclear).append(entry)
         return found

@@ -63,7 +63,7 @@ class HookSync:
         if (
             self._registry.changes != self._changes
             or self._shards.uses_fsdp1
-            or any(slot not in self._clock.marked and parameter.grad is not None for slot, parameter in entries)
+            or any([p.grad is not None for slot, p in entries if slot not in self._clock.marked])
         ):
             new = self._follow(entries)
             if new:

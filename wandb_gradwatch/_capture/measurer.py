@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -67,7 +67,7 @@ class _Group:
     @property
     def tensors(self) -> tuple[list[Tensor], list[Tensor]]:
         """The gradients and the parameters, their local parts where they are sharded."""
-        if all(type(parameter) is Parameter for parameter in self.parameters):
+        if {Parameter}.issuperset(map(type, self.parameters)):
             return self.held_gradients, self.parameters
         gradients = [local_gradient(parameter) for parameter in self.parameters]
         return gradients, [local_part(parameter) for parameter in self.parameters]
@@ -231,6 +231,8 @@ class Measurer:
 
     def scale_of_backward(self, device: torch.device, slots: Iterable[int]) -> tuple[Tensor | None, bool]:
         """What a loss was multiplied with whose backward has reached these; whether that is assumed of a scaler."""
+        if self._options.loss_scale is None and not SCALES.any_used:
+            return None, False
         owners = map(self._optimizer_registry.of_slot, slots)
         owner = next((optimizer for optimizer in owners if optimizer is not None), None)
         return self.loss_scale(device, owner), owner is None and SCALES.scaler_of(None) is not None
@@ -267,8 +269,8 @@ class Measurer:
         if not present:
             return
         slots = [slot for slot, _ in present]
-        if any(slot > following for slot, following in itertools.pairwise(slots)):
-            present = sorted(present, key=_slot)
+        if slots != sorted(slots):
+            present = sorted(present, key=itemgetter(0))
             slots = [slot for slot, _ in present]
         parameters = [parameter for _, parameter in present]
         held_gradients: list[Tensor] = [parameter.grad for parameter in parameters]  # type: ignore[misc]
@@ -284,10 +286,6 @@ class Measurer:
             group.parameters.append(parameter)
             group.held_gradients.append(gradient)
         yield from groups.values()
-
-
-def _slot(entry: Entry) -> int:
-    return entry[0]
 
 
 def _pending_inverse_scale(optimizer: Optimizer, device: torch.device) -> Tensor | None:

@@ -67,7 +67,7 @@ class OpenSample(ClipListener):
         self._clipped, self._received, self.by_torch = set(), set(), False  # what an earlier backward left was
         self._measure(present)
         marked = self._parts.clock.marked
-        unmarked = sorted(slot for slot, _ in present if slot not in marked)
+        unmarked = sorted([slot for slot, _ in present if slot not in marked])
         if unmarked:
             self._parts.window.drop_zero_rows(unmarked)
 
@@ -93,33 +93,13 @@ class OpenSample(ClipListener):
 
     # ---- around torch's clipping
 
+    @contained
     def before_clipping(self, parameters: Sequence[Tensor]) -> None:
         """Gradients as they are now are those before clipping, whatever was done since the backward."""
-        if not self._is_clipped_here:
+        parts, entries = self._parts, self._clipped_among(parameters)
+        self.by_torch |= bool(entries) or (self._is_clipped_here and parts.optimizers.has_masters(parameters))
+        if not entries:
             return
-        if entries := self._watched_among(parameters):
-            self._before_clipping(entries)
-        elif self._parts.optimizers.has_masters(parameters):
-            self.by_torch = True
-
-    def after_clipping(self, parameters: Sequence[Tensor]) -> None:
-        """Measure what clipping has left: there may be no optimizer whose step would show it."""
-        if self._is_clipped_here and self._parts.by_hand.possible:
-            entries = [entry for entry in self._watched_among(parameters) if entry[1].grad is not None]
-            if entries and self._parts.rows_are_read:
-                self._after_clipping(entries)
-
-    @property
-    def _is_clipped_here(self) -> bool:
-        return self._parts.is_measured and not self._parts.clock.muted and current_graph_task() == -1
-
-    def _watched_among(self, parameters: Sequence[Tensor]) -> list[Entry]:
-        slot_of_id = self._parts.registry.slot_of_id
-        return [(slot, one) for one in parameters if (slot := slot_of_id.get(id(one))) is not None]
-
-    @contained
-    def _before_clipping(self, entries: Sequence[Entry]) -> None:
-        self.by_torch, parts = True, self._parts
         found = parts.seen.inspect(entries, inside_backward=False)
         if found.late:
             self._measure(found.late)
@@ -148,9 +128,21 @@ class OpenSample(ClipListener):
             parts.window.drop_zero_rows(unmarked)
 
     @contained
-    def _after_clipping(self, entries: Sequence[Entry]) -> None:
-        self._measurer.measure_received(entries, None, whole=True)
-        self._received.update(slot for slot, _ in entries)
+    def after_clipping(self, parameters: Sequence[Tensor]) -> None:
+        """Measure what clipping has left: there may be no optimizer whose step would show it."""
+        if self._parts.by_hand.possible and self._parts.rows_are_read:
+            entries = [entry for entry in self._clipped_among(parameters) if entry[1].grad is not None]
+            self._measurer.measure_received(entries, None, whole=True)
+            self._received.update(slot for slot, _ in entries)
+
+    @property
+    def _is_clipped_here(self) -> bool:
+        return self._parts.is_measured and not self._parts.clock.muted and current_graph_task() == -1
+
+    def _clipped_among(self, parameters: Sequence[Tensor]) -> list[Entry]:
+        """What is watched of these parameters, whose gradients are being clipped; none where that is not looked at."""
+        slot_of_id = self._parts.registry.slot_of_id if self._is_clipped_here else {}
+        return [(slot, one) for one in parameters if (slot := slot_of_id.get(id(one))) is not None]
 
     # ---- an update by hand
 
@@ -162,7 +154,8 @@ class OpenSample(ClipListener):
         """
         if not self._parts.rows_are_read:
             return
-        self._after_update(self._parts.registry.scan())
+        if self._parts.probes and self._parts.schedule.is_sampled:
+            self._parts.probes.after_update(self._updated(self._parts.registry.scan(), None))
         measured = set(self._parts.seen.slots)
         found = self._parts.seen.inspect((e for e in entries if e[0] in measured), inside_backward=False)
         if found.changed:
@@ -311,11 +304,8 @@ class OpenSample(ClipListener):
 
     def after_update(self, optimizer: Optimizer) -> None:
         """It has updated them."""
-        self._after_update(self._parts.optimizers.entries(optimizer), optimizer)
-
-    def _after_update(self, entries: Iterable[Entry], optimizer: Optimizer | None = None) -> None:
         if self._parts.probes and self._parts.schedule.is_sampled:
-            self._parts.probes.after_update(self._updated(entries, optimizer))
+            self._parts.probes.after_update(self._updated(self._parts.optimizers.entries(optimizer), optimizer))
 
     def _updated(self, entries: Iterable[Entry], optimizer: Optimizer | None) -> list[WatchedTensor]:
         scaled = getattr(optimizer, "grad_scale", None) is not None  # by a fused optimizer itself
@@ -353,7 +343,7 @@ class OpenSample(ClipListener):
     def close(self, closed: Closed) -> None:
         """It is complete, and measured: send it on its way."""
         parts = self._parts
-        updated = tuple(tuple(sorted(parts.clock.owned.get(key, ()))) for key in sorted(closed.stepped))
+        updated = parts.optimizers.updated_by(closed.stepped)
         if updated:  # gradients of parameters that no optimizer updated are missing
             not_stepped = sorted(set(parts.seen.slots).difference(*updated))
             if not_stepped:

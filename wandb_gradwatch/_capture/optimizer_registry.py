@@ -7,7 +7,7 @@ import itertools
 import math
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from numbers import Real
 
 import torch
@@ -41,8 +41,10 @@ class OptimizerRegistry:
         self._by_key: dict[int, weakref.ref[Optimizer]] = {}
         self._num_keys = 0
         self._version = registry.version  # of the names when every optimizer was looked at
-        self._named: tuple[object, ...] = ()  # what the names of the last sample were made of
+        self._named: tuple[int, ...] = ()  # what the names of the last sample were made of
         self._names = Names((), ())
+        self._stepped: tuple[int, frozenset[int]] = (-1, frozenset())  # and which optimizers had made it
+        self._updated: tuple[tuple[int, ...], ...] = ()
 
     def known_to_follow(self, optimizer: Optimizer) -> bool | None:
         """Whether it owns anything watched; None if it is new or has changed. Asked at every step."""
@@ -85,15 +87,23 @@ class OptimizerRegistry:
         Not what is frozen, nor what no optimizer holds and no backward has reached: a target network is only copied
         into. Where no optimizer is known, what is held by one is not known either.
         """
-        owner = self._clock.owner
-        now = (tuple(self._registry.names), tuple(self._registry.trainable), frozenset(owner), frozenset(self.left_out))
+        owner, registry = self._clock.owner, self._registry
+        now = (registry.changes, len(registry.names), self._clock.num_changes, len(self.left_out))
         if now != self._named:  # asked at every sample, and nearly always the same: rules know the tuple again
-            trainable = (
+            trainable = [
                 requires_grad and (not owner or slot in owner or slot in self.left_out)
-                for slot, requires_grad in enumerate(self._registry.trainable)
-            )
-            self._named, self._names = now, Names(now[0], tuple(trainable))
+                for slot, requires_grad in enumerate(registry.trainable)
+            ]
+            self._named, self._names = now, Names(tuple(registry.names), tuple(trainable))
         return self._names
+
+    def updated_by(self, keys: Iterable[int]) -> tuple[tuple[int, ...], ...]:
+        """The slots of each of these optimizers, ascending."""
+        now = (self._clock.num_changes, frozenset(keys))
+        if now != self._stepped:
+            self._stepped = now
+            self._updated = tuple(tuple(sorted(self._clock.owned.get(key, ()))) for key in sorted(now[1]))
+        return self._updated
 
     def parts(self) -> dict[str, list[int]]:
         """The slots of each of several models; of one model, those of each optimizer, if they step in turn.

@@ -114,7 +114,7 @@ class Probes:
         self._seconds: defaultdict[str, float] = defaultdict(float)  # at the moments below, by what the probe is called
         # Of all that there were: ranks must go on alike where one of them has dropped a probe.
         self.need_ranks = any(probe.needs_ranks for probe in self._probes)
-        self._look_inside = [probe for probe in self._probes if probe.needs_ranks]
+        self.look_inside = [probe for probe in self._probes if probe.needs_ranks]  # want to know of each gradient
 
     def __bool__(self) -> bool:
         return bool(self._probes)
@@ -135,13 +135,8 @@ class Probes:
     def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
         self._each(lambda probe: probe.start(next_step_is_due, histogram_is_due))
 
-    @property
-    def look_inside_backwards(self) -> bool:
-        """Whether any wants to know of each gradient that arrives."""
-        return bool(self._look_inside)
-
     def gradient_arrived(self, name: str, gradient: Tensor) -> None:
-        self._each(lambda probe: probe.gradient_arrived(name, gradient), self._look_inside)
+        self._each(lambda probe: probe.gradient_arrived(name, gradient), self.look_inside)
 
     def gradients_ready(self, tensors: Sequence[WatchedTensor]) -> None:
         self._each(lambda probe: probe.gradients_ready(tensors))
@@ -194,7 +189,7 @@ class Probes:
 
     def _drop(self, probe: Probe, error: Exception) -> None:
         self._probes.remove(probe)
-        self._look_inside = [one for one in self._look_inside if one is not probe]
+        self.look_inside = [one for one in self.look_inside if one is not probe]
         self._seconds_of_dropped += probe.seconds_spent
         logger.error(
             "wandb_gradwatch: %r failed and is dropped; training, the gradients and the other metrics go on.",

@@ -113,7 +113,7 @@ class Sampler(StepListener, ScaleListener):
             self._reached.add(slot)
             if self._by_hand.inside_backward and self.parts.is_measured and parameter.grad is not None:
                 self._sample.measure_inside(slot, parameter)
-            if self.parts.probes.look_inside_backwards and parameter.grad is not None and self._schedule.is_sampled:
+            if self.parts.probes.look_inside and parameter.grad is not None and self._schedule.is_sampled:
                 self._gradient_arrived(slot, parameter.grad)
 
     @contained
@@ -188,17 +188,17 @@ class Sampler(StepListener, ScaleListener):
         if (answer := self.parts.optimizers.known_to_follow(optimizer)) is not None:
             return answer
         found: list[bool] = []
-        self.boundary.run(lambda: found.append(self._learn(optimizer)))
+        self.boundary.run(self._learn, optimizer, found)
         return any(found)
 
-    def _learn(self, optimizer: Optimizer) -> bool:
+    def _learn(self, optimizer: Optimizer, found: list[bool]) -> None:
         follows = self.parts.optimizers.learn(optimizer)
         if follows:
             self._resting.end(marks_present=True)
             self.parts.hook_sync.scan()
         elif self._by_hand.possible and self._clock.marked:
             self.parts.wiring.stepped_without_the_model(optimizer, self._clock.open_step)
-        return follows
+        found.append(follows)
 
     def is_part_of(self, inner: Optimizer, outer: Optimizer) -> bool:
         return self.parts.optimizers.slots(inner) <= self.parts.optimizers.slots(outer)

@@ -54,6 +54,11 @@ class LossScales(Listeners[ScaleListener]):
         """Take this scaler to be the one in use until another scales a loss."""
         self._last_used = weakref.ref(scaler)
 
+    @property
+    def any_used(self) -> bool:
+        """Whether any scaler has been used so far."""
+        return self._last_used is not None
+
     def scaler_of(self, optimizer: Optimizer | None) -> GradScaler | None:
         """The scaler that steps this optimizer; for one that has not stepped yet (or None), the one last used."""
         reference = self._last_used

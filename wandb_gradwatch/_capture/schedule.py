@@ -48,7 +48,7 @@ class Schedule:
     @property
     def is_sampled(self) -> bool:
         """Whether the open step is a sample."""
-        return self.was_sampled(self._clock.open_step)
+        return self.was_sampled(self._clock.step + 1)
 
     @property
     def is_open_ended(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final, Protocol
 
 import torch
@@ -52,11 +52,14 @@ class DeviceTimer:
         self._unread: dict[torch.device, deque[tuple[Event, Event]]] = {}
         self._free: dict[torch.device, list[tuple[Event, Event]]] = {}  # an event belongs to the device it was first on
 
-    @contextmanager
-    def on(self, device: torch.device) -> Iterator[None]:
+    def on(self, device: torch.device) -> AbstractContextManager[None]:
         """Time what is queued in here on the device's current stream."""
+        return self._on(device) if device.type == "cuda" else nullcontext()
+
+    @contextmanager
+    def _on(self, device: torch.device) -> Iterator[None]:
         unread = self._unread.setdefault(device, deque())
-        if device.type != "cuda" or len(unread) >= _MAX_UNREAD:
+        if len(unread) >= _MAX_UNREAD:
             yield
             return
         free = self._free.setdefault(device, [])

@@ -6,7 +6,7 @@ Parameters that no optimizer holds, an optimizer that holds other tensors, gradi
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, Final
@@ -48,7 +48,7 @@ _WITNESSES: Final = 5  # small parameters of an optimizer whose gradients stand 
 class _Carried:
     """Gradients that one optimizer has used, and that nothing has reset since; none where something has."""
 
-    witnesses: dict[int, tuple[int, int]] = field(default_factory=dict)  # slot -> state_of(gradient)
+    witnesses: dict[int, int] = field(default_factory=dict)  # slot -> state_of(gradient)
     nonzero: Tensor | None = None  # whether they were not 0 when the next backward had begun, on their device
     num_steps: int = 0
 
@@ -90,7 +90,7 @@ class Wiring:
         """An optimizer has stepped: from now on its gradients should be reset before they are added to."""
         if self._first_versions is None:
             self._first_versions = {slot: parameter._version for slot, parameter in self._parameter_registry.scan()}
-        carried = self._carried.setdefault(key, _Carried())
+        carried = self._carried.get(key) or self._carried.setdefault(key, _Carried())
         carried.num_steps += 1
         if carried.num_steps == 1:
             self._look_at_settings(optimizer, step)
@@ -132,9 +132,9 @@ class Wiring:
 
     def _with_witnesses(self) -> Iterator[tuple[_Carried, list[tuple[int, Tensor]]]]:
         """What is carried, and its witnesses' gradients as they are now."""
-        if any(carried.witnesses for carried in self._carried.values()):
+        if some := [carried for carried in self._carried.values() if carried.witnesses]:
             parameters = dict(self._parameter_registry.scan())
-            for carried in self._carried.values():
+            for carried in some:
                 there = [(slot, parameters[slot].grad) for slot in carried.witnesses if slot in parameters]
                 yield carried, [(slot, gradient) for slot, gradient in there if gradient is not None]
 
@@ -154,10 +154,10 @@ class Wiring:
             self._has_changed, self._samples_since_scan = False, 0
             self._parameter_registry.scan()
 
-    def sample_closed(self, marked: Collection[int], owner: Collection[int]) -> None:
+    def sample_closed(self, marked: frozenset[int], owner: Mapping[int, int]) -> None:
         """A sample of optimizer steps is over: parameters that got a gradient and that no optimizer holds."""
-        self._look_for_frozen(frozenset(marked))
-        unowned = frozenset(slot for slot in marked if slot not in owner)
+        self._look_for_frozen(marked)
+        unowned = marked - owner.keys()
         first, self._first_versions = self._first_versions, {}
         if unowned and unowned != self._known_unowned:  # looked for once, and again only when others are without one
             self._known_unowned = unowned

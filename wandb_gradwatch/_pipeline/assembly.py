@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -42,7 +43,7 @@ def snapshot_of(
         trainable=np.array(known.trainable, dtype=bool),
         metrics=_stacked([arrived.metrics for arrived in samples]),
         overhead_ratio=overhead_ratio,
-        metric_histograms=merge_histograms(arrived.histograms for arrived in samples),
+        metric_histograms=merge_histograms([arrived.histograms for arrived in samples]),
     )
 
 
@@ -69,5 +70,5 @@ def padded(values: NDArray[Number], num_names: int, *, fill: float = math.nan) -
 
 def _stacked(metrics: Collection[Mapping[str, float]]) -> dict[str, FloatArray]:
     """Values by key over samples, NaN where a sample has none: each [S]."""
-    keys = dict.fromkeys(key for values in metrics for key in values)
+    keys = dict.fromkeys(itertools.chain.from_iterable(metrics))
     return {key: np.array([values.get(key, math.nan) for values in metrics]) for key in keys}

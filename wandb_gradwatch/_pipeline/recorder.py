@@ -37,6 +37,7 @@ TABLE_COLUMNS: Final = (
     "skipped",
 )
 _FORMAT: Final = 1
+_KEPT: Final = ("steps", "names", "rows", "loss_scale", "skipped", "trainable", "metrics", "overhead_ratio")
 
 Note = dict[str, str | int | float | bool | None]
 
@@ -54,7 +55,7 @@ class FlightRecorder:
     """Keep the last samples of every layer on the host, with the user's notes and the alerts.
 
     Memory is bounded: `max_samples` rows of 13 numbers per parameter (27 MB for 1000 parameters and 256 samples), one
-    histogram, the newest. A sample is copied out of its window, which can be freed.
+    histogram, the newest. A sample of several is copied out of their window, which can be freed.
 
     Args:
         max_samples: how many samples, and notes, are kept.
@@ -62,7 +63,7 @@ class FlightRecorder:
 
     def __init__(self, max_samples: int = MAX_SAMPLES) -> None:
         self.max_samples = max_samples
-        self._samples: deque[Snapshot] = deque(maxlen=max_samples)
+        self._samples: deque[dict[str, Any]] = deque(maxlen=max_samples)  # what each one's snapshot is made of
         self._newest_histogram: Snapshot | None = None
         self._notes: dict[int, Note] = {}
         self._alerts: deque[Alert] = deque(maxlen=MAX_ALERTS)
@@ -70,7 +71,9 @@ class FlightRecorder:
     def add(self, snapshot: Snapshot) -> None:
         """Keep these samples; of more than `max_samples` the newest."""
         for index in range(max(len(snapshot) - self.max_samples, 0), len(snapshot)):
-            self._samples.append(snapshot.sample(index))
+            sample = snapshot if len(snapshot) == 1 else snapshot.sample(index)
+            # Not the snapshot itself, which also keeps every number that the rules have derived from it.
+            self._samples.append({name: getattr(sample, name) for name in _KEPT})
         self.picture(snapshot)
 
     def picture(self, snapshot: Snapshot) -> None:
@@ -109,7 +112,7 @@ class FlightRecorder:
 
         A parameter that appeared later is missing in the samples before.
         """
-        merged = concatenate(list(self._samples))
+        merged = concatenate([Snapshot(**kept) for kept in self._samples])
         newest = self._newest_histogram
         if merged is None or newest is None or newest.histogram is None:
             return merged

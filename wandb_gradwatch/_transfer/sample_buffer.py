@@ -11,7 +11,7 @@ What lies on a device is in device_buffer.py, what is on its way to the host in 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -171,22 +171,22 @@ class SampleBuffer:
 
     def commit(self, sample: Sample, found: Mapping[str, Found] | None = None) -> None:
         """Send the open sample on its way, with what the probes found, by key, and open the next."""
-        rows = []
+        buffers = self._everywhere()
         if sample.left_out:
-            for buffer in self._everywhere():
+            for buffer in buffers:
                 buffer.sample_histogram = None
-        if any(buffer.sample_histogram is not None for buffer in self._everywhere()):
+        if any([buffer.sample_histogram is not None for buffer in buffers]):
             if self.keep_newest_histogram:
                 self._drop_histogram()
             self._histogram_steps.append(sample.step)
-        for buffer in self._everywhere():
+        for buffer in buffers:
             buffer.add_sample_histogram()
-            rows.append(buffer.send_rows())
+        rows = tuple([buffer.send_rows() for buffer in buffers])
         by_device: dict[torch.device, dict[str, Found]] = {}
         for key, value in (found or {}).items():
             by_device.setdefault(values_of(value).device, {})[key] = value
         packed = tuple(ProbeTransfer(values, self._pinned_pool) for values in by_device.values())
-        self._sent.append(SampleTransfer(sample, self._num_names, tuple(rows), packed))
+        self._sent.append(SampleTransfer(sample, self._num_names, rows, packed))
 
     def open_histogram(self) -> dict[str, Any]:
         """Of the window that is not flushed yet the counts [P, B], None for none, and steps. Waits for the device."""
@@ -235,5 +235,5 @@ class SampleBuffer:
             buffer = self._devices[device] = DeviceBuffer(device, self._num_names, self._pinned_pool)
         return buffer.follow()
 
-    def _everywhere(self) -> Iterator[DeviceBuffer]:
-        return (buffer.follow() for buffer in self._devices.values())
+    def _everywhere(self) -> list[DeviceBuffer]:
+        return [buffer.follow() for buffer in self._devices.values()]

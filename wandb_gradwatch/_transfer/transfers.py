@@ -10,7 +10,6 @@ On CPU everything arrives at once. Devices other than CUDA have no events that a
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -198,9 +197,9 @@ class RowsTransfer:
     received: Transfer | None = None
 
     @property
-    def all(self) -> tuple[Transfer, ...]:
+    def all(self) -> list[Transfer]:
         """What is on its way."""
-        return tuple(one for one in (self.rows, self.earlier, self.received) if one is not None)
+        return [one for one in (self.rows, self.earlier, self.received) if one is not None]
 
 
 class ProbeTransfer:
@@ -211,7 +210,8 @@ class ProbeTransfer:
         self._meanings = {
             key: (v.meaning, v.parameter) if isinstance(v, ProbeSums) else None for key, v in found.items()
         }
-        parts = [values_of(value).detach().to(wide_dtype(values_of(value).device)) for value in found.values()]
+        values = [values_of(value) for value in found.values()]
+        parts = [one.detach().to(wide_dtype(one.device)) for one in values]
         self._sizes = [len(part) for part in parts]
         self.transfer = pinned_pool.send(torch.cat(parts))
 
@@ -264,8 +264,8 @@ class SampleTransfer:
 
     def arrived(self, *, wait: bool) -> bool:
         """Whether everything is here."""
-        rows = itertools.chain.from_iterable(one.all for one in self.rows)
-        return all([transfer.arrived(wait=wait) for transfer in (*rows, *(one.transfer for one in self.found))])
+        transfers = [transfer for one in self.rows for transfer in one.all]
+        return all([one.arrived(wait=wait) for one in transfers + [found.transfer for found in self.found]])
 
     def unpack(self) -> ArrivedSample:
         packed = [np.asarray(one.rows.take(), dtype=np.float64) for one in self.rows]
