@@ -145,10 +145,10 @@ def _read(
 
     if codes_NK is not None:
         codes_NK[large] = 0
-    starts, parts = _each_chunk(elements, large, make_reader)
+    firsts, parts = _each_chunk(elements, large, make_reader)
     for place, column in enumerate(CHUNK_COLUMNS):  # chunks merge as columns.py says
         merge = np.minimum if column in MIN_COLUMNS else np.maximum if column in MAX_COLUMNS else np.add
-        rows_NC[large, column] = merge.reduceat(parts[:, place], starts)
+        rows_NC[large, column] = merge.reduceat(parts[:, place], firsts)
 
 
 def _sums_of_squares(elements: Sequence[Tensor]) -> FloatArray:
@@ -164,8 +164,8 @@ def _sums_of_squares(elements: Sequence[Tensor]) -> FloatArray:
             with np.errstate(**_QUIET):
                 return sum_sq_chunk(_chunk(elements, piece))
 
-        starts, parts = _each_chunk(elements, large, lambda: read)
-        sums_N3[large] = np.add.reduceat(parts, starts)
+        firsts, parts = _each_chunk(elements, large, lambda: read)
+        sums_N3[large] = np.add.reduceat(parts, firsts)
     return sums_N3
 
 
@@ -174,12 +174,12 @@ def _each_chunk(
 ) -> tuple[list[int], FloatArray]:
     """Read these tensors chunk by chunk: the first chunk of each, and what was found in every chunk, [M, any]."""
     pieces: list[_Piece] = []
-    starts = []
+    firsts = []
     for index in large:
-        starts.append(len(pieces))
+        firsts.append(len(pieces))
         pieces += [(index, start) for start in range(0, elements[index].numel(), CHUNK)]
     num_threads = torch.get_num_threads() if len(pieces) >= _SHARED_FROM else 1
-    return starts, np.array(THREAD_POOL.each(pieces, make_reader, num_threads))
+    return firsts, np.array(THREAD_POOL.each(pieces, make_reader, num_threads))
 
 
 def _chunk(elements: Sequence[Tensor], piece: _Piece) -> npt.NDArray[Any]:
