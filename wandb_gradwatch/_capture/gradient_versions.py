@@ -51,11 +51,15 @@ def state_of(gradient: Tensor) -> int:
     return token | gradient._version
 
 
-def look_at(gradient: Tensor) -> int:
-    """Its state; what it holds now is not new any more."""
-    state = _token_of(gradient) | gradient._version
-    setattr(gradient, _SEEN, state)
-    return state
+def look_at(gradients: Iterable[Tensor]) -> list[int]:
+    """Their states; what they hold now is not new any more."""
+    states = []
+    for gradient in gradients:  # _token_of() for each would cost as much as all the rest
+        seen = getattr(gradient, _SEEN, None)
+        token = next(_TOKENS) << _VERSION_BITS if seen is None else seen & ~_NEVER
+        states.append(token | gradient._version)
+        setattr(gradient, _SEEN, states[-1])
+    return states
 
 
 def _token_of(gradient: Tensor) -> int:
@@ -107,7 +111,7 @@ class GradientVersions:
 
     def remember(self, slots: Sequence[int], gradients: Sequence[Tensor], *, measured: bool) -> None:
         """These gradients, as they are now: [N] each."""
-        self._seen.update(zip(slots, map(look_at, gradients), strict=True))
+        self._seen.update(zip(slots, look_at(gradients), strict=True))
         if measured:
             self._measured.update(slots)
         else:

@@ -277,9 +277,7 @@ class OpenSample(ClipListener):
         if not parts.clock.backwards:  # assigned by hand, and for every optimizer that is going to step
             self.mark_present(entries)
         self._measurer.measure_after_clipping(unclear, optimizer)
-        for _, parameter in unclear:
-            assert parameter.grad is not None
-            look_at(parameter.grad)
+        look_at(parameter.grad for _, parameter in unclear if parameter.grad is not None)
         names = parts.registry.some_names(slot for slot, _ in unclear)
         parts.notices.say(
             "unclipped gradient not seen",

@@ -189,15 +189,18 @@ def _tables(*lists: Sequence[Tensor]) -> tuple[list[IntArray], IntArray | None]:
     return (tables, None) if num_elements < _SHARED_FROM else _cut(tables)
 
 
-def _table(elements: Sequence[Tensor]) -> tuple[IntArray, list[int]]:
-    """Address, number of elements and kind of each tensor: [N, 3]; and the numbers of elements."""
-    table = np.empty((len(elements), 3), dtype=np.int64)
-    addresses, sizes = list(map(Tensor.data_ptr, elements)), list(map(Tensor.numel, elements))
+def _table(elements: Sequence[Tensor]) -> tuple[IntArray, tuple[int, ...]]:
+    """Address, number of elements and kind of each tensor: [N, 3], only to be read; and the numbers of elements."""
+    sizes = tuple(map(Tensor.numel, elements))
+    return _table_of(tuple(map(Tensor.data_ptr, elements)), sizes, tuple(map(_DTYPE, elements))), sizes
+
+
+@lru_cache(maxsize=8)  # parameters stay where they are, and small gradients often come back to the same places
+def _table_of(addresses: tuple[int, ...], sizes: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> IntArray:
     if 0 in addresses and any(size for size, address in zip(sizes, addresses, strict=True) if not address):
         raise RuntimeError("a tensor with elements has no memory: its storage was freed or is not allocated yet")
-    table[:, 0], table[:, 1] = addresses, sizes
-    table[:, 2] = list(map(_KIND.__getitem__, map(_DTYPE, elements)))
-    return table, sizes
+    kinds = [_KIND[dtype] for dtype in dtypes]
+    return np.ascontiguousarray(np.array([addresses, sizes, kinds], dtype=np.int64).T)
 
 
 def _cut(tables: Sequence[IntArray]) -> tuple[list[IntArray], IntArray]:
