@@ -39,7 +39,8 @@ logger: Final = logging.getLogger("wandb_gradwatch")
 _KIND: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}  # of a dtype, in the loops
 _ITEMSIZE_K: Final = np.array([dtype.itemsize for dtype in _KIND])
 
-_PIECE: Final = 1 << 18  # elements that a thread takes at once: tens of microseconds
+_PIECE: Final = 1 << 18  # elements: tens of microseconds
+_BATCH: Final = 8  # pieces that a thread takes at once
 _SHARED_FROM: Final = 1 << 21  # elements, below which one thread is done before another has woken
 
 _LONGEST: Final = 60.0  # seconds that another process may take to compile
@@ -96,8 +97,11 @@ def measure_received(gradients: Sequence[Tensor], *, inverse_scale: Tensor | Non
     elements, _, exponent = _readable(gradients, inverse_scale)
     (table,), starts_N = _tables(elements)
     sums = np.empty((len(table), 3))
-    shared = starts_N is not None
-    _run(loops, loops.sum_sq_all, table, sums, tensors=[elements], num_pieces=len(table), shared=shared)
+
+    def loop(some: slice, _held: object = elements) -> None:
+        loops.sum_sq_all(table[some], sums[some])
+
+    _run(loop, len(table), shared=starts_N is not None)
     if starts_N is not None:
         sums = np.add.reduceat(sums, starts_N, axis=0)
     sums[:, 0] *= math.ldexp(1.0, 2 * exponent)
@@ -117,20 +121,12 @@ def _measure(
     (table, parameter_table), starts_N = _tables(elements, parameter_elements)
     rows = np.empty((len(table), NUM_COLUMNS))
     counts = np.zeros((len(table), NUM_BINS if histogram else 0), dtype=np.int64)
-    _run(
-        loops,
-        loops.measure_all,
-        table,
-        parameter_table,
-        *_dead_words(dead_threshold, exponent),
-        bin_of_code(FLOAT32, exponent),
-        bin_of_code(FLOAT64, exponent),
-        rows,
-        counts,
-        tensors=[elements, parameter_elements],
-        num_pieces=len(table),
-        shared=starts_N is not None,
-    )
+    dead, bins = _dead_words(dead_threshold, exponent), (bin_of_code(FLOAT32, exponent), bin_of_code(FLOAT64, exponent))
+
+    def loop(some: slice, _held: object = (elements, parameter_elements)) -> None:
+        loops.measure_all(table[some], parameter_table[some], *dead, *bins, rows[some], counts[some])
+
+    _run(loop, len(table), shared=starts_N is not None)
     rows_NC, histogram_NB = rows, counts
     if starts_N is not None:
         rows_NC, histogram_NB = merge_adjacent_rows(rows, starts_N), np.add.reduceat(counts, starts_N, axis=0)
@@ -147,25 +143,13 @@ def _measure(
     return torch.from_numpy(rows_NC), torch.from_numpy(histogram_NB) if histogram else None
 
 
-def _run(
-    loops: Loops,
-    work: Callable[..., None],
-    *arguments: object,
-    tensors: Sequence[Sequence[Tensor]],
-    num_pieces: int,
-    shared: bool,
-) -> None:
-    """Run one of the loops over all pieces of these tensors' memory, on this thread or on several."""
-    progress = np.zeros(2, dtype=np.int64)
-    if not shared:
-        work(*arguments, progress)
-        return
-
-    def work_if_left(stash: object = tensors) -> None:  # what a helper reads and writes must last as long as its work
-        if progress[0] < num_pieces:
-            work(*arguments, progress)
-
-    THREAD_POOL.run(work_if_left, lambda: loops.is_done(progress, num_pieces), torch.get_num_threads())
+def _run(loop: Callable[[slice], None], num_pieces: int, *, shared: bool) -> None:
+    """Run a loop over all pieces, on this thread or on several. It holds the tensors: a helper may still read them."""
+    if shared:
+        batches = [slice(begin, begin + _BATCH) for begin in range(0, num_pieces, _BATCH)]
+        THREAD_POOL.each(batches, lambda: loop, torch.get_num_threads())
+    else:
+        loop(slice(None))
 
 
 _DTYPE: Final = attrgetter("dtype")

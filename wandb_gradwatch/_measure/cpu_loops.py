@@ -1,5 +1,4 @@
-"""The compiled loops of the CPU backend: one call measures a whole list of tensors, block by block,
-alone or together with other threads.
+"""The compiled loops of the CPU backend: one call measures a whole list of tensors, block by block.
 
 A block of BLOCK elements is read into the first-level cache by the first loop and from there by the others, each of
 which the compiler turns into vector instructions. Floats are read as integers ("words", bits.py) wherever their order
@@ -96,19 +95,6 @@ def _words_at(typing_context, address, like):
         return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
 
     return types.CPointer(like)(address, like), build
-
-
-@intrinsic
-def _fetch_add(typing_context, address, amount):
-    """Add to the integer at an address, in one step for all threads, and return what was there before."""
-    if not isinstance(address, types.Integer) or amount is not types.int64:
-        return None
-
-    def build(context, builder, signature, args):
-        place = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
-        return builder.atomic_rmw("add", place, args[1], "seq_cst")
-
-    return types.int64(address, amount), build
 
 
 @intrinsic
@@ -432,21 +418,10 @@ def _sum_of_squares(address, size, kind, infinity, scratch):
     return total, num_nan, num_inf
 
 
-# ---- a list of tensors: any number of threads may run the same call; each takes the next piece until none is left
+# ---- a list of tensors
 
 
-@_jit
-def _take(progress):
-    """The next piece that nobody has taken."""
-    return _fetch_add(progress[:1].ctypes.data, np.int64(1))
-
-
-@_jit
-def _finish(progress):
-    _fetch_add(progress[1:].ctypes.data, np.int64(1))
-
-
-def _measure_all(table, parameter_table, dead32, dead64, bins32, bins64, rows, histogram, progress):
+def _measure_all(table, parameter_table, dead32, dead64, bins32, bins64, rows, histogram):
     """Measure pieces of memory: tensors, or parts of them.
 
     Args:
@@ -456,14 +431,12 @@ def _measure_all(table, parameter_table, dead32, dead64, bins32, bins64, rows, h
         bins32, bins64: the histogram's bin of each code, B for none: [K] each.
         rows: is filled in: [M, C].
         histogram: zeros: [M, B], or [M, 0] if none is wanted.
-        progress: zeros: how many pieces have been taken, and how many are done: [2].
     """
     scratch32, spare32 = np.empty(BLOCK, np.uint32), np.empty(BLOCK, np.uint32)
     scratch64, spare64 = np.empty(BLOCK, np.uint64), np.empty(BLOCK, np.uint64)
     codes = np.zeros(TABLES * CODES32 if histogram.shape[1] > 0 else 0, np.uint32)
     layout32, layout64 = (SIGN32, INFINITY32, SHIFT32), (SIGN64, INFINITY64, SHIFT64)
-    i = _take(progress)
-    while i < len(table):
+    for i in range(len(table)):
         address, size, kind = table[i, ADDRESS], table[i, SIZE], table[i, KIND]
         row, counts = rows[i], histogram[i]
         if kind == FLOAT64:
@@ -474,8 +447,6 @@ def _measure_all(table, parameter_table, dead32, dead64, bins32, bins64, rows, h
         if len(parameter_table):
             row[PARAM_SUM_SQ], num_nan, num_inf = _squares_of(parameter_table, i, scratch32, scratch64)
             row[PARAM_NUM_NONFINITE] = num_nan + num_inf
-        _finish(progress)
-        i = _take(progress)
 
 
 @_jit
@@ -486,33 +457,18 @@ def _squares_of(table, i, scratch32, scratch64):
     return _sum_of_squares(address, size, kind, INFINITY32, scratch32)
 
 
-def _sum_sq_all(table, sums, progress):
+def _sum_sq_all(table, sums):
     """Write each piece's sum of squares of finite elements, number of NaN and number of Inf into sums: [M, 3]."""
     scratch32, scratch64 = np.empty(BLOCK, np.uint32), np.empty(BLOCK, np.uint64)
-    i = _take(progress)
-    while i < len(table):
+    for i in range(len(table)):
         sums[i, 0], sums[i, 1], sums[i, 2] = _squares_of(table, i, scratch32, scratch64)
-        _finish(progress)
-        i = _take(progress)
-
-
-def _is_done(progress, num_pieces):
-    """Whether every piece that was taken is done; asks for some microseconds before it says no."""
-    is_done = False
-    for _ in range(1000):
-        num_taken = min(_fetch_add(progress[:1].ctypes.data, np.int64(0)), num_pieces)
-        is_done = _fetch_add(progress[1:].ctypes.data, np.int64(0)) >= num_taken
-        if is_done:
-            break
-    return is_done
 
 
 class Loops(NamedTuple):
-    """`_measure_all`, `_sum_sq_all` and `_is_done`, compiled."""
+    """`_measure_all` and `_sum_sq_all`, compiled."""
 
     measure_all: Callable[..., None]
     sum_sq_all: Callable[..., None]
-    is_done: Callable[..., bool]
 
 
 def compile_loops(*, cache: bool) -> Loops:
@@ -521,12 +477,11 @@ def compile_loops(*, cache: bool) -> Loops:
     Args:
         cache: keep them on disk; an error where there is no folder that may be written to.
     """
-    table, rows, progress = types.int64[:, ::1], types.float64[:, ::1], types.int64[::1]
+    table, rows = types.int64[:, ::1], types.float64[:, ::1]
     bins = types.Array(types.int64, 1, "C", readonly=True)
     compiler = {"nogil": True, "cache": cache}
-    measure = types.void(table, table, types.uint32, types.uint64, bins, bins, rows, table, progress)
+    measure = types.void(table, table, types.uint32, types.uint64, bins, bins, rows, table)
     return Loops(
         numba.njit(measure, **compiler)(_measure_all),
-        numba.njit(types.void(table, types.float64[:, ::1], progress), **compiler)(_sum_sq_all),
-        numba.njit(types.boolean(progress, types.int64), **compiler)(_is_done),
+        numba.njit(types.void(table, rows), **compiler)(_sum_sq_all),
     )
