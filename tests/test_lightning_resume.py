@@ -206,6 +206,13 @@ def test_state_keys_differ_with_every_argument_and_are_the_same_in_every_process
     assert elsewhere.state_key == GradWatchCallback().state_key
 
 
+def test_two_callbacks_that_only_log_elsewhere_need_another_prefix() -> None:
+    here, there = (SimpleNamespace(id=name) for name in ("here", "there"))
+    with pytest.raises(RuntimeError, match="more than one stateful callback of type `GradWatchCallback`"):
+        trainer_of([GradWatchCallback(run=here), GradWatchCallback(run=there)])
+    trainer_of([GradWatchCallback(run=here), GradWatchCallback(run=there, step_prefix="there/")])
+
+
 def test_two_callbacks_of_one_trainer_watch_side_by_side() -> None:
     weights, biases = MemorySink(), MemorySink()
     callbacks = [

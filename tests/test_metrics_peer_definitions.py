@@ -1,8 +1,9 @@
 """The numbers of Composer's OptimizerMonitor and Levanter's watch, by their definitions, in a float64 of our own.
 
 Composer 0.32 (`composer/callbacks/optimizer_monitor.py`, and DecoupledAdamW in `optim/decoupled_weight_decay.py`) looks
-after the update, Levanter (`levanter/callbacks/watch.py` and `tracker/histogram.py`) inside the step. One wants
-an older torch and the other JAX, so that their definitions are computed here, of the same training.
+after the update, Levanter 1.2 (`levanter/callbacks/watch.py`, `analysis/tree_stats.py` and `tracker/histogram.py`)
+inside the step. One wants an older torch and the other JAX, so that their definitions are computed here, of the same
+training; docs/compared.md says how their own code compares.
 """
 
 from __future__ import annotations
@@ -70,8 +71,8 @@ def theirs(decay: float) -> Series:
             for statistic, value in (("min", g.min()), ("max", g.max()), ("sum", g.sum()), ("num", g.size)):
                 log(f"grad/hist/{name}.{statistic}", value)
             log(f"grad/hist/{name}.sum_squares", np.sum(g**2))
-        log("l2_norm/grad/global", np.sqrt(np.sum(np.square(norms))))
-        log("grad/norm/total", np.sum(norms))  # a sum of norms, which is no norm
+        for key in ("l2_norm/grad/global", "grad/norm/total"):
+            log(key, np.sqrt(np.sum(np.square(norms))))
     return {key: np.array(series) for key, series in found.items()}
 
 
@@ -90,7 +91,7 @@ def ours(decay: float) -> Series:
     assert merged is not None
     found: Series = {
         "l2_norm/grad/global": merged.total_grad_norm,
-        "grad/norm/total": merged.grad_norm.sum(axis=1),
+        "grad/norm/total": merged.total_grad_norm,
     }
     for place, name in enumerate(merged.names):
         state = {key: merged.metrics[f"optimizer_state/{name}/{key}"] for key in ("exp_avg_norm", "exp_avg_sq_norm")}

@@ -87,7 +87,7 @@ class Ranks(OwnGradientProbe):
         self._is_checked = False
         self._num_due = 0
         self._clock = time.perf_counter
-        self._began = self._arrived = self._clock()
+        self._began = self._clock()
         self._has_updated = False
         self._waited = 0.0
         self._seconds = math.nan
@@ -115,8 +115,7 @@ class Ranks(OwnGradientProbe):
     def gradient_arrived(self, name: str, gradient: Tensor) -> None:
         super().gradient_arrived(name, gradient)
         if self._is_due and self._matches(name) and self._shards.holds_whole(name):
-            self._arrived = self._clock()
-            self._seconds = self._arrived - self._began - self._waited
+            self._seconds = self._clock() - self._began - self._waited
 
     def gradients_ready(self, tensors: Sequence[WatchedTensor]) -> None:
         super().gradients_ready(tensors)
