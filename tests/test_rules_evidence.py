@@ -512,9 +512,11 @@ def test_parameters_that_are_gone_at_once_were_taken_by_no_decay() -> None:
         assert ("or weights that were loaded or rescaled" in told) == (how == "at once")
 
 
-@pytest.mark.parametrize(("factor", "told"), [(2.5, []), (20.0, [31])])
-def test_weights_that_are_multiplied_once_in_a_run_are_told_in_the_next_sample(factor: float, told: list[int]) -> None:
-    samples = trained({}, {31: factor}, num=36)
+@pytest.mark.parametrize(("factor", "part", "told"), [(2.5, "weight", []), (20.0, "weight", [31]), (20.0, "bias", [])])
+def test_weights_that_are_multiplied_once_in_a_run_are_told_in_the_next_sample(
+    factor: float, part: str, told: list[int]
+) -> None:
+    samples = trained({}, {31: factor}, num=36, layers=(f"a.{part}", f"b.{part}"))
     assert steps(FastParameters(), samples) == told
     if told:
         rated = measured(samples, learning_rate=[0.1] * 36)

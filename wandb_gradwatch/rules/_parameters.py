@@ -194,7 +194,9 @@ class FastParameters(Remembers):
             if len(last) > 1 and last[-2] > limit:
                 yield self._growing(step, last[-2], limit, clip_advice(float(snapshot.clipped[sample])))
             elif step > _FIRST_STEPS and change > self.max_factor - 1:
-                yield self._jumped(step, change + 1)
+                # A bias that jumps switches its units on or off: what it does to them is told.
+                if "bias" not in snapshot.names[int(np.nanargmax(snapshot.param_norm[sample]))]:
+                    yield self._jumped(step, change + 1)
             elif (factor := math.prod(1 + change for change in sorted(self._recent)[:-1])) > self.max_factor:
                 yield self._multiplied(step, factor, clip_advice(float(snapshot.clipped[sample])))
             if (left := self._left(snapshot, sample)) < self.min_left or self._all_shrink(snapshot, sample, change):
