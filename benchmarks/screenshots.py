@@ -36,7 +36,7 @@ class Shot:
         scheme: "light" or "dark".
         act: done before the picture is taken.
         whole: the whole page, not the first screen.
-        media: "screen" or "print".
+        prints: as it is printed.
         preview: "report" or "workspace": what W&B would show, instead of the page.
     """
 
@@ -47,7 +47,7 @@ class Shot:
     scheme: str = "light"
     act: Callable[[Any], object] = lambda page: None
     whole: bool = False
-    media: str = "screen"
+    prints: bool = False
     preview: str = ""
 
 
@@ -74,7 +74,7 @@ def shots(histories: list[RunHistory]) -> Iterator[Shot]:
     yield Shot("whole", one, whole=True)
     yield Shot("alert", one, act=open_alert)
     yield Shot("narrow", one, width=400, whole=True)
-    yield Shot("print", one, width=800, whole=True, media="print")
+    yield Shot("print", one, width=800, whole=True, prints=True)
     yield Shot("layers", [many_layers()], whole=True)
     yield Shot("report", one, height=1500, preview="report")
     yield Shot("workspace", one, height=1250, preview="workspace")
@@ -105,7 +105,8 @@ def take(wanted: list[Shot]) -> Iterator[tuple[str, bytes]]:
                 written = write_page(first, file, others=shot.histories[1:])
             page.goto(written.as_uri())
             page.locator("html[data-state=drawn]").wait_for(state="attached")
-            page.emulate_media(media=shot.media)
+            if shot.prints:
+                page.evaluate("dispatchEvent(new Event('beforeprint'))")
             shot.act(page)
             yield shot.name, page.screenshot(full_page=shot.whole)
             context.close()

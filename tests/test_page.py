@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from wandb_gradwatch._analysis.forecast import FORMATS
 from wandb_gradwatch._measure.columns import FloatArray
 from wandb_gradwatch._page.axes import knots, other_axes
-from wandb_gradwatch._page.columns import RowColumns
+from wandb_gradwatch._page.columns import OwnColumns, RowColumns
 from wandb_gradwatch._page.histograms import HistogramCollector, resample
 from wandb_gradwatch._page.history import (
     HistogramSeries,
@@ -281,6 +281,19 @@ def test_rows_of_a_run_that_is_too_long_are_merged_as_windows_are() -> None:
     assert steps.tolist() == times.tolist() == [16, 32, 48, 64, 80, 96, 100]
     assert values["gradwatch/num_nan"].tolist() == [16.0] * 6 + [4.0]
     assert values["grad_norm_max/a"].tolist() == [9.0] * 5 + [9.0, 9.0]
+
+
+def test_the_users_scalars_share_their_limit_and_keep_their_spikes() -> None:
+    columns = OwnColumns(max_values=10_000)  # of two keys 5,000 each: at the 5,001st the extremes of 2,500 are kept
+    for step in range(20_000):
+        columns.add("a", step, 197_486.0 if step == 7_000 else 2.0)
+        columns.add("b", step, np.nan if step == 13_000 else 1.0)
+    found = dict(columns.arrays())
+    for steps, values in found.values():
+        assert len(steps) == len(values) <= 5_000
+        assert (np.diff(steps) > 0).all()
+    assert found["a"][1].max() == 197_486.0
+    assert np.isnan(found["b"][1]).any()
 
 
 def test_damaged_bytes_lose_their_records_and_say_so(run_directory: Path, tmp_path: Path) -> None:

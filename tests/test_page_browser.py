@@ -465,6 +465,15 @@ def test_the_metric_changes_the_picture_of_all_layers_and_the_lines(show: Opener
             page.locator("#layers").get_by_role("button", name=metric, exact=True).click()
 
 
+def test_layers_are_coloured_by_change_and_on_a_switch_by_value(show: Opener, history: RunHistory) -> None:
+    page = show(history)
+    for colours_by, says_how_often in (("By value", False), ("Against its usual", True)):
+        with repainted(page, "#layers .frame canvas"):
+            page.locator("#layers").get_by_role("button", name=colours_by).click()
+        hover(page, "#layers .frame canvas", 0.6, 0.5)
+        assert ("times the layer's usual" in page.locator("#layers .tooltip").inner_text()) == says_how_often
+
+
 def test_the_most_changed_layers_come_first_and_a_broken_one_before_all(show: Opener, history: RunHistory) -> None:
     page = show(history)
     page.locator("#layers").get_by_role("button", name="Most changed").click()
@@ -483,6 +492,7 @@ def test_logarithmic_and_linear(show: Opener, history: RunHistory) -> None:
 
 def test_the_distribution_of_another_layer(show: Opener, history: RunHistory) -> None:
     page = show(history)
+    assert page.locator("#histogram option:checked").inner_text() == BROKEN  # the most remarkable at first
     with repainted(page, "#histogram canvas"):
         page.locator("#histogram select").select_option(label="head.weight")
     with repainted(page, "#histogram canvas"):
@@ -627,8 +637,12 @@ def test_pictures_are_drawn_once_per_frame_and_only_in_sight_or_for_print(show: 
     once = paintings("document.querySelector('#theme').click()")
     thrice = paintings("for (let time = 0; time < 3; time++) document.querySelector('#theme').click()")
     assert 0 < once == thrice < num_frames
-    assert paintings("dispatchEvent(new Event('beforeprint'))") == num_frames - once
-    assert paintings("dispatchEvent(new Event('beforeprint'))") == 0
+    assert paintings("dispatchEvent(new Event('beforeprint'))") == num_frames
+    sheet = 680
+    assert page.locator("canvas").evaluate_all("all => Math.max(...all.map((one) => one.clientWidth))") <= sheet
+    assert page.locator(".controls:visible, .picker:visible, .toolbar:visible").count() == 0
+    page.evaluate(f"dispatchEvent(new Event('afterprint')); {TWO_FRAMES}")
+    assert page.locator("#layers .frame canvas").first.evaluate("one => one.clientWidth") > sheet
 
 
 def test_swatches_and_sparklines_change_with_the_theme(show: Opener, history: RunHistory) -> None:

@@ -14,7 +14,8 @@ from .pooling import is_summed, pool, pool_extremes
 # R rows
 
 MAX_CELLS: Final = 40_000_000  # rows x keys: 320 MB
-MAX_OWN_VALUES: Final = 400_000  # of one key
+MAX_OWN_VALUES: Final = 8_000_000  # of all keys together: 128 MB
+MIN_OWN_VALUES: Final = 1_000  # of one key, however many there are
 
 
 class RowColumns:
@@ -84,7 +85,7 @@ class RowColumns:
 
 
 class OwnColumns:
-    """The user's scalars, each with steps of its own. When there are too many of one, its extremes are kept."""
+    """The user's scalars, each with steps of its own. When one has more than its share, its extremes are kept."""
 
     def __init__(self, max_values: int = MAX_OWN_VALUES) -> None:
         self._max_values = max_values
@@ -95,8 +96,9 @@ class OwnColumns:
         steps, values = self._columns.setdefault(key, (array("d"), array("d")))
         steps.append(step)
         values.append(value)
-        if len(values) > self._max_values:
-            thinned = pool_extremes(np.array(steps), np.array(values), self._max_values // 2)
+        most = max(self._max_values // len(self._columns), MIN_OWN_VALUES)
+        if len(values) > most:
+            thinned = pool_extremes(np.array(steps), np.array(values), most // 2)
             self._columns[key] = (array("d", thinned[0].tolist()), array("d", thinned[1].tolist()))
 
     def arrays(self) -> Iterator[tuple[str, tuple[FloatArray, FloatArray]]]:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from .._measure.columns import FloatArray, IntArray
 from ..snapshot import keys
-from .history import RunHistory
+from .history import RunHistory, flat
 from .verdict import Verdict, judge, nonfinite_rows
 
 # P layers that both runs have, G windows that both runs reach
@@ -19,6 +19,7 @@ from .verdict import Verdict, judge, nonfinite_rows
 # A layer parts where its largest norms differ by more than so many times the runs' own scatter, and at least by so
 # much: in SUSTAINED windows in a row, or far more in a single one.
 SUSTAINED: Final = 3
+LAYER_NAMES: Final = "gradwatch.names"  # in a run's configuration
 _SCATTERS: Final = 5.0
 _FACTOR: Final = 2.0
 _SCATTERS_AT_ONCE: Final = 10.0
@@ -149,15 +150,9 @@ def _common_windows(first: IntArray, second: IntArray) -> IntArray:
 
 def _windows_of(history: RunHistory, names: list[str], steps: IntArray) -> FloatArray:
     """The largest norm of every layer in these windows: [P, G]; NaN without a gradient, Inf where one is not finite."""
-    missing = np.full(len(history.steps), np.nan)
-    largest = [
-        history.values.get(
-            f"{keys.LAYER_GRAD_NORM_MAX}/{name}", history.values.get(f"{keys.LAYER_GRAD_NORM}/{name}", missing)
-        )
-        for name in names
-    ]
-    norms = np.stack(largest)
-    counts = np.stack([history.values.get(f"{keys.LAYER_NUM_NONFINITE}/{name}", missing) for name in names])
+    keys_of = (keys.LAYER_GRAD_NORM_MAX, keys.LAYER_GRAD_NORM)
+    norms = np.stack([history.first_of(*(f"{key}/{name}" for key in keys_of)) for name in names])
+    counts = np.stack([history.first_of(f"{keys.LAYER_NUM_NONFINITE}/{name}") for name in names])
     norms[(counts > 0) & nonfinite_rows(history)] = np.inf
     # Rows after the last window are left out; those before the first one belong to it.
     rows = np.searchsorted(steps, history.steps)
@@ -206,20 +201,16 @@ def _lasting(found: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
 def differing_settings(*configs: Mapping[str, Any]) -> dict[str, list[Any]]:
     """The settings in which configurations differ, nested ones by their dotted names; None for one that is not set.
 
+    The list of the watched layers, which is ours, is none.
+
     Example:
         >>> differing_settings({"optimizer": {"lr": 0.1}, "seed": 1}, {"optimizer": {"lr": 0.3}, "seed": 1})
         {'optimizer.lr': [0.1, 0.3]}
     """
-    flat = [_flat(config) for config in configs]
-    values = {key: [one.get(key) for one in flat] for key in sorted(set().union(*flat))}
-    return {key: of_runs for key, of_runs in values.items() if any(value != of_runs[0] for value in of_runs)}
-
-
-def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
+    found = [dict(flat(config)) for config in configs]
+    values = {key: [one.get(key) for one in found] for key in sorted(set().union(*found))}
+    return {
+        key: of_runs
+        for key, of_runs in values.items()
+        if key != LAYER_NAMES and any(value != of_runs[0] for value in of_runs)
+    }

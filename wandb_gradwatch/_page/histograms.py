@@ -13,7 +13,7 @@ from .history import HistogramSeries
 
 NUM_DISPLAY_BINS: Final = 65  # as many as our rows have, zero in the middle one: those stay as they are
 _PLACES: Final = np.arange(NUM_DISPLAY_BINS + 1.0)
-MAX_STORED: Final = 200_000  # histograms over all names: about 60 MB
+MAX_STORED: Final = 100_000  # histograms over all names: about 70 MB
 
 _Stored = tuple[int, float, float, FloatArray]
 

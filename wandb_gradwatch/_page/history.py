@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -168,10 +168,14 @@ class RunHistory:
                 place.setdefault("/".join(parts[:depth]), len(place))
         return place
 
+    def first_of(self, *names: str) -> FloatArray:
+        """The values of the first of these keys that the run has: [R]; NaN where it has none."""
+        found = (self.values[name] for name in names if name in self.values)
+        return next(found, np.full(len(self.steps), np.nan))
+
     def of_names(self, metric: str) -> FloatArray:
         """One per-name metric: [R, P], NaN where it was not logged."""
-        missing = np.full(len(self.steps), np.nan)
-        columns = [self.values.get(f"{metric}/{name}", missing) for name in self.names]
+        columns = [self.first_of(f"{metric}/{name}") for name in self.names]
         return np.stack(columns, axis=1) if columns else np.empty((len(self.steps), 0))
 
     def family(self, family: str) -> dict[str, dict[str, FloatArray]]:
@@ -193,6 +197,15 @@ class RunHistory:
             return next((place[prefix] for prefix in prefixes if prefix in place), len(place)), natural_order(name)
 
         return sorted(names, key=order)
+
+
+def flat(nested: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the keys of nested mappings, joined by dots, with their values."""
+    for key, value in nested.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def natural_order(name: str) -> list[tuple[int, int, str]]:

@@ -61,4 +61,6 @@ def pool_extremes(steps_N: FloatArray, values_N: FloatArray, most: int) -> tuple
     starts = np.arange(0, len(values_N), width)
     extremes = (np.fmin.reduceat(values_N, starts), np.maximum.reduceat(values_N, starts))
     ends = np.append(starts[1:] - 1, len(values_N) - 1)
-    return np.stack([steps_N[starts], steps_N[ends]], axis=1).ravel(), np.stack(extremes, axis=1).ravel()
+    num_points = 2 * len(starts) - int(starts[-1] == ends[-1])  # a last neighbour alone is one point
+    pairs = (np.stack([steps_N[starts], steps_N[ends]], axis=1), np.stack(extremes, axis=1))
+    return pairs[0].ravel()[:num_points], pairs[1].ravel()[:num_points]

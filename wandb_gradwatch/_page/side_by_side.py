@@ -103,19 +103,15 @@ def _setting(value: Any) -> str:
 
 def _strips(histories: Sequence[RunHistory], blob: Blob) -> list[dict[str, Any]]:
     """The scalars that the runs share, each with one line per run: the norm, then the user's own by their roles."""
-    strips = [_strip("gradient norm", "norm", [_norm_of(history) for history in histories], blob)]
+    norms = [
+        OwnSeries(one.steps.astype(np.float64), one.first_of(keys.GRAD_NORM_MAX, keys.GRAD_NORM)) for one in histories
+    ]
+    strips = [_strip("gradient norm", "norm", norms, blob)]
     shared = set.intersection(*(set(history.own) for history in histories))
     order = {"loss": 0, "rate": 1, "": 2}
     for key in sorted(shared, key=lambda key: (order[own_role(key)], natural_order(key)))[:_OWN_STRIPS]:
         strips.append(_strip(key, own_role(key), [history.own[key] for history in histories], blob))
     return strips
-
-
-def _norm_of(history: RunHistory) -> OwnSeries:
-    values = history.values.get(
-        keys.GRAD_NORM_MAX, history.values.get(keys.GRAD_NORM, np.full(len(history.steps), np.nan))
-    )
-    return OwnSeries(history.steps.astype(np.float64), values)
 
 
 def _strip(label: str, role: str, lines: Sequence[OwnSeries], blob: Blob) -> dict[str, Any]:

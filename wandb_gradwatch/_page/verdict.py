@@ -121,17 +121,15 @@ def _first_nonfinite(history: RunHistory, told: list[RecordedAlert]) -> int | No
 
 def nonfinite_rows(history: RunHistory) -> np.ndarray:
     """Rows that hold NaN or Inf in gradients that were not skipped: [R]."""
-    none = np.zeros(len(history.steps))
-    counts = (history.values.get(key, none) for key in (keys.NUM_NAN, keys.NUM_INF))
-    skipped = np.nan_to_num(history.values.get(keys.NUM_SKIPPED_STEPS, none))
-    return np.asarray((np.nansum(list(counts), axis=0) > 0) & (skipped == 0))
+    nan, inf, skipped = (
+        np.nan_to_num(history.first_of(key)) for key in (keys.NUM_NAN, keys.NUM_INF, keys.NUM_SKIPPED_STEPS)
+    )
+    return np.asarray((nan + inf > 0) & (skipped == 0))
 
 
 def _recovered(history: RunHistory, start: int) -> int | None:
     """The first row after the accident from which on everything is finite and of its usual size; None: never."""
-    norms = history.values.get(
-        keys.GRAD_NORM_MAX, history.values.get(keys.GRAD_NORM, np.full(len(history.steps), np.nan))
-    )
+    norms = history.first_of(keys.GRAD_NORM_MAX, keys.GRAD_NORM)
     before = norms[(history.steps < start) & np.isfinite(norms)]
     high = norms > _STILL_HIGH * np.median(before) if len(before) else np.zeros(len(norms), dtype=bool)
     bad_steps = history.steps[nonfinite_rows(history) | high | np.isinf(norms)].tolist()

@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Final
+
+from .history import flat
 
 _HEADER: Final = b":W&B\xe1\xbe\x00"
 _BLOCK: Final = 32 * 1024
@@ -129,7 +131,7 @@ def scalars_of(record: Any) -> Iterator[tuple[str, Any]]:
         if first and first in "-0123456789NI":  # W&B writes NaN and Infinity
             yield key, float(text)
         elif first == "{":
-            yield from _flat(key, json.loads(text))
+            yield from flat(json.loads(text), f"{key}.")
         elif first:
             yield key, json.loads(text)
 
@@ -138,11 +140,3 @@ def settings_of(config: Any) -> dict[str, Any]:
     """What a record sets in the run's configuration, but for W&B's own."""
     items = ((item.key or ".".join(item.nested_key), item.value_json) for item in config.update)
     return {key: json.loads(text) for key, text in items if text and not key.startswith("_")}
-
-
-def _flat(key: str, value: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for name, part in value.items():
-        if isinstance(part, Mapping):
-            yield from _flat(f"{key}.{name}", part)
-        else:
-            yield f"{key}.{name}", part

@@ -78,156 +78,126 @@ def _interval() -> tuple[str, ...]:
     return tuple(f"{keys.NOISE_SCALE}/total/{keys.NOISE_SCALE}{end}" for end in ("", "_low", "_high"))
 
 
+def _section(key: str, *panels: LinePanel) -> TemplateSection:
+    return TemplateSection(key, panels)
+
+
 SECTIONS: Final = (
-    TemplateSection(
+    _section(
         "loss",
-        (
-            LinePanel("Loss at the samples", (keys.LOSS,)),
-            LinePanel("Losses that are not finite, in each window", (keys.NUM_NONFINITE_LOSS,)),
-        ),
+        LinePanel("Loss at the samples", (keys.LOSS,)),
+        LinePanel("Losses that are not finite, in each window", (keys.NUM_NONFINITE_LOSS,)),
     ),
-    TemplateSection(
+    _section(
         "norm",
-        (
-            LinePanel("Norm before clipping, and received", (keys.GRAD_NORM, keys.GRAD_NORM_CLIPPED), log_y=True),
-            LinePanel("Largest norm of each window", (keys.GRAD_NORM_MAX,), log_y=True),
-            LinePanel("Clip ratio", (keys.CLIP_RATIO,), range_y=(0.0, 1.0)),
-        ),
+        LinePanel("Norm before clipping, and received", (keys.GRAD_NORM, keys.GRAD_NORM_CLIPPED), log_y=True),
+        LinePanel("Largest norm of each window", (keys.GRAD_NORM_MAX,), log_y=True),
+        LinePanel("Clip ratio", (keys.CLIP_RATIO,), range_y=(0.0, 1.0)),
     ),
-    TemplateSection(
+    _section(
         "lines",
-        (
-            LinePanel("Gradient norm of every layer", pattern=_layers(keys.LAYER_GRAD_NORM), log_y=True),
-            LinePanel(
-                "Largest norm of each window, every layer", pattern=_layers(keys.LAYER_GRAD_NORM_MAX), log_y=True
-            ),
-        ),
+        LinePanel("Gradient norm of every layer", pattern=_layers(keys.LAYER_GRAD_NORM), log_y=True),
+        LinePanel("Largest norm of each window, every layer", pattern=_layers(keys.LAYER_GRAD_NORM_MAX), log_y=True),
     ),
-    TemplateSection(
+    _section(
         "ratio",
-        (
-            LinePanel(
-                "Gradient / parameter norm (healthy: 1e-6 to 1)",
-                pattern=_layers(keys.LAYER_GRAD_PARAM_RATIO),
-                log_y=True,
-            ),
-            LinePanel("Parameter norm, whole model", (keys.PARAM_NORM,), log_y=True),
-            LinePanel("Parameter norm of every layer", pattern=_layers(keys.LAYER_PARAM_NORM), log_y=True),
+        LinePanel(
+            "Gradient / parameter norm (healthy: 1e-6 to 1)",
+            pattern=_layers(keys.LAYER_GRAD_PARAM_RATIO),
+            log_y=True,
         ),
+        LinePanel("Parameter norm, whole model", (keys.PARAM_NORM,), log_y=True),
+        LinePanel("Parameter norm of every layer", pattern=_layers(keys.LAYER_PARAM_NORM), log_y=True),
     ),
-    TemplateSection(
+    _section(
         "dead",
-        (
-            LinePanel("Dead elements, whole model", (keys.DEAD_RATIO,), range_y=(0.0, None)),
-            LinePanel("Dead elements of every layer", pattern=_layers(keys.LAYER_DEAD_RATIO), range_y=(0.0, 1.0)),
-        ),
+        LinePanel("Dead elements, whole model", (keys.DEAD_RATIO,), range_y=(0.0, None)),
+        LinePanel("Dead elements of every layer", pattern=_layers(keys.LAYER_DEAD_RATIO), range_y=(0.0, 1.0)),
     ),
-    TemplateSection(
+    _section(
         "nonfinite",
-        (
-            LinePanel("NaN and Inf elements, whole model", (keys.NUM_NAN, keys.NUM_INF)),
-            LinePanel("NaN and Inf elements of every layer", pattern=_layers(keys.LAYER_NUM_NONFINITE)),
-        ),
+        LinePanel("NaN and Inf elements, whole model", (keys.NUM_NAN, keys.NUM_INF)),
+        LinePanel("NaN and Inf elements of every layer", pattern=_layers(keys.LAYER_NUM_NONFINITE)),
     ),
-    TemplateSection(
+    _section(
         "scale",
-        (
-            LinePanel("Loss scale", (keys.LOSS_SCALE,), log_y=True),
-            LinePanel(
-                "Steps not applied in each window: skipped by the loss scaler, withheld by the guard",
-                (keys.NUM_SKIPPED_STEPS, keys.NUM_GUARDED_STEPS),
-            ),
+        LinePanel("Loss scale", (keys.LOSS_SCALE,), log_y=True),
+        LinePanel(
+            "Steps not applied in each window: skipped by the loss scaler, withheld by the guard",
+            (keys.NUM_SKIPPED_STEPS, keys.NUM_GUARDED_STEPS),
         ),
     ),
-    TemplateSection(
+    _section(
         "quantiles",
-        (
-            LinePanel(
-                "Size of the elements: 1st percentile, median, 99th percentile, largest",
-                (*keys.GRAD_ABS_QUANTILES, keys.GRAD_ABS_MAX),
-                log_y=True,
-            ),
+        LinePanel(
+            "Size of the elements: 1st percentile, median, 99th percentile, largest",
+            (*keys.GRAD_ABS_QUANTILES, keys.GRAD_ABS_MAX),
+            log_y=True,
         ),
     ),
-    TemplateSection(
+    _section(
         "precision",
-        (
-            LinePanel("Share below full precision", _forecast("underflow_ratio"), range_y=(0.0, None)),
-            LinePanel("Share that would become 0", _forecast("flush_ratio"), range_y=(0.0, None)),
-            # bfloat16 ends where float32 does: its line would press the others flat.
-            LinePanel("Octaves up to overflow", _forecast("headroom", without="bf16")),
-        ),
+        LinePanel("Share below full precision", _forecast("underflow_ratio"), range_y=(0.0, None)),
+        LinePanel("Share that would become 0", _forecast("flush_ratio"), range_y=(0.0, None)),
+        # bfloat16 ends where float32 does: its line would press the others flat.
+        LinePanel("Octaves up to overflow", _forecast("headroom", without="bf16")),
     ),
-    TemplateSection(
+    _section(
         "activation",
-        (
-            LinePanel("Spread of every module's output", pattern=_metric(keys.ACTIVATION, "std"), log_y=True),
-            LinePanel("Dead outputs", pattern=_metric(keys.ACTIVATION, "dead_ratio"), range_y=(0.0, 1.0)),
-            LinePanel("NaN and Inf outputs", pattern=_metric(keys.ACTIVATION, "num_nonfinite")),
-        ),
+        LinePanel("Spread of every module's output", pattern=_metric(keys.ACTIVATION, "std"), log_y=True),
+        LinePanel("Dead outputs", pattern=_metric(keys.ACTIVATION, "dead_ratio"), range_y=(0.0, 1.0)),
+        LinePanel("NaN and Inf outputs", pattern=_metric(keys.ACTIVATION, "num_nonfinite")),
     ),
-    TemplateSection(
+    _section(
         "attention",
-        (
-            LinePanel(
-                "Entropy of every head, of the possible",
-                pattern=_metric(keys.ATTENTION, "entropy_ratio"),
-                range_y=(0, 1),
-            ),
-            LinePanel(
-                "Largest element of queries and keys",
-                pattern=_metric(keys.ATTENTION, "(query|key)_abs_max"),
-                log_y=True,
-            ),
-            LinePanel("Largest logit (limit: 100)", pattern=_metric(keys.ATTENTION, keys.LOGIT_MAX), log_y=True),
+        LinePanel(
+            "Entropy of every head, of the possible",
+            pattern=_metric(keys.ATTENTION, "entropy_ratio"),
+            range_y=(0, 1),
         ),
+        LinePanel(
+            "Largest element of queries and keys",
+            pattern=_metric(keys.ATTENTION, "(query|key)_abs_max"),
+            log_y=True,
+        ),
+        LinePanel("Largest logit (limit: 100)", pattern=_metric(keys.ATTENTION, keys.LOGIT_MAX), log_y=True),
     ),
-    TemplateSection(
+    _section(
         "router",
-        (
-            LinePanel("Fullest expert (1 is the ideal)", pattern=_metric(keys.ROUTER, "load_max_ratio"), log_y=True),
-            LinePanel("Experts without a token", pattern=_metric(keys.ROUTER, keys.DEAD_EXPERTS)),
-            LinePanel("Entropy, of the possible", pattern=_metric(keys.ROUTER, "entropy_ratio"), range_y=(0, 1)),
-        ),
+        LinePanel("Fullest expert (1 is the ideal)", pattern=_metric(keys.ROUTER, "load_max_ratio"), log_y=True),
+        LinePanel("Experts without a token", pattern=_metric(keys.ROUTER, keys.DEAD_EXPERTS)),
+        LinePanel("Entropy, of the possible", pattern=_metric(keys.ROUTER, "entropy_ratio"), range_y=(0, 1)),
     ),
-    TemplateSection(
+    _section(
         "update",
-        (LinePanel("Update / parameter norm (usual: 1e-3)", pattern=_metric(keys.UPDATE, "ratio"), log_y=True),),
+        LinePanel("Update / parameter norm (usual: 1e-3)", pattern=_metric(keys.UPDATE, "ratio"), log_y=True),
     ),
-    TemplateSection(
+    _section(
         "optimizer_state",
-        (
-            LinePanel("Stale second moment (alarming: 2.3)", pattern=_metric(keys.OPTIMIZER_STATE, keys.STALE)),
-            LinePanel("Update in units of the learning rate", pattern=_metric(keys.OPTIMIZER_STATE, "update_rms")),
-            LinePanel("Share that has a direction", pattern=_metric(keys.OPTIMIZER_STATE, "coherence")),
-        ),
+        LinePanel("Stale second moment (alarming: 2.3)", pattern=_metric(keys.OPTIMIZER_STATE, keys.STALE)),
+        LinePanel("Update in units of the learning rate", pattern=_metric(keys.OPTIMIZER_STATE, "update_rms")),
+        LinePanel("Share that has a direction", pattern=_metric(keys.OPTIMIZER_STATE, "coherence")),
     ),
-    TemplateSection(
+    _section(
         "noise_scale",
-        (
-            LinePanel("Noise scale", pattern=_metric(keys.NOISE_SCALE, "noise_scale"), log_y=True),
-            LinePanel("Of all groups together, with its 95 % interval", _interval(), log_y=True),
-            LinePanel("Cosine between parts of a batch", pattern=_metric(keys.NOISE_SCALE, "cosine")),
-        ),
+        LinePanel("Noise scale", pattern=_metric(keys.NOISE_SCALE, "noise_scale"), log_y=True),
+        LinePanel("Of all groups together, with its 95 % interval", _interval(), log_y=True),
+        LinePanel("Cosine between parts of a batch", pattern=_metric(keys.NOISE_SCALE, "cosine")),
     ),
-    TemplateSection(
+    _section(
         "parameter",
-        (
-            LinePanel("Largest singular value", pattern=_metric(keys.PARAMETER, "largest_singular_value"), log_y=True),
-            LinePanel("Stable rank", pattern=_metric(keys.PARAMETER, "stable_rank"), log_y=True),
-        ),
+        LinePanel("Largest singular value", pattern=_metric(keys.PARAMETER, "largest_singular_value"), log_y=True),
+        LinePanel("Stable rank", pattern=_metric(keys.PARAMETER, "stable_rank"), log_y=True),
     ),
-    TemplateSection(
+    _section(
         "ranks",
-        (
-            LinePanel("Seconds of each rank's own work", pattern=_metric(keys.RANKS, keys.SECONDS), log_y=True),
-            LinePanel("Norm of each rank's own gradient", pattern=_metric(keys.RANKS, "local_norm"), log_y=True),
-            LinePanel("Loss of each rank", pattern=_metric(keys.RANKS, "loss")),
-            LinePanel("Ranks whose parameters differ", pattern=_metric(keys.RANKS, keys.APART)),
-        ),
+        LinePanel("Seconds of each rank's own work", pattern=_metric(keys.RANKS, keys.SECONDS), log_y=True),
+        LinePanel("Norm of each rank's own gradient", pattern=_metric(keys.RANKS, "local_norm"), log_y=True),
+        LinePanel("Loss of each rank", pattern=_metric(keys.RANKS, "loss")),
+        LinePanel("Ranks whose parameters differ", pattern=_metric(keys.RANKS, keys.APART)),
     ),
-    TemplateSection("spread", (LinePanel("Mean and deviation", (keys.GRAD_MEAN, keys.GRAD_STD)),)),
-    TemplateSection("overhead", (LinePanel("Share of the training time", (keys.OVERHEAD_RATIO,)),)),
+    _section("spread", LinePanel("Mean and deviation", (keys.GRAD_MEAN, keys.GRAD_STD))),
+    _section("overhead", LinePanel("Share of the training time", (keys.OVERHEAD_RATIO,))),
 )
 
 

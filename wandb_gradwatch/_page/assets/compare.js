@@ -12,7 +12,7 @@ function runsSection() {
     const layers = plural(one.numLayers, "layer") + (only.length ? `, ${only.length} not in all: ${only.slice(0, 3).join(", ")}${only.length > 3 ? " …" : ""}` : "");
     return [
       element("th", { scope: "row", class: "text" }, swatchEntry(swatch(lineColour(index), "block"), one.letter)),
-      text(one.name + (one.name === one.id ? "" : ` (${one.id})`)),
+      text(one.name + (one.name === one.id ? "" : ` (${one.id})`), "prose"),
       text(one.verdict.text, "prose " + one.verdict.mood),
       one.lastStep,
       text(layers, "prose"),

@@ -29,18 +29,18 @@ function drawStale(wanted = near) {
   }
 }
 
-addEventListener("beforeprint", () => drawStale(stale));
-
 const pictures = new Map(); // by their nodes
 
+// A sheet is narrower than the window: pictures are drawn for it, all of them, and for the window again afterwards.
+addEventListener("beforeprint", () => {
+  document.documentElement.dataset.printing = "";
+  for (const [node, picture] of pictures) picture.setWidth(node.clientWidth);
+  drawStale(stale);
+});
+addEventListener("afterprint", () => delete document.documentElement.dataset.printing);
+
 const widths = new ResizeObserver((entries) => {
-  for (const { target, contentRect } of entries) {
-    const picture = pictures.get(target);
-    const width = Math.floor(contentRect.width);
-    if (width === 0 || width === picture.width) continue;
-    picture.width = width;
-    picture.outdate("width");
-  }
+  for (const { target, contentRect } of entries) pictures.get(target).setWidth(contentRect.width);
 });
 
 function forgetPictures() {
@@ -58,6 +58,13 @@ class Picture {
     for (const what of ["range", "axis", "theme"]) on(what, () => this.outdate(what));
     on("step", (source) => source === this || this.followStep());
     this.draw();
+  }
+
+  setWidth(found) {
+    const width = Math.floor(found);
+    if (width === 0 || width === this.width) return; // 0: hidden
+    this.width = width;
+    this.outdate("width");
   }
 
   outdate() {

@@ -46,8 +46,9 @@ function exportButtons(picture) {
     const { head, rows } = picture.tableContent();
     save(new Blob([[head, ...rows].map((row) => row.map(csvCell).join(",") + "\r\n").join("")], { type: "text/csv" }), name + ".csv");
   };
-  const png = () => {
+  const png = async () => {
     drawStale(new Set([picture.node]));
+    await null; // uPlot paints in a microtask
     const { canvas } = picture;
     const copy = element("canvas", { width: canvas.width, height: canvas.height });
     const context = copy.getContext("2d");
