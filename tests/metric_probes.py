@@ -1,4 +1,4 @@
-"""A watched training with metrics, for the tests of modules/."""
+"""A watched training with metrics, and modules that several tests of them train."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import wandb_gradwatch
 from wandb_gradwatch import MemorySink, Watcher
-from wandb_gradwatch.metrics import rules_of
+from wandb_gradwatch.metrics import MonitorMixin, rules_of
 
 
 def watch(model: Any, metrics: Sequence[Any], **options: Any) -> tuple[Watcher, MemorySink]:
@@ -46,3 +46,28 @@ def train(
         optimizer.zero_grad()
         loss(model(batch)).backward()
         optimizer.step()
+
+
+class Passes(nn.Module):
+    """Puts out what it is given, and has something to train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.gain = nn.Identity(), nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * self.gain
+
+
+class SelfAttention(MonitorMixin, nn.Module):
+    """Two heads of four features, which are handed over, and a tensor beside them."""
+
+    def __init__(self, mask: Tensor | None = None) -> None:
+        super().__init__()
+        self.qkv, self.mask = nn.Linear(8, 24), mask
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (2, 4)).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
+        self.log_attention(q, k, v, is_causal=True, attn_mask=self.mask)
+        self.log_tensor("gate", q * 2, dims={1: "head"})
+        return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)

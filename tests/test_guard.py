@@ -26,8 +26,8 @@ OPTIMIZERS = {
 }
 
 
-NUM_BATCHES = 120
-POISONED = frozenset({30, 71, 102})  # two explosions and a NaN; of every tenth step none
+NUM_BATCHES = 60
+POISONED = frozenset({30, 41, 52})  # two explosions and a NaN; of every tenth step none
 
 
 def batches(poisoned=()):
@@ -77,12 +77,12 @@ def guarded_state(make, *, poisoned=POISONED, **options):
 
 
 def test_explosions_under_a_loss_scale_are_skipped_too():
-    make, options = OPTIMIZERS["adam"], {"poisoned": frozenset({30, 102}), "scaled": True}
+    make, options = OPTIMIZERS["adam"], {"poisoned": frozenset({30, 52}), "scaled": True}
     torch.testing.assert_close(guarded_state(make, **options), clean_state(make, **options), rtol=0, atol=0)
 
 
 def test_without_the_guard_the_poison_shows():
-    state, _ = final_state(OPTIMIZERS["adam"], range(NUM_BATCHES), poisoned={71})
+    state, _ = final_state(OPTIMIZERS["adam"], range(NUM_BATCHES), poisoned={41})
     assert any(value.isnan().any() for value in state.values())
 
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from metric_probes import train, values, watch
+from metric_probes import Passes, train, values, watch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -33,18 +33,6 @@ from wandb_gradwatch.rules import NaNGradient
 
 SGD = torch.optim.SGD
 COUNT = Metric("count", torch.ones_like, on="activation", aggregate="sum")
-
-
-class Passes(nn.Module):
-    """Puts out what it is given, and has something to train."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Identity()
-        self.gain = nn.Parameter(torch.ones(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x) * self.gain
 
 
 def seen(model, metrics, *batches, **options):

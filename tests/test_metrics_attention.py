@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from metric_probes import train, values, watch
+from metric_probes import SelfAttention, train, values, watch
 from torch import nn
 from torch.nn import functional
 
@@ -208,18 +208,6 @@ def test_multihead_attention_agrees_with_the_weights_that_torch_returns(variant,
         assert found[f"attention/attention/head_{head}/query_std"][0] == pytest.approx(
             own.std(unbiased=False).item(), rel=1e-4
         )
-
-
-class SelfAttention(MonitorMixin, nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(8, 24)
-
-    def forward(self, x):
-        q, k, v = (t.unflatten(-1, (2, 4)).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
-        self.log_attention(q, k, v, is_causal=True)
-        self.log_tensor("gate", q * 2, dims={1: "head"})
-        return functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)
 
 
 def test_a_module_of_ones_own_hands_over_its_attention():

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from metric_probes import train, watch
+from metric_probes import Passes, train, watch
 from offline import records
 from torch import nn
 
@@ -23,17 +23,6 @@ from wandb_gradwatch.sinks._rebinning import NUM_PICTURE_BINS, Rebinner
 
 SGD = torch.optim.SGD
 KEY = "activation/inner/histogram"
-
-
-class Passes(nn.Module):
-    """Puts out what it is given, and has something to train."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.gain = nn.Identity(), nn.Parameter(torch.ones(()))
-
-    def forward(self, x):
-        return self.inner(x) * self.gain
 
 
 def pictured(*batches: Any, **options: Any) -> list[Any]:

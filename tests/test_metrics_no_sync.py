@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from metric_probes import mean_square, watch
+from metric_probes import SelfAttention, mean_square, watch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -17,7 +17,6 @@ from wandb_gradwatch.metrics import (
     Activations,
     Attention,
     Metric,
-    MonitorMixin,
     NoiseScale,
     OptimizerState,
     Ranks,
@@ -48,22 +47,13 @@ class Questions(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class SelfAttention(MonitorMixin, nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(8, 24)
-
-    def forward(self, x):
-        q, k, v = (t.unflatten(-1, (2, 4)).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
-        self.log_attention(q, k, v, is_causal=True, attn_mask=torch.ones(5, 5, dtype=torch.bool))
-        self.log_tensor("gate", q, dims={1: "head"})
-        return nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2)
-
-
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.own, self.multi = SelfAttention(), nn.MultiheadAttention(8, 2, batch_first=True)
+        self.own, self.multi = (
+            SelfAttention(torch.ones(5, 5, dtype=torch.bool)),
+            nn.MultiheadAttention(8, 2, batch_first=True),
+        )
         self.gate = nn.Identity()
 
     def forward(self, x):
