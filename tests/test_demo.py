@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,14 @@ from wandb_gradwatch._watch import watch
 
 STEPS = demo.MIN_STEPS
 ACCIDENT = range(STEPS // 2, STEPS // 2 + demo.ACCIDENT_STEPS)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _smaller() -> Iterator[None]:
+    """A quarter of the batch: the story is the same."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(demo, "BATCH", demo.BATCH // 4)
+        yield
 
 
 @pytest.fixture(scope="module")
