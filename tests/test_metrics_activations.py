@@ -491,6 +491,25 @@ def test_inputs_and_gradients_of_outputs_are_autograds_own_over_micro_batches(sc
     )
 
 
+def test_another_models_gradient_scaler_divides_nothing_here():
+    """The scaler last used is another model's; before the first step nobody knows whose it is."""
+    scaled, model = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))
+    scaler, first = torch.amp.GradScaler("cpu", init_scale=1024.0), SGD(scaled.parameters(), lr=0.0)
+    other, _ = watch(scaled, [])
+    watcher, sink = watch(model, [Activations("^0", of=("grad",), statistics=["norm"])])
+    optimizer = SGD(model.parameters(), lr=0.0)
+    for _ in range(3):
+        scaler.scale(scaled(torch.ones(1, 2)).sum()).backward()
+        scaler.step(first)
+        scaler.update()
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    other.remove()
+    # The gradient of a sum of two outputs is 1 for each: their norm is sqrt(2).
+    assert values(watcher, sink)["activation/0.grad/norm"][1:] == pytest.approx([math.sqrt(2)] * 2)
+
+
 def test_modules_are_chosen_by_class_those_of_later_too():
     model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
     watcher, sink = watch(model, [Activations(nn.Linear, statistics=["norm"])])

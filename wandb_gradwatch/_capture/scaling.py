@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Final, Protocol
 
 from torch import Tensor
@@ -67,6 +67,13 @@ class LossScales(Listeners[ScaleListener]):
             if optimizer in self._scaler_of and (known is None or known() is not None):  # else: that scaler is gone
                 reference = known
         return reference() if reference is not None else None
+
+    def scaler_for(self, parameters: Collection[int]) -> GradScaler | None:
+        """The scaler of the optimizer that has stepped one of these, by id; where none has, the one last used."""
+        if not self.any_used:
+            return None
+        held = ((one, id(p)) for one in self._scaler_of for group in one.param_groups for p in group["params"])
+        return self.scaler_of(next((one for one, number in held if number in parameters), None))
 
     def note_step(self, optimizer: Optimizer) -> None:
         """An optimizer steps: its scaler, if it has one, did not skip it."""

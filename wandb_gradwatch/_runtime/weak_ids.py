@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from typing import Generic, TypeVar
 
 Key = TypeVar("Key")
@@ -24,6 +25,10 @@ class WeakKeyDictionary(Generic[Key, Value]):
 
     def __getitem__(self, key: Key) -> Value:
         return self._entries[id(key)][1]
+
+    def __iter__(self) -> Iterator[Key]:
+        """The objects that are there still."""
+        return iter([key for reference, _ in list(self._entries.values()) if (key := reference()) is not None])
 
     def get(self, key: Key) -> Value | None:
         """The object's value; None without one."""

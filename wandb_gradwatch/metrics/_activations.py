@@ -74,6 +74,7 @@ class Activations(ForwardProbe):
         self._of = frozenset(of)
         self._statistics = check_statistics(repr(self), statistics, histogram=True)
         self._pending, self._sample = self.stores(lambda: RowTally(self._statistics, dead_threshold))
+        self._parameters: set[int] = set()  # ids of the models' own: whose optimizer they have, whose scaler
         self._source: dict[str, str] = {}  # of each tensor's name: what the tap's order knows
 
     def claims(self) -> set[tuple[str, str]]:
@@ -84,6 +85,7 @@ class Activations(ForwardProbe):
 
     def bind(self, models: ModuleIndex) -> None:
         modules = dict(models.modules())
+        self._parameters = {id(parameter) for module in modules.values() for parameter in module.parameters()}
         self.tap_into(models, self._logged)
         if not any(map(hands_over, modules.values())):
             self.check_match("module", modules)
@@ -117,7 +119,7 @@ class Activations(ForwardProbe):
             self._tap.see_gradient(lambda: self._add_gradient(name, path, gradient))
 
     def _add_gradient(self, name: str, path: str, gradient: Tensor) -> None:
-        scaler = SCALES.scaler_of(None)
+        scaler = SCALES.scaler_for(self._parameters)
         scale = None if scaler is None else scale_tensor(scaler)
         for _, tensor in tensors_in(gradient):
             unscaled = tensor if scale is None else widened(tensor) / onto(scale, tensor.device)
