@@ -97,7 +97,7 @@ def test_the_last_sample_is_judged_like_any_other(caplog: pytest.LogCaptureFixtu
     from wandb_gradwatch.integrations._session import Session
 
     model, memory = nn.ModuleDict({name: nn.Linear(1, 1) for name in ("a", "b", "unused")}), MemorySink()
-    optimizers = [torch.optim.SGD(model[name].parameters(), lr=0.0) for name in ("a", "b")]
+    optimizers = [torch.optim.SGD(model[name].parameters(), lr=1e-4) for name in ("a", "b")]
     optimizers[0].add_param_group({"params": model["unused"].parameters()})
     session = Session("Ours", {}, reserved=())
     session.begin(model, sinks=[memory], sample_every=1)

@@ -30,7 +30,7 @@ from ._pipeline.overhead import Overhead
 from ._pipeline.pipeline import Pipeline
 from ._pipeline.rule_runner import RuleRunner
 from ._pipeline.saved_state import SavedState
-from ._runtime.error_boundary import ErrorBoundary, alone, graph_is_captured
+from ._runtime.error_boundary import ErrorBoundary, alone, graph_is_made
 from ._runtime.sharding import DEEPSPEED_REFUSED, has_deepspeed, rank_store, world_size
 from ._runtime.wrappers import unwrapped
 from ._summary import Summary, summarise
@@ -319,9 +319,9 @@ class Watcher:
         self._remove(merge=False)
 
     def _model_gone(self, _: object) -> None:
-        # Not where the collector finds it while the program captures a graph, whose part the flush would become, or
-        # while another thread runs the monitor, for which nobody must wait here. The end of the script removes it then.
-        if not self._registry.alive and not graph_is_captured() and self._boundary.lock.acquire(blocking=False):
+        # Not where the collector finds it while a graph is captured or traced, whose part the flush would become, or
+        # while another thread runs the monitor, for which nobody must wait here: the end of the script removes it then.
+        if not self._registry.alive and not graph_is_made() and self._boundary.lock.acquire(blocking=False):
             try:
                 self._remove(merge=False)
             finally:

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from typing import Concatenate, Final, ParamSpec, Protocol, TypeVar, cast
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from .dynamo import dynamo_disabled
 
@@ -88,6 +89,11 @@ def graph_is_captured() -> bool:
     """Whether a CUDA graph is being captured: what ran now would be replayed later, without the Python around it."""
     initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return bool(initialized) and torch.cuda.is_current_stream_capturing()
+
+
+def graph_is_made() -> bool:
+    """Whether a CUDA graph is being captured, or a compiler traces with tensors that hold nothing."""
+    return graph_is_captured() or _get_current_dispatch_mode() is not None
 
 
 class _Contained(Protocol):
