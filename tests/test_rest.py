@@ -213,6 +213,22 @@ def test_parameter_groups_that_are_taken_away_in_a_rest_stop_nothing():
     assert samples(watcher, sink).total_grad_norm.tolist() == [10, 20, 30]
 
 
+def test_gradients_made_in_inference_mode_are_none_of_a_rest_s_business():
+    """torch counts no versions of them: looking at one raises, in a rest outside the error boundary."""
+    model = Chosen(a=1)
+    optimizer = SGD(model.parameters(), lr=0.0)
+    watcher, sink = watch(model, sample_every=10)
+    for number in range(1, 31):
+        if number <= 10:
+            step(model, optimizer, a=[number])
+        else:
+            with torch.inference_mode():
+                model.a.grad = torch.tensor([float(number)])
+            optimizer.step()
+    assert watcher.step == 30
+    assert samples(watcher, sink).total_grad_norm.tolist() == [10, 20, 30]
+
+
 def test_a_step_that_raised_hides_no_other_optimizer_for_good():
     class Fails(SGD):
         pass

@@ -37,7 +37,14 @@ def in_place(model, scale):  # as evolution strategies do, and others that keep 
         parameter.grad.zero_().add_(torch.tensor(VALUES[name]), alpha=scale)
 
 
-WAYS = pytest.mark.parametrize("put", [by_autograd_grad, by_func_grad, in_place], ids=lambda put: put.__name__)
+def in_inference_mode(model, scale):  # of which torch counts no versions
+    with torch.inference_mode():
+        for name, parameter in model.named_parameters():
+            parameter.grad = scale * torch.tensor(VALUES[name])
+
+
+PUTS = [by_autograd_grad, by_func_grad, in_place, in_inference_mode]
+WAYS = pytest.mark.parametrize("put", PUTS, ids=lambda put: put.__name__)
 FUSED = pytest.mark.parametrize("fused", [False, True], ids=["for loop", "fused"])
 
 
@@ -188,7 +195,8 @@ def test_in_ignite_they_are_judged_and_left_out(skip):
 @pytest.mark.parametrize("sample_every", [1, 2])
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("limit", [None, 0.5])
-def test_what_replaces_the_gradients_of_several_backwards_is_the_gradient(limit, scaled, sample_every):
+@pytest.mark.parametrize("to_none", [True, False])
+def test_what_replaces_the_gradients_of_several_backwards_is_the_gradient(to_none, limit, scaled, sample_every):
     """PCGrad: each task's gradient without its part against the other's, and then their sum."""
     model = Chosen(a=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -197,7 +205,7 @@ def test_what_replaces_the_gradients_of_several_backwards_is_the_gradient(limit,
     for number in range(1, 5):
         tasks = []
         for task in ([number, 0.0], [-number, number]):
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none=to_none)
             scaler.scale(model.loss(a=task)).backward()
             tasks.append(model.a.grad.clone())
         one, other = tasks

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from typing import Final
 
 from .._runtime.notices import Notices
-from .gradient_versions import GradientVersions, were_reset
+from .gradient_versions import GradientVersions, version_of, were_reset
 from .parameter_registry import ParameterRegistry
 
 # This many resets of the gradients without any optimizer mean that the user updates by hand. The samples until then are
@@ -132,4 +132,4 @@ class UpdatesByHand:
 
     def _parameter_versions(self) -> int:
         """Changes when a parameter is written to, but for writes through `.data`."""
-        return sum(parameter._version for _, parameter in self._registry.scan())
+        return sum(version_of(parameter) for _, parameter in self._registry.scan())

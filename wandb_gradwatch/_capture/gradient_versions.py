@@ -28,6 +28,14 @@ _OLDER_THAN_ITS_HOOK: Final = _NEVER - 1
 REPLACED: Final = sys.maxsize
 
 
+def version_of(tensor: Tensor) -> int:
+    """How often it was written to; 0 of one made in inference mode, which counts nothing."""
+    try:
+        return tensor._version
+    except RuntimeError:
+        return 0
+
+
 def was_seen(gradient: Tensor) -> bool:
     """Whether this tensor has been looked at, in this sample or an earlier one."""
     return getattr(gradient, _SEEN, _NEVER) & _NEVER < _OLDER_THAN_ITS_HOOK
@@ -40,7 +48,7 @@ def mark_as_older_than_its_hook(gradient: Tensor) -> None:
 
 def is_new(gradient: Tensor) -> bool:
     """Whether what this tensor holds has never been looked at: it is a new one, or was written to since."""
-    return getattr(gradient, _SEEN, _NEVER) & _NEVER not in (_OLDER_THAN_ITS_HOOK, gradient._version)
+    return getattr(gradient, _SEEN, _NEVER) & _NEVER not in (_OLDER_THAN_ITS_HOOK, version_of(gradient))
 
 
 def state_of(gradient: Tensor) -> int:
@@ -48,7 +56,7 @@ def state_of(gradient: Tensor) -> int:
     token = _token_of(gradient)
     if not hasattr(gradient, _SEEN):
         setattr(gradient, _SEEN, token | _NEVER)
-    return token | gradient._version
+    return token | version_of(gradient)
 
 
 def look_at(gradients: Iterable[Tensor]) -> list[int]:
@@ -57,7 +65,7 @@ def look_at(gradients: Iterable[Tensor]) -> list[int]:
     for gradient in gradients:  # _token_of() for each would cost as much as all the rest
         seen = getattr(gradient, _SEEN, None)
         token = next(_TOKENS) << _VERSION_BITS if seen is None else seen & ~_NEVER
-        states.append(token | gradient._version)
+        states.append(token | version_of(gradient))
         setattr(gradient, _SEEN, states[-1])
     return states
 
@@ -127,8 +135,9 @@ class GradientVersions:
         seen = self._seen.get(slot)
         if seen is None:
             return None
-        writes = REPLACED if gradient is None else _token_of(gradient) + gradient._version - seen
-        return writes if 0 <= writes <= _NEVER else REPLACED
+        if gradient is None or (seen ^ getattr(gradient, _SEEN, 0)) > _NEVER:
+            return REPLACED
+        return version_of(gradient) - (seen & _NEVER)
 
     def inspect(self, entries: Iterable[Entry], *, inside_backward: bool) -> Inspection:
         """Sort parameters by the state of their gradients; inside a backward nothing was seen before it."""
@@ -143,7 +152,7 @@ class GradientVersions:
                 found.late.append(entry)
             elif seen is None:
                 found.unclear.append(entry)
-            elif getattr(gradient, _SEEN, 0) & ~_NEVER | gradient._version == seen:
+            elif getattr(gradient, _SEEN, 0) & ~_NEVER | version_of(gradient) == seen:
                 (found.unchanged if slot in self._measured else found.late).append(entry)
             else:
                 (found.changed if slot in self._measured else found.unclear).append(entry)

@@ -15,6 +15,7 @@ from typing import Final
 from torch.optim import Optimizer
 
 from .._runtime.error_boundary import contained
+from .gradient_versions import version_of
 from .open_sample import OpenSample
 from .parts import CaptureParts
 from .scaling import SCALES
@@ -137,7 +138,7 @@ class Rest:
         for of_group in optimizer.param_groups[group : group + 1]:  # none where groups were taken away meanwhile
             for parameter in of_group["params"][place : place + 1]:
                 if (gradient := parameter.grad) is not None:
-                    return id(gradient), gradient._version
+                    return id(gradient), version_of(gradient)
         return None
 
     def begins(self, optimizer: Optimizer) -> bool:

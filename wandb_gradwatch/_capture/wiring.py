@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from .._runtime.notices import Notice, Notices
 from ..snapshot import keys
-from .gradient_versions import state_of
+from .gradient_versions import state_of, version_of
 from .optimizer_registry import OptimizerRegistry
 from .parameter_registry import ParameterRegistry
 
@@ -89,7 +89,7 @@ class Wiring:
     def stepped(self, optimizer: Optimizer, key: int, step: int) -> None:
         """An optimizer has stepped: from now on its gradients should be reset before they are added to."""
         if self._first_versions is None:
-            self._first_versions = {slot: parameter._version for slot, parameter in self._parameter_registry.scan()}
+            self._first_versions = {slot: version_of(parameter) for slot, parameter in self._parameter_registry.scan()}
         carried = self._carried.get(key) or self._carried.setdefault(key, _Carried())
         carried.num_steps += 1
         if carried.num_steps == 1:
@@ -163,7 +163,7 @@ class Wiring:
             self._known_unowned = unowned
             held = _held_by_any_optimizer()
             here = self._parameter_registry.scan()
-            at = first or {slot: p._version for slot, p in here}
+            at = first or {slot: version_of(p) for slot, p in here}
             self._unowned = {slot: at[slot] for slot, p in here if slot in unowned and slot in at and id(p) not in held}
             # A sample may be closed before or after an update by hand: one whole iteration lies between three of them.
             self._samples_to_wait = 1 if first else 2
@@ -174,7 +174,7 @@ class Wiring:
             # Those that something else has written to, a codebook's average or a wrapper of an optimizer, are updated.
             names = self._parameter_registry.names
             for slot, parameter in self._parameter_registry.scan():
-                if self._unowned.get(slot) == parameter._version:
+                if self._unowned.get(slot) == version_of(parameter):
                     self._facts[keys.WIRING_UNOWNED + names[slot]] = torch.ones((), dtype=torch.float64)
             self._unowned = {}
 
