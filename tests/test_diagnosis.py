@@ -256,6 +256,7 @@ def test_an_alert_carries_the_diagnosis_in_place_of_its_general_cause():
     [
         ("Exploding gradient", "ERROR", 40, True),
         ("Exploding gradient", "ERROR", 41, False),
+        ("Exploding gradient", "ERROR", -1, False),  # of a later step, though sent before
         ("Exploding gradient", "WARN", 3, False),  # that may have passed
         ("Optimizer without the model", "WARN", 90, True),  # that has not
     ],

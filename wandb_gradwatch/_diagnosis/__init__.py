@@ -118,7 +118,7 @@ def _in_the_wake(alert: Alert, history: Snapshot, earlier: Sequence[Alert]) -> A
         cause, _, remedy = one.text.partition(CAUSE_PREFIX)[2].partition(". Remedy: ")
         num_since = np.count_nonzero((history.steps > one.step) & (history.steps <= alert.step))
         is_near = one.title in _LASTING or (one.level == "ERROR" and num_since <= _EPISODE)
-        if is_near and cause and not cause.startswith(_NOT_CLEAR):
+        if is_near and one.step <= alert.step and cause and not cause.startswith(_NOT_CLEAR):
             words = cause if cause.startswith(_WAKE) else f"{_WAKE}{one.step}: {cause}"
             return alert.because(words, remedy.partition("\n")[0].removesuffix("."))
     return alert
