@@ -78,6 +78,16 @@ def in_turn(model: Chosen) -> Iterator[None]:
         yield optimizers[name].step()
 
 
+def five_and_then_one(model: Chosen) -> Iterator[None]:
+    """A critic's five updates, and then one of the other: each resets and computes gradients of its own alone."""
+    first, second = SGD([model.a], lr=0.0), SGD([model.b], lr=0.0)
+    for number in range(1, STEPS + 1):
+        name, optimizer = ("a", first) if number % 6 else ("b", second)
+        optimizer.zero_grad()
+        model.loss(**{name: [number]}).backward()
+        yield optimizer.step()
+
+
 def now_and_then_together(model: Chosen) -> Iterator[None]:
     """The second optimizer steps in every third iteration only, after the first."""
     first, second = SGD([model.a], lr=0.0), SGD([model.b], lr=0.0)
@@ -153,6 +163,7 @@ LOOPS = [
     now_and_then_together,
     now_and_then_first,
     in_turn,
+    five_and_then_one,
     one_alone_and_then_both,
     another_optimizer,
     skipped,

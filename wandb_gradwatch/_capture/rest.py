@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Final
 
 from torch.optim import Optimizer
 
 from .._runtime.error_boundary import contained
-from .gradient_versions import version_of
+from .gradient_versions import state_of
 from .open_sample import OpenSample
 from .parts import CaptureParts
 from .scaling import SCALES
@@ -76,7 +76,8 @@ class Resting:
             self._seconds_of_step = _seconds_of_a_step(optimizer)
         parts.clock.discard()
         self._parts.hooks.turn(on=False)
-        self.rest = Rest(optimizers, optimizer, leaders=self._leaders)
+        known = [one for key in parts.clock.owned if (one := parts.optimizers.of_key(key)) is not None]
+        self.rest = Rest(optimizers, optimizer, leaders=self._leaders, known=known)
 
     def passes(self, optimizer: Optimizer) -> bool:
         """An optimizer is about to step: whether it is one of this rest."""
@@ -94,17 +95,18 @@ class Resting:
         return self._parts.clock.step + 1 >= self._wakes_at
 
     @contained
-    def end(self, *, marks_present: bool = False) -> None:
+    def end(self, *, before_step_of: Optimizer | None = None) -> None:
         """Look at everything again, if this is a rest.
 
         Args:
-            marks_present: a backward may have come after the last step that was counted: no hook has told of it.
+            before_step_of: what is about to step; a backward may have come after the last step that was counted, and no
+                hook has told of it.
         """
         rest, self.rest = self.rest, None
         if rest is not None:
             self._parts.hooks.turn(on=True)
             self._sample.begin()
-            if marks_present and rest.has_new_gradients:
+            if before_step_of is not None and rest.has_new_gradients(before_step_of):
                 self._sample.mark_present(self._parts.hook_sync.scan())
 
 
@@ -115,36 +117,46 @@ class Rest:
         optimizers: that make them, by key.
         last: the one of them that has just stepped.
         leaders: those that have a part in every sample, which is complete with them; without any every step is one.
+        known: optimizers that may step as well, and end the rest.
     """
 
-    def __init__(self, optimizers: Mapping[int, Optimizer], last: Optimizer, *, leaders: Collection[int]) -> None:
+    def __init__(
+        self,
+        optimizers: Mapping[int, Optimizer],
+        last: Optimizer,
+        *,
+        leaders: Collection[int],
+        known: Iterable[Optimizer] = (),
+    ) -> None:
         self._keys = {id(one): key for key, one in optimizers.items()}
-        self._witnesses = {id(one): _place_of_a_gradient(one) for one in optimizers.values()}
+        self._witnesses = {
+            id(one): (weakref.ref(one), *_place_of_a_gradient(one)) for one in (*optimizers.values(), *known)
+        }
         self._leaders = frozenset(leaders)
         self.made_last = self._leaders  # the keys of those that have made the last sample; others may still join it
         self._stepped: frozenset[int] = frozenset()
         self._under_way: int | None = None
         self._num_stray = 0
-        self._last, self._state = weakref.ref(last), self._state_of(last)
+        self._last, self._states = id(last), self._states_now()
 
-    @property
-    def has_new_gradients(self) -> bool:
-        """Whether a backward, or a reset, has come after the last step that was counted."""
-        last = self._last()
-        return last is None or self._state_of(last) != self._state
+    def has_new_gradients(self, optimizer: Optimizer) -> bool:
+        """Whether a backward, or a reset, has come after the last step that was counted, for that optimizer or this.
 
-    def _state_of(self, optimizer: Optimizer) -> tuple[int, int] | None:
-        group, place = self._witnesses[id(optimizer)]
-        for of_group in optimizer.param_groups[group : group + 1]:  # none where groups were taken away meanwhile
-            for parameter in of_group["params"][place : place + 1]:
-                if (gradient := parameter.grad) is not None:
-                    return id(gradient), version_of(gradient)
-        return None
+        This one's may have been unscaled or clipped since, which is one write as a rule; a reset and a backward are two
+        where they have not made another tensor.
+        """
+        now = self._states_now()
+        own, last = (self._states.get(number, 0) for number in (id(optimizer), self._last))
+        return now.get(self._last, 0) != last or not 0 <= now.get(id(optimizer), 0) - own <= 1
+
+    def _states_now(self) -> dict[int, int]:
+        """A gradient's of every optimizer, by its id; 0 where there is none."""
+        return {number: _state_of(*witness) for number, witness in self._witnesses.items()}
 
     def begins(self, optimizer: Optimizer) -> bool:
         """An optimizer is about to step: whether that may pass, counted or as a part of the step under way."""
         number = id(optimizer)
-        if number in self._witnesses:
+        if number in self._keys:
             self._under_way, self._num_stray = number, 0
             return True
         self._num_stray += 1
@@ -162,13 +174,23 @@ class Rest:
         key = self._keys.get(id(optimizer))
         if key is None:
             return False
-        self._last, self._state = weakref.ref(optimizer), self._state_of(optimizer)
+        self._last, self._states = id(optimizer), self._states_now()
         is_next = key in self._stepped  # the others do not step this time
         stepped = frozenset([key]) if is_next else self._stepped | {key}
         is_complete = self._leaders <= stepped
         self.made_last = self._leaders or stepped
         self._stepped = frozenset() if is_complete else stepped
         return is_next or is_complete
+
+
+def _state_of(reference: weakref.ref[Optimizer], group: int, place: int) -> int:
+    """That of the gradient at this place; 0 where there is none, or no such group any more."""
+    optimizer = reference()
+    for of_group in optimizer.param_groups[group : group + 1] if optimizer is not None else ():
+        for parameter in of_group["params"][place : place + 1]:
+            if (gradient := parameter.grad) is not None:
+                return state_of(gradient)
+    return 0
 
 
 def _place_of_a_gradient(optimizer: Optimizer) -> tuple[int, int]:

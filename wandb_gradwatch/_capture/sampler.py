@@ -175,7 +175,7 @@ class Sampler(StepListener, ScaleListener):
             return False
         if self._resting.passes(optimizer) or not self.follows(optimizer):
             return True
-        self._resting.end(marks_present=True)
+        self._resting.end(before_step_of=optimizer)
         return False
 
     def passed(self, optimizer: Optimizer) -> None:
@@ -194,7 +194,7 @@ class Sampler(StepListener, ScaleListener):
     def _learn(self, optimizer: Optimizer, found: list[bool]) -> None:
         follows = self.parts.optimizers.learn(optimizer)
         if follows:
-            self._resting.end(marks_present=True)
+            self._resting.end(before_step_of=optimizer)
             self.parts.hook_sync.scan()
         elif self._by_hand.possible and self._clock.marked:
             self.parts.wiring.stepped_without_the_model(optimizer, self._clock.open_step)
