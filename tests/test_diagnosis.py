@@ -418,3 +418,16 @@ def test_float16_underflow_is_quoted_with_what_became_of_the_other_elements():
     assert watcher.latest.histogram_steps == (20,)
     assert "where float16 ends" in evidence
     assert f"; {share:.0f} % of the others have lost digits (step 20)" in evidence
+
+
+@pytest.mark.parametrize(("known_from", "is_told"), [(0, "from -41 to -59"), (41, "from -41 to -59"), (50, None)])
+def test_a_loss_that_is_known_at_some_samples_falls_from_one_that_was_known(known_from, is_told):
+    """The norm is told to grow 20 times, 1.2**17 = 22, from sample 43 of 60 on; the loss of that one is not known."""
+    samples = of_norms([1.0] * 20 + [1.2**number for number in range(40)])
+    loss = -np.arange(60.0)
+    loss[:known_from] = loss[42] = np.nan
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = diagnose(replace(samples, metrics={keys.LOSS: loss}))
+    told = [diagnosis.evidence for diagnosis in found if "without a lower bound" in diagnosis.cause]
+    assert [evidence.rpartition("the loss fell ")[2] for evidence in told] == ([is_told] if is_told else [])

@@ -132,9 +132,10 @@ def unbounded(evidence: Evidence) -> Diagnosis | None:
         return None
     rise, sample = evidence.growth
     begins = int(evidence.clean[max(int(np.searchsorted(evidence.clean, sample)) + 1 - rise.num_samples, 0)])
-    if not loss_S[sample] < min(0.0, float(np.nanmin(loss_S[: begins + 1]))):
+    known_S = loss_S[: begins + 1][np.isfinite(loss_S[: begins + 1])]
+    if not loss_S[sample] < np.min(known_S, initial=0.0) or not known_S.size:
         return None
-    before, after = number(float(loss_S[begins])), number(float(loss_S[sample]))
+    before, after = number(float(known_S[-1])), number(float(loss_S[sample]))
     words = (
         f"the gradient norm grew {number(rise.factor)}x up to step {evidence.step(sample)}, while the loss fell from "
         f"{before} to {after}"
