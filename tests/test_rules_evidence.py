@@ -569,7 +569,10 @@ def test_a_learning_rate_that_changes_single_bits_only_is_next_to_nothing(rate: 
     samples = [
         sample_of({"a": np.ones(9)}, step=s, parameters={"a": np.append(np.ones(8), 1e-7 * s)}) for s in range(1, 28)
     ]
-    assert steps(UnchangedParameters(), measured(together(samples), learning_rate=[rate] * 27)) == told
+    seen = measured(together(samples), learning_rate=[rate] * 27)
+    assert steps(UnchangedParameters(), seen) == told
+    words = "Step 26: the learning rate has been next to nothing in the 25 steps since step 1, though"
+    assert [alert.text.startswith(words) for alert in UnchangedParameters().check(seen)] == [True, False][: len(told)]
 
 
 def test_a_schedule_that_ends_at_0_changes_nothing_in_its_last_steps_and_is_no_fault() -> None:

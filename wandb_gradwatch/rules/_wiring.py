@@ -149,7 +149,7 @@ class UnchangedParameters(Remembers):
     def _alert(self, step: int, norm: float, rate: float, is_nothing: bool) -> Alert:
         what, since = "no parameter has changed by a single bit", self._since
         if is_nothing and self._felt < since:
-            what, since = "the learning rate is next to nothing", self._felt
+            what, since = "the learning rate has been next to nothing", self._felt
         fact = (
             f"Step {step}: {what} in the {step - since} steps since step {since}, though the gradient norm is "
             f"{norm:.3g}."
