@@ -189,6 +189,17 @@ def test_in_ignite_they_are_judged_and_left_out(skip):
     assert model.b.item() == (1 - 12 if skip else 1 - 12 - 144)
 
 
+def test_a_frozen_parameter_made_in_inference_mode_is_none_of_the_steps_business():
+    model = Chosen(a=2, b=1)
+    with torch.inference_mode():
+        model.b = nn.Parameter(torch.ones(1), requires_grad=False)
+    optimizer = torch.optim.SGD([model.a], lr=0.0)
+    watcher, sink = watch(model)
+    for _ in range(3):
+        step(model, optimizer, a=VALUES["a"])
+    assert samples(watcher, sink).total_grad_norm.tolist() == [5, 5, 5]
+
+
 # ---- what is made of several backwards
 
 
