@@ -168,7 +168,7 @@ def test_what_the_rule_remembers_goes_on() -> None:
     list(rule.check(trained(noise).merged()))
     other.load_state_dict(rule.state_dict())
     assert other.state_dict() == rule.state_dict()
-    assert len(other.state_dict()["past"]["a"]) == 19  # none at the first step
+    assert len(other.state_dict()["_past"]["a"]) == 19  # none at the first step
 
 
 def test_a_match_that_matches_nothing_is_said_at_once() -> None:

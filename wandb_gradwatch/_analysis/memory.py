@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
@@ -41,6 +42,8 @@ def _plain(value: Any) -> Any:
         return sorted(value)
     if isinstance(value, list | tuple | deque):
         return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
     return value.tolist() if isinstance(value, np.ndarray | np.generic) else value
 
 
@@ -52,6 +55,8 @@ def _restored(now: Any, value: Any) -> Any:
     if isinstance(now, list | tuple | deque):
         items = [np.array(item, dtype=np.float64) if isinstance(item, list) else item for item in value]
         return deque(items, now.maxlen) if isinstance(now, deque) else type(now)(items)
+    if isinstance(now, dict):
+        return copy.deepcopy(dict(value))
     return type(now)(value)
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
 
 from .._analysis.formatting import listing, number
+from .._analysis.memory import Remembers
 from .._measure.columns import FloatArray
 from ..rules import Alert
 from ..rules._base import Level, check_limits, finding
@@ -19,22 +19,7 @@ from ..snapshot import Snapshot, keys
 
 
 @dataclass(kw_only=True)
-class _Remembering:
-    """What a rule remembers are its fields that no argument sets: numbers, lists and dicts."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {name.lstrip("_"): copy.deepcopy(getattr(self, name)) for name in self._memory()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name in self._memory():
-            setattr(self, name, copy.deepcopy(state[name.lstrip("_")]))
-
-    def _memory(self) -> list[str]:
-        return [one.name for one in fields(self) if not one.init]
-
-
-@dataclass(kw_only=True)
-class _MetricRule(_Remembering):
+class _MetricRule(Remembers):
     """Judges each name of a metric by itself at every sample, and tells of all in one alert.
 
     Not at a sample that loss scaling skipped: an overflow there is how the scale finds its place.
@@ -313,7 +298,7 @@ class GrowingLogits(_LargestOfHeads):
 
 
 @dataclass(kw_only=True)
-class RanksDisagree(_Remembering):
+class RanksDisagree(Remembers):
     """A rank's replica of the parameters is not that of the others: "Ranks disagree", naming the rank.
 
     Replicas that begin alike and take the same updates have the same bits. One that has not trains another model, and
@@ -353,7 +338,7 @@ class RanksDisagree(_Remembering):
 
 
 @dataclass(kw_only=True)
-class SlowRank(_Remembering):
+class SlowRank(Remembers):
     """The same rank comes last with its own work in every sample: "Slow rank", naming it; all others wait for it.
 
     Args:
