@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
 import numpy as np
@@ -238,6 +239,26 @@ def test_gradients_made_in_inference_mode_are_none_of_a_rest_s_business():
             optimizer.step()
     assert watcher.step == 30
     assert samples(watcher, sink).total_grad_norm.tolist() == [10, 20, 30]
+
+
+@pytest.mark.parametrize("place", ["begins", "ends"])
+def test_an_exception_in_a_rest_is_reported_once_and_training_goes_on(place, monkeypatch, caplog):
+    model = Chosen(a=1)
+    optimizer = SGD(model.parameters(), lr=1.0)
+    watcher, sink = watch(model, sample_every=10)
+    for _ in range(45):  # the samples of steps 10 to 40 were alike: it rests until 50
+        step(model, optimizer, a=[1])
+
+    def broken(*_):
+        raise ZeroDivisionError("in a rest")
+
+    monkeypatch.setattr(f"wandb_gradwatch._capture.rest.Rest.{place}", broken)
+    for _ in range(15):
+        step(model, optimizer, a=[1])
+    assert model.a.item() == 1 - 60
+    assert [record.levelno for record in caplog.records if "stopped watching" in record.message] == [logging.ERROR]
+    assert sink.merged().steps.tolist() == [10, 20, 30, 40]
+    watcher.remove()
 
 
 def test_a_step_that_raised_hides_no_other_optimizer_for_good():

@@ -173,14 +173,20 @@ class Sampler(StepListener, ScaleListener):
     def passes(self, optimizer: Optimizer) -> bool:
         if self._resting.rest is None:
             return False
-        if self._resting.passes(optimizer) or not self.follows(optimizer):
-            return True
+        try:
+            if self._resting.passes(optimizer) or not self.follows(optimizer):
+                return True
+        except Exception as error:
+            self.boundary.fail(error)
         self._resting.end(before_step_of=optimizer)
         return False
 
     def passed(self, optimizer: Optimizer) -> None:
-        if self._resting.ends_sample(optimizer):
-            self._resting.end()
+        try:
+            if self._resting.ends_sample(optimizer):
+                self._resting.end()
+        except Exception as error:
+            self.boundary.fail(error)
 
     # ---- optimizer steps
 

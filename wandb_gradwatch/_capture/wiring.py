@@ -105,8 +105,8 @@ class Wiring:
         for group in optimizer.param_groups:
             for name, is_wrong, cause, remedy in _SETTINGS:
                 values = group.get(name, 0.0)
-                here = [v for v in (values if isinstance(values, tuple | list) else [values]) if isinstance(v, Real)]
-                if any(map(is_wrong, here)):
+                several = values if isinstance(values, tuple | list) else [values]
+                if any(is_wrong(one) for one in several if isinstance(one, Real) and not isinstance(one, bool)):
                     fact = f"{type(optimizer).__name__} steps with {name}={values!r}."
                     text = f"{fact}\nProbable cause: {cause}. Remedy: {remedy}."
                     self._notices.alert("Optimizer settings", text, step)

@@ -69,8 +69,7 @@ class ErrorBoundary:
                 except CallbackError:
                     raise
                 except Exception as error:
-                    self.stopped = True
-                    self._failed(error)
+                    self.fail(error)
                 finally:
                     _set_grad_enabled(with_autograd)
                     self._depth -= 1
@@ -83,6 +82,11 @@ class ErrorBoundary:
         finally:
             if pauses_collector:
                 gc.enable()
+
+    def fail(self, error: Exception) -> None:
+        """Stop and report: for what only counts, of which `run` would take longer than the counting."""
+        self.stopped = True
+        self._failed(error)
 
 
 def graph_is_captured() -> bool:
