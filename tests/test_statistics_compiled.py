@@ -18,10 +18,9 @@ from gradients import Chosen, samples, step, watch
 from processes import script
 from statistics_oracle import assert_row
 
-from wandb_gradwatch._measure import cpu, cpu_compiled
+from wandb_gradwatch._measure import cpu_compiled
 from wandb_gradwatch._measure.columns import AS_LEFT, Column
 from wandb_gradwatch._measure.compilation import Compilation
-from wandb_gradwatch._measure.cpu_chunks import CHUNK
 from wandb_gradwatch._measure.measure import compile_for_cpu, measure, measure_received, resolve_backend
 from wandb_gradwatch._measure.thread_pool import ThreadPool
 
@@ -307,48 +306,28 @@ def test_an_interrupt_before_anything_was_taken_is_not_waited_for(
 def test_each_piece_is_read_once_and_its_result_is_at_its_place() -> None:
     helped = threading.Event()
 
-    def make_reader() -> Callable[[int], int]:
+    def read(piece: int) -> int:
         if threading.current_thread() is not threading.main_thread():
             helped.set()
-        assert helped.wait(60)  # the caller reads nothing until somebody else has begun
-        return lambda piece: piece**2
+        assert helped.wait(60)  # the caller reads one piece until somebody else has begun
+        return piece**2
 
-    assert ThreadPool().each(range(100), make_reader, 3) == [piece**2 for piece in range(100)]
+    assert ThreadPool().each(range(100), read, 3) == [piece**2 for piece in range(100)]
 
 
 @pytest.mark.parametrize("place", ["caller", "helper"])
 def test_what_a_reader_raises_is_raised_in_the_caller_whoever_met_it(place: str) -> None:
     helped = threading.Event()
 
-    def make_reader() -> Callable[[int], None]:
+    def read(piece: int) -> None:
         is_helper = threading.current_thread() is not threading.main_thread()
-
-        def read(piece: int) -> None:
-            if is_helper is (place == "helper"):
-                helped.set()
-                raise ZeroDivisionError(place)
-            assert helped.wait(60)
-
-        return read
+        if is_helper is (place == "helper"):
+            helped.set()
+            raise ZeroDivisionError(place)
+        assert helped.wait(60)
 
     with pytest.raises(ZeroDivisionError, match=place):
-        ThreadPool().each(range(100), make_reader, 2)
-
-
-def test_without_numba_threads_change_no_number(
-    monkeypatch: pytest.MonkeyPatch, num_threads: Callable[[int], None]
-) -> None:
-    monkeypatch.setattr(cpu, "_SHARED_FROM", 1)
-    generator = torch.Generator().manual_seed(0)
-    gradients = [torch.randn(size, generator=generator) for size in (5, 3 * CHUNK + 7, CHUNK, 2 * CHUNK)]
-    gradients[1][::1000], gradients[3][7] = 0, float("nan")
-    gradients += [gradients[1].bfloat16(), gradients[1].half(), gradients[1].double()]
-    measured = []
-    for number in (1, 3):
-        num_threads(number)
-        measured.append(measure(gradients, gradients, histogram=True, backend="cpu"))
-    assert torch.equal(measured[0].rows.view(torch.int64), measured[1].rows.view(torch.int64))
-    assert torch.equal(measured[0].histogram, measured[1].histogram)
+        ThreadPool().each(range(100), read, 2)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -9,7 +9,6 @@ Tensors too small to be worth a pass each are measured together (cpu_small.py).
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -36,14 +35,12 @@ from .cpu_chunks import CHUNK, CHUNK_COLUMNS, ChunkReader, ChunkRow, sum_sq_chun
 from .cpu_small import SMALL, batches, concatenated, measure_batch, sum_sq_batch
 from .elements import elements_of
 from .float_bits import FLOAT32, FLOAT64, FloatBits, bins_from_codes, largest_magnitude_within
-from .thread_pool import THREAD_POOL
 
 # N tensors, C columns, B histogram bins, K codes, M chunks
 
 _Piece = tuple[int, int]  # which tensor, and where in it a chunk begins
-# What overflows in float32 is seen in the result and read in float64. To be said in every thread anew.
+# What overflows in float32 is seen in the result and read in float64.
 _QUIET: Final[Any] = {"over": "ignore", "invalid": "ignore"}
-_SHARED_FROM: Final = 16  # chunks, below which one thread is done before another has woken
 
 
 @np.errstate(**_QUIET)
@@ -128,24 +125,17 @@ def _read(
             large += [batch[g] for g in np.flatnonzero(nonfinite_G)]
     if not large:
         return
-    lock = threading.Lock()
+    reader = ChunkReader(layout, dead_magnitude, counts_codes=codes_NK is not None)
 
-    def make_reader() -> Callable[[_Piece], ChunkRow]:
-        reader = ChunkReader(layout, dead_magnitude, counts_codes=codes_NK is not None)
-
-        def read(piece: _Piece) -> ChunkRow:
-            with np.errstate(**_QUIET):
-                row, codes_K = reader.read(_chunk(elements, piece))
-            if codes_NK is not None:
-                with lock:  # numpy lets go of the interpreter's
-                    codes_NK[piece[0]] += codes_K
-            return row
-
-        return read
+    def read(piece: _Piece) -> ChunkRow:
+        row, codes_K = reader.read(_chunk(elements, piece))
+        if codes_NK is not None:
+            codes_NK[piece[0]] += codes_K
+        return row
 
     if codes_NK is not None:
         codes_NK[large] = 0
-    firsts, parts = _each_chunk(elements, large, make_reader)
+    firsts, parts = _each_chunk(elements, large, read)
     for place, column in enumerate(CHUNK_COLUMNS):  # chunks merge as columns.py says
         merge = np.minimum if column in MIN_COLUMNS else np.maximum if column in MAX_COLUMNS else np.add
         rows_NC[large, column] = merge.reduceat(parts[:, place], firsts)
@@ -159,27 +149,25 @@ def _sums_of_squares(elements: Sequence[Tensor]) -> FloatArray:
         values, starts = concatenated([elements[i] for i in batch])
         sums_N3[batch] = np.stack(sum_sq_batch(values, starts), axis=1)
     if large := [index for index, size in enumerate(sizes) if size >= SMALL]:
-
-        def read(piece: _Piece) -> ChunkRow:
-            with np.errstate(**_QUIET):
-                return sum_sq_chunk(_chunk(elements, piece))
-
-        firsts, parts = _each_chunk(elements, large, lambda: read)
+        firsts, parts = _each_chunk(elements, large, lambda piece: sum_sq_chunk(_chunk(elements, piece)))
         sums_N3[large] = np.add.reduceat(parts, firsts)
     return sums_N3
 
 
 def _each_chunk(
-    elements: Sequence[Tensor], large: Sequence[int], make_reader: Callable[[], Callable[[_Piece], ChunkRow]]
+    elements: Sequence[Tensor], large: Sequence[int], read: Callable[[_Piece], ChunkRow]
 ) -> tuple[list[int], FloatArray]:
-    """Read these tensors chunk by chunk: the first chunk of each, and what was found in every chunk, [M, any]."""
+    """Read these tensors chunk by chunk: the first chunk of each, and what was found in every chunk, [M, any].
+
+    By one thread: a chunk takes numpy so many short calls that two threads, which hand the interpreter's lock to and
+    fro, take half as long again.
+    """
     pieces: list[_Piece] = []
     firsts = []
     for index in large:
         firsts.append(len(pieces))
         pieces += [(index, start) for start in range(0, elements[index].numel(), CHUNK)]
-    num_threads = torch.get_num_threads() if len(pieces) >= _SHARED_FROM else 1
-    return firsts, np.array(THREAD_POOL.each(pieces, make_reader, num_threads))
+    return firsts, np.array([read(piece) for piece in pieces])
 
 
 def _chunk(elements: Sequence[Tensor], piece: _Piece) -> npt.NDArray[Any]:

@@ -147,7 +147,7 @@ def _run(loop: Callable[[slice], None], num_pieces: int, *, shared: bool) -> Non
     """Run a loop over all pieces, on this thread or on several. It holds the tensors: a helper may still read them."""
     if shared:
         batches = [slice(begin, begin + _BATCH) for begin in range(0, num_pieces, _BATCH)]
-        THREAD_POOL.each(batches, lambda: loop, torch.get_num_threads())
+        THREAD_POOL.each(batches, loop, torch.get_num_threads())
     else:
         loop(slice(None))
 

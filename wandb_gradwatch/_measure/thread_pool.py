@@ -44,13 +44,10 @@ class ThreadPool:
             while not is_done():
                 _give_way()
 
-    def each(
-        self, pieces: Sequence[Piece], make_reader: Callable[[], Callable[[Piece], Result]], num_threads: int
-    ) -> list[Result]:
-        """What a function finds in each piece, by functions that let go of the interpreter's lock.
+    def each(self, pieces: Sequence[Piece], read: Callable[[Piece], Result], num_threads: int) -> list[Result]:
+        """What a function that lets go of the interpreter's lock finds in each piece.
 
         Args:
-            make_reader: makes the function for a thread, with scratch memory of its own.
             num_threads: as for `run`.
         """
         results: dict[int, Result] = {}
@@ -58,7 +55,7 @@ class ThreadPool:
         failures: list[BaseException] = []
 
         def work() -> None:
-            read, number = make_reader(), 0
+            number = 0
             while number >= 0:
                 try:
                     with lock:
