@@ -15,7 +15,7 @@ from torch import nn
 import wandb_gradwatch
 from wandb_gradwatch import metrics
 from wandb_gradwatch._page.page import write_page
-from wandb_gradwatch._page.read import read_run
+from wandb_gradwatch._page.read import read_finished_run
 
 os.environ.setdefault("WANDB_MODE", "offline")  # no account needed; `wandb sync` uploads the run later
 
@@ -117,7 +117,7 @@ def main() -> None:
     print(f"one step in {SAMPLE_EVERY} is sampled, which takes {sampled:.1f} ms: {share:.1%} of the time is watching")
     for metric, seconds in watcher.metric_seconds.items():
         print(f"{1000 * seconds * SAMPLE_EVERY / STEPS:8.2f} ms a sampled step: {metric}")
-    print(f"page: {write_page(read_run(os.path.dirname(run.dir)), 'everything_on.html')}")
+    print(f"page: {write_page(read_finished_run(os.path.dirname(run.dir)), 'everything_on.html')}")
 
 
 if __name__ == "__main__":

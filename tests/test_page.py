@@ -8,8 +8,10 @@ import json
 import os
 import re
 import shutil
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,6 +22,7 @@ from hypothesis import strategies as st
 
 from wandb_gradwatch._analysis.forecast import FORMATS
 from wandb_gradwatch._measure.columns import FloatArray
+from wandb_gradwatch._page import read
 from wandb_gradwatch._page.axes import knots, other_axes
 from wandb_gradwatch._page.columns import OwnColumns, RowColumns
 from wandb_gradwatch._page.histograms import HistogramCollector, resample
@@ -229,6 +232,18 @@ def test_a_directory_of_runs_means_its_newest(run_directory: Path, tmp_path: Pat
         os.utime(directory / f"run-{name}.wandb", (modified, modified))
     for path in (tmp_path, tmp_path / "wandb", tmp_path / "wandb" / "offline-run-new"):
         assert read_run(path).path.name == "run-new.wandb"
+
+
+def test_a_run_that_is_still_being_written_is_read_to_its_end(
+    run_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = next(run_directory.glob("*.wandb")).read_bytes()
+    path = _write(tmp_path / "run-late.wandb", whole[: len(whole) // 2])
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: path.write_bytes(whole))
+    monkeypatch.setattr(read, "time", clock)  # the rest is written in the first pause
+    assert read.read_finished_run(path).finished
+    path.write_bytes(whole[: len(whole) // 2])
+    assert not read.read_finished_run(path, seconds=0.0).finished  # whose end never comes
 
 
 def test_a_truncated_file_gives_what_is_in_it_and_says_so(run_directory: Path, tmp_path: Path) -> None:

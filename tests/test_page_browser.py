@@ -863,6 +863,7 @@ def test_values_of_every_size_have_an_axis(show: Opener, scale: str) -> None:
         "return new Set(new Uint32Array(canvas.getContext('2d').getImageData(0, 0, width, canvas.height)"
         ".data.buffer)).size - 1 }"
     )
+    pixels(page, "#norm canvas")  # which waits until the other scale is drawn
     assert page.locator("#norm canvas").first.evaluate(left) > 3
 
 
@@ -870,6 +871,7 @@ def test_one_huge_value_does_not_press_a_run_flat(show: Opener) -> None:
     norms = np.where(np.arange(100) % 2, 1.0, 10.0)
     norms[50] = 1e22
     page = show(RunHistory(Path("run-x.wandb"), "x", np.arange(1, 101), {"gradwatch/grad_norm": norms}))
+    pixels(page, "#norm canvas")  # which waits until it is drawn
     # The rows of pixels that the line covers, without the column of the spike: one decade of the axis. It ends at four
     # decades above what nine of ten values stay below, 1e5, not at 1e22, where the decade would have a 22nd.
     covered = page.locator("#norm canvas").first.evaluate(

@@ -26,7 +26,7 @@ from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attentio
 from ._output import alert_title, pairs, paragraph, title
 from ._page.history import RunHistory
 from ._page.page import write_page
-from ._page.read import read_run
+from ._page.read import read_finished_run
 from ._summary import Summary
 from ._watch import watch
 from .rules import Alert
@@ -154,7 +154,7 @@ def run_demo(output: Path, *, steps: int = DEFAULT_STEPS, online: bool = False) 
     finally:
         torch.set_num_threads(threads)
     # Everything said below is read from the run's file: the demo shows what was logged, not what should have been.
-    history = read_run(training.run_folder)
+    history = read_finished_run(training.run_folder)
     page = output / PAGE_NAME
     write_page(history, page)
     _say_what_was_logged(training, history)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
 from array import array
 from collections.abc import Callable
 from functools import cache
@@ -45,6 +46,18 @@ def read_run(path: str | os.PathLike[str], *, progress: Callable[[int], None] | 
     reader = RunReader(find_run_file(Path(path)))
     reader.read_on(progress=progress)
     return reader.history()
+
+
+def read_finished_run(path: str | os.PathLike[str], *, seconds: float = 10.0) -> RunHistory:
+    """Read a run that this program has just finished: for a moment W&B's own process still writes its last rows.
+
+    Args:
+        seconds: after which it is read as it is.
+    """
+    deadline = time.monotonic() + seconds
+    while not (history := read_run(path)).finished and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return history
 
 
 def find_run_file(path: Path) -> Path:
