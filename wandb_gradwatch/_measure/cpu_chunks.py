@@ -143,7 +143,7 @@ def sum_sq_chunk(chunk: Floats) -> tuple[float, int, int]:
 def _sum(chunk: Floats, *, of_squares: bool = False) -> float:
     """The sum in segments: float32 within one (if that is the chunk's dtype), float64 between them.
 
-    As products of vectors, in the processor's vectors and on this thread alone: it may be one of several.
+    As products of vectors, which the processor's vector units make.
     """
     whole = chunk.size - chunk.size % SEGMENT
     segments, rest = chunk[:whole].reshape(-1, 1, SEGMENT), chunk[whole:].astype(np.float64)
