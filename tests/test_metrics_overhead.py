@@ -9,7 +9,6 @@ import torch
 from metric_probes import train, watch
 from torch import nn
 
-from wandb_gradwatch._pipeline.overhead import Overhead
 from wandb_gradwatch.metrics import Metric, Reference, Updates
 from wandb_gradwatch.sinks import MemorySink
 
@@ -34,9 +33,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for user in ("_runtime.error_boundary", "_capture.sampler", "_capture.probes"):
+    for user in ("_runtime.error_boundary", "_capture.sampler", "_capture.probes", "_pipeline.pipeline"):
         monkeypatch.setattr(f"wandb_gradwatch.{user}.time", SimpleNamespace(perf_counter=clock))
-    monkeypatch.setattr(Overhead.__init__, "__defaults__", (clock,))
     return clock
 
 

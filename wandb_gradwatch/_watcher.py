@@ -26,10 +26,9 @@ from ._diagnosis import FIRST_BAD_OPERATION, Diagnosis
 from ._nonfinite.replay import StepReplay
 from ._pipeline.alert_manager import AlertManager
 from ._pipeline.dispatcher import Dispatcher
-from ._pipeline.overhead import Overhead
 from ._pipeline.pipeline import Pipeline
 from ._pipeline.rule_runner import RuleRunner
-from ._pipeline.saved_state import SavedState
+from ._pipeline.saved_state import load_state, save_state
 from ._runtime.error_boundary import ErrorBoundary, alone, graph_is_made
 from ._runtime.sharding import DEEPSPEED_REFUSED, has_deepspeed, rank_store, world_size
 from ._runtime.wrappers import unwrapped
@@ -100,9 +99,7 @@ class Watcher:
             )
             if parts.guard is not None and guarded:
                 parts.guard.replay = parts.replay
-        overhead = Overhead(lambda: self._sampler.seconds_spent)
-        self._pipeline = Pipeline(parts, self._rule_runner, self._dispatcher, overhead, name)
-        self._saved = SavedState(parts, self._pipeline, self._alert_manager, self._dispatcher)
+        self._pipeline = Pipeline(parts, self._rule_runner, self._dispatcher, lambda: self._sampler.seconds_spent, name)
         self._sampler.start(name)
         # The model must not be kept alive by us, nor our hooks outlive it.
         self._models = [weakref.ref(model, self._model_gone) for model in registry.models()]
@@ -266,7 +263,7 @@ class Watcher:
         The step, what was learnt about the loop, the rules' and the guard's memory, and the window that is not flushed.
         """
         self.wait()
-        return self._saved.save()
+        return save_state(self._parts, self._pipeline, self._alert_manager, self._dispatcher)
 
     @alone
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -276,7 +273,7 @@ class Watcher:
             ValueError: it is something else, a whole checkpoint perhaps; nothing is changed.
         """
         self._sampler.end_rest()
-        self._saved.load(state)
+        load_state(state, self._parts, self._pipeline, self._alert_manager, self._dispatcher)
 
     def _own_turn(self) -> AbstractContextManager[object]:
         """The lock of what runs `alone`. None where ranks are merged: it may wait for some that wait for this one."""

@@ -6,7 +6,7 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -14,23 +14,23 @@ import numpy as np
 
 from .._capture.parts import CaptureParts
 from .._measure.change import MULTIPLIED, is_limit
-from .._measure.columns import Column
+from .._measure.columns import NONFINITE_COLUMNS, Column
 from .._measure.probe_values import MetricHistogram, merge_histograms
 from .._runtime.error_boundary import CallbackError
 from .._transfer.transfers import ArrivedFlush, ArrivedSample
 from ..snapshot import Snapshot, keys
 from .assembly import padded, snapshot_of, with_totals
 from .dispatcher import Dispatcher
-from .overhead import Overhead
 from .rank_merge import RankMerger, RankWindow
 from .rank_parts import RankParts, WholeModel, rank_parts_of
 from .rule_runner import RuleRunner
-from .zeroed import drop_zeroed
 
 # P watched parameters, C columns
 
 _UNUSUAL_GROWTH: Final = 3.0  # of the norm: worth a closer look, not yet an alert
 _KNOWN: Final = 4  # samples, before anything can be unusual
+# A norm above float16's largest value may overflow in the user's clipping, which then multiplies with 0: not zeroed.
+_CLIPPED_TO_NOTHING: Final = 65504.0
 
 
 class Pipeline:
@@ -43,19 +43,25 @@ class Pipeline:
         parts: of the capture: the buffer on the device, the names of now, and who has shards.
         rule_runner: sees every sample as it arrives, and where ranks are merged when its window is.
         dispatcher: where finished windows go.
-        overhead: the monitor's share of the time, asked once per window.
+        seconds_spent: asks how many seconds the monitor has taken so far.
         name: tells this watcher's traffic between ranks from that of others; the same on every rank.
     """
 
     def __init__(
-        self, parts: CaptureParts, rule_runner: RuleRunner, dispatcher: Dispatcher, overhead: Overhead, name: str
+        self,
+        parts: CaptureParts,
+        rule_runner: RuleRunner,
+        dispatcher: Dispatcher,
+        seconds_spent: Callable[[], float],
+        name: str,
     ) -> None:
         self.window: list[ArrivedSample] = []  # arrived since the last flush
         self._parts, self._source, self._shards = parts, parts.window, parts.shards
         self._names, self._totals = parts.optimizers.names, parts.optimizers.parts
         self._rule_runner = rule_runner
         self._dispatcher = dispatcher
-        self._overhead = overhead
+        self._seconds_spent = seconds_spent
+        self._began, self._spent_before = time.perf_counter(), seconds_spent()
         self._name = name
         self._rank_parts = rank_parts_of(parts.registry, name)  # until the first sample
         self._whole: WholeModel | None = None  # where ranks have different parameters
@@ -80,6 +86,11 @@ class Pipeline:
         if self._newest is not None:
             return self._newest
         return snapshot_of(self.window, self._names()) if self.window else None
+
+    def _overhead_ratio(self) -> float:
+        """The monitor's share of the time since watch(). The page, summary() and the demo say the last row's."""
+        ratio = (self._seconds_spent() - self._spent_before) / max(time.perf_counter() - self._began, 1e-9)
+        return min(max(ratio, 0.0), 1.0)
 
     def pop_unreturned(self) -> Snapshot | None:
         """The newest window that no earlier call has returned."""
@@ -148,7 +159,7 @@ class Pipeline:
         was_zeroed = False
         # Nearly always one optimizer has received something for everything: no need to look closer.
         if some_are_missing or not total_C[Column.RECEIVED_SUM_SQ] or len(sample.sample.updated) > 1:
-            was_zeroed = not sample.sample.left_out and drop_zeroed(sample)
+            was_zeroed = not sample.sample.left_out and _drop_zeroed(sample)
         if sample.metrics.get(keys.CLIPPED) == MULTIPLIED and not self._shards.any:
             self._say_multiplied(sample.sample.step, total_C)
         if not self._parts.merges_ranks:
@@ -217,7 +228,7 @@ class Pipeline:
         samples, self.window = self.window, []
         if not samples:
             return
-        overhead_ratio = self._overhead.ratio()
+        overhead_ratio = self._overhead_ratio()
         if not self._parts.merges_ranks:
             self._write(samples, flush, overhead_ratio)
         elif self._merges:
@@ -269,9 +280,32 @@ class Pipeline:
         """The monitor has failed: write what has arrived, of a whole model, without the histogram."""
         if self.window and not self._shards.any:
             samples, self.window = self.window, []
-            self._write(samples, ArrivedFlush(None, ()), self._overhead.ratio())
+            self._write(samples, ArrivedFlush(None, ()), self._overhead_ratio())
 
     def close(self) -> None:
         """End the reduction's thread. Idempotent."""
         if self._reducer is not None:
             self._reducer.close()
+
+
+def _drop_zeroed(arrived: ArrivedSample) -> bool:
+    """Make rows of gradients that were zeroed before the step missing, in place: the optimizer received nothing.
+
+    Returns:
+        Whether there is an optimizer whose every gradient the backward had computed, and that received none.
+    """
+    rows_PC = arrived.rows
+    num_bad_P = np.add.reduce(rows_PC[:, NONFINITE_COLUMNS], axis=1)
+    # Zeros that no backward was seen to make are what zero_grad() left.
+    unseen_P = np.isnan(rows_PC[:, Column.GRAD_SUM_SQ]) & (rows_PC[:, Column.RECEIVED_SUM_SQ] == 0)
+    rows_PC[unseen_P & (num_bad_P == 0)] = np.nan
+    found = False
+    for slots in map(list, arrived.sample.updated):
+        rows = rows_PC[slots]
+        num_bad = np.nansum(np.add.reduce(rows[:, NONFINITE_COLUMNS], axis=1))
+        if arrived.skipped or num_bad or np.nansum(rows[:, Column.RECEIVED_SUM_SQ]) != 0:
+            continue
+        if 0 < np.nansum(rows[:, Column.GRAD_SUM_SQ]) < _CLIPPED_TO_NOTHING**2:
+            rows_PC[slots] = np.nan
+            found = True
+    return found

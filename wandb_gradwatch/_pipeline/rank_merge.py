@@ -13,7 +13,6 @@ import math
 import queue
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Final
@@ -22,13 +21,12 @@ import numpy as np
 import numpy.typing as npt
 import torch.distributed as dist
 
-from .._measure import shard_sums
 from .._measure.columns import MAX_COLUMNS, MIN_COLUMNS, NUM_COLUMNS, SUM_COLUMNS, Column, FloatArray
-from .._measure.probe_values import ArrivedSums, merge_histograms
+from .._measure.probe_values import merge_histograms
 from .._runtime.sharding import rank_store
 from .._transfer.transfers import ArrivedFlush, ArrivedSample
 from ..snapshot import keys
-from . import parameter_histograms
+from . import probe_merge
 from .rank_tree import GROUP, RankTree
 
 # S samples in the window, P watched parameters, C columns, B histogram bins, R ranks
@@ -162,48 +160,42 @@ class RankMerger:
 
     def _merge(self, tree: RankTree, window: RankWindow) -> RankWindow:
         of_samples = [sample.sums for sample in window.samples]
-        kinds = shard_sums.kinds_of(of_samples)
+        kinds = probe_merge.kinds_of(of_samples)
         histograms = merge_histograms(sample.histograms for sample in window.samples)
-        of_parameters = histograms.keys() & set(parameter_histograms.keys_of(window.names))
-        counted_too = bool(of_parameters)
-        self._check_agreement(tree, window, kinds, counted_too)
+        of_parameters = histograms.keys() & set(probe_merge.histogram_keys(window.names))
+        self._check_agreement(tree, window, (kinds, bool(of_parameters)))
         rows_SPC = np.stack([sample.rows for sample in window.samples])
         sums, extremes = _pack(rows_SPC, window, self._rank, self._world)
         num_sums = len(sums)
-        sums = np.concatenate([sums, shard_sums.pack(of_samples, kinds, window.names, window.counted)])
+        sums = np.concatenate([sums, probe_merge.pack_sums(of_samples, kinds, window.names, window.counted)])
         end_of_sums, end_of_extremes = len(sums), len(extremes)
-        if counted_too:
-            counts, limits = parameter_histograms.pack(histograms, window.names, window.counted)
+        if of_parameters:
+            counts, limits = probe_merge.pack_histograms(histograms, window.names, window.counted)
             sums, extremes = np.concatenate([sums, counts]), np.concatenate([extremes, limits])
         tree.all_reduce(sums, dist.ReduceOp.SUM)
         tree.all_reduce(extremes, dist.ReduceOp.MAX)
         merged = _unpack(sums[:num_sums], extremes[:end_of_extremes], window, self._world)
-        of_all = shard_sums.unpack(sums[num_sums:end_of_sums], kinds, window.names)
-        samples = [_with_sums(sample, whole) for sample, whole in zip(merged.samples, of_all, strict=True)]
-        if counted_too:
-            whole = parameter_histograms.unpack(sums[end_of_sums:], extremes[end_of_extremes:], window.names)
+        samples = []
+        of_all = probe_merge.unpack_sums(sums[num_sums:end_of_sums], kinds, window.names)
+        for sample, whole in zip(merged.samples, of_all, strict=True):
+            meant = {name: value for key, one in whole.items() for name, value in one.metrics(key).items()}
+            samples.append(replace(sample, sums={**sample.sums, **whole}, metrics={**sample.metrics, **meant}))
+        if of_parameters:
+            of_whole = probe_merge.unpack_histograms(sums[end_of_sums:], extremes[end_of_extremes:], window.names)
             others = {key: one for key, one in histograms.items() if key not in of_parameters}
             samples = [replace(sample, histograms={}) for sample in samples]
-            samples[-1] = replace(samples[-1], histograms=others | whole)
+            samples[-1] = replace(samples[-1], histograms=others | of_whole)
         return replace(merged, samples=tuple(samples))
 
-    def _check_agreement(
-        self, tree: RankTree, window: RankWindow, kinds: Sequence[Sequence[shard_sums.Kind]], counted_too: bool
-    ) -> None:
+    def _check_agreement(self, tree: RankTree, window: RankWindow, probes: object) -> None:
         """Ranks that send different shapes would wait for ever, or merge what does not belong together."""
         steps = [sample.sample.step for sample in window.samples]
-        what = repr((steps, window.names, window.flush.histogram is not None, kinds, counted_too)).encode()
+        what = repr((steps, window.names, window.flush.histogram is not None, probes)).encode()
         digest = float(int.from_bytes(hashlib.sha256(what).digest()[:6], "big"))  # 48 bits: exact in float64
         both = np.array([digest, -digest])
         tree.all_reduce(both, dist.ReduceOp.MAX)
         if both[0] != digest or both[1] != -digest:
             raise RuntimeError(f"rank {self._rank} has {len(window.names)} parameters, steps {steps[0]} to {steps[-1]}")
-
-
-def _with_sums(sample: ArrivedSample, whole: Mapping[str, ArrivedSums]) -> ArrivedSample:
-    """The sample with the sums of all ranks, and what they mean."""
-    meant = {name: value for key, one in whole.items() for name, value in one.metrics(key).items()}
-    return replace(sample, sums={**sample.sums, **whole}, metrics={**sample.metrics, **meant})
 
 
 def _pack(rows_SPC: FloatArray, window: RankWindow, rank: int, world: int) -> tuple[FloatArray, FloatArray]:
@@ -249,24 +241,21 @@ def _unpack(sums: FloatArray, extremes: FloatArray, window: RankWindow, world: i
     hidden_SP = np.isnan(rows_SPC[..., Column.GRAD_SUM_SQ])
     rows_SPC[..., _EXTREMES] = np.where(hidden_SP[..., None], np.nan, rows_SPC[..., _EXTREMES])
     rows_SPC[present_SP.reshape(num_samples, num_names) == 0] = np.nan
-    samples = tuple(
-        replace(
-            sample,
-            rows=rows_SPC[index],
-            skipped=bool(skipped_S[index]),
-            loss_scale=float(scale_S[index]) if np.isfinite(scale_S[index]) else float("nan"),
-            metrics={
-                **sample.metrics,
-                **_change(change_S2.reshape(num_samples, -1)[index]),
-                **(_first_bad_rank(float(code_S[index]), world) if window.has_shards else {}),
-            },
-        )
-        for index, sample in enumerate(window.samples)
-    )
+    change_S2 = change_S2.reshape(num_samples, -1)
+    samples = []
+    for sample, rows, skipped, scale, change, code in zip(
+        window.samples, rows_SPC, skipped_S, scale_S.tolist(), change_S2.tolist(), code_S.tolist(), strict=True
+    ):
+        said = {key: value for key, value in zip(_CHANGE, change, strict=True) if value != -np.inf}
+        if window.has_shards and code != _NOTHING_BAD:
+            said[keys.FIRST_NONFINITE_RANK] = float(int(-code) % world)
+        known_scale = scale if math.isfinite(scale) else math.nan
+        metrics = {**sample.metrics, **said}
+        samples.append(replace(sample, rows=rows, skipped=bool(skipped), loss_scale=known_scale, metrics=metrics))
     flush = window.flush
     if flush.histogram is not None:
         flush = replace(flush, histogram=counts.reshape(flush.histogram.shape).astype(np.int64))
-    return replace(window, samples=samples, flush=flush)
+    return replace(window, samples=tuple(samples), flush=flush)
 
 
 def _codes_of_first_bad(rows_SPC: FloatArray, present_SP: npt.NDArray[np.bool_], rank: int, world: int) -> FloatArray:
@@ -278,12 +267,3 @@ def _codes_of_first_bad(rows_SPC: FloatArray, present_SP: npt.NDArray[np.bool_],
     looks_SPL = np.stack([rows_SPC[..., columns].sum(axis=-1) for columns in (_BAD_LEFT, _BAD_RECEIVED)], axis=-1)
     bad_SN = (present_SP[..., None] & (looks_SPL > 0)).swapaxes(1, 2)[..., ::-1].reshape(len(rows_SPC), -1)
     return np.where(bad_SN.any(axis=1), -(bad_SN.argmax(axis=1) * world + rank).astype(np.float64), _NOTHING_BAD)
-
-
-def _change(change_2: FloatArray) -> dict[str, float]:
-    """What happened to the gradients on any rank, where a rank has said anything."""
-    return {key: value for key, value in zip(_CHANGE, change_2.tolist(), strict=True) if value != -np.inf}
-
-
-def _first_bad_rank(code: float, world: int) -> dict[str, float]:
-    return {} if code == _NOTHING_BAD else {keys.FIRST_NONFINITE_RANK: float(int(-code) % world)}

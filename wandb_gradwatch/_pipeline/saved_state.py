@@ -5,64 +5,97 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
 from .._capture.parts import CaptureParts
+from .._measure.probe_values import MetricHistogram
+from .._transfer.transfers import ArrivedSample, Sample
 from .alert_manager import AlertManager
+from .assembly import Number
 from .dispatcher import Dispatcher
 from .pipeline import Pipeline
-from .saved_samples import NameMatch, load_histogram, load_samples, save_samples
+
+# P watched parameters, N of them known when the state was saved
 
 _KEYS: Final = ("sampler", "alert_manager", "guard", "said", "names", "samples", "histogram", "metrics")
 
 
-class SavedState:
-    """A watcher's parts as a state, and back.
+def save_state(
+    parts: CaptureParts, pipeline: Pipeline, alert_manager: AlertManager, dispatcher: Dispatcher
+) -> dict[str, Any]:
+    """The step, what was learnt about the loop, the memory of rules, guard and metrics, and the open window."""
+    return {
+        "sampler": parts.schedule.state_dict(),
+        "alert_manager": alert_manager.state_dict(),
+        "guard": None if parts.guard is None else parts.guard.state_dict(),
+        "said": dispatcher.said,
+        "names": list(parts.registry.names),
+        "samples": [_saved(sample) for sample in pipeline.window],
+        "histogram": parts.window.open_histogram(),
+        "metrics": parts.probes.state_dict(),
+    }
 
-    Args:
-        parts: of the capture.
-        pipeline: has the window that is not flushed.
-        alert_manager: has the rules' memory.
-        dispatcher: knows what was said.
+
+def load_state(
+    state: Mapping[str, Any],
+    parts: CaptureParts,
+    pipeline: Pipeline,
+    alert_manager: AlertManager,
+    dispatcher: Dispatcher,
+) -> None:
+    """Go on from what `save_state()` returned; parameters that are gone are left out, new ones are missing.
+
+    Raises:
+        ValueError: it is something else; nothing is changed.
     """
+    if missing := [key for key in _KEYS if key not in state]:
+        raise ValueError(
+            f"load_state_dict() needs what a watcher's state_dict() returned, but {missing[0]!r} is not among the "
+            f"keys {list(state)[:5]}; pass that part of the checkpoint"
+        )
+    parts.schedule.load_state_dict(state["sampler"])
+    alert_manager.load_state_dict(state["alert_manager"])
+    dispatcher.do_not_repeat(state["said"])
+    parts.probes.load_state_dict(state["metrics"])
+    slot_of_name, num_names = parts.registry.slot_of_name, len(parts.registry.names)
+    place = {old: slot_of_name[name] for old, name in enumerate(state["names"]) if name in slot_of_name}
+    if parts.guard is not None and state["guard"] is not None:
+        parts.guard.load_state_dict(state["guard"], place)
+    pipeline.window = [_loaded(saved, place, num_names) for saved in state["samples"]]
+    counts = state["histogram"]["counts"]
+    histogram = None if counts is None else torch.from_numpy(_placed(counts.numpy(), place, num_names, 0))
+    parts.window.restore_histogram(histogram, state["histogram"]["steps"])
 
-    def __init__(
-        self, parts: CaptureParts, pipeline: Pipeline, alert_manager: AlertManager, dispatcher: Dispatcher
-    ) -> None:
-        self._parts, self._pipeline = parts, pipeline
-        self._alert_manager, self._dispatcher = alert_manager, dispatcher
 
-    def save(self) -> dict[str, Any]:
-        """The step, what was learnt about the loop, the memory of rules, guard and metrics, and the window."""
-        guard = self._parts.guard
-        return {
-            "sampler": self._parts.schedule.state_dict(),
-            "alert_manager": self._alert_manager.state_dict(),
-            "guard": None if guard is None else guard.state_dict(),
-            "said": self._dispatcher.said,
-            "names": list(self._parts.registry.names),
-            "samples": save_samples(self._pipeline.window),
-            "histogram": self._parts.window.open_histogram(),
-            "metrics": self._parts.probes.state_dict(),
-        }
+def _saved(sample: ArrivedSample) -> dict[str, Any]:
+    return {
+        "step": sample.sample.step,
+        "rows": torch.from_numpy(sample.rows.copy()),
+        "loss_scale": sample.loss_scale,
+        "skipped": sample.skipped,
+        "metrics": dict(sample.metrics),
+        "histograms": {key: torch.from_numpy(h.packed()) for key, h in sample.histograms.items()},
+    }
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from `save()`.
 
-        Raises:
-            ValueError: it is something else; nothing is changed.
-        """
-        if missing := [key for key in _KEYS if key not in state]:
-            raise ValueError(
-                f"load_state_dict() needs what a watcher's state_dict() returned, but {missing[0]!r} is not among the "
-                f"keys {list(state)[:5]}; pass that part of the checkpoint"
-            )
-        parts, registry = self._parts, self._parts.registry
-        parts.schedule.load_state_dict(state["sampler"])
-        self._alert_manager.load_state_dict(state["alert_manager"])
-        self._dispatcher.do_not_repeat(state["said"])
-        parts.probes.load_state_dict(state["metrics"])
-        match = NameMatch.of(state["names"], registry.slot_of_name, len(registry.names))
-        if parts.guard is not None and state["guard"] is not None:
-            parts.guard.load_state_dict(state["guard"], dict(zip(match.saved, match.slots, strict=True)))
-        self._pipeline.window = load_samples(state["samples"], match)
-        histogram = state["histogram"]
-        parts.window.restore_histogram(load_histogram(histogram["counts"], match), histogram["steps"])
+def _loaded(saved: Mapping[str, Any], place: Mapping[int, int], num_names: int) -> ArrivedSample:
+    skipped = bool(saved["skipped"])
+    return ArrivedSample(
+        Sample(int(saved["step"]), skipped, ()),
+        _placed(saved["rows"].numpy(), place, num_names, np.nan),
+        float(saved["loss_scale"]),
+        skipped,
+        dict(saved["metrics"]),
+        {key: MetricHistogram.of(packed.numpy()) for key, packed in saved["histograms"].items()},
+    )
+
+
+def _placed(saved: NDArray[Number], place: Mapping[int, int], num_names: int, missing: float) -> NDArray[Number]:
+    """Saved rows [at most N, any] at the slots of now: [P, any]."""
+    values = np.full((num_names, *saved.shape[1:]), missing, dtype=saved.dtype)
+    for old, slot in place.items():
+        if old < len(saved):  # names may have appeared after this was measured
+            values[slot] = saved[old]
+    return values

@@ -1,21 +1,24 @@
-"""Sums over sharded parameters, merged over the ranks: in fixed positions, so that they add up.
+"""What the probes found on each rank, as arrays that add up over the ranks: sums, and histograms of parameters.
 
-What is added is for every sample and kind of sums an array [P, K + 1]: of every parameter its sums, and a 1 from each
-rank that has them. Sums that are of no parameter are a kind with one row.
+Sums are, for every sample and kind of sums, an array [P, K + 1]: of every parameter its sums, and a 1 from each rank
+that has them. Sums that are of no parameter are a kind with one row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from .columns import FloatArray
-from .probe_values import ArrivedSums, Meaning
+from .._measure.columns import NUM_BINS, FloatArray
+from .._measure.probe_values import ArrivedSums, Meaning, MetricHistogram
+from ..snapshot import keys
 
-# S samples in the window, P watched parameters, K sums of a kind
+# S samples in the window, P watched parameters, K sums of a kind, B histogram bins
+
+_NOTHING: Final = MetricHistogram(np.zeros(NUM_BINS, dtype=np.int64), np.inf, -np.inf)
 
 
 class Kind(NamedTuple):
@@ -47,14 +50,14 @@ def kinds_of(samples: Sequence[Mapping[str, ArrivedSums]]) -> list[list[Kind]]:
     return [sorted(kinds | of_parameters, key=repr) for kinds in of_samples]
 
 
-def pack(
+def pack_sums(
     samples: Sequence[Mapping[str, ArrivedSums]],
     kinds: Sequence[Sequence[Kind]],
     names: Sequence[str],
     counted: npt.NDArray[np.bool_],
 ) -> FloatArray:
     """What this rank adds, all kinds of a sample one behind the other; zeros for what another rank counts."""
-    packed = []
+    packed = [np.empty(0)]
     for of_sample, of_kinds in zip(samples, kinds, strict=True):
         for kind in of_kinds:
             rows = kind.names(names)
@@ -64,10 +67,12 @@ def pack(
                 if one is not None and one.meaning == kind.meaning:
                     sums_PK[index] = (*one.sums, 1.0)
             packed.append(sums_PK.ravel())
-    return np.concatenate(packed) if packed else np.empty(0)
+    return np.concatenate(packed)
 
 
-def unpack(packed: FloatArray, kinds: Sequence[Sequence[Kind]], names: Sequence[str]) -> list[dict[str, ArrivedSums]]:
+def unpack_sums(
+    packed: FloatArray, kinds: Sequence[Sequence[Kind]], names: Sequence[str]
+) -> list[dict[str, ArrivedSums]]:
     """The sums of all ranks, by key, for every sample."""
     samples: list[dict[str, ArrivedSums]] = []
     begin_at = 0
@@ -83,3 +88,28 @@ def unpack(packed: FloatArray, kinds: Sequence[Sequence[Kind]], names: Sequence[
                 of_sample[kind.begin + rows[index]] = ArrivedSums(sums, kind.meaning, parameter)
         samples.append(of_sample)
     return samples
+
+
+def histogram_keys(names: Sequence[str]) -> list[str]:
+    """The key of each parameter's histogram: [P]."""
+    return [f"{keys.PARAMETER_HISTOGRAMS}/{name}" for name in names]
+
+
+def pack_histograms(
+    histograms: Mapping[str, MetricHistogram], names: Sequence[str], counted: npt.NDArray[np.bool_]
+) -> tuple[FloatArray, FloatArray]:
+    """What this rank adds to the sums, and to the maxima (minima negated): [P, B] and [2, P], both flat."""
+    found = [
+        histograms.get(key, _NOTHING) if counts else _NOTHING
+        for key, counts in zip(histogram_keys(names), counted.tolist(), strict=True)
+    ]
+    counts_PB = np.stack([one.counts for one in found]).astype(np.float64)
+    return counts_PB.ravel(), np.array([[-one.low for one in found], [one.high for one in found]]).ravel()
+
+
+def unpack_histograms(counts: FloatArray, extremes: FloatArray, names: Sequence[str]) -> dict[str, MetricHistogram]:
+    """The histograms of the whole parameters, by key; none where no rank has counted an element."""
+    counts_PB = counts.reshape(len(names), NUM_BINS).astype(np.int64)
+    low_P, high_P = extremes.reshape(2, len(names)) * [[-1.0], [1.0]]
+    whole = zip(histogram_keys(names), counts_PB, low_P.tolist(), high_P.tolist(), strict=True)
+    return {key: MetricHistogram(counts_B, low, high) for key, counts_B, low, high in whole if counts_B.any()}
