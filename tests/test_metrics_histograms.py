@@ -97,13 +97,13 @@ def test_an_epoch_out_of_windows_has_the_sum():
 
 
 def test_a_forward_that_was_measured_without_one_leaves_none_rather_than_half_of_one():
-    sample, pending = RowTally(["norm", "histogram"]), RowTally(["norm", "histogram"])
-    pending.measure({"a": torch.tensor([3.0])})  # while the sample before was still open, and not due
-    sample.absorb(pending)
-    sample.histogram_is_due = pending.histogram_is_due = True
-    pending.measure({"a": torch.tensor([4.0]), "b": torch.tensor([1.0])})
-    sample.absorb(pending)
-    found = {(name, statistic): value for name, statistic, value in sample.read()}
+    rows = RowTally(["norm", "histogram"])
+    rows.measure({"a": torch.tensor([3.0])})  # while the sample before was still open, and not due
+    rows.settle()
+    rows.measures_histograms = rows.reads_histograms = True
+    rows.measure({"a": torch.tensor([4.0]), "b": torch.tensor([1.0])})
+    rows.settle()
+    found = {(name, statistic): value for name, statistic, value in rows.read()}
     assert found["a", "norm"].item() == 5
     assert set(found) == {("a", "norm"), ("b", "norm"), ("b", "histogram")}
 

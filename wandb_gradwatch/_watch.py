@@ -27,7 +27,7 @@ from ._measure.measure import compile_for_cpu, resolve_backend
 from ._runtime.sharding import DEEPSPEED_REFUSED, has_deepspeed, rank, world_size
 from ._watcher import WATCHERS, Config, Watcher
 from .metrics import MetricLike, probes_of, rules_of
-from .metrics._parameter_histograms import ParameterHistograms
+from .metrics._updates import ParameterHistograms
 from .rules import Alert, Rule, as_rule, default_rules
 from .sinks import Sink, WandbSink
 from .sinks._wandb_run import check_details

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from ._activations import Activations
-from ._attention import Attention, log_attention
-from ._binding import MetricLike, probes_of, rules_of
+from ._attention import Attention
 from ._coordinate_check import CoordinateCheck, coordinate_check
-from ._forward_hooks import log_tensor
-from ._function_metrics import FunctionMetrics
+from ._forward_hooks import MonitorMixin, log_attention, log_tensor
+from ._function_metrics import FunctionMetrics, MetricLike, probes_of, rules_of
 from ._metric import Metric
-from ._mixin import MonitorMixin
 from ._module_probe import ModuleProbe
 from ._noise_scale import NoiseScale
 from ._optimizer_state import OptimizerState

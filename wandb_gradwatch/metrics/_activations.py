@@ -14,12 +14,10 @@ from .._capture.scaling import SCALES, scale_tensor
 from .._measure.elements import onto
 from ..rules import Rule
 from ..snapshot import keys
-from ._forward_hooks import Dims, ForwardHook
-from ._mixin import hands_over
-from ._module_index import ModuleFilter, ModuleIndex
-from ._module_probe import ForwardProbe, is_measurable, leaves_in, slices, tensor_name, tensors_in
-from ._reduction import widened
-from ._rows import DEFAULT_STATISTICS, RowTally, check_statistics
+from ._forward_hooks import Dims, hands_over
+from ._module_index import ModuleIndex
+from ._module_probe import ForwardProbe, ModuleFilter, is_measurable, leaves_in, slices, tensor_name, tensors_in
+from ._rows import DEFAULT_STATISTICS, RowTally, check_statistics, widened
 from ._rules import NonFiniteActivation
 
 _OF: Final = ("input", "output", "grad")
@@ -73,7 +71,7 @@ class Activations(ForwardProbe):
             raise ValueError(f'{self!r}: of={of!r} has "grad", but an evaluation has no backward')
         self._of = frozenset(of)
         self._statistics = check_statistics(repr(self), statistics, histogram=True)
-        self._pending, self._sample = self.stores(lambda: RowTally(self._statistics, dead_threshold))
+        self._rows = self.collect(RowTally(self._statistics, dead_threshold))
         self._parameters: set[int] = set()  # ids of the models' own: whose optimizer they have, whose scaler
         self._source: dict[str, str] = {}  # of each tensor's name: what the tap's order knows
 
@@ -92,13 +90,10 @@ class Activations(ForwardProbe):
 
     def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
         super().start(next_step_is_due, histogram_is_due)
-        self._pending.histogram_is_due = histogram_is_due or self._in_evaluation  # it belongs to a sample to come
-        self._sample.histogram_is_due = histogram_is_due
+        self._rows.measures_histograms = histogram_is_due or self._in_evaluation  # it belongs to a sample to come
+        self._rows.reads_histograms = histogram_is_due
 
-    def install(self, tap: ForwardHook) -> None:
-        tap.hook(lambda name, _: self._matches(name), self._forward_done)
-
-    def _forward_done(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def forward_done(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         seen: dict[str, Tensor] = {}
         name, hooked = (f"{name}.eval" if self._in_evaluation else name), name
         if "input" in self._of:
@@ -138,14 +133,11 @@ class Activations(ForwardProbe):
             self._source[name] = source
             by_device.setdefault(tensor.device, {})[name] = tensor
         for group in by_device.values():
-            self._pending.measure(group)
+            self._rows.measure(group)
 
     def take(self) -> Mapping[str, Found]:
-        taken = {
-            f"{keys.ACTIVATION}/{name}/{statistic}": value for name, statistic, value in self._sample.read(self._order)
-        }
-        self._sample.clear()
-        return taken
+        read = self._rows.read(self._order)
+        return {f"{keys.ACTIVATION}/{name}/{statistic}": value for name, statistic, value in read}
 
     def _order(self, name: str) -> int:
         """The place in the forward; re-entrant checkpointing measures its blocks in the backward's order."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -20,12 +19,11 @@ from .._capture.probes import Found
 from .._measure.elements import wide_dtype
 from ..rules import Rule
 from ..snapshot import keys
-from ._forward_hooks import Dims, ForwardHook, hand_over
-from ._module_index import ModuleFilter, ModuleIndex
-from ._module_probe import ForwardProbe, logger, slices
-from ._rows import RowTally, check_statistics
+from ._forward_hooks import AttentionCall, Dims, ForwardHook
+from ._module_index import ModuleIndex
+from ._module_probe import ForwardProbe, ModuleFilter, logger, slices
+from ._rows import RowTally, Store, add_on_device, check_statistics
 from ._rules import EntropyCollapse, GrowingLogits
-from ._store import Store, add_on_device
 
 # N batch, H heads, L queries, S keys, D features of a head
 
@@ -36,45 +34,6 @@ _WEIGHTS_AT_ONCE: Final = 2**24
 
 # A bias below this forbids a place: masks are made of -inf, or of the dtype's smallest number.
 _FORBIDDEN: Final = -1e4
-
-
-@dataclass(frozen=True)
-class AttentionCall:
-    """One attention inside a forward: query [..., H, L, D], key and value [..., H, S, D], as torch's own function."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor | None
-    mask: Tensor | None
-    is_causal: bool
-    scale: float | None
-
-
-def log_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None = None,
-    *,
-    attn_mask: Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-) -> None:
-    """Hand over the tensors of an attention from inside a module's forward, for `Attention` to measure.
-
-    The arguments are those of `torch.nn.functional.scaled_dot_product_attention`. Does nothing unless the model is
-    watched with `Attention` and the step is sampled.
-
-    Args:
-        module: the module whose forward this is.
-        query: [..., H, L, D].
-        key: [..., H, S, D], with fewer heads where several queries share one.
-        value: [..., H, S, D]; may be left out.
-        attn_mask: broadcasts to [..., H, L, S]: True where a place may be looked at, or a number added to the logits.
-        is_causal: each query looks at the keys up to its own.
-        scale: of the logits; None: 1 / sqrt(D).
-    """
-    hand_over(module, "attention", AttentionCall(query, key, value, attn_mask, is_causal, scale))
 
 
 class Attention(ForwardProbe):
@@ -110,10 +69,10 @@ class Attention(ForwardProbe):
         super().__init__(match)
         self._statistics = check_statistics(repr(self), statistics, histogram=False)
         self._weights = weights
-        self._pending, self._sample = self.stores(lambda: RowTally(self._statistics))
+        self._rows = self.collect(RowTally(self._statistics))
         # Of each module: see weight_sums.
-        self._pending_sums, self._sample_sums = self.stores(lambda: Store[str, Tensor](add_on_device))
-        self._pending_largest, self._sample_largest = self.stores(lambda: Store[str, Tensor](torch.maximum))
+        self._sums = self.collect(Store[str, Tensor](add_on_device))
+        self._largest = self.collect(Store[str, Tensor](torch.maximum))
         self._said_sharded = False
 
     def rules(self) -> list[Rule]:
@@ -124,11 +83,9 @@ class Attention(ForwardProbe):
         self.check_match("module", dict(models.modules()))
 
     def install(self, tap: ForwardHook) -> None:
-        tap.hook(lambda name, module: isinstance(module, nn.MultiheadAttention) and self._matches(name), self._done)
+        tap.hook(lambda name, it: isinstance(it, nn.MultiheadAttention) and self._matches(name), self.forward_done)
 
-    # ---- what is seen
-
-    def _done(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], _: Any) -> None:
+    def forward_done(self, name: str, module: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
         assert isinstance(module, nn.MultiheadAttention)
         if any(type(parameter).__name__ == "DTensor" for parameter in module.parameters()):
             if not self._said_sharded:
@@ -144,12 +101,11 @@ class Attention(ForwardProbe):
         if not self._matches(module):
             return
         if isinstance(thing, AttentionCall):
-            device_type = thing.query.device.type
-            with torch.autocast(device_type, enabled=False):
+            with torch.autocast(thing.query.device.type, enabled=False):
                 self._measure(module, thing)
         elif isinstance(thing, Tensor) and dims and "head" in dims.values():
             self._seen_any = True
-            self._pending.measure({f"{module}/{label}/{name}": part for label, part in slices(thing.detach(), dims)})
+            self._rows.measure({f"{module}/{label}/{name}": part for label, part in slices(thing.detach(), dims)})
 
     def _measure(self, module: str, call: AttentionCall) -> None:
         self._seen_any = True
@@ -157,19 +113,18 @@ class Attention(ForwardProbe):
         for name, tensor in (("query", call.query), ("key", call.key), ("value", call.value)):
             if tensor is not None:
                 parts |= {f"{module}/{label}/{name}": part for label, part in slices(tensor.detach(), {-3: "head"})}
-        self._pending.measure(parts)
+        self._rows.measure(parts)
         if self._weights:
             sums, largest = weight_sums(call)
-            self._pending_sums.add(module, sums)
-            self._pending_largest.add(module, largest)
+            self._sums.add(module, sums)
+            self._largest.add(module, largest)
 
     def take(self) -> Mapping[str, Found]:
         taken: dict[str, Found] = {
-            f"{keys.ATTENTION}/{name}_{statistic}": value for name, statistic, value in self._sample.read()
+            f"{keys.ATTENTION}/{name}_{statistic}": value for name, statistic, value in self._rows.read()
         }
-        self._sample.clear()
-        largest = self._sample_largest.take()
-        for module, sums in self._sample_sums.take().items():
+        largest = self._largest.take()
+        for module, sums in self._sums.take().items():
             numbers: dict[str, Iterable[Tensor]] = {
                 "entropy": sums[:, 0] / sums[:, 1],
                 "entropy_ratio": sums[:, 2] / sums[:, 3],
@@ -270,7 +225,15 @@ def _call_of(
     if module.add_zero_attn:
         projected[1:] = [functional.pad(tensor, (0, 0, 0, 1)) for tensor in projected[1:]]
     heads = [tensor.view(*tensor.shape[:2], module.num_heads, -1).transpose(1, 2) for tensor in projected]
-    mask = _mask_of(module, attn_mask, key_padding_mask, num_items=len(heads[0]), num_keys=heads[1].shape[2])
+    # Both masks as numbers to add to the logits, with zeros for the keys that the module appends itself.
+    mask: Tensor | None = None
+    num_keys = heads[1].shape[2]
+    if attn_mask is not None:
+        bias = _additive(attn_mask, num_keys)
+        mask = bias.view(len(heads[0]), module.num_heads, *bias.shape[1:]) if bias.ndim == 3 else bias[None, None]
+    if key_padding_mask is not None:
+        padding = _additive(key_padding_mask, num_keys)[:, None, None]
+        mask = padding if mask is None else mask + padding
     return AttentionCall(heads[0], heads[1], heads[2], mask, False, None)
 
 
@@ -279,27 +242,7 @@ def _projections(module: nn.MultiheadAttention) -> tuple[Sequence[Tensor], Seque
         weights: Sequence[Tensor] = module.in_proj_weight.chunk(3)
     else:
         weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
-    biases = [None] * 3 if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
-    return weights, biases
-
-
-def _mask_of(
-    module: nn.MultiheadAttention,
-    attn_mask: Tensor | None,
-    key_padding_mask: Tensor | None,
-    *,
-    num_items: int,
-    num_keys: int,
-) -> Tensor | None:
-    """Both masks as numbers to add to the logits, with zeros for the keys that the module appends itself."""
-    total: Tensor | None = None
-    if attn_mask is not None:
-        bias = _additive(attn_mask, num_keys)
-        total = bias.view(num_items, module.num_heads, *bias.shape[1:]) if bias.ndim == 3 else bias[None, None]
-    if key_padding_mask is not None:
-        padding = _additive(key_padding_mask, num_keys)[:, None, None]
-        total = padding if total is None else total + padding
-    return total
+    return weights, [None] * 3 if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
 
 
 def _additive(mask: Tensor, num_keys: int) -> Tensor:

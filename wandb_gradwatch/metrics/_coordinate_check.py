@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from .._capture.parameter_registry import NameFilter
 from .._measure.columns import FloatArray
 from ._forward_hooks import ForwardHook
-from ._module_index import ModuleIndex, matcher, nothing_matches
+from ._module_index import ModuleIndex, chosen_by, matcher
 
 # W widths, T checked steps, L layers
 
@@ -152,11 +152,9 @@ def _check_one(
     steps: Sequence[int],
 ) -> list[dict[str, FloatArray]]:
     """Sizes by layer, for each checked step: [Q]."""
-    named = [(name, module) for name, module in ModuleIndex([("", model)]).modules() if _has_weights(module)]
-    matches = matcher(match, "coordinate_check()")
-    layers = {name: module for name, module in named if matches(name)}
-    if not layers:
-        raise nothing_matches("coordinate_check()", match, "layer", [name for name, _ in named])
+    named = {name: module for name, module in ModuleIndex([("", model)]).modules() if _has_weights(module)}
+    owner = "coordinate_check()"
+    layers = {n: named[n] for n in chosen_by(matcher(match, owner), named, owner=owner, match=match, what="layer")}
     initial = {name: copy.deepcopy(layer) for name, layer in layers.items()}
     inputs_0 = _inputs(model, layers, batches[-1], loss)
     found = []

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import torch
@@ -58,13 +59,7 @@ class ForwardHook:
         self._handles: dict[At, dict[int, tuple[RemovableHandle, _Hook]]] = {}  # by the module's id
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 
-    def hook(
-        self,
-        chosen: Callable[[str, nn.Module], bool],
-        seen: SeenOutput,
-        *,
-        at: At = "end",
-    ) -> None:
+    def hook(self, chosen: Callable[[str, nn.Module], bool], seen: SeenOutput, *, at: At = "end") -> None:
         """Hook every chosen module that is not hooked there yet, where several share a name the outermost.
 
         Args:
@@ -202,3 +197,70 @@ def hand_over(module: nn.Module, name: str, thing: Any, dims: Dims = None) -> No
         return
     for tap in tuple(_open_taps):
         tap.handed_over(module, name, thing, dims)
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One attention inside a forward: query [..., H, L, D], key and value [..., H, S, D], as torch's own function."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor | None
+    mask: Tensor | None
+    is_causal: bool
+    scale: float | None
+
+
+def log_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None = None,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> None:
+    """Hand over the tensors of an attention from inside a module's forward, for `Attention` to measure.
+
+    The arguments are those of `torch.nn.functional.scaled_dot_product_attention`. Does nothing unless the model is
+    watched with `Attention` and the step is sampled.
+
+    Args:
+        module: the module whose forward this is.
+        query: [..., H, L, D].
+        key: [..., H, S, D], with fewer heads where several queries share one.
+        value: [..., H, S, D]; may be left out.
+        attn_mask: broadcasts to [..., H, L, S]: True where a place may be looked at, or a number added to the logits.
+        is_causal: each query looks at the keys up to its own.
+        scale: of the logits; None: 1 / sqrt(D).
+    """
+    hand_over(module, "attention", AttentionCall(query, key, value, attn_mask, is_causal, scale))
+
+
+class MonitorMixin:
+    """For modules that hand over tensors from inside their forward.
+
+    The functions `log_tensor` and `log_attention` do the same for any module. All of it does nothing unless the model
+    is watched with a probe that wants it, and the step is sampled.
+
+    Example:
+        class SelfAttention(MonitorMixin, nn.Module):
+            def forward(self, x):
+                q, k, v = self.heads(self.qkv(x))               # [batch, head, position, feature] each
+                self.log_attention(q, k, v, is_causal=True)
+                self.log_tensor("gate", self.gate(x))
+                ...
+    """
+
+    log_tensor = log_tensor
+    log_attention = log_attention
+
+
+def hands_over(module: nn.Module) -> bool:
+    """Whether a module's own code hands over tensors, by the mixin or the functions: their names are not known yet."""
+    if isinstance(module, MonitorMixin):
+        return True
+    methods = (method for cls in type(module).__mro__ if cls is not nn.Module for method in vars(cls).values())
+    codes = (code for method in methods if (code := getattr(method, "__code__", None)) is not None)
+    return any({"log_tensor", "log_attention"} & {*code.co_names} for code in codes)

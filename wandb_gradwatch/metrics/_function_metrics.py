@@ -1,27 +1,98 @@
-"""The probe behind Metric: applies the user's functions, and drops the one that fails without the others."""
+"""What watch(metrics=...) takes, as probes and rules, and the probe behind Metric: it applies the user's functions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._capture.probes import WatchedTensor
-from .._measure.elements import onto
-from ._attention import AttentionCall
-from ._forward_hooks import Dims, ForwardHook
-from ._metric import Metric
-from ._mixin import hands_over
-from ._module_index import ModuleIndex, matcher, nothing_matches
-from ._module_probe import ForwardProbe, is_measurable, logger, pieces, slices, tensor_name, tensors_in
-from ._reduction import Tally
-from ._shards import ProbeShards
-from ._store import Store
+from .._capture.parameter_registry import Models as WatchedModels
+from .._capture.parameter_registry import with_prefixes
+from .._capture.probes import Probe, WatchedTensor
+from ..rules import Rule
+from ._forward_hooks import AttentionCall, Dims, ForwardHook, hands_over
+from ._metric import Metric, Tally
+from ._module_index import ModuleIndex, ProbeShards, chosen_by, matcher
+from ._module_probe import (
+    ForwardProbe,
+    ModuleProbe,
+    dense,
+    is_measurable,
+    labelled,
+    logger,
+    slices,
+    tensor_name,
+    tensors_in,
+    without_scale,
+)
+from ._reference import Reference
+from ._rows import Store
 from ._updates import Befores
 
+MetricLike = Metric | ModuleProbe
+
 _Key = tuple[str, str, str]  # what it is of, the name, the metric
+
+
+def probes_of(
+    metrics: Sequence[MetricLike], models: WatchedModels, watched: Collection[str] | None = None
+) -> list[Probe]:
+    """The probes that measure these metrics, bound to the models.
+
+    Args:
+        metrics: each a Metric, or a probe such as Activations(), Updates(), Attention() or Reference(model).
+        models: what watch() was given.
+        watched: the names of the parameters that include and exclude leave; None: all.
+
+    Raises:
+        TypeError: something else in metrics.
+        ValueError: one that matches nothing in the models, or does not work on what it matches; two that would log
+            under the same keys.
+    """
+    _check(metrics)
+    bound = ModuleIndex(with_prefixes(models), watched=watched)
+    custom = [metric for metric in metrics if isinstance(metric, Metric)]
+    probes = [probe for probe in metrics if isinstance(probe, ModuleProbe)]
+    if custom:
+        probes.append(FunctionMetrics(custom))
+    _check_keys(probes)
+    for probe in probes:
+        probe.bind(bound)
+    return list(probes)
+
+
+def _check_keys(probes: Sequence[ModuleProbe]) -> None:
+    claimed: dict[tuple[str, str], ModuleProbe] = {}
+    for probe in probes:
+        for family, metric in sorted(probe.claims()):
+            other = claimed.setdefault((family, metric), probe)
+            # Several of one kind are for different names, as their match= says; a reference is of the whole model.
+            if other is not probe and (type(other) is not type(probe) or isinstance(probe, Reference)):
+                raise ValueError(
+                    f"metrics: {other!r} and {probe!r} would both log under {family}/<name>/{metric}; give one of them "
+                    "another name, or leave it out"
+                )
+
+
+def rules_of(metrics: Sequence[MetricLike]) -> list[Rule]:
+    """The rules that belong beside the default ones where these metrics are measured."""
+    _check(metrics)
+    return [rule for probe in metrics if isinstance(probe, ModuleProbe) for rule in probe.rules()]
+
+
+def _check(metrics: Sequence[MetricLike]) -> None:
+    if isinstance(metrics, Metric | ModuleProbe):
+        raise TypeError(f"metrics={metrics!r} must be a sequence; write metrics=[...] around it")
+    for metric in metrics:
+        if isinstance(metric, type) and issubclass(metric, ModuleProbe):
+            raise TypeError(f"metrics holds the class {metric.__name__}; write {metric.__name__}()")
+        if not isinstance(metric, Metric | ModuleProbe):
+            raise TypeError(
+                f"metrics holds {metric!r}, which is no metric; use Metric(name, fn) for a function, or one of "
+                "wandb_gradwatch.metrics, such as Activations() or Updates()"
+            )
 
 
 class FunctionMetrics(ForwardProbe):
@@ -36,9 +107,7 @@ class FunctionMetrics(ForwardProbe):
     def __init__(self, metrics: Iterable[Metric]) -> None:
         self._metrics = list(metrics)
         super().__init__()
-        self._chosen_by: dict[int, Callable[[str], bool]] = {
-            id(metric): matcher(metric.match, str(metric)) for metric in self._metrics
-        }
+        self._matchers = {id(metric): matcher(metric.match, str(metric)) for metric in self._metrics}
         seen: set[tuple[str, str]] = set()
         for metric in self._metrics:
             if (metric.on, metric.name) in seen:
@@ -46,9 +115,8 @@ class FunctionMetrics(ForwardProbe):
             seen.add((metric.on, metric.name))
         self._now: list[Metric] = []  # those that this sample measures
         self._num_due = 0
-        self._pending, self._sample = self.stores(lambda: Store[_Key, Tally](Tally.merge))
+        self._tallies = self.collect(Store[_Key, Tally](Tally.merge))
         self._befores = Befores()
-        self._shards = ProbeShards()
 
     def __repr__(self) -> str:
         return f"FunctionMetrics({', '.join(metric.name for metric in self._metrics)})"
@@ -65,23 +133,23 @@ class FunctionMetrics(ForwardProbe):
             ValueError: a metric matches nothing.
             TypeError, or what fn raises: fn does not work on a parameter that it matches.
         """
-        self._shards.bind(models)
+        self._shards = ProbeShards(models)
         self._shards.look()
         parameters = {n: p for n, p in models.watched_parameters().items() if p.is_floating_point() or p.is_complex()}
         modules = dict(models.modules())
         for metric in self._metrics:
-            if metric.on == "activation":
-                self._check_modules(metric, modules)
-            else:
-                self._check_parameters(metric, parameters)
+            matches = self._matchers[id(metric)]
+            if metric.on != "activation":
+                chosen = chosen_by(matches, parameters, owner=str(metric), match=metric.match, what="parameter")
+                self._try_out(metric, {name: parameters[name] for name in chosen})
+            # What a module hands over is known only when it does.
+            elif not any(map(matches, modules)) and not any(map(hands_over, modules.values())):
+                chosen_by(matches, modules, owner=str(metric), match=metric.match, what="module")
         if any(metric.on == "activation" for metric in self._metrics):
             self.tap_into(models, self._logged)
 
-    def _check_parameters(self, metric: Metric, parameters: Mapping[str, Tensor]) -> None:
-        chosen = [name for name in parameters if self._chosen_by[id(metric)](name)]
-        if not chosen:
-            raise nothing_matches(str(metric), metric.match, "parameter", list(parameters))
-        there = {name: parameters[name] for name in chosen if self._shards.holds_whole(name)}
+    def _try_out(self, metric: Metric, chosen: Mapping[str, Tensor]) -> None:
+        there = {name: tensor for name, tensor in chosen.items() if self._shards.is_whole(name)}
         there = {name: tensor for name, tensor in there.items() if tensor.numel() and not tensor.is_meta}
         if not there:
             return
@@ -89,15 +157,10 @@ class FunctionMetrics(ForwardProbe):
         example = there[name].detach()
         with torch.no_grad():
             try:
-                pieces(metric.value_of(example), metric.dims)
+                labelled(metric.value_of(example), metric.dims)
             except Exception as error:
                 kind = TypeError if isinstance(error, TypeError) else ValueError
                 raise kind(f"{metric} does not work on {name!r} of shape {[*example.shape]}: {error}") from error
-
-    def _check_modules(self, metric: Metric, modules: Mapping[str, Any]) -> None:
-        # A tensor that a module hands over is known only when it does.
-        if not any(map(self._chosen_by[id(metric)], modules)) and not any(map(hands_over, modules.values())):
-            raise nothing_matches(str(metric), metric.match, "module", list(modules))
 
     # ---- during a sample
 
@@ -108,13 +171,13 @@ class FunctionMetrics(ForwardProbe):
         super().start(next_step_is_due and any(metric.on == "activation" for metric in self._now), histogram_is_due)
 
     def install(self, tap: ForwardHook) -> None:
-        chosen = [self._chosen_by[id(metric)] for metric in self._metrics if metric.on == "activation"]
-        tap.hook(lambda name, _: any(matches(name) for matches in chosen), self._forward_done)
+        chosen = [self._matchers[id(metric)] for metric in self._metrics if metric.on == "activation"]
+        tap.hook(lambda name, _: any(matches(name) for matches in chosen), self.forward_done)
 
-    def _forward_done(self, name: str, module: Any, args: Any, kwargs: Any, output: Any) -> None:
+    def forward_done(self, name: str, module: Any, args: Any, kwargs: Any, output: Any) -> None:
         self._seen_any = True
         for path, tensor in tensors_in(output):
-            self._apply("activation", tensor_name(name, path), tensor, self._pending, also_called=name)
+            self._apply("activation", tensor_name(name, path), tensor, pending=True, also_called=name)
 
     def _logged(self, module: str, name: str, thing: Any, dims: Dims) -> None:
         if isinstance(thing, AttentionCall):
@@ -124,7 +187,7 @@ class FunctionMetrics(ForwardProbe):
             self._seen_any = True
             for label, part_of in slices(thing.detach(), dims):
                 full_name = tensor_name(module, name, label)
-                self._apply("activation", full_name, part_of, self._pending, also_called=f"{module}.{name}")
+                self._apply("activation", full_name, part_of, pending=True, also_called=f"{module}.{name}")
 
     def gradients_ready(self, tensors: Sequence[WatchedTensor]) -> None:
         super().gradients_ready(tensors)
@@ -143,12 +206,12 @@ class FunctionMetrics(ForwardProbe):
     def after_update(self, tensors: Sequence[WatchedTensor]) -> None:
         super().after_update(tensors)
         for name, change, _ in self._befores.changes(tensors):
-            self._apply("update", name, change, self._sample)
+            self._apply("update", name, change)
 
     def take(self) -> Mapping[str, Tensor]:
         taken = {}
         by_name = {(metric.on, metric.name): metric for metric in self._metrics}
-        for (on, name, metric_name), tally in self._sample.take().items():
+        for (on, name, metric_name), tally in self._tallies.take().items():
             if (on, metric_name) not in by_name:
                 continue
             try:
@@ -162,57 +225,46 @@ class FunctionMetrics(ForwardProbe):
 
     def _measures(self, on: str, name: str) -> bool:
         """Whether a metric of this sample matches this parameter, and the parameter is whole."""
-        if not any(metric.on == on and self._chosen_by[id(metric)](name) for metric in self._now):
+        if not any(metric.on == on and self._matchers[id(metric)](name) for metric in self._now):
             return False
         return self._shards.is_whole(name, needed_by="metrics of parameters, gradients and updates")
 
     def _parameter(self, watched: WatchedTensor) -> None:
         if self._measures("parameter", watched.name):
-            self._apply("parameter", watched.name, watched.parameter, self._sample, once=True)
+            self._apply("parameter", watched.name, watched.parameter, once=True)
 
     def _gradient(self, watched: WatchedTensor) -> None:
         gradient = watched.gradient
         if gradient is None or not self._measures("gradient", watched.name):
             return
-        if gradient.layout is not torch.strided:
-            gradient = gradient.to_dense()
-        if watched.inverse_scale is not None:
-            wide = gradient.float() if gradient.element_size() < 4 else gradient
-            gradient = wide * onto(watched.inverse_scale, wide.device)
         for metric in self._now:  # the last backward of a sample has the sum of all
-            self._sample.pop(("gradient", watched.name, metric.name), None)
-        self._apply("gradient", watched.name, gradient, self._sample)
+            self._tallies.sample.pop(("gradient", watched.name, metric.name), None)
+        self._apply("gradient", watched.name, without_scale(dense(gradient), watched.inverse_scale))
 
     def _apply(
-        self,
-        on: str,
-        name: str,
-        tensor: Tensor,
-        into: Store[_Key, Tally],
-        *,
-        also_called: str = "",
-        once: bool = False,
+        self, on: str, name: str, tensor: Tensor, *, pending: bool = False, also_called: str = "", once: bool = False
     ) -> None:
         for metric in tuple(self._now):
-            matches = self._chosen_by[id(metric)]
+            matches = self._matchers[id(metric)]
             if metric.on != on or not (matches(name) or (also_called and matches(also_called))):
                 continue
             key = (on, name, metric.name)
-            if once and key in into:
+            if once and key in self._tallies.sample:
                 continue
             try:
-                values_KE, labels = pieces(metric.value_of(tensor), metric.dims)
-                if values_KE.shape[1]:
-                    into.add(key, Tally.of(values_KE, metric.aggregate, labels))
+                labels, values = labelled(metric.value_of(tensor), metric.dims)
+                if values.numel():
+                    tally = Tally.of(values.reshape(len(labels), -1), metric.aggregate, labels)
+                    self._tallies.add(key, tally, pending=pending)
             except Exception as error:
                 self._drop(metric, f"{on} {name!r} of shape {[*tensor.shape]}", error)
 
     def _drop(self, metric: Metric, where: str, error: Exception) -> None:
         self._metrics = [kept for kept in self._metrics if kept is not metric]
         self._now = [kept for kept in self._now if kept is not metric]
-        for store in (self._sample, self._pending):
-            for key in [key for key in store if (key[0], key[2]) == (metric.on, metric.name)]:
-                del store[key]
+        for values in (self._tallies.sample, self._tallies.pending):
+            for key in [key for key in values if (key[0], key[2]) == (metric.on, metric.name)]:
+                del values[key]
         logger.error(
             "wandb_gradwatch: %s failed on the %s and is dropped; the others go on.", metric, where, exc_info=error
         )

@@ -1,18 +1,31 @@
-"""Metric: any function of any tensor, as the user states it."""
+"""Metric: any function of any tensor, as the user states it, and how its values in a sample become one number."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from .._capture.parameter_registry import NameFilter
+from .._measure.elements import wide_dtype
 from ..snapshot import keys
-from ._reduction import AGGREGATES, Aggregate, widened
+from ._rows import widened
 
+# K labels (one without named dimensions), E elements of each
+
+Aggregate = str | Callable[[Tensor], Tensor]
+
+# How values [K, E] become a state [K], and two states one; a mean is a sum until it is read.
+_REDUCTIONS: Final[dict[str, tuple[Callable[[Tensor, int], Tensor], Callable[[Tensor, Tensor], Tensor]]]] = {
+    "mean": (torch.sum, torch.add),
+    "sum": (torch.sum, torch.add),
+    "min": (torch.amin, torch.minimum),
+    "max": (torch.amax, torch.maximum),
+}
+AGGREGATES: Final = tuple(_REDUCTIONS)
 SUBJECTS: Final = (keys.PARAMETER, keys.GRADIENT, keys.ACTIVATION, keys.UPDATE)
 
 
@@ -94,3 +107,37 @@ class Metric:
 
 def _names_dimensions(dims: object) -> bool:
     return isinstance(dims, Mapping) and all(isinstance(d, int) and isinstance(name, str) for d, name in dims.items())
+
+
+@dataclass(frozen=True, eq=False)
+class Tally:
+    """The values of one metric of one tensor, in one sample.
+
+    A mean is that of all elements, so that micro-batches of different sizes weigh as much as they hold.
+    """
+
+    labels: list[str]  # K
+    aggregate: Aggregate
+    states: tuple[Tensor, ...]  # one [K]; where `aggregate` is the user's function, all values instead: [K, E] each
+    count: int  # E
+
+    @classmethod
+    def of(cls, values_KE: Tensor, aggregate: Aggregate, labels: list[str]) -> Tally:
+        """The values of one forward, or of one tensor; at least one for each label."""
+        values_KE = values_KE.detach().to(wide_dtype(values_KE.device))
+        state = values_KE.clone() if callable(aggregate) else _REDUCTIONS[aggregate][0](values_KE, 1)
+        return cls(labels, aggregate, (state,), values_KE.shape[1])
+
+    def merge(self, later: Tally) -> Tally:
+        """This tally and another one of the same metric as one."""
+        states = self.states + later.states
+        if not callable(self.aggregate):
+            states = (_REDUCTIONS[self.aggregate][1](*states),)
+        return replace(self, states=states, count=self.count + later.count)
+
+    def results(self) -> list[Tensor]:
+        """K scalars."""
+        if callable(self.aggregate):
+            return [self.aggregate(values) for values in torch.cat(self.states, dim=1)]
+        (state,) = self.states
+        return list(state / self.count if self.aggregate == "mean" else state)

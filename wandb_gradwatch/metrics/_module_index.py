@@ -1,16 +1,26 @@
-"""Names of modules and parameters, as the registry gives them, and what a `match=` chooses among them."""
+"""Names of modules and parameters, as the registry gives them, what a `match=` chooses among them, and which are whole.
+
+Sums of squares over the parts of a sharded parameter add up to those of the whole, so distances merge over ranks, as
+rows do. Any other function of a part is not the function of the whole: it is left out, and that is said.
+"""
 
 from __future__ import annotations
 
 import functools
+import logging
+import math
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Final
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final
 
 from torch import Tensor, nn
 
 from .._capture.parameter_registry import NameFilter, name_predicate
+from .._runtime.sharding import local_part
 from .._runtime.wrappers import is_transparent
+
+logger: Final = logging.getLogger("wandb_gradwatch")
 
 # The whole model's output has a name too: that of the model, or this where the model has none.
 ROOT: Final = "root"
@@ -66,33 +76,6 @@ def _walk(module: nn.Module, prefix: str, seen: set[int]) -> Iterator[tuple[str,
             yield from _walk(child, prefix if is_transparent(module, key) else f"{prefix}{key}.", seen)
 
 
-ModuleFilter = NameFilter | type[nn.Module]
-
-
-class ModuleMatcher:
-    """A `match=` of modules as a function from a name: as `matcher`, or a class, whose modules are looked up.
-
-    Raises:
-        ValueError: it is not a regular expression; `owner` begins the message.
-    """
-
-    def __init__(self, match: ModuleFilter | None, owner: str) -> None:
-        self._class = match if isinstance(match, type) else None
-        self._names: frozenset[str] = frozenset()  # of the class's modules
-        self._by_name: Callable[[str], bool] = lambda name: name in self._names
-        if not isinstance(match, type):
-            self._by_name = matcher(match, owner)
-
-    def look(self, models: ModuleIndex) -> None:
-        """Find the modules that there are now."""
-        if self._class is not None:
-            of_class = self._class
-            self._names = frozenset(name for name, module in models.modules() if isinstance(module, of_class))
-
-    def __call__(self, name: str) -> bool:
-        return self._by_name(name)
-
-
 def matcher(match: NameFilter | None, owner: str) -> Callable[[str], bool]:
     """A `match=` as a function from a name: a regular expression (searched), several, a function; None: everything.
 
@@ -103,7 +86,112 @@ def matcher(match: NameFilter | None, owner: str) -> Callable[[str], bool]:
     return (lambda _: True) if predicate is None else functools.cache(predicate)
 
 
-def nothing_matches(owner: str, match: object, what: str, names: Sequence[str]) -> ValueError:
-    """The error of a `match=` that chooses none of the names."""
-    first = ", ".join(repr(name) for name in names[:3]) or "none at all"
-    return ValueError(f"{owner} with match={match!r} matches no {what}; the first names are {first}")
+def chosen_by(
+    matches: Callable[[str], bool], names: Iterable[str], *, owner: str, match: object, what: str
+) -> list[str]:
+    """The names that a `match=` chooses.
+
+    Raises:
+        ValueError: it chooses none.
+    """
+    known = list(names)
+    if not (chosen := list(filter(matches, known))):
+        first = ", ".join(map(repr, known[:3])) or "none at all"
+        raise ValueError(f"{owner} with match={match!r} matches no {what}; the first names are {first}")
+    return chosen
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """A dimension of a tensor in `size` chunks, of which this rank has the one at `index`."""
+
+    dim: int
+    size: int
+    index: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a sharded parameter lies on its ranks: the cuts that make this rank's part, and how many ranks there are."""
+
+    cuts: tuple[_Cut, ...]
+    num_ranks: int
+
+    @property
+    def num_replicas(self) -> int:
+        """How many ranks hold the same part."""
+        return self.num_ranks // math.prod(cut.size for cut in self.cuts)
+
+
+class ProbeShards:
+    """Tells whole parameters from sharded ones, and says once of everything that is left out."""
+
+    def __init__(self, models: ModuleIndex) -> None:
+        self._models = models
+        self._layouts: dict[str, Layout | None] = {}  # of sharded parameters; None where it is not known how
+        self._said: set[str] = set()
+
+    def look(self) -> None:
+        """Look again, whenever parameters are there to be measured: models are sharded after watch() too."""
+        all_flat = self.uses_fsdp1
+        self._layouts = {
+            name: _layout(parameter)
+            for name, parameter in self._models.parameters()
+            if all_flat or local_part(parameter) is not parameter
+        }
+
+    @property
+    def uses_fsdp1(self) -> bool:
+        """Whether parameters are pieces of flat ones, of whose layout nobody else knows."""
+        return any(type(module).__name__ == "FullyShardedDataParallel" for _, module in self._models.modules())
+
+    def is_whole(self, name: str, *, needed_by: str | None = None) -> bool:
+        """Whether a function of this parameter, as it is here, is one of the whole; if not, `needed_by` is told."""
+        if name in self._layouts and needed_by is not None:
+            self._say(name, needed_by)
+        return name not in self._layouts
+
+    def layout(self, name: str) -> Layout | None:
+        """How a sharded parameter lies on its ranks; None for a whole one, and where that is not known."""
+        return self._layouts.get(name)
+
+    def part(self, name: str, whole: Tensor, *, needed_by: str) -> Tensor | None:
+        """The part of a tensor like the parameter that this rank holds; None, which is said, where it is unknown."""
+        if name not in self._layouts:
+            return whole
+        layout = self._layouts[name]
+        if layout is None:
+            self._say(name, needed_by)
+            return None
+        for cut in layout.cuts:
+            chunks = whole.chunk(cut.size, dim=cut.dim)
+            # More ranks than rows: this one may hold nothing.
+            whole = chunks[cut.index] if cut.index < len(chunks) else whole.narrow(cut.dim, 0, 0)
+        return whole
+
+    def _say(self, name: str, left_out: str) -> None:
+        if left_out not in self._said:
+            self._said.add(left_out)
+            logger.warning(
+                "wandb_gradwatch: %d parameters are sharded, %r among them, and of those this rank holds a part only: "
+                "%s are left out for them. Updates() and the norms of gradients are those of the whole.",
+                len(self._layouts),
+                name,
+                left_out,
+            )
+
+
+def _layout(parameter: Any) -> Layout | None:
+    """That of a DTensor, with the cuts in the order of its mesh, as `distribute_tensor` makes them.
+
+    None where it is another way: flat (FSDP1), interleaved (two kinds of parallelism on one dimension), or none here.
+    """
+    if local_part(parameter) is parameter or (coordinate := parameter.device_mesh.get_coordinate()) is None:
+        return None
+    cuts = []
+    for size, index, placement in zip(parameter.device_mesh.shape, coordinate, parameter.placements, strict=True):
+        if not placement.is_replicate():
+            if type(placement).__name__ != "Shard":
+                return None
+            cuts.append(_Cut(placement.dim, size, index))
+    return Layout(tuple(cuts), parameter.device_mesh.size())

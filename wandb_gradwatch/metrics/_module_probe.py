@@ -8,6 +8,7 @@ ForwardProbe        of what flows through modules
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,17 +19,19 @@ from torch import Tensor, nn
 
 from .._capture.parameter_registry import NameFilter
 from .._capture.probes import Found, Probe, WatchedTensor
+from .._measure.elements import onto
 from .._runtime.sharding import local_part
 from ..rules import Rule
-from ._forward_hooks import Dims, ForwardHook
-from ._module_index import ROOT, ModuleFilter, ModuleIndex, ModuleMatcher, matcher, nothing_matches
-from ._shards import ProbeShards
-from ._store import Store
+from ._forward_hooks import Dims, ForwardHook, SeenThing
+from ._module_index import ROOT, ModuleIndex, ProbeShards, chosen_by, matcher
+from ._rows import Store, widened
 
 logger: Final = logging.getLogger("wandb_gradwatch")
 
 # This many measured updates without a forward that is seen are worth a word; one may be another model's.
 _PATIENCE_IN_UPDATES: Final = 3
+
+ModuleFilter = NameFilter | type[nn.Module]
 
 
 class ModuleProbe(Probe):
@@ -44,15 +47,13 @@ class ModuleProbe(Probe):
     def bind(self, models: ModuleIndex) -> None:
         """Called once, by watch(): check what can be checked, and raise what has to be raised. Hook nothing yet."""
 
-    def check_match(self, what: str, names: Iterable[str]) -> None:
-        """Refuse a match that chooses none of these names.
+    def check_match(self, what: str, names: Iterable[str]) -> list[str]:
+        """The names that the match chooses.
 
         Raises:
-            ValueError: that is so.
+            ValueError: it chooses none.
         """
-        known = list(names)
-        if not any(map(self._matches, known)):
-            raise nothing_matches(f"{type(self).__name__}()", self._match, what, known)
+        return chosen_by(self._matches, names, owner=f"{type(self).__name__}()", match=self._match, what=what)
 
     def claims(self) -> set[tuple[str, str]]:
         """Families and metrics that it logs under: ("update", "norm") for `update/<name>/norm`."""
@@ -70,16 +71,17 @@ class ParameterProbe(ModuleProbe):
         match: of which parameters: a regular expression (searched), several, or a function of the name; None: all.
     """
 
+    _shards: ProbeShards
+
     def __init__(self, match: NameFilter | None = None) -> None:
         self._match = match
         self._matches = matcher(match, repr(self))
-        self._shards = ProbeShards()
         self._is_due = False
         self._found: dict[str, Found] = {}  # in the open sample
 
     def bind(self, models: ModuleIndex) -> None:
+        self._shards = ProbeShards(models)
         self.check_match("parameter", models.watched_parameters())
-        self._shards.bind(models)
 
     def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
         self._is_due, self._found = next_step_is_due, {}
@@ -107,14 +109,14 @@ class ForwardProbe(ModuleProbe):
 
     def __init__(self, match: ModuleFilter | None = None, *, in_evaluation: bool = False) -> None:
         self._match = match
-        self._matches: ModuleMatcher = ModuleMatcher(match, repr(self))
+        self._matches = (lambda _: False) if isinstance(match, type) else matcher(match, repr(self))
         self._models = ModuleIndex([])
         self._in_evaluation = in_evaluation
         self._tap: ForwardHook | None = None
         self._roots: frozenset[str] = frozenset()
         self._depth = 0  # of forwards of whole models that have begun: one may call itself
         self._handled: BaseException | None = None  # what was being handled when the outermost began
-        self._stores: list[tuple[Any, Any]] = []  # pending, and of the sample
+        self._stores: list[Store[Any, Any]] = []
         self._due = False
         self._seen_any = False  # since the last update
         self._unseen_updates = 0  # in a row
@@ -123,55 +125,66 @@ class ForwardProbe(ModuleProbe):
     def seconds_spent(self) -> float:
         return 0.0 if self._tap is None else self._tap.seconds_spent
 
-    def tap_into(self, models: ModuleIndex, on_logged: Callable[[str, str, Any, Dims], None] | None = None) -> None:
+    def bind(self, models: ModuleIndex) -> None:
+        self.tap_into(models)
+        self.check_match("module", dict(models.modules()))
+
+    def tap_into(self, models: ModuleIndex, on_logged: SeenThing | None = None) -> None:
         """Make the tap, shut, and look which modules the match chooses."""
         self._models = models
-        self._matches.look(models)
-        self._tap = ForwardHook(
-            repr(self), models, on_logged=on_logged, when="evaluation" if self._in_evaluation else "training"
-        )
+        self._look()
+        when: Any = "evaluation" if self._in_evaluation else "training"
+        self._tap = ForwardHook(repr(self), models, on_logged=on_logged, when=when)
         self._roots = frozenset(prefix.removesuffix(".") or ROOT for prefix, _ in models.alive())
+
+    def _look(self) -> None:
+        """Find the modules of a class that there are now."""
+        if isinstance(of_class := self._match, type):
+            names = frozenset(name for name, module in self._models.modules() if isinstance(module, of_class))
+            self._matches = names.__contains__
 
     def install(self, tap: ForwardHook) -> None:
         """Hook what is to be seen and is not hooked yet. Called when a sample that is due begins."""
+        tap.hook(lambda name, _: self._matches(name), self.forward_done)
 
-    def stores(self, make: Callable[[], AnyStore]) -> tuple[AnyStore, AnyStore]:
-        """Two stores: of what is pending, for a forward to add to, and of the open sample, for `take`."""
-        pair = make(), make()
-        self._stores.append(pair)
-        return pair
+    def forward_done(self, name: str, module: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
+        """The forward of a module that matches has ended."""
+
+    def collect(self, store: AnyStore) -> AnyStore:
+        """The store, which forwards add to as pending, and `take` takes the sample from."""
+        self._stores.append(store)
+        return store
 
     def forward_begins(self, name: str, module: nn.Module, args: Any, kwargs: Mapping[str, Any], _: Any) -> None:
         """The forward of a whole model begins."""
         self._depth += 1
         if self._depth == 1:
             self._handled = sys.exc_info()[1]
-            for pending, _sample in self._stores:
-                pending.mark()
+            for store in self._stores:
+                store.mark()
 
     def _forward_ends(self, *_: Any) -> None:
         self._depth = max(self._depth - 1, 0)
         # In a hook that is always called, an exception that was not there at the beginning is the forward's own.
         if self._depth == 0 and sys.exc_info()[1] is not self._handled:
-            for pending, _sample in self._stores:
-                pending.go_back()
+            for store in self._stores:
+                store.go_back()
 
-    def settle(self) -> None:
-        """What is pending belongs to the open sample."""
-        for pending, sample in self._stores:
-            sample.absorb(pending)
+    def _settle(self) -> None:
+        for store in self._stores:
+            store.settle()
 
     def forget_pending(self) -> None:
         """What is pending belongs to no sample."""
-        for pending, _ in self._stores:
-            pending.clear()
+        for store in self._stores:
+            store.forget_pending()
 
     def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
         self._due, self._depth = next_step_is_due, 0
         if self._tap is None:
             return
         if next_step_is_due or self._in_evaluation:
-            self._matches.look(self._models)  # a module may be new
+            self._look()  # a module may be new
             self.install(self._tap)
             self._tap.hook(lambda name, _: name in self._roots, self.forward_begins, at="beginning")
             self._tap.hook(lambda name, _: name in self._roots, self._forward_ends, at="any end")
@@ -181,10 +194,10 @@ class ForwardProbe(ModuleProbe):
             self.forget_pending()
 
     def gradients_ready(self, tensors: Sequence[WatchedTensor]) -> None:
-        self.settle()
+        self._settle()
 
     def before_update(self, tensors: Sequence[WatchedTensor]) -> None:
-        self.settle()
+        self._settle()
         if self._tap is None:
             return
         self._tap.shut()  # an optimizer that evaluates its closure again runs forwards of no interest
@@ -205,6 +218,18 @@ class ForwardProbe(ModuleProbe):
     def close(self) -> None:
         if self._tap is not None:
             self._tap.remove()
+
+
+def dense(gradient: Tensor) -> Tensor:
+    """A sparse gradient with its zeros."""
+    return gradient if gradient.layout is torch.strided else gradient.to_dense()
+
+
+def without_scale(gradient: Tensor, inverse_scale: Tensor | None) -> Tensor:
+    """A gradient without the loss scale; half precision that has one as float32."""
+    if inverse_scale is None:
+        return gradient
+    return widened(gradient) * onto(inverse_scale, gradient.device)
 
 
 def tensors_in(output: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -251,35 +276,24 @@ def slices(tensor: Tensor, dims: Dims) -> list[tuple[str, Tensor]]:
     Raises:
         ValueError: a dimension that the tensor does not have.
     """
-    if not dims:
-        return [("", tensor)]
-    front, labels = _named_in_front(tensor, dims)
-    return list(zip(labels, front.flatten(0, len(dims) - 1), strict=True))
+    return list(zip(*labelled(tensor, dims), strict=True)) if dims else [("", tensor)]
 
 
-def pieces(tensor: Tensor, dims: Dims) -> tuple[Tensor, list[str]]:
-    """The same slices, flattened, as one tensor: [K, E], and the K labels.
+def labelled(tensor: Tensor, dims: Dims) -> tuple[list[str], Tensor]:
+    """The K labels of these slices, and the slices as one tensor: [K, ...].
 
     Raises:
         ValueError: likewise.
     """
     if not dims:
-        return tensor.reshape(1, -1), [""]
-    front, labels = _named_in_front(tensor, dims)
-    return front.reshape(len(labels), -1), labels
-
-
-def _named_in_front(tensor: Tensor, dims: Mapping[int, str]) -> tuple[Tensor, list[str]]:
+        return [""], tensor[None]
     wrong = [dim for dim in dims if not -tensor.ndim <= dim < tensor.ndim]
     if wrong:
         raise ValueError(f"dims={dict(dims)!r} names dimension {wrong[0]}, but the tensor has shape {[*tensor.shape]}")
     front = tensor.movedim([dim % tensor.ndim for dim in dims], list(range(len(dims))))
-    labels = [""]
-    for name, size in zip(dims.values(), front.shape, strict=False):
-        labels = [
-            f"{label}/{name}_{index}" if label else f"{name}_{index}" for label in labels for index in range(size)
-        ]
-    return front, labels
+    sizes = zip(dims.values(), front.shape, strict=False)
+    parts = ([f"{name}_{index}" for index in range(size)] for name, size in sizes)
+    return list(map("/".join, itertools.product(*parts))), front.flatten(0, len(dims) - 1)
 
 
 def tensor_name(module: str, path: str, label: str = "") -> str:

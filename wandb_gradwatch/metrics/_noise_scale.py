@@ -21,7 +21,7 @@ from .._runtime.sharding import world_size
 from ..snapshot import GroupBy, group_function, keys
 from ._module_probe import logger
 from ._own_gradients import OwnGradientProbe, square_of
-from ._reduction import widened
+from ._rows import widened
 
 # N parts of a step's batch: micro-batches, or ranks; W samples that an estimate is made of
 
@@ -127,7 +127,7 @@ class NoiseScale(OwnGradientProbe):
             gradient = tensor.gradient
             if gradient is None or gradient.layout is not torch.strided or not self._matches(tensor.name):
                 continue
-            if world_size() > 1 and self._shards.holds_whole(tensor.name):
+            if world_size() > 1 and self._shards.is_whole(tensor.name):
                 self._averaged[tensor.name] = square_of(gradient)
                 continue
             last, wide = self._last.get(tensor.name), wide_dtype(gradient.device)

@@ -17,8 +17,8 @@ from .._measure.probe_values import ProbeSums, root_of_ratio
 from .._runtime.sharding import local_part
 from ..rules import Rule
 from ..snapshot import keys
-from ._module_probe import ParameterProbe
-from ._reduction import widened
+from ._module_probe import ParameterProbe, dense, without_scale
+from ._rows import widened
 from ._rules import OutgrownUpdate
 
 # The sums of every parameter: its elements, and the squares of the gradient, of the gradient over the second moment, of
@@ -103,12 +103,7 @@ class OptimizerState(ParameterProbe):
             gradient = tensor.gradient
             if gradient is None or tensor.optimizer is None or tensor.held is None or not self._matches(tensor.name):
                 continue
-            if gradient.layout is not torch.strided:
-                gradient = gradient.to_dense()
-            squares = widened(gradient)
-            if tensor.inverse_scale is not None:
-                squares = squares * onto(tensor.inverse_scale, squares.device)
-            squares = squares.square()
+            squares = without_scale(widened(dense(gradient)), tensor.inverse_scale).square()
             wide = wide_dtype(squares.device)
             num = torch.full((), squares.numel(), dtype=wide, device=squares.device)
             state, group = tensor.optimizer.state.get(tensor.held, {}), groups.get(id(tensor.held), {})

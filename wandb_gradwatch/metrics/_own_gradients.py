@@ -11,8 +11,8 @@ from .._capture.parameter_registry import NameFilter
 from .._capture.probes import WatchedTensor
 from .._measure.elements import onto, wide_dtype
 from .._runtime.sharding import world_size
-from ._module_probe import ParameterProbe
-from ._reduction import widened
+from ._module_probe import ParameterProbe, dense
+from ._rows import widened
 
 
 def square_of(tensor: Tensor) -> Tensor:
@@ -55,12 +55,10 @@ class OwnGradientProbe(ParameterProbe):
             self._shards.look()
 
     def gradient_arrived(self, name: str, gradient: Tensor) -> None:
-        if not (self._is_due and self._matches(name) and self._shards.holds_whole(name)):
+        if not (self._is_due and self._matches(name) and self._shards.is_whole(name)):
             return
         self._begun = True
-        if gradient.layout is not torch.strided:
-            gradient = gradient.to_dense()
-        own = widened(gradient)
+        own = widened(dense(gradient))
         if self._copies:
             if name in self._left:
                 own = own - self._left[name]

@@ -114,7 +114,7 @@ class Ranks(OwnGradientProbe):
 
     def gradient_arrived(self, name: str, gradient: Tensor) -> None:
         super().gradient_arrived(name, gradient)
-        if self._is_due and self._matches(name) and self._shards.holds_whole(name):
+        if self._is_due and self._matches(name) and self._shards.is_whole(name):
             self._seconds = self._clock() - self._began - self._waited
 
     def gradients_ready(self, tensors: Sequence[WatchedTensor]) -> None:
@@ -128,7 +128,7 @@ class Ranks(OwnGradientProbe):
         self._shards.look()
         for tensor in tensors:
             layout = self._shards.layout(tensor.name)
-            has_replicas = layout.num_replicas > 1 if layout else self._shards.holds_whole(tensor.name)
+            has_replicas = layout.num_replicas > 1 if layout else self._shards.is_whole(tensor.name)
             if has_replicas and self._matches(tensor.name) and tensor.parameter.numel():
                 self._checksums.append(_bits(tensor.parameter))
                 self._layout.append((tensor.name, tuple(tensor.parameter.shape), str(tensor.parameter.dtype), layout))

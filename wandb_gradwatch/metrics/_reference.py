@@ -17,12 +17,10 @@ from .._measure.probe_values import Distance, ProbeSums
 from .._runtime.sharding import local_part
 from ..snapshot import keys
 from ._forward_hooks import ForwardHook
-from ._metric import Metric
-from ._module_index import ModuleIndex, matcher, nothing_matches
+from ._metric import Metric, Tally
+from ._module_index import ModuleIndex, ProbeShards, chosen_by, matcher
 from ._module_probe import ForwardProbe, logger, tensor_name, tensors_in
-from ._reduction import Tally, widened
-from ._shards import ProbeShards, is_dtensor
-from ._store import Store, add_on_device
+from ._rows import Store, add_on_device, widened
 
 # What a difference is called beside the user's own functions.
 DIFFERENCE, RELATIVE = "difference", "relative_difference"
@@ -73,7 +71,7 @@ class Reference(ForwardProbe):
         for argument, module in (("model", model), ("reference", reference)):
             if not isinstance(module, nn.Module) and not (argument == "reference" and module is None):
                 raise TypeError(f"Reference(): {argument} must be a torch.nn.Module, but is {type(module).__name__}")
-        if any(map(is_dtensor, (model if reference is None else reference).parameters())):
+        if any(local_part(one) is not one for one in (model if reference is None else reference).parameters()):
             raise ValueError(
                 "Reference(): the model is sharded already, and a reference must be whole; make the Reference before "
                 "the model is sharded, or pass reference=, a copy from before"
@@ -82,36 +80,32 @@ class Reference(ForwardProbe):
         self._reference = copy.deepcopy(model).requires_grad_(False) if reference is None else reference
         # Of the watched model only that it is the one; a strong reference would keep it alive.
         self._frozen = dict(ModuleIndex([("", self._reference)]).parameters())
-        theirs = {name: p.shape for name, p in ModuleIndex([("", model)]).parameters()}
-        ours = {name: p.shape for name, p in self._frozen.items()}
-        if ours != theirs:
-            wrong = sorted(set(ours.items()) ^ set(theirs.items()))
+        self._shapes = _shapes_of(self._reference)
+        if wrong := sorted(set(self._shapes.items()) ^ set(_shapes_of(model).items())):
             raise ValueError(
                 f"Reference(): the reference must have the model's parameters, but {wrong[0][0]!r} differs; "
                 "pass a copy of the model"
             )
         self._activations = activations
-        self._matches_module = matcher(activations, repr(self)) if activations is not None else None
+        self._matches_module = (lambda _: False) if activations is None else matcher(activations, repr(self))
         self._functions = dict(functions or {})
         for name, function in self._functions.items():
             if name in (DIFFERENCE, RELATIVE):
                 raise ValueError(f"Reference(): functions: {name!r} is the name of the distance itself; choose another")
             Metric(name, function)  # type: ignore[arg-type]  # raises for a name or function that makes no sense
         self._prefix = ""
-        self._models = ModuleIndex([])
-        self._shards = ProbeShards()
         self._reference_tap: ForwardHook | None = None
         self._outputs: dict[str, list[Mapping[str, Tensor]]] = {}  # the reference's, by module, in the order of calls
         self._parameters_done: set[str] = set()
         # [2] of each tensor: the squares of the difference and of the reference
-        self._pending, self._sample = self.stores(lambda: Store[str, Tensor](add_on_device))
-        self._pending_values, self._sample_values = self.stores(lambda: Store[str, Tally](Tally.merge))
+        self._squares = self.collect(Store[str, Tensor](add_on_device))
+        self._values = self.collect(Store[str, Tally](Tally.merge))
 
     def __repr__(self) -> str:
         return "Reference()" if self._match is None else f"Reference(match={self._match!r})"
 
     def claims(self) -> set[tuple[str, str]]:
-        families = (keys.PARAMETER,) if self._matches_module is None else (keys.PARAMETER, keys.ACTIVATION)
+        families = (keys.PARAMETER,) if self._activations is None else (keys.PARAMETER, keys.ACTIVATION)
         return {(family, name) for family in families for name in (DIFFERENCE, RELATIVE, *self._functions)}
 
     # ---- at watch()
@@ -119,27 +113,21 @@ class Reference(ForwardProbe):
     def bind(self, models: ModuleIndex) -> None:
         for prefix, model in models.alive():
             self._prefix, self._models = prefix, ModuleIndex([(prefix, model)])
-            self._shards.bind(self._models)
-            if self._is_like(model):
+            self._shards = ProbeShards(self._models)
+            shapes = _shapes_of(model)
+            if shapes.keys() == self._shapes.keys() if self._shards.uses_fsdp1 else shapes == self._shapes:
                 break
         else:
             raise ValueError("Reference(): the model that it was made of is not watched here; pass the same model")
         names = [name for name in models.watched_parameters() if name.removeprefix(self._prefix) in self._frozen]
         self.check_match("parameter", names)
-        if self._matches_module is not None:
+        if self._activations is not None:
             modules = [name for name, _ in self._models.modules()]
-            if not any(map(self._matches_module, modules)):
-                raise nothing_matches("Reference()", self._activations, "module", modules)
+            chosen_by(self._matches_module, modules, owner="Reference()", match=self._activations, what="module")
             self.tap_into(self._models)
             of_reference = ModuleIndex([(self._prefix, self._reference)])
             self._reference_tap = ForwardHook(repr(self), of_reference, when="always")
-            self._reference_tap.hook(self._is_compared, self._keep_output)
-
-    def _is_like(self, model: nn.Module) -> bool:
-        theirs = {name: parameter.shape for name, parameter in ModuleIndex([("", model)]).parameters()}
-        if self._shards.uses_fsdp1:
-            return theirs.keys() == self._frozen.keys()
-        return theirs == {name: parameter.shape for name, parameter in self._frozen.items()}
+            self._reference_tap.hook(lambda name, _: self._matches_module(name), self._keep_output)
 
     # ---- forwards
 
@@ -148,10 +136,7 @@ class Reference(ForwardProbe):
         self._parameters_done = set()
 
     def install(self, tap: ForwardHook) -> None:
-        tap.hook(self._is_compared, self._forward_done)
-
-    def _is_compared(self, name: str, _: nn.Module) -> bool:
-        return self._matches_module is not None and self._matches_module(name)
+        tap.hook(lambda name, _: self._matches_module(name), self.forward_done)
 
     def before_update(self, tensors: Sequence[WatchedTensor]) -> None:
         if self._tap is not None:
@@ -176,17 +161,15 @@ class Reference(ForwardProbe):
         """A module of the reference's has put this out."""
         self._outputs.setdefault(name, []).append(dict(tensors_in(output)))
 
-    def _forward_done(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def forward_done(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self._seen_any = True
         waiting = self._outputs.get(name)
-        if not waiting:
-            return
-        references = waiting.pop(0)
+        references = waiting.pop(0) if waiting else {}
         for path, tensor in tensors_in(output):
             if path in references and references[path].shape == tensor.shape:
                 key = f"{keys.ACTIVATION}/{tensor_name(name, path)}"
-                self._pending.add(key, self._difference(tensor, references[path]))
-                self._apply(key, tensor, references[path], self._pending_values)
+                self._squares.add(key, self._difference(tensor, references[path]))
+                self._apply(key, tensor, references[path], pending=True)
 
     # ---- parameters
 
@@ -209,9 +192,9 @@ class Reference(ForwardProbe):
             if reference is None:
                 continue
             key = f"{keys.PARAMETER}/{watched.name}"
-            self._sample.add(key, self._difference(watched.parameter, reference))
+            self._squares.add(key, self._difference(watched.parameter, reference), pending=False)
             if self._functions and self._shards.is_whole(watched.name, needed_by="functions of differences"):
-                self._apply(key, watched.parameter, reference, self._sample_values)
+                self._apply(key, watched.parameter, reference, pending=False)
 
     # ---- one tensor
 
@@ -220,12 +203,12 @@ class Reference(ForwardProbe):
         wide, wide_reference = widened(tensor), widened(onto(reference, tensor.device))
         return sum_sq([wide - wide_reference, wide_reference])
 
-    def _apply(self, key: str, tensor: Tensor, reference: Tensor, into: Store[str, Tally]) -> None:
+    def _apply(self, key: str, tensor: Tensor, reference: Tensor, *, pending: bool) -> None:
         wide_reference = widened(onto(reference, tensor.device))
         for name, function in tuple(self._functions.items()):
             try:
                 value = Metric(name, lambda t, f=function: f(t, wide_reference)).value_of(tensor)  # type: ignore[misc]
-                into.add(f"{key}/{name}", Tally.of(value.reshape(1, -1), "mean", [""]))
+                self._values.add(f"{key}/{name}", Tally.of(value.reshape(1, -1), "mean", [""]), pending=pending)
             except Exception as error:
                 del self._functions[name]
                 logger.error(
@@ -244,13 +227,17 @@ class Reference(ForwardProbe):
 
     def take(self) -> Mapping[str, Found]:
         taken: dict[str, Found] = {}
-        for key, sums in self._sample.take().items():
-            parameter = key.removeprefix(f"{keys.PARAMETER}/") if key.startswith(f"{keys.PARAMETER}/") else None
-            taken[key] = ProbeSums(sums, _DIFFERENCE, parameter)
-        return taken | {key: tally.results()[0] for key, tally in self._sample_values.take().items()}
+        for key, sums in self._squares.take().items():
+            family, _, name = key.partition("/")
+            taken[key] = ProbeSums(sums, _DIFFERENCE, name if family == keys.PARAMETER else None)
+        return taken | {key: tally.results()[0] for key, tally in self._values.take().items()}
 
     def close(self) -> None:
         super().close()
         if self._reference_tap is not None:
             self._reference_tap.remove()
         self._outputs = {}
+
+
+def _shapes_of(model: nn.Module) -> dict[str, torch.Size]:
+    return {name: parameter.shape for name, parameter in ModuleIndex([("", model)]).parameters()}

@@ -13,11 +13,9 @@ from .._capture.probes import Found
 from .._measure.elements import onto, wide_dtype
 from ..rules import Rule
 from ..snapshot import keys
-from ._forward_hooks import ForwardHook
-from ._module_index import ModuleFilter, ModuleIndex
-from ._module_probe import ForwardProbe, tensors_in
+from ._module_probe import ForwardProbe, ModuleFilter, tensors_in
+from ._rows import Store, add_on_device
 from ._rules import DeadExperts
-from ._store import Store, add_on_device
 
 # T tokens, E experts
 
@@ -60,7 +58,7 @@ class Router(ForwardProbe):
             raise ValueError(f"Router(top_k={top_k!r}) must be the number of experts that a token goes to")
         self._top_k = top_k
         # [E + 2] of each router: tokens of the experts, entropies, tokens.
-        self._pending, self._sample = self.stores(lambda: Store[str, Tensor](add_on_device))
+        self._sums = self.collect(Store[str, Tensor](add_on_device))
 
     def claims(self) -> set[tuple[str, str]]:
         return {(keys.ROUTER, keys.DEAD_EXPERTS)}
@@ -68,14 +66,7 @@ class Router(ForwardProbe):
     def rules(self) -> list[Rule]:
         return [DeadExperts()]
 
-    def bind(self, models: ModuleIndex) -> None:
-        self.tap_into(models)
-        self.check_match("module", dict(models.modules()))
-
-    def install(self, tap: ForwardHook) -> None:
-        tap.hook(lambda name, _: self._matches(name), self._forward_done)
-
-    def _forward_done(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def forward_done(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         _, logits = next(tensors_in(output), ("", None))
         if logits is None or logits.ndim < 1 or logits.shape[-1] < max(2, self._top_k):
             raise ValueError(
@@ -83,10 +74,10 @@ class Router(ForwardProbe):
                 "experts; match the module that returns them"
             )
         self._seen_any = True
-        self._pending.add(name, _loads(logits.flatten(0, -2), self._top_k))
+        self._sums.add(name, _loads(logits.flatten(0, -2), self._top_k))
 
     def take(self) -> Mapping[str, Found]:
-        layers = self._sample.take()
+        layers = self._sums.take()
         num_experts = {len(loads) - 2 for loads in layers.values()}
         taken: dict[str, Found] = {}
         in_detail = sum(len(loads) - 2 for loads in layers.values()) <= MAX_EXPERT_KEYS

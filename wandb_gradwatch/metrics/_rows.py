@@ -1,9 +1,10 @@
-"""Rows of tensors that are no gradients, on their device: merged over micro-batches, and read as numbers by name."""
+"""What a sample collects on the device, merged over micro-batches: values by key, and rows of tensors by name."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final
+import functools
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, Final, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,11 +14,65 @@ from .._measure.columns import MAX_COLUMNS, MIN_COLUMNS, NUM_COLUMNS, ZERO_BIN, 
 from .._measure.elements import onto
 from .._measure.measure import measure
 from .._measure.probe_values import ProbeHistogram
-from ._store import Store
 
 # M tensors, C columns, B histogram bins
 
+Key = TypeVar("Key", bound=Hashable)
+Value = TypeVar("Value")
 Columns = Callable[[Column], Tensor]
+
+
+class Store(Generic[Key, Value]):
+    """Values by key that merge: those of the open sample, and apart what may belong to the next one.
+
+    No value is ever changed in place, so that copies may share them.
+
+    Args:
+        merge: makes one value of two of the same key.
+    """
+
+    def __init__(self, merge: Callable[[Value, Value], Value]) -> None:
+        self.sample: dict[Key, Value] = {}
+        self.pending: dict[Key, Value] = {}
+        self._marked: dict[Key, Value] = {}
+        self._merge = merge
+
+    def add(self, key: Key, value: Value, *, pending: bool = True) -> None:
+        """Merge a value with what the key has."""
+        values = self.pending if pending else self.sample
+        values[key] = self._merge(values[key], value) if key in values else value
+
+    def settle(self) -> None:
+        """What is pending belongs to the open sample."""
+        for key, value in self.pending.items():
+            self.add(key, value, pending=False)
+        self.forget_pending()
+
+    def forget_pending(self) -> None:
+        self.pending, self._marked = {}, {}
+
+    def take(self) -> dict[Key, Value]:
+        """Return the sample's values, and forget them."""
+        taken, self.sample = self.sample, {}
+        return taken
+
+    def mark(self) -> None:
+        """A forward begins: remember what is pending."""
+        self._marked = dict(self.pending)
+
+    def go_back(self) -> None:
+        """The forward has failed: what was pending at `mark` is pending again."""
+        self.pending, self._marked = self._marked, {}
+
+
+def add_on_device(one: Tensor, other: Tensor) -> Tensor:
+    """The sum of two tensors, on the first one's device."""
+    return one + onto(other, one.device)
+
+
+def widened(tensor: Tensor) -> Tensor:
+    """Half precision and less as float32, everything else as it is."""
+    return tensor.float() if tensor.is_floating_point() and tensor.element_size() < 4 else tensor
 
 
 def _num_finite(column: Columns) -> Tensor:
@@ -61,19 +116,13 @@ DEFAULT_STATISTICS: Final = ("norm", "mean", "std", "min", "max", "dead_ratio", 
 
 
 def check_statistics(owner: str, statistics: Sequence[str], *, histogram: bool) -> tuple[str, ...]:
-    """The statistics as they will be measured.
-
-    Args:
-        owner: whose they are, for the message.
-        statistics: names.
-        histogram: whether "histogram" is one of the names.
+    """The statistics as they will be measured; `histogram`: whether that is one of the names.
 
     Raises:
-        ValueError: a name that is none.
+        ValueError: a name that is none; `owner` begins the message.
     """
     known = (*STATISTICS, *QUANTILES, *([HISTOGRAM] if histogram else []))
-    unknown = [s for s in ([statistics] if isinstance(statistics, str) else statistics) if s not in known]
-    if unknown or isinstance(statistics, str) or not statistics:
+    if isinstance(statistics, str) or not statistics or not set(statistics) <= set(known):
         raise ValueError(f"{owner}: statistics={statistics!r} must be a sequence of names out of {known}")
     return tuple(statistics)
 
@@ -84,23 +133,22 @@ class RowTally(Store[str, Tensor]):
     Args:
         statistics: what will be read from the rows.
         dead_threshold: |a| <= this counts as dead.
-
-    Memory: for each name 13 numbers, and the 257 of its histogram where there is one.
     """
 
     def __init__(self, statistics: Sequence[str], dead_threshold: float = 0.0) -> None:
         super().__init__(_merged)
         self._numbers = [name for name in statistics if name != HISTOGRAM]
-        self._takes_histograms = HISTOGRAM in statistics
+        self._has_histograms = HISTOGRAM in statistics
         self._dead_threshold = dead_threshold
         self._needs_bins = any(name in QUANTILES for name in statistics)
-        self.histogram_is_due = False
+        self.measures_histograms = False  # of what is pending
+        self.reads_histograms = False  # of the sample
 
     def measure(self, tensors: Mapping[str, Tensor]) -> None:
         """Measure tensors, all on one device, in one batched pass. None of them is kept."""
         if not tensors:
             return
-        histogram = self._needs_bins or (self._takes_histograms and self.histogram_is_due)
+        histogram = self._needs_bins or (self._has_histograms and self.measures_histograms)
         measured = measure(list(tensors.values()), None, dead_threshold=self._dead_threshold, histogram=histogram)
         rows = measured.rows
         if measured.histogram is not None:
@@ -109,18 +157,18 @@ class RowTally(Store[str, Tensor]):
             self.add(name, row)
 
     def read(self, order: Callable[[str], Any] | None = None) -> Iterable[tuple[str, str, Found]]:
-        """Name, statistic and value of everything, by name in the order given, otherwise in that of arrival."""
-        names = list(self) if order is None else sorted(self, key=order)
+        """Take the sample: name, statistic and value, by name in the order given, otherwise in that of arrival."""
+        rows = self.take()
         alike: dict[tuple[torch.device, int], list[str]] = {}
-        for name in names:
-            alike.setdefault((self[name].device, len(self[name])), []).append(name)
+        for name in rows if order is None else sorted(rows, key=order):
+            alike.setdefault((rows[name].device, len(rows[name])), []).append(name)
         for (_, size), group in alike.items():
-            rows_MC = torch.stack([self[name] for name in group])
+            rows_MC = torch.stack([rows[name] for name in group])
             values: dict[str, Sequence[Found]] = {
                 statistic: self._read(rows_MC, statistic).unbind() for statistic in self._numbers
             }
-            if self._takes_histograms and self.histogram_is_due and size > NUM_COLUMNS:
-                values[HISTOGRAM] = _histograms(rows_MC)
+            if self._has_histograms and self.reads_histograms and size > NUM_COLUMNS:
+                values[HISTOGRAM] = histograms_of(rows_MC, rows_MC[:, NUM_COLUMNS:])
             for index, name in enumerate(group):
                 for statistic, of_names in values.items():
                     yield name, statistic, of_names[index]
@@ -145,9 +193,10 @@ def _merged(one: Tensor, other: Tensor) -> Tensor:
     return merged
 
 
-def _histograms(rows_MC: Tensor) -> list[Found]:
-    low, high = rows_MC[:, Column.GRAD_MIN, None], rows_MC[:, Column.GRAD_MAX, None]
-    return [ProbeHistogram(packed) for packed in torch.cat([rows_MC[:, NUM_COLUMNS:], low, high], dim=1)]
+def histograms_of(rows_MC: Tensor, histogram_MB: Tensor) -> list[ProbeHistogram]:
+    """Histograms with the extremes of their rows."""
+    extremes = [rows_MC[:, column, None] for column in (Column.GRAD_MIN, Column.GRAD_MAX)]
+    return list(map(ProbeHistogram, torch.cat([histogram_MB.to(rows_MC.dtype), *extremes], dim=1)))
 
 
 def _abs_quantile(histogram_MB: Tensor, q: float) -> Tensor:
@@ -166,13 +215,8 @@ def _abs_quantile(histogram_MB: Tensor, q: float) -> Tensor:
     return torch.where(total > 0, edges[bins.clamp_max(len(edges) - 1)], torch.nan)
 
 
-_edges: Final[dict[tuple[torch.device, torch.dtype], Tensor]] = {}
-
-
+@functools.cache
 def _upper_edges(device: torch.device, dtype: torch.dtype) -> Tensor:
     """Uploaded once per device: 0 for the zeros, then the upper edge of every magnitude bin, the last one open."""
-    key = (device, dtype)
-    if key not in _edges:
-        edges = torch.cat([torch.zeros(1, device="cpu"), torch.tensor(magnitude_edges()[1:], device="cpu")]).to(dtype)
-        _edges[key] = (edges.pin_memory() if device.type == "cuda" else edges).to(device, non_blocking=True)
-    return _edges[key]
+    edges = torch.cat([torch.zeros(1, device="cpu"), torch.tensor(magnitude_edges()[1:], device="cpu")]).to(dtype)
+    return (edges.pin_memory() if device.type == "cuda" else edges).to(device, non_blocking=True)

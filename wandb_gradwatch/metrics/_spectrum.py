@@ -17,10 +17,10 @@ from .._measure.elements import onto, wide_dtype
 from .._measure.probe_values import ArrivedSums, ProbeSums
 from .._runtime.sharding import world_size
 from ..snapshot import keys
-from ._module_index import ModuleIndex
-from ._module_probe import ParameterProbe
+from ._module_index import ModuleIndex, ProbeShards
+from ._module_probe import ParameterProbe, without_scale
 from ._own_gradients import square_of
-from ._reduction import widened
+from ._rows import widened
 from ._updates import Befores
 
 # M rows, N columns
@@ -128,7 +128,7 @@ class Spectrum(ParameterProbe):
         return {(subject, name) for subject in self._of for name in _NAMES}
 
     def bind(self, models: ModuleIndex) -> None:
-        self._shards.bind(models)
+        self._shards = ProbeShards(models)
         are_flat = self._shards.uses_fsdp1  # whose matrices are told from the rest nowhere, and left out
         matrices = [name for name, one in models.watched_parameters().items() if one.ndim > 1 or are_flat]
         self.check_match("matrix", matrices)
@@ -184,9 +184,7 @@ class Spectrum(ParameterProbe):
         return (is_merged or self._shards.is_whole(tensor.name, needed_by="spectra")) and tensor.parameter.ndim > 1
 
     def _measure(self, subject: str, name: str, tensor: Tensor, inverse_scale: Tensor | None = None) -> None:
-        key, matrix_MN = f"{subject}/{name}", widened(tensor).flatten(1)
-        if inverse_scale is not None:
-            matrix_MN = matrix_MN * onto(inverse_scale, tensor.device)
+        key, matrix_MN = f"{subject}/{name}", without_scale(widened(tensor).flatten(1), inverse_scale)
         layout = self._shards.layout(name)
         if layout is None:
             numbers = self._of_matrix(key, matrix_MN)

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
+import torch
 from torch import Tensor
 
 from .._capture.parameter_registry import NameFilter
 from .._capture.probes import WatchedTensor
-from .._measure.measure import sum_sq
+from .._measure.measure import measure, sum_sq
 from .._measure.probe_values import Distance, ProbeSums
 from .._runtime.sharding import local_part
 from ..snapshot import keys
 from ._module_index import ModuleIndex
 from ._module_probe import ParameterProbe
-from ._reduction import widened
+from ._rows import histograms_of, widened
 
 _MIB: Final = 2**20
 _CHANGE: Final = Distance("norm", "ratio")
@@ -94,3 +95,37 @@ class Updates(ParameterProbe):
 
     def close(self) -> None:
         self._befores.forget()
+
+
+class ParameterHistograms(ParameterProbe):
+    """Count each parameter that an optimizer has just updated in the fixed bins of gradients.
+
+    Of a sharded parameter each rank counts its shard; the counts add up when the window is merged over the ranks.
+
+    Args:
+        backend: as given to watch().
+
+    Cost: at the steps that have a histogram one batched pass over the parameters.
+    """
+
+    def __init__(self, backend: str) -> None:
+        super().__init__()
+        self._backend = backend
+
+    def __repr__(self) -> str:
+        return "the histograms of parameters"
+
+    def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
+        super().start(histogram_is_due, histogram_is_due)
+
+    def after_update(self, tensors: Sequence[WatchedTensor]) -> None:
+        if not self._is_due:
+            return
+        by_device: dict[torch.device, list[WatchedTensor]] = {}
+        for tensor in tensors:
+            by_device.setdefault(tensor.parameter.device, []).append(tensor)
+        for group in by_device.values():
+            measured = measure([one.parameter for one in group], None, histogram=True, backend=self._backend)
+            assert measured.histogram is not None
+            for one, histogram in zip(group, histograms_of(measured.rows, measured.histogram), strict=True):
+                self._found[f"{keys.PARAMETER_HISTOGRAMS}/{one.name}"] = histogram
