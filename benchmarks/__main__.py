@@ -1,7 +1,7 @@
 """What watching gradients costs here, and what others cost: prints a table and writes it as JSON.
 
-python -m benchmarks [--models mlp resnet50 gpt2 1b] [--monitors gradwatch ...] [--rounds 5] [--json FILE]
-python -m benchmarks --quick    # the tiny MLP alone, a few rounds: within two minutes
+python -m benchmarks [--models mlp resnet50 gpt2 1b] [--monitors gradwatch ...] [--pairs 100] [--json FILE]
+python -m benchmarks --quick    # the tiny MLP alone, and few pairs: within two minutes
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from wandb_gradwatch._measure.cpu_compiled import is_installed
 from wandb_gradwatch._measure.measure import compile_for_cpu
 
 RESULTS = Path(__file__).parent / "results"
-_QUICK_ROUNDS = 3
+_QUICK_PAIRS = 50
 _NEEDED_GIB = {"1b": 12.0}  # parameters, gradients and the gradients to hand out, with room for a monitor's copies
 
 
@@ -30,8 +30,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=list(TASKS), help="default: all, the last only on a GPU")
     parser.add_argument("--monitors", nargs="+", default=[], help="those whose name holds one of these words")
-    parser.add_argument("--rounds", type=int, help="pairs of blocks per monitor")
-    parser.add_argument("--quick", action="store_true", help="the tiny MLP alone, and few rounds")
+    parser.add_argument("--pairs", type=int, help="blocks of unwatched and of watched steps per monitor")
+    parser.add_argument("--quick", action="store_true", help="the tiny MLP alone, and few pairs")
     parser.add_argument("--threads", type=int, help="of torch; default: torch's own choice")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path, help="default: benchmarks/results/<device or quick>.json")
@@ -50,8 +50,8 @@ def main() -> None:
         if free_gib(device) < _NEEDED_GIB.get(key, 0.0):
             print(f"{TASKS[key].name}: left out, it needs {_NEEDED_GIB[key]:.0f} GiB of memory", file=sys.stderr)
             continue
-        rounds = arguments.rounds or (_QUICK_ROUNDS if arguments.quick else TASKS[key].rounds)
-        task = measure_task(TASKS[key], device, monitors, rounds, lambda line: print(line, file=sys.stderr))
+        pairs = arguments.pairs or (_QUICK_PAIRS if arguments.quick else TASKS[key].pairs)
+        task = measure_task(TASKS[key], device, monitors, pairs, lambda line: print(line, file=sys.stderr))
         results["tasks"].append(asdict(task))
     path = arguments.json or RESULTS / f"{'quick' if arguments.quick else device.type}.json"
     if not (arguments.json or arguments.quick or arguments.models):

@@ -54,8 +54,8 @@ PARTS = (
         100,
         ("triton",),
     ),
-    Part("GPT-2 small", ("-m", "benchmarks", "--models", "gpt2", "--rounds", "3", "--json", _JSON), 100, ("wandb",)),
-    Part("1.2 B parameters", ("-m", "benchmarks", "--models", "1b", "--rounds", "3", "--json", _JSON), 100, ("wandb",)),
+    Part("GPT-2 small", ("-m", "benchmarks", "--models", "gpt2", "--pairs", "12", "--json", _JSON), 100, ("wandb",)),
+    Part("1.2 B parameters", ("-m", "benchmarks", "--models", "1b", "--pairs", "9", "--json", _JSON), 100, ("wandb",)),
 )
 
 

@@ -50,7 +50,7 @@ def cost_of_tensors(num_tensors: int, rounds: int) -> dict[str, float]:
     def make(device: torch.device) -> Trainee:
         return Trainee(TensorList([(ELEMENTS,)] * num_tensors, torch.float32), None)
 
-    task = Task("tensors", make, {}, light=True, steps=max(4, min(40, 20_000 // num_tensors)), rounds=rounds)
+    task = Task("tensors", make, {}, light=True, steps=max(4, min(40, 20_000 // num_tensors)), pairs=rounds)
     with offline_run() as run:
         bench = Bench(task, torch.device("cpu"), run)
         for _ in range(3):

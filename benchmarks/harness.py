@@ -1,9 +1,9 @@
-"""Time monitors against the unwatched step, in turn and in one process, and count what they send.
+"""Time monitors against the unwatched step, in pairs and in one process, and count what they send.
 
-A round takes for each monitor a block of unwatched steps and a block of watched ones (A B1 A B2 A ...), or watched and
-unwatched steps by turns where the blocks are long: what a monitor adds is the difference within its pair, and of the
-pairs the median counts. One monitor is nothing at all: how far its
-figure is from 0 says how far to trust the others.
+A monitor's model and an unwatched twin of it are stepped by turns, in blocks so short that the machine's pace is the
+same in both, and in either order by turns. Of the differences within such pairs, the median says what a measured step
+costs; what all steps cost is a mean, as a median hides the steps that are rare and dear. One monitor is nothing at all:
+how far its figure is from 0 says how far to trust the others.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
-import math
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,8 +28,9 @@ from benchmarks.monitors import MONITORS, WARM_UP, Attached, Monitor, gradients
 from benchmarks.traffic import count_host_reads, monitor_rows, offline_run, peak_mib
 
 _TRAFFIC_STEPS = 3
-_BLOCK_SECONDS = 2.0  # a block of a slow monitor ends here, with two steps at least
-_SETTLED_IN = 2  # of so many rounds monitors that must settle take part in one: their blocks are long
+_MONITOR_SECONDS = 10.0  # the pairs of a slow monitor end here, with the cycle
+_FEWEST_PAIRS = 4
+_TRIMMED = 0.1  # of the pairs of one kind at either end: the machine has done something else meanwhile
 
 
 @dataclass
@@ -38,7 +39,7 @@ class Cost:
 
     Args:
         sampled_ms: to a step that it measures, median of the pairs.
-        amortised_ms: to a step of its real cadence, on average.
+        amortised_ms: to a step of its real cadence, on average; see `_amortised`.
         spread_ms: half of the range that holds the middle half of the pairs' `sampled_ms`.
         sampled_cpu_ms: processor time of the process for a sampled step.
         host_reads: values that a sampled step makes the host wait for.
@@ -65,7 +66,6 @@ class TaskResult:
 
     Args:
         step_ms: a real unwatched step; None where there is none.
-        unwatched_ms: the step that monitors were measured on.
         pass_ms: one `torch._foreach_norm` over all gradients.
     """
 
@@ -74,24 +74,50 @@ class TaskResult:
     num_elements: int
     batch: str
     step_ms: float | None
-    unwatched_ms: float
     pass_ms: float
-    rounds: int
+    pairs: int
     costs: dict[str, Cost] = field(default_factory=dict)
 
 
 @dataclass
-class Block:
-    """Steps of one monitor beside unwatched ones: wall and processor seconds of each step.
-
-    Args:
-        samples, rows: places of the watched steps that a monitor chose to measure, and of those that wrote a row.
-    """
+class Pair:
+    """A block of unwatched steps and one of watched ones, in either order: wall and processor seconds of each step."""
 
     unwatched: list[tuple[float, float]]
     watched: list[tuple[float, float]]
+
+    def added(self, column: int) -> list[float]:
+        """Milliseconds by which each watched step was longer; column 0: of the wall, 1: of the processor."""
+        base = statistics.median(step[column] for step in self.unwatched)
+        return [(step[column] - base) * 1e3 for step in self.watched]
+
+    def mean_added(self) -> float:
+        """Milliseconds of the wall by which the watched block was longer, per step."""
+        return (_mean_wall(self.watched) - _mean_wall(self.unwatched)) * 1e3
+
+
+@dataclass
+class Measured:
+    """Pairs of one monitor.
+
+    Args:
+        samples, rows: places of the watched steps that it measured, and of those in which it wrote a row.
+    """
+
+    pairs: list[Pair]
     samples: set[int]
     rows: set[int]
+
+    @property
+    def block(self) -> int:
+        return len(self.pairs[0].watched)
+
+    def steps_of(self, number: int) -> range:
+        """The places of a pair's watched steps."""
+        return range(number * self.block, (number + 1) * self.block)
+
+    def share_of_steps(self, chosen: set[int]) -> float:
+        return len(chosen) / (len(self.pairs) * self.block)
 
 
 class Clock:
@@ -129,54 +155,29 @@ class Bench:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def times(
-        self,
-        monitor: Attached,
-        steps: int,
-        *,
-        at_most: float = math.inf,
-        between: Callable[[], None] = lambda: None,
-    ) -> list[tuple[float, float]]:
-        """Wall and processor seconds of each step; `between` is called after each."""
+    def times(self, monitor: Attached, steps: int) -> list[tuple[float, float]]:
+        """Wall and processor seconds of each step."""
         taken: list[tuple[float, float]] = []
-        while len(taken) < steps and (len(taken) < 2 or sum(wall for wall, _ in taken) < at_most):
+        for _ in range(steps):
             self.wait()
             wall, cpu = time.perf_counter(), time.process_time()
             self.step(monitor)
             self.wait()
             taken.append((time.perf_counter() - wall, time.process_time() - cpu))
-            between()
         return taken
-
-    def attach(self, monitor: Monitor, steps: int) -> Attached:
-        return monitor.attach(self.model, self.run, steps)
 
 
 def measure_task(
-    task: Task, device: torch.device, monitors: list[Monitor], rounds: int, say: Callable[[str], None]
+    task: Task, device: torch.device, monitors: list[Monitor], pairs: int, say: Callable[[str], None]
 ) -> TaskResult:
     """Everything about one model."""
-    with offline_run() as run, contextlib.ExitStack() as stack:
+    with offline_run() as run, offline_run("create_new") as twins_run, contextlib.ExitStack() as stack:
         bench = Bench(task, device, run)
-        nothing = Attached()
         for _ in range(WARM_UP):
-            bench.step(nothing)
-        gc.freeze()  # what is there already: otherwise each block's collection looks through every imported package
+            bench.step(Attached())
+        gc.freeze()  # what is there already: otherwise each monitor's collection looks through every imported package
         stack.callback(gc.unfreeze)
         step_ms = _real_step_ms(bench) if task.batch else None
-        monitors = [monitor for monitor in monitors if step_ms is not None or not monitor.settles]
-        blocks: dict[str, list[Block]] = {}
-        unwatched: list[float] = []
-        passes: list[float] = []
-        for number in range(rounds):
-            say(f"{task.name}: round {number + 1} of {rounds}")
-            passes.append(_pass_ms(bench))
-            for monitor in monitors:
-                if monitor.settles and number % _SETTLED_IN:
-                    continue
-                block = _settled_block(bench, monitor, step_ms or 0.0) if monitor.settles else _block(bench, monitor)
-                blocks.setdefault(monitor.name, []).append(block)
-                unwatched += [wall for wall, _ in block.unwatched]
         parameters = list(bench.model.parameters())
         result = TaskResult(
             name=task.name,
@@ -184,112 +185,133 @@ def measure_task(
             num_elements=sum(p.numel() for p in parameters),
             batch=task.batch.get(device.type, ""),
             step_ms=step_ms,
-            unwatched_ms=statistics.median(unwatched) * 1e3,
-            pass_ms=statistics.median(passes),
-            rounds=rounds,
+            pass_ms=statistics.median(_pass_ms(bench) for _ in range(5)),
+            pairs=pairs,
         )
+        monitors = [monitor for monitor in monitors if step_ms is not None or not monitor.settles]
         for monitor in monitors:
-            result.costs[monitor.name] = _cost(monitor, blocks[monitor.name])
+            say(f"{task.name}: {monitor.name}")
+            measured = _measure(task, device, (run, twins_run), monitor, pairs, step_ms or 0.0)
+            result.costs[monitor.name] = _cost(monitor, measured, _cycle(task, monitor) / monitor.every)
     say(f"{task.name}: what is sent")
     for monitor in monitors:
         _add_traffic(bench, monitor, result.costs[monitor.name])
     return result
 
 
-def _block(bench: Bench, monitor: Monitor) -> Block:
-    steps = bench.task.steps
-    before = bench.times(Attached(), steps)
-    attached = bench.attach(monitor, steps)
+def _cycle(task: Task, monitor: Monitor) -> int:
+    """How many steps the monitor's cycle has here."""
+    return min(monitor.every, task.steps)
+
+
+def _measure(
+    task: Task, device: torch.device, runs: tuple[Any, Any], monitor: Monitor, most: int, step_ms: float
+) -> Measured:
+    """Pairs of new models, in whole cycles.
+
+    A monitor that goes by time is given steps before, in which it finds its cadence. Its clock stands still during the
+    twin's steps, and where a light step stands for a real one, the rest of that one's time passes on the clock alone.
+    """
+    bench, twin = (Bench(task, device, run) for run in runs)
+    clock, cycle = Clock(), _cycle(task, monitor)
+    pairs: list[Pair] = []
+    bench.times(Attached(), WARM_UP)
+    light = _mean_wall(twin.times(Attached(), WARM_UP)[1:])
+    left_out = (step_ms / 1e3 - light) * task.block if task.light else 0.0
+    steps_before = task.settled_pairs * task.block if monitor.settles else WARM_UP
+
+    def step_both(*, twin_first: bool) -> Pair:
+        watched = [] if twin_first else bench.times(attached, task.block)
+        unwatched = twin.times(Attached(), task.block)
+        clock.put_forward(left_out - sum(wall for wall, _ in unwatched))
+        return Pair(unwatched, watched or bench.times(attached, task.block))
+
+    def is_over() -> bool:
+        too_slow = not monitor.settles and time.monotonic() - began > _MONITOR_SECONDS
+        in_cycle = len(pairs) * task.block % cycle
+        return not in_cycle and (len(pairs) >= most or (too_slow and len(pairs) >= _FEWEST_PAIRS))
+
     gc.collect()
     gc.disable()  # a collection belongs to nobody's step
     try:
-        for _ in range(WARM_UP if monitor.special else 1):
-            bench.step(attached)
-        # Where steps differ, all kinds of them are needed.
-        watched = bench.times(attached, steps, at_most=math.inf if monitor.special else _BLOCK_SECONDS)
+        with mock.patch.object(time, "perf_counter", clock):
+            attached = monitor.attach(bench.model, bench.run, steps_before if monitor.settles else cycle)
+            try:
+                if monitor.settles:
+                    most = max(most, 2 * task.settled_pairs)
+                    for _ in range(task.settled_pairs):
+                        step_both(twin_first=True)
+                else:
+                    bench.times(attached, steps_before)
+                began = time.monotonic()
+                while not is_over():
+                    pairs.append(step_both(twin_first=len(pairs) % 2 == 0))
+                samples, rows = attached.samples_and_rows()
+            finally:
+                attached.close()
     finally:
         gc.enable()
-        attached.close()
-    return Block(before, watched, set(), set())
+    places = range(len(pairs) * task.block)
+    if monitor.settles:
+        samples, rows = ({p for p in places if p + steps_before + 1 in chosen} for chosen in (samples, rows))
+    else:
+        rows = set(places[monitor.row_at % cycle :: cycle]) if monitor.row_at is not None else set()
+        samples = set(places) - rows if monitor.samples else rows
+    return Measured(pairs, samples, rows)
 
 
-def _settled_block(bench: Bench, monitor: Monitor, step_ms: float) -> Block:
-    """As `_block`, after as many steps again in which the monitor has found its cadence.
-
-    So long a block sees the machine's pace drift: every watched step is followed by an unwatched one of a twin, a model
-    of its own in a run of its own, during which the monitor's clock stands still. A light step stands for a real one:
-    the rest of that one's time passes on the clock alone.
-    """
-    steps, clock = bench.task.settled_steps, Clock()
-    unwatched: list[tuple[float, float]] = []
-    with offline_run("create_new") as run:
-        twin = Bench(bench.task, bench.device, run)
-        light = statistics.median(wall for wall, _ in twin.times(Attached(), max(steps // 4, 2)))
-        left_out = step_ms / 1e3 - light if bench.light else 0.0
-
-        def step_twin() -> None:
-            ((wall, cpu),) = twin.times(Attached(), 1)
-            unwatched.append((wall, cpu))
-            clock.put_forward(left_out - wall)
-
-        gc.collect()
-        gc.disable()
-        try:
-            with mock.patch.object(time, "perf_counter", clock):
-                attached = bench.attach(monitor, steps)
-                try:
-                    bench.times(attached, steps, between=step_twin)
-                    unwatched.clear()
-                    watched = bench.times(attached, steps, between=step_twin)
-                    samples, rows = attached.samples_and_rows()
-                finally:
-                    attached.close()
-        finally:
-            gc.enable()
-    places = range(steps)
-    return Block(
-        unwatched,
-        watched,
-        {place for place in places if place + steps + 1 in samples},
-        {place for place in places if place + steps + 1 in rows},
-    )
-
-
-def _cost(monitor: Monitor, blocks: list[Block]) -> Cost:
-    sampled, amortised, cpu = [], [], []
-    for block in blocks:
-        watched = block.watched
-        base_wall, base_cpu = (statistics.median(column) for column in zip(*block.unwatched, strict=True))
-        added = [(wall - base_wall) * 1e3 for wall, _ in watched]
-        added_cpu = [(used - base_cpu) * 1e3 for _, used in watched]
-        if monitor.settles:
-            special, every = block.samples | block.rows, len(watched)
-            measured = sorted(block.samples)
-        else:
-            special, every = {index % len(watched) for index in monitor.special}, monitor.every
-            measured = [i for i in range(len(added)) if not special or (i in special) != monitor.samples]
-        plain = [value for index, value in enumerate(added) if index not in special] or [0.0]
-        if measured:  # otherwise nothing was, in a block that a slow start has left without credit
-            sampled.append(statistics.median(added[i] for i in measured))
-            cpu.append(statistics.median(added_cpu[i] for i in measured))
-        of_special = sum(added[index] for index in special)
-        amortised.append((of_special + (every - len(special)) * statistics.median(plain)) / every)
-    if not sampled:
-        raise RuntimeError(f"{monitor.name} has measured no step of any block: the blocks are too short for it")
-    ordered = sorted(sampled)
+def _cost(monitor: Monitor, measured: Measured, cycle: float) -> Cost:
+    """As of a monitor whose cycle is so many times its real one."""
+    wall, cpu = [], []
+    for number, pair in enumerate(measured.pairs):
+        sampled = [place % measured.block for place in measured.steps_of(number) if place in measured.samples]
+        if sampled:
+            for values, column in ((wall, 0), (cpu, 1)):
+                added = pair.added(column)
+                values.append(statistics.median(added[index] for index in sampled))
+    if not wall:
+        raise RuntimeError(f"{monitor.name} has measured no step: it needs more of them")
+    ordered = sorted(wall)
     quarter = len(ordered) // 4
     return Cost(
-        sampled_ms=statistics.median(sampled),
-        amortised_ms=statistics.median(amortised),
+        sampled_ms=statistics.median(wall),
+        amortised_ms=_amortised(measured, cycle),
         spread_ms=(ordered[-1 - quarter] - ordered[quarter]) / 2,
         sampled_cpu_ms=statistics.median(cpu),
-        rows_per_step=_share_of_steps([block.rows for block in blocks], blocks) if monitor.settles else 0.0,
-        steps_per_sample=1 / _share_of_steps([block.samples for block in blocks], blocks) if monitor.settles else None,
+        rows_per_step=measured.share_of_steps(measured.rows) if monitor.settles else 0.0,
+        steps_per_sample=1 / measured.share_of_steps(measured.samples) if monitor.settles else None,
     )
 
 
-def _share_of_steps(chosen: list[set[int]], blocks: list[Block]) -> float:
-    return sum(map(len, chosen)) / sum(len(block.watched) for block in blocks)
+def _amortised(measured: Measured, cycle: float) -> float:
+    """Milliseconds per step, on average over whole cycles.
+
+    What a sample or a row costs is spread over the steps after it, on threads of its own too: whole blocks are
+    compared. A mean of all pairs would be at the mercy of whatever else the machine does; a median, or a mean without
+    the most extreme pairs, would leave out those with the rare steps, which are the cost. So pairs with a row, with a
+    sample and with neither are trimmed apart, and their means count as often as there are such pairs: in a cycle that
+    is shorter than the real one, those with a row that much less often.
+    """
+    kinds: defaultdict[tuple[bool, bool], list[float]] = defaultdict(list)
+    for number, pair in enumerate(measured.pairs):
+        steps = measured.steps_of(number)
+        around = {steps.start - 1, *steps}  # a sample is delivered in the step after it
+        kinds[bool(around & measured.rows), bool(around & measured.samples)].append(pair.mean_added())
+    with_row = sum(len(added) for (has_row, _), added in kinds.items() if has_row) / len(measured.pairs)
+    without = (1 - with_row * cycle) / (1 - with_row) if with_row < 1 else 0.0
+    return sum(
+        _trimmed_mean(added) * len(added) / len(measured.pairs) * (cycle if has_row else without)
+        for (has_row, _), added in kinds.items()
+    )
+
+
+def _trimmed_mean(values: list[float]) -> float:
+    cut = int(len(values) * _TRIMMED)
+    return statistics.fmean(sorted(values)[cut : len(values) - cut])
+
+
+def _mean_wall(steps: list[tuple[float, float]]) -> float:
+    return statistics.fmean(wall for wall, _ in steps)
 
 
 def _real_step_ms(bench: Bench) -> float:
@@ -330,7 +352,7 @@ def _add_traffic(bench: Bench, monitor: Monitor, cost: Cost) -> None:
         for _ in range(WARM_UP):
             bench.step(Attached())
         unwatched_peak = peak_mib(bench.device, lambda: bench.step(Attached()), steps)
-        attached = bench.attach(monitor, steps)
+        attached = monitor.attach(bench.model, bench.run, steps)
         try:
             with count_host_reads(bench.device) as reads:
                 watched_peak = peak_mib(bench.device, lambda: bench.step(attached), steps)
@@ -340,8 +362,7 @@ def _add_traffic(bench: Bench, monitor: Monitor, cost: Cost) -> None:
         file = Path(run.settings.sync_file)
         run.finish()
         rows, size = monitor_rows(file)
-    sampled = steps if monitor.samples or not monitor.special else len(monitor.special)
-    cost.host_reads = reads[0] / sampled
+    cost.host_reads = reads[0] / (steps if monitor.samples else 1)
     cost.peak_mib = max(watched_peak - unwatched_peak, 0.0)
     if rows:
         cost.row_bytes = size / rows

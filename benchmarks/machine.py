@@ -10,7 +10,9 @@ from pathlib import Path
 
 import torch
 
-_VERSIONS = ("wandb-gradwatch", "torch", "numpy", "numba", "wandb", "lightning", "torch-module-monitor", "triton")
+import wandb_gradwatch
+
+_VERSIONS = ("torch", "numpy", "numba", "wandb", "lightning", "torch-module-monitor", "triton")
 
 
 def describe_machine(device: torch.device) -> dict[str, object]:
@@ -21,7 +23,9 @@ def describe_machine(device: torch.device) -> dict[str, object]:
         "threads": torch.get_num_threads(),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
-        "versions": {name: version for name in _VERSIONS if (version := _version(name))},
+        # Of an installation that follows the sources the metadata say what they said when it was made.
+        "versions": {"wandb-gradwatch": wandb_gradwatch.__version__}
+        | {name: version for name in _VERSIONS if (version := _version(name))},
         "commit": _commit(),
     }
 

@@ -152,9 +152,10 @@ class Task:
         make: builds the module on a device.
         batch: of a real step, in words, by device type; empty where there is none.
         light: whether monitors are measured on light steps.
-        steps: per block, at least 3.
-        settled_steps: per block of a monitor that chooses its own cadence, and before it: until it has settled.
-        rounds: by default.
+        steps: of a monitor's cycle at most, at least 3.
+        pairs: of an unwatched and a watched block, by default.
+        block: steps in a row. Where a step is short, one alone would be taken for what came before it.
+        settled_pairs: in which a monitor that chooses its own cadence has settled, and at least twice as many follow.
     """
 
     name: str
@@ -162,8 +163,9 @@ class Task:
     batch: dict[str, str]
     light: bool
     steps: int
-    rounds: int
-    settled_steps: int = 60
+    pairs: int
+    block: int = 1
+    settled_pairs: int = 50
 
 
 def _random_images(size: int, device: torch.device) -> Callable[[], tuple[Tensor, Tensor]]:
@@ -197,13 +199,20 @@ def _billion(device: torch.device) -> Trainee:
 
 TASKS = {
     "mlp": Task(
-        "tiny MLP", _mlp, {"cpu": "64 rows", "cuda": "64 rows"}, light=False, steps=40, rounds=12, settled_steps=2000
+        "tiny MLP",
+        _mlp,
+        {"cpu": "64 rows", "cuda": "64 rows"},
+        light=False,
+        steps=1000,
+        pairs=400,
+        block=20,
+        settled_pairs=100,
     ),
     "resnet50": Task(
-        "ResNet-50", _resnet, {"cpu": "8 images of 224", "cuda": "64 images of 224"}, light=True, steps=8, rounds=6
+        "ResNet-50", _resnet, {"cpu": "8 images of 224", "cuda": "64 images of 224"}, light=True, steps=8, pairs=48
     ),
     "gpt2": Task(
-        "GPT-2 small", _gpt2, {"cpu": "2 x 256 tokens", "cuda": "8 x 1024 tokens"}, light=True, steps=4, rounds=4
+        "GPT-2 small", _gpt2, {"cpu": "2 x 256 tokens", "cuda": "8 x 1024 tokens"}, light=True, steps=4, pairs=16
     ),
-    "1b": Task("1.2B tensors, bf16", _billion, {}, light=True, steps=3, rounds=2),
+    "1b": Task("1.2B tensors, bf16", _billion, {}, light=True, steps=3, pairs=6),
 }

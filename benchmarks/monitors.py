@@ -38,7 +38,7 @@ class Attached:
         """Leave the model as it was."""
 
 
-Attach = Callable[[nn.Module, Any, int], Attached]  # model, run, steps per block
+Attach = Callable[[nn.Module, Any, int], Attached]  # model, run, steps of a cycle
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,11 @@ class Monitor:
         name: as in the table.
         attach: starts it, given the model, the run and the steps of a block.
         every: how many steps one cycle has in real life.
-        special: which steps of a block are not like the others, counted from its start or, negative, its end.
+        row_at: which step of a cycle writes a row, where not all do, counted back from the cycle's end.
         settles: it chooses the steps that it measures by what they cost: it is attached for as long as that takes to
             settle before the block, and says afterwards which they were.
         statistics: what it tells of the gradients.
-        samples: whether the other steps are measured too, or only the special ones.
+        samples: whether the other steps are measured too, or only those that write a row.
         needs: packages that it takes.
         device: the type of the only device that it is for; "" for all.
     """
@@ -61,7 +61,7 @@ class Monitor:
     name: str
     attach: Attach
     every: int = 1
-    special: tuple[int, ...] = ()
+    row_at: int | None = None
     settles: bool = False
     statistics: str = ""
     samples: bool = True
@@ -200,7 +200,7 @@ class _Steps(Sink):
 
 
 def _ours_every_step(**arguments: Any) -> Attach:
-    # One window ends with the warm-up, the next with the block, which has every kind of step that LOG_EVERY steps have.
+    # One window ends with the warm-up, the next ones with the cycles, which have every kind of step of a real one.
     return lambda model, run, steps: _Ours(
         model, run, sample_every=1, log_every=steps, start_step=steps - WARM_UP, **arguments
     )
@@ -242,7 +242,7 @@ MONITORS = (
         '`wandb.watch`, "gradients", every 100',
         lambda model, run, steps: _WandbWatch(model, run, "gradients", steps),
         every=100,
-        special=(-1 - WARM_UP,),
+        row_at=-1 - WARM_UP,
         statistics="histogram of each gradient",
         samples=False,
     ),
@@ -250,7 +250,7 @@ MONITORS = (
         '`wandb.watch`, "all", every 100',
         lambda model, run, steps: _WandbWatch(model, run, "all", steps),
         every=100,
-        special=(-1 - WARM_UP,),
+        row_at=-1 - WARM_UP,
         statistics="histogram of each gradient and parameter",
         samples=False,
     ),
@@ -258,7 +258,7 @@ MONITORS = (
         '`wandb.watch`, default ("gradients", every 1000)',
         lambda model, run, steps: _WandbWatch(model, run, "gradients", steps),
         every=1000,
-        special=(-1 - WARM_UP,),
+        row_at=-1 - WARM_UP,
         statistics="histogram of each gradient",
         samples=False,
     ),
@@ -274,14 +274,14 @@ MONITORS = (
         "**wandb_gradwatch**, every step",
         _ours_every_step(),
         every=LOG_EVERY,
-        special=(0, -1),
+        row_at=-1,
         statistics=f"{_OURS}; every 50 steps a row with histograms",
     ),
     Monitor(
         "**wandb_gradwatch**, every step, without numba",
         _ours_every_step(backend="cpu"),
         every=LOG_EVERY,
-        special=(0, -1),
+        row_at=-1,
         statistics=f"{_OURS}; every 50 steps a row with histograms",
         device="cpu",
     ),
@@ -289,7 +289,7 @@ MONITORS = (
         "**wandb_gradwatch**, histograms every step",
         _ours_every_step(histogram_every=1),
         every=LOG_EVERY,
-        special=(0, -1),
+        row_at=-1,
         statistics=f"{_OURS}, histogram; every 50 steps a row",
     ),
     Monitor(

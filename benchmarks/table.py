@@ -29,17 +29,20 @@ SUMMARY = {  # columns of the README's table: the monitors of these names
 
 _INTRODUCTION = """# What watching costs
 
-Made by `make bench`; every figure is the median over pairs of an unwatched and a watched block of steps, taken in turn
-in one process. "nothing, again" is such a pair with nothing watched in both: how far its figures are from 0 says how
-far to trust the others.
+Made by `make bench`. The watched model and an unwatched twin of it are trained by turns in one process, in blocks so
+short that the machine's pace is the same in both (20 steps of the tiny MLP, single ones of the others), and in either
+order by turns; two blocks are a pair. "nothing, again" has nothing watched in both: how far its figures are from 0 says
+how far to trust the others.
 
-- **adds**: wall milliseconds that a step which is measured takes longer; **±** half of the range that holds the middle
-  half of the pairs; **CPU** the same in processor time of the process, all its threads.
+- **adds**: wall milliseconds that a step which is measured takes longer, the median over the pairs; **±** half of the
+  range that holds the middle half of them; **CPU** the same in processor time of the process, all its threads.
 - **passes**: adds / one `torch._foreach_norm` over all gradients.
-- **amortised**: per step at the monitor's own cadence, rows included; **of a step**: of a real one on random data, with
-  the batch that is named. A larger batch makes every share smaller.
+- **amortised**: per step at the monitor's own cadence, rows included: a mean over whole windows, because a median hides
+  the steps that are rare and dear. Pairs of blocks with a row, with a measured step and with neither are averaged
+  apart, each kind without a tenth at either end, and count as often as they occur. **of a step**: of a real one on
+  random data, with the batch that is named. A larger batch makes every share smaller.
 - **measures one in**: so many steps, where a monitor chooses its cadence by what it costs, as this package does by
-  default. Such a monitor is given time to settle before the block, which is long: it has half as many pairs.
+  default. Such a monitor is given time to settle before.
 - **host reads**: tensors' values that the host asks for (`item`, `tolist`, `cpu`, `bool`, ...; on CUDA:
   synchronisations) in a step that is measured, its row included.
 - **bytes**: of the monitor's values in the run's history, as JSON, per row and per step.
@@ -99,7 +102,7 @@ def _task_table(task: dict[str, Any]) -> str:
     title = f"**{task['name']}**: {task['num_tensors']} tensors, {elements}, one pass {_ms(task['pass_ms'])} ms"
     if task["step_ms"] is not None:
         title += f", a step of {task['batch']} {_ms(task['step_ms'])} ms"
-    title += f" ({task['rounds']} pairs)"
+    title += f" ({task['pairs']} pairs)"
     lines = [_line(_HEADER), _line(["---", *["--:"] * (len(_HEADER) - 1)])]
     for name, cost in task["costs"].items():
         lines.append(

@@ -32,8 +32,8 @@ def test_another_result_changes_the_readme() -> None:
     cost = {"sampled_ms": 1.0, "amortised_ms": 0.5, "spread_ms": 0.1, "sampled_cpu_ms": 1.0}
     cost |= {"host_reads": 2.0, "row_bytes": 2048.0, "rows_per_step": 0.5, "peak_mib": 3.0}
     settled = cost | {"steps_per_sample": 12.5}
-    task = {"name": "a model", "num_tensors": 2, "num_elements": 3_000_000, "batch": "4 rows", "rounds": 7}
-    task |= {"step_ms": 50.0, "unwatched_ms": 5.0, "pass_ms": 0.25}
+    task = {"name": "a model", "num_tensors": 2, "num_elements": 3_000_000, "batch": "4 rows", "pairs": 7}
+    task |= {"step_ms": 50.0, "pass_ms": 0.25}
     task["costs"] = {table.SUMMARY["every step"]: cost, table.SUMMARY["default"]: settled}
     machine = {"device": "an abacus", "cores": 1, "threads": 1, "system": "Linux", "python": "3", "commit": "abc"}
     results = {"machine": machine | {"versions": {"torch": "9"}}, "tasks": [task]}
