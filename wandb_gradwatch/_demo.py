@@ -111,21 +111,13 @@ def read_corpus() -> Tensor:
 
 @dataclass(frozen=True)
 class Training:
-    """How the training ended.
+    """How the training ended."""
 
-    Args:
-        run_folder: where the run's file lies.
-        steps: optimizer steps done.
-        seconds: wall time of the training loop.
-        interrupted: Ctrl-C ended it.
-        summary: the watcher's own, at the end.
-    """
-
-    run_folder: Path
-    steps: int
-    seconds: float
-    interrupted: bool
-    summary: Summary
+    run_folder: Path  # where the run's file lies
+    steps: int  # optimizer steps done
+    seconds: float  # wall time of the training loop
+    interrupted: bool  # Ctrl-C ended it
+    summary: Summary  # the watcher's own, at the end
 
 
 def run_demo(output: Path, *, steps: int = DEFAULT_STEPS, online: bool = False) -> int:

@@ -47,22 +47,14 @@ _REPLAYED: Final = {*NONFINITE_TITLES, LossScaleCollapse.title}  # after these a
 
 @dataclass(frozen=True)
 class Config:
-    """What watch() was asked for, checked and resolved.
+    """What watch() was asked for, checked and resolved."""
 
-    Args:
-        capture: which steps are measured, and what is measured in them.
-        sinks: where snapshots and alerts go.
-        rules: what raises alerts.
-        on_alert: the user's functions, called with every alert that is sent.
-        to_terminal: say errors on standard error, and at the end how many alerts there were.
-        on_nonfinite: "trace": run a step once more after a NaN or Inf, to name the operation that makes them.
-    """
-
-    capture: CaptureConfig
-    sinks: tuple[Sink, ...]
-    rules: tuple[Rule, ...]
-    on_alert: tuple[Callable[[Alert], object], ...]
-    to_terminal: bool
+    capture: CaptureConfig  # which steps are measured, and what is measured in them
+    sinks: tuple[Sink, ...]  # where snapshots and alerts go
+    rules: tuple[Rule, ...]  # what raises alerts
+    on_alert: tuple[Callable[[Alert], object], ...]  # the user's functions, called with every alert that is sent
+    to_terminal: bool  # say errors on standard error, and at the end how many alerts there were
+    # "trace": run a step once more after a NaN or Inf, to name the operation that makes them
     on_nonfinite: Literal["trace"] | None = None
 
 

@@ -26,29 +26,20 @@ class _Past:
 
 @dataclass(kw_only=True)
 class NormLimits:
-    """A limit, from the norms so far, above which a norm is too large. What was too large is not learned from.
+    """A limit, from the norms so far, above which a norm is too large. What was too large is not learned from."""
 
-    Args:
-        threshold: too large whatever came before; None switches this measure off.
-        stds: standard deviations of the log norm above its mean that are too many; None switches this measure off. For
-            few steps as many as are equally unlikely by Student's distribution.
-        min_factor: a norm below this multiple of the usual one is not too large, however quiet the run was.
-        record_factor: nor is one below this multiple of the second largest of the last 16 healthy ones: losses that few
-            elements of a batch decide have norms with tails that no deviation describes. None: it does not matter.
-        warmup: healthy steps before a deviation is known.
-        warmup_factor: until then, a norm above this multiple of the largest so far is too large.
-        window: healthy steps that count as usual; their last quarter is a second view, which follows a trend.
-        adapt_after: so many in a row that were too large are the usual level.
-    """
-
-    threshold: float | None = 1e8
+    threshold: float | None = 1e8  # too large whatever came before; None switches this measure off
+    # Standard deviations of the log norm above its mean that are too many; None switches this measure off. For few
+    # steps as many as are equally unlikely by Student's distribution.
     stds: float | None = 3.5
-    min_factor: float = 20.0
+    min_factor: float = 20.0  # a norm below this multiple of the usual one is not too large, however quiet the run was
+    # Nor is one below this multiple of the second largest of the last 16 healthy ones: losses that few elements of a
+    # batch decide have norms with tails that no deviation describes. None: it does not matter.
     record_factor: float | None = 3.0
-    warmup: int = 5
-    warmup_factor: float = 1000.0
-    window: int = 64
-    adapt_after: int = 20
+    warmup: int = 5  # healthy steps before a deviation is known
+    warmup_factor: float = 1000.0  # until then, a norm above this multiple of the largest so far is too large
+    window: int = 64  # healthy steps that count as usual; their last quarter is a second view, which follows a trend
+    adapt_after: int = 20  # so many in a row that were too large are the usual level
     _kinds: Kinds = field(default_factory=Kinds, init=False, repr=False)
     _pasts: dict[int, _Past] = field(default_factory=dict, init=False, repr=False)
 

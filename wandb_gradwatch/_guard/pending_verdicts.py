@@ -44,17 +44,12 @@ def raised_to_the_user() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Opinion:
-    """What is known of one optimizer's gradients in a step.
+    """What is known of one optimizer's gradients in a step."""
 
-    Args:
-        slots: of which parameters.
-        learns: whether their norm is one of those that the guard learns what is usual from.
-        values: [5] non-finite elements, sum of squares, and as 0 or 1: unhealthy, withheld, skipped by a loss scaler;
-            on the device until they are fetched.
-    """
-
-    slots: tuple[int, ...]
-    learns: bool
+    slots: tuple[int, ...]  # of which parameters
+    learns: bool  # whether their norm is one of those that the guard learns what is usual from
+    # [5] non-finite elements, sum of squares, and as 0 or 1: unhealthy, withheld, skipped by a loss scaler; on the
+    # device until they are fetched
     values: list[float] | Tensor | Transfer
 
     def sent(self, pinned_pool: PinnedPool) -> Opinion:
@@ -71,17 +66,11 @@ class Opinion:
 
 @dataclass(frozen=True)
 class Step:
-    """A closed step, of which the guard has not learnt yet.
+    """A closed step, of which the guard has not learnt yet."""
 
-    Args:
-        number: its number.
-        opinions: one for each optimizer that stepped.
-        was_read: the host has decided: there is nothing to wait for, and nothing to tell it.
-    """
-
-    number: int
-    opinions: tuple[Opinion, ...]
-    was_read: bool
+    number: int  # its number
+    opinions: tuple[Opinion, ...]  # one for each optimizer that stepped
+    was_read: bool  # the host has decided: there is nothing to wait for, and nothing to tell it
 
 
 class PendingVerdicts:

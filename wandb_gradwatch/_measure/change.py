@@ -26,17 +26,11 @@ MULTIPLIED: Final = 0.5  # everything by one factor below 1, not by torch's own 
 
 @dataclass(frozen=True)
 class Change:
-    """What happened to the gradients of a sample.
+    """What happened to the gradients of a sample."""
 
-    Args:
-        shrunk: some became shorter, as clipping makes them.
-        other: something happened to some of them that no clipping does.
-        factor: by which every gradient was multiplied; NaN where there is no such factor.
-    """
-
-    shrunk: bool
-    other: bool
-    factor: float
+    shrunk: bool  # some became shorter, as clipping makes them
+    other: bool  # something happened to some of them that no clipping does
+    factor: float  # by which every gradient was multiplied; NaN where there is no such factor
 
     @property
     def is_common(self) -> bool:

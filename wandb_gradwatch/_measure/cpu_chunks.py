@@ -28,17 +28,11 @@ CHUNK_COLUMNS: Final = tuple(c for c in Column if c <= Column.GRAD_ABS_MIN_NONZE
 
 @dataclass
 class ChunkReader:
-    """Reads chunks of one float layout; owns the scratch memory that its passes write to.
+    """Reads chunks of one float layout; owns the scratch memory that its passes write to."""
 
-    Args:
-        layout: of the chunks.
-        dead_magnitude: bits of the largest magnitude that counts as dead; -1 for none.
-        counts_codes: whether the codes of the non-zero finite elements are counted.
-    """
-
-    layout: FloatBits
-    dead_magnitude: int
-    counts_codes: bool
+    layout: FloatBits  # of the chunks
+    dead_magnitude: int  # bits of the largest magnitude that counts as dead; -1 for none
+    counts_codes: bool  # whether the codes of the non-zero finite elements are counted
     _words: npt.NDArray[Any] = field(init=False)
     _codes_of_chunk: IntArray = field(init=False)
 

@@ -56,22 +56,18 @@ class Plan:
 
 @dataclass(frozen=True)
 class Key:
-    """What a plan depends on.
+    """What a plan depends on."""
 
-    Args:
-        sizes, codes, aligned: of each tensor, gradients first.
-        num_gradients: how many of them are gradients.
-        lanes, chunk: lanes of a program, and the most elements that it reads.
-        device, stream: where it is used. Apart per stream: no table is rewritten while another stream may still read
-            it, or read before it is there.
-    """
-
+    # Of each tensor, gradients first:
     sizes: tuple[int, ...]
     codes: tuple[int, ...]
     aligned: tuple[bool, ...]
-    num_gradients: int
+    num_gradients: int  # how many of them are gradients
+    # Lanes of a program, and the most elements that it reads:
     lanes: int
     chunk: int
+    # Where it is used. Apart per stream: no table is rewritten while another stream may still read it, or read before
+    # it is there:
     device: torch.device
     stream: int
 

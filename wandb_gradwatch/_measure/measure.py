@@ -35,16 +35,12 @@ _DEVICE_OF: Final = {"cpu": "cpu", "compiled": "cpu", "cuda": "cuda"}  # of the 
 
 @dataclass(frozen=True)
 class Measurement:
-    """One row, and one histogram if it was asked for, per gradient, on the gradients' device.
+    """One row, and one histogram if it was asked for, per gradient, on the gradients' device."""
 
-    Args:
-        rows: [N, C] in float64 (float32 on MPS). The received columns are those of the gradient itself; the parameter
-            columns are NaN where no parameters were given.
-        histogram: [N, B] in int64.
-    """
-
+    # [N, C] in float64 (float32 on MPS). The received columns are those of the gradient itself; the parameter columns
+    # are NaN where no parameters were given.
     rows: Tensor
-    histogram: Tensor | None
+    histogram: Tensor | None  # [N, B] in int64
 
 
 def measure(

@@ -24,13 +24,9 @@ HISTOGRAM_SIZE: Final = NUM_BINS + 2
 
 @dataclass(frozen=True, eq=False)
 class ProbeHistogram:
-    """A histogram on its device.
+    """A histogram on its device."""
 
-    Args:
-        values: [B + 2]: the counts in the fixed bins, the smallest and the largest finite element.
-    """
-
-    values: Tensor
+    values: Tensor  # [B + 2]: the counts in the fixed bins, the smallest and the largest finite element
 
 
 class Meaning(Protocol):
@@ -50,28 +46,20 @@ class Meaning(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class ProbeSums:
-    """Sums over a tensor's elements, on its device, that merge over shards: they get their meaning when they have.
+    """Sums over a tensor's elements, on its device, that merge over shards: they get their meaning when they have."""
 
-    Args:
-        values: the sums [K]; NaN is missing.
-        meaning: what the sums say.
-        parameter: the parameter that these are the sums of, or of this rank's shard of; None: of something else, which
-            is whole on every rank.
-    """
-
-    values: Tensor
-    meaning: Meaning
+    values: Tensor  # the sums [K]; NaN is missing
+    meaning: Meaning  # what the sums say
+    # The parameter that these are the sums of, or of this rank's shard of; None: of something else, which is whole on
+    # every rank
     parameter: str | None = None
 
 
 @dataclass(frozen=True)
 class Distance:
-    """How far a tensor is from another: its sums are the squares of the difference, and of what that is compared with.
+    """How far a tensor is from another: its sums are the squares of the difference, and of what it is compared with."""
 
-    Args:
-        norm, ratio: what the difference's norm, and its ratio to the other norm, are called.
-    """
-
+    # What the difference's norm, and its ratio to the other norm, are called:
     norm: str
     ratio: str
     num_sums = 2
@@ -89,14 +77,10 @@ def root_of_ratio(above: float, below: float) -> float:
 
 @dataclass(frozen=True, eq=False)
 class MetricHistogram:
-    """A histogram on the host.
+    """A histogram on the host."""
 
-    Args:
-        counts: [B] in the fixed bins; finite elements only.
-        low, high: the smallest and the largest of them; infinite where there is none.
-    """
-
-    counts: IntArray
+    counts: IntArray  # [B] in the fixed bins; finite elements only
+    # The smallest and the largest of them; infinite where there is none:
     low: float
     high: float
 

@@ -25,19 +25,12 @@ _FOLD: Final = 64  # lines that become one in one step of the fold
 
 @dataclass(frozen=True)
 class TilingPlan:
-    """Where the lines of tensors of given sizes lie.
+    """Where the lines of tensors of given sizes lie."""
 
-    Args:
-        num_lines: [N] of each tensor.
-        owner: [R] index of the tensor that each line belongs to, on the device.
-        num_filling: [N] NaN added to each tensor, on the device.
-        steps: index tables of the fold, on the device; index R stands for a line that changes nothing.
-    """
-
-    num_lines: tuple[int, ...]
-    owner: Tensor
-    num_filling: Tensor
-    steps: tuple[Tensor, ...]
+    num_lines: tuple[int, ...]  # [N] of each tensor
+    owner: Tensor  # [R] index of the tensor that each line belongs to, on the device
+    num_filling: Tensor  # [N] NaN added to each tensor, on the device
+    steps: tuple[Tensor, ...]  # index tables of the fold, on the device; index R stands for a line that changes nothing
 
 
 def plan_for(sizes: tuple[int, ...], device: torch.device) -> TilingPlan:

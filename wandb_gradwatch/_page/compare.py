@@ -30,45 +30,32 @@ _SCATTER_OF_MEDIAN: Final = 1.4826 / np.sqrt(2)  # a normal deviation, from the 
 
 @dataclass(frozen=True)
 class Parting:
-    """Where two runs part for the first time.
+    """Where two runs part for the first time."""
 
-    Args:
-        step: the last step of the window.
-        name: the layer that differs most in it.
-        norms: its largest norms in the first and the second run; NaN where no gradient arrived, infinite where one was
-            not finite.
-        num_layers: how many layers part in the whole run.
-    """
-
-    step: int
-    name: str
+    step: int  # the last step of the window
+    name: str  # the layer that differs most in it
+    # Its largest norms in the first and the second run; NaN where no gradient arrived, infinite where one was not
+    # finite
     norms: tuple[float, float]
-    num_layers: int
+    num_layers: int  # how many layers part in the whole run
 
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """What a second run did otherwise than the first.
+    """What a second run did otherwise than the first."""
 
-    Args:
-        names: [P] the layers of both, spelled as in the model, in the first run's order.
-        only_first, only_second: the layers of one alone.
-        steps: [G] the last step of every window that both runs reach; windows are those of the coarser run.
-        norms: of each run, [P, G]: the largest norm in the window; NaN where no gradient arrived, infinite where one
-            was not finite.
-        equal_until: the last step up to which all norms agree to six digits; None where they differ from the start.
-        parting: None where the runs never differ beyond their own scatter.
-        verdicts: of each run.
-    """
-
-    names: list[str]
+    names: list[str]  # [P] the layers of both, spelled as in the model, in the first run's order
+    # The layers of one alone:
     only_first: list[str]
     only_second: list[str]
-    steps: IntArray
+    steps: IntArray  # [G] the last step of every window that both runs reach; windows are those of the coarser run
+    # Of each run, [P, G]: the largest norm in the window; NaN where no gradient arrived, infinite where one was not
+    # finite
     norms: tuple[FloatArray, FloatArray]
+    # The last step up to which all norms agree to six digits; None where they differ from the start
     equal_until: int | None
-    parting: Parting | None
-    verdicts: tuple[Verdict, Verdict]
+    parting: Parting | None  # None where the runs never differ beyond their own scatter
+    verdicts: tuple[Verdict, Verdict]  # of each run
 
     @property
     def alike(self) -> bool:

@@ -44,77 +44,51 @@ class RecordedTable:
 
 @dataclass(frozen=True, eq=False)
 class OwnSeries:
-    """One scalar that the user logged, at every row that has it, NaN and infinity included.
+    """One scalar that the user logged, at every row that has it, NaN and infinity included."""
 
-    Args:
-        steps: [N] optimizer steps, ascending.
-        values: [N].
-    """
-
-    steps: FloatArray
-    values: FloatArray
+    steps: FloatArray  # [N] optimizer steps, ascending
+    values: FloatArray  # [N]
 
 
 @dataclass(frozen=True, eq=False)
 class HistogramSeries:
-    """Histograms of one name over time, each with bins of equal width between its own limits.
+    """Histograms of one name over time, each with bins of equal width between its own limits."""
 
-    Args:
-        steps: [H] the step of each.
-        low, high: [H] the limits.
-        counts: [H, B] elements in each bin.
-    """
-
-    steps: IntArray
+    steps: IntArray  # [H] the step of each
+    # [H] the limits:
     low: FloatArray
     high: FloatArray
-    counts: FloatArray
+    counts: FloatArray  # [H, B] elements in each bin
 
 
 @dataclass(frozen=True, eq=False)
 class RunHistory:
-    """Everything of a run that the pictures need.
+    """Everything of a run that the pictures need."""
 
-    Args:
-        path: the `.wandb` file that it was read from.
-        run_id: W&B's id of the run.
-        name: the run's display name; the id where it has none.
-        project: the project; "" where the file does not tell.
-        started_at: ISO time of the start; "" where the file does not tell.
-        config: the run's configuration.
-        finished: the file ends with the run's exit record.
-        exit_code: of that record; None without one.
-        num_rows: rows of the whole history, the user's included.
-        steps: [R] steps of the rows that carry `gradwatch/step`, ascending, each once.
-        times: [R] seconds since 1970 at which the rows were logged; NaN, or empty, where the file does not tell.
-        values: scalar key of ours to its [R] values; NaN where missing.
-        wandb_steps: W&B's own step of every row of ours, at the sample's step; None where the file does not tell.
-        own: scalar key of the user to all that was logged of it, in rows with or without `gradwatch/step`.
-        histograms: name (as in the key, without the prefix) to its histograms.
-        family_histograms: the same for the families of watch(metrics=...): family to name to its histograms.
-        alerts: in the order in which they were sent.
-        flight_recorder: the last table logged as `gradwatch/flight_recorder`.
-        notes: what a reader of the pictures must know about this file: truncated, damaged, still open.
-    """
-
-    path: Path
-    run_id: str
-    steps: IntArray
-    values: Mapping[str, FloatArray]
-    name: str = ""
-    project: str = ""
-    started_at: str = ""
-    config: Mapping[str, Any] = field(default_factory=dict)
-    finished: bool = True
-    exit_code: int | None = None
-    num_rows: int = 0
+    path: Path  # the `.wandb` file that it was read from
+    run_id: str  # W&B's id of the run
+    steps: IntArray  # [R] steps of the rows that carry `gradwatch/step`, ascending, each once
+    values: Mapping[str, FloatArray]  # scalar key of ours to its [R] values; NaN where missing
+    name: str = ""  # the run's display name; the id where it has none
+    project: str = ""  # the project; "" where the file does not tell
+    started_at: str = ""  # ISO time of the start; "" where the file does not tell
+    config: Mapping[str, Any] = field(default_factory=dict)  # the run's configuration
+    finished: bool = True  # the file ends with the run's exit record
+    exit_code: int | None = None  # of that record; None without one
+    num_rows: int = 0  # rows of the whole history, the user's included
+    # [R] seconds since 1970 at which the rows were logged; NaN, or empty, where the file does not tell
     times: FloatArray = field(default_factory=lambda: np.empty(0))
+    # W&B's own step of every row of ours, at the sample's step; None where the file does not tell
     wandb_steps: OwnSeries | None = None
+    # Scalar key of the user to all that was logged of it, in rows with or without `gradwatch/step`
     own: Mapping[str, OwnSeries] = field(default_factory=dict)
+    # Name (as in the key, without the prefix) to its histograms
     histograms: Mapping[str, HistogramSeries] = field(default_factory=dict)
+    # The same for the families of watch(metrics=...): family to name to its histograms
     family_histograms: Mapping[str, Mapping[str, HistogramSeries]] = field(default_factory=dict)
-    alerts: tuple[RecordedAlert, ...] = ()
-    flight_recorder: RecordedTable | None = None
+    alerts: tuple[RecordedAlert, ...] = ()  # in the order in which they were sent
+    flight_recorder: RecordedTable | None = None  # the last table logged as `gradwatch/flight_recorder`
+    # What a reader of the pictures must know about this file: truncated, damaged, still open
     notes: tuple[str, ...] = ()
 
     def __repr__(self) -> str:

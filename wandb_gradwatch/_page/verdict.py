@@ -25,15 +25,10 @@ _EVIDENCE: Final = r" \(.*?\)(?=, or |\. Remedy|\.?$)"
 
 @dataclass(frozen=True)
 class Verdict:
-    """One sentence, and how it is meant.
+    """One sentence, and how it is meant."""
 
-    Args:
-        mood: "good", "careful" where something is unusual, "bad" where the training broke.
-        text: the sentence.
-    """
-
-    mood: Mood
-    text: str
+    mood: Mood  # "good", "careful" where something is unusual, "bad" where the training broke
+    text: str  # the sentence
 
 
 def judge(history: RunHistory) -> Verdict:

@@ -48,23 +48,15 @@ _CHANGE: Final = (keys.CLIPPED, keys.CHANGED)
 
 @dataclass(frozen=True)
 class RankWindow:
-    """A window as one rank has it, and the same with the rows and histograms of all ranks once it is merged.
+    """A window as one rank has it, and the same with the rows and histograms of all ranks once it is merged."""
 
-    Args:
-        samples: its samples; every rank has the same steps.
-        flush: its histogram.
-        names: [P] the same on every rank.
-        counted: [P] True where this rank's rows count: it holds a shard, or it is the one that speaks for replicas.
-        overhead_ratio: of this rank; not merged.
-        has_shards: gradients are of single ranks, which can be named; otherwise all ranks have the same.
-    """
-
-    samples: tuple[ArrivedSample, ...]
-    flush: ArrivedFlush
-    names: tuple[str, ...]
+    samples: tuple[ArrivedSample, ...]  # its samples; every rank has the same steps
+    flush: ArrivedFlush  # its histogram
+    names: tuple[str, ...]  # [P] the same on every rank
+    # [P] True where this rank's rows count: it holds a shard, or it is the one that speaks for replicas
     counted: npt.NDArray[np.bool_]
-    overhead_ratio: float = math.nan
-    has_shards: bool = True
+    overhead_ratio: float = math.nan  # of this rank; not merged
+    has_shards: bool = True  # gradients are of single ranks, which can be named; otherwise all ranks have the same
 
 
 class RankMerger:

@@ -27,18 +27,13 @@ from .rank_merge import RankWindow
 
 @dataclass(frozen=True)
 class WholeModel:
-    """The parameters of all ranks together.
+    """The parameters of all ranks together."""
 
-    Args:
-        known: their names, each once; where ranks have different parameters of one name, those of the later ranks have
-            "rank<n>." in front.
-        places: [P] where this rank's own are among them.
-        ranks: [P] the ranks that have each of this rank's own.
-    """
-
+    # Their names, each once; where ranks have different parameters of one name, those of the later ranks have
+    # "rank<n>." in front
     known: Names
-    places: tuple[int, ...]
-    ranks: tuple[frozenset[int], ...]
+    places: tuple[int, ...]  # [P] where this rank's own are among them
+    ranks: tuple[frozenset[int], ...]  # [P] the ranks that have each of this rank's own
 
     def names(self, own: Names) -> Names:
         """Of all ranks, with those of this rank that are new since watch() at the end."""

@@ -8,17 +8,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Notice:
-    """Something to be said once for each kind.
+    """Something to be said once for each kind."""
 
-    Args:
-        kind: of an alert, its title.
-        text: what is said.
-        step: the step of an alert; None: it is none, but a line in the log.
-    """
-
-    kind: str
-    text: str
-    step: int | None = None
+    kind: str  # of an alert, its title
+    text: str  # what is said
+    step: int | None = None  # the step of an alert; None: it is none, but a line in the log
 
 
 class Notices(deque[Notice]):

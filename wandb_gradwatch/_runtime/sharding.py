@@ -61,15 +61,10 @@ def rank_store(name: str) -> Store:
 
 @dataclass(frozen=True)
 class _Share:
-    """What this rank has of a parameter.
+    """What this rank has of a parameter."""
 
-    Args:
-        mesh: the ranks that hold shards of it; None for a whole one.
-        counts: whether this rank's shard counts where `mesh` has the first rank that has this parameter.
-    """
-
-    mesh: frozenset[int] | None
-    counts: bool
+    mesh: frozenset[int] | None  # the ranks that hold shards of it; None for a whole one
+    counts: bool  # whether this rank's shard counts where `mesh` has the first rank that has this parameter
 
     def counted(self, first: int) -> bool:
         if self.mesh is None:

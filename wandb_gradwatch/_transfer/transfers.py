@@ -48,30 +48,19 @@ _MAX_KINDS: Final = 16  # of tensors of a device: what probes find may have anot
 
 @dataclass(frozen=True)
 class Sample:
-    """What the host knows of a sample when it closes.
+    """What the host knows of a sample when it closes."""
 
-    Args:
-        step: its number.
-        skipped: whether loss scaling skipped an update; an optimizer that skips by itself says so on the device.
-        updated: for each optimizer that stepped, the slots that it owns.
-        compared: slots whose gradient looked unmodified at the step and was compared by value all the same.
-        compared_early: the same, just before torch clipped it.
-        by_torch: whether one of torch's clipping functions was called.
-        eps: relative precision of the gradients' dtype, of the coarsest where there are several.
-        every: how many steps after the sample before.
-        left_out: no sample of an update: a backward whose gradients were reset before any step.
-        learning_rate: the largest of the optimizers that made the update; NaN where the host does not know it.
-    """
-
-    step: int
-    skipped: bool
-    updated: tuple[tuple[int, ...], ...]
+    step: int  # its number
+    skipped: bool  # whether loss scaling skipped an update; an optimizer that skips by itself says so on the device
+    updated: tuple[tuple[int, ...], ...]  # for each optimizer that stepped, the slots that it owns
+    # Slots whose gradient looked unmodified at the step and was compared by value all the same
     compared: tuple[int, ...] = ()
-    compared_early: tuple[int, ...] = ()
-    by_torch: bool = False
-    eps: float = 0.0
-    every: int = 1
-    left_out: bool = False
+    compared_early: tuple[int, ...] = ()  # the same, just before torch clipped it
+    by_torch: bool = False  # whether one of torch's clipping functions was called
+    eps: float = 0.0  # relative precision of the gradients' dtype, of the coarsest where there are several
+    every: int = 1  # how many steps after the sample before
+    left_out: bool = False  # no sample of an update: a backward whose gradients were reset before any step
+    # The largest of the optimizers that made the update; NaN where the host does not know it
     learning_rate: float = math.nan
 
 
