@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from wandb_gradwatch._measure import compile_lock
-from wandb_gradwatch._measure.compile_lock import after_other_processes
+from wandb_gradwatch._measure import compilation
+from wandb_gradwatch._measure.compilation import after_other_processes
 
 fcntl = pytest.importorskip("fcntl", reason="Windows knows no such locks")
 
@@ -22,7 +22,7 @@ FOREVER = 60.0  # seconds: a test that waits for so long has failed
 
 HOLDER = """
 import sys
-from wandb_gradwatch._measure.compile_lock import after_other_processes
+from wandb_gradwatch._measure.compilation import after_other_processes
 with after_other_processes("kernel", longest=0.0):
     print("holds", flush=True)
     sys.stdin.read()
@@ -99,6 +99,6 @@ def test_without_a_folder_for_locks_everybody_compiles(
     folder: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "file").touch()
-    monkeypatch.setattr(compile_lock, "_lock_file", lambda what: tmp_path / folder / what)
+    monkeypatch.setattr(compilation, "_lock_file", lambda what: tmp_path / folder / what)
     with after_other_processes("kernel", longest=0.0), after_other_processes("kernel", longest=0.0):
         pass

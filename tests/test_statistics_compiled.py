@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -252,26 +251,11 @@ def test_every_bit_is_the_same_with_any_number_of_threads(
     assert all(bits() == alone for _ in range(50))
 
 
-def test_a_crew_takes_part_and_every_piece_is_done_once_and_before_it_returns() -> None:
-    helped = threading.Event()
-    taken, done = itertools.count(), []
-
-    def work() -> None:
-        while (piece := next(taken)) < 100:
-            if threading.current_thread() is not threading.main_thread():
-                helped.set()
-            else:
-                assert helped.wait(60)  # the caller does nothing until somebody else has begun
-            done.append(piece)
-
-    ThreadPool().run(work, lambda: len(done) == 100, 3)
-    assert sorted(done) == list(range(100))
-
-
-def test_an_interrupted_caller_waits_for_what_its_helpers_have_taken() -> None:
+def test_an_interrupted_caller_waits_for_what_its_helpers_have_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     begun, may_end, done = threading.Event(), threading.Event(), threading.Event()
+    monkeypatch.setattr("wandb_gradwatch._measure.thread_pool._give_way", may_end.set)  # only a caller who waits does
 
-    def work() -> None:
+    def read(piece: int) -> None:
         if threading.current_thread() is threading.main_thread():
             assert begun.wait(60)
             raise KeyboardInterrupt
@@ -279,12 +263,8 @@ def test_an_interrupted_caller_waits_for_what_its_helpers_have_taken() -> None:
         assert may_end.wait(60)
         done.set()
 
-    def is_done() -> bool:
-        may_end.set()  # asked only when the caller waits
-        return done.is_set()
-
     with pytest.raises(KeyboardInterrupt):
-        ThreadPool().run(work, is_done, 2)
+        ThreadPool().each(range(2), read, 2)
     assert done.is_set()
 
 
@@ -303,16 +283,17 @@ def test_an_interrupt_before_anything_was_taken_is_not_waited_for(
         measure([torch.ones(10)], None, backend="compiled")
 
 
-def test_each_piece_is_read_once_and_its_result_is_at_its_place() -> None:
-    helped = threading.Event()
+def test_helpers_take_part_and_every_piece_is_read_once_and_before_it_returns() -> None:
+    helped, done = threading.Event(), []
 
-    def read(piece: int) -> int:
+    def read(piece: int) -> None:
         if threading.current_thread() is not threading.main_thread():
             helped.set()
         assert helped.wait(60)  # the caller reads one piece until somebody else has begun
-        return piece**2
+        done.append(piece)
 
-    assert ThreadPool().each(range(100), read, 3) == [piece**2 for piece in range(100)]
+    ThreadPool().each(range(100), read, 3)
+    assert sorted(done) == list(range(100))
 
 
 @pytest.mark.parametrize("place", ["caller", "helper"])
@@ -330,34 +311,13 @@ def test_what_a_reader_raises_is_raised_in_the_caller_whoever_met_it(place: str)
         ThreadPool().each(range(100), read, 2)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_helper_that_fails_is_replaced_and_leaves_its_work_to_the_caller() -> None:
-    thread_pool, failing, done = ThreadPool(), [], []
-
-    def fail_elsewhere() -> None:
-        if threading.current_thread() is threading.main_thread():
-            done.append("by the caller")
-            return
-        failing.append(threading.current_thread())
-        raise MemoryError
-
-    thread_pool.run(fail_elsewhere, lambda: bool(failing), 2)
-    failing[0].join(60)
-    assert done == ["by the caller"]
-
-    helped = threading.Event()
-    thread_pool.run(
-        lambda: None if threading.current_thread() is threading.main_thread() else helped.set(), helped.is_set, 2
-    )
-
-
 def test_without_a_thread_to_be_had_the_caller_does_all(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_more(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", no_more)
     done = []
-    ThreadPool().run(lambda: done.append(threading.current_thread()), lambda: True, 4)
+    ThreadPool().each([0], lambda _: done.append(threading.current_thread()), 4)
     assert done == [threading.main_thread()]
 
 
@@ -365,7 +325,7 @@ def test_helpers_are_as_many_as_were_asked_for_and_wait_for_more_work() -> None:
     thread_pool = ThreadPool()
     before = threading.active_count()
     for num_threads in (1, 3, 2, 3):
-        thread_pool.run(lambda: None, lambda: True, num_threads)
+        thread_pool.each([0], lambda _: None, num_threads)
     assert threading.active_count() == before + 2
 
 

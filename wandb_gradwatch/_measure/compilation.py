@@ -1,15 +1,26 @@
-"""Something that takes seconds to make: made once per process, in the background, and used when it is there."""
+"""Code that takes seconds to compile: once per process, in the background; of several processes, as ranks are, by one.
+
+A cache on disk has it for the others then.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
+import tempfile
 import threading
-from collections.abc import Callable
-from typing import Final, Generic, TypeVar
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import IO, Final, Generic, TypeVar
+
+logger: Final = logging.getLogger("wandb_gradwatch")
 
 Made = TypeVar("Made")
 
-_LONGEST: Final = 60.0  # seconds that a fork waits at most
+_LONGEST_FORK: Final = 60.0  # seconds that a fork waits at most
+_PAUSE: Final = 0.02  # seconds between two looks at what another process does
 
 
 class Compilation(Generic[Made]):
@@ -69,4 +80,46 @@ class Compilation(Generic[Made]):
     def _settle(self) -> None:
         assert self._thread is not None
         if self._thread is not threading.current_thread():
-            self._thread.join(_LONGEST)
+            self._thread.join(_LONGEST_FORK)
+
+
+@contextmanager
+def after_other_processes(what: str, *, longest: float) -> Iterator[None]:
+    """Go on when no other process of this user on this machine compiles this; those that have waited go on together.
+
+    A process that has ended holds nobody up.
+
+    Args:
+        what: is compiled: the name of the lock.
+        longest: seconds that a process is waited for, which may have been stopped.
+    """
+    until = time.monotonic() + longest
+    with ExitStack() as stack:
+        try:
+            import fcntl
+
+            file = stack.enter_context(_lock_file(what).open("a"))
+            stack.callback(fcntl.flock, file, fcntl.LOCK_UN)  # a forked child that has the file too would keep the lock
+            if not _has_locked(file, fcntl.LOCK_EX):
+                while time.monotonic() < until and not _has_locked(file, fcntl.LOCK_SH):
+                    time.sleep(_PAUSE)
+                stack.close()
+        except (ImportError, OSError) as error:  # Windows; no folder to write to, or one that knows no locks
+            logger.debug("wandb_gradwatch: compiling %s beside other processes: %r", what, error)
+        yield
+
+
+def _has_locked(file: IO[str], how: int) -> bool:
+    import fcntl
+
+    try:
+        fcntl.flock(file, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _lock_file(what: str) -> Path:
+    folder = Path(tempfile.gettempdir()) / f"wandb-gradwatch-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder / f"{what}.lock"

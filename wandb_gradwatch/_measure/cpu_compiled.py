@@ -23,8 +23,7 @@ from torch import Tensor
 
 from . import cpu
 from .columns import NUM_BINS, NUM_COLUMNS, SCALE_POWER, ZERO_BIN, Column, IntArray, merge_adjacent_rows
-from .compilation import Compilation
-from .compile_lock import after_other_processes
+from .compilation import Compilation, after_other_processes
 from .elements import readable
 from .float_bits import FLOAT32, FLOAT64, bin_of_code, largest_magnitude_within
 from .thread_pool import THREAD_POOL

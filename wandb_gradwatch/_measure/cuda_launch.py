@@ -26,7 +26,7 @@ from torch import Tensor
 
 from . import cuda as kernels
 from .columns import NUM_BINS, NUM_COLUMNS, RECEIVED_COLUMNS, Column
-from .compile_lock import after_other_processes
+from .compilation import after_other_processes
 from .cuda_plan import ALIGNMENT, LOADS, Plan, plan_for
 from .elements import elements_of, readable
 from .float_bits import FLOAT32, FLOAT64, largest_magnitude_within

@@ -54,36 +54,30 @@ class Plan:
         return max(self.num_gradients, self.num_tensors - self.num_gradients)
 
 
-@dataclass(frozen=True)
-class Key:
-    """What a plan depends on."""
+def _plan_of(
+    sizes_N: tuple[int, ...],
+    codes_N: tuple[int, ...],
+    aligned_N: tuple[bool, ...],
+    num_gradients: int,
+    lanes: int,
+    chunk: int,
+    device: torch.device,
+    stream: int,
+) -> Plan:
+    """Lay out chunks: of each tensor those that an ordinary kernel reads, in whole rounds, then its remaining end.
 
-    # Of each tensor, gradients first:
-    sizes: tuple[int, ...]
-    codes: tuple[int, ...]
-    aligned: tuple[bool, ...]
-    num_gradients: int  # how many of them are gradients
-    # Lanes of a program, and the most elements that it reads:
-    lanes: int
-    chunk: int
-    # Where it is used. Apart per stream: no table is rewritten while another stream may still read it, or read before
-    # it is there:
-    device: torch.device
-    stream: int
-
-
-def _plan_of(key: Key) -> Plan:
-    """Lay out chunks: of each tensor those that an ordinary kernel reads, in whole rounds, then its remaining end."""
-    sizes, codes = np.array(key.sizes, dtype=np.int64), np.array(key.codes)
+    Apart per stream: no table is rewritten while another stream may still read it, or read before it is there.
+    """
+    sizes, codes = np.array(sizes_N, dtype=np.int64), np.array(codes_N)
     itemsizes = _ITEMSIZES[codes]
-    step = key.lanes * LOADS * ALIGNMENT // itemsizes  # elements of a round
+    step = lanes * LOADS * ALIGNMENT // itemsizes  # elements of a round
     careful = codes == _FLOAT64
-    longest = np.where(careful, key.chunk // 4, key.chunk)  # what is read carefully takes longer
+    longest = np.where(careful, chunk // 4, chunk)  # what is read carefully takes longer
     whole = np.where(careful, sizes, sizes // step * step)
     num_whole = -(-whole // longest)
     num_chunks_of = num_whole + (whole < sizes)
     # One launch reads chunks that lie one after the other.
-    kinds = list(zip((np.arange(len(sizes)) < key.num_gradients).tolist(), key.codes, key.aligned, strict=True))
+    kinds = list(zip((np.arange(len(sizes)) < num_gradients).tolist(), codes_N, aligned_N, strict=True))
     place_of = {kind: place for place, kind in enumerate(dict.fromkeys(kinds))}
     places = np.array([place_of[kind] for kind in kinds])
     order = np.argsort(places, kind="stable")
@@ -103,13 +97,13 @@ def _plan_of(key: Key) -> Plan:
     dtype = codes[tensor] + _CAREFUL_ONLY * (careful[tensor] | is_end)
     return Plan(
         groups=tuple(groups),
-        num_gradients=key.num_gradients,
+        num_gradients=num_gradients,
         num_tensors=len(sizes),
         num_chunks=len(tensor),
-        chunks=upload(np.stack([tensor, start * itemsizes[tensor], length, dtype]), key.device),
-        tensors=upload(np.stack([sizes, first_chunk, num_chunks_of]), key.device),
-        one=torch.ones((), dtype=torch.float64, device=key.device),
-        table=AddressTable(2 + len(sizes), key.device),
+        chunks=upload(np.stack([tensor, start * itemsizes[tensor], length, dtype]), device),
+        tensors=upload(np.stack([sizes, first_chunk, num_chunks_of]), device),
+        one=torch.ones((), dtype=torch.float64, device=device),
+        table=AddressTable(2 + len(sizes), device),
     )
 
 
@@ -138,5 +132,5 @@ def plan_for(
     """
     codes = tuple(map(_CODES.__getitem__, dtypes))
     aligned = tuple([address % ALIGNMENT == 0 for address in addresses])
-    key = Key(tuple(sizes), codes, aligned, num_gradients, lanes, chunk, device, current_stream(device))
-    return (_plan_for_few if len(codes) <= 2 else _plan_for)(key)
+    plan_of = _plan_for_few if len(codes) <= 2 else _plan_for
+    return plan_of(tuple(sizes), codes, aligned, num_gradients, lanes, chunk, device, current_stream(device))

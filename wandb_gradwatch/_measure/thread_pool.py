@@ -11,7 +11,6 @@ from typing import Final, TypeVar
 
 Work = Callable[[], None]
 Piece = TypeVar("Piece")
-Result = TypeVar("Result")
 
 _MAX_HELPERS: Final = 7  # they all read one memory
 _give_way: Final[Callable[[], None]] = getattr(os, "sched_yield", lambda: time.sleep(0))
@@ -28,29 +27,12 @@ class ThreadPool:
         self._waiting: queue.SimpleQueue[Work] = queue.SimpleQueue()
         self._helpers: list[threading.Thread] = []
 
-    def run(self, work: Work, is_done: Callable[[], bool], num_threads: int) -> None:
-        """Do the work here, and in other threads too; return when all of it is done.
+    def each(self, pieces: Sequence[Piece], read: Callable[[Piece], object], num_threads: int) -> None:
+        """Call a function that lets go of the interpreter's lock for each piece; return when all of it is done.
 
         Args:
-            work: takes pieces until none is left, in any number of threads, with the interpreter's lock or without.
-            is_done: whether every piece that was taken is done.
             num_threads: at most, with this one.
         """
-        for _ in range(self._ready(num_threads - 1)):
-            self._waiting.put(work)
-        try:
-            work()
-        finally:  # also where the user interrupts: what the work is about must stay as it is until nobody reads it
-            while not is_done():
-                _give_way()
-
-    def each(self, pieces: Sequence[Piece], read: Callable[[Piece], Result], num_threads: int) -> list[Result]:
-        """What a function that lets go of the interpreter's lock finds in each piece.
-
-        Args:
-            num_threads: as for `run`.
-        """
-        results: dict[int, Result] = {}
         numbers, under_way, lock = iter(range(len(pieces))), set[int](), threading.Lock()
         failures: list[BaseException] = []
 
@@ -62,16 +44,21 @@ class ThreadPool:
                         number = next(numbers, -1)
                         under_way.add(number)
                     if number >= 0 and not failures:
-                        results[number] = read(pieces[number])
+                        read(pieces[number])
                 except BaseException as error:  # the caller's to raise, also what a helper meets
                     failures.append(error)
                 finally:
                     under_way.discard(number)
 
-        self.run(work, lambda: not under_way, num_threads)
+        for _ in range(self._ready(num_threads - 1)):
+            self._waiting.put(work)
+        try:
+            work()
+        finally:  # also where the user interrupts: what is read must stay as it is until nobody reads it
+            while under_way:
+                _give_way()
         if failures:
             raise failures[0]
-        return [results[number] for number in range(len(pieces))]
 
     def _ready(self, wanted: int) -> int:
         """How many of these helpers there are, started if need be."""
