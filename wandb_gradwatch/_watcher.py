@@ -284,7 +284,7 @@ class Watcher:
         try:
             self._flush_window(final=True)
             if self._parts.guard is not None:
-                self._parts.guard.finish()
+                self._parts.guard.verdicts.learn_all()
                 self._say()
         finally:  # a callback of the user's may raise
             self._stop()
@@ -351,7 +351,7 @@ class Watcher:
             else:
                 self._dispatcher.alert_once(notice.kind, notice.text, notice.step)
 
-    def _operation_found(self, step: int, found: str, *, is_late: bool) -> None:
+    def _operation_found(self, step: int, found: str, is_late: bool) -> None:
         self._dispatcher.recorder.note(step, **{FIRST_BAD_OPERATION: found})
         if is_late:  # else it is the cause in the alert of its step, which is still to come
             text = f"Step {step} was run once more, after an alert.\n{CAUSE_PREFIX}{FOUND_PREFIX}{found}"

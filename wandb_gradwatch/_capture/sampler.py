@@ -17,11 +17,10 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .._runtime.autograd import Entry, backward_root, current_graph_task
+from .._runtime.autograd import Entry, TrainingThread, backward_root, current_graph_task
 from .._runtime.error_boundary import ErrorBoundary, contained
 from .._runtime.sharding import local_part, rank, rank_store, world_size
 from .._runtime.steps import STEP_HOOKS, StepListener
-from .._runtime.training_thread import TrainingThread
 from .._transfer.sample_buffer import SampleBuffer
 from .clipping import CLIP_FUNCTIONS
 from .clock import Closed

@@ -77,9 +77,7 @@ class PendingVerdicts:
     """Closed steps that the guard has not learnt from yet.
 
     Args:
-        guard: learns from them.
         present: the names of all parameters [P], and which of them these slots are [P].
-        notices: what is to be said.
     """
 
     def __init__(self, guard: SkipGuard, present: Callable[[Sequence[int]], Present], notices: Notices) -> None:
@@ -135,12 +133,7 @@ class PendingVerdicts:
         return steps
 
     def load_state(self, steps: Iterable[Mapping[str, Any]], place: Mapping[int, int]) -> None:
-        """Go on from `state()`.
-
-        Args:
-            steps: what `state()` returned.
-            place: the slot now of each slot then; those of parameters that are gone are missing.
-        """
+        """Go on from `state()`; `place` is that of `StepSkipping.load_state_dict`."""
         self._unlearnt = deque(
             Step(
                 int(step["step"]),

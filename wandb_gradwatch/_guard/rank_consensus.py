@@ -6,12 +6,13 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .._measure.elements import wide_dtype
+from .._measure.elements import upload, wide_dtype
 from .._runtime.autograd import Entry
 from .._runtime.error_boundary import CallbackError
 from .._runtime.sharding import Shards, has_fsdp1, local_part, world_size
@@ -30,15 +31,7 @@ FUNCTION_REFUSED: Final = (
 
 
 def refuse_guard(models: Sequence[nn.Module], *, function: bool) -> None:
-    """Say at watch() what `ConsensusTable.of` would say at the first step.
-
-    Args:
-        models: the watched ones, sharded already or not.
-        function: the guard is a function of the user's.
-
-    Raises:
-        ValueError: ranks could not decide alike.
-    """
+    """Say at watch(), by a ValueError, what `ConsensusTable.of` would say at the first step."""
     if world_size() == 1:
         return
     if has_fsdp1(models):
@@ -48,10 +41,7 @@ def refuse_guard(models: Sequence[nn.Module], *, function: bool) -> None:
 
 
 class RankConsensus:
-    """Sums over the ranks that share the parameters of one optimizer.
-
-    Args:
-        parameters: by slot.
+    """Sums over the ranks that share the parameters, by slot, of one optimizer.
 
     Raises:
         ValueError: their meshes have no rank set that holds them all.
@@ -75,10 +65,7 @@ class RankConsensus:
         """The share with which this rank's row of each counts, so that the sum over ranks has it once: [N]."""
         key = (*slots, hash(like.device))
         if key not in self._weights:
-            host = torch.tensor([self._share[slot] for slot in slots], dtype=like.dtype, device="cpu")
-            if like.device.type == "cuda":
-                host = host.pin_memory()
-            self._weights[key] = host.to(like.device, non_blocking=True)
+            self._weights[key] = upload(np.array([self._share[slot] for slot in slots]), like.device)
         return self._weights[key]
 
     def abstain(self) -> None:
@@ -97,9 +84,6 @@ class FailedRankVoter(StepListener):
 
     It abstains, which ends the guard on all of them together: a rank that knows nothing of its gradients cannot say
     that they are healthy, and ranks that decide differently would have different models.
-
-    Args:
-        slot_of_id: the watched parameters, by their id, as they were last seen.
     """
 
     def __init__(self, slot_of_id: Mapping[int, int]) -> None:
@@ -112,7 +96,6 @@ class FailedRankVoter(StepListener):
         return {slot for slot, _ in self._entries(inner)} <= {slot for slot, _ in self._entries(outer)}
 
     def before_step(self, optimizer: Optimizer, *, inside_backward: bool) -> None:
-        """Abstain from the vote about this step, if there is one."""
         entries = self._entries(optimizer)
         if any(_dtensor(parameter) is not None for _, parameter in entries):
             RankConsensus(dict(entries)).abstain()
@@ -123,12 +106,7 @@ class FailedRankVoter(StepListener):
 
 
 class ConsensusTable:
-    """One for each optimizer, made anew when parameters were replaced.
-
-    Args:
-        shards: what is known of the model's sharding.
-        function: the guard is a function of the user's.
-    """
+    """One for each optimizer, made anew when parameters were replaced."""
 
     def __init__(self, shards: Shards, *, function: bool) -> None:
         self._shards, self._function = shards, function
@@ -136,11 +114,7 @@ class ConsensusTable:
         self._by_slots: dict[tuple[int, ...], RankConsensus] = {}
 
     def of(self, entries: Sequence[Entry], version: int) -> RankConsensus | None:
-        """The consensus about these parameters of an optimizer; None where every rank has them whole.
-
-        Args:
-            entries: its watched parameters.
-            version: of the registry: changes when parameters were replaced.
+        """The consensus about an optimizer's watched parameters; None where every rank has them whole.
 
         Raises:
             CallbackError: ranks could not decide alike.

@@ -13,24 +13,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from .._measure.columns import NONFINITE_COLUMNS, NUM_COLUMNS, Column
 from .._measure.elements import onto, wide_dtype
 from .._nonfinite.replay import StepReplay
-from .._runtime.autograd import Entry
+from .._runtime.autograd import Entry, current_graph_task
 from .._runtime.notices import Notices
 from .._runtime.sharding import Shards, world_size
 from .._runtime.steps import STEP_HOOKS
 from .._transfer.sample_buffer import SampleBuffer
 from .._transfer.transfers import Names, PinnedPool
 from ..snapshot import Snapshot
-from .gradient_stash import GradientStash, honours_found_inf, without_gradients
 from .guard import SkipGuard
 from .pending_verdicts import Opinion, PendingVerdicts, Present, Step, raised_to_the_user
 from .rank_consensus import ConsensusTable, FailedRankVoter, RankConsensus
@@ -38,16 +38,34 @@ from .rank_consensus import ConsensusTable, FailedRankVoter, RankConsensus
 # N parameters of an optimizer
 
 
+@dataclass
+class _Stash:
+    """What an optimizer goes without, or was handed, while it steps."""
+
+    optimizer: Optimizer
+    gradients: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    found_inf: Tensor | None = None
+    scalers_found_inf: Tensor | None = None  # what it replaces
+
+    def give_back(self) -> None:
+        if self.found_inf is not None and getattr(self.optimizer, "found_inf", None) is self.found_inf:
+            if self.scalers_found_inf is None:
+                del self.optimizer.found_inf  # type: ignore[attr-defined]
+            else:
+                self.optimizer.found_inf = self.scalers_found_inf  # type: ignore[attr-defined]
+        if current_graph_task() != -1:
+            return  # the step has raised and the next backward runs: these are not its gradients
+        for parameter, gradient in self.gradients:
+            if parameter.grad is None:
+                parameter.grad = gradient
+
+
 class StepSkipping:
     """Carries out what a guard decides.
 
     Args:
-        guard: what decides.
-        window: the open sample's rows.
-        shards: which parameters ranks have only a part of.
         names: the watched parameters' names, a list that grows.
         known: asks for the names as they are now, and which of them are trainable: for a function of the user's.
-        notices: what is to be said.
     """
 
     def __init__(
@@ -65,11 +83,11 @@ class StepSkipping:
         self.replay: StepReplay | None = None  # runs a bad step once more
         self.needs_rows = guard.is_bad is not None  # otherwise only the norm and the non-finite elements
         self._consensuses = ConsensusTable(shards, function=self.needs_rows)
-        self._verdicts = PendingVerdicts(guard, self._present, notices)
+        self.verdicts = PendingVerdicts(guard, self._present, notices)
         self._has_voted = False  # about the step that an optimizer is about to make
         self._voter: FailedRankVoter | None = None  # of a monitor that has failed
         self._pinned_pool = PinnedPool()
-        self._stash: list[GradientStash] = []
+        self._stash: list[_Stash] = []
         self._opinions: list[Opinion] = []  # of the open step
         self._withheld: Tensor | bool = False  # whether the open step is withheld from an optimizer
         self._last_withheld: Tensor | bool = False  # whether the step that has closed last was
@@ -81,13 +99,12 @@ class StepSkipping:
         """Have this optimizer, about to step, use its gradients or not.
 
         Args:
-            optimizer: whose step this is.
             step: the open sample's number.
             entries: its watched parameters, whose rows are in the open sample.
             version: of the registry of parameters.
             inside_backward: gradients come one by one: there is no norm of the whole, only what is not finite counts.
         """
-        self._verdicts.learn_due()
+        self.verdicts.learn_due()
         consensus = self._consensuses.of(entries, version)
         # On ranks with shards all of them, so that all ranks mean the same: an empty shard may have no gradient.
         slots = tuple(sorted(slot for slot, parameter in entries if consensus or parameter.grad is not None))
@@ -101,7 +118,7 @@ class StepSkipping:
         limit = math.inf if inside_backward else self._guard.limit(*self._present(slots))
         sums = self._sums(slots, _home(entries), consensus)
         bad_there = (sums[0] > 0) | (sums[1] > limit * limit)
-        if honours_found_inf(optimizer):
+        if _honours_found_inf(optimizer):
             self._decide_there(optimizer, slots, sums, bad_there, learns=not inside_backward)
         else:  # the one place where a guard makes the host wait
             values = torch.cat((sums, bad_there.to(sums.dtype)[None])).tolist()
@@ -140,8 +157,7 @@ class StepSkipping:
     def keep_voting(self, slot_of_id: Mapping[int, int]) -> bool:
         """The monitor has failed; other ranks still wait for this one: where a guard decides for all, each is heard.
 
-        Returns:
-            Whether there may be anything to vote about; then `stop_voting()` ends it.
+        Returns whether there may be anything to vote about; then `stop_voting()` ends it.
         """
         if world_size() == 1:
             return False
@@ -174,7 +190,7 @@ class StepSkipping:
         step = Step(number, tuple(opinion.sent(self._pinned_pool) for opinion in self._opinions), was_read)
         self._num_withheld = _sum(self._num_withheld, self._withheld)
         self._opinions, self._withheld = [], False
-        self._verdicts.add(step)
+        self.verdicts.add(step)
 
     def take_count(self) -> Tensor:
         """How many steps were withheld since this was last asked: a scalar on any device."""
@@ -186,25 +202,16 @@ class StepSkipping:
         """1 if the step that has closed last was withheld from an optimizer, else 0: a scalar on any device."""
         return _scalar(self._last_withheld)
 
-    def finish(self) -> None:
-        """No step comes any more: the guard's counts are brought up to date. Waits for the device."""
-        self._verdicts.learn_all()
-
     def state_dict(self) -> dict[str, Any]:
         """What the guard has learnt, and what not yet, in plain numbers. Waits for the device."""
-        unlearnt = self._verdicts.state()
+        unlearnt = self.verdicts.state()
         return {"guard": self._guard.state_dict(), "unlearnt": unlearnt, "num_withheld": float(self._num_withheld)}
 
     def load_state_dict(self, state: Mapping[str, Any], place: Mapping[int, int]) -> None:
-        """Go on from `state_dict()`.
-
-        Args:
-            state: what `state_dict()` returned, of this run or an earlier one.
-            place: the slot now of each slot then; those of parameters that are gone are missing.
-        """
+        """Go on from `state_dict()`; `place` has the slot now of each slot then, but for parameters that are gone."""
         self._guard.load_state_dict(state["guard"])
         self._num_withheld = float(state["num_withheld"])
-        self._verdicts.load_state(state["unlearnt"], place)
+        self.verdicts.load_state(state["unlearnt"], place)
 
     # ---- the decision
 
@@ -245,7 +252,7 @@ class StepSkipping:
             self._withheld = True
             if self.replay is not None and values[0] > 0:  # something is not finite
                 self.replay.look(step)
-            self._stash.append(without_gradients(optimizer))
+            self._stash.append(_without_gradients(optimizer))
 
     def _decide_there(
         self, optimizer: Optimizer, slots: tuple[int, ...], sums: Tensor, bad: Tensor, *, learns: bool
@@ -262,7 +269,7 @@ class StepSkipping:
             withheld = skipped & ~overflowed
             # The kernels compare with exactly 1, and the step counters go back by it.
             found_inf = (skipped | overflowed).to(torch.float32)
-            self._stash.append(GradientStash(optimizer, [], found_inf, scalers))
+            self._stash.append(_Stash(optimizer, [], found_inf, scalers))
             optimizer.found_inf = found_inf  # type: ignore[attr-defined]
             self._withheld = withheld | before
         flags = torch.stack((bad, withheld, overflowed)).to(sums.dtype)
@@ -290,3 +297,39 @@ def _sum(count: Tensor | float, one_more: Tensor | bool) -> Tensor | float:
         else:
             one_more = onto(one_more, count.device)
     return count + one_more
+
+
+def _without_gradients(optimizer: Optimizer) -> _Stash:
+    """Take away every gradient that this optimizer could use, of parameters that are not watched too."""
+    stash = _Stash(optimizer)
+    for group in optimizer.param_groups:
+        stash.gradients += [(p, p.grad) for p in group["params"] if p.grad is not None]
+    for parameter, _ in stash.gradients:
+        parameter.grad = None
+    return stash
+
+
+def _honours_found_inf(optimizer: Optimizer) -> bool:
+    """Whether this step leaves parameters and state bit for bit as they are where `optimizer.found_inf` is 1.
+
+    Only torch's own code is trusted with that: a class that adds something around its step would do it all the same.
+    """
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return False
+    if type(optimizer).step not in (Adam.step, AdamW.step, SGD.step, Adagrad.step):
+        return False
+    return all(group.get("fused") and _has_state(optimizer, group) for group in optimizer.param_groups)
+
+
+def _has_state(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    """Whether a group's state exists: the step that creates it does so even where it is skipped, and a fused SGD takes
+    its momentum from there as it finds it, which is not initialised then."""
+    if group.get("momentum") == 0:  # SGD without momentum has none
+        return True
+    for parameter in group["params"]:
+        if parameter.grad is None:
+            continue
+        state = optimizer.state.get(parameter)
+        if not state or state.get("momentum_buffer", state) is None:
+            return False
+    return True

@@ -28,10 +28,9 @@ from . import cuda as kernels
 from .columns import NUM_BINS, NUM_COLUMNS, RECEIVED_COLUMNS, Column
 from .compilation import after_other_processes
 from .cuda_plan import ALIGNMENT, LOADS, Plan, plan_for
-from .elements import elements_of, readable
+from .elements import elements_of, readable, upload
 from .float_bits import FLOAT32, FLOAT64, largest_magnitude_within
 from .generic import add_implicit_zeros
-from .tiling import upload
 
 # N tensors, M chunks, C columns, B histogram bins
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from .address_table import AddressTable
-from .tiling import current_stream, upload
+from .elements import upload
+from .tiling import current_stream
 
 # N tensors (gradients, then parameters), M chunks
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import Final
+from typing import Any, Final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -53,6 +55,14 @@ def wide_dtype(device: torch.device) -> torch.dtype:
 def onto(tensor: Tensor, device: torch.device) -> Tensor:
     """The tensor on a device; the host waits only where it is the one to read it: it must not read too early."""
     return tensor.to(device, non_blocking=device.type != "cpu")
+
+
+def upload(values: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """Copy numbers to a device; the host does not wait for CUDA: the memory is pinned."""
+    tensor = torch.from_numpy(np.ascontiguousarray(values))
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 def elements_of(tensor: Tensor) -> tuple[Tensor, int]:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from .columns import AS_LEFT, NUM_BINS, NUM_COLUMNS, RECEIVED_COLUMNS, SCALE_POWER, ZERO_BIN, Column
-from .elements import elements_of, wide_dtype
+from .elements import elements_of, upload, wide_dtype
 from .float_bits import FLOAT32, FLOAT64, bin_of_code
-from .tiling import TilingPlan, current_stream, fold, pages, plan_for, upload
+from .tiling import TilingPlan, current_stream, fold, pages, plan_for
 
 # N tensors, C columns, B histogram bins, R lines
 

@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .elements import upload
+
 # N tensors, R lines
 
 LINE: Final = 1024
@@ -59,14 +61,6 @@ def _plan_of(sizes: tuple[int, ...], device: torch.device, stream: int) -> Tilin
         counts = groups
     owner = upload(np.repeat(np.arange(len(sizes)), num_lines), device)
     return TilingPlan(num_lines, owner, upload(np.array(filling), device), tuple(steps))
-
-
-def upload(values: np.ndarray[tuple[int, ...], np.dtype[np.int64]], device: torch.device) -> Tensor:
-    """Copy integers to a device; the host does not wait for CUDA: the memory is pinned."""
-    tensor = torch.from_numpy(np.ascontiguousarray(values))
-    if device.type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
 
 
 def pages(elements: Sequence[Tensor], plan: TilingPlan) -> Iterator[Tensor]:

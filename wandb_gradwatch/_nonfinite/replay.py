@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -44,18 +44,12 @@ class _Forward:
     gradients: dict[int, Tensor] = field(default_factory=dict)  # by the place of the output
 
 
-class FindingTaker(Protocol):
-    """What a watcher does with a finding, in words."""
-
-    def __call__(self, step: int, found: str, *, is_late: bool) -> None: ...
-
-
 class StepReplay(StepListener):
     """Keeps what the forwards of the open step began with, and runs them again when asked.
 
     Args:
         models: as the user calls them, wrapped or not.
-        note: takes what was found with its step, and whether the alert of that step comes too early to name it.
+        note: takes a step, what was found in it, and whether the alert of that step comes too early to name it.
         notice: says something once, by its kind.
         always: keep every step's, for a guard that asks by `look()`; otherwise only that of the step after `arm()`,
             which is then run again by itself, right before its optimizer steps.
@@ -67,7 +61,7 @@ class StepReplay(StepListener):
     def __init__(
         self,
         models: Sequence[nn.Module],
-        note: FindingTaker,
+        note: Callable[[int, str, bool], None],
         notice: Callable[[str, str], None],
         *,
         always: bool,
@@ -150,7 +144,7 @@ class StepReplay(StepListener):
             findings = (_run_again(forward) for forward in self._forwards)
             finding = next((found for found in findings if found is not None), None)
             if finding is not None:
-                self._note(step, finding.text, is_late=armed)
+                self._note(step, finding.text, armed)
             if self._store is not None and rank() == 0:
                 self._is_asking = finding is None
             elif self._store is not None and finding is not None:
@@ -168,7 +162,7 @@ class StepReplay(StepListener):
         key = str(self._num_replays)
         if self._is_asking and self._store is not None and self._store.check([key]):
             step, _, found = self._store.get(key).decode().partition(" ")
-            self._note(int(step), found, is_late=True)
+            self._note(int(step), found, True)
         self._is_asking = False
 
     def began(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

@@ -43,11 +43,6 @@ def backward_root() -> Tensor | None:
     return root
 
 
-def is_called_here() -> bool:
-    """Whether the backward under way was called in this thread, which is not a device's."""
-    return any(_backwards(sys._getframe()))
-
-
 def _backwards(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         if frame.f_code is _BACKWARD:
@@ -60,3 +55,24 @@ class _Replay(threading.local):
 
 
 replay: Final = _Replay()  # a forward and backward that we run to look at: no part of the training
+
+
+class TrainingThread:
+    """The thread that has made the last step, or called the last backward; until then, the one that watches."""
+
+    def __init__(self) -> None:
+        self._identity = threading.get_ident()
+
+    def step_begins(self) -> None:
+        """An optimizer is about to step, in this thread."""
+        self._identity = threading.get_ident()
+
+    def backward_begins(self) -> None:
+        """A backward is under way, in this thread or in a device's."""
+        if any(_backwards(sys._getframe())):
+            self._identity = threading.get_ident()
+
+    @property
+    def is_another(self) -> bool:
+        """Whether it is alive, and not the one that asks."""
+        return self._identity != threading.get_ident() and self._identity in sys._current_frames()

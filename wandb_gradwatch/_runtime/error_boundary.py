@@ -8,8 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Concatenate, Final, ParamSpec, Protocol, TypeVar, cast
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar, cast
 
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
@@ -21,6 +20,7 @@ _set_grad_enabled: Final[Callable[[bool], None]] = torch._C._set_grad_enabled
 
 
 Arguments = ParamSpec("Arguments")
+Answer = TypeVar("Answer")
 
 
 class CallbackError(Exception):
@@ -100,44 +100,29 @@ def graph_is_made() -> bool:
     return graph_is_captured() or _get_current_dispatch_mode() is not None
 
 
-class _Contained(Protocol):
-    boundary: ErrorBoundary
-
-
-Self = TypeVar("Self", bound=_Contained)
-
-
-def contained(method: Callable[Concatenate[Self, Arguments], None]) -> Callable[Concatenate[Self, Arguments], None]:
-    """Run a method in its object's containment. Dynamo does not trace into it."""
+def contained(method: Callable[Concatenate[Any, Arguments], None]) -> Callable[Concatenate[Any, Arguments], None]:
+    """Run a method in its object's `boundary`. Dynamo does not trace into it."""
 
     @dynamo_disabled
     @functools.wraps(method)
-    def wrapper(self: Self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
+    def wrapper(self: Any, *args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
         self.boundary.run(method, self, *args, **kwargs)
 
-    return cast("Callable[Concatenate[Self, Arguments], None]", wrapper)
+    return cast("Callable[Concatenate[Any, Arguments], None]", wrapper)
 
 
-class _Asked(Protocol):
-    def _own_turn(self) -> AbstractContextManager[object]: ...
-
-
-Asked = TypeVar("Asked", bound=_Asked)
-Answer = TypeVar("Answer")
-
-
-def alone(method: Callable[Concatenate[Asked, Arguments], Answer]) -> Callable[Concatenate[Asked, Arguments], Answer]:
+def alone(method: Callable[Concatenate[Any, Arguments], Answer]) -> Callable[Concatenate[Any, Arguments], Answer]:
     """Let the user call a method from any thread: it and the monitor's code in the training's take turns.
 
-    What a callback of the user's raises meanwhile reaches the user as it is.
+    The object's `_own_turn()` is the lock. What a callback of the user's raises meanwhile reaches the user as it is.
     """
 
     @functools.wraps(method)
-    def wrapper(self: Asked, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Answer:
+    def wrapper(self: Any, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Answer:
         try:
             with self._own_turn():
                 return method(self, *args, **kwargs)
         except CallbackError as raised:
             raise raised.__cause__ or raised from None
 
-    return cast("Callable[Concatenate[Asked, Arguments], Answer]", wrapper)
+    return cast("Callable[Concatenate[Any, Arguments], Answer]", wrapper)

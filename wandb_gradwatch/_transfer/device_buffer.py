@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from .._measure.columns import NUM_BINS, NUM_COLUMNS
-from .._measure.elements import wide_dtype
+from .._measure.elements import upload, wide_dtype
 from .transfers import PinnedPool, RowsTransfer, Transfer
 
 # P watched parameters, C columns, B histogram bins
@@ -18,11 +19,6 @@ class DeviceBuffer:
     """The open sample's rows and the window's histogram on one device.
 
     The last row of `rows` holds the sample's globals, so that a sample travels in one copy.
-
-    Args:
-        device: which.
-        num_names: P.
-        pinned_pool: where on the host what is sent arrives.
     """
 
     def __init__(self, device: torch.device, num_names: int, pinned_pool: PinnedPool) -> None:
@@ -136,8 +132,5 @@ class DeviceBuffer:
         if slots not in self._slots:
             if len(self._slots) > 64:
                 self._slots.clear()
-            host = torch.tensor(slots, device="cpu")
-            if self.device.type == "cuda":
-                host = host.pin_memory()
-            self._slots[slots] = host.to(self.device, non_blocking=True)
+            self._slots[slots] = upload(np.array(slots, dtype=np.int64), self.device)
         return self._slots[slots]
