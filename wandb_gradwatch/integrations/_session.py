@@ -1,9 +1,11 @@
-"""What every integration does alike: a watcher that begins when there is something to watch, and its memory."""
+"""What every integration does alike: a watcher that begins when there is something to watch, its samples and memory."""
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import logging
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
@@ -14,12 +16,57 @@ from .._runtime.sharding import local_part, rank
 from .._watch import COMPANIONS, watch
 from .._watcher import Watcher
 from ..metrics import rules_of
-from ..rules import Rule, default_rules
+from ..rules import Alert, Rule, default_rules
 from ..sinks import Sink
-from ..snapshot import GroupBy, Snapshot
-from ._sample_queue import AlertLog, SampleQueue, sample_numbers
+from ..snapshot import Snapshot, keys
 
 logger: Final = logging.getLogger("wandb_gradwatch")
+
+_ALL_FROZEN: Final = "wandb_gradwatch: the model has no trainable parameter; watching begins when it has one."
+
+
+def require(*modules: str, extra: str) -> Any:
+    """The first of these modules that the program has already imported, otherwise the first that can be imported.
+
+    Raises:
+        ImportError: none of them is installed; it names the extra.
+    """
+    errors: list[ImportError] = []
+    for module in sorted(modules, key=lambda name: sys.modules.get(name) is None):
+        try:
+            return importlib.import_module(module)
+        except ImportError as error:
+            errors.append(error)
+    raise ImportError(
+        f"wandb_gradwatch.integrations.{extra} needs {' or '.join(modules)}, which could not be imported "
+        f"({errors[0]}); run: pip install 'wandb-gradwatch[{extra}]'"
+    ) from errors[0]
+
+
+class _EachSample:
+    """A rule, because rules are given every sample once, in order, as soon as it is on the host. It finds nothing."""
+
+    def __init__(self, deliver: Callable[[Snapshot], object]) -> None:
+        self._deliver = deliver
+
+    def check(self, snapshot: Snapshot) -> Iterable[Alert]:
+        for index in range(len(snapshot)):
+            self._deliver(snapshot.sample(index))
+        return ()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing is remembered: who saves a state has taken what has arrived."""
+
+
+class _AlertLog(Sink):
+    """Writes alerts to the program's log, for trainings without W&B; an ERROR goes to standard error by itself."""
+
+    def alert(self, alert: Alert) -> None:
+        if alert.level != "ERROR":
+            logger.warning("%s: %s", alert.title, alert.text)
 
 
 class Session:
@@ -29,7 +76,7 @@ class Session:
         caller: whose argument a misspelt option is.
         options: the user's arguments of `watch()`.
         reserved: those that the caller sets by itself.
-        queue: where samples wait for the caller.
+        on_sample: called with every sample as it arrives, a snapshot each; None: they wait for `take`.
         adapt: what the caller makes of the default rules, where the user gave none.
 
     Raises:
@@ -43,13 +90,18 @@ class Session:
         options: Mapping[str, Any],
         *,
         reserved: Iterable[str],
-        queue: SampleQueue | None = None,
+        on_sample: Callable[[Snapshot], object] | None = None,
         adapt: Callable[[list[Rule]], list[Rule]] = list,
     ) -> None:
-        _check_options(caller, options, reserved)
+        known = [name for name in inspect.signature(watch).parameters if name not in {"model", *reserved}]
+        if unknown := [name for name in options if name not in known]:
+            raise TypeError(
+                f"{caller} got an unexpected argument {unknown[0]!r}; beside its own it takes watch()'s: {known}"
+            )
         self.watcher: Watcher | None = None
         self.options = dict(options)
-        self._queue = SampleQueue() if queue is None else queue
+        self._arrived: list[Snapshot] = []
+        self._each_sample = _EachSample(on_sample or self._arrived.append)
         self._adapt = adapt
         self._memory: dict[str, Any] = {}  # of the watcher that was last; {}: there was none
         self._is_loaded = False  # from a checkpoint, and not gone on with so far
@@ -78,13 +130,17 @@ class Session:
             sinks: those of the caller, beside the user's and, on rank 0, the program's log for alerts.
             more: arguments of watch() that the caller sets.
         """
-        if not any(parameter.requires_grad for module in modules_of(model) for parameter in module.parameters()):
-            self._say_frozen()
+        if not any(parameter.requires_grad for module in _modules_of(model) for parameter in module.parameters()):
+            if not self._said_frozen and rank() == 0:
+                self._said_frozen = True
+                logger.warning(
+                    "wandb_gradwatch: the model has no trainable parameter; watching begins when it has one."
+                )
             return
-        self._queue.take()  # what a training that raised has left
+        self._arrived.clear()  # what a training that raised has left
         memory = self._memory if goes_on or self._is_loaded else {}
-        options = {**self.options, **more, "rules": [*self._rules(), self._queue]}
-        options["sinks"] = [*(self.options.get("sinks") or ()), *sinks, *([AlertLog()] if rank() == 0 else [])]
+        options = {**self.options, **more, "rules": [*self._rules(), self._each_sample]}
+        options["sinks"] = [*(self.options.get("sinks") or ()), *sinks, *([_AlertLog()] if rank() == 0 else [])]
         self._is_sharded = is_sharded(model)
         companions = COMPANIONS.set(tuple(beside))
         try:
@@ -92,19 +148,13 @@ class Session:
         finally:
             COMPANIONS.reset(companions)
         if memory:
-            self._restore(self.watcher, memory["watcher"])
+            try:
+                self.watcher.load_state_dict(memory["watcher"])
+            except Exception:  # a checkpoint of another version: the training goes on all the same
+                logger.exception(
+                    "wandb_gradwatch: its part of the checkpoint could not be read; it starts without memory"
+                )
         self._memory, self._is_loaded = {}, False
-
-    def _restore(self, watcher: Watcher, state: dict[str, Any]) -> None:
-        try:
-            watcher.load_state_dict(state)
-        except Exception:  # a checkpoint of another version: the training goes on all the same
-            logger.exception("wandb_gradwatch: its part of the checkpoint could not be read; it starts without memory")
-
-    def _say_frozen(self) -> None:
-        if not self._said_frozen and rank() == 0:
-            self._said_frozen = True
-            logger.warning("wandb_gradwatch: the model has no trainable parameter; watching begins when it has one.")
 
     def _rules(self) -> list[Rule]:
         given = self.options.get("rules")
@@ -136,12 +186,26 @@ class Session:
 
     def take(self) -> list[Snapshot]:
         """The samples that have arrived since the last call, in order, one snapshot each."""
-        return self._queue.take()
+        taken = self._arrived.copy()
+        self._arrived.clear()
+        return taken
 
     def numbers(self, sample: Snapshot, *, per_layer: bool, sparsity: bool = True) -> dict[str, float]:
-        """The numbers of one sample by name; with a slash in the name those of the layers."""
-        group_by: GroupBy = self.options.get("group_by") or "parameter"
-        return sample_numbers(sample, per_layer=group_by if per_layer else None, sparsity=sparsity)
+        """The numbers of one sample by name, of the whole model, and with a slash in the name those of the layers.
+
+        Returns:
+            What is missing in the sample has no name here.
+        """
+        if not sample.names:
+            return {}
+        shown = {"grad_norm": "grad_norm", "grad_mean": "grad_mean", "grad_std": "grad_std"}
+        shown |= {"grad_sparsity": "dead_ratio"} if sparsity else {}
+        numbers = {name: float(getattr(sample.total, of)[0, 0]) for name, of in shown.items()}
+        if per_layer:
+            layers = sample.by_group(self.options.get("group_by") or "parameter")
+            layer_keys = [keys.layer_key(keys.LAYER_GRAD_NORM, name) for name in layers.names]
+            numbers |= dict(zip(layer_keys, layers.grad_norm[0].tolist(), strict=True))
+        return {name: number for name, number in numbers.items() if number == number}
 
     # ---- memory
 
@@ -164,20 +228,33 @@ def _memory_of(watcher: Watcher) -> dict[str, Any]:
     return {"step": watcher.step, "watcher": watcher.state_dict()}
 
 
-def modules_of(model: Models) -> list[nn.Module]:
-    """The module, or each of several."""
+def _modules_of(model: Models) -> list[nn.Module]:
     return [module for _, module in with_prefixes(model)]
 
 
 def is_sharded(model: Models) -> bool:
     """By DTensors (FSDP2, tensor parallel) or by flat parameters (FSDP1)."""
-    modules = modules_of(model)
+    modules = _modules_of(model)
     fsdp1 = any(type(part).__name__ == "FullyShardedDataParallel" for module in modules for part in module.modules())
     return fsdp1 or any(local_part(parameter) is not parameter for each in modules for parameter in each.parameters())
 
 
-def _check_options(caller: str, options: Mapping[str, Any], reserved: Iterable[str]) -> None:
-    known = [name for name in inspect.signature(watch).parameters if name not in {"model", *reserved}]
-    for name in options:
-        if name not in known:
-            raise TypeError(f"{caller} got an unexpected argument {name!r}; beside its own it takes watch()'s: {known}")
+def is_due(sample: Snapshot, place: int, every: int) -> bool:
+    """Whether a framework that logs every n-th step logs this sample: the first one at or after each n-th.
+
+    Args:
+        place: of the sample in the framework's count, from 1.
+        every: n; 0: none.
+    """
+    since = int(sample.metrics[keys.SAMPLE_EVERY][0]) if keys.SAMPLE_EVERY in sample.metrics else 1  # the one before
+    return every > 0 and place // every > (place - since) // every
+
+
+def named(prefix: str, numbers: Mapping[str, float], *, layers: bool = True) -> dict[str, float]:
+    """Numbers under their full names, with or without those of layers."""
+    return {prefix + name: number for name, number in numbers.items() if layers or "/" not in name}
+
+
+def active_run() -> Any:
+    """The W&B run of this process; None where there is none, W&B was never imported, or the rank is not 0."""
+    return getattr(sys.modules.get("wandb"), "run", None) if rank() == 0 else None

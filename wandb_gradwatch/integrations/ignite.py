@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -22,11 +22,8 @@ from .._measure.measure import measure
 from .._runtime.error_boundary import CallbackError
 from .._watcher import Watcher
 from ..metrics import ModuleProbe
-from ..rules import Alert
 from ..snapshot import Snapshot
-from ._require import require
-from ._sample_queue import SampleQueue, active_run
-from ._session import Session, is_sharded
+from ._session import Session, active_run, is_sharded, named, require
 
 _Present = tuple[tuple[str, ...], tuple[bool, ...]]  # names, and which of them have a gradient
 
@@ -98,7 +95,10 @@ class GradWatch:
         **watch_options: Any,
     ) -> None:
         reserved = ("run", "start_step", *(("guard",) if skip else ()))
-        self._session = Session(type(self).__name__, watch_options, reserved=reserved, queue=_IntoMetrics(self))
+        # Shown at once: handlers of ITERATION_COMPLETED, loggers among them, find the sample in the metrics.
+        self._session = Session(
+            type(self).__name__, watch_options, reserved=reserved, on_sample=_while_alive(self._show, None)
+        )
         if max_norm is not None and not max_norm > 0:
             raise ValueError(f"max_norm={max_norm!r} must be a positive number or None")
         if rule is not None and (max_norm, stds, factor) != (None, None, None):
@@ -115,7 +115,7 @@ class GradWatch:
         self._judged: dict[_Present, tuple[float, bool]] = {}  # the norms of this iteration, and whether spikes
         self._is_updated = False
         # What ends a long series of spikes is that their level is taken for the usual one.
-        self._guard = SkipGuard(is_bad=_Verdict(self), max_in_a_row=sys.maxsize)
+        self._guard = SkipGuard(is_bad=_while_alive(self._is_bad, False), max_in_a_row=sys.maxsize)
 
     @property
     def watcher(self) -> Watcher | None:
@@ -169,7 +169,7 @@ class GradWatch:
             goes_on=True,
             sample_every=1,  # the metrics are of every iteration
             run=active_run() if self._run is None else self._run,
-            metrics=[*(options.get("metrics") or ()), _SpikeGuard(self)],
+            metrics=[*(options.get("metrics") or ()), _NormProbe(self)],
             guard=self._guard if self._skip else options.get("guard"),
         )
 
@@ -189,90 +189,64 @@ class GradWatch:
     def _stop(self, _: Any = None) -> None:
         self._session.end()
 
-    # ---- between the backward and the update
+    # ---- what the watcher calls
 
-    def judge(self, norm: float, present: _Present) -> None:
-        """The gradient is final and has this norm: NaN where it has elements that are not finite."""
-        state = self._engine.state
+    def _judge(self, tensors: Sequence[WatchedTensor]) -> None:
+        """These gradients are final. Their norm is NaN where one has elements that are not finite."""
+        mask = tuple(tensor.gradient is not None for tensor in tensors)
+        if not any(mask):
+            return
+        names, state = tuple(tensor.name for tensor in tensors), self._engine.state
+        norm = _norm([tensor for tensor in tensors if tensor.gradient is not None])
         state.metrics[f"{self._prefix}grad_norm"] = norm
         try:
-            spike = self._is_spike(norm, present)
+            if not norm < math.inf:
+                spike = True
+            elif self._rule is not None:
+                spike = bool(self._rule(norm))
+            else:
+                spike = norm > self._usual.limit(names, np.array(mask))
             is_first = spike and not state.unhealthy_spike
-            self._judged[present] = (norm, spike)
+            self._judged[names, mask] = (norm, spike)
             state.unhealthy_spike = state.unhealthy_spike or spike
             if is_first and self._on_spike is not None:
                 self._on_spike(self._engine)
         except Exception as error:  # the user's rule or callback
             raise CallbackError from error
 
-    def _is_spike(self, norm: float, present: _Present) -> bool:
-        if not norm < math.inf:
-            return True
-        if self._rule is not None:
-            return bool(self._rule(norm))
-        names, mask = present
-        return norm > self._usual.limit(names, np.array(mask))
-
-    def updated(self) -> None:
-        """An optimizer is about to update the model."""
+    def _about_to_update(self) -> None:
         self._is_updated = True
 
-    @property
-    def is_bad(self) -> bool:
-        """Whether the updates of this iteration are to be left out."""
-        return bool(self._engine.state.unhealthy_spike)
+    def _is_bad(self, snapshot: Snapshot) -> bool:
+        """What the guard asks before every update."""
+        return bool(self._engine.state.unhealthy_spike or snapshot.arose_after_backward.any())
 
-    # ---- after the update
-
-    def show(self, sample: Snapshot) -> None:
+    def _show(self, sample: Snapshot) -> None:
         """Put a sample's numbers into the metrics."""
         numbers = self._session.numbers(sample, per_layer=self._per_layer)
         # The whole norm is there since the backward, as NaN if it is none; a sample's is that of the finite rest.
         numbers.pop("grad_norm", None)
-        self._engine.state.metrics.update({self._prefix + name: number for name, number in numbers.items()})
+        self._engine.state.metrics.update(named(self._prefix, numbers))
 
 
-class _IntoMetrics(SampleQueue):
-    """Shows samples at once: handlers of ITERATION_COMPLETED, loggers among them, find them in the metrics."""
-
-    def __init__(self, owner: GradWatch) -> None:
-        super().__init__()
-        self._owner = weakref.ref(owner)
-
-    def check(self, snapshot: Snapshot) -> Iterable[Alert]:
-        owner = self._owner()
-        if owner is not None:
-            for index in range(len(snapshot)):
-                owner.show(snapshot.sample(index))
-        return ()
-
-
-class _Verdict:
-    """What the guard asks before every update. Weak, as a watcher must not keep a model alive."""
+class _NormProbe(ModuleProbe):
+    """Hands over gradients that are final, and says when an optimizer is about to use them."""
 
     def __init__(self, owner: GradWatch) -> None:
-        self._owner = weakref.ref(owner)
-
-    def __call__(self, snapshot: Snapshot) -> bool:
-        owner = self._owner()
-        return owner is not None and (owner.is_bad or bool(snapshot.arose_after_backward.any()))
-
-
-class _SpikeGuard(ModuleProbe):
-    """The probe that reads the norm of a gradient that is final."""
-
-    def __init__(self, owner: GradWatch) -> None:
-        self._owner = weakref.ref(owner)
+        self._judge = _while_alive(owner._judge, None)
+        self._about_to_update = _while_alive(owner._about_to_update, None)
 
     def gradients_ready(self, tensors: Sequence[WatchedTensor]) -> None:
-        mask = tuple(tensor.gradient is not None for tensor in tensors)
-        if any(mask) and (owner := self._owner()) is not None:
-            names = tuple(tensor.name for tensor in tensors)
-            owner.judge(_norm([tensor for tensor in tensors if tensor.gradient is not None]), (names, mask))
+        self._judge(tensors)
 
     def before_update(self, tensors: Sequence[WatchedTensor]) -> None:
-        if (owner := self._owner()) is not None:
-            owner.updated()
+        self._about_to_update()
+
+
+def _while_alive(method: Callable[..., Any], otherwise: Any) -> Callable[..., Any]:
+    """The method as long as its owner lives, as a watcher must not keep a model alive; then what it returns instead."""
+    weak = weakref.WeakMethod(method)
+    return lambda *args: otherwise if (alive := weak()) is None else alive(*args)
 
 
 _JUDGED_COLUMNS: Final = [Column.GRAD_SUM_SQ, Column.NUM_NAN, Column.NUM_INF]

@@ -18,11 +18,8 @@ from .._measure.elements import onto
 from .._watcher import Watcher
 from ..rules import ExplodingGradient, Rule
 from ..snapshot import Snapshot
-from ._batch_index import BatchIndex
-from ._lightning_loggers import log, place_of, prefixed, sinks_for, without_layers
-from ._require import require
-from ._sample_queue import is_update
-from ._session import Session
+from ._lightning import BatchIndex, NamedWandbSink, is_update, log, place_of, runs_of
+from ._session import Session, named, require
 
 _DEFAULT_LOG_EVERY: Final = 50  # of alerts' evidence where no rows are written
 
@@ -238,27 +235,19 @@ class GradWatchCallback(_Callback):  # type: ignore[misc]
 
     def _begin(self, trainer: Any, pl_module: Any) -> None:
         every = trainer.log_every_n_steps if self.log_every_n_steps is None else self.log_every_n_steps
-        self._batches, self._trainer = BatchIndex(lambda: place_of(trainer, every)), weakref.ref(trainer)
+        self._batches, self._trainer = BatchIndex(lambda: place_of(trainer), every), weakref.ref(trainer)
         options = self._session.options
-        group_by = options.get("group_by", "parameter")
         ours = [callback for callback in trainer.callbacks if isinstance(callback, GradWatchCallback)]
         self._before = ours[: ours.index(self)] if self in ours else []
         self._namespace = f"callback{len(self._before)}" if self._before else ""
-        sinks = sinks_for(
-            trainer,
-            self._run,
-            group_by,
-            self._named_numbers,
-            rows=every > 0,
-            namespace=self._namespace,
-            details=options.get("details", ()),
-        )
+        of_rows: dict[str, Any] = {"group_by": options.get("group_by", "parameter"), "namespace": self._namespace}
+        of_rows |= {"rows": every > 0, "details": options.get("details", ())}
         self._session.begin(
             pl_module,
             beside=[callback.watcher for callback in ours if callback is not self and callback.watcher is not None],
             goes_on=trainer.global_step > 0,
             log_every=every or _DEFAULT_LOG_EVERY,
-            sinks=sinks,
+            sinks=[NamedWandbSink(run, self._named_numbers, **of_rows) for run in runs_of(trainer, self._run)],
         )
 
     def _with_threshold(self, rules: list[Rule]) -> list[Rule]:
@@ -282,7 +271,7 @@ class GradWatchCallback(_Callback):  # type: ignore[misc]
     def _end_epoch(self, trainer: Any) -> None:
         """Log the numbers of an epoch that has any, and begin the next."""
         if self._num_updates:
-            step = place_of(trainer, 0).batch - 1  # where Lightning writes an epoch's metrics: at its last batch
+            step = place_of(trainer).batch - 1  # where Lightning writes an epoch's metrics: at its last batch
             numbers = self.compute_epoch_stats(self._epoch_stats)
             log(trainer, numbers, self._prefix("epoch_prefix"), step=step, with_wandb=True)
         is_over = self._epoch == trainer.current_epoch
@@ -294,8 +283,8 @@ class GradWatchCallback(_Callback):  # type: ignore[misc]
             return {}
         self._batches.enter(self._session.take())
         sample = self._batches.due_sample(step)
-        numbers = {} if sample is None else without_layers(self.compute_batch_stats(sample))
-        return prefixed(self._prefix("step_prefix"), numbers)
+        numbers = {} if sample is None else self.compute_batch_stats(sample)
+        return named(self._prefix("step_prefix"), numbers, layers=False)
 
     def _prefix(self, which: str) -> str:
         """The prefix of a step's or an epoch's numbers; of a later callback with the same one, its number besides."""

@@ -23,9 +23,7 @@ from .._watcher import Watcher
 from ..metrics._forward_hooks import ForwardHook
 from ..metrics._module_index import ROOT, ModuleIndex
 from ..snapshot import keys
-from ._require import require
-from ._sample_queue import active_run, is_due
-from ._session import Session
+from ._session import Session, active_run, is_due, named, require
 
 _TrainerCallback: Any = require("transformers", extra="transformers").TrainerCallback
 
@@ -120,15 +118,6 @@ class GradWatchCallback(_TrainerCallback):  # type: ignore[misc]
         self._end_session()
         self._note_samples(args, state)
 
-    def _see_losses(self, args: Any, model: Any) -> None:
-        """Look at what the model returns: the Trainer shows its callbacks no loss before the update."""
-        if self.watcher is not None and args.n_gpu <= 1:
-            averages = getattr(args, "average_tokens_across_devices", False)
-            self._share_of = args.world_size if averages else 1  # as the Trainer multiplies it afterwards
-            self._forwards = ForwardHook(type(self).__name__, ModuleIndex(with_prefixes(model)))
-            self._forwards.hook(lambda name, _: name == ROOT, self._forward_done)
-            self._forwards.open()
-
     def _forward_done(self, name: str, module: Any, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
         is_mapping = isinstance(output, Mapping)
         loss = output.get("loss") if is_mapping else output[0] if isinstance(output, tuple) and output else None
@@ -144,23 +133,34 @@ class GradWatchCallback(_TrainerCallback):  # type: ignore[misc]
         self._session.end()
 
     def _begin(self, args: Any, state: Any, model: Any) -> None:
+        asked = os.environ.get("WANDB_WATCH", "")  # in the Trainer's own words
         self._session.begin(
             model,
             start_step=int(state.global_step),
             log_every=self._every(args, state),
-            log=self._session.options.get("log", _histograms_asked_for()),
+            log=self._session.options.get("log", asked if asked in ("parameters", "all") else "gradients"),
             run=active_run() if self._run is None else self._run,
         )
-        self._see_losses(args, model)
+        # What the model returns: the Trainer shows its callbacks no loss before the update.
+        if self.watcher is not None and args.n_gpu <= 1:
+            averages = getattr(args, "average_tokens_across_devices", False)
+            self._share_of = args.world_size if averages else 1  # as the Trainer multiplies it afterwards
+            self._forwards = ForwardHook(type(self).__name__, ModuleIndex(with_prefixes(model)))
+            self._forwards.hook(lambda name, _: name == ROOT, self._forward_done)
+            self._forwards.open()
 
     def _restore(self, args: Any, state: Any) -> None:
         """Find what this callback put into the checkpoint that the Trainer has resumed from."""
         given = args.resume_from_checkpoint
         folders = [Path(given)] if isinstance(given, str) and Path(given).is_dir() else []
         folders.append(_folder_of(args, state))
-        for path in (folder / _FILE for folder in folders):
-            saved = _read(path) if path.exists() else None
-            if saved is not None and saved["log"] == _log_of(state):  # otherwise it is of another training
+        for path in (folder / _FILE for folder in folders if (folder / _FILE).exists()):
+            try:
+                saved: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
+            except Exception:  # copied by halves, say: the training goes on all the same
+                logger.exception("wandb_gradwatch: %s could not be read", path)
+                continue
+            if saved["log"] == _log_of(state):  # otherwise it is of another training
                 state.log_history += saved["late"]
                 self._session.load_state_dict(saved["watched"])
                 return
@@ -185,28 +185,13 @@ class GradWatchCallback(_TrainerCallback):  # type: ignore[misc]
         """Add what has arrived to the Trainer's log, and return what was added."""
         every = self._every(args, state)
         entries = [
-            _named(self._session.numbers(sample, per_layer=self.per_layer))
+            named(keys.PREFIX, self._session.numbers(sample, per_layer=self.per_layer))
             | {"step": int(sample.steps[0]), "epoch": state.epoch}
             for sample in self._session.take()
             if is_due(sample, int(sample.steps[0]), every)
         ]
         state.log_history += entries
         return entries
-
-
-def _histograms_asked_for() -> str:
-    """What WANDB_WATCH asks for, in the Trainer's own words; the default of watch() where it asks for nothing."""
-    asked = os.environ.get("WANDB_WATCH", "")
-    return asked if asked in ("parameters", "all") else "gradients"
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    try:
-        saved: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
-    except Exception:  # copied by halves, say: the training goes on all the same
-        logger.exception("wandb_gradwatch: %s could not be read", path)
-        return None
-    return saved
 
 
 def _folder_of(args: Any, state: Any) -> Path:
@@ -216,7 +201,3 @@ def _folder_of(args: Any, state: Any) -> Path:
 def _log_of(state: Any) -> str:
     """Tells the checkpoints of different trainings apart: what the Trainer has logged, as it writes it."""
     return hashlib.sha256(json.dumps(state.log_history, sort_keys=True).encode()).hexdigest()
-
-
-def _named(numbers: Mapping[str, float]) -> dict[str, float]:
-    return {keys.PREFIX + name: number for name, number in numbers.items()}
