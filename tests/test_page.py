@@ -23,9 +23,7 @@ from hypothesis import strategies as st
 from wandb_gradwatch._analysis.forecast import FORMATS
 from wandb_gradwatch._measure.columns import FloatArray
 from wandb_gradwatch._page import read
-from wandb_gradwatch._page.axes import knots, other_axes
-from wandb_gradwatch._page.columns import OwnColumns, RowColumns
-from wandb_gradwatch._page.histograms import HistogramCollector, resample
+from wandb_gradwatch._page.columns import HistogramCollector, OwnColumns, RowColumns, resample
 from wandb_gradwatch._page.history import (
     HistogramSeries,
     OwnSeries,
@@ -43,7 +41,7 @@ from wandb_gradwatch._page.packing import (
     quantise_evenly,
 )
 from wandb_gradwatch._page.page import ASSETS, LIBRARY_SCRIPT, LIBRARY_STYLE, render_page, write_page
-from wandb_gradwatch._page.payload import build_payload
+from wandb_gradwatch._page.payload import build_payload, knots, other_axes
 from wandb_gradwatch._page.pooling import pool, pool_extremes, pool_steps, pool_width
 from wandb_gradwatch._page.read import RunReader, read_run
 from wandb_gradwatch._page.safe_text import script_json, visible_text

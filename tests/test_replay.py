@@ -18,7 +18,7 @@ import wandb_gradwatch
 from wandb_gradwatch import MemorySink, SkipGuard
 from wandb_gradwatch._analysis.formatting import FOUND_PREFIX
 from wandb_gradwatch._nonfinite.finding import REMEDIES
-from wandb_gradwatch._page.finding import without_finding
+from wandb_gradwatch._page.payload import without_finding
 
 
 def log_of_some(x):

@@ -1,9 +1,9 @@
 """The compiled loops of the CPU backend: one call measures a whole list of tensors, block by block.
 
 A block of BLOCK elements is read into the first-level cache by the first loop and from there by the others, each of
-which the compiler turns into vector instructions. Floats are read as integers ("words", bits.py) wherever their order
-is all that counts: exact for every value, also for subnormal ones in a process that flushes them to zero. Squares are
-taken in float64, where no float32 overflows or vanishes.
+which the compiler turns into vector instructions. Floats are read as integers ("words", float_bits.py) wherever their
+order is all that counts: exact for every value, also for subnormal ones in a process that flushes them to zero. Squares
+are taken in float64, where no float32 overflows or vanishes.
 
 numba keeps what it compiled on disk and compiles again when this file changes, but not when another one does: nothing
 is imported here from the rest of the package, and this is one file, however long. What depends on other files (edges

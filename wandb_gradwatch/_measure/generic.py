@@ -1,4 +1,4 @@
-"""Statistics in plain torch on any device: passes over pages of lines (pages.py), no host sync.
+"""Statistics in plain torch on any device: passes over pages of lines (tiling.py), no host sync.
 
 Accumulates in float64. MPS has none: there the rows are float32, counts above 2**24 are rounded, and a sum of squares
 that float32 cannot hold is NaN, which says "could not be seen".

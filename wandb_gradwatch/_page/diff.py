@@ -22,12 +22,7 @@ UNUSABLE: Final = 2
 
 
 def run_diff(first: Path, second: Path, *, json: bool) -> int:
-    """Print where two runs part, and return the exit status: ALIKE, DIFFERENT or UNUSABLE.
-
-    Args:
-        first, second: of each run its directory, its .wandb file, or wandb/.
-        json: print one JSON object.
-    """
+    """Print where two runs part, and return the exit status: ALIKE, DIFFERENT or UNUSABLE."""
     try:
         runs = (read.read_run(first), read.read_run(second))
         found = compare(*runs)

@@ -91,11 +91,6 @@ class RunHistory:
     # What a reader of the pictures must know about this file: truncated, damaged, still open
     notes: tuple[str, ...] = ()
 
-    def __repr__(self) -> str:
-        return (
-            f"RunHistory({self.run_id!r}, {len(self.steps)} rows, {len(self.names)} names, {len(self.alerts)} alerts)"
-        )
-
     @cached_property
     def names(self) -> list[str]:
         """The watched names, as they stand in the keys (`/` for `.`).
@@ -106,14 +101,12 @@ class RunHistory:
             key.split("/", 1)[1] for key in self.values if key.split("/", 1)[0] in keys.LAYER_FAMILIES and "/" in key
         )
         found.update(dict.fromkeys(self.histograms))
-        place = self._places
-        return sorted(found, key=lambda name: (place.get(name, len(place)), natural_order(name)))
+        return self.in_order(found)
 
     @property
     def in_model_order(self) -> bool:
         """Whether the order of the names is the model's, from input to output."""
-        place = self._places
-        return bool(self.names) and all(name in place for name in self.names)
+        return bool(self.names) and all(name in self._places for name in self.names)
 
     def spelled(self, names: Iterable[str]) -> list[str]:
         """Names of keys as people know them from the model and from alerts, with dots."""

@@ -34,11 +34,6 @@ SCRIPTS: Final = (
 def write_page(history: RunHistory, output: str | os.PathLike[str], *, others: Sequence[RunHistory] = ()) -> Path:
     """Write the page of a run, or of several side by side, and return its path. An existing file is replaced whole.
 
-    Args:
-        history: from `read_run`.
-        output: the HTML file; its directory must exist.
-        others: the runs that this one is compared with.
-
     Raises:
         OSError: output is a directory, or in none that exists; or it cannot be written.
     """
@@ -58,26 +53,14 @@ def write_html(page: str, output: Path) -> Path:
 
 
 def render_page(history: RunHistory, *, others: Sequence[RunHistory] = (), version: int | None = None) -> str:
-    """The page of a run, or of several side by side, as HTML.
-
-    Args:
-        history: the run.
-        others: the runs that it is compared with.
-        version: of the history, for a page that asks its server for newer ones; None: the page asks nobody.
-    """
+    """The page of a run, or of several side by side, as HTML; with a version it asks its server for newer ones."""
     content, blob = build_comparison([history, *others]) if others else build_payload(history)
     title = " and ".join(one.name or one.run_id for one in (history, *others))
     return render_content(f"{title} · gradients", content | {"version": version}, blob)
 
 
 def render_content(title: str, content: Mapping[str, Any], blob: Blob) -> str:
-    """A page as HTML.
-
-    Args:
-        title: of the page.
-        content: what the page's script reads; "version" of it is None for a page that asks nobody for newer content.
-        blob: the arrays that the content points into.
-    """
+    """A page as HTML: its content, "version" of which is None where the page asks nobody, and the content's arrays."""
     style = _asset(LIBRARY_STYLE) + _asset("page.css")
     library = _asset(LIBRARY_SCRIPT)
     program = '"use strict";(() => {\n' + "".join(map(_asset, SCRIPTS)) + "})();"

@@ -16,8 +16,7 @@ import numpy as np
 
 from .._measure.columns import FloatArray
 from ..snapshot import keys
-from .columns import OwnColumns, RowColumns
-from .histograms import HistogramCollector
+from .columns import HistogramCollector, OwnColumns, RowColumns
 from .history import (
     HistogramSeries,
     OwnSeries,
@@ -49,11 +48,7 @@ def read_run(path: str | os.PathLike[str], *, progress: Callable[[int], None] | 
 
 
 def read_finished_run(path: str | os.PathLike[str], *, seconds: float = 10.0) -> RunHistory:
-    """Read a run that this program has just finished: for a moment W&B's own process still writes its last rows.
-
-    Args:
-        seconds: after which it is read as it is.
-    """
+    """Read a run that this program has just finished: W&B's own process may still write its last rows for a moment."""
     deadline = time.monotonic() + seconds
     while not (history := read_run(path)).finished and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -106,11 +101,7 @@ def steps_between(own_N: FloatArray, placed_K: FloatArray, sampled_K: FloatArray
 
 
 class RunReader:
-    """What has been read of a run's file so far, in bounded memory.
-
-    Args:
-        file: the `.wandb` file.
-    """
+    """What has been read of a run's `.wandb` file so far, in bounded memory."""
 
     def __init__(self, file: Path) -> None:
         self._file = WandbFile(file)

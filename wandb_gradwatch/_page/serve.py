@@ -18,14 +18,16 @@ from .read import RunReader
 LOOPBACK: Final = "127.0.0.1"
 POLL_SECONDS: Final = 3.0  # between two looks at the file, and at least the fourfold of what one look takes
 LAST_LOOK_SECONDS: Final = 15.0  # for open pages to fetch the end of the run
+_HEADERS: Final = {
+    "Cache-Control": "no-store",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
 
 
 class PageServer:
-    """Serves one page to this machine. Its address holds a token, without which there is nothing to see.
-
-    Args:
-        history: what the page shows at first.
-    """
+    """Serves one page to this machine. Its address holds a token, without which there is nothing to see."""
 
     def __init__(self, history: RunHistory) -> None:
         self.token: Final = secrets.token_urlsafe(18)
@@ -48,12 +50,10 @@ class PageServer:
         return int(self._server.server_address[1])
 
     def update(self, history: RunHistory) -> None:
-        """Show this from now on."""
         self.version += 1
         self.history = history
 
     def close(self) -> None:
-        """Serve no more."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -86,12 +86,10 @@ def _handler_of(page: PageServer) -> type[BaseHTTPRequestHandler]:
         def _send(self, status: HTTPStatus, kind: str, text: str) -> None:
             body = text.encode()
             self.send_response(status)
+            for name, value in _HEADERS.items():
+                self.send_header(name, value)
             self.send_header("Content-Type", f"{kind}; charset=utf-8")
             self.send_header("Content-Length", str(len(body)))
-            self.send_header("Cache-Control", "no-store")
-            self.send_header("Referrer-Policy", "no-referrer")
-            self.send_header("X-Content-Type-Options", "nosniff")
-            self.send_header("Cross-Origin-Resource-Policy", "same-origin")
             self.end_headers()
             self.wfile.write(body)
 
@@ -102,13 +100,7 @@ def _handler_of(page: PageServer) -> type[BaseHTTPRequestHandler]:
 
 
 def follow(reader: RunReader, server: PageServer, say: Callable[[RunHistory], None]) -> RunHistory:
-    """Read the run on and bring its page up to date until the run has finished, and open pages have its end.
-
-    Args:
-        reader: has read what the page shows.
-        server: of the page.
-        say: called with every change.
-    """
+    """Read the run on and bring its page up to date until the run has finished, and open pages have its end."""
     pause = POLL_SECONDS
     while not reader.finished:
         time.sleep(pause)

@@ -69,8 +69,7 @@ def build_comparison(histories: Sequence[RunHistory]) -> tuple[dict[str, Any], B
         "strips": _strips(histories, blob),
         "pairs": pairs,
     }
-    visible_content: dict[str, Any] = visible(content)
-    return visible_content, blob
+    return visible(content), blob
 
 
 def _pair(found: Comparison, first: str, second: str, blob: Blob) -> dict[str, Any]:

@@ -16,15 +16,7 @@ from .history import RunHistory
 
 
 def run_view(paths: Sequence[Path], output: Path | None, *, opens: bool, watches: bool, json: bool) -> None:
-    """Write the page, and say what it shows.
-
-    Args:
-        paths: of each run its directory, its .wandb file, or wandb/; the first is shown beside each of the others.
-        output: the page, or a directory for it; None: here.
-        opens: show it in the browser.
-        watches: serve it on this machine while the run, the only one, goes on, and write it at the end.
-        json: print one JSON object; everything else goes to standard error.
-    """
+    """Do what `wandb-gradwatch view` was asked for; with `json` only one JSON object goes to standard output."""
     progress = _say_progress if sys.stderr.isatty() else None
     if watches:
         histories = [_watch(paths[0], progress, opens=opens, err=json)]

@@ -30,11 +30,7 @@ class UnreadableRunError(ValueError):
 
 
 class WandbFile:
-    """One file, and how far it has been read.
-
-    Args:
-        path: the file.
-    """
+    """One file, and how far it has been read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
