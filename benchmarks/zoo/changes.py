@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from .loop import Batch, Hook, Loop
 
 Change = Callable[[Loop, str], None]
+Transform = Callable[[Tensor], Tensor]
 
 
 def learning_rate(factor: Callable[[int], float] | float, at: int = 1, until: int = 10**9) -> Change:
@@ -203,3 +205,57 @@ def chain(*changes: Change) -> Change:
             one(loop, layer)
 
     return change
+
+
+def forgotten_squares(loop: Loop, layer: str) -> None:
+    """As after a resume that lost one of Adam's two averages."""
+    for state in loop.optimizers[0].state.values():
+        state["exp_avg_sq"].zero_()
+
+
+def replaced_layer(loop: Loop, layer: str) -> None:
+    """A fresh layer that no optimizer was given."""
+    parent, _, name = layer.rpartition(".")
+    old = loop.model.get_submodule(layer)
+    setattr(loop.model.get_submodule(parent), name, nn.Linear(old.in_features, old.out_features, old.bias is not None))
+
+
+def another_model(loop: Loop, layer: str) -> None:
+    """The optimizer keeps the tensors of the first model."""
+    loop.model = copy.deepcopy(loop.model)
+
+
+def zero_gradients(loop: Loop, step: int) -> None:
+    loop.zero_grad()
+
+
+def clip_scaled(loop: Loop, step: int) -> None:
+    """Clips what is still multiplied with the loss scale."""
+    nn.utils.clip_grad_norm_(loop.model.parameters(), 1.0)
+
+
+def step_first(loop: Loop, layer: str) -> None:
+    """zero_grad(), step(), backward(): the optimizer never sees a gradient."""
+
+    def update(loop: Loop, step: int) -> Tensor:
+        loop.zero_grad()
+        loop.apply(step)
+        loss = loop.loss(loop.model, *loop.batch(step))
+        loss.backward()
+        return loss
+
+    loop.update = update
+
+
+def biased(value: float) -> Change:
+    """A layer's biases."""
+
+    @torch.no_grad()
+    def change(loop: Loop, layer: str) -> None:
+        loop.model.get_submodule(layer).bias.fill_(value)
+
+    return change
+
+
+def clip_values(loop: Loop, step: int) -> None:
+    nn.utils.clip_grad_value_(loop.model.parameters(), 1e-7)

@@ -107,30 +107,10 @@ def _poison_state(loop: Loop, layer: str) -> None:
                 return
 
 
-def _forget_squares(loop: Loop, layer: str) -> None:
-    """As after a resume that lost one of Adam's two averages."""
-    for state in loop.optimizers[0].state.values():
-        state["exp_avg_sq"].zero_()
-
-
-def _replace_layer(loop: Loop, layer: str) -> None:
-    """A fresh layer that no optimizer was given."""
-    parent, _, name = layer.rpartition(".")
-    old = loop.model.get_submodule(layer)
-    setattr(loop.model.get_submodule(parent), name, nn.Linear(old.in_features, old.out_features, old.bias is not None))
-
-
 def _half_off(loop: Loop, layer: str) -> None:
     with torch.no_grad():
         bias = loop.model.get_submodule(layer).bias
         bias[: len(bias) // 2] = -1000.0
-
-
-def _rebuild_model(loop: Loop, layer: str) -> None:
-    """The optimizer keeps the tensors of the first model."""
-    import copy
-
-    loop.model = copy.deepcopy(loop.model)
 
 
 def _to_half(loop: Loop, layer: str) -> None:
@@ -143,15 +123,6 @@ def _to_half(loop: Loop, layer: str) -> None:
 
 def _evaluated(loop: Loop, layer: str) -> None:
     loop.model.eval()
-
-
-def _zero_gradients(loop: Loop, step: int) -> None:
-    loop.zero_grad()
-
-
-def _clip_scaled(loop: Loop, step: int) -> None:
-    """Clips what is still multiplied with the loss scale."""
-    nn.utils.clip_grad_norm_(loop.model.parameters(), 1.0)
 
 
 def _unit_batch_norm(loop: Loop, layer: str) -> None:
@@ -274,14 +245,14 @@ FAULTS: list[Fault] = [
     Fault("numerics of the optimizer", "Adam with eps = 0 and a gradient of 0", _no(ADAM, CONV), do.chain(do.groups(eps=0.0), do.inputs(lambda x: x * (torch.arange(x.shape[1]) > 0).view(1, -1, *[1] * (x.dim() - 2)))), 1, "optimizer"),
     Fault("numerics of the optimizer", "float16 parameters, Adam's eps is 0 there", _no(ADAM, REG), _to_half, 1, "optimizer", ("overflow", "underflow")),
     Fault("numerics of the optimizer", "an average turns NaN at step 100", _no(ADAM, GRU), do.at_step(_poison_state, 100), 100, "optimizer", ("bad parameter",)),
-    Fault("numerics of the optimizer", "the average of squares is lost at step 150", _no(REG, GRU), do.at_step(_forget_squares, 150), 150, "optimizer", ("learning rate",)),
+    Fault("numerics of the optimizer", "the average of squares is lost at step 150", _no(REG, GRU), do.at_step(do.forgotten_squares, 150), 150, "optimizer", ("learning rate",)),
     # ---- wiring
-    Fault("wiring", "head replaced after the optimizer was built", {MLP: "4", TEXT: "head", RESNET: "5"}, _replace_layer, 1, "unowned"),
-    Fault("wiring", "the optimizer has another model's parameters", _no(MLP, CONV, GRU), _rebuild_model, 1, "stale optimizer", ("unowned", "no step")),
+    Fault("wiring", "head replaced after the optimizer was built", {MLP: "4", TEXT: "head", RESNET: "5"}, do.replaced_layer, 1, "unowned"),
+    Fault("wiring", "the optimizer has another model's parameters", _no(MLP, CONV, GRU), do.another_model, 1, "stale optimizer", ("unowned", "no step")),
     Fault("wiring", "zero_grad() forgotten", _no(MLP, CONV, REG, TEXT), do.fields(zeroes=False), 2, "zero_grad"),
     Fault("wiring", "step() forgotten", _no(MLP, GRU), do.fields(applies=False), 1, "no step"),
     Fault("wiring", "learning rate of 0", _no(REG, CONV), do.learning_rate(0.0), 1, "zero learning rate", ("no step", "schedule")),
-    Fault("wiring", "gradients zeroed before the step", _no(MLP, LSTM), do.received(_zero_gradients), 1, "zeroed"),
+    Fault("wiring", "gradients zeroed before the step", _no(MLP, LSTM), do.received(do.zero_gradients), 1, "zeroed"),
     Fault("wiring", "a layer's output detached", {MLP: "2", CONV: "2", DEEP: "6"}, do.output(torch.Tensor.detach), 1, "unused"),
     Fault("wiring", "a layer's output detached from step 100", {REG: "0", MLP: "2"}, do.output(torch.Tensor.detach, 100), 100, "unused"),
     Fault("wiring", "encoder frozen by mistake", {MLP: "0"}, lambda loop, layer: loop.model.get_submodule(layer).requires_grad_(False), 1, "unused", decidable=False),
@@ -292,7 +263,7 @@ FAULTS: list[Fault] = [
     Fault("schedules", "one cycle with a peak of 300x at step 100", _no(MLP, RESNET), do.learning_rate(lambda step: 300 ** max(0.0, 1 - abs(step - 100) / 60)), 40, "learning rate", ("schedule",)),
     # ---- clipping
     Fault("clipping", "to a norm of 1e-5", _no(MLP, RESNET, BAGS), do.fields(clip=1e-5), 1, "clipping", ("zero learning rate",)),
-    Fault("clipping", "before unscale_(), SGD", _no(AMP), do.chain(do.optimizer(lambda p: torch.optim.SGD(p, lr=0.05)), do.received(_clip_scaled)), 1, "unscale", ("clipping",)),
+    Fault("clipping", "before unscale_(), SGD", _no(AMP), do.chain(do.optimizer(lambda p: torch.optim.SGD(p, lr=0.05)), do.received(do.clip_scaled)), 1, "unscale", ("clipping",)),
     Fault("clipping", "to a norm of 0", _no(REG, LSTM), do.fields(clip=0.0), 1, "clipping", ("zeroed", "no step", "zero learning rate")),
     Fault("clipping", "lost at step 100, learning rate 50x", _no(RNN, LSTM), do.chain(do.at_step(lambda loop, layer: setattr(loop, "clip", None), 100), do.learning_rate(50, 100)), 100, "learning rate", ("recurrence",)),
     # ---- decay

@@ -538,7 +538,6 @@ def wrong_labels() -> data.Batches:
     return data.drawn(x, torch.where(torch.rand(1024) < 0.4, torch.randint(0, 4, (1024,)), y))
 
 
-# By kind: each second one is sealed, see `cases`.
 FRESH: dict[str, Callable[[], Loop]] = {
     "selective scan": lambda: supervised(Scanned(), data.sentences(), next_token, optimizer=AdamW, lr=3e-3, schedule=cosine(200), clip=1.0),
     "U-Net": lambda: supervised(UNet(), data.images(), segment, lr=3e-3),
@@ -573,8 +572,3 @@ FRESH: dict[str, Callable[[], Loop]] = {
     "two labels in five are wrong": lambda: supervised(mlp(12, 32, 32, 4), wrong_labels(), classify, lr=3e-3),
     "noise in the weights": noisy_weights,
 }  # fmt: skip
-
-
-def half(which: int) -> dict[str, Callable[[], Loop]]:
-    """Each second one."""
-    return dict(list(FRESH.items())[which::2])
