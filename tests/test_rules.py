@@ -501,13 +501,34 @@ def test_large_inputs_are_told_at_the_second_sample_by_the_first_layers_gradient
     assert steps(LargeInputs().check(together(samples))) == told
 
 
-@pytest.mark.parametrize(("factors", "told"), [([1.02] * 30, []), ([1.3] * 6, [7]), ([1.0, 50.0, *[1.0] * 20], [])])
-def test_parameters_that_are_multiplied_by_three_within_ten_updates_are_told_and_one_jump_is_not(factors, told):
-    # One update is left out: five have made 1.3^4 = 2.9 of it, six, at the seventh sample, 1.3^5 = 3.7.
-    sizes = np.cumprod([1.0, *factors])
-    weights = [{"a": np.full(300, size)} for size in sizes]
-    samples = [sample_of({"a": np.ones(300)}, step=s, parameters=w) for s, w in enumerate(weights, 1)]
-    assert steps(FastParameters().check(together(samples))) == told
+@pytest.mark.parametrize(
+    ("first", "second", "told"),
+    [
+        ([1.02] * 30, [1.0] * 30, []),
+        ([1.25] * 3, [1.0] * 3, [3, 4]),  # one weight of two, by more than 20 % twice
+        ([1.19] * 8, [1.0] * 8, [8, 9]),  # by 1.19^6 = 2.8, the largest of seven updates left out
+        ([1.11] * 3, [1.11] * 3, [3, 4]),  # all alike: half as much is as bad
+        ([1.0] * 20 + [1.12] * 2, [1.0] * 22, [23]),  # later in a run half of that
+        ([1.0, 50.0, *[1.0] * 20], [1.0] * 22, []),
+    ],
+)
+def test_a_weight_that_grows_faster_than_any_training_survives_is_told_and_one_jump_is_not(first, second, told):
+    sizes = zip(*(np.cumprod([1.0, *factors]) for factors in (first, second)), strict=True)
+    grads, samples = {"a": np.ones(300), "b": np.ones(6000)}, []
+    for step, (a, b) in enumerate(sizes, 1):
+        samples.append(sample_of(grads, step=step, parameters={"a": np.full(300, a), "b": np.full(6000, b)}))
+    alerts = list(FastParameters().check(together(samples)))
+    assert steps(alerts) == told
+    assert all(("Worst layers: a" in alert.text) == (first != second) for alert in alerts)
+
+
+def test_a_weight_that_leaves_0_may_grow_as_it_likes():
+    """LoRA's B, say: its norm doubles with each update, and is a hundredth of the others' at last."""
+    sizes = [0.0, *(1e-4 * 2.0 ** np.arange(7))]
+    weights = [{"a": np.full(300, 1.0), "b": np.full(300, size)} for size in sizes]
+    grads = {"a": np.ones(300), "b": np.ones(300)}
+    samples = [sample_of(grads, step=step, parameters=both) for step, both in enumerate(weights, 1)]
+    assert steps(FastParameters().check(together(samples))) == []
 
 
 # ---- ratios

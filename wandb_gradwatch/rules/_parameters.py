@@ -7,22 +7,26 @@ import re
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import ClassVar, Final
 
 import numpy as np
+import numpy.typing as npt
 
-from .._analysis.formatting import clip_advice, listing, number
+from .._analysis.formatting import clip_advice, listing, number, worst_first
 from .._analysis.layers import initial_gains, input_scale
 from .._analysis.memory import PerName, Remembers
-from .._analysis.movement import Movement
-from .._measure.columns import Column
+from .._measure.columns import Column, FloatArray
 from ..snapshot import Snapshot
-from ._base import Alert, check_limits, finding
+from ._base import Alert, Level, check_limits, finding
 
 # S samples, P watched parameters
 
 _FIRST_STEPS: Final = 20  # in which parameters may still move fast: adaptive optimizers begin with full steps
 _SHRINKS, _SHRINK_SAMPLES = 0.02, 8  # of each weight's norm, by so many updates in a row
+_NOTICED: Final = 0.01  # of a log norm by one update: of less nothing large is made
+_OF_TYPICAL: Final = 0.3  # of the root mean square of all parameters: what is smaller may well double
+_AT_ONCE: Final = math.log(2.0)  # by one update
 _OF_LAST: Final = 5  # updates of which a second one has to be too large: a single one may be a bad batch
 _TOGETHER: Final = 10  # updates that are looked at together
 _MIN_WEIGHTS: Final = 64  # fewer elements are a scale or a temperature, not a layer's weights
@@ -34,6 +38,14 @@ _REMEDY: Final = (
     "normalise the inputs and the targets, take the mean in the loss; divide the learning rate by 10 or lengthen its "
     "warm-up, and "
 )
+_JUMP_CAUSE: Final = (
+    "not clear: either too large an update, or weights that were loaded or rescaled; the gradient and the learning "
+    "rate of the step before tell them apart"
+)
+_JUMP_REMEDY: Final = (
+    "look at the learning rate's schedule, the batch of the step before, and what else writes to parameters"
+)
+_DECAY: Final = "too strong a weight decay, or a penalty on the parameters that outweighs the loss"
 _MIN_ELEMENTS: Final = 256  # of all parameters together: fewer may well begin anywhere, and pass through 0
 _NORMALISATION: Final = re.compile(r"norm|ln|bn", re.IGNORECASE)
 _EXACT: Final = 1e-12  # relative: float64 sums of equal numbers are that exact
@@ -152,70 +164,102 @@ class LargeInputs(Remembers):
 
 @dataclass(kw_only=True)
 class FastParameters(Remembers):
-    """Updates grow the parameters by far more than any training survives, or shrink them to nothing.
+    """Updates grow a weight by far more than any training survives, or shrink it to nothing.
 
-    "Parameters grow too fast": the second largest of five updates counts. "Parameters shrink": what is left of their
-    largest norm; and each weight by 2 % per sample or more, eight times in a row.
+    "Parameters grow too fast": of each weight the second largest of five updates counts, and ten without the largest.
+    "Parameters shrink": a weight that loses 2 % per step or more, eight times in a row; and what is left of the largest
+    norm of all parameters. What begins at 0, or next to it, is compared with the model's typical weight.
+    The norm of all parameters together may grow half as fast as a single one's.
 
     Args:
-        max_growth: of the parameters' norm per step, after step 20. Healthy: at most 2.5 %, faults 31 %.
-        max_first_growth: before it.
-        max_factor: of the parameters' norm over 10 updates without the largest, which may be a bad batch or the user's
-            own change. Healthy: at most 1.5.
+        max_growth: of a weight's norm per step, after step 20. Healthy: at most 7 %, faults from 9 %.
+        max_first_growth: before it. Healthy: at most 11 %, faults from 26 %.
+        max_factor: of a weight's norm over 10 updates without the largest, which may be a bad batch or the user's own
+            change, and by a single one after step 20. Healthy: at most 1.7.
         min_left: of the largest norm. Healthy: 0.44 at least, faults 0.001.
     """
 
-    max_growth: float = 0.05
-    max_first_growth: float = 0.5
-    max_factor: float = 3.0
+    max_growth: float = 0.1
+    max_first_growth: float = 0.2
+    max_factor: float = 2.5
     min_left: float = 0.2
-    _movement: Movement = field(default_factory=Movement, init=False, repr=False)
-    _recent: deque[float] = field(default_factory=lambda: deque(maxlen=_TOGETHER), init=False, repr=False)
+    _step: int = field(default=0, init=False)
+    _before: PerName = field(default_factory=lambda: PerName(math.nan), init=False, repr=False)  # sums of squares
+    _names: tuple[str, ...] = field(default=(), init=False, repr=False)
+    # By how much each weight's log norm changed per step, 0 where unknown; at last twice that of all together.
+    _recent: deque[FloatArray] = field(default_factory=lambda: deque(maxlen=_TOGETHER), init=False, repr=False)
     _largest: PerName = field(default_factory=PerName, init=False, repr=False)
-    _num_shrinking: int = field(default=0, init=False)  # samples in a row
-    _before: PerName = field(default_factory=lambda: PerName(math.nan), init=False, repr=False)  # the first of these
 
     title: ClassVar[str] = "Parameters grow too fast"
     shrinking: ClassVar[str] = "Parameters shrink"
 
     def __post_init__(self) -> None:
         share = (0.0, 1.0)
-        check_limits(self, max_growth=share, max_first_growth=share, min_left=share)
+        check_limits(self, max_growth=share, max_first_growth=share, min_left=share, max_factor=(1.0, math.inf))
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
-        sum_sq_SP = snapshot.column(Column.PARAM_SUM_SQ)
-        for sample in np.flatnonzero(~np.isnan(sum_sq_SP).all(axis=1)).tolist():
-            step, change = int(snapshot.steps[sample]), self._movement.of(snapshot, sample, signed=True)
-            if not math.isfinite(change) or _is_small(snapshot, sample):
+        for sample in range(len(snapshot)):
+            if _is_small(snapshot, sample) or not self._follow(snapshot, sample):
                 continue
-            self._recent.append(change)
-            limit = self.max_first_growth if step <= _FIRST_STEPS else self.max_growth
-            last = sorted(list(self._recent)[-_OF_LAST:])
-            if len(last) > 1 and last[-2] > limit:
-                yield self._growing(step, last[-2], limit, clip_advice(float(snapshot.clipped[sample])))
-            elif step > _FIRST_STEPS and change > self.max_factor - 1:
-                # A bias that jumps switches its units on or off: what it does to them is told.
-                if "bias" not in snapshot.names[int(np.nanargmax(snapshot.param_norm[sample]))]:
-                    yield self._jumped(step, change + 1)
-            elif (factor := math.prod(1 + change for change in sorted(self._recent)[:-1])) > self.max_factor:
-                yield self._multiplied(step, factor, clip_advice(float(snapshot.clipped[sample])))
-            if (left := self._left(snapshot, sample)) < self.min_left or self._all_shrink(snapshot, sample, change):
-                yield self._shrinking(step, left, change)
+            newest_P = self._recent[-1]
+            if newest_P.max() > _NOTICED:
+                yield from self._growing(snapshot, sample)
+            left, shrinks_P = self._left(snapshot, sample), newest_P[:-1] < math.log1p(-_SHRINKS)
+            if np.count_nonzero(shrinks_P):
+                last = list(self._recent)[-_SHRINK_SAMPLES:]
+                shrinks_P &= (np.max(last, axis=0)[:-1] < math.log1p(-_SHRINKS)) & (len(last) == _SHRINK_SAMPLES)
+            if left < self.min_left or shrinks_P.any():
+                yield self._shrinking(snapshot, sample, left, np.flatnonzero(shrinks_P))
 
-    def _all_shrink(self, snapshot: Snapshot, sample: int, change: float) -> bool:
-        """Whether each weight has become smaller by so much per sample, for some in a row: no gradient does that."""
-        before_P, now_P = self._before.of(snapshot.names), snapshot.column(Column.PARAM_SUM_SQ)[sample]
-        if change > -_SHRINKS:
-            self._num_shrinking = 0
-            return False
-        if not self._num_shrinking:
-            before_P[:] = now_P
-        self._num_shrinking += 1
-        is_weight_P = (snapshot.num_elements[sample] >= _MIN_WEIGHTS) & (before_P > 0)
-        if self._num_shrinking <= _SHRINK_SAMPLES or not is_weight_P.any():
-            return False
-        left = (1 - _SHRINKS) ** (2 * (self._num_shrinking - 1))
-        return bool((now_P[is_weight_P] < left * before_P[is_weight_P]).all())
+    def _follow(self, snapshot: Snapshot, sample: int) -> bool:
+        """Note how much each weight has changed since the sample before; whether that is known of any."""
+        names, step = snapshot.names, int(snapshot.steps[sample])
+        now_P, before_P = snapshot.column(Column.PARAM_SUM_SQ)[sample], self._before.of(names)
+        size_P, num_steps = snapshot.num_elements[sample], step - self._step
+        known_P = _are_weights(names) & (size_P >= _MIN_WEIGHTS) & (before_P >= 0) & (now_P > 0)
+        is_known = num_steps > 0 and bool(np.count_nonzero(known_P))
+        if names != self._names:
+            self._names, self._recent = names, deque(maxlen=_TOGETHER)
+        if is_known:
+            least_P = _OF_TYPICAL**2 * float(np.nansum(before_P) / np.nansum(size_P)) * size_P
+            ratio_P = np.ones(len(names) + 1)
+            np.divide(np.maximum(now_P, least_P), np.maximum(before_P, least_P), ratio_P[:-1], where=known_P)
+            both_P = before_P + now_P >= 0
+            ratio_P[-1] = (now_P.sum(where=both_P) / before_P.sum(where=both_P)) ** 2  # all grow alike: half as much
+            self._recent.append(0.5 * np.log(ratio_P) / num_steps)
+        self._step, before_P[:] = step, now_P
+        return is_known
+
+    def _growing(self, snapshot: Snapshot, sample: int) -> Iterable[Alert]:
+        """The alert of weights that have grown too fast, if there are any."""
+        step, recent = int(snapshot.steps[sample]), np.sort(list(self._recent), axis=0)
+        limit = self.max_first_growth if step <= _FIRST_STEPS else self.max_growth
+        last_P = np.sort(list(self._recent)[-_OF_LAST:], axis=0)[-2 if len(recent) > 1 else -1]
+        product_P = recent[:-1].sum(axis=0)
+        advice = _REMEDY + clip_advice(float(snapshot.clipped[sample]))
+        if len(recent) > 1 and last_P.max() > math.log1p(limit):
+            words = f"grown by {number(100 * limit)} % per step or more, twice within {_OF_LAST} samples"
+            yield self._grown(step, words, last_P, math.log1p(limit), _CAUSE, advice, "ERROR")
+        elif step > _FIRST_STEPS and self._recent[-1][:-1].max() > math.log(self.max_factor):
+            words = f"grown {number(self.max_factor)} times or more at once, since the sample before"
+            yield self._grown(
+                step, words, self._recent[-1], math.log(self.max_factor), _JUMP_CAUSE, _JUMP_REMEDY, "WARN"
+            )
+        elif product_P.max() > math.log(self.max_factor):
+            words = (
+                f"grown {number(self.max_factor)} times or more by {len(recent) - 1} of the last {len(recent)} "
+                "updates, all but the largest"
+            )
+            yield self._grown(step, words, product_P, math.log(self.max_factor), _CAUSE, advice, "ERROR")
+
+    def _grown(
+        self, step: int, words: str, grown_P: FloatArray, limit: float, cause: str, remedy: str, level: Level
+    ) -> Alert:
+        grown = worst_first(grown_P, np.flatnonzero(grown_P[:-1] > limit))
+        what = f"the norms of {len(grown)} of {len(self._names)} parameters have"
+        fact = f"Step {step}: {what if grown else 'the norm of all parameters together has'} {words}."
+        layers = listing(grown, lambda p: f"{self._names[p]} {number(math.exp(min(grown_P[p], 700.0)))} times")
+        return finding(self.title, fact, layers, cause, remedy, step, level)
 
     def _left(self, snapshot: Snapshot, sample: int) -> float:
         """What is left of the parameters' largest norm: of those that are there from the first sample on."""
@@ -230,49 +274,29 @@ class FastParameters(Remembers):
         whole = float(np.linalg.norm(largest_P[here_P]))
         return float(np.linalg.norm(norm_P[here_P])) / whole if whole > 0 else 1.0
 
-    def _growing(self, step: int, growth: float, limit: float, clip: str) -> Alert:
+    def _shrinking(self, snapshot: Snapshot, sample: int, left: float, shrinking: npt.NDArray[np.intp]) -> Alert:
+        step, cause = int(snapshot.steps[sample]), _DECAY
         fact = (
-            f"Step {step}: the parameters' norm has grown by {number(100 * growth)} % per step or more, twice within "
-            f"{_OF_LAST} samples (threshold {number(100 * limit)} %)."
+            f"Step {step}: {number(100 * left)} % of the parameters' first norm is left (threshold "
+            f"{number(100 * self.min_left)} %)."
         )
-        return finding(self.title, fact, "", _CAUSE, _REMEDY + clip, step, "ERROR")
-
-    def _multiplied(self, step: int, factor: float, clip: str) -> Alert:
-        fact = (
-            f"Step {step}: {len(self._recent) - 1} of the last {len(self._recent)} updates, all but the largest, have "
-            f"multiplied the parameters' norm by {number(factor)} (threshold {number(self.max_factor)})."
-        )
-        return finding(self.title, fact, "", _CAUSE, _REMEDY + clip, step, "ERROR")
-
-    def _jumped(self, step: int, factor: float) -> Alert:
-        fact = (
-            f"Step {step}: since the sample before, the parameters' norm has grown {number(factor)} times at once "
-            f"(threshold {number(self.max_factor)})."
-        )
-        cause = (
-            "not clear: either too large an update, or weights that were loaded or rescaled; the gradient and the "
-            "learning rate of the step before tell them apart"
-        )
-        remedy = (
-            "look at the learning rate's schedule, the batch of the step before, and what else writes to parameters"
-        )
-        return finding(self.title, fact, "", cause, remedy, step, "WARN")
-
-    def _shrinking(self, step: int, left: float, change: float) -> Alert:
-        how = f"threshold {number(100 * self.min_left)} %"
-        if left >= self.min_left:
-            how = (
-                f"each weight has lost {number(100 * _SHRINKS)} % or more in each of the last {_SHRINK_SAMPLES} updates"
+        if shrinking.size:
+            fact = (
+                f"Step {step}: {len(shrinking)} weights have lost {number(100 * _SHRINKS)} % or more in each of the "
+                f"last {_SHRINK_SAMPLES} updates."
             )
-        fact = f"Step {step}: {number(100 * left)} % of the parameters' first norm is left ({how})."
-        cause = "too strong a weight decay, or a penalty on the parameters that outweighs the loss"
-        remedy = "divide the weight decay by 10; with decoupled decay its product with the learning rate counts"
-        if change < -0.5:  # in one step: a decay takes less than a product of learning rate and decay
+        elif self._recent[-1].min() < -_AT_ONCE:  # a decay takes less than a product of learning rate and decay
             cause = (
                 f"not clear: either {cause}, or weights that were loaded or rescaled; what the script does at this "
                 "step tells them apart"
             )
-        return finding(self.shrinking, fact, "", cause, remedy, step, "WARN")
+        lost_P = -self._recent[-1]
+        layers = listing(
+            worst_first(lost_P, shrinking),
+            lambda p: f"{self._names[p]} {number(-100 * math.expm1(-lost_P[p]))} % per step",
+        )
+        remedy = "divide the weight decay by 10; with decoupled decay its product with the learning rate counts"
+        return finding(self.shrinking, fact, layers, cause, remedy, step, "WARN")
 
 
 @dataclass(kw_only=True)
@@ -360,6 +384,12 @@ def _constant(snapshot: Snapshot, sample: int, gains: Mapping[str, float]) -> li
         ):
             found.append(name)
     return found
+
+
+@lru_cache(maxsize=16)
+def _are_weights(names: tuple[str, ...]) -> npt.NDArray[np.bool_]:
+    """Whether each parameter is a weight, by its name: a bias that jumps switches units on or off, which is told."""
+    return np.array(["bias" not in name for name in names])
 
 
 def _is_small(snapshot: Snapshot, sample: int) -> bool:
