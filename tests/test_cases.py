@@ -391,9 +391,9 @@ def test_unwatch_leaves_no_hook_behind():
     model = Chosen(a=1)
     scale, unscale = torch.amp.GradScaler.scale, torch.amp.GradScaler.unscale_
     watch(model)
-    assert model.a._post_accumulate_grad_hooks
+    assert model.a._backward_hooks
     wandb_gradwatch.unwatch(model)
-    assert not model.a._post_accumulate_grad_hooks
+    assert not model.a._backward_hooks
     assert len(optimizer_module._global_optimizer_pre_hooks) == before
     assert (torch.amp.GradScaler.scale, torch.amp.GradScaler.unscale_) == (scale, unscale)
     wandb_gradwatch.unwatch()

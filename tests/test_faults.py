@@ -383,7 +383,7 @@ def test_what_on_alert_raises_when_something_is_asked_is_raised_there_and_no_row
     with pytest.raises(RuntimeError, match="stop: Inf gradient"):
         getattr(watcher, asked)()
     watcher.remove()
-    assert not model.a._post_accumulate_grad_hooks
+    assert not model.a._backward_hooks
     merged = memory.merged()
     assert merged is not None
     assert merged.steps.tolist() == [1, 2, 3, 4, 5]

@@ -406,7 +406,7 @@ def test_a_callback_that_removes_the_watcher_loses_nothing():
         step(model, optimizer, a=[math.nan if number == 4 else 1])
     assert sink.merged().steps.tolist() == [1, 2, 3, 4]
     assert sink.closed
-    assert not model.a._post_accumulate_grad_hooks
+    assert not model.a._backward_hooks
 
 
 def test_replicas_judge_by_the_same_loops(monkeypatch):

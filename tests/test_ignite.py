@@ -149,7 +149,7 @@ def test_a_run_that_ends_or_is_terminated_leaves_no_hook() -> None:
     grad_watch = GradWatch(model).attach(engine)
     engine.run(batches(5))
     assert grad_watch.watcher is None
-    assert all(not parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+    assert all(not parameter._backward_hooks for parameter in model.parameters())
     assert list(_global_optimizer_pre_hooks) == hooks_before
 
 

@@ -112,7 +112,7 @@ def test_an_exception_leaves_nothing_behind() -> None:
     with pytest.raises(RuntimeError, match="broken batch"):
         trainer_of(callback).fit(module, loader(4))
     assert callback.watcher is None
-    assert all(not p._post_accumulate_grad_hooks for p in module.parameters())
+    assert all(not p._backward_hooks for p in module.parameters())
     samples = memory.merged()
     assert samples is not None
     assert samples.total_grad_norm.tolist() == approx(module.expected.norms)

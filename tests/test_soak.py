@@ -126,4 +126,4 @@ def test_watching_and_unwatching_leaves_nothing(rounds: int) -> None:
         gc.collect()
         counts.append(count_objects())
     assert growing_types(counts) == {}
-    assert not model.a._post_accumulate_grad_hooks
+    assert not model.a._backward_hooks

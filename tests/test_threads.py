@@ -54,7 +54,7 @@ class TouchedGradients(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         descriptor = getattr(function, "__self__", None)
-        if descriptor in (torch.Tensor.grad, torch.Tensor._post_accumulate_grad_hooks):
+        if descriptor in (torch.Tensor.grad, torch.Tensor._backward_hooks):
             self.ids.add(id(args[0]))
         return function(*args, **(kwargs or {}))
 
@@ -381,7 +381,7 @@ def test_a_forked_child_trains_ends_and_watches_without_its_parents_watcher(opti
         assert watcher.step == 12
         assert watcher._parts.replay is None or not watcher._parts.replay._forwards
         watcher._script_ends()
-        assert not model.weight._post_accumulate_grad_hooks
+        assert not model.weight._backward_hooks
         again, own_sink = watch(model)
         train(3, 1.0)
         again.remove()

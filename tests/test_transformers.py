@@ -195,7 +195,7 @@ def test_a_watcher_of_a_training_that_raised_is_replaced(tmp_path: Path) -> None
     trainer.train()
     assert logged(trainer) == [(step, approx(n)) for step, n in enumerate(model.expected.norms[begin:], 1)]
     assert callback.watcher is None
-    assert all(not p._post_accumulate_grad_hooks for p in model.parameters())
+    assert all(not p._backward_hooks for p in model.parameters())
 
 
 @pytest.mark.parametrize(

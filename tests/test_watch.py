@@ -90,9 +90,9 @@ def test_unwatch_takes_what_watch_takes_and_refuses_what_is_no_model():
     with pytest.raises(TypeError, match=re.escape("unwatch() needs a torch.nn.Module, or a list or dict of them")):
         wandb_gradwatch.unwatch(watchers[0])
     wandb_gradwatch.unwatch([Chosen(a=1)])
-    assert all(model.a._post_accumulate_grad_hooks for model in models.values())
+    assert all(model.a._backward_hooks for model in models.values())
     wandb_gradwatch.unwatch(models)
-    assert not any(model.a._post_accumulate_grad_hooks for model in models.values())
+    assert not any(model.a._backward_hooks for model in models.values())
 
 
 def test_a_run_and_a_sink_for_the_same_run_would_log_each_row_twice(offline_run):
@@ -109,7 +109,7 @@ def test_a_refused_watch_leaves_nothing_behind():
     model = Chosen(a=1)
     with pytest.raises(ValueError, match="log_every"):
         watch(model, log_every=0)
-    assert not model.a._post_accumulate_grad_hooks
+    assert not model.a._backward_hooks
     first, sink = watch(model)
     for options in ({"guard": "no"}, {"scaler": -3}, {"optimizer": 3}, {"rules": 3}, {"metrics": [3]}, {"sinks": [3]}):
         with pytest.raises((TypeError, ValueError), match=next(iter(options))):

@@ -56,7 +56,7 @@ class UpdatesByHand:
         return taken_back
 
     def backward_begins(self) -> bool:
-        """The first gradient of a backward is there, and no other yet: the moment to see what was reset before it.
+        """No gradient of a backward is there yet: the moment to see what was reset before it.
 
         Later the backward has written to all of them, and DistributedDataParallel once more with their averages.
 

@@ -77,12 +77,8 @@ def _token_of(gradient: Tensor) -> int:
 
 
 def were_reset(writes: Sequence[int]) -> bool:
-    """Whether gradients, or most of them, were reset between two backwards, by how often each was written to.
-
-    What accumulates has written to the first gradient only, or, where they are views of one bucket, once to each.
-    """
-    num_untouched = writes.count(0)
-    return len(writes) - num_untouched > num_untouched and any(number > 1 for number in writes)
+    """Whether gradients, or most of them, were reset after a backward, by how often each was written to since."""
+    return writes.count(0) < len(writes) / 2
 
 
 @dataclass(slots=True)

@@ -52,6 +52,15 @@ class HookSync:
         """Hook everything that can have a gradient."""
         self._follow(self._registry.scan())
 
+    def take_off(self, *, is_alone: bool) -> None:
+        """Leave no hook on any parameter, until the next scan. Not inside a backward.
+
+        Args:
+            is_alone: no other thread may run a backward, so that what torch visits on each parameter can go as well.
+        """
+        self._hooks.take_off(self._leaves(self._registry.scan()) if is_alone else ())
+        self._changes = -1
+
     def would_tell(self, parameter: Tensor) -> bool:
         """Whether a backward that had reached this parameter would have been seen."""
         return not self._shards.uses_fsdp1 and self._hooks.is_hooked(parameter)
@@ -81,10 +90,14 @@ class HookSync:
         if self._registry.version != self._version:
             self._version = self._registry.version
             self._shards.update(entries, self._registry.models())
-        if self._shards.uses_fsdp1:  # the leaves of its backward are not the model's parameters
-            entries = [*entries, *((NO_SLOT, leaf) for leaf in fsdp1_flat_parameters(self._registry.models()))]
-        new = [slot for slot in self._hooks.follow(entries) if slot != NO_SLOT]
+        new = [slot for slot in self._hooks.follow(self._leaves(entries)) if slot != NO_SLOT]
         for slot, parameter in entries if new else ():
             if slot in new and parameter.grad is not None:
                 mark_as_older_than_its_hook(parameter.grad)
         return new
+
+    def _leaves(self, entries: Sequence[Entry]) -> Sequence[Entry]:
+        """What a backward reaches: with FSDP1 not the model's parameters."""
+        if not self._shards.uses_fsdp1:
+            return entries
+        return [*entries, *((NO_SLOT, leaf) for leaf in fsdp1_flat_parameters(self._registry.models()))]

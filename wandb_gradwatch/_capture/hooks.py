@@ -1,9 +1,14 @@
 """Marks and the end of backward: the only place where hooks on parameters are registered and removed.
 
-A post-accumulate-grad hook marks its parameter and does no arithmetic: at that moment the gradient is not final (it is
-before DDP's all-reduce, before later uses of a tied weight, before other micro-batches). What is final is known in a
-callback that is queued from inside an end-of-backward callback: the first one runs before DDP's and FSDP's own, the
-nested one after them.
+A hook marks its parameter and does no arithmetic: at that moment the gradient is not final (it is before DDP's
+all-reduce, before later uses of a tied weight, before other micro-batches). What is final is known in a callback that
+is queued from inside an end-of-backward callback: the first one runs before DDP's and FSDP's own, the nested one after
+them.
+
+The marks are tensor hooks, which run before the gradient is accumulated. A post-accumulate-grad hook would do as well,
+but torch keeps an empty holder on each parameter that has ever had one, and visits it in every backward: near a
+microsecond, for every parameter and step, also when nothing is measured. Tensor hooks can be taken away without a
+trace. Post-accumulate-grad hooks are there only where somebody wants to know of each gradient inside the backward.
 """
 
 from __future__ import annotations
@@ -17,9 +22,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
-from torch.utils.hooks import RemovableHandle
+from torch.utils.hooks import RemovableHandle, unserializable_hook
 
-from .._runtime.autograd import current_graph_task
+from .._runtime.autograd import Entry, current_graph_task
 from .._runtime.dynamo import dynamo_disabled
 
 # Tasks whose backward raised never run their callback and would stay here for good.
@@ -27,101 +32,145 @@ _MAX_ARMED: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
-class _Hook:
-    """A hook on a parameter.
+class _Hooks:
+    """The hooks on a parameter.
 
     Args:
-        place: [1] the slot that it marks; also a frozen parameter, which cannot be hooked anew, can get another.
-        function: what it calls.
+        slot: [1] what they mark; also a frozen parameter, which cannot be hooked anew, can get another.
+        handles: the mark's, and that of what tells of a gradient inside the backward.
     """
 
-    handle: RemovableHandle
-    place: list[int]
-    function: Callable[[Tensor], None]
+    slot: list[int]
+    handles: list[RemovableHandle]
 
-    def turn(self, *, on: bool) -> None:
-        """Take it out of its parameter's hooks, or put it back: a tenth of what it takes to register a new one."""
-        hooks = self.handle.hooks_dict_ref()
-        if hooks is not None and on:
-            hooks[self.handle.id] = self.function
-        elif hooks is not None:
-            hooks.pop(self.handle.id, None)
+    def are_on(self, parameter: Tensor) -> bool:
+        """Whether the mark is this parameter's: ids are used again after a parameter is gone."""
+        return self.handles[0].id in (parameter._backward_hooks or ())
 
 
 class BackwardHooks:
     """Marks parameters, and calls back when a backward begins and when it has truly ended.
 
     Args:
-        on_mark: called with a slot and its parameter, inside that one's hook.
-        on_begin: called at the first mark of each backward, inside a hook.
+        on_mark: called with a slot before its parameter's gradient is accumulated.
+        on_arrival: called with a slot and its parameter after that, where `tell_arrivals` was called.
+        on_begin: called before the first mark of each backward, inside a hook.
         on_end: called when the outermost backward has ended, all gradients final.
     """
 
     def __init__(
-        self, *, on_mark: Callable[[int, Tensor], None], on_begin: Callable[[], None], on_end: Callable[[], None]
+        self,
+        *,
+        on_mark: Callable[[int], None],
+        on_arrival: Callable[[int, Tensor], None],
+        on_begin: Callable[[], None],
+        on_end: Callable[[], None],
     ) -> None:
         self._on_mark = on_mark
+        self._on_arrival = on_arrival
         self._on_begin = on_begin
         self._on_end = on_end
         # By graph task, not "is a list empty": a backward that raised never runs its callback, and the latch would
         # stay shut for good.
         self._armed: set[int] = set()
-        self._hooks: dict[int, _Hook] = {}  # by id(parameter)
-        self._removed = False
+        self._of_grad = -1  # the graph task of an autograd.grad(), which accumulates nothing
+        self._hooks: dict[int, _Hooks] = {}  # by id(parameter)
+        self._taken_off: frozenset[int] = frozenset()  # id(parameter)
+        self._tells_arrivals = self._removed = False
 
-    def follow(self, entries: Iterable[tuple[int, Tensor]]) -> list[int]:
+    def follow(self, entries: Iterable[Entry]) -> list[int]:
         """Hook every parameter that can have a gradient and is not hooked yet; returns their slots.
 
         Hooks of parameters that are not among the entries any more are removed; one whose parameter has another slot
         now, because its module was renamed, marks that.
         """
         new: list[int] = []
-        current: dict[int, _Hook] = {}
+        current: dict[int, _Hooks] = {}
         for slot, parameter in entries:
-            hook = self._hooks.get(id(parameter))
-            if hook is not None and _is_attached(hook.handle, parameter):
-                hook.place[0] = slot
+            hooks = self._hooks.get(id(parameter))
+            if hooks is not None and hooks.are_on(parameter):
+                hooks.slot[0] = slot
                 if current_graph_task() == -1:  # a hook that runs must not be replaced
                     # Set anew: a tensor that was swapped (torch.utils.swap_tensors) keeps the dictionary, not the hook.
+                    parameter._backward_hooks = parameter._backward_hooks
                     parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
-                current[id(parameter)] = hook
+                current[id(parameter)] = hooks
             elif parameter.requires_grad and parameter.is_leaf:
-                place = [slot]
-                function = self._marking(place)
-                current[id(parameter)] = _Hook(_register(parameter, function), place, function)
-                new.append(slot)
-        if len(current) < len(self._hooks) or new:
-            for key in self._hooks.keys() - current.keys():
-                self._hooks[key].handle.remove()
-            self._hooks = current
+                current[id(parameter)] = self._register(slot, parameter)
+                if id(parameter) not in self._taken_off:
+                    new.append(slot)
+        for key in self._hooks.keys() - current.keys():
+            _remove(self._hooks[key])
+        self._hooks, self._taken_off = current, frozenset()
         return new
 
     def is_hooked(self, parameter: Tensor) -> bool:
         """Whether a backward that reached this parameter would have marked it."""
-        hook = self._hooks.get(id(parameter))
-        return hook is not None and _is_attached(hook.handle, parameter)
+        hooks = self._hooks.get(id(parameter))
+        return hooks is not None and hooks.are_on(parameter)
 
-    def turn(self, *, on: bool) -> None:
-        """Have the hooks called or not. Not inside a backward: the engine may be going through them."""
-        for hook in self._hooks.values():
-            hook.turn(on=on)
+    def tell_arrivals(self, entries: Iterable[Entry]) -> None:
+        """Call back inside the backward from now on, before the hooks of others that find the gradient accumulated."""
+        self._tells_arrivals = True
+        for _, parameter in entries:
+            if self.is_hooked(parameter):
+                self._register_arrival(parameter, self._hooks[id(parameter)])
 
-    def go_first(self) -> None:
-        """Have every hook called before those of others on its parameter. Not inside a backward."""
-        for hook in self._hooks.values():
-            hooks = hook.handle.hooks_dict_ref()
-            if hooks is not None:
-                others = {key: function for key, function in hooks.items() if key != hook.handle.id}
-                for key in others:
-                    del hooks[key]
-                hooks.update(others)
+    def take_off(self, entries: Iterable[Entry]) -> None:
+        """Remove every hook until `follow` is called, which does not take those parameters for new.
 
-    def remove(self) -> None:
-        """Remove every hook; safe at any time, also inside a backward. Idempotent."""
-        self._removed = True
-        for hook in self._hooks.values():
-            hook.handle.remove()
+        Args:
+            entries: parameters that are to be as they were before. Not inside a backward, nor while another thread may
+                run one: the engine may be going through what is taken from them.
+        """
+        self._taken_off = frozenset(self._hooks)
+        for hooks in self._hooks.values():
+            _remove(hooks)
         self._hooks = {}
+        for _, parameter in entries:
+            if parameter._backward_hooks is not None and not parameter._backward_hooks:
+                parameter._backward_hooks = None  # what the engine visits goes with it
+
+    def remove(self, entries: Iterable[Entry] = ()) -> None:
+        """Remove every hook for good; without entries safe at any time, also inside a backward. Idempotent."""
+        self._removed = True
+        self.take_off(entries)
+
+    def _register(self, slot: int, parameter: Tensor) -> _Hooks:
+        armed, arm, mark = self._armed, self.arm, self._on_mark
+        of_slot = [slot]
+
+        @unserializable_hook  # type: ignore[untyped-decorator]  # otherwise torch warns where it is sent to a process
+        @dynamo_disabled
+        def mark_gradient(_: Tensor) -> None:
+            task = current_graph_task()
+            if task not in armed:
+                if self._removed or task == self._of_grad:
+                    return
+                if not _accumulates():
+                    self._of_grad = task
+                    return
+                arm(task)
+            mark(of_slot[0])
+
+        # A lazy module's parameter refuses every function until its first forward; the hook itself stays through that.
+        with torch._C.DisableTorchFunctionSubclass() if is_lazy(parameter) else nullcontext():
+            hooks = _Hooks(of_slot, [parameter.register_hook(mark_gradient)])  # type: ignore[no-untyped-call]
+            if self._tells_arrivals:
+                self._register_arrival(parameter, hooks)
+        return hooks
+
+    def _register_arrival(self, parameter: Tensor, hooks: _Hooks) -> None:
+        @dynamo_disabled
+        def tell(arrived: Tensor) -> None:
+            if current_graph_task() in self._armed:
+                self._on_arrival(hooks.slot[0], arrived)
+
+        handle = parameter.register_post_accumulate_grad_hook(tell)  # type: ignore[no-untyped-call]
+        hooks.handles.append(handle)
+        all_hooks = handle.hooks_dict_ref()
+        for key in [key for key in all_hooks if key != handle.id]:  # after it: they may take the gradient away
+            all_hooks[key] = all_hooks.pop(key)
 
     def arm(self, task: int) -> None:
         """Have on_end called when this graph task's backward has ended."""
@@ -132,20 +181,6 @@ class BackwardHooks:
         self._armed.add(task)
         self._on_begin()
         _queue(partial(self._first_callback, task))
-
-    def _marking(self, place: list[int]) -> Callable[[Tensor], None]:
-        armed, arm, mark = self._armed, self.arm, self._on_mark
-
-        @dynamo_disabled
-        def mark_gradient(parameter: Tensor) -> None:
-            task = current_graph_task()
-            if task not in armed:
-                if self._removed:
-                    return
-                arm(task)
-            mark(place[0], parameter)
-
-        return mark_gradient
 
     @dynamo_disabled
     def _first_callback(self, task: int) -> None:
@@ -181,18 +216,18 @@ def _arm_once_at(node: Any, arm: Callable[[int], None]) -> None:
     handles.append(node.register_prehook(prehook))
 
 
-def _is_attached(handle: RemovableHandle, parameter: Tensor) -> bool:
-    """Whether the handle's hook is this parameter's: ids are used again after a parameter is gone."""
-    hooks = parameter._post_accumulate_grad_hooks
-    return hooks is not None and handle.id in hooks
+def _remove(hooks: _Hooks) -> None:
+    for handle in hooks.handles:
+        handle.remove()
+
+
+def _accumulates() -> bool:
+    """Whether the node whose hook runs adds to .grad: torch.autograd.grad() calls tensor hooks too."""
+    try:
+        return bool(torch._C._will_engine_execute_node(torch._C._current_autograd_node()))
+    except RuntimeError:  # torch says of leaves that it cannot tell, in autograd.grad() and there only
+        return False
 
 
 def _queue(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
-
-
-def _register(parameter: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
-    # A lazy module's parameter refuses every function until its first forward; the hook itself stays through that.
-    with torch._C.DisableTorchFunctionSubclass() if is_lazy(parameter) else nullcontext():
-        handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-    return handle

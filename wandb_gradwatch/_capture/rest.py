@@ -75,7 +75,7 @@ class Resting:
         if self._seconds_of_step is None:
             self._seconds_of_step = _seconds_of_a_step(optimizer)
         parts.clock.discard()
-        self._parts.hooks.turn(on=False)
+        parts.hook_sync.take_off(is_alone=not parts.thread.has_company)
         known = [one for key in parts.clock.owned if (one := parts.optimizers.of_key(key)) is not None]
         self.rest = Rest(optimizers, optimizer, leaders=self._leaders, known=known)
 
@@ -104,10 +104,10 @@ class Resting:
         """
         rest, self.rest = self.rest, None
         if rest is not None:
-            self._parts.hooks.turn(on=True)
+            entries = self._parts.hook_sync.scan()
             self._sample.begin()
             if before_step_of is not None and rest.has_new_gradients(before_step_of):
-                self._sample.mark_present(self._parts.hook_sync.scan())
+                self._sample.mark_present(entries)
 
 
 class Rest:

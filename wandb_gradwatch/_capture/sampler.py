@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .._runtime.autograd import Entry, TrainingThread, backward_root, current_graph_task
+from .._runtime.autograd import Entry, backward_root, current_graph_task
 from .._runtime.error_boundary import ErrorBoundary, contained
 from .._runtime.sharding import local_part, rank, rank_store, world_size
 from .._runtime.steps import STEP_HOOKS, StepListener
@@ -59,7 +59,12 @@ class Sampler(StepListener, ScaleListener):
     ) -> None:
         self.boundary = boundary
         self._deliver = deliver
-        self._hooks = BackwardHooks(on_mark=self._mark, on_begin=self._backward_begins, on_end=self._backward_ended)
+        self._hooks = BackwardHooks(
+            on_mark=self._mark,
+            on_arrival=self._arrived,
+            on_begin=self._backward_begins,
+            on_end=self._backward_ended,
+        )
         self.parts = parts = CaptureParts(registry, window, config, boundary, self._hooks)
         self._clock, self._schedule = parts.clock, parts.schedule
         self._guard, self._by_hand = parts.guard, parts.by_hand
@@ -69,7 +74,6 @@ class Sampler(StepListener, ScaleListener):
         self._resting = Resting(parts, self._sample)
         self._reached: set[int] = set()  # slots marked in the backward under way
         self._inside_backward = False
-        self._thread = TrainingThread()
         self._joining: int | None = None
         self._seconds_at_commit = 0.0
         if config.scaler is not None:
@@ -84,6 +88,8 @@ class Sampler(StepListener, ScaleListener):
         self._schedule.start(time.perf_counter(), self.seconds_spent)
         if world_size() > 1 and self._schedule.is_open_ended:
             self._schedule.follow_rank_0(RankPlans(rank_store(f"{name}/cadence"), leads=rank() == 0))
+        if self.parts.probes.look_inside:
+            self._hooks.tell_arrivals(())
         self.parts.hook_sync.start()
         self._sample.begin()
         SCALES.subscribe(self)
@@ -97,23 +103,28 @@ class Sampler(StepListener, ScaleListener):
         STEP_HOOKS.unsubscribe(self)
         SCALES.unsubscribe(self)
         CLIP_FUNCTIONS.unsubscribe(self._sample)
-        self._hooks.remove()
+        is_free = current_graph_task() == -1 and not (self.parts.thread.is_another or self.parts.thread.has_company)
+        self._hooks.remove(self.parts.registry.scan() if is_free else ())
         if self._guard is not None:
-            if not self._thread.is_another:  # otherwise what a step goes without is given back after it
+            if not self.parts.thread.is_another:  # otherwise what a step goes without is given back after it
                 self._guard.release()
             self._guard.stop_voting()
         self.parts.probes.close()
 
     # ---- marks and backwards
 
-    def _mark(self, slot: int, parameter: Tensor) -> None:
+    def _mark(self, slot: int) -> None:
         if not self._clock.muted and slot != NO_SLOT:
             self._clock.marked.add(slot)
             self._reached.add(slot)
-            if self._by_hand.inside_backward and self.parts.is_measured and parameter.grad is not None:
-                self._sample.measure_inside(slot, parameter)
-            if self.parts.probes.look_inside and parameter.grad is not None and self._schedule.is_sampled:
-                self._gradient_arrived(slot, parameter.grad)
+
+    def _arrived(self, slot: int, parameter: Tensor) -> None:
+        if self._clock.muted or slot == NO_SLOT or parameter.grad is None:
+            return
+        if self._by_hand.inside_backward and self.parts.is_measured:
+            self._sample.measure_inside(slot, parameter)
+        if self.parts.probes.look_inside and self._schedule.is_sampled:
+            self._gradient_arrived(slot, parameter.grad)
 
     @contained
     def _gradient_arrived(self, slot: int, gradient: Tensor) -> None:
@@ -122,7 +133,7 @@ class Sampler(StepListener, ScaleListener):
     @contained
     def _backward_begins(self) -> None:
         STEP_HOOKS.drop_raised()  # a step that raised must not leave us muted
-        self._thread.backward_begins()
+        self.parts.thread.backward_begins()
         if not self._clock.muted:
             if not self._by_hand.possible or self._by_hand.backward_begins():
                 self._reached.clear()
@@ -143,7 +154,7 @@ class Sampler(StepListener, ScaleListener):
         is_update = by_hand.possible and not parts.shards.uses_fsdp1 and by_hand.ended_in_hooks(self._reached, step)
         is_first_in_hooks = by_hand.inside_backward and not was_in_hooks
         if is_first_in_hooks:
-            self._hooks.go_first()
+            self._hooks.tell_arrivals(self.parts.registry.scan())
         if by_hand.possible and not is_update:
             if by_hand.were_reset(self._reached) and self._clock.backwards:
                 self._close_update_by_hand()
@@ -231,7 +242,7 @@ class Sampler(StepListener, ScaleListener):
             self._hooks.arm(current_graph_task())
         self._commit(self._clock.step_begins(key))
         if not inside_backward:
-            self._thread.step_begins()
+            self.parts.thread.step_begins()
             if self.parts.replay is not None:
                 self.parts.replay.ask()
             self._deliver()
@@ -354,9 +365,9 @@ class Sampler(StepListener, ScaleListener):
         Args:
             final: nothing comes any more: without any optimizer the last backward was for an update by hand.
         """
-        if (final or not self._thread.is_another) and (closed := self._clock.close()):
+        if (final or not self.parts.thread.is_another) and (closed := self._clock.close()):
             self._commit(closed)
-        elif self._thread.is_another:
+        elif self.parts.thread.is_another:
             return  # not even looking at a gradient is safe while that thread may write to it, or reset it
         elif self._by_hand.possible and self._clock.backwards and (final or self._by_hand.has_updated()):
             self._close_update_by_hand(self.parts.registry.scan())

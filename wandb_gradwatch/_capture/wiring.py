@@ -113,14 +113,14 @@ class Wiring:
                     return
 
     def backward_begins(self) -> None:
-        """The first gradient of a backward is there, and no other yet: the moment to see what was reset before it."""
+        """No gradient of a backward is there yet: the moment to see what was reset before it."""
         if self._without_model is not None:
             if not self._optimizer_registry.knows_any:
                 self._notices.append(self._without_model)
             self._without_model = None
         for carried, present in self._with_witnesses():
             untouched = [gradient for slot, gradient in present if state_of(gradient) == carried.witnesses[slot]]
-            if not untouched or len(untouched) < len(carried.witnesses) - 1:  # the one that is there was written to
+            if len(untouched) < len(carried.witnesses):
                 carried.witnesses, carried.nonzero = {}, None
             elif carried.nonzero is None:  # what was zeroed through `.data` leaves no trace but the zeros
                 carried.nonzero = torch.stack([gradient.detach().ne(0).any() for gradient in untouched]).any()

@@ -179,7 +179,8 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     buffers = [(buffer, buffer.clone()) for _, _, buffer in places if buffer is not None]
     parameters = list(model.parameters())
     gradients = [parameter.grad for parameter in parameters]
-    hooks = [(hooks, dict(hooks)) for p in parameters if (hooks := p._post_accumulate_grad_hooks)]
+    of_all = [hooks for p in parameters for hooks in (p._backward_hooks, p._post_accumulate_grad_hooks)]
+    hooks = [(hooks, dict(hooks)) for hooks in of_all if hooks]
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
     try:
         replay.is_running = True

@@ -62,15 +62,22 @@ class TrainingThread:
 
     def __init__(self) -> None:
         self._identity = threading.get_ident()
+        self._trained: set[int] = set()
 
     def step_begins(self) -> None:
         """An optimizer is about to step, in this thread."""
         self._identity = threading.get_ident()
+        self._trained.add(self._identity)
 
     def backward_begins(self) -> None:
         """A backward is under way, in this thread or in a device's."""
         if any(_backwards(sys._getframe())):
-            self._identity = threading.get_ident()
+            self.step_begins()
+
+    @property
+    def has_company(self) -> bool:
+        """Whether several threads have trained, of which one may be in a backward now."""
+        return len(self._trained) > 1
 
     @property
     def is_another(self) -> bool:
