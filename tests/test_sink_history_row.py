@@ -14,8 +14,7 @@ from windows import window
 
 from wandb_gradwatch._analysis.forecast import FORMATS
 from wandb_gradwatch._measure.columns import Column
-from wandb_gradwatch.sinks._history_row import HistoryRow
-from wandb_gradwatch.sinks._run_rows import TableRow
+from wandb_gradwatch.sinks._history_row import HistoryRow, TableRow
 from wandb_gradwatch.snapshot import keys
 
 FORECASTS = ("underflow_ratio", "flush_ratio", "headroom")

@@ -18,7 +18,7 @@ from windows import window
 import wandb_gradwatch
 from wandb_gradwatch.rules import Alert
 from wandb_gradwatch.sinks import Sink
-from wandb_gradwatch.sinks._run_rows import MAX_ROW_BYTES
+from wandb_gradwatch.sinks._history_row import MAX_ROW_BYTES
 from wandb_gradwatch.sinks._series import MAX_SERIES, coarse_grouping
 from wandb_gradwatch.sinks._wandb_run import WandbSink
 

@@ -1,4 +1,5 @@
-"""What one window looks like as a row of the W&B history: plain numbers under the names that users see.
+"""What one window looks like as a row of the W&B history: plain numbers under the names that users see, made into W&B's
+types when the row's turn comes.
 
 A row is mergeable, like everything here: HistoryRow.of(a.merge(b)) equals HistoryRow.of(a).merge(HistoryRow.of(b)), but
 its memory does not grow with the number of samples. A value that is missing has no key; it is never NaN and never 0.
@@ -9,9 +10,10 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -20,16 +22,30 @@ from .._measure.columns import NUM_COLUMNS, FloatArray, merge_rows
 from .._measure.probe_values import MetricHistogram, merge_histograms
 from ..snapshot import Snapshot, keys, last_present
 from ..snapshot._missing import sum_of_present
+from ._rebinning import Rebinner
 
 # S samples in the window, P watched parameters or groups, C columns
 
 Number = int | float
 
+MAX_ROW_BYTES: Final = 1_000_000  # W&B skips a row above 10.4 MB whole, with the user's keys in it
+_NUMBER_BYTES: Final = 24  # of a float as JSON, with its comma
+
 # Further numbers of every layer; or of those whose name matches: a regular expression (searched) by the number's name.
 Details = Sequence[str] | Mapping[str, str]
 
+_FAMILIES: Final = (keys.LAYER_GRAD_NORM, keys.LAYER_GRAD_PARAM_RATIO, keys.LAYER_PARAM_NORM, keys.LAYER_DEAD_RATIO)
 # What one sample is; the row has the counts and ratios, and the loss of the last one.
 _OF_SAMPLES: Final = (keys.GUARDED, keys.LEFT_OUT, keys.CLIPPED, keys.CHANGED, keys.LOSS, keys.LEARNING_RATE)
+_OF_THE_MODEL: Final = {
+    keys.GRAD_NORM: "grad_norm",
+    keys.GRAD_NORM_CLIPPED: "grad_norm_clipped",
+    keys.GRAD_MEAN: "grad_mean",
+    keys.GRAD_STD: "grad_std",
+    keys.GRAD_ABS_MAX: "grad_abs_max",
+    keys.DEAD_RATIO: "dead_ratio",
+    keys.PARAM_NORM: "param_norm",
+}
 
 
 @dataclass(frozen=True)
@@ -42,10 +58,8 @@ class HistoryRow:
         last: values that last until a newer sample has the name, NaN where that one has no value.
         largest: maxima over the window.
         summed: counts over the window.
-        num_clipped: samples of the window whose gradient was clipped.
-        num_clip_known: samples of the window where that is known.
-        num_changed: samples of the window whose gradient something else than clipping changed after the backward.
-        num_samples: of the window.
+        samples: how many of the window there are in "all", are "known" to be clipped or not, were "clipped", and had
+            their gradient "changed" by something else after the backward.
         pictured: one sample, merged from those that the histogram counts, with the histogram; None without one.
         metric_histograms: those of the window's metrics, by key.
     """
@@ -55,33 +69,24 @@ class HistoryRow:
     last: dict[str, Number]
     largest: dict[str, Number]
     summed: dict[str, Number]
-    num_clipped: int
-    num_clip_known: int
-    num_changed: int
-    num_samples: int
+    samples: Counter[str]
     pictured: Snapshot | None
     metric_histograms: dict[str, MetricHistogram] = field(default_factory=dict)
 
     @classmethod
     def of(cls, snapshot: Snapshot, details: Details = ()) -> HistoryRow:
         """Make the row of a window that holds at least one sample, with what is asked for of keys.DETAILS."""
-        total = snapshot.total
-        clip_known = ~np.isnan(snapshot.clipped)
-        names = snapshot.names
+        names, present_SP = snapshot.names, snapshot.present
         counts = {name: values for name, values in snapshot.metrics.items() if keys.is_count(name)}
-        last = {
-            keys.in_key(name): _last(values)
-            for name, values in snapshot.metrics.items()
-            if name not in counts and name not in _OF_SAMPLES and not name.startswith(keys.WIRING)
-        }
-        last = _present(last)
-        present_SP = ~np.isnan(snapshot.num_elements)
+        last = _present(
+            {
+                keys.in_key(name): _last(values)
+                for name, values in snapshot.metrics.items()
+                if name not in counts and name not in _OF_SAMPLES and not name.startswith(keys.WIRING)
+            }
+        )
         patterns = {keys.DETAILS[name]: details[name] for name in details} if isinstance(details, Mapping) else {}
-        for family in (
-            *(keys.LAYER_GRAD_NORM, keys.LAYER_GRAD_PARAM_RATIO),
-            *(keys.LAYER_PARAM_NORM, keys.LAYER_DEAD_RATIO),
-            *(keys.DETAILS[name] for name in details),
-        ):
+        for family in (*_FAMILIES, *(keys.DETAILS[name] for name in details)):
             values = _named(family, names, last_present(getattr(snapshot, family), present_SP))
             shown_P = np.logical_or.reduce(present_SP, axis=0)
             if family in patterns:
@@ -94,24 +99,21 @@ class HistoryRow:
             for name, values in snapshot.metrics.items()
             if name.startswith(keys.TOTAL)
         }
-        summed = {
-            keys.NUM_SKIPPED_STEPS: float(np.count_nonzero(snapshot.skipped)),
-            **{name: float(np.nansum(values)) for name, values in counts.items()},
-        }
-        if snapshot.names:
-            summed[keys.NUM_NAN] = float(sum_of_present(total.num_nan)[0])
-            summed[keys.NUM_INF] = float(sum_of_present(total.num_inf)[0])
+        summed = {keys.NUM_SKIPPED_STEPS: float(np.count_nonzero(snapshot.skipped))}
+        summed |= {name: float(np.nansum(values)) for name, values in counts.items()}
+        if names:
+            summed[keys.NUM_NAN] = float(sum_of_present(snapshot.total.num_nan)[0])
+            summed[keys.NUM_INF] = float(sum_of_present(snapshot.total.num_inf)[0])
         summed |= _named(keys.LAYER_NUM_NONFINITE, names, sum_of_present(snapshot.num_nonfinite))
+        clipped = snapshot.clipped[~np.isnan(snapshot.clipped)]
+        changed = int(np.count_nonzero(snapshot.changed))
         return cls(
             step=int(snapshot.steps[-1]),
             newest=_present(_newest(snapshot)),
             last=last,
             largest=_present(largest),
             summed={key: int(value) for key, value in _present(summed).items()},
-            num_clipped=int(snapshot.clipped[clip_known].sum()),
-            num_clip_known=int(np.count_nonzero(clip_known)),
-            num_changed=int(np.count_nonzero(snapshot.changed)),
-            num_samples=len(snapshot),
+            samples=Counter(known=len(clipped), clipped=int(clipped.sum()), changed=changed, all=len(snapshot)),
             pictured=_pictured(snapshot),
             metric_histograms={keys.in_key(key): value for key, value in snapshot.metric_histograms.items()},
         )
@@ -126,10 +128,7 @@ class HistoryRow:
             largest=self.largest
             | {key: max(value, self.largest.get(key, value)) for key, value in later.largest.items()},
             summed=self.summed | {key: value + self.summed.get(key, 0) for key, value in later.summed.items()},
-            num_clipped=self.num_clipped + later.num_clipped,
-            num_clip_known=self.num_clip_known + later.num_clip_known,
-            num_changed=self.num_changed + later.num_changed,
-            num_samples=self.num_samples + later.num_samples,
+            samples=self.samples + later.samples,
             pictured=_pictured(pictures[0].merge(*pictures[1:])) if pictures else None,
             metric_histograms=merge_histograms([self.metric_histograms, later.metric_histograms]),
         )
@@ -143,10 +142,10 @@ class HistoryRow:
             for key, value in values.items()
             if key.startswith(keys.PREFIX)
         }
-        if self.num_clip_known:
-            vitals[keys.CLIP_RATIO] = self.num_clipped / self.num_clip_known
-        if self.num_changed:
-            vitals[keys.CHANGED_RATIO] = self.num_changed / self.num_samples
+        if self.samples["known"]:
+            vitals[keys.CLIP_RATIO] = self.samples["clipped"] / self.samples["known"]
+        if self.samples["changed"]:
+            vitals[keys.CHANGED_RATIO] = self.samples["changed"] / self.samples["all"]
         if self.pictured is not None and self.pictured.names:
             total = self.pictured.total
             vitals |= _present({key: float(total.abs_quantile(q)[0]) for key, q in keys.GRAD_ABS_QUANTILES.items()})
@@ -166,17 +165,7 @@ def _newest(snapshot: Snapshot) -> dict[str, Number]:
         keys.OVERHEAD_RATIO: float(snapshot.overhead_ratio),
         keys.LOSS: float(snapshot.metrics[keys.LOSS][-1]) if keys.LOSS in snapshot.metrics else math.nan,
     }
-    if snapshot.names:
-        values |= {
-            keys.GRAD_NORM: float(total.grad_norm[-1, 0]),
-            keys.GRAD_NORM_CLIPPED: float(total.grad_norm_clipped[-1, 0]),
-            keys.GRAD_MEAN: float(total.grad_mean[-1, 0]),
-            keys.GRAD_STD: float(total.grad_std[-1, 0]),
-            keys.GRAD_ABS_MAX: float(total.grad_abs_max[-1, 0]),
-            keys.DEAD_RATIO: float(total.dead_ratio[-1, 0]),
-            keys.PARAM_NORM: float(total.param_norm[-1, 0]),
-        }
-    return values
+    return values | {key: float(getattr(total, of)[-1, 0]) for key, of in _OF_THE_MODEL.items() if snapshot.names}
 
 
 def _precision(total: Snapshot) -> dict[str, Number]:
@@ -215,3 +204,86 @@ def _present(values: dict[str, Number]) -> dict[str, Number]:
 
 def _last(values_S: FloatArray) -> float:
     return float(last_present(np.asarray(values_S, dtype=np.float64)[:, None])[0])
+
+
+@dataclass(frozen=True)
+class RunRow:
+    """One window's row, in as many parts as W&B's size limit asks for.
+
+    Args:
+        row: its values.
+        rebinner: what draws its histograms; None: it has none.
+        namespace: what the whole model's numbers are logged below; "": nothing.
+    """
+
+    row: HistoryRow
+    rebinner: Rebinner | None
+    namespace: str = ""
+
+    def merge(self, later: RunRow) -> RunRow:
+        return RunRow(self.row.merge(later.row), later.rebinner, later.namespace)
+
+    def joins(self, other: object) -> bool:
+        return isinstance(other, RunRow) and other.row.step == self.row.step
+
+    def parts(self) -> list[dict[str, Any]]:
+        values: list[tuple[str, Any, int]] = [
+            (key, value, len(key) + _NUMBER_BYTES)
+            for key, value in in_namespace(self.row.scalars(), self.namespace).items()
+        ]
+        if self.rebinner is not None:
+            values += _histograms(self.rebinner, self.row)
+        return _spread(values, {keys.STEP: self.row.step})
+
+
+@dataclass(frozen=True)
+class TableRow:
+    """The flight recorder's table: the later of two holds what the earlier did."""
+
+    columns: list[str]
+    rows: list[list[Any]]
+
+    def merge(self, later: TableRow) -> TableRow:
+        return later
+
+    def joins(self, other: object) -> bool:
+        return False
+
+    def parts(self) -> list[dict[str, Any]]:
+        import wandb
+
+        newest = max(row[self.columns.index("step")] for row in self.rows)
+        # W&B learns the columns' types row by row, in a second for ten thousand: those that differ are enough.
+        kinds = {tuple(map(type, row)): row for row in self.rows}
+        table = wandb.Table(columns=[*self.columns], data=[*kinds.values()])
+        table.data[:] = self.rows
+        return [{keys.STEP: newest, keys.FLIGHT_RECORDER: table}]
+
+
+def in_namespace(values: dict[str, Number], namespace: str) -> dict[str, Number]:
+    """The whole model's numbers below a namespace; the step, and what has a layer's name, stay."""
+    return {keys.in_namespace(key, namespace): value for key, value in values.items()}
+
+
+def _histograms(rebinner: Rebinner, row: HistoryRow) -> Iterator[tuple[str, Any, int]]:
+    import wandb
+
+    drawn = {} if row.pictured is None else rebinner.of(row.pictured)
+    keyed = {keys.layer_key(keys.GRADIENT_HISTOGRAMS, name): picture for name, picture in drawn.items()}
+    for key, (counts, edges) in (keyed | rebinner.of_metrics(row.metric_histograms)).items():
+        size = len(key) + len(edges) * _NUMBER_BYTES + len(counts) * (len(str(max(counts))) + 2)
+        # It asks for arrays and turns them into the lists that these are already.
+        yield key, wandb.Histogram(np_histogram=(counts, edges)), size  # type: ignore[arg-type]
+
+
+def _spread(values: list[tuple[str, Any, int]], step: dict[str, int]) -> list[dict[str, Any]]:
+    """Fill rows up to the size limit, in order, each with the step."""
+    parts: list[dict[str, Any]] = [dict(step)]
+    filled = 0
+    for key, value, size in values:
+        if filled + size > MAX_ROW_BYTES and len(parts[-1]) > len(step):
+            parts.append(dict(step))
+            filled = 0
+        parts[-1][key] = value
+        filled += size
+    return parts

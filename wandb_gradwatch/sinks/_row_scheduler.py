@@ -33,13 +33,47 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from . import _sdk as sdk
-from ._open_row import OpenRow, closes
 from ._row_queue import Row, RowQueue
 
 logger = logging.getLogger("wandb_gradwatch")
 
 MAX_WAITING: Final = 64  # rows; above it neighbours merge. With 256 histograms each these are about 35 MB.
 _ATTRIBUTE: Final = "_wandb_gradwatch_placement"
+
+
+def closes(step: int | None, commit: bool | None) -> bool:
+    """Whether a log call with these arguments closes the row that it goes to."""
+    return bool(commit) if commit is not None else step is None
+
+
+class OpenRow:
+    """What is known of the row that W&B holds open; changes only when it is told of a call or a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.has_own = False  # a row of ours is in it already
+        self.timestamp: float | None = None  # one that the user gave for it
+
+    def drops(self, step: int | None) -> bool:
+        """Whether W&B drops a call with this step."""
+        return step is not None and step < self.step
+
+    def is_left_by(self, step: int | None) -> bool:
+        """Whether a call with this step closes the row and opens a later one."""
+        return step is not None and step > self.step
+
+    def note_call(self, step: int | None, commit: bool | None, *, own: bool = False) -> None:
+        """A call that W&B does not drop has been made; own: with a row of ours."""
+        if step is not None:
+            self.note_step(step)
+        self.has_own |= own
+        if closes(step, commit):
+            self.note_step(self.step + 1)
+
+    def note_step(self, step: int) -> None:
+        """This step is open now: a larger one than before is another row."""
+        if step > self.step:
+            self.step, self.has_own, self.timestamp = step, False, None
 
 
 def row_scheduler_of(run: Any) -> RowScheduler:

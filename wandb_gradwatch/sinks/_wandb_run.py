@@ -10,10 +10,9 @@ from typing import Any, Final
 from ..rules import Alert
 from ..snapshot import GroupBy, Snapshot, group_function, keys
 from ._base import Sink
-from ._history_row import Details, HistoryRow, Number
+from ._history_row import Details, HistoryRow, Number, RunRow, TableRow, in_namespace
 from ._rebinning import Rebinner
 from ._row_scheduler import RowScheduler, row_scheduler_of
-from ._run_rows import RunRow, TableRow, in_namespace
 from ._series import SeriesGrouping
 
 logger = logging.getLogger("wandb_gradwatch")
