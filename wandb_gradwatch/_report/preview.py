@@ -16,8 +16,7 @@ from .._page.page import render_content, write_html
 from .._page.payload import MAX_POINTS, build_payload
 from .._page.pooling import pool, pool_width
 from .._page.safe_text import visible
-from .flow import CHART_NAME
-from .report import build_report
+from .report import CHART_NAME, build_report
 from .workspace import build_workspace
 
 MAX_LINES: Final = 24  # of one panel

@@ -2,60 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
-from urllib.parse import urlsplit
 
 from .._diagnosis import CAUSES
 from .._page.formatting import WORDS
 from .._page.history import RecordedAlert, RunHistory
 from .._page.read import read_run
 from ..snapshot import keys
-from .flow import FLOW_FIELDS, ensure_flow_chart
-from .template import SECTIONS, TemplateSection, markdown_words, require_workspaces, speaking_to_wandb
+from .template import SECTIONS, TemplateSection, markdown_words, no_project, require_workspaces, speaking_to_wandb
+
+logger: Final = logging.getLogger("wandb_gradwatch")
 
 DESCRIPTION: Final = "What the gradients of every layer did, and what to do about it. Written by wandb_gradwatch."
-_MAX_TITLE: Final = 128
 _MAX_ALERTS: Final = 50
 
+# A preset cannot be changed by name: a new drawing needs a new name.
+CHART_NAME: Final = "gradwatch-flow-1"
+# What the drawing calls a field, and the flight recorder's column that fills it.
+FLOW_FIELDS: Final[Mapping[str, str]] = MappingProxyType({"step": "step", "layer": "name", "norm": "grad_norm"})
 
-def create_report(
-    entity: str,
-    project: str,
-    run: str | None = None,
-    *,
-    title: str | None = None,
-    url: str | None = None,
-    alerts: Sequence[RecordedAlert] = (),
-    flow_chart: bool = True,
-) -> str:
+
+def create_report(entity: str, project: str, run: str | None = None, *, alerts: Sequence[RecordedAlert] = ()) -> str:
     """Create a report, or bring the one of the same title up to date, and return its address.
 
+    Layers x steps are drawn from the flight recorder's table: this saves one private chart preset with the entity.
+
     Args:
-        entity: the user or team that owns the project.
-        project: an existing project.
         run: the id of one run; None shows the project's runs side by side.
-        title: "Gradients" with the run's id by default. A report of this title in the project is updated.
-        url: update this report instead of looking for one by its title.
-        alerts: written into the report, each with its step and diagnosis: `read_run(path).alerts`. W&B keeps alerts out
-            of reports.
-        flow_chart: draw layers x steps from the flight recorder's table. This saves one private chart preset,
-            "gradwatch-flow", with the entity.
+        alerts: written into the report: W&B keeps alerts out of reports.
 
     Raises:
         ImportError: wandb-workspaces is not installed.
-        ValueError: there is no such project, or `url` is no report's address.
+        ValueError: there is no such project.
         RuntimeError: W&B refused; wandb.Error where it is the login.
     """
-    reports, _ = require_workspaces()
-    title = title or _usual_title(run)
-    if len(title) > _MAX_TITLE:
-        raise ValueError(f"title={title!r} has {len(title)} characters; W&B allows {_MAX_TITLE}")
+    require_workspaces()
     with speaking_to_wandb():
-        existing = _report_id(reports, url) if url is not None else _find_report(entity, project, title)
-        chart = ensure_flow_chart(entity) if flow_chart else None
-        report = build_report(entity, project, run, title=title, alerts=alerts, flow_chart=chart)
+        existing = _find_report(entity, project, _title(run))
+        report = build_report(entity, project, run, alerts=alerts, flow_chart=ensure_flow_chart(entity))
         if existing is not None:
             report.id = existing
         return str(report.save().url)
@@ -66,52 +55,30 @@ def build_report(
     project: str,
     run: str | None = None,
     *,
-    title: str | None = None,
     alerts: Sequence[RecordedAlert] = (),
     flow_chart: str | None = None,
 ) -> Any:
-    """The report as an object of wandb-workspaces, not saved. No network.
-
-    Args:
-        flow_chart: the id of the chart preset that draws layers x steps; None leaves it out.
-    """
+    """The report as an object of wandb-workspaces, not saved; without a `flow_chart`'s id it has none. No network."""
     reports, _ = require_workspaces()
     blocks = [*_introduction(reports), *_alerts(reports, alerts)]
     for section in SECTIONS:
         blocks += [reports.H2(section.words.title), _grid(reports, section, _runset(reports, run))]
         blocks.append(reports.MarkdownBlock(markdown_words(section.words)))
     blocks += _recorder(reports, _runset(reports, run), flow_chart)
-    blocks += [
-        reports.H2(WORDS["histogram"].title),
-        reports.MarkdownBlock(
-            "On a run's own page, under `gradients`: one heatmap per layer.\n\n" + markdown_words(WORDS["histogram"])
-        ),
-    ]
-    return reports.Report(
-        entity=entity,
-        project=project,
-        title=title or _usual_title(run),
-        description=DESCRIPTION,
-        blocks=blocks,
-        width="fluid",
-    )
+    on_the_page = "On a run's own page, under `gradients`: one heatmap per layer.\n\n"
+    blocks += [reports.H2(WORDS["histogram"].title)]
+    blocks += [reports.MarkdownBlock(on_the_page + markdown_words(WORDS["histogram"]))]
+    about = {"entity": entity, "project": project, "title": _title(run), "description": DESCRIPTION}
+    return reports.Report(**about, blocks=blocks, width="fluid")
 
 
 def run_on_disk(run: str | None, path: Path | None) -> RunHistory | None:
-    """The history of a run whose files are on this machine, with its alerts.
-
-    Args:
-        run: the run's id, which is looked for below wandb/ in the working directory.
-        path: where it is instead, as `read_run` takes it.
-
-    Returns:
-        The history; None where there is no `path`, and no run of this id.
-    """
+    """The history of the run at `path`, otherwise of that of this id below wandb/; None where there is neither."""
     found = [path] if path is not None else sorted(Path("wandb").glob(f"*run-*-{run}/run-{run}.wandb")) if run else []
     return read_run(found[-1]) if found else None
 
 
-def _usual_title(run: str | None) -> str:
+def _title(run: str | None) -> str:
     return "Gradients" if run is None else f"Gradients of run {run}"
 
 
@@ -177,6 +144,70 @@ def _recorder(reports: Any, runset: Any, flow_chart: str | None) -> Iterator[Any
     yield reports.MarkdownBlock(markdown_words(WORDS["recorder"]))
 
 
+def flow_spec() -> dict[str, Any]:
+    """Layers x steps in Vega-Lite; W&B fills in `${field:...}` and `${string:...}`."""
+    norm = "datum['${field:norm}']"
+    return {
+        "$schema": "https://vega.github.io/schema/vega-lite/v5.json",
+        "title": "${string:title}",
+        "data": {"name": "wandb"},
+        # Zero has no logarithm and stays empty, as does what is missing.
+        "transform": [
+            {"filter": f"isValid({norm}) && {norm} > 0"},
+            {"calculate": f"log({norm}) / LN10", "as": "log_norm"},
+        ],
+        "mark": "rect",
+        "width": "container",
+        "height": "container",
+        "encoding": {
+            "x": {"field": "${field:step}", "type": "ordinal", "axis": {"title": "step", "labelOverlap": True}},
+            # In the order of the table, which is the model's.
+            "y": {"field": "${field:layer}", "type": "nominal", "sort": None, "axis": {"title": None}},
+            "color": {
+                "field": "log_norm",
+                "type": "quantitative",
+                "aggregate": "max",
+                "scale": {"scheme": "viridis"},
+                "legend": {"title": "log10 norm"},
+            },
+            "tooltip": [
+                {"field": "${field:layer}", "type": "nominal", "title": "layer"},
+                {"field": "${field:step}", "type": "quantitative", "title": "step"},
+                {"field": "${field:norm}", "type": "quantitative", "title": "norm", "aggregate": "max"},
+            ],
+        },
+    }
+
+
+def ensure_flow_chart(entity: str) -> str | None:
+    """Save the chart as a private preset of the entity and return its id; None, said once, where W&B refuses.
+
+    A preset that is there already is what we want: W&B's complaint about it is no failure.
+    """
+    import wandb
+
+    api = wandb.Api()
+    if not hasattr(api, "create_custom_chart"):
+        logger.warning("the report has no layers x steps chart: that needs a newer wandb than %s", wandb.__version__)
+        return None
+    try:
+        return str(
+            api.create_custom_chart(
+                entity=entity,
+                name=CHART_NAME,
+                display_name="Gradient flow (gradwatch)",
+                spec_type="vega2",
+                access="private",
+                spec=json.dumps(flow_spec()),
+            )
+        )
+    except Exception as error:  # of wandb's several kinds: the report is worth more than this panel
+        if "exist" in str(error).lower() or "duplicate" in str(error).lower():
+            return f"{entity}/{CHART_NAME}"
+        logger.warning("the report has no layers x steps chart, because W&B refused to save it: %s", error)
+        return None
+
+
 def _find_report(entity: str, project: str, title: str) -> str | None:
     """The id of the project's report of this title; of several, the one changed last."""
     import wandb
@@ -185,14 +216,6 @@ def _find_report(entity: str, project: str, title: str) -> str | None:
     try:
         found = [report for report in api.reports(f"{entity}/{project}") if report.display_name == title]
     except ValueError as error:
-        raise ValueError(
-            f"there is no project {entity}/{project}, or you have no access to it; a run that logs to it creates it"
-        ) from error
+        raise no_project(entity, project) from error
     newest = max(found, key=lambda report: str(report.updated_at), default=None)
     return None if newest is None else str(newest.id)
-
-
-def _report_id(reports: Any, url: str) -> str:
-    if "/reports/" not in urlsplit(url).path or "--" not in url:
-        raise ValueError(f"url={url!r} is not a report's address: it has /reports/ and ends in --ID")
-    return str(reports.Report.from_url(url).id)

@@ -16,21 +16,13 @@ from ..snapshot import keys
 
 @dataclass(frozen=True)
 class LinePanel:
-    """One line plot over `gradwatch/step`.
-
-    Args:
-        title: what it shows.
-        metrics: the keys that it draws.
-        pattern: or a regular expression for them, one line per name.
-        log_y: a logarithmic vertical axis.
-        range_y: its limits; None where W&B chooses.
-    """
+    """One line plot over `gradwatch/step`."""
 
     title: str
-    metrics: tuple[str, ...] = ()
-    pattern: str | None = None
+    metrics: tuple[str, ...] = ()  # the keys that it draws
+    pattern: str | None = None  # or a regular expression for them, one line per name
     log_y: bool = False
-    range_y: tuple[float | None, float | None] = (None, None)
+    range_y: tuple[float | None, float | None] = (None, None)  # None where W&B chooses
 
     def build(self, reports: Any, *, width: int = 12) -> Any:
         """The panel as an object of wandb-workspaces; `width` in 24ths of a report's page."""
@@ -66,22 +58,19 @@ def _forecast(what: str, *, without: str | None = None) -> tuple[str, ...]:
     return tuple(keys.forecast_key(name, what) for name in keys.FORMATS if name != without)
 
 
-def _layers(family: str) -> str:
-    return f"^{family}/.+"
+def _layers(title: str, family: str, **options: Any) -> LinePanel:
+    return LinePanel(title, pattern=f"^{family}/.+", **options)
 
 
-def _metric(family: str, metric: str) -> str:
-    return f"^{family}/.+/{metric}$"
-
-
-def _interval() -> tuple[str, ...]:
-    return tuple(f"{keys.NOISE_SCALE}/total/{keys.NOISE_SCALE}{end}" for end in ("", "_low", "_high"))
+def _metric(title: str, family: str, metric: str, **options: Any) -> LinePanel:
+    return LinePanel(title, pattern=f"^{family}/.+/{metric}$", **options)
 
 
 def _section(key: str, *panels: LinePanel) -> TemplateSection:
     return TemplateSection(key, panels)
 
 
+_INTERVAL: Final = tuple(f"{keys.NOISE_SCALE}/total/{keys.NOISE_SCALE}{end}" for end in ("", "_low", "_high"))
 SECTIONS: Final = (
     _section(
         "loss",
@@ -96,28 +85,24 @@ SECTIONS: Final = (
     ),
     _section(
         "lines",
-        LinePanel("Gradient norm of every layer", pattern=_layers(keys.LAYER_GRAD_NORM), log_y=True),
-        LinePanel("Largest norm of each window, every layer", pattern=_layers(keys.LAYER_GRAD_NORM_MAX), log_y=True),
+        _layers("Gradient norm of every layer", keys.LAYER_GRAD_NORM, log_y=True),
+        _layers("Largest norm of each window, every layer", keys.LAYER_GRAD_NORM_MAX, log_y=True),
     ),
     _section(
         "ratio",
-        LinePanel(
-            "Gradient / parameter norm (healthy: 1e-6 to 1)",
-            pattern=_layers(keys.LAYER_GRAD_PARAM_RATIO),
-            log_y=True,
-        ),
+        _layers("Gradient / parameter norm (healthy: 1e-6 to 1)", keys.LAYER_GRAD_PARAM_RATIO, log_y=True),
         LinePanel("Parameter norm, whole model", (keys.PARAM_NORM,), log_y=True),
-        LinePanel("Parameter norm of every layer", pattern=_layers(keys.LAYER_PARAM_NORM), log_y=True),
+        _layers("Parameter norm of every layer", keys.LAYER_PARAM_NORM, log_y=True),
     ),
     _section(
         "dead",
         LinePanel("Dead elements, whole model", (keys.DEAD_RATIO,), range_y=(0.0, None)),
-        LinePanel("Dead elements of every layer", pattern=_layers(keys.LAYER_DEAD_RATIO), range_y=(0.0, 1.0)),
+        _layers("Dead elements of every layer", keys.LAYER_DEAD_RATIO, range_y=(0.0, 1.0)),
     ),
     _section(
         "nonfinite",
         LinePanel("NaN and Inf elements, whole model", (keys.NUM_NAN, keys.NUM_INF)),
-        LinePanel("NaN and Inf elements of every layer", pattern=_layers(keys.LAYER_NUM_NONFINITE)),
+        _layers("NaN and Inf elements of every layer", keys.LAYER_NUM_NONFINITE),
     ),
     _section(
         "scale",
@@ -144,57 +129,49 @@ SECTIONS: Final = (
     ),
     _section(
         "activation",
-        LinePanel("Spread of every module's output", pattern=_metric(keys.ACTIVATION, "std"), log_y=True),
-        LinePanel("Dead outputs", pattern=_metric(keys.ACTIVATION, "dead_ratio"), range_y=(0.0, 1.0)),
-        LinePanel("NaN and Inf outputs", pattern=_metric(keys.ACTIVATION, "num_nonfinite")),
+        _metric("Spread of every module's output", keys.ACTIVATION, "std", log_y=True),
+        _metric("Dead outputs", keys.ACTIVATION, "dead_ratio", range_y=(0.0, 1.0)),
+        _metric("NaN and Inf outputs", keys.ACTIVATION, "num_nonfinite"),
     ),
     _section(
         "attention",
-        LinePanel(
-            "Entropy of every head, of the possible",
-            pattern=_metric(keys.ATTENTION, "entropy_ratio"),
-            range_y=(0, 1),
-        ),
-        LinePanel(
-            "Largest element of queries and keys",
-            pattern=_metric(keys.ATTENTION, "(query|key)_abs_max"),
-            log_y=True,
-        ),
-        LinePanel("Largest logit (limit: 100)", pattern=_metric(keys.ATTENTION, keys.LOGIT_MAX), log_y=True),
+        _metric("Entropy of every head, of the possible", keys.ATTENTION, "entropy_ratio", range_y=(0, 1)),
+        _metric("Largest element of queries and keys", keys.ATTENTION, "(query|key)_abs_max", log_y=True),
+        _metric("Largest logit (limit: 100)", keys.ATTENTION, keys.LOGIT_MAX, log_y=True),
     ),
     _section(
         "router",
-        LinePanel("Fullest expert (1 is the ideal)", pattern=_metric(keys.ROUTER, "load_max_ratio"), log_y=True),
-        LinePanel("Experts without a token", pattern=_metric(keys.ROUTER, keys.DEAD_EXPERTS)),
-        LinePanel("Entropy, of the possible", pattern=_metric(keys.ROUTER, "entropy_ratio"), range_y=(0, 1)),
+        _metric("Fullest expert (1 is the ideal)", keys.ROUTER, "load_max_ratio", log_y=True),
+        _metric("Experts without a token", keys.ROUTER, keys.DEAD_EXPERTS),
+        _metric("Entropy, of the possible", keys.ROUTER, "entropy_ratio", range_y=(0, 1)),
     ),
     _section(
         "update",
-        LinePanel("Update / parameter norm (usual: 1e-3)", pattern=_metric(keys.UPDATE, "ratio"), log_y=True),
+        _metric("Update / parameter norm (usual: 1e-3)", keys.UPDATE, "ratio", log_y=True),
     ),
     _section(
         "optimizer_state",
-        LinePanel("Stale second moment (alarming: 2.3)", pattern=_metric(keys.OPTIMIZER_STATE, keys.STALE)),
-        LinePanel("Update in units of the learning rate", pattern=_metric(keys.OPTIMIZER_STATE, "update_rms")),
-        LinePanel("Share that has a direction", pattern=_metric(keys.OPTIMIZER_STATE, "coherence")),
+        _metric("Stale second moment (alarming: 2.3)", keys.OPTIMIZER_STATE, keys.STALE),
+        _metric("Update in units of the learning rate", keys.OPTIMIZER_STATE, "update_rms"),
+        _metric("Share that has a direction", keys.OPTIMIZER_STATE, "coherence"),
     ),
     _section(
         "noise_scale",
-        LinePanel("Noise scale", pattern=_metric(keys.NOISE_SCALE, "noise_scale"), log_y=True),
-        LinePanel("Of all groups together, with its 95 % interval", _interval(), log_y=True),
-        LinePanel("Cosine between parts of a batch", pattern=_metric(keys.NOISE_SCALE, "cosine")),
+        _metric("Noise scale", keys.NOISE_SCALE, "noise_scale", log_y=True),
+        LinePanel("Of all groups together, with its 95 % interval", _INTERVAL, log_y=True),
+        _metric("Cosine between parts of a batch", keys.NOISE_SCALE, "cosine"),
     ),
     _section(
         "parameter",
-        LinePanel("Largest singular value", pattern=_metric(keys.PARAMETER, "largest_singular_value"), log_y=True),
-        LinePanel("Stable rank", pattern=_metric(keys.PARAMETER, "stable_rank"), log_y=True),
+        _metric("Largest singular value", keys.PARAMETER, "largest_singular_value", log_y=True),
+        _metric("Stable rank", keys.PARAMETER, "stable_rank", log_y=True),
     ),
     _section(
         "ranks",
-        LinePanel("Seconds of each rank's own work", pattern=_metric(keys.RANKS, keys.SECONDS), log_y=True),
-        LinePanel("Norm of each rank's own gradient", pattern=_metric(keys.RANKS, "local_norm"), log_y=True),
-        LinePanel("Loss of each rank", pattern=_metric(keys.RANKS, "loss")),
-        LinePanel("Ranks whose parameters differ", pattern=_metric(keys.RANKS, keys.APART)),
+        _metric("Seconds of each rank's own work", keys.RANKS, keys.SECONDS, log_y=True),
+        _metric("Norm of each rank's own gradient", keys.RANKS, "local_norm", log_y=True),
+        _metric("Loss of each rank", keys.RANKS, "loss"),
+        _metric("Ranks whose parameters differ", keys.RANKS, keys.APART),
     ),
     _section("spread", LinePanel("Mean and deviation", (keys.GRAD_MEAN, keys.GRAD_STD))),
     _section("overhead", LinePanel("Share of the training time", (keys.OVERHEAD_RATIO,))),
@@ -204,6 +181,13 @@ SECTIONS: Final = (
 def markdown_words(words: Words) -> str:
     """Healthy and otherwise, as W&B's markdown."""
     return f"**Healthy.** {words.healthy}\n\n**Otherwise.** {words.otherwise}"
+
+
+def no_project(entity: str, project: str) -> ValueError:
+    """The error of a project that W&B does not show."""
+    return ValueError(
+        f"there is no project {entity}/{project}, or you have no access to it; a run that logs to it creates it"
+    )
 
 
 def require_workspaces() -> tuple[Any, Any]:

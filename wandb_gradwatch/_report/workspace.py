@@ -6,46 +6,38 @@ import hashlib
 from typing import Any, Final
 
 from ..snapshot import keys
-from .template import SECTIONS, TemplateSection, markdown_words, require_workspaces, speaking_to_wandb
+from .template import SECTIONS, TemplateSection, markdown_words, no_project, require_workspaces, speaking_to_wandb
 
 VIEW_NAME: Final = "Gradients"
+# The part of the view's address that its name determines, by which it is found again: W&B's ids are like this.
+_VIEW_ID: Final = f"gw{hashlib.sha256(VIEW_NAME.encode()).hexdigest()[:9]}"
 
 
-def save_workspace(entity: str, project: str, *, name: str = VIEW_NAME, url: str | None = None) -> str:
-    """Save the view, or bring it up to date if it is there, and return its address.
-
-    Args:
-        entity: the user or team that owns the project.
-        project: an existing project.
-        name: the view's name. Saving again under the same name updates the same view, whoever saved it.
-        url: replace this view instead; it keeps its address.
+def save_workspace(entity: str, project: str) -> str:
+    """Save the view, or bring the one of its name up to date, whoever saved it, and return its address.
 
     Raises:
         ImportError: wandb-workspaces is not installed.
-        ValueError: there is no such project, or no such view at `url`.
+        ValueError: there is no such project.
         RuntimeError: W&B refused; wandb.Error where it is the login.
     """
     _, workspaces = require_workspaces()
-    workspace = build_workspace(entity, project, name=name)
+    workspace = build_workspace(entity, project)
     with speaking_to_wandb():
-        if url is not None:
-            _take_place_of(workspace, workspaces.Workspace.from_url(url))
-        else:
-            existing = _find_view(workspaces, entity, project, view_id(name))
-            if existing is not None:
-                _take_place_of(workspace, existing)
-            else:
-                workspace._internal_name = f"nw-{view_id(name)}-v"
+        workspace._internal_name = f"nw-{_VIEW_ID}-v"
+        existing = _find_view(workspaces, entity, project)
+        for identity in ("_internal_name", "_internal_id", "_internal_runset_id") if existing is not None else ():
+            setattr(workspace, identity, getattr(existing, identity))
         return str(workspace.save().url)
 
 
-def build_workspace(entity: str, project: str, *, name: str = VIEW_NAME) -> Any:
+def build_workspace(entity: str, project: str) -> Any:
     """The view as an object of wandb-workspaces, not saved. No network."""
     reports, workspaces = require_workspaces()
     return workspaces.Workspace(
         entity=entity,
         project=project,
-        name=name,
+        name=VIEW_NAME,
         sections=[_section(reports, workspaces, section, index) for index, section in enumerate(SECTIONS)],
         settings=workspaces.WorkspaceSettings(
             x_axis=keys.STEP,
@@ -56,12 +48,6 @@ def build_workspace(entity: str, project: str, *, name: str = VIEW_NAME) -> Any:
         ),
         auto_generate_panels=False,
     )
-
-
-def view_id(name: str) -> str:
-    """The part of the view's address that its name determines: that is how it is found again."""
-    # W&B's own ids are 11 characters of this kind.
-    return f"gw{hashlib.sha256(name.encode()).hexdigest()[:9]}"
 
 
 def _section(reports: Any, workspaces: Any, section: TemplateSection, index: int) -> Any:
@@ -76,20 +62,13 @@ def _section(reports: Any, workspaces: Any, section: TemplateSection, index: int
     )
 
 
-def _find_view(workspaces: Any, entity: str, project: str, view: str) -> Any:
-    """The saved view of this id; None where there is none."""
+def _find_view(workspaces: Any, entity: str, project: str) -> Any:
+    """The saved view; None where there is none."""
     from wandb_workspaces.workspaces.internal import View
 
     try:
-        return workspaces.Workspace._from_model(View.from_name(entity, project, f"nw-{view}-v"))
+        return workspaces.Workspace._from_model(View.from_name(entity, project, f"nw-{_VIEW_ID}-v"))
     except ValueError as error:
         if "not found in project" in str(error):  # the project is there, the view is not
             return None
-        raise ValueError(
-            f"there is no project {entity}/{project}, or you have no access to it; a run that logs to it creates it"
-        ) from error
-
-
-def _take_place_of(workspace: Any, existing: Any) -> None:
-    for identity in ("_internal_name", "_internal_id", "_internal_runset_id"):
-        setattr(workspace, identity, getattr(existing, identity))
+        raise no_project(entity, project) from error
