@@ -22,8 +22,6 @@ from ..snapshot import Snapshot, keys
 
 logger: Final = logging.getLogger("wandb_gradwatch")
 
-_ALL_FROZEN: Final = "wandb_gradwatch: the model has no trainable parameter; watching begins when it has one."
-
 
 def require(*modules: str, extra: str) -> Any:
     """The first of these modules that the program has already imported, otherwise the first that can be imported.
