@@ -123,11 +123,6 @@ class Training:
 def run_demo(output: Path, *, steps: int = DEFAULT_STEPS, online: bool = False) -> int:
     """Train, write the page, and say what was logged and where to look.
 
-    Args:
-        output: the directory for the run and the page; made where it does not exist.
-        steps: optimizer steps; the accident is in the middle.
-        online: log to W&B's service instead of a local file.
-
     Returns:
         The exit status: 0; 1 if the run's file lacks the rows or the alert; 130 after Ctrl-C.
 

@@ -101,11 +101,11 @@ class Summary:
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        facts = "".join(f"<li>{_escape(label)}: {_escape(words)}</li>" for label, words in self._facts(False))
+        facts = "".join(f"<li>{html.escape(f'{label}: {words}')}</li>" for label, words in self._facts(False))
         rows = "".join(_html_row(_cells(layer, False), "td") for layer in self.worst)
         table = f"<table>{_html_row(_HEADINGS, 'th')}{rows}</table>" if self.worst else ""
         more = f"<p>and {self.num_more} more</p>" if self.worst and self.num_more else ""
-        return f"<div><strong>{_escape(self._title())}</strong><ul>{facts}</ul>{table}{more}</div>"
+        return f"<div><strong>{html.escape(self._title())}</strong><ul>{facts}</ul>{table}{more}</div>"
 
     def _title(self) -> str:
         if self.steps is None:
@@ -147,12 +147,6 @@ def summarise(
     the output, where the backward came first), trainable without any gradient, no element with a gradient though
     others have one, then the largest share of the whole gradient's square at the layer's own peak, times that peak over
     the layer's median: rounding, as in the key bias of an attention, is no share of anything.
-
-    Args:
-        history: samples, oldest first; None or an empty one before the first.
-        alerts: those that were sent.
-        overhead_ratio: the monitor's share of the time.
-        max_layers: how many layers are shown.
     """
     if history is None or not len(history) or not history.names:
         return Summary(None, 0, 0 if history is None else len(history.names), None, (), tuple(alerts), overhead_ratio)
@@ -288,13 +282,9 @@ def _shortened(name: str, ascii_only: bool) -> str:
 def _html_row(cells: Sequence[str], tag: str) -> str:
     left = 'style="padding:2px 8px;text-align:left;white-space:pre;font-family:monospace"'
     right = 'style="padding:2px 8px;text-align:right"'
-    places = range(len(cells))
-    row = [f"<{tag} {left if place in (0, places[-1]) else right}>{_escape(cells[place])}</{tag}>" for place in places]
+    styles = [left if place in (0, len(cells) - 1) else right for place in range(len(cells))]
+    row = (f"<{tag} {style}>{html.escape(cell)}</{tag}>" for cell, style in zip(cells, styles, strict=True))
     return f"<tr>{''.join(row)}</tr>"
-
-
-def _escape(text: str) -> str:
-    return html.escape(text, quote=True)
 
 
 def _can_write(text: str, encoding: str) -> bool:

@@ -130,7 +130,8 @@ def watch(
     beside those of other monitors, docs/growth.md what a tensor costs on the host.
     """
     # Everything that can be refused is refused before anything is changed, an earlier watcher included.
-    _check_log(log)
+    if log not in ("gradients", "parameters", "all"):
+        raise ValueError(f'log={log!r} must be "gradients", "parameters" or "all": of what histograms are logged')
     check_details(details)
     cadence, budget = Cadence(sample_every, log_every, histogram_every), Budget(max_overhead)
     cadence.every(start_step + 1)  # what a function gives is checked now
@@ -138,11 +139,13 @@ def watch(
         raise ValueError(f"watch(): {DEEPSPEED_REFUSED}")
     registry = ParameterRegistry(model, include=include, exclude=exclude)
     _check_group_by(group_by, registry)
-    if guard is not None and world_size() > 1 and backend == "auto" and _is_on_cpu(registry):
+    is_on_cpu = all(parameter.device.type == "cpu" for _, parameter in registry.scan())
+    if guard is not None and world_size() > 1 and backend == "auto" and is_on_cpu:
         backend = "cpu"  # replicas must decide alike, bit for bit: not by loops that one has compiled before another
     _check_instance("scaler", scaler, GradScaler, "a torch.amp.GradScaler; for a scale of your own pass loss_scale=")
     _check_loss_scale(loss_scale)
-    _check_dead_threshold(dead_threshold)
+    if not isinstance(dead_threshold, int | float) or not 0 <= dead_threshold < math.inf:
+        raise ValueError(f"dead_threshold={dead_threshold!r} must be a number, at least 0")
     if isinstance(start_step, bool) or not isinstance(start_step, int) or start_step < 0:
         raise ValueError(f"start_step={start_step!r} must be the number of a step, at least 0")
     _check_instance("optimizer", optimizer, Optimizer, "one torch.optim.Optimizer, and only for master weights")
@@ -240,16 +243,6 @@ def _check_group_by(group_by: GroupBy | None, registry: ParameterRegistry) -> No
         raise TypeError(f"group_by={group_by!r} must give a group's name, but gave {group!r} for {name!r}")
 
 
-def _check_log(log: object) -> None:
-    if log not in ("gradients", "parameters", "all"):
-        raise ValueError(f'log={log!r} must be "gradients", "parameters" or "all": of what histograms are logged')
-
-
-def _check_dead_threshold(dead_threshold: float) -> None:
-    if not isinstance(dead_threshold, int | float) or not 0 <= dead_threshold < math.inf:
-        raise ValueError(f"dead_threshold={dead_threshold!r} must be a number, at least 0")
-
-
 def _prepare_backend(registry: ParameterRegistry, dead_threshold: float, backend: str, *, histogram: bool) -> None:
     """Choose the backend of every device, and compile what it needs."""
     kernels: dict[torch.device, set[torch.dtype]] = {}
@@ -276,24 +269,20 @@ def _check_loss_scale(loss_scale: object) -> None:
         raise ValueError(f"loss_scale={loss_scale!r} must be above 0, and finite")
 
 
-def _is_on_cpu(registry: ParameterRegistry) -> bool:
-    return all(parameter.device.type == "cpu" for _, parameter in registry.scan())
-
-
 def _warm_up(
     kernels: Mapping[torch.device, Collection[torch.dtype]], dead_threshold: float, *, histogram: bool
 ) -> None:
     """Compile the kernels while the training starts: the first sampled step would wait seconds for each."""
-    options: dict[str, Any] = {"dead_threshold": dead_threshold, "histogram": histogram}
-    options["in_buckets"] = world_size() > 1  # one gradient behind the other, as DDP and FSDP can lay them
+    in_buckets = world_size() > 1  # one gradient behind the other, as DDP and FSDP can lay them
+    goes_on = threading.main_thread().is_alive
 
     def compile_all() -> None:
         from ._measure.cuda_launch import warm_up
 
-        goes_on = threading.main_thread().is_alive
+        options: dict[str, Any] = {"histogram": histogram, "in_buckets": in_buckets, "goes_on": goes_on}
         try:
             for device, dtypes in kernels.items():
-                warm_up(device, list(dtypes), goes_on=goes_on, **options)
+                warm_up(device, list(dtypes), dead_threshold=dead_threshold, **options)
         except Exception as error:  # measure() meets it again, and falls back or raises as the backend demands
             logger.debug("wandb_gradwatch: warming up the kernels failed: %r", error)
 
@@ -326,11 +315,7 @@ def _run_of(run: Any, sinks: Sequence[Sink] | None) -> Any:
 
 
 class _RunOfRank0(Sink):
-    """On a rank that logs nothing: names must be those of rank 0, or the merge takes them for other parameters.
-
-    Args:
-        namespace: as rank 0 has found it, which has called watch() for the same models.
-    """
+    """On a rank that logs nothing: names must be those of rank 0, or the merge takes them for other parameters."""
 
     def __init__(self, namespace: str) -> None:
         self._namespace = namespace

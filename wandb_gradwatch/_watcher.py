@@ -375,13 +375,13 @@ class Watcher:
                 self._pipeline.deliver(wait=wait)
             finally:  # a callback of the user's may raise
                 self._parts.schedule.leave_out(self._rule_runner.pop_seconds_on_alerts())
-                self._parts.schedule.add_rows(self._pipeline.pop_seconds_on_rows())
-                titles = self._dispatcher.pop_titles()
+                news, titles = self._pipeline.pop_news(), self._dispatcher.pop_titles()
+                self._parts.schedule.add_rows(news.seconds_on_rows)
                 if self._parts.replay is not None and titles & _REPLAYED:
                     self._parts.replay.arm()
-                if self._pipeline.pop_untraced():
+                if news.is_untraced:
                     self._parts.schedule.distrust_versions()
-                if self._pipeline.pop_unusual() or titles:
+                if news.is_unusual or titles:
                     self._parts.schedule.look_closely()
 
 

@@ -87,7 +87,6 @@ class StepReplay(StepListener):
 
     @property
     def is_keeping(self) -> bool:
-        """Whether forwards are to be remembered."""
         return self._is_keeping and not self._boundary.in_forked_child
 
     def close(self) -> None:

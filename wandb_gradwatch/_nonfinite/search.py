@@ -85,7 +85,8 @@ def search(
         arrived: what is found where the forward is clean, before the backward is run.
     """
     trace = NonfiniteTrace(model)
-    for kind, named in (("parameter", trace.parameters()), ("buffer", trace.buffers())):
+    parameters = trace.tensors("_parameters")
+    for kind, named in (("parameter", parameters), ("buffer", trace.tensors("_buffers"))):
         for name, tensor in named:
             if (finding := trace.look_at(tensor.detach(), kind, name)) is not None:
                 return finding
@@ -102,7 +103,7 @@ def search(
         if begins:
             gradients = [torch.ones_like(tensor) for tensor in begins] if gradients_of is None else gradients_of(sinks)
             torch.autograd.backward(begins, gradients)
-    named = [(name, p.grad) for name, p in trace.parameters() if p.grad is not None]
+    named = [(name, p.grad) for name, p in parameters if p.grad is not None]
     return trace.finding([(f"the gradient of {name}", grad) for name, grad in reversed(named)])
 
 
@@ -142,7 +143,7 @@ def trace_nonfinite(model: nn.Module) -> Iterator[Trace]:
             yield result
     finally:
         handle.remove()
-        for name, parameter in trace.parameters():
+        for name, parameter in trace.tensors("_parameters"):
             if parameter.grad is not None:
                 sinks.append((f"the gradient of {name}", parameter.grad))
             sinks.append((f"the parameter {name}", parameter.detach()))

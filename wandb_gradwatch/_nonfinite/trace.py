@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -77,15 +77,8 @@ class NonfiniteTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         self._numbered: list[_Origin] = []
         self.near_overflow: dict[str, None] = {}
 
-    def parameters(self) -> list[tuple[str, Tensor]]:
-        """The model's parameters by name, each once."""
-        return self._tensors("_parameters")
-
-    def buffers(self) -> list[tuple[str, Tensor]]:
-        """The model's buffers by name, each once."""
-        return self._tensors("_buffers")
-
-    def _tensors(self, kind: str) -> list[tuple[str, Tensor]]:
+    def tensors(self, kind: Literal["_parameters", "_buffers"]) -> list[tuple[str, Tensor]]:
+        """The model's parameters or buffers by name, each once."""
         found: dict[int, tuple[str, Tensor]] = {}
         for name, module in self._modules:
             for key, tensor in getattr(module, kind).items():
@@ -247,15 +240,8 @@ class NonfiniteTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             listed = _listed(self.near_overflow, "; ")
             lines.append(f"Within a factor of {_NEAR_OVERFLOW:g} of the largest number of their format: {listed}.")
         lines.append(f"Remedy: {REMEDIES[None]}.")
-        return Finding(
-            origin.operation,
-            origin.module,
-            origin.direction,
-            origin.file,
-            origin.line,
-            origin.inputs,
-            "\n".join(lines),
-        )
+        told = (origin.operation, origin.module, origin.direction, origin.file, origin.line, origin.inputs)
+        return Finding(*told, "\n".join(lines))
 
 
 def _named_modules(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:

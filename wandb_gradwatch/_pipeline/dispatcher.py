@@ -34,10 +34,7 @@ class _Said:
 class Dispatcher:
     """Tells whoever listens. Owns the sinks, the flight recorder, and what has been said and is said once.
 
-    Args:
-        sinks: where snapshots and alerts go; one that raises is dropped, with its traceback, and the others go on.
-        on_alert: the user's callbacks; what they raise is raised as CallbackError.
-        to_terminal: say errors, and at the end how many alerts there were, on standard error: on one rank of several.
+    A sink that raises is dropped, with its traceback; what a callback of the user's raises is raised as CallbackError.
     """
 
     def __init__(
@@ -72,7 +69,6 @@ class Dispatcher:
             sink.before_run_ends(flush)
 
     def write(self, snapshot: Snapshot) -> None:
-        """A window, to every sink."""
         self._call_sinks("write", snapshot)
 
     def send(self, alert: Alert) -> None:
@@ -107,12 +103,7 @@ class Dispatcher:
     def record(self, path: str | Path | None = None, *, table: bool = False) -> list[Path]:
         """Write what the flight recorder holds: to a path, or beside the run of every sink that has one.
 
-        Args:
-            path: a file; None for the runs' own folders.
-            table: also log it as a table to sinks that take one.
-
-        Returns:
-            The files written.
+        With `table` it is also logged as a table to sinks that take one. Returns the files written.
         """
         targets = [Path(path)] if path is not None else [folder / _RECORDER_FILE for folder in self._directories()]
         written = []
@@ -168,21 +159,17 @@ class Dispatcher:
             print(f"wandb_gradwatch: {text}", file=sys.stderr, flush=True)
 
     def _call_sinks(self, method: str, *arguments: object) -> None:
-        """Call a method of every sink."""
         for sink in list(self._sinks):
             try:
                 getattr(sink, method)(*arguments)
             except Exception as error:
-                self._drop(sink, error)
-
-    def _drop(self, sink: Sink, error: Exception) -> None:
-        if sink in self._sinks:
-            self._sinks.remove(sink)
-            logger.error(
-                "wandb_gradwatch: %s failed and is dropped; training and the other sinks go on.",
-                type(sink).__name__,
-                exc_info=error,
-            )
+                if sink in self._sinks:
+                    self._sinks.remove(sink)
+                    logger.error(
+                        "wandb_gradwatch: %s failed and is dropped; training and the other sinks go on.",
+                        type(sink).__name__,
+                        exc_info=error,
+                    )
 
 
 def _near(path: Path) -> Path:

@@ -7,7 +7,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -17,12 +17,13 @@ from .._measure.change import MULTIPLIED, is_limit
 from .._measure.columns import NONFINITE_COLUMNS, Column
 from .._measure.probe_values import MetricHistogram, merge_histograms
 from .._runtime.error_boundary import CallbackError
+from .._runtime.sharding import world_size
 from .._transfer.transfers import ArrivedFlush, ArrivedSample
 from ..snapshot import Snapshot, keys
 from .assembly import padded, snapshot_of, with_totals
 from .dispatcher import Dispatcher
 from .rank_merge import RankMerger, RankWindow
-from .rank_parts import RankParts, WholeModel, rank_parts_of
+from .rank_parts import RankParts, WholeModel
 from .rule_runner import RuleRunner
 
 # P watched parameters, C columns
@@ -33,6 +34,15 @@ _KNOWN: Final = 4  # samples, before anything can be unusual
 _CLIPPED_TO_NOTHING: Final = 65504.0
 
 
+@dataclass
+class News:
+    """What the capture's schedule is to know of what has arrived."""
+
+    is_unusual: bool = False  # a sample was not finite, or three times as long as the last ones
+    is_untraced: bool = False  # a gradient was modified and did not show it
+    seconds_on_rows: float = 0.0  # what writing windows has taken
+
+
 class Pipeline:
     """Takes what the device's window sends, and gives windows to the dispatcher.
 
@@ -40,9 +50,6 @@ class Pipeline:
     ranks, and the newest snapshot.
 
     Args:
-        parts: of the capture: the buffer on the device, the names of now, and who has shards.
-        rule_runner: sees every sample as it arrives, and where ranks are merged when its window is.
-        dispatcher: where finished windows go.
         seconds_spent: asks how many seconds the monitor has taken so far.
         name: tells this watcher's traffic between ranks from that of others; the same on every rank.
     """
@@ -63,7 +70,7 @@ class Pipeline:
         self._seconds_spent = seconds_spent
         self._began, self._spent_before = time.perf_counter(), seconds_spent()
         self._name = name
-        self._rank_parts = rank_parts_of(parts.registry, name)  # until the first sample
+        self._rank_parts = RankParts(parts.registry, name) if world_size() > 1 else None  # until the first sample
         self._whole: WholeModel | None = None  # where ranks have different parameters
         self._probes = parts.probes
         self._arrived: deque[ArrivedSample | ArrivedFlush] = deque()
@@ -72,8 +79,7 @@ class Pipeline:
         self._newest: Snapshot | None = None
         self._unreturned: Snapshot | None = None
         self._sums_sq: deque[float] = deque(maxlen=16)  # of the last samples' gradients
-        self._is_unusual = self._is_untraced = False
-        self._seconds_on_rows = 0.0
+        self._news = News()
 
     @property
     def has_any(self) -> bool:
@@ -97,20 +103,10 @@ class Pipeline:
         snapshot, self._unreturned = self._unreturned, None
         return snapshot
 
-    def pop_unusual(self) -> bool:
-        """Whether a sample since the last call was not finite, or three times as long as the last ones."""
-        is_unusual, self._is_unusual = self._is_unusual, False
-        return is_unusual
-
-    def pop_untraced(self) -> bool:
-        """Whether a gradient since the last call was modified and did not show it."""
-        is_untraced, self._is_untraced = self._is_untraced, False
-        return is_untraced
-
-    def pop_seconds_on_rows(self) -> float:
-        """What writing windows has taken since this was last asked."""
-        seconds, self._seconds_on_rows = self._seconds_on_rows, 0.0
-        return seconds
+    def pop_news(self) -> News:
+        """The news since this was last asked."""
+        news, self._news = self._news, News()
+        return news
 
     def deliver(self, *, wait: bool = False) -> None:
         """Hand on what has arrived; with `wait`, all that was sent.
@@ -146,13 +142,15 @@ class Pipeline:
     @np.errstate(over="ignore", invalid="ignore")
     def _take(self, sample: ArrivedSample) -> None:
         if self._rank_parts is not None:
-            self._look_at_other_ranks(self._rank_parts)
+            whole, self._rank_parts = self._rank_parts.whole(), None
+            if whole is not None and self._shards.split(whole.ranks):
+                self._whole = whole
         if sample.sample.left_out:
             # Other ranks may have seen this otherwise, and windows are merged sample by sample.
             if self._parts.merges_ranks or not np.nansum(sample.rows[:, [Column.NUM_NAN, Column.NUM_INF]]):
                 return
             sample = replace(sample, metrics={**sample.metrics, keys.LEFT_OUT: 1.0})
-        self._is_untraced = self._is_untraced or sample.changed_without_a_trace
+        self._news.is_untraced |= sample.changed_without_a_trace
         total_C: list[float] = np.add.reduce(sample.rows, axis=0).tolist()
         some_are_missing = math.isnan(total_C[Column.GRAD_SUM_SQ])
         self._look(np.nansum(sample.rows, axis=0).tolist() if some_are_missing else total_C)
@@ -179,11 +177,6 @@ class Pipeline:
         found = self._probes.derive(sample.sums)
         return replace(sample, metrics={**sample.metrics, **found}) if found else sample
 
-    def _look_at_other_ranks(self, parts: RankParts) -> None:
-        self._rank_parts, whole = None, parts.whole()
-        if whole is not None and self._shards.split(whole.ranks):
-            self._whole = whole
-
     def _say_multiplied(self, step: int, total_C: Sequence[float]) -> None:
         before, after = (math.sqrt(total_C[column]) for column in (Column.GRAD_SUM_SQ, Column.RECEIVED_SUM_SQ))
         if not is_limit(after):
@@ -199,7 +192,7 @@ class Pipeline:
         sum_sq, nonfinite = total_C[Column.GRAD_SUM_SQ], total_C[Column.NUM_NAN] + total_C[Column.NUM_INF] > 0
         known = len(self._sums_sq) >= _KNOWN
         if nonfinite or (known and sum_sq > _UNUSUAL_GROWTH**2 * statistics.median(self._sums_sq)):
-            self._is_unusual = True
+            self._news.is_unusual = True
         self._sums_sq.append(sum_sq)
 
     def _say_zeroed(self, step: int) -> None:
@@ -268,7 +261,7 @@ class Pipeline:
         finally:  # a callback of the user's may raise
             began = time.perf_counter()
             self._dispatcher.write(snapshot)
-            self._seconds_on_rows += time.perf_counter() - began
+            self._news.seconds_on_rows += time.perf_counter() - began
 
     # ---- ends
 

@@ -60,11 +60,7 @@ class RankWindow:
 
 
 class RankMerger:
-    """Merges windows in order, in a thread.
-
-    Args:
-        name: tells this reducer's traffic from that of others; the same on every rank.
-    """
+    """Merges windows in order, in a thread. The name, the same on every rank, tells its traffic from that of others."""
 
     def __init__(self, name: str) -> None:
         self._rank, self._world = dist.get_rank(), dist.get_world_size()

@@ -15,10 +15,9 @@ from typing import Any
 
 import numpy as np
 import torch.distributed as dist
-from torch import Tensor
 
 from .._capture.parameter_registry import ParameterRegistry
-from .._runtime.sharding import has_fsdp1, rank_store, world_size
+from .._runtime.sharding import has_fsdp1, rank_store
 from .._transfer.transfers import Names
 from .rank_merge import RankWindow
 
@@ -60,28 +59,21 @@ class WholeModel:
         )
 
 
-def rank_parts_of(registry: ParameterRegistry, name: str) -> RankParts | None:
-    """What this rank says of the watched parameters; None where there is no other rank."""
-    if world_size() == 1:
-        return None
-    parameters = [(registry.names[slot].removeprefix(registry.prefix), p) for slot, p in registry.scan()]
-    return RankParts(name, parameters, prefix=registry.prefix, with_shapes=not has_fsdp1(registry.models()))
-
-
 class RankParts:
-    """What this rank says of its parameters, and what it hears of the others'.
+    """What this rank says of its parameters, those that are frozen too, and what it hears of the others'.
 
     Args:
         name: tells these keys from those of other watchers; the same on every rank.
-        parameters: names and tensors, those that are frozen too.
-        prefix: what the names begin with on this rank, and not on one that logs elsewhere.
-        with_shapes: False where shapes differ between ranks that share a parameter.
     """
 
-    def __init__(self, name: str, parameters: Sequence[tuple[str, Tensor]], *, prefix: str, with_shapes: bool) -> None:
-        self._prefix = prefix
+    def __init__(self, registry: ParameterRegistry, name: str) -> None:
+        self._prefix = registry.prefix  # what the names begin with on this rank, and not on one that logs elsewhere
         self._store = rank_store(f"{name}/parts")
-        own = [(key, list(tensor.shape) if with_shapes else [], tensor.requires_grad) for key, tensor in parameters]
+        with_shapes = not has_fsdp1(registry.models())  # shapes differ between ranks that share a parameter there
+        own = [
+            (registry.names[slot].removeprefix(self._prefix), list(p.shape) if with_shapes else [], p.requires_grad)
+            for slot, p in registry.scan()
+        ]
         text = json.dumps(own)
         self._digest = hashlib.sha256(text.encode()).hexdigest()
         if not self._store.check([f"what/{self._digest}"]):

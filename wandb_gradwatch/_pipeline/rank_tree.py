@@ -61,8 +61,6 @@ class RankTree:
 
     Args:
         store: where the ranks meet; nothing else may use these keys.
-        rank: this rank.
-        world: how many there are.
         wait: the limit for every single step, a connection or a message.
         size: of a group, 2 or more; the same on every rank.
 
@@ -77,11 +75,7 @@ class RankTree:
         ]
 
     def all_reduce(self, values: FloatArray, operation: Any) -> None:
-        """Combine the values of all ranks, in place, the same bits on each: [N].
-
-        Args:
-            values: contiguous.
-            operation: dist.ReduceOp.SUM or MAX.
+        """Combine the values of all ranks, contiguous, in place, the same bits on each: [N].
 
         Cost: what a rank sends is in docs/growth.md: about three times the values, and five to ten times where it is
         the first of a group, as gloo broadcasts along a binomial tree.

@@ -24,20 +24,12 @@ MAX_SAMPLES: Final = 256
 MAX_NOTE_CHARACTERS: Final = 2000  # the first bad operation, with its inputs and its way, is less
 MAX_ALERTS: Final = 100
 TABLE_COLUMNS: Final = (
-    "step",
-    "name",
-    "grad_norm",
-    "grad_norm_clipped",
-    "grad_abs_max",
-    "param_norm",
-    "dead_ratio",
-    "num_nan",
-    "num_inf",
-    "loss_scale",
-    "skipped",
+    *("step", "name", "grad_norm", "grad_norm_clipped", "grad_abs_max", "param_norm", "dead_ratio"),
+    *("num_nan", "num_inf", "loss_scale", "skipped"),
 )
 _FORMAT: Final = 1
-_KEPT: Final = ("steps", "names", "rows", "loss_scale", "skipped", "trainable", "metrics", "overhead_ratio")
+_ARRAYS: Final = ("steps", "rows", "loss_scale", "skipped", "trainable")  # of a snapshot, in the file too
+_KEPT: Final = (*_ARRAYS, "names", "metrics", "overhead_ratio")
 
 Note = dict[str, str | int | float | bool | None]
 
@@ -56,9 +48,6 @@ class FlightRecorder:
 
     Memory is bounded: `max_samples` rows of 13 numbers per parameter (27 MB for 1000 parameters and 256 samples), one
     histogram, the newest. A sample of several is copied out of their window, which can be freed.
-
-    Args:
-        max_samples: how many samples, and notes, are kept.
     """
 
     def __init__(self, max_samples: int = MAX_SAMPLES) -> None:
@@ -94,7 +83,6 @@ class FlightRecorder:
             del self._notes[next(iter(self._notes))]
 
     def alert(self, alert: Alert) -> None:
-        """Keep an alert that was sent."""
         self._alerts.append(alert)
 
     @property
@@ -152,15 +140,9 @@ class FlightRecorder:
         words = {"format": _FORMAT, "notes": notes, "alerts": [asdict(alert) for alert in self._alerts]}
         arrays: dict[str, Any] = {"words": np.array(json.dumps(words))}
         if history is not None:
-            arrays |= {
-                "steps": history.steps,
-                "names": np.array(history.names, dtype=np.str_),
-                "columns": np.array([column.name for column in Column], dtype=np.str_),
-                "rows": history.rows,
-                "loss_scale": history.loss_scale,
-                "skipped": history.skipped,
-                "trainable": history.trainable,
-            }
+            arrays |= {name: getattr(history, name) for name in _ARRAYS}
+            arrays["names"] = np.array(history.names, dtype=np.str_)
+            arrays["columns"] = np.array([column.name for column in Column], dtype=np.str_)
             arrays |= {f"metric/{key}": values for key, values in history.metrics.items()}
             if history.histogram is not None:
                 arrays |= {"histogram": history.histogram, "histogram_steps": np.array(history.histogram_steps)}
@@ -171,9 +153,6 @@ class FlightRecorder:
 
         Bounded: where not all fit, whole samples are dropped, oldest first; of a sample too large for the table alone
         the layers with NaN or Inf stay, then those of the largest norms. What is missing is None.
-
-        Returns:
-            The column names and the rows.
         """
         history = self.history()
         rows: list[list[Any]] = []
@@ -206,14 +185,10 @@ def load_recording(path: str | os.PathLike[str]) -> Recording:
     snapshot = None
     if "steps" in arrays:
         snapshot = Snapshot(
-            steps=arrays["steps"],
             names=tuple(arrays["names"].tolist()),
-            rows=arrays["rows"],
             histogram=arrays.get("histogram"),
             histogram_steps=tuple(arrays["histogram_steps"].tolist()) if "histogram_steps" in arrays else (),
-            loss_scale=arrays["loss_scale"],
-            skipped=arrays["skipped"],
-            trainable=arrays["trainable"],
+            **{name: arrays[name] for name in _ARRAYS},
             metrics={key.removeprefix("metric/"): arrays[key] for key in arrays if key.startswith("metric/")},
         )
     notes = {int(step): note for step, note in words["notes"]}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
@@ -148,23 +148,25 @@ def _share_of(parameter: Tensor) -> _Share:
     return _Share(frozenset(mesh.mesh.flatten().tolist()), counts)
 
 
+def _fsdp1_units(models: Sequence[nn.Module]) -> Iterator[Any]:
+    fsdp1 = sys.modules.get(_FSDP1)
+    if fsdp1 is not None:
+        for model in models:
+            yield from (module for module in model.modules() if isinstance(module, fsdp1.FullyShardedDataParallel))
+
+
 def _fsdp1_parameters(models: Sequence[nn.Module]) -> dict[int, bool]:
     """The parameters that FSDP1 shards, by id, and whether this rank's shard counts."""
-    fsdp1 = sys.modules.get(_FSDP1)
-    if fsdp1 is None:
-        return {}
     found: dict[int, bool] = {}
-    for model in models:
-        for module in model.modules():
-            if isinstance(module, fsdp1.FullyShardedDataParallel):
-                counts = _unit_counts(module)
-                found.update((id(parameter), counts) for parameter in module.parameters() if id(parameter) not in found)
+    for unit in _fsdp1_units(models):
+        counts = _unit_counts(unit)
+        found.update((id(parameter), counts) for parameter in unit.parameters() if id(parameter) not in found)
     return found
 
 
 def has_fsdp1(models: Sequence[nn.Module]) -> bool:
     """Whether FSDP1 shards any of these."""
-    return bool(_fsdp1_parameters(models))
+    return any(True for _ in _fsdp1_units(models))
 
 
 def _unit_counts(unit: Any) -> bool:
@@ -178,10 +180,4 @@ def _unit_counts(unit: Any) -> bool:
 
 def fsdp1_flat_parameters(models: Sequence[nn.Module]) -> list[Tensor]:
     """The leaves that FSDP1's backward really accumulates into; the named parameters are views of them."""
-    fsdp1 = sys.modules[_FSDP1]
-    return [
-        module._handle.flat_param
-        for model in models
-        for module in model.modules()
-        if isinstance(module, fsdp1.FullyShardedDataParallel) and module._handle is not None
-    ]
+    return [unit._handle.flat_param for unit in _fsdp1_units(models) if unit._handle is not None]

@@ -44,14 +44,10 @@ _HIDDEN_BY_CLIPPING: Final = slice(Column.NUM_ZERO, Column.RECEIVED_SUM_SQ)
 
 
 class SampleBuffer:
-    """Rows of the open sample and the histogram since the last flush, on every device that has gradients.
-
-    Args:
-        keep_newest_histogram: a new histogram replaces the window's instead of being added to it.
-    """
+    """Rows of the open sample and the histogram since the last flush, on every device that has gradients."""
 
     def __init__(self, *, keep_newest_histogram: bool) -> None:
-        self.keep_newest_histogram = keep_newest_histogram
+        self.keep_newest_histogram = keep_newest_histogram  # it replaces the window's instead of being added to it
         self._devices: dict[torch.device, DeviceBuffer] = {}
         self._pinned_pool = PinnedPool()
         self._num_names = 0
@@ -68,12 +64,7 @@ class SampleBuffer:
     # ---- the open sample
 
     def write(self, slots: Sequence[int], measurement: Measurement) -> None:
-        """Put rows into the open sample, over what was there.
-
-        Args:
-            slots: [N] ascending.
-            measurement: rows [N, C] and, when due, histogram [N, B], on the gradients' device.
-        """
+        """Put rows of slots, [N] ascending, into the open sample, over what was there."""
         buffer = self._on(measurement.rows.device)
         index = buffer.index(tuple(slots))
         buffer.rows[index] = measurement.rows

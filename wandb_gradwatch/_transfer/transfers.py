@@ -185,9 +185,7 @@ class RowsTransfer:
     earlier: Transfer | None = None
     received: Transfer | None = None
 
-    @property
     def all(self) -> list[Transfer]:
-        """What is on its way."""
         return [one for one in (self.rows, self.earlier, self.received) if one is not None]
 
 
@@ -253,7 +251,7 @@ class SampleTransfer:
 
     def arrived(self, *, wait: bool) -> bool:
         """Whether everything is here."""
-        transfers = [transfer for one in self.rows for transfer in one.all]
+        transfers = [transfer for one in self.rows for transfer in one.all()]
         return all([one.arrived(wait=wait) for one in transfers + [found.transfer for found in self.found]])
 
     def unpack(self) -> ArrivedSample:
@@ -319,10 +317,7 @@ def _what_happened(
 ) -> dict[str, float]:
     """Whether a sample was clipped, and whether it was changed otherwise, by key; corrects its rows in place.
 
-    Args:
-        rows_PC: the gradients before clipping.
-        earlier_PC: as they were before something else changed them; missing where nothing did.
-        received_PC: as the optimizer received them; missing where nothing has changed since.
+    `earlier` is missing where nothing changed gradients before clipping, `received` where nothing has since.
     """
     shrunk = other = multiplied = False
     if earlier_PC is not None:
