@@ -62,8 +62,8 @@ def sharpness_aware() -> Loop:
     return Loop(model, data.blobs(), classify, [optimizer], update=update)
 
 
-class Orthogonal(torch.optim.Optimizer):
-    """Muon: the momentum of a matrix, made orthogonal by Newton's and Schulz's iteration."""
+class ByParameter(torch.optim.Optimizer):
+    """Parameters are updated one by one, by `update`."""
 
     def __init__(self, parameters: object, lr: float = 0.02) -> None:
         super().__init__(parameters, {"lr": lr})
@@ -72,30 +72,28 @@ class Orthogonal(torch.optim.Optimizer):
     def step(self, closure: object = None) -> None:
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                average = self.state[parameter].setdefault("average", torch.zeros_like(parameter))
-                x = average.mul_(0.9).add_(parameter.grad) / (average.norm() + 1e-7)
-                for _ in range(5):
-                    x = 1.5 * x - 0.5 * x @ x.mT @ x
-                parameter.sub_(group["lr"] * x)
+                if parameter.grad is not None:
+                    self.update(parameter, self.state[parameter], group["lr"])
 
 
-class Signs(torch.optim.Optimizer):
+class Orthogonal(ByParameter):
+    """Muon: the momentum of a matrix, made orthogonal by Newton's and Schulz's iteration."""
+
+    def update(self, parameter: Tensor, state: dict[str, Tensor], lr: float) -> None:
+        average = state.setdefault("average", torch.zeros_like(parameter))
+        x = average.mul_(0.9).add_(parameter.grad) / (average.norm() + 1e-7)
+        for _ in range(5):
+            x = 1.5 * x - 0.5 * x @ x.mT @ x
+        parameter.sub_(lr * x)
+
+
+class Signs(ByParameter):
     """Lion: the sign of an average."""
 
-    def __init__(self, parameters: object, lr: float = 1e-3) -> None:
-        super().__init__(parameters, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: object = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                average = self.state[parameter].setdefault("average", torch.zeros_like(parameter))
-                parameter.sub_(group["lr"] * torch.sign(0.9 * average + 0.1 * parameter.grad))
-                average.lerp_(parameter.grad, 0.01)
+    def update(self, parameter: Tensor, state: dict[str, Tensor], lr: float) -> None:
+        average = state.setdefault("average", torch.zeros_like(parameter))
+        parameter.sub_(lr * torch.sign(0.9 * average + 0.1 * parameter.grad))
+        average.lerp_(parameter.grad, 0.01)
 
 
 def two_optimizers() -> Loop:
