@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -82,6 +83,12 @@ def finding(
 ) -> Finding:
     """A finding with its text."""
     return Finding(title, sentence(fact, layers, cause, remedy), step, level, fact, layers, cause, remedy, kind)
+
+
+def values_of(snapshot: Snapshot, key: str) -> list[float]:
+    """A metric in each sample; NaN where it was not measured."""
+    values_S = snapshot.metrics.get(key)
+    return [math.nan] * len(snapshot) if values_S is None else values_S.tolist()
 
 
 def check_limits(rule: object, *or_none: str, **bounds: tuple[float, float]) -> None:

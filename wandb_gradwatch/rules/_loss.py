@@ -12,7 +12,7 @@ import numpy as np
 from .._analysis.formatting import number
 from .._analysis.memory import Remembers
 from ..snapshot import Snapshot, keys
-from ._base import Alert, check_limits, finding
+from ._base import Alert, check_limits, finding, values_of
 
 # S samples
 
@@ -55,23 +55,21 @@ class LossSpike(Remembers):
         check_limits(self, stays=(1.0, math.inf), adapt_after=(1.0, math.inf))
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
-        loss_S = snapshot.metrics.get(keys.LOSS)
-        if loss_S is None:
-            return
-        for sample in np.flatnonzero(np.isfinite(loss_S) & ~snapshot.skipped).tolist():
-            loss, norm = float(loss_S[sample]), float(snapshot.total_grad_norm[sample])
+        for sample, loss in zip(snapshot.overview, values_of(snapshot, keys.LOSS), strict=True):
+            if sample.skipped or not math.isfinite(loss):
+                continue
             # The limit is above the largest of the past: most losses need none.
             limit = self._limit() if loss > max(self._past, default=math.inf) else math.inf
             if loss > limit:
                 if not self._above:
-                    self._began = int(snapshot.steps[sample])
+                    self._began = sample.step
                 self._above.append(loss)
-                is_large = norm > _LARGE * float(np.median(self._norms or [math.inf]))
+                is_large = sample.norm > _LARGE * float(np.median(self._norms or [math.inf]))
                 if len(self._above) >= self.stays and not is_large:
                     yield self._alert(self._began, max(self._above), limit)
                 if len(self._above) < self.adapt_after:
                     continue
-            self._norms = [*self._norms, norm][-_WINDOW:]
+            self._norms = [*self._norms, sample.norm][-_WINDOW:]
             self._past = [*self._past, *(self._above or [loss])][-_WINDOW:]
             self._above = []
 

@@ -14,7 +14,7 @@ from .._analysis.forward import nonfinite_activations
 from .._analysis.memory import Remembers
 from .._measure.columns import Column, FloatArray
 from ..snapshot import Snapshot, keys
-from ._base import Alert, check_limits, finding
+from ._base import Alert, check_limits, finding, values_of
 
 # S samples, P watched parameters
 
@@ -50,11 +50,11 @@ class _NonFiniteGradient(Remembers, ABC):
         """How many elements of each gradient are of this rule's kind: [S, P]."""
 
     def check(self, snapshot: Snapshot) -> Iterator[Alert]:
-        if not np.count_nonzero(snapshot.has_nonfinite):
-            return
-        counts_SP = self.counts_SP(snapshot)
-        for sample in np.flatnonzero(np.any(counts_SP > 0, axis=1) & (~snapshot.skipped | snapshot.left_out)):
-            yield self._alert(snapshot, int(sample), counts_SP[sample])
+        for sample in snapshot.overview:
+            if sample.has_nonfinite and (not sample.skipped or sample.left_out):
+                counts_P = self.counts_SP(snapshot)[sample.place]
+                if np.any(counts_P > 0):
+                    yield self._alert(snapshot, sample.place, counts_P)
 
     def _alert(self, snapshot: Snapshot, sample: int, counts_P: FloatArray) -> Alert:
         # A backward runs from the last layer to the first: what is last in the model's order went bad first.
@@ -142,18 +142,16 @@ class NonFiniteLoss(Remembers):
     title: ClassVar[str] = "Non-finite loss"
 
     def check(self, snapshot: Snapshot) -> Iterator[Alert]:
-        counts_S = snapshot.metrics.get(keys.NUM_NONFINITE_LOSS)
-        if counts_S is None or not np.count_nonzero(counts_S > 0):
-            return
-        bad_parameters_S = np.nansum(snapshot.column(Column.PARAM_NUM_NONFINITE), axis=1) > 0
-        finite_S = ~snapshot.has_nonfinite & ~bad_parameters_S
-        for sample in np.flatnonzero((counts_S > 0) & finite_S & (~snapshot.skipped | snapshot.left_out)).tolist():
-            step, left_out = int(snapshot.steps[sample]), bool(snapshot.left_out[sample])
-            fact = f"Step {step}: the loss is NaN or infinite (threshold: 0)."
-            forward = list(nonfinite_activations(snapshot, sample))
+        for sample, num in zip(snapshot.overview, values_of(snapshot, keys.NUM_NONFINITE_LOSS), strict=True):
+            if not num > 0 or sample.has_nonfinite or (sample.skipped and not sample.left_out):
+                continue
+            if np.any(snapshot.column(Column.PARAM_NUM_NONFINITE)[sample.place] > 0):
+                continue
+            fact = f"Step {sample.step}: the loss is NaN or infinite (threshold: 0)."
+            forward = list(nonfinite_activations(snapshot, sample.place))
             if forward:
                 fact += f" In the forward the output of {forward[0]} was the first that was not finite."
-            if left_out:
+            if sample.left_out:
                 fact += " The training loop left this step out."
             cause = (
                 "not clear: either inputs or labels of the batch that are not finite, or an invalid operation in the "
@@ -161,7 +159,7 @@ class NonFiniteLoss(Remembers):
                 "operation, tells them apart"
             )
             remedy = "look at the batch and the outputs of this step; add an epsilon to the operation that is named"
-            yield finding(self.title, fact, "", cause, remedy, step, "WARN" if left_out else "ERROR")
+            yield finding(self.title, fact, "", cause, remedy, sample.step, "WARN" if sample.left_out else "ERROR")
 
 
 @dataclass(kw_only=True)
@@ -188,15 +186,14 @@ class LossScaleCollapse(Remembers):
         check_limits(self, patience=(1.0, np.inf), min_scale=(0.0, np.inf))
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
-        skipped_S = snapshot.skipped & ~snapshot.left_out
-        for sample in range(len(snapshot)):
-            self._num_in_a_row = self._num_in_a_row + 1 if skipped_S[sample] else 0
-            self._has_updated |= not skipped_S[sample]
-            scale = float(snapshot.loss_scale[sample])
+        for sample, scale in zip(snapshot.overview, snapshot.loss_scale.tolist(), strict=True):
+            is_skipped = sample.skipped and not sample.left_out
+            self._num_in_a_row = self._num_in_a_row + 1 if is_skipped else 0
+            self._has_updated |= not is_skipped
             finds_its_place = not self._has_updated and scale > _SETTLED
             stalled, low = self._num_in_a_row >= self.patience and not finds_its_place, scale < self.min_scale
             if stalled or low:
-                yield self._alert(snapshot, sample, scale, stalled)
+                yield self._alert(snapshot, sample.place, scale, stalled)
 
     def _alert(self, snapshot: Snapshot, sample: int, scale: float, stalled: bool) -> Alert:
         step = int(snapshot.steps[sample])

@@ -322,13 +322,14 @@ class TightClipping(Remembers):
         check_limits(self, max_factor=from_1, patience=from_1, first_patience=from_1)
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
-        raw_S, received_S = snapshot.total_grad_norm, snapshot.total_grad_norm_clipped
-        for sample in np.flatnonzero((raw_S > 0) & (received_S > 0)).tolist():
-            factor = float(raw_S[sample] / received_S[sample])
+        for sample in snapshot.overview:
+            if not (sample.norm > 0 and sample.clipped_norm > 0):
+                continue
+            factor = sample.norm / sample.clipped_norm
             self._num_tight = self._num_tight + 1 if factor > self.max_factor else 0
             self._began_tight &= self._num_tight > 0
             if self._num_tight >= (self.first_patience if self._began_tight else self.patience):
-                yield self._alert(snapshot, sample, factor)
+                yield self._alert(snapshot, sample.place, factor)
 
     def _alert(self, snapshot: Snapshot, sample: int, factor: float) -> Alert:
         step, scale = int(snapshot.steps[sample]), float(snapshot.loss_scale[sample])

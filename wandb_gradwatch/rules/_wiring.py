@@ -13,7 +13,7 @@ from .._analysis.formatting import listing, number
 from .._analysis.memory import PerName, Remembers
 from .._measure.columns import Column
 from ..snapshot import Snapshot, keys
-from ._base import Alert, check_limits, finding
+from ._base import Alert, check_limits, finding, values_of
 
 # S samples, P watched parameters
 
@@ -55,15 +55,16 @@ class GradientsNotReset(Remembers):
     title: ClassVar[str] = "Gradients not reset"
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
-        for sample in np.flatnonzero(snapshot.metrics.get(keys.WIRING_CARRIED, np.zeros(len(snapshot))) > 0).tolist():
-            step = int(snapshot.steps[sample])
+        for sample, carried in zip(snapshot.overview, values_of(snapshot, keys.WIRING_CARRIED), strict=True):
+            if not carried > 0:
+                continue
             fact = (
-                f"Step {step}: the gradients of the step before were neither None nor 0 when this step's backward "
-                "added to them; every update is the sum over all steps so far."
+                f"Step {sample.step}: the gradients of the step before were neither None nor 0 when this step's "
+                "backward added to them; every update is the sum over all steps so far."
             )
             cause = "zero_grad() is missing: the gradients are added up over the steps"
             remedy = "call optimizer.zero_grad() once per update, before backward() or after step()"
-            yield finding(self.title, fact, "", cause, remedy, step, "ERROR")
+            yield finding(self.title, fact, "", cause, remedy, sample.step, "ERROR")
 
 
 @dataclass(kw_only=True)
@@ -73,13 +74,13 @@ class NegativeLearningRate(Remembers):
     title: ClassVar[str] = "Learning rate below 0"
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
-        rate_S = snapshot.metrics.get(keys.LEARNING_RATE, np.zeros(len(snapshot)))
-        for sample in np.flatnonzero(rate_S < 0).tolist():
-            step = int(snapshot.steps[sample])
-            fact = f"Step {step}: the learning rate is {number(float(rate_S[sample]))}: this update climbs the loss."
+        for sample, rate in zip(snapshot.overview, values_of(snapshot, keys.LEARNING_RATE), strict=True):
+            if not rate < 0:
+                continue
+            fact = f"Step {sample.step}: the learning rate is {number(rate)}: this update climbs the loss."
             cause = "the schedule goes below 0, where it was to end"
             remedy = "end the schedule at 0, or give it as many steps as the training has"
-            yield finding(self.title, fact, "", cause, remedy, step, "ERROR")
+            yield finding(self.title, fact, "", cause, remedy, sample.step, "ERROR")
 
 
 @dataclass(kw_only=True)
@@ -114,13 +115,12 @@ class UnchangedParameters(Remembers):
         check_limits(self, patience=from_2, unknown_patience=from_2, zero_patience=from_2)
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
-        norm_S = snapshot.total_grad_norm
-        rate_S = snapshot.metrics.get(keys.LEARNING_RATE, np.full(len(snapshot), np.nan))
-        bad_S = snapshot.has_nonfinite
-        for sample in np.flatnonzero(((norm_S > 0) | bad_S) & ~snapshot.skipped & ~snapshot.guarded).tolist():
-            norm = 0.0 if bad_S[sample] else float(norm_S[sample])  # a NaN is told by others, and begins the count anew
+        for sample, rate in zip(snapshot.overview, values_of(snapshot, keys.LEARNING_RATE), strict=True):
+            if not (sample.norm > 0 or sample.has_nonfinite) or sample.skipped or sample.guarded:
+                continue
+            norm = 0.0 if sample.has_nonfinite else sample.norm  # a NaN is told by others, and begins the count anew
             self._largest = max(self._largest, norm)
-            now_P, before_P = snapshot.column(Column.PARAM_SUM_SQ)[sample], self._sum_sq.of(snapshot.names)
+            now_P, before_P = snapshot.column(Column.PARAM_SUM_SQ)[sample.place], self._sum_sq.of(snapshot.names)
             same_P = now_P == before_P
             same = bool(np.count_nonzero(same_P))  # nearly always all of them have changed
             if same:  # what is missing in either says nothing
@@ -128,23 +128,21 @@ class UnchangedParameters(Remembers):
                 same = bool((same_P | unknown_P).all() and now_P[same_P].any())
             before_P[:] = now_P
             self._num_unchanged = self._num_unchanged + 1 if same and norm > _CONVERGED * self._largest else 0
-            step = int(snapshot.steps[sample])
             if not self._num_unchanged:
-                self._since = step
-            rate = float(rate_S[sample])
+                self._since = sample.step
             # An update is at most the rate times the gradient (SGD), or times 1 for each element (Adam).
-            longest = abs(rate) * max(norm, math.sqrt(float(snapshot.column_sums[sample, Column.NUM_ELEMENTS])))
-            is_nothing = longest < _NOTHING * math.sqrt(float(snapshot.column_sums[sample, Column.PARAM_SUM_SQ]))
+            longest = abs(rate) * max(norm, math.sqrt(sample.sums[Column.NUM_ELEMENTS]))
+            is_nothing = longest < _NOTHING * math.sqrt(sample.sums[Column.PARAM_SUM_SQ])
             self._num_nothing = self._num_nothing + 1 if is_nothing and norm > _CONVERGED * self._largest else 0
             if not (self._num_nothing and self._felt):
-                self._felt = step
+                self._felt = sample.step
             # Equal bits at both ends say the same of what is between them: a sparse cadence need not wait longer.
             needed = self.zero_patience if is_nothing else self.unknown_patience if math.isnan(rate) else self.patience
-            is_still = self._num_unchanged >= _LEAST_SAMPLES and step - self._since >= needed
+            is_still = self._num_unchanged >= _LEAST_SAMPLES and sample.step - self._since >= needed
             # A schedule that ends at 0 comes close to it for a thousandth of the run.
-            is_long = step - self._felt >= max(self.zero_patience, _LONG * step)
+            is_long = sample.step - self._felt >= max(self.zero_patience, _LONG * sample.step)
             if is_still or (self._num_nothing >= _LEAST_SAMPLES and is_long):
-                yield self._alert(step, norm, rate, is_nothing)
+                yield self._alert(sample.step, norm, rate, is_nothing)
 
     def _alert(self, step: int, norm: float, rate: float, is_nothing: bool) -> Alert:
         what, since = "no parameter has changed by a single bit", self._since

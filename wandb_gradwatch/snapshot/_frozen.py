@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property, wraps
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar, overload
 
 import numpy as np
 
@@ -21,12 +20,26 @@ def frozen(values: Array) -> Array:
     return view
 
 
-def derived(compute: Callable[[Any], Value]) -> cached_property[Value]:
-    """A property that is computed once; an array is frozen."""
+class derived(Generic[Value]):  # noqa: N801  # a decorator, as cached_property is
+    """A property that is computed once; an array is frozen.
 
-    @wraps(compute)
-    def compute_frozen(owner: Any) -> Value:
-        value = compute(owner)
-        return frozen(value) if isinstance(value, np.ndarray) else value
+    Like functools.cached_property, but for its lock (before Python 3.12) and without a wrapper that freezes: what is
+    derived of each sample is a large part of what judging it takes.
+    """
 
-    return cached_property(compute_frozen)
+    def __init__(self, compute: Callable[[Any], Value]) -> None:
+        self._compute, self._name, self.__doc__ = compute, compute.__name__, compute.__doc__
+
+    @overload
+    def __get__(self, owner: None, kind: type) -> derived[Value]: ...
+
+    @overload
+    def __get__(self, owner: object, kind: type) -> Value: ...
+
+    def __get__(self, owner: object | None, kind: type) -> Value | derived[Value]:
+        if owner is None:
+            return self
+        value = self._compute(owner)
+        # Beside this descriptor, which sets nothing: the next look does not come here any more.
+        vars(owner)[self._name] = value = frozen(value) if isinstance(value, np.ndarray) else value
+        return value

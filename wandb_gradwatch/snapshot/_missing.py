@@ -14,7 +14,7 @@ from .._measure.columns import FloatArray
 
 # Below it, a sum of squares may have lost digits, or all of it, to squares that float64 cannot hold: elements below
 # 1e-154, which only float64 gradients have.
-_LEAST_SUM_SQ: Final = 2.0**-970
+LEAST_SUM_SQ: Final = 2.0**-970
 
 
 def ratio(numerator: FloatArray, denominator: FloatArray) -> FloatArray:
@@ -30,7 +30,7 @@ def finite_or_missing(extremes: FloatArray) -> FloatArray:
 
 def too_small(sum_sq_SP: FloatArray) -> npt.NDArray[np.bool_] | None:
     """Where a sum of squares is 0 or may have lost digits: [S, P]; None for nowhere, as nearly always."""
-    tiny_SP: npt.NDArray[np.bool_] = sum_sq_SP < _LEAST_SUM_SQ
+    tiny_SP: npt.NDArray[np.bool_] = sum_sq_SP < LEAST_SUM_SQ
     return tiny_SP if np.count_nonzero(tiny_SP) else None
 
 

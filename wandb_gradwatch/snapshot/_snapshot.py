@@ -25,6 +25,7 @@ from . import keys
 from ._frozen import derived, frozen
 from ._groups import GroupBy, group_function
 from ._missing import finite_or_missing, ratio, too_small
+from ._overview import Overview, overview_of
 from ._quantiles import check_quantile, fold_signs, magnitude_quantile, signed_quantile
 from ._shapes import group_names, merge_snapshots, select_samples
 
@@ -270,8 +271,7 @@ class Snapshot:
     @derived
     def changed(self) -> npt.NDArray[np.bool_]:
         """True where something that is no clipping changed gradients after the backward: [S]."""
-        changed: npt.NDArray[np.bool_] = self.metrics.get(keys.CHANGED, np.zeros(len(self))) > 0
-        return changed
+        return self._is_above_0(keys.CHANGED)
 
     @derived
     def clip_ratio(self) -> float:
@@ -301,20 +301,27 @@ class Snapshot:
     @derived
     def guarded(self) -> npt.NDArray[np.bool_]:
         """True where the guard withheld the update: [S]."""
-        guarded: npt.NDArray[np.bool_] = self.metrics.get(keys.GUARDED, np.zeros(len(self))) > 0
-        return guarded
+        return self._is_above_0(keys.GUARDED)
+
+    def _is_above_0(self, key: str) -> npt.NDArray[np.bool_]:
+        values_S = self.metrics.get(key)
+        return np.zeros(len(self), dtype=bool) if values_S is None else values_S > 0
 
     @derived
     def left_out(self) -> npt.NDArray[np.bool_]:
         """True where the user's loop dropped gradients that were not finite, and made no step: [S]."""
-        left_out: npt.NDArray[np.bool_] = self.metrics.get(keys.LEFT_OUT, np.zeros(len(self))) > 0
-        return left_out
+        return self._is_above_0(keys.LEFT_OUT)
 
     @derived
     def num_guarded_steps(self) -> float:
         """Steps that the guard withheld, between the samples too; NaN without a guard."""
         counts = self.metrics.get(keys.NUM_GUARDED_STEPS)
         return float("nan") if counts is None else float(np.nansum(counts))
+
+    @derived
+    def overview(self) -> tuple[Overview, ...]:
+        """Each sample as a whole, in plain numbers, for a first look."""
+        return overview_of(self)
 
     # ---- distributions
 

@@ -1,0 +1,64 @@
+"""One sample as a whole, in plain numbers: what tells rules that it is healthy, as nearly all are, without arrays."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from .._measure.columns import NONFINITE_COLUMNS, Column
+from ._missing import LEAST_SUM_SQ
+
+if TYPE_CHECKING:
+    from ._snapshot import Snapshot
+
+
+class Overview(NamedTuple):
+    """One sample of a snapshot.
+
+    Args:
+        place: of the sample in the snapshot.
+        norm, clipped_norm: L2 norms over everything watched, as `total_grad_norm` and `total_grad_norm_clipped`.
+        has_nonfinite, skipped, left_out, guarded: as the snapshot's.
+        is_complete: a gradient arrived for every parameter.
+        sums: as `column_sums`, by column; least, most: over the parameters, NaN where one is missing or not seen.
+    """
+
+    place: int
+    step: int
+    norm: float
+    clipped_norm: float
+    has_nonfinite: bool
+    skipped: bool
+    left_out: bool
+    guarded: bool
+    is_complete: bool
+    sums: list[float]
+    least: list[float]
+    most: list[float]
+
+
+def overview_of(snapshot: Snapshot) -> tuple[Overview, ...]:
+    """Every sample."""
+    columns = (
+        snapshot.steps.tolist(),
+        snapshot.skipped.tolist(),
+        snapshot.left_out.tolist(),
+        snapshot.guarded.tolist(),
+        snapshot.column_sums.tolist(),
+        np.minimum.reduce(snapshot.rows, axis=1, initial=math.inf).tolist(),
+        np.maximum.reduce(snapshot.rows, axis=1, initial=-math.inf).tolist(),
+    )
+    overviews = []
+    for place, (step, skipped, left_out, guarded, sums, least, most) in enumerate(zip(*columns, strict=True)):
+        if sums[Column.GRAD_SUM_SQ] >= LEAST_SUM_SQ:
+            norm, clipped_norm = math.sqrt(sums[Column.GRAD_SUM_SQ]), math.sqrt(sums[Column.RECEIVED_SUM_SQ])
+        else:  # the sum may have lost digits
+            norm, clipped_norm = float(snapshot.total_grad_norm[place]), float(snapshot.total_grad_norm_clipped[place])
+        bad = any(sums[column] for column in NONFINITE_COLUMNS) and bool(snapshot.has_nonfinite[place])
+        is_complete = least[Column.NUM_ELEMENTS] == least[Column.NUM_ELEMENTS]
+        overviews.append(
+            Overview(place, step, norm, clipped_norm, bad, skipped, left_out, guarded, is_complete, sums, least, most)
+        )
+    return tuple(overviews)
