@@ -184,7 +184,8 @@ def _train(output: Path, steps: int, online: bool) -> Training:
                     if step == accident.start:
                         last_good = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
                         say(step, f"the accident: learning rate × {ACCIDENT_FACTOR}")
-                        _set_learning_rate(optimizer, LEARNING_RATE * ACCIDENT_FACTOR)
+                        for group in optimizer.param_groups:
+                            group["lr"] = LEARNING_RATE * ACCIDENT_FACTOR
                     elif step == accident.stop:
                         say(step, f"weights of step {accident.start - 1} restored, learning rate back")
                         model.load_state_dict(last_good[0])
@@ -203,11 +204,6 @@ def _train(output: Path, steps: int, online: bool) -> Training:
                 interrupted = True
             summary = watcher.summary()
     return Training(Path(run.settings.sync_dir), done, time.monotonic() - started, interrupted, summary)
-
-
-def _set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate
 
 
 def _batch(corpus: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -38,6 +38,7 @@ logger: Final = logging.getLogger("wandb_gradwatch")
 # Watchers of the same model that watch() leaves alone: those of the other callbacks of one trainer.
 COMPANIONS: Final[ContextVar[tuple[Watcher, ...]]] = ContextVar("gradwatch_companions", default=())
 
+_SINKS: Final = "sinks, derived from wandb_gradwatch.Sink"
 _WARMING_UP: Final = "gradwatch-warm-up"
 
 
@@ -164,12 +165,14 @@ def watch(
     skip_guard = resolve_guard(guard)
     if skip_guard is not None:
         refuse_guard(registry.models(), function=skip_guard.is_bad is not None)
-    own_sinks = _instances("sinks", sinks, Sink, "sinks, derived from wandb_gradwatch.Sink")
+    chosen = _sequence("sinks", sinks, f"a list of {_SINKS}")
+    for sink in chosen:
+        if not isinstance(sink, Sink):
+            raise TypeError(f"sinks={chosen!r} must be a list of {_SINKS}, but {sink!r} is none")
     used_run = _run_of(run, sinks)
     _prepare_backend(registry, dead_threshold, backend, histogram=histogram_every != 0)
 
     _replace_watchers_of(registry)
-    chosen = own_sinks
     if used_run is not None:
         namespace = _namespace(used_run, registry)
         chosen.append(WandbSink(used_run, group_by=group_by, namespace=namespace, details=details))
@@ -220,14 +223,6 @@ def _sequence(argument: str, values: Any, what: str) -> list[Any]:
     if isinstance(values, str) or not isinstance(values, Sequence | deque):
         raise TypeError(f"{argument}={values!r} must be {what}")
     return list(values)
-
-
-def _instances(argument: str, values: Any, protocol: type, what: str) -> list[Any]:
-    checked = _sequence(argument, values, f"a list of {what}")
-    for value in checked:
-        if isinstance(value, type) or not isinstance(value, protocol):
-            raise TypeError(f"{argument}={values!r} must be a list of {what}, but {value!r} is none")
-    return checked
 
 
 def _check_instance(argument: str, value: object, cls: type, what: str) -> None:

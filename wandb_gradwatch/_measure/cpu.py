@@ -33,7 +33,7 @@ from .columns import (
 )
 from .cpu_chunks import CHUNK, CHUNK_COLUMNS, ChunkReader, ChunkRow, sum_sq_chunk
 from .cpu_small import SMALL, batches, concatenated, measure_batch, sum_sq_batch
-from .elements import elements_of
+from .elements import add_implicit_zeros, elements_of
 from .float_bits import FLOAT32, FLOAT64, FloatBits, bins_from_codes, largest_magnitude_within
 
 # N tensors, C columns, B histogram bins, K codes, M chunks
@@ -64,7 +64,7 @@ def measure(
         if histogram_NB is not None and codes_NK is not None:
             histogram_NB += bins_from_codes(codes_NK, layout, exponent)
 
-    add_implicit_zeros(rows_NC, num_implicit_zeros)
+    add_implicit_zeros(torch.from_numpy(rows_NC), None, num_implicit_zeros)
     if exponent:
         for column, power in SCALE_POWER.items():
             rows_NC[:, column] *= math.ldexp(1.0, exponent * power)
@@ -179,15 +179,3 @@ def _chunk(elements: Sequence[Tensor], piece: _Piece) -> npt.NDArray[Any]:
         return words.view(np.float32)
     values = part.numpy()
     return values.astype(np.float32) if values.dtype == np.float16 else values
-
-
-def add_implicit_zeros(rows_NC: FloatArray, num_implicit_zeros: Sequence[int]) -> None:
-    """Count the zeros that a sparse gradient does not store."""
-    counts_N = np.array(num_implicit_zeros)
-    if not counts_N.any():
-        return
-    some = counts_N > 0
-    for column in (Column.NUM_ELEMENTS, Column.NUM_ZERO, Column.NUM_DEAD):
-        rows_NC[:, column] += counts_N
-    rows_NC[some, Column.GRAD_MIN] = np.minimum(rows_NC[some, Column.GRAD_MIN], 0.0)
-    rows_NC[some, Column.GRAD_MAX] = np.maximum(rows_NC[some, Column.GRAD_MAX], 0.0)

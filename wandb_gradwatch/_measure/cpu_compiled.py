@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from . import cpu
-from .columns import NUM_BINS, NUM_COLUMNS, SCALE_POWER, ZERO_BIN, Column, IntArray, merge_adjacent_rows
+from .columns import NUM_BINS, NUM_COLUMNS, SCALE_POWER, Column, IntArray, merge_adjacent_rows
 from .compilation import Compilation, after_other_processes
-from .elements import readable
+from .elements import add_implicit_zeros, readable
 from .float_bits import FLOAT32, FLOAT64, bin_of_code, largest_magnitude_within
 from .thread_pool import THREAD_POOL
 
@@ -115,7 +115,7 @@ def _measure(
     inverse_scale: Tensor | None,
     histogram: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    elements, num_implicit_zeros, exponent = _readable(gradients, inverse_scale)
+    elements, num_zeros, exponent = _readable(gradients, inverse_scale)
     parameter_elements = _readable(parameters, None)[0] if parameters is not None else ()
     (table, parameter_table), starts_N = _tables(elements, parameter_elements)
     rows = np.empty((len(table), NUM_COLUMNS))
@@ -131,15 +131,13 @@ def _measure(
         rows_NC, histogram_NB = merge_adjacent_rows(rows, starts_N), np.add.reduceat(counts, starts_N, axis=0)
     if not dead_threshold >= 0:
         rows_NC[:, Column.NUM_DEAD] = 0
-    if num_implicit_zeros:
-        cpu.add_implicit_zeros(rows_NC, num_implicit_zeros)
-        if histogram:
-            histogram_NB[:, ZERO_BIN] = rows_NC[:, Column.NUM_ZERO]
+    measured = torch.from_numpy(rows_NC), torch.from_numpy(histogram_NB) if histogram else None
+    add_implicit_zeros(*measured, num_zeros)
     if exponent:
         for column, power in SCALE_POWER.items():
             rows_NC[:, column] *= math.ldexp(1.0, exponent * power)
         rows_NC[:, Column.RECEIVED_SUM_SQ] = rows_NC[:, Column.GRAD_SUM_SQ]
-    return torch.from_numpy(rows_NC), torch.from_numpy(histogram_NB) if histogram else None
+    return measured
 
 
 def _run(loop: Callable[[slice], None], num_pieces: int, *, shared: bool) -> None:

@@ -20,17 +20,15 @@ from functools import cache, lru_cache, partial
 from operator import attrgetter
 from typing import Any, Final
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from . import cuda as kernels
-from .columns import NUM_BINS, NUM_COLUMNS, RECEIVED_COLUMNS, Column
+from .columns import NUM_BINS, NUM_COLUMNS, RECEIVED_COLUMNS
 from .compilation import after_other_processes
 from .cuda_plan import ALIGNMENT, LOADS, Plan, plan_for
-from .elements import elements_of, readable, upload
+from .elements import add_implicit_zeros, elements_of, readable
 from .float_bits import FLOAT32, FLOAT64, largest_magnitude_within
-from .generic import add_implicit_zeros
 
 # N tensors, M chunks, C columns, B histogram bins
 
@@ -101,10 +99,7 @@ def measure(
     with _one_at_a_time:
         plan = prepare(elements, parameter_elements, dead_threshold)
         rows_NC, histogram_NB = launch(plan, dead=dead_threshold != 0, inverse_scale=inverse_scale, histogram=histogram)
-    if any(num_implicit_zeros):
-        counts_N = upload(np.array(num_implicit_zeros, dtype=np.int64), elements[0].device)
-        rows_NC[:, Column.NUM_ELEMENTS] += counts_N
-        add_implicit_zeros(rows_NC, histogram_NB, counts_N)
+    add_implicit_zeros(rows_NC, histogram_NB, num_implicit_zeros)
     return rows_NC, histogram_NB
 
 
@@ -242,7 +237,10 @@ def warm_up(
         in_buckets: gradients or parameters may begin anywhere, not only where the allocator lets tensors begin.
         goes_on: asked before each launch; False when nobody will need its kernels any more.
     """
-    natives = dict.fromkeys(_native_dtype(dtype) for dtype in dtypes if dtype.is_floating_point or dtype.is_complex)
+    seen = [
+        torch.zeros(1, dtype=dtype, device="cpu") for dtype in dtypes if dtype.is_floating_point or dtype.is_complex
+    ]
+    natives = dict.fromkeys(elements_of(tensor)[0].dtype for tensor in seen)  # what a kernel reads instead
     scale = torch.ones((), dtype=torch.float64, device="cpu")
     for aligned, inverse_scale in ((True, None), (True, scale), (False, None), (False, scale)):
         if not aligned and not in_buckets:
@@ -262,8 +260,3 @@ def warm_up(
                     histogram=with_histogram,
                     only_compile_for=device,
                 )
-
-
-def _native_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The one that a kernel reads instead."""
-    return elements_of(torch.zeros(1, dtype=dtype, device="cpu"))[0].dtype

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from .columns import ZERO_BIN, Column
+
 # The dtypes that every backend reads as they are; any other real dtype is widened to float32 (fp8) or float64.
 NATIVE_DTYPES: Final = frozenset([torch.float32, torch.bfloat16, torch.float16, torch.float64])
 
@@ -63,6 +65,20 @@ def upload(values: npt.NDArray[Any], device: torch.device) -> Tensor:
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
+
+
+def add_implicit_zeros(rows_NC: Tensor, histogram_NB: Tensor | None, num_implicit_zeros: Sequence[int]) -> None:
+    """Count the zeros that sparse gradients do not store, in the rows and histograms of what they store."""
+    if not any(num_implicit_zeros):
+        return
+    counts_N = upload(np.array(num_implicit_zeros, dtype=np.int64), rows_NC.device)
+    for column in (Column.NUM_ELEMENTS, Column.NUM_ZERO, Column.NUM_DEAD):
+        rows_NC[:, column] += counts_N
+    zero = torch.where(counts_N > 0, 0.0, torch.inf)
+    rows_NC[:, Column.GRAD_MIN] = rows_NC[:, Column.GRAD_MIN].minimum(zero)
+    rows_NC[:, Column.GRAD_MAX] = rows_NC[:, Column.GRAD_MAX].maximum(-zero)
+    if histogram_NB is not None:
+        histogram_NB[:, ZERO_BIN] += counts_N
 
 
 def elements_of(tensor: Tensor) -> tuple[Tensor, int]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .columns import AS_LEFT, NUM_BINS, NUM_COLUMNS, RECEIVED_COLUMNS, SCALE_POWER, ZERO_BIN, Column
-from .elements import elements_of, upload, wide_dtype
+from .elements import add_implicit_zeros, elements_of, upload, wide_dtype
 from .float_bits import FLOAT32, FLOAT64, bin_of_code
 from .tiling import TilingPlan, current_stream, fold, pages, plan_for
 
@@ -49,11 +49,9 @@ def measure(
     if parameters is not None:
         sums_N3 = _sums_of_squares([elements_of(p)[0] for p in parameters])
         rows_NC[:, Column.PARAM_SUM_SQ], rows_NC[:, Column.PARAM_NUM_NONFINITE] = sums_N3[:, 0], sums_N3[:, 1:].sum(1)
-    rows_NC[:, Column.NUM_ELEMENTS] = _uploaded(tuple(g.numel() for g in gradients), device)
+    rows_NC[:, Column.NUM_ELEMENTS] = _uploaded(tuple(e.numel() for e in elements), device)
     histogram_NB = _reordered(histograms, order) if histogram else None
-    num_implicit_zeros = tuple(pair[1] for pair in pairs)
-    if any(num_implicit_zeros):
-        add_implicit_zeros(rows_NC, histogram_NB, _uploaded(num_implicit_zeros, device))
+    add_implicit_zeros(rows_NC, histogram_NB, [pair[1] for pair in pairs])
     return rows_NC, histogram_NB
 
 
@@ -201,14 +199,3 @@ def _bins(page: Tensor, inverse_scale: Tensor | None) -> Tensor:
 @lru_cache(maxsize=64)
 def _bin_table(double: bool, device: torch.device, stream: int) -> Tensor:
     return upload(bin_of_code(FLOAT64 if double else FLOAT32, 0).copy(), device)
-
-
-def add_implicit_zeros(rows_NC: Tensor, histogram_NB: Tensor | None, counts_N: Tensor) -> None:
-    """Count the zeros that a sparse gradient does not store (NUM_ELEMENTS has them already)."""
-    for column in (Column.NUM_ZERO, Column.NUM_DEAD):
-        rows_NC[:, column] += counts_N
-    zero = torch.where(counts_N > 0, 0.0, torch.inf)
-    rows_NC[:, Column.GRAD_MIN] = rows_NC[:, Column.GRAD_MIN].minimum(zero)
-    rows_NC[:, Column.GRAD_MAX] = rows_NC[:, Column.GRAD_MAX].maximum(-zero)
-    if histogram_NB is not None:
-        histogram_NB[:, ZERO_BIN] += counts_N

@@ -58,40 +58,31 @@ class Blob:
 
     def add_matrix(self, values: FloatArray, *, signed: bool = False) -> dict[str, Any]:
         """Append a matrix of any shape; where it lies, and what its codes mean."""
-        codes, start, step = quantise_evenly(values) if signed else quantise(values)
+        codes, start, step = quantise(values, signed=signed)
         return {"start": start, "step": step, "offset": self.add_uint16(codes)}
 
 
-def quantise(values: FloatArray) -> tuple[npt.NDArray[np.uint16], float, float]:
-    """Store values >= 0 as steps of their logarithm.
+def quantise(values: FloatArray, *, signed: bool) -> tuple[npt.NDArray[np.uint16], float, float]:
+    """Store values >= 0 as steps of their logarithm; of both signs, as even steps.
+
+    Half a step is at most a hundred-thousandth of the range.
 
     Returns:
         codes of the same shape, and (start, step): a code of CODE_FIRST or more, below CODE_INFINITE, is the value
-        10 ** (start + step * (code - CODE_FIRST)). NaN and negative values are CODE_MISSING.
+        10 ** (start + step * (code - CODE_FIRST)), or without the power. NaN and -Inf, and negative values where there
+        should be none, are CODE_MISSING.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
-        logarithm = np.log10(values)
-    known = np.isfinite(logarithm)
-    low, high = (float(logarithm[known].min()), float(logarithm[known].max())) if known.any() else (0.0, 0.0)
+        scaled = values if signed else np.log10(values)
+    known = np.isfinite(scaled)
+    low, high = (float(scaled[known].min()), float(scaled[known].max())) if known.any() else (0.0, 0.0)
+    step = (high / 2 - low / 2) / ((CODE_LAST - CODE_FIRST) / 2)  # halves: the difference may overflow
     # Half a step of 0.0004 decades is 0.05 %: more than the eye or a tooltip of three digits can tell.
-    step = max((high - low) / (CODE_LAST - CODE_FIRST), 0.0004)
+    step = step or 1.0 if signed else max(step, 0.0004)
     codes = np.full(values.shape, CODE_MISSING, dtype=np.uint16)
-    codes[known] = np.rint((logarithm[known] - low) / step).astype(np.uint16) + CODE_FIRST
-    codes[values == 0] = CODE_ZERO
-    codes[values == np.inf] = CODE_INFINITE
-    return codes, low, step
-
-
-def quantise_evenly(values: FloatArray) -> tuple[npt.NDArray[np.uint16], float, float]:
-    """Store values of both signs in even steps: as above, but a code's value is start + step * (code - CODE_FIRST).
-
-    Half a step is at most a hundred-thousandth of the range. Negative infinity is CODE_MISSING.
-    """
-    known = np.isfinite(values)
-    low, high = (float(values[known].min()), float(values[known].max())) if known.any() else (0.0, 0.0)
-    step = (high / 2 - low / 2) / ((CODE_LAST - CODE_FIRST) / 2) or 1.0  # halves: the difference may overflow
-    codes = np.full(values.shape, CODE_MISSING, dtype=np.uint16)
-    codes[known] = np.rint(values[known] / step - low / step).astype(np.uint16) + CODE_FIRST
+    codes[known] = np.rint(scaled[known] / step - low / step).astype(np.uint16) + CODE_FIRST
+    if not signed:
+        codes[values == 0] = CODE_ZERO
     codes[values == np.inf] = CODE_INFINITE
     return codes, low, step
 

@@ -29,13 +29,14 @@ def snapshot_of(
 ) -> Snapshot:
     """These samples, at least one, under the names that are known."""
     num_names = len(known.names)
+    rows = [padded(arrived.rows, num_names) for arrived in samples]
     histogram = None
     if flush is not None and flush.histogram is not None:
         histogram = padded(flush.histogram, num_names, fill=0)
     return Snapshot(
         steps=np.array([arrived.sample.step for arrived in samples], dtype=np.int64),
         names=known.names,
-        rows=_together([padded(arrived.rows, num_names) for arrived in samples]),
+        rows=rows[0][None] if len(rows) == 1 else np.stack(rows),  # that of one is not copied
         histogram=histogram,
         histogram_steps=flush.histogram_steps if flush is not None else (),
         loss_scale=np.array([arrived.loss_scale for arrived in samples]),
@@ -45,11 +46,6 @@ def snapshot_of(
         overhead_ratio=overhead_ratio,
         metric_histograms=merge_histograms([arrived.histograms for arrived in samples]),
     )
-
-
-def _together(rows: Sequence[FloatArray]) -> FloatArray:
-    """Rows of several samples: [S, P, C]; those of one are not copied."""
-    return rows[0][None] if len(rows) == 1 else np.stack(rows)
 
 
 def with_totals(snapshot: Snapshot, parts: Mapping[str, Sequence[int]]) -> Snapshot:
