@@ -71,20 +71,8 @@ def _closed_gates(loop: Loop, layer: str) -> None:
     memory.bias_hh_l0[32:64] = -20.0
 
 
-@torch.no_grad()
-def _zeros(loop: Loop, layer: str) -> None:
-    """All that is trained, and is a matrix, begins at 0."""
-    for parameter in loop.model.parameters():
-        if parameter.requires_grad and parameter.dim() > 1:
-            parameter.zero_()
-
-
 def _last_feature(factor: float) -> do.Transform:
     return lambda x: torch.cat([x[..., :-1], factor * x[..., -1:]], dim=-1)
-
-
-def _first_sample(value: float) -> do.Transform:
-    return lambda x: x.index_fill(0, torch.tensor([0]), value)
 
 
 def _shuffled(y: Tensor) -> Tensor:
@@ -103,22 +91,6 @@ def _root(out: Tensor) -> Tensor:
 def _selected_root(out: Tensor) -> Tensor:
     """A root where there is one; torch.where does not keep the other half out of the backward."""
     return out + 0.01 * torch.where(out > 0, out.sqrt(), 0.0)
-
-
-def _norm_at_zero(out: Tensor) -> Tensor:
-    return out + (out - out.detach()).flatten(1).square().sum(dim=1).sqrt().mean()
-
-
-def _no_weights(x: Tensor) -> Tensor:
-    """Adds a mean in which nothing has a weight."""
-    weights = torch.zeros(4)
-    return x + (x.mean() * weights).sum() / weights.sum()
-
-
-def _halved(loop: Loop, layer: str) -> None:
-    loop.model.half()
-    batch = loop.batch
-    loop.batch = lambda step: tuple(part.half() if part.is_floating_point() else part for part in batch(step))
 
 
 def _forgetful(loop: Loop, layer: str) -> None:
@@ -168,10 +140,6 @@ def _unbalanced(loop: Loop, layer: str) -> None:
     )
 
 
-def _first_expert(out: Tensor) -> Tensor:
-    return out + 50.0 * (torch.arange(out.shape[-1]) == 0)
-
-
 # (name, the opened training and the layer in it, the locked one and its layer, change, first bad step, cause, also, decidable)
 ANOTHER_FAULTS: list[tuple[str, tuple[str, str], tuple[str, str], do.Change, int, str, tuple[str, ...], bool]] = [
     # ---- learning rate
@@ -188,7 +156,7 @@ ANOTHER_FAULTS: list[tuple[str, tuple[str, str], tuple[str, str], do.Change, int
     ("all matrices 20x", (NERF, ""), (GAT, ""), do.scaled(20.0, every=True), 1, "initialisation", ("depth", "saturation"), True),
     ("all matrices 0.0001x, biases 0", (AE, ""), (GAT, ""), do.scaled(1e-4, every=True, bias=0.0), 1, "initialisation", ("depth",), True),
     ("all matrices filled with 0.05", (AE, ""), (STUDENT, ""), do.filled(0.05), 1, "symmetry", ("initialisation",), True),
-    ("the trained matrices begin at 0", (LORA, ""), (TABLE, ""), _zeros, 1, "symmetry", ("initialisation", "unused", "dead units"), True),
+    ("the trained matrices begin at 0", (LORA, ""), (TABLE, ""), do.filled(0.0), 1, "symmetry", ("initialisation", "unused", "dead units"), True),
     ("the head's weights 300x", (VIT, "head"), (NEXT, "head"), do.scaled(300.0), 1, "initialisation", ("saturation",), True),
     ("a hidden layer begins at 0", (GCN, "outer"), (STUDENT, "2"), do.scaled(0.0, bias=0.0), 1, "initialisation", ("symmetry", "dead units", "unused"), True),
     # ---- depth and recurrence
@@ -206,28 +174,28 @@ ANOTHER_FAULTS: list[tuple[str, tuple[str, str], tuple[str, str], do.Change, int
     ("features around 500, never normalised", (GCN, ""), (GAT, ""), do.inputs(lambda x: 500 + 200 * x, which=1), 1, "data scale", (), True),
     ("one feature in other units, 1,000,000x", (GCN, ""), (TABLE, ""), do.inputs(_last_feature(1e6), which=1), 1, "data scale", (), True),
     ("blank inputs from step 60", (RES, ""), (NEXT, ""), do.inputs(torch.zeros_like, 60), 60, "data change", ("bad batch",), True),
-    ("NaN in one sample at step 70", (CLIP, ""), (VIEWS, ""), do.inputs(_first_sample(math.nan), 70, 71), 70, "bad batch", ("loss or inputs",), True),
-    ("NaN in one sample of every batch from step 60", (AE, ""), (FLOW, ""), do.inputs(_first_sample(math.nan), 60), 60, "loss or inputs", ("bad batch",), True),
+    ("NaN in one sample at step 70", (CLIP, ""), (VIEWS, ""), do.inputs(do.first_sample(math.nan), 70, 71), 70, "bad batch", ("loss or inputs",), True),
+    ("NaN in one sample of every batch from step 60", (AE, ""), (FLOW, ""), do.inputs(do.first_sample(math.nan), 60), 60, "loss or inputs", ("bad batch",), True),
     # ---- labels
     ("labels shuffled from step 80", (VIT, ""), (DENSE, ""), do.inputs(_shuffled, 80, which=-1), 80, "data change", (), True),
     ("targets of 0 to 255 instead of 0 to 1", (NERF, ""), (TABLE, ""), do.inputs(lambda y: 255 * y, which=-1), 1, "data scale", (), True),
-    ("one target of 100,000 at step 110", (NERF, ""), (TABLE, ""), do.inputs(_first_sample(1e5), 110, 111, which=-1), 110, "bad batch", (), True),
+    ("one target of 100,000 at step 110", (NERF, ""), (TABLE, ""), do.inputs(do.first_sample(1e5), 110, 111, which=-1), 110, "bad batch", (), True),
     ("rewards 300x from step 121", (PPO, ""), (DQN, ""), do.inputs(lambda y: 300 * y, 121, which=-1), 121, "data change", ("data scale",), True),
     # ---- numerics of the forward, the loss and the backward
     ("logarithm of 0 in a layer from step 60", (VAE, "encoder.0"), (TABLE, "trunk.0"), do.output(_logarithm, 60), 60, "invalid operation", ("loss or inputs",), True),
     ("root at 0 in a layer from step 40", (GCN, "outer"), (GAT, "outer"), do.output(_root, 40), 40, "invalid operation", ("loss or inputs",), True),
-    ("a mean without weights at step 90", (MOE, "1"), (FLOW, "layers.2"), do.output(_no_weights, 90, 91), 90, "invalid operation", ("loss or inputs", "bad batch"), True),
+    ("a mean without weights at step 90", (MOE, "1"), (FLOW, "layers.2"), do.output(do.no_weights, 90, 91), 90, "invalid operation", ("loss or inputs", "bad batch"), True),
     ("an exponential beyond float32 from step 70", (VAE, "encoder"), (UNET, "middle"), do.output(lambda out: torch.exp(1e3 * out.abs()), 70), 70, "overflow", ("invalid operation", "loss or inputs"), True),
     ("logarithm of 0 in the loss from step 75", (CLIP, ""), (VIEWS, ""), do.loss(lambda value: value - 1e-3 * torch.log(0 * value), 75), 75, "invalid operation", ("loss or inputs",), True),
-    ("0/0 in the loss at step 95", (PPO, ""), (DQN, ""), do.loss(_no_weights, 95, 96), 95, "loss or inputs", ("invalid operation", "bad batch"), True),
-    ("norm at 0 from the first step", (AE, "encoder.0"), (DENSE, "stem"), do.output(_norm_at_zero), 1, "invalid operation", ("loss or inputs",), True),
+    ("0/0 in the loss at step 95", (PPO, ""), (DQN, ""), do.loss(do.no_weights, 95, 96), 95, "loss or inputs", ("invalid operation", "bad batch"), True),
+    ("norm at 0 from the first step", (AE, "encoder.0"), (DENSE, "stem"), do.output(do.norm_of_zeros), 1, "invalid operation", ("loss or inputs",), True),
     ("a root under torch.where from step 50", (RES, "0"), (TABLE, "trunk.0"), do.output(_selected_root, 50), 50, "invalid operation", ("loss or inputs",), True),
     ("a backward that returns 10,000x from step 80", (CLIP, "seen"), (VIEWS, "5"), do.backward(lambda grad: 1e4 * grad, 80), 80, "backward", ("invalid operation", "depth"), True),
     ("loss 10,000x", (CLIP, ""), (VIEWS, ""), do.loss(lambda value: 1e4 * value), 1, "data scale", ("reduction", "learning rate"), True),
     ("loss / 1e9", (RES, ""), (DENSE, ""), do.loss(lambda value: value / 1e9), 1, "reduction", ("zero learning rate", "underflow"), True),
     # ---- numerics of the optimizer
     ("eps = 0 and gradients of 0", (LORA, ""), (TABLE, "names.2"), do.groups(eps=0.0), 1, "optimizer", (), True),
-    ("parameters in float16", (GCN, ""), (GAT, ""), _halved, 1, "optimizer", ("overflow", "underflow"), True),
+    ("parameters in float16", (GCN, ""), (GAT, ""), do.halved, 1, "optimizer", ("overflow", "underflow"), True),
     ("the average of squares is lost at each step from step 60", (LSTM, ""), (UNET, ""), _forgetful, 60, "optimizer", ("learning rate",), True),
     # ---- wiring
     ("gradients switched off at step 40", (AE, "encoder"), (VIEWS, "0"), do.at_step(lambda loop, layer: loop.model.get_submodule(layer).requires_grad_(False), 40), 40, "unused", (), False),
@@ -256,8 +224,8 @@ ANOTHER_FAULTS: list[tuple[str, tuple[str, str], tuple[str, str], do.Change, int
     ("eps = 1e-30 and a blank batch at step 90", (RES, ""), (DENSE, ""), _constant_normed, 90, "batch norm", ("invalid operation", "bad batch", "loss or inputs"), True),
     ("all logits of attention 1000x", (VIT, ""), (SWITCH, ""), _logits(lambda out: 1000 * out), 1, "attention", ("saturation", "initialisation"), True),
     ("all logits of attention 1000x from step 40", (VIT, ""), (SWITCH, ""), _logits(lambda out: 1000 * out, 40), 40, "attention", ("saturation", "data change"), True),
-    ("a sample that may attend to nothing at step 90", (GPT, ""), (TIED, ""), _logits(_first_sample(-math.inf), 90), 90, "attention", ("invalid operation", "loss or inputs"), True),
-    ("one expert gets everything", (MOE, "1.gate"), (SWITCH, "layers.0.inner.gate"), do.output(_first_expert), 1, "routing", ("dead units", "unused"), True),
+    ("a sample that may attend to nothing at step 90", (GPT, ""), (TIED, ""), _logits(do.first_sample(-math.inf), 90), 90, "attention", ("invalid operation", "loss or inputs"), True),
+    ("one expert gets everything", (MOE, "1.gate"), (SWITCH, "layers.0.inner.gate"), do.output(lambda out: out + 50.0 * (torch.arange(out.shape[-1]) == 0)), 1, "routing", ("dead units", "unused"), True),
     ("the balance of experts has the wrong sign", (MOE, "1.gate"), (SWITCH, "layers.0.inner.gate"), _unbalanced, 1, "routing", ("dead units", "unused"), True),
 ]  # fmt: skip
 

@@ -10,30 +10,8 @@ from torch import Tensor, nn
 from torch.distributions import Categorical
 from torch.nn import functional
 
+from . import another_models as made
 from . import data
-from .another_models import (
-    Attended,
-    Autoencoder,
-    ClassToken,
-    Columns,
-    Convolved,
-    Coupled,
-    Denoiser,
-    Dense,
-    Depthwise,
-    Field,
-    Gated,
-    Language,
-    Layer,
-    Speaker,
-    SwiGLU,
-    bottlenecks,
-    colours,
-    graphs,
-    pieces,
-    rays,
-    rows,
-)
 from .healthy_others import own_loss
 from .healthy_supervised import AdamW, cosine, momentum
 from .loop import Batch, Loop, descend, supervised
@@ -42,16 +20,16 @@ from .models import LoRA, classify, mlp, next_token, regress
 # ---- language
 
 
-def rotary(depth: int = 3, dim: int = 32) -> Language:
-    layers = [Layer(dim, SwiGLU(dim), norm=nn.RMSNorm, causal=True, rotary=True) for _ in range(depth)]
-    return Language(layers, dim, tied=False)
+def rotary(depth: int = 3, dim: int = 32) -> made.Language:
+    layers = [made.Layer(dim, made.SwiGLU(dim), norm=nn.RMSNorm, causal=True, rotary=True) for _ in range(depth)]
+    return made.Language(layers, dim, tied=False)
 
 
-def tied(dim: int = 32) -> Language:
+def tied(dim: int = 32) -> made.Language:
     def inner() -> nn.Module:
         return nn.Sequential(mlp(dim, 4 * dim, dim, act=nn.GELU), nn.Dropout(0.1))
 
-    return Language([Layer(dim, inner(), causal=True) for _ in range(2)], dim, tied=True)
+    return made.Language([made.Layer(dim, inner(), causal=True) for _ in range(2)], dim, tied=True)
 
 
 def balanced(loss: Callable[..., Tensor], weight: float = 0.02) -> Callable[..., Tensor]:
@@ -59,14 +37,14 @@ def balanced(loss: Callable[..., Tensor], weight: float = 0.02) -> Callable[...,
 
     def both(model: nn.Module, *batch: Tensor) -> Tensor:
         own = loss(model, *batch)
-        return own + weight * sum(module.balance for module in model.modules() if isinstance(module, Gated))
+        return own + weight * sum(module.balance for module in model.modules() if isinstance(module, made.Gated))
 
     return both
 
 
 def switched(dim: int = 32) -> Loop:
-    layers = [Layer(dim, Gated(dim, top=1), causal=True) for _ in range(2)]
-    return supervised(Language(layers, dim, tied=True), data.sentences(8), balanced(next_token), optimizer=AdamW, lr=4e-3, schedule=cosine(160), clip=1.0, steps=160)  # fmt: skip
+    layers = [made.Layer(dim, made.Gated(dim, top=1), causal=True) for _ in range(2)]
+    return supervised(made.Language(layers, dim, tied=True), data.sentences(8), balanced(next_token), optimizer=AdamW, lr=4e-3, schedule=cosine(160), clip=1.0, steps=160)  # fmt: skip
 
 
 def adapted() -> Loop:
@@ -154,7 +132,10 @@ def _pair(generator: nn.Module, judge: nn.Module, batch: data.Batches, noise: in
 
 
 def hinged() -> Loop:
-    generator, judge = Autoencoder().decoder, nn.Sequential(Autoencoder().encoder, nn.LeakyReLU(0.2), nn.Linear(12, 1))
+    generator, judge = (
+        made.Autoencoder().decoder,
+        nn.Sequential(made.Autoencoder().encoder, nn.LeakyReLU(0.2), nn.Linear(12, 1)),
+    )
     for module in list(judge.modules()):
         if isinstance(module, (nn.Linear, nn.Conv2d)):
             nn.utils.parametrizations.spectral_norm(module)
@@ -164,7 +145,7 @@ def hinged() -> Loop:
     def judged(judge: nn.Module, real: Tensor, made: Tensor) -> Tensor:
         return torch.relu(1 - judge(real)).mean() + torch.relu(1 + judge(made)).mean()
 
-    return _pair(generator, judge, colours(16, noise=0.3, classes=2), 12, judged, optimizers, 1)
+    return _pair(generator, judge, made.colours(16, noise=0.3, classes=2), 12, judged, optimizers, 1)
 
 
 def penalised() -> Loop:
@@ -346,29 +327,29 @@ def distilled() -> Loop:
 PAIRS: dict[str, Callable[[], Loop]] = {
     "small GPT, rotary": lambda: supervised(rotary(), data.sentences(8), next_token, optimizer=AdamW, lr=4e-3, schedule=cosine(160), clip=1.0, steps=160),
     "small GPT, tied": lambda: supervised(tied(), data.sentences(16), next_token, optimizer=AdamW, lr=6e-3, schedule=cosine(160), clip=1.0, steps=160),
-    "class token on patches": lambda: supervised(ClassToken(), colours(32), classify, optimizer=AdamW, lr=2e-3, schedule=cosine(120), steps=120),
-    "depthwise convolutions": lambda: supervised(Depthwise(), colours(32), classify, optimizer=AdamW, lr=3e-3, schedule=cosine(120), steps=120),
-    "bottlenecks": lambda: supervised(bottlenecks(), colours(48, noise=1.5), classify, optimizer=momentum, lr=0.05, schedule=cosine(150, 1), steps=150),
-    "dense blocks": lambda: supervised(Dense(), colours(48, noise=1.5), classify, optimizer=momentum, lr=0.05, steps=150),
-    "LSTM that sorts": lambda: supervised(Speaker(nn.LSTM), spoken(lambda x: x.sort(dim=1).values, 32), said, lr=1e-2, clip=1.0, steps=180),
-    "GRU that mirrors": lambda: supervised(Speaker(nn.GRU), spoken(lambda x: 9 - x.flip(1), 32), said, optimizer=torch.optim.NAdam, lr=1e-2, clip=1.0, steps=180),
-    "autoencoder of images": lambda: supervised(Autoencoder(), colours(16, noise=0.3), copied, lr=3e-3, steps=160),
-    "U-Net against noise": lambda: supervised(Denoiser(), colours(8, noise=0.3), denoised, lr=2e-3, steps=160),
+    "class token on patches": lambda: supervised(made.ClassToken(), made.colours(32), classify, optimizer=AdamW, lr=2e-3, schedule=cosine(120), steps=120),
+    "depthwise convolutions": lambda: supervised(made.Depthwise(), made.colours(32), classify, optimizer=AdamW, lr=3e-3, schedule=cosine(120), steps=120),
+    "bottlenecks": lambda: supervised(made.bottlenecks(), made.colours(48, noise=1.5), classify, optimizer=momentum, lr=0.05, schedule=cosine(150, 1), steps=150),
+    "dense blocks": lambda: supervised(made.Dense(), made.colours(48, noise=1.5), classify, optimizer=momentum, lr=0.05, steps=150),
+    "LSTM that sorts": lambda: supervised(made.Speaker(nn.LSTM), spoken(lambda x: x.sort(dim=1).values, 32), said, lr=1e-2, clip=1.0, steps=180),
+    "GRU that mirrors": lambda: supervised(made.Speaker(nn.GRU), spoken(lambda x: 9 - x.flip(1), 32), said, optimizer=torch.optim.NAdam, lr=1e-2, clip=1.0, steps=180),
+    "autoencoder of images": lambda: supervised(made.Autoencoder(), made.colours(16, noise=0.3), copied, lr=3e-3, steps=160),
+    "U-Net against noise": lambda: supervised(made.Denoiser(), made.colours(8, noise=0.3), denoised, lr=2e-3, steps=160),
     "VAE of bits": lambda: supervised(nn.ModuleDict({"encoder": mlp(24, 48, 12), "decoder": mlp(6, 48, 24)}), bits(), bounded, lr=4e-3),
-    "coupled layers": lambda: supervised(Coupled(), moons(), likely, lr=2e-3, clip=5.0),
+    "coupled layers": lambda: supervised(made.Coupled(), moons(), likely, lr=2e-3, clip=5.0),
     "GAN of images, hinge": hinged,
     "Wasserstein GAN": penalised,
     "PPO, a mass on a line": proximal,
     "DQN, a mass on a line": deep_q,
     "two towers": lambda: supervised(Towers(), described(), matched, optimizer=momentum, lr=0.03, schedule=cosine(240, 10), steps=240),
-    "two views of an image": lambda: supervised(projected(), colours(32, noise=0.8), viewed, optimizer=momentum, lr=0.05, steps=150),
-    "graph convolutions": lambda: supervised(Convolved(), graphs(32), labelled, lr=1e-2),
-    "graph attention": lambda: supervised(Attended(), graphs(16), labelled, lr=3e-3),
-    "rays through a field": lambda: supervised(Field(), rays(), regress, lr=4e-3),
-    "a table of names, two tasks": lambda: supervised(Columns(), rows(), both_tasks, optimizer=torch.optim.RMSprop, lr=2e-3),
+    "two views of an image": lambda: supervised(projected(), made.colours(32, noise=0.8), viewed, optimizer=momentum, lr=0.05, steps=150),
+    "graph convolutions": lambda: supervised(made.Convolved(), made.graphs(32), labelled, lr=1e-2),
+    "graph attention": lambda: supervised(made.Attended(), made.graphs(16), labelled, lr=3e-3),
+    "rays through a field": lambda: supervised(made.Field(), made.rays(), regress, lr=4e-3),
+    "a table of names, two tasks": lambda: supervised(made.Columns(), made.rows(), both_tasks, optimizer=torch.optim.RMSprop, lr=2e-3),
     "updates of low rank": adapted,
     "a student and a teacher": distilled,
-    "gated experts for pieces": lambda: supervised(nn.Sequential(nn.Linear(8, 24), Gated(24, top=2), nn.Linear(24, 1)), pieces(), balanced(regress), lr=5e-3),
+    "gated experts for pieces": lambda: supervised(nn.Sequential(nn.Linear(8, 24), made.Gated(24, top=2), nn.Linear(24, 1)), made.pieces(), balanced(regress), lr=5e-3),
     "one expert per word": switched,
 }  # fmt: skip
 

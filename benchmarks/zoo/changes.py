@@ -41,12 +41,12 @@ def scaled(factor: float, *, bias: float | None = None, every: bool = False) -> 
 
 
 def filled(value: float) -> Change:
-    """All matrices of the model are constant."""
+    """All matrices that are trained are constant."""
 
     @torch.no_grad()
     def change(loop: Loop, layer: str) -> None:
         for parameter in loop.model.parameters():
-            if parameter.dim() > 1:
+            if parameter.requires_grad and parameter.dim() > 1:
                 parameter.fill_(value)
 
     return change
@@ -259,3 +259,26 @@ def biased(value: float) -> Change:
 
 def clip_values(loop: Loop, step: int) -> None:
     nn.utils.clip_grad_value_(loop.model.parameters(), 1e-7)
+
+
+def first_sample(value: float) -> Transform:
+    """A value in all of the first sample."""
+    return lambda x: x.index_fill(0, torch.tensor([0]), value)
+
+
+def no_weights(x: Tensor) -> Tensor:
+    """Adds a mean in which nothing has a weight."""
+    weights = torch.zeros(4)
+    return x + (x.mean() * weights).sum() / weights.sum()
+
+
+def norm_of_zeros(out: Tensor) -> Tensor:
+    """Adds 0 to the output, by way of the norm of a vector of zeros: its derivative is 0/0."""
+    return out + (out - out.detach()).square().sum().sqrt()
+
+
+def halved(loop: Loop, layer: str) -> None:
+    """Parameters in float16, in which Adam's usual eps is 0."""
+    loop.model.half()
+    batch = loop.batch
+    loop.batch = lambda step: tuple(part.half() if part.is_floating_point() else part for part in batch(step))

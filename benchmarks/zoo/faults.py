@@ -66,19 +66,6 @@ def _no(*bases: str) -> dict[str, str]:
 # ---- what a single change does
 
 
-def _nan(x: Tensor) -> Tensor:
-    return x.index_fill(0, torch.tensor([0]), float("nan"))
-
-
-def _inf(x: Tensor) -> Tensor:
-    return x.index_fill(0, torch.tensor([0]), float("inf"))
-
-
-def _norm_of_zeros(out: Tensor) -> Tensor:
-    """Adds 0 to the output, by way of the norm of a vector of zeros: its derivative is 0/0."""
-    return out + (out - out.detach()).square().sum().sqrt()
-
-
 def _standardised(out: Tensor) -> Tensor:
     """Divides by the deviation of a batch that is constant."""
     constant = out * 0 + 1
@@ -87,11 +74,6 @@ def _standardised(out: Tensor) -> Tensor:
 
 def _log_of_zero(value: Tensor) -> Tensor:
     return value - 1e-3 * torch.log(torch.relu(-value.abs()))
-
-
-def _unused_mean(value: Tensor) -> Tensor:
-    """The mean over no tokens at all."""
-    return value + (value * torch.zeros(4)).sum() / torch.zeros(())
 
 
 def _poison_parameter(loop: Loop, layer: str) -> None:
@@ -111,14 +93,6 @@ def _half_off(loop: Loop, layer: str) -> None:
     with torch.no_grad():
         bias = loop.model.get_submodule(layer).bias
         bias[: len(bias) // 2] = -1000.0
-
-
-def _to_half(loop: Loop, layer: str) -> None:
-    """Parameters in float16 and Adam with its usual eps, which is 0 there."""
-    loop.model.half()
-    loop.optimizers = [torch.optim.Adam(loop.model.parameters(), lr=1e-3)]
-    batch = loop.batch
-    loop.batch = lambda step: tuple(t.half() if t.is_floating_point() else t for t in batch(step))
 
 
 def _evaluated(loop: Loop, layer: str) -> None:
@@ -208,8 +182,8 @@ FAULTS: list[Fault] = [
     Fault("dead units", "biases pushed to -50 at step 120", {MLP: "0", REG: "2"}, do.at_step(do.scaled(1.0, bias=-50.0), 120), 120, "dead units"),
     # ---- data
     Fault("data", "one batch of noise, 1000x, at step 150", _no(REG, CONV, PLAIN), do.inputs(lambda x: 1000 * torch.randn_like(x), 150, 151), 150, "bad batch"),
-    Fault("data", "one input NaN at step 150", _no(MLP, VIT, GRU), do.inputs(_nan, 150, 151), 150, "bad batch", ("loss or inputs",)),
-    Fault("data", "one input Inf at step 90", _no(REG, CONV), do.inputs(_inf, 90, 91), 90, "bad batch", ("loss or inputs",)),
+    Fault("data", "one input NaN at step 150", _no(MLP, VIT, GRU), do.inputs(do.first_sample(float("nan")), 150, 151), 150, "bad batch", ("loss or inputs",)),
+    Fault("data", "one input Inf at step 90", _no(REG, CONV), do.inputs(do.first_sample(float("inf")), 90, 91), 90, "bad batch", ("loss or inputs",)),
     Fault("data", "inputs not normalised, 255x", _no(MLP, REG, TASKS), do.inputs(lambda x: 255 * x + 300), 1, "data scale"),
     Fault("data", "inputs 300x from step 150", _no(TASKS, REG), do.inputs(lambda x: 300 * x, 150), 150, "data change", ("data scale",)),
     Fault("data", "every 25th batch 300x from step 60", _no(MLP, REG), do.inputs(lambda x: 300 * x, 60, every=25), 60, "bad batch"),
@@ -219,18 +193,18 @@ FAULTS: list[Fault] = [
     # ---- labels
     Fault("labels", "shuffled from step 120", _no(ADAM, VIT), do.inputs(lambda y: y[torch.randperm(len(y))], 120, which=1), 120, "data change"),
     Fault("labels", "shifted by one class from step 150", _no(MLP, RESNET), do.inputs(lambda y: (y + 1) % 4, 150, which=1), 150, "data change", decidable=False),
-    Fault("labels", "one target of 100,000 at step 150", _no(REG, GRU), do.inputs(lambda y: y.index_fill(0, torch.tensor([0]), 1e5), 150, 151, which=1), 150, "bad batch"),
-    Fault("labels", "one target NaN at step 100", _no(REG, TASKS), do.inputs(_nan, 100, 101, which=1), 100, "bad batch", ("loss or inputs",)),
+    Fault("labels", "one target of 100,000 at step 150", _no(REG, GRU), do.inputs(do.first_sample(1e5), 150, 151, which=1), 150, "bad batch"),
+    Fault("labels", "one target NaN at step 100", _no(REG, TASKS), do.inputs(do.first_sample(float("nan")), 100, 101, which=1), 100, "bad batch", ("loss or inputs",)),
     Fault("labels", "random from the start", _no(MLP), do.inputs(lambda y: torch.randint_like(y, 4), which=1), 1, "data change", decidable=False),
     # ---- numerics of the forward
-    Fault("numerics of the forward", "norm of a zero vector from step 100", {REG: "2", CONV: "2", TEXT: "blocks.1.mlp.2"}, do.output(_norm_of_zeros, 100), 100, "invalid operation"),
+    Fault("numerics of the forward", "norm of a zero vector from step 100", {REG: "2", CONV: "2", TEXT: "blocks.1.mlp.2"}, do.output(do.norm_of_zeros, 100), 100, "invalid operation"),
     Fault("numerics of the forward", "division by a deviation of 0 at step 80", {MLP: "0", REG: "2"}, do.output(_standardised, 80), 80, "invalid operation", ("loss or inputs",)),
     Fault("numerics of the forward", "exponential of 100 at step 120", {REG: "2", VIT: "head"}, do.output(lambda out: out + torch.exp(out.abs() * 0 + 100), 120), 120, "overflow", ("invalid operation", "loss or inputs")),
     Fault("numerics of the forward", "a parameter turns NaN at step 90", {MLP: "2", GRU: "head", TEXT: "blocks.0.mlp.2"}, do.at_step(_poison_parameter, 90), 90, "bad parameter", ("optimizer",)),
     Fault("numerics of the forward", "activations 1e6 in float16", {AMP: "2"}, do.output(lambda out: 1e6 * out, 60), 60, "overflow", ("loss scale",)),
     # ---- numerics of the loss
     Fault("numerics of the loss", "logarithm of 0 from step 100", _no(MLP, VIT), do.loss(_log_of_zero, 100), 100, "invalid operation", ("loss or inputs",)),
-    Fault("numerics of the loss", "mean over no tokens at step 120", _no(TEXT, LSTM), do.loss(_unused_mean, 120, 121), 120, "loss or inputs", ("invalid operation", "bad batch")),
+    Fault("numerics of the loss", "mean over no tokens at step 120", _no(TEXT, LSTM), do.loss(do.no_weights, 120, 121), 120, "loss or inputs", ("invalid operation", "bad batch")),
     Fault("numerics of the loss", "times 1e39 at step 60", _no(REG, GRU), do.loss(lambda value: value * 1e30 * 1e9, 60, 61), 60, "overflow", ("loss or inputs", "bad batch")),
     Fault("numerics of the loss", "divided by 1e12", _no(MLP, REG), do.loss(lambda value: value / 1e12), 1, "reduction", ("underflow",)),
     Fault("numerics of the loss", "times 100,000 from step 100", _no(MLP, RESNET), do.loss(lambda value: 1e5 * value, 100), 100, "data scale", ("data change",)),
@@ -243,7 +217,7 @@ FAULTS: list[Fault] = [
     Fault("numerics of the backward", "one value of 1e30 at step 120", {REG: "2"}, do.backward(lambda grad: grad.index_fill(0, torch.tensor([0]), 1e30), 120, 121), 120, "bad batch", ("overflow", "invalid operation", "backward")),
     # ---- numerics of the optimizer
     Fault("numerics of the optimizer", "Adam with eps = 0 and a gradient of 0", _no(ADAM, CONV), do.chain(do.groups(eps=0.0), do.inputs(lambda x: x * (torch.arange(x.shape[1]) > 0).view(1, -1, *[1] * (x.dim() - 2)))), 1, "optimizer"),
-    Fault("numerics of the optimizer", "float16 parameters, Adam's eps is 0 there", _no(ADAM, REG), _to_half, 1, "optimizer", ("overflow", "underflow")),
+    Fault("numerics of the optimizer", "float16 parameters, Adam's eps is 0 there", _no(ADAM, REG), do.chain(do.halved, do.optimizer(lambda p: torch.optim.Adam(p, lr=1e-3))), 1, "optimizer", ("overflow", "underflow")),
     Fault("numerics of the optimizer", "an average turns NaN at step 100", _no(ADAM, GRU), do.at_step(_poison_state, 100), 100, "optimizer", ("bad parameter",)),
     Fault("numerics of the optimizer", "the average of squares is lost at step 150", _no(REG, GRU), do.at_step(do.forgotten_squares, 150), 150, "optimizer", ("learning rate",)),
     # ---- wiring
