@@ -12,12 +12,11 @@ import numpy.typing as npt
 
 from .._measure.columns import Column, FloatArray
 from ..snapshot import Snapshot
-from .layers import module_norms, modules_of
+from .layers import module_norms
 
 # S samples, L layers in model order, the first nearest the input, N chains of them
 
 _MIN_LAYERS = 4
-_LEAST_SUM_SQ = 1e-280  # of a layer: below it, norms lose digits
 
 
 def branch_of(name: str) -> str:
@@ -36,21 +35,6 @@ def chains_of(names_L: tuple[str, ...]) -> tuple[npt.NDArray[np.intp], ...]:
     for place, name in enumerate(names_L):
         chains.setdefault(branch_of(name), []).append(place)
     return tuple(np.array(places, dtype=np.intp) for places in chains.values() if len(places) >= _MIN_LAYERS)
-
-
-@lru_cache(maxsize=16)
-def _log_factor_of(names_L: tuple[str, ...]) -> FloatArray:
-    """What turns the logs of all layers' sums of squares into the log of each chain's `DepthTrend.factor`: [L, N].
-
-    The slope of a fitted line is the sum of depth times log norm over that of depth squared, depth counted from the
-    middle; a log norm is half of the log of a sum of squares.
-    """
-    chains = chains_of(names_L)
-    weights_LN = np.zeros((len(names_L), len(chains)))
-    for number, chain in enumerate(chains):
-        centred = np.arange(len(chain)) - (len(chain) - 1) / 2
-        weights_LN[chain, number] = 0.5 * (len(chain) - 1) * centred / (centred @ centred)
-    return weights_LN
 
 
 @dataclass(frozen=True)
@@ -75,7 +59,9 @@ def depth_trends(snapshot: Snapshot, *, above: float) -> dict[int, DepthTrend]:
 
     Parameters are merged into their module first, because a bias and a weight of one layer differ for other reasons.
     """
-    if _none_is_above(snapshot, above):
+    # Of a line through points centred in depth no rise is larger than 1.5 times what the points span.
+    limit, column = (above * (1 - 1e-9)) ** (4 / 3), Column.GRAD_SUM_SQ
+    if all(sample.sums[column] < limit * sample.least[column] for sample in snapshot.overview):
         return {}
     names_L, norms_SL = module_norms(snapshot)
     steepest_S = np.full(len(snapshot), np.nan)
@@ -84,20 +70,6 @@ def depth_trends(snapshot: Snapshot, *, above: float) -> dict[int, DepthTrend]:
     candidates = np.flatnonzero(steepest_S > above * (1 - 1e-9))  # a sum in another order may round otherwise
     trends = {int(sample): trend_of(names_L, norms_SL[sample]) for sample in candidates}
     return {sample: trend for sample, trend in trends.items() if trend is not None and trend.factor > above}
-
-
-def _none_is_above(snapshot: Snapshot, above: float) -> bool:
-    """Whether all layers have a norm, and no sample a trend near this factor, as nearly always."""
-    modules = modules_of(snapshot.names)
-    weights_LN = _log_factor_of(modules.names)
-    if not weights_LN.size:
-        return True
-    sum_sq_SL = np.add.reduceat(snapshot.column(Column.GRAD_SUM_SQ)[:, modules.order], modules.starts, axis=1)
-    if not sum_sq_SL.min(initial=1.0) > _LEAST_SUM_SQ:  # NaN: something is missing
-        return False
-    with np.errstate(invalid="ignore"):  # infinite sums
-        log_factor_SN = np.log(sum_sq_SL) @ weights_LN
-    return bool(log_factor_SN.max(initial=-math.inf) < math.log(above) - 1e-6)
 
 
 def _factors(norms_SL: FloatArray) -> FloatArray:

@@ -64,30 +64,29 @@ def module_norms(snapshot: Snapshot) -> tuple[tuple[str, ...], FloatArray]:
     return modules.names, np.where(missing_SL, np.nan, np.sqrt(sum_sq_SL))
 
 
-def dead_units(snapshot: Snapshot) -> tuple[tuple[str, ...], FloatArray]:
-    """Each module's share of dead units: names [L] and shares [S, L], NaN where missing.
+def dead_units(names: tuple[str, ...], dead_SP: FloatArray) -> FloatArray:
+    """Each module's share of dead units: [S, L], NaN where missing.
 
     A dead unit's weights and bias are dead alike, so the least dead of a module's parameters bounds its share. Other
     zeros are innocent: rows of an embedding that no token uses, columns of inputs that are always 0, a bias that a
     batch norm cancels. A module without a bias could be an embedding, and counts only if all of it is dead.
+
+    Args:
+        dead_SP: each parameter's share of dead elements.
     """
-    modules = modules_of(snapshot.names)
-    dead_SP = snapshot.dead_ratio[:, modules.order]
-    least_SL = np.fmin.reduceat(dead_SP, modules.starts, axis=1)
-    return modules.names, np.where(modules.has_bias | np.isnan(least_SL), least_SL, least_SL == 1.0)
+    modules = modules_of(names)
+    least_SL = np.fmin.reduceat(dead_SP[:, modules.order], modules.starts, axis=1)
+    return np.where(modules.has_bias | np.isnan(least_SL), least_SL, least_SL == 1.0)
 
 
-def without_inputs(snapshot: Snapshot) -> npt.NDArray[np.bool_]:
-    """Modules whose weights have no gradient while their bias has one: all that reaches them is 0. [S, L]."""
-    modules = modules_of(snapshot.names)
-    if not np.count_nonzero(snapshot.dead_ratio == 1.0):  # as nearly always
-        return np.zeros((len(snapshot), len(modules.names)), dtype=bool)
-    dead_SP = snapshot.dead_ratio[:, modules.order]
-    is_bias_P = modules.is_bias[modules.order]
-    weights_SL = np.fmin.reduceat(np.where(is_bias_P, np.nan, dead_SP), modules.starts, axis=1)
-    biases_SL = np.fmin.reduceat(np.where(is_bias_P, dead_SP, np.nan), modules.starts, axis=1)
-    empty_SL: npt.NDArray[np.bool_] = (weights_SL == 1.0) & (biases_SL < 1.0)
-    return empty_SL
+def without_inputs(names: tuple[str, ...], dead_P: FloatArray) -> npt.NDArray[np.bool_]:
+    """Modules whose weights have no gradient while their bias has one: all that reaches them is 0. [L]."""
+    modules = modules_of(names)
+    dead_P, is_bias_P = dead_P[modules.order], modules.is_bias[modules.order]
+    weights_L = np.fmin.reduceat(np.where(is_bias_P, np.nan, dead_P), modules.starts)
+    biases_L = np.fmin.reduceat(np.where(is_bias_P, dead_P, np.nan), modules.starts)
+    empty_L: npt.NDArray[np.bool_] = (weights_L == 1.0) & (biases_L < 1.0)
+    return empty_L
 
 
 def initial_gains(snapshot: Snapshot, sample: int) -> list[tuple[str, float]]:

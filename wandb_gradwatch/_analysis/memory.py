@@ -175,13 +175,14 @@ class Kinds:
         self._names: tuple[str, ...] = ()
         self._kind_of_mask: dict[bytes, int] = {}
 
-    def of(self, names: tuple[str, ...], present_P: npt.NDArray[np.bool_]) -> int:
-        """The kind of a sample that holds these of the names."""
-        mask = present_P.tobytes()
-        if names != self._names or len(self._kind_of_mask) > 4096:
+    def of(self, names: tuple[str, ...], present_P: npt.NDArray[np.bool_] | None) -> int:
+        """The kind of a sample that holds these of the names; None: all of them."""
+        mask = b"" if present_P is None else present_P.tobytes()
+        if (names is not self._names and names != self._names) or len(self._kind_of_mask) > 4096:
             self._names, self._kind_of_mask = names, {}
         if mask not in self._kind_of_mask:
-            self._kind_of_mask[mask] = self._closest({names[i] for i in np.flatnonzero(present_P)})
+            held = names if present_P is None else [names[i] for i in np.flatnonzero(present_P)]
+            self._kind_of_mask[mask] = self._closest(set(held))
         return self._kind_of_mask[mask]
 
     def _closest(self, sample: set[str]) -> int:
@@ -211,8 +212,8 @@ class PerKind(Generic[Kept]):
         self._make, self._kinds = make, Kinds()
         self._kept: dict[int, Kept] = {}
 
-    def of(self, names: tuple[str, ...], present_P: npt.NDArray[np.bool_]) -> Kept:
-        """What is remembered of samples that hold these of the names."""
+    def of(self, names: tuple[str, ...], present_P: npt.NDArray[np.bool_] | None) -> Kept:
+        """What is remembered of samples that hold these of the names; None: all of them."""
         kind = self._kinds.of(names, present_P)
         return self._kept[kind] if kind in self._kept else self._kept.setdefault(kind, self._make())
 

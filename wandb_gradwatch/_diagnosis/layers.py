@@ -66,7 +66,8 @@ class Layers:
     @cached_property
     def dead_L(self) -> tuple[tuple[str, ...], FloatArray]:
         """Each module's typical share of dead units over the newest clean samples."""
-        names, share_SL = dead_units(self._history)
+        names = modules_of(self._history.names).names
+        share_SL = dead_units(self._history.names, self._history.dead_ratio)
         return names, _median_or_nan(share_SL[self._clean[-20:]])
 
     def rise_at(self, sample: int) -> FloatArray:

@@ -15,7 +15,8 @@ from .._analysis.baseline import steady_growth
 from .._analysis.formatting import clip_advice, listing, number, worst_first
 from .._analysis.memory import PerKind, PerName, Remembers
 from .._analysis.movement import Movement
-from ..snapshot import Snapshot
+from .._measure.columns import FloatArray
+from ..snapshot import Overview, Snapshot
 from ._base import Alert, Level, check_limits, finding
 
 # S samples, P watched parameters
@@ -168,20 +169,16 @@ class ExplodingGradient(Remembers):
         check_limits(self, "record_factor", "growth", record_factor=from_1, growth=from_1)
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
-        bad_S = snapshot.has_nonfinite
-        healthy: list[int] = []  # whose layers are not learnt yet
-        for sample in np.flatnonzero((bad_S | (snapshot.total_grad_norm > 0)) & ~snapshot.skipped).tolist():
-            past = self._pasts.of(snapshot.names, snapshot.present[sample])
+        for sample in snapshot.overview:
+            if sample.skipped or not (sample.has_nonfinite or sample.norm > 0):
+                continue
+            past = self._pasts.of(snapshot.names, None if sample.is_complete else snapshot.present[sample.place])
             moved = past.movement.of(snapshot, sample) > _MOVED
-            found = self._broken(past) if bad_S[sample] else self._judge(snapshot, sample, past, moved)
-            if found is None:
-                if not bad_S[sample]:
-                    healthy.append(sample)
-            else:
-                self._learn_layers(snapshot, healthy)
-                healthy = []
-                yield self._alert(snapshot, sample, found)
-        self._learn_layers(snapshot, healthy)
+            found = self._broken(past) if sample.has_nonfinite else self._judge(sample, past, moved)
+            if found is not None:
+                yield self._alert(snapshot, sample.place, found)
+            elif not sample.has_nonfinite:
+                self._learn_layers(snapshot.names, snapshot.grad_norm[sample.place])
 
     def _log_limit(self, past: _Past, log_norm: float) -> float:
         """Above which a norm is too large; for one that is below anyhow, a lower number will do."""
@@ -196,9 +193,9 @@ class ExplodingGradient(Remembers):
         usual = statistics.median(past.norms) + max(math.log(self.min_factor), far)
         return max(survived, past.record + _OF_RECORD * far, usual)
 
-    def _judge(self, snapshot: Snapshot, sample: int, past: _Past, moved: bool) -> _Found | None:
+    def _judge(self, sample: Overview, past: _Past, moved: bool) -> _Found | None:
         """What is wrong with the total norm, or None; the past learns of it."""
-        norm, step = float(snapshot.total_grad_norm[sample]), int(snapshot.steps[sample])
+        norm, step = sample.norm, sample.step
         before = past.norms[-1] if past.norms else math.inf
         limit = self._log_limit(past, _log(norm))
         past.see(_log(norm))
@@ -271,14 +268,12 @@ class ExplodingGradient(Remembers):
             f"{number(_exp(limit))})"
         )
 
-    def _learn_layers(self, snapshot: Snapshot, samples: list[int]) -> None:
+    def _learn_layers(self, names: tuple[str, ...], norm_P: FloatArray) -> None:
         """Follow each layer's log norm with a moving average."""
-        usual_P, norm_SP = self._usual.of(snapshot.names), snapshot.grad_norm[samples]
-        seen_SP = norm_SP > 0
-        log_SP = np.log(norm_SP, where=seen_SP, out=np.zeros_like(norm_SP))
-        for log_P, seen_P in zip(log_SP, seen_SP, strict=True):
-            known_P = np.where(np.isnan(usual_P), log_P, usual_P)
-            np.copyto(usual_P, known_P + _USUAL_WEIGHT * (log_P - known_P), where=seen_P)
+        usual_P = self._usual.of(names)
+        log_P = np.log(norm_P, where=norm_P > 0, out=usual_P.copy())
+        np.copyto(usual_P, log_P, where=np.isnan(usual_P))
+        usual_P += _USUAL_WEIGHT * (log_P - usual_P)
 
     def _alert(self, snapshot: Snapshot, sample: int, found: _Found) -> Alert:
         # What "is" is of this sample, and what "was" of the one where it began, which may have come with another call.

@@ -221,11 +221,16 @@ class FastParameters(Remembers):
         if names != self._names:
             self._names, self._recent = names, deque(maxlen=_TOGETHER)
         if is_known:
-            least_P = _OF_TYPICAL**2 * float(np.nansum(before_P) / np.nansum(size_P)) * size_P
+            before, now = np.add.reduce(before_P), np.add.reduce(now_P)
+            typical_sq = before / np.add.reduce(size_P)
+            if np.isnan(before + now):  # some are not in both
+                both_P = before_P + now_P >= 0
+                before, now = before_P.sum(where=both_P), now_P.sum(where=both_P)
+                typical_sq = np.nansum(before_P) / np.nansum(size_P)
+            least_P = _OF_TYPICAL**2 * typical_sq * size_P
             ratio_P = np.ones(len(names) + 1)
             np.divide(np.maximum(now_P, least_P), np.maximum(before_P, least_P), ratio_P[:-1], where=known_P)
-            both_P = before_P + now_P >= 0
-            ratio_P[-1] = (now_P.sum(where=both_P) / before_P.sum(where=both_P)) ** 2  # all grow alike: half as much
+            ratio_P[-1] = (now / before) ** 2  # all grow alike: half as much
             self._recent.append(0.5 * np.log(ratio_P) / num_steps)
         self._step, before_P[:] = step, now_P
         return is_known

@@ -15,8 +15,8 @@ from .._analysis.depth import DepthTrend, depth_trends
 from .._analysis.formatting import listing, number, worst_first
 from .._analysis.layers import dead_units, modules_of, without_inputs
 from .._analysis.memory import Remembers, Streaks
-from .._measure.columns import FloatArray
-from ..snapshot import Snapshot, keys
+from .._measure.columns import Column, FloatArray
+from ..snapshot import LEAST_SUM_SQ, Overview, Snapshot, keys
 from ._base import Alert, check_limits, finding
 
 # S samples, P watched parameters, L modules
@@ -69,26 +69,32 @@ class VanishingGradient(Remembers):
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
         steep = depth_trends(snapshot, above=self.depth_factor)
-        for sample in np.flatnonzero(snapshot.total_grad_norm > 0).tolist():
-            small = self._is_small(float(snapshot.total_grad_norm[sample]))
+        for seen in snapshot.overview:
+            if not seen.norm > 0:
+                continue
+            sample, small = seen.place, self._is_small(seen.norm)
             trend = steep.get(sample)
             faded = trend is not None and trend.order >= self.min_order
             self._num_faded = self._num_faded + 1 if faded else 0
             size = float(np.linalg.norm(np.nan_to_num(snapshot.param_norm[sample]))) if small else 0.0
-            is_nothing = float(snapshot.total_grad_norm[sample]) < _NOTHING * size
+            is_nothing = seen.norm < _NOTHING * size
             if small and self._num_small >= (2 if is_nothing and math.isnan(self._last_large) else self.patience):
                 yield self._small_alert(snapshot, sample)
             elif trend is not None and self._num_faded >= self.patience:
                 yield self._faded_alert(snapshot, sample, trend)
-            elif (faint := self._faint_at(snapshot, sample)).size:
+            elif (faint := self._faint_at(snapshot, seen)).size:
                 yield self._faint_alert(snapshot, sample, faint)
-            self._num_coarse = self._num_coarse + 1 if _is_coarse(snapshot, sample) else 0
+            self._num_coarse = self._num_coarse + 1 if _is_coarse(snapshot, seen) else 0
             if self._num_coarse >= _CERTAIN:
                 yield self._coarse_alert(snapshot, sample)
 
-    def _faint_at(self, snapshot: Snapshot, sample: int) -> npt.NDArray[np.intp]:
+    def _faint_at(self, snapshot: Snapshot, seen: Overview) -> npt.NDArray[np.intp]:
         """Places of the parameters whose gradients have been next to nothing beside the others' for some samples."""
-        norm_P = snapshot.grad_norm[sample]
+        least, most = seen.least[Column.GRAD_SUM_SQ], seen.most[Column.GRAD_SUM_SQ]
+        if least > max(LEAST_SUM_SQ, _FAINT**2 * most):  # as nearly always: all are there, and none is faint
+            self._faint.end(snapshot.names, 1)
+            return np.zeros(0, dtype=np.intp)
+        norm_P = snapshot.grad_norm[seen.place]
         present_P = norm_P > 0
         faint_P = present_P & (norm_P < _FAINT * np.max(norm_P, initial=0.0, where=present_P))
         return np.flatnonzero(self._faint.last(snapshot.names, faint_P, _CERTAIN, present_P))
@@ -162,16 +168,17 @@ class VanishingGradient(Remembers):
         return finding(self.title, fact, layers, cause, remedy, step, "WARN")
 
 
-def _is_coarse(snapshot: Snapshot, sample: int) -> bool:
+def _is_coarse(snapshot: Snapshot, seen: Overview) -> bool:
     """Whether float16 has kept of most gradients' elements nothing but its smallest steps."""
-    scale = float(snapshot.loss_scale[sample])
-    largest_P = snapshot.grad_abs_max[sample] * (1.0 if math.isnan(scale) else scale)
+    scale, sample = float(snapshot.loss_scale[seen.place]), seen.place
+    scale = 1.0 if math.isnan(scale) else scale
+    if max(seen.least[Column.GRAD_MAX], -seen.most[Column.GRAD_MIN]) * scale >= _SMALLEST_NORMAL:
+        return False  # as nearly always: every parameter has an element that is above
+    largest_P = snapshot.grad_abs_max[sample] * scale
     size_P = np.where(largest_P > 0, snapshot.num_elements[sample], 0.0)
-    half, small_P = 0.5 * float(size_P.sum()), largest_P < _SMALLEST_NORMAL
-    if not float(size_P @ small_P) > half:  # as nearly always
-        return False
-    steps_P = snapshot.grad_abs_min_nonzero[sample] * (1.0 if math.isnan(scale) else scale) / _SMALLEST
-    return float(size_P @ (small_P & (steps_P >= 1) & (steps_P == np.round(steps_P)))) > half
+    steps_P = snapshot.grad_abs_min_nonzero[sample] * scale / _SMALLEST
+    is_coarse_P = (largest_P < _SMALLEST_NORMAL) & (steps_P >= 1) & (steps_P == np.round(steps_P))
+    return float(size_P @ is_coarse_P) > 0.5 * float(size_P.sum())
 
 
 @dataclass(kw_only=True)
@@ -196,9 +203,11 @@ class DeadGradient(Remembers):
 
     max_ratio: float = 0.5
     patience: int = 10
-    _recent: deque[FloatArray] = field(default_factory=deque, init=False, repr=False)  # shares of the last samples: [L]
+    _recent: deque[FloatArray] = field(
+        default_factory=deque, init=False, repr=False
+    )  # dead ratios of the last samples: [P]
     _largest: float = field(default=0.0, init=False)
-    _modules: tuple[str, ...] = field(default=(), init=False, repr=False)
+    _names: tuple[str, ...] = field(default=(), init=False, repr=False)
     _dead: Streaks = field(default_factory=Streaks, init=False, repr=False)  # modules without any gradient
     _empty: Streaks = field(default_factory=Streaks, init=False, repr=False)  # modules whose input is 0
 
@@ -208,38 +217,48 @@ class DeadGradient(Remembers):
         check_limits(self, max_ratio=(0.0, 1.0), patience=(1.0, math.inf))
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
-        modules, share_SL = dead_units(snapshot)
-        empty_SL = without_inputs(snapshot)
-        if modules != self._modules:
-            places = [self._modules.index(name) if name in self._modules else -1 for name in modules]
+        names = snapshot.names
+        if names is not self._names and names != self._names:
+            places = [self._names.index(name) if name in self._names else -1 for name in names]
             self._recent = deque(np.append(shares, np.nan)[places] for shares in self._recent)
-            self._modules = modules
-        for sample in np.flatnonzero(snapshot.total_grad_norm > 0).tolist():  # nothing at all is NoGradient's
-            self._largest = max(self._largest, float(snapshot.total_grad_norm[sample]))
-            if snapshot.total_grad_norm[sample] < _ARRIVED * self._largest:
+        self._names = names
+        modules = modules_of(names).names
+        for seen in snapshot.overview:
+            if not seen.norm > 0:  # nothing at all is NoGradient's
                 continue
-            share_L = share_SL[sample]
-            present_L = ~np.isnan(share_L)
-            self._recent.append(share_L)
+            self._largest = max(self._largest, seen.norm)
+            if seen.norm < _ARRIVED * self._largest:
+                continue
+            sample, dead_P = seen.place, snapshot.dead_ratio[seen.place]
+            self._recent.append(dead_P)
             if len(self._recent) > self.patience:
                 self._recent.popleft()
-            dead_L = self._have_died(snapshot, sample, modules, present_L) | self._are_the_same(snapshot, sample)
-            empty = self._empty.see(modules, empty_SL[sample], present_L)
+            if (
+                np.maximum.reduce(dead_P, initial=0.0) < self.max_ratio
+            ):  # as nearly always: nothing dead, nothing missing
+                self._dead.end(modules, 1)
+                self._empty.end(modules, 1)
+                continue
+            recent_NL = dead_units(names, np.stack(self._recent))
+            present_L, empty_now_L = ~np.isnan(recent_NL[-1]), without_inputs(names, dead_P)
+            dead_L = self._have_died(snapshot, sample, recent_NL[-1], present_L)
+            dead_L = dead_L | self._are_the_same(snapshot, sample, recent_NL)
+            empty = self._empty.see(modules, empty_now_L, present_L)
             if np.count_nonzero(dead_L):
-                yield self._alert(snapshot, sample, share_L, np.flatnonzero(dead_L)[::-1].tolist())
+                yield self._alert(snapshot, sample, recent_NL[-1], np.flatnonzero(dead_L)[::-1].tolist())
             elif empty is not None:
                 row_L, before_L, chance_L = empty
-                empty_L = empty_SL[sample] & (chance_L < _CHANCE) & (row_L >= 2) & (before_L >= self.patience)
+                empty_L = empty_now_L & (chance_L < _CHANCE) & (row_L >= 2) & (before_L >= self.patience)
                 if empty_L.any():
                     first = int(np.flatnonzero(empty_L)[0])
-                    yield self._empty_alert(int(snapshot.steps[sample]), modules, first, int(row_L[first]), present_L)
+                    yield self._empty_alert(seen.step, modules, first, int(row_L[first]), present_L)
 
     def _have_died(
-        self, snapshot: Snapshot, sample: int, modules: tuple[str, ...], present_L: npt.NDArray[np.bool_]
+        self, snapshot: Snapshot, sample: int, share_L: FloatArray, present_L: npt.NDArray[np.bool_]
     ) -> npt.NDArray[np.bool_]:
         """Layers without any gradient, for longer than chance has it."""
-        all_dead_L: npt.NDArray[np.bool_] = self._recent[-1] == 1.0
-        seen = self._dead.see(modules, all_dead_L, present_L)
+        all_dead_L: npt.NDArray[np.bool_] = share_L == 1.0
+        seen = self._dead.see(modules_of(snapshot.names).names, all_dead_L, present_L)
         if seen is None:
             return all_dead_L
         row_L, before_L, chance_L = seen
@@ -250,10 +269,10 @@ class DeadGradient(Remembers):
             suddenly_L &= ~(never_L & _is_held_up(snapshot, sample))
         return suddenly_L
 
-    def _are_the_same(self, snapshot: Snapshot, sample: int) -> npt.NDArray[np.bool_]:
+    def _are_the_same(self, snapshot: Snapshot, sample: int, recent: FloatArray) -> npt.NDArray[np.bool_]:
         """Layers with too many dead units in each of the last samples, so equally many that they must be the same."""
-        has_many_L: npt.NDArray[np.bool_] = self._recent[-1] >= self.max_ratio
-        if len(self._recent) < self.patience or not np.count_nonzero(has_many_L):
+        has_many_L: npt.NDArray[np.bool_] = recent[-1] >= self.max_ratio
+        if len(recent) < self.patience or not np.count_nonzero(has_many_L):
             return np.zeros_like(has_many_L)
         size_L = _num_units(snapshot, sample)
         # Four deviations of so many fair coins above their mean; of a layer of a few units all have to be dead.
@@ -261,10 +280,9 @@ class DeadGradient(Remembers):
             self.max_ratio + 4 * np.sqrt(self.max_ratio * (1 - self.max_ratio) / size_L), 1.0 - 1e-9
         )
         by_chance_L = np.maximum(by_chance_L, np.minimum(_MANY, 1.0 - 1.0 / size_L))
-        risen_L = self._recent[-1] - (self._recent[0] if len(self._recent) > 2 else 0.0) > _AT_ONCE
-        if not np.count_nonzero(has_many_L & ((self._recent[-1] >= by_chance_L) | risen_L)):
+        risen_L = recent[-1] - (recent[0] if len(recent) > 2 else 0.0) > _AT_ONCE
+        if not np.count_nonzero(has_many_L & ((recent[-1] >= by_chance_L) | risen_L)):
             return np.zeros_like(has_many_L)  # half of a narrow layer is often off
-        recent = np.stack(self._recent)
         waiting_L = (recent == 1.0).all(axis=0) & _is_held_up(snapshot, sample)
         newest, earlier = recent[-2:], recent[:-2]
         have_died_L = _alike(newest, size_L) & (newest.min(axis=0) >= self.max_ratio)

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from . import keys
 from ._groups import GroupBy, group_function
-from ._missing import last_present
+from ._missing import LEAST_SUM_SQ, last_present
+from ._overview import Overview
 from ._shapes import concatenate, select_samples
 from ._snapshot import Snapshot
 
 __all__ = [
+    "LEAST_SUM_SQ",
     "GroupBy",
+    "Overview",
     "Snapshot",
     "concatenate",
     "group_function",

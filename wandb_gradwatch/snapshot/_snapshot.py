@@ -212,7 +212,7 @@ class Snapshot:
         return self._share(Column.NUM_ZERO)
 
     def _share(self, column: Column) -> FloatArray:
-        if self.num_elements.min(initial=1) > 0 and not np.count_nonzero(self.has_nonfinite):
+        if all(sample.least[Column.NUM_ELEMENTS] > 0 and not sample.has_nonfinite for sample in self.overview):
             return self.column(column) / self.num_elements
         return np.where(self.num_finite == 0, np.nan, ratio(self.column(column), self.num_elements))
 
