@@ -96,13 +96,29 @@ class Growth:
     num_samples: int
 
 
-def steady_growth(log_norms_N: Sequence[float], *, factor: float) -> Growth | None:
+def evenly_apart(steps: Sequence[int]) -> list[int]:
+    """The places of samples that are at least half as far apart as the last two are, with the last one.
+
+    Ten steps in a row, of which the next sample is a hundred steps away, are one observation at that distance.
+    """
+    if len(steps) < 2:
+        return list(range(len(steps)))
+    kept = [len(steps) - 1]
+    least = (steps[-1] - steps[-2]) / 2
+    for place in range(len(steps) - 2, -1, -1):
+        if steps[kept[-1]] - steps[place] >= least:
+            kept.append(place)
+    return kept[::-1]
+
+
+def steady_growth(log_norms_N: Sequence[float], *, factor: float, every: int = 1) -> Growth | None:
     """The shortest steady rise up to now, by at least `factor` above all before it; None where there is none.
 
     Steady: a straight line through the log norms of some recent stretch rises that far, and so surely that scatter
     alone would need a t-value of 8 (a shorter stretch: more). Scatter, one spike and a jump to a new level are not. A
-    rise that takes more than 40 samples has to be 5 times as large: so slowly a norm also leaves a plateau of the loss.
-    What was there before the stretch counts: from a plateau back to where it began is no growth.
+    rise that takes more than 40 steps has to be 5 times as large: so slowly a norm also leaves a plateau of the loss.
+    What was there before the stretch counts: from a plateau back to where it began is no growth. `every`: steps from
+    one sample to the next.
     """
     if len(log_norms_N) < _GROWTH_LENGTHS[0] or log_norms_N[-1] - min(log_norms_N) < math.log(factor):
         return None
@@ -117,7 +133,7 @@ def steady_growth(log_norms_N: Sequence[float], *, factor: float) -> Growth | No
         scatter = math.sqrt(float(np.sum((y - y.mean() - slope * x) ** 2)) / (length - 2) / float(x @ x))
         needed = student_factor(4.0, length - 1)  # degrees of freedom: length - 2
         steady = slope > max(needed, 8.0) * scatter and float(np.max(np.diff(y))) < rise / 2  # else it is a jump
-        needed_factor = factor if length <= _QUICK else factor * _SLOW_FACTOR
+        needed_factor = factor if length * every <= _QUICK else factor * _SLOW_FACTOR
         largest_before = float(past[:-length].max(initial=-math.inf))
         if steady and min(rise, y[-1] - largest_before) >= math.log(needed_factor):
             return Growth(factor=_exp(rise), num_samples=length)

@@ -9,6 +9,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from .._analysis.baseline import evenly_apart
 from .._analysis.formatting import CAUSE_PREFIX, FOUND_PREFIX
 from .._measure.columns import FloatArray
 from ..rules import NONFINITE_TITLES, Alert
@@ -85,7 +86,8 @@ def with_diagnosis(alert: Alert, history: Snapshot | None, *, earlier: Sequence[
 
 def _diagnosed(alert: Alert, history: Snapshot, context: Mapping[str, Any]) -> Alert:
     until = _until(history, max(alert.step, alert.seen if isinstance(alert, Finding) else 0))
-    recent = select_samples(until, _of_one_kind(until.present)[-_EPISODE:].tolist())
+    alike = _of_one_kind(until.present)
+    recent = select_samples(until, alike[evenly_apart(until.steps[alike].tolist())][-_EPISODE:].tolist())
     lines = []
     if len(until) and until.steps[-1] == alert.step and until.guarded[-1]:
         lines.append(_WITHHELD)

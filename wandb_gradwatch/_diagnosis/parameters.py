@@ -43,13 +43,17 @@ class Parameters:
 
     @cached_property
     def changes(self) -> tuple[FloatArray, npt.NDArray[np.int64]]:
-        """|relative change| of the parameters' total norm by each update, and the samples of these updates."""
+        """|relative change| of the parameters' total norm by each update, and the samples of these updates.
+
+        Where samples are some steps apart: of the updates between them, on average.
+        """
         sum_sq_SP = self._history.column(Column.PARAM_SUM_SQ)
         broken_S = np.nansum(self._history.column(Column.PARAM_NUM_NONFINITE), axis=1) > 0
         together_P = ~np.any(np.isnan(sum_sq_SP), axis=0)  # one set of parameters, or the norm changes with the set
         total_S = np.sum(sum_sq_SP[:, together_P], axis=1)
         known = np.flatnonzero((total_S > 0) & np.isfinite(total_S) & ~broken_S)
-        return np.abs(np.expm1(np.clip(np.diff(0.5 * np.log(total_S[known])), -700, 700))), known[:-1]
+        of_update_N = np.diff(0.5 * np.log(total_S[known])) / np.diff(self._history.steps[known])
+        return np.abs(np.expm1(np.clip(of_update_N, -700, 700))), known[:-1]
 
     @cached_property
     def movement(self) -> tuple[float, int] | None:

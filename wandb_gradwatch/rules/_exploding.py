@@ -11,7 +11,7 @@ from typing import ClassVar, Final
 
 import numpy as np
 
-from .._analysis.baseline import steady_growth
+from .._analysis.baseline import evenly_apart, steady_growth
 from .._analysis.formatting import clip_advice, listing, number, worst_first
 from .._analysis.memory import PerKind, PerName, Remembers
 from .._analysis.movement import Movement
@@ -95,6 +95,7 @@ class _Past(Remembers):
 
     def __init__(self) -> None:
         self.norms: list[float] = []
+        self.steps: list[int] = []  # theirs
         self.record = -math.inf  # the largest that the run has survived, fading
         self.beginning = -math.inf  # the largest of the first ones, where those are no measure of what is usual
         self.num_survived = 0
@@ -104,16 +105,19 @@ class _Past(Remembers):
         self.largest_above = -math.inf  # of these
         self.movement = Movement()
 
-    def see(self, log_norm: float) -> None:
-        """The newest norm, before it is judged."""
+    def see(self, log_norm: float, step: int) -> int:
+        """The newest norm, before it is judged; returns how many steps it is from the one before."""
+        gap = step - self.steps[-1] if self.steps else 1
         self.norms = [*self.norms[-(_WINDOW - 1) :], log_norm]
+        self.steps = [*self.steps[-(_WINDOW - 1) :], step]
+        return gap
 
     def survive(self, log_norm: float) -> None:
         """It was no explosion."""
         self.num_survived += 1
         # The first steps of a run are often 100 times as large as all later ones, and would hide the next explosion.
         if self.num_survived == 2 * _FIRST and max(self.norms[:-_FIRST], default=math.inf) > max(self.norms[-_FIRST:]):
-            self.beginning, self.norms = max(self.norms), self.norms[-_FIRST:]
+            self.beginning, self.norms, self.steps = max(self.norms), self.norms[-_FIRST:], self.steps[-_FIRST:]
             self.record = max(self.norms)
         self.record = max(self.record - math.log(2) / _HALVED_AFTER, log_norm)
 
@@ -145,7 +149,8 @@ class ExplodingGradient(Remembers):
             small batches and in reinforcement learning, both limits are further away.
         deviations: of the log norm's scatter: by so many the limit is above the median, and by a quarter of them above
             what has been survived.
-        first_factor: in the first 5 samples one below this multiple of the largest so far.
+        first_factor: in the first 5 samples one below this multiple of the largest so far, times the square root of the
+            steps between two samples. Samples that are less than half as far apart as the last two count as one.
         growth: too much as a steady rise over 5 to 64 samples; None switches this measure off.
         adapt_after: so many samples in a row above the limit are the usual level.
     """
@@ -180,25 +185,33 @@ class ExplodingGradient(Remembers):
             elif not sample.has_nonfinite:
                 self._learn_layers(snapshot.names, snapshot.grad_norm[sample.place])
 
-    def _log_limit(self, past: _Past, log_norm: float) -> float:
-        """Above which a norm is too large; for one that is below anyhow, a lower number will do."""
+    def _log_limit(self, past: _Past, norms: list[float], gap: int, moved: bool) -> float:
+        """Above which the newest of these norms is too large; for one that is below anyhow, a lower number will do.
+
+        Args:
+            past: what it is compared with; norms: of these the ones that are as far apart as the newest is from the
+                last, and itself.
+            gap: so many steps; moved: whether the last updates have moved the parameters far.
+        """
         if self.record_factor is None or not past.num_survived:
             return math.inf
-        if past.num_survived < _FIRST:
-            return past.record + math.log(self.first_factor)
+        # What ten steps in a row have shown says little of the hundredth after them.
+        if min(past.num_survived, len(norms) - 1) < _FIRST:
+            return past.record + math.log(self.first_factor) + (0.0 if moved else 0.5 * math.log(gap))
         survived = past.record + math.log(self.record_factor)
-        if log_norm <= survived:  # as nearly always: a median takes longer than all else here
+        if norms[-1] <= survived:  # as nearly always: a median takes longer than all else here
             return survived
-        far = self.deviations * _scatter(past.norms)
-        usual = statistics.median(past.norms) + max(math.log(self.min_factor), far)
+        far = self.deviations * _scatter(norms[:-1])
+        usual = statistics.median(norms[:-1]) + max(math.log(self.min_factor), far)
         return max(survived, past.record + _OF_RECORD * far, usual)
 
     def _judge(self, sample: Overview, past: _Past, moved: bool) -> _Found | None:
         """What is wrong with the total norm, or None; the past learns of it."""
         norm, step = sample.norm, sample.step
         before = past.norms[-1] if past.norms else math.inf
-        limit = self._log_limit(past, _log(norm))
-        past.see(_log(norm))
+        gap = past.see(_log(norm), step)
+        norms = past.norms if gap == 1 else [past.norms[place] for place in evenly_apart(past.steps)]
+        limit = self._log_limit(past, norms, gap, moved)
         if self.threshold is not None and norm > self.threshold:
             words = f"the gradient norm is {number(norm)}, above the threshold {number(self.threshold)}"
             spike = _log(norm) > past.record + math.log(_AT_ONCE) and past.num_survived >= _FIRST and not moved
@@ -208,7 +221,7 @@ class ExplodingGradient(Remembers):
         # A rise back to where the run began, as at the edge of stability, is over soon unless it moves the parameters.
         beyond = moved or _log(norm) > past.beginning + math.log(self.min_factor)
         needed = 0.0 if self.growth is None else self.growth * (1.0 if moved else _UNMOVED_GROWTH)
-        if needed and beyond and (rise := steady_growth(past.norms, factor=needed)) is not None:
+        if needed and beyond and (rise := steady_growth(norms, factor=needed, every=gap)) is not None:
             words = (
                 f"the gradient norm is {number(norm)} and has grown {number(rise.factor)} times over the last "
                 f"{rise.num_samples} samples, step by step, above all before them (threshold {number(needed)} times)"

@@ -1,0 +1,104 @@
+"""What is judged is compared with samples that are as far apart: ten steps in a row say little of the hundredth after.
+
+The default cadence measures the first ten steps, and then what a budget allows, for a tiny model every hundredth.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from grad_samples import of_norms, sample_of, together
+from torch import nn
+
+import wandb_gradwatch
+from wandb_gradwatch import MemorySink
+from wandb_gradwatch._analysis.baseline import evenly_apart, steady_growth
+from wandb_gradwatch._diagnosis import with_diagnosis
+from wandb_gradwatch.rules import ExplodingGradient
+from wandb_gradwatch.snapshot import Snapshot, keys
+
+FIRST = list(range(1, 11))
+
+
+def at(steps: list[int], norms: list[float]) -> Snapshot:
+    return replace(of_norms(norms), steps=np.array(steps))
+
+
+@pytest.mark.parametrize(
+    ("steps", "kept"),
+    [
+        ([], []),
+        ([7], [7]),
+        (FIRST, FIRST),
+        ([*FIRST, 110], [10, 110]),  # 50 apart at least, as half of 110 - 10 is
+        ([*FIRST, 110, 210, 310], [10, 110, 210, 310]),
+        ([*FIRST, 110, 150, 210], [10, 110, 150, 210]),  # 30 apart
+        ([100, 200, 201, 202, 203], [100, 200, 201, 202, 203]),  # a burst is compared with all there is
+        ([100, 200, 201, 202, 302], [100, 202, 302]),  # and is one sample for what comes after it
+    ],
+)
+def test_samples_that_are_half_as_far_apart_as_the_last_two_are_the_measure(steps: list[int], kept: list[int]) -> None:
+    assert [steps[place] for place in evenly_apart(steps)] == kept
+
+
+@pytest.mark.parametrize(("gap", "factor", "told"), [(1, 18, 1), (100, 18, 0), (100, 180, 0), (100, 220, 1)])
+def test_what_ten_steps_in_a_row_have_shown_is_no_limit_for_the_hundredth_after_them(
+    gap: int, factor: float, told: int
+) -> None:
+    """Norms often grow tenfold in the first hundred steps. At that distance the limit is 20 * sqrt(100) times."""
+    later = [10 + gap * number for number in (1, 2, 3)]
+    alerts = list(ExplodingGradient().check(at([*FIRST, *later], [1.0] * 10 + [factor] * 3)))
+    assert bool(alerts) == told
+
+
+def test_after_five_samples_at_its_own_distance_a_spike_is_told_as_in_any_run() -> None:
+    steps = [*FIRST, *range(110, 1010, 100)]
+    norms = [1.0] * 10 + [5.0] * 7 + [60.0] * 2  # 12 times the record, twice
+    assert [alert.step for alert in ExplodingGradient().check(at(steps, norms))] == [810]
+
+
+@pytest.mark.parametrize(("every", "is_rise"), [(1, True), (20, False)])
+def test_a_rise_over_hundreds_of_steps_is_a_slow_one_however_few_samples_show_it(every: int, is_rise: bool) -> None:
+    """30 times in 7 samples: too much in as many steps, and less than the 5 * 20 times that 120 steps need."""
+    norms = np.log([1.0] * 5 + [30 ** (number / 6) for number in range(7)])
+    assert (steady_growth(norms.tolist(), factor=20.0, every=every) is not None) is is_rise
+
+
+def test_parameters_that_moved_a_fifth_in_a_hundred_steps_were_not_written_at_once() -> None:
+    """0.2 in 100 updates is 0.2 % each, as the first updates, and no lost state of an optimizer."""
+    steps = [*range(1, 11), 110, 210]
+    sizes = [1.0 + 0.001 * step if step <= 10 else 1.2 + 0.001 * step for step in steps]
+    norms = [1.0] * 10 + [300.0] * 2
+    history = together(
+        [
+            sample_of({"a": [norm]}, step=step, parameters={"a": np.array([size])})
+            for step, norm, size in zip(steps, norms, sizes, strict=True)
+        ]
+    )
+    history = replace(history, metrics={keys.LEARNING_RATE: np.full(len(steps), 0.1)})
+    found = list(ExplodingGradient().check(history))
+    assert found
+    assert "lost" not in with_diagnosis(found[0], history).text
+
+
+@pytest.mark.parametrize("gap", [50, 100])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_deep_mlp_whose_gradient_grows_as_it_learns_is_silent(seed: int, gap: int) -> None:
+    """Its norm is 0.06 in the first ten steps, and 1 a hundred steps later."""
+    torch.manual_seed(seed)
+    sizes = [16, *[60] * 8, 8]
+    layers = [layer for pair in itertools.pairwise(sizes) for layer in (nn.Linear(*pair), nn.ReLU())][:-1]
+    model = nn.Sequential(*layers)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    inputs, targets = torch.randn(64, 16), torch.randn(64, 8)
+    memory = MemorySink()
+    with wandb_gradwatch.watch(model, sinks=[memory], sample_every=lambda step: 1 if step <= 10 else gap):
+        for _ in range(410):
+            optimizer.zero_grad()
+            (model(inputs) - targets).square().mean().backward()
+            optimizer.step()
+    assert [alert.title for alert in memory.alerts if alert.level != "INFO"] == []
