@@ -13,7 +13,7 @@ from benchmarks.zoo import cases, detectors, pictures, table
 from benchmarks.zoo.cases import CASES, Case, chosen
 from benchmarks.zoo.causes import VOCABULARY, read_causes
 from benchmarks.zoo.record import Recording, Told, record, replay
-from benchmarks.zoo.score import add_up, judge_cause, names_layer, score, seen_by_others
+from benchmarks.zoo.score import add_up, failures, judge_cause, names_layer, score, seen_by_others
 from wandb_gradwatch import Alert
 
 CASE = CASES["biases of -20 in a hidden layer | MLP, SGD with momentum"]  # layer 2, dead units, from step 1
@@ -111,7 +111,14 @@ def test_the_halves_share_no_training_and_a_third_of_the_families_is_kept_out() 
     assert 3 * len(cases.KEPT_OUT_FAULTS) >= len(faults)
     assert not any(case.kept_out for case, _ in chosen("tune"))
     assert not any("locked" in case.family for case, _ in chosen("tune"))
-    assert {family for family in healthy | faults if "locked" in family} == {"locked trainings", "locked faults"}
+    assert {family for family in healthy | faults if "locked" in family} == cases.LOCKED
+
+
+def test_what_goes_wrong_is_listed_except_in_the_locked_families() -> None:
+    wrong = [score(case, recording(case, (1, "early") if case.fault is None else (400, ""))) for case in CASES.values()]
+    listed = "\n".join(failures(wrong))
+    assert all(f" {family}: " in listed for family in {one.family for one in wrong} - cases.LOCKED)
+    assert "locked" not in listed
 
 
 @pytest.mark.parametrize("detector", detectors.DETECTORS.values())

@@ -14,7 +14,7 @@ import re
 import sys
 import time
 
-from .cases import CASES, chosen
+from .cases import CASES, LOCKED, chosen
 from .record import Recording, recordings
 from .score import add_up, failures, score, seen_by_others
 from .table import keep, result_of, write_pages
@@ -59,7 +59,7 @@ def main() -> None:
         for number, recording in enumerate(found, 1):
             scores.append(score(CASES[recording.case], recording))
             others.append((scores[-1], seen_by_others(CASES[recording.case], recording)))
-            if arguments.texts:
+            if arguments.texts and scores[-1].family not in LOCKED:
                 print(_texts(recording))
             if number % 20 == 0:
                 print(

@@ -16,7 +16,8 @@ from .healthy_supervised import SUPERVISED
 from .loop import Loop
 from .unseen import UNSEEN, UNSEEN_FAULTS
 
-# Each first one of a pair is opened after its first run, to learn from; nobody ever looks at the others, they are locked.
+# Each first one of a pair is opened after its first run, to learn from. Of the others, only totals are ever shown.
+LOCKED: Final = frozenset({"locked trainings", "locked faults"})
 _ANOTHER: Final = {"another trainings": half(0), "locked trainings": half(1)}
 _ANOTHER_FAULTS: Final = [*faults("another faults", 0), *faults("locked faults", 1)]
 
@@ -29,8 +30,14 @@ KEPT_OUT_HEALTHY: Final = frozenset(
 )
 KEPT_OUT_FAULTS: Final = frozenset(
     {
-        *("depth", "labels", "numerics of the loss", "schedules", "attention", "batch norm"),
-        *("unseen faults", "locked faults"),
+        "depth",
+        "labels",
+        "numerics of the loss",
+        "schedules",
+        "attention",
+        "batch norm",
+        "unseen faults",
+        "locked faults",
     }
 )
 TUNING_SEEDS: Final = (0,)
