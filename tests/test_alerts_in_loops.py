@@ -119,6 +119,21 @@ def test_the_optimizer_of_a_model_that_was_rebuilt_is_told_at_step_1() -> None:
     assert run(model, lambda number: train(model, optimizer, number)) == [("Optimizer without the model", 1)]
 
 
+@pytest.mark.parametrize("is_told", [True, False])
+def test_an_optimizer_that_a_checkpoint_leaves_without_the_model_is_told_at_the_next_step(is_told: bool) -> None:
+    model = net()
+    optimizer = [SGD(model.parameters(), lr=0.01)]
+
+    def resumed(number: int) -> None:
+        if number == 8:  # with other tensors, of which the optimizer knows nothing
+            model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+            if not is_told:
+                optimizer[0] = SGD(model.parameters(), lr=0.01)
+        train(model, optimizer[0], number)
+
+    assert run(model, resumed) == ([("Optimizer without the model", 9)] if is_told else [])
+
+
 @pytest.mark.parametrize("make", [SGD, torch.optim.Adam])
 def test_a_forgotten_zero_grad_is_told_at_step_2(make: Callable[..., torch.optim.Optimizer]) -> None:
     model = net()

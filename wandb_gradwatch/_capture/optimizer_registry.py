@@ -197,6 +197,8 @@ class OptimizerRegistry:
             of_others = {slot for slot, owner in self._clock.owner.items() if owner != key}
             slots |= set(range(len(self._registry.names))) - of_others
         if not slots:
+            if key != _NOTHING_WATCHED:  # the model has other tensors now
+                self._gone(key, optimizer)
             key = _NOTHING_WATCHED
         elif key == _NOTHING_WATCHED:
             key = self._num_keys = self._num_keys + 1

@@ -208,11 +208,13 @@ class Sampler(StepListener, ScaleListener):
         return any(found)
 
     def _learn(self, optimizer: Optimizer, found: list[bool]) -> None:
+        knew_any = self.parts.optimizers.knows_any
         follows = self.parts.optimizers.learn(optimizer)
-        if follows:
+        has_lost_all = knew_any and not self.parts.optimizers.knows_any
+        if follows or has_lost_all:
             self._resting.end(before_step_of=optimizer)
             self.parts.hook_sync.scan()
-        elif self._by_hand.possible and self._clock.marked:
+        if has_lost_all or (not follows and self._by_hand.possible and self._clock.marked):
             self.parts.wiring.stepped_without_the_model(optimizer, self._clock.open_step)
         found.append(follows)
 
