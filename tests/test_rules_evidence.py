@@ -65,17 +65,21 @@ def test_norms_that_scatter_have_a_limit_of_their_own(scatter: float, is_told: b
 # ---- clipping
 
 
-def clipped(factors: list[float]) -> Snapshot:
-    """Samples of which clipping has left this part of the norm."""
-    samples = of_norms([1.0] * len(factors))
+def clipped(factors: list[float], norm: float = 1.0) -> Snapshot:
+    """Samples of which clipping has left this part of the norm, which is 1 in the first one."""
+    norms = np.array([1.0] + [norm] * (len(factors) - 1))
+    samples = of_norms(norms)
     rows = samples.rows.copy()
-    rows[:, 0, Column.RECEIVED_SUM_SQ] = np.square(1 / np.array(factors))
+    rows[:, 0, Column.RECEIVED_SUM_SQ] = np.square(norms / np.array(factors))
     return Snapshot(samples.steps, samples.names, rows)
 
 
 def test_too_tight_a_clip_is_certain_at_once_only_where_nothing_can_have_exploded_before() -> None:
     assert steps(TightClipping(), clipped([5000.0] * 4)) == [3, 4]
-    assert steps(TightClipping(), clipped([2.0, *[5000.0] * 20])) == [21]  # else it may be an explosion that is held
+    assert steps(TightClipping(), clipped([2.0, *[5000.0] * 3])) == [4]  # the norms are those of before
+    assert steps(TightClipping(), clipped([2.0, *[5000.0] * 20], norm=9.0)) == [
+        21
+    ]  # it may be an explosion that is held
 
 
 # ---- gradients that do not arrive
@@ -92,6 +96,13 @@ def test_too_tight_a_clip_is_certain_at_once_only_where_nothing_can_have_explode
 def test_a_way_back_that_is_cut_is_told_after_ten_samples(missing: str, told: list[int]) -> None:
     samples = [sample_of({n: None if n in missing else [1.0] for n in "abcd"}, step=s) for s in range(1, 13)]
     assert steps(NoGradient(), together(samples)) == told
+
+
+@pytest.mark.parametrize("loss", [0.7, 0.0])
+def test_no_gradient_at_all_is_told_at_the_third_sample(loss: float) -> None:
+    """As of a loss that was made of a number: there is nothing that a backward has reached."""
+    samples = [sample_of({n: None for n in "ab"}, step=s) for s in range(1, 5)]
+    assert steps(NoGradient(), measured(together(samples), loss=[loss] * 4)) == [3, 4]
 
 
 def test_samples_in_which_a_parameter_was_frozen_are_no_missing_gradients() -> None:
@@ -259,7 +270,11 @@ def test_what_reads_no_learning_rate_waits_longer_for_parameters_that_do_not_cha
     still = together([sample_of({"a": [1.0]}, step=s, parameters={"a": np.array([3.0])}) for s in range(1, 103)])
     assert steps(UnchangedParameters(), still)[0] == 21
     assert steps(UnchangedParameters(), measured(still, learning_rate=[0.0] * 102))[0] == 26
-    assert steps(UnchangedParameters(), measured(still, learning_rate=[0.1] * 102))[0] == 101
+    assert steps(UnchangedParameters(), measured(still, learning_rate=[0.1] * 102))[0] == 11
+    warmed_up = measured(
+        still, learning_rate=[0.0] * 20 + [0.1] * 82
+    )  # what the first rate above 0 does, is seen after it
+    assert steps(UnchangedParameters(), warmed_up)[0] == 30
 
 
 # ---- what passes by itself
@@ -344,10 +359,11 @@ def test_a_loss_that_is_told_at_its_first_sample_is_not_falling_yet(level: float
 
 
 def test_what_no_optimizer_holds_was_told_as_such_in_a_sample_that_had_all_gradients() -> None:
-    # 21 samples of everything, in one of which the fact is found, and then what nobody resets gets no gradient.
+    # 21 samples of everything, in one of which the fact is found, and then what nobody resets gets no gradient: of what
+    # has an optimizer it is told at the fifth, 23^-5 < 1e-6.
     samples = [sample_of({"a": [1.0], "b": [1.0] if s <= 21 else None}, step=s) for s in range(1, 41)]
     found = replace(samples[5], metrics={keys.WIRING_UNOWNED + "b": np.ones(1)})
-    for told, sixth in (([], found), (list(range(31, 41)), samples[5])):
+    for told, sixth in (([], found), (list(range(26, 41)), samples[5])):
         check = NoGradient()
         alerts = [alert for sample in [*samples[:5], sixth, *samples[6:]] for alert in check.check(sample)]
         assert [alert.step for alert in alerts] == told
@@ -541,10 +557,20 @@ def test_zeros_over_zeros_speak_for_an_eps_of_0_and_one_broken_element_does_not(
         assert ("either NaN made by the optimizer's update" in text) != is_alone
 
 
-@pytest.mark.parametrize(("loss", "told"), [(0.0, [100]), (0.7, list(range(10, 101)))])
+@pytest.mark.parametrize(("loss", "told"), [(0.0, [100]), (0.7, list(range(3, 101)))])
 def test_gradients_of_0_of_a_loss_that_is_0_are_its_own(loss: float, told: list[int]) -> None:
     zeros = together([sample_of({"a.weight": [0.0]}, step=s) for s in range(1, 101)])
     assert steps(NoGradient(), measured(zeros, loss=[loss] * 100)) == told
+
+
+def test_a_bias_without_a_weight_beside_it_is_no_layer_that_dies() -> None:
+    """Of a hinge loss on fakes and on what is real, +1 and -1 cancel; the weight is in a parametrization."""
+    names = ("0.parametrizations.weight.original", "0.bias", "2.parametrizations.weight.original", "2.bias")
+    samples = [
+        sample_of({n: np.full(9, 0.0 if n == "2.bias" and s % 9 > 2 else 1.0) for n in names}, step=s)
+        for s in range(1, 30)
+    ]
+    assert steps(DeadGradient(), together(samples)) == []
 
 
 @pytest.mark.parametrize(("after", "told"), [("b", [13]), ("", [])])

@@ -26,7 +26,7 @@ class ModuleKinds:
         names: [L] in the order in which they first appear.
         of_parameter: [P] the module's place of each parameter.
         is_bias: [P] True for a bias.
-        has_bias: [L] True where one of the module's parameters is a bias.
+        has_bias, has_weight: [L] True where one of the module's parameters is a bias, or where one is none.
         order: [P] parameters sorted by their module; a slice of all where they are already, which copies nothing.
         starts: [L] where each module begins in that order.
     """
@@ -35,6 +35,7 @@ class ModuleKinds:
     of_parameter: npt.NDArray[np.intp]
     is_bias: npt.NDArray[np.bool_]
     has_bias: npt.NDArray[np.bool_]
+    has_weight: npt.NDArray[np.bool_]
     order: npt.NDArray[np.intp] | slice
     starts: npt.NDArray[np.intp]
 
@@ -47,11 +48,13 @@ def modules_of(names: tuple[str, ...]) -> ModuleKinds:
     of_P = np.array([places.setdefault(module_of(name), len(places)) for name in names], dtype=np.intp)
     has_bias_L = np.zeros(len(places), dtype=bool)
     is_bias_P = np.array(["bias" in name.rpartition(".")[2] for name in names], dtype=bool)
-    has_bias_L[of_P[is_bias_P]] = True
+    has_weight_L = np.zeros(len(places), dtype=bool)
+    has_bias_L[of_P[is_bias_P]], has_weight_L[of_P[~is_bias_P]] = True, True
     order_P = np.argsort(of_P, kind="stable")
     starts_L = np.searchsorted(of_P[order_P], np.arange(len(places)))
     is_sorted = bool((np.diff(order_P) == 1).all())
-    return ModuleKinds(tuple(places), of_P, is_bias_P, has_bias_L, slice(None) if is_sorted else order_P, starts_L)
+    order = slice(None) if is_sorted else order_P
+    return ModuleKinds(tuple(places), of_P, is_bias_P, has_bias_L, has_weight_L, order, starts_L)
 
 
 def module_norms(snapshot: Snapshot) -> tuple[tuple[str, ...], FloatArray]:
@@ -69,14 +72,16 @@ def dead_units(names: tuple[str, ...], dead_SP: FloatArray) -> FloatArray:
 
     A dead unit's weights and bias are dead alike, so the least dead of a module's parameters bounds its share. Other
     zeros are innocent: rows of an embedding that no token uses, columns of inputs that are always 0, a bias that a
-    batch norm cancels. A module without a bias could be an embedding, and counts only if all of it is dead.
+    batch norm cancels. A module without a bias could be an embedding, and counts only if all of it is dead; one of
+    nothing but a bias (its weight may be in a parametrization) says nothing: terms of a loss may cancel there.
 
     Args:
         dead_SP: each parameter's share of dead elements.
     """
     modules = modules_of(names)
     least_SL = np.fmin.reduceat(dead_SP[:, modules.order], modules.starts, axis=1)
-    return np.where(modules.has_bias | np.isnan(least_SL), least_SL, least_SL == 1.0)
+    share_SL = np.where(modules.has_bias | np.isnan(least_SL), least_SL, least_SL == 1.0)
+    return np.where(modules.has_weight, share_SL, np.fmin(share_SL, 0.0))
 
 
 def without_inputs(names: tuple[str, ...], dead_P: FloatArray) -> npt.NDArray[np.bool_]:

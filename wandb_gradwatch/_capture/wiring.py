@@ -193,8 +193,7 @@ class Wiring:
             )
 
     def stepped_without_the_model(self, optimizer: Optimizer, step: int) -> None:
-        """The first optimizer to step, or the last one that was known, holds nothing that is watched, though a backward has
-        reached some of that.
+        """The first optimizer to step, or the last one known, holds nothing that is watched, which a backward reaches.
 
         It may be another model's, perhaps in another thread: then this one's own steps before its next backward.
         """

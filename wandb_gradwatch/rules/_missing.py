@@ -43,13 +43,17 @@ class NoGradient(Remembers):
 
     Args:
         patience: samples in a row in which a watched parameter had no gradient.
-        lost_patience: the same for one that had a gradient in nearly all samples before, at least 20; and for all
-            trainable ones from the input up to one, where none has had any and all others have one.
-        zero_patience: samples in a row in which all gradients were exactly 0; `patience` where the loss is 0 too.
+        lost_patience: the same for one that had a gradient in so many samples before that a pause is next to
+            impossible, and for all of them together.
+        cut_patience: the same for all trainable ones from the input up to one, where none has had any and all others
+            have one: a critic may be updated several times before its generator is.
+        zero_patience: samples in a row in which all gradients were exactly 0: `lost_patience` where the loss is known
+            and not 0, `patience` where it is 0.
     """
 
     patience: int = 100
-    lost_patience: int = 10
+    lost_patience: int = 3
+    cut_patience: int = 10
     zero_patience: int = 10
     _missing: Streaks = field(default_factory=Streaks, init=False, repr=False)
     _num_zero: int = field(default=0, init=False)
@@ -60,7 +64,7 @@ class NoGradient(Remembers):
 
     def __post_init__(self) -> None:
         from_1 = (1.0, math.inf)
-        check_limits(self, patience=from_1, lost_patience=from_1, zero_patience=from_1)
+        check_limits(self, patience=from_1, lost_patience=from_1, cut_patience=from_1, zero_patience=from_1)
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
         unowned = [key for key in snapshot.metrics if key.startswith(keys.WIRING_UNOWNED)]
@@ -83,12 +87,14 @@ class NoGradient(Remembers):
                 row_P, before_P, chance_P = seen
                 late_P = row_P >= self.patience
                 late_P |= (row_P >= self.lost_patience) & (before_P >= _MIN_BEFORE) & (chance_P < _LOST_CHANCE)
-                late_P |= _cut_off((row_P >= self.lost_patience) & (before_P == 0), missing_P, wanted_P)
+                late_P |= _cut_off((row_P >= self.cut_patience) & (before_P == 0), missing_P, wanted_P)
+                late_P |= (row_P[wanted_P] >= self.lost_patience).all()
             all_zero = snapshot.total_grad_norm[sample] == 0 and not np.any(snapshot.num_nonfinite[sample] > 0)
             self._is_often_zero |= self._num_zero > 0 and not all_zero
             self._num_zero = self._num_zero + 1 if all_zero else 0
             # Rewards that are rare, and a hinge that is satisfied: what is 0 has no gradient.
-            patience = self.patience if loss_S[sample] == 0 else self.zero_patience
+            loss = loss_S[sample]
+            patience = self.zero_patience if np.isnan(loss) else self.lost_patience if loss else self.patience
             if self._num_zero >= patience and not self._is_often_zero:
                 yield self._zero_alert(int(snapshot.steps[sample]), patience)
             elif (late := np.flatnonzero(late_P & wanted_P)).size:
@@ -97,10 +103,10 @@ class NoGradient(Remembers):
     def _zero_alert(self, step: int, patience: int) -> Alert:
         fact = f"Step {step}: all gradients have been exactly 0 for {self._num_zero} samples (threshold {patience})."
         cause = (
-            "not clear: either a constant loss, one times 0 or one that is saturated, or gradients zeroed between "
-            "backward() and step(); whether the loss changes tells them apart"
+            "not clear: either dead units before the loss (an output that is clamped, masked or multiplied by 0), or a "
+            "loss that is saturated or constant; whether the outputs change with the inputs tells them apart"
         )
-        remedy = "check the loss; call zero_grad() before backward(), not after it; in float16 use a GradScaler"
+        remedy = "look at what the last layer's output goes through, and at the loss; in float16 use a GradScaler"
         return finding(self.title, fact, "", cause, remedy, step, "WARN")
 
     def _missing_alert(

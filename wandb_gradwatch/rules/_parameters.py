@@ -311,14 +311,16 @@ class TightClipping(Remembers):
     Args:
         max_factor: the norm before clipping over the one after. Healthy: at most 99, faults from 2,300.
         patience: samples in a row; before them an explosion that the clipping holds looks the same.
-        first_patience: the same from the run's first sample on, before which nothing can have exploded.
+        first_patience: the same where nothing has exploded: from the run's first sample on, and of norms that are no
+            larger than those before.
     """
 
     max_factor: float = 1000.0
     patience: int = 20
     first_patience: int = 3
     _num_tight: int = field(default=0, init=False)
-    _began_tight: bool = field(default=True, init=False)
+    _num_certain: int = field(default=0, init=False)  # in a row, of these
+    _largest: float = field(default=0.0, init=False)  # norm before a clipping that was not too tight
 
     title: ClassVar[str] = "Clipping too tight"
 
@@ -332,8 +334,12 @@ class TightClipping(Remembers):
                 continue
             factor = sample.norm / sample.clipped_norm
             self._num_tight = self._num_tight + 1 if factor > self.max_factor else 0
-            self._began_tight &= self._num_tight > 0
-            if self._num_tight >= (self.first_patience if self._began_tight else self.patience):
+            if not self._num_tight:
+                self._largest = max(self._largest, sample.norm)
+            # What is no larger than norms that were clipped less has not exploded, nor has what the run began with.
+            has_exploded = 0 < self._largest < sample.norm
+            self._num_certain = self._num_certain + 1 if self._num_tight and not has_exploded else 0
+            if self._num_certain >= self.first_patience or self._num_tight >= self.patience:
                 yield self._alert(snapshot, sample.place, factor)
 
     def _alert(self, snapshot: Snapshot, sample: int, factor: float) -> Alert:

@@ -92,18 +92,20 @@ class UnchangedParameters(Remembers):
     change, is certain earlier.
 
     Args:
-        patience: steps since which no parameter has changed, seen by 3 samples at least.
+        patience: steps since which no parameter has changed, though the learning rate could change some; seen by 3
+            samples at least.
         unknown_patience: the same where no learning rate was read, because no optimizer has stepped.
         zero_patience: the same, whatever rounding does to single bits, where the learning rate is 0 or so small that no
             update reaches 1e-8 of the parameters' norm, for a tenth of the run: a warm-up from 0 has fewer such steps.
     """
 
-    patience: int = 100
+    patience: int = 10
     unknown_patience: int = 20
     zero_patience: int = 25
     _sum_sq: PerName = field(default_factory=lambda: PerName(math.nan), init=False, repr=False)
     _num_unchanged: int = field(default=0, init=False)
     _since: int = field(default=0, init=False)  # the step of the newest sample whose parameters are not those before it
+    _able: int = field(default=0, init=False)  # the same, or of the newest one whose learning rate could change nothing
     _largest: float = field(default=0.0, init=False)
     _num_nothing: int = field(default=0, init=False)  # samples in a row whose learning rate could change nothing
     _felt: int = field(default=0, init=False)  # the step of the newest sample before these, or of the first one
@@ -129,19 +131,25 @@ class UnchangedParameters(Remembers):
             before_P[:] = now_P
             self._num_unchanged = self._num_unchanged + 1 if same and norm > _CONVERGED * self._largest else 0
             if not self._num_unchanged:
-                self._since = sample.step
+                self._since = self._able = sample.step
             # An update is at most the rate times the gradient (SGD), or times 1 for each element (Adam).
             longest = abs(rate) * max(norm, math.sqrt(sample.sums[Column.NUM_ELEMENTS]))
             is_nothing = longest < _NOTHING * math.sqrt(sample.sums[Column.PARAM_SUM_SQ])
+            if is_nothing:
+                self._able = sample.step
             self._num_nothing = self._num_nothing + 1 if is_nothing and norm > _CONVERGED * self._largest else 0
             if not (self._num_nothing and self._felt):
                 self._felt = sample.step
             # Equal bits at both ends say the same of what is between them: a sparse cadence need not wait longer.
-            needed = self.zero_patience if is_nothing else self.unknown_patience if math.isnan(rate) else self.patience
-            is_still = self._num_unchanged >= _LEAST_SAMPLES and sample.step - self._since >= needed
+            needed = self.unknown_patience if math.isnan(rate) else self.patience
+            is_still = sample.step - self._able >= needed or (
+                is_nothing and sample.step - self._since >= self.zero_patience
+            )
             # A schedule that ends at 0 comes close to it for a thousandth of the run.
             is_long = sample.step - self._felt >= max(self.zero_patience, _LONG * sample.step)
-            if is_still or (self._num_nothing >= _LEAST_SAMPLES and is_long):
+            if (is_still and self._num_unchanged >= _LEAST_SAMPLES) or (
+                self._num_nothing >= _LEAST_SAMPLES and is_long
+            ):
                 yield self._alert(sample.step, norm, rate, is_nothing)
 
     def _alert(self, step: int, norm: float, rate: float, is_nothing: bool) -> Alert:
