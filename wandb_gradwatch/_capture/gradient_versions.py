@@ -36,6 +36,13 @@ def version_of(tensor: Tensor) -> int:
         return 0
 
 
+def _versions_of(gradients: Sequence[Tensor]) -> list[int]:
+    try:
+        return [gradient._version for gradient in gradients]
+    except RuntimeError:
+        return list(map(version_of, gradients))
+
+
 def was_seen(gradient: Tensor) -> bool:
     """Whether this tensor has been looked at, in this sample or an earlier one."""
     return getattr(gradient, _SEEN, _NEVER) & _NEVER < _OLDER_THAN_ITS_HOOK
@@ -61,11 +68,11 @@ def state_of(gradient: Tensor) -> int:
 
 def look_at(gradients: Iterable[Tensor]) -> list[int]:
     """Their states; what they hold now is not new any more."""
+    gradients = list(gradients)
     states = []
-    for gradient in gradients:  # _token_of() for each would cost as much as all the rest
-        seen = getattr(gradient, _SEEN, None)
-        token = next(_TOKENS) << _VERSION_BITS if seen is None else seen & ~_NEVER
-        states.append(token | version_of(gradient))
+    for gradient, version in zip(gradients, _versions_of(gradients), strict=True):
+        seen = getattr(gradient, _SEEN, None)  # _token_of() for each would cost as much as all the rest
+        states.append(version | (next(_TOKENS) << _VERSION_BITS if seen is None else seen & ~_NEVER))
         setattr(gradient, _SEEN, states[-1])
     return states
 
@@ -138,18 +145,22 @@ class GradientVersions:
     def inspect(self, entries: Iterable[Entry], *, inside_backward: bool) -> Inspection:
         """Sort parameters by the state of their gradients; inside a backward nothing was seen before it."""
         found = Inspection()
+        looked_at: list[tuple[Entry, Tensor]] = []
         for entry in entries:
             slot, parameter = entry
-            gradient, seen = parameter.grad, self._seen.get(slot)
+            gradient = parameter.grad
             if gradient is None:
-                if seen is not None:
+                if slot in self._seen:
                     found.gone.append(slot)
             elif inside_backward:
                 found.late.append(entry)
-            elif seen is None:
+            elif slot not in self._seen:
                 found.unclear.append(entry)
-            elif getattr(gradient, _SEEN, 0) & ~_NEVER | version_of(gradient) == seen:
-                (found.unchanged if slot in self._measured else found.late).append(entry)
             else:
-                (found.changed if slot in self._measured else found.unclear).append(entry)
+                looked_at.append((entry, gradient))
+        for (entry, gradient), version in zip(looked_at, _versions_of([one for _, one in looked_at]), strict=True):
+            if getattr(gradient, _SEEN, 0) & ~_NEVER | version == self._seen[entry[0]]:
+                (found.unchanged if entry[0] in self._measured else found.late).append(entry)
+            else:
+                (found.changed if entry[0] in self._measured else found.unclear).append(entry)
         return found

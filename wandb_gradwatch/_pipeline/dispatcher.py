@@ -98,7 +98,7 @@ class Dispatcher:
 
     def pop_seconds(self) -> float:
         """What the sinks have taken, outside of the calls from here, since this was last asked."""
-        return sum(sink.pop_seconds() for sink in self._sinks)
+        return sum([sink.pop_seconds() for sink in self._sinks])
 
     def record(self, path: str | Path | None = None, *, table: bool = False) -> list[Path]:
         """Write what the flight recorder holds: to a path, or beside the run of every sink that has one.

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from operator import itemgetter
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
 from .._measure.columns import NONFINITE_COLUMNS, Column
+from . import keys
 from ._missing import LEAST_SUM_SQ
 
 if TYPE_CHECKING:
     from ._snapshot import Snapshot
+
+_NONFINITE: Final = itemgetter(*NONFINITE_COLUMNS)
 
 
 class Overview(NamedTuple):
@@ -39,13 +43,18 @@ class Overview(NamedTuple):
     most: list[float]
 
 
+def _is_said(snapshot: Snapshot, key: str) -> list[bool]:
+    values_S = snapshot.metrics.get(key)
+    return [False] * len(snapshot) if values_S is None else (values_S > 0).tolist()
+
+
 def overview_of(snapshot: Snapshot) -> tuple[Overview, ...]:
     """Every sample."""
     columns = (
         snapshot.steps.tolist(),
         snapshot.skipped.tolist(),
-        snapshot.left_out.tolist(),
-        snapshot.guarded.tolist(),
+        _is_said(snapshot, keys.LEFT_OUT),
+        _is_said(snapshot, keys.GUARDED),
         snapshot.column_sums.tolist(),
         np.minimum.reduce(snapshot.rows, axis=1, initial=math.inf).tolist(),
         np.maximum.reduce(snapshot.rows, axis=1, initial=-math.inf).tolist(),
@@ -56,7 +65,7 @@ def overview_of(snapshot: Snapshot) -> tuple[Overview, ...]:
             norm, clipped_norm = math.sqrt(sums[Column.GRAD_SUM_SQ]), math.sqrt(sums[Column.RECEIVED_SUM_SQ])
         else:  # the sum may have lost digits
             norm, clipped_norm = float(snapshot.total_grad_norm[place]), float(snapshot.total_grad_norm_clipped[place])
-        bad = any(sums[column] for column in NONFINITE_COLUMNS) and bool(snapshot.has_nonfinite[place])
+        bad = any(_NONFINITE(sums)) and bool(snapshot.has_nonfinite[place])
         is_complete = least[Column.NUM_ELEMENTS] == least[Column.NUM_ELEMENTS]
         overviews.append(
             Overview(place, step, norm, clipped_norm, bad, skipped, left_out, guarded, is_complete, sums, least, most)

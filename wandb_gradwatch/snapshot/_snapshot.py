@@ -72,15 +72,16 @@ class Snapshot:
             )
         if self.histogram is not None and self.histogram.shape != (num_names, NUM_BINS):
             raise ValueError(f"histogram must be [P, B] = {(num_names, NUM_BINS)}, but is {self.histogram.shape}")
+        arrays = vars(self)
         if self.loss_scale is None:
-            object.__setattr__(self, "loss_scale", np.full(num_samples, np.nan))
+            arrays["loss_scale"] = np.full(num_samples, np.nan)
         if self.skipped is None:
-            object.__setattr__(self, "skipped", np.zeros(num_samples, dtype=bool))
+            arrays["skipped"] = np.zeros(num_samples, dtype=bool)
         if self.trainable is None:
-            object.__setattr__(self, "trainable", np.ones(num_names, dtype=bool))
+            arrays["trainable"] = np.ones(num_names, dtype=bool)
         for name in ("steps", "rows", "histogram", "loss_scale", "skipped", "trainable"):
-            if (values := getattr(self, name)) is not None:
-                object.__setattr__(self, name, frozen(values))
+            if arrays[name] is not None:
+                arrays[name] = frozen(arrays[name])
 
     def __len__(self) -> int:
         return len(self.steps)
