@@ -118,8 +118,8 @@ def bytes_of_flush(num_parameters: int) -> dict[str, float]:
     sums, extremes = _pack(rows_SPC, window, 0, 2)
     return {
         "parameters": num_parameters,
-        "sums": sums.nbytes,
-        "extremes": extremes.nbytes,
+        "sums": sum(part.nbytes for part in sums),
+        "extremes": sum(part.nbytes for part in extremes),
         "pack_ms": (time.perf_counter() - began) * 1e3,
     }
 

@@ -6,7 +6,7 @@ that has them. Sums that are of no parameter are a kind with one row.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -55,9 +55,9 @@ def pack_sums(
     kinds: Sequence[Sequence[Kind]],
     names: Sequence[str],
     counted: npt.NDArray[np.bool_],
-) -> FloatArray:
-    """What this rank adds, all kinds of a sample one behind the other; zeros for what another rank counts."""
-    packed = [np.empty(0)]
+) -> list[FloatArray]:
+    """What this rank adds, sample by sample and kind by kind; zeros for what another rank counts."""
+    packed = []
     for of_sample, of_kinds in zip(samples, kinds, strict=True):
         for kind in of_kinds:
             rows = kind.names(names)
@@ -66,25 +66,22 @@ def pack_sums(
                 one = of_sample.get(kind.begin + name) if kind.meaning.of_every_rank or counted[index] else None
                 if one is not None and one.meaning == kind.meaning:
                     sums_PK[index] = (*one.sums, 1.0)
-            packed.append(sums_PK.ravel())
-    return np.concatenate(packed)
+            packed.append(sums_PK)
+    return packed
 
 
 def unpack_sums(
-    packed: FloatArray, kinds: Sequence[Sequence[Kind]], names: Sequence[str]
+    packed: Iterable[FloatArray], kinds: Sequence[Sequence[Kind]], names: Sequence[str]
 ) -> list[dict[str, ArrivedSums]]:
     """The sums of all ranks, by key, for every sample."""
-    samples: list[dict[str, ArrivedSums]] = []
-    begin_at = 0
+    arrays, samples = iter(packed), []
     for of_kinds in kinds:
         of_sample: dict[str, ArrivedSums] = {}
         for kind in of_kinds:
-            rows = kind.names(names)
-            end = begin_at + len(rows) * (kind.meaning.num_sums + 1)
-            sums_PK, begin_at = packed[begin_at:end].reshape(len(rows), -1), end
+            rows, sums_PK = kind.names(names), next(arrays)
             for index in np.flatnonzero(sums_PK[:, -1]).tolist():
-                sums = tuple(sums_PK[index, :-1].tolist())
                 parameter = rows[index] if kind.of_parameters else None
+                sums = tuple(sums_PK[index, :-1].tolist())
                 of_sample[kind.begin + rows[index]] = ArrivedSums(sums, kind.meaning, parameter)
         samples.append(of_sample)
     return samples
@@ -98,18 +95,19 @@ def histogram_keys(names: Sequence[str]) -> list[str]:
 def pack_histograms(
     histograms: Mapping[str, MetricHistogram], names: Sequence[str], counted: npt.NDArray[np.bool_]
 ) -> tuple[FloatArray, FloatArray]:
-    """What this rank adds to the sums, and to the maxima (minima negated): [P, B] and [2, P], both flat."""
+    """What this rank adds to the sums, and to the maxima (minima negated): [P, B] and [2, P]."""
     found = [
         histograms.get(key, _NOTHING) if counts else _NOTHING
         for key, counts in zip(histogram_keys(names), counted.tolist(), strict=True)
     ]
     counts_PB = np.stack([one.counts for one in found]).astype(np.float64)
-    return counts_PB.ravel(), np.array([[-one.low for one in found], [one.high for one in found]]).ravel()
+    return counts_PB, np.array([[-one.low for one in found], [one.high for one in found]])
 
 
-def unpack_histograms(counts: FloatArray, extremes: FloatArray, names: Sequence[str]) -> dict[str, MetricHistogram]:
+def unpack_histograms(
+    counts_PB: FloatArray, extremes_2P: FloatArray, names: Sequence[str]
+) -> dict[str, MetricHistogram]:
     """The histograms of the whole parameters, by key; none where no rank has counted an element."""
-    counts_PB = counts.reshape(len(names), NUM_BINS).astype(np.int64)
-    low_P, high_P = extremes.reshape(2, len(names)) * [[-1.0], [1.0]]
-    whole = zip(histogram_keys(names), counts_PB, low_P.tolist(), high_P.tolist(), strict=True)
+    low_P, high_P = -extremes_2P[0], extremes_2P[1]
+    whole = zip(histogram_keys(names), counts_PB.astype(np.int64), low_P.tolist(), high_P.tolist(), strict=True)
     return {key: MetricHistogram(counts_B, low, high) for key, counts_B, low, high in whole if counts_B.any()}

@@ -13,9 +13,10 @@ import math
 import queue
 import threading
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -154,22 +155,18 @@ class RankMerger:
         self._check_agreement(tree, window, (kinds, bool(of_parameters)))
         rows_SPC = np.stack([sample.rows for sample in window.samples])
         sums, extremes = _pack(rows_SPC, window, self._rank, self._world)
-        num_sums = len(sums)
-        sums = np.concatenate([sums, probe_merge.pack_sums(of_samples, kinds, window.names, window.counted)])
-        end_of_sums, end_of_extremes = len(sums), len(extremes)
-        if of_parameters:
-            counts, limits = probe_merge.pack_histograms(histograms, window.names, window.counted)
-            sums, extremes = np.concatenate([sums, counts]), np.concatenate([extremes, limits])
-        tree.all_reduce(sums, dist.ReduceOp.SUM)
-        tree.all_reduce(extremes, dist.ReduceOp.MAX)
-        merged = _unpack(sums[:num_sums], extremes[:end_of_extremes], window, self._world)
+        of_kinds = probe_merge.pack_sums(of_samples, kinds, window.names, window.counted)
+        of_histograms = probe_merge.pack_histograms(histograms, window.names, window.counted) if of_parameters else ()
+        all_sums = _all_reduced(tree, [*sums, *of_kinds, *of_histograms[:1]], dist.ReduceOp.SUM)
+        all_extremes = _all_reduced(tree, [*extremes, *of_histograms[1:]], dist.ReduceOp.MAX)
+        merged = _unpack(all_sums[: len(sums)], all_extremes[: len(extremes)], window, self._world)
         samples = []
-        of_all = probe_merge.unpack_sums(sums[num_sums:end_of_sums], kinds, window.names)
+        of_all = probe_merge.unpack_sums(all_sums[len(sums) :], kinds, window.names)
         for sample, whole in zip(merged.samples, of_all, strict=True):
             meant = {name: value for key, one in whole.items() for name, value in one.metrics(key).items()}
             samples.append(replace(sample, sums={**sample.sums, **whole}, metrics={**sample.metrics, **meant}))
         if of_parameters:
-            of_whole = probe_merge.unpack_histograms(sums[end_of_sums:], extremes[end_of_extremes:], window.names)
+            of_whole = probe_merge.unpack_histograms(all_sums[-1], all_extremes[-1], window.names)
             others = {key: one for key, one in histograms.items() if key not in of_parameters}
             samples = [replace(sample, histograms={}) for sample in samples]
             samples[-1] = replace(samples[-1], histograms=others | of_whole)
@@ -186,50 +183,45 @@ class RankMerger:
             raise RuntimeError(f"rank {self._rank} has {len(window.names)} parameters, steps {steps[0]} to {steps[-1]}")
 
 
-def _pack(rows_SPC: FloatArray, window: RankWindow, rank: int, world: int) -> tuple[FloatArray, FloatArray]:
-    """What this rank adds to the sums and to the maxima, in fixed positions.
+def _all_reduced(tree: RankTree, parts: Sequence[FloatArray], operation: Any) -> list[FloatArray]:
+    """Arrays combined over the ranks: in one message, as they have the same shapes everywhere."""
+    flat = np.concatenate([part.ravel() for part in parts])
+    tree.all_reduce(flat, operation)
+    ends = np.cumsum([part.size for part in parts])[:-1]
+    return [piece.reshape(part.shape) for piece, part in zip(np.split(flat, ends), parts, strict=True)]
 
-    sums:     per sample and name the sum columns and a 1 if the row is there; per sample 1 if skipped; the histogram
-    extremes: per sample and name the extremes, minima negated; per sample the loss scale, whether it was clipped or
-              changed otherwise, and the code of the first non-finite row
+
+def _pack(rows_SPC: FloatArray, window: RankWindow, rank: int, world: int) -> tuple[list[FloatArray], list[FloatArray]]:
+    """What this rank adds to the sums and to the maxima.
+
+    sums:     the sum columns [S, P, any], 1 where the row is there [S, P], 1 where skipped [S], the histogram [P, B]
+    extremes: the extremes, minima negated, [S, P, any], the loss scale [S], whether it was clipped or changed
+              otherwise [S, 2], and the code of the first non-finite row [S]
     """
     present_SP = ~np.isnan(rows_SPC[..., Column.NUM_ELEMENTS]) & window.counted
     sums = np.where(present_SP[..., None], rows_SPC[..., _SUMS], 0.0)
     extremes = np.where(present_SP[..., None], rows_SPC[..., _EXTREMES] * _SIGN, -np.inf)
-    # A maximum of NaN is not defined everywhere; that a column could not be seen is known from the sums.
-    extremes = np.where(np.isnan(extremes), -np.inf, extremes)
     skipped_S = np.array([float(sample.skipped) for sample in window.samples])
     scale_S = np.array([sample.loss_scale for sample in window.samples])
     change_S2 = np.array([[sample.metrics.get(key, np.nan) for key in _CHANGE] for sample in window.samples])
     histogram = window.flush.histogram
     counts = np.empty(0) if histogram is None else np.where(window.counted[:, None], histogram, 0).astype(np.float64)
+    # A maximum of NaN is not defined everywhere; that a column could not be seen is known from the sums.
+    known = [np.where(np.isnan(part), -np.inf, part) for part in (extremes, scale_S, change_S2)]
     return (
-        np.concatenate([sums.ravel(), present_SP.astype(np.float64).ravel(), skipped_S, counts.ravel()]),
-        np.concatenate(
-            [
-                extremes.ravel(),
-                np.where(np.isnan(scale_S), -np.inf, scale_S),
-                np.where(np.isnan(change_S2), -np.inf, change_S2).ravel(),
-                _codes_of_first_bad(rows_SPC, present_SP, rank, world),
-            ]
-        ),
+        [sums, present_SP.astype(np.float64), skipped_S, counts],
+        [*known, _codes_of_first_bad(rows_SPC, present_SP, rank, world)],
     )
 
 
-def _unpack(sums: FloatArray, extremes: FloatArray, window: RankWindow, world: int) -> RankWindow:
-    num_samples, num_names = len(window.samples), len(window.names)
-    cells = num_samples * num_names
-    sums_SPC, present_SP, skipped_S, counts = np.split(sums, np.cumsum([cells * len(_SUMS), cells, num_samples]))
-    extremes_SPC, scale_S, change_S2, code_S = np.split(
-        extremes, np.cumsum([cells * len(_EXTREMES), num_samples, num_samples * len(_CHANGE)])
-    )
-    rows_SPC = np.full((num_samples, num_names, NUM_COLUMNS), np.nan)
-    rows_SPC[..., _SUMS] = sums_SPC.reshape(num_samples, num_names, -1)
-    rows_SPC[..., _EXTREMES] = extremes_SPC.reshape(num_samples, num_names, -1) * _SIGN
+def _unpack(sums: Sequence[FloatArray], extremes: Sequence[FloatArray], window: RankWindow, world: int) -> RankWindow:
+    sums_SPC, present_SP, skipped_S, counts = sums
+    extremes_SPC, scale_S, change_S2, code_S = extremes
+    rows_SPC = np.full((*present_SP.shape, NUM_COLUMNS), np.nan)
+    rows_SPC[..., _SUMS], rows_SPC[..., _EXTREMES] = sums_SPC, extremes_SPC * _SIGN
     hidden_SP = np.isnan(rows_SPC[..., Column.GRAD_SUM_SQ])
     rows_SPC[..., _EXTREMES] = np.where(hidden_SP[..., None], np.nan, rows_SPC[..., _EXTREMES])
-    rows_SPC[present_SP.reshape(num_samples, num_names) == 0] = np.nan
-    change_S2 = change_S2.reshape(num_samples, -1)
+    rows_SPC[present_SP == 0] = np.nan
     samples = []
     for sample, rows, skipped, scale, change, code in zip(
         window.samples, rows_SPC, skipped_S, scale_S.tolist(), change_S2.tolist(), code_S.tolist(), strict=True
@@ -242,7 +234,7 @@ def _unpack(sums: FloatArray, extremes: FloatArray, window: RankWindow, world: i
         samples.append(replace(sample, rows=rows, skipped=bool(skipped), loss_scale=known_scale, metrics=metrics))
     flush = window.flush
     if flush.histogram is not None:
-        flush = replace(flush, histogram=counts.reshape(flush.histogram.shape).astype(np.int64))
+        flush = replace(flush, histogram=counts.astype(np.int64))
     return replace(window, samples=tuple(samples), flush=flush)
 
 
