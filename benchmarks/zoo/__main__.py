@@ -1,6 +1,7 @@
 """Score alerts on trainings with known answers, beside other detectors.
 
 python -m benchmarks.zoo --row NAME                 # the scoring half, into benchmarks/results/zoo.json and docs/zoo.md
+python -m benchmarks.zoo --every 20 --row NAME      # the same at the cadence that the default has with small models
 python -m benchmarks.zoo --half tune --failures     # what goes wrong on the half that thresholds may be chosen on
 python -m benchmarks.zoo --half tune --replay       # the same by the rules of now on samples that were kept: seconds
 python -m benchmarks.zoo --only "zero_grad" --texts # the trainings whose name matches, with what was told
@@ -37,6 +38,9 @@ def main() -> None:
     parser.add_argument("--only", default="", help="those whose name or family matches this regular expression")
     parser.add_argument("--texts", action="store_true", help="print what was told")
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument(
+        "--every", type=int, default=1, help="measure ten steps, and then every n-th: the default's way"
+    )
     parser.add_argument("--row", help="the name under which the page shows the result")
     parser.add_argument("--resume", default="", metavar="NAME", help="keep what ran under a name, and go on from there")
     parser.add_argument(
@@ -55,7 +59,7 @@ def main() -> None:
     began, scores, others = time.perf_counter(), [], []
     with multiprocessing.get_context("spawn").Pool(arguments.workers) as pool:
         run = lambda function, items: pool.imap(function, items, chunksize=1)  # noqa: E731
-        found = recordings(which, map_=run, replayed=arguments.replay, resumed=arguments.resume)
+        found = recordings(which, map_=run, replayed=arguments.replay, resumed=arguments.resume, every=arguments.every)
         for number, recording in enumerate(found, 1):
             scores.append(score(CASES[recording.case], recording))
             others.append((scores[-1], seen_by_others(CASES[recording.case], recording)))
@@ -71,7 +75,7 @@ def main() -> None:
     if arguments.failures:
         print("\n".join(failures(scores)))
     if arguments.row:
-        keep(result_of(scores, others, arguments.row))
+        keep(result_of(scores, others, arguments.row, arguments.every))
 
 
 if __name__ == "__main__":

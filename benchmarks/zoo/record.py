@@ -16,6 +16,7 @@ import torch
 
 import wandb_gradwatch
 from wandb_gradwatch import Alert, MemorySink, Snapshot
+from wandb_gradwatch._capture.cadence import Budget
 from wandb_gradwatch._diagnosis import with_diagnosis
 from wandb_gradwatch._measure.columns import NUM_COLUMNS
 from wandb_gradwatch._pipeline.alert_manager import AlertManager
@@ -68,24 +69,29 @@ class Recording:
     error: str | None = None
 
 
-def record(case: Case, seed: int) -> Recording:
-    """Run a training once, watched with the default rules, and without a word in the log."""
+def record(case: Case, seed: int, every: int = 1) -> Recording:
+    """Run a training once, watched with the default rules, and without a word in the log.
+
+    Args:
+        every: ten steps are measured, and then every n-th.
+    """
     logger = logging.getLogger("wandb_gradwatch")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     try:
-        return _record(case, seed)
+        return _record(case, seed, every)
     finally:
         logger.setLevel(level)
 
 
-def _record(case: Case, seed: int) -> Recording:
+def _record(case: Case, seed: int, every: int) -> Recording:
     torch.set_num_threads(1)
     torch.manual_seed(1000 * seed + 17)
     loop = build(case)
     memory, told, losses, error = MemorySink(), [], [], None
     first_bad = None
-    options = {"sinks": [memory], "backend": "cpu", "sample_every": 1, "histogram_every": 0} | loop.options
+    cadence = 1 if every == 1 else lambda step: 1 if step <= Budget.FIRST else every
+    options = {"sinks": [memory], "backend": "cpu", "sample_every": cadence, "histogram_every": 0} | loop.options
     watcher = wandb_gradwatch.watch(
         loop.model if loop.watched is None else loop.watched,
         on_alert=lambda alert: told.append(Told(alert, max(alert.step, int(watcher.step)))),
@@ -167,34 +173,36 @@ def recordings(
     map_: Callable[..., Iterable[Any]] = map,
     replayed: bool = False,
     resumed: str = "",
+    every: int = 1,
 ) -> Iterable[Recording]:
     """Run each (case, seed); what ran before is kept: for good, to apply the rules of now to it, or by a name.
 
     Args:
         map_: as the built-in; that of a pool of processes.
         replayed: run only those that are not kept, and say what the rules of now tell of all.
+        every: ten steps are measured, and then every n-th.
         resumed: the name under which live recordings are kept, so that a second call goes on where the first ended.
     """
-    return map_(_replayed if replayed else _live, [(case.name, seed, resumed) for case, seed in chosen])
+    return map_(_replayed if replayed else _live, [(case.name, seed, resumed, every) for case, seed in chosen])
 
 
-def _live(which: tuple[str, int, str]) -> Recording:
-    case, seed, resumed = which
+def _live(which: tuple[str, int, str, int]) -> Recording:
+    case, seed, resumed, every = which
     path = _path(resumed, case, seed)
     if resumed and path.exists():
         return pickle.loads(path.read_bytes())
-    live = record(CASES[case], seed)
+    live = record(CASES[case], seed, every)
     if resumed:
         _write(path, live)
     return live
 
 
-def _replayed(which: tuple[str, int, str]) -> Recording:
-    case, seed, _ = which
+def _replayed(which: tuple[str, int, str, int]) -> Recording:
+    case, seed, *_ = which
     path = _path("", case, seed)
     if path.exists():
         return replay(pickle.loads(path.read_bytes()))
-    live = _live((case, seed, ""))
+    live = _live((case, seed, "", 1))
     by_rules = {(one.alert.title, one.alert.step) for one in replay(live).told}
     wiring = tuple(one for one in live.told if (one.alert.title, one.alert.step) not in by_rules)
     _write(path, live := replace(live, wiring=wiring))

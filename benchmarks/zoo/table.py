@@ -38,16 +38,19 @@ looks at while choosing are shown apart: {kept_out}.
 - **cause right**: the first alert's text names the right one, or "either A or B" with the right one among the two; the
   share is of all faulty runs, those without an alert included. **Confidently wrong**: it names one or two causes, and
   none of them is right. What names three or more, or none, is neither.
+- Every step is measured, or, where a column says so, the first ten and then every n-th, as the default cadence does with
+  small models: a delay of less than n steps is none there.
 - Faults that gradients, parameters and loss cannot tell from a healthy training are run, and are not counted.
 """
 
 
-def result_of(scores: Sequence[Score], others: Others, name: str) -> dict[str, Any]:
-    """One column of the page."""
+def result_of(scores: Sequence[Score], others: Others, name: str, every: int) -> dict[str, Any]:
+    """One column of the page, or three."""
     out = [one for one in scores if CASES[one.case].kept_out]
     tuned = [one for one in scores if not CASES[one.case].kept_out]
     return {
         "name": name,
+        "every": every,
         "commit": _commit(),
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         "all": add_up(scores),
@@ -104,7 +107,12 @@ def write_pages() -> None:
     """Both pages anew, from the results that are kept."""
     results = json.loads(RESULTS.read_text(encoding="utf-8"))
     PAGE.write_text(page_of(results), encoding="utf-8")
-    ALERTS.write_text(with_titles(ALERTS.read_text(encoding="utf-8"), results[-1]), encoding="utf-8")
+    ALERTS.write_text(with_titles(ALERTS.read_text(encoding="utf-8"), _newest(results)), encoding="utf-8")
+
+
+def _newest(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The newest of those that measured every step."""
+    return next(result for result in reversed(results) if result.get("every", 1) == 1)
 
 
 def with_titles(page: str, result: dict[str, Any]) -> str:
@@ -139,7 +147,7 @@ def alert_titles() -> list[str]:
 
 def page_of(results: Sequence[dict[str, Any]]) -> str:
     """The whole page."""
-    newest = results[-1]
+    newest = _newest(results)
     faulty = [case for case in CASES.values() if case.fault is not None]
     kept_out = "; ".join(", ".join(sorted(families)) for families in (KEPT_OUT_HEALTHY, KEPT_OUT_FAULTS))
     lines = [
@@ -161,7 +169,9 @@ def _columns(results: Sequence[dict[str, Any]]) -> list[str]:
     heads = [
         (f"{result['name']} ({result['commit']}, {result['date']}): {part}", result[part])
         for result in results
-        for part in ("all", "tuned families, other seeds", "families kept out")
+        for part in ("all", "tuned families, other seeds", "families kept out")[
+            : 3 if result.get("every", 1) == 1 else 1
+        ]
     ]
     lines = ["## In short", "", "| | " + " | ".join(head for head, _ in heads) + " |", "|---|" + "--:|" * len(heads)]
     for figure in heads[0][1]:
