@@ -18,7 +18,8 @@ from wandb_gradwatch._measure.columns import NUM_COLUMNS
 from wandb_gradwatch._measure.probe_values import ArrivedSums
 from wandb_gradwatch.metrics import Ranks, RanksDisagree, SlowRank
 from wandb_gradwatch.metrics._module_index import ModuleIndex
-from wandb_gradwatch.metrics._ranks import _FIELDS, _bits, _Fields
+from wandb_gradwatch.metrics._module_probe import ReadByProbe
+from wandb_gradwatch.metrics._ranks import _FIELDS, _bits
 from wandb_gradwatch.snapshot import Snapshot
 
 STEPS = 16
@@ -246,7 +247,7 @@ def of_ranks(num: int, **fields: Any) -> dict[str, float]:
     rows = [
         [of.get(rank, 0.0) if isinstance(of, dict) else of for of in map(whole.get, _FIELDS)] for rank in range(num)
     ]
-    sums = ArrivedSums(tuple(np.ravel(rows).tolist()), _Fields(num), None)
+    sums = ArrivedSums(tuple(np.ravel(rows).tolist()), ReadByProbe(len(_FIELDS) * num), None)
     return dict(Ranks().derive({"ranks": sums}))
 
 

@@ -20,9 +20,7 @@ _SIGNS: Final = {"good": ("✓", "green"), "note": ("▲", "yellow"), "problem":
 def run_doctor(num_parameters: int | None, *, json: bool) -> int:
     """Look at everything, print it, and return the exit status: 1 where something does not work.
 
-    Args:
-        num_parameters: size of the model to measure with; None: do not measure.
-        json: print one JSON object instead of words.
+    Overhead is measured with a model of about `num_parameters`; None: not at all.
     """
     checks = check_environment()
     if json:
@@ -46,7 +44,7 @@ def _say_checks(checks: list[Check]) -> None:
 def _say_overhead(num_parameters: int) -> None:
     title(f"Training about {num_parameters:,} parameters here, with and without watch(sample_every=1)")
     with click.progressbar(length=2 * measurement.PAIRS, label="  blocks of steps") as bar:
-        measured = measure_overhead(num_parameters, lambda done, _: bar.update(done - bar.pos))
+        measured = measure_overhead(num_parameters, lambda done: bar.update(done - bar.pos))
     pairs(
         [
             ("model", f"{measured.num_parameters:,} parameters, {measured.batch} rows per step, on {measured.device}"),

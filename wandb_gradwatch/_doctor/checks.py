@@ -22,19 +22,12 @@ DISTRIBUTION: Final = "wandb-gradwatch"
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at.
-
-    Args:
-        name: what.
-        found: what is there.
-        verdict: "good", "note" (works, could be better) or "problem" (does not work).
-        advice: what to do; "" where there is nothing to do.
-    """
+    """One thing that was looked at."""
 
     name: str
-    found: str
-    verdict: Verdict = "good"
-    advice: str = ""
+    found: str  # what is there
+    verdict: Verdict = "good"  # "note": it works, and could be better; "problem": it does not work
+    advice: str = ""  # what to do
 
 
 def check_environment() -> list[Check]:
@@ -42,9 +35,7 @@ def check_environment() -> list[Check]:
     floors = _floors()
     return [
         Check("Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
-        _check_version("torch", floors),
-        _check_version("numpy", floors),
-        _check_version("wandb", floors),
+        *(_check_version(name, floors) for name in ("torch", "numpy", "wandb")),
         _check_device(),
         _check_triton(),
         _check_numba(),
@@ -80,17 +71,12 @@ def _release(version: str) -> tuple[int, ...]:
 def _check_device() -> Check:
     if torch.cuda.is_available():
         return Check("device", f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}")
-    num_threads, num_cores = torch.get_num_threads(), os.cpu_count()
-    threads = (
-        f"CPU, {num_cores} core{'' if num_cores == 1 else 's'}, {num_threads} thread{'' if num_threads == 1 else 's'}"
-    )
+    counts = {"core": os.cpu_count(), "thread": torch.get_num_threads()}
+    threads = ", ".join(["CPU", *(f"{count} {what}{'' if count == 1 else 's'}" for what, count in counts.items())])
     if torch.version.cuda:
         advice = "this torch is built for CUDA and sees no device: look at nvidia-smi and at CUDA_VISIBLE_DEVICES"
         return Check("device", threads, "note", advice)
     return Check("device", threads)
-
-
-_WITHOUT_KERNELS: Final = "the fused kernels need Triton; without it plain torch measures, more slowly"
 
 
 def _check_triton() -> Check:
@@ -98,12 +84,13 @@ def _check_triton() -> Check:
     version = _version_or_none("triton")
     if not torch.cuda.is_available():
         return Check("triton", f"{version or 'absent'} (only used on CUDA)")
+    advice = "the fused kernels need Triton; without it plain torch measures, more slowly"
     if version is None:
-        return Check("triton", "absent", "note", f"{_WITHOUT_KERNELS}: pip install triton")
+        return Check("triton", "absent", "note", f"{advice}: pip install triton")
     try:
         measure([torch.ones(1, device="cuda")], None, backend="cuda")
     except Exception as error:  # whatever it is: the kernels are a compiler, a driver and a GPU
-        return Check("triton", f"{version}, and its kernels do not work: {why_not(error)}", "problem", _WITHOUT_KERNELS)
+        return Check("triton", f"{version}, and its kernels do not work: {why_not(error)}", "problem", advice)
     return Check("triton", f"{version}: the backend is 'cuda'")
 
 

@@ -20,54 +20,45 @@ BATCH: Final = 256  # rows of its batch
 PAIRS: Final = 3  # blocks with and without watching, in turn
 STEPS_PER_BLOCK: Final = 50  # the default log_every: each watched block holds one flush, as in a real run
 WARM_UP_STEPS: Final = 5
-ACCEPTABLE_OVERHEAD: Final = (
-    0.01  # of the training's time, as max_overhead by default; above it fewer steps are measured
-)
+ACCEPTABLE_OVERHEAD: Final = 0.01  # of the training's time, as max_overhead by default
 
 
 @dataclass(frozen=True)
 class OverheadMeasurement:
-    """What watching costs on this machine.
-
-    Args:
-        device: where the model was trained.
-        num_parameters: of the trained model.
-        batch: rows per step.
-        step_ms: time of a step that nobody watches, in the pair of blocks whose share is the median.
-        watched_step_ms: time of a watched one there, its share of a flush included.
-        ratio: the monitor's share of a watched step's time, as in `gradwatch/overhead_ratio`:
-            (watched_step_ms - step_ms) / watched_step_ms.
-        spread: largest minus smallest share of a pair of blocks: how far to trust it.
-        sample_every: that keeps the ratio at ACCEPTABLE_OVERHEAD or below, about what the default comes to; 1: every
-            step.
-    """
+    """What watching costs on this machine."""
 
     device: str
-    num_parameters: int
-    batch: int
-    step_ms: float
-    watched_step_ms: float
-    ratio: float
-    spread: float
-    sample_every: int
+    num_parameters: int  # of the model that was trained
+    batch: int  # rows per step
+    step_ms: float  # of a step that nobody watches, in the pair of blocks whose share is the median
+    watched_step_ms: float  # of a watched one there, its share of a flush included
+    ratio: float  # (watched_step_ms - step_ms) / watched_step_ms, as in `gradwatch/overhead_ratio`
+    spread: float  # largest minus smallest share of a pair of blocks: how far to trust it
+    sample_every: int  # keeps the ratio at ACCEPTABLE_OVERHEAD or below, about what the default comes to
 
 
-def measure_overhead(num_parameters: int, progress: Callable[[int, int], None] | None = None) -> OverheadMeasurement:
+def measure_overhead(num_parameters: int, progress: Callable[[int], object] | None = None) -> OverheadMeasurement:
     """Train a multi-layer perceptron in blocks, every second one watched, and compare neighbours.
 
     The comparison is paired and the order alternates (without-with, with-without, ...), so that a machine that slows
-    down or is shared disturbs both sides alike.
-
-    Args:
-        num_parameters: about how many the model has.
-        progress: called with (blocks done, blocks in all).
+    down or is shared disturbs both sides alike. `progress` is called with how many blocks are done.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     width = max(round(math.sqrt(num_parameters / LAYERS)), 1)
     model = nn.Sequential(*(layer for _ in range(LAYERS) for layer in (nn.Linear(width, width), nn.ReLU()))).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     batch = torch.randn(BATCH, width, device=device)
-    plain_ms, watched_ms = _time_pairs(model, optimizer, batch, progress)
+    for watched in (False, True):
+        _train_block(model, optimizer, batch, WARM_UP_STEPS, watched=watched)
+    wait_for_kernels()  # compiling takes time from the steps, once in a training
+    plain_ms: list[float] = []
+    watched_ms: list[float] = []
+    for done in range(2 * PAIRS):
+        watched = done % 4 in (1, 2)
+        times = watched_ms if watched else plain_ms
+        times.append(_train_block(model, optimizer, batch, STEPS_PER_BLOCK, watched=watched))
+        if progress is not None:
+            progress(done + 1)
     shares = [(with_it - without) / with_it for with_it, without in zip(watched_ms, plain_ms, strict=True)]
     ratio = statistics.median_low(shares)
     middle = shares.index(ratio)  # what is shown belongs to one pair, so that a reader can divide it
@@ -81,28 +72,6 @@ def measure_overhead(num_parameters: int, progress: Callable[[int, int], None] |
         spread=max(shares) - min(shares),
         sample_every=max(math.ceil(ratio / ACCEPTABLE_OVERHEAD), 1),
     )
-
-
-def _time_pairs(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    batch: torch.Tensor,
-    progress: Callable[[int, int], None] | None,
-) -> tuple[list[float], list[float]]:
-    """Milliseconds per step of each unwatched and each watched block, in pairs."""
-    _train_block(model, optimizer, batch, WARM_UP_STEPS, watched=False)
-    _train_block(model, optimizer, batch, WARM_UP_STEPS, watched=True)
-    wait_for_kernels()  # compiling takes time from the steps, once in a training
-    plain_ms: list[float] = []
-    watched_ms: list[float] = []
-    for pair in range(PAIRS):
-        order = (False, True) if pair % 2 == 0 else (True, False)
-        for place, watched in enumerate(order):
-            times = watched_ms if watched else plain_ms
-            times.append(_train_block(model, optimizer, batch, STEPS_PER_BLOCK, watched=watched))
-            if progress is not None:
-                progress(2 * pair + place + 1, 2 * PAIRS)
-    return plain_ms, watched_ms
 
 
 def _train_block(

@@ -145,10 +145,7 @@ SECTIONS: Final = (
         _metric("Experts without a token", keys.ROUTER, keys.DEAD_EXPERTS),
         _metric("Entropy, of the possible", keys.ROUTER, "entropy_ratio", range_y=(0, 1)),
     ),
-    _section(
-        "update",
-        _metric("Update / parameter norm (usual: 1e-3)", keys.UPDATE, "ratio", log_y=True),
-    ),
+    _section("update", _metric("Update / parameter norm (usual: 1e-3)", keys.UPDATE, "ratio", log_y=True)),
     _section(
         "optimizer_state",
         _metric("Stale second moment (alarming: 2.3)", keys.OPTIMIZER_STATE, keys.STALE),

@@ -26,16 +26,11 @@ class BatchPlace(NamedTuple):
 
 
 class BatchIndex:
-    """Knows the place of every sample that is under way, and keeps those of a due batch until all have arrived.
-
-    Args:
-        here: the place of an update that would be made now.
-        every: the numbers of every n-th batch are logged; 0: of none.
-    """
+    """Knows the place of every sample that is under way, and keeps those of a due batch until all have arrived."""
 
     def __init__(self, here: Callable[[], BatchPlace], every: int) -> None:
-        self._here = here
-        self._every = every
+        self._here = here  # the place of an update that would be made now
+        self._every = every  # the numbers of every n-th batch are logged; 0: of none
         self._places: dict[int, BatchPlace] = {}  # by the step of a sample that has not arrived
         self._new: list[tuple[BatchPlace, Snapshot]] = []
         self._due: dict[int, list[Snapshot]] = {}  # by batch
@@ -98,11 +93,8 @@ def log(trainer: Any, numbers: Mapping[str, float], prefix: str, *, step: int, w
     """Give numbers to every logger under their own step, and those of the whole model to callback_metrics.
 
     Not by log_dict: it writes under the step at which the trainer happens to write, or never, takes 0.3 ms a name, and
-    on several ranks asks for a collective to average what is equal on all of them.
-
-    Args:
-        numbers: by name, without prefix; one with a slash is a layer's.
-        with_wandb: False where the runs get the numbers in the rows of their own sinks.
+    on several ranks asks for a collective to average what is equal on all of them. Without W&B's loggers where the runs
+    get the numbers in the rows of their own sinks.
     """
     if not numbers:
         return
@@ -114,21 +106,14 @@ def log(trainer: Any, numbers: Mapping[str, float], prefix: str, *, step: int, w
 
 
 class NamedWandbSink(WandbSink):
-    """The W&B run, with the framework's own names for some numbers in the same row.
-
-    Args:
-        run: the W&B run.
-        numbers_of: a sample's further numbers by key, from its step; {} for none.
-        rows: write rows at all, or only alerts.
-        options: further arguments of WandbSink.
-    """
+    """The W&B run, with the framework's own names for some numbers in the same row."""
 
     def __init__(
         self, run: Any, numbers_of: Callable[[int], Mapping[str, float]], *, rows: bool, **options: Any
     ) -> None:
         super().__init__(run, **options)
-        self._numbers_of = numbers_of
-        self._writes_rows = rows
+        self._numbers_of = numbers_of  # a sample's further numbers by key, from its step
+        self._writes_rows = rows  # or only alerts
 
     def write(self, snapshot: Snapshot) -> None:
         if not self._writes_rows:

@@ -70,13 +70,6 @@ class _AlertLog(Sink):
 class Session:
     """The watcher of a training, from its first step to its last, over checkpoints and resumes.
 
-    Args:
-        caller: whose argument a misspelt option is.
-        options: the user's arguments of `watch()`.
-        reserved: those that the caller sets by itself.
-        on_sample: called with every sample as it arrives, a snapshot each; None: they wait for `take`.
-        adapt: what the caller makes of the default rules, where the user gave none.
-
     Raises:
         TypeError: an option is not one of watch(), or a reserved one: found when the callback is made, not when
             training starts.
@@ -85,11 +78,11 @@ class Session:
     def __init__(
         self,
         caller: str,
-        options: Mapping[str, Any],
+        options: Mapping[str, Any],  # the user's arguments of watch()
         *,
-        reserved: Iterable[str],
-        on_sample: Callable[[Snapshot], object] | None = None,
-        adapt: Callable[[list[Rule]], list[Rule]] = list,
+        reserved: Iterable[str],  # those that the caller sets by itself
+        on_sample: Callable[[Snapshot], object] | None = None,  # None: samples wait for `take`
+        adapt: Callable[[list[Rule]], list[Rule]] = list,  # of the default rules, where the user gave none
     ) -> None:
         known = [name for name in inspect.signature(watch).parameters if name not in {"model", *reserved}]
         if unknown := [name for name in options if name not in known]:
@@ -112,22 +105,13 @@ class Session:
         self,
         model: Models,
         *,
-        start_step: int = 0,
-        goes_on: bool = False,
-        beside: Iterable[Watcher] = (),
-        sinks: Iterable[Sink] = (),
-        **more: Any,
+        start_step: int = 0,  # where there is no memory that knows it
+        goes_on: bool = False,  # this training continues the last one, also where nothing was loaded
+        beside: Iterable[Watcher] = (),  # watchers of the same model that go on
+        sinks: Iterable[Sink] = (),  # beside the user's and, on rank 0, the program's log for alerts
+        **more: Any,  # arguments of watch() that the caller sets
     ) -> None:
-        """Watch, unless the model is frozen as a whole: that is said once, and later calls look again.
-
-        Args:
-            model: as in watch().
-            start_step: the number of the last step already made, where there is no memory that knows it.
-            goes_on: this training continues the last one, also where nothing was loaded.
-            beside: watchers of the same model that go on.
-            sinks: those of the caller, beside the user's and, on rank 0, the program's log for alerts.
-            more: arguments of watch() that the caller sets.
-        """
+        """Watch, unless the model is frozen as a whole: that is said once, and later calls look again."""
         if not any(parameter.requires_grad for module in _modules_of(model) for parameter in module.parameters()):
             if not self._said_frozen and rank() == 0:
                 self._said_frozen = True
@@ -238,12 +222,7 @@ def is_sharded(model: Models) -> bool:
 
 
 def is_due(sample: Snapshot, place: int, every: int) -> bool:
-    """Whether a framework that logs every n-th step logs this sample: the first one at or after each n-th.
-
-    Args:
-        place: of the sample in the framework's count, from 1.
-        every: n; 0: none.
-    """
+    """Whether a framework that logs every n-th step, from 1, logs this sample: the first at or after each n-th."""
     since = int(sample.metrics[keys.SAMPLE_EVERY][0]) if keys.SAMPLE_EVERY in sample.metrics else 1  # the one before
     return every > 0 and place // every > (place - since) // every
 

@@ -60,11 +60,7 @@ class Attention(ForwardProbe):
     """
 
     def __init__(
-        self,
-        match: ModuleFilter | None = None,
-        *,
-        statistics: Sequence[str] = DEFAULT_STATISTICS,
-        weights: bool = True,
+        self, match: ModuleFilter | None = None, *, statistics: Sequence[str] = DEFAULT_STATISTICS, weights: bool = True
     ) -> None:
         super().__init__(match)
         self._statistics = check_statistics(repr(self), statistics, histogram=False)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import Any, Final
 
@@ -38,23 +39,14 @@ _LINEAR_IN_INPUT: Final = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 @dataclass(frozen=True, eq=False)
 class CoordinateCheck:
-    """What coordinate_check() found. Sizes are root mean squares over all coordinates and positions of the batch.
+    """What coordinate_check() found. Sizes are root mean squares over all coordinates and positions of the batch."""
 
-    Args:
-        widths: [W].
-        steps: [T] after how many updates.
-        layers: [L] names of modules.
-        weight_change: [W, T, L] the size of (W_t - W_0) x_t, without biases.
-        input_change: [W, T, L] the size of W_0 (x_t - x_0), without biases; 0 for what is fed the data itself.
-        output: [W, T, L] the size of W_t x_t, with biases: the layer's output.
-    """
-
-    widths: FloatArray
-    steps: FloatArray
-    layers: tuple[str, ...]
-    weight_change: FloatArray
-    input_change: FloatArray
-    output: FloatArray
+    widths: FloatArray  # [W]
+    steps: FloatArray  # [T] after how many updates
+    layers: tuple[str, ...]  # [L] names of modules
+    weight_change: FloatArray  # [W, T, L] the size of (W_t - W_0) x_t, without biases
+    input_change: FloatArray  # [W, T, L] the size of W_0 (x_t - x_0), without biases; 0 for what is fed the data itself
+    output: FloatArray  # [W, T, L] the size of W_t x_t, with biases: the layer's output
 
     def growth(self, quantity: str = "weight_change") -> FloatArray:
         """The power of the width with which each layer's size grows, at the last step: [L]; NaN where it is 0.
@@ -75,10 +67,8 @@ class CoordinateCheck:
         return np.where(known, slopes, np.nan)
 
     def plot(self, path: str | Path) -> None:
-        """Draw both terms over the widths, one line per layer, as an SVG file."""
-        from ._coordinate_plot import draw
-
-        Path(path).write_text(draw(self), encoding="utf-8")
+        """Draw both terms over the widths, both axes logarithmic, one line per layer, as an SVG file."""
+        Path(path).write_text(_draw(self), encoding="utf-8")
 
 
 def coordinate_check(
@@ -132,11 +122,10 @@ def coordinate_check(
             model = make_model(width)
             found.append(_check_one(model, make_optimizer(model, width), batches, loss, match, steps))
     layers = tuple(found[0][0])
-    for width, per_step in zip(widths, found, strict=True):
-        if tuple(per_step[0]) != layers:
-            raise ValueError(
-                f"coordinate_check(): the model of width {width} has other layers than that of width {widths[0]}"
-            )
+    if other := [width for width, per_step in zip(widths, found, strict=True) if tuple(per_step[0]) != layers]:
+        raise ValueError(
+            f"coordinate_check(): the model of width {other[0]} has other layers than that of width {widths[0]}"
+        )
     sizes_WTLQ = np.array([[[sizes[layer] for layer in layers] for sizes in per_step] for per_step in found])
     return CoordinateCheck(
         np.array(widths, dtype=np.float64), np.array(steps, dtype=np.float64), layers, *np.moveaxis(sizes_WTLQ, -1, 0)
@@ -152,7 +141,8 @@ def _check_one(
     steps: Sequence[int],
 ) -> list[dict[str, FloatArray]]:
     """Sizes by layer, for each checked step: [Q]."""
-    named = {name: module for name, module in ModuleIndex([("", model)]).modules() if _has_weights(module)}
+    modules = ModuleIndex([("", model)]).modules()
+    named = {name: it for name, it in modules if it._parameters.get("weight") is not None and not it._modules}
     owner = "coordinate_check()"
     layers = {n: named[n] for n in chosen_by(matcher(match, owner), named, owner=owner, match=match, what="layer")}
     initial = {name: copy.deepcopy(layer) for name, layer in layers.items()}
@@ -211,12 +201,57 @@ def _sizes(layer_t: nn.Module, layer_0: nn.Module, x_t: Tensor, x_0: Tensor) -> 
     weight_change = change(x_t)
     is_linear = isinstance(layer_t, _LINEAR_IN_INPUT)
     input_change = wide_0(x_t - x_0) if is_linear else wide_0(x_t) - wide_0(x_0)
-    return np.array([_rms(tensor) for tensor in (weight_change, input_change, output)])
+    return np.array([float(moved.square().mean().sqrt()) for moved in (weight_change, input_change, output)])
 
 
-def _has_weights(module: nn.Module) -> bool:
-    return module._parameters.get("weight") is not None and not module._modules
+_PANEL_WIDTH, _PANEL_HEIGHT, _MARGIN = 360, 280, 64
+_LEGEND_WIDTH: Final = 260
+_STYLE: Final = "font-family:sans-serif;font-size:12px"
+_PANELS: Final = (("weight_change", "(Wₜ − W₀) xₜ"), ("input_change", "W₀ (xₜ − x₀)"))
 
 
-def _rms(tensor: Tensor) -> float:
-    return float(tensor.square().mean().sqrt())
+def _draw(check: CoordinateCheck) -> str:
+    colours = [f"hsl({360 * index / max(len(check.layers), 1):.0f} 65% 42%)" for index in range(len(check.layers))]
+    height = max(_PANEL_HEIGHT + 2 * _MARGIN, 40 + 18 * (len(check.layers) + 2))
+    width = 2 * (_PANEL_WIDTH + _MARGIN) + _LEGEND_WIDTH + _MARGIN
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" style="{_STYLE}">']
+    parts.append(f'<rect width="{width}" height="{height}" fill="white"/>')
+    for index, (quantity, title) in enumerate(_PANELS):
+        sizes_WL: FloatArray = getattr(check, quantity)[:, -1]
+        left = _MARGIN + index * (_PANEL_WIDTH + _MARGIN)
+        parts += _panel(check.widths, sizes_WL, colours, f"{title} after {check.steps[-1]:.0f} steps", left)
+    left = 2 * (_PANEL_WIDTH + _MARGIN) + _MARGIN // 2
+    parts.append(f'<text x="{left}" y="48" font-weight="bold">layer: power of the width</text>')
+    for index, (layer, power) in enumerate(zip(check.layers, check.growth(), strict=True)):
+        y = 70 + 18 * index
+        parts.append(f'<rect x="{left}" y="{y - 9}" width="10" height="10" fill="{colours[index]}"/>')
+        parts.append(f'<text x="{left + 16}" y="{y}">{escape(layer)}: {power:+.2f}</text>')
+    return "\n".join([*parts, "</svg>\n"])
+
+
+def _panel(widths: FloatArray, sizes_WL: FloatArray, colours: list[str], title: str, left: int) -> list[str]:
+    positive = sizes_WL[sizes_WL > 0]
+    low, high = (np.log10(positive.min()), np.log10(positive.max())) if positive.size else (-1.0, 0.0)
+    low, high = np.floor(low), max(np.ceil(high), np.floor(low) + 1)
+    first, last = np.log(widths.min()), np.log(widths.max())
+
+    def x_of(value: float) -> float:
+        return float(left + _PANEL_WIDTH * (np.log(value) - first) / (last - first))
+
+    def y_of(value: float) -> float:
+        return float(_MARGIN + _PANEL_HEIGHT * (high - np.log10(value)) / (high - low))
+
+    bottom = _MARGIN + _PANEL_HEIGHT
+    parts = [f'<text x="{left}" y="{_MARGIN - 16}" font-weight="bold">{escape(title)}</text>']
+    for exponent in range(int(low), int(high) + 1):
+        y = y_of(10.0**exponent)
+        parts.append(f'<line x1="{left}" x2="{left + _PANEL_WIDTH}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>')
+        parts.append(f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">1e{exponent}</text>')
+    for width in widths:
+        parts.append(f'<text x="{x_of(width):.1f}" y="{bottom + 18}" text-anchor="middle">{width:.0f}</text>')
+    parts.append(f'<text x="{left + _PANEL_WIDTH / 2}" y="{bottom + 38}" text-anchor="middle">width</text>')
+    for sizes_W, colour in zip(sizes_WL.T, colours, strict=True):
+        points = " ".join(f"{x_of(w):.1f},{y_of(s):.1f}" for w, s in zip(widths, sizes_W, strict=True) if s > 0)
+        if points:
+            parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>')
+    return parts

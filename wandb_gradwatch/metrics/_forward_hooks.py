@@ -37,13 +37,9 @@ _REENTRANT: Final = "CheckpointFunctionBackward"
 
 
 class ForwardHook:
-    """Hooks on modules, open during the forwards of sampled steps.
+    """Hooks on modules, open during the forwards of sampled steps: of the "training", an "evaluation", or "always".
 
-    Args:
-        owner: whose it is, for messages.
-        models: whose forwards are seen.
-        on_logged: gets what modules hand over: the module's name, the thing's name, the thing, its named dimensions.
-        when: which forwards are seen: those of the "training", of an "evaluation", or "always" all.
+    `on_logged` gets what modules hand over: the module's name, the thing's name, the thing, its named dimensions.
     """
 
     def __init__(
@@ -62,10 +58,7 @@ class ForwardHook:
     def hook(self, chosen: Callable[[str, nn.Module], bool], seen: SeenOutput, *, at: At = "end") -> None:
         """Hook every chosen module that is not hooked there yet, where several share a name the outermost.
 
-        Args:
-            seen: gets the module's name, the module, the arguments and keyword arguments of its call, and its output.
-            at: the "beginning" of the module's forward, with None for the output, its "end", or "any end": after a
-                forward that raised, too, then with None for the output.
+        At "any end": after a forward that raised, too, then as at the "beginning" with None for the output.
         """
         taken: set[str] = set()
         self._names.clear()
@@ -186,11 +179,7 @@ def log_tensor(module: nn.Module, name: str, tensor: Tensor, *, dims: Dims = Non
 
 
 def hand_over(module: nn.Module, name: str, thing: Any, dims: Dims = None) -> None:
-    """Give something to every tap that is open, as a module's.
-
-    Raises:
-        TypeError: it is no module.
-    """
+    """Give something to every tap that is open, as a module's."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"MonitorMixin is for torch.nn.Module, but {type(module).__name__} is not one")
     if torch.compiler.is_compiling() or not _open_taps:

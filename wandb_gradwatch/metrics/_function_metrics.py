@@ -16,6 +16,7 @@ from ._forward_hooks import AttentionCall, Dims, ForwardHook, hands_over
 from ._metric import Metric, Tally
 from ._module_index import ModuleIndex, ProbeShards, chosen_by, matcher
 from ._module_probe import (
+    Befores,
     ForwardProbe,
     ModuleProbe,
     dense,
@@ -29,7 +30,6 @@ from ._module_probe import (
 )
 from ._reference import Reference
 from ._rows import Store
-from ._updates import Befores
 
 MetricLike = Metric | ModuleProbe
 
@@ -127,12 +127,7 @@ class FunctionMetrics(ForwardProbe):
     # ---- at watch()
 
     def bind(self, models: ModuleIndex) -> None:
-        """Try each metric once, on the smallest tensor that it matches, where there are tensors to try.
-
-        Raises:
-            ValueError: a metric matches nothing.
-            TypeError, or what fn raises: fn does not work on a parameter that it matches.
-        """
+        """Try each metric once, on the smallest tensor that it matches, where there are tensors to try."""
         self._shards = ProbeShards(models)
         self._shards.look()
         parameters = {n: p for n, p in models.watched_parameters().items() if p.is_floating_point() or p.is_complex()}
@@ -254,7 +249,8 @@ class FunctionMetrics(ForwardProbe):
             try:
                 labels, values = labelled(metric.value_of(tensor), metric.dims)
                 if values.numel():
-                    tally = Tally.of(values.reshape(len(labels), -1), metric.aggregate, labels)
+                    values_KE = values if values.ndim == 2 else values.reshape(len(labels), -1)
+                    tally = Tally.of(values_KE, metric.aggregate, labels)
                     self._tallies.add(key, tally, pending=pending)
             except Exception as error:
                 self._drop(metric, f"{on} {name!r} of shape {[*tensor.shape]}", error)

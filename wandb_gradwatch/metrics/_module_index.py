@@ -27,11 +27,9 @@ ROOT: Final = "root"
 
 
 class ModuleIndex:
-    """The watched models, held weakly.
+    """The watched models, held weakly: what each one's names begin with ("" or ending in a dot), and the model.
 
-    Args:
-        models: what each model's names begin with ("" or ending in a dot), and the model.
-        watched: the names of the parameters that are watched; None: all.
+    Of their parameters those `watched` are told to probes; None: all.
     """
 
     def __init__(self, models: Iterable[tuple[str, nn.Module]], *, watched: Collection[str] | None = None) -> None:
@@ -77,11 +75,7 @@ def _walk(module: nn.Module, prefix: str, seen: set[int]) -> Iterator[tuple[str,
 
 
 def matcher(match: NameFilter | None, owner: str) -> Callable[[str], bool]:
-    """A `match=` as a function from a name: a regular expression (searched), several, a function; None: everything.
-
-    Raises:
-        ValueError: it is not a regular expression; `owner` begins the message.
-    """
+    """A `match=` as a function from a name: a regular expression (searched), several, a function; None: everything."""
     predicate = name_predicate(match, f"{owner}: match")
     return (lambda _: True) if predicate is None else functools.cache(predicate)
 
@@ -89,11 +83,7 @@ def matcher(match: NameFilter | None, owner: str) -> Callable[[str], bool]:
 def chosen_by(
     matches: Callable[[str], bool], names: Iterable[str], *, owner: str, match: object, what: str
 ) -> list[str]:
-    """The names that a `match=` chooses.
-
-    Raises:
-        ValueError: it chooses none.
-    """
+    """The names that a `match=` chooses; a ValueError where it chooses none."""
     known = list(names)
     if not (chosen := list(filter(matches, known))):
         first = ", ".join(map(repr, known[:3])) or "none at all"

@@ -12,7 +12,7 @@ import itertools
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, TypeGuard, TypeVar
+from typing import Any, ClassVar, Final, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,8 @@ ModuleFilter = NameFilter | type[nn.Module]
 class ModuleProbe(Probe):
     """A probe of watched models. At the moments that it does not override it does nothing."""
 
+    logs: ClassVar[frozenset[tuple[str, str]]] = frozenset()  # as `claims`
+    brings: ClassVar[tuple[type[Rule], ...]] = ()  # as `rules`
     _match: object = None  # what the user gave to choose modules or parameters
     _matches: Callable[[str], bool]
 
@@ -48,28 +50,42 @@ class ModuleProbe(Probe):
         """Called once, by watch(): check what can be checked, and raise what has to be raised. Hook nothing yet."""
 
     def check_match(self, what: str, names: Iterable[str]) -> list[str]:
-        """The names that the match chooses.
-
-        Raises:
-            ValueError: it chooses none.
-        """
+        """The names that the match chooses; a ValueError where it chooses none."""
         return chosen_by(self._matches, names, owner=f"{type(self).__name__}()", match=self._match, what=what)
 
     def claims(self) -> set[tuple[str, str]]:
         """Families and metrics that it logs under: ("update", "norm") for `update/<name>/norm`."""
-        return set()
+        return set(self.logs)
 
     def rules(self) -> list[Rule]:
         """The rules that a watcher with the default rules gets with this probe."""
-        return []
+        return [rule() for rule in self.brings]
+
+
+class Befores:
+    """Copies of parameters from before an update until after it."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Tensor] = {}
+
+    def keep(self, tensors: Iterable[WatchedTensor]) -> None:
+        """Copy these."""
+        self._kept |= {tensor.name: tensor.parameter.clone() for tensor in tensors}
+
+    def changes(self, tensors: Iterable[WatchedTensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Name, change (half precision in float32) and former value of each that was kept; each copy is dropped."""
+        for tensor in tensors:
+            before = self._kept.pop(tensor.name, None)
+            if before is not None and before.shape == tensor.parameter.shape:
+                yield tensor.name, widened(tensor.parameter) - widened(before), before
+
+    def forget(self) -> None:
+        """Drop what is left, of updates that never ended."""
+        self._kept.clear()
 
 
 class ParameterProbe(ModuleProbe):
-    """A probe of parameters: knows which of them it is for, which are whole here, and whether the sample is due.
-
-    Args:
-        match: of which parameters: a regular expression (searched), several, or a function of the name; None: all.
-    """
+    """A probe of parameters: knows which of them it is for, which are whole here, and whether the sample is due."""
 
     _shards: ProbeShards
 
@@ -78,6 +94,7 @@ class ParameterProbe(ModuleProbe):
         self._matches = matcher(match, repr(self))
         self._is_due = False
         self._found: dict[str, Found] = {}  # in the open sample
+        self._befores = Befores()
 
     def bind(self, models: ModuleIndex) -> None:
         self._shards = ProbeShards(models)
@@ -85,10 +102,26 @@ class ParameterProbe(ModuleProbe):
 
     def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
         self._is_due, self._found = next_step_is_due, {}
+        self._befores.forget()
 
     def take(self) -> Mapping[str, Found]:
         found, self._found = self._found, {}
         return found
+
+    def close(self) -> None:
+        self._befores.forget()
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadByProbe:
+    """The meaning of sums that say nothing by themselves: `derive` of their probe reads them."""
+
+    num_sums: int
+    of_every_rank: bool = True
+    num_parts: int = 0  # of a step, which the sums compare
+
+    def __call__(self, sums: Sequence[float]) -> Mapping[str, float]:
+        return {}
 
 
 AnyStore = TypeVar("AnyStore", bound=Store[Any, Any])
@@ -99,12 +132,7 @@ class ForwardProbe(ModuleProbe):
 
     What a forward adds is pending until a backward has ended or an optimizer steps: the sample before may still be open
     when the next forward runs. A forward of a whole model that does not come to its end, because something in it
-    raised, adds nothing.
-
-    Args:
-        match: of which modules: a regular expression (searched in the name), several, or a function; a class of
-            modules; None: all.
-        in_evaluation: of evaluations, which belong to the next sample, and are seen between samples too.
+    raised, adds nothing. Evaluations belong to the next sample, and are seen between samples too.
     """
 
     def __init__(self, match: ModuleFilter | None = None, *, in_evaluation: bool = False) -> None:
@@ -271,22 +299,14 @@ def is_measurable(thing: object) -> TypeGuard[Tensor]:
 
 
 def slices(tensor: Tensor, dims: Dims) -> list[tuple[str, Tensor]]:
-    """A tensor's slices along its named dimensions, each with its label; without any, the tensor itself under "".
-
-    Raises:
-        ValueError: a dimension that the tensor does not have.
-    """
+    """A tensor's slices along its named dimensions, each with its label; without any, the tensor itself under ""."""
     return list(zip(*labelled(tensor, dims), strict=True)) if dims else [("", tensor)]
 
 
 def labelled(tensor: Tensor, dims: Dims) -> tuple[list[str], Tensor]:
-    """The K labels of these slices, and the slices as one tensor: [K, ...].
-
-    Raises:
-        ValueError: likewise.
-    """
+    """The K labels of these slices, and the slices as one tensor: [K, ...]."""
     if not dims:
-        return [""], tensor[None]
+        return [""], tensor.reshape(1, -1)
     wrong = [dim for dim in dims if not -tensor.ndim <= dim < tensor.ndim]
     if wrong:
         raise ValueError(f"dims={dict(dims)!r} names dimension {wrong[0]}, but the tensor has shape {[*tensor.shape]}")

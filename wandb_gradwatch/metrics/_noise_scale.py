@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -19,7 +18,7 @@ from .._measure.elements import wide_dtype
 from .._measure.probe_values import ArrivedSums, ProbeSums
 from .._runtime.sharding import world_size
 from ..snapshot import GroupBy, group_function, keys
-from ._module_probe import logger
+from ._module_probe import ReadByProbe, logger
 from ._own_gradients import OwnGradientProbe, square_of
 from ._rows import widened
 
@@ -29,24 +28,6 @@ TOTAL: Final = "total"  # the name of all groups together
 _WINDOW: Final = 32
 _LEAST: Final = 4  # samples for an interval
 _STDS: Final = 1.96  # a normal distribution is within it in 95 % of the cases
-
-
-@dataclass(frozen=True)
-class _Squares:
-    """Of one parameter the squares of what the N parts have added to the gradient, and of the gradient.
-
-    Of ranks, which have the same gradient each, both are N times as large, and the ranks that there are follow.
-    """
-
-    num_parts: int
-    of_every_rank: bool = False
-
-    @property
-    def num_sums(self) -> int:
-        return 3 if self.of_every_rank else 2
-
-    def __call__(self, sums: Sequence[float]) -> Mapping[str, float]:
-        return {}  # only groups of parameters, over several samples, say anything
 
 
 class NoiseScale(OwnGradientProbe):
@@ -88,6 +69,8 @@ class NoiseScale(OwnGradientProbe):
         ValueError: match matches nothing (by watch()); batch_size is not positive.
     """
 
+    logs = frozenset({(keys.NOISE_SCALE, "noise_scale")})
+
     def __init__(
         self, match: NameFilter | None = None, *, group_by: GroupBy = "module", batch_size: int | None = None
     ) -> None:
@@ -104,9 +87,6 @@ class NoiseScale(OwnGradientProbe):
         self._num_backwards = 0
         self._windows: dict[str, deque[tuple[float, float]]] = {}  # on the host, by group: tr(S) and |G|^2
         self._said: set[str] = set()
-
-    def claims(self) -> set[tuple[str, str]]:
-        return {(keys.NOISE_SCALE, "noise_scale")}
 
     # ---- on the device
 
@@ -151,18 +131,18 @@ class NoiseScale(OwnGradientProbe):
             self._say("needs steps of several micro-batches; one of a single backward has nothing to compare", "")
         if num < 2:
             return {}
-        meaning = _Squares(num)
+        meaning = ReadByProbe(2, of_every_rank=False, num_parts=num)  # squares of increments, and of their sum
         return {
             f"{keys.NOISE_SCALE}/{name}": ProbeSums(self.without_scale(name, of), meaning, name)
             for name, of in squares.items()
         }
 
     def _of_ranks(self, averaged: Mapping[str, Tensor]) -> Mapping[str, Found]:
-        own, meaning = self.own_squares(), _Squares(world_size(), of_every_rank=True)
+        own, meaning = self.own_squares(), ReadByProbe(3, num_parts=world_size())
         if not own:  # of the first step of several backwards
             return {}
         found: dict[str, Found] = {}
-        for name, square in averaged.items():
+        for name, square in averaged.items():  # the same on each rank: their sums are N times as large
             of_own = own.get(name, torch.zeros_like(square))
             sums = [of_own, self.without_scale(name, square), torch.ones_like(square)]
             found[f"{keys.NOISE_SCALE}/{name}"] = ProbeSums(torch.stack(sums), meaning, name)
@@ -179,7 +159,7 @@ class NoiseScale(OwnGradientProbe):
         of_groups: dict[str, FloatArray] = {}
         num, of_ranks = 0, False
         for one in sums.values():
-            if isinstance(one.meaning, _Squares) and one.parameter is not None and self._matches(one.parameter):
+            if isinstance(one.meaning, ReadByProbe) and one.parameter is not None and self._matches(one.parameter):
                 num, parts = one.meaning.num_parts, np.asarray(one.sums[:2])
                 if of_ranks := one.meaning.of_every_rank:
                     if one.sums[2] != num:  # not merged, or not a parameter of every rank

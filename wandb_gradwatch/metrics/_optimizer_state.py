@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -15,7 +15,6 @@ from .._capture.probes import WatchedTensor
 from .._measure.elements import onto, wide_dtype
 from .._measure.probe_values import ProbeSums, root_of_ratio
 from .._runtime.sharding import local_part
-from ..rules import Rule
 from ..snapshot import keys
 from ._module_probe import ParameterProbe, dense, without_scale
 from ._rows import widened
@@ -29,15 +28,10 @@ _NUM_SUMS: Final = 6
 
 @dataclass(frozen=True)
 class StateSums:
-    """What the sums of one parameter say.
+    """What the sums of one parameter say."""
 
-    Args:
-        states: names of the optimizer's tensors, as they are in its state.
-        eps: of the optimizer; 0 for none.
-    """
-
-    states: tuple[str, ...]
-    eps: float
+    states: tuple[str, ...]  # names of the optimizer's tensors, as they are in its state
+    eps: float  # of the optimizer; 0 for none
     of_every_rank = False
 
     @property
@@ -83,30 +77,23 @@ class OptimizerState(ParameterProbe):
         ValueError: match matches nothing (by watch()).
     """
 
+    logs, brings = frozenset({(keys.OPTIMIZER_STATE, keys.STALE)}), (OutgrownUpdate,)
+
     def __init__(self, match: NameFilter | None = None) -> None:
         super().__init__(match)
         self._gradients: dict[str, Tensor] = {}  # [3] by name: sums from before the step
-
-    def claims(self) -> set[tuple[str, str]]:
-        return {(keys.OPTIMIZER_STATE, keys.STALE)}
-
-    def rules(self) -> list[Rule]:
-        return [OutgrownUpdate()]
 
     def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
         super().start(next_step_is_due, histogram_is_due)
         self._gradients = {}
 
     def before_update(self, tensors: Sequence[WatchedTensor]) -> None:
-        groups = _groups(tensors)
-        for tensor in tensors:
-            gradient = tensor.gradient
-            if gradient is None or tensor.optimizer is None or tensor.held is None or not self._matches(tensor.name):
+        for tensor, state, group in _with_states(tensors):
+            if tensor.gradient is None or not self._matches(tensor.name):
                 continue
-            squares = without_scale(widened(dense(gradient)), tensor.inverse_scale).square()
+            squares = without_scale(widened(dense(tensor.gradient)), tensor.inverse_scale).square()
             wide = wide_dtype(squares.device)
             num = torch.full((), squares.numel(), dtype=wide, device=squares.device)
-            state, group = tensor.optimizer.state.get(tensor.held, {}), groups.get(id(tensor.held), {})
             moment = _moment(state, group, "exp_avg_sq", 1)
             stale = torch.full_like(num, torch.nan)
             if moment is not None:
@@ -115,12 +102,9 @@ class OptimizerState(ParameterProbe):
             self._gradients[tensor.name] = torch.stack([num, squares.sum(dtype=wide), stale])
 
     def after_update(self, tensors: Sequence[WatchedTensor]) -> None:
-        groups = _groups(tensors)
-        for tensor in tensors:
-            before = self._gradients.pop(tensor.name, None)
-            if before is None or tensor.optimizer is None or tensor.held is None:
+        for tensor, state, group in _with_states(tensors):
+            if (before := self._gradients.pop(tensor.name, None)) is None:
                 continue
-            state, group = tensor.optimizer.state.get(tensor.held, {}), groups.get(id(tensor.held), {})
             parts = {
                 name: local_part(value).detach()
                 for name, value in sorted(state.items())
@@ -135,11 +119,16 @@ class OptimizerState(ParameterProbe):
             self._found[key] = ProbeSums(torch.cat([before, torch.stack(sums)]), meaning, tensor.name)
 
 
-def _groups(tensors: Sequence[WatchedTensor]) -> dict[int, Mapping[str, Any]]:
-    """The parameter group of every parameter, by its id."""
+def _with_states(
+    tensors: Sequence[WatchedTensor],
+) -> Iterator[tuple[WatchedTensor, Mapping[str, Any], Mapping[str, Any]]]:
+    """Each with its optimizer's state of it, and its parameter group."""
     optimizers = {id(tensor.optimizer): tensor.optimizer for tensor in tensors if tensor.optimizer is not None}
     groups = (group for optimizer in optimizers.values() for group in optimizer.param_groups)
-    return {id(parameter): group for group in groups for parameter in group["params"]}
+    group_of = {id(parameter): group for group in groups for parameter in group["params"]}
+    for tensor in tensors:
+        if tensor.optimizer is not None and tensor.held is not None:
+            yield tensor, tensor.optimizer.state.get(tensor.held, {}), group_of.get(id(tensor.held), {})
 
 
 def _moment(state: Mapping[str, Any], group: Mapping[str, Any], name: str, place: int) -> Tensor | None:

@@ -8,7 +8,6 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -20,8 +19,8 @@ from .._capture.probes import Found, WatchedTensor
 from .._measure.elements import onto, wide_dtype
 from .._measure.probe_values import ArrivedSums, ProbeSums
 from .._runtime.sharding import rank, world_size
-from ..rules import Rule
 from ..snapshot import keys
+from ._module_probe import ReadByProbe
 from ._own_gradients import OwnGradientProbe
 from ._rules import RanksDisagree, SlowRank
 
@@ -31,21 +30,6 @@ _FIELDS: Final = ("is_there", "square", "loss", "seconds", "checksum", "layout")
 _UNSEEN: Final = -1.0  # in place of a square: there is no gradient of the rank's own
 _MAX_RANK_KEYS: Final = 64  # with more ranks only the lowest, the median and the highest are told
 _MODULUS: Final = 2**48  # of checksums: exact in float64, and no flipped bit of 32 is lost
-
-
-@dataclass(frozen=True)
-class _Fields:
-    """F numbers of every rank, each rank's at its own place: sums over ranks have those of all."""
-
-    num_ranks: int
-    of_every_rank = True
-
-    @property
-    def num_sums(self) -> int:
-        return self.num_ranks * len(_FIELDS)
-
-    def __call__(self, sums: Sequence[float]) -> Mapping[str, float]:
-        return {}  # before they are merged they are this rank's alone
 
 
 class Ranks(OwnGradientProbe):
@@ -79,6 +63,8 @@ class Ranks(OwnGradientProbe):
         ValueError: match matches nothing (by watch()); checksum_every is negative.
     """
 
+    logs, brings = frozenset({(keys.RANKS, keys.APART)}), (RanksDisagree, SlowRank)
+
     def __init__(self, match: NameFilter | None = None, *, checksum_every: int = 10) -> None:
         super().__init__(match)
         if isinstance(checksum_every, bool) or not isinstance(checksum_every, int) or checksum_every < 0:
@@ -94,12 +80,6 @@ class Ranks(OwnGradientProbe):
         self._loss: Tensor | None = None
         self._checksums: list[Tensor] = []
         self._layout: list[object] = []  # of what has a checksum
-
-    def claims(self) -> set[tuple[str, str]]:
-        return {(keys.RANKS, keys.APART)}
-
-    def rules(self) -> list[Rule]:
-        return [RanksDisagree(), SlowRank()]
 
     # ---- on the device
 
@@ -160,15 +140,15 @@ class Ranks(OwnGradientProbe):
         fields_F = torch.stack(list(map(number, (1.0, square, self._loss, self._seconds, checksum, layout))))
         all_RF = torch.zeros(world_size(), len(_FIELDS), dtype=fields_F.dtype, device=device)
         all_RF[rank()] = fields_F
-        return {keys.RANKS: ProbeSums(all_RF.flatten(), _Fields(world_size()))}
+        return {keys.RANKS: ProbeSums(all_RF.flatten(), ReadByProbe(all_RF.numel()))}
 
     # ---- on the host
 
     def derive(self, sums: Mapping[str, ArrivedSums]) -> Mapping[str, float]:
         one = sums.get(keys.RANKS)
-        if one is None or not isinstance(one.meaning, _Fields):
+        if one is None:
             return {}
-        all_RF = np.array(one.sums).reshape(one.meaning.num_ranks, len(_FIELDS))
+        all_RF = np.array(one.sums).reshape(-1, len(_FIELDS))
         there = {place: dict(zip(_FIELDS, of, strict=True)) for place, of in enumerate(all_RF.tolist()) if of[0] == 1}
         if len(there) < 2:  # the others' have not been merged
             return {}

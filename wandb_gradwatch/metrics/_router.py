@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from .._capture.probes import Found
 from .._measure.elements import onto, wide_dtype
-from ..rules import Rule
 from ..snapshot import keys
 from ._module_probe import ForwardProbe, ModuleFilter, tensors_in
 from ._rows import Store, add_on_device
@@ -52,6 +51,8 @@ class Router(ForwardProbe):
         ValueError: match matches no module (by watch()); top_k is not positive.
     """
 
+    logs, brings = frozenset({(keys.ROUTER, keys.DEAD_EXPERTS)}), (DeadExperts,)
+
     def __init__(self, match: ModuleFilter, *, top_k: int = 1) -> None:
         super().__init__(match)
         if isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1:
@@ -59,12 +60,6 @@ class Router(ForwardProbe):
         self._top_k = top_k
         # [E + 2] of each router: tokens of the experts, entropies, tokens.
         self._sums = self.collect(Store[str, Tensor](add_on_device))
-
-    def claims(self) -> set[tuple[str, str]]:
-        return {(keys.ROUTER, keys.DEAD_EXPERTS)}
-
-    def rules(self) -> list[Rule]:
-        return [DeadExperts()]
 
     def forward_done(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         _, logits = next(tensors_in(output), ("", None))

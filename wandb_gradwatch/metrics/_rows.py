@@ -26,9 +26,6 @@ class Store(Generic[Key, Value]):
     """Values by key that merge: those of the open sample, and apart what may belong to the next one.
 
     No value is ever changed in place, so that copies may share them.
-
-    Args:
-        merge: makes one value of two of the same key.
     """
 
     def __init__(self, merge: Callable[[Value, Value], Value]) -> None:
@@ -116,11 +113,7 @@ DEFAULT_STATISTICS: Final = ("norm", "mean", "std", "min", "max", "dead_ratio", 
 
 
 def check_statistics(owner: str, statistics: Sequence[str], *, histogram: bool) -> tuple[str, ...]:
-    """The statistics as they will be measured; `histogram`: whether that is one of the names.
-
-    Raises:
-        ValueError: a name that is none; `owner` begins the message.
-    """
+    """The statistics as they will be measured; `histogram`: whether that is one of the names."""
     known = (*STATISTICS, *QUANTILES, *([HISTOGRAM] if histogram else []))
     if isinstance(statistics, str) or not statistics or not set(statistics) <= set(known):
         raise ValueError(f"{owner}: statistics={statistics!r} must be a sequence of names out of {known}")
@@ -128,12 +121,7 @@ def check_statistics(owner: str, statistics: Sequence[str], *, histogram: bool) 
 
 
 class RowTally(Store[str, Tensor]):
-    """One row per name, [C] each, and the histogram's [B] behind it where there is one.
-
-    Args:
-        statistics: what will be read from the rows.
-        dead_threshold: |a| <= this counts as dead.
-    """
+    """One row per name, [C] each, and the histogram's [B] behind it where there is one, for these statistics."""
 
     def __init__(self, statistics: Sequence[str], dead_threshold: float = 0.0) -> None:
         super().__init__(_merged)

@@ -17,31 +17,37 @@ from ..snapshot import Snapshot, keys
 
 # S samples in the window
 
+_Bounds = Mapping[str, tuple[float, float]]  # the least and the largest value of each limit
+
 
 @dataclass(kw_only=True)
 class _MetricRule(Remembers):
     """Judges each name of a metric by itself at every sample, and tells of all in one alert.
 
-    Not at a sample that loss scaling skipped: an overflow there is how the scale finds its place.
+    Not at a sample that loss scaling skipped: an overflow there is how the scale finds its place. The words may hold
+    the rule's limits, what is `told` of the `first` name, and `num`, how many there are.
     """
 
     title: ClassVar[str]
     metric: ClassVar[tuple[str, str]]  # the family, and its name there
+    fact: ClassVar[str]
+    item: ClassVar[str]  # one `name`, and what is `told` of it
     cause: ClassVar[str]
     remedy: ClassVar[str]
     level: ClassVar[Level] = "WARN"
+    bounds: ClassVar[_Bounds] = {}
+
+    def __post_init__(self) -> None:
+        check_limits(self, **self.bounds)
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
         series = self._series(snapshot)
         for sample, step in enumerate(snapshot.steps.tolist()):
             if snapshot.skipped[sample]:
                 continue
-            found: dict[str, Any] = {}
-            for name, values_S in series.items():
-                value = float(values_S[sample])
-                if value == value and (told := self._judge(name, value, step)) is not None:
-                    found[name] = told
-            if found:
+            values = {name: float(values_S[sample]) for name, values_S in series.items()}
+            judged = ((name, self._judge(name, value, step)) for name, value in values.items() if value == value)
+            if found := {name: told for name, told in judged if told is not None}:
                 yield self._alert(step, found)
 
     def _series(self, snapshot: Snapshot) -> Mapping[str, FloatArray]:
@@ -53,17 +59,22 @@ class _MetricRule(Remembers):
         """What is told of this name at this step; None for nothing."""
         raise NotImplementedError
 
-    def _fact(self, step: int, found: Mapping[str, Any]) -> str:
-        raise NotImplementedError
-
-    def _describe(self, name: str, told: Any) -> str:
-        raise NotImplementedError
-
     def _alert(self, step: int, found: Mapping[str, Any]) -> Alert:
         first = next(iter(found))
-        names = listing(found, lambda name: self._describe(name, found[name]))
-        cause, remedy = (text.format(first=first) for text in (self.cause, self.remedy))
-        return finding(self.title, f"Step {step}: {self._fact(step, found)}", names, cause, remedy, step, self.level)
+        limits = {name: _said(getattr(self, name)) for name in self.bounds}
+        said = {"num": len(found), "first": first, "told": _said(found[first])} | limits
+        fact, cause, remedy = self._fact(found, said), self.cause.format(**said), self.remedy.format(**said)
+        names = listing(found, lambda name: self.item.format(name=name, told=_said(found[name])))
+        return finding(self.title, f"Step {step}: {fact}", names, cause, remedy, step, self.level)
+
+    def _fact(self, found: Mapping[str, Any], said: Mapping[str, Any]) -> str:
+        return self.fact.format(**said)
+
+
+def _said(told: Any) -> Any:
+    if isinstance(told, tuple):
+        return tuple(map(_said, told))
+    return number(told) if isinstance(told, float) else told
 
 
 @dataclass(kw_only=True)
@@ -72,6 +83,11 @@ class NonFiniteActivation(_MetricRule):
 
     title: ClassVar[str] = "Non-finite activation"
     metric: ClassVar[tuple[str, str]] = (keys.ACTIVATION, keys.NONFINITE_METRIC)
+    fact: ClassVar[str] = (
+        "the output of {first} was the first of the forward that is not finite, with {told} elements; {num} module "
+        "outputs are in all (threshold: 0)."
+    )
+    item: ClassVar[str] = "{name} ({told} non-finite)"
     cause: ClassVar[str] = "an input, a parameter or an operation of {first}: an overflow, 0/0, or the log or root of 0"
     remedy: ClassVar[str] = (
         "look at the inputs and parameters of {first} at this step, add an epsilon to logs, roots and "
@@ -81,16 +97,6 @@ class NonFiniteActivation(_MetricRule):
 
     def _judge(self, name: str, value: float, step: int) -> int | None:
         return int(value) if value > 0 else None
-
-    def _fact(self, step: int, found: Mapping[str, int]) -> str:
-        first = next(iter(found))
-        return (
-            f"the output of {first} was the first of the forward that is not finite, with {found[first]} "
-            f"elements; {len(found)} module outputs are in all (threshold: 0)."
-        )
-
-    def _describe(self, name: str, told: int) -> str:
-        return f"{name} ({told} non-finite)"
 
 
 @dataclass(kw_only=True)
@@ -114,6 +120,12 @@ class OutgrownUpdate(_MetricRule):
 
     title: ClassVar[str] = "Update outgrows"
     metric: ClassVar[tuple[str, str]] = (keys.OPTIMIZER_STATE, keys.STALE)
+    bounds: ClassVar[_Bounds] = {"threshold": (0.0, np.inf), "factor": (1.0, np.inf), "patience": (1.0, 32.0)}
+    fact: ClassVar[str] = (
+        "in {num} parameters the gradient is more than {threshold} times what the optimizer's second moment says, so "
+        "that their update is that much too large."
+    )
+    item: ClassVar[str] = "{name} ({told} times)"
     cause: ClassVar[str] = (
         "gradients that come back after a quiet time, with a second moment that has decayed meanwhile"
     )
@@ -122,9 +134,6 @@ class OutgrownUpdate(_MetricRule):
         "loss may spike within the next 8 steps"
     )
 
-    def __post_init__(self) -> None:
-        check_limits(self, threshold=(0.0, np.inf), factor=(1.0, np.inf), patience=(1.0, 32.0))
-
     def _judge(self, name: str, value: float, step: int) -> float | None:
         past = self._past.get(name, [])
         if value == np.inf:
@@ -132,15 +141,6 @@ class OutgrownUpdate(_MetricRule):
         self._past[name] = [*past, value][-32:]
         is_known = len(past) >= self.patience
         return value if is_known and value > max(self.threshold, self.factor * float(np.median(past))) else None
-
-    def _fact(self, step: int, found: Mapping[str, float]) -> str:
-        return (
-            f"in {len(found)} parameters the gradient is more than {number(self.threshold)} times what "
-            "the optimizer's second moment says, so that their update is that much too large."
-        )
-
-    def _describe(self, name: str, told: float) -> str:
-        return f"{name} ({number(told)} times)"
 
     def _alert(self, step: int, found: Mapping[str, float]) -> Alert:
         return super()._alert(step, dict(sorted(found.items(), key=lambda one: -one[1])))  # the worst first
@@ -174,13 +174,16 @@ class EntropyCollapse(_LargestOfHeads):
 
     title: ClassVar[str] = "Attention entropy collapse"
     metric: ClassVar[tuple[str, str]] = (keys.ATTENTION, "entropy_ratio")
+    bounds: ClassVar[_Bounds] = {"threshold": (0.0, 1.0), "patience": (1.0, np.inf)}
+    fact: ClassVar[str] = (
+        "in {num} attention modules no head has had more than {threshold} of the possible entropy for {patience} "
+        "samples: each position looks at one place only."
+    )
+    item: ClassVar[str] = "{name} (at most {told})"
     cause: ClassVar[str] = "query and key weights that grow, at too high a learning rate or without warm-up"
     remedy: ClassVar[str] = (
         "normalise queries and keys, lower the learning rate or warm up for longer, decay their weights"
     )
-
-    def __post_init__(self) -> None:
-        check_limits(self, threshold=(0.0, 1.0), patience=(1.0, np.inf))
 
     def _judge(self, name: str, value: float, step: int) -> float | None:
         if value >= self.threshold:
@@ -188,15 +191,6 @@ class EntropyCollapse(_LargestOfHeads):
         elif name in self._in_a_row:
             self._in_a_row[name] += 1
         return value if self._in_a_row.get(name, 0) >= self.patience else None
-
-    def _fact(self, step: int, found: Mapping[str, float]) -> str:
-        return (
-            f"in {len(found)} attention modules no head has had more than {number(self.threshold)} of "
-            f"the possible entropy for {self.patience} samples: each position looks at one place only."
-        )
-
-    def _describe(self, name: str, told: float) -> str:
-        return f"{name} (at most {number(told)})"
 
 
 @dataclass(kw_only=True)
@@ -212,23 +206,17 @@ class DeadExperts(_MetricRule):
 
     title: ClassVar[str] = "Dead experts"
     metric: ClassVar[tuple[str, str]] = (keys.ROUTER, keys.DEAD_EXPERTS)
+    bounds: ClassVar[_Bounds] = {"patience": (1.0, np.inf)}
+    fact: ClassVar[str] = "{num} routers have sent no token to some experts for {patience} samples."
+    item: ClassVar[str] = "{name} ({told} experts)"
     cause: ClassVar[str] = "a router that sends ever more tokens to the experts that are already trained best"
     remedy: ClassVar[str] = (
         "raise the weight of the load-balancing loss, add noise to the router's logits, or lower its learning rate"
     )
 
-    def __post_init__(self) -> None:
-        check_limits(self, patience=(1.0, np.inf))
-
     def _judge(self, name: str, value: float, step: int) -> int | None:
         self._in_a_row[name] = self._in_a_row.get(name, 0) + 1 if value else 0
         return int(value) if self._in_a_row[name] >= self.patience else None
-
-    def _fact(self, step: int, found: Mapping[str, int]) -> str:
-        return f"{len(found)} routers have sent no token to some experts for {self.patience} samples."
-
-    def _describe(self, name: str, told: int) -> str:
-        return f"{name} ({told} experts)"
 
 
 @dataclass(kw_only=True)
@@ -251,13 +239,12 @@ class GrowingLogits(_LargestOfHeads):
 
     title: ClassVar[str] = "Attention logits grow"
     metric: ClassVar[tuple[str, str]] = (keys.ATTENTION, keys.LOGIT_MAX)
+    bounds: ClassVar[_Bounds] = {"limit": (1.0, np.inf), "patience": (8.0, 32.0)}
+    item: ClassVar[str] = "{name} {told[0]} (step {told[1]})"
     cause: ClassVar[str] = "query and key weights that grow, at too high a learning rate"
     remedy: ClassVar[str] = (
         "normalise queries and keys, add a z-loss, lower the learning rate of these weights or decay them"
     )
-
-    def __post_init__(self) -> None:
-        check_limits(self, limit=(1.0, np.inf), patience=(8.0, 32.0))
 
     def _judge(self, name: str, value: float, step: int) -> tuple[float, int] | None:
         if not 0 < value < np.inf:
@@ -285,16 +272,13 @@ class GrowingLogits(_LargestOfHeads):
         crossed = step + (np.log(self.limit) - fitted) / slope
         return round(crossed) if crossed <= step + 4 * (x[-1] - x[0]) else None
 
-    def _fact(self, step: int, found: Mapping[str, tuple[float, int]]) -> str:
+    def _fact(self, found: Mapping[str, tuple[float, int]], said: Mapping[str, Any]) -> str:
         first = min(found, key=lambda name: found[name][1])
-        largest, crossed = found[first]
+        (largest, crossed), limit = found[first], said["limit"]
         fact = f"the largest attention logit of {first} is {number(largest)}"
         if largest >= self.limit:
-            return f"{fact}, above the limit of {number(self.limit)}."
-        return f"{fact}; at its growth over the last samples it crosses {number(self.limit)} at about step {crossed}."
-
-    def _describe(self, name: str, told: tuple[float, int]) -> str:
-        return f"{name} {number(told[0])} (step {told[1]})"
+            return f"{fact}, above the limit of {limit}."
+        return f"{fact}; at its growth over the last samples it crosses {limit} at about step {crossed}."
 
 
 @dataclass(kw_only=True)
@@ -308,6 +292,14 @@ class RanksDisagree(Remembers):
     _apart: list[int] = field(default_factory=list, init=False, repr=False)
 
     title: ClassVar[str] = "Ranks disagree"
+    cause: ClassVar[str] = (
+        "memory or arithmetic of a device that fails and says nothing, or parameters that only this rank has changed, "
+        "such as a checkpoint that not all ranks have loaded"
+    )
+    remedy: ClassVar[str] = (
+        "stop, and go on from a checkpoint of before this step on all ranks; where it happens again on the same rank, "
+        "have its device tested"
+    )
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
         num_apart_S = snapshot.metrics.get(f"{keys.RANKS}/all/{keys.APART}", np.full(len(snapshot), np.nan))
@@ -320,21 +312,9 @@ class RanksDisagree(Remembers):
             if num_apart == num_apart:
                 self._apart = sorted(rank for rank, values in of_rank.items() if values[sample] == 1)
             if self._apart:
-                yield self._alert(int(snapshot.steps[sample]))
-
-    def _alert(self, step: int) -> Alert:
-        which = listing(self._apart, lambda rank: f"rank {rank}")
-        return finding(
-            self.title,
-            f"Step {step}: the parameters of {which} are not those that most ranks have.",
-            "",
-            "memory or arithmetic of a device that fails and says nothing, or parameters that only this rank has "
-            "changed, such as a checkpoint that not all ranks have loaded",
-            "stop, and go on from a checkpoint of before this step on all ranks; where it happens again on the same "
-            "rank, have its device tested",
-            step,
-            "ERROR",
-        )
+                which, step = listing(self._apart, lambda rank: f"rank {rank}"), int(snapshot.steps[sample])
+                fact = f"Step {step}: the parameters of {which} are not those that most ranks have."
+                yield finding(self.title, fact, "", self.cause, self.remedy, step, "ERROR")
 
 
 @dataclass(kw_only=True)
@@ -354,6 +334,10 @@ class SlowRank(Remembers):
     _in_a_row: int = field(default=0, init=False, repr=False)
 
     title: ClassVar[str] = "Slow rank"
+    cause: ClassVar[str] = (
+        "data that this rank loads more slowly, other work on its host, or a host or device that is slower"
+    )
+    remedy: ClassVar[str] = "compare what its data loader and its host do with those of another rank"
 
     def __post_init__(self) -> None:
         check_limits(self, factor=(1.0, np.inf), least=(0.0, np.inf), patience=(1.0, np.inf))
@@ -370,15 +354,9 @@ class SlowRank(Remembers):
             self._in_a_row = (self._in_a_row + 1 if rank == self._last else 1) if is_late else 0
             self._last = rank
             if self._in_a_row >= self.patience:
-                yield self._alert(step, int(rank), slowest, median)
-
-    def _alert(self, step: int, rank: int, slowest: float, median: float) -> Alert:
-        return finding(
-            self.title,
-            f"Step {step}: rank {rank} has needed more than {number(self.factor)} times as long as the median rank for "
-            f"{self.patience} samples, now {number(slowest)} s and not {number(median)} s, and the others wait for it.",
-            "",
-            "data that this rank loads more slowly, other work on its host, or a host or device that is slower",
-            "compare what its data loader and its host do with those of another rank",
-            step,
-        )
+                fact = (
+                    f"Step {step}: rank {int(rank)} has needed more than {number(self.factor)} times as long as the "
+                    f"median rank for {self.patience} samples, now {number(slowest)} s and not {number(median)} s, and "
+                    "the others wait for it."
+                )
+                yield finding(self.title, fact, "", self.cause, self.remedy, step)

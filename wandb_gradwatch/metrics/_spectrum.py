@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -18,10 +17,9 @@ from .._measure.probe_values import ArrivedSums, ProbeSums
 from .._runtime.sharding import world_size
 from ..snapshot import keys
 from ._module_index import ModuleIndex, ProbeShards
-from ._module_probe import ParameterProbe, without_scale
+from ._module_probe import ParameterProbe, ReadByProbe, without_scale
 from ._own_gradients import square_of
 from ._rows import widened
-from ._updates import Befores
 
 # M rows, N columns
 
@@ -31,18 +29,6 @@ _FIRST: Final = 20  # iterations from a random vector; later ones begin where th
 _FIRST_MERGED: Final = 8  # the same where each takes a merge over ranks
 _PRODUCT_EVERY: Final = 50  # samples at the latest
 _SEED: Final = 1234
-
-
-@dataclass(frozen=True)
-class _OfShards:
-    """Sums over the shards of a matrix A: a 1 of every rank, the version of its vector v and the square of that,
-    |A v|^2 and |A|_F^2; in some samples A^T A v follows."""
-
-    num_sums: int
-    of_every_rank = True
-
-    def __call__(self, sums: Sequence[float]) -> Mapping[str, float]:
-        return {}  # of a single shard they say nothing
 
 
 class _SharedVector:
@@ -58,7 +44,7 @@ class _SharedVector:
         self._num_ranks, self._num_replicas = num_ranks, num_replicas
 
     def sums(self, part_MN: Tensor, *, with_product: bool) -> Tensor:
-        """What the rank's rows of the matrix add: [5], or [5 + N]."""
+        """What the rank's rows add: a 1, the version and its square, |A v|^2 and |A|_F^2, and if asked for A^T A v."""
         wide = wide_dtype(part_MN.device)
         image_M = part_MN @ self._vector_N
         known = [torch.full((), self._version**power, dtype=wide, device=part_MN.device) for power in range(3)]
@@ -120,7 +106,6 @@ class Spectrum(ParameterProbe):
         self._of = tuple(of)
         self._vectors: dict[str, Tensor] = {}  # by key: [N]
         self._shared: dict[str, _SharedVector] = {}  # of sharded matrices
-        self._befores = Befores()
         self._has_product = False
         self._since_product = 0  # samples
 
@@ -139,7 +124,6 @@ class Spectrum(ParameterProbe):
         self._has_product = histogram_is_due or self._since_product >= _PRODUCT_EVERY
         if self._has_product:
             self._since_product = 0
-        self._befores.forget()
 
     def gradients_ready(self, tensors: Sequence[WatchedTensor]) -> None:
         if not self._is_due or keys.GRADIENT not in self._of:
@@ -171,9 +155,6 @@ class Spectrum(ParameterProbe):
                 found |= {f"{key}/{name}": number for name, number in zip(_NAMES, numbers, strict=True)}
         return found
 
-    def close(self) -> None:
-        self._befores.forget()
-
     def _is_measured(self, tensor: WatchedTensor) -> bool:
         if not tensor.parameter.is_floating_point() or not self._matches(tensor.name):
             return False
@@ -195,7 +176,7 @@ class Spectrum(ParameterProbe):
         if key not in self._shared:
             self._shared[key] = _SharedVector(matrix_MN.shape[1], matrix_MN, layout.num_ranks, layout.num_replicas)
         sums = self._shared[key].sums(matrix_MN, with_product=self._has_product)
-        self._found[f"{key}/spectrum"] = ProbeSums(sums, _OfShards(len(sums)))
+        self._found[f"{key}/spectrum"] = ProbeSums(sums, ReadByProbe(len(sums)))
 
     def _of_matrix(self, key: str, matrix_MN: Tensor) -> Tensor:
         """The largest singular value and the stable rank: [2]; of a matrix of zeros 0, and no rank."""

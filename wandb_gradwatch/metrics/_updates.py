@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import torch
-from torch import Tensor
 
 from .._capture.parameter_registry import NameFilter
 from .._capture.probes import WatchedTensor
@@ -16,32 +15,10 @@ from .._runtime.sharding import local_part
 from ..snapshot import keys
 from ._module_index import ModuleIndex
 from ._module_probe import ParameterProbe
-from ._rows import histograms_of, widened
+from ._rows import histograms_of
 
 _MIB: Final = 2**20
 _CHANGE: Final = Distance("norm", "ratio")
-
-
-class Befores:
-    """Copies of parameters from before an update until after it."""
-
-    def __init__(self) -> None:
-        self._kept: dict[str, Tensor] = {}
-
-    def keep(self, tensors: Iterable[WatchedTensor]) -> None:
-        """Copy these."""
-        self._kept |= {tensor.name: tensor.parameter.clone() for tensor in tensors}
-
-    def changes(self, tensors: Iterable[WatchedTensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Name, change (half precision in float32) and former value of each that was kept; each copy is dropped."""
-        for tensor in tensors:
-            before = self._kept.pop(tensor.name, None)
-            if before is not None and before.shape == tensor.parameter.shape:
-                yield tensor.name, widened(tensor.parameter) - widened(before), before
-
-    def forget(self) -> None:
-        """Drop what is left, of updates that never ended."""
-        self._kept.clear()
 
 
 class Updates(ParameterProbe):
@@ -63,13 +40,11 @@ class Updates(ParameterProbe):
         ValueError: match matches nothing, or its parameters exceed max_mib; both by watch().
     """
 
+    logs = frozenset({(keys.UPDATE, "norm"), (keys.UPDATE, "ratio")})
+
     def __init__(self, match: NameFilter | None = None, *, max_mib: float = 1024) -> None:
         super().__init__(match)
         self._max_mib = max_mib
-        self._befores = Befores()
-
-    def claims(self) -> set[tuple[str, str]]:
-        return {(keys.UPDATE, "norm"), (keys.UPDATE, "ratio")}
 
     def bind(self, models: ModuleIndex) -> None:
         super().bind(models)
@@ -81,10 +56,6 @@ class Updates(ParameterProbe):
                 f"max_mib={self._max_mib:g}; match fewer parameters, or raise max_mib"
             )
 
-    def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
-        super().start(next_step_is_due, histogram_is_due)
-        self._befores.forget()
-
     def before_update(self, tensors: Sequence[WatchedTensor]) -> None:
         if self._is_due:
             self._befores.keep(tensor for tensor in tensors if self._matches(tensor.name))
@@ -93,18 +64,11 @@ class Updates(ParameterProbe):
         for name, change, before in self._befores.changes(tensors):
             self._found[f"{keys.UPDATE}/{name}"] = ProbeSums(sum_sq([change, before]), _CHANGE, name)
 
-    def close(self) -> None:
-        self._befores.forget()
-
 
 class ParameterHistograms(ParameterProbe):
     """Count each parameter that an optimizer has just updated in the fixed bins of gradients.
 
     Of a sharded parameter each rank counts its shard; the counts add up when the window is merged over the ranks.
-
-    Args:
-        backend: as given to watch().
-
     Cost: at the steps that have a histogram one batched pass over the parameters.
     """
 

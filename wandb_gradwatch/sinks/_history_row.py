@@ -21,7 +21,7 @@ from .._analysis.forecast import forecast
 from .._measure.columns import NUM_COLUMNS, FloatArray, merge_rows
 from .._measure.probe_values import MetricHistogram, merge_histograms
 from ..snapshot import Snapshot, keys, last_present
-from ..snapshot._missing import sum_of_present
+from ..snapshot._arrays import sum_of_present
 from ._rebinning import Rebinner
 
 # S samples in the window, P watched parameters or groups, C columns
@@ -50,27 +50,15 @@ _OF_THE_MODEL: Final = {
 
 @dataclass(frozen=True)
 class HistoryRow:
-    """One row before it is logged.
+    """One row before it is logged."""
 
-    Args:
-        step: the step of the last sample.
-        newest: values of the last sample; a later row replaces them all, missing ones too.
-        last: values that last until a newer sample has the name, NaN where that one has no value.
-        largest: maxima over the window.
-        summed: counts over the window.
-        samples: how many of the window there are in "all", are "known" to be clipped or not, were "clipped", and had
-            their gradient "changed" by something else after the backward.
-        pictured: one sample, merged from those that the histogram counts, with the histogram; None without one.
-        metric_histograms: those of the window's metrics, by key.
-    """
-
-    step: int
-    newest: dict[str, Number]
-    last: dict[str, Number]
-    largest: dict[str, Number]
-    summed: dict[str, Number]
-    samples: Counter[str]
-    pictured: Snapshot | None
+    step: int  # of the last sample
+    newest: dict[str, Number]  # of the last sample; a later row replaces them all, missing ones too
+    last: dict[str, Number]  # until a newer sample has the name: NaN where that one has no value
+    largest: dict[str, Number]  # over the window
+    summed: dict[str, Number]  # over the window
+    samples: Counter[str]  # "all", those "known" to be clipped or not, "clipped", and "changed" by something else
+    pictured: Snapshot | None  # one sample, merged from those that the histogram counts, with the histogram
     metric_histograms: dict[str, MetricHistogram] = field(default_factory=dict)
 
     @classmethod
@@ -208,17 +196,11 @@ def _last(values_S: FloatArray) -> float:
 
 @dataclass(frozen=True)
 class RunRow:
-    """One window's row, in as many parts as W&B's size limit asks for.
-
-    Args:
-        row: its values.
-        rebinner: what draws its histograms; None: it has none.
-        namespace: what the whole model's numbers are logged below; "": nothing.
-    """
+    """One window's row, in as many parts as W&B's size limit asks for."""
 
     row: HistoryRow
-    rebinner: Rebinner | None
-    namespace: str = ""
+    rebinner: Rebinner | None  # draws its histograms; None: it has none
+    namespace: str = ""  # what the whole model's numbers are logged below
 
     def merge(self, later: RunRow) -> RunRow:
         return RunRow(self.row.merge(later.row), later.rebinner, later.namespace)

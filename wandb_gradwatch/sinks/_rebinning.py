@@ -35,11 +35,7 @@ class Rebinner:
         self._exponent_of: dict[str, int] = {}
 
     def of(self, snapshot: Snapshot) -> dict[str, tuple[list[int], list[float]]]:
-        """Draw every name that the histogram counts an element of.
-
-        Returns:
-            name -> counts [K] and edges [K + 1], both plain lists. The counts sum to the name's finite elements.
-        """
+        """Counts [K] and edges [K + 1] of every name that the histogram counts a finite element of."""
         if snapshot.histogram is None:
             return {}
         return self._draw(snapshot.names, snapshot.histogram, *_extremes(snapshot))

@@ -36,9 +36,7 @@ class RowQueue:
 
     The lock is never held while logging, so that `put` never waits for a log call, and it is re-entrant, because a
     signal handler may log or finish the run in the middle of anything here.
-
-    Args:
-        max_waiting: how many rows may wait before neighbours of one owner are merged.
+    When more than `max_waiting` rows wait, neighbours of one owner are merged.
     """
 
     def __init__(self, max_waiting: int) -> None:

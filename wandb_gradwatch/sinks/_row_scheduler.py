@@ -77,11 +77,7 @@ class OpenRow:
 
 
 def row_scheduler_of(run: Any) -> RowScheduler:
-    """The row scheduler of a run: one for the run's whole life, whoever watches into it.
-
-    Args:
-        run: a `wandb.Run` that is neither finished nor disabled.
-    """
+    """The row scheduler of a run that goes on: one for its whole life, whoever watches into it."""
     existing = vars(run).get(_ATTRIBUTE)
     if existing is None:
         # vars(), because a run refuses unknown attributes once it is initialised.
@@ -94,10 +90,6 @@ class RowScheduler:
 
     Owns the run's log call while it lasts, what waits (`RowQueue`), what is known of the open row (`OpenRow`), and
     who is to be called before the end.
-
-    Args:
-        run: a `wandb.Run`.
-        max_waiting: how many rows may wait before neighbours of one owner are merged.
     """
 
     def __init__(self, run: Any, max_waiting: int = MAX_WAITING) -> None:
@@ -138,9 +130,8 @@ class RowScheduler:
     def put(self, owner: object, row: Row, *, commit: bool = False) -> None:
         """Take a row; it is logged when it can be without touching the user's rows, at the latest when the run ends.
 
-        Args:
-            owner: rows of the same owner may merge, and keep their order.
-            commit: log it now, as a step of its own. For users who never log: it moves the steps of those who do.
+        Rows of one owner may merge, and keep their order. With `commit` it is logged now, as a step of its own, for
+        users who never log: it moves the steps of those who do.
         """
         if self._from_event_files and not commit:
             self._put_into_open_row(owner, row)
@@ -155,11 +146,7 @@ class RowScheduler:
         self._calls_at_last_put = self.num_user_calls
 
     def before_end(self, callback: Callable[[], object]) -> Callable[[], None]:
-        """Call back once when the run ends, while rows can still be put: the moment of a last flush.
-
-        Returns:
-            A function that takes the request back.
-        """
+        """Call back once when the run ends, while rows can still be put, unless the returned function is called."""
         self._before_end.append(callback)
 
         def forget() -> None:

@@ -14,10 +14,8 @@ def call_before_the_end(run: Any, end: Callable[[], None]) -> Callable[[], None]
     run.finish(), wandb.finish(), `with wandb.init()` and a second wandb.init() run the teardown hooks. A script
     that just ends, sys.exit(), an exception and Ctrl-C do not: there, atexit calls the newest handler first, so
     ours, registered after wandb.init(), runs before the one that ends W&B's process. (A handler of the user's own
-    that logs, registered between wandb.init() and us, runs after ours: its rows follow ours.)
-
-    Returns:
-        A function that takes the exit handler back, once `end` has been called.
+    that logs, registered between wandb.init() and us, runs after ours: its rows follow ours.) The returned function
+    takes the exit handler back, once `end` has been called.
     """
     pid = os.getpid()
 

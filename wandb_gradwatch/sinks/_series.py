@@ -21,12 +21,9 @@ Grouping = Callable[[str], str]
 
 
 class SeriesGrouping:
-    """The groups that the user asked for, or ones that keep the number of series sane.
+    """The groups that the user asked for, otherwise parameters, or groups that keep the number of series sane.
 
     Owns the grouping that was found to be coarse enough: it stays, and is said once.
-
-    Args:
-        group_by: what the user asked for; None: parameters, as long as there are few enough of them.
     """
 
     def __init__(self, group_by: GroupBy | None) -> None:

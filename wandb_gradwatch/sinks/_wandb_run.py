@@ -116,10 +116,7 @@ class WandbSink(Sink):
         return 0.0 if self._row_scheduler is None else self._row_scheduler.pop_seconds()
 
     def before_run_ends(self, callback: Callable[[], object]) -> None:
-        """Call back once when the run ends, however it ends, while `write` and `alert` still work: for a last flush.
-
-        `close` takes the request back.
-        """
+        """Call back once when the run ends, however it ends, while `write` and `alert` still work, unless closed."""
         if self._row_scheduler is not None:
             self._forget.append(self._row_scheduler.before_end(callback))
 
@@ -234,17 +231,13 @@ class WandbSink(Sink):
 
     def _define_metrics(self, metrics: Iterable[str] = ()) -> None:
         """Tell W&B of our keys, each once, the step first."""
-        self._define(keys.STEP)
-        for key, is_in_summary in keys.definitions(map(keys.in_key, metrics), self._namespace).items():
-            # A histogram in the summary is sent again, whole, every few seconds.
-            self._define(key, step_metric=keys.STEP, **({} if is_in_summary else {"summary": "none"}))
-
-    def _define(self, name: str, **options: Any) -> None:
         assert self._row_scheduler is not None
-        if name in self._row_scheduler.defined:
-            return
-        self._row_scheduler.defined.add(name)
-        if "step_metric" in options:
-            # Otherwise W&B adds our step to rows of the user that hold a name of these families.
-            options["step_sync"] = False
-        self._run.define_metric(name, **options)
+        known = self._row_scheduler.defined
+        definitions = keys.definitions(map(keys.in_key, metrics), self._namespace)
+        for key, is_in_summary in ({keys.STEP: True} | definitions).items():
+            if key not in known:
+                known.add(key)
+                # Without step_sync=False W&B adds our step to rows of the user that hold a name of these families.
+                options = {} if key == keys.STEP else {"step_metric": keys.STEP, "step_sync": False}
+                # A histogram in the summary is sent again, whole, every few seconds.
+                self._run.define_metric(key, **options, **({} if is_in_summary else {"summary": "none"}))

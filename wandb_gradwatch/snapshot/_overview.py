@@ -10,7 +10,7 @@ import numpy as np
 
 from .._measure.columns import NONFINITE_COLUMNS, Column
 from . import keys
-from ._missing import LEAST_SUM_SQ
+from ._arrays import LEAST_SUM_SQ
 
 if TYPE_CHECKING:
     from ._snapshot import Snapshot

@@ -15,34 +15,16 @@ def fold_signs(histogram_PB: IntArray) -> IntArray:
 
 
 def signed_quantile(histogram_PB: IntArray, q: float, low_P: FloatArray, high_P: FloatArray) -> FloatArray:
-    """The q-quantile of the signed elements: [P]; NaN where none is counted.
-
-    Args:
-        histogram_PB: counts.
-        q: between 0 and 1.
-        low_P, high_P: the smallest and the largest element; infinite where unknown.
-    """
+    """The q-quantile of the signed elements, between the smallest and the largest: [P]; NaN where none is counted."""
     return _quantile(histogram_PB, histogram_edges(), q, low_P, high_P)
 
 
 def magnitude_quantile(histogram_PB: IntArray, q: float, low_P: FloatArray, high_P: FloatArray) -> FloatArray:
-    """The q-quantile of the magnitudes, zeros included: [P]; NaN where none is counted.
-
-    Args:
-        histogram_PB: counts of the signed elements.
-        q: between 0 and 1.
-        low_P, high_P: the smallest magnitude that is not 0, and the largest; infinite where unknown.
-    """
+    """The q-quantile of the magnitudes, zeros included, between the smallest that is not 0 and the largest: [P]."""
     zeros_P1 = histogram_PB[:, ZERO_BIN, None]
     counts = np.concatenate([zeros_P1, fold_signs(histogram_PB)], axis=1)
     low_P = np.where(zeros_P1[:, 0] > 0, 0.0, low_P)
     return _quantile(counts, np.concatenate([[0.0], magnitude_edges()]), q, low_P, high_P)
-
-
-def check_quantile(q: float) -> None:
-    """Raises: ValueError: q is not between 0 and 1."""
-    if not 0 <= q <= 1:
-        raise ValueError(f"q={q!r} must be between 0 and 1")
 
 
 def _quantile(counts_PB: IntArray, edges: FloatArray, q: float, low_P: FloatArray, high_P: FloatArray) -> FloatArray:

@@ -1,4 +1,4 @@
-"""Other shapes of the same samples: fewer names, fewer samples, several snapshots as one."""
+"""Other shapes of the same samples: groups of names, fewer samples, several snapshots as one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,27 @@ if TYPE_CHECKING:
 
 # S samples, P watched parameters (or groups)
 
+GroupBy = str | Callable[[str], str]
 Places = npt.NDArray[np.intp] | slice
+
+
+def group_function(group_by: GroupBy) -> Callable[[str], str]:
+    """Resolve `group_by` to a function from a parameter's name to its group's name.
+
+    Raises:
+        ValueError: it is neither "parameter", "module" nor callable.
+
+    Example:
+        >>> group_function("module")("blocks.0.attn.weight")
+        'blocks.0.attn'
+    """
+    if callable(group_by):
+        return group_by
+    if group_by == "parameter":
+        return lambda name: name
+    if group_by == "module":
+        return lambda name: name.rpartition(".")[0] or name
+    raise ValueError(f'group_by={group_by!r} must be "parameter", "module" or a function from a name to its group')
 
 
 def group_names(snapshot: Snapshot, group_of: Callable[[str], str]) -> Snapshot:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,12 +22,10 @@ from .._measure.columns import (
 )
 from .._measure.probe_values import MetricHistogram
 from . import keys
-from ._frozen import derived, frozen
-from ._groups import GroupBy, group_function
-from ._missing import finite_or_missing, ratio, too_small
+from ._arrays import derived, finite_or_missing, frozen, ratio, too_small
 from ._overview import Overview, overview_of
-from ._quantiles import check_quantile, fold_signs, magnitude_quantile, signed_quantile
-from ._shapes import group_names, merge_snapshots, select_samples
+from ._quantiles import fold_signs, magnitude_quantile, signed_quantile
+from ._shapes import GroupBy, group_function, group_names, merge_snapshots, select_samples
 
 # S samples in the window, P watched parameters (or groups), C columns, B histogram bins, M magnitude bins
 
@@ -342,10 +340,7 @@ class Snapshot:
         Raises:
             ValueError: q is not between 0 and 1.
         """
-        check_quantile(q)
-        if self.histogram is None:
-            return np.full(len(self.names), np.nan)
-        return signed_quantile(self.histogram, q, *self._extremes(self.grad_min, self.grad_max))
+        return self._quantile(signed_quantile, q, self.grad_min, self.grad_max)
 
     def abs_quantile(self, q: float) -> FloatArray:
         """The q-quantile of |g|, zeros included, right to a histogram bin: [P]; NaN without a histogram.
@@ -353,16 +348,20 @@ class Snapshot:
         Raises:
             ValueError: q is not between 0 and 1.
         """
-        check_quantile(q)
+        return self._quantile(magnitude_quantile, q, self.grad_abs_min_nonzero, self.grad_abs_max)
+
+    def _quantile(
+        self, quantile: Callable[..., FloatArray], q: float, low_SP: FloatArray, high_SP: FloatArray
+    ) -> FloatArray:
+        if not 0 <= q <= 1:
+            raise ValueError(f"q={q!r} must be between 0 and 1")
         if self.histogram is None:
             return np.full(len(self.names), np.nan)
-        return magnitude_quantile(self.histogram, q, *self._extremes(self.grad_abs_min_nonzero, self.grad_abs_max))
-
-    def _extremes(self, low_SP: FloatArray, high_SP: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """The extremes of the samples that the histogram counts: two [P]."""
-        if not self.is_counted.any():  # the histogram's samples are not in this snapshot: nothing narrows the open bins
-            return np.full(len(self.names), -np.inf), np.full(len(self.names), np.inf)
-        return np.fmin.reduce(low_SP[self.is_counted], axis=0), np.fmax.reduce(high_SP[self.is_counted], axis=0)
+        low_P, high_P = np.full(len(self.names), -np.inf), np.full(len(self.names), np.inf)
+        if self.is_counted.any():  # otherwise nothing narrows the open bins: the histogram's samples are not here
+            low_P = np.fmin.reduce(low_SP[self.is_counted], axis=0)
+            high_P = np.fmax.reduce(high_SP[self.is_counted], axis=0)
+        return quantile(self.histogram, q, low_P, high_P)
 
     @derived
     def is_counted(self) -> npt.NDArray[np.bool_]:

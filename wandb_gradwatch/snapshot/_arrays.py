@@ -1,8 +1,9 @@
-"""Arithmetic in which NaN is what is missing: never 0, and never a number made of nothing."""
+"""Arrays that many read and nobody writes, and arithmetic in which NaN is what is missing: never 0."""
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Callable
+from typing import Any, Final, Generic, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -11,10 +12,46 @@ from .._measure.columns import FloatArray
 
 # S samples in the window, P watched parameters (or groups)
 
+Value = TypeVar("Value")
+Array = TypeVar("Array", bound=np.ndarray)
 
 # Below it, a sum of squares may have lost digits, or all of it, to squares that float64 cannot hold: elements below
 # 1e-154, which only float64 gradients have.
 LEAST_SUM_SQ: Final = 2.0**-970
+
+
+def frozen(values: Array) -> Array:
+    """The same values, which cannot be written through this array."""
+    if not values.flags.writeable:
+        return values
+    view = values.view()
+    view.flags.writeable = False
+    return view
+
+
+class derived(Generic[Value]):  # noqa: N801  # a decorator, as cached_property is
+    """A property that is computed once; an array is frozen.
+
+    Like functools.cached_property, but for its lock (before Python 3.12) and without a wrapper that freezes: what is
+    derived of each sample is a large part of what judging it takes.
+    """
+
+    def __init__(self, compute: Callable[[Any], Value]) -> None:
+        self._compute, self._name, self.__doc__ = compute, compute.__name__, compute.__doc__
+
+    @overload
+    def __get__(self, owner: None, kind: type) -> derived[Value]: ...
+
+    @overload
+    def __get__(self, owner: object, kind: type) -> Value: ...
+
+    def __get__(self, owner: object | None, kind: type) -> Value | derived[Value]:
+        if owner is None:
+            return self
+        value = self._compute(owner)
+        # Beside this descriptor, which sets nothing: the next look does not come here any more.
+        vars(owner)[self._name] = value = frozen(value) if isinstance(value, np.ndarray) else value
+        return value
 
 
 def ratio(numerator: FloatArray, denominator: FloatArray) -> FloatArray:
@@ -35,12 +72,9 @@ def too_small(sum_sq_SP: FloatArray) -> npt.NDArray[np.bool_] | None:
 
 
 def last_present(values_SP: FloatArray, present_SP: npt.NDArray[np.bool_] | None = None) -> FloatArray:
-    """Each name's value in the last sample that it is present in: [P]; NaN where it never is.
+    """Each name's value in the last sample that it is present in, or that has a value: [P]; NaN where it never is.
 
-    Args:
-        values_SP: what the samples have.
-        present_SP: where a gradient arrived: a value that is missing there is missing, and no earlier one takes its
-            place; None: wherever there is a value.
+    Where a name is present and has no value the value is missing: no earlier one takes its place.
     """
     if len(values_SP) < 2:
         return values_SP[0] if len(values_SP) else np.full(values_SP.shape[1:], np.nan)
