@@ -65,6 +65,11 @@ def fades(rows: np.ndarray, _: dict[str, np.ndarray]) -> None:
     rows[..., Column.GRAD_SUM_SQ] *= np.repeat(10.0 ** np.arange(-LAYERS, 0), 2) ** 2
 
 
+def is_coarse(rows: np.ndarray, _: dict[str, np.ndarray]) -> None:
+    rows[..., Column.GRAD_MIN], rows[..., Column.GRAD_MAX] = -(2.0**-20), 2.0**-20
+    rows[..., Column.GRAD_ABS_MIN_NONZERO] = 2.0**-24
+
+
 def grows(rows: np.ndarray, _: dict[str, np.ndarray]) -> None:
     rows[..., Column.PARAM_SUM_SQ] *= 1.5 ** np.minimum(np.arange(len(rows)), 40)[:, None]
 
@@ -90,6 +95,8 @@ FAULTS: dict[str, tuple[Change, str]] = {
     "a steady rise": (times(1.2 ** np.arange(NUM_LEFT)), "Exploding gradient"),
     "a cliff": (times(1e-9), "Vanishing gradient"),
     "fading by layer": (fades, "Vanishing gradient"),
+    "one faint gradient": (times(1e-22, slice(2, 3)), "Vanishing gradient"),
+    "nothing but float16's smallest steps": (is_coarse, "Vanishing gradient"),
     "a dead layer": (put(Column.NUM_DEAD, SIZE_P[4:6], slice(4, 6)), "Dead gradient"),
     "dead units": (put(Column.NUM_DEAD, SIZE_P[4:6] * 0.75, slice(4, 6)), "Dead gradient"),
     "no inputs": (put(Column.NUM_DEAD, SIZE_P[4], slice(4, 5)), "Dead gradient"),

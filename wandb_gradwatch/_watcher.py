@@ -358,9 +358,6 @@ class Watcher:
             self._found.append(Alert("First bad operation", text, step, "ERROR"))
 
     def _deliver(self, *, wait: bool = False) -> None:
-        on_rows = self._dispatcher.pop_seconds()
-        self._boundary.seconds_spent += on_rows
-        self._parts.schedule.add_rows(on_rows)
         self._say()
         is_new, self._is_new = self._is_new, False
         if is_new and has_deepspeed(self._registry.models()):  # since watch(), which refuses it otherwise
@@ -371,6 +368,9 @@ class Watcher:
         while self._found:
             self._dispatcher.send(self._found.pop(0))
         if self._pipeline.has_any and not self._boundary.in_forked_child:
+            on_rows = self._dispatcher.pop_seconds()
+            self._boundary.seconds_spent += on_rows
+            self._parts.schedule.add_rows(on_rows)
             try:
                 self._pipeline.deliver(wait=wait)
             finally:  # a callback of the user's may raise

@@ -190,8 +190,9 @@ class Pipeline:
 
     def _look(self, total_C: Sequence[float]) -> None:
         sum_sq, nonfinite = total_C[Column.GRAD_SUM_SQ], total_C[Column.NUM_NAN] + total_C[Column.NUM_INF] > 0
-        known = len(self._sums_sq) >= _KNOWN
-        if nonfinite or (known and sum_sq > _UNUSUAL_GROWTH**2 * statistics.median(self._sums_sq)):
+        limit = sum_sq / _UNUSUAL_GROWTH**2  # of the smallest, as no median is below it and nearly all are above it
+        is_large = len(self._sums_sq) >= _KNOWN and limit > min(self._sums_sq)
+        if nonfinite or (is_large and limit > statistics.median(self._sums_sq)):
             self._news.is_unusual = True
         self._sums_sq.append(sum_sq)
 

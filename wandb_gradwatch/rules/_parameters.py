@@ -201,15 +201,15 @@ class FastParameters(Remembers):
         for sample in range(len(snapshot)):
             if _is_small(snapshot, sample) or not self._follow(snapshot, sample):
                 continue
-            newest_P = self._recent[-1]
-            if newest_P.max() > _NOTICED:
+            if np.maximum.reduce(self._recent[-1]) > _NOTICED:
                 yield from self._growing(snapshot, sample)
-            left, shrinks_P = self._left(snapshot, sample), newest_P[:-1] < math.log1p(-_SHRINKS)
-            if np.count_nonzero(shrinks_P):
+            left, shrinking = self._left(snapshot, sample), np.zeros(0, dtype=np.intp)
+            if np.minimum.reduce(self._recent[-1]) < math.log1p(-_SHRINKS):
                 last = list(self._recent)[-_SHRINK_SAMPLES:]
-                shrinks_P &= (np.max(last, axis=0)[:-1] < math.log1p(-_SHRINKS)) & (len(last) == _SHRINK_SAMPLES)
-            if left < self.min_left or shrinks_P.any():
-                yield self._shrinking(snapshot, sample, left, np.flatnonzero(shrinks_P))
+                shrinks_P = (np.max(last, axis=0)[:-1] < math.log1p(-_SHRINKS)) & (len(last) == _SHRINK_SAMPLES)
+                shrinking = np.flatnonzero(shrinks_P)
+            if left < self.min_left or shrinking.size:
+                yield self._shrinking(snapshot, sample, left, shrinking)
 
     def _follow(self, snapshot: Snapshot, sample: int) -> bool:
         """Note how much each weight has changed since the sample before; whether that is known of any."""

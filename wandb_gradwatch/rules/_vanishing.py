@@ -233,9 +233,7 @@ class DeadGradient(Remembers):
             self._recent.append(dead_P)
             if len(self._recent) > self.patience:
                 self._recent.popleft()
-            if (
-                np.maximum.reduce(dead_P, initial=0.0) < self.max_ratio
-            ):  # as nearly always: nothing dead, nothing missing
+            if np.maximum.reduce(dead_P, initial=0.0) < self.max_ratio:  # as nearly always, and nothing is missing
                 self._dead.end(modules, 1)
                 self._empty.end(modules, 1)
                 continue
