@@ -505,8 +505,8 @@ def test_a_gradient_that_fades_is_the_weights_where_these_alone_make_it(gain: fl
 
 def test_all_gradients_of_0_may_be_a_constant_loss() -> None:
     zeros = together([sample_of({"a.weight": [0.0]}, step=s) for s in range(1, 12)])
-    assert "either gradients zeroed before the step" in told_of(NoGradient(), zeros)
-    assert "or a constant loss" in told_of(NoGradient(), zeros)
+    assert "either dead units before the loss" in told_of(NoGradient(), zeros)
+    assert "or a loss that is saturated or constant" in told_of(NoGradient(), zeros)
 
 
 @pytest.mark.parametrize(("norm", "words"), [(2.0, "cause: the clipping is far too tight"), (50.0, "or a large scale")])
@@ -681,3 +681,68 @@ def test_a_steady_rise_is_an_error_once_it_moves_the_parameters(growth: float, l
     samples = trained({21 + n: 1.4**n for n in range(14)}, {21 + n: growth for n in range(14)}, num=34)
     rising = [alert for alert in ExplodingGradient(record_factor=None).check(samples) if "step by step" in alert.text]
     assert {alert.level for alert in rising} == {level}
+
+
+# ---- the loss
+
+
+@pytest.mark.parametrize(
+    ("loss", "told"),
+    [
+        ([0.2 + 0.01 * (n % 3) for n in range(40)] + [-0.2, -0.21, -0.3], [42, 43]),  # mirrored: it is maximised now
+        ([2.0 - 0.04 * n for n in range(80)], []),  # a likelihood on its way through 0
+        ([1.0 * 0.9**n - 0.2 for n in range(80)], []),
+        ([0.2 * (-1) ** n for n in range(80)], []),  # of a policy, say: it is on both sides
+        ([0.2 + 0.01 * (n % 3) for n in range(40)] + [-0.2, 0.2, 0.2], []),
+    ],
+)
+def test_a_loss_that_turns_around_at_0_is_told_and_one_that_comes_down_to_it_is_not(
+    loss: list[float], told: list[int]
+) -> None:
+    found = measured(of_norms([1.0] * len(loss)), loss=loss)
+    check = LossSpike()
+    alerts = [alert for place in range(len(loss)) for alert in check.check(found.sample(place))]
+    assert [alert.step for alert in alerts if alert.title == "Loss below 0"] == told
+    assert all("the wrong sign of the loss" in alert.text for alert in alerts)
+
+
+def test_a_loss_that_had_fallen_far_may_not_rise_back_half_the_way() -> None:
+    # From 2 to 0.1 within 30 samples, then 40 between 0.1 and 0.12: 1.5 is far above all of late.
+    loss = [
+        *np.linspace(2.0, 0.1, 30).tolist(),
+        *[0.1 + 0.01 * (n % 3) for n in range(40)],
+        *[1.5 + 0.01 * n for n in range(8)],
+    ]
+    (alert,) = LossSpike().check(measured(of_norms([1.0] * 78), loss=loss))
+    assert (alert.step, alert.level) == (71, "WARN")
+
+
+@pytest.mark.parametrize(("loss", "is_sign"), [(-3.0, True), (3.0, False)])
+def test_parameters_that_run_away_while_the_loss_falls_below_0_follow_the_wrong_sign(
+    loss: float, is_sign: bool
+) -> None:
+    samples = trained({}, dict.fromkeys(range(20, 25), 1.3))
+    samples = measured(samples, loss=[*[-1.0 + 0.01 * (n % 5) for n in range(20)], *[loss * 1.5**n for n in range(4)]])
+    assert ("the wrong sign of the loss" in told_of(FastParameters(), samples)) == is_sign
+
+
+@pytest.mark.parametrize(("ratio", "is_alone"), [(300.0, True), (30.0, False)])
+def test_a_first_gradient_far_beyond_the_parameters_is_no_learning_rates(ratio: float, is_alone: bool) -> None:
+    weights = [np.full(300, 1.5**step) for step in range(4)]
+    samples = [sample_of({"a": ratio * weights[0]}, step=s, parameters={"a": w}) for s, w in enumerate(weights, 1)]
+    text = told_of(FastParameters(), together(samples))
+    assert "a large scale of the inputs, targets or loss" in text
+    assert ("learning rate too high" in text) != is_alone
+
+
+@pytest.mark.parametrize(("names", "told"), [("0 1", 1), ("1 0", 0)])  # the last one may be the mean of the targets
+def test_biases_far_from_0_close_their_units_or_gates(names: str, told: int) -> None:
+    rng = np.random.default_rng(0)
+    sizes = dict(zip(names.split(), (-40.0, 0.0), strict=True))
+    parameters = {}
+    for name in sorted(sizes):
+        parameters |= {f"{name}.weight": rng.normal(0, 0.2, (32, 32)), f"{name}.bias": np.full(32, sizes[name])}
+    grads = {name: rng.normal(size=value.shape) for name, value in parameters.items()}
+    alerts = list(PoorInitialisation().check(sample_of(grads, parameters=parameters)))
+    assert len(alerts) == told
+    assert all("biases are far from 0: 0.bias 40" in alert.text for alert in alerts)

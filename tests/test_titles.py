@@ -85,6 +85,7 @@ TITLES: dict[str, tuple[Change, Change]] = {
     "Inf gradient": (bad(float("inf")), bad(0.01)),
     "Non-finite loss": (do.loss(lambda loss: loss + loss.detach() * torch.inf, 20, 21), nothing),  # no gradient of it
     "Loss spike": (do.loss(lambda loss: loss + 100, 33), do.loss(lambda loss: loss + 0.5, 38, 39)),
+    "Loss below 0": (do.loss(torch.neg, 36), do.loss(lambda loss: loss - 0.5, 36)),
     "Exploding gradient": (do.inputs(lambda x: 300 * x, 30), do.inputs(lambda x: 1.5 * x, 30)),
     "Vanishing gradient": (do.loss(lambda loss: 1e-10 * loss), do.loss(lambda loss: 1e-3 * loss)),
     "Dead gradient": (do.scaled(1.0, bias=-50.0), do.scaled(1.0, bias=-0.2)),

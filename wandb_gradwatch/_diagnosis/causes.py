@@ -51,7 +51,6 @@ UNDERFLOW = "float16 underflow"
 SCALE = "loss scale too high or values beyond float16"
 DEAD_UNITS = "dead units: ReLUs that never fire, or an output that is multiplied by 0 or not used"
 FROZEN = "frozen or unused layers"
-ZEROED = "gradients zeroed before the step"
 BAD_BATCH = "one bad batch"
 BAD_RANK = "one bad rank"
 NONFINITE_BATCH = "inputs or labels of the batch that are not finite"
@@ -88,7 +87,6 @@ CAUSES: Final[dict[str, tuple[str, ...]]] = {
     SCALE: ("Loss scale collapse",),
     DEAD_UNITS: SILENCE,
     FROZEN: ("No gradient",),
-    ZEROED: ("No gradient",),
     BAD_BATCH: ("Exploding gradient", "Parameters grow too fast"),
     NONFINITE_BATCH: ("NaN gradient", "Inf gradient"),
     NONFINITE_FORWARD: ("NaN gradient", "Inf gradient"),
@@ -97,7 +95,7 @@ CAUSES: Final[dict[str, tuple[str, ...]]] = {
     DATA_SCALE: (*_EXPLOSION, "Parameters grow too fast"),
     LOSS_SCALE: ("Exploding gradient", "Parameters grow too fast", "Loss spike"),
     BACKWARD: ("Exploding gradient",),
-    UNBOUNDED: _EXPLOSION,
+    UNBOUNDED: (*_EXPLOSION, "Parameters grow too fast", "Loss below 0"),
     MULTIPLIED: (*_EXPLOSION, "Parameters grow too fast", "Loss spike", "Non-finite loss"),
     DEVIATION: ("Exploding gradient",),
     FADING: ("Vanishing gradient",),

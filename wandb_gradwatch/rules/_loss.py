@@ -11,6 +11,7 @@ import numpy as np
 
 from .._analysis.formatting import number
 from .._analysis.memory import Remembers
+from .._measure.columns import FloatArray
 from ..snapshot import Snapshot, keys
 from ._base import Alert, check_limits, finding, values_of
 
@@ -18,6 +19,8 @@ from ._base import Alert, check_limits, finding, values_of
 
 _WINDOW: Final = 64  # losses that say what is usual
 _LARGE: Final = 5.0  # times the usual norm of the gradient
+_NEWEST: Final = 32  # of these, that a rise is compared with: what has been learnt since is no scatter
+_TURNED, _FAR = 16, 6.0  # samples within which a loss has turned around, and how many deviations it then is away
 _PRECISION: Final = 1e-3  # of the median: losses that are all alike are no scatter to compare with
 
 
@@ -25,12 +28,14 @@ _PRECISION: Final = 1e-3  # of the median: losses that are all alike are no scat
 class LossSpike(Remembers):
     """The loss is far above what it was lately, and stays there for some samples: "Loss spike".
 
-    Far: above the largest of the last 64 samples by `deviations` of their robust standard deviation (1.4826 median
+    Far: above the largest of the last 32 samples by `deviations` of their robust standard deviation (1.4826 median
     distances from the median), and by as much as all of these span. While it falls again, the training copes with what
     has changed, and that is INFO. A loss has no scale of its own and may be negative,
     so it is compared with nothing but itself; a single batch may be hard, and is no spike. One that is not finite is
     another alert's, and where the gradient's norm is above 5 times the usual one too, it is the gradient that is told,
     with which of both moved first.
+
+    "Loss below 0": it was above 0 for at least 32 samples, and falls below it far faster than it has come near it.
 
     Args:
         deviations: how far above the largest of these.
@@ -48,7 +53,15 @@ class LossSpike(Remembers):
     _began: int = field(default=0, init=False, repr=False)  # the step of the first of these
     _norms: list[float] = field(default_factory=list, init=False, repr=False)
 
+    _below: list[float] = field(
+        default_factory=list, init=False, repr=False
+    )  # since it went below 0, a few samples long
+    _before_0: tuple[float, ...] = field(
+        default=(), init=False, repr=False
+    )  # the median and the deviation before it did
+
     title: ClassVar[str] = "Loss spike"
+    negative: ClassVar[str] = "Loss below 0"
 
     def __post_init__(self) -> None:
         check_limits(self, deviations=(0.0, math.inf), patience=(2.0, _WINDOW))
@@ -58,8 +71,9 @@ class LossSpike(Remembers):
         for sample, loss in zip(snapshot.overview, values_of(snapshot, keys.LOSS), strict=True):
             if sample.skipped or not math.isfinite(loss):
                 continue
-            # The limit is above the largest of the past: most losses need none.
-            limit = self._limit() if loss > max(self._past, default=math.inf) else math.inf
+            yield from self._look_below_0(sample.step, loss)
+            # The limit is above the largest of the newest ones: most losses need none.
+            limit = self._limit() if loss > max(self._past[-_NEWEST:], default=math.inf) else math.inf
             if loss > limit:
                 if not self._above:
                     self._began = sample.step
@@ -76,10 +90,26 @@ class LossSpike(Remembers):
     def _limit(self) -> float:
         if len(self._past) < self.patience:
             return math.inf
-        past = np.array(self._past)
-        median = float(np.median(past))
-        deviation = max(1.4826 * float(np.median(np.abs(past - median))), _PRECISION * abs(median))
+        past = np.array(self._past[-_NEWEST:])
+        _, deviation = _scatter(past)
         return float(past.max()) + max(self.deviations * deviation, float(np.ptp(past)))
+
+    def _look_below_0(self, step: int, loss: float) -> Iterable[Alert]:
+        """A loss that was always above 0 has turned around: no descent goes through 0 faster than it came there."""
+        if not self._below and (loss >= 0 or len(self._past) < _NEWEST or min(self._past) <= 0):
+            return
+        median, deviation = _scatter(np.array(self._past[-_TURNED:])) if not self._below else self._before_0
+        self._before_0, self._below = (median, deviation), [*self._below, loss]
+        if len(self._below) > _TURNED or loss >= 0:
+            self._below = []
+        elif max(self._below[-2:]) < min(-0.5 * median, median - _FAR * deviation) and len(self._below) > 1:
+            fact = (
+                f"Step {step}: within {len(self._below)} samples the loss has fallen to {number(loss)}; the "
+                f"{len(self._past)} before were all above 0, the newest about {number(median)}."
+            )
+            cause = "the wrong sign of the loss, or a loss without a lower bound"
+            remedy = "look at the loss's sign: what is to be maximised needs a minus; bound what has no lower limit"
+            yield finding(self.negative, fact, "", cause, remedy, step, "WARN")
 
     def _alert(self, step: int, loss: float, limit: float) -> Alert:
         fact = (
@@ -94,3 +124,9 @@ class LossSpike(Remembers):
         half = len(self._above) // 2
         is_falling = half > 0 and sum(self._above[-half:]) < sum(self._above[:half])
         return finding(self.title, fact, "", cause, remedy, step, "INFO" if is_falling else "WARN")
+
+
+def _scatter(past: FloatArray) -> tuple[float, float]:
+    """The median, and the robust standard deviation."""
+    median = float(np.median(past))
+    return median, max(1.4826 * float(np.median(np.abs(past - median))), _PRECISION * abs(median))

@@ -64,12 +64,14 @@ class PoorInitialisation(Remembers):
         min_gain: the median of all layers below which they are too small. Faults have 0.006.
         max_rms: of a weight whose fan-in is not known. Healthy: up to 1.03.
         max_recurrent_gain: of a recurrent weight, which multiplies a state again and again: an orthogonal one has 1.
+        max_bias: root mean square of a bias, but the last one. Healthy: up to 0.7.
     """
 
     max_gain: float = 2.5
     min_gain: float = 0.03
     max_rms: float = 10.0
     max_recurrent_gain: float = 1.5
+    max_bias: float = 5.0
     _is_over: bool = field(default=False, init=False)
 
     title: ClassVar[str] = "Initial weights"
@@ -77,6 +79,7 @@ class PoorInitialisation(Remembers):
     def __post_init__(self) -> None:
         positive = (0.0, math.inf)
         check_limits(self, max_gain=positive, min_gain=positive, max_rms=positive, max_recurrent_gain=positive)
+        check_limits(self, max_bias=positive)
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
         if self._is_over:
@@ -104,6 +107,12 @@ class PoorInitialisation(Remembers):
         if large:
             words = f"weights are far larger than what keeps a signal's size (1/sqrt(fan-in)): {listing(large)}"
             return words, "poor initialisation: too large"
+        # Far from 0 a unit, or a gate, is on or off whatever it is given. The last bias may be the targets' mean.
+        size_P, far = snapshot.num_elements[sample], np.flatnonzero(rms_P[:-1] > self.max_bias).tolist()
+        shifted = [f"{snapshot.names[p]} {number(rms_P[p])}" for p in far
+                   if "bias" in snapshot.names[p] and size_P[p] >= _MIN_UNITS]  # fmt: skip
+        if shifted:
+            return f"biases are far from 0: {listing(shifted)}", "poor initialisation: biases far from 0"
         constant = _constant(snapshot, sample, all_gains)
         if constant or (len(all_gains) > 1 and not gains):
             names = listing(constant or list(all_gains))

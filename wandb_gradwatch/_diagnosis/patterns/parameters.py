@@ -23,6 +23,7 @@ from ..evidence import DEEP, FIRST_GRADIENT, Evidence
 
 _MULTIPLIED: Final = 10.0  # times the usual loss and gradient: less may be a batch of its own kind
 _ALIKE: Final = 2.0  # between the factors of the loss and of all layers
+_LOWER: Final = 1.2  # times a loss below 0: less may be the batch's
 _FIRST_STEPS: Final = 5
 _LATE_RISE: Final = "the data has changed; a run with the learning rate of before tells them apart"
 _NEW_SCALE: Final = (
@@ -126,22 +127,26 @@ def multiplied(evidence: Evidence) -> Diagnosis | None:
 
 
 def unbounded(evidence: Evidence) -> Diagnosis | None:
-    """The norm grows step by step while the loss falls below 0, and below all that it was."""
+    """The gradient grows, or the parameters run away, while the loss falls below 0 and below all that it was."""
     loss_S = evidence.history.metrics.get(keys.LOSS)
-    if evidence.growth is None or loss_S is None or evidence.rate_rise is not None:
+    if loss_S is None or evidence.rate_rise is not None:
         return None
-    rise, sample = evidence.growth
-    begins = int(evidence.clean[max(int(np.searchsorted(evidence.clean, sample)) + 1 - rise.num_samples, 0)])
+    if evidence.growth is not None:
+        rise, last = evidence.growth
+        begins = int(evidence.clean[max(int(np.searchsorted(evidence.clean, last)) + 1 - rise.num_samples, 0)])
+        words = f"the gradient norm grew {number(rise.factor)}x up to step {evidence.step(last)}"
+    elif evidence.parameters.is_moving and evidence.parameters.movement is not None:
+        change, begins = evidence.parameters.movement
+        last = len(loss_S) - 1
+        words = f"the parameters' norm changed by {number(100 * change)} % per step or more"
+    else:
+        return None
     known_S = loss_S[: begins + 1][np.isfinite(loss_S[: begins + 1])]
-    if not loss_S[sample] < np.min(known_S, initial=0.0) or not known_S.size:
+    if not known_S.size or not loss_S[last] < min(0.0, _LOWER * float(np.min(known_S))):
         return None
-    before, after = number(float(known_S[-1])), number(float(loss_S[sample]))
-    words = (
-        f"the gradient norm grew {number(rise.factor)}x up to step {evidence.step(sample)}, while the loss fell from "
-        f"{before} to {after}"
-    )
+    words += f", while the loss fell from {number(float(known_S[-1]))} to {number(float(loss_S[last]))}"
     remedy = "look at the loss's sign: what is to be maximised needs a minus; bound what has no lower limit"
-    return Diagnosis(UNBOUNDED, 0.9, words, remedy)
+    return Diagnosis(UNBOUNDED, 0.95, words, remedy)
 
 
 def initialisation(evidence: Evidence) -> Diagnosis | None:
@@ -174,7 +179,9 @@ def data_scale(evidence: Evidence) -> Diagnosis | None:
         f"{number(evidence.first_norms[0])}, {number(evidence.first_ratio)}x the parameters', before any update"
     )
     remedy = "normalise the inputs and the targets, and take the mean in the loss"
-    return Diagnosis(DATA_SCALE, rate.confidence + 0.08, words, remedy)
+    # So large a gradient decides; of a smaller one both may be.
+    by = 0.2 if evidence.first_ratio > 10 * FIRST_GRADIENT and len(evidence.parameters.gains) < DEEP else -0.01
+    return Diagnosis(DATA_SCALE, rate.confidence + by, words, remedy)
 
 
 def loss_multiplied(evidence: Evidence) -> Diagnosis | None:

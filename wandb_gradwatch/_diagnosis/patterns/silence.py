@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..._analysis.formatting import listing
-from ..causes import DEAD_UNITS, FROZEN, ZEROED, Diagnosis
+from ..causes import DEAD_UNITS, FROZEN, Diagnosis
 from ..evidence import Evidence
 
 # S samples, P watched parameters, L modules
@@ -36,14 +36,3 @@ def frozen(evidence: Evidence) -> Diagnosis | None:
     words = f"no gradient in any of {len(evidence.history)} samples: {listing(names)}"
     remedy = "check requires_grad, detach() and torch.no_grad(); exclude= what is frozen on purpose"
     return Diagnosis(FROZEN, 0.6, words, remedy)
-
-
-def zeroed(evidence: Evidence) -> Diagnosis | None:
-    """All gradients are exactly 0 in nearly all samples."""
-    zero_S = (evidence.history.total_grad_norm == 0) & ~evidence.bad_S
-    if zero_S.mean() < 0.9 or len(zero_S) < 3:
-        return None
-    words = f"all elements of all gradients are exactly 0 in {zero_S.sum()} of {len(zero_S)} samples"
-    remedy = "call zero_grad() before backward() and not between backward() and step(); else the loss is constant"
-    rival = "a constant loss, one times 0 or one that is saturated; whether the loss changes tells them apart"
-    return Diagnosis(ZEROED, 0.9, words, remedy, rival)
