@@ -99,8 +99,6 @@ class Session:
         self._is_sharded = False
         self._said_frozen = False
 
-    # ---- begin and end
-
     def begin(
         self,
         model: Models,
@@ -154,8 +152,6 @@ class Session:
             finally:  # what the user's on_alert raised
                 self.watcher = None
 
-    # ---- samples
-
     def settle(self) -> None:
         """Wait until all samples of the steps made so far are in the queue.
 
@@ -188,8 +184,6 @@ class Session:
             layer_keys = [keys.layer_key(keys.LAYER_GRAD_NORM, name) for name in layers.names]
             numbers |= dict(zip(layer_keys, layers.grad_norm[0].tolist(), strict=True))
         return {name: number for name, number in numbers.items() if number == number}
-
-    # ---- memory
 
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed training goes on with: numbers, strings, lists, dicts and tensors.

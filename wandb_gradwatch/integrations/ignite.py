@@ -156,8 +156,6 @@ class GradWatch:
         self._session.load_state_dict(state_dict["watched"])
         self._usual.load_state_dict(state_dict["usual"])
 
-    # ---- the engine's events
-
     def _start(self, engine: Any) -> None:
         self._stop()
         self._begin()
@@ -188,8 +186,6 @@ class GradWatch:
 
     def _stop(self, _: Any = None) -> None:
         self._session.end()
-
-    # ---- what the watcher calls
 
     def _judge(self, tensors: Sequence[WatchedTensor]) -> None:
         """These gradients are final. Their norm is NaN where one has elements that are not finite."""

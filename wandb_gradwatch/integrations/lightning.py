@@ -118,8 +118,6 @@ class GradWatchCallback(_Callback):  # type: ignore[misc]
         """What `watch()` returned for this fit; None between fits."""
         return self._session.watcher
 
-    # ---- what a subclass may change
-
     def compute_batch_stats(self, sample: Snapshot) -> dict[str, float]:
         """The numbers of one optimizer step, by name and without prefix; missing ones are left out.
 
@@ -141,8 +139,6 @@ class GradWatchCallback(_Callback):  # type: ignore[misc]
     def compute_epoch_stats(self, epoch_stats: Mapping[str, Any]) -> dict[str, float]:
         """The numbers of an epoch, by name and without prefix."""
         return {name: total / count for name, (count, total) in epoch_stats.items()}
-
-    # ---- the life of a fit
 
     @property
     def state_key(self) -> str:
@@ -231,8 +227,6 @@ class GradWatchCallback(_Callback):  # type: ignore[misc]
         self._epoch_stats = copy.deepcopy(epoch["stats"])
         self._is_restored = True
 
-    # ---- watching
-
     def _begin(self, trainer: Any, pl_module: Any) -> None:
         every = trainer.log_every_n_steps if self.log_every_n_steps is None else self.log_every_n_steps
         self._batches, self._trainer = BatchIndex(lambda: place_of(trainer), every), weakref.ref(trainer)
@@ -253,8 +247,6 @@ class GradWatchCallback(_Callback):  # type: ignore[misc]
     def _with_threshold(self, rules: list[Rule]) -> list[Rule]:
         exploding = ExplodingGradient(threshold=self.explosion_threshold)
         return [exploding if isinstance(rule, ExplodingGradient) else rule for rule in rules]
-
-    # ---- samples
 
     def _take_samples(self) -> None:
         if self._batches is None:

@@ -69,7 +69,6 @@ class Attention(ForwardProbe):
         # Of each module: see weight_sums.
         self._sums = self.collect(Store[str, Tensor](add_on_device))
         self._largest = self.collect(Store[str, Tensor](torch.maximum))
-        self._said_sharded = False
 
     def rules(self) -> list[Rule]:
         return [EntropyCollapse(), GrowingLogits()] if self._weights else []
@@ -84,11 +83,7 @@ class Attention(ForwardProbe):
     def forward_done(self, name: str, module: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
         assert isinstance(module, nn.MultiheadAttention)
         if any(type(parameter).__name__ == "DTensor" for parameter in module.parameters()):
-            if not self._said_sharded:
-                self._said_sharded = True
-                logger.warning(
-                    "wandb_gradwatch: %r leaves out %s, which is sharded; call log_attention() in it.", self, name
-                )
+            self.say_once("leaves out %s, which is sharded; call log_attention() in it.", name)
             return
         with torch.autocast(module.out_proj.weight.device.type, enabled=False):
             self._measure(name, _call_of(module, *args, **kwargs))

@@ -124,8 +124,6 @@ class FunctionMetrics(ForwardProbe):
     def claims(self) -> set[tuple[str, str]]:
         return {(metric.on, metric.name) for metric in self._metrics}
 
-    # ---- at watch()
-
     def bind(self, models: ModuleIndex) -> None:
         """Try each metric once, on the smallest tensor that it matches, where there are tensors to try."""
         self._shards = ProbeShards(models)
@@ -156,8 +154,6 @@ class FunctionMetrics(ForwardProbe):
             except Exception as error:
                 kind = TypeError if isinstance(error, TypeError) else ValueError
                 raise kind(f"{metric} does not work on {name!r} of shape {[*example.shape]}: {error}") from error
-
-    # ---- during a sample
 
     def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
         self._num_due += next_step_is_due
@@ -215,8 +211,6 @@ class FunctionMetrics(ForwardProbe):
             except Exception as error:
                 self._drop(by_name.pop((on, metric_name)), f"values of {on} {name!r}", error)
         return taken
-
-    # ---- one tensor
 
     def _measures(self, on: str, name: str) -> bool:
         """Whether a metric of this sample matches this parameter, and the parameter is whole."""

@@ -41,10 +41,17 @@ class ModuleProbe(Probe):
     brings: ClassVar[tuple[type[Rule], ...]] = ()  # as `rules`
     _match: object = None  # what the user gave to choose modules or parameters
     _matches: Callable[[str], bool]
+    _said: frozenset[str] = frozenset()
 
     def __repr__(self) -> str:
         match = self._match.__name__ if isinstance(self._match, type) else repr(self._match)
         return f"{type(self).__name__}({'' if self._match is None else match})"
+
+    def say_once(self, what: str, *args: object) -> None:
+        """Log what this probe does, once in its life."""
+        if what not in self._said:
+            self._said |= {what}
+            logger.warning(f"wandb_gradwatch: %r {what}", self, *args)
 
     def bind(self, models: ModuleIndex) -> None:
         """Called once, by watch(): check what can be checked, and raise what has to be raised. Hook nothing yet."""

@@ -86,9 +86,6 @@ class NoiseScale(OwnGradientProbe):
         self._averaged: dict[str, Tensor] = {}  # by parameter that ranks replicate: the square of its gradient
         self._num_backwards = 0
         self._windows: dict[str, deque[tuple[float, float]]] = {}  # on the host, by group: tr(S) and |G|^2
-        self._said: set[str] = set()
-
-    # ---- on the device
 
     def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
         super().start(next_step_is_due, histogram_is_due)
@@ -126,9 +123,11 @@ class NoiseScale(OwnGradientProbe):
         if averaged and not squares:
             return self._of_ranks(averaged)
         if averaged:
-            self._say("leaves out parameters that every rank has, beside sharded ones", next(iter(averaged)))
+            self.say_once(
+                "leaves out parameters that every rank has, beside sharded ones (%r among them).", next(iter(averaged))
+            )
         if num == 1 and squares:
-            self._say("needs steps of several micro-batches; one of a single backward has nothing to compare", "")
+            self.say_once("needs steps of several micro-batches; one of a single backward has nothing to compare.")
         if num < 2:
             return {}
         meaning = ReadByProbe(2, of_every_rank=False, num_parts=num)  # squares of increments, and of their sum
@@ -148,13 +147,6 @@ class NoiseScale(OwnGradientProbe):
             found[f"{keys.NOISE_SCALE}/{name}"] = ProbeSums(torch.stack(sums), meaning, name)
         return found
 
-    def _say(self, what: str, name: str) -> None:
-        if what not in self._said:
-            self._said.add(what)
-            logger.warning("wandb_gradwatch: %r %s%s.", self, what, f" ({name!r} among them)" if name else "")
-
-    # ---- on the host
-
     def derive(self, sums: Mapping[str, ArrivedSums]) -> Mapping[str, float]:
         of_groups: dict[str, FloatArray] = {}
         num, of_ranks = 0, False
@@ -169,7 +161,7 @@ class NoiseScale(OwnGradientProbe):
                     of_groups[group] = of_groups.get(group, 0) + parts
         increments, whole = of_groups.get(TOTAL, (math.nan, math.nan))
         if of_ranks and math.isclose(whole, num * increments, rel_tol=1e-12):
-            self._say("compares ranks within the backward; they are all alike, or averaged after it", "")
+            self.say_once("compares ranks within the backward; they are all alike, or averaged after it.")
             return {}
         found: dict[str, float] = {}
         for group, (of_increments, big) in of_groups.items():

@@ -81,8 +81,6 @@ class Ranks(OwnGradientProbe):
         self._checksums: list[Tensor] = []
         self._layout: list[object] = []  # of what has a checksum
 
-    # ---- on the device
-
     def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
         if not self._has_updated:  # otherwise the step before was a sample, and its update's end is known
             self._began = self._clock()
@@ -141,8 +139,6 @@ class Ranks(OwnGradientProbe):
         all_RF = torch.zeros(world_size(), len(_FIELDS), dtype=fields_F.dtype, device=device)
         all_RF[rank()] = fields_F
         return {keys.RANKS: ProbeSums(all_RF.flatten(), ReadByProbe(all_RF.numel()))}
-
-    # ---- on the host
 
     def derive(self, sums: Mapping[str, ArrivedSums]) -> Mapping[str, float]:
         one = sums.get(keys.RANKS)

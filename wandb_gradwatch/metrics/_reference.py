@@ -108,8 +108,6 @@ class Reference(ForwardProbe):
         families = (keys.PARAMETER,) if self._activations is None else (keys.PARAMETER, keys.ACTIVATION)
         return {(family, name) for family in families for name in (DIFFERENCE, RELATIVE, *self._functions)}
 
-    # ---- at watch()
-
     def bind(self, models: ModuleIndex) -> None:
         for prefix, model in models.alive():
             self._prefix, self._models = prefix, ModuleIndex([(prefix, model)])
@@ -128,8 +126,6 @@ class Reference(ForwardProbe):
             of_reference = ModuleIndex([(self._prefix, self._reference)])
             self._reference_tap = ForwardHook(repr(self), of_reference, when="always")
             self._reference_tap.hook(lambda name, _: self._matches_module(name), self._keep_output)
-
-    # ---- forwards
 
     def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
         super().start(next_step_is_due, histogram_is_due)
@@ -171,8 +167,6 @@ class Reference(ForwardProbe):
                 self._squares.add(key, self._difference(tensor, references[path]))
                 self._apply(key, tensor, references[path], pending=True)
 
-    # ---- parameters
-
     def gradients_ready(self, tensors: Sequence[WatchedTensor]) -> None:
         super().gradients_ready(tensors)
         self._compare_parameters(tensors)
@@ -196,8 +190,6 @@ class Reference(ForwardProbe):
             if self._functions and self._shards.is_whole(watched.name, needed_by="functions of differences"):
                 self._apply(key, watched.parameter, reference, pending=False)
 
-    # ---- one tensor
-
     def _difference(self, tensor: Tensor, reference: Tensor) -> Tensor:
         """Squares: they are summed over micro-batches and shards, so that the norms are those of the whole."""
         wide, wide_reference = widened(tensor), widened(onto(reference, tensor.device))
@@ -218,8 +210,6 @@ class Reference(ForwardProbe):
                     key,
                     exc_info=error,
                 )
-
-    # ---- the end of a sample
 
     def forget_pending(self) -> None:
         super().forget_pending()

@@ -120,8 +120,6 @@ class RowScheduler:
             run._log = self._user_log
         self._forget_exit = sdk.call_before_the_end(run, self.end)
 
-    # ---- in
-
     @property
     def num_waiting(self) -> int:
         """Rows that have no place yet."""
@@ -154,8 +152,6 @@ class RowScheduler:
                 self._before_end.remove(callback)
 
         return forget
-
-    # ---- out
 
     def _place(self, *, step: int | None = None, commit: bool = False) -> None:
         """Log the part whose turn it is, if there is one."""
@@ -217,8 +213,6 @@ class RowScheduler:
                 self._place()
         finally:
             self._log_lock.release()
-
-    # ---- the user's calls
 
     def _user_log(self, data: Any, step: Any = None, commit: Any = None, **more: Any) -> None:
         """Stand in for `run._log`: place what waits around a call of the user, which passes unchanged."""
@@ -291,8 +285,6 @@ class RowScheduler:
         """What placing rows in the user's calls has taken since this was last asked."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
-
-    # ---- the end
 
     def end(self) -> None:
         """Log everything that waits, and give the run back as it was. Idempotent; never raises."""

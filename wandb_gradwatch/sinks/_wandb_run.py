@@ -227,8 +227,6 @@ class WandbSink(Sink):
                 "; ".join(clashes[:3]),
             )
 
-    # ---- metric definitions
-
     def _define_metrics(self, metrics: Iterable[str] = ()) -> None:
         """Tell W&B of our keys, each once, the step first."""
         assert self._row_scheduler is not None
