@@ -18,7 +18,7 @@ from .._measure.elements import onto
 from .._watcher import Watcher
 from ..rules import ExplodingGradient, Rule
 from ..snapshot import Snapshot
-from ._lightning import BatchIndex, NamedWandbSink, is_update, log, place_of, runs_of
+from ._lightning import BatchIndex, BatchPlace, NamedWandbSink, is_update, log, place_of, runs_of
 from ._session import Session, named, require
 
 _DEFAULT_LOG_EVERY: Final = 50  # of alerts' evidence where no rows are written
@@ -106,7 +106,7 @@ class GradWatchCallback(_Callback):  # type: ignore[misc]
         self._run = run
         reserved = ("run", "log_every", "start_step")
         self._session = Session(type(self).__name__, watch_options, reserved=reserved, adapt=self._with_threshold)
-        self._batches: BatchIndex | None = None
+        self._batches = BatchIndex(lambda: BatchPlace(0, 0), 0)
         self._trainer: weakref.ref[Any] | None = None  # while a fit goes on
         self._is_restored = False
         self._before: list[GradWatchCallback] = []  # the trainer's others, which come first
@@ -179,26 +179,23 @@ class GradWatchCallback(_Callback):  # type: ignore[misc]
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """The sample that is open now is of this batch, whenever it arrives."""
-        if self.watcher is not None and self._batches is not None:
+        if self.watcher is not None:
             self._batches.note(self.watcher.step + 1)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         """Log what has arrived."""
-        self._take_samples()
-        self._log_due(trainer)
+        self._log_arrived(trainer)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Log the epoch's numbers."""
         self._session.settle()
-        self._take_samples()
-        self._log_due(trainer)
+        self._log_arrived(trainer)
         self._end_epoch(trainer)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Flush and stop watching."""
         self._session.end()
-        self._take_samples()
-        self._log_due(trainer)
+        self._log_arrived(trainer)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Neither on_train_end nor teardown follows an exception, nor may other ranks come to a last reduction."""
@@ -213,9 +210,8 @@ class GradWatchCallback(_Callback):  # type: ignore[misc]
     def state_dict(self) -> dict[str, Any]:
         """The watcher's memory and the epoch so far, in plain values and tensors: a resumed fit logs the same."""
         watched = self._session.state_dict()
-        self._take_samples()
-        if (trainer := self._trainer and self._trainer()) is not None:
-            self._log_due(trainer)  # what had to be waited for is not in the checkpoint: it is logged by this process
+        # What had to be waited for is not in the checkpoint: it is logged by this process.
+        self._log_arrived(self._trainer and self._trainer())
         epoch = {"number": self._epoch, "num_updates": self._num_updates, "stats": copy.deepcopy(self._epoch_stats)}
         return {"watched": watched, "epoch": epoch}
 
@@ -248,14 +244,16 @@ class GradWatchCallback(_Callback):  # type: ignore[misc]
         exploding = ExplodingGradient(threshold=self.explosion_threshold)
         return [exploding if isinstance(rule, ExplodingGradient) else rule for rule in rules]
 
-    def _take_samples(self) -> None:
-        if self._batches is None:
-            return
+    def _log_arrived(self, trainer: Any) -> None:
+        """Log the due batches that are complete. W&B has them in the rows of its own sinks."""
         self._batches.enter(self._session.take())
         for place, sample in self._batches.take_new():
             if self.track_epochs and is_update(sample) and place.epoch == self._epoch:
                 self.update_epoch_stats(self._epoch_stats, self.compute_batch_stats(sample))
                 self._num_updates += 1
+        for batch, due in self._batches.take_due() if trainer is not None else ():
+            numbers = self.compute_batch_stats(due)
+            log(trainer, numbers, self._prefix("step_prefix"), step=batch, with_wandb=False)
 
     def _begin_epoch(self, epoch: int) -> None:
         self._epoch, self._num_updates, self._epoch_stats = epoch, 0, self.init_epoch_stats()
@@ -271,8 +269,6 @@ class GradWatchCallback(_Callback):  # type: ignore[misc]
 
     def _named_numbers(self, step: int) -> dict[str, float]:
         """The numbers of a due step, for its row in W&B, which has the layers by itself."""
-        if self._batches is None:
-            return {}
         self._batches.enter(self._session.take())
         sample = self._batches.due_sample(step)
         numbers = {} if sample is None else self.compute_batch_stats(sample)
@@ -283,12 +279,6 @@ class GradWatchCallback(_Callback):  # type: ignore[misc]
         prefix: str = getattr(self, which)
         is_taken = any(getattr(other, which) == prefix for other in self._before)
         return f"{prefix}{self._namespace}/" if is_taken else prefix
-
-    def _log_due(self, trainer: Any) -> None:
-        """Log the due batches that are complete. W&B has them in the rows of its own sinks."""
-        for batch, sample in self._batches.take_due() if self._batches is not None else ():
-            numbers = self.compute_batch_stats(sample)
-            log(trainer, numbers, self._prefix("step_prefix"), step=batch, with_wandb=False)
 
 
 def _described(value: Any) -> str:

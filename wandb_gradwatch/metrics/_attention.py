@@ -21,7 +21,7 @@ from ..rules import Rule
 from ..snapshot import keys
 from ._forward_hooks import AttentionCall, Dims, ForwardHook
 from ._module_index import ModuleIndex
-from ._module_probe import ForwardProbe, ModuleFilter, logger, slices
+from ._module_probe import ForwardProbe, ModuleFilter, slices
 from ._rows import RowTally, Store, add_on_device, check_statistics
 from ._rules import EntropyCollapse, GrowingLogits
 

@@ -18,7 +18,7 @@ from .._measure.elements import wide_dtype
 from .._measure.probe_values import ArrivedSums, ProbeSums
 from .._runtime.sharding import world_size
 from ..snapshot import GroupBy, group_function, keys
-from ._module_probe import ReadByProbe, logger
+from ._module_probe import ReadByProbe
 from ._own_gradients import OwnGradientProbe, square_of
 from ._rows import widened
 
