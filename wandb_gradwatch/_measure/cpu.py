@@ -33,7 +33,7 @@ from .columns import (
 )
 from .cpu_chunks import CHUNK, CHUNK_COLUMNS, ChunkReader, ChunkRow, sum_sq_chunk
 from .cpu_small import SMALL, batches, concatenated, measure_batch, sum_sq_batch
-from .elements import add_implicit_zeros, elements_of
+from .elements import add_implicit_zeros, readable
 from .float_bits import FLOAT32, FLOAT64, FloatBits, bins_from_codes, largest_magnitude_within
 
 # N tensors, C columns, B histogram bins, K codes, M chunks
@@ -73,7 +73,7 @@ def measure(
         histogram_NB[:, ZERO_BIN] = rows_NC[:, Column.NUM_ZERO]
     rows_NC[:, Column.PARAM_SUM_SQ :] = np.nan
     if parameters is not None:
-        sums_N3 = _sums_of_squares([elements_of(p)[0] for p in parameters])
+        sums_N3 = _sums_of_squares(readable(parameters, "cpu")[0])
         rows_NC[:, Column.PARAM_SUM_SQ], rows_NC[:, Column.PARAM_NUM_NONFINITE] = sums_N3[:, 0], sums_N3[:, 1:].sum(1)
     return torch.from_numpy(rows_NC), None if histogram_NB is None else torch.from_numpy(histogram_NB)
 
@@ -87,10 +87,11 @@ def measure_received(gradients: Sequence[Tensor], *, inverse_scale: Tensor | Non
     return torch.from_numpy(sums_N3)
 
 
-def scaled_elements(gradients: Sequence[Tensor], inverse_scale: Tensor | None) -> tuple[list[Tensor], list[int], int]:
-    """The elements, their implicit zeros, and the power of two with which the elements are still to be multiplied."""
-    pairs = [elements_of(gradient) for gradient in gradients]
-    elements, num_implicit_zeros = [p[0] for p in pairs], [p[1] for p in pairs]
+def scaled_elements(
+    gradients: Sequence[Tensor], inverse_scale: Tensor | None
+) -> tuple[Sequence[Tensor], Sequence[int], int]:
+    """Tensors whose memory holds the elements, their implicit zeros, and a power of two still to be multiplied with."""
+    elements, num_implicit_zeros = readable(gradients, "cpu")
     if inverse_scale is None:
         return elements, num_implicit_zeros, 0
     scale = float(inverse_scale)
@@ -116,8 +117,8 @@ def _read(
     sizes = [e.numel() if _layout_of(e) is layout else 0 for e in elements]
     large = [i for i, size in enumerate(sizes) if size >= SMALL]
     for batch in batches(elements, sizes):
-        values, starts = concatenated([elements[i] for i in batch])
-        rows_GC, codes_GK, nonfinite_G = measure_batch(values, starts, layout, dead_magnitude, codes_NK is not None)
+        values, bounds = concatenated([elements[i] for i in batch])
+        rows_GC, codes_GK, nonfinite_G = measure_batch(values, bounds, layout, dead_magnitude, codes_NK is not None)
         rows_NC[batch] = rows_GC
         if codes_NK is not None and codes_GK is not None:
             codes_NK[batch] = codes_GK
@@ -146,8 +147,8 @@ def _sums_of_squares(elements: Sequence[Tensor]) -> FloatArray:
     sums_N3 = np.zeros((len(elements), 3))
     sizes = [e.numel() for e in elements]
     for batch in batches(elements, sizes):
-        values, starts = concatenated([elements[i] for i in batch])
-        sums_N3[batch] = np.stack(sum_sq_batch(values, starts), axis=1)
+        values, bounds = concatenated([elements[i] for i in batch])
+        sums_N3[batch] = np.stack(sum_sq_batch(values, bounds[:-1]), axis=1)
     if large := [index for index, size in enumerate(sizes) if size >= SMALL]:
         firsts, parts = _each_chunk(elements, large, lambda piece: sum_sq_chunk(_chunk(elements, piece)))
         sums_N3[large] = np.add.reduceat(parts, firsts)
@@ -173,7 +174,7 @@ def _each_chunk(
 def _chunk(elements: Sequence[Tensor], piece: _Piece) -> npt.NDArray[Any]:
     """A piece of a tensor in a dtype that numpy knows."""
     index, start = piece
-    part = elements[index][start : start + CHUNK]
+    part = elements[index].view(-1)[start : start + CHUNK]
     if part.dtype is torch.bfloat16:  # the upper half of a float32
         words = np.left_shift(part.view(torch.int16).numpy().view(np.uint16), 16, dtype=np.uint32)
         return words.view(np.float32)

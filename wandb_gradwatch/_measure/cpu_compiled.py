@@ -93,7 +93,7 @@ def measure(
 def measure_received(gradients: Sequence[Tensor], *, inverse_scale: Tensor | None) -> Tensor:
     """Sum the squares of each gradient's finite elements, and count NaN and Inf: [N, 3]."""
     loops = LOOPS.wait()
-    elements, _, exponent = _readable(gradients, inverse_scale)
+    elements, _, exponent = cpu.scaled_elements(gradients, inverse_scale)
     (table,), starts_N = _tables(elements)
     sums = np.empty((len(table), 3))
 
@@ -115,8 +115,8 @@ def _measure(
     inverse_scale: Tensor | None,
     histogram: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    elements, num_zeros, exponent = _readable(gradients, inverse_scale)
-    parameter_elements = _readable(parameters, None)[0] if parameters is not None else ()
+    elements, num_zeros, exponent = cpu.scaled_elements(gradients, inverse_scale)
+    parameter_elements = readable(parameters, "cpu")[0] if parameters is not None else ()
     (table, parameter_table), starts_N = _tables(elements, parameter_elements)
     rows = np.empty((len(table), NUM_COLUMNS))
     counts = np.zeros((len(table), NUM_BINS if histogram else 0), dtype=np.int64)
@@ -150,11 +150,6 @@ def _run(loop: Callable[[slice], None], num_pieces: int, *, shared: bool) -> Non
 
 
 _DTYPE: Final = attrgetter("dtype")
-
-
-def _readable(tensors: Sequence[Tensor], inverse_scale: Tensor | None) -> tuple[Sequence[Tensor], Sequence[int], int]:
-    """Tensors whose memory holds their elements, their implicit zeros, and a power of two still to apply."""
-    return (*readable(tensors, "cpu"), 0) if inverse_scale is None else cpu.scaled_elements(tensors, inverse_scale)
 
 
 def _tables(*lists: Sequence[Tensor]) -> tuple[list[IntArray], IntArray | None]:

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors
 
 from .columns import NUM_COLUMNS, Column, FloatArray, IntArray
 from .float_bits import FloatBits
@@ -43,14 +44,14 @@ def batches(elements: Sequence[Tensor], sizes: Sequence[int]) -> Iterator[list[i
 
 
 def concatenated(elements: Sequence[Tensor]) -> tuple[npt.NDArray[Any], IntArray]:
-    """Return the elements of non-empty tensors one after the other: [E], and where each begins: [G]."""
-    values = torch.cat(list(elements))
+    """Return the elements of non-empty tensors one after the other: [E], and where each begins and all end: [G + 1]."""
+    values: Tensor = _flatten_dense_tensors(elements)  # type: ignore[no-untyped-call]
     values = values if values.dtype is torch.float64 else values.to(torch.float32)
-    return values.numpy(), np.array([0, *itertools.accumulate(e.numel() for e in elements[:-1])])
+    return values.numpy(), np.array([0, *itertools.accumulate(map(Tensor.numel, elements))])
 
 
 def measure_batch(
-    values: npt.NDArray[Any], starts: IntArray, layout: FloatBits, dead_magnitude: int, count_codes: bool
+    values: npt.NDArray[Any], bounds: IntArray, layout: FloatBits, dead_magnitude: int, count_codes: bool
 ) -> tuple[FloatArray, IntArray | None, npt.NDArray[np.bool_]]:
     """Measure every segment.
 
@@ -59,8 +60,8 @@ def measure_batch(
         codes: [G, K] counts of the non-zero elements' codes, if asked for.
         nonfinite: [G] True for segments that hold NaN or Inf: their rows and codes are not valid.
     """
+    starts, sizes = bounds[:-1], bounds[1:] - bounds[:-1]
     rows_GC = np.zeros((len(starts), NUM_COLUMNS))
-    sizes = np.diff(starts, append=values.size)
     unsigned = values.view(layout.unsigned)
     doubled = np.left_shift(unsigned, 1)  # drops the sign
     nonfinite_G = np.maximum.reduceat(doubled, starts) >= 2 * layout.infinity
@@ -111,10 +112,10 @@ def _codes(unsigned: npt.NDArray[Any], sizes: IntArray, layout: FloatBits) -> In
 def sum_sq_batch(values: npt.NDArray[Any], starts: IntArray) -> tuple[FloatArray, IntArray, IntArray]:
     """Sum of squares of every segment's finite elements, number of NaN and number of Inf: three [G]."""
     wide = values.astype(np.float64, copy=False)
-    finite = np.isfinite(wide)
-    num_nan = num_inf = np.zeros(len(starts), dtype=np.int64)
-    if not finite.all():
-        num_nan = np.add.reduceat(np.isnan(wide), starts, dtype=np.int64)
-        num_inf = np.add.reduceat(np.isinf(wide), starts, dtype=np.int64)
-        wide = np.where(finite, wide, 0.0)
+    sum_sq_G, num_nan = np.add.reduceat(wide * wide, starts), np.zeros(len(starts), dtype=np.int64)
+    if np.isfinite(sum_sq_G).all():  # and so is every element
+        return sum_sq_G, num_nan, num_nan
+    num_nan = np.add.reduceat(np.isnan(wide), starts, dtype=np.int64)
+    num_inf = np.add.reduceat(np.isinf(wide), starts, dtype=np.int64)
+    wide = np.where(np.isfinite(wide), wide, 0.0)
     return np.add.reduceat(wide * wide, starts), num_nan, num_inf
