@@ -135,8 +135,7 @@ class Reference(ForwardProbe):
         tap.hook(lambda name, _: self._matches_module(name), self.forward_done)
 
     def before_update(self, tensors: Sequence[WatchedTensor]) -> None:
-        if self._tap is not None:
-            super().before_update(tensors)
+        super().before_update(tensors)
         self._compare_parameters(tensors)
 
     def forward_begins(self, name: str, module: nn.Module, args: Any, kwargs: Mapping[str, Any], _: Any) -> None:
@@ -163,9 +162,7 @@ class Reference(ForwardProbe):
         references = waiting.pop(0) if waiting else {}
         for path, tensor in tensors_in(output):
             if path in references and references[path].shape == tensor.shape:
-                key = f"{keys.ACTIVATION}/{tensor_name(name, path)}"
-                self._squares.add(key, self._difference(tensor, references[path]))
-                self._apply(key, tensor, references[path], pending=True)
+                self._compare(f"{keys.ACTIVATION}/{tensor_name(name, path)}", tensor, references[path], self._functions)
 
     def gradients_ready(self, tensors: Sequence[WatchedTensor]) -> None:
         super().gradients_ready(tensors)
@@ -185,21 +182,21 @@ class Reference(ForwardProbe):
             reference = self._shards.part(watched.name, whole, needed_by="distances to a reference")
             if reference is None:
                 continue
+            functions = self._functions
+            if functions and not self._shards.is_whole(watched.name, needed_by="functions of differences"):
+                functions = {}
             key = f"{keys.PARAMETER}/{watched.name}"
-            self._squares.add(key, self._difference(watched.parameter, reference), pending=False)
-            if self._functions and self._shards.is_whole(watched.name, needed_by="functions of differences"):
-                self._apply(key, watched.parameter, reference, pending=False)
+            self._compare(key, watched.parameter, reference, functions, pending=False)
 
-    def _difference(self, tensor: Tensor, reference: Tensor) -> Tensor:
-        """Squares: they are summed over micro-batches and shards, so that the norms are those of the whole."""
-        wide, wide_reference = widened(tensor), widened(onto(reference, tensor.device))
-        return sum_sq([wide - wide_reference, wide_reference])
-
-    def _apply(self, key: str, tensor: Tensor, reference: Tensor, *, pending: bool) -> None:
-        wide_reference = widened(onto(reference, tensor.device))
-        for name, function in tuple(self._functions.items()):
+    def _compare(
+        self, key: str, tensor: Tensor, other: Tensor, functions: Mapping[str, Difference], *, pending: bool = True
+    ) -> None:
+        wide, reference = widened(tensor), widened(onto(other, tensor.device))
+        # Squares: they are summed over micro-batches and shards, so that the norms are those of the whole.
+        self._squares.add(key, sum_sq([wide - reference, reference]), pending=pending)
+        for name, function in tuple(functions.items()):
             try:
-                value = Metric(name, lambda t, f=function: f(t, wide_reference)).value_of(tensor)  # type: ignore[misc]
+                value = Metric(name, lambda t, f=function: f(t, reference)).value_of(wide)  # type: ignore[misc]
                 self._values.add(f"{key}/{name}", Tally.of(value.reshape(1, -1), "mean", [""]), pending=pending)
             except Exception as error:
                 del self._functions[name]
