@@ -169,7 +169,7 @@ class EventFiles(ModelRunWithLog):
 @pytest.mark.parametrize("at_the_end", [0, 3], ids=["all rows during the run", "some after our last word"])
 def test_rows_join_those_from_event_files_whenever_they_come(monkeypatch: pytest.MonkeyPatch, at_the_end: int) -> None:
     """The user's rows keep their steps, ours are all there, and they do not wait for the run's end."""
-    monkeypatch.setattr("wandb_gradwatch.sinks._sdk.syncs_tensorboard", lambda: True)
+    monkeypatch.setattr("wandb_gradwatch.sinks._row_scheduler._syncs_tensorboard", lambda: True)
     run = EventFiles()
     row_scheduler = RowScheduler(run)
     for number in range(6):
@@ -188,7 +188,7 @@ def test_rows_join_those_from_event_files_whenever_they_come(monkeypatch: pytest
 
 def test_a_row_from_event_files_that_is_closed_while_ours_is_logged_loses_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the look at the step and the log call: the row lands in the next one, and is not replaced there."""
-    monkeypatch.setattr("wandb_gradwatch.sinks._sdk.syncs_tensorboard", lambda: True)
+    monkeypatch.setattr("wandb_gradwatch.sinks._row_scheduler._syncs_tensorboard", lambda: True)
     run = EventFiles()
     row_scheduler = RowScheduler(run)
     log = row_scheduler._log

@@ -17,7 +17,7 @@ import numpy as np
 from .._measure.columns import FloatArray, IntArray, histogram_edges, magnitude_edges
 from .._measure.probe_values import MetricHistogram
 from ..snapshot import Snapshot
-from ..snapshot._quantiles import fold_signs
+from ..snapshot._arrays import fold_signs
 
 # P names, B bins of the snapshot, K bins of the picture
 

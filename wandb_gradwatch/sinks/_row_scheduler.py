@@ -25,6 +25,7 @@ logs is not seen), and replaces it where `_log` does not exist.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import threading
@@ -32,7 +33,6 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from . import _sdk as sdk
 from ._row_queue import Row, RowQueue
 
 logger = logging.getLogger("wandb_gradwatch")
@@ -99,7 +99,7 @@ class RowScheduler:
         self._run = run
         self._pid = os.getpid()
         self._shared = run.settings.mode == "shared"  # there the server orders rows: every writer just logs
-        self._from_event_files = sdk.syncs_tensorboard() and not self._shared
+        self._from_event_files = _syncs_tensorboard() and not self._shared
         self._in_open_row: dict[int, tuple[object, Row]] = {}  # by owner's id, where rows come from event files
         self._waiting = RowQueue(max_waiting)
         self._open = OpenRow(run.starting_step)
@@ -118,7 +118,7 @@ class RowScheduler:
             # There `run.step` is the SDK's own count, which drifts: the mirror knows better.
             self._asks_step = self._asks_step and "_step" not in vars(run)
             run._log = self._user_log
-        self._forget_exit = sdk.call_before_the_end(run, self.end)
+        self._forget_exit = _call_before_the_end(run, self.end)
 
     @property
     def num_waiting(self) -> int:
@@ -166,10 +166,10 @@ class RowScheduler:
     def _log_part(self, part: dict[str, Any], step: int | None, commit: bool) -> None:
         if self._open.timestamp is not None and (step is None or step == self._open.step):
             part = {**part, "_timestamp": self._open.timestamp}
-        counter = sdk.media_counter(self._run)
+        counter = _media_counter(self._run)
         self._log(part, step=step, commit=commit)
         if not commit:
-            sdk.restore_media_counter(self._run, counter)
+            _restore_media_counter(self._run, counter)
 
     def _put_into_open_row(self, owner: object, row: Row) -> None:
         """Log a row without a commit; what the open row holds of this owner is merged into it, and replaced."""
@@ -220,7 +220,7 @@ class RowScheduler:
             return self._log(data, step=step, commit=commit, **more)
         with self._log_lock:
             self.num_user_calls += 1
-            effective_step = sdk.effective_step(step)
+            effective_step = _effective_step(step)
             dropped = self._open.drops(effective_step)
             if self._waiting and not dropped:
                 self._guarded(self._place_before, data, effective_step, commit)
@@ -305,3 +305,71 @@ class RowScheduler:
         self._forget_exit()
         if self._sees_calls and vars(self._run).get("_log") == self._user_log:
             del vars(self._run)["_log"]
+
+
+def _call_before_the_end(run: Any, end: Callable[[], None]) -> Callable[[], None]:
+    """Call `end`, which must be idempotent, when the run is about to end, on both ways there.
+
+    run.finish(), wandb.finish(), `with wandb.init()` and a second wandb.init() run the teardown hooks. A script
+    that just ends, sys.exit(), an exception and Ctrl-C do not: there, atexit calls the newest handler first, so
+    ours, registered after wandb.init(), runs before the one that ends W&B's process. (A handler of the user's own
+    that logs, registered between wandb.init() and us, runs after ours: its rows follow ours.) The returned function
+    takes the exit handler back, once `end` has been called.
+    """
+    pid = os.getpid()
+
+    def end_at_exit() -> None:
+        if os.getpid() == pid:  # a forked child inherits the handler, but not the run
+            end()
+
+    atexit.register(end_at_exit)
+    try:
+        from wandb.sdk.wandb_run import TeardownHook, TeardownStage
+
+        run._teardown_hooks.append(TeardownHook(end, TeardownStage.EARLY))
+    except (ImportError, AttributeError):
+        _wrap_finish(run, end)
+
+    return lambda: atexit.unregister(end_at_exit)
+
+
+def _wrap_finish(run: Any, end: Callable[[], None]) -> None:
+    name = "_finish" if hasattr(run, "_finish") else "finish"
+    finish = getattr(run, name)
+
+    def finish_after_our_end(*args: Any, **kwargs: Any) -> Any:
+        end()
+        return finish(*args, **kwargs)
+
+    vars(run)[name] = finish_after_our_end
+
+
+def _syncs_tensorboard() -> bool:
+    """Whether W&B's process reads TensorBoard's event files and makes rows of them."""
+    import wandb
+
+    return bool(wandb.patched.get("tensorboard"))
+
+
+def _effective_step(step: Any) -> int | None:
+    """The step that W&B makes of the one that the user gave; None for its own."""
+    if step is None or _syncs_tensorboard():  # W&B ignores the user's steps then
+        return None
+    try:
+        return int(step)
+    except (TypeError, ValueError):
+        return None  # the user's call is about to say so
+
+
+def _media_counter(run: Any) -> tuple[str, int] | None:
+    """The counter that W&B names media files after, which our log calls would move: its attribute and value."""
+    for name in ("_local_step", "_step"):
+        if name in vars(run):
+            return name, vars(run)[name]
+    return None
+
+
+def _restore_media_counter(run: Any, counter: tuple[str, int] | None) -> None:
+    """Set it back."""
+    if counter is not None:
+        setattr(run, *counter)

@@ -22,9 +22,17 @@ from .._measure.columns import (
 )
 from .._measure.probe_values import MetricHistogram
 from . import keys
-from ._arrays import derived, finite_or_missing, frozen, ratio, too_small
+from ._arrays import (
+    derived,
+    finite_or_missing,
+    fold_signs,
+    frozen,
+    magnitude_quantile,
+    ratio,
+    signed_quantile,
+    too_small,
+)
 from ._overview import Overview, overview_of
-from ._quantiles import fold_signs, magnitude_quantile, signed_quantile
 from ._shapes import GroupBy, group_function, group_names, merge_snapshots, select_samples
 
 # S samples in the window, P watched parameters (or groups), C columns, B histogram bins, M magnitude bins
