@@ -746,3 +746,47 @@ def test_biases_far_from_0_close_their_units_or_gates(names: str, told: int) -> 
     alerts = list(PoorInitialisation().check(sample_of(grads, parameters=parameters)))
     assert len(alerts) == told
     assert all("biases are far from 0: 0.bias 40" in alert.text for alert in alerts)
+
+
+# ---- what is certain is told sooner
+
+
+@pytest.mark.parametrize(("fade", "told"), [(1e-3, [3, 4, 5]), (0.05, [])])
+def test_a_norm_that_falls_a_millionfold_over_the_depth_is_told_at_the_third_sample(
+    fade: float, told: list[int]
+) -> None:
+    # Over four layers, so by fade^3 of the last one's: 1e-9, and 1e-4, which takes ten samples.
+    samples = [sample_of({f"{n}.weight": [fade ** (3 - n)] for n in range(4)}, step=s) for s in range(1, 6)]
+    assert steps(VanishingGradient(), together(samples)) == told
+
+
+def test_a_spike_of_the_first_steps_is_not_blamed_on_the_batch_alone() -> None:
+    early, *_ = ExplodingGradient().check(of_norms([1.0, 1.0, 1e4]))
+    late, *_ = ExplodingGradient().check(of_norms([*[1.0] * 20, 1e4]))
+    assert ["learning rate" in alert.text.partition("cause: ")[2].partition(";")[0] for alert in (early, late)] == [
+        True,
+        False,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"), [(3e38, "either an overflow"), (1.1, "an operation without a finite derivative")]
+)
+def test_a_loss_at_the_end_of_its_type_overflows_on_the_way_back(loss: float, words: str) -> None:
+    norms = [*[1.0] * 20, np.nan]
+    samples = together(
+        [sample_of({n: [norm] for n in ("0.weight", "1.weight")}, step=s) for s, norm in enumerate(norms, 1)]
+    )
+    samples = measured(samples, loss=[*[1.0] * 20, loss], num_nonfinite_loss=[0.0] * 21)
+    assert words in told_of(NaNGradient(), samples)
+
+
+@pytest.mark.parametrize(("second", "words"), [(1.0, "either the data has changed"), (0.0, "either dead units")])
+def test_a_first_layer_that_dies_alone_is_given_nothing(second: float, words: str) -> None:
+    """A convolution without a bias, say, before a batch norm: what follows it has its gradient."""
+    calm = {"0.weight": [1.0, 1.0], "1.weight": [1.0, 1.0], "2.weight": [1.0, 1.0]}
+    dead = calm | {"0.weight": [0.0, 0.0], "1.weight": [second, second]}
+    samples = together([sample_of(dead if s > 20 else calm, step=s) for s in range(1, 23)])
+    alert, *_ = DeadGradient().check(samples)
+    assert alert.step == 22
+    assert words in alert.text

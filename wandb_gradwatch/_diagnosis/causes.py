@@ -66,6 +66,7 @@ MULTIPLIED = "a weight decay below 0, or a factor that multiplies all parameters
 DEVIATION = "a batch norm, or another normalisation, of inputs that are nearly all alike"
 FADING = "weights too small for the depth: poor initialisation"
 FORWARD = "activations beyond the range of float16"
+OVERFLOW = "an overflow: values beyond the range of their type"
 INVALID = "an operation without a finite derivative"
 
 # What each cause can explain, by the titles of the shipped rules.
@@ -102,6 +103,7 @@ CAUSES: Final[dict[str, tuple[str, ...]]] = {
     WRITTEN: (*_EXPLOSION, "Parameters grow too fast", "Loss spike", "Non-finite loss"),
     FORWARD: ("Loss scale collapse",),
     BAD_RANK: (*_EXPLOSION, "Loss scale collapse"),
+    OVERFLOW: ("NaN gradient", "Inf gradient"),
     INVALID: ("NaN gradient", "Inf gradient", "Non-finite loss", "Loss scale collapse"),
 }
 

@@ -145,6 +145,12 @@ class Evidence:
         before = before[np.isfinite(before)]
         return len(before) >= _MIN_NEIGHBOURS and bool(loss_S[sample] <= before.max() + 0.5 * np.ptp(before))
 
+    def loss_factor(self, sample: int) -> float:
+        """How many times the largest before it the loss is; NaN where that is not known."""
+        loss_S = np.abs(self.history.metrics.get(keys.LOSS, np.full(len(self.history), np.nan)))
+        before = loss_S[:sample][np.isfinite(loss_S[:sample])]
+        return float(loss_S[sample] / before.max()) if before.any() else math.nan
+
     @cached_property
     def first_ratio(self) -> float:
         """The first gradient's norm over the parameters', before any update; NaN where that was not seen."""

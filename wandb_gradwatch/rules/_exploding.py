@@ -244,7 +244,8 @@ class ExplodingGradient(Remembers):
             words += f"; it stays there since step {past.began}, and the parameters have hardly moved"
             return _Found("stays", "WARN", past.began, words)
         elif factor > _AT_ONCE:
-            return _Found("spike", "WARN", step, words)
+            # In the first steps of a run nothing says that the batches are to blame.
+            return _Found("spike" if past.num_survived >= _FIRST else "grows", "WARN", step, words)
         return None
 
     def _below(self, past: _Past, log_norm: float, moved: bool) -> _Found | None:

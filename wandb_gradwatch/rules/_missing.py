@@ -19,7 +19,7 @@ from ._base import Alert, check_limits, finding
 # S samples, P watched parameters
 
 _LOST_CHANCE: Final = 1e-6  # that a gradient pauses
-_MIN_BEFORE: Final = 20  # samples: phases of a training are longer than a few
+_MIN_BEFORE: Final = 10  # samples: phases of a training are longer than a few
 
 
 def _cut_off(

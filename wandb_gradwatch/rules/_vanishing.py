@@ -30,7 +30,13 @@ _FAINT: Final = 1e-20  # of the largest gradient: what cancels but for rounding 
 _TINY_LOSS: Final = 1e-6
 _NOTHING: Final = 1e-12  # of the parameters' norm: a first gradient that is no training's
 _SMALLEST_NORMAL, _SMALLEST = 2.0**-14, 2.0**-24  # of float16
+_STEEP: Final = 1e6  # times a norm may not fall over the depth, whatever the training does later
 _MANY: Final = 0.9  # of a layer's units, that no chance and no training has switched off one by one
+_NO_INPUTS: Final = (
+    "not clear: either the data has changed, or a mask or dropout multiplies it by 0: of the first layer all inputs, "
+    "or all outputs, are 0; the batch, looked at, tells them apart",
+    "look at the data, its loading and its normalisation, and at masks and dropout on the inputs",
+)
 _ABRUPT: Final = 1e3  # a fall below the floor from a norm this many times above it is no slow convergence
 
 
@@ -80,7 +86,7 @@ class VanishingGradient(Remembers):
             is_nothing = seen.norm < _NOTHING * size
             if small and self._num_small >= (2 if is_nothing and math.isnan(self._last_large) else self.patience):
                 yield self._small_alert(snapshot, sample)
-            elif trend is not None and self._num_faded >= self.patience:
+            elif trend is not None and self._num_faded >= (3 if trend.factor > _STEEP else self.patience):
                 yield self._faded_alert(snapshot, sample, trend)
             elif (faint := self._faint_at(snapshot, seen)).size:
                 yield self._faint_alert(snapshot, sample, faint)
@@ -319,6 +325,9 @@ class DeadGradient(Remembers):
             "check what follows the layer nearest to the output (masks, dropout, its use), its bias and its "
             "initialisation; lower the learning rate, use LeakyReLU or GELU"
         )
+        front = np.flatnonzero(~np.isnan(share_L))[:2].tolist()
+        if front[0] in dead and share_L[front[0]] == 1.0 and front[-1] not in dead:  # what follows it has its gradient
+            cause, remedy = _NO_INPUTS
         return finding(self.title, fact, layers, cause, remedy, step, "WARN")
 
     def _empty_alert(
@@ -329,11 +338,7 @@ class DeadGradient(Remembers):
             "one: every input of this layer is 0."
         )
         if place == int(np.argmax(present_L)):
-            cause = (
-                "not clear: either the data has changed, or a mask or dropout multiplies it by 0: this layer is the "
-                "first, and its inputs are all 0; the batch, looked at, tells them apart"
-            )
-            remedy = "look at the data, its loading and its normalisation, and at masks and dropout on the inputs"
+            cause, remedy = _NO_INPUTS
         else:
             cause = "dead units in the layer before it, or an output of it that is multiplied by 0"
             remedy = "check what feeds this layer: masks, dropout, the layer's bias; lower the learning rate"

@@ -18,6 +18,7 @@ from ..causes import (
     NONFINITE_BATCH,
     NONFINITE_FORWARD,
     OPTIMIZER,
+    OVERFLOW,
     UNMEASURED,
     Diagnosis,
 )
@@ -30,6 +31,7 @@ _BACKWARD: Final = (
     "something in the backward that multiplies the gradient, as the loss is the usual one; the batch, looked at, tells "
     "them apart"
 )
+_OVERFLOWS: Final = 1e10  # times the largest loss before
 _TRACE: Final = 'watch(model, on_nonfinite="trace") names the operation'
 _APART: Final = 'watch(model, on_nonfinite="trace") tells them apart'
 
@@ -191,6 +193,10 @@ def invalid_operation(evidence: Evidence) -> Diagnosis | None:
             words += ", where its weights' is and its bias's is not: what it was given is not finite"
             cause = NONFINITE_BATCH if bad[-1] == present[0] else NONFINITE_FORWARD
             return Diagnosis(cause, 0.85, words, f"look at the batch of this step; {_TRACE}; {remedy}")
+        if (factor := evidence.loss_factor(sample)) > _OVERFLOWS:
+            words = f"at step {step} the loss is {number(factor)}x the largest before it"
+            rival = "one bad batch; that batch, looked at, tells them apart"
+            return Diagnosis(OVERFLOW, 0.9, words, f"look at the batch and the loss of this step; {_TRACE}", rival)
         before = evidence.log_norm_N[evidence.clean < sample][-17:]
         has_grown = evidence.growth is not None or (len(before) and before[-1] > np.median(before) + math.log(10))
         rival = f"an overflow of gradients that had grown; {_APART}" if has_grown else ""
