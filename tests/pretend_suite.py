@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from wandb_gradwatch import MemorySink, watch
-from wandb_gradwatch._measure.address_table import AddressTable
 from wandb_gradwatch._measure.columns import NUM_BINS, NUM_COLUMNS, RECEIVED_COLUMNS, Column
+from wandb_gradwatch._measure.cuda_plan import AddressTable
 from wandb_gradwatch._measure.elements import onto, upload
 from wandb_gradwatch._measure.measure import Measurement, measure
 from wandb_gradwatch._transfer.sample_buffer import SampleBuffer

@@ -81,7 +81,7 @@ def test_every_key_of_a_real_run_is_read_and_has_its_picture(history: RunHistory
 
 
 def test_a_value_that_was_not_logged_is_missing_and_never_zero(history: RunHistory) -> None:
-    frozen = history.of_names("grad_norm")[:, history.names.index(FROZEN.replace(".", "/"))]
+    frozen = history.first_of("grad_norm/" + FROZEN.replace(".", "/"))
     # Frozen before step 100: the windows that end at 10..90 hold no gradient of it.
     assert np.isnan(frozen[:9]).all()
     assert (frozen[9:] > 0).all()
@@ -108,7 +108,7 @@ def test_rows_of_one_step_are_one_row_and_rows_of_the_user_are_none() -> None:
     reading.take_row({"gradwatch/step": 10, "grad_norm/b": np.inf})
     history = reading.history()
     assert history.steps.tolist() == [10]
-    assert history.of_names("grad_norm").tolist() == [[1.0, np.inf]]
+    assert [history.first_of(f"grad_norm/{name}").tolist() for name in history.names] == [[1.0], [np.inf]]
     assert history.num_rows == 3
 
 

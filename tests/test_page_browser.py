@@ -29,6 +29,11 @@ TWO_FRAMES = "new Promise((done) => requestAnimationFrame(() => requestAnimation
 HOSTILE = "</script><img src=x onerror=alert(1)><b>bold</b>\u202e"
 
 
+def norms_of(history: RunHistory) -> np.ndarray:
+    """The largest norm of each layer in each row: [R, P]."""
+    return np.stack([history.first_of(f"grad_norm_max/{name}") for name in history.names], axis=1)
+
+
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     with playwright.sync_playwright() as started:
@@ -278,7 +283,7 @@ def test_hovering_over_a_cell_names_layer_step_and_value(show: Opener, history: 
     names = history.spelled(history.names)
     assert name in names
     row = int(np.searchsorted(history.steps, int(step.removeprefix("step "))))
-    expected = history.of_names("grad_norm_max")[row, names.index(name)]
+    expected = norms_of(history)[row, names.index(name)]
     # Three digits are shown, and storing costs at most 0.05 %.
     assert float(value.removeprefix("largest norm of the window: ")) == pytest.approx(expected, rel=6e-3)
 
@@ -427,7 +432,7 @@ def test_layers_are_a_tree_of_blocks_and_kinds_with_the_worst_value_of_each(show
     assert branches.locator("> summary .layer-name").all_inner_texts() == ["embed", *blocks]
     broken = branches.nth(3)
     assert "NaN or Inf" in broken.locator("> summary").inner_text()  # blocks.2.attn.qkv.weight
-    norms = history.of_names("grad_norm_max")[:, [name.startswith("blocks/0/") for name in history.names]]
+    norms = norms_of(history)[:, [name.startswith("blocks/0/") for name in history.names]]
     worst = branches.nth(1).locator("> summary .worst").inner_text()
     assert float(worst) == pytest.approx(norms.max(), rel=6e-3)
     broken.locator("> summary").click()
@@ -729,7 +734,7 @@ def test_a_picture_can_be_taken_away_as_csv_and_as_png(
     else:
         assert head == ["name", *map(str, history.steps)]
         assert [row[0] for row in rows] == history.spelled(history.names)
-        found, expected = [float(value or "nan") for value in rows[5][1:]], history.of_names("grad_norm_max")[:, 5]
+        found, expected = [float(value or "nan") for value in rows[5][1:]], norms_of(history)[:, 5]
     np.testing.assert_allclose(found, expected, rtol=5e-4)  # what storing costs at most
 
 

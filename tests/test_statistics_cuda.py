@@ -14,8 +14,8 @@ from mutate_kernel import FAULTS
 
 from wandb_gradwatch._measure import events
 from wandb_gradwatch._measure import measure as door
-from wandb_gradwatch._measure.address_table import AddressTable
 from wandb_gradwatch._measure.columns import Column
+from wandb_gradwatch._measure.cuda_plan import AddressTable
 
 
 @pytest.mark.slow
@@ -67,7 +67,7 @@ def test_a_slot_in_flight_is_never_written_to(monkeypatch: pytest.MonkeyPatch) -
             self.in_flight = True
             table.copy_(values)
 
-    monkeypatch.setattr("wandb_gradwatch._measure.address_table.Slot", FakeSlot)
+    monkeypatch.setattr("wandb_gradwatch._measure.cuda_plan.Slot", FakeSlot)
     table = AddressTable(1, torch.device("cpu"))
     for address in range(3):  # a host that runs ahead of the device
         table._upload(torch.tensor([address]))

@@ -30,52 +30,31 @@ _HEADINGS: Final = ("layer", "norm", "peak (step)", "grad/param", "dead", "NaN+I
 
 @dataclass(frozen=True)
 class LayerSummary:
-    """One layer, or everything together, over the samples of a history. What is missing is NaN.
+    """One layer, or everything together, over the samples of a history. What is missing is NaN."""
 
-    Args:
-        name: as in the snapshot.
-        norm: of the newest sample in which it is present; missing where an element there is not finite.
-        peak: the largest norm as a multiple of the layer's own median.
-        peak_step: the step of the largest norm; None where there is none.
-        grad_param_ratio: gradient norm by parameter norm, newest.
-        dead_ratio: share of dead elements, newest.
-        num_nonfinite: NaN and infinite elements of all samples.
-        trace: the norm over the samples, neighbours pooled to their largest; infinity where one was not finite.
-    """
-
-    name: str
-    norm: float
-    peak: float
-    peak_step: int | None
-    grad_param_ratio: float
-    dead_ratio: float
-    num_nonfinite: int
+    name: str  # as in the snapshot
+    norm: float  # of the newest sample in which it is present; missing where an element there is not finite
+    peak: float  # the largest norm as a multiple of the layer's own median
+    peak_step: int | None  # the step of the largest norm; None where there is none
+    grad_param_ratio: float  # gradient norm by parameter norm, newest
+    dead_ratio: float  # share of dead elements, newest
+    num_nonfinite: int  # NaN and infinite elements of all samples
+    # The norm over the samples, neighbours pooled to their largest; infinity where one was not finite
     trace: tuple[float, ...]
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What `Watcher.summary()` returns: print it, or let a notebook show it.
+    """What `Watcher.summary()` returns: print it, or let a notebook show it."""
 
-    Args:
-        steps: first and last step of the history; None without samples.
-        num_samples: how many samples it holds.
-        num_names: how many parameters.
-        total: everything watched as one layer; None without samples.
-        worst: the layers most worth a look, the worst first.
-        alerts: those that were sent, oldest first.
-        overhead_ratio: the monitor's share of the time; NaN where it is not known.
-        num_guarded: steps of the history that the guard did not apply.
-    """
-
-    steps: tuple[int, int] | None
-    num_samples: int
-    num_names: int
-    total: LayerSummary | None
-    worst: tuple[LayerSummary, ...]
-    alerts: tuple[Alert, ...]
-    overhead_ratio: float
-    num_guarded: int = 0
+    steps: tuple[int, int] | None  # first and last step of the history; None without samples
+    num_samples: int  # how many samples it holds
+    num_names: int  # how many parameters
+    total: LayerSummary | None  # everything watched as one layer; None without samples
+    worst: tuple[LayerSummary, ...]  # the layers most worth a look, the worst first
+    alerts: tuple[Alert, ...]  # those that were sent, oldest first
+    overhead_ratio: float  # the monitor's share of the time; NaN where it is not known
+    num_guarded: int = 0  # steps of the history that the guard did not apply
 
     @property
     def num_more(self) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import utils
 from torch.nn.utils import clip_grad
 
-from .._runtime.listeners import Listeners
+from .._runtime.steps import Listeners
 
 
 class ClipListener(Protocol):

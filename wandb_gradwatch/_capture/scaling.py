@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from .._runtime.listeners import Listeners
+from .._runtime.steps import Listeners
 from .._runtime.weak_ids import WeakKeyDictionary
 
 

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -31,14 +30,13 @@ from .columns import (
     FloatArray,
     IntArray,
 )
-from .cpu_chunks import CHUNK, CHUNK_COLUMNS, ChunkReader, ChunkRow, sum_sq_chunk
+from .cpu_chunks import CHUNK, CHUNK_COLUMNS, ChunkReader, ChunkRow, Floats, sum_sq_chunk
 from .cpu_small import SMALL, batches, concatenated, measure_batch, sum_sq_batch
 from .elements import add_implicit_zeros, readable
 from .float_bits import FLOAT32, FLOAT64, FloatBits, bins_from_codes, largest_magnitude_within
 
 # N tensors, C columns, B histogram bins, K codes, M chunks
 
-_Piece = tuple[int, int]  # which tensor, and where in it a chunk begins
 # What overflows in float32 is seen in the result and read in float64.
 _QUIET: Final[Any] = {"over": "ignore", "invalid": "ignore"}
 
@@ -128,10 +126,10 @@ def _read(
         return
     reader = ChunkReader(layout, dead_magnitude, counts_codes=codes_NK is not None)
 
-    def read(piece: _Piece) -> ChunkRow:
-        row, codes_K = reader.read(_chunk(elements, piece))
+    def read(index: int, chunk: Floats) -> ChunkRow:
+        row, codes_K = reader.read(chunk)
         if codes_NK is not None:
-            codes_NK[piece[0]] += codes_K
+            codes_NK[index] += codes_K
         return row
 
     if codes_NK is not None:
@@ -150,31 +148,30 @@ def _sums_of_squares(elements: Sequence[Tensor]) -> FloatArray:
         values, bounds = concatenated([elements[i] for i in batch])
         sums_N3[batch] = np.stack(sum_sq_batch(values, bounds[:-1]), axis=1)
     if large := [index for index, size in enumerate(sizes) if size >= SMALL]:
-        firsts, parts = _each_chunk(elements, large, lambda piece: sum_sq_chunk(_chunk(elements, piece)))
+        firsts, parts = _each_chunk(elements, large, lambda _, chunk: sum_sq_chunk(chunk))
         sums_N3[large] = np.add.reduceat(parts, firsts)
     return sums_N3
 
 
 def _each_chunk(
-    elements: Sequence[Tensor], large: Sequence[int], read: Callable[[_Piece], ChunkRow]
+    elements: Sequence[Tensor], large: Sequence[int], read: Callable[[int, Floats], ChunkRow]
 ) -> tuple[list[int], FloatArray]:
     """Read these tensors chunk by chunk: the first chunk of each, and what was found in every chunk, [M, any].
 
     By one thread: a chunk takes numpy so many short calls that two threads, which hand the interpreter's lock to and
     fro, take half as long again.
     """
-    pieces: list[_Piece] = []
-    firsts = []
+    firsts: list[int] = []
+    found: list[ChunkRow] = []
     for index in large:
-        firsts.append(len(pieces))
-        pieces += [(index, start) for start in range(0, elements[index].numel(), CHUNK)]
-    return firsts, np.array([read(piece) for piece in pieces])
+        tensor = elements[index].view(-1)
+        firsts.append(len(found))
+        found += [read(index, _floats(tensor[i : i + CHUNK])) for i in range(0, tensor.numel(), CHUNK)]
+    return firsts, np.array(found)
 
 
-def _chunk(elements: Sequence[Tensor], piece: _Piece) -> npt.NDArray[Any]:
-    """A piece of a tensor in a dtype that numpy knows."""
-    index, start = piece
-    part = elements[index].view(-1)[start : start + CHUNK]
+def _floats(part: Tensor) -> Floats:
+    """The elements in a dtype that numpy knows."""
     if part.dtype is torch.bfloat16:  # the upper half of a float32
         words = np.left_shift(part.view(torch.int16).numpy().view(np.uint16), 16, dtype=np.uint32)
         return words.view(np.float32)

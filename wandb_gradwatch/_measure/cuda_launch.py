@@ -5,7 +5,7 @@
                        --> fold: one program per gradient and its parameter  --> rows [N, C]
 
 Where chunks lie depends on sizes and dtypes alone and is uploaded once per plan. A sample uploads the addresses only,
-and only if one changed (address_table.py). The kernels are in cuda.py, the plans in cuda_plan.py.
+and only if one changed (AddressTable). The kernels are in cuda.py, the plans in cuda_plan.py.
 """
 
 from __future__ import annotations

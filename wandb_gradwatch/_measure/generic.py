@@ -6,7 +6,7 @@ that float32 cannot hold is NaN, which says "could not be seen".
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -86,7 +86,7 @@ def _rows(elements: list[Tensor], plan: TilingPlan, dead_threshold: float, inver
     wide = wide_dtype(elements[0].device)
     scale = None if inverse_scale is None else inverse_scale.to(wide)
     lines_9R = torch.empty((9, sum(plan.num_lines)), dtype=wide, device=elements[0].device)
-    for page, here in _pages(elements, plan):
+    for page, here in pages(elements, plan):
         _measure_lines(page, dead_threshold, scale, lines_9R[:, here])
     if dead_threshold == 0:
         lines_9R[3] = lines_9R[2]
@@ -107,14 +107,6 @@ def _rows(elements: list[Tensor], plan: TilingPlan, dead_threshold: float, inver
     for received, left in zip(range(NUM_COLUMNS)[RECEIVED_COLUMNS], AS_LEFT, strict=True):  # a list would be uploaded
         rows_NC[:, received] = rows_NC[:, left]
     return rows_NC
-
-
-def _pages(elements: list[Tensor], plan: TilingPlan) -> Iterator[tuple[Tensor, slice]]:
-    """Every page, and which of the lines it holds."""
-    begin = 0
-    for page in pages(elements, plan):
-        yield page, slice(begin, begin + len(page))
-        begin += len(page)
 
 
 def _measure_lines(page: Tensor, dead_threshold: float, scale: Tensor | None, lines_9R: Tensor) -> None:
@@ -151,7 +143,7 @@ def _sums_of_squares(elements: list[Tensor]) -> Tensor:
         plan = plan_for(tuple(e.numel() for e in same), same[0].device)
         wide = wide_dtype(same[0].device)
         lines_3R = torch.empty((3, sum(plan.num_lines)), dtype=wide, device=same[0].device)
-        for page, here in _pages(same, plan):
+        for page, here in pages(same, plan):
             _square_lines(page, lines_3R[:, here])
         lines_3R[0].square_()
         sums = fold(lines_3R.T, plan, lambda t: t.sum(1), 0.0)
@@ -174,7 +166,7 @@ def _square_lines(page: Tensor, lines_3R: Tensor) -> None:
 def _histogram(elements: list[Tensor], plan: TilingPlan, inverse_scale: Tensor | None) -> Tensor:
     device = elements[0].device
     counts = torch.zeros(len(elements) * (NUM_BINS + 1), dtype=torch.int64, device=device)
-    for page, here in _pages(elements, plan):
+    for page, here in pages(elements, plan):
         owner = plan.owner[here, None]
         # Integer additions: the order in which a device does them does not matter.
         index = (owner * (NUM_BINS + 1) + _bins(page, inverse_scale)).flatten()

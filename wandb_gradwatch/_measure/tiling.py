@@ -63,15 +63,11 @@ def _plan_of(sizes: tuple[int, ...], device: torch.device, stream: int) -> Tilin
     return TilingPlan(num_lines, owner, upload(np.array(filling), device), tuple(steps))
 
 
-def pages(elements: Sequence[Tensor], plan: TilingPlan) -> Iterator[Tensor]:
-    """Yield all lines in order: [up to PAGE_LINES, LINE] each.
-
-    Args:
-        elements: N flat tensors of one dtype.
-    """
+def pages(elements: Sequence[Tensor], plan: TilingPlan) -> Iterator[tuple[Tensor, slice]]:
+    """Yield all lines of flat tensors of one dtype, in order: [up to PAGE_LINES, LINE] each, and which these are."""
     nan = torch.full((LINE,), torch.nan, dtype=elements[0].dtype, device=elements[0].device)
     pieces: list[Tensor] = []
-    room = PAGE_LINES
+    begin, room = 0, PAGE_LINES
     for tensor, num_lines in zip(elements, plan.num_lines, strict=True):
         line = 0
         while line < num_lines:
@@ -83,10 +79,10 @@ def pages(elements: Sequence[Tensor], plan: TilingPlan) -> Iterator[Tensor]:
             line += taken
             room -= taken
             if room == 0:
-                yield _page(pieces)
-                pieces, room = [], PAGE_LINES
+                yield _page(pieces), slice(begin, begin + PAGE_LINES)
+                pieces, begin, room = [], begin + PAGE_LINES, PAGE_LINES
     if pieces:
-        yield _page(pieces)
+        yield _page(pieces), slice(begin, None)
 
 
 def _page(pieces: list[Tensor]) -> Tensor:

@@ -25,25 +25,15 @@ REMEDIES: Final[dict[str | None, str]] = {
 
 @dataclass(frozen=True)
 class InputRange:
-    """One tensor that the operation read.
+    """One tensor that the operation read."""
 
-    Args:
-        shape: its shape.
-        dtype: its dtype, without "torch.".
-        minimum: the smallest finite element; NaN where there is none.
-        maximum: the largest finite element; NaN where there is none.
-        num_zero: elements that are 0.
-        num_negative: elements below 0.
-        num_nonfinite: elements that are NaN or Inf.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
-    minimum: float
-    maximum: float
-    num_zero: int
-    num_negative: int
-    num_nonfinite: int
+    shape: tuple[int, ...]  # its shape
+    dtype: str  # its dtype, without "torch."
+    minimum: float  # the smallest finite element; NaN where there is none
+    maximum: float  # the largest finite element; NaN where there is none
+    num_zero: int  # elements that are 0
+    num_negative: int  # elements below 0
+    num_nonfinite: int  # elements that are NaN or Inf
 
     @classmethod
     def of(cls, tensor: Tensor) -> InputRange:

@@ -140,11 +140,6 @@ class RunHistory:
         found = (self.values[name] for name in names if name in self.values)
         return next(found, np.full(len(self.steps), np.nan))
 
-    def of_names(self, metric: str) -> FloatArray:
-        """One per-name metric: [R, P], NaN where it was not logged."""
-        columns = [self.first_of(f"{metric}/{name}") for name in self.names]
-        return np.stack(columns, axis=1) if columns else np.empty((len(self.steps), 0))
-
     def family(self, family: str) -> dict[str, dict[str, FloatArray]]:
         """What watch(metrics=...) measured of one kind: name to metric to its [R] values, in the model's order."""
         found: dict[str, dict[str, FloatArray]] = {}

@@ -17,13 +17,7 @@ import numpy as np
 from .._measure.columns import FloatArray
 from ..snapshot import keys
 from .columns import HistogramCollector, OwnColumns, RowColumns
-from .history import (
-    HistogramSeries,
-    OwnSeries,
-    RecordedAlert,
-    RecordedTable,
-    RunHistory,
-)
+from .history import HistogramSeries, OwnSeries, RecordedAlert, RecordedTable, RunHistory
 from .wandb_file import UnreadableRunError, WandbFile, scalars_of, settings_of
 
 _STEP_IN_TEXT: Final = re.compile(r"\bstep[ =]+(\d{1,18})\b", re.IGNORECASE)
@@ -205,6 +199,7 @@ class RunReader:
             if (parts := keys.split_histogram(key)) is not None:
                 histograms.setdefault(parts[0], {})[parts[1]] = series
         steps, times, values = self._rows.matrix()
+        placed, sampled = (np.array(part, dtype=np.float64) for part in self._placed)
         run_id = self._run.get("id") or self._file.path.stem.removeprefix("run-")
         return RunHistory(
             path=self._file.path,
@@ -219,21 +214,14 @@ class RunReader:
             steps=steps,
             times=times,
             values=values,
-            wandb_steps=OwnSeries(*(np.array(part, dtype=np.float64) for part in reversed(self._placed))),
-            own=self._own_series(),
+            wandb_steps=OwnSeries(sampled, placed),
+            own={key: OwnSeries(steps_between(at, placed, sampled), own) for key, (at, own) in self._own.arrays()},
             histograms=histograms.pop("", {}),
             family_histograms=histograms,
             alerts=tuple(self._alerts),
             flight_recorder=self._flight_recorder(notes),
             notes=tuple(notes),
         )
-
-    def _own_series(self) -> dict[str, OwnSeries]:
-        """The user's scalars at optimizer steps: between two rows of ours, W&B's steps are spread evenly."""
-        placed, sampled = (np.array(part, dtype=np.float64) for part in self._placed)
-        return {
-            key: OwnSeries(steps_between(steps, placed, sampled), values) for key, (steps, values) in self._own.arrays()
-        }
 
     def _flight_recorder(self, notes: list[str]) -> RecordedTable | None:
         if self._table_path is None:

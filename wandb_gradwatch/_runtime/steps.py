@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, Final
+from typing import Any, Final, Generic, TypeVar
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
@@ -25,7 +25,41 @@ from torch.utils.hooks import RemovableHandle
 
 from .autograd import current_graph_task
 from .dynamo import ADDED_FRAMES, dynamo_disabled
-from .listeners import Listeners
+
+Listener = TypeVar("Listener")
+
+
+class Listeners(Generic[Listener]):
+    """Who is told of what torch does: what tells of it is put into torch for the first, and taken out after the last.
+
+    Any thread may come, go, or be told: a tuple is gone through as it was.
+    """
+
+    def __init__(self) -> None:
+        self._listeners: tuple[Listener, ...] = ()
+        # Re-entrant: the collector may find a watched model in here, and with it a listener that goes.
+        self._lock = threading.RLock()
+
+    def subscribe(self, listener: Listener) -> None:
+        """Tell this listener from now on."""
+        with self._lock:
+            self._listeners = (*self._listeners, listener)
+            self._install()
+
+    def unsubscribe(self, listener: Listener) -> None:
+        """Tell it no more. Idempotent."""
+        with self._lock:
+            self._listeners = tuple(other for other in self._listeners if other is not listener)
+            if not self._listeners:
+                self._uninstall()
+
+    def _install(self) -> None:
+        """Put into torch what tells of it, unless it is there."""
+        raise NotImplementedError
+
+    def _uninstall(self) -> None:
+        """Take it out again, if it is there."""
+        raise NotImplementedError
 
 
 class StepListener:
