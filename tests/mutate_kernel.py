@@ -81,7 +81,7 @@ FAULTS = (  # one line each, however long
     Fault("CPU: the innermost negative is lost", CHUNKS, "np.minimum.reduce(signed)) + sign", "np.maximum.reduce(signed)) + sign"),
     Fault("CPU: large squares stay in float32", CHUNKS, "_LARGE: Final = FLOAT32.bits_of(2.0**55)", "_LARGE: Final = FLOAT32.bits_of(2.0**90)"),
     Fault("CPU: zeros count as subnormal", CHUNKS, "counts_K[0] -= positive_zeros", "pass"),
-    Fault("CPU: segments end one early", SMALL, "itertools.accumulate(e.numel()", "itertools.accumulate(e.numel() - 1"),
+    Fault("CPU: segments end one early", SMALL, "accumulate(map(Tensor.numel, elements))", "accumulate(e.numel() - 1 for e in elements)"),
     Fault("torch: filling counts as NaN", GENERIC, "rows_NC[:, Column.NUM_NAN] -= plan.num_filling", "pass"),
     Fault("torch: the fold loses a line", "tiling.py", "np.where(within < np.repeat(counts, groups)", "np.where(within + 1 < np.repeat(counts, groups)"),
 )
