@@ -1,1 +1,1 @@
-"""."""
+"""The W&B report and workspace, and their previews."""
