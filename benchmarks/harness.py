@@ -30,7 +30,7 @@ from benchmarks.traffic import count_host_reads, monitor_rows, offline_run, peak
 _TRAFFIC_STEPS = 3
 _MONITOR_SECONDS = 10.0  # the pairs of a slow monitor end here, with the cycle
 _FEWEST_PAIRS = 4
-_TRIMMED = 0.1  # of the pairs of one kind at either end: the machine has done something else meanwhile
+_TRIMMED = 0.25  # of the pairs of one kind at either end: the machine has done something else meanwhile
 
 
 @dataclass

@@ -39,8 +39,8 @@ how far to trust the others.
 - **passes**: adds / one `torch._foreach_norm` over all gradients.
 - **amortised**: per step at the monitor's own cadence, rows included: a mean over whole windows, because a median hides
   the steps that are rare and dear. Pairs of blocks with a row, with a measured step and with neither are averaged
-  apart, each kind without a tenth at either end, and count as often as they occur. **of a step**: of a real one on
-  random data, with the batch that is named. A larger batch makes every share smaller.
+  apart, the middle half of each kind, and count as often as they occur. **of a step**: of a real one on random data,
+  with the batch that is named. A larger batch makes every share smaller.
 - **measures one in**: so many steps, where a monitor chooses its cadence by what it costs, as this package does by
   default. Such a monitor is given time to settle before.
 - **host reads**: tensors' values that the host asks for (`item`, `tolist`, `cpu`, `bool`, ...; on CUDA:
