@@ -503,10 +503,18 @@ def test_a_gradient_that_fades_is_the_weights_where_these_alone_make_it(gain: fl
     assert words in told_of(VanishingGradient(), samples, modules=kinds)
 
 
-def test_all_gradients_of_0_may_be_a_constant_loss() -> None:
-    zeros = together([sample_of({"a.weight": [0.0]}, step=s) for s in range(1, 12)])
-    assert "either dead units before the loss" in told_of(NoGradient(), zeros)
-    assert "or a loss that is saturated or constant" in told_of(NoGradient(), zeros)
+@pytest.mark.parametrize(
+    ("before", "words"),
+    [
+        (0, ("either poor initialisation", "or a constant loss")),
+        (20, ("either dead units before the loss", "or a loss")),
+    ],
+)
+def test_gradients_that_are_0_from_the_start_come_from_the_first_weights_and_later_ones_do_not(
+    before: int, words: tuple[str, str]
+) -> None:
+    zeros = together([sample_of({"a.weight": [float(s <= before)]}, step=s) for s in range(1, before + 12)])
+    assert all(one in told_of(NoGradient(), zeros) for one in words)
 
 
 @pytest.mark.parametrize(("norm", "words"), [(2.0, "cause: the clipping is far too tight"), (50.0, "or a large scale")])

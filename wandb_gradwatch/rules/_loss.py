@@ -18,7 +18,6 @@ from ._base import Alert, check_limits, finding, values_of
 # S samples
 
 _WINDOW: Final = 64  # losses that say what is usual
-_LARGE: Final = 5.0  # times the usual norm of the gradient
 _NEWEST: Final = 32  # of these, that a rise is compared with: what has been learnt since is no scatter
 _TURNED, _FAR = 16, 6.0  # samples within which a loss has turned around, and how many deviations it then is away
 _PRECISION: Final = 1e-3  # of the median: losses that are all alike are no scatter to compare with
@@ -32,8 +31,7 @@ class LossSpike(Remembers):
     distances from the median), and by as much as all of these span. While it falls again, the training copes with what
     has changed, and that is INFO. A loss has no scale of its own and may be negative,
     so it is compared with nothing but itself; a single batch may be hard, and is no spike. One that is not finite is
-    another alert's, and where the gradient's norm is above 5 times the usual one too, it is the gradient that is told,
-    with which of both moved first.
+    another alert's.
 
     "Loss below 0": it was above 0 for at least 32 samples, and falls below it far faster than it has come near it.
 
@@ -51,7 +49,6 @@ class LossSpike(Remembers):
     _past: list[float] = field(default_factory=list, init=False, repr=False)
     _above: list[float] = field(default_factory=list, init=False, repr=False)  # in a row, up to now
     _began: int = field(default=0, init=False, repr=False)  # the step of the first of these
-    _norms: list[float] = field(default_factory=list, init=False, repr=False)
 
     _below: list[float] = field(
         default_factory=list, init=False, repr=False
@@ -78,12 +75,10 @@ class LossSpike(Remembers):
                 if not self._above:
                     self._began = sample.step
                 self._above.append(loss)
-                is_large = sample.norm > _LARGE * float(np.median(self._norms or [math.inf]))
-                if len(self._above) >= self.stays and not is_large:
+                if len(self._above) >= self.stays:
                     yield self._alert(self._began, max(self._above), limit)
                 if len(self._above) < self.adapt_after:
                     continue
-            self._norms = [*self._norms, sample.norm][-_WINDOW:]
             self._past = [*self._past, *(self._above or [loss])][-_WINDOW:]
             self._above = []
 

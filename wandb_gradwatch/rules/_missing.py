@@ -106,6 +106,11 @@ class NoGradient(Remembers):
             "not clear: either dead units before the loss (an output that is clamped, masked or multiplied by 0), or a "
             "loss that is saturated or constant; whether the outputs change with the inputs tells them apart"
         )
+        if self._num_zero >= step:
+            cause = (
+                "not clear: either poor initialisation (with these weights the outputs are 0, clamped or saturated "
+                "from the start), or a constant loss; whether the outputs change with the inputs tells them apart"
+            )
         remedy = "look at what the last layer's output goes through, and at the loss; in float16 use a GradScaler"
         return finding(self.title, fact, "", cause, remedy, step, "WARN")
 
