@@ -39,6 +39,7 @@ class UpdatesByHand:
         self._num_provisional = 0
         self._versions = 0  # of the parameters, when the last backward ended
         self._writes: dict[int, int] | None = None  # by slot, from the last backward's end to this one's begin
+        self._has_accumulated = False  # this one, by then
 
     @property
     def withholds(self) -> bool:
@@ -55,8 +56,8 @@ class UpdatesByHand:
         self._num_provisional, self.possible, self.proven = 0, False, False
         return taken_back
 
-    def backward_begins(self) -> bool:
-        """No gradient of a backward is there yet: the moment to see what was reset before it.
+    def backward_begins(self, has_accumulated: bool) -> bool:
+        """The moment to see what was reset before a backward: none of its gradients is there yet, or the first one.
 
         Later the backward has written to all of them, and DistributedDataParallel once more with their averages.
 
@@ -65,6 +66,7 @@ class UpdatesByHand:
         """
         is_outermost = self._writes is None
         if is_outermost:
+            self._has_accumulated = has_accumulated
             self._writes = {
                 slot: writes
                 for slot, parameter in self._registry.scan()
@@ -77,7 +79,7 @@ class UpdatesByHand:
         """Whether the gradients that this backward has reached were reset before it, or most of them."""
         writes = [writes for slot, writes in (self._writes or {}).items() if slot in reached]
         self._writes = None
-        return were_reset(writes)
+        return were_reset(writes, has_accumulated=self._has_accumulated)
 
     def ended_in_hooks(self, reached: Collection[int], step: int) -> bool:
         """Whether the backward of this step that has ended is an update: hooks of others have used its gradients.

@@ -83,9 +83,12 @@ def _token_of(gradient: Tensor) -> int:
     return next(_TOKENS) << _VERSION_BITS if seen is None else seen & ~_NEVER
 
 
-def were_reset(writes: Sequence[int]) -> bool:
-    """Whether gradients, or most of them, were reset after a backward, by how often each was written to since."""
-    return writes.count(0) < len(writes) / 2
+def were_reset(writes: Sequence[int], *, has_accumulated: bool) -> bool:
+    """Whether gradients, or most of them, were reset after a backward, by how often each was written to since.
+
+    What accumulates has written to the first gradient only, or, where they are views of one bucket, once to each.
+    """
+    return writes.count(0) < len(writes) / 2 and (not has_accumulated or any(number > 1 for number in writes))
 
 
 @dataclass(slots=True)

@@ -8,7 +8,9 @@ them.
 The marks are tensor hooks, which run before the gradient is accumulated. A post-accumulate-grad hook would do as well,
 but torch keeps an empty holder on each parameter that has ever had one, and visits it in every backward: near a
 microsecond, for every parameter and step, also when nothing is measured. Tensor hooks can be taken away without a
-trace. Post-accumulate-grad hooks are there only where somebody wants to know of each gradient inside the backward.
+trace. Post-accumulate-grad hooks are there only where somebody wants to know of each gradient inside the backward, and
+on sharded parameters: no backward reaches those of FSDP2, which calls such hooks itself when a gradient is in its
+place.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from .._runtime.autograd import Entry, current_graph_task
 from .._runtime.dynamo import dynamo_disabled
+from .._runtime.sharding import local_part
 
 # Tasks whose backward raised never run their callback and would stay here for good.
 _MAX_ARMED: Final = 64
@@ -53,8 +56,9 @@ class BackwardHooks:
 
     Args:
         on_mark: called with a slot before its parameter's gradient is accumulated.
-        on_arrival: called with a slot and its parameter after that, where `tell_arrivals` was called.
-        on_begin: called before the first mark of each backward, inside a hook.
+        on_arrival: called with a slot and its parameter after that, where `tell_arrivals` was called or it is sharded.
+        on_begin: called before the first mark of each backward, inside a hook, with whether a gradient may have been
+            accumulated already.
         on_end: called when the outermost backward has ended, all gradients final.
     """
 
@@ -63,7 +67,7 @@ class BackwardHooks:
         *,
         on_mark: Callable[[int], None],
         on_arrival: Callable[[int, Tensor], None],
-        on_begin: Callable[[], None],
+        on_begin: Callable[[bool], None],
         on_end: Callable[[], None],
     ) -> None:
         self._on_mark = on_mark
@@ -137,33 +141,34 @@ class BackwardHooks:
         self.take_off(entries)
 
     def _register(self, slot: int, parameter: Tensor) -> _Hooks:
-        armed, arm, mark = self._armed, self.arm, self._on_mark
         of_slot = [slot]
 
         @unserializable_hook  # type: ignore[untyped-decorator]  # otherwise torch warns where it is sent to a process
         @dynamo_disabled
         def mark_gradient(_: Tensor) -> None:
             task = current_graph_task()
-            if task not in armed:
+            if task not in self._armed:
                 if self._removed or task == self._of_grad:
                     return
                 if not _accumulates():
                     self._of_grad = task
                     return
-                arm(task)
-            mark(of_slot[0])
+                self.arm(task, has_accumulated=False)
+            self._on_mark(of_slot[0])
 
         # A lazy module's parameter refuses every function until its first forward; the hook itself stays through that.
         with torch._C.DisableTorchFunctionSubclass() if is_lazy(parameter) else nullcontext():
             hooks = _Hooks(of_slot, [parameter.register_hook(mark_gradient)])  # type: ignore[no-untyped-call]
-            if self._tells_arrivals:
+            if self._tells_arrivals or local_part(parameter) is not parameter:
                 self._register_arrival(parameter, hooks)
         return hooks
 
     def _register_arrival(self, parameter: Tensor, hooks: _Hooks) -> None:
         @dynamo_disabled
         def tell(arrived: Tensor) -> None:
-            if current_graph_task() in self._armed:
+            if not self._removed:
+                self.arm(current_graph_task())
+                self._on_mark(hooks.slot[0])
                 self._on_arrival(hooks.slot[0], arrived)
 
         handle = parameter.register_post_accumulate_grad_hook(tell)  # type: ignore[no-untyped-call]
@@ -172,14 +177,14 @@ class BackwardHooks:
         for key in [key for key in all_hooks if key != handle.id]:  # after it: they may take the gradient away
             all_hooks[key] = all_hooks.pop(key)
 
-    def arm(self, task: int) -> None:
+    def arm(self, task: int, *, has_accumulated: bool = True) -> None:
         """Have on_end called when this graph task's backward has ended."""
         if task in self._armed:
             return
         if len(self._armed) >= _MAX_ARMED:
             self._armed.clear()
         self._armed.add(task)
-        self._on_begin()
+        self._on_begin(has_accumulated)
         _queue(partial(self._first_callback, task))
 
     @dynamo_disabled

@@ -359,13 +359,13 @@ class OpenSample(ClipListener):
         sample = Sample(closed.step, closed.skipped, updated, *compared, self.by_torch, eps, every, learning_rate=rate)
         parts.window.commit(sample, found)
 
-    def leave_out_what_was_reset(self) -> None:
+    def leave_out_what_was_reset(self, *, has_accumulated: bool = False) -> None:
         """Gradients are reset that no optimizer has used: perhaps the user's loop leaves the step out.
 
         Whether they were finite is known when their rows arrive. If they were, it was another use of a backward (SAM).
         """
         parts = self._parts
-        if not parts.is_measured or parts.by_hand.possible or not self._were_reset():
+        if not parts.is_measured or parts.by_hand.possible or not self._were_reset(has_accumulated):
             return
         if parts.schedule.is_sampled:
             sample = Sample(parts.clock.open_step, skipped=True, updated=(), left_out=True)
@@ -375,9 +375,9 @@ class OpenSample(ClipListener):
         self._forget_gradients()
         self.was_reset = True
 
-    def _were_reset(self) -> bool:
+    def _were_reset(self, has_accumulated: bool) -> bool:
         """Whether the gradients that the last backward left, or most of them, have been reset."""
         seen = self._parts.seen
         entries = self._parts.registry.scan() if seen.slots else ()
         writes = [seen.writes_since(slot, parameter.grad) for slot, parameter in entries]
-        return were_reset([number for number in writes if number is not None])
+        return were_reset([number for number in writes if number is not None], has_accumulated=has_accumulated)

@@ -131,16 +131,16 @@ class Sampler(StepListener, ScaleListener):
         self.parts.probes.gradient_arrived(self.parts.registry.names[slot], local_part(gradient).detach())
 
     @contained
-    def _backward_begins(self) -> None:
+    def _backward_begins(self, has_accumulated: bool) -> None:
         STEP_HOOKS.drop_raised()  # a step that raised must not leave us muted
         self.parts.thread.backward_begins()
         if not self._clock.muted:
-            if not self._by_hand.possible or self._by_hand.backward_begins():
+            if not self._by_hand.possible or self._by_hand.backward_begins(has_accumulated):
                 self._reached.clear()
-            self.parts.wiring.backward_begins()
+            self.parts.wiring.backward_begins(has_accumulated)
             self._commit(self._clock.backward_begins())
             if self._clock.backwards and not self._inside_backward:
-                self._sample.leave_out_what_was_reset()
+                self._sample.leave_out_what_was_reset(has_accumulated=has_accumulated)
             self._inside_backward = True  # others may begin in the middle of it: of re-entrant checkpoints
 
     @contained

@@ -112,15 +112,15 @@ class Wiring:
                     self._notices.alert("Optimizer settings", text, step)
                     return
 
-    def backward_begins(self) -> None:
-        """No gradient of a backward is there yet: the moment to see what was reset before it."""
+    def backward_begins(self, has_accumulated: bool) -> None:
+        """The moment to see what was reset before a backward: none of its gradients is there yet, or the first one."""
         if self._without_model is not None:
             if not self._optimizer_registry.knows_any:
                 self._notices.append(self._without_model)
             self._without_model = None
         for carried, present in self._with_witnesses():
             untouched = [gradient for slot, gradient in present if state_of(gradient) == carried.witnesses[slot]]
-            if len(untouched) < len(carried.witnesses):
+            if not untouched or len(untouched) < len(carried.witnesses) - has_accumulated:
                 carried.witnesses, carried.nonzero = {}, None
             elif carried.nonzero is None:  # what was zeroed through `.data` leaves no trace but the zeros
                 carried.nonzero = torch.stack([gradient.detach().ne(0).any() for gradient in untouched]).any()
