@@ -326,7 +326,8 @@ def test_a_row_is_not_lost_where_on_alert_raises_when_the_rules_look_at_the_flus
     model = Chosen(a=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=2**-10)
     raised = []
-    watcher = wandb_gradwatch.watch(model, sinks=[memory], sample_every=1, log_every=20, on_alert=stop)
+    rules = [wandb_gradwatch.rules.VanishingGradient()]
+    watcher = wandb_gradwatch.watch(model, sinks=[memory], rules=rules, sample_every=1, log_every=20, on_alert=stop)
     for _ in range(25):
         try:
             step(model, optimizer, a=[1e-9, 1e-9])  # no reason to look at once

@@ -138,7 +138,7 @@ def test_the_thresholds_of_the_table_are_those_of_the_default_rules() -> None:
         ("VanishingGradient", "patience"): "for {:g} samples, unless",
         ("DeadGradient", "patience"): "for {:g} samples; a whole layer",
         ("NoGradient", "patience"): "for {:g} samples;",
-        ("NoGradient", "zero_patience"): "exactly 0 for {:g}, or for 100 where the loss is 0 too;",
+        ("NoGradient", "zero_patience"): "exactly 0 for {:g}, for 3 where the loss",
         ("UnchangedParameters", "unknown_patience"): "over {:g} steps where no optimizer",
         ("UnchangedParameters", "zero_patience"): "matter, over {:g} and a tenth of the run",
         ("UnchangedParameters", "patience"): "otherwise {:g}; or",

@@ -397,7 +397,10 @@ def test_a_network_that_is_only_copied_into_needs_no_gradient_unless_an_optimize
 
 @pytest.mark.parametrize("frozen", [True, False])
 def test_what_is_unfrozen_or_frozen_on_the_way_needs_no_gradient_while_it_is_frozen(frozen):
-    """Layers that start one after the other, and one that is frozen later; detached instead, it is missed."""
+    """Layers that start one after the other, and one that is frozen later; detached instead, it is missed.
+
+    After 45 samples with a gradient 4 without one have a chance of (1 / 47)^4, which is below a millionth.
+    """
     model = Chosen(a=1, b=1, c=1)
     optimizer = SGD(model.parameters(), lr=0.1)
     alerts = []
@@ -409,7 +412,7 @@ def test_what_is_unfrozen_or_frozen_on_the_way_needs_no_gradient_while_it_is_fro
             optimizer.zero_grad()
             model.loss(**used).backward()
             optimizer.step()
-    assert [(alert.step, "c (10 samples)" in alert.text) for alert in alerts] == ([] if frozen else [(55, True)])
+    assert [(alert.step, "c (4 samples)" in alert.text) for alert in alerts] == ([] if frozen else [(49, True)])
 
 
 def test_a_layer_that_no_optimizer_holds_is_told_of_once_though_its_gradient_stops():
