@@ -28,10 +28,6 @@ class Compilation(Generic[Made]):
 
     A fork waits until a compilation that has begun is done: a child would inherit the compiler's locks without the
     thread that holds them, and its own first use of the compiler would wait forever. So does the end of the process.
-
-    Args:
-        make: called at most once, in a thread.
-        on_failure: called with what it raised, in that thread.
     """
 
     def __init__(self, make: Callable[[], Made], on_failure: Callable[[Exception], None]) -> None:

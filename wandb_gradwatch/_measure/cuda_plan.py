@@ -52,10 +52,6 @@ class AddressTable:
     """A vector of integers on a device, rewritten behind the launches that read what was there before.
 
     A slot whose upload has not run yet is left alone: the next write takes the oldest one if it is free, or a new one.
-
-    Args:
-        size: number of integers.
-        device: where they go.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
@@ -179,13 +175,7 @@ def plan_for(
     lanes: int,
     chunk: int,
 ) -> Plan:
-    """The plan of flat tensors that lie at these addresses, all on one device, for its current stream.
-
-    Args:
-        addresses, sizes, dtypes: of each tensor, gradients first.
-        num_gradients: how many of them are gradients.
-        lanes, chunk: lanes of a program, and the most elements that it reads.
-    """
+    """The plan of flat tensors, gradients first, that lie at these addresses on one device, for its current stream."""
     codes = tuple(map(_CODES.__getitem__, dtypes))
     aligned = tuple([address % ALIGNMENT == 0 for address in addresses])
     plan_of = _plan_for_few if len(codes) <= 2 else _plan_for

@@ -28,11 +28,7 @@ class ThreadPool:
         self._helpers: list[threading.Thread] = []
 
     def each(self, pieces: Sequence[Piece], read: Callable[[Piece], object], num_threads: int) -> None:
-        """Call a function that lets go of the interpreter's lock for each piece; return when all of it is done.
-
-        Args:
-            num_threads: at most, with this one.
-        """
+        """Call a function that lets go of the interpreter's lock for each piece; return when all of it is done."""
         numbers, under_way, lock = iter(range(len(pieces))), set[int](), threading.Lock()
         failures: list[BaseException] = []
 
