@@ -789,12 +789,19 @@ def test_a_loss_at_the_end_of_its_type_overflows_on_the_way_back(loss: float, wo
     assert words in told_of(NaNGradient(), samples)
 
 
-@pytest.mark.parametrize(("second", "words"), [(1.0, "either the data has changed"), (0.0, "either dead units")])
-def test_a_first_layer_that_dies_alone_is_given_nothing(second: float, words: str) -> None:
-    """A convolution without a bias, say, before a batch norm: what follows it has its gradient."""
-    calm = {"0.weight": [1.0, 1.0], "1.weight": [1.0, 1.0], "2.weight": [1.0, 1.0]}
-    dead = calm | {"0.weight": [0.0, 0.0], "1.weight": [second, second]}
+@pytest.mark.parametrize(("second", "bias", "is_data"), [(1.0, 0, True), (0.0, 0, False), (1.0, 1, False)])
+def test_a_first_layer_without_a_bias_that_dies_alone_may_be_given_nothing(
+    second: float, bias: int, is_data: bool
+) -> None:
+    """A convolution before a batch norm, say. Of inputs of 0 a bias would have a gradient."""
+    calm = {
+        "0.weight": [1.0] * 2,
+        **({"0.bias": [1.0] * 2} if bias else {}),
+        "1.weight": [1.0] * 2,
+        "2.weight": [1.0],
+    }
+    dead = {n: [second] * 2 if n == "1.weight" else [0.0] * 2 if n[0] == "0" else v for n, v in calm.items()}
     samples = together([sample_of(dead if s > 20 else calm, step=s) for s in range(1, 23)])
     alert, *_ = DeadGradient().check(samples)
-    assert alert.step == 22
-    assert words in alert.text
+    assert (alert.step, "the data has changed" in alert.text) == (22, is_data)
+    assert "either dead units" in alert.text

@@ -32,11 +32,6 @@ _NOTHING: Final = 1e-12  # of the parameters' norm: a first gradient that is no 
 _SMALLEST_NORMAL, _SMALLEST = 2.0**-14, 2.0**-24  # of float16
 _STEEP: Final = 1e6  # times a norm may not fall over the depth, whatever the training does later
 _MANY: Final = 0.9  # of a layer's units, that no chance and no training has switched off one by one
-_NO_INPUTS: Final = (
-    "not clear: either the data has changed, or a mask or dropout multiplies it by 0: of the first layer all inputs, "
-    "or all outputs, are 0; the batch, looked at, tells them apart",
-    "look at the data, its loading and its normalisation, and at masks and dropout on the inputs",
-)
 _ABRUPT: Final = 1e3  # a fall below the floor from a norm this many times above it is no slow convergence
 
 
@@ -325,9 +320,13 @@ class DeadGradient(Remembers):
             "check what follows the layer nearest to the output (masks, dropout, its use), its bias and its "
             "initialisation; lower the learning rate, use LeakyReLU or GELU"
         )
+        # Of a first layer without a bias, inputs of 0 look like an output that is multiplied by 0.
         front = np.flatnonzero(~np.isnan(share_L))[:2].tolist()
-        if front[0] in dead and share_L[front[0]] == 1.0 and front[-1] not in dead:  # what follows it has its gradient
-            cause, remedy = _NO_INPUTS
+        if front[0] in dead and front[-1] not in dead and not modules.has_bias[front[0]]:
+            cause = (
+                "not clear: either dead units in the first layer, or the data has changed: what follows this layer, "
+                "which has no bias, gets its gradient; the batch, looked at, tells them apart"
+            )
         return finding(self.title, fact, layers, cause, remedy, step, "WARN")
 
     def _empty_alert(
@@ -338,7 +337,11 @@ class DeadGradient(Remembers):
             "one: every input of this layer is 0."
         )
         if place == int(np.argmax(present_L)):
-            cause, remedy = _NO_INPUTS
+            cause = (
+                "not clear: either the data has changed, or a mask or dropout multiplies it by 0: this layer is the "
+                "first, and its inputs are all 0; the batch, looked at, tells them apart"
+            )
+            remedy = "look at the data, its loading and its normalisation, and at masks and dropout on the inputs"
         else:
             cause = "dead units in the layer before it, or an output of it that is multiplied by 0"
             remedy = "check what feeds this layer: masks, dropout, the layer's bias; lower the learning rate"
