@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch.optim import Optimizer
+
 from .._guard.step_skipping import StepSkipping
 from .._nonfinite.replay import StepReplay
 from .._runtime.autograd import TrainingThread
@@ -12,7 +14,7 @@ from .._transfer.sample_buffer import SampleBuffer
 from .by_hand import UpdatesByHand
 from .clock import SampleClock
 from .config import CaptureConfig
-from .gradient_versions import GradientVersions
+from .gradient_versions import GradientVersions, was_seen
 from .hook_sync import HookSync
 from .hooks import BackwardHooks
 from .loss import SampleLoss
@@ -83,3 +85,17 @@ class CaptureParts:
     def rows_are_read(self) -> bool:
         """Whether the open step's rows are for more than a guard that judges by the norm."""
         return self.schedule.is_sampled or (self.guard is not None and self.guard.needs_rows)
+
+    def joins_silently(self, optimizer: Optimizer, key: int) -> bool:
+        """Whether a late step belongs to the last sample: it does unless it brings gradients of its own.
+
+        Gradients that nothing marked are leftovers of an optimizer that is known, or of one that steps for the first
+        time after a sample that did not wait for it; otherwise they may be new, from a backward whose hooks were blind.
+        """
+        if not self.clock.is_late(key):
+            return False
+        if self.clock.has_stepped(key):
+            return True
+        entries = self.optimizers.entries(optimizer)
+        unseen = [slot for slot, p in entries if p.grad is not None and not was_seen(p.grad)]
+        return not unseen or (not self.schedule.was_sampled(self.clock.step) and self.clock.were_marked(unseen))

@@ -25,7 +25,6 @@ from .._transfer.sample_buffer import SampleBuffer
 from .clipping import CLIP_FUNCTIONS
 from .clock import Closed
 from .config import CaptureConfig
-from .gradient_versions import was_seen
 from .hook_sync import NO_SLOT
 from .hooks import BackwardHooks
 from .measurer import Measurer
@@ -248,7 +247,7 @@ class Sampler(StepListener, ScaleListener):
             if self.parts.replay is not None:
                 self.parts.replay.ask()
             self._deliver()
-            if self._joins_silently(optimizer, key):
+            if self.parts.joins_silently(optimizer, key):
                 self._joining = key
                 if self._guard is not None:
                     self._guard.abstain(self.parts.optimizers.entries(optimizer), self.parts.registry.version)
@@ -297,25 +296,10 @@ class Sampler(StepListener, ScaleListener):
                 self.parts.replay.step_skipped()
             key = self.parts.optimizers.key(optimizer)
             self._commit(self._clock.step_begins(key))
-            if self._joins_silently(optimizer, key):
+            if self.parts.joins_silently(optimizer, key):
                 self._clock.join(key)
             else:
                 self._step_done(key, skipped=True, inside_backward=False)
-
-    def _joins_silently(self, optimizer: Optimizer, key: int) -> bool:
-        """A late step belongs to the last sample, unless it brings gradients of its own.
-
-        Gradients that nothing marked are leftovers of an optimizer that is known, or of one that steps for the first
-        time after a sample that did not wait for it; else they may be new, from a backward whose hooks were blind.
-        """
-        if not self._clock.is_late(key):
-            return False
-        if self._clock.has_stepped(key):
-            return True
-        unseen = [
-            slot for slot, p in self.parts.optimizers.entries(optimizer) if p.grad is not None and not was_seen(p.grad)
-        ]
-        return not unseen or (not self._schedule.was_sampled(self._clock.step) and self._clock.were_marked(unseen))
 
     def _step_done(self, key: int, *, skipped: bool, inside_backward: bool) -> None:
         self._commit(self._clock.step_ended(key, skipped=skipped, inside_backward=inside_backward))

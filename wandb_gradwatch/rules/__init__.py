@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from ._base import MAX_TITLE, Alert, Level, Rule
+from ._clipping import TightClipping
 from ._exploding import ExplodingGradient
 from ._functions import FunctionRule, as_rule, rule
 from ._loss import LossSpike
 from ._missing import NoGradient
 from ._nonfinite import NONFINITE_TITLES, InfGradient, LossScaleCollapse, NaNGradient, NonFiniteLoss
-from ._parameters import FastParameters, LargeInputs, PoorInitialisation, TightClipping
+from ._parameters import FastParameters, LargeInputs, PoorInitialisation
 from ._ratios import GradParamRatio, LayerSpread
 from ._vanishing import DeadGradient, VanishingGradient
 from ._wiring import GradientsNotReset, NegativeLearningRate, NotInOptimizer, UnchangedParameters

@@ -358,9 +358,7 @@ class Snapshot:
         """
         return self._quantile(magnitude_quantile, q, self.grad_abs_min_nonzero, self.grad_abs_max)
 
-    def _quantile(
-        self, quantile: Callable[..., FloatArray], q: float, low_SP: FloatArray, high_SP: FloatArray
-    ) -> FloatArray:
+    def _quantile(self, of: Callable[..., FloatArray], q: float, low_SP: FloatArray, high_SP: FloatArray) -> FloatArray:
         if not 0 <= q <= 1:
             raise ValueError(f"q={q!r} must be between 0 and 1")
         if self.histogram is None:
@@ -369,7 +367,7 @@ class Snapshot:
         if self.is_counted.any():  # otherwise nothing narrows the open bins: the histogram's samples are not here
             low_P = np.fmin.reduce(low_SP[self.is_counted], axis=0)
             high_P = np.fmax.reduce(high_SP[self.is_counted], axis=0)
-        return quantile(self.histogram, q, low_P, high_P)
+        return of(self.histogram, q, low_P, high_P)
 
     @derived
     def is_counted(self) -> npt.NDArray[np.bool_]:
