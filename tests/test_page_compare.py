@@ -147,8 +147,8 @@ def watched(training: Training, num_steps: int = 100) -> RunHistory:
 FAULTS = {
     "learning rate too high": lambda: trainings.rate_jumps(0, at=60),
     "one bad batch": lambda: trainings.poisoned_batch(0, at=60),
+    "poor initialisation: biases far from 0": lambda: trainings.dead_relus(0),
     "poor initialisation": lambda: trainings.large_initialisation(0),
-    "dead": lambda: trainings.dead_relus(0),
     "an operation without a finite derivative": lambda: trainings.invalid_operation(0, at=40),
 }
 

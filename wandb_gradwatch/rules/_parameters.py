@@ -25,7 +25,7 @@ from ._base import Alert, Level, check_limits, finding
 _FIRST_STEPS: Final = 20  # in which parameters may still move fast: adaptive optimizers begin with full steps
 _SHRINKS, _SHRINK_SAMPLES = 0.02, 8  # of each weight's norm, by so many updates in a row
 _NOTICED: Final = 0.01  # of a log norm by one update: of less nothing large is made
-_OF_TYPICAL: Final = 0.3  # of the root mean square of all parameters: what is smaller may well double
+_OF_TYPICAL: Final = 0.3  # of the root mean square of all parameters: what is smaller may well shrink
 _AT_ONCE: Final = math.log(2.0)  # by one update
 _OF_LAST: Final = 5  # updates of which a second one has to be too large: a single one may be a bad batch
 _TOGETHER: Final = 10  # updates that are looked at together
@@ -235,7 +235,8 @@ class FastParameters(Remembers):
                 both_P = before_P + now_P >= 0
                 before, now = before_P.sum(where=both_P), now_P.sum(where=both_P)
                 typical_sq = np.nansum(before_P) / np.nansum(size_P)
-            least_P = _OF_TYPICAL**2 * typical_sq * size_P
+            # What begins at 0, as half of a LoRA pair, may grow up to what is typical however fast that is.
+            least_P = np.where(now_P > before_P, 1.0, _OF_TYPICAL**2) * (typical_sq * size_P)
             ratio_P = np.ones(len(names) + 1)
             np.divide(np.maximum(now_P, least_P), np.maximum(before_P, least_P), ratio_P[:-1], where=known_P)
             ratio_P[-1] = (now / before) ** 2  # all grow alike: half as much
