@@ -135,7 +135,7 @@ def test_the_pages_show_the_results_that_are_kept() -> None:
     results = json.loads(table.RESULTS.read_text(encoding="utf-8"))
     assert table.PAGE.read_text(encoding="utf-8") == table.page_of(results)
     alerts = table.ALERTS.read_text(encoding="utf-8")
-    assert alerts == table.with_titles(alerts, results[-1])
+    assert alerts == table.with_titles(alerts, table.newest(results))
     files = {path.name: path.stat().st_size for path in pictures.FOLDER.iterdir()}
     assert set(files) == {pictures.file_name(title) for title in pictures.PICTURES}
     assert max(files.values()) < 4000

@@ -107,10 +107,10 @@ def write_pages() -> None:
     """Both pages anew, from the results that are kept."""
     results = json.loads(RESULTS.read_text(encoding="utf-8"))
     PAGE.write_text(page_of(results), encoding="utf-8")
-    ALERTS.write_text(with_titles(ALERTS.read_text(encoding="utf-8"), _newest(results)), encoding="utf-8")
+    ALERTS.write_text(with_titles(ALERTS.read_text(encoding="utf-8"), newest(results)), encoding="utf-8")
 
 
-def _newest(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def newest(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The newest of those that measured every step."""
     return next(result for result in reversed(results) if result.get("every", 1) == 1)
 
@@ -147,7 +147,7 @@ def alert_titles() -> list[str]:
 
 def page_of(results: Sequence[dict[str, Any]]) -> str:
     """The whole page."""
-    newest = _newest(results)
+    result = newest(results)
     faulty = [case for case in CASES.values() if case.fault is not None]
     kept_out = "; ".join(", ".join(sorted(families)) for families in (KEPT_OUT_HEALTHY, KEPT_OUT_FAULTS))
     lines = [
@@ -158,9 +158,9 @@ def page_of(results: Sequence[dict[str, Any]]) -> str:
             kept_out=kept_out,
         ),
         *_columns(results),
-        *_beside_others(newest),
-        *_by_family(newest),
-        *_by_title(newest),
+        *_beside_others(result),
+        *_by_family(result),
+        *_by_title(result),
     ]
     return "\n".join(lines).rstrip() + "\n"
 
