@@ -359,3 +359,22 @@ def test_a_step_that_raised_hides_no_other_optimizer_for_good():
     passed = [rest.begins(second) for _ in range(200)]
     assert passed[0]  # may be nested in it
     assert not passed[-1]
+
+
+@pytest.mark.parametrize("steps_before", [3, 20], ids=["awake", "resting"])
+def test_a_model_that_cannot_be_walked_any_more_stops_the_watcher_and_not_the_training(steps_before, said):
+    model = Chosen(a=1)
+    optimizer = SGD(model.parameters(), lr=0.0)
+    watcher, _ = watch(model, sample_every=10)
+    for _ in range(steps_before):
+        step(model, optimizer, a=[1])
+
+    def scan() -> None:
+        raise RuntimeError("planted")
+
+    watcher._sampler.parts.registry.scan = scan
+    for _ in range(20):
+        step(model, optimizer, a=[1])
+    assert [message for message in said() if "has failed and stopped watching" in message] != []
+    watcher.remove()
+    assert not model.a._backward_hooks

@@ -135,10 +135,10 @@ class BackwardHooks:
             if parameter._backward_hooks is not None and not parameter._backward_hooks:
                 parameter._backward_hooks = None  # what the engine visits goes with it
 
-    def remove(self, entries: Iterable[Entry] = ()) -> None:
-        """Remove every hook for good; without entries safe at any time, also inside a backward. Idempotent."""
+    def remove(self) -> None:
+        """Remove every hook for good; safe at any time, also inside a backward. Idempotent."""
         self._removed = True
-        self.take_off(entries)
+        self.take_off(())
 
     def _register(self, slot: int, parameter: Tensor) -> _Hooks:
         of_slot = [slot]

@@ -97,13 +97,14 @@ class Sampler(StepListener, ScaleListener):
 
     def stop(self) -> None:
         """Remove every hook and wrapper. Idempotent."""
+        if current_graph_task() == -1 and not (self.parts.thread.is_another or self.parts.thread.has_company):
+            self.boundary.run(self.parts.hook_sync.take_off, is_alone=True)  # walking the model may be what has failed
         self.boundary.stopped = True
         self._resting.rest = None
         STEP_HOOKS.unsubscribe(self)
         SCALES.unsubscribe(self)
         CLIP_FUNCTIONS.unsubscribe(self._sample)
-        is_free = current_graph_task() == -1 and not (self.parts.thread.is_another or self.parts.thread.has_company)
-        self._hooks.remove(self.parts.registry.scan() if is_free else ())
+        self._hooks.remove()
         if self._guard is not None:
             if not self.parts.thread.is_another:  # otherwise what a step goes without is given back after it
                 self._guard.release()
