@@ -34,7 +34,7 @@ _MOVEMENTS: Final = ("Exploding gradient", "Loss spike", "Non-finite loss", *NON
 _EPISODE: Final = 40  # samples before an alert: what is older is not its cause
 _LASTING: Final = ("Optimizer without the model",)  # what does not pass, whenever it was told
 _NOT_CLEAR: Final = "not clear"
-_WAKE: Final = "probably that of the alert of step "
+_WAKE: Final = "that of the alert of step "
 _AS_PROBABLE: Final = 0.1  # less confident by this much at most: neither is claimed
 
 
