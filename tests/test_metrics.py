@@ -152,25 +152,16 @@ def test_during_a_step_there_is_one_copy_of_what_matches_and_none_of_the_rest():
     assert copies == [1003, 2003]
 
 
-def test_every_nth_sampled_step():
-    model = Chosen(a=1)
-    watcher, sink = watch(model, [Metric("x", torch.sum, every=3), Metric("y", torch.sum)])
-    optimizer = SGD(model.parameters(), lr=0.0)
-    for _ in range(7):
-        optimizer.zero_grad()
-        model.loss(a=[1]).backward()
-        optimizer.step()
+def test_every_nth_sampled_step_and_steps_between_are_not_said_to_lack_a_forward(said):
+    model = nn.Linear(1, 1)
+    metrics = [Metric("x", torch.sum, every=5), Metric("z", torch.sum, on="activation", every=5)]
+    watcher, sink = watch(model, [*metrics, Metric("y", torch.sum)])
+    train(model, torch.ones(12, 1, 1))
     found = values(watcher, sink)
-    assert [not math.isnan(value) for value in found["parameter/a/x"]] == [
-        False,
-        False,
-        True,
-        False,
-        False,
-        True,
-        False,
-    ]
-    assert not np.isnan(found["parameter/a/y"]).any()
+    for key in ("parameter/weight/x", "activation/root/z"):
+        assert np.flatnonzero(~np.isnan(found[key])).tolist() == [4, 9]
+    assert not np.isnan(found["parameter/weight/y"]).any()
+    assert said() == []  # the forwards of steps 1 to 4 are not looked at
 
 
 def test_dims_keep_dimensions_apart():

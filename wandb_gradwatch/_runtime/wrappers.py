@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any, Final
 
 from torch import nn
@@ -28,6 +29,23 @@ def unwrapped(model: nn.Module) -> nn.Module:
         if child is not None and key != _FSDP1_CHILD and is_transparent(model, key):
             return unwrapped(child)
     return model
+
+
+def named_modules(module: nn.Module, prefix: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, nn.Module]]:
+    """Every module once, with what its parameters' names begin with; a wrapper comes before what it wraps, named alike.
+
+    Args:
+        prefix: of the module itself; "" or ending in a dot.
+        seen: ids of modules that another walk has met, to which those of this one are added.
+    """
+    seen = set() if seen is None else seen
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    yield prefix, module
+    for key, child in module._modules.items():
+        if child is not None:
+            yield from named_modules(child, prefix if is_transparent(module, key) else f"{prefix}{key}.", seen)
 
 
 class TransientHook:

@@ -6,8 +6,7 @@ from ._activations import Activations
 from ._attention import Attention
 from ._coordinate_check import CoordinateCheck, coordinate_check
 from ._forward_hooks import MonitorMixin, log_attention, log_tensor
-from ._function_metrics import FunctionMetrics, MetricLike, probes_of, rules_of
-from ._metric import Metric
+from ._metric import FunctionMetrics, Metric, MetricLike, probes_of, rules_of
 from ._module_probe import ModuleProbe
 from ._noise_scale import NoiseScale
 from ._optimizer_state import OptimizerState

@@ -72,7 +72,6 @@ class Activations(ForwardProbe):
         self._of = frozenset(of)
         self._statistics = check_statistics(repr(self), statistics, histogram=True)
         self._rows = self.collect(RowTally(self._statistics, dead_threshold))
-        self._parameters: set[int] = set()  # ids of the models' own: whose optimizer they have, whose scaler
         self._source: dict[str, str] = {}  # of each tensor's name: what the tap's order knows
 
     def claims(self) -> set[tuple[str, str]]:
@@ -83,8 +82,9 @@ class Activations(ForwardProbe):
 
     def bind(self, models: ModuleIndex) -> None:
         modules = dict(models.modules())
+        # Ids of the models' own: whose optimizer they have, whose scaler.
         self._parameters = {id(parameter) for module in modules.values() for parameter in module.parameters()}
-        self.tap_into(models, self._logged)
+        self.tap_into(models)
         if not any(map(hands_over, modules.values())):
             self.check_match("module", modules)
 
@@ -110,8 +110,8 @@ class Activations(ForwardProbe):
 
     def _backward_reached(self, name: str, path: str, gradient: Tensor) -> None:
         """The gradient of an output is there; it goes on as it is."""
-        if self._tap is not None:
-            self._tap.see_gradient(lambda: self._add_gradient(name, path, gradient))
+        if self._tap.is_open:
+            self._tap.boundary.run(self._add_gradient, name, path, gradient)
 
     def _add_gradient(self, name: str, path: str, gradient: Tensor) -> None:
         scaler = SCALES.scaler_for(self._parameters)
@@ -120,7 +120,7 @@ class Activations(ForwardProbe):
             unscaled = tensor if scale is None else widened(tensor) / onto(scale, tensor.device)
             self._add(name, {tensor_name(name, path): unscaled})
 
-    def _logged(self, module: str, name: str, thing: Any, dims: Dims) -> None:
+    def logged(self, module: str, name: str, thing: Any, dims: Dims) -> None:
         if is_measurable(thing) and (self._matches(module) or self._matches(f"{module}.{name}")):
             within = f"{module}.eval" if self._in_evaluation else module
             parts = {tensor_name(within, name, label): part for label, part in slices(thing.detach(), dims)}
@@ -141,4 +141,4 @@ class Activations(ForwardProbe):
 
     def _order(self, name: str) -> int:
         """The place in the forward; re-entrant checkpointing measures its blocks in the backward's order."""
-        return self._tap.order[self._source[name]] if self._tap is not None else 0
+        return self._tap.order[self._source[name]]

@@ -19,8 +19,7 @@ from .._capture.probes import Found
 from .._measure.elements import wide_dtype
 from ..rules import Rule
 from ..snapshot import keys
-from ._forward_hooks import AttentionCall, Dims, ForwardHook
-from ._module_index import ModuleIndex
+from ._forward_hooks import AttentionCall, Dims
 from ._module_probe import ForwardProbe, ModuleFilter, slices
 from ._rows import RowTally, Store, add_on_device, check_statistics
 from ._rules import EntropyCollapse, GrowingLogits
@@ -73,12 +72,8 @@ class Attention(ForwardProbe):
     def rules(self) -> list[Rule]:
         return [EntropyCollapse(), GrowingLogits()] if self._weights else []
 
-    def bind(self, models: ModuleIndex) -> None:
-        self.tap_into(models, self._logged)
-        self.check_match("module", dict(models.modules()))
-
-    def install(self, tap: ForwardHook) -> None:
-        tap.hook(lambda name, it: isinstance(it, nn.MultiheadAttention) and self._matches(name), self.forward_done)
+    def sees(self, name: str, module: nn.Module) -> bool:
+        return isinstance(module, nn.MultiheadAttention) and self._matches(name)
 
     def forward_done(self, name: str, module: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
         assert isinstance(module, nn.MultiheadAttention)
@@ -88,7 +83,7 @@ class Attention(ForwardProbe):
         with torch.autocast(module.out_proj.weight.device.type, enabled=False):
             self._measure(name, _call_of(module, *args, **kwargs))
 
-    def _logged(self, module: str, name: str, thing: Any, dims: Dims) -> None:
+    def logged(self, module: str, name: str, thing: Any, dims: Dims) -> None:
         if not self._matches(module):
             return
         if isinstance(thing, AttentionCall):

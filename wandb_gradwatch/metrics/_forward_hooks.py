@@ -13,6 +13,7 @@ import logging
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Literal
 
 import torch
@@ -39,21 +40,22 @@ _REENTRANT: Final = "CheckpointFunctionBackward"
 class ForwardHook:
     """Hooks on modules, open during the forwards of sampled steps: of the "training", an "evaluation", or "always".
 
-    `on_logged` gets what modules hand over: the module's name, the thing's name, the thing, its named dimensions.
+    Args:
+        owner: whose it is, for the message where something in it fails.
+        models: those whose modules are hooked.
+        on_logged: gets what modules hand over: the module's name, the thing's name, the thing, its named dimensions.
     """
 
     def __init__(
-        self, owner: str, models: ModuleIndex, *, on_logged: SeenThing | None = None, when: When = "training"
+        self, owner: object, models: ModuleIndex, *, on_logged: SeenThing | None = None, when: When = "training"
     ) -> None:
         self.is_open = False
         self.order: dict[str, int] = {}  # of everything's first end in a forward, counted or not
-        self._owner = owner
-        self._models = models
-        self._on_logged = on_logged
-        self._when = when
-        self._boundary = ErrorBoundary(self._failed)
-        self._handles: dict[At, dict[int, tuple[RemovableHandle, _Hook]]] = {}  # by the module's id
-        self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self.names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self.models = models
+        self.boundary = ErrorBoundary(self._failed)
+        self._owner, self._on_logged, self._when = owner, on_logged, when
+        self._hooked: dict[At, _Hooked] = {}
 
     def hook(self, chosen: Callable[[str, nn.Module], bool], seen: SeenOutput, *, at: At = "end") -> None:
         """Hook every chosen module that is not hooked there yet, where several share a name the outermost.
@@ -61,77 +63,58 @@ class ForwardHook:
         At "any end": after a forward that raised, too, then as at the "beginning" with None for the output.
         """
         taken: set[str] = set()
-        self._names.clear()
-        hooked = self._handles.get(at, {})
-        attached: dict[int, tuple[RemovableHandle, _Hook]] = {}
-        for name, module in self._models.modules():
-            self._names[module] = name
+        self.names.clear()
+        before, now = self._hooked.pop(at, _Hooked()), _Hooked()
+        for name, module in self.models.modules():
+            self.names[module] = name
             if name in taken or not chosen(name, module):
                 continue
             taken.add(name)
-            handle, hook = hooked.pop(id(module), (None, None))
-            if handle is None or hook is None or not _is_attached(handle, module, at):
+            if module in before:
+                handle, hook = before.pop(module)
+                hook.name = name  # a module can move: out of a list, into a wrapper
+            else:
                 hook = _Hook(self, name, seen, is_end=at == "end")
                 register: Any = module.register_forward_hook if at != "beginning" else module.register_forward_pre_hook
                 handle = register(hook, with_kwargs=True, **({"always_call": True} if at == "any end" else {}))
-                assert handle is not None
-            hook.name = name  # a module can move: out of a list, into a wrapper
-            attached[id(module)] = handle, hook
-        for handle, _ in hooked.values():  # not there any more, or not chosen under its new name
+            now[module] = handle, hook
+        for handle, _ in before.values():  # not there any more, or not chosen under its new name
             handle.remove()
-        self._handles[at] = attached
+        self._hooked[at] = now
 
     def open(self) -> None:
         """Begin to see."""
-        self.is_open = not self._boundary.stopped
+        self.is_open = not self.boundary.stopped
         if self.is_open and self._on_logged is not None:
-            _open_taps.add(self)
+            _open_taps[self] = self._on_logged
 
     def shut(self) -> None:
         """Collect nothing until it is opened again."""
         self.is_open = False
-        _open_taps.discard(self)
+        _open_taps.pop(self, None)
 
     def remove(self) -> None:
         """Remove every hook. Idempotent."""
         self.shut()
-        for handle, _ in (pair for attached in self._handles.values() for pair in attached.values()):
+        for handle, _ in (pair for hooked in self._hooked.values() for pair in hooked.values()):
             handle.remove()
-        self._handles = {}
+        self._hooked = {}
 
     def see(self, function: Callable[[], None]) -> None:
         """Run this if the forward under way counts; an exception in it is reported once and ends this tap only."""
         if self._counts():
-            self._boundary.run(function)
-
-    def see_gradient(self, function: Callable[[], None]) -> None:
-        """The same in a backward: of a tensor that was seen in the forward."""
-        if self.is_open:
-            self._boundary.run(function)
-
-    def handed_over(self, module: nn.Module, name: str, thing: Any, dims: Dims) -> None:
-        """A module hands over something."""
-        module_name, on_logged = self._names.get(module), self._on_logged
-        if module_name is not None and on_logged is not None:
-            self.order.setdefault(f"{module_name}.{name}", len(self.order))
-            self.see(lambda: on_logged(module_name, name, thing, dims))
-
-    @property
-    def seconds_spent(self) -> float:
-        """On the host, so far."""
-        return self._boundary.seconds_spent
+            self.boundary.run(function)
 
     def _counts(self) -> bool:
-        if replay.is_running:
-            return False
-        if self._when == "always":
-            return True
+        if replay.is_running or self._when == "always":
+            return not replay.is_running
+        is_training = any(model.training for _, model in self.models.alive())
         if self._when == "evaluation":
-            return current_graph_task() == -1 and not any(model.training for _, model in self._models.alive())
+            return current_graph_task() == -1 and not is_training
         if not torch.is_grad_enabled():
             return False
         if current_graph_task() == -1:
-            return any(model.training for _, model in self._models.alive())
+            return is_training
         # In a backward, checkpointing repeats forwards. The re-entrant kind had run the first one without gradients, so
         # that only the repetition is seen; the other kind's repetition is the second of two.
         return type(torch._C._current_autograd_node()).__name__ == _REENTRANT
@@ -142,8 +125,6 @@ class ForwardHook:
 
 
 class _Hook(TransientHook):
-    """A module's forward hook."""
-
     def __init__(self, tap: ForwardHook, name: str, seen: SeenOutput, *, is_end: bool) -> None:
         self._tap, self.name, self._seen, self._is_end = tap, name, seen, is_end
 
@@ -156,12 +137,9 @@ class _Hook(TransientHook):
         self._tap.see(lambda: self._seen(self.name, module, args, kwargs, output))
 
 
-def _is_attached(handle: RemovableHandle, module: nn.Module, at: At) -> bool:
-    """Whether the handle's hook is this module's: ids are used again after a module is gone."""
-    return handle.id in (module._forward_pre_hooks if at == "beginning" else module._forward_hooks)
+_Hooked = weakref.WeakKeyDictionary[nn.Module, tuple[RemovableHandle, _Hook]]
 
-
-_open_taps: Final[set[ForwardHook]] = set()
+_open_taps: Final[dict[ForwardHook, SeenThing]] = {}
 
 
 def log_tensor(module: nn.Module, name: str, tensor: Tensor, *, dims: Dims = None) -> None:
@@ -175,17 +153,18 @@ def log_tensor(module: nn.Module, name: str, tensor: Tensor, *, dims: Dims = Non
         tensor: of any shape; it is not kept.
         dims: dimensions to keep apart by index, with their names: {1: "head"} makes `<module>.<name>/head_0/...`.
     """
-    hand_over(module, name, tensor, dims)
+    _hand_over(module, name, tensor, dims)
 
 
-def hand_over(module: nn.Module, name: str, thing: Any, dims: Dims = None) -> None:
-    """Give something to every tap that is open, as a module's."""
+def _hand_over(module: nn.Module, name: str, thing: Any, dims: Dims = None) -> None:
     if not isinstance(module, nn.Module):
         raise TypeError(f"MonitorMixin is for torch.nn.Module, but {type(module).__name__} is not one")
     if torch.compiler.is_compiling() or not _open_taps:
         return
-    for tap in tuple(_open_taps):
-        tap.handed_over(module, name, thing, dims)
+    for tap, on_logged in tuple(_open_taps.items()):
+        if (of := tap.names.get(module)) is not None:
+            tap.order.setdefault(f"{of}.{name}", len(tap.order))
+            tap.see(partial(on_logged, of, name, thing, dims))
 
 
 @dataclass(frozen=True)
@@ -224,7 +203,7 @@ def log_attention(
         is_causal: each query looks at the keys up to its own.
         scale: of the logits; None: 1 / sqrt(D).
     """
-    hand_over(module, "attention", AttentionCall(query, key, value, attn_mask, is_causal, scale))
+    _hand_over(module, "attention", AttentionCall(query, key, value, attn_mask, is_causal, scale))
 
 
 class MonitorMixin:

@@ -7,6 +7,7 @@ rows do. Any other function of a part is not the function of the whole: it is le
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import math
 import weakref
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from .._capture.parameter_registry import NameFilter, name_predicate
 from .._runtime.sharding import local_part
-from .._runtime.wrappers import is_transparent
+from .._runtime.wrappers import named_modules
 
 logger: Final = logging.getLogger("wandb_gradwatch")
 
@@ -32,46 +33,33 @@ class ModuleIndex:
     Of their parameters those `watched` are told to probes; None: all.
     """
 
-    def __init__(self, models: Iterable[tuple[str, nn.Module]], *, watched: Collection[str] | None = None) -> None:
+    def __init__(self, models: Iterable[tuple[str, nn.Module]] = (), *, watched: Collection[str] | None = None) -> None:
         self._watched = None if watched is None else frozenset(watched)
         self._models = [(prefix, weakref.ref(model)) for prefix, model in models]
 
     def alive(self) -> list[tuple[str, nn.Module]]:
-        """Those that are not collected yet."""
         return [(prefix, model) for prefix, reference in self._models if (model := reference()) is not None]
 
     def modules(self) -> Iterator[tuple[str, nn.Module]]:
         """Every module once; a wrapper comes before what it wraps, under the same name."""
-        for prefix, module in self._walk():
-            yield prefix.removesuffix(".") or ROOT, module
+        return ((prefix.removesuffix(".") or ROOT, module) for prefix, module in self._walk())
 
-    def parameters(self) -> Iterator[tuple[str, Tensor]]:
+    def parameters(self) -> dict[str, Tensor]:
         """Every parameter once, under the name that the snapshot gives it."""
-        seen: set[int] = set()
+        found: dict[int, tuple[str, Tensor]] = {}
         for prefix, module in self._walk():
             for key, parameter in module._parameters.items():
-                if parameter is not None and id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    yield prefix + key, parameter
+                if parameter is not None:
+                    found.setdefault(id(parameter), (prefix + key, parameter))
+        return dict(found.values())
 
     def watched_parameters(self) -> dict[str, Tensor]:
         """Those that probes are told of."""
-        return {name: p for name, p in self.parameters() if self._watched is None or name in self._watched}
+        return {name: p for name, p in self.parameters().items() if self._watched is None or name in self._watched}
 
     def _walk(self) -> Iterator[tuple[str, nn.Module]]:
         seen: set[int] = set()
-        for prefix, model in self.alive():
-            yield from _walk(model, prefix, seen)
-
-
-def _walk(module: nn.Module, prefix: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
-    if id(module) in seen:
-        return
-    seen.add(id(module))
-    yield prefix, module
-    for key, child in module._modules.items():
-        if child is not None:
-            yield from _walk(child, prefix if is_transparent(module, key) else f"{prefix}{key}.", seen)
+        return itertools.chain.from_iterable(named_modules(model, prefix, seen) for prefix, model in self.alive())
 
 
 def matcher(match: NameFilter | None, owner: str) -> Callable[[str], bool]:
@@ -92,25 +80,16 @@ def chosen_by(
 
 
 @dataclass(frozen=True)
-class _Cut:
-    """A dimension of a tensor in `size` chunks, of which this rank has the one at `index`."""
-
-    dim: int
-    size: int
-    index: int
-
-
-@dataclass(frozen=True)
 class Layout:
-    """How a sharded parameter lies on its ranks: the cuts that make this rank's part, and how many ranks there are."""
+    """How a sharded parameter lies on its ranks."""
 
-    cuts: tuple[_Cut, ...]
+    cuts: tuple[tuple[int, int, int], ...]  # dimension, into how many chunks, the place of this rank's among them
     num_ranks: int
 
     @property
     def num_replicas(self) -> int:
         """How many ranks hold the same part."""
-        return self.num_ranks // math.prod(cut.size for cut in self.cuts)
+        return self.num_ranks // math.prod(size for _, size, _ in self.cuts)
 
 
 class ProbeShards:
@@ -126,7 +105,7 @@ class ProbeShards:
         all_flat = self.uses_fsdp1
         self._layouts = {
             name: _layout(parameter)
-            for name, parameter in self._models.parameters()
+            for name, parameter in self._models.parameters().items()
             if all_flat or local_part(parameter) is not parameter
         }
 
@@ -142,7 +121,7 @@ class ProbeShards:
         return name not in self._layouts
 
     def layout(self, name: str) -> Layout | None:
-        """How a sharded parameter lies on its ranks; None for a whole one, and where that is not known."""
+        """None for a whole parameter, and for one of which it is not known how it lies."""
         return self._layouts.get(name)
 
     def part(self, name: str, whole: Tensor, *, needed_by: str) -> Tensor | None:
@@ -153,10 +132,10 @@ class ProbeShards:
         if layout is None:
             self._say(name, needed_by)
             return None
-        for cut in layout.cuts:
-            chunks = whole.chunk(cut.size, dim=cut.dim)
+        for dim, size, index in layout.cuts:
+            chunks = whole.chunk(size, dim=dim)
             # More ranks than rows: this one may hold nothing.
-            whole = chunks[cut.index] if cut.index < len(chunks) else whole.narrow(cut.dim, 0, 0)
+            whole = chunks[index] if index < len(chunks) else whole.narrow(dim, 0, 0)
         return whole
 
     def _say(self, name: str, left_out: str) -> None:
@@ -178,10 +157,9 @@ def _layout(parameter: Any) -> Layout | None:
     """
     if local_part(parameter) is parameter or (coordinate := parameter.device_mesh.get_coordinate()) is None:
         return None
-    cuts = []
-    for size, index, placement in zip(parameter.device_mesh.shape, coordinate, parameter.placements, strict=True):
-        if not placement.is_replicate():
-            if type(placement).__name__ != "Shard":
-                return None
-            cuts.append(_Cut(placement.dim, size, index))
-    return Layout(tuple(cuts), parameter.device_mesh.size())
+    mesh, placements = parameter.device_mesh, parameter.placements
+    if any(not placement.is_replicate() and type(placement).__name__ != "Shard" for placement in placements):
+        return None
+    parts = zip(placements, mesh.shape, coordinate, strict=True)
+    cuts = ((placement.dim, size, index) for placement, size, index in parts if not placement.is_replicate())
+    return Layout(tuple(cuts), mesh.size())

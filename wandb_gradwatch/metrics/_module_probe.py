@@ -22,7 +22,7 @@ from .._capture.probes import Found, Probe, WatchedTensor
 from .._measure.elements import onto
 from .._runtime.sharding import local_part
 from ..rules import Rule
-from ._forward_hooks import Dims, ForwardHook, SeenThing
+from ._forward_hooks import Dims, ForwardHook
 from ._module_index import ROOT, ModuleIndex, ProbeShards, chosen_by, matcher
 from ._rows import Store, widened
 
@@ -38,6 +38,8 @@ class ModuleProbe(Probe):
     """A probe of watched models. At the moments that it does not override it does nothing."""
 
     logs: ClassVar[frozenset[tuple[str, str]]] = frozenset()  # as `claims`
+    # Whether there may be several of its kind, which are for different names, as their match= says.
+    may_be_several: ClassVar[bool] = True
     brings: ClassVar[tuple[type[Rule], ...]] = ()  # as `rules`
     _match: object = None  # what the user gave to choose modules or parameters
     _matches: Callable[[str], bool]
@@ -56,9 +58,9 @@ class ModuleProbe(Probe):
     def bind(self, models: ModuleIndex) -> None:
         """Called once, by watch(): check what can be checked, and raise what has to be raised. Hook nothing yet."""
 
-    def check_match(self, what: str, names: Iterable[str]) -> list[str]:
-        """The names that the match chooses; a ValueError where it chooses none."""
-        return chosen_by(self._matches, names, owner=f"{type(self).__name__}()", match=self._match, what=what)
+    def check_match(self, what: str, names: Iterable[str]) -> None:
+        """Raise a ValueError where the match chooses none of these names."""
+        chosen_by(self._matches, names, owner=f"{type(self).__name__}()", match=self._match, what=what)
 
     def claims(self) -> set[tuple[str, str]]:
         """Families and metrics that it logs under: ("update", "norm") for `update/<name>/norm`."""
@@ -69,26 +71,18 @@ class ModuleProbe(Probe):
         return [rule() for rule in self.brings]
 
 
-class Befores:
-    """Copies of parameters from before an update until after it."""
-
-    def __init__(self) -> None:
-        self._kept: dict[str, Tensor] = {}
+class Befores(dict[str, Tensor]):
+    """Copies of parameters from before an update until after it, by name."""
 
     def keep(self, tensors: Iterable[WatchedTensor]) -> None:
-        """Copy these."""
-        self._kept |= {tensor.name: tensor.parameter.clone() for tensor in tensors}
+        self.update({tensor.name: tensor.parameter.clone() for tensor in tensors})
 
     def changes(self, tensors: Iterable[WatchedTensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Name, change (half precision in float32) and former value of each that was kept; each copy is dropped."""
         for tensor in tensors:
-            before = self._kept.pop(tensor.name, None)
+            before = self.pop(tensor.name, None)
             if before is not None and before.shape == tensor.parameter.shape:
                 yield tensor.name, widened(tensor.parameter) - widened(before), before
-
-    def forget(self) -> None:
-        """Drop what is left, of updates that never ended."""
-        self._kept.clear()
 
 
 class ParameterProbe(ModuleProbe):
@@ -109,14 +103,14 @@ class ParameterProbe(ModuleProbe):
 
     def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
         self._is_due, self._found = next_step_is_due, {}
-        self._befores.forget()
+        self._befores.clear()  # of updates that never ended
 
     def take(self) -> Mapping[str, Found]:
         found, self._found = self._found, {}
         return found
 
     def close(self) -> None:
-        self._befores.forget()
+        self._befores.clear()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,9 +139,9 @@ class ForwardProbe(ModuleProbe):
     def __init__(self, match: ModuleFilter | None = None, *, in_evaluation: bool = False) -> None:
         self._match = match
         self._matches = (lambda _: False) if isinstance(match, type) else matcher(match, repr(self))
-        self._models = ModuleIndex([])
         self._in_evaluation = in_evaluation
-        self._tap: ForwardHook | None = None
+        when: Any = "evaluation" if in_evaluation else "training"
+        self._tap = ForwardHook(self, ModuleIndex(), on_logged=self.logged, when=when)  # sees nothing before tap_into
         self._roots: frozenset[str] = frozenset()
         self._depth = 0  # of forwards of whole models that have begun: one may call itself
         self._handled: BaseException | None = None  # what was being handled when the outermost began
@@ -158,32 +152,33 @@ class ForwardProbe(ModuleProbe):
 
     @property
     def seconds_spent(self) -> float:
-        return 0.0 if self._tap is None else self._tap.seconds_spent
+        return self._tap.boundary.seconds_spent
 
     def bind(self, models: ModuleIndex) -> None:
         self.tap_into(models)
         self.check_match("module", dict(models.modules()))
 
-    def tap_into(self, models: ModuleIndex, on_logged: SeenThing | None = None) -> None:
-        """Make the tap, shut, and look which modules the match chooses."""
-        self._models = models
-        self._look()
-        when: Any = "evaluation" if self._in_evaluation else "training"
-        self._tap = ForwardHook(repr(self), models, on_logged=on_logged, when=when)
+    def tap_into(self, models: ModuleIndex) -> None:
+        """See the forwards of these models from the next sample on, and look which modules the match chooses."""
+        self._tap.models = models
         self._roots = frozenset(prefix.removesuffix(".") or ROOT for prefix, _ in models.alive())
+        self._look()
 
     def _look(self) -> None:
         """Find the modules of a class that there are now."""
         if isinstance(of_class := self._match, type):
-            names = frozenset(name for name, module in self._models.modules() if isinstance(module, of_class))
+            names = frozenset(name for name, module in self._tap.models.modules() if isinstance(module, of_class))
             self._matches = names.__contains__
 
-    def install(self, tap: ForwardHook) -> None:
-        """Hook what is to be seen and is not hooked yet. Called when a sample that is due begins."""
-        tap.hook(lambda name, _: self._matches(name), self.forward_done)
+    def sees(self, name: str, module: nn.Module) -> bool:
+        """Whether `forward_done` is to be told of this module. Asked when a sample that is due begins."""
+        return self._matches(name)
 
     def forward_done(self, name: str, module: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
-        """The forward of a module that matches has ended."""
+        """The forward of a module that it sees has ended."""
+
+    def logged(self, module: str, name: str, thing: Any, dims: Dims) -> None:
+        """A module hands over something."""
 
     def collect(self, store: AnyStore) -> AnyStore:
         """The store, which forwards add to as pending, and `take` takes the sample from."""
@@ -205,10 +200,6 @@ class ForwardProbe(ModuleProbe):
             for store in self._stores:
                 store.go_back()
 
-    def _settle(self) -> None:
-        for store in self._stores:
-            store.settle()
-
     def forget_pending(self) -> None:
         """What is pending belongs to no sample."""
         for store in self._stores:
@@ -216,27 +207,27 @@ class ForwardProbe(ModuleProbe):
 
     def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
         self._due, self._depth = next_step_is_due, 0
-        if self._tap is None:
-            return
-        if next_step_is_due or self._in_evaluation:
-            self._look()  # a module may be new
-            self.install(self._tap)
-            self._tap.hook(lambda name, _: name in self._roots, self.forward_begins, at="beginning")
-            self._tap.hook(lambda name, _: name in self._roots, self._forward_ends, at="any end")
-            self._tap.open()
-        else:
+        if not (next_step_is_due or self._in_evaluation):
             self._tap.shut()
             self.forget_pending()
+            return
+        self._look()  # a module may be new
+        self._tap.hook(self.sees, self.forward_done)
+        self._tap.hook(lambda name, _: name in self._roots, self.forward_begins, at="beginning")
+        self._tap.hook(lambda name, _: name in self._roots, self._forward_ends, at="any end")
+        self._tap.open()
 
     def gradients_ready(self, tensors: Sequence[WatchedTensor]) -> None:
-        self._settle()
+        for store in self._stores:
+            store.settle()
 
     def before_update(self, tensors: Sequence[WatchedTensor]) -> None:
-        self._settle()
-        if self._tap is None:
-            return
+        for store in self._stores:
+            store.settle()
         self._tap.shut()  # an optimizer that evaluates its closure again runs forwards of no interest
-        self._unseen_updates = 0 if self._seen_any or self._in_evaluation else self._unseen_updates + 1
+        if not self._due or not self._roots or self._in_evaluation:
+            return
+        self._unseen_updates = 0 if self._seen_any else self._unseen_updates + 1
         self._seen_any = False
         if self._unseen_updates == _PATIENCE_IN_UPDATES:
             logger.warning(
@@ -247,12 +238,11 @@ class ForwardProbe(ModuleProbe):
             )
 
     def after_update(self, tensors: Sequence[WatchedTensor]) -> None:
-        if self._tap is not None and (self._due or self._in_evaluation):
+        if self._due or self._in_evaluation:
             self._tap.open()
 
     def close(self) -> None:
-        if self._tap is not None:
-            self._tap.remove()
+        self._tap.remove()
 
 
 def dense(gradient: Tensor) -> Tensor:

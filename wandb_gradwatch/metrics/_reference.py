@@ -58,6 +58,8 @@ class Reference(ForwardProbe):
             watch()).
     """
 
+    may_be_several = False  # it is of the whole model
+
     def __init__(
         self,
         model: nn.Module,
@@ -79,7 +81,7 @@ class Reference(ForwardProbe):
         self._is_copy = reference is None
         self._reference = copy.deepcopy(model).requires_grad_(False) if reference is None else reference
         # Of the watched model only that it is the one; a strong reference would keep it alive.
-        self._frozen = dict(ModuleIndex([("", self._reference)]).parameters())
+        self._frozen = ModuleIndex([("", self._reference)]).parameters()
         self._shapes = _shapes_of(self._reference)
         if wrong := sorted(set(self._shapes.items()) ^ set(_shapes_of(model).items())):
             raise ValueError(
@@ -94,7 +96,7 @@ class Reference(ForwardProbe):
                 raise ValueError(f"Reference(): functions: {name!r} is the name of the distance itself; choose another")
             Metric(name, function)  # type: ignore[arg-type]  # raises for a name or function that makes no sense
         self._prefix = ""
-        self._reference_tap: ForwardHook | None = None
+        self._reference_tap = ForwardHook(self, ModuleIndex(), when="always")
         self._outputs: dict[str, list[Mapping[str, Tensor]]] = {}  # the reference's, by module, in the order of calls
         self._parameters_done: set[str] = set()
         # [2] of each tensor: the squares of the difference and of the reference
@@ -110,8 +112,8 @@ class Reference(ForwardProbe):
 
     def bind(self, models: ModuleIndex) -> None:
         for prefix, model in models.alive():
-            self._prefix, self._models = prefix, ModuleIndex([(prefix, model)])
-            self._shards = ProbeShards(self._models)
+            self._prefix, models_of = prefix, ModuleIndex([(prefix, model)])
+            self._shards = ProbeShards(models_of)
             shapes = _shapes_of(model)
             if shapes.keys() == self._shapes.keys() if self._shards.uses_fsdp1 else shapes == self._shapes:
                 break
@@ -120,19 +122,18 @@ class Reference(ForwardProbe):
         names = [name for name in models.watched_parameters() if name.removeprefix(self._prefix) in self._frozen]
         self.check_match("parameter", names)
         if self._activations is not None:
-            modules = [name for name, _ in self._models.modules()]
+            modules = dict(models_of.modules())
             chosen_by(self._matches_module, modules, owner="Reference()", match=self._activations, what="module")
-            self.tap_into(self._models)
-            of_reference = ModuleIndex([(self._prefix, self._reference)])
-            self._reference_tap = ForwardHook(repr(self), of_reference, when="always")
-            self._reference_tap.hook(lambda name, _: self._matches_module(name), self._keep_output)
+            self.tap_into(models_of)
+            self._reference_tap.models = ModuleIndex([(self._prefix, self._reference)])
+            self._reference_tap.hook(self.sees, self._keep_output)
 
     def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
         super().start(next_step_is_due, histogram_is_due)
         self._parameters_done = set()
 
-    def install(self, tap: ForwardHook) -> None:
-        tap.hook(lambda name, _: self._matches_module(name), self.forward_done)
+    def sees(self, name: str, module: nn.Module) -> bool:
+        return self._matches_module(name)
 
     def before_update(self, tensors: Sequence[WatchedTensor]) -> None:
         super().before_update(tensors)
@@ -144,7 +145,6 @@ class Reference(ForwardProbe):
         if self._is_copy and self._reference.training != module.training:
             self._reference.train(module.training)
         devices = sorted({p.device.index for p in self._frozen.values() if p.is_cuda})
-        assert self._reference_tap is not None
         self._reference_tap.open()
         try:
             with torch.random.fork_rng(devices):
@@ -221,10 +221,9 @@ class Reference(ForwardProbe):
 
     def close(self) -> None:
         super().close()
-        if self._reference_tap is not None:
-            self._reference_tap.remove()
+        self._reference_tap.remove()
         self._outputs = {}
 
 
 def _shapes_of(model: nn.Module) -> dict[str, torch.Size]:
-    return {name: parameter.shape for name, parameter in ModuleIndex([("", model)]).parameters()}
+    return {name: parameter.shape for name, parameter in ModuleIndex([("", model)]).parameters().items()}

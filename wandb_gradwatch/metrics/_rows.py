@@ -72,17 +72,14 @@ def widened(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.is_floating_point() and tensor.element_size() < 4 else tensor
 
 
-def _num_finite(column: Columns) -> Tensor:
-    return column(Column.NUM_ELEMENTS) - column(Column.NUM_NAN) - column(Column.NUM_INF)
-
-
-def _mean(column: Columns) -> Tensor:
-    return column(Column.GRAD_SUM) / _num_finite(column)  # 0 / 0 is NaN: missing
+def _of_finite(column: Columns, total: Column) -> Tensor:
+    num_finite = column(Column.NUM_ELEMENTS) - column(Column.NUM_NAN) - column(Column.NUM_INF)
+    return column(total) / num_finite  # 0 / 0 is NaN: missing
 
 
 def _std(column: Columns) -> Tensor:
-    mean_sq = column(Column.GRAD_SUM_SQ) / _num_finite(column)
-    return (mean_sq - _mean(column) ** 2).clamp_min(0.0).sqrt()  # rounding leaves a constant a hair below zero
+    variance = _of_finite(column, Column.GRAD_SUM_SQ) - _of_finite(column, Column.GRAD_SUM) ** 2
+    return variance.clamp_min(0.0).sqrt()  # rounding leaves a constant a hair below zero
 
 
 def _present(extreme: Tensor) -> Tensor:
@@ -92,8 +89,8 @@ def _present(extreme: Tensor) -> Tensor:
 # Of the finite elements, as for gradients.
 STATISTICS: Final[Mapping[str, Callable[[Columns], Tensor]]] = {
     "norm": lambda c: c(Column.GRAD_SUM_SQ).sqrt(),
-    "rms": lambda c: (c(Column.GRAD_SUM_SQ) / _num_finite(c)).sqrt(),
-    "mean": _mean,
+    "rms": lambda c: _of_finite(c, Column.GRAD_SUM_SQ).sqrt(),
+    "mean": lambda c: _of_finite(c, Column.GRAD_SUM),
     "std": _std,
     "min": lambda c: _present(c(Column.GRAD_MIN)),
     "max": lambda c: _present(c(Column.GRAD_MAX)),
@@ -152,19 +149,18 @@ class RowTally(Store[str, Tensor]):
             alike.setdefault((rows[name].device, len(rows[name])), []).append(name)
         for (_, size), group in alike.items():
             rows_MC = torch.stack([rows[name] for name in group])
-            values: dict[str, Sequence[Found]] = {
-                statistic: self._read(rows_MC, statistic).unbind() for statistic in self._numbers
-            }
+            values: dict[str, Sequence[Found]] = {name: _read(rows_MC, name).unbind() for name in self._numbers}
             if self._has_histograms and self.reads_histograms and size > NUM_COLUMNS:
                 values[HISTOGRAM] = histograms_of(rows_MC, rows_MC[:, NUM_COLUMNS:])
             for index, name in enumerate(group):
                 for statistic, of_names in values.items():
                     yield name, statistic, of_names[index]
 
-    def _read(self, rows_MC: Tensor, statistic: str) -> Tensor:
-        if statistic in QUANTILES:
-            return _abs_quantile(rows_MC[:, NUM_COLUMNS:], QUANTILES[statistic])
-        return STATISTICS[statistic](lambda column: rows_MC[:, column])
+
+def _read(rows_MC: Tensor, statistic: str) -> Tensor:
+    if statistic in QUANTILES:
+        return _abs_quantile(rows_MC[:, NUM_COLUMNS:], QUANTILES[statistic])
+    return STATISTICS[statistic](lambda column: rows_MC[:, column])
 
 
 def _merged(one: Tensor, other: Tensor) -> Tensor:
@@ -189,13 +185,9 @@ def histograms_of(rows_MC: Tensor, histogram_MB: Tensor) -> list[ProbeHistogram]
 
 def _abs_quantile(histogram_MB: Tensor, q: float) -> Tensor:
     """The upper edge of the bin of magnitudes that holds the q-quantile: [M]; 0 for the zeros, NaN without elements."""
-    zeros, positive, negative = (
-        histogram_MB[:, ZERO_BIN : ZERO_BIN + 1],
-        histogram_MB[:, ZERO_BIN + 1 :],
-        histogram_MB[:, :ZERO_BIN].flip(1),
-    )
+    zeros, positive = histogram_MB[:, ZERO_BIN : ZERO_BIN + 1], histogram_MB[:, ZERO_BIN + 1 :]
     # In integers: CUDA has no deterministic sum of that kind in floats, and may have been told to use no other.
-    counts = torch.cat([zeros, positive + negative], dim=1).to(torch.int64)
+    counts = torch.cat([zeros, positive + histogram_MB[:, :ZERO_BIN].flip(1)], dim=1).to(torch.int64)
     cumulative = counts.cumsum(1).to(histogram_MB.dtype)
     total = cumulative[:, -1]
     bins = (cumulative < (q * total).ceil().clamp_min(1.0)[:, None]).sum(1)

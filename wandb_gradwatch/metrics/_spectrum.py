@@ -160,7 +160,7 @@ class Spectrum(ParameterProbe):
             return False
         layout = self._shards.layout(tensor.name)
         is_merged = (
-            layout is not None and layout.num_ranks == world_size() and len({c.dim > 0 for c in layout.cuts}) < 2
+            layout is not None and layout.num_ranks == world_size() and len({dim > 0 for dim, _, _ in layout.cuts}) < 2
         )
         return (is_merged or self._shards.is_whole(tensor.name, needed_by="spectra")) and tensor.parameter.ndim > 1
 
@@ -171,7 +171,7 @@ class Spectrum(ParameterProbe):
             numbers = self._of_matrix(key, matrix_MN)
             self._found |= {f"{key}/{what}": number for what, number in zip(_NAMES, numbers, strict=True)}
             return
-        if any(cut.dim > 0 for cut in layout.cuts):  # what the ranks have are columns: rows of the transposed matrix
+        if any(dim > 0 for dim, _, _ in layout.cuts):  # what the ranks have are columns: rows of the transposed matrix
             matrix_MN = matrix_MN.T
         if key not in self._shared:
             self._shared[key] = _SharedVector(matrix_MN.shape[1], matrix_MN, layout.num_ranks, layout.num_replicas)
