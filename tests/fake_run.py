@@ -89,7 +89,8 @@ def fake_snapshots(
             | {keys.NUM_NONFINITE_LOSS: np.zeros(log_every)}
             | {keys.LOSS: 4 * np.exp(-steps / 200) + 3 * np.exp(-(((steps - 262) / 4) ** 2))},
             metric_histograms={
-                f"activation/{MODULE}/histogram": MetricHistogram(_histogram(rows[-1, 0], rng), -1.0, 1.0)
+                f"activation/{MODULE}/histogram": MetricHistogram(_histogram(rows[-1, 0], rng), -1.0, 1.0),
+                f"{keys.PARAMETER_HISTOGRAMS}/{names[0]}": MetricHistogram(_histogram(rows[-1, 0], rng), -1.0, 1.0),
             },
         )
 

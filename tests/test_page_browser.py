@@ -1019,9 +1019,10 @@ def test_every_family_has_a_card_of_its_own(show: Opener, history: RunHistory) -
     page = show(history)
     for card in keys.METRIC_FAMILIES:
         assert colours(page, f"#{card} .frame canvas") > 3, card
-    assert colours(page, "#activation_histogram .frame canvas") > 20
-    assert page.locator("#activation_histogram select").input_value() == "0"
-    assert page.locator("#activation_histogram option").all_inner_texts() == ["blocks.0.mlp"]
+    for card, what, name in (("activation", "Module", "blocks.0.mlp"), ("parameter", "Parameter", "embed.token")):
+        assert colours(page, f"#{card}_histogram .frame canvas") > 20
+        assert page.locator(f"#{card}_histogram").get_by_label(what, exact=True).input_value() == "0"
+        assert page.locator(f"#{card}_histogram option").all_inner_texts() == [name]
     assert line_labels(page, "own") == ["loss"]
 
 

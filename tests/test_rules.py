@@ -522,6 +522,7 @@ def test_a_weight_that_grows_faster_than_any_training_survives_is_told_and_one_j
     alerts = list(FastParameters().check(together(samples)))
     assert steps(alerts) == told
     assert all(("Worst layers: a" in alert.text) == (first != second) for alert in alerts)
+    assert all(("the norm of 1 of 2 parameters has" in alert.text) == (first != second) for alert in alerts)
 
 
 def test_a_weight_that_leaves_0_may_grow_as_it_likes():

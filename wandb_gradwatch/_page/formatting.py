@@ -175,6 +175,12 @@ WORDS: Final[Mapping[str, Words]] = {
         "A layer that stays at its reference does not learn. One that runs away from the others has a learning "
         "rate of its own, or no weight decay.",
     ),
+    "parameter_histogram": Words(
+        "Distribution of one parameter",
+        "The distribution keeps its shape, and its width and middle move slowly.",
+        "A width that grows from step to step: lower the learning rate, or use weight decay. One that shrinks to "
+        "nothing: less weight decay.",
+    ),
     "gradient": Words(
         "Metrics of the gradients",
         "Metrics of your own, of gradients without the loss scale and before clipping.",

@@ -270,7 +270,8 @@ class FastParameters(Remembers):
         self, step: int, words: str, grown_P: FloatArray, limit: float, cause: str, remedy: str, level: Level
     ) -> Alert:
         grown = worst_first(grown_P, np.flatnonzero(grown_P[:-1] > limit))
-        what = f"the norms of {len(grown)} of {len(self._names)} parameters have"
+        norms, have = ("norm", "has") if len(grown) == 1 else ("norms", "have")
+        what = f"the {norms} of {len(grown)} of {len(self._names)} parameters {have}"
         fact = f"Step {step}: {what if grown else 'the norm of all parameters together has'} {words}."
         layers = listing(grown, lambda p: f"{self._names[p]} {number(math.exp(min(grown_P[p], 700.0)))} times")
         return finding(self.title, fact, layers, cause, remedy, step, level)

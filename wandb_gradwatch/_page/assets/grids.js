@@ -129,8 +129,9 @@ function familyCards() {
   return content.grids.slice(1).flatMap(({ key, histograms, histogramNames }) => {
     const grid = run.grids.find((one) => one.key === key);
     const source = { ...histograms, symbol: "x", labelOf: (item) => histogramNames[item.name] };
-    const label = "Distribution of the output's elements over steps";
-    return [grid.names.length ? familyCard(grid) : null, histograms.items.length ? distributionCard(key + "_histogram", source, "module", label) : null];
+    const [what, of] = key === "activation" ? ["module", "output"] : ["parameter", "parameter"];
+    const label = `Distribution of the ${of}'s elements over steps`;
+    return [grid.names.length ? familyCard(grid) : null, histograms.items.length ? distributionCard(key + "_histogram", source, what, label) : null];
   });
 }
 
