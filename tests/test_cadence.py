@@ -16,8 +16,7 @@ from gradients import Chosen, samples, step, watch
 import wandb_gradwatch
 from wandb_gradwatch._capture.cadence import Budget, Cadence, Plan, on_ladder
 from wandb_gradwatch._capture.clock import SampleClock
-from wandb_gradwatch._capture.rank_plans import RankPlans
-from wandb_gradwatch._capture.schedule import Schedule
+from wandb_gradwatch._capture.schedule import RankPlans, Schedule
 
 
 @pytest.mark.parametrize(
@@ -207,6 +206,7 @@ def test_what_is_unusual_at_every_sample_costs_no_more_than_what_is_not():
             spent = len(sampled) * STEP
             schedule.add_sample(number, skipped=False, now=number * STEP + spent, seconds_spent=spent)
         clock.step = number
+        schedule.open()
         if is_sampled:
             schedule.look_closely()
     assert 160 <= len(sampled) <= 200  # of one step's time each
@@ -234,6 +234,7 @@ def test_two_ranks_of_unequal_speed_sample_the_same_steps():
         ranks.append((clock, schedule, [0.0], []))
     for number in range(1, 20_001):
         for rank, (clock, schedule, spent, sampled) in enumerate(ranks):
+            schedule.open()
             if schedule.is_sampled:
                 spent[0] += STEP * (rank + 1)
                 sampled.append(number)
@@ -256,6 +257,7 @@ def test_a_run_that_goes_on_samples_every_tenth_step_until_rank_0_has_said_how_m
     schedule.load_state_dict(before)
     sampled = []
     for number in range(501, 541):
+        schedule.open()
         if schedule.is_sampled:
             sampled.append(number)
             schedule.add_sample(number, skipped=False, now=number * STEP, seconds_spent=0.0)
@@ -373,6 +375,7 @@ def test_the_first_steps_after_a_restart_are_sampled_one_by_one():
 
     def train(steps: int) -> None:
         for _ in range(steps):
+            schedule.open()
             if schedule.is_sampled:
                 sampled.append(clock.open_step)
             clock.step += 1

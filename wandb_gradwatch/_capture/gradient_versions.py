@@ -43,6 +43,12 @@ def _versions_of(gradients: Sequence[Tensor]) -> list[int]:
         return list(map(version_of, gradients))
 
 
+def _states_of(gradients: Sequence[Tensor]) -> list[int]:
+    """Their states, in which what was never looked at has no token."""
+    versions = zip(gradients, _versions_of(gradients), strict=True)
+    return [gradient.__dict__.get(_SEEN, 0) & ~_NEVER | version for gradient, version in versions]
+
+
 def was_seen(gradient: Tensor) -> bool:
     """Whether this tensor has been looked at, in this sample or an earlier one."""
     return getattr(gradient, _SEEN, _NEVER) & _NEVER < _OLDER_THAN_ITS_HOOK
@@ -71,9 +77,10 @@ def look_at(gradients: Iterable[Tensor]) -> list[int]:
     gradients = list(gradients)
     states = []
     for gradient, version in zip(gradients, _versions_of(gradients), strict=True):
-        seen = getattr(gradient, _SEEN, None)  # _token_of() for each would cost as much as all the rest
-        states.append(version | (next(_TOKENS) << _VERSION_BITS if seen is None else seen & ~_NEVER))
-        setattr(gradient, _SEEN, states[-1])
+        attributes = gradient.__dict__  # _token_of() for each would cost as much as all the rest
+        seen = attributes.get(_SEEN)
+        attributes[_SEEN] = state = version | (next(_TOKENS) << _VERSION_BITS if seen is None else seen & ~_NEVER)
+        states.append(state)
     return states
 
 
@@ -112,7 +119,7 @@ class GradientVersions:
 
     def __init__(self) -> None:
         self._seen: dict[int, int] = {}  # their states when they were last looked at
-        self._measured: set[int] = set()
+        self._unmeasured: set[int] = set()  # those that were looked at and not measured
 
     @property
     def slots(self) -> KeysView[int]:
@@ -121,20 +128,18 @@ class GradientVersions:
 
     def clear(self) -> None:
         """Forget all: a new sample is open."""
-        self._seen, self._measured = {}, set()
+        self._seen, self._unmeasured = {}, set()
 
-    def remember(self, slots: Sequence[int], gradients: Sequence[Tensor], *, measured: bool) -> None:
-        """These gradients, as they are now: [N] each."""
+    def remember(self, slots: Sequence[int], gradients: Sequence[Tensor]) -> None:
+        """These gradients have been measured as they are now: [N] each."""
         self._seen.update(zip(slots, look_at(gradients), strict=True))
-        if measured:
-            self._measured.update(slots)
-        else:
-            self._measured.difference_update(slots)
+        self._unmeasured.difference_update(slots)
 
     def note(self, entries: Iterable[Entry]) -> None:
         """The gradients of these parameters are there, and are not measured."""
-        present = [(slot, gradient) for slot, parameter in entries if (gradient := parameter.grad) is not None]
-        self.remember([slot for slot, _ in present], [gradient for _, gradient in present], measured=False)
+        present = {slot: gradient for slot, parameter in entries if (gradient := parameter.grad) is not None}
+        self._seen.update(zip(present, look_at(present.values()), strict=True))
+        self._unmeasured.update(present)
 
     def writes_since(self, slot: int, gradient: Tensor | None) -> int | None:
         """How often it was written to since; None if it was not seen, and more than any number if it was replaced."""
@@ -147,23 +152,25 @@ class GradientVersions:
 
     def inspect(self, entries: Iterable[Entry], *, inside_backward: bool) -> Inspection:
         """Sort parameters by the state of their gradients; inside a backward nothing was seen before it."""
+        entries = list(entries)
+        gradients = [parameter.grad for _, parameter in entries]
+        there = [gradient for gradient in gradients if gradient is not None]
+        is_all = len(there) == len(gradients) and not inside_backward and not self._unmeasured
+        if is_all and [self._seen.get(slot) for slot, _ in entries] == _states_of(there):  # as nearly always
+            return Inspection(unchanged=entries)
         found = Inspection()
-        looked_at: list[tuple[Entry, Tensor]] = []
-        for entry in entries:
-            slot, parameter = entry
-            gradient = parameter.grad
-            if gradient is None:
+        states = iter(_states_of(there))
+        for entry, gradient in zip(entries, gradients, strict=True):
+            slot, state = entry[0], next(states) if gradient is not None else None
+            if state is None:
                 if slot in self._seen:
                     found.gone.append(slot)
             elif inside_backward:
                 found.late.append(entry)
             elif slot not in self._seen:
                 found.unclear.append(entry)
+            elif state == self._seen[slot]:
+                (found.late if slot in self._unmeasured else found.unchanged).append(entry)
             else:
-                looked_at.append((entry, gradient))
-        for (entry, gradient), version in zip(looked_at, _versions_of([one for _, one in looked_at]), strict=True):
-            if getattr(gradient, _SEEN, 0) & ~_NEVER | version == self._seen[entry[0]]:
-                (found.unchanged if entry[0] in self._measured else found.late).append(entry)
-            else:
-                (found.changed if entry[0] in self._measured else found.unclear).append(entry)
+                (found.unclear if slot in self._unmeasured else found.changed).append(entry)
         return found

@@ -11,6 +11,8 @@ from .._measure.elements import onto, wide_dtype
 from .._runtime.sharding import local_part
 from ..snapshot import keys
 
+Number = float | Tensor  # one that the host has, or that a device has: 0-dim
+
 
 class SampleLoss:
     """The mean of the values that were handed over for the open sample; without any, the sum of the backwards' roots.
@@ -20,9 +22,9 @@ class SampleLoss:
     """
 
     def __init__(self) -> None:
-        self._pending: tuple[Tensor, int] | None = None
-        self._sample: tuple[Tensor, int] | None = None
-        self._seen: Tensor | None = None  # the sum of what the sample's backwards were called on
+        self._pending: tuple[Number, int] | None = None
+        self._sample: tuple[Number, int] | None = None
+        self._seen: Number | None = None  # the sum of what the sample's backwards were called on
         self._assumed: Tensor | None = None  # what that was divided by, where it is not known who steps
 
     def see(self, root: Tensor, scale: Tensor | None, is_assumed: bool) -> None:
@@ -31,37 +33,33 @@ class SampleLoss:
         That is assumed of the scaler that was used last, until the first step shows whose it is. A loss in host memory
         whose scale is on a device stays unknown: the host would have to wait for the scale.
         """
-        one = local_part(root.detach()).reshape(())
-        if scale is not None and one.device.type == "cpu" != scale.device.type:
-            return
-        one = one.to(wide_dtype(one.device), copy=True)
+        one = _value_of(root)
         if scale is not None:
-            scale = onto(scale, one.device)
-            one = one / scale
+            if not isinstance(one, Tensor) and scale.device.type != "cpu":
+                return
+            one = _divided(one, scale)
             self._assumed = scale.clone() if is_assumed else None
-        self._seen = one if self._seen is None else self._seen + onto(one, self._seen.device)
+        self._seen = one if self._seen is None else _sum(self._seen, one)
 
     def add(self, value: Tensor, *, is_share: bool) -> None:
         """Take a value of one element; shares add up to the loss of the step."""
-        one = local_part(value.detach())
-        # A copy, as the caller may go on with the value in place.
-        one = one.reshape(()).to(wide_dtype(one.device), copy=True)
-        self._pending = _sum(self._pending, (one, 0 if is_share else 1))
+        self._pending = _together(self._pending, (_value_of(value), 0 if is_share else 1))
 
     def no_scaler_steps(self, scale_by_hand: Callable[[torch.device], Tensor | None]) -> None:
         """What was assumed of one is undone; the scale that the user has named counts, if there is one."""
         if self._assumed is not None and self._seen is not None:
-            self._seen = self._seen * onto(self._assumed, self._seen.device)
-            if (scale := scale_by_hand(self._seen.device)) is not None:
-                self._seen = self._seen / scale
+            seen, assumed = self._seen, self._assumed
+            self._seen = seen * (onto(assumed, seen.device) if isinstance(seen, Tensor) else float(assumed))
+            if (scale := scale_by_hand(self._assumed.device)) is not None:
+                self._seen = _divided(self._seen, scale)
         self._assumed = None
 
     def settle(self) -> None:
         """What is pending belongs to the open sample."""
         if self._pending is not None:
-            self._sample, self._pending = _sum(self._sample, self._pending), None
+            self._sample, self._pending = _together(self._sample, self._pending), None
 
-    def take(self) -> dict[str, Tensor]:
+    def take(self) -> dict[str, Number]:
         """The loss of the sample; forgets it."""
         found, seen = self._sample, self._seen
         self.forget()
@@ -73,8 +71,23 @@ class SampleLoss:
         self._sample = self._seen = self._assumed = None
 
 
-def _sum(one: tuple[Tensor, int] | None, other: tuple[Tensor, int]) -> tuple[Tensor, int]:
-    return other if one is None else (one[0] + onto(other[0], one[0].device), one[1] + other[1])
+def _value_of(tensor: Tensor) -> Number:
+    """The one element now, as the caller may go on with the tensor in place: a copy, where it is on a device."""
+    one = local_part(tensor)
+    return float(one) if one.is_cpu else one.detach().reshape(()).to(wide_dtype(one.device), copy=True)
+
+
+def _divided(one: Number, scale: Tensor) -> Number:
+    """A tensor's division, where Python's own would raise at 0."""
+    return one / onto(scale, one.device) if isinstance(one, Tensor) else float(one / scale.double())
+
+
+def _sum(one: Number, other: Number) -> Number:
+    return one + (onto(other, one.device) if isinstance(one, Tensor) and isinstance(other, Tensor) else other)
+
+
+def _together(one: tuple[Number, int] | None, other: tuple[Number, int]) -> tuple[Number, int]:
+    return other if one is None else (_sum(one[0], other[0]), one[1] + other[1])
 
 
 def checked_loss(value: object) -> Tensor:

@@ -141,7 +141,7 @@ class Measurer:
                     backend=self._options.backend,
                 )
             self._window.write(group.slots, measurement)
-            self._seen.remember(group.slots, group.held_gradients, measured=True)
+            self._seen.remember(group.slots, group.held_gradients)
             if any_scaler:
                 self._assumed_scaler.update(dict.fromkeys(group.slots, group.scaler))
 

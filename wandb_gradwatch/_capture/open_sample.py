@@ -48,6 +48,7 @@ class OpenSample(ClipListener):
 
     def begin(self) -> None:
         """A new sample is open."""
+        self._parts.schedule.open()
         self._forget_gradients()
         self.was_reset, self._learning_rate = False, math.nan
         if self._parts.probes:
@@ -333,7 +334,7 @@ class OpenSample(ClipListener):
             self._measurer.measure_received(found.changed, optimizer, whole=self._parts.rows_are_read)
         measured = found.late + found.unchanged + found.changed
         there = [(slot, parameter.grad) for slot, parameter in measured if parameter.grad is not None]
-        self._parts.seen.remember([slot for slot, _ in there], [gradient for _, gradient in there], measured=True)
+        self._parts.seen.remember([slot for slot, _ in there], [gradient for _, gradient in there])
         self._unscaled.update(slot for slot, _ in there)
 
     # ---- the end
@@ -353,7 +354,7 @@ class OpenSample(ClipListener):
         if parts.guard is not None:
             found[keys.NUM_GUARDED_STEPS] = parts.guard.take_count()
             found[keys.GUARDED] = parts.guard.last_withheld
-        every = parts.schedule.steps_since_sample(closed.step)
+        every = closed.step - parts.schedule.last_sample
         eps = self._measurer.eps
         compared, rate = (self._compared, self._compared_early), self._learning_rate
         sample = Sample(closed.step, closed.skipped, updated, *compared, self.by_torch, eps, every, learning_rate=rate)

@@ -7,6 +7,7 @@ new, replaced and unfrozen parameters are found.
 
 from __future__ import annotations
 
+import itertools
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .._runtime.autograd import Entry
 from .._runtime.wrappers import is_transparent, unwrapped
 
 NameFilter = str | re.Pattern[str] | Callable[[str], bool] | Sequence["str | re.Pattern[str]"]
@@ -45,6 +47,7 @@ class ParameterRegistry:
         self.slot_of_name: dict[str, int] = {}
         self.names: list[str] = []
         self.trainable: list[bool] = []  # by slot, as of the last scan
+        self._require_grad: list[bool] | None = None  # the same of that scan's entries, in their order
         self.slot_of_id: dict[int, int] = {}  # id(parameter) -> slot, as of the last scan
         self.version = 0  # changes whenever slot_of_id does
         self.changes = 0  # changes whenever there may be something to hook: another parameter, or an unfrozen one
@@ -87,31 +90,28 @@ class ParameterRegistry:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         return ", ".join(names[:3]) + more
 
-    def scan(self) -> list[tuple[int, Tensor]]:
+    def scan(self) -> list[Entry]:
         """Walk the models: (slot, parameter) of every watched parameter, in model order, a tied one once.
 
         Cost: a walk over the modules where nothing has changed since the last scan, a few times as much else.
         """
-        parameters = self._seen.parameters()
-        if parameters is None:
+        entries = self._seen.entries()
+        if entries is None:
             entries = self._scan_anew()
-        else:
-            entries = [(slot, parameters[place]) for slot, place in self._seen.places]
-        trainable = [False] * len(self.names)
-        for slot, parameter in entries:
-            trainable[slot] = parameter.requires_grad
-        if trainable != self.trainable:
-            self.trainable = trainable
+        require_grad = [parameter.requires_grad for _, parameter in entries]
+        if require_grad != self._require_grad:
+            self._require_grad, self.trainable = require_grad, [False] * len(self.names)
+            for (slot, _), requires_grad in zip(entries, require_grad, strict=True):
+                self.trainable[slot] = requires_grad
             self.changes += 1
         return entries
 
-    def _scan_anew(self) -> list[tuple[int, Tensor]]:
-        entries: list[tuple[int, Tensor]] = []
-        places: list[tuple[int, int]] = []
+    def _scan_anew(self) -> list[Entry]:
+        entries: list[Entry] = []
         slot_of_id: dict[int, int] = {}
         slots: set[int] = set()
         modules: list[nn.Module] = []
-        for place, (name, parameter) in enumerate(self._walk(modules)):
+        for name, parameter in self._walk(modules):
             if parameter is None or id(parameter) in slot_of_id:
                 continue
             slot = self.slot_of_name.get(name)
@@ -127,12 +127,11 @@ class ParameterRegistry:
             slots.add(slot)
             slot_of_id[id(parameter)] = slot
             entries.append((slot, parameter))
-            places.append((slot, place))
-        self.changes += 1
+        self.changes, self._require_grad = self.changes + 1, None
         if slot_of_id != self.slot_of_id:  # other parameters, or the same under other names
             self.version += 1
         self.slot_of_id = slot_of_id
-        self._seen = _Walked(modules, places, complete=all(reference() is not None for _, reference in self._models))
+        self._seen = _Walked(modules if len(self.models()) == len(self._models) else None, entries)
         self._scanned = True
         return entries
 
@@ -193,47 +192,38 @@ class _Walked:
     """What the last walk met, to be compared with what is there now. Holds modules weakly, and no tensor.
 
     Args:
-        modules: in the order of the walk, each once.
-        places: (slot, place among all the modules' parameters) of what is watched.
-        complete: False for a walk that cannot be repeated by asking these modules.
+        modules: in the order of the walk, each once; None where it cannot be repeated by asking these.
+        watched: the parameters that are watched, by their slots.
     """
 
-    def __init__(
-        self,
-        modules: Sequence[nn.Module] = (),
-        places: Sequence[tuple[int, int]] = (),
-        *,
-        complete: bool = False,
-    ) -> None:
-        self.places = places
-        self._complete = complete
-        self._modules = [weakref.ref(module) for module in modules]
-        self._parameter_ids = [id(parameter) for module in modules for parameter in module._parameters.values()]
-        self._child_ids = [id(child) for module in modules for child in module._modules.values()]
-        self._keys = [key for module in modules for key in (*module._parameters.keys(), *module._modules.keys())]
+    def __init__(self, modules: Sequence[nn.Module] | None = None, watched: Iterable[Entry] = ()) -> None:
+        self._modules = None if modules is None else [weakref.ref(module) for module in modules]
+        values, self._keys = _contents(modules or ())
+        self._ids = list(map(id, values))
+        place_of_id = dict(zip(self._ids, itertools.count(), strict=False))
+        self._places = [(slot, place_of_id.get(id(parameter), -1)) for slot, parameter in watched]
+        if any(place < 0 for _, place in self._places):  # another thread has exchanged one meanwhile
+            self._modules = None
 
-    def parameters(self) -> list[Tensor] | None:
-        """The parameters now, at their places; None if any module has other parameters, children or names than then.
+    def entries(self) -> list[Entry] | None:
+        """The watched parameters now; None if any module has other parameters, children or names than then.
 
         A parameter that was freed and replaced by another of the same id is the same place of the same name.
         """
-        if not self._complete:
+        if self._modules is None:
             return None
-        modules = [reference() for reference in self._modules]
-        parameters: list[Any] = []
-        children: list[Any] = []
-        keys: list[str] = []
-        for module in modules:
-            if module is None:
-                return None
-            parameters += module._parameters.values()
-            children += module._modules.values()
-            keys += module._parameters.keys()  # keys(): a scripted module's cannot be iterated over
-            keys += module._modules.keys()
-        same_tensors = list(map(id, parameters)) == self._parameter_ids
-        return (
-            parameters if same_tensors and list(map(id, children)) == self._child_ids and keys == self._keys else None
-        )
+        modules = [module for reference in self._modules if (module := reference()) is not None]
+        values, keys = _contents(modules)
+        if len(modules) < len(self._modules) or list(map(id, values)) != self._ids or keys != self._keys:
+            return None
+        return [(slot, values[place]) for slot, place in self._places]
+
+
+def _contents(modules: Sequence[nn.Module]) -> tuple[list[Any], list[str]]:
+    """Every parameter and child of these modules, and their keys."""
+    tables: list[Any] = [table for module in modules for table in (module._parameters, module._modules) if table]
+    # keys(): a scripted module's cannot be iterated over.
+    return [value for table in tables for value in table.values()], [key for table in tables for key in table.keys()]  # noqa: SIM118
 
 
 def _walk(

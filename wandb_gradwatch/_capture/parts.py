@@ -73,7 +73,6 @@ class CaptureParts:
         if self.by_hand.possible and (taken_back := self.by_hand.exclude()):
             self.clock.take_back(taken_back)
             self.window.leave_out_sent(self.clock.open_step)
-            self.schedule.begin_window()
             self.schedule.take_back(taken_back)
 
     @property
@@ -98,4 +97,4 @@ class CaptureParts:
             return True
         entries = self.optimizers.entries(optimizer)
         unseen = [slot for slot, p in entries if p.grad is not None and not was_seen(p.grad)]
-        return not unseen or (not self.schedule.was_sampled(self.clock.step) and self.clock.were_marked(unseen))
+        return not unseen or (self.schedule.last_sample != self.clock.step and self.clock.were_marked(unseen))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -147,11 +148,12 @@ class Probes:
     def after_update(self, tensors: Sequence[WatchedTensor]) -> None:
         self._each(lambda probe: probe.after_update(tensors))
 
-    def take(self, loss: Tensor | None = None) -> dict[str, Found]:
+    def take(self, loss: float | Tensor | None = None) -> dict[str, Found]:
         """What all have measured in this sample, which has this loss."""
         found: dict[str, Found] = {}
-        if loss is not None:
-            self._each(lambda probe: probe.loss_known(loss))
+        if self._probes and loss is not None:
+            one = loss if isinstance(loss, Tensor) else torch.tensor(loss, dtype=torch.float64, device="cpu")
+            self._each(lambda probe: probe.loss_known(one))
         self._each(lambda probe: found.update(_checked(probe.take())))
         return found
 

@@ -31,9 +31,9 @@ from .measurer import Measurer
 from .open_sample import OpenSample
 from .parameter_registry import ParameterRegistry
 from .parts import CaptureParts
-from .rank_plans import RankPlans
 from .rest import Resting
 from .scaling import SCALES, ScaleListener
+from .schedule import RankPlans
 from .timing import DeviceTimer
 
 
@@ -370,7 +370,7 @@ class Sampler(StepListener, ScaleListener):
         self._resting.sample_closed(closed.stepped, inside_backward=closed.inside_backward)
         if self._guard is not None:
             self._guard.end_step(closed.step)
-        if self._schedule.was_sampled(closed.step):
+        if self._schedule.is_sampled:
             self._sample.close(closed)
             now, spent = time.perf_counter(), self.seconds_spent
             self._schedule.add_sample(closed.step, skipped=closed.skipped, now=now, seconds_spent=spent)

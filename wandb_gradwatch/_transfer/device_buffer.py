@@ -96,8 +96,9 @@ class DeviceBuffer:
 
     def send_rows(self) -> RowsTransfer:
         """The open sample's rows and globals on their way, and room for the next sample's."""
-        looks = (self._pinned_pool.send(rows) if rows is not None else None for rows in (self.earlier, self.received))
-        transfer = RowsTransfer(self._pinned_pool.send(self.rows), *looks)
+        send = self._pinned_pool.send
+        earlier, received = (None if rows is None else send(rows) for rows in (self.earlier, self.received))
+        transfer = RowsTransfer(send(self.rows), earlier, received)
         self.earlier = self.received = None
         if self.device.type == "cpu":
             self.rows = torch.full_like(self.rows, torch.nan)

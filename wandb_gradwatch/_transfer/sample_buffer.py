@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -29,6 +28,7 @@ from .transfers import (
     ArrivedSample,
     FlushTransfer,
     Found,
+    OnDevice,
     PinnedPool,
     ProbeTransfer,
     RowsTransfer,
@@ -155,7 +155,7 @@ class SampleBuffer:
 
     def peek(self) -> FloatArray:
         """The open sample's rows, now: [P, C]. Waits for the device: for the guard, which must know before the step."""
-        rows = tuple(RowsTransfer(self._pinned_pool.send(buffer.rows)) for buffer in self._everywhere())
+        rows = [RowsTransfer(self._pinned_pool.send(buffer.rows)) for buffer in self._everywhere()]
         peeked = SampleTransfer(Sample(0, False, ()), self._num_names, rows)
         peeked.arrived(wait=True)
         return peeked.unpack().rows.copy()
@@ -172,12 +172,16 @@ class SampleBuffer:
             self._histogram_steps.append(sample.step)
         for buffer in buffers:
             buffer.add_sample_histogram()
-        rows = tuple([buffer.send_rows() for buffer in buffers])
-        by_device: dict[torch.device, dict[str, Found]] = {}
+        rows = [buffer.send_rows() for buffer in buffers]
+        known: dict[str, float] = {}
+        by_device: dict[torch.device, dict[str, OnDevice]] = {}
         for key, value in (found or {}).items():
-            by_device.setdefault(values_of(value).device, {})[key] = value
-        packed = tuple(ProbeTransfer(values, self._pinned_pool) for values in by_device.values())
-        self._sent.append(SampleTransfer(sample, self._num_names, rows, packed))
+            if isinstance(value, float):
+                known[key] = value
+            else:
+                by_device.setdefault(values_of(value).device, {})[key] = value
+        packed = [ProbeTransfer(values, self._pinned_pool) for values in by_device.values()]
+        self._sent.append(SampleTransfer(sample, self._num_names, rows, packed, known))
 
     def open_histogram(self) -> dict[str, Any]:
         """Of the window that is not flushed yet the counts [P, B], None for none, and steps. Waits for the device."""
@@ -198,8 +202,8 @@ class SampleBuffer:
         sent, self._sent = self._sent, deque()
         for transfer in sent:
             if isinstance(transfer, SampleTransfer):
-                left_out = replace(transfer.sample, step=step, skipped=True, updated=(), left_out=True)
-                self._sent.append(replace(transfer, sample=left_out))
+                left_out = transfer.sample._replace(step=step, skipped=True, updated=(), left_out=True)
+                self._sent.append(transfer._replace(sample=left_out))
         self._drop_histogram()
 
     def flush(self) -> None:

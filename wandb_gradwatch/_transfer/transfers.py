@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -37,8 +37,10 @@ from ..snapshot import keys
 
 # P watched parameters, C columns, B histogram bins
 
-# What a probe finds, by key. A plain number is a 0-dim tensor; to the key of sums the names of what they say are added.
-Found = Tensor | ProbeHistogram | ProbeSums
+# What is found in a sample, by key. A number that a device has is a 0-dim tensor; to the key of sums the names of what
+# they say are added.
+OnDevice = Tensor | ProbeHistogram | ProbeSums
+Found = float | OnDevice
 
 # Per-sample values that live on a device: written there, read when the sample arrives.
 LOSS_SCALE, FOUND_INF = 0, 1
@@ -46,8 +48,7 @@ LOSS_SCALE, FOUND_INF = 0, 1
 _MAX_KINDS: Final = 16  # of tensors of a device: what probes find may have another length at every sample
 
 
-@dataclass(frozen=True)
-class Sample:
+class Sample(NamedTuple):
     """What the host knows of a sample when it closes."""
 
     step: int  # its number
@@ -177,22 +178,18 @@ class Transfer:
         return self._host.numpy()
 
 
-@dataclass(frozen=True)
-class RowsTransfer:
+class RowsTransfer(NamedTuple):
     """A sample's rows and globals of one device, and other looks at them where gradients changed: see DeviceBuffer."""
 
     rows: Transfer
     earlier: Transfer | None = None
     received: Transfer | None = None
 
-    def all(self) -> list[Transfer]:
-        return [one for one in (self.rows, self.earlier, self.received) if one is not None]
-
 
 class ProbeTransfer:
     """What the probes found on one device, on its way to the host in one copy: a number, or a few, for each key."""
 
-    def __init__(self, found: Mapping[str, Found], pinned_pool: PinnedPool) -> None:
+    def __init__(self, found: Mapping[str, OnDevice], pinned_pool: PinnedPool) -> None:
         # What is kept for the meaning holds no tensor: that would keep the device's memory until the arrival.
         self._meanings = {
             key: (v.meaning, v.parameter) if isinstance(v, ProbeSums) else None for key, v in found.items()
@@ -219,13 +216,12 @@ class ProbeTransfer:
                 metrics[key] = float(part[0])
 
 
-def values_of(found: Found) -> Tensor:
+def values_of(found: OnDevice) -> Tensor:
     """The values that travel: [K]. A plain number is one; anything else would be taken for the next key's."""
     return found.reshape(1) if isinstance(found, Tensor) else found.values
 
 
-@dataclass(frozen=True)
-class FlushTransfer:
+class FlushTransfer(NamedTuple):
     """The histogram of a window, by device, and the steps that it counts."""
 
     histograms: tuple[Transfer, ...]
@@ -240,30 +236,31 @@ class FlushTransfer:
         return ArrivedFlush(np.sum(counts, axis=0) if counts else None, self.steps)
 
 
-@dataclass(frozen=True)
-class SampleTransfer:
+class SampleTransfer(NamedTuple):
     """A sample: its rows, and what the probes found, each by device."""
 
     sample: Sample
     num_names: int
-    rows: tuple[RowsTransfer, ...]
-    found: tuple[ProbeTransfer, ...] = ()
+    rows: list[RowsTransfer]
+    found: Sequence[ProbeTransfer] = ()
+    known: Mapping[str, float] = {}  # what was found on the host
 
     def arrived(self, *, wait: bool) -> bool:
         """Whether everything is here."""
-        transfers = [transfer for one in self.rows for transfer in one.all()]
-        return all([one.arrived(wait=wait) for one in transfers + [found.transfer for found in self.found]])
+        transfers = [transfer for one in self.rows for transfer in one if transfer is not None]
+        transfers += [found.transfer for found in self.found]
+        return all([one.arrived(wait=wait) for one in transfers])
 
     def unpack(self) -> ArrivedSample:
         packed = [np.asarray(one.rows.take(), dtype=np.float64) for one in self.rows]
         rows = packed[0][:-1] if len(packed) == 1 else self._joined([one[:-1] for one in packed])
-        earlier, received = self._look("earlier"), self._look("received")
+        earlier, received = (self._joined_look(place) for place in (1, 2))
         loss_scale, found_inf = np.nan, 0.0
         for one in packed:
             scale, inf = one[-1, : FOUND_INF + 1].tolist()
             loss_scale = loss_scale if scale != scale else scale
             found_inf = inf if inf > found_inf else found_inf
-        metrics: dict[str, float] = {keys.SAMPLE_EVERY: float(self.sample.every)}
+        metrics = {keys.SAMPLE_EVERY: float(self.sample.every), **self.known}
         if not math.isnan(self.sample.learning_rate):
             metrics[keys.LEARNING_RATE] = self.sample.learning_rate
         histograms: dict[str, MetricHistogram] = {}
@@ -279,9 +276,9 @@ class SampleTransfer:
             metrics |= _what_happened(rows, earlier, received, self.sample, loss_scale)
         return ArrivedSample(self.sample, rows, loss_scale, skipped, metrics, histograms, sums, untraced)
 
-    def _look(self, name: str) -> FloatArray | None:
+    def _joined_look(self, place: int) -> FloatArray | None:
         """Another look at the rows: [P, C]; None where there was none."""
-        looks = [transfer for one in self.rows if (transfer := getattr(one, name)) is not None]
+        looks = [transfer for one in self.rows if (transfer := one[place]) is not None]
         return self._joined([np.asarray(one.take(), dtype=np.float64)[:-1] for one in looks]) if looks else None
 
     def _joined(self, rows_of_devices: Sequence[FloatArray]) -> FloatArray:
