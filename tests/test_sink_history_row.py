@@ -215,6 +215,7 @@ def test_details_by_pattern_are_those_of_the_layers_that_match() -> None:
         *("grad_mean/b/weight", "grad_mean/b/bias"),
         *("grad_max/a/weight", "grad_max/b/weight"),
     }
+    assert HistoryRow.of(window({}), {"mean": "weight"}).step == 1  # no layer at all is no error
 
 
 def test_the_table_of_many_rows_is_the_one_that_wandb_makes_of_them_row_by_row():

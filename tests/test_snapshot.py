@@ -87,6 +87,7 @@ def test_a_model_without_any_gradient_has_no_norm() -> None:
 
 def test_no_names_and_no_samples_are_no_error() -> None:
     assert np.isnan(sample().total_grad_norm).all()
+    assert sample().by_group("module").histogram.shape == (0, NUM_BINS)
     empty = Snapshot(steps=np.zeros(0, dtype=np.int64), names=("a",), rows=np.zeros((0, 1, NUM_COLUMNS)))
     assert empty.total_grad_norm.shape == (0,)
     assert math.isnan(empty.clip_ratio)
@@ -245,6 +246,15 @@ def test_a_constant_gradient_has_one_quantile_exactly() -> None:
     for q in (0.0, 0.5, 1.0):
         assert sample(a=[1.25] * 7).quantile(q).item() == 1.25
         assert sample(a=[-1.25] * 7).abs_quantile(q).item() == 1.25
+
+
+def test_several_quantiles_are_those_of_each_at_a_time() -> None:
+    snapshot, several = sample(a=[1.0, -2.0, 0.0, 3.0], b=[0.5, 7.0]), [0.0, 0.3, 0.99]
+    for of in (snapshot.quantile, snapshot.abs_quantile):
+        np.testing.assert_array_equal(of(several), [of(q) for q in several])
+    assert np.isnan(sample(histogram=False, a=[1.0], b=[2.0]).quantile(several)).tolist() == [[True, True]] * 3
+    with pytest.raises(ValueError, match=r"q=\[0.5, 2\] must be between 0 and 1"):
+        snapshot.quantile([0.5, 2])
 
 
 def test_without_histogram_or_elements_a_quantile_is_missing() -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from .._measure.columns import FloatArray, IntArray, magnitude_edges
 from ..snapshot import Snapshot
 
-# P watched parameters, Q them and their total, M magnitude bins
+# P watched parameters, Q them and their total, M magnitude bins, F formats, L limits
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,8 @@ FORMATS: Final[Mapping[str, NumberFormat]] = MappingProxyType(
         "fp8_e4m3": NumberFormat(2.0**-6, 2.0**-10, 448.0),
     }
 )
+_LIMITS_L: Final = np.array([limit for ends in FORMATS.values() for limit in (ends.min_normal, ends.flush)])
+_LARGEST_F1: Final = np.array([[ends.max_value] for ends in FORMATS.values()])
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,38 +89,36 @@ def forecast(snapshot: Snapshot, *, scale: float = 1.0) -> dict[str, PrecisionFo
     if counts_PM is None or not names:
         counts_PM = np.zeros((len(names), len(magnitude_edges()) - 1), dtype=np.int64)
     largest_P = np.fmax.reduce(snapshot.grad_abs_max, axis=0, initial=np.nan) * scale
-    largest = np.fmax.reduce(largest_P, initial=np.nan)
-    and_total_QM = np.concatenate([counts_PM, counts_PM.sum(axis=0, keepdims=True)])
-    found = {}
-    for key, limits in FORMATS.items():
-        underflow_Q, flush_Q = (share_below(and_total_QM, limit / scale) for limit in (limits.min_normal, limits.flush))
-        found[key] = PrecisionForecast(
+    largest_Q = np.append(largest_P, np.fmax.reduce(largest_P, initial=np.nan))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        octaves_FQ = np.log2(_LARGEST_F1) - np.log2(largest_Q)
+    headroom_FQ = np.where(np.isfinite(octaves_FQ), octaves_FQ, np.nan)  # missing where nothing is left to compare
+    shares_LQ = _shares_below(np.concatenate([counts_PM, counts_PM.sum(axis=0, keepdims=True)]), _LIMITS_L / scale)
+    return {
+        key: PrecisionForecast(
             names=names,
             underflow_ratio=underflow_Q[:-1],
             flush_ratio=flush_Q[:-1],
-            headroom=_octaves(limits.max_value, largest_P),
+            headroom=headroom_Q[:-1],
             total_underflow_ratio=float(underflow_Q[-1]),
             total_flush_ratio=float(flush_Q[-1]),
-            total_headroom=float(_octaves(limits.max_value, largest)),
+            total_headroom=float(headroom_Q[-1]),
         )
-    return found
+        for key, underflow_Q, flush_Q, headroom_Q in zip(
+            FORMATS, shares_LQ[::2], shares_LQ[1::2], headroom_FQ, strict=True
+        )
+    }
 
 
-def share_below(counts_PM: IntArray, limit: float) -> FloatArray:
-    """Share of the counted magnitudes below a limit: [P]; NaN where nothing is counted or the limit's bin is mixed.
+def _shares_below(counts_QM: IntArray, limits_L: FloatArray) -> FloatArray:
+    """Share of the counted magnitudes below each limit: [L, Q]; NaN where none is counted or the limit's bin is mixed.
 
     Example: with edges 1 and 2, and 4 magnitudes in [1, 2), the share below 1.5 is not known; below 1 it is 0.
     """
     edges = magnitude_edges()
-    bin_of_limit = int(np.searchsorted(edges, limit, side="right")) - 1
-    below = counts_PM[:, :bin_of_limit].sum(axis=1)
-    total = counts_PM.sum(axis=1)
-    mixed = (edges[bin_of_limit] < limit) & (counts_PM[:, bin_of_limit] > 0)
-    return np.where((total > 0) & ~mixed, below / np.maximum(total, 1), np.nan)
-
-
-def _octaves(max_value: float, largest: FloatArray) -> FloatArray:
-    """log2(max_value / largest); missing where nothing is left to compare."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        octaves = np.log2(max_value) - np.log2(largest)
-    return np.where(np.isfinite(octaves), octaves, np.nan)
+    bins_L = np.searchsorted(edges, limits_L, side="right") - 1
+    up_to_MQ = np.cumsum(counts_QM.T, axis=0)
+    in_bin_LQ = counts_QM.T[bins_L]
+    mixed_LQ = (edges[bins_L] < limits_L)[:, None] & (in_bin_LQ > 0)
+    total_Q = up_to_MQ[-1]
+    return np.where((total_Q > 0) & ~mixed_LQ, (up_to_MQ[bins_L] - in_bin_LQ) / np.maximum(total_Q, 1), np.nan)

@@ -181,7 +181,7 @@ class Session:
         numbers = {name: float(getattr(sample.total, of)[0, 0]) for name, of in shown.items()}
         if per_layer:
             layers = sample.by_group(self.options.get("group_by") or "parameter")
-            layer_keys = [keys.layer_key(keys.LAYER_GRAD_NORM, name) for name in layers.names]
+            layer_keys = keys.layer_keys(keys.LAYER_GRAD_NORM, layers.names)
             numbers |= dict(zip(layer_keys, layers.grad_norm[0].tolist(), strict=True))
         return {name: number for name, number in numbers.items() if number == number}
 

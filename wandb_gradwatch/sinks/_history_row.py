@@ -11,16 +11,17 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from .._analysis.forecast import forecast
 from .._measure.columns import NUM_COLUMNS, FloatArray, merge_rows
 from .._measure.probe_values import MetricHistogram, merge_histograms
-from ..snapshot import Snapshot, keys, last_present
+from ..snapshot import Snapshot, keys
 from ..snapshot._arrays import sum_of_present
 from ._rebinning import Rebinner
 
@@ -64,40 +65,38 @@ class HistoryRow:
     @classmethod
     def of(cls, snapshot: Snapshot, details: Details = ()) -> HistoryRow:
         """Make the row of a window that holds at least one sample, with what is asked for of keys.DETAILS."""
-        names, present_SP = snapshot.names, snapshot.present
-        counts = {name: values for name, values in snapshot.metrics.items() if keys.is_count(name)}
+        names, metrics, present_SP = snapshot.names, snapshot.metrics, snapshot.present
+        shown_P = np.logical_or.reduce(present_SP, axis=0)
+        latest = _latest(snapshot)
         last = _present(
             {
                 keys.in_key(name): _last(values)
-                for name, values in snapshot.metrics.items()
-                if name not in counts and name not in _OF_SAMPLES and not name.startswith(keys.WIRING)
+                for name, values in metrics.items()
+                if not (keys.is_count(name) or name in _OF_SAMPLES or name.startswith(keys.WIRING))
             }
         )
         patterns = {keys.DETAILS[name]: details[name] for name in details} if isinstance(details, Mapping) else {}
         for family in (*_FAMILIES, *(keys.DETAILS[name] for name in details)):
-            values = _named(family, names, last_present(getattr(snapshot, family), present_SP))
-            shown_P = np.logical_or.reduce(present_SP, axis=0)
+            values = _named(family, names, getattr(latest, family)[0, :-1])
+            asked_P = shown_P
             if family in patterns:
-                shown_P = shown_P & [re.search(patterns[family], name) is not None for name in names]
-            last |= dict(itertools.compress(values.items(), shown_P))
+                asked_P = shown_P & np.array([re.search(patterns[family], name) is not None for name in names], bool)
+            last |= values if asked_P.all() else dict(itertools.compress(values.items(), asked_P))
         largest = {keys.GRAD_NORM_MAX: float(np.fmax.reduce(snapshot.total_grad_norm))}
         largest |= _named(keys.LAYER_GRAD_NORM_MAX, names, np.fmax.reduce(snapshot.grad_norm, axis=0))
         largest |= {
             keys.in_key(keys.TOTAL_MAX + name.removeprefix(keys.TOTAL)): float(np.fmax.reduce(values))
-            for name, values in snapshot.metrics.items()
+            for name, values in metrics.items()
             if name.startswith(keys.TOTAL)
         }
         summed = {keys.NUM_SKIPPED_STEPS: float(np.count_nonzero(snapshot.skipped))}
-        summed |= {name: float(np.nansum(values)) for name, values in counts.items()}
-        if names:
-            summed[keys.NUM_NAN] = float(sum_of_present(snapshot.total.num_nan)[0])
-            summed[keys.NUM_INF] = float(sum_of_present(snapshot.total.num_inf)[0])
-        summed |= _named(keys.LAYER_NUM_NONFINITE, names, sum_of_present(snapshot.num_nonfinite))
+        summed |= {name: float(np.nansum(values)) for name, values in metrics.items() if keys.is_count(name)}
+        summed |= _num_nonfinite(snapshot, shown_P)
         clipped = snapshot.clipped[~np.isnan(snapshot.clipped)]
         changed = int(np.count_nonzero(snapshot.changed))
         return cls(
             step=int(snapshot.steps[-1]),
-            newest=_present(_newest(snapshot)),
+            newest=_present(_newest(snapshot, latest)),
             last=last,
             largest=_present(largest),
             summed={key: int(value) for key, value in _present(summed).items()},
@@ -136,8 +135,8 @@ class HistoryRow:
             vitals[keys.CHANGED_RATIO] = self.samples["changed"] / self.samples["all"]
         if self.pictured is not None and self.pictured.names:
             total = self.pictured.total
-            vitals |= _present({key: float(total.abs_quantile(q)[0]) for key, q in keys.GRAD_ABS_QUANTILES.items()})
-            vitals |= _present(_precision(total))
+            quantiles = total.abs_quantile(list(keys.GRAD_ABS_QUANTILES.values()))[:, 0].tolist()
+            vitals |= _present(dict(zip(keys.GRAD_ABS_QUANTILES, quantiles, strict=True)) | _precision(total))
         return vitals
 
     def scalars(self) -> dict[str, Number]:
@@ -145,15 +144,37 @@ class HistoryRow:
         return self.vitals() | _present(self.last) | self.largest | self.summed
 
 
-def _newest(snapshot: Snapshot) -> dict[str, Number]:
+def _latest(snapshot: Snapshot) -> Snapshot:
+    """One sample: each name's last row that is there, and at the end the whole model in the last sample."""
+    rows_PC = snapshot.rows[-1]
+    whole_C = merge_rows(rows_PC, axis=0)
+    if not snapshot.present[-1].all():
+        last_P = len(snapshot) - 1 - np.argmax(snapshot.present[::-1], axis=0)
+        rows_PC = snapshot.rows[last_P, np.arange(len(last_P))]
+    return Snapshot(snapshot.steps[-1:], (*snapshot.names, "total"), np.concatenate([rows_PC, whole_C[None]])[None])
+
+
+def _newest(snapshot: Snapshot, latest: Snapshot) -> dict[str, Number]:
     """The whole model in the last sample. What could not be seen there is missing, not taken from an earlier sample."""
-    total = snapshot.total
     values: dict[str, Number] = {
         keys.LOSS_SCALE: float(snapshot.loss_scale[-1]),
         keys.OVERHEAD_RATIO: float(snapshot.overhead_ratio),
         keys.LOSS: float(snapshot.metrics[keys.LOSS][-1]) if keys.LOSS in snapshot.metrics else math.nan,
     }
-    return values | {key: float(getattr(total, of)[-1, 0]) for key, of in _OF_THE_MODEL.items() if snapshot.names}
+    return values | {key: float(getattr(latest, of)[0, -1]) for key, of in _OF_THE_MODEL.items()}
+
+
+def _num_nonfinite(snapshot: Snapshot, shown_P: npt.NDArray[np.bool_]) -> dict[str, Number]:
+    """NaN and infinite elements over the window: of the whole model each, of a layer together."""
+    counts: dict[str, Number] = {}
+    if snapshot.has_nonfinite.any():
+        of_layers_P = sum_of_present(snapshot.num_nonfinite)
+        counts[keys.NUM_NAN] = float(sum_of_present(snapshot.total.num_nan)[0])
+        counts[keys.NUM_INF] = float(sum_of_present(snapshot.total.num_inf)[0])
+    else:  # as nearly always: 0 wherever a gradient arrived
+        of_layers_P = np.where(shown_P, 0.0, np.nan)
+        counts |= dict.fromkeys((keys.NUM_NAN, keys.NUM_INF), 0.0) if shown_P.any() else {}
+    return counts | _named(keys.LAYER_NUM_NONFINITE, snapshot.names, of_layers_P)
 
 
 def _precision(total: Snapshot) -> dict[str, Number]:
@@ -182,8 +203,8 @@ def _pictured(snapshot: Snapshot) -> Snapshot | None:
     )
 
 
-def _named(family: str, names: Iterable[str], values_P: FloatArray) -> dict[str, Number]:
-    return {keys.layer_key(family, name): value for name, value in zip(names, values_P.tolist(), strict=True)}
+def _named(family: str, names: tuple[str, ...], values_P: FloatArray) -> dict[str, Number]:
+    return dict(zip(keys.layer_keys(family, names), values_P.tolist(), strict=True))
 
 
 def _present(values: dict[str, Number]) -> dict[str, Number]:
@@ -191,7 +212,9 @@ def _present(values: dict[str, Number]) -> dict[str, Number]:
 
 
 def _last(values_S: FloatArray) -> float:
-    return float(last_present(np.asarray(values_S, dtype=np.float64)[:, None])[0])
+    """The last value that is there, NaN for none."""
+    known = values_S[~np.isnan(values_S)]
+    return float(known[-1]) if known.size else math.nan
 
 
 @dataclass(frozen=True)
@@ -251,7 +274,7 @@ def _histograms(rebinner: Rebinner, row: HistoryRow) -> Iterator[tuple[str, Any,
     import wandb
 
     drawn = {} if row.pictured is None else rebinner.of(row.pictured)
-    keyed = {keys.layer_key(keys.GRADIENT_HISTOGRAMS, name): picture for name, picture in drawn.items()}
+    keyed = dict(zip(keys.layer_keys(keys.GRADIENT_HISTOGRAMS, tuple(drawn)), drawn.values(), strict=True))
     for key, (counts, edges) in (keyed | rebinner.of_metrics(row.metric_histograms)).items():
         size = len(key) + len(edges) * _NUMBER_BYTES + len(counts) * (len(str(max(counts))) + 2)
         # It asks for arrays and turns them into the lists that these are already.

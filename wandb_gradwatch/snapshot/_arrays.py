@@ -95,12 +95,12 @@ def fold_signs(histogram_PB: IntArray) -> IntArray:
     return histogram_PB[:, ZERO_BIN + 1 :] + histogram_PB[:, ZERO_BIN - 1 :: -1]
 
 
-def signed_quantile(histogram_PB: IntArray, q: float, low_P: FloatArray, high_P: FloatArray) -> FloatArray:
+def signed_quantile(histogram_PB: IntArray, q: npt.ArrayLike, low_P: FloatArray, high_P: FloatArray) -> FloatArray:
     """The q-quantile of the signed elements, between the smallest and the largest: [P]; NaN where none is counted."""
     return _quantile(histogram_PB, histogram_edges(), q, low_P, high_P)
 
 
-def magnitude_quantile(histogram_PB: IntArray, q: float, low_P: FloatArray, high_P: FloatArray) -> FloatArray:
+def magnitude_quantile(histogram_PB: IntArray, q: npt.ArrayLike, low_P: FloatArray, high_P: FloatArray) -> FloatArray:
     """The q-quantile of the magnitudes, zeros included, between the smallest that is not 0 and the largest: [P]."""
     zeros_P1 = histogram_PB[:, ZERO_BIN, None]
     counts = np.concatenate([zeros_P1, fold_signs(histogram_PB)], axis=1)
@@ -108,13 +108,15 @@ def magnitude_quantile(histogram_PB: IntArray, q: float, low_P: FloatArray, high
     return _quantile(counts, np.concatenate([[0.0], magnitude_edges()]), q, low_P, high_P)
 
 
-def _quantile(counts_PB: IntArray, edges: FloatArray, q: float, low_P: FloatArray, high_P: FloatArray) -> FloatArray:
-    """Find the bin that holds the q-quantile and interpolate in it linearly, within the known extremes: [P]."""
+def _quantile(
+    counts_PB: IntArray, edges: FloatArray, q: npt.ArrayLike, low_P: FloatArray, high_P: FloatArray
+) -> FloatArray:
+    """Find the bin that holds the q-quantile; in it go linearly between the known extremes: [P], or [Q, P]."""
     cumulative = np.cumsum(counts_PB, axis=1)
     total = cumulative[:, -1]
     # The rank counts elements from 1, so q = 0 is the first element and q = 1 the last.
-    rank = np.clip(np.ceil(q * total), 1, None)
-    bins = np.minimum(np.sum(cumulative < rank[:, None], axis=1), counts_PB.shape[1] - 1)
+    rank = np.maximum(np.ceil(np.asarray(q)[..., None] * total), 1)
+    bins = np.minimum(np.add.reduce(cumulative < rank[..., None], axis=-1), counts_PB.shape[1] - 1)
     names = np.arange(len(counts_PB))
     count = counts_PB[names, bins]
     inside = (rank - (cumulative[names, bins] - count) - 0.5) / np.maximum(count, 1)

@@ -47,14 +47,17 @@ def group_names(snapshot: Snapshot, group_of: Callable[[str], str]) -> Snapshot:
     members: dict[str, list[int]] = {}
     for index, name in enumerate(snapshot.names):
         members.setdefault(group_of(name), []).append(index)
-    groups = list(members.values())
-    rows = np.empty((len(snapshot), len(groups), NUM_COLUMNS))
-    for index, group in enumerate(groups):
+    rows = np.empty((len(snapshot), len(members), NUM_COLUMNS))
+    histogram = None if snapshot.histogram is None else np.empty((len(members), NUM_BINS), dtype=np.int64)
+    trainable = np.empty(len(members), dtype=bool)
+    for index, places in enumerate(members.values()):
+        # Neighbours, as nearly all groups are, need not be copied together.
+        are_neighbours = places[-1] - places[0] == len(places) - 1
+        group: Places = slice(places[0], places[-1] + 1) if are_neighbours else np.array(places)
         rows[:, index] = merge_rows(snapshot.rows[:, group], axis=1)
-    histogram = snapshot.histogram
-    if histogram is not None:
-        histogram = np.stack([histogram[group].sum(axis=0) for group in groups])
-    trainable = np.array([snapshot.trainable[group].any() for group in groups], dtype=bool)
+        trainable[index] = np.logical_or.reduce(snapshot.trainable[group])
+        if histogram is not None and snapshot.histogram is not None:
+            histogram[index] = np.add.reduce(snapshot.histogram[group], axis=0)
     return replace(
         snapshot,
         names=tuple(members),

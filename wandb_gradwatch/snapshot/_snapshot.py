@@ -219,7 +219,7 @@ class Snapshot:
         return self._share(Column.NUM_ZERO)
 
     def _share(self, column: Column) -> FloatArray:
-        if all(sample.least[Column.NUM_ELEMENTS] > 0 and not sample.has_nonfinite for sample in self.overview):
+        if not self.has_nonfinite.any() and np.minimum.reduce(self.num_elements, axis=None, initial=1) > 0:
             return self.column(column) / self.num_elements
         return np.where(self.num_finite == 0, np.nan, ratio(self.column(column), self.num_elements))
 
@@ -342,27 +342,27 @@ class Snapshot:
         """The histogram of |g| without the zeros: [P, M]."""
         return None if self.histogram is None else fold_signs(self.histogram)
 
-    def quantile(self, q: float) -> FloatArray:
-        """The q-quantile of the signed gradient, right to a histogram bin: [P]; NaN without a histogram.
+    def quantile(self, q: npt.ArrayLike) -> FloatArray:
+        """The q-quantile of the signed gradient, right to a histogram bin: [P], or [Q, P] for several.
+
+        NaN without a histogram.
 
         Raises:
             ValueError: q is not between 0 and 1.
         """
         return self._quantile(signed_quantile, q, self.grad_min, self.grad_max)
 
-    def abs_quantile(self, q: float) -> FloatArray:
-        """The q-quantile of |g|, zeros included, right to a histogram bin: [P]; NaN without a histogram.
-
-        Raises:
-            ValueError: q is not between 0 and 1.
-        """
+    def abs_quantile(self, q: npt.ArrayLike) -> FloatArray:
+        """The q-quantile of |g|, zeros included, as `quantile`."""
         return self._quantile(magnitude_quantile, q, self.grad_abs_min_nonzero, self.grad_abs_max)
 
-    def _quantile(self, of: Callable[..., FloatArray], q: float, low_SP: FloatArray, high_SP: FloatArray) -> FloatArray:
-        if not 0 <= q <= 1:
+    def _quantile(
+        self, of: Callable[..., FloatArray], q: npt.ArrayLike, low_SP: FloatArray, high_SP: FloatArray
+    ) -> FloatArray:
+        if not all(0 <= each <= 1 for each in np.ravel(q)):
             raise ValueError(f"q={q!r} must be between 0 and 1")
         if self.histogram is None:
-            return np.full(len(self.names), np.nan)
+            return np.full((*np.shape(q), len(self.names)), np.nan)
         low_P, high_P = np.full(len(self.names), -np.inf), np.full(len(self.names), np.inf)
         if self.is_counted.any():  # otherwise nothing narrows the open bins: the histogram's samples are not here
             low_P = np.fmin.reduce(low_SP[self.is_counted], axis=0)
@@ -372,7 +372,8 @@ class Snapshot:
     @derived
     def is_counted(self) -> npt.NDArray[np.bool_]:
         """True for the samples that the histogram counts: [S]."""
-        return np.isin(self.steps, self.histogram_steps)
+        counted = set(self.histogram_steps)
+        return np.array([step in counted for step in self.steps.tolist()], dtype=bool)
 
     # ---- other shapes of the same samples
 

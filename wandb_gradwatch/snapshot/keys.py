@@ -146,15 +146,15 @@ def in_key(name: str) -> str:
     return name.replace(".", "/")
 
 
-@lru_cache(maxsize=1 << 14)
-def layer_key(family: str, name: str) -> str:
-    """The key of one layer's number or histogram.
+@lru_cache(maxsize=256)  # of a run they are the same in every row
+def layer_keys(family: str, names: tuple[str, ...]) -> tuple[str, ...]:
+    """The key of each layer's number or histogram.
 
     Example:
-        >>> layer_key(LAYER_GRAD_NORM, "blocks.0.fc.weight")
-        'grad_norm/blocks/0/fc/weight'
+        >>> layer_keys(LAYER_GRAD_NORM, ("blocks.0.fc.weight",))
+        ('grad_norm/blocks/0/fc/weight',)
     """
-    return f"{family}/{in_key(name)}"
+    return tuple(f"{family}/{in_key(name)}" for name in names)
 
 
 def in_namespace(key: str, namespace: str) -> str:
