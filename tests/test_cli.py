@@ -25,7 +25,7 @@ from wandb_gradwatch import _cli as cli
 from wandb_gradwatch import _doctor as doctor
 from wandb_gradwatch._doctor import Check, OverheadMeasurement, checks, measurement
 from wandb_gradwatch._output import as_json, paragraph
-from wandb_gradwatch._page import page, read, serve, view
+from wandb_gradwatch._page import commands, page, read, serve
 from wandb_gradwatch._page.history import OwnSeries, RecordedAlert, RunHistory
 
 ROOT = Path(__file__).parent.parent
@@ -274,7 +274,7 @@ def test_view_watch_serves_the_page_until_the_run_has_finished_and_writes_it(
         growing.write_bytes(data)
 
     opened: list[str] = []
-    monkeypatch.setattr(view.webbrowser, "open", lambda url: opened.append(url) or True)
+    monkeypatch.setattr(commands.webbrowser, "open", lambda url: opened.append(url) or True)
     # The module's own name: other threads, W&B's among them, go on sleeping.
     monkeypatch.setattr(serve, "time", types.SimpleNamespace(sleep=pause, monotonic=time.monotonic))
     result = run("view", str(growing), "--watch", "--open", "--output", "p.html")
@@ -293,7 +293,7 @@ def test_view_open_says_where_the_page_is_when_no_browser_starts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(view.webbrowser, "open", lambda url: asked.append(url) or opened)
+    monkeypatch.setattr(commands.webbrowser, "open", lambda url: asked.append(url) or opened)
     result = run("view", "wandb/latest-run", "--open", "--output", "p.html")
     assert result.exit_code == 0
     assert asked == [Path("p.html").resolve().as_uri()]

@@ -13,10 +13,9 @@ import trainings
 from grad_samples import Training
 
 from wandb_gradwatch import MemorySink, watch
-from wandb_gradwatch._page.compare import compare, differing_settings, sentence
+from wandb_gradwatch._page.compare import MAX_RUNS, build_comparison, compare, differing_settings, sentence
 from wandb_gradwatch._page.history import OwnSeries, RecordedAlert, RunHistory
 from wandb_gradwatch._page.read import RunReader
-from wandb_gradwatch._page.side_by_side import MAX_RUNS, build_comparison
 from wandb_gradwatch._page.verdict import judge
 from wandb_gradwatch.sinks._history_row import HistoryRow
 

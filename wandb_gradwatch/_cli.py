@@ -127,7 +127,7 @@ def view(path: Path, others: tuple[Path, ...], output: Path | None, opens: bool,
     PATH is a run's directory, its .wandb file, or wandb/. With several, the page shows the first beside each of the
     others.
     """
-    from ._page.view import run_view
+    from ._page.commands import run_view
 
     if watches and others:
         raise click.UsageError("--watch follows one run; give one PATH")
@@ -144,7 +144,7 @@ def diff(context: click.Context, first: Path, second: Path, json: bool) -> None:
 
     Exit status: 0 they are alike, 1 they differ, 2 they cannot be compared.
     """
-    from ._page.diff import run_diff
+    from ._page.commands import run_diff
 
     context.exit(run_diff(first, second, json=json))
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from .._measure.columns import FloatArray, IntArray
 from .history import HistogramSeries
-from .pooling import is_summed, pool, pool_extremes
+from .packing import is_summed, pool, pool_extremes
 
 # R rows, H histograms of one name, B bins
 

@@ -1,9 +1,10 @@
-"""Two runs side by side: where they part beyond their own scatter, and what was set differently."""
+"""Runs side by side: where two part beyond their own scatter, what was set differently, and their page's content."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import string
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -11,10 +12,17 @@ import numpy.typing as npt
 
 from .._measure.columns import FloatArray, IntArray
 from ..snapshot import keys
-from .history import RunHistory, flat
+from .history import OwnSeries, RunHistory, flat, natural_order
+from .packing import Blob, picture_width, pool, pool_extremes, pool_steps
+from .payload import MAX_POINTS, describe_run, own_role
 from .verdict import Verdict, judge, nonfinite_rows
+from .words import WORDS
 
 # P layers that both runs have, G windows that both runs reach
+
+MAX_RUNS: Final = 8  # lines of more runs could not be told apart
+MAX_CELLS: Final = 500_000  # of one layers x steps matrix, of which each run has one
+_OWN_STRIPS: Final = 4  # strips of the user's own scalars that are drawn at once
 
 # A layer parts where its largest norms differ by more than so many times the runs' own scatter, and at least by so
 # much: in SUSTAINED windows in a row, or far more in a single one.
@@ -201,3 +209,92 @@ def differing_settings(*configs: Mapping[str, Any]) -> dict[str, list[Any]]:
         for key, of_runs in values.items()
         if key != LAYER_NAMES and any(value != of_runs[0] for value in of_runs)
     }
+
+
+# ---- the page of several runs: the first beside each of the others
+
+
+def build_comparison(histories: Sequence[RunHistory]) -> tuple[dict[str, Any], Blob]:
+    """Everything the page of several runs needs, as (JSON-able content, bytes).
+
+    Raises:
+        ValueError: there are too many runs, or one has no layer or no step in common with the first.
+    """
+    if len(histories) > MAX_RUNS:
+        raise ValueError(f"{len(histories)} runs are too many for one page; give at most {MAX_RUNS}")
+    blob = Blob()
+    letters = string.ascii_uppercase[: len(histories)]
+    lettered = list(zip(letters, histories, strict=True))
+    pairs = [_pair(compare(histories[0], other), "A", letter, blob) for letter, other in lettered[1:]]
+    content = {
+        "run": {
+            "id": "+".join(one.run_id for one in histories),
+            "name": " and ".join(letter for letter, _ in lettered),
+        },
+        "notes": [f"{letter}: {note}" for letter, history in lettered for note in history.notes],
+        "words": {key: words._asdict() for key, words in WORDS.items()},
+        "alerts": [],
+        "steps": sorted({step for one in histories for step in (*one.steps[:1].tolist(), *one.steps[-1:].tolist())}),
+        "axes": [],  # time and the like are each run's own
+        "own": {"axes": [], "items": []},
+        "grids": [{"key": "layer", "names": [], "columns": [[], []], "pooled": 1, "metrics": []}],
+        "runs": [
+            {
+                "letter": letter,
+                **describe_run(history),
+                "verdict": asdict(judge(history)),
+                "numLayers": len(history.names),
+                "lastStep": int(history.steps[-1]) if len(history.steps) else None,
+            }
+            for letter, history in lettered
+        ],
+        "settings": [
+            [key, *("not set" if value is None else str(value) for value in values)]
+            for key, values in differing_settings(*(one.config for one in histories)).items()
+        ],
+        "strips": _strips(histories, blob),
+        "pairs": pairs,
+    }
+    return content, blob
+
+
+def _pair(found: Comparison, first: str, second: str, blob: Blob) -> dict[str, Any]:
+    width = picture_width(len(found.steps), len(found.names), MAX_CELLS)
+    norms = [pool(norm.T, width, keys.LAYER_GRAD_NORM_MAX).T for norm in found.norms]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = np.where(np.isinf(norms[0]) | np.isinf(norms[1]), np.inf, norms[1] / norms[0])
+    ratio[(norms[0] == 0) & np.isfinite(norms[1])] = np.nan
+    matrices = {"ratio": ratio, first: norms[0], second: norms[1]}
+    return {
+        "key": "pair",
+        "first": first,
+        "second": second,
+        "sentence": sentence(found, first, second),
+        "alike": found.alike,
+        "step": None if found.parting is None else found.parting.step,
+        "name": None if found.parting is None else found.names.index(found.parting.name),
+        "names": found.names,
+        "onlyFirst": found.only_first,
+        "onlySecond": found.only_second,
+        "columns": [steps.tolist() for steps in pool_steps(found.steps, width)],
+        "pooled": width,
+        "metrics": [{"key": key, **blob.add_matrix(matrix)} for key, matrix in matrices.items()],
+    }
+
+
+def _strips(histories: Sequence[RunHistory], blob: Blob) -> list[dict[str, Any]]:
+    """The scalars that the runs share, each with one line per run: the norm, then the user's own by their roles."""
+    norms = [
+        OwnSeries(one.steps.astype(np.float64), one.first_of(keys.GRAD_NORM_MAX, keys.GRAD_NORM)) for one in histories
+    ]
+    shared = set.intersection(*(set(history.own) for history in histories))
+    order = {"loss": 0, "rate": 1, "": 2}
+    own = sorted(shared, key=lambda key: (order[own_role(key)], natural_order(key)))[:_OWN_STRIPS]
+    strips = [("gradient norm", "norm", norms)]
+    strips += [(key, own_role(key), [history.own[key] for history in histories]) for key in own]
+    drawn = []
+    for label, role, series in strips:
+        pooled = [pool_extremes(one.steps, one.values, MAX_POINTS) for one in series]
+        lines = [{"xs": steps.tolist(), "offset": blob.add_floats(values)} for steps, values in pooled]
+        drawn.append({"label": label, "role": role, "lines": lines})
+    return drawn

@@ -10,18 +10,19 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
+import json
 import os
+import unicodedata
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from .compare import build_comparison
 from .history import RunHistory
 from .packing import Blob
 from .payload import build_payload
-from .safe_text import script_json, visible_text
-from .side_by_side import build_comparison
+from .words import ASSETS
 
-ASSETS: Final = Path(__file__).parent / "assets"
 LIBRARY_SCRIPT: Final = "uPlot.iife.min.js"
 LIBRARY_STYLE: Final = "uPlot.min.css"
 # One scope, in this order: a file may use what stands before it when it is loaded, and everything when it runs.
@@ -98,3 +99,29 @@ def _asset(name: str) -> str:
 
 def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+# ---- texts of anybody's: nothing in them acts, and nothing in them hides
+
+
+def visible_text(text: str) -> str:
+    """Make characters that steer the text's direction, or cannot be seen at all, visible: U+202E becomes ‹U+202E›."""
+    hides = {char for char in set(text) - set("\n\t") if unicodedata.category(char) in ("Cf", "Cc", "Cs", "Co")}
+    return "".join(f"‹U+{ord(char):04X}›" if char in hides else char for char in text)
+
+
+def _visible(content: Any) -> Any:
+    """Every text in lists, tuples and dicts made visible; what is ASCII is left as it is."""
+    if isinstance(content, str):
+        return content if content.isascii() and content.isprintable() else visible_text(content)
+    if isinstance(content, dict):
+        return {key: _visible(value) for key, value in content.items()}
+    if isinstance(content, (list, tuple)) and any(isinstance(value, (str, list, tuple, dict)) for value in content):
+        return [_visible(value) for value in content]
+    return content
+
+
+def script_json(content: Any) -> str:
+    """JSON that can stand in a script element: no character in it can end the element or open another, or hide."""
+    text = json.dumps(_visible(content), allow_nan=False, ensure_ascii=True, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

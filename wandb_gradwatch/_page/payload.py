@@ -1,11 +1,11 @@
-"""What the page carries: small things as JSON, matrices as packed bytes."""
+"""What the page of a run carries: small things as JSON, matrices of names x steps as packed bytes."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from typing import Any, Final
@@ -15,16 +15,18 @@ import numpy as np
 from .._analysis.formatting import FOUND_PREFIX
 from .._measure.columns import FloatArray
 from ..snapshot import keys
-from .formatting import WORDS
-from .grids import pack_grids
 from .history import RecordedAlert, RecordedTable, RunHistory, natural_order
-from .packing import Blob, pack_histograms
-from .pooling import pool, pool_extremes, pool_steps, pool_width
-from .safe_text import visible
+from .packing import Blob, pack_histograms, picture_width, pool, pool_extremes, pool_steps, pool_width
 from .verdict import fold, judge, severity
+from .words import WORDS
+
+# P names, W columns of a picture
 
 MAX_POINTS: Final = 4_000  # of one line
+MAX_CELLS: Final = 1_000_000  # of one layers x steps matrix
 MAX_HISTOGRAM_BYTES: Final = 4_000_000
+MAX_FAMILY_CELLS: Final = 4_000_000  # of all matrices of what watch(metrics=...) measured together
+MAX_FAMILY_HISTOGRAM_BYTES: Final = 2_000_000  # of one family
 MAX_TABLE_ROWS: Final = 20_000
 MAX_OWN_KEYS: Final = 300
 MAX_OWN_POINTS: Final = 1_000_000  # of all keys together
@@ -32,6 +34,15 @@ TIME: Final = "time"
 MAX_KNOTS: Final = 2_000  # between which the page draws straight lines
 MAX_OWN_AXES: Final = 8
 _COUNTS: Final = frozenset({"step", "epoch", "iteration", "iter", "token", "sample", "example", "batch", "batches"})
+# The metric that a picture shows first stands first: the largest of each window, as the last step's value hides a spike
+# before it. What is not listed follows by name.
+_METRIC_ORDER: Final = (
+    *(keys.LAYER_GRAD_NORM_MAX, keys.LAYER_GRAD_NORM, keys.LAYER_GRAD_PARAM_RATIO, keys.LAYER_PARAM_NORM),
+    *("ratio", "norm", keys.STALE, "update_rms", "noise_scale", keys.SECONDS, "local_norm", "load_ratio"),
+    *("entropy_ratio", "entropy", "relative_difference", "difference"),
+    *("rms", "mean", "std", "min", "max", "abs_max", "dead_ratio", "zero_ratio", "num_nonfinite"),
+)
+_Series = Mapping[str, Mapping[str, FloatArray]]  # name to metric to its values
 _HEAD: Final = re.compile(
     r"(?P<Operation>\S+) (?:in )?(?P<Module>.+?), (?P<Line>[^,]+|at a place that is not known), made "
     r"(?P<Made>.+)"
@@ -45,10 +56,12 @@ def build_payload(history: RunHistory) -> tuple[dict[str, Any], Blob]:
     """Everything the page needs, as (JSON-able content, bytes)."""
     blob = Blob()
     points = pool_width(len(history.steps), MAX_POINTS)
+    totals = (key for key in history.values if key.startswith((keys.TOTAL, keys.TOTAL_MAX)))
+    of_model = [*keys.MODEL_KEYS, keys.CHANGED_RATIO, keys.SAMPLE_EVERY, *totals]
     content = {
         "run": describe_run(history),
         "notes": list(history.notes),
-        "words": {key: asdict(words) for key, words in WORDS.items()},
+        "words": {key: words._asdict() for key, words in WORDS.items()},
         "verdict": asdict(judge(history)),
         "alerts": [_alert(group) for group in fold(history.alerts)],
         "steps": pool_steps(history.steps, points)[1].tolist(),
@@ -56,23 +69,17 @@ def build_payload(history: RunHistory) -> tuple[dict[str, Any], Blob]:
         "axes": other_axes(history),
         "globals": {
             key: _jsonable(pool(history.values[key][:, None], points, key)[:, 0])
-            for key in _model_keys(history)
-            if not np.isnan(history.values[key]).all()
+            for key in of_model
+            if not np.isnan(history.first_of(key)).all()
         },
         "totals": sorted(key.removeprefix(keys.TOTAL) for key in history.values if key.startswith(keys.TOTAL)),
         "inModelOrder": history.in_model_order,
-        "grids": pack_grids(history, blob),
+        "grids": _grids(history, blob),
         "histograms": pack_histograms(history.histograms, history.names, MAX_HISTOGRAM_BYTES, blob),
         "own": _own(history, blob),
         "flightRecorder": None if history.flight_recorder is None else _table(history.flight_recorder),
     }
-    return visible(content), blob
-
-
-def _model_keys(history: RunHistory) -> list[str]:
-    """The keys of the whole model's numbers that the run has, the norms of its single models or optimizers included."""
-    totals = (key for key in history.values if key.startswith((keys.TOTAL, keys.TOTAL_MAX)))
-    return [key for key in (*keys.MODEL_KEYS, keys.CHANGED_RATIO, keys.SAMPLE_EVERY, *totals) if key in history.values]
+    return content, blob
 
 
 def _alert(group: Sequence[RecordedAlert]) -> dict[str, Any]:
@@ -92,12 +99,56 @@ def describe_run(history: RunHistory) -> dict[str, Any]:
         "project": history.project,
         "startedAt": history.started_at,
         "finished": history.finished,
-        "exitCode": history.exit_code,
         "file": history.path.name,
         "numRows": history.num_rows,
         "newestAt": float(history.times[-1]) if len(history.times) and math.isfinite(history.times[-1]) else None,
         "numFlushes": len(history.steps),
     }
+
+
+# ---- names x steps, a matrix for each metric: the layers, and what watch(metrics=...) measured
+
+
+def _grids(history: RunHistory, blob: Blob) -> list[dict[str, Any]]:
+    """The layers first, then each family of what watch(metrics=...) measured, with its histograms."""
+    values, num_rows = history.values, len(history.steps)
+    layers = {
+        name: {metric: values[f"{metric}/{name}"] for metric in keys.LAYER_FAMILIES if f"{metric}/{name}" in values}
+        for name in history.names
+    }
+    grids = [_grid("layer", history, layers, picture_width(num_rows, len(layers), MAX_CELLS), blob)]
+    families = {  # without names of which nothing is known
+        family: {name: of for name, of in history.family(family).items() if not np.isnan(list(of.values())).all()}
+        for family in keys.METRIC_FAMILIES
+    }
+    num_series = sum(len(of_name) for found in families.values() for of_name in found.values())
+    width = picture_width(num_rows, num_series, MAX_FAMILY_CELLS)
+    for family, found in families.items():
+        histograms = history.family_histograms.get(family, {})
+        if found or histograms:
+            names, grid = history.in_order(histograms), _grid(family, history, found, width, blob)
+            packed = pack_histograms(histograms, names, MAX_FAMILY_HISTOGRAM_BYTES, blob)
+            grids.append(grid | {"histogramNames": history.spelled(names), "histograms": packed})
+    return grids
+
+
+def _grid(key: str, history: RunHistory, found: _Series, width: int, blob: Blob) -> dict[str, Any]:
+    """One matrix [P, W] for each metric: by logarithms where nothing is negative, otherwise evenly."""
+    missing, metrics = np.full(len(history.steps), np.nan), []
+    for metric in sorted({metric for of_name in found.values() for metric in of_name}, key=_metric_order):
+        values = pool(np.stack([of_name.get(metric, missing) for of_name in found.values()], axis=1), width, metric).T
+        signed = bool((values < 0).any())
+        if not np.isnan(values).all():
+            metrics.append({"key": metric, "signed": signed, **blob.add_matrix(values, signed=signed)})
+    columns = [steps.tolist() for steps in pool_steps(history.steps, width)]
+    return {"key": key, "names": history.spelled(found), "columns": columns, "pooled": width, "metrics": metrics}
+
+
+def _metric_order(metric: str) -> tuple[int, str]:
+    return (_METRIC_ORDER.index(metric) if metric in _METRIC_ORDER else len(_METRIC_ORDER)), metric
+
+
+# ---- the user's own scalars, and the flight recorder
 
 
 def _own(history: RunHistory, blob: Blob) -> dict[str, Any]:

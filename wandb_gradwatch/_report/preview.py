@@ -11,11 +11,9 @@ from typing import Any, Final
 import numpy as np
 
 from .._page.history import RunHistory, natural_order
-from .._page.packing import Blob
+from .._page.packing import Blob, pool, pool_width
 from .._page.page import render_content, write_html
 from .._page.payload import MAX_POINTS, build_payload
-from .._page.pooling import pool, pool_width
-from .._page.safe_text import visible
 from .report import CHART_NAME, build_report
 from .workspace import build_workspace
 
@@ -50,7 +48,7 @@ def _preview(what: str, title: str, blocks: list[dict[str, Any]], history: RunHi
     for block in blocks:
         block["panels"] = [_panel(panel, drawn, blob) for panel in block.get("panels", ())]
     told = {"what": what, "title": title, "isDrawn": history is not None, "blocks": blocks}
-    return render_content(f"{title} · preview", content | {"version": None, "preview": visible(told)}, blob)
+    return render_content(f"{title} · preview", content | {"version": None, "preview": told}, blob)
 
 
 def _blocks(block: Any) -> Iterator[dict[str, Any]]:

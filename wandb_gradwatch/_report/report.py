@@ -10,9 +10,9 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from .._diagnosis import CAUSES
-from .._page.formatting import WORDS
 from .._page.history import RecordedAlert, RunHistory
 from .._page.read import read_run
+from .._page.words import WORDS
 from ..snapshot import keys
 from .template import SECTIONS, TemplateSection, markdown_words, no_project, require_workspaces, speaking_to_wandb
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
-from .._page.formatting import WORDS, Words
+from .._page.words import WORDS, Words
 from ..snapshot import keys
 
 

@@ -1,0 +1,173 @@
+"""The commands `view`, a run's page once or for as long as the run goes on, and `diff`, where two runs part."""
+
+from __future__ import annotations
+
+import sys
+import time
+import webbrowser
+from collections.abc import Callable, Sequence, Sized
+from pathlib import Path
+from typing import Any, Final
+
+import click
+import numpy as np
+
+from .._analysis.formatting import listing, number
+from .._output import as_json, pairs, paragraph
+from . import page, read, serve
+from .compare import Comparison, compare, differing_settings, sentence
+from .history import RunHistory
+from .payload import own_role
+
+ALIKE: Final = 0
+DIFFERENT: Final = 1
+UNUSABLE: Final = 2
+
+
+def run_view(paths: Sequence[Path], output: Path | None, *, opens: bool, watches: bool, json: bool) -> None:
+    """Do what `wandb-gradwatch view` was asked for; with `json` only one JSON object goes to standard output."""
+    progress = _say_progress if sys.stderr.isatty() else None
+    if watches:
+        histories = [_watch(paths[0], progress, opens=opens, err=json)]
+    else:
+        histories = [read.read_run(path, progress=progress) for path in paths]
+    target = output or Path()
+    if target.is_dir():
+        target /= f"gradwatch-{'-'.join(history.run_id for history in histories)}.html"
+    page.write_page(histories[0], target, others=histories[1:])
+    for history in histories:
+        _say_notes(history, err=json)
+    if json:
+        of_runs = [_facts(history) for history in histories]
+        as_json({"page": str(target.resolve()), **(of_runs[0] if len(of_runs) == 1 else {"runs": of_runs})})
+    else:
+        _say_contents(histories, target)
+    if opens and not watches:
+        _open(target.resolve().as_uri(), err=json)
+
+
+def _watch(path: Path, progress: Callable[[int], None] | None, *, opens: bool, err: bool) -> RunHistory:
+    """Serve the run's page until the run has finished, or Ctrl-C; what was read until then."""
+    reader = read.RunReader(read.find_run_file(path))
+    reader.read_on(progress=progress)
+    server = serve.PageServer(reader.history())
+
+    def say_change(history: RunHistory) -> None:
+        rows_and_alerts = f"{_many(history.steps, 'row')}, {_many(history.alerts, 'alert')}"
+        click.echo(f"{time.strftime('%H:%M:%S')}  {rows_and_alerts}", err=err)
+
+    try:
+        click.echo(f"{server.address}  follows the run on this machine alone; Ctrl-C ends it", err=err)
+        if opens:
+            _open(server.address, err=err)
+        return serve.follow(reader, server, say_change)
+    except KeyboardInterrupt:
+        click.echo("", err=err)
+        return server.history
+    finally:
+        server.close()
+
+
+def _open(address: str, *, err: bool) -> None:
+    if not webbrowser.open(address):
+        click.echo(f"no browser could be started; open {address} yourself", err=err)
+
+
+def _say_progress(rows: int) -> None:
+    # Nobody knows how many rows are still to come: a count, not a bar. The next line that is printed replaces it.
+    click.echo(f"\r  {rows} rows read\r", nl=False, err=True)
+
+
+def _say_notes(history: RunHistory, *, err: bool) -> None:
+    notes = list(history.notes)
+    if history.num_rows and not len(history.steps):
+        notes.append("The run has rows, but none of wandb_gradwatch: call watch(model) after wandb.init().")
+    for note in notes:
+        paragraph(note, indent=0, err=err)
+
+
+def _say_contents(histories: Sequence[RunHistory], written: Path) -> None:
+    for history in histories:
+        found = click.style(f"{_many(history.steps, 'row')}, {_many(history.names, 'name')}, ", dim=True)
+        alerts = click.style(_many(history.alerts, "alert"), fg="yellow" if history.alerts else None)
+        click.echo(f"{written if len(histories) == 1 else history.run_id}  {found}{alerts}")
+    if len(histories) > 1:
+        click.echo(str(written))
+
+
+def _facts(history: RunHistory) -> dict[str, object]:
+    return {
+        "run": history.run_id,
+        "finished": history.finished,
+        "rows": len(history.steps),
+        "names": history.names,
+        "alerts": [vars(alert) for alert in history.alerts],
+        "notes": list(history.notes),
+    }
+
+
+def _many(things: Sized, noun: str) -> str:
+    return f"{len(things)} {noun}{'' if len(things) == 1 else 's'}"
+
+
+def run_diff(first: Path, second: Path, *, json: bool) -> int:
+    """Print where two runs part, and return the exit status: ALIKE, DIFFERENT or UNUSABLE."""
+    try:
+        runs = (read.read_run(first), read.read_run(second))
+        found = compare(*runs)
+    except ValueError as error:
+        click.echo(f"Error: {error}", err=True)
+        return UNUSABLE
+    settings = differing_settings(runs[0].config, runs[1].config)
+    if json:
+        parting = found.parting
+        of_runs = zip(runs, found.verdicts, strict=True)
+        facts = {
+            "alike": found.alike,
+            "sentence": sentence(found),
+            "runs": [{"run": run.run_id, "name": run.name, "verdict": verdict.text} for run, verdict in of_runs],
+            "step": None if parting is None else parting.step,
+            "layer": None if parting is None else parting.name,
+            "layers_that_part": 0 if parting is None else parting.num_layers,
+            "equal_until": found.equal_until,
+            "only_in_a": found.only_first,
+            "only_in_b": found.only_second,
+            "settings": settings,
+        }
+        as_json(facts)
+    else:
+        click.echo(click.style(sentence(found) + ".", bold=True))
+        pairs([*_differences(found, runs), ("settings", listing(list(settings.items()), _changed) or "the same")])
+    return ALIKE if found.alike else DIFFERENT
+
+
+def _differences(found: Comparison, runs: tuple[RunHistory, RunHistory]) -> list[tuple[str, str]]:
+    """What `diff` says below its sentence, as labels and texts."""
+    shared, last = len(found.names), int(found.steps[-1])
+    of_runs = zip("AB", runs, found.verdicts, strict=True)
+    lines = [(letter, f"{run.name or run.run_id}: {verdict.text}") for letter, run, verdict in of_runs]
+    lines.append(("compared", f"{shared} layers, {len(found.steps)} windows, steps {found.steps[0]} to {last}"))
+    if found.parting is not None:
+        lines.append(("layers that part", f"{found.parting.num_layers} of {shared}"))
+        if found.equal_until is not None:
+            lines.append(("equal", f"to six digits up to step {found.equal_until}"))
+    only = (("A", found.only_first), ("B", found.only_second))
+    lines += [(f"only in {letter}", listing(names)) for letter, names in only if names]
+    losses = [key for key in runs[0].own if key in runs[1].own and own_role(key) == "loss"]
+    for key in losses[:2]:
+        values = [_at(run, key, last) for run in runs]
+        if None not in values:
+            lines.append((key, f"{number(values[0])} in A, {number(values[1])} in B at step {last}"))
+    return lines
+
+
+def _at(run: RunHistory, key: str, step: int) -> Any:
+    """The newest value of a scalar of the user up to a step; None before the first."""
+    series = run.own[key]
+    place = int(np.searchsorted(series.steps, step, side="right")) - 1
+    return float(series.values[place]) if place >= 0 else None
+
+
+def _changed(setting: tuple[str, list[Any]]) -> str:
+    key, values = setting
+    return f"{key} " + " → ".join("(not set)" if value is None else str(value) for value in values)
