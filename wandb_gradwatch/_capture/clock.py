@@ -156,7 +156,8 @@ class SampleClock:
 
     def discard(self) -> None:
         """Forget the open sample: its gradients led to no update."""
-        self.marked, self.backwards = set(), 0
+        self.marked.clear()  # the hooks have this set
+        self.backwards = 0
 
     def take_back(self, num_updates: int) -> None:
         """What `update()` ended was none of the samples, and those were all so far: the open one is the first."""

@@ -15,7 +15,7 @@ place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +28,14 @@ from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from .._runtime.autograd import Entry, current_graph_task
 from .._runtime.dynamo import dynamo_disabled
-from .._runtime.sharding import local_part
+from .._runtime.notices import Notices
+from .._runtime.sharding import Shards, fsdp1_flat_parameters, local_part
+from .._transfer.sample_buffer import SampleBuffer
+from .clock import SampleClock
+from .gradient_versions import mark_as_older_than_its_hook
+from .parameter_registry import ParameterRegistry
+
+NO_SLOT: Final = -1  # of FSDP1's flat parameters: they tell when a backward ends, and nothing else
 
 # Tasks whose backward raised never run their callback and would stay here for good.
 _MAX_ARMED: Final = 64
@@ -36,26 +43,30 @@ _MAX_ARMED: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class _Hooks:
-    """The hooks on a parameter.
+    """The hooks on a parameter."""
 
-    Args:
-        slot: [1] what they mark; also a frozen parameter, which cannot be hooked anew, can get another.
-        handles: the mark's, and that of what tells of a gradient inside the backward.
-    """
-
-    slot: list[int]
-    handles: list[RemovableHandle]
+    slot: list[int]  # [1] what they mark; also a frozen parameter, which cannot be hooked anew, can get another
+    handles: list[RemovableHandle]  # the mark's, and that of what tells of a gradient inside the backward
+    table: dict[int, Any]  # of tensor hooks: the parameter's `_backward_hooks`
 
     def are_on(self, parameter: Tensor) -> bool:
         """Whether the mark is this parameter's: ids are used again after a parameter is gone."""
         return self.handles[0].id in (parameter._backward_hooks or ())
 
+    def come_off(self, parameter: Tensor) -> bool:
+        """Take the table away where it is the mark's own: putting it back costs a tenth of registering it anew."""
+        if parameter._backward_hooks is not self.table or len(self.table) > 1 or len(self.handles) > 1:
+            return False
+        parameter._backward_hooks = None
+        return True
+
 
 class BackwardHooks:
     """Marks parameters, and calls back when a backward begins and when it has truly ended.
 
+    A slot is marked in the clock, and among those that the backward has reached, before its gradient is accumulated.
+
     Args:
-        on_mark: called with a slot before its parameter's gradient is accumulated.
         on_arrival: called with a slot and its parameter after that, where `tell_arrivals` was called or it is sharded.
         on_begin: called before the first mark of each backward, inside a hook, with whether a gradient may have been
             accumulated already.
@@ -64,13 +75,14 @@ class BackwardHooks:
 
     def __init__(
         self,
+        clock: SampleClock,
         *,
-        on_mark: Callable[[int], None],
         on_arrival: Callable[[int, Tensor], None],
         on_begin: Callable[[bool], None],
         on_end: Callable[[], None],
     ) -> None:
-        self._on_mark = on_mark
+        self.clock = clock
+        self.reached: set[int] = set()  # slots marked in the backward under way
         self._on_arrival = on_arrival
         self._on_begin = on_begin
         self._on_end = on_end
@@ -80,6 +92,7 @@ class BackwardHooks:
         self._of_grad = -1  # the graph task of an autograd.grad(), which accumulates nothing
         self._hooks: dict[int, _Hooks] = {}  # by id(parameter)
         self._taken_off: frozenset[int] = frozenset()  # id(parameter)
+        self._kept: dict[int, _Hooks] = {}  # of these what can be put back
         self._tells_arrivals = self._removed = False
 
     def follow(self, entries: Iterable[Entry]) -> list[int]:
@@ -100,12 +113,17 @@ class BackwardHooks:
                     parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
                 current[id(parameter)] = hooks
             elif parameter.requires_grad and parameter.is_leaf:
-                current[id(parameter)] = self._register(slot, parameter)
+                hooks = self._kept.get(id(parameter))
+                if hooks is None or parameter._backward_hooks is not None:
+                    hooks = self._register(slot, parameter)
+                else:
+                    parameter._backward_hooks, hooks.slot[0] = hooks.table, slot
+                current[id(parameter)] = hooks
                 if id(parameter) not in self._taken_off:
                     new.append(slot)
         for key in self._hooks.keys() - current.keys():
             _remove(self._hooks[key])
-        self._hooks, self._taken_off = current, frozenset()
+        self._hooks, self._taken_off, self._kept = current, frozenset(), {}
         return new
 
     def is_hooked(self, parameter: Tensor) -> bool:
@@ -127,10 +145,13 @@ class BackwardHooks:
             entries: parameters that are to be as they were before. Not inside a backward, nor while another thread may
                 run one: the engine may be going through what is taken from them.
         """
-        self._taken_off = frozenset(self._hooks)
-        for hooks in self._hooks.values():
-            _remove(hooks)
-        self._hooks = {}
+        entries, hooked = list(entries), self._hooks
+        self._taken_off, self._hooks = frozenset(hooked), {}
+        self._kept = {
+            id(one): hooked[id(one)] for _, one in entries if id(one) in hooked and hooked[id(one)].come_off(one)
+        }
+        for key in hooked.keys() - self._kept.keys():
+            _remove(hooked[key])
         for _, parameter in entries:
             if parameter._backward_hooks is not None and not parameter._backward_hooks:
                 parameter._backward_hooks = None  # what the engine visits goes with it
@@ -141,7 +162,7 @@ class BackwardHooks:
         self.take_off(())
 
     def _register(self, slot: int, parameter: Tensor) -> _Hooks:
-        of_slot = [slot]
+        of_slot, clock, reached = [slot], self.clock, self.reached
 
         @unserializable_hook  # type: ignore[untyped-decorator]  # otherwise torch warns where it is sent to a process
         @dynamo_disabled
@@ -154,11 +175,14 @@ class BackwardHooks:
                     self._of_grad = task
                     return
                 self.arm(task, has_accumulated=False)
-            self._on_mark(of_slot[0])
+            if not clock.muted and of_slot[0] != NO_SLOT:  # no call: there are as many of these as parameters
+                clock.marked.add(of_slot[0])
+                reached.add(of_slot[0])
 
         # A lazy module's parameter refuses every function until its first forward; the hook itself stays through that.
         with torch._C.DisableTorchFunctionSubclass() if is_lazy(parameter) else nullcontext():
-            hooks = _Hooks(of_slot, [parameter.register_hook(mark_gradient)])  # type: ignore[no-untyped-call]
+            handle = parameter.register_hook(mark_gradient)  # type: ignore[no-untyped-call]
+            hooks = _Hooks(of_slot, [handle], parameter._backward_hooks or {})
             if self._tells_arrivals or local_part(parameter) is not parameter:
                 self._register_arrival(parameter, hooks)
         return hooks
@@ -166,10 +190,14 @@ class BackwardHooks:
     def _register_arrival(self, parameter: Tensor, hooks: _Hooks) -> None:
         @dynamo_disabled
         def tell(arrived: Tensor) -> None:
-            if not self._removed:
-                self.arm(current_graph_task())
-                self._on_mark(hooks.slot[0])
-                self._on_arrival(hooks.slot[0], arrived)
+            slot = hooks.slot[0]
+            if self._removed:
+                return
+            self.arm(current_graph_task())
+            if not self.clock.muted and slot != NO_SLOT:
+                self.clock.marked.add(slot)
+                self.reached.add(slot)
+                self._on_arrival(slot, arrived)
 
         handle = parameter.register_post_accumulate_grad_hook(tell)  # type: ignore[no-untyped-call]
         hooks.handles.append(handle)
@@ -236,3 +264,78 @@ def _accumulates() -> bool:
 
 def _queue(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+class HookSync:
+    """Walks the model, and keeps the hooks where the parameters are: new, replaced, unfrozen, swapped, sharded ones."""
+
+    def __init__(
+        self,
+        registry: ParameterRegistry,
+        clock: SampleClock,
+        hooks: BackwardHooks,
+        shards: Shards,
+        window: SampleBuffer,
+        notices: Notices,
+    ) -> None:
+        self._registry = registry
+        self._clock = clock
+        self._hooks = hooks
+        self._shards = shards
+        self._window = window
+        self._notices = notices
+        self._version = self._changes = -1  # the registry's, when it was followed
+
+    def start(self) -> None:
+        """Hook everything that can have a gradient."""
+        self._follow(self._registry.scan())
+
+    def take_off(self, *, is_alone: bool) -> None:
+        """Leave no hook on any parameter, until the next scan. Not inside a backward.
+
+        Args:
+            is_alone: no other thread may run a backward, so that what torch visits on each parameter can go as well.
+        """
+        self._hooks.take_off(self._leaves(self._registry.scan()) if is_alone else ())
+        self._changes = -1
+
+    def would_tell(self, parameter: Tensor) -> bool:
+        """Whether a backward that had reached this parameter would have been seen."""
+        return not self._shards.uses_fsdp1 and self._hooks.is_hooked(parameter)
+
+    def scan(self) -> list[Entry]:
+        """Walk the model, and follow what is new in it."""
+        entries = self._registry.scan()
+        # A gradient that no hook has told of: the hook is gone with a tensor that was swapped.
+        if (
+            self._registry.changes != self._changes
+            or self._shards.uses_fsdp1
+            or any([p.grad is not None for slot, p in entries if slot not in self._clock.marked])
+        ):
+            new = self._follow(entries)
+            if new:
+                self._notices.say(
+                    "new parameters",
+                    "now following parameters that were added, replaced or unfrozen after watch(): "
+                    + self._registry.some_names(new),
+                )
+        return entries
+
+    def _follow(self, entries: Sequence[Entry]) -> list[int]:
+        """Hook what is new, and return its slots."""
+        self._changes = self._registry.changes
+        self._window.resize(len(self._registry.names))
+        if self._registry.version != self._version:
+            self._version = self._registry.version
+            self._shards.update(entries, self._registry.models())
+        new = [slot for slot in self._hooks.follow(self._leaves(entries)) if slot != NO_SLOT]
+        for slot, parameter in entries if new else ():
+            if slot in new and parameter.grad is not None:
+                mark_as_older_than_its_hook(parameter.grad)
+        return new
+
+    def _leaves(self, entries: Sequence[Entry]) -> Sequence[Entry]:
+        """What a backward reaches: with FSDP1 not the model's parameters."""
+        if not self._shards.uses_fsdp1:
+            return entries
+        return [*entries, *((NO_SLOT, leaf) for leaf in fsdp1_flat_parameters(self._registry.models()))]

@@ -12,11 +12,9 @@ from .._runtime.notices import Notices
 from .._runtime.sharding import Shards
 from .._transfer.sample_buffer import SampleBuffer
 from .by_hand import UpdatesByHand
-from .clock import SampleClock
 from .config import CaptureConfig
 from .gradient_versions import GradientVersions, was_seen
-from .hook_sync import HookSync
-from .hooks import BackwardHooks
+from .hooks import BackwardHooks, HookSync
 from .loss import SampleLoss
 from .optimizer_registry import OptimizerRegistry
 from .parameter_registry import ParameterRegistry
@@ -46,7 +44,7 @@ class CaptureParts:
     ) -> None:
         self.registry, self.window, self.boundary, self.hooks = registry, window, boundary, hooks
         self.notices = notices = Notices()  # what is to be said
-        self.clock = SampleClock(step=config.start_step)  # the open step, and what was marked in it
+        self.clock = hooks.clock  # the open step, and what was marked in it
         self.schedule = Schedule(self.clock, config.cadence, config.budget)  # what is due
         self.shards = Shards()
         self.thread = TrainingThread()

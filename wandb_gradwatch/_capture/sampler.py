@@ -1,6 +1,6 @@
 """From hooks, optimizer steps and loss scalers to rows in the window: what is measured when.
 
-    a parameter is marked             BackwardHooks -> _mark
+    a parameter's gradient is there   BackwardHooks -> _arrived            where anybody wants to know
     a backward has ended              BackwardHooks -> _backward_ended     measure every gradient that is there
     an optimizer is about to step     StepHooks     -> before_step         measure what was missed; what was clipped
     an optimizer has stepped          StepHooks     -> after_step          perhaps the sample is complete
@@ -23,9 +23,8 @@ from .._runtime.sharding import local_part, rank, rank_store, world_size
 from .._runtime.steps import STEP_HOOKS, StepListener
 from .._transfer.sample_buffer import SampleBuffer
 from .clipping import CLIP_FUNCTIONS
-from .clock import Closed
+from .clock import Closed, SampleClock
 from .config import CaptureConfig
-from .hook_sync import NO_SLOT
 from .hooks import BackwardHooks
 from .measurer import Measurer
 from .open_sample import OpenSample
@@ -59,7 +58,7 @@ class Sampler(StepListener, ScaleListener):
         self.boundary = boundary
         self._deliver = deliver
         self._hooks = BackwardHooks(
-            on_mark=self._mark,
+            SampleClock(step=config.start_step),
             on_arrival=self._arrived,
             on_begin=self._backward_begins,
             on_end=self._backward_ended,
@@ -71,7 +70,6 @@ class Sampler(StepListener, ScaleListener):
         self._measurer = Measurer(window, parts.optimizers, parts.seen, config.measured, self._timer)
         self._sample = OpenSample(parts, self._measurer)
         self._resting = Resting(parts, self._sample)
-        self._reached: set[int] = set()  # slots marked in the backward under way
         self._inside_backward = False
         self._joining: int | None = None
         self._seconds_at_commit = 0.0
@@ -113,13 +111,8 @@ class Sampler(StepListener, ScaleListener):
 
     # ---- marks and backwards
 
-    def _mark(self, slot: int) -> None:
-        if not self._clock.muted and slot != NO_SLOT:
-            self._clock.marked.add(slot)
-            self._reached.add(slot)
-
     def _arrived(self, slot: int, parameter: Tensor) -> None:
-        if self._clock.muted or slot == NO_SLOT or parameter.grad is None:
+        if parameter.grad is None:
             return
         if self._by_hand.inside_backward and self.parts.is_measured:
             self._sample.measure_inside(slot, parameter)
@@ -136,7 +129,7 @@ class Sampler(StepListener, ScaleListener):
         self.parts.thread.backward_begins()
         if not self._clock.muted:
             if not self._by_hand.possible or self._by_hand.backward_begins(has_accumulated):
-                self._reached.clear()
+                self._hooks.reached.clear()
             self.parts.wiring.backward_begins(has_accumulated)
             self._commit(self._clock.backward_begins())
             if self._clock.backwards and not self._inside_backward:
@@ -149,21 +142,22 @@ class Sampler(StepListener, ScaleListener):
         if self._clock.muted:
             return
         self.parts.wiring.backward_ended()
-        by_hand, parts, step = self._by_hand, self.parts, self._clock.open_step
+        by_hand, parts, reached = self._by_hand, self.parts, self._hooks.reached
+        step = self._clock.open_step
         was_in_hooks = by_hand.inside_backward
-        is_update = by_hand.possible and not parts.shards.uses_fsdp1 and by_hand.ended_in_hooks(self._reached, step)
+        is_update = by_hand.possible and not parts.shards.uses_fsdp1 and by_hand.ended_in_hooks(reached, step)
         is_first_in_hooks = by_hand.inside_backward and not was_in_hooks
         if is_first_in_hooks:
             self._hooks.tell_arrivals(self.parts.registry.scan())
         if by_hand.possible and not is_update:
-            if by_hand.were_reset(self._reached) and self._clock.backwards:
+            if by_hand.were_reset(reached) and self._clock.backwards:
                 self._close_update_by_hand()
                 self._sample.was_reset = by_hand.withholds  # if there turns out to be an optimizer
-                self._clock.marked |= self._reached
+                self._clock.marked |= reached
             by_hand.remember_parameters()
         self.parts.loss.settle()
         if self._schedule.is_sampled and (root := backward_root()) is not None:
-            self.parts.loss.see(root, *self._measurer.scale_of_backward(root.device, self._reached))
+            self.parts.loss.see(root, *self._measurer.scale_of_backward(root.device, reached))
         if self.parts.is_measured and not is_first_in_hooks:  # most of it is gone, and what is left is not the whole
             # Each may be the last before the step: the last group of micro-batches may be a shorter one.
             self._sample.measure_present(self.parts.hook_sync.scan())
