@@ -23,7 +23,7 @@ from processes import forked
 from wandb_gradwatch import __version__
 from wandb_gradwatch import _cli as cli
 from wandb_gradwatch import _doctor as doctor
-from wandb_gradwatch._doctor import Check, OverheadMeasurement, checks, measurement
+from wandb_gradwatch._doctor import Check, OverheadMeasurement
 from wandb_gradwatch._output import as_json, paragraph
 from wandb_gradwatch._page import commands, page, read, serve
 from wandb_gradwatch._page.history import OwnSeries, RecordedAlert, RunHistory
@@ -351,7 +351,7 @@ def test_doctor_as_json_names_every_requirement() -> None:
 
 
 def test_doctor_finds_a_version_below_its_floor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "_floors", lambda: {"numpy": "99.0"})
+    monkeypatch.setattr(doctor, "_floors", lambda: {"numpy": "99.0"})
     result = run("doctor", "--no-measure")
     assert result.exit_code == 1
     said = [line.strip() for line in result.stdout.splitlines()]
@@ -371,8 +371,8 @@ def test_doctor_finds_a_version_below_its_floor(monkeypatch: pytest.MonkeyPatch)
 def test_versions_are_compared_as_numbers(
     version: str, floor: str, verdict: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checks.metadata, "version", lambda name: version)
-    assert checks._check_version("torch", {"torch": floor}).verdict == verdict
+    monkeypatch.setattr(doctor.metadata, "version", lambda name: version)
+    assert doctor._check_version("torch", {"torch": floor}).verdict == verdict
 
 
 def _refuse(backend: str) -> None:
@@ -390,10 +390,10 @@ def _refuse(backend: str) -> None:
 def test_doctor_says_what_measures_on_the_cpu(
     version: str | None, compile_it: Any, verdict: str, found: str, advice: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checks.torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(checks, "_version_or_none", lambda name: version)
-    monkeypatch.setattr(checks, "compile_for_cpu", compile_it)
-    check = checks._check_numba()
+    monkeypatch.setattr(doctor.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(doctor, "_version_or_none", lambda name: version)
+    monkeypatch.setattr(doctor, "compile_for_cpu", compile_it)
+    check = doctor._check_numba()
     assert (check.verdict, check.found) == (verdict, found)
     assert advice in check.advice
 
@@ -418,11 +418,11 @@ def test_doctor_says_what_measures_on_cuda_and_what_its_compiler_lacks(
         if failure is not None:
             raise failure
 
-    monkeypatch.setattr(checks.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(checks.torch, "ones", lambda *_, **__: None)
-    monkeypatch.setattr(checks, "_version_or_none", lambda name: version)
-    monkeypatch.setattr(checks, "measure", measure)
-    check = checks._check_triton()
+    monkeypatch.setattr(doctor.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(doctor.torch, "ones", lambda *_, **__: None)
+    monkeypatch.setattr(doctor, "_version_or_none", lambda name: version)
+    monkeypatch.setattr(doctor, "measure", measure)
+    check = doctor._check_triton()
     assert check.verdict == verdict
     assert found in check.found
 
@@ -439,7 +439,7 @@ def test_doctor_says_what_measures_on_cuda_and_what_its_compiler_lacks(
 def test_the_login_is_judged_by_mode_and_credentials(
     mode: str, has_credentials: bool, verdict: str, found: str
 ) -> None:
-    check = checks._judge_login(mode, "http://host", lambda: has_credentials)
+    check = doctor._judge_login(mode, "http://host", lambda: has_credentials)
     assert check.verdict == verdict
     assert found in check.found
     assert bool(check.advice) == (verdict == "note")
@@ -449,7 +449,7 @@ def say_login(variables: dict[str, str]) -> None:
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         del os.environ[name]
     os.environ.update(variables)
-    print(checks._check_login().found)
+    print(doctor._check_login().found)
 
 
 def test_the_login_is_checked_without_the_network(tmp_path: Path) -> None:
@@ -467,7 +467,7 @@ def test_overhead_is_the_middle_pairs_share_of_blocks_in_alternating_order(monke
         order.append(watched)
         return (9.0 + len(order)) * (1.1 if watched else 1.0)
 
-    monkeypatch.setattr(measurement, "_train_block", block)
+    monkeypatch.setattr(doctor, "_train_block", block)
     measured = doctor.measure_overhead(800)
     assert order == [False, True, False, True, True, False, False, True]
     # The pairs' blocks take 12..17 ms before the cost of watching, so watching's shares of the watched blocks are
@@ -482,8 +482,8 @@ def test_overhead_is_the_middle_pairs_share_of_blocks_in_alternating_order(monke
 
 
 def test_doctor_measures_a_real_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measurement, "STEPS_PER_BLOCK", 3)
-    monkeypatch.setattr(measurement, "PAIRS", 2)
+    monkeypatch.setattr(doctor, "STEPS_PER_BLOCK", 3)
+    monkeypatch.setattr(doctor, "PAIRS", 2)
     result = run("doctor", "--parameters", "1k", "--json")
     assert result.exit_code == 0
     measured = json.loads(result.stdout)["overhead"]

@@ -30,7 +30,7 @@ from wandb_gradwatch._report.report import (
     flow_spec,
     run_on_disk,
 )
-from wandb_gradwatch._report.template import SECTIONS, LinePanel, TemplateSection
+from wandb_gradwatch._report.template import SECTIONS, LinePanel
 from wandb_gradwatch._report.workspace import build_workspace, save_workspace
 from wandb_gradwatch.snapshot import keys
 
@@ -44,30 +44,30 @@ def history(tmp_path_factory: pytest.TempPathFactory) -> RunHistory:
     return read_run(write_fake_run(tmp_path_factory.mktemp("run"), num_flushes=30))
 
 
-def panel_patterns(sections: tuple[TemplateSection, ...] = SECTIONS) -> set[str]:
-    return {panel.pattern for section in sections for panel in section.panels if panel.pattern is not None}
+PANELS = [panel for panels in SECTIONS.values() for panel in panels]
+TITLES = [WORDS[key].title for key in SECTIONS]
 
 
-def unlogged(sections: tuple[TemplateSection, ...], history: RunHistory) -> set[str]:
+def panel_patterns(panels: list[LinePanel] = PANELS) -> set[str]:
+    return {panel.pattern for panel in panels if panel.pattern is not None}
+
+
+def unlogged(panels: list[LinePanel], history: RunHistory) -> set[str]:
     """Keys that nobody logs and patterns that find nothing."""
-    named = {key for section in sections for panel in section.panels for key in panel.metrics}
-    return named.difference(history.values) | {
-        pattern for pattern in panel_patterns(sections) if not any(re.search(pattern, key) for key in history.values)
-    }
+    patterns = {one for one in panel_patterns(panels) if not any(re.search(one, key) for key in history.values)}
+    return {key for panel in panels for key in panel.metrics}.difference(history.values) | patterns
 
 
 # ---- what the template names
 
 
 def test_a_real_run_logs_every_key_that_the_template_names(history: RunHistory) -> None:
-    assert unlogged(SECTIONS, history) == set()
+    assert unlogged(PANELS, history) == set()
     assert keys.STEP in history.values
 
 
 def test_a_key_that_nobody_logs_would_be_noticed(history: RunHistory) -> None:
-    wrong = (
-        TemplateSection("norm", (LinePanel("x", ("gradwatch/gradient_norm",)), LinePanel("y", pattern="^norms/.+"))),
-    )
+    wrong = [LinePanel("x", ("gradwatch/gradient_norm",)), LinePanel("y", pattern="^norms/.+")]
     assert unlogged(wrong, history) == {"gradwatch/gradient_norm", "^norms/.+"}
 
 
@@ -98,9 +98,8 @@ def test_the_flow_chart_draws_columns_that_the_flight_recorder_has(history: RunH
 
 
 def test_every_section_says_what_healthy_looks_like_and_what_to_do() -> None:
-    for section in SECTIONS:
-        assert section.words.healthy.endswith(".")
-        assert section.words.otherwise.endswith(".")
+    assert set(SECTIONS) < set(WORDS)
+    assert all(words.healthy.endswith(".") and words.otherwise.endswith(".") for words in WORDS.values())
     assert len({words.title for words in WORDS.values()}) == len(WORDS)
 
 
@@ -127,9 +126,7 @@ def test_the_report_survives_its_own_format() -> None:
     loaded = reports.Report._from_model(report._to_model().model_copy(update={"spec": spec}))
     assert list(map(keys_of, line_plots(loaded.blocks))) == list(map(keys_of, line_plots(report.blocks)))
     assert axes(line_plots(loaded.blocks)) == {keys.STEP}
-    titles = [block.text for block in loaded.blocks if isinstance(block, reports.H2)]
-    for section in SECTIONS:
-        assert section.words.title in titles
+    assert set(TITLES) < {block.text for block in loaded.blocks if isinstance(block, reports.H2)}
 
 
 def test_a_report_about_one_run_shows_that_run_and_the_other_all_of_them() -> None:
@@ -156,11 +153,11 @@ def test_every_alert_that_has_causes_is_explained() -> None:
 
 def test_the_workspace_has_the_same_panels_and_words() -> None:
     workspace = build_workspace("someone", "loopback")
-    assert [section.name for section in workspace.sections] == [section.words.title for section in SECTIONS]
-    for built, section in zip(workspace.sections, SECTIONS, strict=True):
-        assert [panel.y for panel in built.panels[:-1]] == [list(panel.metrics) for panel in section.panels]
-        assert [panel.metric_regex for panel in built.panels[:-1]] == [panel.pattern for panel in section.panels]
-        assert section.words.otherwise in built.panels[-1].markdown
+    assert [section.name for section in workspace.sections] == TITLES
+    for built, (key, panels) in zip(workspace.sections, SECTIONS.items(), strict=True):
+        drawn = [(panel.y, panel.metric_regex) for panel in built.panels[:-1]]
+        assert drawn == [(list(panel.metrics), panel.pattern) for panel in panels]
+        assert WORDS[key].otherwise in built.panels[-1].markdown
 
 
 def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,11 +183,10 @@ def test_a_preview_has_every_block_of_the_report_and_the_lines_of_its_panels(
     told = previewed(written)
     texts = [block["text"] for block in told["blocks"] if block["kind"] == "H2"]
     assert texts[0] == "Alerts"
-    assert [section.words.title for section in SECTIONS] == texts[1 : len(SECTIONS) + 1]
+    assert texts[1 : len(SECTIONS) + 1] == TITLES
     assert [block["text"] for block in told["blocks"] if block["kind"] == "P"] == [one.text for one in history.alerts]
     panels = [panel for block in told["blocks"] if block["kind"] == "PanelGrid" for panel in block["panels"]]
-    built = [panel for section in SECTIONS for panel in section.panels]
-    assert [panel["title"] for panel in panels[: len(built)]] == [panel.title for panel in built]
+    assert [panel["title"] for panel in panels[: len(PANELS)]] == [panel.title for panel in PANELS]
     drawn = {panel["title"]: [line["label"] for line in panel["lines"]] for panel in panels}
     assert drawn["Norm before clipping, and received"] == [keys.GRAD_NORM, keys.GRAD_NORM_CLIPPED]
     assert len(drawn["Gradient norm of every layer"]) == 24
@@ -205,13 +201,13 @@ def test_a_preview_of_the_workspace_has_its_sections_and_the_lines_of_their_pane
     written = tmp_path / "gradwatch-workspace-loopback.html"
     assert result.stdout == written.as_uri() + "\n"
     told = previewed(written)
-    assert [block["text"] for block in told["blocks"]] == [section.words.title for section in SECTIONS]
+    assert [block["text"] for block in told["blocks"]] == TITLES
     assert [block["isOpen"] for block in told["blocks"]][:4] == [True, True, True, False]
-    for block, section in zip(told["blocks"], SECTIONS, strict=True):
+    for block, (key, expected) in zip(told["blocks"], SECTIONS.items(), strict=True):
         *panels, words = block["panels"]
-        assert [panel["title"] for panel in panels] == [panel.title for panel in section.panels]
-        assert section.words.otherwise in words["text"]
-        assert all(panel["lines"] for panel in panels), section.key
+        assert [panel["title"] for panel in panels] == [panel.title for panel in expected]
+        assert WORDS[key].otherwise in words["text"]
+        assert all(panel["lines"] for panel in panels), key
     assert "wandb.ai" not in written.read_text(encoding="utf-8")
 
 
@@ -296,10 +292,9 @@ def test_a_saved_report_loads_back_with_all_its_panels(server: LoopbackServer) -
     url = create_report(ENTITY, PROJECT, "abcd1234")
     assert f"/{ENTITY}/{PROJECT}/reports/Gradients-of-run-abcd1234--" in url
     loaded = reports.Report.from_url(url)
-    expected = [panel for section in SECTIONS for panel in section.panels]
     plots = line_plots(loaded.blocks)
     assert [(plot.title, keys_of(plot), plot.metric_regex, plot.log_y) for plot in plots] == [
-        (panel.title, list(panel.metrics), panel.pattern, panel.log_y) for panel in expected
+        (panel.title, list(panel.metrics), panel.pattern, panel.log_y) for panel in PANELS
     ]
     assert axes(plots) == {keys.STEP}
     charts = [p for b in loaded.blocks if isinstance(b, reports.PanelGrid) for p in b.panels]
@@ -333,10 +328,10 @@ def test_a_saved_workspace_loads_back_and_saving_it_twice_updates_it(server: Loo
     views = Views(server)
     url = save_workspace(ENTITY, PROJECT)
     loaded = workspaces.Workspace.from_url(url)
-    assert [section.name for section in loaded.sections] == [section.words.title for section in SECTIONS]
+    assert [section.name for section in loaded.sections] == TITLES
     assert loaded.settings.x_axis == keys.STEP
     assert loaded.auto_generate_panels is False
-    assert [p.metric_regex for p in loaded.sections[1].panels[:-1]] == [p.pattern for p in SECTIONS[1].panels]
+    assert [p.metric_regex for p in loaded.sections[1].panels[:-1]] == [p.pattern for p in SECTIONS["norm"]]
     assert save_workspace(ENTITY, PROJECT) == url
     assert [view["displayName"] for view in views.of_type("project-view")] == ["Gradients"]
 

@@ -14,7 +14,7 @@ from .._page.history import RecordedAlert, RunHistory
 from .._page.read import read_run
 from .._page.words import WORDS
 from ..snapshot import keys
-from .template import SECTIONS, TemplateSection, markdown_words, no_project, require_workspaces, speaking_to_wandb
+from .template import SECTIONS, markdown_words, no_project, require_workspaces, speaking_to_wandb
 
 logger: Final = logging.getLogger("wandb_gradwatch")
 
@@ -60,16 +60,22 @@ def build_report(
 ) -> Any:
     """The report as an object of wandb-workspaces, not saved; without a `flow_chart`'s id it has none. No network."""
     reports, _ = require_workspaces()
-    blocks = [*_introduction(reports), *_alerts(reports, alerts)]
-    for section in SECTIONS:
-        blocks += [reports.H2(section.words.title), _grid(reports, section, _runset(reports, run))]
-        blocks.append(reports.MarkdownBlock(markdown_words(section.words)))
-    blocks += _recorder(reports, _runset(reports, run), flow_chart)
-    on_the_page = "On a run's own page, under `gradients`: one heatmap per layer.\n\n"
-    blocks += [reports.H2(WORDS["histogram"].title)]
-    blocks += [reports.MarkdownBlock(on_the_page + markdown_words(WORDS["histogram"]))]
     about = {"entity": entity, "project": project, "title": _title(run), "description": DESCRIPTION}
+    blocks = [*_introduction(reports), *_alerts(reports, alerts)]
+    for key, panels in SECTIONS.items():
+        width = 24 // min(len(panels), 3)
+        blocks += _section(reports, key, run, [panel.build(reports, width=width) for panel in panels])
+    blocks += _section(reports, "recorder", run, _recorder_panels(reports, flow_chart))
+    on_the_page = "On a run's own page, under `gradients`: one heatmap per layer.\n\n"
+    blocks.append(reports.H2(WORDS["histogram"].title))
+    blocks.append(reports.MarkdownBlock(on_the_page + markdown_words(WORDS["histogram"])))
     return reports.Report(**about, blocks=blocks, width="fluid")
+
+
+def _section(reports: Any, key: str, run: str | None, panels: list[Any]) -> Iterator[Any]:
+    yield reports.H2(WORDS[key].title)
+    yield reports.PanelGrid(runsets=[_runset(reports, run)], panels=panels)
+    yield reports.MarkdownBlock(markdown_words(WORDS[key]))
 
 
 def run_on_disk(run: str | None, path: Path | None) -> RunHistory | None:
@@ -106,11 +112,8 @@ def _alerts(reports: Any, alerts: Sequence[RecordedAlert]) -> Iterator[Any]:
 
 def causes_by_title() -> dict[str, list[str]]:
     """Every alert's title with the causes that it can have."""
-    by_title: dict[str, list[str]] = {}
-    for cause, titles in CAUSES.items():
-        for title in titles:
-            by_title.setdefault(title, []).append(cause)
-    return by_title
+    titles = dict.fromkeys(title for of_cause in CAUSES.values() for title in of_cause)
+    return {title: [cause for cause, of_cause in CAUSES.items() if title in of_cause] for title in titles}
 
 
 def _runset(reports: Any, run: str | None) -> Any:
@@ -122,26 +125,18 @@ def _runset(reports: Any, run: str | None) -> Any:
     return reports.Runset(name=run, filters=expr.And(expr.Metric("ID") == run))
 
 
-def _grid(reports: Any, section: TemplateSection, runset: Any) -> Any:
-    width = 24 // min(len(section.panels), 3)
-    return reports.PanelGrid(runsets=[runset], panels=[panel.build(reports, width=width) for panel in section.panels])
-
-
-def _recorder(reports: Any, runset: Any, flow_chart: str | None) -> Iterator[Any]:
-    panels = []
-    if flow_chart is not None:
-        chart = reports.CustomChart(
-            query={"summaryTable": {"tableKey": keys.FLIGHT_RECORDER}},
-            chart_name=flow_chart,
-            chart_fields=dict(FLOW_FIELDS),
-            chart_strings={"title": "Gradient flow: layers by steps"},
-            layout=reports.Layout(w=24, h=12),
-        )
-        panels.append(chart)
-    panels.append(reports.WeavePanelSummaryTable(table_name=keys.FLIGHT_RECORDER, layout=reports.Layout(w=24, h=10)))
-    yield reports.H2(WORDS["recorder"].title)
-    yield reports.PanelGrid(runsets=[runset], panels=panels)
-    yield reports.MarkdownBlock(markdown_words(WORDS["recorder"]))
+def _recorder_panels(reports: Any, flow_chart: str | None) -> list[Any]:
+    table = reports.WeavePanelSummaryTable(table_name=keys.FLIGHT_RECORDER, layout=reports.Layout(w=24, h=10))
+    if flow_chart is None:
+        return [table]
+    chart = reports.CustomChart(
+        query={"summaryTable": {"tableKey": keys.FLIGHT_RECORDER}},
+        chart_name=flow_chart,
+        chart_fields=dict(FLOW_FIELDS),
+        chart_strings={"title": "Gradient flow: layers by steps"},
+        layout=reports.Layout(w=24, h=12),
+    )
+    return [chart, table]
 
 
 def flow_spec() -> dict[str, Any]:

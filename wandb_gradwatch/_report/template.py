@@ -5,12 +5,12 @@ W&B draws no histogram panel, so the template stands on scalars; the histograms 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
-from .._page.words import WORDS, Words
+from .._page.words import Words
 from ..snapshot import keys
 
 
@@ -42,18 +42,6 @@ class LinePanel:
         )
 
 
-@dataclass(frozen=True)
-class TemplateSection:
-    """Panels that belong together; `key` finds their words."""
-
-    key: str
-    panels: tuple[LinePanel, ...]
-
-    @property
-    def words(self) -> Words:
-        return WORDS[self.key]
-
-
 def _forecast(what: str, *, without: str | None = None) -> tuple[str, ...]:
     return tuple(keys.forecast_key(name, what) for name in keys.FORMATS if name != without)
 
@@ -66,113 +54,93 @@ def _metric(title: str, family: str, metric: str, **options: Any) -> LinePanel:
     return LinePanel(title, pattern=f"^{family}/.+/{metric}$", **options)
 
 
-def _section(key: str, *panels: LinePanel) -> TemplateSection:
-    return TemplateSection(key, panels)
-
-
 _INTERVAL: Final = tuple(f"{keys.NOISE_SCALE}/total/{keys.NOISE_SCALE}{end}" for end in ("", "_low", "_high"))
-SECTIONS: Final = (
-    _section(
-        "loss",
+SECTIONS: Final[Mapping[str, tuple[LinePanel, ...]]] = {  # by the key of their words
+    "loss": (
         LinePanel("Loss at the samples", (keys.LOSS,)),
         LinePanel("Losses that are not finite, in each window", (keys.NUM_NONFINITE_LOSS,)),
     ),
-    _section(
-        "norm",
+    "norm": (
         LinePanel("Norm before clipping, and received", (keys.GRAD_NORM, keys.GRAD_NORM_CLIPPED), log_y=True),
         LinePanel("Largest norm of each window", (keys.GRAD_NORM_MAX,), log_y=True),
         LinePanel("Clip ratio", (keys.CLIP_RATIO,), range_y=(0.0, 1.0)),
     ),
-    _section(
-        "lines",
+    "lines": (
         _layers("Gradient norm of every layer", keys.LAYER_GRAD_NORM, log_y=True),
         _layers("Largest norm of each window, every layer", keys.LAYER_GRAD_NORM_MAX, log_y=True),
     ),
-    _section(
-        "ratio",
+    "ratio": (
         _layers("Gradient / parameter norm (healthy: 1e-6 to 1)", keys.LAYER_GRAD_PARAM_RATIO, log_y=True),
         LinePanel("Parameter norm, whole model", (keys.PARAM_NORM,), log_y=True),
         _layers("Parameter norm of every layer", keys.LAYER_PARAM_NORM, log_y=True),
     ),
-    _section(
-        "dead",
+    "dead": (
         LinePanel("Dead elements, whole model", (keys.DEAD_RATIO,), range_y=(0.0, None)),
         _layers("Dead elements of every layer", keys.LAYER_DEAD_RATIO, range_y=(0.0, 1.0)),
     ),
-    _section(
-        "nonfinite",
+    "nonfinite": (
         LinePanel("NaN and Inf elements, whole model", (keys.NUM_NAN, keys.NUM_INF)),
         _layers("NaN and Inf elements of every layer", keys.LAYER_NUM_NONFINITE),
     ),
-    _section(
-        "scale",
+    "scale": (
         LinePanel("Loss scale", (keys.LOSS_SCALE,), log_y=True),
         LinePanel(
             "Steps not applied in each window: skipped by the loss scaler, withheld by the guard",
             (keys.NUM_SKIPPED_STEPS, keys.NUM_GUARDED_STEPS),
         ),
     ),
-    _section(
-        "quantiles",
+    "quantiles": (
         LinePanel(
             "Size of the elements: 1st percentile, median, 99th percentile, largest",
             (*keys.GRAD_ABS_QUANTILES, keys.GRAD_ABS_MAX),
             log_y=True,
         ),
     ),
-    _section(
-        "precision",
+    "precision": (
         LinePanel("Share below full precision", _forecast("underflow_ratio"), range_y=(0.0, None)),
         LinePanel("Share that would become 0", _forecast("flush_ratio"), range_y=(0.0, None)),
         # bfloat16 ends where float32 does: its line would press the others flat.
         LinePanel("Octaves up to overflow", _forecast("headroom", without="bf16")),
     ),
-    _section(
-        "activation",
+    "activation": (
         _metric("Spread of every module's output", keys.ACTIVATION, "std", log_y=True),
         _metric("Dead outputs", keys.ACTIVATION, "dead_ratio", range_y=(0.0, 1.0)),
         _metric("NaN and Inf outputs", keys.ACTIVATION, "num_nonfinite"),
     ),
-    _section(
-        "attention",
+    "attention": (
         _metric("Entropy of every head, of the possible", keys.ATTENTION, "entropy_ratio", range_y=(0, 1)),
         _metric("Largest element of queries and keys", keys.ATTENTION, "(query|key)_abs_max", log_y=True),
         _metric("Largest logit (limit: 100)", keys.ATTENTION, keys.LOGIT_MAX, log_y=True),
     ),
-    _section(
-        "router",
+    "router": (
         _metric("Fullest expert (1 is the ideal)", keys.ROUTER, "load_max_ratio", log_y=True),
         _metric("Experts without a token", keys.ROUTER, keys.DEAD_EXPERTS),
         _metric("Entropy, of the possible", keys.ROUTER, "entropy_ratio", range_y=(0, 1)),
     ),
-    _section("update", _metric("Update / parameter norm (usual: 1e-3)", keys.UPDATE, "ratio", log_y=True)),
-    _section(
-        "optimizer_state",
+    "update": (_metric("Update / parameter norm (usual: 1e-3)", keys.UPDATE, "ratio", log_y=True),),
+    "optimizer_state": (
         _metric("Stale second moment (alarming: 2.3)", keys.OPTIMIZER_STATE, keys.STALE),
         _metric("Update in units of the learning rate", keys.OPTIMIZER_STATE, "update_rms"),
         _metric("Share that has a direction", keys.OPTIMIZER_STATE, "coherence"),
     ),
-    _section(
-        "noise_scale",
+    "noise_scale": (
         _metric("Noise scale", keys.NOISE_SCALE, "noise_scale", log_y=True),
         LinePanel("Of all groups together, with its 95 % interval", _INTERVAL, log_y=True),
         _metric("Cosine between parts of a batch", keys.NOISE_SCALE, "cosine"),
     ),
-    _section(
-        "parameter",
+    "parameter": (
         _metric("Largest singular value", keys.PARAMETER, "largest_singular_value", log_y=True),
         _metric("Stable rank", keys.PARAMETER, "stable_rank", log_y=True),
     ),
-    _section(
-        "ranks",
+    "ranks": (
         _metric("Seconds of each rank's own work", keys.RANKS, keys.SECONDS, log_y=True),
         _metric("Norm of each rank's own gradient", keys.RANKS, "local_norm", log_y=True),
         _metric("Loss of each rank", keys.RANKS, "loss"),
         _metric("Ranks whose parameters differ", keys.RANKS, keys.APART),
     ),
-    _section("spread", LinePanel("Mean and deviation", (keys.GRAD_MEAN, keys.GRAD_STD))),
-    _section("overhead", LinePanel("Share of the training time", (keys.OVERHEAD_RATIO,))),
-)
+    "spread": (LinePanel("Mean and deviation", (keys.GRAD_MEAN, keys.GRAD_STD)),),
+    "overhead": (LinePanel("Share of the training time", (keys.OVERHEAD_RATIO,)),),
+}
 
 
 def markdown_words(words: Words) -> str:

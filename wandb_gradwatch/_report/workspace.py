@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 from typing import Any, Final
 
+from .._page.words import WORDS
 from ..snapshot import keys
-from .template import SECTIONS, TemplateSection, markdown_words, no_project, require_workspaces, speaking_to_wandb
+from .template import SECTIONS, markdown_words, no_project, require_workspaces, speaking_to_wandb
 
 VIEW_NAME: Final = "Gradients"
 # The part of the view's address that its name determines, by which it is found again: W&B's ids are like this.
@@ -38,7 +39,7 @@ def build_workspace(entity: str, project: str) -> Any:
         entity=entity,
         project=project,
         name=VIEW_NAME,
-        sections=[_section(reports, workspaces, section, index) for index, section in enumerate(SECTIONS)],
+        sections=[_section(reports, workspaces, key, is_open=index < 3) for index, key in enumerate(SECTIONS)],
         settings=workspaces.WorkspaceSettings(
             x_axis=keys.STEP,
             # Else W&B makes one section for every layer.
@@ -50,13 +51,13 @@ def build_workspace(entity: str, project: str) -> Any:
     )
 
 
-def _section(reports: Any, workspaces: Any, section: TemplateSection, index: int) -> Any:
-    panels = [panel.build(reports) for panel in section.panels]
-    panels.append(reports.MarkdownPanel(markdown=markdown_words(section.words)))
+def _section(reports: Any, workspaces: Any, key: str, *, is_open: bool) -> Any:
+    panels = [panel.build(reports) for panel in SECTIONS[key]]
+    panels.append(reports.MarkdownPanel(markdown=markdown_words(WORDS[key])))
     return workspaces.Section(
-        name=section.words.title,
+        name=WORDS[key].title,
         panels=panels,
-        is_open=index < 3,
+        is_open=is_open,
         layout_settings=workspaces.SectionLayoutSettings(columns=min(len(panels), 4), rows=1),
         panel_settings=workspaces.SectionPanelSettings(x_axis=keys.STEP),
     )
