@@ -193,8 +193,7 @@ def test_the_end_of_the_script_waits_for_no_rank_and_loses_no_row() -> None:
 
 
 def test_what_a_backward_waits_for_other_ranks_is_not_the_ranks_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    for room in ("_ranks", "_own_gradients"):
-        monkeypatch.setattr(f"wandb_gradwatch.metrics.{room}.world_size", lambda: 2)
+    monkeypatch.setattr("wandb_gradwatch.metrics._ranks.world_size", lambda: 2)
     now, probe, model = [100.0], Ranks(), Chosen(a=1)
     probe._clock = lambda: now[0]
     probe.bind(ModuleIndex([("", model)]))

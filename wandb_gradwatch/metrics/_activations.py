@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
-import torch
 from torch import Tensor, nn
 
 from .._capture.probes import Found
@@ -94,15 +93,13 @@ class Activations(ForwardProbe):
         self._rows.reads_histograms = histogram_is_due
 
     def forward_done(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        seen: dict[str, Tensor] = {}
         name, hooked = (f"{name}.eval" if self._in_evaluation else name), name
+        seen: list[tuple[str, Tensor]] = []
         if "input" in self._of:
-            given = (args[0] if len(args) == 1 else args) if args else ()
-            for path, tensor in (*tensors_in(given, "input"), *tensors_in(kwargs, "input")):
-                seen[tensor_name(name, path)] = tensor
+            seen += [*tensors_in(args[0] if len(args) == 1 else args, "input"), *tensors_in(kwargs, "input")]
         if "output" in self._of:
-            seen |= {tensor_name(name, path): tensor for path, tensor in tensors_in(output)}
-        self._add(hooked, seen)
+            seen += tensors_in(output)
+        self._add(hooked, {tensor_name(name, path): tensor for path, tensor in seen})
         if "grad" in self._of:
             for path, tensor in leaves_in(output, "grad"):
                 if tensor.requires_grad:
@@ -128,17 +125,11 @@ class Activations(ForwardProbe):
 
     def _add(self, source: str, tensors: Mapping[str, Tensor]) -> None:
         self._seen_any = True
-        by_device: dict[torch.device, dict[str, Tensor]] = {}
-        for name, tensor in tensors.items():
-            self._source[name] = source
-            by_device.setdefault(tensor.device, {})[name] = tensor
-        for group in by_device.values():
-            self._rows.measure(group)
+        self._source |= dict.fromkeys(tensors, source)
+        for device in dict.fromkeys(tensor.device for tensor in tensors.values()):
+            self._rows.measure({name: tensor for name, tensor in tensors.items() if tensor.device == device})
 
     def take(self) -> Mapping[str, Found]:
-        read = self._rows.read(self._order)
+        # By the place in the forward: re-entrant checkpointing measures its blocks in the backward's order.
+        read = self._rows.read(lambda name: self._tap.order[self._source[name]])
         return {f"{keys.ACTIVATION}/{name}/{statistic}": value for name, statistic, value in read}
-
-    def _order(self, name: str) -> int:
-        """The place in the forward; re-entrant checkpointing measures its blocks in the backward's order."""
-        return self._tap.order[self._source[name]]

@@ -8,7 +8,7 @@ the queries that have a choice. Both are those of the softmax itself, before any
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -95,10 +95,11 @@ class Attention(ForwardProbe):
 
     def _measure(self, module: str, call: AttentionCall) -> None:
         self._seen_any = True
-        parts: dict[str, Tensor] = {}
-        for name, tensor in (("query", call.query), ("key", call.key), ("value", call.value)):
-            if tensor is not None:
-                parts |= {f"{module}/{label}/{name}": part for label, part in slices(tensor.detach(), {-3: "head"})}
+        parts = {
+            f"{module}/{label}/{name}": part
+            for name, tensor in call.parts().items()
+            for label, part in slices(tensor.detach(), {-3: "head"})
+        }
         self._rows.measure(parts)
         if self._weights:
             sums, largest = weight_sums(call)
@@ -111,7 +112,7 @@ class Attention(ForwardProbe):
         }
         largest = self._largest.take()
         for module, sums in self._sums.take().items():
-            numbers: dict[str, Iterable[Tensor]] = {
+            numbers = {
                 "entropy": sums[:, 0] / sums[:, 1],
                 "entropy_ratio": sums[:, 2] / sums[:, 3],
                 keys.LOGIT_MAX: largest[module],
@@ -130,10 +131,9 @@ def weight_sums(call: AttentionCall) -> tuple[Tensor, Tensor]:
     log(sum(exp(logits))). A query that may look nowhere counts in none; one that may look at one place has an entropy
     of 0 and no ratio.
     """
-    query = call.query.detach().flatten(0, -4) if call.query.ndim > 3 else call.query.detach()[None]
-    key = call.key.detach().flatten(0, -4) if call.key.ndim > 3 else call.key.detach()[None]
+    query, key = (t.flatten(0, -4) if t.ndim > 3 else t[None] for t in (call.query.detach(), call.key.detach()))
     key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-    bias = _bias(call, query)
+    bias = _bias(call)
     scale = 1 / math.sqrt(query.shape[-1]) if call.scale is None else call.scale
     num_items, num_heads, num_queries, num_keys = (*query.shape[:3], key.shape[2])
     rows = min(num_queries, max(1, _WEIGHTS_AT_ONCE // max(num_heads * num_keys, 1)))
@@ -168,18 +168,16 @@ def _sums_of_logits(logits_NHLS: Tensor, is_masked: bool) -> Tensor:
     return torch.stack([t.sum((0, 2), dtype=wide) for t in (entropy, has_any, ratio, has_choice, log_sum_sq)], dim=1)
 
 
-def _bias(call: AttentionCall, query: Tensor) -> Tensor | None:
+def _bias(call: AttentionCall) -> Tensor | None:
     """The mask as a number to add: [1 or N, 1 or H, 1 or L, S]; None without one."""
     if call.mask is None:
         return None
     bias = call.mask.detach()
     if bias.dtype == torch.bool:
-        bias = torch.zeros(bias.shape, device=bias.device).masked_fill_(~bias, -math.inf)
-    while bias.ndim < 4:
-        bias = bias[None]
+        bias = _forbidding(~bias)
     if bias.ndim > 4:
-        bias = bias.expand(*call.query.shape[:-3], *bias.shape[-3:]).flatten(0, -4)
-    return bias
+        return bias.expand(*call.query.shape[:-3], *bias.shape[-3:]).flatten(0, -4)
+    return bias[(None,) * (4 - bias.ndim)]
 
 
 def _call_of(
@@ -201,9 +199,13 @@ def _call_of(
         key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
     elif not module.batch_first:
         tensors = [tensor.transpose(0, 1) for tensor in tensors]
+    weights: Sequence[Tensor] = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
+    if module.in_proj_weight is not None:
+        weights = module.in_proj_weight.chunk(3)
+    biases: Sequence[Tensor | None] = [None] * 3 if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
     projected = [
         functional.linear(tensor.float(), weight.float(), None if bias is None else bias.float())
-        for tensor, weight, bias in zip(tensors, *_projections(module), strict=True)
+        for tensor, weight, bias in zip(tensors, weights, biases, strict=True)
     ]
     for index, extra in ((1, module.bias_k), (2, module.bias_v)):
         if extra is not None:
@@ -213,25 +215,18 @@ def _call_of(
     heads = [tensor.view(*tensor.shape[:2], module.num_heads, -1).transpose(1, 2) for tensor in projected]
     # Both masks as numbers to add to the logits, with zeros for the keys that the module appends itself.
     mask: Tensor | None = None
-    num_keys = heads[1].shape[2]
-    if attn_mask is not None:
-        bias = _additive(attn_mask, num_keys)
-        mask = bias.view(len(heads[0]), module.num_heads, *bias.shape[1:]) if bias.ndim == 3 else bias[None, None]
-    if key_padding_mask is not None:
-        padding = _additive(key_padding_mask, num_keys)[:, None, None]
-        mask = padding if mask is None else mask + padding
+    for given in (attn_mask, key_padding_mask):
+        if given is None:
+            continue
+        bias = _forbidding(given) if given.dtype == torch.bool else given.float()  # True forbids, in this module
+        bias = functional.pad(bias, (0, heads[1].shape[2] - bias.shape[-1]))
+        if given is key_padding_mask:
+            bias = bias[:, None, None]
+        else:
+            bias = bias.view(len(heads[0]), module.num_heads, *bias.shape[1:]) if bias.ndim == 3 else bias[None, None]
+        mask = bias if mask is None else mask + bias
     return AttentionCall(heads[0], heads[1], heads[2], mask, False, None)
 
 
-def _projections(module: nn.MultiheadAttention) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
-    if module.in_proj_weight is not None:
-        weights: Sequence[Tensor] = module.in_proj_weight.chunk(3)
-    else:
-        weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
-    return weights, [None] * 3 if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
-
-
-def _additive(mask: Tensor, num_keys: int) -> Tensor:
-    if mask.dtype == torch.bool:  # True forbids, in this module
-        mask = torch.zeros(mask.shape, device=mask.device).masked_fill_(mask, -math.inf)
-    return functional.pad(mask.float(), (0, num_keys - mask.shape[-1]))
+def _forbidding(places: Tensor) -> Tensor:
+    return torch.zeros(places.shape, device=places.device).masked_fill_(places, -math.inf)

@@ -178,6 +178,11 @@ class AttentionCall:
     is_causal: bool
     scale: float | None
 
+    def parts(self) -> dict[str, Tensor]:
+        """Those of query, key and value that there are."""
+        parts = {"query": self.query, "key": self.key, "value": self.value}
+        return {name: tensor for name, tensor in parts.items() if tensor is not None}
+
 
 def log_attention(
     module: nn.Module,

@@ -288,7 +288,7 @@ class FunctionMetrics(ForwardProbe):
 
     def logged(self, module: str, name: str, thing: Any, dims: Dims) -> None:
         if isinstance(thing, AttentionCall):
-            for part, tensor in (("query", thing.query), ("key", thing.key), ("value", thing.value)):
+            for part, tensor in thing.parts().items():
                 self.logged(module, part, tensor, {-3: "head"})
         elif is_measurable(thing):
             self._seen_any = True

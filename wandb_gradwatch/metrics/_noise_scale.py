@@ -19,8 +19,8 @@ from .._measure.probe_values import ArrivedSums, ProbeSums
 from .._runtime.sharding import world_size
 from ..snapshot import GroupBy, group_function, keys
 from ._module_probe import ReadByProbe
-from ._own_gradients import OwnGradientProbe, square_of
-from ._rows import widened
+from ._ranks import OwnGradientProbe
+from ._rows import square_of, widened
 
 # N parts of a step's batch: micro-batches, or ranks; W samples that an estimate is made of
 

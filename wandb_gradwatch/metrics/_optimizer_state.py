@@ -110,9 +110,13 @@ class OptimizerState(ParameterProbe):
                 for name, value in sorted(state.items())
                 if isinstance(value, Tensor) and value.is_floating_point() and value.ndim
             }
-            sums = [_sum_sq(one, before) for one in (*_made_of(tensor, state, group), *parts.values())]
+            missing = torch.full((), torch.nan, dtype=before.dtype, device=before.device)
+            sums = [
+                missing if one is None else onto(widened(one).square().sum(dtype=before.dtype), before.device)
+                for one in (*_made_of(tensor, state, group), *parts.values())
+            ]
             second = _moment(state, group, "exp_avg_sq", 1)
-            sums.insert(1, _missing(before) if second is None else second.sum(dtype=before.dtype))
+            sums.insert(1, missing if second is None else second.sum(dtype=before.dtype))
             eps = group.get("eps", 0.0)
             meaning = StateSums(tuple(parts), float(eps) if isinstance(eps, float) else 0.0)
             key = f"{keys.OPTIMIZER_STATE}/{tensor.name}"
@@ -157,11 +161,3 @@ def _made_of(tensor: WatchedTensor, state: Mapping[str, Any], group: Mapping[str
         return [first, None]
     buffer = widened(local_part(buffer).detach())
     return [first, widened(tensor.gradient) + group["momentum"] * buffer if group.get("nesterov") else buffer]
-
-
-def _sum_sq(tensor: Tensor | None, like: Tensor) -> Tensor:
-    return _missing(like) if tensor is None else onto(widened(tensor).square().sum(dtype=like.dtype), like.device)
-
-
-def _missing(like: Tensor) -> Tensor:
-    return torch.full((), torch.nan, dtype=like.dtype, device=like.device)

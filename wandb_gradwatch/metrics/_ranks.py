@@ -1,4 +1,7 @@
-"""Ranks: what each rank has of its own, its gradient, loss, time and replica of the parameters, side by side."""
+"""Ranks: what each rank has of its own, its gradient, loss, time and replica of the parameters, side by side.
+
+And the probe below it, of the gradients that a rank computes itself, before those of the others are averaged into them.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,8 @@ from .._measure.elements import onto, wide_dtype
 from .._measure.probe_values import ArrivedSums, ProbeSums
 from .._runtime.sharding import rank, world_size
 from ..snapshot import keys
-from ._module_probe import ReadByProbe
-from ._own_gradients import OwnGradientProbe
+from ._module_probe import ParameterProbe, ReadByProbe, dense
+from ._rows import square_of, widened
 from ._rules import RanksDisagree, SlowRank
 
 # R ranks, F fields of each
@@ -30,6 +33,75 @@ _FIELDS: Final = ("is_there", "square", "loss", "seconds", "checksum", "layout")
 _UNSEEN: Final = -1.0  # in place of a square: there is no gradient of the rank's own
 _MAX_RANK_KEYS: Final = 64  # with more ranks only the lowest, the median and the highest are told
 _MODULUS: Final = 2**48  # of checksums: exact in float64, and no flipped bit of 32 is lost
+
+
+class OwnGradientProbe(ParameterProbe):
+    """A probe that compares what the ranks have computed themselves; its numbers travel with the merge over ranks.
+
+    Of a step that is averaged inside the backward it knows the squared norms of what this rank alone adds. A hook on a
+    parameter runs before DistributedDataParallel reduces its bucket. What it sees has what earlier backwards of the
+    step have left in it, already averaged unless they ran under no_sync(): that is subtracted, for which steps of
+    several backwards are copied. The first such step is left out, as nothing was copied there yet.
+
+    Memory: one number for each parameter; two copies of the gradients where steps have several backwards.
+    """
+
+    def __init__(self, match: NameFilter | None = None) -> None:
+        super().__init__(match)
+        self._copies = False  # whether a step of several backwards was seen
+        self._forget_gradients()
+
+    def _forget_gradients(self) -> None:
+        self._num_averaged = 0  # backwards of the step that were averaged inside
+        self._begun = False  # a gradient has arrived since the last backward's end
+        self._squares_of_own: dict[str, Tensor] = {}
+        self._own: dict[str, Tensor] = {}  # of the backwards so far
+        self._left: dict[str, Tensor] = {}  # by the last backward
+        self._inverse_scales: dict[str, Tensor | None] = {}  # of the gradients that the sample is of
+
+    @property
+    def needs_ranks(self) -> bool:
+        return world_size() > 1
+
+    def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
+        super().start(next_step_is_due, histogram_is_due)
+        self._copies = self._copies or self._num_averaged > 1
+        self._forget_gradients()
+        if next_step_is_due:
+            self._shards.look()
+
+    def gradient_arrived(self, name: str, gradient: Tensor) -> None:
+        if not (self._is_due and self._matches(name) and self._shards.is_whole(name)):
+            return
+        self._begun = True
+        own = widened(dense(gradient))
+        if self._copies:
+            if name in self._left:
+                own = own - self._left[name]
+            own = self._own[name] = self._own[name] + own if name in self._own else own.clone()
+        self._squares_of_own[name] = square_of(own)
+
+    def gradients_ready(self, tensors: Sequence[WatchedTensor]) -> None:
+        if not self._is_due:
+            return
+        self._inverse_scales |= {tensor.name: tensor.inverse_scale for tensor in tensors}
+        if not self._begun:
+            return
+        self._begun, self._num_averaged = False, self._num_averaged + 1
+        if self._copies:
+            left = {tensor.name: tensor.gradient for tensor in tensors if tensor.name in self._own}
+            self._left = {name: widened(one).clone() for name, one in left.items() if one is not None}
+
+    def own_squares(self) -> dict[str, Tensor]:
+        """By parameter: the squared norm of the rank's own gradient, without the loss scale; empty if not known."""
+        if self._num_averaged > 1 and not self._copies:
+            return {}
+        return {name: self.without_scale(name, square) for name, square in self._squares_of_own.items()}
+
+    def without_scale(self, name: str, squares: Tensor) -> Tensor:
+        """The squares of a parameter's gradients without the loss scale that they still have."""
+        inverse = self._inverse_scales.get(name)
+        return squares if inverse is None else squares * onto(inverse, squares.device).square()
 
 
 class Ranks(OwnGradientProbe):
@@ -70,13 +142,13 @@ class Ranks(OwnGradientProbe):
         if isinstance(checksum_every, bool) or not isinstance(checksum_every, int) or checksum_every < 0:
             raise ValueError(f"Ranks(checksum_every={checksum_every!r}) must be a number of sampled steps, 0 for never")
         self._checksum_every = checksum_every
-        self._is_checked = False
         self._num_due = 0
         self._clock = time.perf_counter
         self._began = self._clock()
-        self._has_updated = False
-        self._waited = 0.0
-        self._seconds = math.nan
+        self._forget_step()
+
+    def _forget_step(self) -> None:
+        self._has_updated, self._waited, self._seconds = False, 0.0, math.nan
         self._loss: Tensor | None = None
         self._checksums: list[Tensor] = []
         self._layout: list[object] = []  # of what has a checksum
@@ -87,8 +159,7 @@ class Ranks(OwnGradientProbe):
         super().start(next_step_is_due and self.needs_ranks, histogram_is_due)
         self._is_checked = self._is_due and self._checksum_every > 0 and self._num_due % self._checksum_every == 0
         self._num_due += self._is_due
-        self._has_updated, self._waited, self._seconds, self._loss = False, 0.0, math.nan, None
-        self._checksums, self._layout = [], []
+        self._forget_step()
 
     def gradient_arrived(self, name: str, gradient: Tensor) -> None:
         super().gradient_arrived(name, gradient)
@@ -121,8 +192,8 @@ class Ranks(OwnGradientProbe):
         if not self._is_due:
             return {}
         squares = list(self.own_squares().values())
-        known = [*squares, *([] if self._loss is None else [self._loss]), *self._checksums]
-        device = known[0].device if known else torch.device("cpu")
+        known = (one.device for one in (*squares, self._loss, *self._checksums) if one is not None)
+        device = next(known, torch.device("cpu"))
 
         def number(value: float | Tensor | None) -> Tensor:
             if isinstance(value, Tensor):

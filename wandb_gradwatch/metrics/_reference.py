@@ -153,13 +153,11 @@ class Reference(ForwardProbe):
             self._reference_tap.shut()
 
     def _keep_output(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """A module of the reference's has put this out."""
         self._outputs.setdefault(name, []).append(dict(tensors_in(output)))
 
     def forward_done(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self._seen_any = True
-        waiting = self._outputs.get(name)
-        references = waiting.pop(0) if waiting else {}
+        references = waiting.pop(0) if (waiting := self._outputs.get(name)) else {}
         for path, tensor in tensors_in(output):
             if path in references and references[path].shape == tensor.shape:
                 self._compare(f"{keys.ACTIVATION}/{tensor_name(name, path)}", tensor, references[path], self._functions)
@@ -172,21 +170,19 @@ class Reference(ForwardProbe):
     def _compare_parameters(self, tensors: Sequence[WatchedTensor]) -> None:
         self._shards.look()
         for watched in tensors:
-            name = watched.name.removeprefix(self._prefix)
-            if watched.name in self._parameters_done or not watched.name.startswith(self._prefix):
+            name = watched.name
+            of_reference = self._frozen.get(name.removeprefix(self._prefix)) if name.startswith(self._prefix) else None
+            if of_reference is None or name in self._parameters_done or not self._matches(name):
                 continue
-            if name not in self._frozen or not self._matches(watched.name):
-                continue
-            self._parameters_done.add(watched.name)
-            whole = local_part(self._frozen[name]).detach()
-            reference = self._shards.part(watched.name, whole, needed_by="distances to a reference")
+            self._parameters_done.add(name)
+            whole = local_part(of_reference).detach()
+            reference = self._shards.part(name, whole, needed_by="distances to a reference")
             if reference is None:
                 continue
             functions = self._functions
-            if functions and not self._shards.is_whole(watched.name, needed_by="functions of differences"):
+            if functions and not self._shards.is_whole(name, needed_by="functions of differences"):
                 functions = {}
-            key = f"{keys.PARAMETER}/{watched.name}"
-            self._compare(key, watched.parameter, reference, functions, pending=False)
+            self._compare(f"{keys.PARAMETER}/{name}", watched.parameter, reference, functions, pending=False)
 
     def _compare(
         self, key: str, tensor: Tensor, other: Tensor, functions: Mapping[str, Difference], *, pending: bool = True
@@ -200,13 +196,8 @@ class Reference(ForwardProbe):
                 self._values.add(f"{key}/{name}", Tally.of(value.reshape(1, -1), "mean", [""]), pending=pending)
             except Exception as error:
                 del self._functions[name]
-                logger.error(
-                    "wandb_gradwatch: %r: the function %r failed on %s and is dropped; the others go on.",
-                    self,
-                    name,
-                    key,
-                    exc_info=error,
-                )
+                said = "wandb_gradwatch: %r: the function %r failed on %s and is dropped; the others go on."
+                logger.error(said, self, name, key, exc_info=error)
 
     def forget_pending(self) -> None:
         super().forget_pending()

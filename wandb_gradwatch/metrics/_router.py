@@ -73,12 +73,11 @@ class Router(ForwardProbe):
 
     def take(self) -> Mapping[str, Found]:
         layers = self._sums.take()
-        num_experts = {len(loads) - 2 for loads in layers.values()}
+        num_experts = [len(loads) - 2 for loads in layers.values()]
         taken: dict[str, Found] = {}
-        in_detail = sum(len(loads) - 2 for loads in layers.values()) <= MAX_EXPERT_KEYS
         for name, loads in layers.items():
-            taken |= self._numbers(name, loads, in_detail=in_detail)
-        if len(layers) > 1 and len(num_experts) == 1:
+            taken |= self._numbers(name, loads, in_detail=sum(num_experts) <= MAX_EXPERT_KEYS)
+        if len(layers) > 1 and len(set(num_experts)) == 1:
             device = next(iter(layers.values())).device
             pooled = torch.stack([onto(loads, device) for loads in layers.values()]).sum(0)
             taken |= self._numbers(POOLED, pooled, in_detail=True)
@@ -96,10 +95,8 @@ class Router(ForwardProbe):
             f"{key}/entropy_ratio": entropies / tokens / math.log(num_experts),
             f"{key}/load_entropy_ratio": torch.special.entr(share_E).sum() / math.log(num_experts),
         }
-        if in_detail:
-            for expert, share in enumerate(share_E):
-                taken[f"{key}/expert_{expert}/load_ratio"] = share * num_experts
-        return taken
+        shares = enumerate(share_E if in_detail else ())
+        return taken | {f"{key}/expert_{expert}/load_ratio": share * num_experts for expert, share in shares}
 
 
 def _loads(logits_TE: Tensor, top_k: int) -> Tensor:
@@ -107,8 +104,7 @@ def _loads(logits_TE: Tensor, top_k: int) -> Tensor:
     wide = wide_dtype(logits_TE.device)
     chosen_TK = logits_TE.topk(top_k, dim=-1).indices
     # Not by bincount: on a device it makes the host wait for the largest index.
-    tokens_E = torch.zeros(logits_TE.shape[-1], dtype=wide, device=logits_TE.device)
     ones = torch.ones(chosen_TK.numel(), dtype=wide, device=logits_TE.device)
-    tokens_E = tokens_E.scatter_add(0, chosen_TK.flatten(), ones)
+    tokens_E = ones.new_zeros(logits_TE.shape[-1]).scatter_add(0, chosen_TK.flatten(), ones)
     entropies = torch.special.entr(torch.softmax(logits_TE.float(), dim=-1)).sum(dtype=wide)
     return torch.cat([tokens_E, torch.stack([entropies, torch.full_like(entropies, len(logits_TE))])])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._capture.probes import Found
 from .._measure.columns import MAX_COLUMNS, MIN_COLUMNS, NUM_COLUMNS, ZERO_BIN, Column, magnitude_edges
-from .._measure.elements import onto
+from .._measure.elements import onto, wide_dtype
 from .._measure.measure import measure
 from .._measure.probe_values import ProbeHistogram
 
@@ -65,6 +65,12 @@ class Store(Generic[Key, Value]):
 def add_on_device(one: Tensor, other: Tensor) -> Tensor:
     """The sum of two tensors, on the first one's device."""
     return one + onto(other, one.device)
+
+
+def square_of(tensor: Tensor) -> Tensor:
+    """The squared norm, without an overflow of the squares."""
+    norm: Tensor = torch.linalg.vector_norm(tensor, dtype=wide_dtype(tensor.device))
+    return norm.square()
 
 
 def widened(tensor: Tensor) -> Tensor:

@@ -25,13 +25,13 @@ class _MetricRule(Remembers):
     """Judges each name of a metric by itself at every sample, and tells of all in one alert.
 
     Not at a sample that loss scaling skipped: an overflow there is how the scale finds its place. The words may hold
-    the rule's limits, what is `told` of the `first` name, and `num`, how many there are.
+    the rule's limits, what is `told` of the `first` name, and `num`, how many there are; `item` is one `name`.
     """
 
     title: ClassVar[str]
     metric: ClassVar[tuple[str, str]]  # the family, and its name there
     fact: ClassVar[str]
-    item: ClassVar[str]  # one `name`, and what is `told` of it
+    item: ClassVar[str]
     cause: ClassVar[str]
     remedy: ClassVar[str]
     level: ClassVar[Level] = "WARN"
@@ -45,9 +45,9 @@ class _MetricRule(Remembers):
         for sample, step in enumerate(snapshot.steps.tolist()):
             if snapshot.skipped[sample]:
                 continue
-            values = {name: float(values_S[sample]) for name, values_S in series.items()}
-            judged = ((name, self._judge(name, value, step)) for name, value in values.items() if value == value)
-            if found := {name: told for name, told in judged if told is not None}:
+            values = ((name, float(values_S[sample])) for name, values_S in series.items())
+            judged = {name: self._judge(name, value, step) for name, value in values if value == value}
+            if found := {name: told for name, told in judged.items() if told is not None}:
                 yield self._alert(step, found)
 
     def _series(self, snapshot: Snapshot) -> Mapping[str, FloatArray]:
@@ -81,19 +81,19 @@ def _said(told: Any) -> Any:
 class NonFiniteActivation(_MetricRule):
     """A module's output has NaN or infinite elements: "Non-finite activation", naming the first in the forward."""
 
-    title: ClassVar[str] = "Non-finite activation"
-    metric: ClassVar[tuple[str, str]] = (keys.ACTIVATION, keys.NONFINITE_METRIC)
-    fact: ClassVar[str] = (
+    title = "Non-finite activation"
+    metric = (keys.ACTIVATION, keys.NONFINITE_METRIC)
+    fact = (
         "the output of {first} was the first of the forward that is not finite, with {told} elements; {num} module "
         "outputs are in all (threshold: 0)."
     )
-    item: ClassVar[str] = "{name} ({told} non-finite)"
-    cause: ClassVar[str] = "an input, a parameter or an operation of {first}: an overflow, 0/0, or the log or root of 0"
-    remedy: ClassVar[str] = (
+    item = "{name} ({told} non-finite)"
+    cause = "an input, a parameter or an operation of {first}: an overflow, 0/0, or the log or root of 0"
+    remedy = (
         "look at the inputs and parameters of {first} at this step, add an epsilon to logs, roots and "
         "divisions, or use bfloat16 in place of float16"
     )
-    level: ClassVar[Level] = "ERROR"
+    level = "ERROR"
 
     def _judge(self, name: str, value: float, step: int) -> int | None:
         return int(value) if value > 0 else None
@@ -118,18 +118,16 @@ class OutgrownUpdate(_MetricRule):
     patience: int = 10
     _past: dict[str, list[float]] = field(default_factory=dict, init=False, repr=False)
 
-    title: ClassVar[str] = "Update outgrows"
-    metric: ClassVar[tuple[str, str]] = (keys.OPTIMIZER_STATE, keys.STALE)
+    title = "Update outgrows"
+    metric = (keys.OPTIMIZER_STATE, keys.STALE)
     bounds: ClassVar[_Bounds] = {"threshold": (0.0, np.inf), "factor": (1.0, np.inf), "patience": (1.0, 32.0)}
-    fact: ClassVar[str] = (
+    fact = (
         "in {num} parameters the gradient is more than {threshold} times what the optimizer's second moment says, so "
         "that their update is that much too large."
     )
-    item: ClassVar[str] = "{name} ({told} times)"
-    cause: ClassVar[str] = (
-        "gradients that come back after a quiet time, with a second moment that has decayed meanwhile"
-    )
-    remedy: ClassVar[str] = (
+    item = "{name} ({told} times)"
+    cause = "gradients that come back after a quiet time, with a second moment that has decayed meanwhile"
+    remedy = (
         "lower beta2 (0.95), clip the gradients or the update (StableAdamW), or lower the learning rate; the "
         "loss may spike within the next 8 steps"
     )
@@ -172,18 +170,16 @@ class EntropyCollapse(_LargestOfHeads):
     patience: int = 5
     _in_a_row: dict[str, int] = field(default_factory=dict, init=False, repr=False)  # of those that were once open
 
-    title: ClassVar[str] = "Attention entropy collapse"
-    metric: ClassVar[tuple[str, str]] = (keys.ATTENTION, "entropy_ratio")
+    title = "Attention entropy collapse"
+    metric = (keys.ATTENTION, "entropy_ratio")
     bounds: ClassVar[_Bounds] = {"threshold": (0.0, 1.0), "patience": (1.0, np.inf)}
-    fact: ClassVar[str] = (
+    fact = (
         "in {num} attention modules no head has had more than {threshold} of the possible entropy for {patience} "
         "samples: each position looks at one place only."
     )
-    item: ClassVar[str] = "{name} (at most {told})"
-    cause: ClassVar[str] = "query and key weights that grow, at too high a learning rate or without warm-up"
-    remedy: ClassVar[str] = (
-        "normalise queries and keys, lower the learning rate or warm up for longer, decay their weights"
-    )
+    item = "{name} (at most {told})"
+    cause = "query and key weights that grow, at too high a learning rate or without warm-up"
+    remedy = "normalise queries and keys, lower the learning rate or warm up for longer, decay their weights"
 
     def _judge(self, name: str, value: float, step: int) -> float | None:
         if value >= self.threshold:
@@ -204,15 +200,13 @@ class DeadExperts(_MetricRule):
     patience: int = 10
     _in_a_row: dict[str, int] = field(default_factory=dict, init=False, repr=False)
 
-    title: ClassVar[str] = "Dead experts"
-    metric: ClassVar[tuple[str, str]] = (keys.ROUTER, keys.DEAD_EXPERTS)
+    title = "Dead experts"
+    metric = (keys.ROUTER, keys.DEAD_EXPERTS)
     bounds: ClassVar[_Bounds] = {"patience": (1.0, np.inf)}
-    fact: ClassVar[str] = "{num} routers have sent no token to some experts for {patience} samples."
-    item: ClassVar[str] = "{name} ({told} experts)"
-    cause: ClassVar[str] = "a router that sends ever more tokens to the experts that are already trained best"
-    remedy: ClassVar[str] = (
-        "raise the weight of the load-balancing loss, add noise to the router's logits, or lower its learning rate"
-    )
+    fact = "{num} routers have sent no token to some experts for {patience} samples."
+    item = "{name} ({told} experts)"
+    cause = "a router that sends ever more tokens to the experts that are already trained best"
+    remedy = "raise the weight of the load-balancing loss, add noise to the router's logits, or lower its learning rate"
 
     def _judge(self, name: str, value: float, step: int) -> int | None:
         self._in_a_row[name] = self._in_a_row.get(name, 0) + 1 if value else 0
@@ -237,14 +231,12 @@ class GrowingLogits(_LargestOfHeads):
     patience: int = 16
     _past: dict[str, list[list[float]]] = field(default_factory=dict, init=False, repr=False)  # steps and logits
 
-    title: ClassVar[str] = "Attention logits grow"
-    metric: ClassVar[tuple[str, str]] = (keys.ATTENTION, keys.LOGIT_MAX)
+    title = "Attention logits grow"
+    metric = (keys.ATTENTION, keys.LOGIT_MAX)
     bounds: ClassVar[_Bounds] = {"limit": (1.0, np.inf), "patience": (8.0, 32.0)}
-    item: ClassVar[str] = "{name} {told[0]} (step {told[1]})"
-    cause: ClassVar[str] = "query and key weights that grow, at too high a learning rate"
-    remedy: ClassVar[str] = (
-        "normalise queries and keys, add a z-loss, lower the learning rate of these weights or decay them"
-    )
+    item = "{name} {told[0]} (step {told[1]})"
+    cause = "query and key weights that grow, at too high a learning rate"
+    remedy = "normalise queries and keys, add a z-loss, lower the learning rate of these weights or decay them"
 
     def _judge(self, name: str, value: float, step: int) -> tuple[float, int] | None:
         if not 0 < value < np.inf:
@@ -291,12 +283,12 @@ class RanksDisagree(Remembers):
 
     _apart: list[int] = field(default_factory=list, init=False, repr=False)
 
-    title: ClassVar[str] = "Ranks disagree"
-    cause: ClassVar[str] = (
+    title = "Ranks disagree"
+    cause = (
         "memory or arithmetic of a device that fails and says nothing, or parameters that only this rank has changed, "
         "such as a checkpoint that not all ranks have loaded"
     )
-    remedy: ClassVar[str] = (
+    remedy = (
         "stop, and go on from a checkpoint of before this step on all ranks; where it happens again on the same rank, "
         "have its device tested"
     )
@@ -333,11 +325,9 @@ class SlowRank(Remembers):
     _last: float = field(default=-1.0, init=False, repr=False)  # the rank that has come last
     _in_a_row: int = field(default=0, init=False, repr=False)
 
-    title: ClassVar[str] = "Slow rank"
-    cause: ClassVar[str] = (
-        "data that this rank loads more slowly, other work on its host, or a host or device that is slower"
-    )
-    remedy: ClassVar[str] = "compare what its data loader and its host do with those of another rank"
+    title = "Slow rank"
+    cause = "data that this rank loads more slowly, other work on its host, or a host or device that is slower"
+    remedy = "compare what its data loader and its host do with those of another rank"
 
     def __post_init__(self) -> None:
         check_limits(self, factor=(1.0, np.inf), least=(0.0, np.inf), patience=(1.0, np.inf))

@@ -18,8 +18,7 @@ from .._runtime.sharding import world_size
 from ..snapshot import keys
 from ._module_index import ModuleIndex, ProbeShards
 from ._module_probe import ParameterProbe, ReadByProbe, without_scale
-from ._own_gradients import square_of
-from ._rows import widened
+from ._rows import square_of, widened
 
 # M rows, N columns
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-import torch
-
 from .._capture.parameter_registry import NameFilter
 from .._capture.probes import WatchedTensor
 from .._measure.measure import measure, sum_sq
@@ -85,10 +83,8 @@ class ParameterHistograms(ParameterProbe):
     def after_update(self, tensors: Sequence[WatchedTensor]) -> None:
         if not self._is_due:
             return
-        by_device: dict[torch.device, list[WatchedTensor]] = {}
-        for tensor in tensors:
-            by_device.setdefault(tensor.parameter.device, []).append(tensor)
-        for group in by_device.values():
+        for device in dict.fromkeys(tensor.parameter.device for tensor in tensors):
+            group = [tensor for tensor in tensors if tensor.parameter.device == device]
             measured = measure([one.parameter for one in group], None, histogram=True, backend=self._backend)
             assert measured.histogram is not None
             for one, histogram in zip(group, histograms_of(measured.rows, measured.histogram), strict=True):
