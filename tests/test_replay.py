@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import wandb_gradwatch
 from wandb_gradwatch import MemorySink, SkipGuard
 from wandb_gradwatch._analysis.formatting import FOUND_PREFIX
-from wandb_gradwatch._nonfinite.finding import REMEDIES
+from wandb_gradwatch._nonfinite.trace import REMEDIES
 from wandb_gradwatch._page.payload import without_finding
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import Any, Final
 
 import torch
@@ -21,15 +22,13 @@ from .._runtime.error_boundary import ErrorBoundary
 from .._runtime.sharding import local_part, rank, world_size
 from .._runtime.steps import STEP_HOOKS, StepListener
 from .._runtime.wrappers import TransientHook, unwrapped
-from .finding import REMEDIES, Finding, made
 from .search import search, tensors_of, unchanged
+from .trace import REMEDIES, Finding, made
 
 logger: Final = logging.getLogger("wandb_gradwatch")
 
 _MAX_FORWARDS: Final = 64  # of a step; of more, the first are forgotten
 _MAX_REPLAYS: Final = 3  # of a run
-
-Autocast = tuple[str, bool, torch.dtype]
 
 
 @dataclass
@@ -39,8 +38,8 @@ class _Forward:
     model: weakref.ref[nn.Module]
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    random_states: tuple[tuple[str, int, Tensor], ...]
-    autocast: tuple[Autocast, ...]
+    restores_random: tuple[Callable[[], None], ...]
+    autocasts: tuple[torch.autocast, ...]
     gradients: dict[int, Tensor] = field(default_factory=dict)  # by the place of the output
 
 
@@ -167,10 +166,16 @@ class StepReplay(StepListener):
     def began(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """A forward of the training begins."""
         del self._forwards[: max(len(self._forwards) - _MAX_FORWARDS + 1, 0)]
-        device_type = next((parameter.device.type for parameter in model.parameters()), "cpu")
-        self._forwards.append(
-            _Forward(weakref.ref(model), args, kwargs, tuple(_random_states()), tuple(_autocast_states(device_type)))
+        restores = [partial(torch.set_rng_state, torch.get_rng_state())]
+        if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            state = torch.cuda.get_rng_state()  # lies on the host: nothing waits
+            restores.append(partial(torch.cuda.set_rng_state, state, torch.cuda.current_device()))
+        kinds = dict.fromkeys(("cpu", *(parameter.device.type for parameter in islice(model.parameters(), 1))))
+        autocasts = (
+            torch.autocast(kind, enabled=torch.is_autocast_enabled(kind), dtype=torch.get_autocast_dtype(kind))
+            for kind in kinds
         )
+        self._forwards.append(_Forward(weakref.ref(model), args, kwargs, tuple(restores), tuple(autocasts)))
 
     def ended(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """It has ended: gradients will come back to its output."""
@@ -227,10 +232,10 @@ def _run_again(forward: _Forward) -> Finding | None:
 
     with ExitStack() as stack:
         stack.enter_context(unchanged(root))
-        for kind, index, state in forward.random_states:
-            torch.set_rng_state(state) if kind == "cpu" else torch.cuda.set_rng_state(state, index)
-        for device_type, enabled, dtype in forward.autocast:
-            stack.enter_context(torch.autocast(device_type, enabled=enabled, dtype=dtype))
+        for restore in forward.restores_random:
+            restore()
+        for autocast in forward.autocasts:
+            stack.enter_context(autocast)
         arrived = _arrived_bad(forward.gradients)
         found: Finding | None = search(root, forward.args, forward.kwargs, loss_of, gradients_of, arrived)
         return found
@@ -254,14 +259,3 @@ def _arrived_bad(gradients: Mapping[int, Tensor]) -> Finding | None:
             )
             return Finding("loss", None, "backward", None, None, (), text)
     return None
-
-
-def _random_states() -> Iterator[tuple[str, int, Tensor]]:
-    yield "cpu", 0, torch.get_rng_state()
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        yield "cuda", torch.cuda.current_device(), torch.cuda.get_rng_state()  # lies on the host: nothing waits
-
-
-def _autocast_states(device_type: str) -> Iterator[Autocast]:
-    for kind in dict.fromkeys(("cpu", device_type)):
-        yield kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)

@@ -14,8 +14,7 @@ from torch.utils._pytree import tree_leaves
 from .._runtime.autograd import replay
 from .._runtime.dynamo import dynamo_disabled
 from .._runtime.wrappers import unwrapped
-from .finding import Finding
-from .trace import NonfiniteTrace
+from .trace import Finding, NonfiniteTrace
 
 logger: Final = logging.getLogger("wandb_gradwatch")
 
@@ -52,7 +51,8 @@ def find_nonfinite(
     if not isinstance(model, nn.Module):
         raise TypeError(f"find_nonfinite(model) needs a torch.nn.Module, but got {type(model).__name__}")
     root = unwrapped(model)
-    args, kwargs = _arguments(inputs)
+    kwargs = inputs if isinstance(inputs, Mapping) else {}
+    args = inputs if isinstance(inputs, tuple) else () if isinstance(inputs, Mapping) else (inputs,)
 
     def loss_of(output: Any) -> list[tuple[str, Tensor]]:
         if loss_function is None:
@@ -86,13 +86,11 @@ def search(
     """
     trace = NonfiniteTrace(model)
     parameters = trace.tensors("_parameters")
-    for kind, named in (("parameter", parameters), ("buffer", trace.tensors("_buffers"))):
+    given = [(str(place), tensor) for place, tensor in enumerate(tensors_of((args, kwargs)))]
+    for kind, named in (("parameter", parameters), ("buffer", trace.tensors("_buffers")), ("input", given)):
         for name, tensor in named:
             if (finding := trace.look_at(tensor.detach(), kind, name)) is not None:
                 return finding
-    for place, tensor in enumerate(tensors_of((args, kwargs))):
-        if (finding := trace.look_at(tensor.detach(), "input", str(place))) is not None:
-            return finding
     with torch.enable_grad(), trace.follow_modules(), trace:
         sinks = loss_of(model(*args, **kwargs))
         if (finding := trace.finding(sinks)) is not None:
@@ -158,19 +156,11 @@ def tensors_of(thing: Any) -> list[Tensor]:
         thing = [getattr(thing, name) for name in thing.__dataclass_fields__]
     found = []
     for leaf in tree_leaves(thing, is_leaf=lambda node: hasattr(node, "__dataclass_fields__")):
-        if isinstance(leaf, Tensor):
-            found += [leaf] if leaf.is_floating_point() or leaf.is_complex() else []
-        elif hasattr(leaf, "__dataclass_fields__"):
+        if hasattr(leaf, "__dataclass_fields__"):
             found += tensors_of(leaf)
+        elif isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
+            found.append(leaf)
     return found
-
-
-def _arguments(inputs: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-    if isinstance(inputs, tuple):
-        return inputs, {}
-    if isinstance(inputs, Mapping):
-        return (), inputs
-    return (inputs,), {}
 
 
 @contextmanager

@@ -13,15 +13,14 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .._runtime.wrappers import is_transparent
-from .finding import REMEDIES, Direction, Finding, InputRange, made
+from .._runtime.wrappers import named_modules
 
 _NOT_THE_USERS: Final = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
 _ALLOCATES: Final = ("aten.empty", "aten.new_empty", "aten.resize")  # what it returns holds whatever memory held
@@ -29,6 +28,87 @@ _OVERWRITES: Final = ("aten.copy_", "aten.fill_", "aten.zero_", "aten.normal_", 
 _NEAR_OVERFLOW: Final = 4.0  # within this factor of the largest number of a half precision format
 _HALVES: Final = (torch.float16, torch.bfloat16)
 _MAX_LISTED: Final = 5
+
+Direction = Literal["forward", "backward"]
+
+_SHOWN: Final = 3  # offending indices
+
+# By `Finding.operation`; None: an operation of the model, or of what comes after it.
+REMEDIES: Final[dict[str | None, str]] = {
+    None: "clamp what it reads, or add an epsilon to it, before this operation: a where() after it keeps a NaN out of "
+    "the forward only",
+    "parameter": "an earlier update has made it so: go back to a checkpoint from before that",
+    "buffer": "an earlier forward has made it so: go back to a checkpoint from before that",
+    "input": "look at the data of this batch",
+    "loss": "look at the targets of this batch, and at logs, roots and divisions in the loss function",
+}
+
+
+@dataclass(frozen=True)
+class InputRange:
+    """One tensor that the operation read."""
+
+    shape: tuple[int, ...]  # its shape
+    dtype: str  # its dtype, without "torch."
+    minimum: float  # the smallest finite element; NaN where there is none
+    maximum: float  # the largest finite element; NaN where there is none
+    num_zero: int  # elements that are 0
+    num_negative: int  # elements below 0
+    num_nonfinite: int  # elements that are NaN or Inf
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> InputRange:
+        """Look at a tensor. Waits for its device."""
+        values = _real(tensor)
+        finite = values[torch.isfinite(values)].double()
+        low, high = (end.item() + 0.0 for end in torch.aminmax(finite)) if finite.numel() else (math.nan, math.nan)
+        counts = int((finite == 0).sum()), int((finite < 0).sum()), values.numel() - finite.numel()
+        return cls(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), low, high, *counts)
+
+    def __str__(self) -> str:
+        shape = "x".join(map(str, self.shape)) or "a number"
+        words = [f"{shape} of {self.dtype}, {self.minimum:.3g} to {self.maximum:.3g}"]
+        zero = "zeros" if self.num_zero > 1 else "zero"
+        counts = {zero: self.num_zero, "negative": self.num_negative, "not finite": self.num_nonfinite}
+        return ", ".join(words + [f"{count} {name}" for name, count in counts.items() if count])
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The first operation that made a NaN or an Inf out of finite numbers.
+
+    Args:
+        operation: its ATen name, such as "aten.log"; of an operation in the backward, the name of the forward operation
+            whose derivative it computes; "parameter", "buffer" or "input" where one of these was bad to begin with.
+        module: the path of the module that called it, "" for the model itself, None outside of the model.
+        direction: "forward" or "backward".
+        file: where the user's code calls it; None where no such line is known.
+        line: the line in that file.
+        inputs: what it read.
+        text: all of it in words, a line for each: what was made and where, what it read, what that reached, the remedy.
+    """
+
+    operation: str
+    module: str | None
+    direction: Direction
+    file: str | None
+    line: int | None
+    inputs: tuple[InputRange, ...]
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def made(tensor: Tensor) -> str:
+    """What is NaN and what is Inf in a tensor, and where, in words; "" where all is finite. Waits for its device."""
+    values = _real(tensor)
+    parts = []
+    for name, bad in (("NaN", torch.isnan(values)), ("Inf", torch.isinf(values))):
+        if count := int(bad.sum()):
+            shown = ", ".join(str(tuple(index)) for index in bad.nonzero()[:_SHOWN].tolist())
+            parts.append(f"{count} {name} of {bad.numel()} (at {shown}{', ...' if count > _SHOWN else ''})")
+    return " and ".join(parts)
 
 
 @dataclass(eq=False)
@@ -53,11 +133,7 @@ class _Origin(_Call):
     reached: dict[str, None] = field(default_factory=dict)  # modules, in the order in which they were reached
 
 
-class _Read(NamedTuple):
-    """What an operation reads: a copy where it may write to it."""
-
-    values: Tensor
-    storage: int
+_Read = tuple[Tensor, int]  # what an operation reads, a copy where it may write to it, and the original's storage
 
 
 class NonfiniteTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's annotation
@@ -69,12 +145,12 @@ class NonfiniteTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._modules = list(_named_modules(model, ""))
-        self._names = {id(module): name for name, module in reversed(self._modules)}
+        self._modules = [(prefix.removesuffix("."), module) for prefix, module in named_modules(model)]
+        self._names = {id(module): name for name, module in self._modules}
         self._stack: list[str] = []  # paths of the modules whose forward is under way
         self._origins: dict[int, tuple[Tensor, _Origin]] = {}  # by storage, which the tensor keeps from being reused
         self._calls: dict[int, _Call] = {}  # by the sequence number of the autograd node
-        self._numbered: list[_Origin] = []
+        self._num_origins = 0
         self.near_overflow: dict[str, None] = {}
 
     def tensors(self, kind: Literal["_parameters", "_buffers"]) -> list[tuple[str, Tensor]]:
@@ -83,7 +159,7 @@ class NonfiniteTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         for name, module in self._modules:
             for key, tensor in getattr(module, kind).items():
                 if tensor is not None:
-                    found.setdefault(id(tensor), (f"{name}.{key}" if name else key, tensor))
+                    found.setdefault(id(tensor), (f"{name}.{key}".removeprefix("."), tensor))
         return list(found.values())
 
     # ---- which module
@@ -119,7 +195,7 @@ class NonfiniteTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         if operation.startswith(_OVERWRITES):
             reads = reads[1:]
         is_mutable = func._schema.is_mutable  # what it reads may not be there afterwards
-        reads = [_Read(tensor.clone() if is_mutable else tensor, _storage(tensor)) for tensor in reads]
+        reads = [(tensor.clone() if is_mutable else tensor, _storage(tensor)) for tensor in reads]
         result = func(*args, **kwargs)
         # What returns nothing, as the optimizers' operations on lists do, has written to its arguments.
         written = result if func._schema.returns else _written(func._schema, args, kwargs)
@@ -128,89 +204,74 @@ class NonfiniteTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             for tensor in outputs:
                 tensor.zero_()  # what was left in the memory is nobody's mistake
             return result
-        call = self._called_from(operation)
-        for tensor in outputs:
-            self._follow(tensor, call, reads, (args, kwargs))
-        return result
-
-    def _called_from(self, operation: str) -> _Call:
-        file, line = _users_line()
-        call = _Call(operation, self._stack[-1] if self._stack else None, file, line)
+        call = _Call(operation, self._stack[-1] if self._stack else None, *_users_line())
         # The node of an operation is made just before the operation runs; what runs later under the same number is
         # without a node, or of a backward.
         self._calls.setdefault(torch.autograd._get_sequence_nr() - 1, call)  # type: ignore[attr-defined]
-        return call
-
-    def _module_of(self, call: _Call) -> str | None:
-        """The module of an operation; of one in a backward, that of the forward's operation that it belongs to."""
-        node = torch._C._current_autograd_node()
-        forward = call if node is None else self._calls.get(node._sequence_nr())
-        return None if forward is None else forward.module
+        for tensor in outputs:
+            self._follow(tensor, call, reads, (args, kwargs))
+        return result
 
     def _follow(self, output: Tensor, call: _Call, reads: list[_Read], given: Any) -> None:
         has_nan, has_inf = _nan_and_inf(output)
         if not has_nan and not has_inf:
             if output._base is None:  # of a view the rest may still be bad
                 self._origins.pop(_storage(output), None)
-            if output.dtype in _HALVES and _is_near_overflow(output):
+            if output.dtype in _HALVES and output.detach().abs().max() > torch.finfo(output.dtype).max / _NEAR_OVERFLOW:
                 place = "" if call.module is None else f" in {call.module or 'the model itself'}"
                 self.near_overflow[f"{call.operation}{place}, {_place(call.file, call.line)}"] = None
             return
         sources: list[_Origin] = []
         reads_nan = reads_mask = reads_unknown = False
-        for read in reads:
-            nan, inf = _nan_and_inf(read.values)
+        for values, storage in reads:
+            nan, inf = _nan_and_inf(values)
             if nan or inf:
-                known = self._origins.get(read.storage)
+                known = self._origins.get(storage)
                 if known is not None:
                     sources.append(known[1])
                     reads_nan = reads_nan or nan
-                elif nan or bool((read.values == torch.inf).any()):
+                elif _is_more_than_a_mask(values, nan=nan):
                     reads_unknown = True
-                else:  # -inf alone, from outside: a mask
+                else:
                     reads_mask = True
+        node = torch._C._current_autograd_node()
+        # Of an operation in a backward the forward's operation that it belongs to.
+        forward = call if node is None else self._calls.get(node._sequence_nr())
         guilty = [origin for origin in sources if not origin.is_intended]
         if guilty or (sources and (reads_nan or not has_nan)):
             origin = min(guilty or sources, key=lambda one: one.number)
-            if (module := self._module_of(call)) is not None:
-                origin.reached[module] = None
+            if forward is not None and forward.module is not None:
+                origin.reached[forward.module] = None
         else:  # nothing bad was read that is known, or a mask has made a NaN
             writes_inf = reads_mask or any(math.isinf(value) for value in _numbers(given))
-            origin = self._origin(call, output, reads, is_intended=writes_inf and not has_nan and not reads_unknown)
+            words = made(output)
+            if node is not None:
+                if forward is None or isinstance(node, torch.autograd.function.BackwardCFunction):
+                    # The user's own backward has a line of its own.
+                    call = replace(call, module=None if forward is None else forward.module)
+                    words += f" in {node.name()}"
+                else:
+                    words += f" in its derivative ({call.operation})"
+                    call = forward
+            self._num_origins += 1
+            origin = _Origin(
+                **vars(call),
+                number=self._num_origins,
+                direction="forward" if node is None else "backward",
+                inputs=tuple(InputRange.of(values) for values, _ in reads),
+                is_intended=writes_inf and not has_nan and not reads_unknown,
+                words=words,
+            )
         self._origins[_storage(output)] = (output, origin)
-
-    def _origin(self, call: _Call, output: Tensor, reads: list[_Read], *, is_intended: bool) -> _Origin:
-        node = torch._C._current_autograd_node()
-        words = made(output)
-        ranges = tuple(InputRange.of(read.values) for read in reads)
-        number = len(self._numbered)
-        direction: Direction = "forward"
-        if node is not None:
-            direction = "backward"
-            forward = self._calls.get(node._sequence_nr())
-            if forward is None or isinstance(node, torch.autograd.function.BackwardCFunction):
-                # The user's own backward has a line of its own.
-                call = replace(call, module=None if forward is None else forward.module)
-                words += f" in {node.name()}"
-            else:
-                words += f" in its derivative ({call.operation})"
-                call = forward
-        origin = _Origin(
-            **vars(call), number=number, direction=direction, inputs=ranges, is_intended=is_intended, words=words
-        )
-        self._numbered.append(origin)
-        return origin
 
     # ---- what is known of a tensor
 
     def look_at(self, tensor: Tensor, kind: str, name: str) -> Finding | None:
-        """Look at a parameter, buffer or input before anything runs; -inf alone is taken for a mask."""
+        """Look at a parameter, buffer or input before anything runs."""
         if not _has_values(tensor):
             return None
         has_nan, has_inf = _nan_and_inf(tensor)
-        if (not has_nan and not has_inf) or (
-            kind != "parameter" and not has_nan and not bool((tensor == torch.inf).any())
-        ):
+        if not (has_nan or has_inf) or (kind != "parameter" and not _is_more_than_a_mask(tensor, nan=has_nan)):
             return None
         module = "" if kind == "input" else name.rpartition(".")[0]
         text = f"The {kind} {name} holds {made(tensor)}, before anything has run.\nRemedy: {REMEDIES[kind]}."
@@ -244,15 +305,6 @@ class NonfiniteTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         return Finding(*told, "\n".join(lines))
 
 
-def _named_modules(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """Every module by its path, without the parts that wrappers add; a wrapper has the path of what it wraps."""
-    yield name, module
-    for key, child in module._modules.items():
-        if child is not None:
-            inner = name if is_transparent(module, key) else f"{name}.{key}" if name else key
-            yield from _named_modules(child, inner)
-
-
 def _has_values(leaf: object) -> bool:
     return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()) and leaf.numel() > 0
 
@@ -275,15 +327,19 @@ def _numbers(given: Any) -> Iterator[float]:
 
 def _nan_and_inf(tensor: Tensor) -> tuple[bool, bool]:
     """Whether any element is NaN, and whether any is infinite. Waits for the device."""
-    values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    values = values.detach()
+    values = _real(tensor).detach()
     if bool(torch.isfinite(values).all()):
         return False, False
     return bool(torch.isnan(values).any()), bool(torch.isinf(values).any())
 
 
-def _is_near_overflow(tensor: Tensor) -> bool:
-    return bool(tensor.detach().abs().max() > torch.finfo(tensor.dtype).max / _NEAR_OVERFLOW)
+def _is_more_than_a_mask(values: Tensor, *, nan: bool) -> bool:
+    """Whether what is not finite is more than -inf, which alone is taken for a mask."""
+    return nan or bool((values == torch.inf).any())
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _storage(tensor: Tensor) -> int:
@@ -292,7 +348,7 @@ def _storage(tensor: Tensor) -> int:
 
 def _users_line() -> tuple[str | None, int | None]:
     """The innermost line that is neither torch's nor this package's."""
-    frame = sys._getframe(2)
+    frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
         if not file.startswith((*_NOT_THE_USERS, "<frozen ", "<eval_with_key>")):
