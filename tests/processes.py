@@ -49,7 +49,7 @@ def _fork_server() -> Any:
 
 
 def forked(
-    function: Callable[..., object], *calls: Sequence[Any], timeout: float = 100, **environment: str
+    function: Callable[..., object], *calls: Sequence[Any], timeout: float = 600, **environment: str
 ) -> list[Ended]:
     """Call a function in one process for each tuple of arguments, side by side, and wait for all of them.
 

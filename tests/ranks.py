@@ -13,7 +13,7 @@ from processes import forked
 Call = tuple[str, dict[str, Any]]
 
 
-def run(module: str, calls: list[Call], world: int, *, timeout: float = 90) -> list[list[Any]]:
+def run(module: str, calls: list[Call], world: int, *, timeout: float = 600) -> list[list[Any]]:
     """Call `module.function(rank, world, **arguments)` on every rank, one call after the other.
 
     Returns:

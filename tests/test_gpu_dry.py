@@ -14,7 +14,7 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: test_gpu.py has run on it")
 def test_what_runs_on_a_gpu_runs_on_a_pretended_one() -> None:
     pytest.importorskip("triton", reason="Triton is not installed")

@@ -358,7 +358,7 @@ from frameworks import batches, small_model
 from ignite_programs import BAD, collect, usual_step, weights
 from wandb_gradwatch.integrations.ignite import GradWatch
 
-distributed.init_process_group("gloo", timeout=timedelta(seconds=30))
+distributed.init_process_group("gloo", timeout=timedelta(seconds=300))
 rank = distributed.get_rank()
 torch.set_num_threads(1)
 data = batches(40)[rank::2].clone()

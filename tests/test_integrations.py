@@ -16,7 +16,7 @@ FRAMEWORKS = ("lightning", "pytorch_lightning", "ignite", "transformers", "accel
 
 def run(program: str) -> str:
     environment = {**inherited(), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

@@ -29,7 +29,7 @@ trainer = trainer_of(
     # Compared bit for bit: not by loops that one rank has compiled earlier than the other.
     [GradWatchCallback(sample_every=1, per_layer=True, backend="cpu"), stopping],
     notes=notes, max_epochs=2, devices=2, gradient_clip_val=0.05,
-    strategy=DDPStrategy(process_group_backend="gloo", timeout=timedelta(seconds=30)), use_distributed_sampler=False,
+    strategy=DDPStrategy(process_group_backend="gloo", timeout=timedelta(seconds=300)), use_distributed_sampler=False,
 )
 trainer.fit(module, torch.utils.data.DataLoader(data[rank::2], batch_size=None))
 json.dump(
@@ -74,7 +74,7 @@ class Kill(pl.Callback):
 def fit(path, *more):
     module, notes = Sharded(), Notes()
     strategy = ModelParallelStrategy(
-        data_parallel_size=2, tensor_parallel_size=1, process_group_backend="gloo", timeout=timedelta(seconds=30)
+        data_parallel_size=2, tensor_parallel_size=1, process_group_backend="gloo", timeout=timedelta(seconds=300)
     )
     trainer = trainer_of(
         [GradWatchCallback(sample_every=1, log_every_n_steps=1, backend="cpu"), *more],

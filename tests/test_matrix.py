@@ -16,7 +16,7 @@ STEPS = 3
 @functools.cache
 def on_two_ranks():
     calls = [("case", {"spread": spread, "kind": kind, "steps": STEPS}) for spread in SPREADS[1:] for kind in KINDS]
-    results = ranks.run("matrix_programs", calls, 2, timeout=180)
+    results = ranks.run("matrix_programs", calls, 2)
     return {(call[1]["spread"], call[1]["kind"]): result[0] for call, result in zip(calls, results, strict=True)}
 
 
@@ -24,7 +24,6 @@ def on_two_ranks():
 @pytest.mark.parametrize(
     "spread", [pytest.param(spread, marks=[] if spread == "single" else pytest.mark.distributed) for spread in SPREADS]
 )
-@pytest.mark.timeout(240)
 def test_matrix(spread, kind):
     if spread == "single":
         world, result = 1, case(0, 1, spread=spread, kind=kind, steps=STEPS)

@@ -19,7 +19,7 @@ from wandb_gradwatch._measure.cuda_plan import AddressTable
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_the_kernels_equal_the_reference() -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     environment = dict(os.environ)
