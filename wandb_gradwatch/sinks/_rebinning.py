@@ -98,17 +98,20 @@ def _reach(histogram_PB: IntArray, low_P: FloatArray, high_P: FloatArray) -> Flo
 
 def _redistribute(histogram_PB: IntArray, edges_PK: FloatArray, low_P: FloatArray, high_P: FloatArray) -> IntArray:
     """Count again in other bins, as if each bin's elements lay evenly in the part of it that holds any: [P, K]."""
-    fixed = histogram_edges()
-    inner_PK = edges_PK[:, 1:-1]
+    fixed, inner_PK = histogram_edges(), edges_PK[:, 1:-1]
     # No inner edge is 0, so the zero bin, which has no width, lies on one side of each of them as a whole.
     bin_PK = np.searchsorted(fixed, inner_PK, side="right") - 1
-    left_PK = np.maximum(np.maximum(fixed[bin_PK], low_P[:, None]), -np.finfo(np.float64).max)
-    right_PK = np.minimum(np.minimum(fixed[bin_PK + 1], high_P[:, None]), np.finfo(np.float64).max)
+    finite = np.clip(fixed, -np.finfo(np.float64).max, np.finfo(np.float64).max)
+    left_PK = np.maximum(finite[bin_PK], low_P[:, None])
+    right_PK = np.minimum(finite[bin_PK + 1], high_P[:, None])
     width_PK = right_PK / 2 - left_PK / 2  # halves, as the open bins' difference may overflow
     with np.errstate(divide="ignore", invalid="ignore"):
         share_PK = np.where(width_PK > 0, (inner_PK / 2 - left_PK / 2) / width_PK, inner_PK >= left_PK)
-    inside_PK = np.take_along_axis(histogram_PB, bin_PK, axis=1)
-    before_PK = np.take_along_axis(np.cumsum(histogram_PB, axis=1), bin_PK, axis=1) - inside_PK
-    below_PK = before_PK + np.rint(np.clip(share_PK, 0.0, 1.0) * inside_PK).astype(np.int64)
-    total_P1 = histogram_PB.sum(axis=1, keepdims=True)
-    return np.diff(below_PK, axis=1, prepend=np.zeros_like(total_P1), append=total_P1)
+    up_to_PB = np.cumsum(histogram_PB, axis=1)
+    place_PK = bin_PK + np.arange(0, histogram_PB.size, histogram_PB.shape[1])[:, None]  # in the flat histograms
+    inside_PK = histogram_PB.take(place_PK)
+    below_PK = np.zeros(edges_PK.shape, dtype=np.int64)
+    below_PK[:, 1:-1] = up_to_PB.take(place_PK) - inside_PK
+    below_PK[:, 1:-1] += np.rint(np.minimum(np.maximum(share_PK, 0.0), 1.0) * inside_PK).astype(np.int64)
+    below_PK[:, -1] = up_to_PB[:, -1]
+    return below_PK[:, 1:] - below_PK[:, :-1]
