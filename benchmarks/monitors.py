@@ -12,12 +12,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 import wandb_gradwatch
 from wandb_gradwatch import Snapshot
 from wandb_gradwatch.sinks import Sink, WandbSink
+from wandb_gradwatch.sinks._rebinning import NUM_PICTURE_BINS
+from wandb_gradwatch.snapshot import keys
 
 LOG_EVERY = 50  # of watch(), by default
 WARM_UP = 3  # steps between attaching a monitor and its first measured block
@@ -168,6 +171,29 @@ class _ModuleMonitor(Attached):
         self._monitor.activation_hooks.remove_all_hooks()
 
 
+class _RowOfWandb(Attached):
+    """A row with the keys of this package's, of numbers that are there already: what of a row is W&B's own."""
+
+    def __init__(self, model: nn.Module, run: Any, *, histograms: bool) -> None:
+        import wandb
+
+        rng = np.random.default_rng(0)
+        names = tuple(name for name, _ in model.named_parameters())
+        families = [keys.layer_keys(family, names) for family in keys.LAYER_FAMILIES]
+        # Without histograms there are neither quantiles nor forecasts, about half of the numbers of the model.
+        of_model = keys.MODEL_KEYS if histograms else keys.MODEL_KEYS[::2]
+        of_all = [*of_model, *(key for family in families for key in family)]
+        self._row: dict[str, Any] = dict(zip(of_all, rng.standard_normal(len(of_all)).tolist(), strict=True))
+        for key in keys.layer_keys(keys.GRADIENT_HISTOGRAMS, names) if histograms else ():
+            counts, edges = np.histogram(rng.standard_normal(1000), NUM_PICTURE_BINS)
+            self._row[key] = wandb.Histogram(np_histogram=(counts.tolist(), edges.tolist()))
+        self._run = run
+
+    def after_backward(self) -> dict[str, Any]:
+        self._run.log(self._row, commit=False)
+        return {}
+
+
 class _Ours(Attached):
     def __init__(self, model: nn.Module, run: Any, **arguments: Any) -> None:
         self._steps = _Steps()
@@ -213,6 +239,7 @@ def _ours_by_default(**arguments: Any) -> Attach:
 _EACH = "gradient norm of each parameter"
 _MANY = "9 of each gradient, 1 of each parameter"
 _OURS = "11 of each gradient, 2 of each parameter"
+_NONE = "none: `run.log` of numbers that are there"
 _BY_DEFAULT = f"{_OURS}, of the steps that 1 % of the time allows"
 
 MONITORS = (
@@ -301,5 +328,15 @@ MONITORS = (
         "**wandb_gradwatch**, a row with histograms every step",
         lambda model, run, steps: _Ours(model, run, sample_every=1, log_every=1),
         statistics=f"{_OURS}, histogram",
+    ),
+    Monitor(
+        "W&B's part of a row every step",
+        lambda model, run, steps: _RowOfWandb(model, run, histograms=False),
+        statistics=_NONE,
+    ),
+    Monitor(
+        "W&B's part of a row with histograms every step",
+        lambda model, run, steps: _RowOfWandb(model, run, histograms=True),
+        statistics=_NONE,
     ),
 )
