@@ -217,31 +217,20 @@ def _say_what_was_logged(training: Training, history: RunHistory) -> None:
     if training.interrupted:
         click.echo(f"  stopped by Ctrl-C at step {training.steps}; what was logged until then is kept")
     own = [key for key in history.values if not key.startswith("_")]
-    # A flight recorder's table has a row of its own.
-    num_rows = np.count_nonzero(np.isfinite(history.values.get(keys.GRAD_NORM, np.empty(0))))
+    norms, largest, overhead = map(history.first_of, (keys.GRAD_NORM, keys.GRAD_NORM_MAX, keys.OVERHEAD_RATIO))
+    num_rows = np.count_nonzero(np.isfinite(norms))  # a flight recorder's table has a row of its own
     num_histograms = sum(len(series.steps) for series in history.histograms.values())
-    facts = [
-        ("training", f"{training.steps} steps in {training.seconds:.0f} s"),
-        (
-            "in the run",
-            f"{num_rows} rows of gradients, {len(own)} scalar keys, {num_histograms} histograms "
-            f"({keys.GRADIENT_HISTOGRAMS}/*) of {len(history.histograms)} parameters",
-        ),
-    ]
-    norms = history.values.get(keys.GRAD_NORM_MAX, np.empty(0))
-    if np.isfinite(norms).any():
-        worst = int(np.nanargmax(norms))
-        typical = float(np.nanmedian(norms))
-        facts.append(
-            (
-                "gradient norm",
-                f"{typical:.3g} as a rule, {norms[worst]:.3g} at its worst (row of step {history.steps[worst]})",
-            )
-        )
-    overhead = history.values.get(keys.OVERHEAD_RATIO, np.empty(0))
-    if np.isfinite(overhead).any():
-        share = overhead[np.isfinite(overhead)][-1]
-        facts.append(("overhead", f"{share:.1%} of the time since watch(); here every step is measured"))
+    found = (
+        f"{num_rows} rows of gradients, {len(own)} scalar keys, {num_histograms} histograms "
+        f"({keys.GRADIENT_HISTOGRAMS}/*) of {len(history.histograms)} parameters"
+    )
+    facts = [("training", f"{training.steps} steps in {training.seconds:.0f} s"), ("in the run", found)]
+    if np.isfinite(largest).any():
+        worst = int(np.nanargmax(largest))
+        at_its_worst = f"{largest[worst]:.3g} at its worst (row of step {history.steps[worst]})"
+        facts.append(("gradient norm", f"{np.nanmedian(largest):.3g} as a rule, {at_its_worst}"))
+    if (shares := overhead[np.isfinite(overhead)]).size:
+        facts.append(("overhead", f"{shares[-1]:.1%} of the time since watch(); here every step is measured"))
     click.echo()
     pairs(facts)
     title("watcher.summary()")

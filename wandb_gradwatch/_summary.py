@@ -62,21 +62,22 @@ class Summary:
         return self.num_names - len(self.worst)
 
     def __str__(self) -> str:
-        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-        return self.text(ascii_only=not _can_write(_BLOCKS + "×…", encoding))
+        try:
+            f"{_BLOCKS}×…".encode(getattr(sys.stdout, "encoding", None) or "utf-8")
+        except (UnicodeEncodeError, LookupError):
+            return self.text(ascii_only=True)
+        return self.text()
 
     def text(self, *, ascii_only: bool = False) -> str:
         """The table as lines of text; `ascii_only` for a terminal that has no block characters."""
-        lines = [self._title()]
         facts = self._facts(ascii_only)
-        label_width = max((len(label) for label, _ in facts), default=0)
-        lines += [f"  {label.ljust(label_width)}  {words}" for label, words in facts]
+        width = max(len(label) for label, _ in facts)
+        lines = [self._title(), *(f"  {label.ljust(width)}  {words}" for label, words in facts)]
         if self.worst:
             rows = [_HEADINGS, *(_cells(layer, ascii_only) for layer in self.worst)]
             widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
             lines += ["", *("  " + _aligned(row, widths) for row in rows)]
-        if self.worst and self.num_more:
-            lines.append(f"  and {self.num_more} more")
+            lines += [f"  and {self.num_more} more"] * bool(self.num_more)
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
@@ -96,13 +97,11 @@ class Summary:
 
     def _facts(self, ascii_only: bool) -> list[tuple[str, str]]:
         facts = []
-        if self.total is not None:
-            peak = f", peak {number(self.total.peak)}x the median at step {self.total.peak_step}"
-            peak = "" if math.isnan(self.total.peak) else peak
-            bad = f", {self.total.num_nonfinite} NaN or Inf elements" if self.total.num_nonfinite else ""
-            facts.append(
-                ("total norm", f"{_number(self.total.norm)}{peak}{bad}  {sparkline(self.total.trace, ascii_only)}")
-            )
+        if (total := self.total) is not None:
+            peak = f", peak {number(total.peak)}x the median at step {total.peak_step}"
+            peak = "" if math.isnan(total.peak) else peak
+            bad = f", {total.num_nonfinite} NaN or Inf elements" if total.num_nonfinite else ""
+            facts.append(("total norm", f"{_number(total.norm)}{peak}{bad}  {sparkline(total.trace, ascii_only)}"))
         sent = [f"{_plain(alert.title, ascii_only)} (step {alert.step})" for alert in self.alerts[-_MAX_ALERTS:]]
         earlier = len(self.alerts) - len(sent)
         facts.append(("alerts", ", ".join(([f"{earlier} earlier"] if earlier else []) + sent) or "none"))
@@ -164,13 +163,12 @@ def sparkline(trace: Sequence[float], ascii_only: bool = False) -> str:
     return "".join(map(sign, trace))
 
 
-# ---- measuring
-
-
 def _layers(history: Snapshot) -> list[LayerSummary]:
     bad_SP = history.num_nonfinite > 0
     norm_SP = np.where(bad_SP, np.nan, history.grad_norm)  # the norm of a finite rest is not the layer's
-    trace_WP = _pooled(np.where(bad_SP, np.inf, norm_SP))
+    # Neighbouring samples as one, so that at most TRACE_WIDTH are left: the largest, missing only where all are.
+    starts_W = np.linspace(0, len(history), min(TRACE_WIDTH, len(history)), endpoint=False).astype(np.int64)
+    trace_WP = np.fmax.reduceat(np.where(bad_SP, np.inf, norm_SP), starts_W, axis=0)
     present_SP = ~np.isnan(history.num_elements)
     values = (norm_SP, history.grad_param_ratio, history.dead_ratio)
     newest = [last_present(values_SP, present_SP) for values_SP in values]
@@ -194,15 +192,6 @@ def _layers(history: Snapshot) -> list[LayerSummary]:
     return found
 
 
-def _pooled(values_SP: FloatArray) -> FloatArray:
-    """Neighbouring samples as one, so that at most TRACE_WIDTH are left: the largest, missing only where all are."""
-    starts = np.unique(
-        np.linspace(0, len(values_SP), min(TRACE_WIDTH, len(values_SP)), endpoint=False).astype(np.int64)
-    )
-    pooled: FloatArray = np.fmax.reduceat(values_SP, starts, axis=0)
-    return pooled
-
-
 def _worst_first(history: Snapshot, layers: Sequence[LayerSummary]) -> list[int]:
     """Places of the layers, the worst first."""
     bad_SP = (history.num_nonfinite > 0) & ~history.skipped[:, None]
@@ -219,9 +208,6 @@ def _worst_first(history: Snapshot, layers: Sequence[LayerSummary]) -> list[int]
         return first_bad, depth, -float(silent_P[place]), -float(layer.dead_ratio == 1), -share_P[place] * peak
 
     return sorted(range(len(layers)), key=badness)
-
-
-# ---- words
 
 
 def _cells(layer: LayerSummary, ascii_only: bool) -> tuple[str, ...]:
@@ -264,12 +250,3 @@ def _html_row(cells: Sequence[str], tag: str) -> str:
     styles = [left if place in (0, len(cells) - 1) else right for place in range(len(cells))]
     row = (f"<{tag} {style}>{html.escape(cell)}</{tag}>" for cell, style in zip(cells, styles, strict=True))
     return f"<tr>{''.join(row)}</tr>"
-
-
-def _can_write(text: str, encoding: str) -> bool:
-    """Whether an encoding has all characters of a text."""
-    try:
-        text.encode(encoding)
-    except (UnicodeEncodeError, LookupError):
-        return False
-    return True

@@ -3,10 +3,10 @@
 
 class Frame extends Picture {
   // A subclass has: height(width), gutter(width), paint(pixels, width, height), labels(context, box),
-  //        describe(step, y, height) -> text lines or null, nextRow(y, height, direction) -> y, steps(), stepNear(step),
-  //        onZoomY(top, bottom) in parts of the height, onResetY(),
-  //        and if it likes onKey(event, y, height) -> handled, onClick(x, y, box), bandAt(y, height), and side(width) for
-  //        what drawSide(context, box, step) draws at the right
+  //        describe(step, y, height) -> text lines or null, nextRow(y, height, direction) -> y, onResetY(),
+  //        onZoomY(top, bottom) in parts of the height, and if it likes onChoose(y, height) for a click or Enter,
+  //        bandAt(y, height), and side(width) for what drawSide(context, box, step) draws at the right. It calls
+  //        setColumns(first, last) with the steps of its columns.
   constructor(host, label) {
     super();
     this.label = label;
@@ -32,6 +32,34 @@ class Frame extends Picture {
       leave: () => this.leave(),
     });
     this.canvas.addEventListener("click", (event) => event.pointerType === "touch" && this.click(this.place(event)));
+  }
+
+  setColumns(first, last) {
+    Object.assign(this, { first, last, typical: typicalSpacing(last) });
+  }
+
+  // The column that covers a step: from just after the one before, but not across a gap in the run; null in a gap.
+  columnAt(step) {
+    const { first, last } = this;
+    const column = lastAtMost(last, step - 1e-9) + 1;
+    if (column >= last.length) return last.length && step <= last[last.length - 1] + 0.5 ? last.length - 1 : null;
+    return step >= Math.min(first[column], last[column] - this.typical) - 1e-9 ? column : null;
+  }
+
+  // For every pixel across, the columns that it covers: [from, to), empty in a gap.
+  columnSpans(width) {
+    const spans = { from: new Int32Array(width), to: new Int32Array(width) };
+    for (let x = 0; x < width; x++) {
+      const covered = [x, x + 1].map((edge) => this.columnAt(stepAcross(edge / width))).filter((column) => column !== null);
+      if (covered.length === 0) continue;
+      spans.from[x] = Math.min(...covered);
+      spans.to[x] = Math.max(...covered) + 1;
+    }
+    return spans;
+  }
+
+  stepNear(step) {
+    return this.last[this.columnAt(step)] ?? null;
   }
 
   reset() {
@@ -163,7 +191,7 @@ class Frame extends Picture {
   }
 
   click(place) {
-    if (this.inside(place)) this.onClick?.(place.x - this.box.left, place.y - this.box.top, this.box);
+    if (this.inside(place)) this.onChoose?.(place.y - this.box.top, this.box.height);
   }
 
   // A drag that hardly leaves a row means steps alone, one that hardly leaves a column means rows alone.
@@ -215,16 +243,17 @@ class Frame extends Picture {
     const { left, top, width, height } = this.box;
     const place = this.pointer ?? { x: left + width / 2, y: top + height / 2 };
     if (event.key === "Escape") return this.leave();
-    if (event.key === "ArrowUp" || event.key === "ArrowDown") {
-      const direction = event.key === "ArrowUp" ? -1 : 1;
+    const direction = { ArrowUp: -1, ArrowDown: 1 }[event.key];
+    if (direction) {
       const y = top + clamp(this.nextRow(place.y - top, height, direction), 1, height - 1);
       event.preventDefault();
       return this.show({ x: place.x, y });
     }
-    if (this.onKey?.(event, place.y - top, height)) return event.preventDefault();
-    const step = moveByKey(event, this.steps(), this.pointer === null ? null : view.step);
-    if (step === undefined || step === null) return;
+    const isChoice = event.key === "Enter" && this.onChoose !== undefined;
+    const step = isChoice ? null : moveByKey(event, this.last, this.pointer === null ? null : view.step);
+    if (step === undefined) return;
     event.preventDefault();
-    this.show({ x: clamp(this.xOf(step), left, left + width - 1), y: place.y });
+    if (isChoice) this.onChoose(place.y - top, height);
+    else this.show({ x: clamp(this.xOf(step), left, left + width - 1), y: place.y });
   }
 }

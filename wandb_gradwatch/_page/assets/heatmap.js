@@ -25,7 +25,7 @@ class Heatmap extends Frame {
     this.grid = grid;
     this.order = grid.names.map((_, name) => name);
     this.onResetY();
-    this.typical = typicalSpacing(grid.last);
+    this.setColumns(grid.first, grid.last);
     on("grid", (changed) => changed === grid && this.outdate());
     this.begin(this.wrap);
   }
@@ -71,7 +71,7 @@ class Heatmap extends Frame {
   }
 
   paint(pixels, width, height) {
-    const spans = columnSpans(this.grid.first, this.grid.last, this.typical, width);
+    const spans = this.columnSpans(width);
     const codes = this.painted.shown;
     const [top, bottom] = this.visible;
     const columns = this.grid.last.length;
@@ -127,20 +127,12 @@ class Heatmap extends Frame {
     return ((row - first + 0.5) * height) / (last - first);
   }
 
-  steps() {
-    return this.grid.last;
-  }
-
-  stepNear(step) {
-    const column = columnAt(this.grid.first, this.grid.last, this.typical, step);
-    return column === null ? null : this.grid.last[column];
-  }
-
   describe(step, y, height) {
     if (this.order.length === 0) return null;
     const name = this.order[this.rowAt(y, height)];
-    const column = lastAtMost(this.grid.last, step);
-    const span = this.grid.first[column] === this.grid.last[column] ? stepText(step) : `steps ${this.grid.first[column].toLocaleString("en-US")}–${stepText(step).slice(5)}`;
+    const column = lastAtMost(this.last, step);
+    const first = this.first[column];
+    const span = first === this.last[column] ? stepText(step) : `steps ${first.toLocaleString("en-US")}–${stepText(step).slice(5)}`;
     const value = this.matrix.at(name, column);
     const text = Number.isNaN(value) ? "missing" : this.matrix.meaning.format(value);
     const lines = [this.grid.names[name], span, this.matrix.meaning.long + ": " + text];
@@ -160,37 +152,9 @@ class Heatmap extends Frame {
     this.visible = [0, this.order.length];
   }
 
-  onClick(x, y, box) {
-    if (this.order.length) this.grid.toggle(this.order[this.rowAt(y, box.height)]);
+  onChoose(y, height) {
+    if (this.order.length) this.grid.toggle(this.order[this.rowAt(y, height)]);
   }
-
-  onKey(event, y, height) {
-    if (event.key !== "Enter" || this.order.length === 0) return false;
-    this.grid.toggle(this.order[this.rowAt(y, height)]);
-    return true;
-  }
-}
-
-// The column that covers a step: from just after the one before, but not across a gap in the run; null in a gap.
-function columnAt(first, last, typical, step) {
-  const column = lastAtMost(last, step - 1e-9) + 1;
-  if (column >= last.length) return last.length && step <= last[last.length - 1] + 0.5 ? last.length - 1 : null;
-  return step >= Math.min(first[column], last[column] - typical) - 1e-9 ? column : null;
-}
-
-// For every pixel across, the columns that it covers: [from, to), empty in a gap.
-function columnSpans(first, last, typical, width) {
-  const spans = { from: new Int32Array(width), to: new Int32Array(width) };
-  for (let x = 0; x < width; x++) {
-    const [left, right] = [stepAcross(x / width), stepAcross((x + 1) / width)];
-    const to = columnAt(first, last, typical, right);
-    let from = columnAt(first, last, typical, left);
-    if (to === null && from === null) continue;
-    if (from === null) from = to;
-    spans.from[x] = Math.min(from, to ?? from);
-    spans.to[x] = Math.max(to ?? from, from) + 1;
-  }
-  return spans;
 }
 
 // Limits and colours of one metric: the middle 98 % of the logarithms, a fixed centre, or 0 to 1.

@@ -43,7 +43,7 @@ function toolbar() {
   const low = element("input", { type: "number", "aria-label": "First step" });
   const high = element("input", { type: "number", "aria-label": "Last step" });
   const reset = element("button", { type: "button", class: "quiet", onclick: resetRange }, "Whole run");
-  const theme = element("button", { type: "button", class: "quiet", id: "theme", onclick: toggleTheme });
+  const theme = element("button", { type: "button", class: "quiet", id: "theme", onclick: () => chooseTheme(isDark() ? "light" : "dark") });
   const show = () => {
     low.value = Math.ceil(view.range[0]);
     high.value = Math.floor(view.range[1]);
@@ -63,12 +63,10 @@ function toolbar() {
 }
 
 function tiles() {
-  const last = (key) => lastPresent(content.globals["gradwatch/" + key] ?? []);
-  const sum = (key) => (content.globals["gradwatch/" + key] ?? []).reduce((total, value) => total + (value ?? 0), 0);
-  const mean = (key) => {
-    const known = (content.globals["gradwatch/" + key] ?? []).filter((value) => value !== null);
-    return known.length ? known.reduce((total, value) => total + value, 0) / known.length : null;
-  };
+  const known = (key) => (content.globals["gradwatch/" + key] ?? []).filter((value) => value !== null);
+  const last = (key) => known(key).at(-1) ?? null;
+  const sum = (key) => known(key).reduce((total, value) => total + value, 0);
+  const mean = (key) => (known(key).length ? sum(key) / known(key).length : null);
   const has = (key) => content.globals["gradwatch/" + key] !== undefined;
   const worst = content.alerts.some((alert) => alert.level === "ERROR") ? "bad" : content.alerts.length ? "careful" : "good";
   const told = content.alerts.flatMap((alert) => alert.times.map((time) => ({ title: alert.title, ...time })));

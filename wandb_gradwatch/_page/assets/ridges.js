@@ -34,7 +34,7 @@ class HistogramPicture extends Frame {
     this.item = item;
     this.data = histogramOf(item, this.source.bins);
     const { low, high } = this.data;
-    this.typical = typicalSpacing(this.data.steps);
+    this.setColumns(this.data.steps, this.data.steps);
     this.reach = Array.from(low, (one, column) => Math.max(Math.abs(one), Math.abs(high[column])));
     // The size below which a column does not tell sizes apart: that of the bin around zero.
     this.finest = Array.from(low, (one, column) => {
@@ -127,7 +127,7 @@ class HistogramPicture extends Frame {
     const shades = Array.from({ length: 256 }, (_, shade) => packColour(colourAt(anchors, shade / 255)));
     const empty = packHex(colour("missing"));
     pixels.fill(empty);
-    const spans = columnSpans(this.data.steps, this.data.steps, this.typical, width);
+    const spans = this.columnSpans(width);
     let [painted, rows, resolved] = [-1, [], 0];
     for (let x = 0; x < width; x++) {
       if (spans.to[x] <= spans.from[x]) continue;
@@ -163,7 +163,7 @@ class HistogramPicture extends Frame {
       context.beginPath();
       let before = false;
       this.percentiles[index].forEach((value, column) => {
-        if (value > 0) context[before ? "lineTo" : "moveTo"](this.xOf(this.data.steps[column]), this.yOf(Math.log10(value), box));
+        if (value > 0) context[before ? "lineTo" : "moveTo"](this.xOf(this.last[column]), this.yOf(Math.log10(value), box));
         before = value > 0;
       });
       // A line on any colour: the card's around the ink's.
@@ -182,7 +182,7 @@ class HistogramPicture extends Frame {
 
   // The cross-section: how the elements of one step lie, of each sign where the axis has none.
   drawSide(context, { left, top, width, height }, step) {
-    const column = step === null ? this.data.steps.length - 1 : lastAtMost(this.data.steps, this.stepNear(step) ?? -Infinity);
+    const column = step === null ? this.last.length - 1 : lastAtMost(this.last, this.stepNear(step) ?? -Infinity);
     if (column < 0) return;
     const [start, across] = [left + width + 22, this.side(this.wrap.clientWidth) - 26];
     const rows = Math.round(height / 3);
@@ -193,7 +193,7 @@ class HistogramPicture extends Frame {
     context.font = CHART_FONT;
     context.fillStyle = colour("muted");
     context.textAlign = "center";
-    context.fillText("step " + this.data.steps[column].toLocaleString("en-US"), start + across / 2, top - 6);
+    context.fillText("step " + this.last[column].toLocaleString("en-US"), start + across / 2, top - 6);
     context.fillText("share", start + across / 2, top + height + 14);
     context.strokeStyle = colour("grid");
     context.strokeRect(start - 0.5, top - 0.5, across + 1, height + 1);
@@ -220,20 +220,11 @@ class HistogramPicture extends Frame {
   }
 
   tableContent() {
-    return { head: ["step", ...PERCENTILES.map(({ label }) => `${label} of |${this.source.symbol}|`)], rows: this.data.steps.map((step, column) => [step, ...this.percentiles.map((values) => (values[column] > 0 ? values[column] : null))]) };
-  }
-
-  steps() {
-    return this.data.steps;
-  }
-
-  stepNear(step) {
-    const column = columnAt(this.data.steps, this.data.steps, this.typical, step);
-    return column === null ? null : this.data.steps[column];
+    return { head: ["step", ...PERCENTILES.map(({ label }) => `${label} of |${this.source.symbol}|`)], rows: this.last.map((step, column) => [step, ...this.percentiles.map((values) => (values[column] > 0 ? values[column] : null))]) };
   }
 
   describe(step, y, height) {
-    const column = lastAtMost(this.data.steps, step);
+    const column = lastAtMost(this.last, step);
     const place = this.limits[1] - (y / height) * (this.limits[1] - this.limits[0]);
     const value = formatNumber(this.signed ? place : 10 ** place, 2);
     const above = `${formatShare(1 - this.below(column, place))} of the elements ${this.signed ? "above" : "larger than"} ${value}`;

@@ -21,17 +21,13 @@ function showTheme() {
   knownColours.clear();
 }
 
-function applyTheme() {
+function chooseTheme(chosen) {
+  chosenTheme = chosen;
   showTheme();
   announce("theme");
 }
 
-function toggleTheme() {
-  chosenTheme = isDark() ? "light" : "dark";
-  applyTheme();
-}
-
-darkByDefault.addEventListener("change", applyTheme);
+darkByDefault.addEventListener("change", () => chooseTheme(chosenTheme));
 
 // Kept until the theme changes: each look at a computed style makes the browser lay the page out anew.
 const knownColours = new Map();
@@ -52,9 +48,8 @@ function levelColour(level) {
 }
 
 function gradient(kind) {
-  if (kind === "diverging") return isDark() ? DIVERGING_DARK : DIVERGING_LIGHT;
-  if (kind === "density") return isDark() ? DENSITY_DARK : DENSITY_LIGHT;
-  return SEQUENTIAL;
+  const pairs = { diverging: [DIVERGING_LIGHT, DIVERGING_DARK], density: [DENSITY_LIGHT, DENSITY_DARK] };
+  return pairs[kind]?.[Number(isDark())] ?? SEQUENTIAL;
 }
 
 // Colour at a place between 0 and 1, as [r, g, b].

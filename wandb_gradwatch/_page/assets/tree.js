@@ -60,33 +60,16 @@ function inRanges(nodes) {
   return ranges;
 }
 
-// The largest code of one name in each of some columns, and whether any of its elements was NaN or infinite. Kept: branches
-// ask for the same names again.
-function extremesOfName(name, matrix, width) {
-  matrix.extremes ??= new Map();
-  if (matrix.extremes.has(name)) return matrix.extremes.get(name);
-  const codes = matrix.codes.subarray(name * matrix.numColumns, (name + 1) * matrix.numColumns);
-  const bad = run.layers.bad()?.codes.subarray(name * matrix.numColumns, (name + 1) * matrix.numColumns);
-  const columns = new Uint16Array(Math.min(width, matrix.numColumns));
-  const broken = new Uint8Array(columns.length);
-  for (let column = 0; column < codes.length; column++) {
-    const place = Math.floor((column * columns.length) / codes.length);
-    if (codes[column] > columns[place]) columns[place] = codes[column];
-    if (bad !== undefined && bad[column] > CODE_ZERO) broken[place] = 1;
-  }
-  matrix.extremes.set(name, { columns, broken });
-  return { columns, broken };
-}
-
-// The same of several, and over all columns.
+// The largest code of some names in each of some columns, whether any element there was NaN or infinite, and the worst.
 function extremesOf(names, matrix, width) {
   const columns = new Uint16Array(Math.min(width, matrix.numColumns));
   const broken = new Uint8Array(columns.length);
+  const bad = run.layers.bad()?.codes;
   for (const name of names) {
-    const one = extremesOfName(name, matrix, width);
-    for (let place = 0; place < columns.length; place++) {
-      if (one.columns[place] > columns[place]) columns[place] = one.columns[place];
-      broken[place] |= one.broken[place];
+    for (let column = 0, cell = name * matrix.numColumns; column < matrix.numColumns; column++, cell++) {
+      const place = Math.floor((column * columns.length) / matrix.numColumns);
+      if (matrix.codes[cell] > columns[place]) columns[place] = matrix.codes[cell];
+      if (bad !== undefined && bad[cell] > CODE_ZERO) broken[place] = 1;
     }
   }
   return { columns, broken, worst: Math.max(CODE_MISSING, ...columns) };
