@@ -12,7 +12,6 @@ from typing import Final
 import numpy as np
 
 from ._analysis.formatting import number
-from ._measure.columns import FloatArray
 from .rules import Alert
 from .snapshot import Snapshot, last_present
 

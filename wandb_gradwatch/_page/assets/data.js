@@ -17,9 +17,7 @@ async function load(newContent, packedText) {
   unpackRun();
 }
 
-function float32At(offset, count) {
-  return new Float32Array(arrays.slice(offset, offset + 4 * count).buffer);
-}
+const float32At = (offset, count) => new Float32Array(arrays.slice(offset, offset + 4 * count).buffer);
 
 // names x columns codes of one metric, and what a code means.
 class Matrix {

@@ -216,9 +216,7 @@ function paletteOf(matrix, scale) {
 }
 
 // What a swatch means.
-function swatchEntry(swatch, text) {
-  return element("span", { class: "legend-entry" }, swatch, text);
-}
+const swatchEntry = (swatch, text) => element("span", { class: "legend-entry" }, swatch, text);
 
 // The colour bar with its axis, and what the colours outside it mean: [class, text].
 function drawScale(host, scale, outside = [["missing", "missing"], ...(scale.linear ? [] : [["zero", "zero"]]), ["nonfinite", "NaN or Inf"]]) {

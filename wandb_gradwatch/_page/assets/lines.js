@@ -251,7 +251,5 @@ function logTicks(low, high) {
 // Plots one below the other begin at the same place, unless a label needs more.
 const AXIS_WIDTH = 62;
 
-function axisWidth(texts) {
-  return Math.max(AXIS_WIDTH, 14 + 6.4 * Math.max(0, ...(texts ?? []).map((text) => text.length)));
-}
+const axisWidth = (texts) => Math.max(AXIS_WIDTH, 14 + 6.4 * Math.max(0, ...(texts ?? []).map((text) => text.length)));
 

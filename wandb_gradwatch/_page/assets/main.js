@@ -31,13 +31,8 @@ function header() {
   );
 }
 
-function hasRows() {
-  return content.steps.length > 0;
-}
-
-function stepRange(first, last) {
-  return first === last ? `step ${last.toLocaleString("en-US")}` : `steps ${first.toLocaleString("en-US")}–${last.toLocaleString("en-US")}`;
-}
+const hasRows = () => content.steps.length > 0;
+const stepRange = (first, last) => (first === last ? `step ${last.toLocaleString("en-US")}` : `steps ${first.toLocaleString("en-US")}–${last.toLocaleString("en-US")}`);
 
 function toolbar() {
   const low = element("input", { type: "number", "aria-label": "First step" });

@@ -8,9 +8,7 @@ function table(head, rows) {
   return element("table", {}, element("thead", {}, element("tr", {}, head.map(headOf))), element("tbody", {}, rows.map((row) => element("tr", {}, row.map(cellOf)))));
 }
 
-function scrolled(node, kind = "") {
-  return element("div", { class: "scroll " + kind, tabindex: 0 }, node);
-}
+const scrolled = (node, kind = "") => element("div", { class: "scroll " + kind, tabindex: 0 }, node);
 
 // The numbers behind a picture, built when they are asked for.
 function dataTable(makeContent) {

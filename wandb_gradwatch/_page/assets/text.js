@@ -23,9 +23,7 @@ function swatch(colour, kind = "") {
   return node;
 }
 
-function hint(text) {
-  return element("p", { class: "hint" }, text);
-}
+const hint = (text) => element("p", { class: "hint" }, text);
 
 // A card: title, picture, and the words beside it.
 function card(key, { isWide = true } = {}) {
@@ -67,9 +65,7 @@ function formatShare(value) {
   return (percent === 0 || percent >= 10 ? percent.toFixed(0) : percent.toPrecision(2)) + " %";
 }
 
-function formatShareTick(value) {
-  return Number((value * 100).toPrecision(6)) + " %";
-}
+const formatShareTick = (value) => Number((value * 100).toPrecision(6)) + " %";
 
 // Fit a name into a label. Parts become their first letter, the outer modules first: the numbers and the layer's own name
 // tell rows apart. What is still too long keeps both ends.
@@ -86,9 +82,7 @@ function shorten(name, length) {
   return name.slice(0, length - 1 - tail) + "…" + name.slice(name.length - tail);
 }
 
-function plural(count, one, many = one + "s") {
-  return count.toLocaleString("en-US") + " " + (count === 1 ? one : many);
-}
+const plural = (count, one, many = one + "s") => count.toLocaleString("en-US") + " " + (count === 1 ? one : many);
 
 // Round ticks at 1, 2 or 5 times a power of ten.
 function linearTicks(low, high, most) {
@@ -122,6 +116,4 @@ function formatDuration(seconds) {
   return (seconds < 0 ? "-" : "") + text;
 }
 
-function clamp(value, low, high) {
-  return Math.min(Math.max(value, low), high);
-}
+const clamp = (value, low, high) => Math.min(Math.max(value, low), high);

@@ -12,9 +12,7 @@ const DENSITY_DARK = [[23, 28, 32], [28, 84, 110], [48, 160, 150], [253, 240, 16
 const darkByDefault = window.matchMedia("(prefers-color-scheme: dark)");
 let chosenTheme = null;
 
-function isDark() {
-  return chosenTheme === null ? darkByDefault.matches : chosenTheme === "dark";
-}
+const isDark = () => (chosenTheme === null ? darkByDefault.matches : chosenTheme === "dark");
 
 function showTheme() {
   document.documentElement.dataset.theme = isDark() ? "dark" : "light";
@@ -39,13 +37,8 @@ function colour(name) {
 
 showTheme();
 
-function lineColour(index) {
-  return `line-${index % NUM_LINE_COLOURS}`;
-}
-
-function levelColour(level) {
-  return colour(level === "ERROR" ? "error" : level === "WARN" ? "warn" : "info");
-}
+const lineColour = (index) => `line-${index % NUM_LINE_COLOURS}`;
+const levelColour = (level) => colour(level === "ERROR" ? "error" : level === "WARN" ? "warn" : "info");
 
 function gradient(kind) {
   const pairs = { diverging: [DIVERGING_LIGHT, DIVERGING_DARK], density: [DENSITY_LIGHT, DENSITY_DARK] };

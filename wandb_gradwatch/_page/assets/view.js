@@ -18,13 +18,8 @@ let FULL_RANGE = fullRange();
 // Everything is kept in optimizer steps, and drawn at the place that the horizontal axis gives them.
 const STEP_AXIS = { label: "optimizer step", isTime: false, steps: [0, 1], values: [0, 1] };
 
-function placeOf(step) {
-  return between(view.axis.steps, view.axis.values, step);
-}
-
-function stepAtPlace(place) {
-  return between(view.axis.values, view.axis.steps, place);
-}
+const placeOf = (step) => between(view.axis.steps, view.axis.values, step);
+const stepAtPlace = (place) => between(view.axis.values, view.axis.steps, place);
 
 // The step at a part of the width, from 0 to 1.
 function stepAcross(part) {
@@ -114,9 +109,7 @@ function resetRange() {
   setRange(...FULL_RANGE);
 }
 
-function isZoomed() {
-  return view.range[0] !== FULL_RANGE[0] || view.range[1] !== FULL_RANGE[1];
-}
+const isZoomed = () => view.range[0] !== FULL_RANGE[0] || view.range[1] !== FULL_RANGE[1];
 
 function setAxis(label) {
   view.axis = content.axes.find((axis) => axis.label === label) ?? STEP_AXIS;
