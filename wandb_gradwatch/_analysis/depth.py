@@ -11,12 +11,13 @@ import numpy as np
 import numpy.typing as npt
 
 from .._measure.columns import Column, FloatArray
-from ..snapshot import Snapshot
-from .layers import module_norms
+from ..snapshot import LEAST_SUM_SQ, Snapshot
+from .layers import module_norms, modules_of
 
 # S samples, L layers in model order, the first nearest the input, N chains of them
 
 _MIN_LAYERS = 4
+_ROUNDING = 1e-9  # relative: a sum in another order may round otherwise
 
 
 def branch_of(name: str) -> str:
@@ -60,28 +61,32 @@ def depth_trends(snapshot: Snapshot, *, above: float) -> dict[int, DepthTrend]:
     Parameters are merged into their module first, because a bias and a weight of one layer differ for other reasons.
     """
     # Of a line through points centred in depth no rise is larger than 1.5 times what the points span.
-    limit, column = (above * (1 - 1e-9)) ** (4 / 3), Column.GRAD_SUM_SQ
-    if all(sample.sums[column] < limit * sample.least[column] for sample in snapshot.overview):
-        return {}
-    names_L, norms_SL = module_norms(snapshot)
-    steepest_S = np.full(len(snapshot), np.nan)
-    for chain in chains_of(names_L):
-        steepest_S = np.fmax(steepest_S, _factors(norms_SL[:, chain]))
-    candidates = np.flatnonzero(steepest_S > above * (1 - 1e-9))  # a sum in another order may round otherwise
-    trends = {int(sample): trend_of(names_L, norms_SL[sample]) for sample in candidates}
-    return {sample: trend for sample, trend in trends.items() if trend is not None and trend.factor > above}
+    limit, column, trends = above ** (4 / 3), Column.GRAD_SUM_SQ, {}
+    for sample in snapshot.overview:
+        least = sample.least[column]
+        if sample.sums[column] * (1 + _ROUNDING) < limit * least:
+            continue  # as nearly always
+        modules = modules_of(snapshot.names)
+        if least > LEAST_SUM_SQ:  # all are there, and above 0
+            squares_L = np.add.reduceat(sample.rows[modules.order, column], modules.starts)
+            log_factors_N = _log_factor_weights(modules.names) @ np.log(squares_L)
+            if np.maximum.reduce(log_factors_N, initial=-math.inf) < math.log(above) - _ROUNDING:
+                continue
+        trend = trend_of(modules.names, module_norms(snapshot)[sample.place])
+        if trend is not None and trend.factor > above:
+            trends[sample.place] = trend
+    return trends
 
 
-def _factors(norms_SL: FloatArray) -> FloatArray:
-    """`DepthTrend.factor` of every sample at once: [S]; NaN where there are too few layers."""
-    seen_SL = np.isfinite(norms_SL) & (norms_SL > 0)
-    num_S = seen_SL.sum(axis=1)
-    log_SL = np.log(norms_SL, where=seen_SL, out=np.zeros_like(norms_SL))
-    centred_SL = np.where(seen_SL, np.cumsum(seen_SL, axis=1) - (num_S[:, None] + 1) / 2, 0.0)
-    squares_S = (centred_SL**2).sum(axis=1)
-    slope_S = (centred_SL * log_SL).sum(axis=1) / np.where(num_S < _MIN_LAYERS, np.nan, squares_S)
-    factor_S: FloatArray = np.exp(np.clip(slope_S * (num_S - 1), -700, 700))
-    return factor_S
+@lru_cache(maxsize=16)
+def _log_factor_weights(names_L: tuple[str, ...]) -> FloatArray:
+    """What the logarithms of the modules' sums of squares add up with to that of each chain's factor: [N, L]."""
+    chains = chains_of(names_L)
+    weights_NL = np.zeros((len(chains), len(names_L)))
+    for weights_L, chain in zip(weights_NL, chains, strict=True):
+        centred = np.arange(len(chain)) - (len(chain) - 1) / 2
+        weights_L[chain] = 0.5 * (len(chain) - 1) * centred / (centred @ centred)
+    return weights_NL
 
 
 def trend_of(names_L: tuple[str, ...], norms_L: FloatArray) -> DepthTrend | None:

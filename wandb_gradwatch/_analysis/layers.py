@@ -57,14 +57,14 @@ def modules_of(names: tuple[str, ...]) -> ModuleKinds:
     return ModuleKinds(tuple(places), of_P, is_bias_P, has_bias_L, has_weight_L, order, starts_L)
 
 
-def module_norms(snapshot: Snapshot) -> tuple[tuple[str, ...], FloatArray]:
-    """Each module's gradient norm: names [L] and norms [S, L], NaN where no gradient arrived."""
+def module_norms(snapshot: Snapshot) -> FloatArray:
+    """Each module's gradient norm: [S, L], NaN where no gradient arrived."""
     modules = modules_of(snapshot.names)
     sum_sq_SP = snapshot.column(Column.GRAD_SUM_SQ)[:, modules.order]
     missing_SP = np.isnan(snapshot.grad_norm)[:, modules.order]
     sum_sq_SL = np.add.reduceat(np.where(missing_SP, 0.0, sum_sq_SP), modules.starts, axis=1)
     missing_SL = np.logical_and.reduceat(missing_SP, modules.starts, axis=1)
-    return modules.names, np.where(missing_SL, np.nan, np.sqrt(sum_sq_SL))
+    return np.where(missing_SL, np.nan, np.sqrt(sum_sq_SL))
 
 
 def dead_units(names: tuple[str, ...], dead_SP: FloatArray) -> FloatArray:

@@ -69,26 +69,31 @@ class PerName:
 
     def __init__(self, default: float = 0.0) -> None:
         self.default = default
-        self._names: tuple[str, ...] = ()
+        self.names: tuple[str, ...] = ()
         self._values_P: FloatArray = np.zeros(0)
         self._elsewhere: dict[str, float] = {}  # names of earlier snapshots that this one lacks
 
     def of(self, names: tuple[str, ...]) -> FloatArray:
         """The numbers of these names, to be changed in place: [P]."""
-        if names is not self._names:  # nearly always the same tuple: 150 names take longer to compare than to use
-            if names != self._names:
-                known = self._elsewhere | dict(zip(self._names, self._values_P.tolist(), strict=True))
+        if names is not self.names:  # nearly always the same tuple: 150 names take longer to compare than to use
+            if names != self.names:
+                known = self._elsewhere | dict(zip(self.names, self._values_P.tolist(), strict=True))
                 self._values_P = np.array([known.pop(name, self.default) for name in names], dtype=np.float64)
                 self._elsewhere = known
-            self._names = names
+            self.names = names
         return self._values_P
 
+    def replace(self, names: tuple[str, ...], values_P: FloatArray) -> FloatArray:
+        """The numbers of these names, and others in their place, which nobody changes: [P]."""
+        earlier_P, self._values_P = self.of(names), values_P
+        return earlier_P
+
     def state_dict(self) -> dict[str, float]:
-        values = self._elsewhere | dict(zip(self._names, self._values_P.tolist(), strict=True))
+        values = self._elsewhere | dict(zip(self.names, self._values_P.tolist(), strict=True))
         return {name: value for name, value in values.items() if value != self.default and value == value}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        self._names, self._values_P = (), np.zeros(0)
+        self.names, self._values_P = (), np.zeros(0)
         self._elsewhere = {str(name): float(value) for name, value in state.items()}
 
 

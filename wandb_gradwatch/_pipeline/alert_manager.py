@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from ..rules import Alert, Level, Rule, as_rule
+from ..rules._base import is_ordinary
 from ..rules._functions import RuleFunction
 from ..snapshot import Snapshot
 
@@ -67,6 +68,7 @@ class AlertManager:
         self.rules = [as_rule(candidate) for candidate in rules]
         self.last_findings: list[Alert] = []  # all that the rules said about the newest sample, sent or not
         self._keys = _keys_of(self.rules)
+        self._everyday = [kept for kept in self.rules if not getattr(kept, "is_for_rare_samples", False)]
         self._rearm_samples, self._max_per_hour = rearm_samples, max_per_hour
         self._clock = clock
         self._episodes: dict[str, _Episode] = {}
@@ -100,7 +102,7 @@ class AlertManager:
 
     def _find(self, snapshot: Snapshot) -> list[Alert]:
         findings: list[Alert] = []
-        for candidate in tuple(self.rules):
+        for candidate in tuple(self._everyday if is_ordinary(snapshot) else self.rules):
             try:
                 findings += list(candidate.check(snapshot))
             except Exception:  # our failure, or the user's rule's, must not become the training's
@@ -111,6 +113,7 @@ class AlertManager:
     def _drop(self, candidate: Rule) -> None:
         place = next(index for index, kept in enumerate(self.rules) if kept is candidate)
         del self.rules[place], self._keys[place]
+        self._everyday = [kept for kept in self._everyday if kept is not candidate]
 
     def _decide(self, step: int) -> list[Alert]:
         """The alerts to be sent for the sample whose findings are `last_findings`."""

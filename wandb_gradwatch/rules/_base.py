@@ -9,11 +9,14 @@ from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any, Final, Literal, Protocol, runtime_checkable
 
+import numpy as np
+
 from .._analysis.formatting import sentence
-from ..snapshot import Snapshot
+from ..snapshot import Snapshot, keys
 
 Level = Literal["INFO", "WARN", "ERROR"]
 
+FIRST_STEPS: Final = 2  # in which weights and inputs are looked at as they begin
 MAX_TITLE: Final = 63  # W&B documents a limit of 64 characters and does not check it
 
 
@@ -83,6 +86,21 @@ def finding(
 ) -> Finding:
     """A finding with its text."""
     return Finding(title, sentence(fact, layers, cause, remedy), step, level, fact, layers, cause, remedy, kind)
+
+
+def is_ordinary(snapshot: Snapshot) -> bool:
+    """Whether these samples are none of those that a rule whose class says `is_for_rare_samples` finds anything in.
+
+    Rare are the first two steps, what is not finite, a wrong wiring that the capture has found, and a learning rate
+    below 0. Rules that are not even called cost nothing.
+    """
+    metrics = snapshot.metrics
+    if any([sample.has_nonfinite or sample.step <= FIRST_STEPS for sample in snapshot.overview]):
+        return False
+    if any([key.startswith(keys.WIRING) for key in metrics]):
+        return False
+    bad_S, rate_S = metrics.get(keys.NUM_NONFINITE_LOSS), metrics.get(keys.LEARNING_RATE)
+    return (bad_S is None or not np.count_nonzero(bad_S)) and (rate_S is None or not np.count_nonzero(rate_S < 0))
 
 
 def values_of(snapshot: Snapshot, key: str) -> list[float]:

@@ -7,7 +7,7 @@ import math
 import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 
@@ -15,8 +15,8 @@ from .._analysis.baseline import evenly_apart, steady_growth
 from .._analysis.formatting import clip_advice, listing, number, worst_first
 from .._analysis.memory import PerKind, PerName, Remembers
 from .._analysis.movement import Movement
-from .._measure.columns import FloatArray
-from ..snapshot import Overview, Snapshot
+from .._measure.columns import Column, FloatArray
+from ..snapshot import LEAST_SUM_SQ, Overview, Snapshot
 from ._base import Alert, Level, check_limits, finding
 
 # S samples, P watched parameters
@@ -108,8 +108,10 @@ class _Past(Remembers):
     def see(self, log_norm: float, step: int) -> int:
         """The newest norm, before it is judged; returns how many steps it is from the one before."""
         gap = step - self.steps[-1] if self.steps else 1
-        self.norms = [*self.norms[-(_WINDOW - 1) :], log_norm]
-        self.steps = [*self.steps[-(_WINDOW - 1) :], step]
+        self.norms.append(log_norm)
+        self.steps.append(step)
+        if len(self.norms) > _WINDOW:
+            del self.norms[0], self.steps[0]
         return gap
 
     def survive(self, log_norm: float) -> None:
@@ -164,6 +166,8 @@ class ExplodingGradient(Remembers):
     adapt_after: int = 20
     _pasts: PerKind[_Past] = field(default_factory=lambda: PerKind(_Past), init=False, repr=False)
     _usual: PerName = field(default_factory=lambda: PerName(math.nan), init=False, repr=False)
+    # Norms, or their squares, that are not in `_usual` yet: of one sample of 32 or so arithmetic costs the least.
+    _unlearnt: list[tuple[tuple[str, ...], FloatArray, bool]] = field(default_factory=list, init=False, repr=False)
 
     title: ClassVar[str] = "Exploding gradient"
 
@@ -178,12 +182,16 @@ class ExplodingGradient(Remembers):
             if sample.skipped or not (sample.has_nonfinite or sample.norm > 0):
                 continue
             past = self._pasts.of(snapshot.names, None if sample.is_complete else snapshot.present[sample.place])
-            moved = past.movement.of(snapshot, sample) > _MOVED
+            moved = past.movement.is_beyond(_MOVED, snapshot, sample)
             found = self._broken(past) if sample.has_nonfinite else self._judge(sample, past, moved)
             if found is not None:
                 yield self._alert(snapshot, sample.place, found)
             elif not sample.has_nonfinite:
-                self._learn_layers(snapshot.names, snapshot.grad_norm[sample.place])
+                self._learn_layers(snapshot, sample)
+
+    def state_dict(self) -> dict[str, Any]:
+        self._work_out()
+        return super().state_dict()
 
     def _log_limit(self, past: _Past, norms: list[float], gap: int, moved: bool) -> float:
         """Above which the newest of these norms is too large; for one that is below anyhow, a lower number will do.
@@ -207,19 +215,19 @@ class ExplodingGradient(Remembers):
 
     def _judge(self, sample: Overview, past: _Past, moved: bool) -> _Found | None:
         """What is wrong with the total norm, or None; the past learns of it."""
-        norm, step = sample.norm, sample.step
+        norm, step, log_norm = sample.norm, sample.step, _log(sample.norm)
         before = past.norms[-1] if past.norms else math.inf
-        gap = past.see(_log(norm), step)
+        gap = past.see(log_norm, step)
         norms = past.norms if gap == 1 else [past.norms[place] for place in evenly_apart(past.steps)]
         limit = self._log_limit(past, norms, gap, moved)
         if self.threshold is not None and norm > self.threshold:
             words = f"the gradient norm is {number(norm)}, above the threshold {number(self.threshold)}"
-            spike = _log(norm) > past.record + math.log(_AT_ONCE) and past.num_survived >= _FIRST and not moved
+            spike = log_norm > past.record + math.log(_AT_ONCE) and past.num_survived >= _FIRST and not moved
             kind = "spike" if spike else "large" if past.num_survived or past.num_large else "large from the start"
             past.num_large += 1
             return _Found("rise" if kind == "large" and moved else kind, "ERROR", step, words)
         # A rise back to where the run began, as at the edge of stability, is over soon unless it moves the parameters.
-        beyond = moved or _log(norm) > past.beginning + math.log(self.min_factor)
+        beyond = moved or log_norm > past.beginning + math.log(self.min_factor)
         needed = 0.0 if self.growth is None else self.growth * (1.0 if moved else _UNMOVED_GROWTH)
         if needed and beyond and (rise := steady_growth(norms, factor=needed, every=gap)) is not None:
             words = (
@@ -228,17 +236,17 @@ class ExplodingGradient(Remembers):
             )
             # At the edge of stability the norm rises a hundredfold, and falls again before the parameters have moved.
             return _Found("rise", "ERROR" if moved else "WARN", step, words)
-        if _log(norm) <= limit:
-            return self._below(past, _log(norm), moved)
+        if log_norm <= limit:
+            return self._below(past, log_norm, moved)
         if not past.num_above:
             past.began = step
         past.num_above += 1
-        past.largest_above = max(past.largest_above, _log(norm))
+        past.largest_above = max(past.largest_above, log_norm)
         words, factor = self._words(norm, past, limit), _exp(past.largest_above - past.record)
         if past.num_above >= self.adapt_after:
             past.num_above, past.largest_above = 0, -math.inf
-            past.survive(_log(norm))
-        elif past.num_above > 1 and (moved or (factor > _CLEARLY and _log(norm) > before + math.log(_GROWS))):
+            past.survive(log_norm)
+        elif past.num_above > 1 and (moved or (factor > _CLEARLY and log_norm > before + math.log(_GROWS))):
             return _Found("grows", "ERROR", past.began, f"{words}; it has not fallen back since step {past.began}")
         elif past.num_above >= (2 if factor > _CLEARLY else _STAYS):
             words += f"; it stays there since step {past.began}, and the parameters have hardly moved"
@@ -282,18 +290,28 @@ class ExplodingGradient(Remembers):
             f"{number(_exp(limit))})"
         )
 
-    def _learn_layers(self, names: tuple[str, ...], norm_P: FloatArray) -> None:
-        """Follow each layer's log norm with a moving average."""
-        usual_P = self._usual.of(names)
-        log_P = np.log(norm_P, where=norm_P > 0, out=usual_P.copy())
-        np.copyto(usual_P, log_P, where=np.isnan(usual_P))
-        usual_P += _USUAL_WEIGHT * (log_P - usual_P)
+    def _learn_layers(self, snapshot: Snapshot, sample: Overview) -> None:
+        """Follow each layer's log norm with a moving average, which nobody asks for but an alert."""
+        if len(self._unlearnt) == _WINDOW:
+            self._work_out()
+        is_squares = sample.least[Column.GRAD_SUM_SQ] > LEAST_SUM_SQ
+        found = sample.rows[:, Column.GRAD_SUM_SQ] if is_squares else snapshot.grad_norm[sample.place]
+        self._unlearnt.append((snapshot.names, found, is_squares))
+
+    def _work_out(self) -> None:
+        for then, found, is_squares in self._unlearnt:
+            usual_P, norm_P = self._usual.of(then), np.sqrt(found) if is_squares else found
+            log_P = np.log(norm_P, where=norm_P > 0, out=usual_P.copy())
+            np.copyto(usual_P, log_P, where=np.isnan(usual_P))
+            usual_P += _USUAL_WEIGHT * (log_P - usual_P)
+        self._unlearnt.clear()
 
     def _alert(self, snapshot: Snapshot, sample: int, found: _Found) -> Alert:
         # What "is" is of this sample, and what "was" of the one where it began, which may have come with another call.
         earlier = np.flatnonzero(snapshot.steps == found.step) if found.kind in _PAST else np.zeros(0)
         place = int(earlier[0]) if earlier.size else sample
         at = found.step if found.kind in _PAST else int(snapshot.steps[sample])
+        self._work_out()
         norm_P, usual_P = snapshot.grad_norm[place], np.exp(self._usual.of(snapshot.names))
         present = np.flatnonzero(norm_P > 0)
         worst = worst_first(norm_P / usual_P if np.isfinite(usual_P[present]).all() else norm_P, present)

@@ -68,7 +68,8 @@ class LossSpike(Remembers):
         for sample, loss in zip(snapshot.overview, values_of(snapshot, keys.LOSS), strict=True):
             if sample.skipped or not math.isfinite(loss):
                 continue
-            yield from self._look_below_0(sample.step, loss)
+            if self._below or loss < 0:
+                yield from self._look_below_0(sample.step, loss)
             # The limit is above the largest of the newest ones: most losses need none.
             limit = self._limit() if loss > max(self._past[-_NEWEST:], default=math.inf) else math.inf
             if loss > limit:
@@ -79,7 +80,8 @@ class LossSpike(Remembers):
                     yield self._alert(self._began, max(self._above), limit)
                 if len(self._above) < self.adapt_after:
                     continue
-            self._past = [*self._past, *(self._above or [loss])][-_WINDOW:]
+            self._past += self._above or [loss]
+            del self._past[:-_WINDOW]
             self._above = []
 
     def _limit(self) -> float:

@@ -68,7 +68,7 @@ class NoGradient(Remembers):
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
         unowned = [key for key in snapshot.metrics if key.startswith(keys.WIRING_UNOWNED)]
-        all_here = all(sample.is_complete and sample.norm > 0 for sample in snapshot.overview)
+        all_here = all([sample.is_complete and sample.norm > 0 for sample in snapshot.overview])
         if all_here and not unowned:  # as nearly always: no sample needs a look
             self._is_often_zero |= self._num_zero > 0
             self._missing.end(snapshot.names, len(snapshot))

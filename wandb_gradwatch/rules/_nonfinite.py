@@ -40,6 +40,7 @@ class _NonFiniteGradient(Remembers, ABC):
     """What the rules for NaN and for Inf share. A sample that AMP skipped is not theirs but the loss scale's."""
 
     title: ClassVar[str]
+    is_for_rare_samples: ClassVar[bool] = True
     what: ClassVar[str]
     cause: ClassVar[str]
     remedy: ClassVar[str]
@@ -140,6 +141,7 @@ class NonFiniteLoss(Remembers):
     """
 
     title: ClassVar[str] = "Non-finite loss"
+    is_for_rare_samples: ClassVar[bool] = True
 
     def check(self, snapshot: Snapshot) -> Iterator[Alert]:
         for sample, num in zip(snapshot.overview, values_of(snapshot, keys.NUM_NONFINITE_LOSS), strict=True):

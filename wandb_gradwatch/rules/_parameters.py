@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -16,13 +16,14 @@ import numpy.typing as npt
 from .._analysis.formatting import clip_advice, listing, number, worst_first
 from .._analysis.layers import initial_gains, input_scale
 from .._analysis.memory import PerName, Remembers
+from .._analysis.movement import Movement, Update
 from .._measure.columns import Column, FloatArray
-from ..snapshot import Snapshot
-from ._base import Alert, Level, check_limits, finding
+from ..snapshot import Overview, Snapshot
+from ._base import FIRST_STEPS, Alert, Level, check_limits, finding
 
 # S samples, P watched parameters
 
-_FIRST_STEPS: Final = 20  # in which parameters may still move fast: adaptive optimizers begin with full steps
+_EARLY: Final = 20  # in which parameters may still move fast: adaptive optimizers begin with full steps
 _SHRINKS, _SHRINK_SAMPLES = 0.02, 8  # of each weight's norm, by so many updates in a row
 _NOTICED: Final = 0.01  # of a log norm by one update: of less nothing large is made
 _OF_TYPICAL: Final = 0.3  # of the root mean square of all parameters: what is smaller may well shrink
@@ -74,6 +75,7 @@ class PoorInitialisation(Remembers):
     _is_over: bool = field(default=False, init=False)
 
     title: ClassVar[str] = "Initial weights"
+    is_for_rare_samples: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         positive = (0.0, math.inf)
@@ -84,7 +86,7 @@ class PoorInitialisation(Remembers):
         if self._is_over:
             return
         for sample in np.flatnonzero(snapshot.total_grad_norm > 0).tolist():
-            if self._is_over or snapshot.steps[sample] > 2:
+            if self._is_over or snapshot.steps[sample] > FIRST_STEPS:
                 self._is_over = True
                 return
             if _is_small(snapshot, sample):
@@ -146,12 +148,13 @@ class LargeInputs(Remembers):
     _num_large: int = field(default=0, init=False)
 
     title: ClassVar[str] = "Large inputs"
+    is_for_rare_samples: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_limits(self, max_scale=(0.0, math.inf))
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
-        is_first_S = snapshot.steps <= 2
+        is_first_S = snapshot.steps <= FIRST_STEPS
         if not np.count_nonzero(is_first_S):
             return
         for sample in np.flatnonzero((snapshot.total_grad_norm > 0) & is_first_S).tolist():
@@ -191,11 +194,15 @@ class FastParameters(Remembers):
     max_first_growth: float = 0.2
     max_factor: float = 2.5
     min_left: float = 0.2
-    _step: int = field(default=0, init=False)
-    _before: PerName = field(default_factory=lambda: PerName(math.nan), init=False, repr=False)  # sums of squares
+    _movement: Movement = field(default_factory=Movement, init=False, repr=False)
     _names: tuple[str, ...] = field(default=(), init=False, repr=False)
     # By how much each weight's log norm changed per step, 0 where unknown; at last twice that of all together.
     _recent: deque[FloatArray] = field(default_factory=lambda: deque(maxlen=_TOGETHER), init=False, repr=False)
+    # Updates after these, too small for a finding: worked out when a larger one comes.
+    _ordinary: deque[tuple[Update, FloatArray]] = field(
+        default_factory=lambda: deque(maxlen=_TOGETHER), init=False, repr=False
+    )
+    _left_sq: float = field(default=0.0, init=False)  # at least so much of the largest norm's square is left
     _largest: PerName = field(default_factory=PerName, init=False, repr=False)
 
     title: ClassVar[str] = "Parameters grow too fast"
@@ -206,8 +213,16 @@ class FastParameters(Remembers):
         check_limits(self, max_growth=share, max_first_growth=share, min_left=share, max_factor=(1.0, math.inf))
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
-        for sample in range(len(snapshot)):
-            if _is_small(snapshot, sample) or not self._follow(snapshot, sample):
+        for seen in snapshot.overview:
+            if seen.sums[Column.NUM_ELEMENTS] < _MIN_ELEMENTS:
+                continue
+            update, size_P = self._movement.see(snapshot.names, seen), seen.rows[:, Column.NUM_ELEMENTS]
+            sample = seen.place
+            if self._is_ordinary(update, seen):
+                self._ordinary.append((update, size_P))
+                continue
+            if not self._follow(snapshot.names, update, size_P):
+                self._left_sq = 0.0
                 continue
             if np.maximum.reduce(self._recent[-1]) > _NOTICED:
                 yield from self._growing(snapshot, sample)
@@ -219,42 +234,53 @@ class FastParameters(Remembers):
             if left < self.min_left or shrinking.size:
                 yield self._shrinking(snapshot, sample, left, shrinking)
 
-    def _follow(self, snapshot: Snapshot, sample: int) -> bool:
+    def _is_ordinary(self, update: Update, sample: Overview) -> bool:
+        """Whether no weight has changed enough to be noticed, as nearly always; then nothing else is looked at."""
+        share = 2 * _NOTICED * update.num_steps
+        left_sq, self._left_sq = self._left_sq * (1 - share), 0.0
+        is_known = left_sq > self.min_left**2 and 0 < share < 0.6  # of more a shrinking one may lose as much
+        if not (is_known and update.total_after - update.total_before <= share / 2 * update.total_before):
+            return False
+        if sample.sums[Column.PARAM_NUM_NONFINITE] != 0:
+            return False
+        places = _places_of_weights(self._names)
+        before_W, after_W = update.before[places], update.after[places]
+        if np.count_nonzero(np.abs(after_W - before_W) > share * before_W):
+            return False
+        self._left_sq = left_sq
+        return True
+
+    def _follow(self, names: tuple[str, ...], update: Update, size_P: FloatArray) -> bool:
         """Note how much each weight has changed since the sample before; whether that is known of any."""
-        names, step = snapshot.names, int(snapshot.steps[sample])
-        now_P, before_P = snapshot.column(Column.PARAM_SUM_SQ)[sample], self._before.of(names)
-        size_P, num_steps = snapshot.num_elements[sample], step - self._step
-        known_P = _are_weights(names) & (size_P >= _MIN_WEIGHTS) & (before_P >= 0) & (now_P > 0)
-        is_known = num_steps > 0 and bool(np.count_nonzero(known_P))
         if names != self._names:
             self._names, self._recent = names, deque(maxlen=_TOGETHER)
-        if is_known:
-            before, now = np.add.reduce(before_P), np.add.reduce(now_P)
-            typical_sq = before / np.add.reduce(size_P)
-            if np.isnan(before + now):  # some are not in both
-                both_P = before_P + now_P >= 0
-                before, now = before_P.sum(where=both_P), now_P.sum(where=both_P)
-                typical_sq = np.nansum(before_P) / np.nansum(size_P)
-            # What begins at 0, as half of a LoRA pair, may grow up to what is typical however fast that is.
-            least_P = np.where(now_P > before_P, 1.0, _OF_TYPICAL**2) * (typical_sq * size_P)
-            ratio_P = np.ones(len(names) + 1)
-            np.divide(np.maximum(now_P, least_P), np.maximum(before_P, least_P), ratio_P[:-1], where=known_P)
-            ratio_P[-1] = (now / before) ** 2  # all grow alike: half as much
-            self._recent.append(0.5 * np.log(ratio_P) / num_steps)
-        self._step, before_P[:] = step, now_P
-        return is_known
+            self._ordinary.clear()
+        self._work_out()
+        change_P = _change(names, update, size_P)
+        if change_P is not None:
+            self._recent.append(change_P)
+        return change_P is not None
+
+    def _work_out(self) -> None:
+        changes = [_change(self._names, update, size_P) for update, size_P in self._ordinary]
+        self._recent.extend(change_P for change_P in changes if change_P is not None)
+        self._ordinary.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        self._work_out()
+        return super().state_dict()
 
     def _growing(self, snapshot: Snapshot, sample: int) -> Iterable[Alert]:
         """The alert of weights that have grown too fast, if there are any."""
         step, recent = int(snapshot.steps[sample]), np.sort(list(self._recent), axis=0)
-        limit = self.max_first_growth if step <= _FIRST_STEPS else self.max_growth
+        limit = self.max_first_growth if step <= _EARLY else self.max_growth
         last_P = np.sort(list(self._recent)[-_OF_LAST:], axis=0)[-2 if len(recent) > 1 else -1]
         product_P = recent[:-1].sum(axis=0)
         advice = _REMEDY + clip_advice(float(snapshot.clipped[sample]))
         if len(recent) > 1 and last_P.max() > math.log1p(limit):
             words = f"grown by {number(100 * limit)} % per step or more, twice within {_OF_LAST} samples"
             yield self._grown(step, words, last_P, math.log1p(limit), _CAUSE, advice, "ERROR")
-        elif step > _FIRST_STEPS and self._recent[-1][:-1].max() > math.log(self.max_factor):
+        elif step > _EARLY and self._recent[-1][:-1].max() > math.log(self.max_factor):
             words = f"grown {number(self.max_factor)} times or more at once, since the sample before"
             yield self._grown(
                 step, words, self._recent[-1], math.log(self.max_factor), _JUMP_CAUSE, _JUMP_REMEDY, "WARN"
@@ -281,7 +307,10 @@ class FastParameters(Remembers):
         largest_P = self._largest.of(snapshot.names)
         left_sq = float(snapshot.column(Column.PARAM_SUM_SQ)[sample].sum(where=largest_P > 0))
         if left_sq > 0 and snapshot.column_sums[sample, Column.PARAM_NUM_NONFINITE] == 0:  # as nearly always: all here
-            return math.sqrt(left_sq / float(largest_P @ largest_P))
+            whole_sq, places = float(largest_P @ largest_P), _places_of_weights(snapshot.names)
+            weights_W = snapshot.column(Column.PARAM_SUM_SQ)[sample, places]
+            self._left_sq = float(weights_W.sum(where=largest_P[places] > 0)) / whole_sq
+            return math.sqrt(left_sq / whole_sq)
         norm_P = snapshot.param_norm[sample]
         if not largest_P.any():
             np.copyto(largest_P, norm_P, where=norm_P > 0)
@@ -349,10 +378,39 @@ def _constant(snapshot: Snapshot, sample: int, gains: Mapping[str, float]) -> li
     return found
 
 
+def _change(names: tuple[str, ...], update: Update, size_P: FloatArray) -> FloatArray | None:
+    """By how much an update has changed each weight's log norm per step, 0 where unknown; None where it is of all.
+
+    At last twice that of all together.
+    """
+    before_P, now_P, *_, num_steps = update
+    known_P = _are_weights(names) & (size_P >= _MIN_WEIGHTS) & (before_P >= 0) & (now_P > 0)
+    if num_steps < 1 or not np.count_nonzero(known_P):
+        return None
+    before, now = np.add.reduce(before_P), np.add.reduce(now_P)
+    typical_sq = before / np.add.reduce(size_P)
+    if np.isnan(before + now):  # some are not in both
+        both_P = before_P + now_P >= 0
+        before, now = before_P.sum(where=both_P), now_P.sum(where=both_P)
+        typical_sq = np.nansum(before_P) / np.nansum(size_P)
+    # What begins at 0, as half of a LoRA pair, may grow up to what is typical however fast that is.
+    least_P = np.where(now_P > before_P, 1.0, _OF_TYPICAL**2) * (typical_sq * size_P)
+    ratio_P = np.ones(len(names) + 1)
+    np.divide(np.maximum(now_P, least_P), np.maximum(before_P, least_P), ratio_P[:-1], where=known_P)
+    ratio_P[-1] = (now / before) ** 2  # all grow alike: half as much
+    change_P: FloatArray = 0.5 * np.log(ratio_P) / num_steps
+    return change_P
+
+
 @lru_cache(maxsize=16)
 def _are_weights(names: tuple[str, ...]) -> npt.NDArray[np.bool_]:
     """Whether each parameter is a weight, by its name: a bias that jumps switches units on or off, which is told."""
     return np.array(["bias" not in name for name in names])
+
+
+@lru_cache(maxsize=16)
+def _places_of_weights(names: tuple[str, ...]) -> npt.NDArray[np.intp]:
+    return np.flatnonzero(_are_weights(names))
 
 
 def _is_small(snapshot: Snapshot, sample: int) -> bool:

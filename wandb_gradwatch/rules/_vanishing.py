@@ -171,15 +171,17 @@ class VanishingGradient(Remembers):
 
 def _is_coarse(snapshot: Snapshot, seen: Overview) -> bool:
     """Whether float16 has kept of most gradients' elements nothing but its smallest steps."""
-    scale, sample = float(snapshot.loss_scale[seen.place]), seen.place
+    scale = float(snapshot.loss_scale[seen.place])
     scale = 1.0 if math.isnan(scale) else scale
     if max(seen.least[Column.GRAD_MAX], -seen.most[Column.GRAD_MIN]) * scale >= _SMALLEST_NORMAL:
         return False  # as nearly always: every parameter has an element that is above
-    largest_P = snapshot.grad_abs_max[sample] * scale
-    size_P = np.where(largest_P > 0, snapshot.num_elements[sample], 0.0)
-    steps_P = snapshot.grad_abs_min_nonzero[sample] * scale / _SMALLEST
-    is_coarse_P = (largest_P < _SMALLEST_NORMAL) & (steps_P >= 1) & (steps_P == np.round(steps_P))
-    return float(size_P @ is_coarse_P) > 0.5 * float(size_P.sum())
+    largest_P = np.maximum(seen.rows[:, Column.GRAD_MAX], -seen.rows[:, Column.GRAD_MIN]) * scale
+    size_P, is_coarse_P = np.where(largest_P > 0, seen.rows[:, Column.NUM_ELEMENTS], 0.0), largest_P < _SMALLEST_NORMAL
+    most = 0.5 * float(size_P.sum())
+    if float(size_P.sum(where=is_coarse_P)) <= most:
+        return False
+    steps_P = seen.rows[:, Column.GRAD_ABS_MIN_NONZERO] * scale / _SMALLEST
+    return float(size_P.sum(where=is_coarse_P & (steps_P >= 1) & (steps_P == np.round(steps_P)))) > most
 
 
 @dataclass(kw_only=True)
@@ -211,11 +213,14 @@ class DeadGradient(Remembers):
     _names: tuple[str, ...] = field(default=(), init=False, repr=False)
     _dead: Streaks = field(default_factory=Streaks, init=False, repr=False)  # modules without any gradient
     _empty: Streaks = field(default_factory=Streaks, init=False, repr=False)  # modules whose input is 0
+    _least: float = field(default=0.0, init=False, repr=False)
 
     title: ClassVar[str] = "Dead gradient"
 
     def __post_init__(self) -> None:
         check_limits(self, max_ratio=(0.0, 1.0), patience=(1.0, math.inf))
+        # Of layers of any size: it falls with it, but for what `_MANY` leaves alone in layers of a few units.
+        self._least = float(self._by_chance(np.append(np.arange(1.0, 1.0 / (1.0 - _MANY) + 1), np.inf)).min())
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
         names = snapshot.names
@@ -230,11 +235,17 @@ class DeadGradient(Remembers):
             self._largest = max(self._largest, seen.norm)
             if seen.norm < _ARRIVED * self._largest:
                 continue
-            sample, dead_P = seen.place, snapshot.dead_ratio[seen.place]
+            sample, num_elements = seen.place, seen.least[Column.NUM_ELEMENTS]
+            dead_P = (
+                seen.rows[:, Column.NUM_DEAD] / seen.rows[:, Column.NUM_ELEMENTS]
+                if num_elements > 0 and not seen.has_nonfinite
+                else snapshot.dead_ratio[sample]
+            )
             self._recent.append(dead_P)
             if len(self._recent) > self.patience:
                 self._recent.popleft()
-            if np.maximum.reduce(dead_P, initial=0.0) < self.max_ratio:  # as nearly always, and nothing is missing
+            few_dead = seen.most[Column.NUM_DEAD] < self.max_ratio * num_elements
+            if few_dead or self._are_few(names, dead_P):  # as nearly always, and nothing is missing
                 self._dead.end(modules, 1)
                 self._empty.end(modules, 1)
                 continue
@@ -251,6 +262,19 @@ class DeadGradient(Remembers):
                 if empty_L.any():
                     first = int(np.flatnonzero(empty_L)[0])
                     yield self._empty_alert(seen.step, modules, first, int(row_L[first]), present_L)
+
+    def _are_few(self, names: tuple[str, ...], dead_P: FloatArray) -> bool:
+        """Whether nothing of this sample can be told: fewer than may be off by chance in each layer, none of them new.
+
+        False where something is missing.
+        """
+        largest = np.maximum.reduce(dead_P, initial=0.0)
+        if not largest < 1.0 or self.patience < 3:
+            return bool(largest < self.max_ratio)
+        earlier_P = self._recent[0] if len(self._recent) == self.patience else dead_P
+        earlier_L, share_L = dead_units(names, np.stack([earlier_P, dead_P]))
+        is_few = np.maximum.reduce(share_L) < self._least and np.maximum.reduce(share_L - earlier_L) <= _AT_ONCE
+        return bool(is_few or largest < self.max_ratio)
 
     def _have_died(
         self, snapshot: Snapshot, sample: int, share_L: FloatArray, present_L: npt.NDArray[np.bool_]
@@ -274,11 +298,7 @@ class DeadGradient(Remembers):
         if len(recent) < self.patience or not np.count_nonzero(has_many_L):
             return np.zeros_like(has_many_L)
         size_L = _num_units(snapshot, sample)
-        # Four deviations of so many fair coins above their mean; of a layer of a few units all have to be dead.
-        by_chance_L = np.minimum(
-            self.max_ratio + 4 * np.sqrt(self.max_ratio * (1 - self.max_ratio) / size_L), 1.0 - 1e-9
-        )
-        by_chance_L = np.maximum(by_chance_L, np.minimum(_MANY, 1.0 - 1.0 / size_L))
+        by_chance_L = self._by_chance(size_L)
         risen_L = recent[-1] - (recent[0] if len(recent) > 2 else 0.0) > _AT_ONCE
         if not np.count_nonzero(has_many_L & ((recent[-1] >= by_chance_L) | risen_L)):
             return np.zeros_like(has_many_L)  # half of a narrow layer is often off
@@ -290,6 +310,13 @@ class DeadGradient(Remembers):
         same = have_died_L | (_alike(recent, size_L) & (recent.min(axis=0) >= by_chance_L))
         is_told_L: npt.NDArray[np.bool_] = same & ~waiting_L
         return is_told_L
+
+    def _by_chance(self, size_L: FloatArray) -> FloatArray:
+        """The share of so many units below which they may be off by chance: [L]."""
+        # Four deviations of so many fair coins above their mean; of a layer of a few units all have to be dead.
+        coins_L = np.minimum(self.max_ratio + 4 * np.sqrt(self.max_ratio * (1 - self.max_ratio) / size_L), 1.0 - 1e-9)
+        by_chance_L: FloatArray = np.maximum(coins_L, np.minimum(_MANY, 1.0 - 1.0 / size_L))
+        return by_chance_L
 
     @staticmethod
     def _from_the_start(snapshot: Snapshot, sample: int, dead_L: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:

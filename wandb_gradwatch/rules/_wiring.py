@@ -10,7 +10,8 @@ from typing import ClassVar, Final
 import numpy as np
 
 from .._analysis.formatting import listing, number
-from .._analysis.memory import PerName, Remembers
+from .._analysis.memory import Remembers
+from .._analysis.movement import Movement
 from .._measure.columns import Column
 from ..snapshot import Snapshot, keys
 from ._base import Alert, check_limits, finding, values_of
@@ -23,6 +24,7 @@ class NotInOptimizer(Remembers):
     """Trainable parameters get a gradient, and no optimizer of the process holds them: "Not in any optimizer"."""
 
     title: ClassVar[str] = "Not in any optimizer"
+    is_for_rare_samples: ClassVar[bool] = True
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
         found = {
@@ -53,6 +55,7 @@ class GradientsNotReset(Remembers):
     """An optimizer steps with gradients that still contain those of its last step: "Gradients not reset"."""
 
     title: ClassVar[str] = "Gradients not reset"
+    is_for_rare_samples: ClassVar[bool] = True
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
         for sample, carried in zip(snapshot.overview, values_of(snapshot, keys.WIRING_CARRIED), strict=True):
@@ -72,6 +75,7 @@ class NegativeLearningRate(Remembers):
     """An update is made with a learning rate below 0, which climbs the loss: "Learning rate below 0"."""
 
     title: ClassVar[str] = "Learning rate below 0"
+    is_for_rare_samples: ClassVar[bool] = True
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
         for sample, rate in zip(snapshot.overview, values_of(snapshot, keys.LEARNING_RATE), strict=True):
@@ -102,7 +106,7 @@ class UnchangedParameters(Remembers):
     patience: int = 10
     unknown_patience: int = 20
     zero_patience: int = 25
-    _sum_sq: PerName = field(default_factory=lambda: PerName(math.nan), init=False, repr=False)
+    _movement: Movement = field(default_factory=Movement, init=False, repr=False)
     _num_unchanged: int = field(default=0, init=False)
     _since: int = field(default=0, init=False)  # the step of the newest sample whose parameters are not those before it
     _able: int = field(default=0, init=False)  # the same, or of the newest one whose learning rate could change nothing
@@ -122,13 +126,14 @@ class UnchangedParameters(Remembers):
                 continue
             norm = 0.0 if sample.has_nonfinite else sample.norm  # a NaN is told by others, and begins the count anew
             self._largest = max(self._largest, norm)
-            now_P, before_P = snapshot.column(Column.PARAM_SUM_SQ)[sample.place], self._sum_sq.of(snapshot.names)
-            same_P = now_P == before_P
-            same = bool(np.count_nonzero(same_P))  # nearly always all of them have changed
+            update = self._movement.see(snapshot.names, sample)
+            has_changed = update.total_before < update.total_after or update.total_after < update.total_before
+            same = not has_changed  # nearly always it has
             if same:  # what is missing in either says nothing
+                now_P, before_P = update.after, update.before
+                same_P = now_P == before_P
                 unknown_P = np.isnan(now_P) | np.isnan(before_P)
                 same = bool((same_P | unknown_P).all() and now_P[same_P].any())
-            before_P[:] = now_P
             self._num_unchanged = self._num_unchanged + 1 if same and norm > _CONVERGED * self._largest else 0
             if not self._num_unchanged:
                 self._since = self._able = sample.step

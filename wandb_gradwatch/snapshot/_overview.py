@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
-from .._measure.columns import NONFINITE_COLUMNS, Column
+from .._measure.columns import NONFINITE_COLUMNS, Column, FloatArray
 from . import keys
 from ._arrays import LEAST_SUM_SQ
 
@@ -27,6 +27,8 @@ class Overview(NamedTuple):
         has_nonfinite, skipped, left_out, guarded: as the snapshot's.
         is_complete: a gradient arrived for every parameter.
         sums: as `column_sums`, by column; least, most: over the parameters, NaN where one is missing or not seen.
+        rows: its own, [P, C].
+        weights_sq: the parameters' sum of squares; NaN where that of one is missing.
     """
 
     place: int
@@ -41,6 +43,8 @@ class Overview(NamedTuple):
     sums: list[float]
     least: list[float]
     most: list[float]
+    rows: FloatArray
+    weights_sq: float
 
 
 def _is_said(snapshot: Snapshot, key: str) -> list[bool]:
@@ -67,7 +71,7 @@ def overview_of(snapshot: Snapshot) -> tuple[Overview, ...]:
             norm, clipped_norm = float(snapshot.total_grad_norm[place]), float(snapshot.total_grad_norm_clipped[place])
         bad = any(_NONFINITE(sums)) and bool(snapshot.has_nonfinite[place])
         is_complete = least[Column.NUM_ELEMENTS] == least[Column.NUM_ELEMENTS]
-        overviews.append(
-            Overview(place, step, norm, clipped_norm, bad, skipped, left_out, guarded, is_complete, sums, least, most)
-        )
+        weights_sq = sums[Column.PARAM_SUM_SQ] if is_complete else math.nan
+        of_sample = (place, step, norm, clipped_norm, bad, skipped, left_out, guarded, is_complete)
+        overviews.append(Overview(*of_sample, sums, least, most, snapshot.rows[place], weights_sq))
     return tuple(overviews)
