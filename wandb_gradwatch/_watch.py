@@ -18,9 +18,9 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from ._capture.cadence import Budget, Cadence, SampleEvery
-from ._capture.config import CaptureConfig
 from ._capture.measurer import LossScale, MeasureOptions
 from ._capture.parameter_registry import Models, NameFilter, ParameterRegistry, with_prefixes
+from ._capture.parts import CaptureConfig
 from ._guard.guard import GuardArgument, resolve_guard
 from ._guard.rank_consensus import refuse_guard
 from ._measure.measure import compile_for_cpu, resolve_backend

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from ._analysis.formatting import CAUSE_PREFIX, FOUND_PREFIX
-from ._capture.config import CaptureConfig
 from ._capture.loss import checked_loss
 from ._capture.parameter_registry import ParameterRegistry
+from ._capture.parts import CaptureConfig
 from ._capture.sampler import Sampler
 from ._diagnosis import FIRST_BAD_OPERATION, Diagnosis
 from ._nonfinite.replay import StepReplay

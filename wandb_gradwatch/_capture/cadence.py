@@ -17,17 +17,14 @@ SampleEvery = int | Callable[[int], int] | None
 class Cadence:
     """What the user asked for.
 
-    Args:
-        sample_every: measure every n-th step; a function gives n for a step, 0 for none; None: a budget decides.
-        log_every: flush at every n-th step.
-        histogram_every: take a histogram every n-th step, rounded up to a sample; None: for every flush; 0: never.
-
     Raises:
         ValueError: a cadence that is not a positive whole number.
     """
 
+    # Measure every n-th step; a function gives n for a step, 0 for none; None: a budget decides
     sample_every: SampleEvery = 1
-    log_every: int = 50
+    log_every: int = 50  # flush at every n-th step
+    # Take a histogram every n-th step, rounded up to a sample; None: for every flush; 0: never
     histogram_every: int | None = None
 
     def __post_init__(self) -> None:
@@ -88,15 +85,10 @@ def on_ladder(steps: float) -> int:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a budget allows from a sample on.
+    """What a budget allows from a sample on."""
 
-    Args:
-        every: steps to the next sample.
-        samples_per_row: a window is not flushed before it has this many: a row costs as much as they do.
-    """
-
-    every: int = 1
-    samples_per_row: int = 1
+    every: int = 1  # steps to the next sample
+    samples_per_row: int = 1  # a window is not flushed before it has this many: a row costs as much as they do
 
     def next_sample(self, step: int) -> int:
         """The step to be sampled after this one: a multiple of a round number, never too early."""

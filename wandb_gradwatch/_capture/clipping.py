@@ -7,8 +7,7 @@ known to be a clipping. Clipping by other code is told by what it leaves: see `_
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, Protocol
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 from torch.nn import utils
 from torch.nn.utils import clip_grad
 
-from .._runtime.steps import Listeners
+from .._runtime.steps import WrappedFunctions
 
 
 class ClipListener(Protocol):
@@ -38,40 +37,22 @@ _FUNCTIONS: Final = (*_BY_NORM, "clip_grad_value_") if hasattr(clip_grad, _BY_NO
 )  # fmt: skip
 
 
-class ClipFunctions(Listeners[ClipListener]):
+class ClipFunctions(WrappedFunctions[ClipListener]):
     """The wrapped functions, and who listens."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._originals: list[tuple[Any, str, Any]] = []
+    def _wrappers(self) -> Iterable[tuple[Any, str, Callable[..., Any]]]:
+        return [(module, name, self._clip) for module in (clip_grad, utils) for name in _FUNCTIONS]
 
-    def _install(self) -> None:
-        if not self._originals:
-            for module in (clip_grad, utils):
-                for name in _FUNCTIONS:
-                    if (original := module.__dict__.get(name)) is not None:
-                        self._originals.append((module, name, original))
-                        setattr(module, name, self._wrapped(original))
-
-    def _uninstall(self) -> None:
-        for module, name, original in self._originals:
-            setattr(module, name, original)
-        self._originals = []
-
-    def _wrapped(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():
-                return original(parameters, *args, **kwargs)
-            parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-            for listener in self._listeners:
-                listener.before_clipping(parameters)
-            result = original(parameters, *args, **kwargs)
-            for listener in self._listeners:
-                listener.after_clipping(parameters)
-            return result
-
-        return clip
+    def _clip(self, original: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return original(parameters, *args, **kwargs)
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        for listener in self._listeners:
+            listener.before_clipping(parameters)
+        result = original(parameters, *args, **kwargs)
+        for listener in self._listeners:
+            listener.after_clipping(parameters)
+        return result
 
 
 CLIP_FUNCTIONS: Final = ClipFunctions()

@@ -20,32 +20,20 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Closed:
-    """A sample that has just closed.
+    """A sample that has just closed."""
 
-    Args:
-        step: its number.
-        stepped: the optimizers that stepped.
-        marked: the slots that received a gradient.
-        skipped: whether loss scaling skipped an update in it.
-        inside_backward: whether an optimizer stepped inside a backward.
-    """
-
-    step: int
-    stepped: frozenset[int]
-    marked: frozenset[int]
-    skipped: bool
-    inside_backward: bool = False
+    step: int  # its number
+    stepped: frozenset[int]  # the optimizers that stepped
+    marked: frozenset[int]  # the slots that received a gradient
+    skipped: bool  # whether loss scaling skipped an update in it
+    inside_backward: bool = False  # whether an optimizer stepped inside a backward
 
 
 @dataclass
 class SampleClock:
-    """Turns marks, backwards and steps into samples.
+    """Turns marks, backwards and steps into samples."""
 
-    Args:
-        step: the number of the last closed sample.
-    """
-
-    step: int = 0
+    step: int = 0  # the number of the last closed sample
     owned: dict[int, frozenset[int]] = field(default_factory=dict)  # optimizer -> its slots
     owner: dict[int, int] = field(default_factory=dict)  # slot -> optimizer
     num_changes: int = 0  # of who owns what

@@ -24,6 +24,7 @@ _SEEN: Final = "_gradwatch_seen"
 _VERSION_BITS: Final = 32
 _NEVER: Final = (1 << _VERSION_BITS) - 1  # in the place of a version: not looked at yet
 _OLDER_THAN_ITS_HOOK: Final = _NEVER - 1
+_NOTHING: Final = -1  # the state of no gradient
 
 REPLACED: Final = sys.maxsize
 
@@ -36,17 +37,12 @@ def version_of(tensor: Tensor) -> int:
         return 0
 
 
-def _versions_of(gradients: Sequence[Tensor]) -> list[int]:
-    try:
-        return [gradient._version for gradient in gradients]
-    except RuntimeError:
-        return list(map(version_of, gradients))
-
-
-def _states_of(gradients: Sequence[Tensor]) -> list[int]:
+def _states_of(gradients: Sequence[Tensor | None]) -> list[int]:
     """Their states, in which what was never looked at has no token."""
-    versions = zip(gradients, _versions_of(gradients), strict=True)
-    return [gradient.__dict__.get(_SEEN, 0) & ~_NEVER | version for gradient, version in versions]
+    try:
+        return [_NOTHING if g is None else g.__dict__.get(_SEEN, 0) & ~_NEVER | g._version for g in gradients]
+    except RuntimeError:  # see version_of()
+        return [_NOTHING if g is None else g.__dict__.get(_SEEN, 0) & ~_NEVER | version_of(g) for g in gradients]
 
 
 def was_seen(gradient: Tensor) -> bool:
@@ -75,12 +71,11 @@ def state_of(gradient: Tensor) -> int:
 def look_at(gradients: Iterable[Tensor]) -> list[int]:
     """Their states; what they hold now is not new any more."""
     gradients = list(gradients)
-    states = []
-    for gradient, version in zip(gradients, _versions_of(gradients), strict=True):
-        attributes = gradient.__dict__  # _token_of() for each would cost as much as all the rest
-        seen = attributes.get(_SEEN)
-        attributes[_SEEN] = state = version | (next(_TOKENS) << _VERSION_BITS if seen is None else seen & ~_NEVER)
-        states.append(state)
+    states = _states_of(gradients)
+    for place, gradient in enumerate(gradients):
+        if states[place] <= _NEVER:
+            states[place] |= next(_TOKENS) << _VERSION_BITS
+        gradient.__dict__[_SEEN] = states[place]
     return states
 
 
@@ -153,16 +148,13 @@ class GradientVersions:
     def inspect(self, entries: Iterable[Entry], *, inside_backward: bool) -> Inspection:
         """Sort parameters by the state of their gradients; inside a backward nothing was seen before it."""
         entries = list(entries)
-        gradients = [parameter.grad for _, parameter in entries]
-        there = [gradient for gradient in gradients if gradient is not None]
-        is_all = len(there) == len(gradients) and not inside_backward and not self._unmeasured
-        if is_all and [self._seen.get(slot) for slot, _ in entries] == _states_of(there):  # as nearly always
-            return Inspection(unchanged=entries)
+        states = _states_of([parameter.grad for _, parameter in entries])
+        if not (inside_backward or self._unmeasured) and [self._seen.get(slot) for slot, _ in entries] == states:
+            return Inspection(unchanged=entries)  # as nearly always
         found = Inspection()
-        states = iter(_states_of(there))
-        for entry, gradient in zip(entries, gradients, strict=True):
-            slot, state = entry[0], next(states) if gradient is not None else None
-            if state is None:
+        for entry, state in zip(entries, states, strict=True):
+            slot = entry[0]
+            if state == _NOTHING:
                 if slot in self._seen:
                     found.gone.append(slot)
             elif inside_backward:

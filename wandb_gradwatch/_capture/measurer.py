@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,58 +31,29 @@ LossScale = float | Tensor | Callable[[int], float | Tensor]
 
 @dataclass(frozen=True)
 class MeasureOptions:
-    """What is measured of each gradient.
+    """What is measured of each gradient."""
 
-    Args:
-        dead_threshold: |g| <= this is dead.
-        backend: as given to watch().
-        histograms: whether histograms of gradients are taken where they are due.
-        loss_scale: what the gradients are divided by after the backward, by hand: a number, a tensor whose value counts
-            when they are measured, or a function of the step; None: by a scaler, or not at all.
-    """
-
-    dead_threshold: float = 0.0
-    backend: str = "auto"
+    dead_threshold: float = 0.0  # |g| <= this is dead
+    backend: str = "auto"  # as given to watch()
+    # What the gradients are divided by after the backward, by hand: a number, a tensor whose value counts when they are
+    # measured, or a function of the step; None: by a scaler, or not at all
     loss_scale: LossScale | None = None
-    histograms: bool = True
+    histograms: bool = True  # whether histograms of gradients are taken where they are due
 
 
-@dataclass(slots=True)
-class _Group:
-    """Gradients of one scaler on one device, in ascending slots: [N] each.
-
-    Args:
-        held_gradients: the gradients as their parameters hold them.
-    """
+class _Group(NamedTuple):
+    """Gradients of one scaler on one device, in ascending slots: [N] each."""
 
     scaler: GradScaler | None
+    device: torch.device
     slots: list[int]
+    held: list[Tensor]  # the gradients as their parameters hold them
+    gradients: list[Tensor]  # the same, and the parameters: their local parts where they are sharded
     parameters: list[Tensor]
-    held_gradients: list[Tensor]
-
-    @property
-    def device(self) -> torch.device:
-        return self.held_gradients[0].device
-
-    @property
-    def tensors(self) -> tuple[list[Tensor], list[Tensor]]:
-        """The gradients and the parameters, their local parts where they are sharded."""
-        if {Parameter}.issuperset(map(type, self.parameters)):
-            return self.held_gradients, self.parameters
-        gradients = [local_gradient(parameter) for parameter in self.parameters]
-        return gradients, [local_part(parameter) for parameter in self.parameters]
 
 
 class Measurer:
-    """The open sample's gradients: what was seen of them, and their rows in the window.
-
-    Args:
-        window: where rows go.
-        optimizer_registry: which optimizer, and with it which scaler, owns a parameter.
-        seen: is told of every gradient that was looked at.
-        options: what is measured.
-        timer: told of every pass over gradients.
-    """
+    """The open sample's gradients: what was seen of them, and their rows in the window."""
 
     def __init__(
         self,
@@ -125,13 +96,12 @@ class Measurer:
         """
         scaled = scaled and received_by is None
         any_scaler = scaled and SCALES.scaler_of(None) is not None
-        for group in self._groups(present, by_scaler=any_scaler):
-            if received_by is not None:
-                inverse_scale = _pending_inverse_scale(received_by, group.device)
-            else:
-                inverse_scale = self._inverse_scale(group) if scaled else None
-            gradients, theirs = group.tensors
-            with self._timer.on(group.device):
+        for scaler, device, slots, held, gradients, theirs in self._groups(present, by_scaler=any_scaler):
+            inverse_scale = None if received_by is None else _pending_inverse_scale(received_by, device)
+            if scaled and (scale := self._scale_of(scaler, device)) is not None:
+                self._window.set_loss_scale(scale)
+                inverse_scale = onto(scale.double().reciprocal(), device)
+            with self._timer.on(device):
                 measurement = measure(
                     gradients,
                     theirs if parameters else None,
@@ -140,17 +110,10 @@ class Measurer:
                     histogram=histogram and self._options.histograms,
                     backend=self._options.backend,
                 )
-            self._window.write(group.slots, measurement)
-            self._seen.remember(group.slots, group.held_gradients)
+            self._window.write(slots, measurement)
+            self._seen.remember(slots, held)
             if any_scaler:
-                self._assumed_scaler.update(dict.fromkeys(group.slots, group.scaler))
-
-    def _inverse_scale(self, group: _Group) -> Tensor | None:
-        scale = self._scale_of(group.scaler, group.device)
-        if scale is None:
-            return None
-        self._window.set_loss_scale(scale)
-        return onto(scale.double().reciprocal(), group.device)
+                self._assumed_scaler.update(dict.fromkeys(slots, scaler))
 
     def _scale_of(self, scaler: GradScaler | None, device: torch.device) -> Tensor | None:
         return self.scale_by_hand(device) if scaler is None else scale_tensor(scaler)
@@ -158,6 +121,8 @@ class Measurer:
     def scale_by_hand(self, device: torch.device) -> Tensor | None:
         """What the user has named as the loss scale of the open step; None for nothing."""
         scale = self._options.loss_scale
+        if scale is None:  # as nearly always
+            return None
         if callable(scale) and not isinstance(scale, Tensor):
             if self._answer[0] != self._step:
                 try:
@@ -173,11 +138,10 @@ class Measurer:
 
     def measure_after_clipping(self, present: Sequence[Entry], optimizer: Optimizer) -> None:
         """Measure gradients that may have been clipped since the backward; what clipping hides stays missing."""
-        for group in self._groups(present, by_scaler=False):
-            gradients, parameters = group.tensors
+        for group in self._groups(present):
             measurement = measure(
-                gradients,
-                parameters,
+                group.gradients,
+                group.parameters,
                 dead_threshold=self._options.dead_threshold,
                 inverse_scale=_pending_inverse_scale(optimizer, group.device),
                 backend=self._options.backend,
@@ -190,14 +154,16 @@ class Measurer:
         Args:
             whole: as rows, which tell what has happened to them; otherwise their norm and what is not finite.
         """
-        for group in self._groups(present, by_scaler=False):
-            gradients, _ = group.tensors
-            options: dict[str, Any] = {"backend": self._options.backend}
-            if optimizer is not None:
-                options["inverse_scale"] = _pending_inverse_scale(optimizer, group.device)
-            with self._timer.on(group.device):
-                received = measure(gradients, None, **options).rows if whole else measure_received(gradients, **options)
-            self._window.write_received(group.slots, received)
+        backend = self._options.backend
+        for _, device, slots, _, gradients, _ in self._groups(present):
+            inverse_scale = None if optimizer is None else _pending_inverse_scale(optimizer, device)
+            with self._timer.on(device):
+                received = (
+                    measure(gradients, None, inverse_scale=inverse_scale, backend=backend).rows
+                    if whole
+                    else measure_received(gradients, inverse_scale=inverse_scale, backend=backend)
+                )
+            self._window.write_received(slots, received)
             self.note_precision(gradients)
 
     def note_precision(self, gradients: Iterable[Tensor]) -> None:
@@ -264,28 +230,26 @@ class Measurer:
             factor_C[Column.RECEIVED_SUM_SQ] = factor**2  # so far a copy of what was measured
             self._window.rescale(slots, factor_C)
 
-    def _groups(self, present: Sequence[Entry], *, by_scaler: bool) -> Iterator[_Group]:
+    def _groups(self, present: Sequence[Entry], *, by_scaler: bool = False) -> list[_Group]:
         """Entries that have a gradient, by device and, if asked for, by the scaler of their optimizer."""
-        if not present:
-            return
-        slots = [slot for slot, _ in present]
-        if slots != sorted(slots):
-            present = sorted(present, key=itemgetter(0))
-            slots = [slot for slot, _ in present]
-        parameters = [parameter for _, parameter in present]
-        held_gradients: list[Tensor] = [parameter.grad for parameter in parameters]  # type: ignore[misc]
-        devices = [gradient.device for gradient in held_gradients]
-        if not by_scaler and devices.count(devices[0]) == len(devices):  # as nearly always
-            yield _Group(None, slots, parameters, held_gradients)
-            return
-        groups: dict[tuple[int, torch.device], _Group] = {}
-        for slot, parameter, gradient, device in zip(slots, parameters, held_gradients, devices, strict=True):
-            scaler = SCALES.scaler_of(self._optimizer_registry.of_slot(slot)) if by_scaler else None
-            group = groups.setdefault((id(scaler), device), _Group(scaler, [], [], []))
-            group.slots.append(slot)
-            group.parameters.append(parameter)
-            group.held_gradients.append(gradient)
-        yield from groups.values()
+        present = sorted(present, key=itemgetter(0))
+        devices = [gradient.device for _, parameter in present if (gradient := parameter.grad) is not None]
+        if present and not by_scaler and devices.count(devices[0]) == len(devices):  # as nearly always
+            return [_group(None, devices[0], present)]
+        groups: dict[tuple[int, torch.device], tuple[GradScaler | None, torch.device, list[Entry]]] = {}
+        for entry, device in zip(present, devices, strict=True):
+            scaler = SCALES.scaler_of(self._optimizer_registry.of_slot(entry[0])) if by_scaler else None
+            groups.setdefault((id(scaler), device), (scaler, device, []))[2].append(entry)
+        return [_group(*each) for each in groups.values()]
+
+
+def _group(scaler: GradScaler | None, device: torch.device, entries: Sequence[Entry]) -> _Group:
+    parameters = [parameter for _, parameter in entries]
+    held = gradients = [gradient for one in parameters if (gradient := one.grad) is not None]
+    if not {Parameter}.issuperset(map(type, parameters)):
+        gradients = list(map(local_gradient, parameters))
+        parameters = list(map(local_part, parameters))
+    return _Group(scaler, device, [slot for slot, _ in entries], held, gradients, parameters)
 
 
 def _pending_inverse_scale(optimizer: Optimizer, device: torch.device) -> Tensor | None:

@@ -296,8 +296,9 @@ class OpenSample(ClipListener):
         """The optimizer is about to update its parameters."""
         if not self._parts.schedule.is_sampled:
             return
-        rates = [rate for rate in (self._learning_rate, learning_rate_of(optimizer)) if not math.isnan(rate)]
-        self._learning_rate = max(rates, key=abs, default=math.nan)
+        rate = learning_rate_of(optimizer)
+        if not abs(rate) <= abs(self._learning_rate) and not math.isnan(rate):
+            self._learning_rate = rate
         if self._parts.probes:
             self._parts.probes.before_update(self._updated(self._parts.optimizers.entries(optimizer), optimizer))
 

@@ -9,6 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -218,8 +219,8 @@ class OptimizerRegistry:
 
 def learning_rate_of(optimizer: Optimizer) -> float:
     """The largest of its groups by size; NaN where the host does not know one: for one on a device it would wait."""
-    rates = [group.get("lr") for group in optimizer.param_groups]
-    here = [r for r in rates if isinstance(r, Real) or (isinstance(r, Tensor) and r.device.type == "cpu")]
+    rates: list[Any] = [group.get("lr") for group in optimizer.param_groups]
+    here = [r for r in rates if type(r) is float or (r.is_cpu if isinstance(r, Tensor) else isinstance(r, Real))]
     return max(map(float, here), key=abs, default=math.nan)
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from .._guard.guard import SkipGuard
 from .._guard.step_skipping import StepSkipping
 from .._nonfinite.replay import StepReplay
 from .._runtime.autograd import TrainingThread
@@ -12,27 +16,35 @@ from .._runtime.notices import Notices
 from .._runtime.sharding import Shards
 from .._transfer.sample_buffer import SampleBuffer
 from .by_hand import UpdatesByHand
-from .config import CaptureConfig
+from .cadence import Budget, Cadence
 from .gradient_versions import GradientVersions, was_seen
 from .hooks import BackwardHooks, HookSync
 from .loss import SampleLoss
+from .measurer import MeasureOptions
 from .optimizer_registry import OptimizerRegistry
 from .parameter_registry import ParameterRegistry
-from .probes import Probes
+from .probes import Probe, Probes
 from .schedule import Schedule
 from .wiring import Wiring
 
 
-class CaptureParts:
-    """The owners.
+@dataclass(frozen=True)
+class CaptureConfig:
+    """Which steps are measured, what is measured in them, and what cannot be found out from the training itself."""
 
-    Args:
-        registry: the watched parameters.
-        window: where rows go.
-        config: which steps are measured, and what is measured in them.
-        boundary: where all of it runs.
-        hooks: on the parameters.
-    """
+    cadence: Cadence  # which steps are measured and flushed
+    measured: MeasureOptions  # what is measured of each gradient
+    budget: Budget  # says which steps are measured where the cadence leaves that open
+    # The optimizer that owns every parameter that no other one owns (it holds master weights)
+    optimizer: Optimizer | None = None
+    scaler: GradScaler | None = None  # the gradient scaler to assume until one is seen
+    start_step: int = 0  # the number of the last step before the first one
+    probes: tuple[Probe, ...] = ()  # what else measures at sampled steps
+    guard: SkipGuard | None = None  # decides which steps are not applied; None: all are
+
+
+class CaptureParts:
+    """The owners."""
 
     def __init__(
         self,

@@ -23,23 +23,15 @@ logger: Final = logging.getLogger("wandb_gradwatch")
 
 @dataclass(frozen=True)
 class WatchedTensor:
-    """One watched parameter at a moment of a sample. Not to be kept beyond the call.
+    """One watched parameter at a moment of a sample. Not to be kept beyond the call."""
 
-    Args:
-        name: as in the snapshot.
-        parameter: the parameter, its local part where it is sharded.
-        gradient: its gradient as the backward left it; None where there is none.
-        inverse_scale: 0-dim: the true gradient is `gradient * inverse_scale`; None without a loss scale.
-        optimizer: the one that is about to update it, or has just done so; None after a backward.
-        held: the parameter as the optimizer holds it, and its state by it.
-    """
-
-    name: str
-    parameter: Tensor
-    gradient: Tensor | None
+    name: str  # as in the snapshot
+    parameter: Tensor  # the parameter, its local part where it is sharded
+    gradient: Tensor | None  # its gradient as the backward left it; None where there is none
+    # 0-dim: the true gradient is `gradient * inverse_scale`; None without a loss scale
     inverse_scale: Tensor | None = None
-    optimizer: Optimizer | None = None
-    held: Tensor | None = None
+    optimizer: Optimizer | None = None  # the one that is about to update it, or has just done so; None after a backward
+    held: Tensor | None = None  # the parameter as the optimizer holds it, and its state by it
 
 
 class Probe:

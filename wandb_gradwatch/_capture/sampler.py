@@ -24,12 +24,11 @@ from .._runtime.steps import STEP_HOOKS, StepListener
 from .._transfer.sample_buffer import SampleBuffer
 from .clipping import CLIP_FUNCTIONS
 from .clock import Closed, SampleClock
-from .config import CaptureConfig
 from .hooks import BackwardHooks
 from .measurer import Measurer
 from .open_sample import OpenSample
 from .parameter_registry import ParameterRegistry
-from .parts import CaptureParts
+from .parts import CaptureConfig, CaptureParts
 from .rest import Resting
 from .scaling import SCALES, ScaleListener
 from .schedule import RankPlans

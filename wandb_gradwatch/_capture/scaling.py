@@ -7,17 +7,16 @@ skipped. The scale itself stays the device tensor that the scaler keeps.
 
 from __future__ import annotations
 
-import functools
 import sys
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, Final, Protocol
 
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from .._runtime.steps import Listeners
+from .._runtime.steps import WrappedFunctions
 from .._runtime.weak_ids import WeakKeyDictionary
 
 
@@ -37,7 +36,7 @@ class ScaleListener(Protocol):
         """The scaler was told to step and did not."""
 
 
-class LossScales(Listeners[ScaleListener]):
+class LossScales(WrappedFunctions[ScaleListener]):
     """Which scaler is in use, and which optimizer it steps."""
 
     def __init__(self) -> None:
@@ -48,7 +47,6 @@ class LossScales(Listeners[ScaleListener]):
         self._stepped: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()  # since their scaler's step began
         # Unscaled or stepped by a scaler, not yet stepped.
         self._taught: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
-        self._originals: list[tuple[type, str, Any]] = []
 
     def use(self, scaler: GradScaler) -> None:
         """Take this scaler to be the one in use until another scales a loss."""
@@ -85,29 +83,17 @@ class LossScales(Listeners[ScaleListener]):
 
     # ---- the wrapped methods
 
-    def _install(self) -> None:
-        for cls in () if self._originals else _scaler_classes():
-            self._replace(cls, "scale", self._scale)
-            self._replace(cls, "unscale_", self._unscale)
-            self._replace(cls, "step", self._step)
+    def _wrappers(self) -> Iterable[tuple[Any, str, Callable[..., Any]]]:
+        classes: list[type] = [GradScaler]
+        # Overrides `scale` and `unscale_`; only there to be wrapped if the program has imported it.
+        if (sharded := sys.modules.get("torch.distributed.fsdp.sharded_grad_scaler")) is not None:
+            classes.append(sharded.ShardedGradScaler)
+        methods = {"scale": self._scale, "unscale_": self._unscale, "step": self._step}
+        return [(cls, name, wrapper) for cls in classes for name, wrapper in methods.items()]
 
     def _uninstall(self) -> None:
-        for cls, name, original in reversed(self._originals):
-            setattr(cls, name, original)
-        self._originals = []
+        super()._uninstall()
         self._last_used = None
-
-    def _replace(self, cls: type, name: str, wrapper: Callable[..., Any]) -> None:
-        original = cls.__dict__.get(name)
-        if original is None:  # inherited: wrapped where it is defined
-            return
-        self._originals.append((cls, name, original))
-
-        @functools.wraps(original)
-        def method(scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
-            return wrapper(original, scaler, *args, **kwargs)
-
-        setattr(cls, name, method)
 
     def _scale(self, original: Callable[..., Any], scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
         if scaler.is_enabled():
@@ -159,15 +145,6 @@ def scale_tensor(scaler: GradScaler) -> Tensor | None:
     """
     scale: Tensor | None = getattr(scaler, "_scale", None)
     return scale
-
-
-def _scaler_classes() -> list[type]:
-    classes: list[type] = [GradScaler]
-    # Overrides `scale` and `unscale_`; only there to be wrapped if the program has imported it.
-    sharded = sys.modules.get("torch.distributed.fsdp.sharded_grad_scaler")
-    if sharded is not None:
-        classes.append(sharded.ShardedGradScaler)
-    return classes
 
 
 SCALES: Final = LossScales()

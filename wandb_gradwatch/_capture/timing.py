@@ -5,30 +5,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 
-from .._measure.events import Event as CudaEvent
+from .._measure.events import Event
 
 _MAX_UNREAD: Final = 256  # pairs; a device further behind than that is not measured until it has caught up
-
-
-class Event(Protocol):
-    """What is used of `torch.cuda.Event`."""
-
-    def record(self, stream: Any) -> None:
-        """Mark the stream's end."""
-
-    def query(self) -> bool:
-        """Whether the device has got there."""
-
-    def elapsed_time(self, end: Any) -> float:
-        """Milliseconds from here to there; both have passed."""
-
-
-def _cuda_event() -> Event:
-    return CudaEvent(timed=True)
 
 
 class DeviceTimer:
@@ -36,21 +19,17 @@ class DeviceTimer:
 
     Work that is queued meanwhile on another stream is not told apart from a pause of this one. Other devices than CUDA
     have no time here: on the CPU the host's is all there is.
-
-    Args:
-        make_event: makes an event; torch's own, unless a test has others.
-        stream_of: the stream to record on.
     """
 
     def __init__(
         self,
-        make_event: Callable[[], Event] = _cuda_event,
+        make_event: Callable[[], Any] = lambda: Event(timed=True),
         stream_of: Callable[[torch.device], Any] = torch.cuda.current_stream,
     ) -> None:
         self._make_event, self._stream_of = make_event, stream_of
         self._seconds: dict[torch.device, float] = {}
-        self._unread: dict[torch.device, deque[tuple[Event, Event]]] = {}
-        self._free: dict[torch.device, list[tuple[Event, Event]]] = {}  # an event belongs to the device it was first on
+        self._unread: dict[torch.device, deque[tuple[Any, Any]]] = {}
+        self._free: dict[torch.device, list[tuple[Any, Any]]] = {}  # an event belongs to the device it was first on
 
     def on(self, device: torch.device) -> AbstractContextManager[None]:
         """Time what is queued in here on the device's current stream."""

@@ -6,10 +6,11 @@ those that it follows, once per outermost step.
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Final, Generic, TypeVar
@@ -60,6 +61,37 @@ class Listeners(Generic[Listener]):
     def _uninstall(self) -> None:
         """Take it out again, if it is there."""
         raise NotImplementedError
+
+
+class WrappedFunctions(Listeners[Listener]):
+    """Functions of torch that are wrapped, where they are looked up, while anybody listens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._originals: list[tuple[Any, str, Any]] = []
+
+    def _wrappers(self) -> Iterable[tuple[Any, str, Callable[..., Any]]]:
+        """Modules or classes, names in them, and what is called instead, with the original as its first argument."""
+        raise NotImplementedError
+
+    def _install(self) -> None:
+        for owner, name, wrapper in () if self._originals else self._wrappers():
+            if (original := owner.__dict__.get(name)) is not None:  # a method that is inherited is wrapped at its class
+                self._originals.append((owner, name, original))
+                setattr(owner, name, _wrapped(original, wrapper))
+
+    def _uninstall(self) -> None:
+        for owner, name, original in reversed(self._originals):
+            setattr(owner, name, original)
+        self._originals = []
+
+
+def _wrapped(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
+
+    return call
 
 
 class StepListener:

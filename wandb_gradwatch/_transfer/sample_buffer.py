@@ -66,8 +66,7 @@ class SampleBuffer:
     def write(self, slots: Sequence[int], measurement: Measurement) -> None:
         """Put rows of slots, [N] ascending, into the open sample, over what was there."""
         buffer = self._on(measurement.rows.device)
-        index = buffer.index(tuple(slots))
-        buffer.rows[index] = measurement.rows
+        index = buffer.put(slots, measurement.rows)
         if measurement.histogram is not None:
             buffer.open_histogram()[index] = measurement.histogram
 
@@ -75,8 +74,7 @@ class SampleBuffer:
         """Put in rows of gradients that may have been clipped before they were seen: what clipping hides is missing."""
         rows = measurement.rows
         rows[:, _HIDDEN_BY_CLIPPING] = torch.nan
-        buffer = self._on(rows.device)
-        buffer.rows[buffer.index(tuple(slots))] = rows
+        self._on(rows.device).put(slots, rows)
 
     def put_earlier(self, slots: Sequence[int]) -> None:
         """The rows that are there are of gradients that have changed since, before any clipping: others follow."""
