@@ -1,35 +1,55 @@
-"""An unhealthy step is not applied: `watch(..., guard="skip")`, a function, or a SkipGuard with its own limits."""
+"""An unhealthy step is not applied: `watch(..., guard="skip")`, a function, or a SkipGuard with its own limits.
+
+A guard learns from the steps that it has judged at once where the host has decided, and 8 steps later where the device
+has. Always 8, and not "when they have arrived": a limit that depends on the machine's timing would decide differently
+in every run, and on every rank.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 from .._analysis.baseline import limit_of
-from .._analysis.memory import Kinds
+from .._analysis.memory import PerKind, Remembers
+from .._runtime.error_boundary import CallbackError
+from .._runtime.notices import Notices
+from .._transfer.transfers import PinnedPool, Transfer
 from ..snapshot import Snapshot
 
 # P watched parameters
 
 StepJudge = Callable[[Snapshot], bool]
+Present = tuple[tuple[str, ...], npt.NDArray[np.bool_]]  # the names of all parameters [P], and which of them [P]
+
+# The host is seldom so many steps ahead of its device; where it is, it waits, and the device has work for 7 steps.
+_LEARNT_AFTER: Final = 8
+
+_UNHEARD: Final = (
+    "the monitor of another rank has failed, so that no rank can tell whether the gradients of the whole model are "
+    "healthy: from here on every step is applied, on all ranks alike"
+)
 
 
-@dataclass
-class _Past:
+class _Past(Remembers):
     """The total log norms of one kind of step, newest last."""
 
-    healthy: list[float] = field(default_factory=list)  # what is usual is learned from these
-    all: list[float] = field(default_factory=list)
-    num_alarmed: int = 0  # in a row, up to now
+    def __init__(self) -> None:
+        self.healthy: list[float] = []  # what is usual is learned from these
+        self.all: list[float] = []
+        self.num_alarmed = 0  # in a row, up to now
 
 
 @dataclass(kw_only=True)
-class NormLimits:
+class NormLimits(Remembers):
     """A limit, from the norms so far, above which a norm is too large. What was too large is not learned from."""
 
     threshold: float | None = 1e8  # too large whatever came before; None switches this measure off
@@ -44,12 +64,11 @@ class NormLimits:
     warmup_factor: float = 1000.0  # until then, a norm above this multiple of the largest so far is too large
     window: int = 64  # healthy steps that count as usual; their last quarter is a second view, which follows a trend
     adapt_after: int = 20  # so many in a row that were too large are the usual level
-    _kinds: Kinds = field(default_factory=Kinds, init=False, repr=False)
-    _pasts: dict[int, _Past] = field(default_factory=dict, init=False, repr=False)
+    _pasts: PerKind[_Past] = field(default_factory=lambda: PerKind(_Past), init=False, repr=False)
 
     def limit(self, names: tuple[str, ...], present_P: npt.NDArray[np.bool_]) -> float:
         """The largest total norm of the gradients of these parameters that is not too large now."""
-        past = self._past(names, present_P)
+        past = self._pasts.of(names, present_P)
         limit = math.inf if self.threshold is None else self.threshold
         if self.stds is None or not past.healthy:
             return limit
@@ -63,7 +82,7 @@ class NormLimits:
 
     def learn(self, names: tuple[str, ...], present_P: npt.NDArray[np.bool_], norm: float, *, alarmed: bool) -> None:
         """Remember a total norm above 0 that was judged by `limit`."""
-        past = self._past(names, present_P)
+        past = self._pasts.of(names, present_P)
         log_norm = math.log(norm) if norm < math.inf else 1e3
         past.all = [*past.all[-(self.window - 1) :], log_norm]
         past.num_alarmed = past.num_alarmed + 1 if alarmed else 0
@@ -71,22 +90,6 @@ class NormLimits:
             past.healthy = [*past.healthy[-(self.window - 1) :], log_norm]
         elif past.num_alarmed >= self.adapt_after:
             past.healthy, past.num_alarmed = past.all[-self.adapt_after :], 0
-
-    def _past(self, names: tuple[str, ...], present_P: npt.NDArray[np.bool_]) -> _Past:
-        return self._pasts.setdefault(self._kinds.of(names, present_P), _Past())
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "kinds": self._kinds.state_dict(),
-            "pasts": [{"kind": kind, **asdict(past)} for kind, past in self._pasts.items()],
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._kinds.load_state_dict(state["kinds"])
-        self._pasts = {
-            int(past["kind"]): _Past(list(past["healthy"]), list(past["all"]), int(past["num_alarmed"]))
-            for past in state["pasts"]
-        }
 
 
 DEFAULT_WINDOW: Final = NormLimits.window
@@ -119,7 +122,7 @@ class TooManySkippedStepsError(RuntimeError):
 
 
 @dataclass
-class SkipGuard:
+class SkipGuard(Remembers):
     """Decides, before an optimizer steps, whether its gradients are used.
 
     Every step is judged, those between two samples too, by its gradients as the backward left them: unscaled, before
@@ -229,15 +232,6 @@ class SkipGuard:
             'lower the learning rate, or use SkipGuard(then="continue").'
         )
 
-    def state_dict(self) -> dict[str, Any]:
-        """Counts and what was learnt of the usual norms, in plain numbers."""
-        return {"num_skipped": self.num_skipped, "num_in_a_row": self.num_in_a_row, "usual": self._usual.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state_dict()`."""
-        self.num_skipped, self.num_in_a_row = int(state["num_skipped"]), int(state["num_in_a_row"])
-        self._usual.load_state_dict(state["usual"])
-
 
 GuardArgument = Literal["skip"] | StepJudge | SkipGuard | None
 
@@ -255,3 +249,98 @@ def resolve_guard(guard: GuardArgument) -> SkipGuard | None:
     if callable(guard) and not isinstance(guard, type):  # the class itself would call every step bad
         return SkipGuard(is_bad=guard)
     raise ValueError(f'guard={guard!r} must be "skip", a function from a snapshot to True (skip), or a SkipGuard')
+
+
+@contextmanager
+def raised_to_the_user() -> Iterator[None]:
+    """What the guard raises is meant for the training loop."""
+    try:
+        yield
+    except Exception as error:
+        raise CallbackError from error
+
+
+@dataclass(frozen=True)
+class Opinion:
+    """What is known of one optimizer's gradients in a step."""
+
+    slots: tuple[int, ...]  # of which parameters
+    learns: bool  # whether their norm is one of those that the guard learns what is usual from
+    # [5] non-finite elements, sum of squares, and as 0 or 1: unhealthy, withheld, skipped by a loss scaler; on the
+    # device until they are fetched
+    values: list[float] | Tensor | Transfer
+
+    def sent(self, pinned_pool: PinnedPool) -> Opinion:
+        """The same, on its way to the host."""
+        return replace(self, values=pinned_pool.send(self.values)) if isinstance(self.values, Tensor) else self
+
+    def fetch(self) -> Opinion:
+        """The same, on the host. Waits if it is not there yet."""
+        if not isinstance(self.values, Transfer):
+            return self
+        self.values.arrived(wait=True)
+        return replace(self, values=self.values.take().tolist())
+
+
+@dataclass(frozen=True)
+class Step:
+    """A closed step, of which the guard has not learnt yet."""
+
+    number: int
+    opinions: list[Opinion]  # one for each optimizer that stepped
+    was_read: bool  # the host has decided: there is nothing to wait for, and nothing to tell it
+
+
+class PendingVerdicts:
+    """Closed steps that the guard has not learnt from yet. `present` says which parameters are at these slots."""
+
+    def __init__(self, guard: SkipGuard, present: Callable[[Sequence[int]], Present], notices: Notices) -> None:
+        self._guard = guard
+        self._present = present
+        self._notices = notices
+        self._unlearnt: deque[Step] = deque()
+
+    def add(self, step: Step) -> None:
+        """A step has closed."""
+        self._unlearnt.append(step)
+        if len(self._unlearnt) == 1 and step.was_read:
+            self.learn(keep=0)
+
+    def learn_all(self) -> None:
+        """No step comes any more: learn the rest, which stops no training. Waits for the device."""
+        self.learn(keep=0, raises=False)
+
+    def learn(self, *, keep: int = _LEARNT_AFTER - 1, raises: bool = True) -> None:
+        """Learn what must be known before the next step is judged. Seldom waits for the device."""
+        while len(self._unlearnt) > keep:
+            step = self._unlearnt.popleft()
+            bad = skipped = counts = False
+            for opinion in (opinion.fetch() for opinion in step.opinions):
+                assert isinstance(opinion.values, list)
+                num_nonfinite, sum_sq, is_bad, is_withheld, overflowed = opinion.values
+                if overflowed:  # the loss scaler's business
+                    continue
+                if opinion.learns and math.isnan(num_nonfinite):
+                    self._notices.say("guard", f"{_UNHEARD} (step {step.number})")
+                bad, skipped, counts = bad or bool(is_bad or is_withheld), skipped or bool(is_withheld), True
+                if opinion.learns and not num_nonfinite:
+                    self._guard.learn(*self._present(opinion.slots), math.sqrt(sum_sq), bad=bool(is_bad))
+            if counts:
+                with raised_to_the_user():
+                    self._guard.count(step.number, bad=bad, skipped=skipped, was_asked=step.was_read or not raises)
+
+    def state(self) -> list[dict[str, Any]]:
+        """What has not been learnt, in plain numbers. Waits for the device."""
+        return [asdict(replace(step, opinions=[one.fetch() for one in step.opinions])) for step in self._unlearnt]
+
+    def load_state(self, steps: Iterable[Mapping[str, Any]], place: Mapping[int, int]) -> None:
+        """Go on from `state()`; `place` is that of `StepSkipping.load_state_dict`."""
+        self._unlearnt.clear()
+        for step in steps:
+            opinions = [
+                Opinion(
+                    tuple(sorted(place[slot] for slot in one["slots"] if slot in place)), one["learns"], one["values"]
+                )
+                for one in step["opinions"]
+            ]
+            self._unlearnt.append(Step(step["number"], opinions, step["was_read"]))

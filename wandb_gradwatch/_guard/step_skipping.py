@@ -6,7 +6,7 @@ before_step   decide()      the open sample's rows of this optimizer -> [non-fin
               others        bad? is read by the host: an optimizer without gradients changes nothing at all
 after_step    release()     what was taken away or handed over is as it was before
 sample over   end_step()    the numbers start their way to the host
-later         decide()      the guard learns from them (pending_verdicts.py)
+later         decide()      the guard learns from them
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ from .._runtime.steps import STEP_HOOKS
 from .._transfer.sample_buffer import SampleBuffer
 from .._transfer.transfers import Names, PinnedPool
 from ..snapshot import Snapshot
-from .guard import SkipGuard
-from .pending_verdicts import Opinion, PendingVerdicts, Present, Step, raised_to_the_user
+from .guard import Opinion, PendingVerdicts, Present, SkipGuard, Step, raised_to_the_user
 from .rank_consensus import ConsensusTable, FailedRankVoter, RankConsensus
 
 # N parameters of an optimizer
@@ -104,7 +103,7 @@ class StepSkipping:
             version: of the registry of parameters.
             inside_backward: gradients come one by one: there is no norm of the whole, only what is not finite counts.
         """
-        self.verdicts.learn_due()
+        self.verdicts.learn()
         consensus = self._consensuses.of(entries, version)
         # On ranks with shards all of them, so that all ranks mean the same: an empty shard may have no gradient.
         slots = tuple(sorted(slot for slot, parameter in entries if consensus or parameter.grad is not None))
@@ -125,10 +124,9 @@ class StepSkipping:
             self._decide_here(optimizer, step, slots, values, learns=not inside_backward)
 
     def _present(self, slots: Sequence[int]) -> Present:
-        names = tuple(self._names)
-        present_P = np.zeros(len(names), dtype=bool)
+        present_P = np.zeros(len(self._names), dtype=bool)
         present_P[list(slots)] = True
-        return names, present_P
+        return tuple(self._names), present_P
 
     def _peek(self, slots: Sequence[int], step: int) -> Snapshot:
         """The open sample with nothing but these slots. Waits for the device."""
@@ -187,7 +185,7 @@ class StepSkipping:
         if not self._opinions:
             return
         was_read = all(isinstance(opinion.values, list) for opinion in self._opinions)
-        step = Step(number, tuple(opinion.sent(self._pinned_pool) for opinion in self._opinions), was_read)
+        step = Step(number, [opinion.sent(self._pinned_pool) for opinion in self._opinions], was_read)
         self._num_withheld = _sum(self._num_withheld, self._withheld)
         self._opinions, self._withheld = [], False
         self.verdicts.add(step)
@@ -204,8 +202,8 @@ class StepSkipping:
 
     def state_dict(self) -> dict[str, Any]:
         """What the guard has learnt, and what not yet, in plain numbers. Waits for the device."""
-        unlearnt = self.verdicts.state()
-        return {"guard": self._guard.state_dict(), "unlearnt": unlearnt, "num_withheld": float(self._num_withheld)}
+        unlearnt, num_withheld = self.verdicts.state(), float(self._num_withheld)
+        return {"guard": self._guard.state_dict(), "unlearnt": unlearnt, "num_withheld": num_withheld}
 
     def load_state_dict(self, state: Mapping[str, Any], place: Mapping[int, int]) -> None:
         """Go on from `state_dict()`; `place` has the slot now of each slot then, but for parameters that are gone."""
@@ -228,11 +226,8 @@ class StepSkipping:
             weighted_NC = rows_NC if consensus is None else rows_NC * consensus.weights(slots, rows_NC)[:, None]
             sums_C = weighted_NC.nansum(dim=0)  # a missing row adds nothing
             num_nonfinite = sum((sums_C[column] for column in NONFINITE_COLUMNS), torch.zeros_like(sums_C[0]))
-            part = torch.stack((num_nonfinite, sums_C[Column.GRAD_SUM_SQ]))
-            parts.append(onto(part, home))
-        total = parts[0] if parts else torch.zeros(2, dtype=wide_dtype(home), device=home)
-        for part in parts[1:]:
-            total = total + part
+            parts.append(onto(torch.stack((num_nonfinite, sums_C[Column.GRAD_SUM_SQ])), home))
+        total = sum(parts, torch.zeros(2, dtype=wide_dtype(home), device=home))
         if consensus is None:
             return total
         self._has_voted = True  # before it raises: a second vote would be taken for one about the next step
@@ -259,10 +254,8 @@ class StepSkipping:
     ) -> None:
         """The device will know."""
         scalers: Tensor | None = getattr(optimizer, "found_inf", None)
-        overflowed = torch.zeros_like(bad)
-        if scalers is not None:
-            overflowed = onto(scalers.reshape(()), bad.device) > 0
         withheld = torch.zeros_like(bad)
+        overflowed = withheld if scalers is None else onto(scalers.reshape(()), bad.device) > 0
         if not self._guard.lets_through:
             before = onto(self._withheld, bad.device) if isinstance(self._withheld, Tensor) else self._withheld
             skipped = bad | before
@@ -291,19 +284,16 @@ def _home(entries: Sequence[Entry]) -> torch.device:
 
 def _sum(count: Tensor | float, one_more: Tensor | bool) -> Tensor | float:
     """Of numbers that may be on different devices; the host does not wait."""
-    if isinstance(count, Tensor) and isinstance(one_more, Tensor) and count.device != one_more.device:
-        if one_more.device.type != "cpu":
-            count = onto(count, one_more.device)
-        else:
-            one_more = onto(one_more, count.device)
+    if isinstance(count, Tensor) and isinstance(one_more, Tensor):
+        device = count.device if one_more.device.type == "cpu" else one_more.device
+        return onto(count, device) + onto(one_more, device)
     return count + one_more
 
 
 def _without_gradients(optimizer: Optimizer) -> _Stash:
     """Take away every gradient that this optimizer could use, of parameters that are not watched too."""
-    stash = _Stash(optimizer)
-    for group in optimizer.param_groups:
-        stash.gradients += [(p, p.grad) for p in group["params"] if p.grad is not None]
+    groups = optimizer.param_groups
+    stash = _Stash(optimizer, [(p, p.grad) for group in groups for p in group["params"] if p.grad is not None])
     for parameter, _ in stash.gradients:
         parameter.grad = None
     return stash
@@ -326,10 +316,5 @@ def _has_state(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     its momentum from there as it finds it, which is not initialised then."""
     if group.get("momentum") == 0:  # SGD without momentum has none
         return True
-    for parameter in group["params"]:
-        if parameter.grad is None:
-            continue
-        state = optimizer.state.get(parameter)
-        if not state or state.get("momentum_buffer", state) is None:
-            return False
-    return True
+    states = (optimizer.state.get(parameter) for parameter in group["params"] if parameter.grad is not None)
+    return all(state and state.get("momentum_buffer", state) is not None for state in states)
