@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -36,7 +36,7 @@ def refuse_guard(models: Sequence[nn.Module], *, function: bool) -> None:
         return
     if has_fsdp1(models):
         raise ValueError(FSDP1_REFUSED)
-    if function and any(_dtensor(parameter) is not None for model in models for parameter in model.parameters()):
+    if function and any(_is_sharded(parameter) for model in models for parameter in model.parameters()):
         raise ValueError(FUNCTION_REFUSED)
 
 
@@ -48,7 +48,8 @@ class RankConsensus:
     """
 
     def __init__(self, parameters: dict[int, Tensor]) -> None:
-        meshes = {id(p.device_mesh): p.device_mesh for p in map(_dtensor, parameters.values()) if p is not None}
+        sharded: list[Any] = list(filter(_is_sharded, parameters.values()))
+        meshes = {id(parameter.device_mesh): parameter.device_mesh for parameter in sharded}
         self._mesh = max(meshes.values(), key=lambda mesh: int(mesh.size()))
         members = set(self._mesh.mesh.flatten().tolist())
         if any(not members.issuperset(mesh.mesh.flatten().tolist()) for mesh in meshes.values()):
@@ -56,14 +57,13 @@ class RankConsensus:
                 f"guard= needs one device mesh that has all ranks of the others, but the parameters of one optimizer "
                 f"are on {', '.join(map(str, meshes.values()))}; use guard=None, or an optimizer for each mesh"
             )
-        size = int(self._mesh.size())
-        self._share = {slot: _num_shards(parameter) / size for slot, parameter in parameters.items()}
-        self._weights: dict[tuple[int, ...], Tensor] = {}
+        self._share = {slot: _num_shards(p) / int(self._mesh.size()) for slot, p in parameters.items()}
+        self._weights: dict[tuple[object, ...], Tensor] = {}
         self._device = local_part(next(iter(parameters.values()))).device
 
     def weights(self, slots: tuple[int, ...], like: Tensor) -> Tensor:
         """The share with which this rank's row of each counts, so that the sum over ranks has it once: [N]."""
-        key = (*slots, hash(like.device))
+        key = (like.device, *slots)
         if key not in self._weights:
             self._weights[key] = upload(np.array([self._share[slot] for slot in slots]), like.device)
         return self._weights[key]
@@ -93,16 +93,16 @@ class FailedRankVoter(StepListener):
         return bool(self._entries(optimizer))
 
     def is_part_of(self, inner: Optimizer, outer: Optimizer) -> bool:
-        return {slot for slot, _ in self._entries(inner)} <= {slot for slot, _ in self._entries(outer)}
+        return self._entries(inner).keys() <= self._entries(outer).keys()
 
     def before_step(self, optimizer: Optimizer, *, inside_backward: bool) -> None:
         entries = self._entries(optimizer)
-        if any(_dtensor(parameter) is not None for _, parameter in entries):
-            RankConsensus(dict(entries)).abstain()
+        if any(map(_is_sharded, entries.values())):
+            RankConsensus(entries).abstain()
 
-    def _entries(self, optimizer: Optimizer) -> list[Entry]:
+    def _entries(self, optimizer: Optimizer) -> dict[int, Tensor]:
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        return [(slot, p) for p in parameters if (slot := self._slot_of_id.get(id(p))) is not None]
+        return {slot: p for p in parameters if (slot := self._slot_of_id.get(id(p))) is not None}
 
 
 class ConsensusTable:
@@ -128,24 +128,21 @@ class ConsensusTable:
         if version != self._version:
             self._version, self._by_slots = version, {}
         slots = tuple(slot for slot, _ in entries)
-        if slots not in self._by_slots:
-            if all(_dtensor(parameter) is None for _, parameter in entries):
-                return None
+        if slots not in self._by_slots and any(_is_sharded(parameter) for _, parameter in entries):
             try:
                 self._by_slots[slots] = RankConsensus(dict(entries))
             except ValueError as error:
                 raise CallbackError from error
-        return self._by_slots[slots]
+        return self._by_slots.get(slots)
 
 
-def _dtensor(parameter: Tensor) -> Any:
-    return cast("Any", parameter) if type(parameter).__name__ == "DTensor" else None
+def _is_sharded(parameter: Tensor) -> bool:
+    return type(parameter).__name__ == "DTensor"
 
 
-def _num_shards(parameter: Tensor) -> int:
+def _num_shards(parameter: Any) -> int:
     """Into how many different pieces it is cut."""
-    dtensor = _dtensor(parameter)
-    if dtensor is None:
+    if not _is_sharded(parameter):
         return 1
-    mesh = dtensor.device_mesh
-    return math.prod(int(mesh.size(d)) for d, placement in enumerate(dtensor.placements) if placement.is_shard())
+    sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+    return math.prod(size for size, placement in sizes if placement.is_shard())

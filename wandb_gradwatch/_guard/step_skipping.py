@@ -76,9 +76,7 @@ class StepSkipping:
         known: Callable[[], Names],
         notices: Notices,
     ) -> None:
-        self._guard = guard
-        self._window = window
-        self._names, self._known = names, known
+        self._guard, self._window, self._names, self._known = guard, window, names, known
         self.replay: StepReplay | None = None  # runs a bad step once more
         self.needs_rows = guard.is_bad is not None  # otherwise only the norm and the non-finite elements
         self._consensuses = ConsensusTable(shards, function=self.needs_rows)
@@ -172,10 +170,12 @@ class StepSkipping:
 
     def release(self, optimizer: Optimizer | None = None) -> None:
         """Give back what this optimizer, or any, went without, and take away what it was handed."""
-        released = [stash for stash in self._stash if optimizer is None or stash.optimizer is optimizer]
-        self._stash = [stash for stash in self._stash if stash not in released]
-        for stash in released:
-            stash.give_back()
+        stashes, self._stash = self._stash, []
+        for stash in stashes:
+            if optimizer is None or stash.optimizer is optimizer:
+                stash.give_back()
+            else:
+                self._stash.append(stash)
 
     def end_step(self, number: int) -> None:
         """The open sample has closed under this number."""
