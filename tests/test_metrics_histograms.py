@@ -93,7 +93,7 @@ def test_an_epoch_out_of_windows_has_the_sum():
     assert (merged.low, merged.high) == (-8, 8)
     assert sink.merged().sample(-1).metric_histograms == {}
     first, second = map(HistoryRow.of, sink.snapshots)
-    assert first.merge(second).metric_histograms[KEY].counts.tolist() == merged.counts.tolist()
+    assert first.merge(second).histograms[KEY].counts.tolist() == merged.counts.tolist()
 
 
 def test_a_forward_that_was_measured_without_one_leaves_none_rather_than_half_of_one():
@@ -126,11 +126,11 @@ def test_it_survives_a_checkpoint_of_the_watcher():
 
 
 def test_the_picture_is_that_of_gradients():
-    drawn = Rebinner().of_metrics({KEY: MetricHistogram(np.array(counts(0.5, -0.75, 0.1, 0.0)), -0.75, 0.5)})
+    drawn = Rebinner().draw({KEY: MetricHistogram(np.array(counts(0.5, -0.75, 0.1, 0.0)), -0.75, 0.5)})
     picture_counts, edges = drawn[KEY]
     assert sum(picture_counts) == 4
     assert edges[-1] == 1 + 0.5 / 32  # within [-1, 1], the outermost bins end half a bin beyond
-    assert Rebinner().of_metrics({KEY: MetricHistogram(np.zeros(NUM_BINS, dtype=int), np.inf, -np.inf)}) == {}
+    assert Rebinner().draw({KEY: MetricHistogram(np.zeros(NUM_BINS, dtype=int), np.inf, -np.inf)}) == {}
 
 
 def test_in_the_run_it_is_a_histogram_with_even_edges_and_not_in_the_summary(start_run, loopback):

@@ -92,7 +92,7 @@ def test_groups_have_the_histogram_of_their_parameters_together() -> None:
     watcher.remove()
     grouped = sink.snapshots[0].by_group(lambda _: "all.of")
     assert grouped.metric_histograms["parameters/all.of"].counts.tolist() == counts(0.5, 1.0, -2.0)
-    assert set(HistoryRow.of(grouped).metric_histograms) == {"parameters/all/of"}
+    assert "parameters/all/of" in HistoryRow.of(grouped).histograms
 
 
 def test_w_and_b_gets_the_picture_under_the_key_of_wandb_watch_and_not_in_the_summary(offline_run: Any) -> None:

@@ -154,10 +154,9 @@ def test_the_row_of_two_windows_is_the_merge_of_their_rows(first: list, second: 
     merged = HistoryRow.of(a).merge(HistoryRow.of(b))
     whole = HistoryRow.of(a.merge(b))
     assert merged.scalars() == pytest.approx(whole.scalars())
-    if whole.pictured is not None and merged.pictured is not None:
-        assert set(merged.pictured.names) <= set(whole.pictured.names)
-        for name, counts in zip(merged.pictured.names, merged.pictured.histogram, strict=True):
-            np.testing.assert_array_equal(counts, whole.pictured.histogram[whole.pictured.names.index(name)])
+    assert merged.histograms.keys() == whole.histograms.keys()
+    for key, histogram in merged.histograms.items():
+        np.testing.assert_array_equal(histogram.packed(), whole.histograms[key].packed())
 
 
 def test_the_precision_forecast_is_logged_for_every_format() -> None:

@@ -10,12 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from windows import window
 
+from wandb_gradwatch.sinks._history_row import HistoryRow
 from wandb_gradwatch.sinks._rebinning import HALF_BINS, NUM_PICTURE_BINS, Rebinner
 from wandb_gradwatch.snapshot import Snapshot
 
 
+def drawn(snapshot: Snapshot, rebinner: Rebinner | None = None) -> dict[str, tuple[list[int], list[float]]]:
+    return (rebinner or Rebinner()).draw(HistoryRow.of(snapshot).histograms)
+
+
 def picture(values: list[float]) -> tuple[list[int], list[float]]:
-    return Rebinner().of(window({"a": values}, histogram=True))["a"]
+    return drawn(window({"a": values}, histogram=True))["gradients/a"]
 
 
 def test_zero_is_in_the_middle_bin() -> None:
@@ -80,15 +85,15 @@ def test_only_zeros_are_a_bar_in_the_middle() -> None:
 
 
 def test_a_name_without_elements_has_no_picture() -> None:
-    assert Rebinner().of(window({"a": [1.0], "frozen": None}, histogram=True)).keys() == {"a"}
-    assert Rebinner().of(window({"a": [1.0]})) == {}
+    assert drawn(window({"a": [1.0], "frozen": None}, histogram=True)).keys() == {"gradients/a"}
+    assert drawn(window({"a": [1.0]})) == {}
 
 
 def test_the_range_is_sticky() -> None:
     rebinner = Rebinner()
 
     def reach(largest: float) -> float:
-        edges = rebinner.of(window({"a": [largest]}, histogram=True))["a"][1]
+        edges = drawn(window({"a": [largest]}, histogram=True), rebinner)["gradients/a"][1]
         return edges[-1] / (1 + 0.5 / HALF_BINS)
 
     assert reach(0.9) == 1
@@ -114,6 +119,6 @@ def test_no_element_is_lost_or_changes_its_sign(values: list[float]) -> None:
 def test_without_known_extremes_the_open_bins_still_have_a_place() -> None:
     known = window({"a": [1e30, 1.0, -1e30]}, histogram=True)
     unknown = Snapshot(steps=known.steps, names=known.names, rows=known.rows, histogram=known.histogram)
-    counts, edges = Rebinner().of(unknown)["a"]
+    counts, edges = drawn(unknown)["gradients/a"]
     assert sum(counts) == 3
     assert all(math.isfinite(edge) for edge in edges)

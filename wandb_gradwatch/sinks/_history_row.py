@@ -11,15 +11,15 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from .._analysis.forecast import forecast
-from .._measure.columns import NUM_COLUMNS, FloatArray, merge_rows
+from .._measure.columns import NUM_COLUMNS, Column, FloatArray, merge_rows
 from .._measure.probe_values import MetricHistogram, merge_histograms
 from ..snapshot import Snapshot, keys
 from ..snapshot._arrays import sum_of_present
@@ -59,11 +59,15 @@ class HistoryRow:
     largest: dict[str, Number]  # over the window
     summed: dict[str, Number]  # over the window
     samples: Counter[str]  # "all", those "known" to be clipped or not, "clipped", and "changed" by something else
-    pictured: Snapshot | None  # one sample, merged from those that the histogram counts, with the histogram
-    metric_histograms: dict[str, MetricHistogram] = field(default_factory=dict)
+    whole: Snapshot | None  # the model as one layer and one sample, of those that the histogram counts, with that
+    histograms: dict[str, MetricHistogram]
+    rebinner: Rebinner | None = None  # draws the histograms; None: they are not logged
+    namespace: str = ""  # what the whole model's numbers are logged below
 
     @classmethod
-    def of(cls, snapshot: Snapshot, details: Details = ()) -> HistoryRow:
+    def of(
+        cls, snapshot: Snapshot, details: Details = (), rebinner: Rebinner | None = None, namespace: str = ""
+    ) -> HistoryRow:
         """Make the row of a window that holds at least one sample, with what is asked for of keys.DETAILS."""
         names, metrics, present_SP = snapshot.names, snapshot.metrics, snapshot.present
         shown_P = np.logical_or.reduce(present_SP, axis=0)
@@ -101,13 +105,16 @@ class HistoryRow:
             largest=_present(largest),
             summed={key: int(value) for key, value in _present(summed).items()},
             samples=Counter(known=len(clipped), clipped=int(clipped.sum()), changed=changed, all=len(snapshot)),
-            pictured=_pictured(snapshot),
-            metric_histograms={keys.in_key(key): value for key, value in snapshot.metric_histograms.items()},
+            whole=_whole(snapshot),
+            histograms=_histograms_of_layers(snapshot)
+            | {keys.in_key(key): value for key, value in snapshot.metric_histograms.items()},
+            rebinner=rebinner,
+            namespace=namespace,
         )
 
     def merge(self, later: HistoryRow) -> HistoryRow:
         """This row and a later one as one: the row of both windows."""
-        pictures = [picture for picture in (self.pictured, later.pictured) if picture is not None]
+        wholes = [whole for whole in (self.whole, later.whole) if whole is not None]
         return HistoryRow(
             step=later.step,
             newest=later.newest,
@@ -116,9 +123,14 @@ class HistoryRow:
             | {key: max(value, self.largest.get(key, value)) for key, value in later.largest.items()},
             summed=self.summed | {key: value + self.summed.get(key, 0) for key, value in later.summed.items()},
             samples=self.samples + later.samples,
-            pictured=_pictured(pictures[0].merge(*pictures[1:])) if pictures else None,
-            metric_histograms=merge_histograms([self.metric_histograms, later.metric_histograms]),
+            whole=_whole(wholes[0].merge(*wholes[1:])) if wholes else None,
+            histograms=merge_histograms([self.histograms, later.histograms]),
+            rebinner=later.rebinner,
+            namespace=later.namespace,
         )
+
+    def joins(self, other: object) -> bool:
+        return isinstance(other, HistoryRow) and other.step == self.step
 
     def vitals(self) -> dict[str, Number]:
         """The numbers of the whole model, under `gradwatch/`, the step first."""
@@ -133,15 +145,35 @@ class HistoryRow:
             vitals[keys.CLIP_RATIO] = self.samples["clipped"] / self.samples["known"]
         if self.samples["changed"]:
             vitals[keys.CHANGED_RATIO] = self.samples["changed"] / self.samples["all"]
-        if self.pictured is not None and self.pictured.names:
-            total = self.pictured.total
-            quantiles = total.abs_quantile(list(keys.GRAD_ABS_QUANTILES.values()))[:, 0].tolist()
-            vitals |= _present(dict(zip(keys.GRAD_ABS_QUANTILES, quantiles, strict=True)) | _precision(total))
+        if self.whole is not None:
+            quantiles = self.whole.abs_quantile(list(keys.GRAD_ABS_QUANTILES.values()))[:, 0].tolist()
+            vitals |= _present(dict(zip(keys.GRAD_ABS_QUANTILES, quantiles, strict=True)) | _precision(self.whole))
         return vitals
 
     def scalars(self) -> dict[str, Number]:
         """Every number of the row, the step first."""
         return self.vitals() | _present(self.last) | self.largest | self.summed
+
+    def parts(self) -> list[dict[str, Any]]:
+        """What to log: as many rows as W&B's size limit asks for, filled in order, each with the step."""
+        import wandb
+
+        scalars = in_namespace(self.scalars(), self.namespace)
+        values: list[tuple[str, Any, int]] = [(key, value, _NUMBER_BYTES) for key, value in scalars.items()]
+        drawn = {} if self.rebinner is None else self.rebinner.draw(self.histograms)
+        for key, (counts, edges) in drawn.items():
+            # It asks for arrays and turns them into the lists that these are already.
+            picture = wandb.Histogram(np_histogram=(counts, edges))  # type: ignore[arg-type]
+            values.append((key, picture, len(edges) * _NUMBER_BYTES + len(counts) * (len(str(max(counts))) + 2)))
+        parts: list[dict[str, Any]] = [{keys.STEP: self.step}]
+        filled = 0
+        for key, value, size in values:
+            filled += len(key) + size
+            if filled > MAX_ROW_BYTES and len(parts[-1]) > 1:
+                parts.append({keys.STEP: self.step})
+                filled = len(key) + size
+            parts[-1][key] = value
+        return parts
 
 
 def _latest(snapshot: Snapshot) -> Snapshot:
@@ -186,21 +218,31 @@ def _precision(total: Snapshot) -> dict[str, Number]:
     return values
 
 
-def _pictured(snapshot: Snapshot) -> Snapshot | None:
-    """The histogram, with one row per name that knows its extremes."""
-    if snapshot.histogram is None:
+def _whole(snapshot: Snapshot) -> Snapshot | None:
+    if snapshot.histogram is None or not snapshot.names:
         return None
     counted = snapshot.is_counted
-    rows_SPC = np.full((1, len(snapshot.names), NUM_COLUMNS), np.nan)
-    if counted.any():
-        rows_SPC[0] = merge_rows(snapshot.rows[counted], axis=0)
     return Snapshot(
         steps=snapshot.steps[-1:],
-        names=snapshot.names,
-        rows=rows_SPC,
-        histogram=snapshot.histogram,
+        names=("total",),
+        rows=merge_rows(snapshot.rows[counted].reshape(-1, NUM_COLUMNS), axis=0)[None, None],
+        histogram=snapshot.histogram.sum(axis=0, keepdims=True),
         histogram_steps=(int(snapshot.steps[-1]),) if counted.any() else (),
     )
+
+
+def _histograms_of_layers(snapshot: Snapshot) -> dict[str, MetricHistogram]:
+    """By key, of the layers with a finite element; extremes are infinite where they are not known."""
+    if snapshot.histogram is None:
+        return {}
+    rows_PC = merge_rows(snapshot.rows[snapshot.is_counted], axis=0)
+    low_P = np.nan_to_num(rows_PC[:, Column.GRAD_MIN], nan=-np.inf, posinf=-np.inf, neginf=-np.inf).tolist()
+    high_P = np.nan_to_num(rows_PC[:, Column.GRAD_MAX], nan=np.inf, posinf=np.inf, neginf=np.inf).tolist()
+    layers = zip(
+        keys.layer_keys(keys.GRADIENT_HISTOGRAMS, snapshot.names), snapshot.histogram, low_P, high_P, strict=True
+    )
+    is_there_P = np.logical_or.reduce(snapshot.histogram, axis=1)
+    return {key: MetricHistogram(*values) for key, *values in itertools.compress(layers, is_there_P)}
 
 
 def _named(family: str, names: tuple[str, ...], values_P: FloatArray) -> dict[str, Number]:
@@ -215,30 +257,6 @@ def _last(values_S: FloatArray) -> float:
     """The last value that is there, NaN for none."""
     known = values_S[~np.isnan(values_S)]
     return float(known[-1]) if known.size else math.nan
-
-
-@dataclass(frozen=True)
-class RunRow:
-    """One window's row, in as many parts as W&B's size limit asks for."""
-
-    row: HistoryRow
-    rebinner: Rebinner | None  # draws its histograms; None: it has none
-    namespace: str = ""  # what the whole model's numbers are logged below
-
-    def merge(self, later: RunRow) -> RunRow:
-        return RunRow(self.row.merge(later.row), later.rebinner, later.namespace)
-
-    def joins(self, other: object) -> bool:
-        return isinstance(other, RunRow) and other.row.step == self.row.step
-
-    def parts(self) -> list[dict[str, Any]]:
-        values: list[tuple[str, Any, int]] = [
-            (key, value, len(key) + _NUMBER_BYTES)
-            for key, value in in_namespace(self.row.scalars(), self.namespace).items()
-        ]
-        if self.rebinner is not None:
-            values += _histograms(self.rebinner, self.row)
-        return _spread(values, {keys.STEP: self.row.step})
 
 
 @dataclass(frozen=True)
@@ -268,27 +286,3 @@ class TableRow:
 def in_namespace(values: dict[str, Number], namespace: str) -> dict[str, Number]:
     """The whole model's numbers below a namespace; the step, and what has a layer's name, stay."""
     return {keys.in_namespace(key, namespace): value for key, value in values.items()}
-
-
-def _histograms(rebinner: Rebinner, row: HistoryRow) -> Iterator[tuple[str, Any, int]]:
-    import wandb
-
-    drawn = {} if row.pictured is None else rebinner.of(row.pictured)
-    keyed = dict(zip(keys.layer_keys(keys.GRADIENT_HISTOGRAMS, tuple(drawn)), drawn.values(), strict=True))
-    for key, (counts, edges) in (keyed | rebinner.of_metrics(row.metric_histograms)).items():
-        size = len(key) + len(edges) * _NUMBER_BYTES + len(counts) * (len(str(max(counts))) + 2)
-        # It asks for arrays and turns them into the lists that these are already.
-        yield key, wandb.Histogram(np_histogram=(counts, edges)), size  # type: ignore[arg-type]
-
-
-def _spread(values: list[tuple[str, Any, int]], step: dict[str, int]) -> list[dict[str, Any]]:
-    """Fill rows up to the size limit, in order, each with the step."""
-    parts: list[dict[str, Any]] = [dict(step)]
-    filled = 0
-    for key, value, size in values:
-        if filled + size > MAX_ROW_BYTES and len(parts[-1]) > len(step):
-            parts.append(dict(step))
-            filled = 0
-        parts[-1][key] = value
-        filled += size
-    return parts

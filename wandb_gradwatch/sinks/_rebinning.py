@@ -16,7 +16,6 @@ import numpy as np
 
 from .._measure.columns import FloatArray, IntArray, histogram_edges, magnitude_edges
 from .._measure.probe_values import MetricHistogram
-from ..snapshot import Snapshot
 from ..snapshot._arrays import fold_signs
 
 # P names, B bins of the snapshot, K bins of the picture
@@ -34,27 +33,14 @@ class Rebinner:
     def __init__(self) -> None:
         self._exponent_of: dict[str, int] = {}
 
-    def of(self, snapshot: Snapshot) -> dict[str, tuple[list[int], list[float]]]:
-        """Counts [K] and edges [K + 1] of every name that the histogram counts a finite element of."""
-        if snapshot.histogram is None:
+    def draw(self, histograms: Mapping[str, MetricHistogram]) -> dict[str, tuple[list[int], list[float]]]:
+        """Counts [K] and edges [K + 1] of every histogram that counts an element, by its key."""
+        counted = {key: histogram for key, histogram in histograms.items() if histogram.counts.any()}
+        if not counted:
             return {}
-        return self._draw(snapshot.names, snapshot.histogram, *_extremes(snapshot))
-
-    def of_metrics(self, histograms: Mapping[str, MetricHistogram]) -> dict[str, tuple[list[int], list[float]]]:
-        """Draw histograms by key: as above."""
-        if not histograms:
-            return {}
-        counts_PB = np.stack([histogram.counts for histogram in histograms.values()])
-        low_P = np.array([histogram.low for histogram in histograms.values()])
-        high_P = np.array([histogram.high for histogram in histograms.values()])
-        return self._draw(tuple(histograms), counts_PB, low_P, high_P)
-
-    def _draw(
-        self, all_names: tuple[str, ...], all_PB: IntArray, all_low_P: FloatArray, all_high_P: FloatArray
-    ) -> dict[str, tuple[list[int], list[float]]]:
-        drawn = np.flatnonzero(all_PB.sum(axis=1) > 0)
-        names = [all_names[index] for index in drawn.tolist()]
-        histogram_PB, low_P, high_P = all_PB[drawn], all_low_P[drawn], all_high_P[drawn]
+        names, of_names = tuple(counted), counted.values()
+        histogram_PB = np.stack([histogram.counts for histogram in of_names])
+        low_P, high_P = np.array([(histogram.low, histogram.high) for histogram in of_names]).T
         widths_P = np.array(
             [
                 math.ldexp(1.0, self._exponent(name, reach)) / HALF_BINS
@@ -74,13 +60,6 @@ class Rebinner:
         if known is None or not needed <= known <= needed + _STICKY_OCTAVES:
             known = self._exponent_of[name] = needed
         return known
-
-
-def _extremes(snapshot: Snapshot) -> tuple[FloatArray, FloatArray]:
-    """Smallest and largest finite element of the counted samples, infinite where unknown: two [P]."""
-    low_P = np.fmin.reduce(snapshot.grad_min[snapshot.is_counted], axis=0, initial=np.nan)
-    high_P = np.fmax.reduce(snapshot.grad_max[snapshot.is_counted], axis=0, initial=np.nan)
-    return np.where(np.isnan(low_P), -np.inf, low_P), np.where(np.isnan(high_P), np.inf, high_P)
 
 
 def _reach(histogram_PB: IntArray, low_P: FloatArray, high_P: FloatArray) -> FloatArray:

@@ -10,7 +10,7 @@ from typing import Any, Final
 from ..rules import Alert
 from ..snapshot import GroupBy, Snapshot, group_function, keys
 from ._base import Sink
-from ._history_row import Details, HistoryRow, Number, RunRow, TableRow, in_namespace
+from ._history_row import Details, HistoryRow, Number, TableRow, in_namespace
 from ._rebinning import Rebinner
 from ._row_scheduler import RowScheduler, row_scheduler_of
 from ._series import SeriesGrouping
@@ -87,11 +87,10 @@ class WandbSink(Sink):
         group_function(group_by or "parameter")
         self._run = run
         self._grouping = SeriesGrouping(group_by)
-        self._histograms = histograms
         self._details = check_details(details)
         self._namespace = namespace
         self._commit = commit
-        self._rebinner = Rebinner()
+        self._rebinner = Rebinner() if histograms else None
         self._said: set[str] = set()
         self._told_names: list[str] = []
         self._kept_table: TableRow | None = None
@@ -128,9 +127,8 @@ class WandbSink(Sink):
         self._say_many(snapshot)
         grouped = self._grouping.apply(snapshot)
         self._tell_order(list(grouped.names))
-        row = HistoryRow.of(grouped, self._details)
-        rebinner = self._rebinner if self._histograms else None
-        self._row_scheduler.put(self, RunRow(row, rebinner, self._namespace), commit=self._commit)
+        row = HistoryRow.of(grouped, self._details, self._rebinner, self._namespace)
+        self._row_scheduler.put(self, row, commit=self._commit)
         if self._row_scheduler.num_waiting > 1:
             self._show_newest(row, self._row_scheduler)
 
