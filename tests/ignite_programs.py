@@ -7,16 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from frameworks import Recomputed, batches, loss_of
+from frameworks import Recomputed, batches, loss_of, small_model
 from torch import nn
 
 pytest.importorskip("ignite")
 
 from ignite.engine import Engine, Events, create_supervised_trainer
 
+from wandb_gradwatch.integrations.ignite import GradWatch
+
 __all__ = [
     "BAD", "NUM_BATCHES", "Engine", "Events", "approx", "collect", "create_supervised_trainer", "scaled_step",
-    "usual_step", "weights", "with_a_bad_batch",
+    "trained", "usual_step", "weights", "with_a_bad_batch",
 ]  # fmt: skip
 
 FLOAT32 = 1e-5  # float32 gradients against float64 ones
@@ -82,7 +84,23 @@ def weights(model: nn.Module) -> list[torch.Tensor]:
 
 
 def collect(engine: Engine, key: str = "grad_norm") -> list[float]:
-    """The metric at the end of every iteration, by a handler that came before ours."""
+    """The metric, or the state's flag, at the end of every iteration, by a handler that came before ours."""
     seen: list[float] = []
-    engine.add_event_handler(Events.ITERATION_COMPLETED, lambda e: seen.append(e.state.metrics[key]))
+
+    @engine.on(Events.ITERATION_COMPLETED)
+    def look(engine: Engine) -> None:
+        seen.append(engine.state.unhealthy_spike if key == "unhealthy_spike" else engine.state.metrics[key])
+
     return seen
+
+
+def trained(
+    step_of: Callable[[nn.Module], Step], data: torch.Tensor, options: dict[str, Any] | None = None
+) -> list[torch.Tensor]:
+    """The weights after a training, watched with these options of GradWatch; None: not watched."""
+    model = small_model()
+    engine = Engine(step_of(model))
+    if options is not None:
+        GradWatch(model, **options).attach(engine)
+    engine.run(data)
+    return weights(model)

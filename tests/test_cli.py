@@ -175,11 +175,16 @@ def recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[RunHistory
     return histories
 
 
-def test_view_names_the_page_after_the_run(recorded: list[RunHistory]) -> None:
-    result = run("view", "wandb/latest-run")
+@pytest.mark.parametrize(
+    ("output", "page"),
+    [([], "gradwatch-abcd1234.html"), (["--output", "pages"], "pages/gradwatch-abcd1234.html")],
+)
+def test_view_names_the_page_after_the_run(output: list[str], page: str, recorded: list[RunHistory]) -> None:
+    Path("pages").mkdir()
+    result = run("view", "wandb/latest-run", *output)
     assert result.exit_code == 0
-    assert Path("gradwatch-abcd1234.html").read_text() == "2"
-    assert result.stdout == "gradwatch-abcd1234.html  2 rows, 1 name, 1 alert\n"
+    assert Path(page).read_text() == "2"
+    assert result.stdout == f"{page}  2 rows, 1 name, 1 alert\n"
 
 
 def test_view_says_so_where_no_row_is_ours(recorded: list[RunHistory]) -> None:
@@ -187,13 +192,6 @@ def test_view_says_so_where_no_row_is_ours(recorded: list[RunHistory]) -> None:
     result = run("view", "wandb/latest-run")
     assert result.exit_code == 0
     assert result.stdout.startswith("The run has rows, but none of wandb_gradwatch: call watch(model)")
-
-
-def test_view_puts_the_page_into_a_directory(recorded: list[RunHistory]) -> None:
-    Path("pages").mkdir()
-    result = run("view", "wandb/latest-run", "--output", "pages")
-    assert result.exit_code == 0
-    assert Path("pages/gradwatch-abcd1234.html").read_text() == "2"
 
 
 def test_view_as_json_is_one_object(recorded: list[RunHistory]) -> None:
@@ -234,26 +232,25 @@ def test_diff_says_where_runs_part_and_its_status_says_whether(recorded: list[Ru
         own={"loss": OwnSeries(np.arange(1.0, 201), np.full(200, 2.5))},
     )
     calm = replace(jump, values={"grad_norm/head": np.ones(rows)}, config={"lr": 1})
-    recorded[:] = [calm, calm]
-    assert run("diff", "a", "b").exit_code == 0
-    for histories, status in (([calm, jump], 1), ([calm, replace(jump, steps=jump.steps[:0])], 2)):
-        recorded[:] = list(histories)
-        result = run("diff", "a", "b")
-        assert result.exit_code == status
-        if status == 1:
-            assert [line.split("  ")[-1].strip() for line in result.stdout.splitlines()] == [
-                "A and B part at step 150: the gradient of head is 50 times as large in B.",
-                *["abcd1234: Broke at step 50: NaN gradient; recovered by 100"] * 2,
-                "1 layers, 4 windows, steps 50 to 200",
-                "1 of 1",
-                "to six digits up to step 100",
-                "2.5 in A, 2.5 in B at step 200",
-                "lr 1 → 3",
-            ]
-        else:
-            assert result.stderr == "Error: the runs have no steps in common: there is nothing to compare\n"
-    recorded[:] = [calm, jump]
-    facts = json.loads(run("diff", "a", "b", "--json").stdout)
+
+    def diff(*histories: RunHistory, options: tuple[str, ...] = ()) -> Result:
+        recorded[:] = histories
+        return run("diff", "a", "b", *options)
+
+    assert diff(calm, calm).exit_code == 0
+    parted, late = diff(calm, jump), diff(calm, replace(jump, steps=jump.steps[:0]))
+    assert (parted.exit_code, late.exit_code) == (1, 2)
+    assert [line.split("  ")[-1].strip() for line in parted.stdout.splitlines()] == [
+        "A and B part at step 150: the gradient of head is 50 times as large in B.",
+        *["abcd1234: Broke at step 50: NaN gradient; recovered by 100"] * 2,
+        "1 layers, 4 windows, steps 50 to 200",
+        "1 of 1",
+        "to six digits up to step 100",
+        "2.5 in A, 2.5 in B at step 200",
+        "lr 1 → 3",
+    ]
+    assert late.stderr == "Error: the runs have no steps in common: there is nothing to compare\n"
+    facts = json.loads(diff(calm, jump, options=("--json",)).stdout)
     assert (facts["alike"], facts["step"], facts["layer"], facts["equal_until"]) == (False, 150, "head", 100)
 
 
@@ -485,15 +482,13 @@ def test_doctor_measures_a_real_training(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(doctor, "STEPS_PER_BLOCK", 3)
     monkeypatch.setattr(doctor, "PAIRS", 2)
     result = run("doctor", "--parameters", "1k", "--json")
-    assert result.exit_code == 0
     measured = json.loads(result.stdout)["overhead"]
-    assert measured["step_ms"] > 0
-    assert measured["watched_step_ms"] > 0
-    result = run("doctor", "--parameters", "1k")
-    assert result.exit_code == 0
-    printed = result.stdout
-    assert "ms without" in printed
-    assert "watch(model" in printed or "measure again" in printed  # the latter on a machine that is busy just now
+    assert min(measured["step_ms"], measured["watched_step_ms"]) > 0
+    printed = run("doctor", "--parameters", "1k")
+    assert (result.exit_code, printed.exit_code) == (0, 0)
+    assert "ms without" in printed.stdout
+    # The latter on a machine that is busy just now.
+    assert "watch(model" in printed.stdout or "measure again" in printed.stdout
 
 
 @pytest.mark.parametrize(

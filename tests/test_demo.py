@@ -68,11 +68,9 @@ def test_what_is_printed_is_what_is_in_the_file(finished: tuple[int, str, Path, 
     assert "watcher.summary()" in printed
     assert f"Gradients of {len(history.names)} layers, steps 1 to {STEPS}" in words
     page = re.search(r"a page +(\S+)", printed)
-    assert page is not None
     assert (Path.cwd() / page[1]).resolve() == (output / demo.PAGE_NAME).resolve()
     assert (output / demo.PAGE_NAME).stat().st_size > 0
     run_folder = re.search(r"leet (\S+)", printed)
-    assert run_folder is not None
     assert read_run(run_folder[1]).run_id == history.run_id
 
 

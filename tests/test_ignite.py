@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from frameworks import Recomputed, batches, small_model
-from ignite_programs import Engine, Events, approx, collect, create_supervised_trainer, scaled_step, usual_step, weights
+from ignite_programs import Engine, Events, approx, collect, create_supervised_trainer, scaled_step, usual_step
 from offline import history
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
@@ -60,7 +60,6 @@ def test_supervised_trainers_too(accumulate: int) -> None:
 
     trainer.run([(x, x.sum(dim=1, keepdim=True)) for x in data])
     samples = memory.merged()
-    assert samples is not None
     assert samples.total_grad_norm.tolist() == approx(expected.norms)
     # Without a line in the train step: Ignite returns each batch's loss, and backward() is called on its share.
     groups = [losses[first : first + accumulate] for first in range(0, len(losses), accumulate)]
@@ -102,19 +101,6 @@ def test_a_scaled_gradient_is_shown_unscaled(unscale: bool, given: bool) -> None
     GradWatch(model, scaler=scaler if given else None).attach(engine)
     engine.run(batches(6))
     assert norms == approx(expected.norms)
-
-
-def test_training_is_untouched_where_nothing_is_wrong() -> None:
-    def trained(watched: bool) -> list[torch.Tensor]:
-        model = small_model()
-        engine = Engine(usual_step(model, torch.optim.Adam(model.parameters(), lr=0.01)))
-        if watched:
-            GradWatch(model).attach(engine)
-        engine.run(batches(8))
-        return weights(model)
-
-    for with_us, without in zip(trained(True), trained(False), strict=True):
-        assert torch.equal(with_us, without)
 
 
 # ---- beginnings and ends
@@ -163,15 +149,13 @@ def test_a_checkpoint_carries_the_step_and_what_is_usual() -> None:
     state = saved.state_dict()
 
     second = Engine(step)
-    flags: list[bool] = []
-    second.add_event_handler(Events.ITERATION_COMPLETED, lambda e: flags.append(e.state.unhealthy_spike))
+    flags = collect(second, "unhealthy_spike")
     resumed = GradWatch(model, skip=True, sinks=[memory])
     resumed.load_state_dict(state)
     resumed.attach(second)
     second.run(batches(2) * torch.tensor([1000.0, 1.0])[:, None, None])
     assert flags == [True, False]
     samples = memory.merged()
-    assert samples is not None
     assert samples.steps.tolist() == [11, 12]
 
 

@@ -141,7 +141,6 @@ def test_loss_scaling_and_an_overflow_leave_true_numbers() -> None:
     logged = dict(notes.series("train/grad_norm"))
     assert {step: logged[step] for step in healthy} == {step: approx(expected[step]) for step in healthy}
     samples = memory.merged()
-    assert samples is not None
     assert samples.skipped.tolist() == [False, False, True, False, False]
     # After the overflow the scaler halves its scale.
     assert samples.loss_scale.tolist() == [65536.0, 65536.0, 65536.0, 32768.0, 32768.0]

@@ -114,7 +114,6 @@ def test_an_exception_leaves_nothing_behind() -> None:
     assert callback.watcher is None
     assert all(not p._backward_hooks for p in module.parameters())
     samples = memory.merged()
-    assert samples is not None
     assert samples.total_grad_norm.tolist() == approx(module.expected.norms)
 
 
@@ -140,7 +139,6 @@ def test_the_steps_of_a_rate_finder_are_none_of_the_training(tmp_path: Any) -> N
     assert notes.series("train/grad_norm") == list(enumerate(approx(norm) for norm in norms[-4:]))
     assert notes.series("train_epoch/grad_norm") == [(3, approx(sum(norms[-4:]) / 4))]
     samples = memory.merged()
-    assert samples is not None
     assert samples.steps.tolist() == [1, 2, 3, 4]
 
 

@@ -132,7 +132,6 @@ def test_a_resumed_training_has_the_numbers_of_one_that_ran_through(
     expected = [((e + 1) * NUM_BATCHES - 1, approx(means[e])) for e in ended]
     assert after.series("train_epoch/grad_norm") == expected
     samples = memory.merged()
-    assert samples is not None
     assert samples.steps.tolist() == list(range(begin + 1, 3 * NUM_BATCHES + 1))  # steps go on, too
 
 
@@ -222,7 +221,6 @@ def test_two_callbacks_of_one_trainer_watch_side_by_side() -> None:
     trainer_of(callbacks).fit(Regression(), loader(4))
     for memory, kind in ((weights, "weight"), (biases, "bias")):
         merged = memory.merged()
-        assert merged is not None
         assert merged.steps.tolist() == [1, 2, 3, 4]
         assert all(name.endswith(kind) for name in merged.names)
 

@@ -224,7 +224,6 @@ def open_everything(page: Any) -> None:
 @pytest.fixture(scope="module")
 def few(history: RunHistory) -> RunHistory:
     """Its first rows: more of them are more of the same to axe."""
-    assert history.flight_recorder is not None
     table = replace(history.flight_recorder, rows=history.flight_recorder.rows[:5])
     return replace(beginning(history, 5), flight_recorder=table, finished=True)
 

@@ -87,14 +87,12 @@ def test_runs_part_where_a_layer_leaves_its_own_scatter(
     if step is None:
         assert found.parting is None
         return
-    assert found.parting is not None
     assert (found.parting.step, found.parting.name, found.parting.num_layers) == (step, "b", 1)
     assert not found.alike
     prefix = f"A and B part at step {step}: the gradient of b "
     assert sentence(found).startswith(prefix)
     assert re.fullmatch(how, sentence(found).removeprefix(prefix)), sentence(found)
     mirrored = compare(second, first).parting
-    assert mirrored is not None
     assert (mirrored.step, mirrored.name) == (step, "b")
 
 
@@ -167,7 +165,6 @@ def test_another_seed_is_alike_and_a_jump_of_the_learning_rate_is_found_in_its_w
     assert again.equal_until == 100
     jumped = compare(first, watched(trainings.rate_jumps(0, at=60)))
     # The first gradients after the update of step 60 are those of step 61: the window of 61 to 65.
-    assert jumped.parting is not None
     assert jumped.parting.step == 65
 
 

@@ -179,7 +179,6 @@ def test_steps_go_on_after_a_resume(save_steps: int, tmp_path: Path) -> None:
     # The log of the first half is in the checkpoint, that of the second half joins it.
     assert logged(trainer) == [(step, approx(norm)) for step, norm in enumerate(norms, 1)]
     samples = memory.merged()
-    assert samples is not None
     assert samples.steps.tolist() == list(range(save_steps + 1, 10))
 
 
@@ -330,7 +329,6 @@ def test_lora_wrapped_after_the_callback_was_made(tmp_path: Path) -> None:
     trainer.train()
     assert logged(trainer) == [(step, approx(norm)) for step, norm in enumerate(norms, 1)]
     samples = memory.merged()
-    assert samples is not None
     present = [name for p, name in enumerate(samples.names) if not math.isnan(samples.grad_norm[0, p])]
     assert [name.rsplit(".", 3)[-3] for name in present] == ["lora_A", "lora_B"]
     # B starts at 0, so A's gradient is exactly 0 in the first step: real, and no cause for alarm.
@@ -401,7 +399,6 @@ def test_accelerate_in_two_lines(accelerator: Any) -> None:
     watcher.remove()
     accelerator.end_training()
     samples = memory.merged()
-    assert samples is not None
     assert samples.steps.tolist() == [1, 2, 3, 4]
     assert samples.total_grad_norm.tolist() == approx(expected.norms)
     assert samples.total_grad_norm_clipped.tolist() == pytest.approx([0.05] * 4, rel=1e-4)
