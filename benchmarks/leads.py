@@ -32,6 +32,7 @@ from wandb_gradwatch.metrics import (
     OutgrownUpdate,
     Router,
     log_attention,
+    rules_of,
 )
 
 PAGE: Final = Path(__file__).parent.parent / "docs/metrics.md"
@@ -217,7 +218,7 @@ def run(case: Case, seed: int, *, is_faulty: bool) -> Outcome:
         return 1 if number > case.faulty_from - 100 else 25
 
     watcher = wandb_gradwatch.watch(
-        model, metrics=[metric], sinks=[sink], rules=metric.rules(), sample_every=every, log_every=10**6
+        model, metrics=[metric], sinks=[sink], rules=rules_of([metric]), sample_every=every, log_every=10**6
     )
     losses = [step(number) for number in range(1, case.steps + 1)]
     watcher.remove()

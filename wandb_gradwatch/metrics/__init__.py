@@ -9,7 +9,6 @@ from ._forward_hooks import MonitorMixin, log_attention, log_tensor
 from ._metric import FunctionMetrics, Metric, MetricLike, probes_of, rules_of
 from ._module_probe import ModuleProbe
 from ._noise_scale import NoiseScale
-from ._optimizer_state import OptimizerState
 from ._ranks import Ranks
 from ._reference import Reference
 from ._router import Router
@@ -23,7 +22,7 @@ from ._rules import (
     SlowRank,
 )
 from ._spectrum import Spectrum
-from ._updates import Updates
+from ._updates import OptimizerState, Updates
 
 __all__ = [
     "Activations",

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from .._capture.probes import Found
 from .._capture.scaling import SCALES, scale_tensor
 from .._measure.elements import onto
-from ..rules import Rule
 from ..snapshot import keys
 from ._forward_hooks import Dims, hands_over
 from ._module_index import ModuleIndex
@@ -69,15 +68,11 @@ class Activations(ForwardProbe):
         if evaluation and "grad" in of:
             raise ValueError(f'{self!r}: of={of!r} has "grad", but an evaluation has no backward')
         self._of = frozenset(of)
-        self._statistics = check_statistics(repr(self), statistics, histogram=True)
-        self._rows = self.collect(RowTally(self._statistics, dead_threshold))
+        statistics = check_statistics(repr(self), statistics, histogram=True)
+        self.logs = frozenset((keys.ACTIVATION, statistic) for statistic in statistics)
+        self.brings = (NonFiniteActivation,) if "num_nonfinite" in statistics else ()
+        self._rows = self.collect(RowTally(statistics, dead_threshold))
         self._source: dict[str, str] = {}  # of each tensor's name: what the tap's order knows
-
-    def claims(self) -> set[tuple[str, str]]:
-        return {(keys.ACTIVATION, statistic) for statistic in self._statistics}
-
-    def rules(self) -> list[Rule]:
-        return [NonFiniteActivation()] if "num_nonfinite" in self._statistics else []
 
     def bind(self, models: ModuleIndex) -> None:
         modules = dict(models.modules())

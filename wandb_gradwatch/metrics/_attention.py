@@ -17,7 +17,6 @@ from torch.nn import functional
 
 from .._capture.probes import Found
 from .._measure.elements import wide_dtype
-from ..rules import Rule
 from ..snapshot import keys
 from ._forward_hooks import AttentionCall, Dims
 from ._module_probe import ForwardProbe, ModuleFilter, slices
@@ -62,15 +61,12 @@ class Attention(ForwardProbe):
         self, match: ModuleFilter | None = None, *, statistics: Sequence[str] = DEFAULT_STATISTICS, weights: bool = True
     ) -> None:
         super().__init__(match)
-        self._statistics = check_statistics(repr(self), statistics, histogram=False)
         self._weights = weights
-        self._rows = self.collect(RowTally(self._statistics))
+        self.brings = (EntropyCollapse, GrowingLogits) if weights else ()
+        self._rows = self.collect(RowTally(check_statistics(repr(self), statistics, histogram=False)))
         # Of each module: see weight_sums.
         self._sums = self.collect(Store[str, Tensor](add_on_device))
         self._largest = self.collect(Store[str, Tensor](torch.maximum))
-
-    def rules(self) -> list[Rule]:
-        return [EntropyCollapse(), GrowingLogits()] if self._weights else []
 
     def sees(self, name: str, module: nn.Module) -> bool:
         return isinstance(module, nn.MultiheadAttention) and self._matches(name)

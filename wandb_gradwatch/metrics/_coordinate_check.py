@@ -18,6 +18,7 @@ import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
@@ -154,9 +155,7 @@ def _check_one(
         optimizer.step()
         if step in steps:
             inputs_t = _inputs(model, layers, batches[-1], loss)
-            found.append(
-                {name: _sizes(layers[name], initial[name], inputs_t[name], inputs_0[name]) for name in inputs_t}
-            )
+            found.append({name: _sizes(layers[name], initial[name], x, inputs_0[name]) for name, x in inputs_t.items()})
     return found
 
 
@@ -222,9 +221,8 @@ def _draw(check: CoordinateCheck) -> str:
         parts += _panel(check.widths, sizes_WL, colours, f"{title} after {check.steps[-1]:.0f} steps", left)
     left = 2 * (_PANEL_WIDTH + _MARGIN) + _MARGIN // 2
     parts.append(f'<text x="{left}" y="48" font-weight="bold">layer: power of the width</text>')
-    for index, (layer, power) in enumerate(zip(check.layers, check.growth(), strict=True)):
-        y = 70 + 18 * index
-        parts.append(f'<rect x="{left}" y="{y - 9}" width="10" height="10" fill="{colours[index]}"/>')
+    for y, layer, power, colour in zip(count(70, 18), check.layers, check.growth(), colours, strict=False):
+        parts.append(f'<rect x="{left}" y="{y - 9}" width="10" height="10" fill="{colour}"/>')
         parts.append(f'<text x="{left + 16}" y="{y}">{escape(layer)}: {power:+.2f}</text>')
     return "\n".join([*parts, "</svg>\n"])
 

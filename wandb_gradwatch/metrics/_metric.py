@@ -183,7 +183,7 @@ def probes_of(
         probes.append(FunctionMetrics(custom))
     claimed: dict[tuple[str, str], ModuleProbe] = {}
     for probe in probes:
-        for family, name in sorted(probe.claims()):
+        for family, name in sorted(probe.logs):
             other = claimed.setdefault((family, name), probe)
             if other is not probe and (type(other) is not type(probe) or not probe.may_be_several):
                 raise ValueError(
@@ -197,7 +197,7 @@ def probes_of(
 
 def rules_of(metrics: Sequence[MetricLike]) -> list[Rule]:
     """The rules that belong beside the default ones where these metrics are measured."""
-    return [rule for probe in _probes_in(metrics) for rule in probe.rules()]
+    return [rule() for probe in _probes_in(metrics) for rule in probe.brings]
 
 
 def _probes_in(metrics: Sequence[MetricLike]) -> list[ModuleProbe]:
@@ -233,6 +233,7 @@ class FunctionMetrics(ForwardProbe):
         names = list(map(str, metrics))  # with what they are of
         if twice := next((name for place, name in enumerate(names) if name in names[:place]), None):
             raise ValueError(f"metrics holds two called {twice}; give them different names")
+        self.logs = frozenset((metric.on, metric.name) for metric in metrics)
         self._now: list[Metric] = []  # those that this sample measures
         self._num_due = 0
         self._tallies = self.collect(Store[_Key, Tally](Tally.merge))
@@ -240,9 +241,6 @@ class FunctionMetrics(ForwardProbe):
 
     def __repr__(self) -> str:
         return f"FunctionMetrics({', '.join(metric.name for metric in self._metrics)})"
-
-    def claims(self) -> set[tuple[str, str]]:
-        return {(metric.on, metric.name) for metric in self._metrics}
 
     def bind(self, models: ModuleIndex) -> None:
         """Try each metric once, on the smallest tensor that it matches, where there are tensors to try."""

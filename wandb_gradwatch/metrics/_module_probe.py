@@ -37,10 +37,10 @@ ModuleFilter = NameFilter | type[nn.Module]
 class ModuleProbe(Probe):
     """A probe of watched models. At the moments that it does not override it does nothing."""
 
-    logs: ClassVar[frozenset[tuple[str, str]]] = frozenset()  # as `claims`
+    logs: frozenset[tuple[str, str]] = frozenset()  # families and metrics: ("update", "norm") for `update/<name>/norm`
+    brings: tuple[type[Rule], ...] = ()  # the rules that a watcher with the default rules gets with this probe
     # Whether there may be several of its kind, which are for different names, as their match= says.
     may_be_several: ClassVar[bool] = True
-    brings: ClassVar[tuple[type[Rule], ...]] = ()  # as `rules`
     _match: object = None  # what the user gave to choose modules or parameters
     _matches: Callable[[str], bool]
     _said: frozenset[str] = frozenset()
@@ -61,14 +61,6 @@ class ModuleProbe(Probe):
     def check_match(self, what: str, names: Iterable[str]) -> None:
         """Raise a ValueError where the match chooses none of these names."""
         chosen_by(self._matches, names, owner=f"{type(self).__name__}()", match=self._match, what=what)
-
-    def claims(self) -> set[tuple[str, str]]:
-        """Families and metrics that it logs under: ("update", "norm") for `update/<name>/norm`."""
-        return set(self.logs)
-
-    def rules(self) -> list[Rule]:
-        """The rules that a watcher with the default rules gets with this probe."""
-        return [rule() for rule in self.brings]
 
 
 class Befores(dict[str, Tensor]):

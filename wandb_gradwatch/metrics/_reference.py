@@ -95,6 +95,9 @@ class Reference(ForwardProbe):
             if name in (DIFFERENCE, RELATIVE):
                 raise ValueError(f"Reference(): functions: {name!r} is the name of the distance itself; choose another")
             Metric(name, function)  # type: ignore[arg-type]  # raises for a name or function that makes no sense
+        families = (keys.PARAMETER,) if activations is None else (keys.PARAMETER, keys.ACTIVATION)
+        names = (DIFFERENCE, RELATIVE, *self._functions)
+        self.logs = frozenset((family, name) for family in families for name in names)
         self._prefix = ""
         self._reference_tap = ForwardHook(self, ModuleIndex(), when="always")
         self._outputs: dict[str, list[Mapping[str, Tensor]]] = {}  # the reference's, by module, in the order of calls
@@ -105,10 +108,6 @@ class Reference(ForwardProbe):
 
     def __repr__(self) -> str:
         return "Reference()" if self._match is None else f"Reference(match={self._match!r})"
-
-    def claims(self) -> set[tuple[str, str]]:
-        families = (keys.PARAMETER,) if self._activations is None else (keys.PARAMETER, keys.ACTIVATION)
-        return {(family, name) for family in families for name in (DIFFERENCE, RELATIVE, *self._functions)}
 
     def bind(self, models: ModuleIndex) -> None:
         for prefix, model in models.alive():

@@ -103,13 +103,11 @@ class Spectrum(ParameterProbe):
         if isinstance(of, str) or not of or not set(of) <= set(SUBJECTS):
             raise ValueError(f"Spectrum(of={of!r}) must be a sequence of names out of {SUBJECTS}")
         self._of = tuple(of)
+        self.logs = frozenset((subject, name) for subject in of for name in _NAMES)
         self._vectors: dict[str, Tensor] = {}  # by key: [N]
         self._shared: dict[str, _SharedVector] = {}  # of sharded matrices
         self._has_product = False
         self._since_product = 0  # samples
-
-    def claims(self) -> set[tuple[str, str]]:
-        return {(subject, name) for subject in self._of for name in _NAMES}
 
     def bind(self, models: ModuleIndex) -> None:
         self._shards = ProbeShards(models)

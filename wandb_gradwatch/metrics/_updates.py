@@ -1,19 +1,26 @@
-"""Updates: by how much each parameter changed, and how that compares with the parameter itself."""
+"""Updates, by how much each parameter changed; OptimizerState, what an optimizer makes that of; histograms of parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
 
 from .._capture.parameter_registry import NameFilter
 from .._capture.probes import WatchedTensor
+from .._measure.elements import onto, wide_dtype
 from .._measure.measure import measure, sum_sq
-from .._measure.probe_values import Distance, ProbeSums
+from .._measure.probe_values import Distance, ProbeSums, root_of_ratio
 from .._runtime.sharding import local_part
 from ..snapshot import keys
 from ._module_index import ModuleIndex
-from ._module_probe import ParameterProbe
-from ._rows import histograms_of
+from ._module_probe import ParameterProbe, dense, without_scale
+from ._rows import histograms_of, widened
+from ._rules import OutgrownUpdate
 
 _MIB: Final = 2**20
 _CHANGE: Final = Distance("norm", "ratio")
@@ -89,3 +96,146 @@ class ParameterHistograms(ParameterProbe):
             assert measured.histogram is not None
             for one, histogram in zip(group, histograms_of(measured.rows, measured.histogram), strict=True):
                 self._found[f"{keys.PARAMETER_HISTOGRAMS}/{one.name}"] = histogram
+
+
+# The sums of every parameter: its elements, and the squares of the gradient, of the gradient over the second moment, of
+# the two moments, and of the update. Those of each state's squares follow.
+_NUM, _GRADIENT, _STALE, _FIRST, _SECOND, _UPDATE = range(6)
+_NUM_SUMS: Final = 6
+
+
+@dataclass(frozen=True)
+class StateSums:
+    """What the sums of one parameter say."""
+
+    states: tuple[str, ...]  # names of the optimizer's tensors, as they are in its state
+    eps: float  # of the optimizer; 0 for none
+    of_every_rank = False
+
+    @property
+    def num_sums(self) -> int:
+        return _NUM_SUMS + len(self.states)
+
+    def __call__(self, sums: Sequence[float]) -> Mapping[str, float]:
+        num = sums[_NUM]
+        found = {f"{name}_norm": math.sqrt(sums[_NUM_SUMS + index]) for index, name in enumerate(self.states)}
+        found["update_rms"] = root_of_ratio(sums[_UPDATE], num)
+        found[keys.STALE] = root_of_ratio(sums[_STALE], num)
+        found["coherence"] = sums[_FIRST] / sums[_SECOND] if sums[_SECOND] > 0 else math.nan
+        found["grad_eps_ratio"] = root_of_ratio(sums[_GRADIENT], num * self.eps**2)
+        return found
+
+
+class OptimizerState(ParameterProbe):
+    """What the optimizer remembers, and the update that it makes of it, logged as `optimizer_state/<parameter>/...`.
+
+    With g the gradient that the optimizer received, and m and v the moments of Adam as it uses them, divided by
+    1 - beta^t, over the n elements of a parameter:
+
+    - `<state>_norm`: the L2 norm of each of the optimizer's tensors, as they lie in its state: `exp_avg_norm`,
+      `exp_avg_sq_norm`, `momentum_buffer_norm`. Any optimizer has these.
+    - `update_rms`: the root mean square of the update in units of the learning rate, without weight decay:
+      m / (sqrt(v) + eps) of Adam and AdamW, the buffer of SGD with momentum. White noise gives
+      sqrt((1 - beta1) / (1 + beta1)), which is 0.229 for 0.9; gradients that agree give 1.
+    - `coherence`: |m|^2 / sum(v), the square of the same without eps: the share of the gradients that has a direction.
+    - `stale_ratio`: sqrt(mean(g^2 / max(v, eps^2))) with v as it was before the step, 1 in a steady state. Above 2.3
+      the second moment is out of date, and the loss may spike 1 to 8 steps later (Wortsman et al. 2023,
+      arXiv 2304.13013, with v before the step, where it is not bounded by the step itself).
+    - `grad_eps_ratio`: the root mean square of g over eps: near 1 and below, eps and not v scales the update.
+
+    Each is missing where the optimizer has no such state, and `stale_ratio` is missing at the first step. Of a sharded
+    parameter they are those of the whole, merged over the ranks when the window is flushed.
+
+    Args:
+        match: of which parameters: a regular expression (searched), several, or a function of the name; None: all.
+
+    Cost: at a sampled step about 15 passes over each matching parameter, with three temporaries of its size.
+
+    Raises:
+        ValueError: match matches nothing (by watch()).
+    """
+
+    logs, brings = frozenset({(keys.OPTIMIZER_STATE, keys.STALE)}), (OutgrownUpdate,)
+
+    def __init__(self, match: NameFilter | None = None) -> None:
+        super().__init__(match)
+        self._gradients: dict[str, Tensor] = {}  # [3] by name: sums from before the step
+
+    def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
+        super().start(next_step_is_due, histogram_is_due)
+        self._gradients = {}
+
+    def before_update(self, tensors: Sequence[WatchedTensor]) -> None:
+        for tensor, state, group in _with_states(tensors):
+            if tensor.gradient is None or not self._matches(tensor.name):
+                continue
+            squares = without_scale(widened(dense(tensor.gradient)), tensor.inverse_scale).square()
+            wide = wide_dtype(squares.device)
+            num = torch.full((), squares.numel(), dtype=wide, device=squares.device)
+            moment = _moment(state, group, "exp_avg_sq", 1)
+            stale = torch.full_like(num, torch.nan)
+            if moment is not None:
+                least = max(float(group["eps"]) ** 2, torch.finfo(moment.dtype).tiny)
+                stale = (squares / moment.clamp_min(least)).sum(dtype=wide)
+            self._gradients[tensor.name] = torch.stack([num, squares.sum(dtype=wide), stale])
+
+    def after_update(self, tensors: Sequence[WatchedTensor]) -> None:
+        for tensor, state, group in _with_states(tensors):
+            if (before := self._gradients.pop(tensor.name, None)) is None:
+                continue
+            parts = {
+                name: local_part(value).detach()
+                for name, value in sorted(state.items())
+                if isinstance(value, Tensor) and value.is_floating_point() and value.ndim
+            }
+            missing = torch.full((), torch.nan, dtype=before.dtype, device=before.device)
+            sums = [
+                missing if one is None else onto(widened(one).square().sum(dtype=before.dtype), before.device)
+                for one in (*_made_of(tensor, state, group), *parts.values())
+            ]
+            second = _moment(state, group, "exp_avg_sq", 1)
+            sums.insert(1, missing if second is None else second.sum(dtype=before.dtype))
+            eps = group.get("eps", 0.0)
+            meaning = StateSums(tuple(parts), float(eps) if isinstance(eps, float) else 0.0)
+            key = f"{keys.OPTIMIZER_STATE}/{tensor.name}"
+            self._found[key] = ProbeSums(torch.cat([before, torch.stack(sums)]), meaning, tensor.name)
+
+
+def _with_states(
+    tensors: Sequence[WatchedTensor],
+) -> Iterator[tuple[WatchedTensor, Mapping[str, Any], Mapping[str, Any]]]:
+    """Each with its optimizer's state of it, and its parameter group."""
+    optimizers = {id(tensor.optimizer): tensor.optimizer for tensor in tensors if tensor.optimizer is not None}
+    groups = (group for optimizer in optimizers.values() for group in optimizer.param_groups)
+    group_of = {id(parameter): group for group in groups for parameter in group["params"]}
+    for tensor in tensors:
+        if tensor.optimizer is not None and tensor.held is not None:
+            yield tensor, tensor.optimizer.state.get(tensor.held, {}), group_of.get(id(tensor.held), {})
+
+
+def _moment(state: Mapping[str, Any], group: Mapping[str, Any], name: str, place: int) -> Tensor | None:
+    """A moment of an optimizer like Adam as it uses it; None for another optimizer, and before its first step.
+
+    The number of the step stays where it is: on the host, or, of capturable and fused ones, on the device.
+    """
+    moment, step, betas = state.get(name), state.get("step", group.get("step")), group.get("betas")
+    if not isinstance(moment, Tensor) or step is None or betas is None or "eps" not in group:
+        return None
+    step = step.to(wide_dtype(step.device)) if isinstance(step, Tensor) else float(step)
+    corrected: Tensor = widened(local_part(moment).detach()) / (1 - betas[place] ** step)
+    return corrected
+
+
+def _made_of(tensor: WatchedTensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> list[Tensor | None]:
+    """The first moment as it is used, and the update in units of the learning rate."""
+    first, second = _moment(state, group, "exp_avg", 0), _moment(state, group, "exp_avg_sq", 1)
+    if isinstance(tensor.optimizer, torch.optim.Adam | torch.optim.AdamW) and first is not None and second is not None:
+        if group.get("amsgrad"):
+            second = _moment(state, group, "max_exp_avg_sq", 1)
+            assert second is not None
+        return [first, first / (second.sqrt() + group["eps"])]
+    buffer = state.get("momentum_buffer")
+    if not isinstance(tensor.optimizer, torch.optim.SGD) or buffer is None or tensor.gradient is None:
+        return [first, None]
+    buffer = widened(local_part(buffer).detach())
+    return [first, widened(tensor.gradient) + group["momentum"] * buffer if group.get("nesterov") else buffer]
