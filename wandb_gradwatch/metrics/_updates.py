@@ -1,4 +1,4 @@
-"""Updates, by how much each parameter changed; OptimizerState, what an optimizer makes that of; histograms of parameters."""
+"""Updates, by how much each parameter changed; what an optimizer makes that of; and histograms of parameters."""
 
 from __future__ import annotations
 
