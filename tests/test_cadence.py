@@ -229,7 +229,7 @@ def test_two_ranks_of_unequal_speed_sample_the_same_steps():
     for rank in range(2):
         clock = SampleClock()
         schedule = Schedule(clock, Cadence(None, log_every=20), Budget(0.01))
-        schedule.follow_rank_0(RankPlans(store, leads=rank == 0))
+        schedule.ranks = RankPlans(store, leads=rank == 0)
         schedule.start(0.0, 0.0)
         ranks.append((clock, schedule, [0.0], []))
     for number in range(1, 20_001):
@@ -252,7 +252,7 @@ def test_a_run_that_goes_on_samples_every_tenth_step_until_rank_0_has_said_how_m
     clock = SampleClock()
     before = Schedule(clock, Cadence(None, log_every=20), Budget(0.01)).state_dict() | {"step": 500, "num_samples": 40}
     schedule = Schedule(clock, Cadence(None, log_every=20), Budget(0.01))
-    schedule.follow_rank_0(RankPlans(torch.distributed.HashStore(), leads=False))
+    schedule.ranks = RankPlans(torch.distributed.HashStore(), leads=False)
     schedule.start(0.0, 0.0)
     schedule.load_state_dict(before)
     sampled = []

@@ -264,7 +264,7 @@ class Watcher:
         Raises:
             ValueError: it is something else, a whole checkpoint perhaps; nothing is changed.
         """
-        self._sampler.end_rest()
+        self._sampler.resting.end()
         load_state(state, self._parts, self._pipeline, self._alert_manager, self._dispatcher)
 
     def _own_turn(self) -> AbstractContextManager[object]:
@@ -339,8 +339,9 @@ class Watcher:
     def _collect(self) -> None:
         """Hand over what has arrived, unless it may turn out not to be samples."""
         if not self._removed:
-            self._say()
-            if not self._parts.by_hand.withholds:
+            if self._parts.by_hand.withholds:
+                self._say()
+            else:
                 self._deliver()
 
     def _say(self) -> None:
@@ -368,21 +369,21 @@ class Watcher:
         while self._found:
             self._dispatcher.send(self._found.pop(0))
         if self._pipeline.has_any and not self._boundary.in_forked_child:
-            on_rows = self._dispatcher.pop_seconds()
+            schedule, on_rows = self._parts.schedule, self._dispatcher.pop_seconds()
             self._boundary.seconds_spent += on_rows
-            self._parts.schedule.add_rows(on_rows)
+            schedule.seconds_on_rows += on_rows
             try:
                 self._pipeline.deliver(wait=wait)
             finally:  # a callback of the user's may raise
-                self._parts.schedule.leave_out(self._rule_runner.pop_seconds_on_alerts())
+                schedule.seconds_left_out += self._rule_runner.pop_seconds_on_alerts()
                 news, titles = self._pipeline.pop_news(), self._dispatcher.pop_titles()
-                self._parts.schedule.add_rows(news.seconds_on_rows)
+                schedule.seconds_on_rows += news.seconds_on_rows
                 if self._parts.replay is not None and titles & _REPLAYED:
                     self._parts.replay.arm()
                 if news.is_untraced:
-                    self._parts.schedule.distrust_versions()
+                    schedule.distrust_versions()
                 if news.is_unusual or titles:
-                    self._parts.schedule.look_closely()
+                    schedule.look_closely()
 
 
 WATCHERS: Final[list[Watcher]] = []

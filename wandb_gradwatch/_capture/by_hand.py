@@ -20,11 +20,7 @@ _RESETS_THAT_PROVE: Final = 3
 class UpdatesByHand:
     """Whether there is an optimizer, and what stands in for its steps where there is none.
 
-    Args:
-        registry: the watched parameters.
-        seen: the open sample's gradients.
-        notices: what is to be said.
-        excluded: an optimizer is known already.
+    This is excluded where an optimizer is known already.
     """
 
     def __init__(

@@ -14,7 +14,6 @@ An optimizer is a key, a parameter is a slot. The rules:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 
@@ -42,12 +41,13 @@ class SampleClock:
     muted: int = 0  # steps with a closure under way whose further evaluations are not seen
     takes_turns: bool = False  # optimizers step in samples of their own, as those of a GAN do
     _stepped: set[int] = field(default_factory=set)
-    _ever_stepped: set[int] = field(default_factory=set)
+    ever_stepped: set[int] = field(default_factory=set)
     _inside_backward: bool = False  # an optimizer stepped inside a backward that has not ended
     _skipped: bool = False
     _previous: frozenset[int] = frozenset()  # the optimizers of the sample before
-    _marked_before: frozenset[int] = frozenset()  # the slots of the sample before
-    _waited_for: set[int] = field(default_factory=set)  # slots that were marked when another optimizer stepped
+    marked_before: frozenset[int] = frozenset()  # the slots of the sample before
+    # Slots that were marked when another optimizer stepped: their gradients may be of long ago.
+    waited_for: set[int] = field(default_factory=set)
     _closed_any: bool = False
     _orphans: set[int] = field(default_factory=set)  # their optimizer is gone: a new one may step soon
 
@@ -84,7 +84,7 @@ class SampleClock:
             self.owned[optimizer] = frozenset(orphans)  # the open sample is still its own
         else:
             del self.owned[optimizer]
-        self._ever_stepped.discard(optimizer)
+        self.ever_stepped.discard(optimizer)
         self._previous -= {optimizer}
 
     def backward_begins(self) -> Closed | None:
@@ -105,18 +105,6 @@ class SampleClock:
         is_fresh = not self._stepped and not self.marked and not self.backwards
         return is_fresh and self._closed_any and optimizer not in self._previous
 
-    def has_stepped(self, optimizer: int) -> bool:
-        """Whether this optimizer has been seen to step before."""
-        return optimizer in self._ever_stepped
-
-    def has_waited(self, slot: int) -> bool:
-        """Whether a backward reached this slot and another optimizer stepped first: its gradient may be of long ago."""
-        return slot in self._waited_for
-
-    def were_marked(self, slots: Iterable[int]) -> bool:
-        """Whether a backward reached each of these: of the last sample, or of one before that had no step for it."""
-        return all(slot in self._marked_before or slot in self._waited_for for slot in slots)
-
     def join(self, optimizer: int) -> None:
         """Count a silent late-comer among the optimizers of the sample that has just closed."""
         self._previous |= {optimizer}
@@ -124,7 +112,7 @@ class SampleClock:
     def step_ended(self, optimizer: int, *, skipped: bool = False, inside_backward: bool = False) -> Closed | None:
         """An optimizer has stepped, or was told to and loss scaling skipped it."""
         self._stepped.add(optimizer)
-        self._ever_stepped.add(optimizer)
+        self.ever_stepped.add(optimizer)
         self._skipped |= skipped
         self._inside_backward |= inside_backward
         return self._close() if not self._inside_backward and self._is_complete() else None
@@ -150,13 +138,13 @@ class SampleClock:
     def take_back(self, num_updates: int) -> None:
         """What `update()` ended was none of the samples, and those were all so far: the open one is the first."""
         self.step -= num_updates
-        self._closed_any, self._marked_before = False, frozenset()
+        self._closed_any, self.marked_before = False, frozenset()
 
     def _is_complete(self) -> bool:
         if not self._previous <= self._stepped:
             return False
         waiting = self.marked.difference(*[self.owned[optimizer] for optimizer in self._stepped])
-        self._waited_for |= waiting
+        self.waited_for |= waiting
         return not waiting or (
             self._closed_any and waiting.isdisjoint(self.owner) and waiting.isdisjoint(self._orphans)
         )
@@ -166,7 +154,7 @@ class SampleClock:
         stepped, marked = frozenset(self._stepped), frozenset(self.marked)
         closed = Closed(self.step, stepped, marked, self._skipped, self._inside_backward)
         self.takes_turns |= bool(self._previous and closed.stepped and self._previous.isdisjoint(closed.stepped))
-        self._previous, self._marked_before, self._closed_any = closed.stepped, closed.marked, True
+        self._previous, self.marked_before, self._closed_any = closed.stepped, closed.marked, True
         self._stepped, self._inside_backward, self._skipped = set(), False, False
         self.discard()
         return closed

@@ -103,11 +103,6 @@ class Inspection:
     unchanged: list[Entry] = field(default_factory=list)
     gone: list[int] = field(default_factory=list)  # seen, and taken away
 
-    @property
-    def nothing_is_left(self) -> bool:
-        """Whether there were gradients, and none of them is there any more."""
-        return bool(self.gone) and not (self.late or self.changed or self.unclear or self.unchanged)
-
 
 class GradientVersions:
     """The open sample's gradients, by slot."""

@@ -23,12 +23,7 @@ from .scaling import SCALES
 
 
 class OpenSample(ClipListener):
-    """The open sample.
-
-    Args:
-        parts: the capture's.
-        measurer: measures gradients.
-    """
+    """The open sample."""
 
     def __init__(self, parts: CaptureParts, measurer: Measurer) -> None:
         self._parts = parts
@@ -148,10 +143,9 @@ class OpenSample(ClipListener):
     # ---- an update by hand
 
     def updated_by_hand(self, entries: Sequence[Entry]) -> None:
-        """There was an update without an optimizer.
+        """There was an update without an optimizer, whose gradients these entries still have.
 
-        Args:
-            entries: whose gradients are still those of the update; of others it is not known what became of them.
+        Of others it is not known what became of them.
         """
         if not self._parts.rows_are_read:
             return
@@ -229,7 +223,7 @@ class OpenSample(ClipListener):
     def _drop(self, found: Inspection) -> None:
         """Gradients that were seen are None."""
         self._parts.window.clear(found.gone)
-        if found.nothing_is_left:
+        if not (found.late or found.changed or found.unclear or found.unchanged):  # nothing is left
             step = self._parts.clock.open_step
             self._parts.notices.alert(
                 "No gradient",
@@ -247,7 +241,7 @@ class OpenSample(ClipListener):
             gradient = parameter.grad
             assert gradient is not None
             told_of = slot in parts.clock.marked - self._presumed or slot in self._parts.seen.slots
-            is_old = told_of or parts.clock.has_waited(slot)
+            is_old = told_of or slot in parts.clock.waited_for
             put_there = is_new(gradient) and not is_old and parts.hook_sync.would_tell(parameter)
             sorted_out[not put_there].append((slot, parameter))
         return sorted_out
@@ -255,9 +249,7 @@ class OpenSample(ClipListener):
     def _measure_put_there(self, entries: Sequence[Entry], optimizer: Optimizer | None) -> None:
         """Gradients that the user has made are measured as they are: what the user did to them before is part of them.
 
-        Args:
-            entries: whose.
-            optimizer: the one that is about to use them; None: a scaler is about to divide them first.
+        The optimizer is about to use them; None: a scaler is about to divide them first.
         """
         parts = self._parts
         slots = [slot for slot, _ in entries]

@@ -27,10 +27,7 @@ _NOTHING_WATCHED = -1
 class OptimizerRegistry:
     """Optimizers by key, and the slots that they own, recorded in the clock. Keeps no optimizer alive.
 
-    Args:
-        registry: the watched parameters.
-        clock: is told who owns what.
-        appointed: an optimizer that owns every parameter no other one owns (it holds master weights).
+    An appointed one owns every parameter that no other one owns (it holds master weights).
     """
 
     def __init__(self, registry: ParameterRegistry, clock: SampleClock, appointed: Optimizer | None) -> None:

@@ -103,8 +103,9 @@ class CaptureParts:
         """
         if not self.clock.is_late(key):
             return False
-        if self.clock.has_stepped(key):
+        if key in self.clock.ever_stepped:
             return True
         entries = self.optimizers.entries(optimizer)
         unseen = [slot for slot, p in entries if p.grad is not None and not was_seen(p.grad)]
-        return not unseen or (self.schedule.last_sample != self.clock.step and self.clock.were_marked(unseen))
+        marked = self.clock.waited_for | self.clock.marked_before
+        return not unseen or (self.schedule.last_sample != self.clock.step and marked.issuperset(unseen))

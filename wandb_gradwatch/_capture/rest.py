@@ -26,12 +26,7 @@ _STRAY: Final = 100  # steps that look nested in another one, after which they n
 
 
 class Resting:
-    """Rests from one sample to shortly before the next, where the last ones say how steps make samples.
-
-    Args:
-        parts: the capture's.
-        sample: the open one.
-    """
+    """Rests from one sample to shortly before the next, where the last ones say how steps make samples."""
 
     def __init__(self, parts: CaptureParts, sample: OpenSample) -> None:
         self._parts, self._sample, self.boundary = parts, sample, parts.boundary
@@ -98,9 +93,7 @@ class Resting:
     def end(self, *, before_step_of: Optimizer | None = None) -> None:
         """Look at everything again, if this is a rest.
 
-        Args:
-            before_step_of: what is about to step; a backward may have come after the last step that was counted, and no
-                hook has told of it.
+        Before a step a backward may have come after the last one that was counted, and no hook has told of it.
         """
         rest, self.rest = self.rest, None
         if rest is not None:

@@ -36,15 +36,7 @@ from .timing import DeviceTimer
 
 
 class Sampler(StepListener, ScaleListener):
-    """Owns the hooks, and opens and closes samples.
-
-    Args:
-        registry: the watched parameters.
-        window: where rows go.
-        config: which steps are measured, and what is measured in them.
-        boundary: where all of it runs.
-        deliver: carries on what has arrived; called at good moments.
-    """
+    """Owns the hooks, and opens and closes samples. What has arrived is carried on by `deliver`, at good moments."""
 
     def __init__(
         self,
@@ -68,7 +60,7 @@ class Sampler(StepListener, ScaleListener):
         self._timer = DeviceTimer()
         self._measurer = Measurer(window, parts.optimizers, parts.seen, config.measured, self._timer)
         self._sample = OpenSample(parts, self._measurer)
-        self._resting = Resting(parts, self._sample)
+        self.resting = Resting(parts, self._sample)
         self._inside_backward = False
         self._joining: int | None = None
         self._seconds_at_commit = 0.0
@@ -78,12 +70,11 @@ class Sampler(StepListener, ScaleListener):
     def start(self, name: str) -> None:
         """Hook everything; what can raise for a bad argument has done so before.
 
-        Args:
-            name: tells this watcher's traffic between ranks from that of others; the same on every rank.
+        The name tells this watcher's traffic between ranks from that of others; it is the same on every rank.
         """
         self._schedule.start(time.perf_counter(), self.seconds_spent)
         if world_size() > 1 and self._schedule.is_open_ended:
-            self._schedule.follow_rank_0(RankPlans(rank_store(f"{name}/cadence"), leads=rank() == 0))
+            self._schedule.ranks = RankPlans(rank_store(f"{name}/cadence"), leads=rank() == 0)
         if self.parts.probes.look_inside:
             self._hooks.tell_arrivals(())
         self.parts.hook_sync.start()
@@ -97,7 +88,7 @@ class Sampler(StepListener, ScaleListener):
         if current_graph_task() == -1 and not (self.parts.thread.is_another or self.parts.thread.has_company):
             self.boundary.run(self.parts.hook_sync.take_off, is_alone=True)  # walking the model may be what has failed
         self.boundary.stopped = True
-        self._resting.rest = None
+        self.resting.rest = None
         STEP_HOOKS.unsubscribe(self)
         SCALES.unsubscribe(self)
         CLIP_FUNCTIONS.unsubscribe(self._sample)
@@ -174,20 +165,20 @@ class Sampler(StepListener, ScaleListener):
     # ---- between samples
 
     def passes(self, optimizer: Optimizer) -> bool:
-        if self._resting.rest is None:
+        if self.resting.rest is None:
             return False
         try:
-            if self._resting.passes(optimizer) or not self.follows(optimizer):
+            if self.resting.passes(optimizer) or not self.follows(optimizer):
                 return True
         except Exception as error:
             self.boundary.fail(error)
-        self._resting.end(before_step_of=optimizer)
+        self.resting.end(before_step_of=optimizer)
         return False
 
     def passed(self, optimizer: Optimizer) -> None:
         try:
-            if self._resting.ends_sample(optimizer):
-                self._resting.end()
+            if self.resting.ends_sample(optimizer):
+                self.resting.end()
         except Exception as error:
             self.boundary.fail(error)
 
@@ -205,7 +196,7 @@ class Sampler(StepListener, ScaleListener):
         follows = self.parts.optimizers.learn(optimizer)
         has_lost_all = knew_any and not self.parts.optimizers.knows_any
         if follows or has_lost_all:
-            self._resting.end(before_step_of=optimizer)
+            self.resting.end(before_step_of=optimizer)
             self.parts.hook_sync.scan()
         if has_lost_all or (not follows and self._by_hand.possible and self._clock.marked):
             self.parts.wiring.stepped_without_the_model(optimizer, self._clock.open_step)
@@ -275,15 +266,15 @@ class Sampler(StepListener, ScaleListener):
         self._sample.after_update(optimizer)
         self.parts.wiring.stepped(optimizer, key, self._clock.open_step)
         self._step_done(key, skipped=False, inside_backward=inside_backward)
-        if not inside_backward and current_graph_task() == -1 and self._resting.is_worth_it():
+        if not inside_backward and current_graph_task() == -1 and self.resting.is_worth_it():
             self._commit(self._clock.close())  # as the next backward would have
-            self._resting.begin(optimizer)
+            self.resting.begin(optimizer)
 
     @contained
     def step_skipped(self, optimizer: Optimizer) -> None:
-        if self._resting.rest is not None:
-            if self._resting.ends_sample(optimizer, skipped=True):
-                self._resting.end()
+        if self.resting.rest is not None:
+            if self.resting.ends_sample(optimizer, skipped=True):
+                self.resting.end()
         else:
             self.parts.optimizer_found()
             if self.parts.replay is not None:
@@ -320,19 +311,15 @@ class Sampler(StepListener, ScaleListener):
 
     def mark_step(self) -> None:
         """The user says that an update has been made."""
-        self._resting.end()
+        self.resting.end()
         self.parts.optimizer_found()
         self._sample.updated_by_hand(self.parts.registry.scan())
         self._commit(self._clock.update())
 
-    def end_rest(self) -> None:
-        """What is known of the steps to come changes."""
-        self._resting.end()
-
     # ---- updates without an optimizer
 
     def _close_update_by_hand(self, entries: Sequence[Entry] = ()) -> None:
-        """Args: entries: whose gradients are still there as the update has used them."""
+        """The gradients of these entries are still there as the update has used them."""
         self._sample.updated_by_hand(entries)
         self._by_hand.count()
         self._commit(self._clock.update())
@@ -342,8 +329,7 @@ class Sampler(StepListener, ScaleListener):
     def end_sample(self, *, final: bool = False) -> None:
         """Close the open sample, if it has had a step, or an update by hand.
 
-        Args:
-            final: nothing comes any more: without any optimizer the last backward was for an update by hand.
+        At the end (`final`) the last backward was for an update by hand, where there is no optimizer.
         """
         if (final or not self.parts.thread.is_another) and (closed := self._clock.close()):
             self._commit(closed)
@@ -360,7 +346,7 @@ class Sampler(StepListener, ScaleListener):
     def _commit(self, closed: Closed | None) -> None:
         if closed is None:
             return
-        self._resting.sample_closed(closed.stepped, inside_backward=closed.inside_backward)
+        self.resting.sample_closed(closed.stepped, inside_backward=closed.inside_backward)
         if self._guard is not None:
             self._guard.end_step(closed.step)
         if self._schedule.is_sampled:
@@ -369,7 +355,7 @@ class Sampler(StepListener, ScaleListener):
             self._schedule.add_sample(closed.step, skipped=closed.skipped, now=now, seconds_spent=spent)
         elif self._guard is not None:
             self.parts.window.discard()
-            self._schedule.leave_out(self.boundary.seconds_spent - self._seconds_at_commit)  # guarding
+            self._schedule.seconds_left_out += self.boundary.seconds_spent - self._seconds_at_commit  # guarding
         self._seconds_at_commit = self.boundary.seconds_spent
         if self._schedule.window_is_full(closed.step):
             self.flush_window()

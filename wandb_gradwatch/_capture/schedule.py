@@ -33,10 +33,11 @@ class Schedule:
         self.trusts_versions = True  # every gradient that was modified has shown it so far
         self.last_sample = clock.step
         self._plan = self._own_plan = _UNPLANNED
-        self._ranks: RankPlans | None = None
+        self.ranks: RankPlans | None = None  # where every plan is taken from
         self._next_sample = clock.open_step  # where the budget decides
-        self._seconds_on_rows = 0.0  # since the last sample
-        self._seconds_left_out = 0.0
+        self.seconds_on_rows = 0.0  # since the last sample: no cost of one, but of as many as a row has
+        # Spent on what no cadence makes less, steps that are guarded and alerts: the budget is not charged.
+        self.seconds_left_out = 0.0
         self._num_samples = 0  # with an update: what a loss scaler skips is not clipped
         self._samples_in_window = 0
 
@@ -93,31 +94,19 @@ class Schedule:
         self._samples_in_window += 1
         self._num_samples += not skipped
         if self.is_open_ended:
-            charged = seconds_spent - self._seconds_left_out
-            self._own_plan = self._budget.after_sample(step, now, charged, on_rows=self._seconds_on_rows)
-            if self._ranks is None:
+            charged = seconds_spent - self.seconds_left_out
+            self._own_plan = self._budget.after_sample(step, now, charged, on_rows=self.seconds_on_rows)
+            if self.ranks is None:
                 self._plan = self._own_plan
             elif self._plan is _UNPLANNED and self._num_samples >= Budget.FIRST:  # at once where a run goes on
                 self._plan = Plan(every=Budget.FIRST)  # until rank 0 has said how many it can afford
             self._next_sample = self._plan.next_sample(step)
-        self.last_sample, self._seconds_on_rows = step, 0.0
-
-    def leave_out(self, seconds: float) -> None:
-        """These were spent on what no cadence makes less: steps that are guarded, alerts. The budget is not charged."""
-        self._seconds_left_out += seconds
-
-    def add_rows(self, seconds: float) -> None:
-        """These were spent on writing rows: no cost of a sample, but of as many as a row has."""
-        self._seconds_on_rows += seconds
-
-    def follow_rank_0(self, ranks: RankPlans) -> None:
-        """Take every plan from there."""
-        self._ranks = ranks
+        self.last_sample, self.seconds_on_rows = step, 0.0
 
     def end_window(self, *, must_agree: bool) -> None:
         """The window is flushed at the same step on all ranks: the plan of rank 0 takes effect."""
-        if self._ranks is not None and self.is_open_ended:
-            self._plan = self._ranks.exchange(self._own_plan, must_agree=must_agree) or self._plan
+        if self.ranks is not None and self.is_open_ended:
+            self._plan = self.ranks.exchange(self._own_plan, must_agree=must_agree) or self._plan
             self._next_sample = self._plan.next_sample(self.last_sample)
 
     def begin_window(self) -> None:
@@ -134,7 +123,7 @@ class Schedule:
     def look_closely(self) -> None:
         """Something is unusual: sample the next steps one by one, as far as the budget has put aside for that."""
         is_covered = self._budget.look_closely()
-        if is_covered and self.is_open_ended and self._ranks is None and not self.is_sampled:
+        if is_covered and self.is_open_ended and self.ranks is None and not self.is_sampled:
             self._next_sample = min(self._next_sample, self._clock.open_step + 1)
 
     def distrust_versions(self) -> None:

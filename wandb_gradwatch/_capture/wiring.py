@@ -54,13 +54,7 @@ class _Carried:
 
 
 class Wiring:
-    """Looks at the first steps of every optimizer.
-
-    Args:
-        parameter_registry: the watched parameters.
-        optimizer_registry: who updates which of them.
-        notices: what is to be said.
-    """
+    """Looks at the first steps of every optimizer."""
 
     def __init__(
         self, parameter_registry: ParameterRegistry, optimizer_registry: OptimizerRegistry, notices: Notices

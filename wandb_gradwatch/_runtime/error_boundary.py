@@ -28,10 +28,9 @@ class CallbackError(Exception):
 
 
 class ErrorBoundary:
-    """Runs the monitor's code: one call at a time, without autograd, timed, its exceptions reported.
+    """Runs the monitor's code: one call at a time, without autograd, timed.
 
-    Args:
-        failed: told of an exception, after which nothing runs any more.
+    `failed` is told of an exception, after which nothing runs any more.
     """
 
     def __init__(self, failed: Callable[[Exception], None]) -> None:
