@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
+from operator import itemgetter
 from typing import Final
 
 import numpy as np
@@ -20,8 +21,6 @@ MIN_OWN_VALUES: Final = 1_000  # of one key, however many there are
 NUM_DISPLAY_BINS: Final = 65  # as many as our rows have, zero in the middle one: those stay as they are
 _PLACES: Final = np.arange(NUM_DISPLAY_BINS + 1.0)
 MAX_STORED: Final = 100_000  # histograms over all names: about 70 MB
-
-_Stored = tuple[int, float, float, FloatArray]
 
 
 class RowColumns:
@@ -68,9 +67,9 @@ class RowColumns:
         )
         row_of = row_of[::-1]
         times = np.array(self._times)[::-1][last]
-        values = {key: np.full(len(steps), np.nan) for key in self._columns}
+        values = {}
         for key, column in self._columns.items():
-            found = np.array(column)
+            found, values[key] = np.array(column), np.full(len(steps), np.nan)
             known = ~np.isnan(found)  # a run that was resumed has steps twice, and not every key each time
             values[key][row_of[: len(found)][known]] = found[known]
         return steps, times, values
@@ -120,7 +119,7 @@ class HistogramCollector:
         self._max_stored = max_stored
         self._stride = 1
         self._seen: dict[str, int] = {}
-        self._kept: dict[str, list[_Stored]] = {}
+        self._kept: dict[str, list[tuple[int, float, float, FloatArray]]] = {}  # step, lower and upper limit, counts
         self._num_kept = 0
 
     def add(self, name: str, step: int, edges: object, counts: object) -> None:
@@ -129,8 +128,7 @@ class HistogramCollector:
         self._seen[name] = place + 1
         if place % self._stride:
             return
-        resampled = resample(edges, counts)
-        if resampled is None:
+        if (resampled := resample(edges, counts)) is None:
             return
         self._kept.setdefault(name, []).append((step, *resampled))
         self._num_kept += 1
@@ -141,17 +139,8 @@ class HistogramCollector:
 
     def series(self) -> dict[str, HistogramSeries]:
         """Every name's histograms in the order of their steps."""
-        return {name: _series(stored) for name, stored in self._kept.items()}
-
-
-def _series(stored: list[_Stored]) -> HistogramSeries:
-    stored = sorted(stored, key=lambda histogram: histogram[0])
-    return HistogramSeries(
-        steps=np.array([step for step, *_ in stored], dtype=np.int64),
-        low=np.array([low for _, low, _, _ in stored]),
-        high=np.array([high for _, _, high, _ in stored]),
-        counts=np.stack([counts for *_, counts in stored]),
-    )
+        by_step = {name: sorted(stored, key=itemgetter(0)) for name, stored in self._kept.items()}
+        return {name: HistogramSeries(*map(np.array, zip(*stored, strict=True))) for name, stored in by_step.items()}
 
 
 def resample(edges: object, counts: object) -> tuple[float, float, FloatArray] | None:

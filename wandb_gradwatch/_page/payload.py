@@ -153,8 +153,12 @@ def _metric_order(metric: str) -> tuple[int, str]:
 
 def _own(history: RunHistory, blob: Blob) -> dict[str, Any]:
     """The user's scalars, those first that tell how the training goes; keys of the same rows share their steps."""
-    found = sorted(history.own, key=lambda key: (_role_order(history, key), natural_order(key)))
-    chosen = found[:MAX_OWN_KEYS]
+
+    def order(key: str) -> tuple[int, list[tuple[int, int, str]]]:
+        changes = len(np.unique(history.own[key].values)) > 1
+        return {"loss": 0, "rate": 1}.get(own_role(key), 2) if changes else 3, natural_order(key)
+
+    chosen = sorted(history.own, key=order)[:MAX_OWN_KEYS]
     axes: dict[bytes, list[float]] = {}
     items = []
     for key in chosen:
@@ -163,13 +167,7 @@ def _own(history: RunHistory, blob: Blob) -> dict[str, Any]:
         axes.setdefault(steps.tobytes(), steps.tolist())
         place = list(axes).index(steps.tobytes())
         items.append({"key": key, "role": own_role(key), "axis": place, "offset": blob.add_floats(values)})
-    return {"axes": list(axes.values()), "items": items, "left": len(found) - len(chosen)}
-
-
-def _role_order(history: RunHistory, key: str) -> int:
-    role = own_role(key)
-    changes = len(np.unique(history.own[key].values)) > 1
-    return {"loss": 0, "rate": 1}.get(role, 2) if changes else 3
+    return {"axes": list(axes.values()), "items": items, "left": len(history.own) - len(chosen)}
 
 
 def own_role(key: str) -> str:
@@ -192,11 +190,9 @@ def _table(table: RecordedTable) -> dict[str, Any]:
 
 def _cell(value: Any) -> Any:
     """A table's cell as a number, a text or None."""
-    if value is None or isinstance(value, (bool, int)):
-        return value
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else str(value)
-    return value if isinstance(value, str) else json.dumps(value, default=str)
+    return value if value is None or isinstance(value, (int, str)) else json.dumps(value, default=str)
 
 
 def _jsonable(values: FloatArray) -> list[float | None]:

@@ -147,9 +147,9 @@ class RunReader:
         step_value = _finite(row.get(keys.STEP))
         if placed_at is not None:
             self._take_own(row, int(placed_at))
-        if step_value is not None and placed_at is not None:
-            self._placed[0].append(int(placed_at))
-            self._placed[1].append(int(step_value))
+            if step_value is not None:
+                self._placed[0].append(int(placed_at))
+                self._placed[1].append(int(step_value))
         table_path = row.get(f"{keys.FLIGHT_RECORDER}.path")
         if isinstance(table_path, str):
             self._table_path = table_path
@@ -227,17 +227,16 @@ class RunReader:
         if self._table_path is None:
             return None
         files = (self._file.path.parent / "files").resolve()
-        table = (files / self._table_path).resolve()
+        table, problem = (files / self._table_path).resolve(), "is not in the run's directory"
         # The path comes out of the file: one that leads outside the run's own directory is not followed.
-        if not table.is_relative_to(files) or not table.is_file():
-            notes.append(f"The flight recorder's table {self._table_path!r} is not in the run's directory.")
-            return None
-        try:
-            content = json.loads(table.read_text(encoding="utf-8"))
-            return RecordedTable([str(name) for name in content["columns"]], content["data"])
-        except (ValueError, KeyError, TypeError) as error:
-            notes.append(f"The flight recorder's table {self._table_path!r} cannot be read: {error!r}.")
-            return None
+        if table.is_relative_to(files) and table.is_file():
+            try:
+                content = json.loads(table.read_text(encoding="utf-8"))
+                return RecordedTable([str(name) for name in content["columns"]], content["data"])
+            except (ValueError, KeyError, TypeError) as error:
+                problem = f"cannot be read: {error!r}"
+        notes.append(f"The flight recorder's table {self._table_path!r} {problem}.")
+        return None
 
 
 def _is_number(value: object) -> bool:

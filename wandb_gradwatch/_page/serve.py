@@ -61,15 +61,14 @@ class PageServer:
     def answer(self, path: str, query: dict[str, list[str]]) -> tuple[HTTPStatus, str, str]:
         """Status, type and text of the answer to a request that may be answered."""
         history, version = self.history, self.version
-        if path == f"/{self.token}/":
-            self.fetched = version
+        if path not in (f"/{self.token}/", f"/{self.token}/data"):
+            return HTTPStatus.NOT_FOUND, "text/plain", "The address lacks its token, or this page is not there."
+        self.fetched = version
+        if path.endswith("/"):
             return HTTPStatus.OK, "text/html", render_page(history, version=version)
-        if path == f"/{self.token}/data":
-            self.fetched = version
-            if query.get("after") == [str(version)]:
-                return HTTPStatus.NO_CONTENT, "application/json", ""
-            return HTTPStatus.OK, "application/json", render_data(history, version)
-        return HTTPStatus.NOT_FOUND, "text/plain", "The address lacks its token, or this page is not there."
+        if query.get("after") == [str(version)]:
+            return HTTPStatus.NO_CONTENT, "application/json", ""
+        return HTTPStatus.OK, "application/json", render_data(history, version)
 
 
 def _handler_of(page: PageServer) -> type[BaseHTTPRequestHandler]:

@@ -4,7 +4,6 @@ run's file."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,8 +25,9 @@ def write_preview(
     """Write the preview of the report that `create_report` would save, without W&B, and return its path."""
     alerts = () if history is None else history.alerts
     report = build_report(entity, project, run, alerts=alerts, flow_chart=f"{entity}/{CHART_NAME}")
-    blocks = (block for one in report.blocks for block in _blocks(one))
-    page = _preview("report", report.title, list(blocks), history)
+    # W&B makes the table of contents of the headings.
+    blocks = [_block(one) for one in report.blocks if type(one).__name__ != "TableOfContents"]
+    page = _preview("report", report.title, blocks, history)
     return write_html(page, output or Path(f"gradwatch-report-{run or project}.html"))
 
 
@@ -51,12 +51,9 @@ def _preview(what: str, title: str, blocks: list[dict[str, Any]], history: RunHi
     return render_content(f"{title} · preview", content | {"version": None, "preview": told}, blob)
 
 
-def _blocks(block: Any) -> Iterator[dict[str, Any]]:
+def _block(block: Any) -> dict[str, Any]:
     kind = type(block).__name__
-    if kind == "PanelGrid":
-        yield {"kind": kind, "panels": block.panels}
-    elif kind != "TableOfContents":  # W&B makes it of the headings
-        yield {"kind": kind, "text": str(block.text)}
+    return {"kind": kind, "panels": block.panels} if kind == "PanelGrid" else {"kind": kind, "text": str(block.text)}
 
 
 def _panel(panel: Any, history: RunHistory, blob: Blob) -> dict[str, Any]:

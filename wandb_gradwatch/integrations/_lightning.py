@@ -77,11 +77,6 @@ def newest_of(samples: list[Snapshot]) -> Snapshot:
     return replace(newest, rows=rows)
 
 
-def is_update(sample: Snapshot) -> bool:
-    """Whether a finite gradient led to an update: what an average may be made of."""
-    return not sample.skipped[0] and float(np.nansum(sample.num_nonfinite)) == 0
-
-
 def place_of(trainer: Any) -> BatchPlace:
     """Where the training is."""
     # Private, and what Trainer gives its loggers for a step; global_step counts every optimizer's.

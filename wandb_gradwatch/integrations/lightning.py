@@ -13,12 +13,14 @@ import weakref
 from collections.abc import Mapping
 from typing import Any, Final
 
+import numpy as np
+
 from .._capture.scaling import scale_tensor
 from .._measure.elements import onto
 from .._watcher import Watcher
 from ..rules import ExplodingGradient, Rule
 from ..snapshot import Snapshot
-from ._lightning import BatchIndex, BatchPlace, NamedWandbSink, is_update, log, place_of, runs_of
+from ._lightning import BatchIndex, BatchPlace, NamedWandbSink, log, place_of, runs_of
 from ._session import Session, named, require
 
 _DEFAULT_LOG_EVERY: Final = 50  # of alerts' evidence where no rows are written
@@ -248,7 +250,8 @@ class GradWatchCallback(_Callback):  # type: ignore[misc]
         """Log the due batches that are complete. W&B has them in the rows of its own sinks."""
         self._batches.enter(self._session.take())
         for place, sample in self._batches.take_new():
-            if self.track_epochs and is_update(sample) and place.epoch == self._epoch:
+            is_update = not sample.skipped[0] and float(np.nansum(sample.num_nonfinite)) == 0  # with a finite gradient
+            if self.track_epochs and is_update and place.epoch == self._epoch:
                 self.update_epoch_stats(self._epoch_stats, self.compute_batch_stats(sample))
                 self._num_updates += 1
         for batch, due in self._batches.take_due() if trainer is not None else ():
