@@ -71,7 +71,7 @@ class Watcher:
         self._alert_manager = AlertManager(config.rules)
         self._removed, self._is_new = False, True  # new: nothing has been delivered
         self._boundary = ErrorBoundary(self._failed)
-        window = SampleBuffer(keep_newest_histogram=config.capture.cadence.keeps_newest_histogram)
+        window = SampleBuffer(keep_newest_histogram=config.capture.cadence.histogram_every is None)
         self._dispatcher = Dispatcher(config.sinks, config.on_alert, to_terminal=config.to_terminal)
         kinds = {name: type(module).__name__ for model in registry.models() for name, module in model.named_modules()}
         self._rule_runner = RuleRunner(self._alert_manager, self._dispatcher, modules=kinds)
@@ -310,7 +310,7 @@ class Watcher:
     def _model_gone(self, _: object) -> None:
         # Not where the collector finds it while a graph is captured or traced, whose part the flush would become, or
         # while another thread runs the monitor, for which nobody must wait here: the end of the script removes it then.
-        if not self._registry.alive and not graph_is_made() and self._boundary.lock.acquire(blocking=False):
+        if not self._registry.models() and not graph_is_made() and self._boundary.lock.acquire(blocking=False):
             try:
                 self._remove(merge=False)
             finally:

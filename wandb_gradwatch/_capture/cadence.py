@@ -51,24 +51,14 @@ class Cadence:
         """Whether a measured step also gets a histogram.
 
         By default that is the last sample before each flush, and the first of the window, so that a window that is
-        flushed early has one too (`keeps_newest_histogram`: the later one replaces it).
-
-        Args:
-            step: a measured one.
-            last: the step measured before it.
-            following: the step that is probably measured next.
-            first_of_window: whether no other sample is in the window.
+        flushed early has one too, which the later one replaces. `last` is the step measured before this one, and
+        `following` the one that is probably measured next.
         """
         if self.histogram_every == 0:
             return False
         if self.histogram_every is None:
             return first_of_window or following > self.next_flush(step)
         return step // self.histogram_every != last // self.histogram_every
-
-    @property
-    def keeps_newest_histogram(self) -> bool:
-        """Whether a new histogram replaces the window's, rather than being added to it."""
-        return self.histogram_every is None
 
 
 def _whole(value: object, least: int, asked: str, what: str) -> int:

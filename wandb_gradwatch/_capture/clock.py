@@ -40,7 +40,7 @@ class SampleClock:
     backwards: int = 0
     muted: int = 0  # steps with a closure under way whose further evaluations are not seen
     takes_turns: bool = False  # optimizers step in samples of their own, as those of a GAN do
-    _stepped: set[int] = field(default_factory=set)
+    stepped: set[int] = field(default_factory=set)  # optimizers, in the open sample
     ever_stepped: set[int] = field(default_factory=set)
     _inside_backward: bool = False  # an optimizer stepped inside a backward that has not ended
     _skipped: bool = False
@@ -48,23 +48,13 @@ class SampleClock:
     marked_before: frozenset[int] = frozenset()  # the slots of the sample before
     # Slots that were marked when another optimizer stepped: their gradients may be of long ago.
     waited_for: set[int] = field(default_factory=set)
-    _closed_any: bool = False
+    closed_any: bool = False
     _orphans: set[int] = field(default_factory=set)  # their optimizer is gone: a new one may step soon
 
     @property
     def open_step(self) -> int:
         """The number that the open sample will get."""
         return self.step + 1
-
-    @property
-    def is_first(self) -> bool:
-        """Whether no sample has closed yet."""
-        return not self._closed_any
-
-    @property
-    def stepped(self) -> bool:
-        """Whether an optimizer has stepped in the open sample."""
-        return bool(self._stepped)
 
     def own(self, optimizer: int, slots: frozenset[int]) -> None:
         """Record which slots an optimizer updates, replacing what was known of it."""
@@ -80,7 +70,7 @@ class SampleClock:
         orphans = {slot for slot in self.owned.get(optimizer, ()) if self.owner.get(slot) == optimizer}
         self.own(optimizer, frozenset())
         self._orphans |= orphans
-        if optimizer in self._stepped:
+        if optimizer in self.stepped:
             self.owned[optimizer] = frozenset(orphans)  # the open sample is still its own
         else:
             del self.owned[optimizer]
@@ -89,7 +79,7 @@ class SampleClock:
 
     def backward_begins(self) -> Closed | None:
         """A new backward: a sample that already has a step is over."""
-        return self._close() if self._stepped and not self._inside_backward else None
+        return self._close() if self.stepped and not self._inside_backward else None
 
     def backward_ended(self) -> Closed | None:
         """A backward is over, and with it a sample whose optimizers stepped inside."""
@@ -98,12 +88,12 @@ class SampleClock:
 
     def step_begins(self, optimizer: int) -> Closed | None:
         """An optimizer is about to step: for the second time in a sample means that the sample was over."""
-        return self._close() if optimizer in self._stepped and not self._inside_backward else None
+        return self._close() if optimizer in self.stepped and not self._inside_backward else None
 
     def is_late(self, optimizer: int) -> bool:
         """Whether this step, with no backward before it, belongs to the sample that has just closed."""
-        is_fresh = not self._stepped and not self.marked and not self.backwards
-        return is_fresh and self._closed_any and optimizer not in self._previous
+        is_fresh = not self.stepped and not self.marked and not self.backwards
+        return is_fresh and self.closed_any and optimizer not in self._previous
 
     def join(self, optimizer: int) -> None:
         """Count a silent late-comer among the optimizers of the sample that has just closed."""
@@ -111,7 +101,7 @@ class SampleClock:
 
     def step_ended(self, optimizer: int, *, skipped: bool = False, inside_backward: bool = False) -> Closed | None:
         """An optimizer has stepped, or was told to and loss scaling skipped it."""
-        self._stepped.add(optimizer)
+        self.stepped.add(optimizer)
         self.ever_stepped.add(optimizer)
         self._skipped |= skipped
         self._inside_backward |= inside_backward
@@ -119,7 +109,7 @@ class SampleClock:
 
     def close(self) -> Closed | None:
         """End the open sample if anything stepped in it."""
-        return self._close() if self._stepped else None
+        return self._close() if self.stepped else None
 
     def counted(self, stepped: frozenset[int]) -> None:
         """A sample of these optimizers' steps has gone by without being looked at; others may still join it."""
@@ -138,23 +128,21 @@ class SampleClock:
     def take_back(self, num_updates: int) -> None:
         """What `update()` ended was none of the samples, and those were all so far: the open one is the first."""
         self.step -= num_updates
-        self._closed_any, self.marked_before = False, frozenset()
+        self.closed_any, self.marked_before = False, frozenset()
 
     def _is_complete(self) -> bool:
-        if not self._previous <= self._stepped:
+        if not self._previous <= self.stepped:
             return False
-        waiting = self.marked.difference(*[self.owned[optimizer] for optimizer in self._stepped])
+        waiting = self.marked.difference(*[self.owned[optimizer] for optimizer in self.stepped])
         self.waited_for |= waiting
-        return not waiting or (
-            self._closed_any and waiting.isdisjoint(self.owner) and waiting.isdisjoint(self._orphans)
-        )
+        return not waiting or (self.closed_any and waiting.isdisjoint(self.owner) and waiting.isdisjoint(self._orphans))
 
     def _close(self) -> Closed:
         self.step += 1
-        stepped, marked = frozenset(self._stepped), frozenset(self.marked)
+        stepped, marked = frozenset(self.stepped), frozenset(self.marked)
         closed = Closed(self.step, stepped, marked, self._skipped, self._inside_backward)
         self.takes_turns |= bool(self._previous and closed.stepped and self._previous.isdisjoint(closed.stepped))
-        self._previous, self.marked_before, self._closed_any = closed.stepped, closed.marked, True
-        self._stepped, self._inside_backward, self._skipped = set(), False, False
+        self._previous, self.marked_before, self.closed_any = closed.stepped, closed.marked, True
+        self.stepped, self._inside_backward, self._skipped = set(), False, False
         self.discard()
         return closed

@@ -172,7 +172,7 @@ class Measurer:
         self.eps = max([self.eps, *(torch.finfo(dtype).eps for dtype in dtypes)])
 
     def watched(
-        self, entries: Iterable[Entry], names: Sequence[str], *, scaled: bool, updated_by: Optimizer | None = None
+        self, entries: Iterable[Entry], names: Sequence[str], scaled: bool, updated_by: Optimizer | None = None
     ) -> list[WatchedTensor]:
         """The entries as probes see them."""
         tensors = []
@@ -197,7 +197,7 @@ class Measurer:
 
     def scale_of_backward(self, device: torch.device, slots: Iterable[int]) -> tuple[Tensor | None, bool]:
         """What a loss was multiplied with whose backward has reached these; whether that is assumed of a scaler."""
-        if self._options.loss_scale is None and not SCALES.any_used:
+        if self._options.loss_scale is None and SCALES.last_used is None:
             return None, False
         owners = map(self._optimizer_registry.of_slot, slots)
         owner = next((optimizer for optimizer in owners if optimizer is not None), None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -18,7 +18,7 @@ from .gradient_versions import REPLACED, Inspection, is_new, look_at, were_reset
 from .measurer import Measurer
 from .optimizer_registry import learning_rate_of
 from .parts import CaptureParts
-from .probes import WatchedTensor
+from .probes import Probe, WatchedTensor
 from .scaling import SCALES
 
 
@@ -47,7 +47,7 @@ class OpenSample(ClipListener):
         self._forget_gradients()
         self.was_reset, self._learning_rate = False, math.nan
         if self._parts.probes:
-            self._parts.probes.start(self._parts.schedule.is_sampled, self._parts.schedule.has_histogram)
+            self._parts.probes.tell(Probe.start, self._parts.schedule.is_sampled, self._parts.schedule.has_histogram)
 
     def _forget_gradients(self) -> None:
         """What the backwards so far have left is nothing of it; what probes have found in the forward is."""
@@ -84,8 +84,8 @@ class OpenSample(ClipListener):
         if self._parts.probes and schedule.is_sampled:
             if received_by is not None:
                 scaled = getattr(received_by, "grad_scale", None) is not None
-            tensors = self._measurer.watched(present, self._parts.registry.names, scaled=scaled)
-            self._parts.probes.gradients_ready(tensors)
+            tensors = self._measurer.watched(present, self._parts.registry.names, scaled)
+            self._parts.probes.tell(Probe.gradients_ready, tensors)
 
     # ---- around torch's clipping
 
@@ -149,8 +149,7 @@ class OpenSample(ClipListener):
         """
         if not self._parts.rows_are_read:
             return
-        if self._parts.probes and self._parts.schedule.is_sampled:
-            self._parts.probes.after_update(self._updated(self._parts.registry.scan(), None))
+        self._tell(Probe.after_update, None)
         measured = set(self._parts.seen.slots)
         found = self._parts.seen.inspect((e for e in entries if e[0] in measured), inside_backward=False)
         if found.changed:
@@ -291,17 +290,19 @@ class OpenSample(ClipListener):
         rate = learning_rate_of(optimizer)
         if not abs(rate) <= abs(self._learning_rate) and not math.isnan(rate):
             self._learning_rate = rate
-        if self._parts.probes:
-            self._parts.probes.before_update(self._updated(self._parts.optimizers.entries(optimizer), optimizer))
+        self._tell(Probe.before_update, optimizer)
 
     def after_update(self, optimizer: Optimizer) -> None:
         """It has updated them."""
-        if self._parts.probes and self._parts.schedule.is_sampled:
-            self._parts.probes.after_update(self._updated(self._parts.optimizers.entries(optimizer), optimizer))
+        self._tell(Probe.after_update, optimizer)
 
-    def _updated(self, entries: Iterable[Entry], optimizer: Optimizer | None) -> list[WatchedTensor]:
-        scaled = getattr(optimizer, "grad_scale", None) is not None  # by a fused optimizer itself
-        return self._measurer.watched(entries, self._parts.registry.names, scaled=scaled, updated_by=optimizer)
+    def _tell(self, moment: Callable[[Probe, Sequence[WatchedTensor]], None], optimizer: Optimizer | None) -> None:
+        """Tell the probes of an update by this optimizer; None: by hand."""
+        parts = self._parts
+        if parts.probes and parts.schedule.is_sampled:
+            entries = parts.registry.scan() if optimizer is None else parts.optimizers.entries(optimizer)
+            scaled = getattr(optimizer, "grad_scale", None) is not None  # by a fused optimizer itself
+            parts.probes.tell(moment, self._measurer.watched(entries, parts.registry.names, scaled, optimizer))
 
     # ---- loss scale
 

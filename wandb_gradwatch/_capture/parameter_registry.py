@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .._runtime.autograd import Entry
-from .._runtime.wrappers import is_transparent, unwrapped
+from .._runtime.wrappers import named_modules, unwrapped
 
 NameFilter = str | re.Pattern[str] | Callable[[str], bool] | Sequence["str | re.Pattern[str]"]
 Models = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
@@ -79,11 +79,6 @@ class ParameterRegistry:
             found.setdefault(prefix.removesuffix("."), []).append(slot)
         return found
 
-    @property
-    def alive(self) -> bool:
-        """False once every model has been collected."""
-        return any(reference() is not None for _, reference in self._models)
-
     def some_names(self, slots: Iterable[int]) -> str:
         """The first three of these slots' names, and how many more there are: for a message."""
         names = [self.names[slot] for slot in slots]
@@ -139,9 +134,11 @@ class ParameterRegistry:
         """Every parameter's place, with its name; the modules are added to the list in the order of the walk."""
         seen: set[int] = set()
         for prefix, reference in self._models:
-            model = reference()
-            if model is not None:
-                yield from _walk(model, prefix, seen, modules)
+            if (model := reference()) is not None:
+                for below, module in named_modules(model, prefix, seen):
+                    modules.append(module)
+                    for key, parameter in list(module._parameters.items()):  # another thread may change them meanwhile
+                        yield below + key, parameter
 
     def _is_watched(self, name: str, parameter: Tensor) -> bool:
         verdict = self._watched.get(name)
@@ -224,21 +221,6 @@ def _contents(modules: Sequence[nn.Module]) -> tuple[list[Any], list[str]]:
     tables: list[Any] = [table for module in modules for table in (module._parameters, module._modules) if table]
     # keys(): a scripted module's cannot be iterated over.
     return [value for table in tables for value in table.values()], [key for table in tables for key in table.keys()]  # noqa: SIM118
-
-
-def _walk(
-    module: nn.Module, prefix: str, seen: set[int], modules: list[nn.Module]
-) -> Iterator[tuple[str, nn.Parameter | None]]:
-    """named_parameters() without wrappers' prefixes and with the Nones; a shared module is visited once."""
-    if id(module) in seen:
-        return
-    seen.add(id(module))
-    modules.append(module)
-    for key, parameter in list(module._parameters.items()):  # another thread may change them meanwhile
-        yield prefix + key, parameter
-    for key, child in list(module._modules.items()):
-        if child is not None:
-            yield from _walk(child, prefix if is_transparent(module, key) else f"{prefix}{key}.", seen, modules)
 
 
 def with_prefixes(models: Models, *, asked_by: str = "watch()") -> Iterable[tuple[str, nn.Module]]:

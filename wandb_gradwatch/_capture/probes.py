@@ -8,7 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Concatenate, Final, ParamSpec
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from torch.optim import Optimizer
 from .._measure.probe_values import ArrivedSums
 from .._runtime.error_boundary import CallbackError
 from .._transfer.transfers import Found as Found  # what take() returns, for probes
+
+Told = ParamSpec("Told")
 
 logger: Final = logging.getLogger("wandb_gradwatch")
 
@@ -125,20 +127,10 @@ class Probes:
             found[repr(probe)] += probe.seconds_spent
         return dict(found)
 
-    def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
-        self._each(lambda probe: probe.start(next_step_is_due, histogram_is_due))
-
-    def gradient_arrived(self, name: str, gradient: Tensor) -> None:
-        self._each(lambda probe: probe.gradient_arrived(name, gradient), self.look_inside)
-
-    def gradients_ready(self, tensors: Sequence[WatchedTensor]) -> None:
-        self._each(lambda probe: probe.gradients_ready(tensors))
-
-    def before_update(self, tensors: Sequence[WatchedTensor]) -> None:
-        self._each(lambda probe: probe.before_update(tensors))
-
-    def after_update(self, tensors: Sequence[WatchedTensor]) -> None:
-        self._each(lambda probe: probe.after_update(tensors))
+    def tell(self, moment: Callable[Concatenate[Probe, Told], None], *told: Told.args, **_: Told.kwargs) -> None:
+        """Call this method of all; of `gradient_arrived` only those know that look inside."""
+        some = self.look_inside if moment is Probe.gradient_arrived else None
+        self._each(lambda probe: getattr(probe, moment.__name__)(*told), some)
 
     def take(self, loss: float | Tensor | None = None) -> dict[str, Found]:
         """What all have measured in this sample, which has this loss."""

@@ -42,9 +42,9 @@ class Resting:
     def is_worth_it(self) -> bool:
         """Whether it is clear how steps make samples, and the next sample is some steps away."""
         parts, last = self._parts, self._last
-        if parts.guard is not None or parts.by_hand.possible or parts.clock.muted or parts.window.has_sent:
+        if parts.guard is not None or parts.by_hand.possible or parts.clock.muted or parts.window.sent:
             return False
-        is_open = parts.clock.stepped
+        is_open = bool(parts.clock.stepped)
         if len(last) < _REGULAR or parts.schedule.wakes_at() - parts.clock.open_step < _LEAST + is_open:
             return False
         return self._in_turn or (bool(self._leaders) and not is_open)

@@ -29,6 +29,7 @@ from .measurer import Measurer
 from .open_sample import OpenSample
 from .parameter_registry import ParameterRegistry
 from .parts import CaptureConfig, CaptureParts
+from .probes import Probe
 from .rest import Resting
 from .scaling import SCALES, ScaleListener
 from .schedule import RankPlans
@@ -111,7 +112,8 @@ class Sampler(StepListener, ScaleListener):
 
     @contained
     def _gradient_arrived(self, slot: int, gradient: Tensor) -> None:
-        self.parts.probes.gradient_arrived(self.parts.registry.names[slot], local_part(gradient).detach())
+        name = self.parts.registry.names[slot]
+        self.parts.probes.tell(Probe.gradient_arrived, name, local_part(gradient).detach())
 
     @contained
     def _backward_begins(self, has_accumulated: bool) -> None:
@@ -237,7 +239,7 @@ class Sampler(StepListener, ScaleListener):
                 if self._guard is not None:
                     self._guard.abstain(self.parts.optimizers.entries(optimizer), self.parts.registry.version)
                 return
-        if self._clock.is_first and not self._clock.backwards and not inside_backward:
+        if not self._clock.closed_any and not self._clock.backwards and not inside_backward:
             entries = self.parts.hook_sync.scan()  # watch() was called between the backward and the step
             self._sample.mark_present(entries)
             if not self.parts.is_measured:  # else it will be: noted, they would be taken for what a backward has left

@@ -43,23 +43,18 @@ class LossScales(WrappedFunctions[ScaleListener]):
         super().__init__()
         # None: this optimizer has stepped, and no scaler had to do with it.
         self._scaler_of: WeakKeyDictionary[Optimizer, weakref.ref[GradScaler] | None] = WeakKeyDictionary()
-        self._last_used: weakref.ref[GradScaler] | None = None
+        self.last_used: weakref.ref[GradScaler] | None = None  # None: no scaler has been used so far
         self._stepped: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()  # since their scaler's step began
         # Unscaled or stepped by a scaler, not yet stepped.
         self._taught: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
 
     def use(self, scaler: GradScaler) -> None:
         """Take this scaler to be the one in use until another scales a loss."""
-        self._last_used = weakref.ref(scaler)
-
-    @property
-    def any_used(self) -> bool:
-        """Whether any scaler has been used so far."""
-        return self._last_used is not None
+        self.last_used = weakref.ref(scaler)
 
     def scaler_of(self, optimizer: Optimizer | None) -> GradScaler | None:
         """The scaler that steps this optimizer; for one that has not stepped yet (or None), the one last used."""
-        reference = self._last_used
+        reference = self.last_used
         if optimizer is not None:
             known = self._scaler_of.get(optimizer)
             if optimizer in self._scaler_of and (known is None or known() is not None):  # else: that scaler is gone
@@ -68,7 +63,7 @@ class LossScales(WrappedFunctions[ScaleListener]):
 
     def scaler_for(self, parameters: Collection[int]) -> GradScaler | None:
         """The scaler of the optimizer that has stepped one of these, by id; where none has, the one last used."""
-        if not self.any_used:
+        if self.last_used is None:
             return None
         held = ((one, id(p)) for one in self._scaler_of for group in one.param_groups for p in group["params"])
         return self.scaler_of(next((one for one, number in held if number in parameters), None))
@@ -93,7 +88,7 @@ class LossScales(WrappedFunctions[ScaleListener]):
 
     def _uninstall(self) -> None:
         super()._uninstall()
-        self._last_used = None
+        self.last_used = None
 
     def _scale(self, original: Callable[..., Any], scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
         if scaler.is_enabled():

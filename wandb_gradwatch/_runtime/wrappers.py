@@ -43,7 +43,7 @@ def named_modules(module: nn.Module, prefix: str = "", seen: set[int] | None = N
         return
     seen.add(id(module))
     yield prefix, module
-    for key, child in module._modules.items():
+    for key, child in list(module._modules.items()):  # another thread may change them meanwhile
         if child is not None:
             yield from named_modules(child, prefix if is_transparent(module, key) else f"{prefix}{key}.", seen)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._measure.columns import NUM_BINS, NUM_COLUMNS
 from .._measure.elements import upload, wide_dtype
-from .transfers import PinnedPool, RowsTransfer, Transfer
+from .transfers import PinnedPool, RowsTransfer
 
 # P watched parameters, C columns, B histogram bins
 
@@ -115,10 +115,6 @@ class DeviceBuffer:
         else:
             self.rows.fill_(torch.nan)
         return transfer
-
-    def send_histogram(self) -> Transfer:
-        """The window's histogram on its way. It is emptied by `drop_histogram`."""
-        return self._pinned_pool.send(self.histogram)
 
     def drop_histogram(self) -> None:
         """An empty histogram for the next window."""

@@ -52,7 +52,7 @@ class SampleBuffer:
         self._pinned_pool = PinnedPool()
         self._num_names = 0
         self._histogram_steps: list[int] = []
-        self._sent: deque[SampleTransfer | FlushTransfer] = deque()
+        self.sent: deque[SampleTransfer | FlushTransfer] = deque()  # and not polled
 
     def resize(self, num_names: int) -> None:
         """Make room for new names."""
@@ -146,11 +146,6 @@ class SampleBuffer:
 
     # ---- towards the host
 
-    @property
-    def has_sent(self) -> bool:
-        """Whether anything is on its way."""
-        return bool(self._sent)
-
     def peek(self) -> FloatArray:
         """The open sample's rows, now: [P, C]. Waits for the device: for the guard, which must know before the step."""
         rows = [RowsTransfer(self._pinned_pool.send(buffer.rows)) for buffer in self._everywhere()]
@@ -179,7 +174,7 @@ class SampleBuffer:
             else:
                 by_device.setdefault(values_of(value).device, {})[key] = value
         packed = [ProbeTransfer(values, self._pinned_pool) for values in by_device.values()]
-        self._sent.append(SampleTransfer(sample, self._num_names, rows, packed, known))
+        self.sent.append(SampleTransfer(sample, self._num_names, rows, packed, known))
 
     def open_histogram(self) -> dict[str, Any]:
         """Of the window that is not flushed yet the counts [P, B], None for none, and steps. Waits for the device."""
@@ -197,24 +192,24 @@ class SampleBuffer:
 
     def leave_out_sent(self, step: int) -> None:
         """What was sent and not polled turned out to be no updates: the loop has dropped it before this step."""
-        sent, self._sent = self._sent, deque()
+        sent, self.sent = self.sent, deque()
         for transfer in sent:
             if isinstance(transfer, SampleTransfer):
                 left_out = transfer.sample._replace(step=step, skipped=True, updated=(), left_out=True)
-                self._sent.append(transfer._replace(sample=left_out))
+                self.sent.append(transfer._replace(sample=left_out))
         self._drop_histogram()
 
     def flush(self) -> None:
         """Send the histogram after the window's samples and begin the next window."""
-        histograms = tuple(buffer.send_histogram() for buffer in self._everywhere() if buffer.has_histogram)
-        self._sent.append(FlushTransfer(histograms, tuple(self._histogram_steps)))
+        histograms = [buffer.histogram for buffer in self._everywhere() if buffer.has_histogram]
+        self.sent.append(FlushTransfer(list(map(self._pinned_pool.send, histograms)), tuple(self._histogram_steps)))
         self._drop_histogram()
 
     def poll(self, *, wait: bool = False) -> list[ArrivedSample | ArrivedFlush]:
         """What has arrived since the last poll, in order; with `wait`, all that was sent."""
         arrived = []
-        while self._sent and self._sent[0].arrived(wait=wait):
-            arrived.append(self._sent.popleft().unpack())
+        while self.sent and self.sent[0].arrived(wait=wait):
+            arrived.append(self.sent.popleft().unpack())
         return arrived
 
     def _drop_histogram(self) -> None:

@@ -101,14 +101,7 @@ class ArrivedFlush:
     histogram_steps: tuple[int, ...]
 
 
-class _PinnedBuffer:
-    """Pinned memory that one transfer arrives in, and the event that says when it has."""
-
-    def __init__(self, like: Tensor) -> None:
-        self.memory = torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=True)
-        self.event = Event()
-
-
+_Pinned = tuple[Tensor, Event]  # memory that one transfer arrives in, and what says when it has
 _Kind = tuple[torch.device, torch.Size, torch.dtype]
 
 
@@ -120,7 +113,7 @@ class PinnedPool:
     """
 
     def __init__(self) -> None:
-        self._free: dict[_Kind, list[_PinnedBuffer]] = {}
+        self._free: dict[_Kind, list[_Pinned]] = {}
 
     def prepare(self, like: Tensor) -> None:
         """Make room for tensors of this one's device, shape and dtype, before the first is sent."""
@@ -134,17 +127,17 @@ class PinnedPool:
         if tensor.device.type != "cuda":
             return Transfer(tensor.cpu())
         free = self._buffers_like(tensor)
-        buffer = free.pop() if free else _PinnedBuffer(tensor)
-        buffer.memory.copy_(tensor, non_blocking=True)
-        buffer.event.record(torch.cuda.current_stream(tensor.device))
-        return Transfer(buffer.memory, buffer, free)
+        memory, event = free.pop() if free else _pinned(tensor)
+        memory.copy_(tensor, non_blocking=True)
+        event.record(torch.cuda.current_stream(tensor.device))
+        return Transfer(memory, event, free)
 
-    def _buffers_like(self, like: Tensor) -> list[_PinnedBuffer]:
+    def _buffers_like(self, like: Tensor) -> list[_Pinned]:
         """The free buffers for tensors of this one's kind."""
         kind = (like.device, like.shape, like.dtype)
         free = self._free.pop(kind, None)
         if free is None:
-            free = [_PinnedBuffer(like), _PinnedBuffer(like)]
+            free = [_pinned(like), _pinned(like)]
             of_device = [other for other in self._free if other[0] == like.device]
             if len(of_device) >= _MAX_KINDS:
                 del self._free[of_device[0]]  # torch keeps what is still to be written to until it has been
@@ -152,29 +145,29 @@ class PinnedPool:
         return free
 
 
+def _pinned(like: Tensor) -> _Pinned:
+    return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=True), Event()
+
+
 class Transfer:
     """One tensor on its way to the host."""
 
-    def __init__(
-        self, host: Tensor, buffer: _PinnedBuffer | None = None, free: list[_PinnedBuffer] | None = None
-    ) -> None:
-        self._host = host
-        self._buffer, self._free = buffer, free
+    def __init__(self, host: Tensor, event: Event | None = None, free: list[_Pinned] | None = None) -> None:
+        self._host, self._event, self._free = host, event, free
 
     def arrived(self, *, wait: bool) -> bool:
         """Whether it is here."""
-        if self._buffer is None:
+        if self._event is None:
             return True
         if wait:  # the host waits for a device: in flush(), remove() and state_dict(), and for a guard, 8 steps late
-            self._buffer.event.synchronize()
-        return self._buffer.event.query()
+            self._event.synchronize()
+        return self._event.query()
 
     def take(self) -> FloatArray | IntArray:
         """What has arrived; the memory that it arrived in is free for another."""
-        if self._buffer is not None and self._free is not None:
-            self._host = self._host.clone()  # not pinned
-            self._free.append(self._buffer)
-            self._buffer = self._free = None
+        if self._event is not None and self._free is not None:
+            self._free.append((self._host, self._event))
+            self._host, self._event = self._host.clone(), None  # not pinned
         return self._host.numpy()
 
 
@@ -224,7 +217,7 @@ def values_of(found: OnDevice) -> Tensor:
 class FlushTransfer(NamedTuple):
     """The histogram of a window, by device, and the steps that it counts."""
 
-    histograms: tuple[Transfer, ...]
+    histograms: list[Transfer]
     steps: tuple[int, ...]
 
     def arrived(self, *, wait: bool) -> bool:
