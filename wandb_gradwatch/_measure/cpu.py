@@ -62,18 +62,27 @@ def measure(
         if histogram_NB is not None and codes_NK is not None:
             histogram_NB += bins_from_codes(codes_NK, layout, exponent)
 
-    add_implicit_zeros(torch.from_numpy(rows_NC), None, num_implicit_zeros)
-    if exponent:
-        for column, power in SCALE_POWER.items():
-            rows_NC[:, column] *= math.ldexp(1.0, exponent * power)
-    rows_NC[:, RECEIVED_COLUMNS] = rows_NC[:, AS_LEFT]
     if histogram_NB is not None:
         histogram_NB[:, ZERO_BIN] = rows_NC[:, Column.NUM_ZERO]
+    rows_NC[:, RECEIVED_COLUMNS] = rows_NC[:, AS_LEFT]
     rows_NC[:, Column.PARAM_SUM_SQ :] = np.nan
     if parameters is not None:
         sums_N3 = _sums_of_squares(readable(parameters, "cpu")[0])
         rows_NC[:, Column.PARAM_SUM_SQ], rows_NC[:, Column.PARAM_NUM_NONFINITE] = sums_N3[:, 0], sums_N3[:, 1:].sum(1)
-    return torch.from_numpy(rows_NC), None if histogram_NB is None else torch.from_numpy(histogram_NB)
+    return of_gradients(rows_NC, histogram_NB, num_implicit_zeros, exponent)
+
+
+def of_gradients(
+    rows_NC: FloatArray, histogram_NB: IntArray | None, num_implicit_zeros: Sequence[int], exponent: int
+) -> tuple[Tensor, Tensor | None]:
+    """Make of what was measured in the elements of `scaled_elements`, in place, what it is in the gradients."""
+    measured = torch.from_numpy(rows_NC), None if histogram_NB is None else torch.from_numpy(histogram_NB)
+    add_implicit_zeros(*measured, num_implicit_zeros)
+    if exponent:
+        for column, power in SCALE_POWER.items():
+            rows_NC[:, column] *= math.ldexp(1.0, exponent * power)
+        rows_NC[:, Column.RECEIVED_SUM_SQ] = rows_NC[:, Column.GRAD_SUM_SQ]
+    return measured
 
 
 @np.errstate(**_QUIET)

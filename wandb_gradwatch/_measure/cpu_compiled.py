@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from . import cpu
-from .columns import NUM_BINS, NUM_COLUMNS, SCALE_POWER, Column, IntArray, merge_adjacent_rows
+from .columns import NUM_BINS, NUM_COLUMNS, Column, IntArray, merge_adjacent_rows
 from .compilation import Compilation, after_other_processes
-from .elements import add_implicit_zeros, readable
+from .elements import readable
 from .float_bits import FLOAT32, FLOAT64, bin_of_code, largest_magnitude_within
 from .thread_pool import THREAD_POOL
 
@@ -131,13 +131,7 @@ def _measure(
         rows_NC, histogram_NB = merge_adjacent_rows(rows, starts_N), np.add.reduceat(counts, starts_N, axis=0)
     if not dead_threshold >= 0:
         rows_NC[:, Column.NUM_DEAD] = 0
-    measured = torch.from_numpy(rows_NC), torch.from_numpy(histogram_NB) if histogram else None
-    add_implicit_zeros(*measured, num_zeros)
-    if exponent:
-        for column, power in SCALE_POWER.items():
-            rows_NC[:, column] *= math.ldexp(1.0, exponent * power)
-        rows_NC[:, Column.RECEIVED_SUM_SQ] = rows_NC[:, Column.GRAD_SUM_SQ]
-    return measured
+    return cpu.of_gradients(rows_NC, histogram_NB if histogram else None, num_zeros, exponent)
 
 
 def _run(loop: Callable[[slice], None], num_pieces: int, *, shared: bool) -> None:

@@ -236,11 +236,11 @@ def _histograms_of_layers(snapshot: Snapshot) -> dict[str, MetricHistogram]:
     if snapshot.histogram is None:
         return {}
     rows_PC = merge_rows(snapshot.rows[snapshot.is_counted], axis=0)
-    low_P = np.nan_to_num(rows_PC[:, Column.GRAD_MIN], nan=-np.inf, posinf=-np.inf, neginf=-np.inf).tolist()
-    high_P = np.nan_to_num(rows_PC[:, Column.GRAD_MAX], nan=np.inf, posinf=np.inf, neginf=np.inf).tolist()
-    layers = zip(
-        keys.layer_keys(keys.GRADIENT_HISTOGRAMS, snapshot.names), snapshot.histogram, low_P, high_P, strict=True
-    )
+    low_P, high_P = rows_PC[:, Column.GRAD_MIN], rows_PC[:, Column.GRAD_MAX]
+    low_P = np.where(np.isfinite(low_P), low_P, -np.inf).tolist()
+    high_P = np.where(np.isfinite(high_P), high_P, np.inf).tolist()
+    layer_keys = keys.layer_keys(keys.GRADIENT_HISTOGRAMS, snapshot.names)
+    layers = zip(layer_keys, snapshot.histogram, low_P, high_P, strict=True)
     is_there_P = np.logical_or.reduce(snapshot.histogram, axis=1)
     return {key: MetricHistogram(*values) for key, *values in itertools.compress(layers, is_there_P)}
 

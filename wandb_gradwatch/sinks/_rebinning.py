@@ -8,6 +8,7 @@ map are comparable.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from typing import Final
@@ -35,12 +36,12 @@ class Rebinner:
 
     def draw(self, histograms: Mapping[str, MetricHistogram]) -> dict[str, tuple[list[int], list[float]]]:
         """Counts [K] and edges [K + 1] of every histogram that counts an element, by its key."""
-        counted = {key: histogram for key, histogram in histograms.items() if histogram.counts.any()}
-        if not counted:
+        if not histograms:
             return {}
-        names, of_names = tuple(counted), counted.values()
-        histogram_PB = np.stack([histogram.counts for histogram in of_names])
-        low_P, high_P = np.array([(histogram.low, histogram.high) for histogram in of_names]).T
+        all_PB = np.stack([histogram.counts for histogram in histograms.values()])
+        counted_P = np.logical_or.reduce(all_PB, axis=1)
+        names, histogram_PB = list(itertools.compress(histograms, counted_P)), all_PB[counted_P]
+        low_P, high_P = np.array([(histograms[name].low, histograms[name].high) for name in names]).reshape(-1, 2).T
         widths_P = np.array(
             [
                 math.ldexp(1.0, self._exponent(name, reach)) / HALF_BINS

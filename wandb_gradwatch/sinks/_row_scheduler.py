@@ -39,6 +39,7 @@ logger = logging.getLogger("wandb_gradwatch")
 
 MAX_WAITING: Final = 64  # rows; above it neighbours merge. With 256 histograms each these are about 35 MB.
 _ATTRIBUTE: Final = "_wandb_gradwatch_placement"
+_MEDIA_COUNTERS: Final = ("_local_step", "_step")  # of W&B's versions
 
 
 def closes(step: int | None, commit: bool | None) -> bool:
@@ -166,10 +167,11 @@ class RowScheduler:
     def _log_part(self, part: dict[str, Any], step: int | None, commit: bool) -> None:
         if self._open.timestamp is not None and (step is None or step == self._open.step):
             part = {**part, "_timestamp": self._open.timestamp}
-        counter = _media_counter(self._run)
+        # W&B names media files after a counter, which our log calls would move.
+        counters = {name: vars(self._run)[name] for name in _MEDIA_COUNTERS if name in vars(self._run)}
         self._log(part, step=step, commit=commit)
         if not commit:
-            _restore_media_counter(self._run, counter)
+            vars(self._run).update(counters)
 
     def _put_into_open_row(self, owner: object, row: Row) -> None:
         """Log a row without a commit; what the open row holds of this owner is merged into it, and replaced."""
@@ -359,17 +361,3 @@ def _effective_step(step: Any) -> int | None:
         return int(step)
     except (TypeError, ValueError):
         return None  # the user's call is about to say so
-
-
-def _media_counter(run: Any) -> tuple[str, int] | None:
-    """The counter that W&B names media files after, which our log calls would move: its attribute and value."""
-    for name in ("_local_step", "_step"):
-        if name in vars(run):
-            return name, vars(run)[name]
-    return None
-
-
-def _restore_media_counter(run: Any, counter: tuple[str, int] | None) -> None:
-    """Set it back."""
-    if counter is not None:
-        setattr(run, *counter)

@@ -8,7 +8,7 @@ from typing import Any, Final, Generic, TypeVar, overload
 import numpy as np
 import numpy.typing as npt
 
-from .._measure.columns import ZERO_BIN, FloatArray, IntArray, histogram_edges, magnitude_edges
+from .._measure.columns import ZERO_BIN, FloatArray, IntArray
 
 # S samples in the window, P watched parameters (or groups), B bins of the signed histogram, M magnitude bins
 
@@ -95,20 +95,7 @@ def fold_signs(histogram_PB: IntArray) -> IntArray:
     return histogram_PB[:, ZERO_BIN + 1 :] + histogram_PB[:, ZERO_BIN - 1 :: -1]
 
 
-def signed_quantile(histogram_PB: IntArray, q: npt.ArrayLike, low_P: FloatArray, high_P: FloatArray) -> FloatArray:
-    """The q-quantile of the signed elements, between the smallest and the largest: [P]; NaN where none is counted."""
-    return _quantile(histogram_PB, histogram_edges(), q, low_P, high_P)
-
-
-def magnitude_quantile(histogram_PB: IntArray, q: npt.ArrayLike, low_P: FloatArray, high_P: FloatArray) -> FloatArray:
-    """The q-quantile of the magnitudes, zeros included, between the smallest that is not 0 and the largest: [P]."""
-    zeros_P1 = histogram_PB[:, ZERO_BIN, None]
-    counts = np.concatenate([zeros_P1, fold_signs(histogram_PB)], axis=1)
-    low_P = np.where(zeros_P1[:, 0] > 0, 0.0, low_P)
-    return _quantile(counts, np.concatenate([[0.0], magnitude_edges()]), q, low_P, high_P)
-
-
-def _quantile(
+def quantile_of(
     counts_PB: IntArray, edges: FloatArray, q: npt.ArrayLike, low_P: FloatArray, high_P: FloatArray
 ) -> FloatArray:
     """Find the bin that holds the q-quantile; in it go linearly between the known extremes: [P], or [Q, P]."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,24 +14,17 @@ from .._measure.columns import (
     NONFINITE_COLUMNS,
     NUM_BINS,
     NUM_COLUMNS,
+    ZERO_BIN,
     Column,
     FloatArray,
     IntArray,
     histogram_edges,
+    magnitude_edges,
     merge_rows,
 )
 from .._measure.probe_values import MetricHistogram
 from . import keys
-from ._arrays import (
-    derived,
-    finite_or_missing,
-    fold_signs,
-    frozen,
-    magnitude_quantile,
-    ratio,
-    signed_quantile,
-    too_small,
-)
+from ._arrays import derived, finite_or_missing, fold_signs, frozen, quantile_of, ratio, too_small
 from ._overview import Overview, overview_of
 from ._shapes import GroupBy, group_function, group_names, merge_snapshots, select_samples
 
@@ -350,24 +343,30 @@ class Snapshot:
         Raises:
             ValueError: q is not between 0 and 1.
         """
-        return self._quantile(signed_quantile, q, self.grad_min, self.grad_max)
+        return self._quantile(q, self.grad_min, self.grad_max)
 
     def abs_quantile(self, q: npt.ArrayLike) -> FloatArray:
         """The q-quantile of |g|, zeros included, as `quantile`."""
-        return self._quantile(magnitude_quantile, q, self.grad_abs_min_nonzero, self.grad_abs_max)
+        return self._quantile(q, self.grad_abs_min_nonzero, self.grad_abs_max, of_magnitudes=True)
 
     def _quantile(
-        self, of: Callable[..., FloatArray], q: npt.ArrayLike, low_SP: FloatArray, high_SP: FloatArray
+        self, q: npt.ArrayLike, low_SP: FloatArray, high_SP: FloatArray, *, of_magnitudes: bool = False
     ) -> FloatArray:
         if not all(0 <= each <= 1 for each in np.ravel(q)):
             raise ValueError(f"q={q!r} must be between 0 and 1")
         if self.histogram is None:
             return np.full((*np.shape(q), len(self.names)), np.nan)
-        low_P, high_P = np.full(len(self.names), -np.inf), np.full(len(self.names), np.inf)
-        if self.is_counted.any():  # otherwise nothing narrows the open bins: the histogram's samples are not here
-            low_P = np.fmin.reduce(low_SP[self.is_counted], axis=0)
-            high_P = np.fmax.reduce(high_SP[self.is_counted], axis=0)
-        return of(self.histogram, q, low_P, high_P)
+        # Where the histogram's samples are not here, nothing narrows the open bins.
+        known_S = self.is_counted
+        low_P = np.fmin.reduce(low_SP[known_S], axis=0) if known_S.any() else np.full(len(self.names), -np.inf)
+        high_P = np.fmax.reduce(high_SP[known_S], axis=0) if known_S.any() else np.full(len(self.names), np.inf)
+        counts_PB, edges = self.histogram, self.edges
+        if of_magnitudes:
+            zeros_P1 = self.histogram[:, ZERO_BIN, None]
+            counts_PB = np.concatenate([zeros_P1, fold_signs(self.histogram)], axis=1)
+            edges = np.concatenate([[0.0], magnitude_edges()])
+            low_P = np.where(zeros_P1[:, 0] > 0, 0.0, low_P)
+        return quantile_of(counts_PB, edges, q, low_P, high_P)
 
     @derived
     def is_counted(self) -> npt.NDArray[np.bool_]:
