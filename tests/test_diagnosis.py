@@ -219,14 +219,6 @@ def test_a_rank_that_is_always_the_first_bad_one_is_named():
     assert "one bad rank" not in [found.cause for found in diagnose(two)]
 
 
-def test_a_rank_whose_norm_is_far_from_the_others_is_named():
-    calm = of_norms([1.0, 1.0])
-    (found,) = diagnose(calm, rank_grad_norm=np.array([[1.0, 1.1, 0.9], [1.0, 80.0, 0.9]]))
-    assert found.evidence == "rank 1 has a norm of 80, the others 0.95"
-    assert diagnose(calm, rank_grad_norm=np.array([[1.0, 1.1, 0.9]] * 2)) == []
-    assert diagnose(calm, rank_grad_norm=np.array([[1.0, NAN]] * 2))[0].cause == "one bad rank"
-
-
 def test_causes_are_ranked_by_confidence_and_known():
     for faulty, _ in FAULTS[:4]:
         found = diagnose(faulty(seed=0).run(40))

@@ -13,9 +13,8 @@ from ..snapshot import Snapshot, group_function
 
 # S samples, P watched parameters, L modules in model order, the first nearest the input
 
-_ROUNDING = (
-    1e-5  # of the weight's gradient: what is left of a bias's that a normalisation, wherever it stands, takes away
-)
+# Of the weight's gradient: what is left of a bias's that a normalisation, wherever it stands, takes away.
+_ROUNDING = 1e-5
 
 
 @dataclass(frozen=True)
@@ -94,23 +93,30 @@ def without_inputs(names: tuple[str, ...], dead_P: FloatArray) -> npt.NDArray[np
     return empty_L
 
 
+@lru_cache(maxsize=16)
+def weights_beside_biases(names: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
+    """The places of each weight and of the bias of its layer, where it has one."""
+    places, found = {name: place for place, name in enumerate(names)}, []
+    for name, weight in places.items():
+        module, dot, parameter = name.rpartition(".")
+        bias = places.get(module + dot + parameter.replace("weight", "bias"), weight)
+        if bias != weight:
+            found.append((weight, bias))
+    return tuple(found)
+
+
 def initial_gains(snapshot: Snapshot, sample: int) -> list[tuple[str, float]]:
     """Each layer's RMS weight times sqrt(fan-in) in a sample, by the weight's name: about 1 keeps a signal's size.
 
     The fan-in is the number of a weight's elements over that of its bias, so layers without a bias are left out, and so
     are normalisation layers, whose weight and bias are equally many.
     """
-    names = {name: index for index, name in enumerate(snapshot.names)}
     size_P, sum_sq_P = snapshot.num_elements[sample], snapshot.column(Column.PARAM_SUM_SQ)[sample]
-    found = []
-    for name, weight in names.items():
-        module, _, parameter = name.rpartition(".")
-        beside = parameter.replace("weight", "bias")
-        bias = names.get(f"{module}.{beside}" if module else beside) if "weight" in parameter else None
-        if bias is None or not size_P[weight] > size_P[bias] or not sum_sq_P[weight] >= 0:
-            continue
-        found.append((name, float(np.sqrt(sum_sq_P[weight] / size_P[bias]))))  # sqrt(sum / size * (size / bias's))
-    return found
+    return [
+        (snapshot.names[weight], float(np.sqrt(sum_sq_P[weight] / size_P[bias])))  # sqrt(sum / size * (size / bias's))
+        for weight, bias in weights_beside_biases(snapshot.names)
+        if size_P[weight] > size_P[bias] and sum_sq_P[weight] >= 0
+    ]
 
 
 def input_scale(snapshot: Snapshot, sample: int) -> tuple[str, float] | None:
@@ -120,17 +126,15 @@ def input_scale(snapshot: Snapshot, sample: int) -> tuple[str, float] | None:
     sqrt(fan-in) is the input's size, exact where all inputs are alike, and of its order where they are not. A
     normalisation after the layer leaves nothing of the bias's gradient but rounding.
     """
-    names, size_P, norm_P = snapshot.names, snapshot.num_elements[sample], snapshot.grad_norm[sample]
-    modules = modules_of(names)
-    for weight, name in enumerate(names):
-        module, _, parameter = name.rpartition(".")
-        beside = parameter.replace("weight", "bias")
-        bias = next((p for p, other in enumerate(names) if other == (f"{module}.{beside}" if module else beside)), -1)
-        if "weight" not in parameter or bias < 0 or not size_P[weight] > size_P[bias]:
+    size_P, norm_P = snapshot.num_elements[sample], snapshot.grad_norm[sample]
+    modules = modules_of(snapshot.names)
+    for weight, bias in weights_beside_biases(snapshot.names):
+        if not size_P[weight] > size_P[bias]:
             continue
         after = np.flatnonzero(modules.of_parameter == modules.of_parameter[bias] + 1)
         is_normalised = len(after) == 2 and size_P[after[0]] == size_P[after[1]] == size_P[bias]
         if is_normalised or not norm_P[bias] > _ROUNDING * norm_P[weight]:
             return None
-        return name, float(norm_P[weight] / norm_P[bias] / np.sqrt(size_P[weight] / size_P[bias]))
+        scale = norm_P[weight] / norm_P[bias] / np.sqrt(size_P[weight] / size_P[bias])
+        return snapshot.names[weight], float(scale)
     return None

@@ -11,7 +11,6 @@ import numpy.typing as npt
 
 from .._analysis.baseline import evenly_apart
 from .._analysis.formatting import CAUSE_PREFIX, FOUND_PREFIX
-from .._measure.columns import FloatArray
 from ..rules import NONFINITE_TITLES, Alert
 from ..rules._base import Finding
 from ..rules._exploding import SPIKES, ExplodingGradient
@@ -42,8 +41,6 @@ def diagnose(
     history: Snapshot,
     *,
     modules: Mapping[str, str] | None = None,
-    batch_size: int | None = None,
-    rank_grad_norm: FloatArray | None = None,
     notes: Mapping[int, Mapping[str, object]] | None = None,
 ) -> list[Diagnosis]:
     """Name the probable causes of what a history shows, most probable first; none for a healthy one.
@@ -55,13 +52,11 @@ def diagnose(
     Args:
         history: samples of one training, oldest first: what a FlightRecorder keeps.
         modules: class names of the modules by name, `{n: type(m).__name__ for n, m in model.named_modules()}`.
-        batch_size: samples per batch, to be quoted.
-        rank_grad_norm: [S, R] each rank's own total norm; NaN where it is non-finite.
         notes: what the user said about steps: FlightRecorder.notes.
     """
     if not len(history) or not history.names:
         return []
-    evidence = Evidence(history, modules=modules, batch_size=batch_size, rank_grad_norm=rank_grad_norm, notes=notes)
+    evidence = Evidence(history, modules=modules or {}, notes=notes or {})
     found = [diagnosis for pattern in PATTERNS if (diagnosis := pattern(evidence)) is not None]
     return sorted(found, key=lambda diagnosis: -diagnosis.confidence)
 

@@ -18,7 +18,7 @@ from .layers import Layers
 from .onset import Onset, RateRise, onset_of, rate_rise
 from .parameters import Parameters
 
-# S samples, N clean samples, R ranks
+# S samples, N clean samples
 
 _FAR: Final = 0.05  # of the parameters' norm, by one update
 FIRST_GRADIENT: Final = 10.0  # times the parameters' norm: more than ordinary inputs and losses make
@@ -36,8 +36,6 @@ class Evidence:
         history: samples of one training, oldest first.
         modules: the class name of each module by its name, as `named_modules()` gives them; patterns that ask for a
             kind of module fall back to names and numbers without it.
-        batch_size: samples per batch, where known.
-        rank_grad_norm: [S, R] each rank's own total gradient norm, NaN where it was non-finite.
         notes: what the user said about a step.
     """
 
@@ -45,16 +43,10 @@ class Evidence:
         self,
         history: Snapshot,
         *,
-        modules: Mapping[str, str] | None = None,
-        batch_size: int | None = None,
-        rank_grad_norm: FloatArray | None = None,
-        notes: Mapping[int, Mapping[str, object]] | None = None,
+        modules: Mapping[str, str],
+        notes: Mapping[int, Mapping[str, object]],
     ) -> None:
-        self.history = history
-        self.modules = modules or {}
-        self.batch_size = batch_size
-        self.rank_grad_norm = rank_grad_norm
-        self.notes = notes or {}
+        self.history, self.modules, self.notes = history, modules, notes
 
     def step(self, sample: int) -> int:
         return int(self.history.steps[sample])

@@ -12,16 +12,14 @@ from .._analysis.formatting import listing, number
 from .._analysis.memory import Remembers
 from .._measure.columns import FloatArray
 from ..rules import Alert
-from ..rules._base import Level, check_limits, finding
+from ..rules._base import FROM_0, FROM_1, Bounds, Level, ShippedRule, finding
 from ..snapshot import Snapshot, keys
 
 # S samples in the window
 
-_Bounds = Mapping[str, tuple[float, float]]  # the least and the largest value of each limit
-
 
 @dataclass(kw_only=True)
-class _MetricRule(Remembers):
+class _MetricRule(ShippedRule):
     """Judges each name of a metric by itself at every sample, and tells of all in one alert.
 
     Not at a sample that loss scaling skipped: an overflow there is how the scale finds its place. The words may hold
@@ -35,10 +33,6 @@ class _MetricRule(Remembers):
     cause: ClassVar[str]
     remedy: ClassVar[str]
     level: ClassVar[Level] = "WARN"
-    bounds: ClassVar[_Bounds] = {}
-
-    def __post_init__(self) -> None:
-        check_limits(self, **self.bounds)
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
         series = self._series(snapshot)
@@ -120,7 +114,7 @@ class OutgrownUpdate(_MetricRule):
 
     title = "Update outgrows"
     metric = (keys.OPTIMIZER_STATE, keys.STALE)
-    bounds: ClassVar[_Bounds] = {"threshold": (0.0, np.inf), "factor": (1.0, np.inf), "patience": (1.0, 32.0)}
+    bounds: ClassVar[Bounds] = {"threshold": FROM_0, "factor": FROM_1, "patience": (1.0, 32.0)}
     fact = (
         "in {num} parameters the gradient is more than {threshold} times what the optimizer's second moment says, so "
         "that their update is that much too large."
@@ -172,7 +166,7 @@ class EntropyCollapse(_LargestOfHeads):
 
     title = "Attention entropy collapse"
     metric = (keys.ATTENTION, "entropy_ratio")
-    bounds: ClassVar[_Bounds] = {"threshold": (0.0, 1.0), "patience": (1.0, np.inf)}
+    bounds: ClassVar[Bounds] = {"threshold": (0.0, 1.0), "patience": FROM_1}
     fact = (
         "in {num} attention modules no head has had more than {threshold} of the possible entropy for {patience} "
         "samples: each position looks at one place only."
@@ -202,7 +196,7 @@ class DeadExperts(_MetricRule):
 
     title = "Dead experts"
     metric = (keys.ROUTER, keys.DEAD_EXPERTS)
-    bounds: ClassVar[_Bounds] = {"patience": (1.0, np.inf)}
+    bounds: ClassVar[Bounds] = {"patience": FROM_1}
     fact = "{num} routers have sent no token to some experts for {patience} samples."
     item = "{name} ({told} experts)"
     cause = "a router that sends ever more tokens to the experts that are already trained best"
@@ -233,7 +227,7 @@ class GrowingLogits(_LargestOfHeads):
 
     title = "Attention logits grow"
     metric = (keys.ATTENTION, keys.LOGIT_MAX)
-    bounds: ClassVar[_Bounds] = {"limit": (1.0, np.inf), "patience": (8.0, 32.0)}
+    bounds: ClassVar[Bounds] = {"limit": FROM_1, "patience": (8.0, 32.0)}
     item = "{name} {told[0]} (step {told[1]})"
     cause = "query and key weights that grow, at too high a learning rate"
     remedy = "normalise queries and keys, add a z-loss, lower the learning rate of these weights or decay them"
@@ -310,7 +304,7 @@ class RanksDisagree(Remembers):
 
 
 @dataclass(kw_only=True)
-class SlowRank(Remembers):
+class SlowRank(ShippedRule):
     """The same rank comes last with its own work in every sample: "Slow rank", naming it; all others wait for it.
 
     Args:
@@ -328,9 +322,7 @@ class SlowRank(Remembers):
     title = "Slow rank"
     cause = "data that this rank loads more slowly, other work on its host, or a host or device that is slower"
     remedy = "compare what its data loader and its host do with those of another rank"
-
-    def __post_init__(self) -> None:
-        check_limits(self, factor=(1.0, np.inf), least=(0.0, np.inf), patience=(1.0, np.inf))
+    bounds: ClassVar[Bounds] = {"factor": FROM_1, "least": FROM_0, "patience": FROM_1}
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
         names = (f"highest/{keys.SECONDS}_rank", f"highest/{keys.SECONDS}", f"median/{keys.SECONDS}")

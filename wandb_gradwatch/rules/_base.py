@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from numbers import Real
-from typing import Any, Final, Literal, Protocol, runtime_checkable
+from typing import Any, ClassVar, Final, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
 from .._analysis.formatting import sentence
+from .._analysis.memory import Remembers
 from ..snapshot import Snapshot, keys
 
 Level = Literal["INFO", "WARN", "ERROR"]
@@ -109,25 +110,31 @@ def values_of(snapshot: Snapshot, key: str) -> list[float]:
     return [math.nan] * len(snapshot) if values_S is None else values_S.tolist()
 
 
-def check_limits(rule: object, *or_none: str, **bounds: tuple[float, float]) -> None:
-    """Refuse a rule's limits at once that could only alarm always, never, or raise in the middle of a training.
+Bounds = Mapping[str, tuple[float, float]]
+FROM_0: Final = (0.0, math.inf)
+FROM_1: Final = (1.0, math.inf)
+SHARE: Final = (0.0, 1.0)
 
-    Args:
-        rule: what has the limits as attributes.
-        or_none: which of them may be None.
-        bounds: the least and the largest of each.
 
-    Raises:
-        ValueError: one is no number or out of its bounds.
+class ShippedRule(Remembers):
+    """What shipped rules share: limits that are checked at once, and a memory.
+
+    A limit out of its bounds could only alarm always, never, or raise in the middle of a training.
     """
-    for name, (least, largest) in bounds.items():
-        value = getattr(rule, name)
-        if value is None and name in or_none:
-            continue
-        if isinstance(value, bool) or not isinstance(value, Real) or not least <= float(value) <= largest:
-            span = f"at least {least:g}" if largest == float("inf") else f"between {least:g} and {largest:g}"
-            none = ", or None" if name in or_none else ""
-            raise ValueError(f"{type(rule).__name__}({name}={value!r}): {name} must be a number, {span}{none}")
+
+    bounds: ClassVar[Bounds] = {}  # the least and the largest of each limit
+    may_be_none: ClassVar[frozenset[str]] = frozenset()  # the names of limits that None switches off
+    is_for_rare_samples: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        for name, (least, largest) in self.bounds.items():
+            value, may_be_none = getattr(self, name), name in self.may_be_none
+            if value is None and may_be_none:
+                continue
+            if isinstance(value, bool) or not isinstance(value, Real) or not least <= float(value) <= largest:
+                span = f"at least {least:g}" if largest == math.inf else f"between {least:g} and {largest:g}"
+                none = ", or None" if may_be_none else ""
+                raise ValueError(f"{type(self).__name__}({name}={value!r}): {name} must be a number, {span}{none}")
 
 
 @runtime_checkable

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import ClassVar, Final
@@ -10,15 +9,14 @@ from typing import ClassVar, Final
 import numpy as np
 
 from .._analysis.formatting import number
-from .._analysis.memory import Remembers
 from ..snapshot import Snapshot
-from ._base import Alert, check_limits, finding
+from ._base import FROM_1, Alert, Bounds, ShippedRule, finding
 
 _LARGE_GRADIENT: Final = 10.0  # times the parameters' norm: more than ordinary inputs and losses make
 
 
 @dataclass(kw_only=True)
-class TightClipping(Remembers):
+class TightClipping(ShippedRule):
     """Every gradient is clipped to a tiny part of itself: "Clipping too tight".
 
     Args:
@@ -36,10 +34,7 @@ class TightClipping(Remembers):
     _largest: float = field(default=0.0, init=False)  # norm before a clipping that was not too tight
 
     title: ClassVar[str] = "Clipping too tight"
-
-    def __post_init__(self) -> None:
-        from_1 = (1.0, math.inf)
-        check_limits(self, max_factor=from_1, patience=from_1, first_patience=from_1)
+    bounds: ClassVar[Bounds] = {"max_factor": FROM_1, "patience": FROM_1, "first_patience": FROM_1}
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
         for sample in snapshot.overview:

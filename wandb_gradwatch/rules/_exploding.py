@@ -17,7 +17,7 @@ from .._analysis.memory import PerKind, PerName, Remembers
 from .._analysis.movement import Movement
 from .._measure.columns import Column, FloatArray
 from ..snapshot import LEAST_SUM_SQ, Overview, Snapshot
-from ._base import Alert, Level, check_limits, finding
+from ._base import FROM_0, FROM_1, Alert, Bounds, Level, ShippedRule, finding
 
 # S samples, P watched parameters
 
@@ -130,7 +130,7 @@ class _Past(Remembers):
 
 
 @dataclass(kw_only=True)
-class ExplodingGradient(Remembers):
+class ExplodingGradient(ShippedRule):
     """The total gradient norm is too large: "Exploding gradient".
 
     A norm is too large where it is above a multiple of the largest that the run has survived, and of the usual one.
@@ -170,12 +170,11 @@ class ExplodingGradient(Remembers):
     _unlearnt: list[tuple[tuple[str, ...], FloatArray, bool]] = field(default_factory=list, init=False, repr=False)
 
     title: ClassVar[str] = "Exploding gradient"
-
-    def __post_init__(self) -> None:
-        from_1 = (1.0, math.inf)
-        check_limits(self, "threshold", threshold=(0.0, math.inf))
-        check_limits(self, min_factor=from_1, first_factor=from_1, adapt_after=from_1, deviations=(0.0, math.inf))
-        check_limits(self, "record_factor", "growth", record_factor=from_1, growth=from_1)
+    bounds: ClassVar[Bounds] = {
+        **dict.fromkeys(("record_factor", "min_factor", "first_factor", "growth", "adapt_after"), FROM_1),
+        **dict.fromkeys(("threshold", "deviations"), FROM_0),
+    }
+    may_be_none: ClassVar[frozenset[str]] = frozenset(("threshold", "record_factor", "growth"))
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
         for sample in snapshot.overview:

@@ -10,10 +10,9 @@ from typing import ClassVar, Final
 import numpy as np
 
 from .._analysis.formatting import number
-from .._analysis.memory import Remembers
 from .._measure.columns import FloatArray
 from ..snapshot import Snapshot, keys
-from ._base import Alert, check_limits, finding, values_of
+from ._base import FROM_0, FROM_1, Alert, Bounds, ShippedRule, finding, values_of
 
 # S samples
 
@@ -24,7 +23,7 @@ _PRECISION: Final = 1e-3  # of the median: losses that are all alike are no scat
 
 
 @dataclass(kw_only=True)
-class LossSpike(Remembers):
+class LossSpike(ShippedRule):
     """The loss is far above what it was lately, and stays there for some samples: "Loss spike".
 
     Far: above the largest of the last 32 samples by `deviations` of their robust standard deviation (1.4826 median
@@ -59,10 +58,10 @@ class LossSpike(Remembers):
 
     title: ClassVar[str] = "Loss spike"
     negative: ClassVar[str] = "Loss below 0"
-
-    def __post_init__(self) -> None:
-        check_limits(self, deviations=(0.0, math.inf), patience=(2.0, _WINDOW))
-        check_limits(self, stays=(1.0, math.inf), adapt_after=(1.0, math.inf))
+    bounds: ClassVar[Bounds] = dict.fromkeys(("stays", "adapt_after"), FROM_1) | {
+        "deviations": FROM_0,
+        "patience": (2.0, _WINDOW),
+    }
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
         for sample, loss in zip(snapshot.overview, values_of(snapshot, keys.LOSS), strict=True):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import ClassVar, Final
@@ -11,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from .._analysis.formatting import listing, worst_first
-from .._analysis.memory import Remembers, Streaks
+from .._analysis.memory import Streaks
 from .._measure.columns import FloatArray
 from ..snapshot import Snapshot, keys
-from ._base import Alert, check_limits, finding
+from ._base import FROM_1, Alert, Bounds, ShippedRule, finding
 
 # S samples, P watched parameters
 
@@ -36,7 +35,7 @@ def _cut_off(
 
 
 @dataclass(kw_only=True)
-class NoGradient(Remembers):
+class NoGradient(ShippedRule):
     """Parameters whose gradient does not arrive, or gradients that are all exactly 0: "No gradient".
 
     What is not trainable, by the snapshot, needs no gradient.
@@ -61,10 +60,7 @@ class NoGradient(Remembers):
     _unowned: set[str] = field(default_factory=set, init=False)  # keys of parameters that no optimizer holds
 
     title: ClassVar[str] = "No gradient"
-
-    def __post_init__(self) -> None:
-        from_1 = (1.0, math.inf)
-        check_limits(self, patience=from_1, lost_patience=from_1, cut_patience=from_1, zero_patience=from_1)
+    bounds: ClassVar[Bounds] = dict.fromkeys(("patience", "lost_patience", "cut_patience", "zero_patience"), FROM_1)
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
         unowned = [key for key in snapshot.metrics if key.startswith(keys.WIRING_UNOWNED)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import ClassVar, Final
@@ -10,13 +9,20 @@ from typing import ClassVar, Final
 import numpy as np
 
 from .._analysis.formatting import listing, number
-from .._analysis.forward import nonfinite_activations
-from .._analysis.memory import Remembers
 from .._measure.columns import Column, FloatArray
 from ..snapshot import Snapshot, keys
-from ._base import Alert, check_limits, finding, values_of
+from ._base import FROM_0, FROM_1, Alert, Bounds, ShippedRule, finding, values_of
 
 # S samples, P watched parameters
+
+
+# A loss scale: torch's begins at 65536, and passes through this in the fifth step that is skipped.
+_SETTLED: Final = 4096.0
+_CAUSE_AFTER: Final = (
+    "code between backward() and step() changed the gradients: a division by 0, a reduction over ranks, "
+    "clipping or unscaling of its own"
+)
+_REMEDY_AFTER: Final = "check that code for divisors and factors that can be 0, NaN or infinite at this step"
 
 
 def first_bad_rank(snapshot: Snapshot, sample: int) -> int | None:
@@ -25,35 +31,30 @@ def first_bad_rank(snapshot: Snapshot, sample: int) -> int | None:
     return None if ranks is None or not np.isfinite(ranks[sample]) else int(ranks[sample])
 
 
-_SETTLED: Final = (
-    4096.0  # a loss scale: torch's begins at 65536, and passes through this in the fifth step that is skipped
-)
-_CAUSE_AFTER: Final = (
-    "code between backward() and step() changed the gradients: a division by 0, a reduction over ranks, "
-    "clipping or unscaling of its own"
-)
-_REMEDY_AFTER: Final = "check that code for divisors and factors that can be 0, NaN or infinite at this step"
+def _first_nonfinite_output(snapshot: Snapshot, sample: int) -> str | None:
+    """The first module of the forward whose output was not finite in a sample, where `metrics.Activations` is used."""
+    for key, counts_S in snapshot.metrics.items():
+        family, name, metric = keys.split_metric(key) or ("", "", "")
+        if (family, metric) == (keys.ACTIVATION, keys.NONFINITE_METRIC) and counts_S[sample] > 0:
+            return name
+    return None
 
 
 @dataclass(kw_only=True)
-class _NonFiniteGradient(Remembers, ABC):
+class _NonFiniteGradient(ShippedRule):
     """What the rules for NaN and for Inf share. A sample that AMP skipped is not theirs but the loss scale's."""
 
     title: ClassVar[str]
     is_for_rare_samples: ClassVar[bool] = True
     what: ClassVar[str]
+    counts: ClassVar[str]  # of the snapshot, how many elements of each gradient are of this kind
     cause: ClassVar[str]
     remedy: ClassVar[str]
-
-    @staticmethod
-    @abstractmethod
-    def counts_SP(snapshot: Snapshot) -> FloatArray:
-        """How many elements of each gradient are of this rule's kind: [S, P]."""
 
     def check(self, snapshot: Snapshot) -> Iterator[Alert]:
         for sample in snapshot.overview:
             if sample.has_nonfinite and (not sample.skipped or sample.left_out):
-                counts_P = self.counts_SP(snapshot)[sample.place]
+                counts_P = getattr(snapshot, self.counts)[sample.place]
                 if np.any(counts_P > 0):
                     yield self._alert(snapshot, sample.place, counts_P)
 
@@ -80,9 +81,8 @@ class _NonFiniteGradient(Remembers, ABC):
             f"in the backward's order first in {snapshot.names[backward[0]]}"
             + (f", on rank {rank}." if rank is not None else ".")
         )
-        forward = list(nonfinite_activations(snapshot, sample))
-        if forward:
-            fact += f" Before that, in the forward, the output of {forward[0]} was the first that was not finite."
+        if (output := _first_nonfinite_output(snapshot, sample)) is not None:
+            fact += f" Before that, in the forward, the output of {output} was the first that was not finite."
         if left_out:
             fact += " The training loop left this step out: these gradients were reset, and no optimizer has used them."
         broken = np.flatnonzero(snapshot.column(Column.PARAM_NUM_NONFINITE)[sample] > 0)
@@ -102,15 +102,12 @@ class NaNGradient(_NonFiniteGradient):
 
     title: ClassVar[str] = "NaN gradient"
     what: ClassVar[str] = "NaN"
+    counts: ClassVar[str] = "num_nan"
     cause: ClassVar[str] = "a bad batch, or an operation without a derivative (0/0, log 0, sqrt at 0)"
     remedy: ClassVar[str] = (
         "look at the batch of this step, add an epsilon inside log, sqrt and divisions; "
         'watch(model, on_nonfinite="trace") names the operation'
     )
-
-    @staticmethod
-    def counts_SP(snapshot: Snapshot) -> FloatArray:
-        return snapshot.num_nan
 
 
 @dataclass(kw_only=True)
@@ -119,21 +116,18 @@ class InfGradient(_NonFiniteGradient):
 
     title: ClassVar[str] = "Inf gradient"
     what: ClassVar[str] = "Inf"
+    counts: ClassVar[str] = "num_inf"
     cause: ClassVar[str] = "an overflow: values beyond the range of the dtype, by growth or by a division by almost 0"
     remedy: ClassVar[str] = (
         "lower the learning rate or clip, use bfloat16 in place of float16, add an epsilon to divisions"
     )
-
-    @staticmethod
-    def counts_SP(snapshot: Snapshot) -> FloatArray:
-        return snapshot.num_inf
 
 
 NONFINITE_TITLES: Final = (NaNGradient.title, InfGradient.title)
 
 
 @dataclass(kw_only=True)
-class NonFiniteLoss(Remembers):
+class NonFiniteLoss(ShippedRule):
     """The loss is NaN or infinite: "Non-finite loss".
 
     Not at a sample that AMP skipped: an overflow of the scaled loss is how the scale finds its place. Nor where the
@@ -150,9 +144,8 @@ class NonFiniteLoss(Remembers):
             if np.any(snapshot.column(Column.PARAM_NUM_NONFINITE)[sample.place] > 0):
                 continue
             fact = f"Step {sample.step}: the loss is NaN or infinite (threshold: 0)."
-            forward = list(nonfinite_activations(snapshot, sample.place))
-            if forward:
-                fact += f" In the forward the output of {forward[0]} was the first that was not finite."
+            if (output := _first_nonfinite_output(snapshot, sample.place)) is not None:
+                fact += f" In the forward the output of {output} was the first that was not finite."
             if sample.left_out:
                 fact += " The training loop left this step out."
             cause = (
@@ -165,7 +158,7 @@ class NonFiniteLoss(Remembers):
 
 
 @dataclass(kw_only=True)
-class LossScaleCollapse(Remembers):
+class LossScaleCollapse(ShippedRule):
     """AMP skips update after update, or its scale falls below a floor: "Loss scale collapse".
 
     An isolated skipped update is how a loss scale finds its place, and no alert. Nor are the first ones of a run, in a
@@ -183,9 +176,7 @@ class LossScaleCollapse(Remembers):
     _has_updated: bool = field(default=False, init=False)
 
     title: ClassVar[str] = "Loss scale collapse"
-
-    def __post_init__(self) -> None:
-        check_limits(self, patience=(1.0, np.inf), min_scale=(0.0, np.inf))
+    bounds: ClassVar[Bounds] = {"patience": FROM_1, "min_scale": FROM_0}
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
         for sample, scale in zip(snapshot.overview, snapshot.loss_scale.tolist(), strict=True):

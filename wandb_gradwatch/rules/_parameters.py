@@ -14,12 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from .._analysis.formatting import clip_advice, listing, number, worst_first
-from .._analysis.layers import initial_gains, input_scale
-from .._analysis.memory import PerName, Remembers
+from .._analysis.layers import initial_gains, input_scale, weights_beside_biases
+from .._analysis.memory import PerName
 from .._analysis.movement import Movement, Update
 from .._measure.columns import Column, FloatArray
 from ..snapshot import Overview, Snapshot
-from ._base import FIRST_STEPS, Alert, Level, check_limits, finding
+from ._base import FIRST_STEPS, FROM_0, FROM_1, SHARE, Alert, Bounds, Level, ShippedRule, finding
 
 # S samples, P watched parameters
 
@@ -54,7 +54,7 @@ _MIN_UNITS: Final = 4  # so many equal gradients are no chance
 
 
 @dataclass(kw_only=True)
-class PoorInitialisation(Remembers):
+class PoorInitialisation(ShippedRule):
     """At the first samples, weights far from the size that keeps a signal's size, or equal units: "Initial weights".
 
     Not of a model that was trained before, whose normalisations have left 1 and 0: what it has learnt is no accident.
@@ -76,11 +76,9 @@ class PoorInitialisation(Remembers):
 
     title: ClassVar[str] = "Initial weights"
     is_for_rare_samples: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        positive = (0.0, math.inf)
-        check_limits(self, max_gain=positive, min_gain=positive, max_rms=positive, max_recurrent_gain=positive)
-        check_limits(self, max_bias=positive)
+    bounds: ClassVar[Bounds] = dict.fromkeys(
+        ("max_gain", "min_gain", "max_rms", "max_recurrent_gain", "max_bias"), FROM_0
+    )
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
         if self._is_over:
@@ -137,7 +135,7 @@ class PoorInitialisation(Remembers):
 
 
 @dataclass(kw_only=True)
-class LargeInputs(Remembers):
+class LargeInputs(ShippedRule):
     """In each of the first two samples the first layer's gradients are those of large inputs: "Large inputs".
 
     Args:
@@ -149,9 +147,7 @@ class LargeInputs(Remembers):
 
     title: ClassVar[str] = "Large inputs"
     is_for_rare_samples: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        check_limits(self, max_scale=(0.0, math.inf))
+    bounds: ClassVar[Bounds] = {"max_scale": FROM_0}
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
         is_first_S = snapshot.steps <= FIRST_STEPS
@@ -174,7 +170,7 @@ class LargeInputs(Remembers):
 
 
 @dataclass(kw_only=True)
-class FastParameters(Remembers):
+class FastParameters(ShippedRule):
     """Updates grow a weight by far more than any training survives, or shrink it to nothing.
 
     "Parameters grow too fast": of each weight the second largest of five updates counts, and ten without the largest.
@@ -207,10 +203,7 @@ class FastParameters(Remembers):
 
     title: ClassVar[str] = "Parameters grow too fast"
     shrinking: ClassVar[str] = "Parameters shrink"
-
-    def __post_init__(self) -> None:
-        share = (0.0, 1.0)
-        check_limits(self, max_growth=share, max_first_growth=share, min_left=share, max_factor=(1.0, math.inf))
+    bounds: ClassVar[Bounds] = {"max_growth": SHARE, "max_first_growth": SHARE, "min_left": SHARE, "max_factor": FROM_1}
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
         for seen in snapshot.overview:
@@ -345,14 +338,12 @@ class FastParameters(Remembers):
 
 def _was_trained(snapshot: Snapshot, sample: int) -> bool:
     """Whether a normalisation layer, by its name, has a weight that is not all 1 or 0, and a bias that is not all 0."""
-    places = {name: place for place, name in enumerate(snapshot.names)}
     size_P, sum_sq_P = snapshot.num_elements[sample], snapshot.column(Column.PARAM_SUM_SQ)[sample]
-    for name, weight in places.items():
-        module, _, parameter = name.rpartition(".")
-        bias = places.get(f"{module}.bias")
-        if parameter != "weight" or bias is None or not _NORMALISATION.search(module.rpartition(".")[2]):
-            continue
-        if sum_sq_P[bias] > 0 and sum_sq_P[weight] > 0 and sum_sq_P[weight] != size_P[weight] == size_P[bias]:
+    for weight, bias in weights_beside_biases(snapshot.names):
+        module, _, parameter = snapshot.names[weight].rpartition(".")
+        is_normalisation = parameter == "weight" and _NORMALISATION.search(module.rpartition(".")[2])
+        is_changed = sum_sq_P[bias] > 0 and sum_sq_P[weight] > 0 and sum_sq_P[weight] != size_P[weight] == size_P[bias]
+        if is_normalisation and is_changed:
             return True
     return False
 

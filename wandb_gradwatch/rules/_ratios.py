@@ -9,16 +9,16 @@ from typing import ClassVar
 import numpy as np
 
 from .._analysis.formatting import listing, number, worst_first
-from .._analysis.memory import Remembers, Streaks
+from .._analysis.memory import Streaks
 from .._measure.columns import FloatArray
 from ..snapshot import Snapshot
-from ._base import Alert, check_limits, finding
+from ._base import FROM_0, FROM_1, Alert, Bounds, ShippedRule, finding
 
 # S samples, P watched parameters, L modules
 
 
 @dataclass(kw_only=True)
-class GradParamRatio(Remembers):
+class GradParamRatio(ShippedRule):
     """A gradient's norm is out of proportion to its parameter's: "Gradient to parameter ratio".
 
     Not among the default rules: the ratio of a summed loss is healthy above 1, that of a finished training below 1e-6,
@@ -36,9 +36,7 @@ class GradParamRatio(Remembers):
     _outside: Streaks = field(default_factory=Streaks, init=False, repr=False)
 
     title: ClassVar[str] = "Gradient to parameter ratio"
-
-    def __post_init__(self) -> None:
-        check_limits(self, max_ratio=(0.0, np.inf), min_ratio=(0.0, np.inf), patience=(1.0, np.inf))
+    bounds: ClassVar[Bounds] = {"max_ratio": FROM_0, "min_ratio": FROM_0, "patience": FROM_1}
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
         ratio_SP = snapshot.grad_param_ratio
@@ -64,7 +62,7 @@ class GradParamRatio(Remembers):
 
 
 @dataclass(kw_only=True)
-class LayerSpread(Remembers):
+class LayerSpread(ShippedRule):
     """The largest layer's gradient norm is out of proportion to the smallest one's: "Layer spread".
 
     Not among the default rules: an attention's key bias has, but for rounding, no gradient at all (softmax does not see
@@ -81,9 +79,7 @@ class LayerSpread(Remembers):
     _num_wide: int = field(default=0, init=False)
 
     title: ClassVar[str] = "Layer spread"
-
-    def __post_init__(self) -> None:
-        check_limits(self, max_spread=(1.0, np.inf), patience=(1.0, np.inf))
+    bounds: ClassVar[Bounds] = {"max_spread": FROM_1, "patience": FROM_1}
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
         modules = snapshot.by_group("module")

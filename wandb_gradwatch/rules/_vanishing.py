@@ -14,10 +14,10 @@ import numpy.typing as npt
 from .._analysis.depth import DepthTrend, depth_trends
 from .._analysis.formatting import listing, number, worst_first
 from .._analysis.layers import dead_units, modules_of, without_inputs
-from .._analysis.memory import Remembers, Streaks
+from .._analysis.memory import Streaks
 from .._measure.columns import Column, FloatArray
 from ..snapshot import LEAST_SUM_SQ, Overview, Snapshot, keys
-from ._base import Alert, check_limits, finding
+from ._base import FROM_0, FROM_1, SHARE, Alert, Bounds, ShippedRule, finding
 
 # S samples, P watched parameters, L modules
 
@@ -36,7 +36,7 @@ _ABRUPT: Final = 1e3  # a fall below the floor from a norm this many times above
 
 
 @dataclass(kw_only=True)
-class VanishingGradient(Remembers):
+class VanishingGradient(ShippedRule):
     """The gradient fades: all of it, or on its way back to the input: "Vanishing gradient".
 
     A total norm that sinks slowly below the floor is a training that has converged, and no alert; one that was below
@@ -63,10 +63,7 @@ class VanishingGradient(Remembers):
     _num_coarse: int = field(default=0, init=False)
 
     title: ClassVar[str] = "Vanishing gradient"
-
-    def __post_init__(self) -> None:
-        check_limits(self, min_norm=(0.0, math.inf), depth_factor=(1.0, math.inf))
-        check_limits(self, min_order=(0.0, 1.0), patience=(1.0, math.inf))
+    bounds: ClassVar[Bounds] = {"min_norm": FROM_0, "depth_factor": FROM_1, "min_order": SHARE, "patience": FROM_1}
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
         steep = depth_trends(snapshot, above=self.depth_factor)
@@ -185,7 +182,7 @@ def _is_coarse(snapshot: Snapshot, seen: Overview) -> bool:
 
 
 @dataclass(kw_only=True)
-class DeadGradient(Remembers):
+class DeadGradient(ShippedRule):
     """Units of a layer get no gradient at all, and they are the same ones from sample to sample: "Dead gradient".
 
     A count of one sample says nothing: at a batch of 1 half of all ReLU units are off in every sample, though never the
@@ -216,9 +213,10 @@ class DeadGradient(Remembers):
     _least: float = field(default=0.0, init=False, repr=False)
 
     title: ClassVar[str] = "Dead gradient"
+    bounds: ClassVar[Bounds] = {"max_ratio": SHARE, "patience": FROM_1}
 
     def __post_init__(self) -> None:
-        check_limits(self, max_ratio=(0.0, 1.0), patience=(1.0, math.inf))
+        super().__post_init__()
         # Of layers of any size: it falls with it, but for what `_MANY` leaves alone in layers of a few units.
         self._least = float(self._by_chance(np.append(np.arange(1.0, 1.0 / (1.0 - _MANY) + 1), np.inf)).min())
 

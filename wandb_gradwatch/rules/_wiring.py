@@ -10,17 +10,16 @@ from typing import ClassVar, Final
 import numpy as np
 
 from .._analysis.formatting import listing, number
-from .._analysis.memory import Remembers
 from .._analysis.movement import Movement
 from .._measure.columns import Column
 from ..snapshot import Snapshot, keys
-from ._base import Alert, check_limits, finding, values_of
+from ._base import Alert, Bounds, ShippedRule, finding, values_of
 
 # S samples, P watched parameters
 
 
 @dataclass(kw_only=True)
-class NotInOptimizer(Remembers):
+class NotInOptimizer(ShippedRule):
     """Trainable parameters get a gradient, and no optimizer of the process holds them: "Not in any optimizer"."""
 
     title: ClassVar[str] = "Not in any optimizer"
@@ -51,7 +50,7 @@ class NotInOptimizer(Remembers):
 
 
 @dataclass(kw_only=True)
-class GradientsNotReset(Remembers):
+class GradientsNotReset(ShippedRule):
     """An optimizer steps with gradients that still contain those of its last step: "Gradients not reset"."""
 
     title: ClassVar[str] = "Gradients not reset"
@@ -71,7 +70,7 @@ class GradientsNotReset(Remembers):
 
 
 @dataclass(kw_only=True)
-class NegativeLearningRate(Remembers):
+class NegativeLearningRate(ShippedRule):
     """An update is made with a learning rate below 0, which climbs the loss: "Learning rate below 0"."""
 
     title: ClassVar[str] = "Learning rate below 0"
@@ -88,7 +87,7 @@ class NegativeLearningRate(Remembers):
 
 
 @dataclass(kw_only=True)
-class UnchangedParameters(Remembers):
+class UnchangedParameters(ShippedRule):
     """No parameter changes by a bit though all of them have gradients: "Parameters unchanged".
 
     What has converged (L-BFGS: 79 samples without a change) has gradients that are a small part of the largest ones so
@@ -115,10 +114,7 @@ class UnchangedParameters(Remembers):
     _felt: int = field(default=0, init=False)  # the step of the newest sample before these, or of the first one
 
     title: ClassVar[str] = "Parameters unchanged"
-
-    def __post_init__(self) -> None:
-        from_2 = (2.0, math.inf)
-        check_limits(self, patience=from_2, unknown_patience=from_2, zero_patience=from_2)
+    bounds: ClassVar[Bounds] = dict.fromkeys(("patience", "unknown_patience", "zero_patience"), (2.0, math.inf))
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
         for sample, rate in zip(snapshot.overview, values_of(snapshot, keys.LEARNING_RATE), strict=True):

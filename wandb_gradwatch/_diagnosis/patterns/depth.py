@@ -197,6 +197,5 @@ def batch_norm(evidence: Evidence) -> Diagnosis | None:
     words = (
         f"from one sample to the next the norm of {name[wild]}, before the normalisation {name[last]}, changes "
         f"{number(float(np.exp(scatter_L[wild])))}x, after it {number(float(np.exp(calm)))}x"
-        + (f"; the batch has {evidence.batch_size} samples" if evidence.batch_size else "")
     )
     return Diagnosis(BATCH_NORM, 0.9, words, "use batches of at least 8, GroupNorm or LayerNorm, or SyncBatchNorm")

@@ -24,7 +24,7 @@ from ..causes import (
 )
 from ..evidence import Evidence
 
-# S samples, L modules, R ranks
+# S samples, L modules
 
 _OTHER_DATA: Final = "the data has changed; whether the norm falls back tells them apart"
 _BACKWARD: Final = (
@@ -145,24 +145,15 @@ def broken_by_update(evidence: Evidence) -> Diagnosis | None:
 
 
 def bad_rank(evidence: Evidence) -> Diagnosis | None:
-    """The same rank is the first with NaN or Inf again and again, or its norm is far from the others'."""
-    remedy = "look at that rank's data shard and hardware; run it on another device"
+    """The same rank is the first with NaN or Inf again and again."""
     ranks_S = evidence.history.metrics.get(keys.FIRST_NONFINITE_RANK)
-    if ranks_S is not None:
-        known = [s for s in np.flatnonzero(np.isfinite(ranks_S)) if not evidence.is_broken(int(s))]
-        ranks = ranks_S[known]
-        if len(ranks) >= 2 and np.all(ranks == ranks[0]):
-            words = f"rank {int(ranks[0])} was the first with NaN or Inf in all of {len(ranks)} bad samples"
-            return Diagnosis(BAD_RANK, 0.9, words, remedy)
-    norm_SR = evidence.rank_grad_norm
-    if norm_SR is not None and norm_SR.ndim == 2 and norm_SR.shape[1] >= 2 and len(norm_SR):
-        newest = np.where(np.isnan(norm_SR[-1]), np.inf, norm_SR[-1])
-        rank = int(np.argmax(newest))
-        others = float(np.median(np.delete(newest, rank)))
-        if np.isfinite(others) and newest[rank] > 10 * others:
-            words = f"rank {rank} has a norm of {number(float(newest[rank]))}, the others {number(others)}"
-            return Diagnosis(BAD_RANK, 0.9, words, remedy)
-    return None
+    if ranks_S is None:
+        return None
+    ranks = ranks_S[[s for s in np.flatnonzero(np.isfinite(ranks_S)) if not evidence.is_broken(int(s))]]
+    if len(ranks) < 2 or np.any(ranks != ranks[0]):
+        return None
+    words = f"rank {int(ranks[0])} was the first with NaN or Inf in all of {len(ranks)} bad samples"
+    return Diagnosis(BAD_RANK, 0.9, words, "look at that rank's data shard and hardware; run it on another device")
 
 
 def invalid_operation(evidence: Evidence) -> Diagnosis | None:
