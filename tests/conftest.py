@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
@@ -112,6 +113,23 @@ def start_run(tmp_path: Path, loopback: LoopbackServer) -> Iterator[Callable[...
 def offline_run(start_run: Callable[..., Any]) -> Any:
     """One offline run."""
     return start_run()
+
+
+@pytest.fixture
+def watched() -> Iterator[Callable[..., Any]]:
+    """Make a model of parameters of these sizes, its SGD, and where its samples go, watched until the test is over."""
+    import torch
+    from gradients import Chosen, watch
+
+    with contextlib.ExitStack() as stack:
+
+        def make(sizes: dict[str, int], *, fused: bool = False, lr: float = 1.0, **options: Any) -> Any:
+            model = Chosen(**sizes)
+            watcher, sink = watch(model, **options)
+            stack.callback(watcher.remove)
+            return model, torch.optim.SGD(model.parameters(), lr=lr, fused=fused), sink
+
+        yield make
 
 
 @pytest.fixture

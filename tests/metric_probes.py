@@ -48,6 +48,21 @@ def train(
         optimizer.step()
 
 
+def seen(
+    model: nn.Module,
+    metrics: Sequence[Any],
+    batches: Iterable[Tensor],
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    loss: Callable[[Any], Tensor] = mean_square,
+    **options: Any,
+) -> dict[str, Any]:
+    """The `values` of a watched training."""
+    watcher, sink = watch(model, metrics, **options)
+    train(model, batches, optimizer=optimizer, loss=loss)
+    return values(watcher, sink)
+
+
 class Passes(nn.Module):
     """Puts out what it is given, and has something to train."""
 

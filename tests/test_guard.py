@@ -86,13 +86,10 @@ def test_without_the_guard_the_poison_shows():
     assert any(value.isnan().any() for value in state.values())
 
 
-def test_a_guard_of_ones_own():
-    model = Chosen(a=1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    watcher, sink = watch(model, guard=lambda snapshot: snapshot.total_grad_norm[-1] > 5)
+def test_a_guard_of_ones_own(watched):
+    model, optimizer, sink = watched(dict(a=1), guard=lambda snapshot: snapshot.total_grad_norm[-1] > 5)
     for gradient in (1, 10, 2):
         step(model, optimizer, a=[gradient])
-    watcher.remove()
     assert model.a.item() == 1 - 1 - 2
     assert sink.merged().metrics["gradwatch/num_guarded_steps"].tolist() == [0, 1, 0]
     assert of(sink.merged(), "a", "grad_norm").tolist() == [1, 10, 2]
@@ -175,25 +172,19 @@ def test_the_rows_count_withheld_steps_and_hold_no_other_key_of_the_guard():
     assert {key: value for key, value in scalars.items() if "guard" in key} == {"gradwatch/num_guarded_steps": 1}
 
 
-def test_too_many_skipped_steps_end_the_training_with_a_clear_error():
-    model = Chosen(a=1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    watcher, _ = watch(model, guard=SkipGuard(max_in_a_row=3))
+def test_too_many_skipped_steps_end_the_training_with_a_clear_error(watched):
+    model, optimizer, _ = watched(dict(a=1), guard=SkipGuard(max_in_a_row=3))
     for _ in range(3):
         step(model, optimizer, a=[math.nan])
     with pytest.raises(TooManySkippedStepsError, match=r"4 unhealthy steps in a row, up to step 4 \(max_in_a_row=3\)"):
         step(model, optimizer, a=[math.nan])
-    watcher.remove()
 
 
-def test_or_go_on_as_chosen():
-    model = Chosen(a=1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    watcher, _ = watch(model, guard=SkipGuard(max_in_a_row=1, then="continue"))
+def test_or_go_on_as_chosen(watched):
+    model, optimizer, _ = watched(dict(a=1), guard=SkipGuard(max_in_a_row=1, then="continue"))
     for _ in range(2):
         step(model, optimizer, a=[math.nan])
     assert model.a.isnan()
-    watcher.remove()
 
 
 @pytest.mark.parametrize(
@@ -376,21 +367,18 @@ def test_diagnose_is_silent_on_a_healthy_training():
     watcher.remove()
 
 
-def test_a_callback_that_raises_loses_no_row_and_no_other_callback():
+def test_a_callback_that_raises_loses_no_row_and_no_other_callback(watched):
     heard = []
 
     def stop(alert):
         raise KeyError(alert.title)
 
-    model = Chosen(a=2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    watcher, sink = watch(model, rules=None, log_every=2, on_alert=[stop, heard.append])
+    model, optimizer, sink = watched(dict(a=2), lr=0.0, rules=None, log_every=2, on_alert=[stop, heard.append])
     for number in range(1, 9):
         try:
             step(model, optimizer, a=[math.nan, math.inf] if number == 4 else [1, 1])
         except KeyError:
             assert number == 4
-    watcher.remove()
     assert [snapshot.steps.tolist() for snapshot in sink.snapshots] == [[1, 2], [3, 4], [5, 6], [7, 8]]
     assert [alert.title for alert in sink.alerts] == ["NaN gradient", "Inf gradient"]
     assert heard == list(sink.alerts)

@@ -137,15 +137,12 @@ def test_a_first_step_that_is_withheld_creates_no_state(make):
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_parameters_that_are_not_watched_are_withheld_with_the_others(fused):
-    model = Chosen(a=1, b=1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, fused=fused)
-    watcher, _ = watch(model, include="a", guard="skip")
+def test_parameters_that_are_not_watched_are_withheld_with_the_others(watched, fused):
+    model, optimizer, _ = watched(dict(a=1, b=1), fused=fused, include="a", guard="skip")
     step(model, optimizer, a=[math.nan], b=[1])
     assert (model.a.item(), model.b.item()) == (1, 1)
     step(model, optimizer, a=[1], b=[1])
     assert (model.a.item(), model.b.item()) == (0, 0)
-    watcher.remove()
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -187,21 +184,16 @@ def test_optimizers_of_one_backward_are_withheld_together(fused):
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_after_the_step_everything_is_where_it_was(fused):
-    model = Chosen(a=1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, fused=fused)
-    watcher, _ = watch(model, guard="skip")
+def test_after_the_step_everything_is_where_it_was(watched, fused):
+    model, optimizer, _ = watched(dict(a=1), fused=fused, guard="skip")
     step(model, optimizer, a=[math.nan])
     assert model.a.grad.isnan()
     assert not hasattr(optimizer, "found_inf")
-    watcher.remove()
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_step_that_raises_leaves_nothing_behind(fused):
-    model = Chosen(a=1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, fused=fused)
-    watcher, _ = watch(model, guard="skip")
+def test_a_step_that_raises_leaves_nothing_behind(watched, fused):
+    model, optimizer, _ = watched(dict(a=1), fused=fused, guard="skip")
     hook = optimizer.register_step_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         step(model, optimizer, a=[math.nan])
@@ -209,7 +201,6 @@ def test_a_step_that_raises_leaves_nothing_behind(fused):
     step(model, optimizer, a=[1])
     assert model.a.item() == 0  # 1 - 1: with a found_inf left behind it would be 1, with the old gradient NaN
     assert not hasattr(optimizer, "found_inf")
-    watcher.remove()
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -232,35 +223,26 @@ def test_a_loss_scaler_keeps_what_it_has_found(fused):
     assert (guard.num_skipped, guard.num_in_a_row) == (0, 0)
 
 
-def test_too_many_in_a_row_are_noticed_late_on_the_device():
-    model = Chosen(a=1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, fused=True)
-    watcher, _ = watch(model, guard=SkipGuard(max_in_a_row=3))
+def test_too_many_in_a_row_are_noticed_late_on_the_device(watched):
+    model, optimizer, _ = watched(dict(a=1), fused=True, guard=SkipGuard(max_in_a_row=3))
     for _ in range(11):
         step(model, optimizer, a=[math.nan])
     with pytest.raises(TooManySkippedStepsError, match="4 unhealthy steps in a row, up to step 4"):
         step(model, optimizer, a=[math.nan])
     assert model.a.item() == 1
-    watcher.remove()
 
 
-def test_or_let_through_late_as_chosen():
-    model = Chosen(a=1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, fused=True)
-    watcher, _ = watch(model, guard=SkipGuard(max_in_a_row=3, then="continue"))
+def test_or_let_through_late_as_chosen(watched):
+    model, optimizer, _ = watched(dict(a=1), fused=True, guard=SkipGuard(max_in_a_row=3, then="continue"))
     for number in range(1, 12):
         step(model, optimizer, a=[math.nan])
         assert model.a.isnan().item() == (number == 11)  # the third one in a row is known 8 steps after step 3
-    watcher.remove()
 
 
-def test_withheld_steps_between_two_samples_are_counted_in_the_next():
-    model = Chosen(a=1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    watcher, sink = watch(model, guard="skip", sample_every=5, log_every=10)
+def test_withheld_steps_between_two_samples_are_counted_in_the_next(watched):
+    model, optimizer, sink = watched(dict(a=1), guard="skip", sample_every=5, log_every=10)
     for number in range(1, 21):
         step(model, optimizer, a=[math.nan if number in (3, 4, 12) else 1])
-    watcher.remove()
     assert [int(s) for s in sink.merged().steps] == [5, 10, 15, 20]
     assert sink.merged().metrics["gradwatch/num_guarded_steps"].tolist() == [2, 0, 1, 0]
     rows = [HistoryRow.of(snapshot).scalars()["gradwatch/num_guarded_steps"] for snapshot in sink.snapshots]
@@ -268,14 +250,13 @@ def test_withheld_steps_between_two_samples_are_counted_in_the_next():
     assert of(sink.merged(), "a", "grad_norm").tolist() == [1, 1, 1, 1]
 
 
-def test_a_function_is_asked_at_every_step():
+def test_a_function_is_asked_at_every_step(watched):
     asked = []
-    model = Chosen(a=1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    watcher, _ = watch(model, guard=lambda s: asked.append((int(s.steps[-1]), s.param_norm[-1, 0])), sample_every=3)
+    model, optimizer, _ = watched(
+        dict(a=1), guard=lambda s: asked.append((int(s.steps[-1]), s.param_norm[-1, 0])), sample_every=3
+    )
     for _ in range(4):
         step(model, optimizer, a=[-1])
-    watcher.remove()
     assert asked == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0)]
 
 
@@ -354,12 +335,9 @@ def test_an_overflow_that_only_the_loss_scaler_sees_is_skipped_all_the_same():
     assert scaler.get_scale() == 4
 
 
-def test_a_guarded_step_between_two_samples_leaves_nothing_in_the_next():
-    model = Chosen(a=1, b=1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    watcher, sink = watch(model, guard="skip", sample_every=2)
+def test_a_guarded_step_between_two_samples_leaves_nothing_in_the_next(watched):
+    model, optimizer, sink = watched(dict(a=1, b=1), lr=0.0, guard="skip", sample_every=2)
     step(model, optimizer, a=[1], b=[1])
     step(model, optimizer, a=[1])
-    watcher.remove()
     assert of(sink.merged(), "a", "grad_norm").tolist() == [1]
     assert math.isnan(of(sink.merged(), "b", "grad_norm")[0])

@@ -9,8 +9,8 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from gradients import Chosen
-from metric_probes import train, values, watch
+from gradients import Chosen, step
+from metric_probes import seen, train, values, watch
 from torch import nn
 
 from wandb_gradwatch.metrics import Activations, Metric, ModuleProbe, NoiseScale, Updates, probes_of
@@ -32,9 +32,7 @@ def test_parameter_gradient_and_update_are_those_of_the_step():
     watcher, sink = watch(model, metrics)
     optimizer = SGD(model.parameters(), lr=0.5)
     for _ in range(2):
-        optimizer.zero_grad()
-        model.loss(a=[3, 4], b=[12]).backward()
-        optimizer.step()
+        step(model, optimizer, a=[3, 4], b=[12])
     found = values(watcher, sink)
     # a is (1, 1) before the first step and (1 - 1.5, 1 - 2) before the second.
     np.testing.assert_allclose(found["parameter/a/l2"], [math.sqrt(2), math.sqrt(0.25 + 1)])
@@ -155,9 +153,7 @@ def test_during_a_step_there_is_one_copy_of_what_matches_and_none_of_the_rest():
 def test_every_nth_sampled_step_and_steps_between_are_not_said_to_lack_a_forward(said):
     model = nn.Linear(1, 1)
     metrics = [Metric("x", torch.sum, every=5), Metric("z", torch.sum, on="activation", every=5)]
-    watcher, sink = watch(model, [*metrics, Metric("y", torch.sum)])
-    train(model, torch.ones(12, 1, 1))
-    found = values(watcher, sink)
+    found = seen(model, [*metrics, Metric("y", torch.sum)], torch.ones(12, 1, 1))
     for key in ("parameter/weight/x", "activation/root/z"):
         assert np.flatnonzero(~np.isnan(found[key])).tolist() == [4, 9]
     assert not np.isnan(found["parameter/weight/y"]).any()
@@ -172,9 +168,7 @@ def test_dims_keep_dimensions_apart():
         Metric("mean", lambda w: w, dims={0: "unit"}),
         Metric("max", lambda w: w, dims={-1: "input", 0: "unit"}, aggregate="max"),
     ]
-    watcher, sink = watch(model, metrics)
-    train(model, [torch.ones(1, 3)])
-    found = values(watcher, sink)
+    found = seen(model, metrics, [torch.ones(1, 3)])
     assert found["parameter/weight/unit_0/mean"][0] == 2
     assert found["parameter/weight/unit_1/mean"][0] == 6
     assert found["parameter/weight/input_2/unit_1/max"][0] == 9
@@ -323,9 +317,7 @@ def test_a_metric_that_fails_during_training_is_dropped_alone_and_said_once(said
     watcher, sink = watch(model, metrics)
     optimizer = SGD(model.parameters(), lr=0.0)
     for gradient in (1, 7, 1, 7):
-        optimizer.zero_grad()
-        model.loss(a=[gradient]).backward()
-        optimizer.step()
+        step(model, optimizer, a=[gradient])
     found = values(watcher, sink)
     assert found["gradient/a/steady"].tolist() == [1, 7, 1, 7]
     assert found["gradient/a/moody"][0] == 1
@@ -345,9 +337,7 @@ def test_a_probe_that_fails_is_dropped_alone_and_said_once(said, monkeypatch):
     monkeypatch.setattr(probe._befores, "keep", full)
     optimizer = SGD(model.parameters(), lr=1.0)
     for _ in range(3):
-        optimizer.zero_grad()
-        model.loss(a=[1]).backward()
-        optimizer.step()
+        step(model, optimizer, a=[1])
     found = values(watcher, sink)
     assert found["gradient/a/sum"].tolist() == [1, 1, 1]
     assert sink.merged().grad_norm[:, 0].tolist() == [1, 1, 1]

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from metric_probes import Passes, train, values, watch
+from metric_probes import Passes, seen, train, values, watch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -35,15 +35,9 @@ SGD = torch.optim.SGD
 COUNT = Metric("count", torch.ones_like, on="activation", aggregate="sum")
 
 
-def seen(model, metrics, *batches, **options):
-    watcher, sink = watch(model, metrics, **options)
-    train(model, batches, optimizer=SGD(model.parameters(), lr=0.0))
-    return values(watcher, sink)
-
-
 def test_every_statistic_of_known_values():
     everything = Activations("inner", statistics=[*STATISTICS, *QUANTILES], dead_threshold=0.5)
-    found = seen(Passes(), [everything], torch.tensor([3.0, -4.0, 0.0, 0.5, math.nan, math.inf, -math.inf, 0.0]))
+    found = seen(Passes(), [everything], [torch.tensor([3.0, -4.0, 0.0, 0.5, math.nan, math.inf, -math.inf, 0.0])])
     # Finite: 3, -4, 0, 0.5, 0. Sum -0.5, squares 9 + 16 + 0.25 = 25.25.
     expected = {
         "norm": math.sqrt(25.25),
@@ -73,7 +67,7 @@ def test_micro_batches_merge_into_the_row_of_the_whole_batch():
         model(part).sum().backward()
     SGD(model.parameters(), lr=0.1).step()
     merged = values(watcher, sink)
-    at_once = seen(Passes(), [Activations("inner", statistics=list(STATISTICS))], whole)
+    at_once = seen(Passes(), [Activations("inner", statistics=list(STATISTICS))], [whole])
     for key, value in at_once.items():
         assert merged[key][0] == pytest.approx(value[0], rel=1e-9), key
 
@@ -105,7 +99,7 @@ def test_outputs_in_containers(make, names):
             self.many(x)
             return self.last(x)
 
-    found = seen(Model(), [Activations("many")], torch.tensor([[3.0, 4.0]]))
+    found = seen(Model(), [Activations("many")], [torch.tensor([[3.0, 4.0]])])
     assert {key.split("/")[1] for key in found} == {f"many.{name}" for name in names}
     assert [found[f"activation/many.{name}/norm"][0] for name in names] == [5, 10]
 
@@ -163,7 +157,7 @@ def test_an_evaluation_has_no_backward():
 def test_only_sampled_steps_are_measured():
     model, calls = Passes(), []
     counting = Metric("n", lambda a: calls.append(1) or a.sum(), on="activation", match="inner")
-    found = seen(model, [counting, Activations("inner")], *torch.arange(1.0, 7.0), sample_every=3)
+    found = seen(model, [counting, Activations("inner")], torch.arange(1.0, 7.0), sample_every=3)
     assert found["activation/inner/max"].tolist() == [3, 6]
     assert len(calls) == 2
 
@@ -200,7 +194,7 @@ def test_checkpointing_counts_once_and_keeps_the_order_of_the_forward(use_reentr
             return x
 
     count = Metric("count", torch.ones_like, on="activation", aggregate="sum")
-    found = seen(Model(), [Activations(), count], torch.ones(5, 2), torch.ones(5, 2))
+    found = seen(Model(), [Activations(), count], torch.ones(2, 5, 2))
     blocks = [f"blocks.{block}{layer}" for block in range(2) for layer in (".0", ".1", "")]
     names = ["before", *blocks, "root"]
     for name in names:
@@ -359,7 +353,7 @@ def test_modules_hand_over_tensors():
         Activations(r"\.gate$|heads"),
         Metric("top", lambda a: a.max(), on="activation", match=r"heads"),
     ]
-    found = seen(model, metrics, torch.zeros(3, 4))
+    found = seen(model, metrics, [torch.zeros(3, 4)], optimizer=SGD(model.parameters(), lr=0.0))
     bias = model[0].linear.bias.detach()
     expected = bias.sigmoid().repeat(3).norm().item()
     assert found["activation/0.gate/norm"][0] == pytest.approx(expected, rel=1e-6)

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from metric_probes import SelfAttention, train, values, watch
+from metric_probes import SelfAttention, seen, train, values, watch
 from torch import nn
 from torch.nn import functional
 
@@ -188,9 +188,7 @@ def test_multihead_attention_agrees_with_the_weights_that_torch_returns(variant,
         padding[1, 3:] = True  # True forbids
         masks = {"attn_mask": torch.randn(4, 5), "key_padding_mask": torch.zeros(3, 5).masked_fill(padding, -INF)}
     model = Model()
-    watcher, sink = watch(model, [Attention()])
-    train(model, [inputs], optimizer=SGD(model.parameters(), lr=0.0))
-    found = values(watcher, sink)
+    found = seen(model, [Attention()], [inputs], optimizer=SGD(model.parameters(), lr=0.0))
     with torch.no_grad():
         weights = module(*inputs, **masks, need_weights=True, average_attn_weights=False)[1].double()
     rows = -(weights * torch.where(weights > 0, weights, 1.0).log()).sum(-1)
@@ -214,9 +212,7 @@ def test_a_module_of_ones_own_hands_over_its_attention():
     torch.manual_seed(0)
     model = nn.Sequential(SelfAttention(), nn.Linear(8, 1))
     x = torch.randn(3, 5, 8)
-    watcher, sink = watch(model, [Attention()])
-    train(model, [x], optimizer=SGD(model.parameters(), lr=0.0))
-    found = values(watcher, sink)
+    found = seen(model, [Attention()], [x], optimizer=SGD(model.parameters(), lr=0.0))
     with torch.no_grad():
         q, k, _ = (t.unflatten(-1, (2, 4)).transpose(1, 2).double() for t in model[0].qkv(x).chunk(3, dim=-1))
     logits = (q @ k.mT / 2).masked_fill(torch.ones(5, 5, dtype=torch.bool).triu(1), -INF)
@@ -254,9 +250,7 @@ def test_the_functions_need_no_mixin():
             return x * self.w
 
     model = Plain()
-    watcher, sink = watch(model, [Attention(statistics=["norm"])])
-    train(model, [torch.zeros(1, 2, 3, 4)])
-    found = values(watcher, sink)
+    found = seen(model, [Attention(statistics=["norm"])], [torch.zeros(1, 2, 3, 4)])
     assert found["attention/root/head_1/entropy_ratio"].tolist() == [pytest.approx(1.0)]
     assert "attention/root/head_1/value_norm" not in found
 

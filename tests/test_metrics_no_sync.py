@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from wandb_gradwatch._capture.probes import WatchedTensor
-from wandb_gradwatch._measure.measure import measure, sum_sq
+from wandb_gradwatch._measure.measure import measure, measure_received
 from wandb_gradwatch.metrics import (
     Activations,
     Attention,
@@ -66,7 +66,11 @@ def questions(metrics_of, monkeypatch):
     # The backend for any device; the CPU's own may look at numbers as it likes.
     monkeypatch.setattr("wandb_gradwatch.metrics._rows.measure", partial(measure, backend="torch"))
     for user in ("_updates", "_reference"):
-        monkeypatch.setattr(f"wandb_gradwatch.metrics.{user}.sum_sq", partial(sum_sq, backend="torch"))
+        monkeypatch.setattr(
+            f"wandb_gradwatch.metrics.{user}.sum_sq", lambda tensors: measure_received(tensors, backend="torch")[:, 0]
+        )
+    # The loss of a training on the host is a number there anyway.
+    monkeypatch.setattr("wandb_gradwatch._capture.loss._value_of", lambda loss: 0.0)
     torch.manual_seed(0)
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)  # the others read the number of the step

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from metric_probes import train, values, watch
+from metric_probes import seen, train, values, watch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -87,11 +87,9 @@ class Ragged(nn.Module):
 )
 def test_an_odd_output_fails_nothing_and_what_is_a_tensor_in_it_is_seen(make, names, said):
     model = Makes(make)
-    watcher, sink = watch(model, everything(model))
-    train(model, [torch.tensor([3.0, 4.0])] * 2, optimizer=SGD([model.gain], lr=0.0))
-    found = values(watcher, sink)
-    seen = {key.split("/")[1] for key in found if key.startswith("activation/odd")}
-    assert sorted(seen) == names
+    found = seen(model, everything(model), [torch.tensor([3.0, 4.0])] * 2, optimizer=SGD([model.gain], lr=0.0))
+    odd = {key.split("/")[1] for key in found if key.startswith("activation/odd")}
+    assert sorted(odd) == names
     assert all(np.isfinite(found[f"activation/{name}/norm"]).all() for name in names)
     assert all(f"activation/{name}/own" in found for name in names)
     assert found["update/gain/norm"].tolist() == [0, 0]
@@ -109,9 +107,7 @@ def test_a_module_that_is_called_twice_counts_twice_under_its_first_name():
             return self.alias(self.first(x))
 
     model = Twice()
-    watcher, sink = watch(model, [COUNT, Activations(statistics=["norm", "num_nonfinite"])])
-    train(model, [torch.ones(3, 2)])
-    found = values(watcher, sink)
+    found = seen(model, [COUNT, Activations(statistics=["norm", "num_nonfinite"])], [torch.ones(3, 2)])
     assert found["activation/first/count"].tolist() == [12]  # 3 x 2 elements, twice
     assert not any("alias" in key for key in found)
 
@@ -219,9 +215,7 @@ def test_blocks_that_are_compiled_each_show_their_output_and_no_graph_breaks():
     model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(2)), nn.Linear(4, 1))
     for block in model[:2]:
         block.compile(backend=backend, fullgraph=True)
-    watcher, sink = watch(model, [Activations(), COUNT])
-    train(model, [torch.ones(3, 4)] * 3)
-    found = values(watcher, sink)
+    found = seen(model, [Activations(), COUNT], [torch.ones(3, 4)] * 3)
     assert {"2", "root"} <= {key.split("/")[1] for key in found}
     assert found["activation/2/count"].tolist() == [3, 3, 3]
     assert len(graphs) <= 2, "a graph break or a recompilation"
@@ -258,9 +252,7 @@ class Hands(MonitorMixin, nn.Module):
 
 def test_what_is_handed_over_is_looked_at_as_outputs_are(said):
     model = Hands()
-    watcher, sink = watch(model, [Activations(), Metric("own", lambda t: t.max(), on="activation")])
-    train(model, [torch.tensor([3.0, 4.0])])
-    found = values(watcher, sink)
+    found = seen(model, [Activations(), Metric("own", lambda t: t.max(), on="activation")], [torch.tensor([3.0, 4.0])])
     assert {key.split("/")[1] for key in found} == {"root", "root.good", "linear"}
     assert found["activation/root.good/norm"].tolist() == [5]
     assert said() == []

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gradients import Chosen
+from gradients import Chosen, step
 from metric_probes import train, values, watch
 from torch import nn
 
@@ -20,10 +20,10 @@ KEY = "optimizer_state/a"
 def of_adam(gradients: np.ndarray, *, eps: float, betas: tuple[float, float] = (0.9, 0.999)) -> dict[str, list[float]]:
     """What the docstring says, in float64, of every step's gradient: [S, E]."""
     m, v, found = np.zeros(gradients.shape[1]), np.zeros(gradients.shape[1]), []
-    for step, g in enumerate(gradients, 1):
-        known = v / (1 - betas[1] ** (step - 1)) if step > 1 else np.full_like(v, np.nan)
+    for t, g in enumerate(gradients, 1):
+        known = v / (1 - betas[1] ** (t - 1)) if t > 1 else np.full_like(v, np.nan)
         m, v = betas[0] * m + (1 - betas[0]) * g, betas[1] * v + (1 - betas[1]) * g**2
-        m_hat, v_hat = m / (1 - betas[0] ** step), v / (1 - betas[1] ** step)
+        m_hat, v_hat = m / (1 - betas[0] ** t), v / (1 - betas[1] ** t)
         found.append({
             "exp_avg_norm": np.linalg.norm(m),
             "exp_avg_sq_norm": np.linalg.norm(v),
@@ -106,9 +106,7 @@ def at_steady_state(moment: float, second: float, gradients: list[list[float]], 
     optimizer.state[model.a] = {**state, "exp_avg_sq": torch.full_like(model.a, second)}
     watcher, sink = watch(model, [OptimizerState()], sample_every=sample_every)
     for gradient in gradients:
-        optimizer.zero_grad()
-        model.loss(a=gradient).backward()
-        optimizer.step()
+        step(model, optimizer, a=gradient)
     return values(watcher, sink)
 
 
@@ -143,9 +141,7 @@ def trained(gradients: np.ndarray) -> Any:
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     watcher, sink = watch(model, [OptimizerState()])
     for gradient in gradients:
-        optimizer.zero_grad()
-        model.loss(a=gradient.tolist()).backward()
-        optimizer.step()
+        step(model, optimizer, a=gradient.tolist())
     watcher.remove()
     return sink
 

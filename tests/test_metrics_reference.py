@@ -8,7 +8,7 @@ import math
 
 import pytest
 import torch
-from gradients import Chosen
+from gradients import Chosen, step
 from metric_probes import train, values, watch
 from torch import nn
 
@@ -22,9 +22,7 @@ def test_parameters_are_compared_before_the_update():
     watcher, sink = watch(model, [Reference(model)])
     optimizer = SGD(model.parameters(), lr=0.1)
     for _ in range(3):
-        optimizer.zero_grad()
-        model.loss(a=[3, 4]).backward()
-        optimizer.step()
+        step(model, optimizer, a=[3, 4])
     found = values(watcher, sink)
     # Each step moves a, of norm sqrt(2) at first, by 0.1 * 5.
     assert found["parameter/a/difference"].tolist() == pytest.approx([0, 0.5, 1.0], abs=1e-6)
@@ -141,9 +139,7 @@ def test_a_function_that_fails_is_dropped_alone(said):
     watcher, sink = watch(model, [Reference(model, functions=functions)])
     optimizer = SGD(model.parameters(), lr=1.0)
     for _ in range(2):
-        optimizer.zero_grad()
-        model.loss(a=[1, 3]).backward()
-        optimizer.step()
+        step(model, optimizer, a=[1, 3])
     found = values(watcher, sink)
     assert found["parameter/a/good"].tolist() == [0, 3]
     assert "parameter/a/bad" not in found

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import ranks
 import torch
-from metric_probes import train, values, watch
+from metric_probes import seen, train, values, watch
 from metric_rank_programs import spectrum as spectrum_of
 from torch import nn
 
@@ -54,9 +54,7 @@ def test_known_matrices() -> None:
     for matrix, sigma, rank in ((3 * torch.eye(4), 3, 4), (torch.ones(4, 4), 4, 1), (torch.zeros(4, 4), 0, np.nan)):
         model = nn.Linear(4, 4, bias=False)
         model.weight = nn.Parameter(matrix.clone())
-        watcher, sink = watch(model, [Spectrum()])
-        train(model, [torch.zeros(1, 4)])
-        found = values(watcher, sink)
+        found = seen(model, [Spectrum()], [torch.zeros(1, 4)])
         assert found["parameter/weight/largest_singular_value"][0] == pytest.approx(sigma, rel=1e-6)
         assert found.get("parameter/weight/stable_rank", [np.nan])[0] == pytest.approx(rank, rel=1e-6, nan_ok=True)
 
@@ -72,10 +70,12 @@ def test_a_gradient_of_zeros_does_not_end_the_iteration() -> None:
 @pytest.mark.parametrize("size", [1e-9, 1.0, 1e9])
 def test_a_gradient_of_any_size_has_its_spectrum(size: float) -> None:
     model = nn.Linear(3, 2, bias=False)
-    watcher, sink = watch(model, [Spectrum(of=["gradient"])])
-    # The gradient of the sum over the outputs: [1, 2, 2] twice, of length 3 each, and so of rank 1.
-    train(model, [torch.tensor([[1.0, 2.0, 2.0]])] * 2, loss=lambda output: size * output.sum())
-    found = values(watcher, sink)
+    found = seen(
+        model,
+        [Spectrum(of=["gradient"])],
+        [torch.tensor([[1.0, 2.0, 2.0]])] * 2,
+        loss=lambda output: size * output.sum(),
+    )
     np.testing.assert_allclose(found["gradient/weight/largest_singular_value"], [size * 3 * 2**0.5] * 2, rtol=1e-5)
     np.testing.assert_allclose(found["gradient/weight/stable_rank"], [1, 1], rtol=1e-5)
 
