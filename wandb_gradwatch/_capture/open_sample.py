@@ -62,9 +62,12 @@ class OpenSample(ClipListener):
         present = [entry for entry in entries if entry[1].grad is not None]
         self._clipped, self._received, self.by_torch = set(), set(), False  # what an earlier backward left was
         self._measure(present)
+        self._drop_zeros_among(present)
+
+    def _drop_zeros_among(self, entries: Iterable[Entry]) -> None:
+        """What nothing has marked and is 0 is a leftover of zero_grad()."""
         marked = self._parts.clock.marked
-        unmarked = sorted([slot for slot, _ in present if slot not in marked])
-        if unmarked:
+        if unmarked := sorted([slot for slot, _ in entries if slot not in marked]):
             self._parts.window.drop_zero_rows(unmarked)
 
     @contained
@@ -102,16 +105,16 @@ class OpenSample(ClipListener):
         if parts.schedule.is_compared:  # what was written through `.data` shows only in the values
             found.changed += found.unchanged
             self._compared_early += tuple(slot for slot, _ in found.unchanged if slot not in self._clipped)
-        changed, unclear = ([e for e in of if e[0] not in self._clipped] for of in (found.changed, found.unclear))
+        found.changed, unclear = ([e for e in of if e[0] not in self._clipped] for of in (found.changed, found.unclear))
         self._clipped.update(slot for slot, parameter in entries if parameter.grad is not None)
-        if not parts.rows_are_read or not (changed or unclear):
+        if not parts.rows_are_read or not (found.changed or unclear):
             return
         if unclear and not parts.clock.backwards:  # assigned by hand
             self.mark_present(parts.hook_sync.scan())
-        replaced = self._replaced(changed)
-        if earlier := sorted(slot for slot, _ in changed if slot not in replaced):
-            parts.window.put_earlier(earlier)
-        again = changed + unclear
+        again = self._take_replaced(found) + unclear
+        if found.changed:
+            parts.window.put_earlier(sorted(slot for slot, _ in found.changed))
+            again += found.changed
         any_scaler = SCALES.scaler_of(None) is not None
         true = [entry for entry in again if not any_scaler or entry[0] in self._unscaled]
         still_scaled = [entry for entry in again if any_scaler and entry[0] not in self._unscaled]
@@ -119,9 +122,7 @@ class OpenSample(ClipListener):
             if some:
                 self._measure(some, scaled=scaled)
                 self._measurer.note_precision(p.grad for _, p in some if p.grad is not None)
-        unmarked = sorted(slot for slot, _ in unclear if slot not in parts.clock.marked)
-        if unmarked:
-            parts.window.drop_zero_rows(unmarked)
+        self._drop_zeros_among(unclear)
 
     @contained
     def after_clipping(self, parameters: Sequence[Tensor]) -> None:
@@ -178,10 +179,9 @@ class OpenSample(ClipListener):
                 self._measure_put_there(put_there, optimizer)
             if unclear:
                 self._measure_unclear(unclear, optimizer)
-        replaced = self._replaced(found.changed)
-        if replaced:
-            self._measure([entry for entry in found.changed if entry[0] in replaced], received_by=optimizer)
-        modified = [entry for entry in found.changed if entry[0] not in replaced]
+        if replaced := self._take_replaced(found):
+            self._measure(replaced, received_by=optimizer)
+        modified = found.changed
         if masters is not None:
             slots = parts.optimizers.slots(optimizer).intersection(self._parts.seen.slots)
             modified = [(slot, master) for slot, master in masters if slot in slots and master.grad is not None]
@@ -197,27 +197,25 @@ class OpenSample(ClipListener):
         if found_inf is not None:
             parts.window.set_found_inf(found_inf)
 
-    def _replaced(self, changed: Iterable[Entry]) -> set[int]:
-        """The slots of gradients that are what was made of several backwards, each reset before the next (PCGrad).
+    def _take_replaced(self, found: Inspection) -> list[Entry]:
+        """What has changed since, out of several backwards, each reset before the next: as PCGrad's gradients.
 
         What the last of them has left is one of their parts, and no more the gradient than those before it.
         """
         if not self.was_reset:
-            return set()
-        slots = {
-            slot
-            for slot, p in changed
-            if p.grad is not None and self._parts.seen.writes_since(slot, p.grad) == REPLACED
-        }
-        if slots:
-            parts = self._parts
+            return []
+        parts = self._parts
+        replaced = [(slot, p) for slot, p in found.changed if parts.seen.writes_since(slot, p.grad) == REPLACED]
+        slots = {slot for slot, _ in replaced}
+        found.changed = [entry for entry in found.changed if entry[0] not in slots]
+        if replaced:
+            names = parts.registry.some_names(sorted(slots))
             parts.notices.say(
                 "gradient made of others",
-                f"the gradients of {parts.registry.some_names(sorted(slots))} were replaced after several backwards, "
-                f"each reset before the next, first in step {parts.clock.open_step}: their grad_norm is that of what "
-                "is in .grad then",
+                f"the gradients of {names} were replaced after several backwards, each reset before the next, first in "
+                f"step {parts.clock.open_step}: their grad_norm is that of what is in .grad then",
             )
-        return slots
+        return replaced
 
     def _drop(self, found: Inspection) -> None:
         """Gradients that were seen are None."""
@@ -314,11 +312,9 @@ class OpenSample(ClipListener):
         if found.unclear and (put_there := self._without_backward(found.unclear)[0]):
             self._measure_put_there(put_there, None)
             found.late += put_there
-        if replaced := self._replaced(found.changed):
-            again = [entry for entry in found.changed if entry[0] in replaced]
-            self._measure(again)
-            found.late += again
-            found.changed = [entry for entry in found.changed if entry[0] not in replaced]
+        if replaced := self._take_replaced(found):
+            self._measure(replaced)
+            found.late += replaced
         self._being_unscaled = found
 
     def after_unscale(self, optimizer: Optimizer) -> None:

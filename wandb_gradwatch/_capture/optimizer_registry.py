@@ -61,9 +61,10 @@ class OptimizerRegistry:
 
     def key(self, optimizer: Optimizer) -> int:
         """The number that stands for this optimizer."""
-        if optimizer not in self._known:
-            self.learn(optimizer)
-        return self._known[optimizer][0]
+        if (known := self._known.get(optimizer)) is not None:
+            return known[0]
+        self.learn(optimizer)
+        return self.key(optimizer)
 
     def slots(self, optimizer: Optimizer) -> frozenset[int]:
         """What it owns."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from torch import Tensor
@@ -36,17 +37,22 @@ class ScaleListener(Protocol):
         """The scaler was told to step and did not."""
 
 
+@dataclass(slots=True)
+class _Steps:
+    """What is known of an optimizer that has stepped, or that a scaler is about to step."""
+
+    scaler: weakref.ref[GradScaler] | None = None  # None: it has stepped, and no scaler had to do with it
+    is_taught: bool = False  # unscaled or stepped by the scaler, and not stepped yet
+    has_stepped: bool = False  # since the scaler's step began
+
+
 class LossScales(WrappedFunctions[ScaleListener]):
     """Which scaler is in use, and which optimizer it steps."""
 
     def __init__(self) -> None:
         super().__init__()
-        # None: this optimizer has stepped, and no scaler had to do with it.
-        self._scaler_of: WeakKeyDictionary[Optimizer, weakref.ref[GradScaler] | None] = WeakKeyDictionary()
+        self._known: WeakKeyDictionary[Optimizer, _Steps] = WeakKeyDictionary()
         self.last_used: weakref.ref[GradScaler] | None = None  # None: no scaler has been used so far
-        self._stepped: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()  # since their scaler's step began
-        # Unscaled or stepped by a scaler, not yet stepped.
-        self._taught: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
 
     def use(self, scaler: GradScaler) -> None:
         """Take this scaler to be the one in use until another scales a loss."""
@@ -54,27 +60,30 @@ class LossScales(WrappedFunctions[ScaleListener]):
 
     def scaler_of(self, optimizer: Optimizer | None) -> GradScaler | None:
         """The scaler that steps this optimizer; for one that has not stepped yet (or None), the one last used."""
-        reference = self.last_used
-        if optimizer is not None:
-            known = self._scaler_of.get(optimizer)
-            if optimizer in self._scaler_of and (known is None or known() is not None):  # else: that scaler is gone
-                reference = known
-        return reference() if reference is not None else None
+        known = self._known.get(optimizer)
+        if known is not None and known.scaler is None:
+            return None
+        scaler = None if known is None or known.scaler is None else known.scaler()
+        if scaler is None and self.last_used is not None:  # or that scaler is gone
+            return self.last_used()
+        return scaler
 
     def scaler_for(self, parameters: Collection[int]) -> GradScaler | None:
         """The scaler of the optimizer that has stepped one of these, by id; where none has, the one last used."""
         if self.last_used is None:
             return None
-        held = ((one, id(p)) for one in self._scaler_of for group in one.param_groups for p in group["params"])
+        held = ((one, id(p)) for one in self._known for group in one.param_groups for p in group["params"])
         return self.scaler_of(next((one for one, number in held if number in parameters), None))
 
     def note_step(self, optimizer: Optimizer) -> None:
         """An optimizer steps: its scaler, if it has one, did not skip it."""
-        if optimizer in self._taught:
-            self._taught.discard(optimizer)
-            self._stepped[optimizer] = True
-        elif optimizer not in self._scaler_of or self._scaler_of.get(optimizer) is not None:
-            self._scaler_of[optimizer] = None  # no scaler had to do with this step
+        known = self._known.get(optimizer)
+        if known is None:
+            self._known[optimizer] = _Steps()
+        elif known.is_taught:
+            known.is_taught, known.has_stepped = False, True
+        else:
+            known.scaler = None
 
     # ---- the wrapped methods
 
@@ -114,11 +123,11 @@ class LossScales(WrappedFunctions[ScaleListener]):
     ) -> Any:
         if not scaler.is_enabled():
             return original(scaler, optimizer, *args, **kwargs)
-        self._learn(scaler, optimizer)
-        self._stepped.discard(optimizer)
+        known = self._learn(scaler, optimizer)
+        known.has_stepped = False
         result = original(scaler, optimizer, *args, **kwargs)
-        self._taught.discard(optimizer)
-        if optimizer not in self._stepped:
+        known.is_taught = False
+        if not known.has_stepped:
             for listener in self._following(optimizer):
                 listener.step_skipped(optimizer)
         return result
@@ -126,11 +135,12 @@ class LossScales(WrappedFunctions[ScaleListener]):
     def _following(self, optimizer: Optimizer) -> list[ScaleListener]:
         return [listener for listener in self._listeners if listener.follows(optimizer)]
 
-    def _learn(self, scaler: GradScaler, optimizer: Optimizer) -> None:
-        self._taught[optimizer] = True
-        known = self._scaler_of.get(optimizer)
-        if known is None or known() is not scaler:
-            self._scaler_of[optimizer] = weakref.ref(scaler)
+    def _learn(self, scaler: GradScaler, optimizer: Optimizer) -> _Steps:
+        known = self._known.get(optimizer)
+        if known is None:
+            known = self._known[optimizer] = _Steps()
+        known.scaler, known.is_taught = weakref.ref(scaler), True
+        return known
 
 
 def scale_tensor(scaler: GradScaler) -> Tensor | None:

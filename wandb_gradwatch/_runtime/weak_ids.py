@@ -16,25 +16,15 @@ class WeakKeyDictionary(Generic[Key, Value]):
     def __init__(self) -> None:
         self._entries: dict[int, tuple[weakref.ref[Key], Value]] = {}
 
-    def __contains__(self, key: Key) -> bool:
-        return id(key) in self._entries
-
     def __setitem__(self, key: Key, value: Value) -> None:
         number, entries = id(key), self._entries
         self._entries[number] = (weakref.ref(key, lambda _: entries.pop(number, None)), value)
-
-    def __getitem__(self, key: Key) -> Value:
-        return self._entries[id(key)][1]
 
     def __iter__(self) -> Iterator[Key]:
         """The objects that are there still."""
         return iter([key for reference, _ in list(self._entries.values()) if (key := reference()) is not None])
 
-    def get(self, key: Key) -> Value | None:
+    def get(self, key: Key | None) -> Value | None:
         """The object's value; None without one."""
         entry = self._entries.get(id(key))
         return None if entry is None else entry[1]
-
-    def discard(self, key: Key) -> None:
-        """Forget the object's value, if there is one."""
-        self._entries.pop(id(key), None)
