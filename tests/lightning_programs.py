@@ -15,6 +15,8 @@ other = pytest.importorskip("pytorch_lightning")  # comes with it; before the ca
 
 from lightning.pytorch.loggers.logger import Logger  # noqa: E402
 
+from wandb_gradwatch.integrations.lightning import GradWatchCallback  # noqa: E402
+
 # float32 gradients against float64 ones: a few units in the last place of sums over 49 elements.
 FLOAT32 = 1e-5
 
@@ -81,5 +83,21 @@ def trainer_of(callback: Any, *, notes: Any = None, **more: Any) -> Any:
     return pl.Trainer(callbacks=callbacks, **options | more)
 
 
+def fitted(module: Any, data: Any, *callbacks: Any, **more: Any) -> tuple[Any, Notes]:
+    """A trainer after its fit on so many batches, or on this data, and the notes of its logger.
+
+    Without callbacks it has ours, which measures every step.
+    """
+    notes = Notes()
+    trainer = trainer_of(list(callbacks) or [GradWatchCallback(sample_every=1)], **{"notes": notes} | more)
+    trainer.fit(module, loader(data) if isinstance(data, int) else data)
+    return trainer, notes
+
+
 def approx(values: Any) -> Any:
     return pytest.approx(values, rel=FLOAT32, abs=1e-7)
+
+
+def numbered(values: Any) -> list[tuple[int, Any]]:
+    """A series of these values, one at each step from 0 on."""
+    return list(enumerate(map(approx, values)))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from frameworks import batches, loss_of
-from lightning_programs import Notes, Regression, approx, loader, pl, trainer_of
+from lightning_programs import Notes, Regression, approx, fitted, numbered, pl
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -34,22 +34,15 @@ pytestmark = [
     ],
 )
 def test_steps_and_epochs_agree_with_float64(accumulate: int, more: dict[str, Any]) -> None:
-    notes, module = Notes(), Regression(accumulate=accumulate)
-    trainer = trainer_of(
-        GradWatchCallback(sample_every=1, per_layer=True),
-        notes=notes,
-        max_epochs=2,
-        accumulate_grad_batches=accumulate,
-        **more,
-    )
-    trainer.fit(module, loader(6))
+    module, callback = Regression(accumulate=accumulate), GradWatchCallback(sample_every=1, per_layer=True)
+    trainer, notes = fitted(module, 6, callback, max_epochs=2, accumulate_grad_batches=accumulate, **more)
     expected, steps = module.expected, 6 // accumulate  # of an epoch
     assert len(expected.norms) == 2 * steps
     # Steps count batches that ended in an update, from 0: the Trainer's own axis.
-    assert notes.series("train/grad_norm") == list(enumerate(approx(n) for n in expected.norms))
-    assert notes.series("train/grad_mean") == list(enumerate(approx(n) for n in expected.means))
-    assert notes.series("train/grad_std") == list(enumerate(approx(n) for n in expected.stds))
-    assert notes.series("train/grad_norm/net/2/weight") == list(enumerate(approx(n) for n in expected.layer_norms(2)))
+    assert notes.series("train/grad_norm") == numbered(expected.norms)
+    assert notes.series("train/grad_mean") == numbered(expected.means)
+    assert notes.series("train/grad_std") == numbered(expected.stds)
+    assert notes.series("train/grad_norm/net/2/weight") == numbered(expected.layer_norms(2))
     first, second = sum(expected.norms[:steps]) / steps, sum(expected.norms[steps:]) / steps
     assert notes.series("train_epoch/grad_norm") == [(steps - 1, approx(first)), (2 * steps - 1, approx(second))]
     assert trainer.callback_metrics["train_epoch/grad_norm"] == approx(second)
@@ -60,48 +53,39 @@ def test_steps_and_epochs_agree_with_float64(accumulate: int, more: dict[str, An
 @pytest.mark.parametrize(("callback_every", "trainer_every"), [(2, 2), (5, 1), (1, 5), (3, 2)])
 def test_each_value_is_logged_once_under_its_own_step(callback_every: int, trainer_every: int) -> None:
     """log_dict would write it when the Trainer writes: late, again and again, or never."""
-    notes, module = Notes(), Regression()
-    trainer = trainer_of(
-        GradWatchCallback(sample_every=1, log_every_n_steps=callback_every),
-        notes=notes,
-        log_every_n_steps=trainer_every,
-    )
-    trainer.fit(module, loader(12))
+    module, callback = Regression(), GradWatchCallback(sample_every=1, log_every_n_steps=callback_every)
+    trainer, notes = fitted(module, 12, callback, log_every_n_steps=trainer_every)
     due = range(callback_every - 1, 12, callback_every)
     assert notes.series("train/grad_norm") == [(step, approx(module.expected.norms[step])) for step in due]
     assert trainer.callback_metrics["train/grad_norm"] == approx(module.expected.norms[due[-1]])
 
 
 def test_the_cadence_is_the_trainers_where_none_is_given_and_0_is_never() -> None:
-    by_trainer, never = Notes(), Notes()
-    trainer_of(GradWatchCallback(sample_every=1), notes=by_trainer, log_every_n_steps=4).fit(Regression(), loader(8))
+    _, by_trainer = fitted(Regression(), 8, log_every_n_steps=4)
     assert [step for step, _ in by_trainer.series("train/grad_norm")] == [3, 7]
     module = Regression()
-    trainer_of(GradWatchCallback(sample_every=1, log_every_n_steps=0), notes=never).fit(module, loader(8))
+    _, never = fitted(module, 8, GradWatchCallback(sample_every=1, log_every_n_steps=0))
     assert never.series("train/grad_norm") == []
     assert never.series("train_epoch/grad_norm") == [(7, approx(sum(module.expected.norms) / 8))]
 
 
 def test_where_not_every_step_is_measured_the_first_one_after_each_nth_is_logged() -> None:
-    notes, module = Notes(), Regression()
-    trainer_of(GradWatchCallback(sample_every=5, log_every_n_steps=2), notes=notes).fit(module, loader(12))
+    module = Regression()
+    _, notes = fitted(module, 12, GradWatchCallback(sample_every=5, log_every_n_steps=2))
     # Steps 5 and 10 are measured, the batches 4 and 9: each the first at or after a multiple of 2 since the one before.
     assert notes.series("train/grad_norm") == [(batch, approx(module.expected.norms[batch])) for batch in (4, 9)]
 
 
 def test_prefixes_and_switches() -> None:
-    notes = Notes()
-    callback = GradWatchCallback(
-        sample_every=1, step_prefix="s-", epoch_prefix="e-", track_epochs=False, track_sparsity=False
-    )
-    trainer_of(callback, notes=notes).fit(Regression(), loader(2))
+    switched = {"step_prefix": "s-", "epoch_prefix": "e-", "track_epochs": False, "track_sparsity": False}
+    _, notes = fitted(Regression(), 2, GradWatchCallback(sample_every=1, **switched))
     keys = {key for _, metrics in notes.calls for key in metrics if "grad" in key}
     assert keys == {"s-grad_norm", "s-grad_mean", "s-grad_std"}
 
 
 def test_every_logger_gets_every_number(tmp_path: Any) -> None:
     loggers = [Notes(), pl.loggers.CSVLogger(tmp_path), Notes()]
-    trainer_of(GradWatchCallback(sample_every=1, per_layer=True), notes=loggers).fit(Regression(), loader(3))
+    fitted(Regression(), 3, GradWatchCallback(sample_every=1, per_layer=True), notes=loggers)
     first = [call for call in loggers[0].calls if any("grad" in key for key in call[1])]
     assert len(first) == 4  # three steps, one epoch
     assert first == [call for call in loggers[2].calls if any("grad" in key for key in call[1])]
@@ -111,31 +95,21 @@ def test_every_logger_gets_every_number(tmp_path: Any) -> None:
 
 def test_bf16_gradients_are_those_of_the_optimizer() -> None:
     """Autocast rounds the forward to 8 bits, so float64 cannot say the gradient; autograd's own is compared."""
-    notes, module = Notes(), Regression()
-    seen: list[float] = []
+    module, seen = Regression(), []
     module.on_before_optimizer_step = lambda optimizer: seen.append(  # type: ignore[method-assign]
         float(torch.cat([p.grad.flatten().double() for p in module.parameters()]).norm())
     )
-    trainer_of(GradWatchCallback(sample_every=1), notes=notes, precision="bf16-mixed", gradient_clip_val=0.01).fit(
-        module, loader(4)
-    )
-    assert notes.series("train/grad_norm") == [(step, approx(norm)) for step, norm in enumerate(seen)]
+    _, notes = fitted(module, 4, precision="bf16-mixed", gradient_clip_val=0.01)
+    assert notes.series("train/grad_norm") == numbered(seen)
 
 
 def test_loss_scaling_and_an_overflow_leave_true_numbers() -> None:
     """A real scaler: gradients are 65536 times too large at the end of the backward; one batch overflows."""
     data = batches(5)
     data[2] *= 1e38  # its loss is inf
-    notes, module, memory = Notes(), Regression(), MemorySink()
-    plugin = _scaling()
-    trainer = trainer_of(
-        GradWatchCallback(sample_every=1, sinks=[memory]),
-        notes=notes,
-        plugins=[plugin],
-        gradient_clip_val=0.01,
-        max_epochs=1,
-    )
-    trainer.fit(module, DataLoader(data, batch_size=None))
+    module, memory = Regression(), MemorySink()
+    callback, batched = GradWatchCallback(sample_every=1, sinks=[memory]), DataLoader(data, batch_size=None)
+    _, notes = fitted(module, batched, callback, plugins=[_scaling()], gradient_clip_val=0.01)
     expected = module.expected.norms
     healthy = [0, 1, 3, 4]
     logged = dict(notes.series("train/grad_norm"))
@@ -156,11 +130,10 @@ def test_a_fused_optimizer_that_unscales_by_itself_leaves_true_numbers() -> None
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.parameters(), lr=0.05, fused=True)
 
-    notes, module = Notes(), Fused()
-    plugin = _scaling()
-    trainer_of(GradWatchCallback(sample_every=1), notes=notes, plugins=[plugin]).fit(module, loader(4))
+    module = Fused()
+    _, notes = fitted(module, 4, plugins=[_scaling()])
     norms = module.expected.norms
-    assert notes.series("train/grad_norm") == list(enumerate(approx(norm) for norm in norms))
+    assert notes.series("train/grad_norm") == numbered(norms)
     assert notes.series("train_epoch/grad_norm") == [(3, approx(sum(norms) / 4))]
 
 
@@ -177,7 +150,7 @@ def test_the_loss_is_that_of_the_training_step_averaged_over_micro_batches(accum
     """Lightning divides it by the micro-batches and multiplies it with the loss scale before a callback sees it."""
     sink, module = MemorySink(), Regression(accumulate=accumulate, lr=0.0)
     more: dict[str, Any] = {"plugins": [_scaling()]} if scaled else {"accumulate_grad_batches": accumulate}
-    trainer_of(GradWatchCallback(sinks=[sink], sample_every=1), **more).fit(module, loader(6))
+    fitted(module, 6, GradWatchCallback(sinks=[sink], sample_every=1), **more)
     losses = [loss_of(module.net.double(), batch.double()).item() for batch in batches(6)]  # the model stays as it is
     expected = [sum(losses[i : i + accumulate]) / accumulate for i in range(0, 6, accumulate)]
     assert sink.merged().metrics["gradwatch/loss"].tolist() == approx(expected)
@@ -223,10 +196,9 @@ def _norm(module: nn.Module) -> float:
 @pytest.mark.parametrize("every", [1, 2])
 def test_a_gan_logs_both_networks_of_a_batch_before_clipping(every: int) -> None:
     """Every second optimizer step would be the generator's alone: the cadence counts batches."""
-    notes, module = Notes(), Gan()
-    trainer_of(
-        GradWatchCallback(sample_every=1, log_every_n_steps=every, per_layer=True, group_by=_network), notes=notes
-    ).fit(module, loader(4))
+    module = Gan()
+    options = {"log_every_n_steps": every, "per_layer": True, "group_by": lambda name: name.split(".")[0]}
+    _, notes = fitted(module, 4, GradWatchCallback(sample_every=1, **options))
     due = range(every - 1, 4, every)
     assert notes.series("train/grad_norm/critic") == [(b, approx(module.norms[b][0])) for b in due]
     assert notes.series("train/grad_norm/generator") == [(b, approx(module.norms[b][1])) for b in due]
@@ -235,10 +207,6 @@ def test_a_gan_logs_both_networks_of_a_batch_before_clipping(every: int) -> None
     # The epoch's mean is over all eight optimizer steps, each with the norm of its own parameters.
     mean = sum(sum(pair) for pair in module.norms) / 8
     assert notes.series("train_epoch/grad_norm") == [(3, approx(mean))]
-
-
-def _network(name: str) -> str:
-    return name.split(".")[0]
 
 
 def test_two_optimizers_after_one_backward_are_one_step() -> None:
@@ -257,9 +225,9 @@ def test_two_optimizers_after_one_backward_are_one_step() -> None:
         def configure_optimizers(self) -> Any:
             return [torch.optim.SGD(part.parameters(), lr=0.05) for part in (self.net[0], self.net[2])]
 
-    notes, module = Notes(), Split()
-    trainer_of(GradWatchCallback(sample_every=1), notes=notes).fit(module, loader(4))
-    assert notes.series("train/grad_norm") == list(enumerate(approx(n) for n in module.expected.norms))
+    module = Split()
+    _, notes = fitted(module, 4)
+    assert notes.series("train/grad_norm") == numbered(module.expected.norms)
 
 
 def test_lbfgs_counts_one_step_of_its_first_evaluation() -> None:
@@ -272,6 +240,6 @@ def test_lbfgs_counts_one_step_of_its_first_evaluation() -> None:
         def configure_optimizers(self) -> Any:
             return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
 
-    notes, module = Notes(), Lbfgs()
-    trainer_of(GradWatchCallback(sample_every=1), notes=notes).fit(module, loader(3))
-    assert notes.series("train/grad_norm") == list(enumerate(approx(n) for n in module.expected.norms))
+    module = Lbfgs()
+    _, notes = fitted(module, 3)
+    assert notes.series("train/grad_norm") == numbered(module.expected.norms)

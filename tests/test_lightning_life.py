@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from frameworks import Recomputed, batches, loss_of, small_model
-from lightning_programs import Notes, Regression, approx, loader, other, pl, trainer_of
+from lightning_programs import Notes, Regression, approx, fitted, loader, numbered, other, pl, trainer_of
 from offline import history
 from torch import nn
 from torch.utils.data import DataLoader
@@ -42,9 +42,9 @@ def test_a_frozen_model_is_said_once_and_watched_when_it_thaws(caplog: pytest.Lo
             loss = super().training_step(batch, batch_idx)
             return loss if loss.requires_grad else None
 
-    notes, module = Notes(), Thaws()
+    module = Thaws()
     with caplog.at_level(logging.WARNING, logger="wandb_gradwatch"):
-        trainer_of(GradWatchCallback(sample_every=1), notes=notes, max_epochs=1).fit(module, loader(6))
+        _, notes = fitted(module, 6)
     assert [r.message for r in caplog.records].count(
         "wandb_gradwatch: the model has no trainable parameter; watching begins when it has one."
     ) == 1
@@ -58,8 +58,8 @@ def test_a_batch_without_a_loss_has_no_number(caplog: pytest.LogCaptureFixture) 
             loss = super().training_step(batch, batch_idx)
             return None if batch_idx == 1 else loss
 
-    notes, module = Notes(), Skips()
-    trainer_of(GradWatchCallback(sample_every=1), notes=notes).fit(module, loader(3))
+    module = Skips()
+    _, notes = fitted(module, 3)
     assert notes.series("train/grad_norm") == [(b, approx(module.expected.norms[b])) for b in (0, 2)]
 
 
@@ -76,11 +76,9 @@ def test_a_nan_is_an_alert_of_its_own_step_and_no_part_of_the_epoch() -> None:
     alerts: list[Alert] = []
     data = batches(4)
     data[2] = torch.nan
-    notes, module = Notes(), Regression()
     # The guard keeps the weights whole.
-    trainer_of(GradWatchCallback(sample_every=1, on_alert=alerts.append, guard="skip"), notes=notes).fit(
-        module, DataLoader(data, batch_size=None)
-    )
+    module, callback = Regression(), GradWatchCallback(sample_every=1, on_alert=alerts.append, guard="skip")
+    _, notes = fitted(module, DataLoader(data, batch_size=None), callback)
     assert [(alert.title, alert.step) for alert in alerts] == [("NaN gradient", 3)]
     assert "net.0.weight" in alerts[0].text
     healthy = [module.expected.norms[batch] for batch in (0, 1, 3)]
@@ -92,11 +90,9 @@ def test_without_a_threshold_nothing_is_too_large() -> None:
     module = Regression(lr=0.0)
     with torch.no_grad():
         module.net[2].bias += 1e12  # a loss of 1e24, gradients of 1e12: above the default threshold, 1e8
-    trainer_of(GradWatchCallback(sample_every=1, explosion_threshold=None, on_alert=alerts.append)).fit(
-        module, loader(2)
-    )
+    fitted(module, 2, GradWatchCallback(sample_every=1, explosion_threshold=None, on_alert=alerts.append))
     assert "Exploding gradient" not in [alert.title for alert in alerts]
-    trainer_of(GradWatchCallback(sample_every=1, on_alert=alerts.append)).fit(module, loader(2))
+    fitted(module, 2, GradWatchCallback(sample_every=1, on_alert=alerts.append))
     assert "Exploding gradient" in [alert.title for alert in alerts]
 
 
@@ -120,23 +116,22 @@ def test_an_exception_leaves_nothing_behind() -> None:
 def test_two_fits_with_one_callback_are_two_trainings() -> None:
     callback = GradWatchCallback(sample_every=1)
     for _ in range(2):
-        notes, module = Notes(), Regression()
-        trainer_of(callback, notes=notes).fit(module, loader(3))
-        assert notes.series("train/grad_norm") == list(enumerate(approx(n) for n in module.expected.norms))
+        module = Regression()
+        _, notes = fitted(module, 3, callback)
+        assert notes.series("train/grad_norm") == numbered(module.expected.norms)
         assert len(notes.series("train_epoch/grad_norm")) == 1
 
 
 def test_the_steps_of_a_rate_finder_are_none_of_the_training(tmp_path: Any) -> None:
     from lightning.pytorch.callbacks import LearningRateFinder
 
-    notes, module, memory = Notes(), Regression(), MemorySink()
+    module, memory = Regression(), MemorySink()
     finder = LearningRateFinder(num_training_steps=6, update_attr=False)
-    trainer_of([GradWatchCallback(sample_every=1, sinks=[memory]), finder], notes=notes, default_root_dir=tmp_path).fit(
-        module, loader(4)
-    )
+    callbacks = (GradWatchCallback(sample_every=1, sinks=[memory]), finder)
+    _, notes = fitted(module, 4, *callbacks, default_root_dir=tmp_path)
     norms = module.expected.norms
     assert len(norms) > 4  # those of the finder came first
-    assert notes.series("train/grad_norm") == list(enumerate(approx(norm) for norm in norms[-4:]))
+    assert notes.series("train/grad_norm") == numbered(norms[-4:])
     assert notes.series("train_epoch/grad_norm") == [(3, approx(sum(norms[-4:]) / 4))]
     samples = memory.merged()
     assert samples.steps.tolist() == [1, 2, 3, 4]
@@ -202,9 +197,9 @@ class MaxNorm(GradWatchCallback):
 
 
 def test_a_subclass_changes_what_is_computed() -> None:
-    notes, module = Notes(), Regression()
-    trainer_of(MaxNorm(), notes=notes).fit(module, loader(5))
-    assert notes.series("train/twice") == [(b, approx(2 * n)) for b, n in enumerate(module.expected.norms)]
+    module = Regression()
+    _, notes = fitted(module, 5, MaxNorm())
+    assert notes.series("train/twice") == numbered(2 * norm for norm in module.expected.norms)
     assert notes.series("train_epoch/grad_norm_max") == [(4, approx(max(module.expected.norms)))]
     assert notes.series("train_epoch/grad_norm") == []
 
@@ -217,12 +212,9 @@ def test_a_subclass_sets_its_prefixes() -> None:
         def epoch_prefix(self) -> str:  # type: ignore[override]
             return f"{self.step_prefix}epoch/"
 
-    notes = Notes()
-    trainer_of(Named(track_sparsity=False), notes=notes).fit(Regression(), loader(1))
-    assert {key.rpartition("grad_")[0] for _, metrics in notes.calls for key in metrics if "grad" in key} == {
-        "mine/",
-        "mine/epoch/",
-    }
+    _, notes = fitted(Regression(), 1, Named(track_sparsity=False))
+    prefixes = {key.rpartition("grad_")[0] for _, metrics in notes.calls for key in metrics if "grad" in key}
+    assert prefixes == {"mine/", "mine/epoch/"}
 
 
 def test_an_error_in_a_subclass_is_the_users() -> None:
@@ -241,9 +233,7 @@ def test_the_wandb_run_gets_our_rows_and_keeps_lightnings(start_run: Callable[..
     run = start_run()
     notes, module = Notes(), Regression()
     loggers = [pl.loggers.WandbLogger(experiment=run), notes]
-    trainer_of(GradWatchCallback(sample_every=1, log_every_n_steps=2), notes=loggers, log_every_n_steps=1).fit(
-        module, loader(6)
-    )
+    fitted(module, 6, GradWatchCallback(sample_every=1, log_every_n_steps=2), notes=loggers)
     run.finish()
     rows, norms = history(run), module.expected.norms
     ours = [row for row in rows if "gradwatch/step" in row]

@@ -89,6 +89,12 @@ def trainer_of(
     return trainer
 
 
+def trained(*arguments: Any, **more: Any) -> Trainer:
+    trainer = trainer_of(*arguments, **more)
+    trainer.train()
+    return trainer
+
+
 class InOrder(Trainer):
     """Takes the data in order, so that the test knows each batch."""
 
@@ -108,14 +114,13 @@ def approx(values: Any) -> Any:
 @pytest.mark.parametrize("max_grad_norm", [0.0, 0.05])
 def test_steps_agree_with_float64_before_clipping(accumulate: int, max_grad_norm: float, tmp_path: Path) -> None:
     memory = MemorySink()
-    trainer = trainer_of(
+    trainer = trained(
         tmp_path,
         [GradWatchCallback(sample_every=1, per_layer=True, sinks=[memory])],
         gradient_accumulation_steps=accumulate,
         max_grad_norm=max_grad_norm,
         num_train_epochs=2,
     )
-    trainer.train()
     expected = trainer.model.expected
     assert len(expected.norms) == 12 // accumulate
     assert logged(trainer) == [(step, approx(norm)) for step, norm in enumerate(expected.norms, 1)]
@@ -123,21 +128,17 @@ def test_steps_agree_with_float64_before_clipping(accumulate: int, max_grad_norm
         (step, approx(norm)) for step, norm in enumerate(expected.layer_norms(2), 1)
     ]
     samples = memory.merged()
-    assert samples is not None
     received = [min(norm, max_grad_norm) if max_grad_norm else norm for norm in expected.norms]
     assert samples.total_grad_norm_clipped.tolist() == pytest.approx(received, rel=1e-4)
 
 
 def test_the_cadence_is_the_trainers_where_none_is_given(tmp_path: Path) -> None:
-    trainer = trainer_of(tmp_path, [GradWatchCallback(sample_every=1)], logging_steps=2)
-    trainer.train()
+    trainer = trained(tmp_path, [GradWatchCallback(sample_every=1)], logging_steps=2)
     assert [step for step, _ in logged(trainer)] == [2, 4, 6]
-    trainer = trainer_of(tmp_path, [GradWatchCallback(sample_every=1, log_every=3)], logging_strategy="epoch")
-    trainer.train()
+    trainer = trained(tmp_path, [GradWatchCallback(sample_every=1, log_every=3)], logging_strategy="epoch")
     assert [step for step, _ in logged(trainer)] == [3, 6]
     # Where not every step is measured, the first at or after each second: of steps 3 and 6 the first would be missing.
-    trainer = trainer_of(tmp_path, [GradWatchCallback(sample_every=3)], logging_steps=2)
-    trainer.train()
+    trainer = trained(tmp_path, [GradWatchCallback(sample_every=3)], logging_steps=2)
     assert [step for step, _ in logged(trainer)] == [3, 6]
 
 
@@ -153,8 +154,7 @@ def test_mixed_gradients_are_those_of_the_optimizer(precision: str, tmp_path: Pa
             self.norms.append(float(torch.cat(gradients).norm()))
 
     look = Look()
-    trainer = trainer_of(tmp_path, [GradWatchCallback(sample_every=1), look], max_grad_norm=0.0, **{precision: True})
-    trainer.train()
+    trainer = trained(tmp_path, [GradWatchCallback(sample_every=1), look], max_grad_norm=0.0, **{precision: True})
     assert logged(trainer) == [(step, approx(norm)) for step, norm in enumerate(look.norms, 1)]
 
 
@@ -167,8 +167,7 @@ class Stop(TrainerCallback):
 
 @pytest.mark.parametrize("save_steps", [2, 3, 4], ids=["mid-epoch", "epoch-end", "next-epoch"])
 def test_steps_go_on_after_a_resume(save_steps: int, tmp_path: Path) -> None:
-    through = trainer_of(tmp_path / "through", [], count=3, num_train_epochs=3)
-    through.train()
+    through = trained(tmp_path / "through", [], count=3, num_train_epochs=3)
     saving = {"save_strategy": "steps", "save_steps": save_steps, "num_train_epochs": 3}
     with pytest.raises(RuntimeError, match="killed"):
         trainer_of(tmp_path, [GradWatchCallback(sample_every=1), Stop()], count=3, **saving).train()
@@ -247,12 +246,11 @@ def test_a_frozen_model_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFi
 
 
 def test_training_is_untouched(tmp_path: Path) -> None:
-    def trained(callbacks: list[Any]) -> list[torch.Tensor]:
-        trainer = trainer_of(tmp_path, callbacks, gradient_accumulation_steps=2, optim="adamw_torch")
-        trainer.train()
+    def weights(callbacks: list[Any]) -> list[torch.Tensor]:
+        trainer = trained(tmp_path, callbacks, gradient_accumulation_steps=2, optim="adamw_torch")
         return [p.detach().clone() for p in trainer.model.parameters()]
 
-    for with_us, without in zip(trained([GradWatchCallback(sample_every=1, per_layer=True)]), trained([]), strict=True):
+    for with_us, without in zip(weights([GradWatchCallback(sample_every=1, per_layer=True)]), weights([]), strict=True):
         assert torch.equal(with_us, without)
 
 
@@ -283,10 +281,7 @@ def test_wrong_arguments_raise_at_once(arguments: dict[str, Any], error: type[Ex
 
 def test_the_trainers_own_run_gets_our_rows_and_keeps_its(start_run: Callable[..., Any], tmp_path: Path) -> None:
     run = start_run(reinit="finish_previous")  # the only kind that becomes wandb.run
-    trainer = trainer_of(
-        tmp_path, [GradWatchCallback(sample_every=1, log_every=2)], report_to=["wandb"], logging_steps=2
-    )
-    trainer.train()
+    trainer = trained(tmp_path, [GradWatchCallback(sample_every=1, log_every=2)], report_to=["wandb"], logging_steps=2)
     run.finish()
     rows = history(run)
     ours = [row for row in rows if "gradwatch/step" in row]
@@ -325,8 +320,7 @@ def test_lora_wrapped_after_the_callback_was_made(tmp_path: Path) -> None:
                 math.sqrt(sum(float(p.grad.double().square().sum()) for p in model.parameters() if p.requires_grad))
             )
 
-    trainer = trainer_of(tmp_path, [callback, Look()], model=model, count=4, max_grad_norm=0.0)
-    trainer.train()
+    trainer = trained(tmp_path, [callback, Look()], model=model, count=4, max_grad_norm=0.0)
     assert logged(trainer) == [(step, approx(norm)) for step, norm in enumerate(norms, 1)]
     samples = memory.merged()
     present = [name for p, name in enumerate(samples.names) if not math.isnan(samples.grad_norm[0, p])]
@@ -348,7 +342,6 @@ def test_lora_wrapped_after_training_began() -> None:
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
         norms += [_step(model, optimizer, x) for x in data[3:]]
     samples = memory.merged()
-    assert samples is not None
     # The wrap froze every parameter that had a hook: nothing could tell of the first backward of the new ones. Before
     # clipping their gradient was not seen in that step, so it is missing; what the optimizer received is known.
     assert [step for step in range(6) if math.isnan(samples.total_grad_norm[step])] == [3]
@@ -406,8 +399,7 @@ def test_accelerate_in_two_lines(accelerator: Any) -> None:
 
 def test_the_log_history_can_be_written(tmp_path: Path) -> None:
     """The Trainer saves its state as JSON."""
-    trainer = trainer_of(tmp_path, [GradWatchCallback(sample_every=1, per_layer=True)], count=2)
-    trainer.train()
+    trainer = trained(tmp_path, [GradWatchCallback(sample_every=1, per_layer=True)], count=2)
     trainer.save_state()
     saved = json.loads((tmp_path / "trainer_state.json").read_text())
     assert saved["log_history"] == trainer.state.log_history
