@@ -342,8 +342,7 @@ class OpenSample(ClipListener):
         loss = parts.loss.take()
         found = parts.probes.take(loss.get(keys.LOSS)) | parts.wiring.take() | loss
         if parts.guard is not None:
-            found[keys.NUM_GUARDED_STEPS] = parts.guard.take_count()
-            found[keys.GUARDED] = parts.guard.last_withheld
+            found |= parts.guard.take()
         every = closed.step - parts.schedule.last_sample
         eps = self._measurer.eps
         compared, rate = (self._compared, self._compared_early), self._learning_rate

@@ -98,11 +98,7 @@ DEFAULT_WINDOW: Final = NormLimits.window
 def judge_of_norms(
     *, threshold: float | None, factor: float | None, stds: float | None, window: int, default_factor: float
 ) -> NormLimits:
-    """What holds these limits, and no others; without any, its own, at `default_factor`.
-
-    Raises:
-        ValueError: a limit that makes no sense.
-    """
+    """What holds these limits, and no others; without any, its own, at `default_factor`."""
     for name, value, least in (("threshold", threshold, 0), ("factor", factor, 1), ("stds", stds, 0)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value >= least):
             raise ValueError(f"{name}={value!r} must be a number, at least {least}, or None")
@@ -209,16 +205,11 @@ class SkipGuard(Remembers):
             self._usual.learn(names, present_P, norm, alarmed=bad)
 
     def count(self, step: int, *, bad: bool, skipped: bool, was_asked: bool) -> None:
-        """A step is over, and all that is decided about it is known.
-
-        Args:
-            step: its number.
-            bad: its gradients were unhealthy.
-            skipped: they were not used.
-            was_asked: `withholds` was asked first; else the device has decided, and this is the first to hear of it.
+        """A step is over: whether it was unhealthy, and was not applied.
 
         Raises:
-            TooManySkippedStepsError: there were too many in a row, and nobody has said so yet.
+            TooManySkippedStepsError: there were too many in a row, and `withholds` was not asked first, where the
+                device has decided.
         """
         self.num_in_a_row = self.num_in_a_row + 1 if bad else 0
         self.num_skipped += skipped
@@ -237,11 +228,7 @@ GuardArgument = Literal["skip"] | StepJudge | SkipGuard | None
 
 
 def resolve_guard(guard: GuardArgument) -> SkipGuard | None:
-    """What the user gave as `guard=` as a SkipGuard.
-
-    Raises:
-        ValueError: it is none of None, "skip", a function and a SkipGuard.
-    """
+    """What the user gave as `guard=` as a SkipGuard; a ValueError for anything else."""
     if guard is None or isinstance(guard, SkipGuard):
         return guard
     if guard == "skip":
@@ -301,7 +288,6 @@ class PendingVerdicts:
         self._unlearnt: deque[Step] = deque()
 
     def add(self, step: Step) -> None:
-        """A step has closed."""
         self._unlearnt.append(step)
         if len(self._unlearnt) == 1 and step.was_read:
             self.learn(keep=0)

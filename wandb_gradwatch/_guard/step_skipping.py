@@ -30,7 +30,7 @@ from .._runtime.sharding import Shards, world_size
 from .._runtime.steps import STEP_HOOKS
 from .._transfer.sample_buffer import SampleBuffer
 from .._transfer.transfers import Names, PinnedPool
-from ..snapshot import Snapshot
+from ..snapshot import Snapshot, keys
 from .guard import Opinion, PendingVerdicts, Present, SkipGuard, Step, raised_to_the_user
 from .rank_consensus import ConsensusTable, FailedRankVoter, RankConsensus
 
@@ -60,20 +60,15 @@ class _Stash:
 
 
 class StepSkipping:
-    """Carries out what a guard decides.
-
-    Args:
-        names: the watched parameters' names, a list that grows.
-        known: asks for the names as they are now, and which of them are trainable: for a function of the user's.
-    """
+    """Carries out what a guard decides."""
 
     def __init__(
         self,
         guard: SkipGuard,
         window: SampleBuffer,
         shards: Shards,
-        names: Sequence[str],
-        known: Callable[[], Names],
+        names: Sequence[str],  # of the watched parameters, a list that grows
+        known: Callable[[], Names],  # the names as they are now, and which are trainable: for a function of the user's
         notices: Notices,
     ) -> None:
         self._guard, self._window, self._names, self._known = guard, window, names, known
@@ -93,13 +88,9 @@ class StepSkipping:
     def decide(
         self, optimizer: Optimizer, step: int, entries: Sequence[Entry], version: int, *, inside_backward: bool
     ) -> None:
-        """Have this optimizer, about to step, use its gradients or not.
+        """Have this optimizer, about to step, use its gradients or not; the open sample has its entries' rows.
 
-        Args:
-            step: the open sample's number.
-            entries: its watched parameters, whose rows are in the open sample.
-            version: of the registry of parameters.
-            inside_backward: gradients come one by one: there is no norm of the whole, only what is not finite counts.
+        Inside the backward gradients come one by one: there is no norm of the whole, only what is not finite counts.
         """
         self.verdicts.learn()
         consensus = self._consensuses.of(entries, version)
@@ -190,15 +181,14 @@ class StepSkipping:
         self._opinions, self._withheld = [], False
         self.verdicts.add(step)
 
-    def take_count(self) -> Tensor:
-        """How many steps were withheld since this was last asked: a scalar on any device."""
+    def take(self) -> dict[str, Tensor]:
+        """Scalars on any device: steps withheld since this was last asked, and whether the one that closed last was."""
         count, self._num_withheld = self._num_withheld, 0.0
-        return _scalar(count)
-
-    @property
-    def last_withheld(self) -> Tensor:
-        """1 if the step that has closed last was withheld from an optimizer, else 0: a scalar on any device."""
-        return _scalar(self._last_withheld)
+        found = {keys.NUM_GUARDED_STEPS: count, keys.GUARDED: self._last_withheld}
+        return {
+            key: value if isinstance(value, Tensor) else torch.tensor(float(value), device="cpu")
+            for key, value in found.items()
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """What the guard has learnt, and what not yet, in plain numbers. Waits for the device."""
@@ -236,7 +226,7 @@ class StepSkipping:
     def _decide_here(
         self, optimizer: Optimizer, step: int, slots: tuple[int, ...], values: list[float], *, learns: bool
     ) -> None:
-        """The host knows: values are the first three of an opinion's."""
+        """The host knows the first three values of an opinion."""
         withheld = True  # also where `withholds` raises: the step is not made then
         try:
             with raised_to_the_user():
@@ -252,7 +242,6 @@ class StepSkipping:
     def _decide_there(
         self, optimizer: Optimizer, slots: tuple[int, ...], sums: Tensor, bad: Tensor, *, learns: bool
     ) -> None:
-        """The device will know."""
         scalers: Tensor | None = getattr(optimizer, "found_inf", None)
         withheld = torch.zeros_like(bad)
         overflowed = withheld if scalers is None else onto(scalers.reshape(()), bad.device) > 0
@@ -267,10 +256,6 @@ class StepSkipping:
             self._withheld = withheld | before
         flags = torch.stack((bad, withheld, overflowed)).to(sums.dtype)
         self._opinions.append(Opinion(slots, learns, torch.cat((sums, flags))))
-
-
-def _scalar(value: Tensor | float) -> Tensor:
-    return value if isinstance(value, Tensor) else torch.tensor(float(value), device="cpu")
 
 
 def _home(entries: Sequence[Entry]) -> torch.device:

@@ -46,15 +46,9 @@ class _Forward:
 class StepReplay(StepListener):
     """Keeps what the forwards of the open step began with, and runs them again when asked.
 
-    Args:
-        models: as the user calls them, wrapped or not.
-        note: takes a step, what was found in it, and whether the alert of that step comes too early to name it.
-        notice: says something once, by its kind.
-        always: keep every step's, for a guard that asks by `look()`; otherwise only that of the step after `arm()`,
-            which is then run again by itself, right before its optimizer steps.
-        open_step: the number of the step under way.
-        boundary: of the watcher: in a forked child nothing is kept.
-        store: where ranks meet; nothing else has these keys. None where there is one rank.
+    It keeps that of every step where a guard asks by `look()` (`always`), otherwise only that of the step after
+    `arm()`, which is then run again by itself, right before its optimizer steps. `note` takes a step, what was found in
+    it, and whether the alert of that step comes too early to name it; in the store, None for one rank, ranks meet.
     """
 
     def __init__(
@@ -164,7 +158,6 @@ class StepReplay(StepListener):
         self._is_asking = False
 
     def began(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """A forward of the training begins."""
         del self._forwards[: max(len(self._forwards) - _MAX_FORWARDS + 1, 0)]
         restores = [partial(torch.set_rng_state, torch.get_rng_state())]
         if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

@@ -76,13 +76,10 @@ def search(
     gradients_of: Callable[[list[tuple[str, Tensor]]], list[Tensor]] | None = None,
     arrived: Finding | None = None,
 ) -> Finding | None:
-    """One forward and backward under the trace; whoever calls keeps what they change.
+    """One forward and backward under the trace, of a model that is not wrapped; whoever calls keeps what they change.
 
-    Args:
-        model: not wrapped.
-        loss_of: what the backward begins with, from the model's output, each with what to call it.
-        gradients_of: the gradients of those of them that require one; None: ones.
-        arrived: what is found where the forward is clean, before the backward is run.
+    `loss_of` gives what the backward begins with, each with what to call it, `gradients_of` their gradients (None:
+    ones); `arrived` is what is found where the forward is clean, before the backward is run.
     """
     trace = NonfiniteTrace(model)
     parameters = trace.tensors("_parameters")

@@ -137,11 +137,7 @@ _Read = tuple[Tensor, int]  # what an operation reads, a copy where it may write
 
 
 class NonfiniteTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's annotation
-    """Look at every operation while it is active.
-
-    Args:
-        model: whose modules are named.
-    """
+    """Look at every operation while it is active, and name the model's modules."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -166,8 +162,6 @@ class NonfiniteTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
 
     @contextmanager
     def follow_modules(self) -> Iterator[None]:
-        """Know which module's forward an operation belongs to."""
-
         def enter(module: nn.Module, _: object) -> None:
             if (name := self._names.get(id(module))) is not None:
                 self._stack.append(name)
@@ -278,11 +272,7 @@ class NonfiniteTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         return Finding(kind, module, "forward", None, None, (InputRange.of(tensor),), text)
 
     def finding(self, sinks: Iterable[tuple[str, Tensor]]) -> Finding | None:
-        """What the first bad tensor among these goes back to.
-
-        Args:
-            sinks: tensors that should be finite, each with what to call it.
-        """
+        """What the first bad tensor goes back to, of those that should be finite, each with what to call it."""
         for name, tensor in sinks:
             has_nan, has_inf = _nan_and_inf(tensor)
             known = self._origins.get(_storage(tensor))
@@ -310,7 +300,6 @@ def _has_values(leaf: object) -> bool:
 
 
 def _written(schema: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The arguments that an operation writes to."""
     given = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)} | dict(kwargs)
     writes = [one.name for one in schema.arguments if one.alias_info is not None and one.alias_info.is_write]
     return [given[name] for name in writes if name in given]

@@ -6,7 +6,7 @@ from ._activations import Activations
 from ._attention import Attention
 from ._coordinate_check import CoordinateCheck, coordinate_check
 from ._forward_hooks import MonitorMixin, log_attention, log_tensor
-from ._metric import FunctionMetrics, Metric, MetricLike, probes_of, rules_of
+from ._metric import Metric, MetricLike, probes_of, rules_of
 from ._module_probe import ModuleProbe
 from ._noise_scale import NoiseScale
 from ._ranks import Ranks
@@ -30,7 +30,6 @@ __all__ = [
     "CoordinateCheck",
     "DeadExperts",
     "EntropyCollapse",
-    "FunctionMetrics",
     "GrowingLogits",
     "Metric",
     "MetricLike",

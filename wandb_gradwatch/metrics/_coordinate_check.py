@@ -186,7 +186,6 @@ def _inputs(
 
 @torch.no_grad()
 def _sizes(layer_t: nn.Module, layer_0: nn.Module, x_t: Tensor, x_0: Tensor) -> FloatArray:
-    """The sizes of (W_t - W_0) x_t, of W_0 (x_t - x_0) and of the output W_t x_t."""
     wide_t, wide_0, change = (copy.deepcopy(layer).double().eval() for layer in (layer_t, layer_0, layer_t))
     x_t, x_0 = (x.double() if x.is_floating_point() else x for x in (x_t, x_0))
     output = wide_t(x_t)

@@ -40,10 +40,7 @@ _REENTRANT: Final = "CheckpointFunctionBackward"
 class ForwardHook:
     """Hooks on modules, open during the forwards of sampled steps: of the "training", an "evaluation", or "always".
 
-    Args:
-        owner: whose it is, for the message where something in it fails.
-        models: those whose modules are hooked.
-        on_logged: gets what modules hand over: the module's name, the thing's name, the thing, its named dimensions.
+    `on_logged` gets what modules hand over: the module's name, the thing's name, the thing, its named dimensions.
     """
 
     def __init__(
@@ -83,13 +80,11 @@ class ForwardHook:
         self._hooked[at] = now
 
     def open(self) -> None:
-        """Begin to see."""
         self.is_open = not self.boundary.stopped
         if self.is_open and self._on_logged is not None:
             _open_taps[self] = self._on_logged
 
     def shut(self) -> None:
-        """Collect nothing until it is opened again."""
         self.is_open = False
         _open_taps.pop(self, None)
 
@@ -179,7 +174,6 @@ class AttentionCall:
     scale: float | None
 
     def parts(self) -> dict[str, Tensor]:
-        """Those of query, key and value that there are."""
         parts = {"query": self.query, "key": self.key, "value": self.value}
         return {name: tensor for name, tensor in parts.items() if tensor is not None}
 

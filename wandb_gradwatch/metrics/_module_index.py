@@ -97,13 +97,13 @@ class ProbeShards:
 
     def __init__(self, models: ModuleIndex) -> None:
         self._models = models
-        self._layouts: dict[str, Layout | None] = {}  # of sharded parameters; None where it is not known how
+        self.layouts: dict[str, Layout | None] = {}  # of sharded parameters; None where it is not known how
         self._said: set[str] = set()
 
     def look(self) -> None:
         """Look again, whenever parameters are there to be measured: models are sharded after watch() too."""
         all_flat = self.uses_fsdp1
-        self._layouts = {
+        self.layouts = {
             name: _layout(parameter)
             for name, parameter in self._models.parameters().items()
             if all_flat or local_part(parameter) is not parameter
@@ -116,19 +116,15 @@ class ProbeShards:
 
     def is_whole(self, name: str, *, needed_by: str | None = None) -> bool:
         """Whether a function of this parameter, as it is here, is one of the whole; if not, `needed_by` is told."""
-        if name in self._layouts and needed_by is not None:
+        if name in self.layouts and needed_by is not None:
             self._say(name, needed_by)
-        return name not in self._layouts
-
-    def layout(self, name: str) -> Layout | None:
-        """None for a whole parameter, and for one of which it is not known how it lies."""
-        return self._layouts.get(name)
+        return name not in self.layouts
 
     def part(self, name: str, whole: Tensor, *, needed_by: str) -> Tensor | None:
         """The part of a tensor like the parameter that this rank holds; None, which is said, where it is unknown."""
-        if name not in self._layouts:
+        if name not in self.layouts:
             return whole
-        layout = self._layouts[name]
+        layout = self.layouts[name]
         if layout is None:
             self._say(name, needed_by)
             return None
@@ -144,7 +140,7 @@ class ProbeShards:
             logger.warning(
                 "wandb_gradwatch: %d parameters are sharded, %r among them, and of those this rank holds a part only: "
                 "%s are left out for them. Updates() and the norms of gradients are those of the whole.",
-                len(self._layouts),
+                len(self.layouts),
                 name,
                 left_out,
             )

@@ -238,7 +238,6 @@ class ForwardProbe(ModuleProbe):
 
 
 def dense(gradient: Tensor) -> Tensor:
-    """A sparse gradient with its zeros."""
     return gradient if gradient.layout is torch.strided else gradient.to_dense()
 
 

@@ -176,7 +176,7 @@ class Ranks(OwnGradientProbe):
             return
         self._shards.look()
         for tensor in tensors:
-            layout = self._shards.layout(tensor.name)
+            layout = self._shards.layouts.get(tensor.name)
             has_replicas = layout.num_replicas > 1 if layout else self._shards.is_whole(tensor.name)
             if has_replicas and self._matches(tensor.name) and tensor.parameter.numel():
                 self._checksums.append(_bits(tensor.parameter))

@@ -63,7 +63,6 @@ class Store(Generic[Key, Value]):
 
 
 def add_on_device(one: Tensor, other: Tensor) -> Tensor:
-    """The sum of two tensors, on the first one's device."""
     return one + onto(other, one.device)
 
 

@@ -155,7 +155,7 @@ class Spectrum(ParameterProbe):
     def _is_measured(self, tensor: WatchedTensor) -> bool:
         if not tensor.parameter.is_floating_point() or not self._matches(tensor.name):
             return False
-        layout = self._shards.layout(tensor.name)
+        layout = self._shards.layouts.get(tensor.name)
         is_merged = (
             layout is not None and layout.num_ranks == world_size() and len({dim > 0 for dim, _, _ in layout.cuts}) < 2
         )
@@ -163,7 +163,7 @@ class Spectrum(ParameterProbe):
 
     def _measure(self, subject: str, name: str, tensor: Tensor, inverse_scale: Tensor | None = None) -> None:
         key, matrix_MN = f"{subject}/{name}", without_scale(widened(tensor).flatten(1), inverse_scale)
-        layout = self._shards.layout(name)
+        layout = self._shards.layouts.get(name)
         if layout is None:
             numbers = self._of_matrix(key, matrix_MN)
             self._found |= {f"{key}/{what}": number for what, number in zip(_NAMES, numbers, strict=True)}

@@ -106,8 +106,6 @@ _NUM_SUMS: Final = 6
 
 @dataclass(frozen=True)
 class StateSums:
-    """What the sums of one parameter say."""
-
     states: tuple[str, ...]  # names of the optimizer's tensors, as they are in its state
     eps: float  # of the optimizer; 0 for none
     of_every_rank = False
