@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from wandb_gradwatch._capture.timing import _MAX_UNREAD, DeviceTimer
+from wandb_gradwatch._capture.measurer import _MAX_UNREAD, DeviceTimer
 
 CUDA, OTHER, CPU = torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cpu")
 

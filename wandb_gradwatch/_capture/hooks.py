@@ -104,22 +104,23 @@ class BackwardHooks:
         new: list[int] = []
         current: dict[int, _Hooks] = {}
         for slot, parameter in entries:
-            hooks = self._hooks.get(id(parameter))
+            number = id(parameter)
+            hooks = self._hooks.get(number)
             if hooks is not None and hooks.are_on(parameter):
                 hooks.slot[0] = slot
                 if current_graph_task() == -1:  # a hook that runs must not be replaced
                     # Set anew: a tensor that was swapped (torch.utils.swap_tensors) keeps the dictionary, not the hook.
                     parameter._backward_hooks = parameter._backward_hooks
                     parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
-                current[id(parameter)] = hooks
+                current[number] = hooks
             elif parameter.requires_grad and parameter.is_leaf:
-                hooks = self._kept.get(id(parameter))
+                hooks = self._kept.get(number)
                 if hooks is None or parameter._backward_hooks is not None:
                     hooks = self._register(slot, parameter)
                 else:
                     parameter._backward_hooks, hooks.slot[0] = hooks.table, slot
-                current[id(parameter)] = hooks
-                if id(parameter) not in self._taken_off:
+                current[number] = hooks
+                if number not in self._taken_off:
                     new.append(slot)
         for key in self._hooks.keys() - current.keys():
             _remove(self._hooks[key])

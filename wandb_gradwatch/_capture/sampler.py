@@ -25,7 +25,7 @@ from .._transfer.sample_buffer import SampleBuffer
 from .clipping import CLIP_FUNCTIONS
 from .clock import Closed, SampleClock
 from .hooks import BackwardHooks
-from .measurer import Measurer
+from .measurer import DeviceTimer, Measurer
 from .open_sample import OpenSample
 from .parameter_registry import ParameterRegistry
 from .parts import CaptureConfig, CaptureParts
@@ -33,7 +33,6 @@ from .probes import Probe
 from .rest import Resting
 from .scaling import SCALES, ScaleListener
 from .schedule import RankPlans
-from .timing import DeviceTimer
 
 
 class Sampler(StepListener, ScaleListener):
