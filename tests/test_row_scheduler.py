@@ -6,6 +6,7 @@ import logging
 import random
 import signal
 import threading
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -349,6 +350,48 @@ def test_a_signal_handler_may_finish_the_run_at_any_moment() -> None:
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert split_rows(run.core.rows)[1] == [0, 1]
+
+
+@pytest.mark.parametrize("comes", ["before", "after"])
+@pytest.mark.parametrize("does", ["log", "finish"])
+def test_a_signal_handler_may_log_or_finish_while_a_row_is_placed(comes: str, does: str, caplog: Any) -> None:
+    class Interrupted(ModelRunWithLog):
+        signals = finished = False
+
+        def _log(self, data: Any, step: Any = None, commit: Any = None) -> None:
+            interrupts, self.signals = "own" in data and not self.signals, self.signals or "own" in data
+            if interrupts and comes == "before":
+                signal.raise_signal(signal.SIGUSR1)
+            if self.finished:
+                raise RuntimeError("the run is finished")
+            super()._log(data, step, commit)
+            if interrupts and comes == "after":
+                signal.raise_signal(signal.SIGUSR1)
+
+        def handle(self, *_: Any) -> None:
+            if does == "log":
+                self.log({"preempted": True})
+            else:
+                self.finish()
+                self.finished = True
+
+    run = Interrupted()
+    row_scheduler = RowScheduler(run)
+    before = signal.signal(signal.SIGUSR1, run.handle)
+    try:
+        for number in range(3):
+            row_scheduler.put(f"watcher {number}", OwnRow([number]))
+        with nullcontext() if does == "log" else pytest.raises(RuntimeError, match="the run is finished"):
+            for step in range(4):
+                run.log({"loss": step})
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    run.finish()
+    user, own = split_rows(run.core.rows)
+    assert own == [0, 1, 2]
+    losses = [{"preempted": True}, *({"loss": step} for step in range(4))] if does == "log" else []
+    assert [data for _, data in user if data] == losses
+    assert (run.signals, caplog.records) == (True, [])
 
 
 def test_a_timestamp_that_the_user_gave_stays() -> None:

@@ -57,7 +57,7 @@ class RowQueue:
                 self._merge_neighbours()
 
     def next_part(self) -> dict[str, Any] | None:
-        """The part whose turn it is; it stays in line until `pop_part`."""
+        """The part whose turn it is."""
         while not self._parts:
             with self._lock:
                 if not self._waiting:
@@ -95,9 +95,13 @@ class RowQueue:
             else:
                 self._parts.append(part)
 
-    def pop_part(self) -> None:
-        """The part whose turn it was is logged."""
-        self._parts.popleft()
+    def take_part(self) -> dict[str, Any] | None:
+        """The part whose turn it is, out of the line."""
+        return None if self.next_part() is None else self._parts.popleft()
+
+    def put_back(self, part: dict[str, Any]) -> None:
+        """It is this part's turn still."""
+        self._parts.appendleft(part)
 
     def have_several(self) -> bool:
         """Whether another part or row waits behind the next part."""

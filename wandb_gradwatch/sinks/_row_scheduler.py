@@ -109,6 +109,7 @@ class RowScheduler:
         self._log_lock = threading.RLock()
         self._before_end: list[Callable[[], object]] = []
         self._forget_exit: Callable[[], None] = lambda: None
+        self._under_way: dict[str, Any] | None = None  # the part that is being logged
         self._calls_at_last_put = -1
         self._seconds = 0.0
         self._log: Callable[..., None] = getattr(run, "_log", run.log)
@@ -156,13 +157,25 @@ class RowScheduler:
 
     def _place(self, *, step: int | None = None, commit: bool = False) -> None:
         """Log the part whose turn it is, if there is one."""
-        part = self._waiting.next_part()
+        part = self._waiting.take_part()
         if part is None:
             return
-        self._log_part(part, step, commit)
-        # Only now: interrupted before, it is logged again, into the same open row, with the same keys.
-        self._waiting.pop_part()
+        # In the middle of this a signal handler may log, which leaves the open row alone, or end the run: `_log_all`.
+        self._under_way, had_own, self._open.has_own = part, self._open.has_own, True
+        try:
+            self._log_part(part, step, commit)
+        except BaseException:
+            self._put_back()
+            self._open.has_own = had_own
+            raise
+        self._under_way = None
         self._open.note_call(step, commit, own=True)
+
+    def _put_back(self) -> None:
+        """Log again what may be logged already: into the same open row, with the same keys."""
+        if self._under_way is not None:
+            self._waiting.put_back(self._under_way)
+            self._under_way = None
 
     def _log_part(self, part: dict[str, Any], step: int | None, commit: bool) -> None:
         if self._open.timestamp is not None and (step is None or step == self._open.step):
@@ -191,11 +204,9 @@ class RowScheduler:
 
     def _log_all(self) -> None:
         with self._log_lock:
-            if self._shared:
-                while (part := self._waiting.next_part()) is not None:
-                    self._log(part)
-                    self._waiting.pop_part()
-                return
+            if self._under_way is not None:
+                self._put_back()
+                self._open.has_own = False
             if self._waiting.next_part() is not None and self._open.has_own:
                 self._look_at_step()
             while self._waiting.next_part() is not None:
@@ -279,8 +290,9 @@ class RowScheduler:
         try:
             place(*call)
         except Exception:
-            logger.exception("Gradients are no longer logged to W&B: placing a row failed. Training goes on.")
-            self._stop()
+            if not self.ended:  # by a signal handler, in the middle of this
+                logger.exception("Gradients are no longer logged to W&B: placing a row failed. Training goes on.")
+                self._stop()
         self._seconds += time.perf_counter() - began
 
     def pop_seconds(self) -> float:
