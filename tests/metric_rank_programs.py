@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from metric_probes import watch
+from metric_probes import seen, values, watch
 from rank_programs import LEARNING_RATE, batch_of, build, collect_warnings, loss_of, shard, shard1, split
 from rank_programs import train as train_ranks
 from torch import nn
@@ -58,7 +58,7 @@ def expected(world: int, steps: int, *, width: int = 5, same_batch: bool = False
                 update = LEARNING_RATE * parameter.grad
                 note(f"update/{name}", update, parameter, ("norm", "ratio"))
                 parameter -= update
-    return {key: np.array(values) for key, values in found.items()}
+    return {key: np.array(of) for key, of in found.items()}
 
 
 def probes(model: nn.Module) -> list[Any]:
@@ -76,7 +76,7 @@ def report(watcher: Any, sink: Any, said: list[str]) -> dict[str, Any]:
     snapshot = sink.merged() if sink.snapshots else watcher.latest
     assert snapshot is not None, said
     return {
-        "metrics": {key: np.asarray(values) for key, values in snapshot.metrics.items()},
+        "metrics": {key: np.asarray(of) for key, of in snapshot.metrics.items()},
         "histogram": int(snapshot.metric_histograms["activation/2/histogram"].counts.sum()),
         "num_snapshots": len(sink.snapshots),
         "said": said,
@@ -184,10 +184,7 @@ def _optimized(model: nn.Module, kind: str, ranks: Sequence[int], micros: int) -
             losses = [loss_of(model, batch_of(rank, step, micro)) for rank in ranks]
             (torch.stack(losses).mean() / micros).backward()
         optimizer.step()
-    watcher.remove()
-    merged = sink.merged()
-    assert merged is not None
-    return {key: np.asarray(of) for key, of in merged.metrics.items() if not key.startswith("gradwatch/")}
+    return values(watcher, sink)
 
 
 # ---- what flows through sharded modules
@@ -214,17 +211,9 @@ def forwards(rank: int, world: int, *, sharded: bool = True, steps: int = 3):
     model: nn.Module = Mixture()
     if sharded:
         fully_shard(model)
-    watcher, sink = watch(model, [Attention(), Router("gate", top_k=2), Activations(of=("input", "output", "grad"))])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    for step in range(steps):
-        batch = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(step))
-        optimizer.zero_grad()
-        model(batch).square().mean().backward()
-        optimizer.step()
-    watcher.remove()
-    merged = sink.merged()
-    assert merged is not None
-    return {key: np.asarray(of) for key, of in merged.metrics.items() if not key.startswith("gradwatch/")}
+    probes_of_all = [Attention(), Router("gate", top_k=2), Activations(of=("input", "output", "grad"))]
+    batches = [torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(step)) for step in range(steps)]
+    return seen(model, probes_of_all, batches, optimizer=torch.optim.SGD(model.parameters(), lr=0.5))
 
 
 # ---- the spectrum of a sharded matrix
@@ -273,10 +262,7 @@ def spectrum(rank: int, world: int, *, mesh: Sequence[int] = (), cut: int = 0, f
         model().backward()
         optimizer.step()
         watcher.flush()
-    watcher.remove()
-    merged = sink.merged()
-    assert merged is not None
-    metrics = {key: np.asarray(of) for key, of in merged.metrics.items() if key.endswith(("_value", "_rank"))}
+    metrics = {key: of for key, of in values(watcher, sink).items() if key.endswith(("_value", "_rank"))}
     return {"metrics": metrics, "said": said}
 
 

@@ -222,18 +222,32 @@ def test_random_numbers_of_training_stay_as_they_were():
 # ---- what does not work
 
 
-@pytest.mark.parametrize("on", ["parameter", "gradient", "update"])
-def test_matching_no_parameter_is_said_at_watch(on):
-    with pytest.raises(
-        ValueError, match=r"Metric\('x', on='\w+'\) with match='nope' matches no parameter; .* 'weight'"
-    ):
-        watch(nn.Linear(2, 2), [Metric("x", norm, on=on, match="nope")])
+NO_MODULE = r"match='nope' matches no module; the first names are 'root', '0'"
 
 
-def test_what_include_leaves_out_matches_nothing():
-    model = Chosen(a=1, b=1)
-    with pytest.raises(ValueError, match="match='b' matches no parameter; the first names are 'a'"):
-        watch(model, [Metric("x", norm, match="b")], include="a")
+@pytest.mark.parametrize(
+    ("metric", "words"),
+    [
+        *(
+            (
+                Metric("x", norm, on=on, match="nope"),
+                rf"Metric\('x', on='{on}'\) with match='nope' matches no parameter; .* '0.weight'",
+            )
+            for on in ("parameter", "gradient", "update")
+        ),
+        (
+            Metric("x", norm, match="bias"),
+            "match='bias' matches no parameter; the first names are '0.weight'",
+        ),  # left out
+        (Metric("x", norm, on="activation", match="nope"), NO_MODULE),
+        (Activations("nope"), NO_MODULE),
+        (Updates("nope"), "match='nope' matches no parameter"),
+    ],
+    ids=repr,
+)
+def test_matching_nothing_is_said_at_watch(metric, words):
+    with pytest.raises(ValueError, match=words):
+        watch(nn.Sequential(nn.Linear(2, 2)), [metric], include="weight")
 
 
 def test_the_rules_of_the_probes_join_the_default_ones_only():
@@ -244,15 +258,6 @@ def test_the_rules_of_the_probes_join_the_default_ones_only():
         train(model, [torch.full((1, 1), math.nan)])
         watcher.remove()
         assert {alert.title for alert in alerts} == expected
-
-
-def test_matching_no_module_is_said_at_watch():
-    model = nn.Sequential(nn.Linear(2, 2))
-    for metric in (Metric("x", norm, on="activation", match="nope"), Activations("nope")):
-        with pytest.raises(ValueError, match=r"match='nope' matches no module; the first names are 'root', '0'"):
-            watch(model, [metric])
-    with pytest.raises(ValueError, match=r"match='nope' matches no parameter"):
-        watch(model, [Updates("nope")])
 
 
 @pytest.mark.parametrize(
@@ -293,16 +298,18 @@ def test_a_metric_that_makes_no_sense_is_refused(arguments, error, words):
         Metric(**arguments)
 
 
-def test_wrong_elements_of_metrics_are_named():
-    model = nn.Linear(2, 2)
-    with pytest.raises(TypeError, match=r"holds the class Activations; write Activations\(\)"):
-        probes_of([Activations], model)
-    with pytest.raises(TypeError, match="which is no metric"):
-        probes_of([norm], model)
-    with pytest.raises(TypeError, match=r"must be a sequence; write metrics=\[\.\.\.\]"):
-        probes_of(Metric("x", norm), model)
-    with pytest.raises(ValueError, match=r"holds two called Metric\('x'"):
-        probes_of([Metric("x", norm), Metric("x", torch.sum)], model)
+@pytest.mark.parametrize(
+    ("metrics", "error", "words"),
+    [
+        ([Activations], TypeError, r"holds the class Activations; write Activations\(\)"),
+        ([norm], TypeError, "which is no metric"),
+        (Metric("x", norm), TypeError, r"must be a sequence; write metrics=\[\.\.\.\]"),
+        ([Metric("x", norm), Metric("x", torch.sum)], ValueError, r"holds two called Metric\('x'"),
+    ],
+)
+def test_wrong_elements_of_metrics_are_named(metrics, error, words):
+    with pytest.raises(error, match=words):
+        probes_of(metrics, nn.Linear(2, 2))
 
 
 def test_a_metric_that_fails_during_training_is_dropped_alone_and_said_once(said):

@@ -12,7 +12,6 @@ from metric_probes import Passes, train, watch
 from offline import records
 from torch import nn
 
-import wandb_gradwatch
 from wandb_gradwatch import WandbSink
 from wandb_gradwatch._measure.columns import NUM_BINS, bins_of
 from wandb_gradwatch._measure.probe_values import MetricHistogram
@@ -136,9 +135,7 @@ def test_the_picture_is_that_of_gradients():
 def test_in_the_run_it_is_a_histogram_with_even_edges_and_not_in_the_summary(start_run, loopback):
     run = start_run(server=loopback)
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-    watcher = wandb_gradwatch.watch(
-        model, run=run, sinks=[], rules=[], metrics=[Activations(r"^1$")], sample_every=1, log_every=1
-    )
+    watcher, _ = watch(model, [Activations(r"^1$")], run=run, sinks=[], rules=[])
     for _ in range(2):
         train(model, [torch.randn(5, 4)])
         run.log({"loss": 1.0})
@@ -161,9 +158,7 @@ def test_in_the_run_it_is_a_histogram_with_even_edges_and_not_in_the_summary(sta
 def test_a_sink_without_histograms_draws_none(offline_run):
     model = Passes()
     sink = WandbSink(offline_run, histograms=False)
-    watcher = wandb_gradwatch.watch(
-        model, sinks=[sink], rules=[], metrics=[Activations("inner")], sample_every=1, log_every=1
-    )
+    watcher, _ = watch(model, [Activations("inner")], sinks=[sink])
     train(model, [torch.ones(2)])
     watcher.remove()
     offline_run.finish()

@@ -33,6 +33,7 @@ class _MetricRule(ShippedRule):
     cause: ClassVar[str]
     remedy: ClassVar[str]
     level: ClassVar[Level] = "WARN"
+    _past: dict[str, Any] = field(default_factory=dict, init=False, repr=False)  # what is remembered of a name
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
         series = self._series(snapshot)
@@ -110,7 +111,6 @@ class OutgrownUpdate(_MetricRule):
     threshold: float = 2.3
     factor: float = 3.0
     patience: int = 10
-    _past: dict[str, list[float]] = field(default_factory=dict, init=False, repr=False)
 
     title = "Update outgrows"
     metric = (keys.OPTIMIZER_STATE, keys.STALE)
@@ -162,7 +162,6 @@ class EntropyCollapse(_LargestOfHeads):
 
     threshold: float = 0.02
     patience: int = 5
-    _in_a_row: dict[str, int] = field(default_factory=dict, init=False, repr=False)  # of those that were once open
 
     title = "Attention entropy collapse"
     metric = (keys.ATTENTION, "entropy_ratio")
@@ -177,10 +176,10 @@ class EntropyCollapse(_LargestOfHeads):
 
     def _judge(self, name: str, value: float, step: int) -> float | None:
         if value >= self.threshold:
-            self._in_a_row[name] = 0
-        elif name in self._in_a_row:
-            self._in_a_row[name] += 1
-        return value if self._in_a_row.get(name, 0) >= self.patience else None
+            self._past[name] = 0
+        elif name in self._past:  # it was once open
+            self._past[name] += 1
+        return value if self._past.get(name, 0) >= self.patience else None
 
 
 @dataclass(kw_only=True)
@@ -192,7 +191,6 @@ class DeadExperts(_MetricRule):
     """
 
     patience: int = 10
-    _in_a_row: dict[str, int] = field(default_factory=dict, init=False, repr=False)
 
     title = "Dead experts"
     metric = (keys.ROUTER, keys.DEAD_EXPERTS)
@@ -203,8 +201,8 @@ class DeadExperts(_MetricRule):
     remedy = "raise the weight of the load-balancing loss, add noise to the router's logits, or lower its learning rate"
 
     def _judge(self, name: str, value: float, step: int) -> int | None:
-        self._in_a_row[name] = self._in_a_row.get(name, 0) + 1 if value else 0
-        return int(value) if self._in_a_row[name] >= self.patience else None
+        self._past[name] = self._past.get(name, 0) + 1 if value else 0
+        return int(value) if self._past[name] >= self.patience else None
 
 
 @dataclass(kw_only=True)
@@ -223,7 +221,6 @@ class GrowingLogits(_LargestOfHeads):
 
     limit: float = 100.0
     patience: int = 16
-    _past: dict[str, list[list[float]]] = field(default_factory=dict, init=False, repr=False)  # steps and logits
 
     title = "Attention logits grow"
     metric = (keys.ATTENTION, keys.LOGIT_MAX)
