@@ -2,10 +2,10 @@
 // A subclass paints the inside and answers for the vertical axis; the frame does pointer, keyboard, zoom and cursor.
 
 class Frame extends Picture {
-  // A subclass has: height(width), gutter(width), paint(pixels, width, height), labels(context, box),
+  // A subclass has: layout(width) -> {height, left, side}, paint(pixels, width, height), labels(context, box),
   //        describe(step, y, height) -> text lines or null, nextRow(y, height, direction) -> y, onResetY(),
   //        onZoomY(top, bottom) in parts of the height, and if it likes onChoose(y, height) for a click or Enter,
-  //        bandAt(y, height), and side(width) for what drawSide(context, box, step) draws at the right. It calls
+  //        bandAt(y, height), and drawSide(context, box, step) for what stands at the right. It calls
   //        setColumns(first, last) with the steps of its columns.
   constructor(host, label) {
     super();
@@ -75,7 +75,7 @@ class Frame extends Picture {
   draw() {
     const width = this.width;
     if (width === 0) return;
-    const height = this.height(width);
+    const { height, left, side } = this.layout(width);
     const ratio = devicePixelRatio;
     for (const canvas of [this.canvas, this.overlay]) {
       canvas.width = Math.round(width * ratio);
@@ -83,8 +83,7 @@ class Frame extends Picture {
       canvas.style.width = width + "px";
       canvas.style.height = height + "px";
     }
-    const left = this.gutter(width);
-    this.box = { left, top: 18, width: Math.max(width - left - 22 - (this.side?.(width) ?? 0), 20), height: height - 18 - 28 };
+    this.box = { left, top: 18, width: Math.max(width - left - 22 - side, 20), height: height - 18 - 28 };
     const context = this.canvas.getContext("2d");
     const { left: x, top: y, width: across, height: down } = this.scaled(this.box);
     const image = context.createImageData(Math.round(across), Math.round(down));

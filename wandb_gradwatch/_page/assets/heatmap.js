@@ -61,13 +61,10 @@ class Heatmap extends Frame {
     drawScale(this.legend, painted.scale);
   }
 
-  height(width) {
-    return clamp(Math.round(this.order.length * 13), 150, width < 600 ? 460 : 720) + 46;
-  }
-
-  gutter(width) {
+  layout(width) {
     const longest = Math.max(8, ...this.order.slice(0, 2000).map((name) => this.grid.names[name].length));
-    return Math.round(Math.min(longest * 6.7 + 14, width * 0.3, 230));
+    const height = clamp(Math.round(this.order.length * 13), 150, width < 600 ? 460 : 720) + 46;
+    return { height, left: Math.round(Math.min(longest * 6.7 + 14, width * 0.3, 230)), side: 0 };
   }
 
   paint(pixels, width, height) {

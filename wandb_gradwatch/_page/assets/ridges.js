@@ -14,24 +14,13 @@ class HistogramPicture extends Frame {
     super(host, label);
     this.source = source;
     this.signed = false;
-    controls.append(segmented("Vertical axis", [["size", `log |${source.symbol}|`], ["value", `${source.symbol}, with its sign`]], "size", (value) => this.setSigned(value === "value")));
-    this.take(item);
+    controls.append(segmented("Vertical axis", [["size", `log |${source.symbol}|`], ["value", `${source.symbol}, with its sign`]], "size", (value) => this.choose(this.item, value === "value")));
+    this.choose(item);
     this.begin(this.wrap);
   }
 
-  setSigned(signed) {
-    this.signed = signed;
-    this.onResetY();
-    this.outdate();
-  }
-
-  choose(item) {
-    this.take(item);
-    this.outdate();
-  }
-
-  take(item) {
-    this.item = item;
+  choose(item, signed = this.signed) {
+    Object.assign(this, { item, signed });
     this.data = histogramOf(item, this.source.bins);
     const { low, high } = this.data;
     this.setColumns(this.data.steps, this.data.steps);
@@ -44,6 +33,7 @@ class HistogramPicture extends Frame {
     });
     this.percentiles = PERCENTILES.map(({ share }) => item.steps.map((_, column) => this.percentile(column, share)));
     this.onResetY();
+    if (this.node) this.outdate();
   }
 
   // In units of the axis: the exponent of a size, or a value. Of values the range that nine of ten histograms fit into:
@@ -91,16 +81,8 @@ class HistogramPicture extends Frame {
     return high;
   }
 
-  height() {
-    return 320;
-  }
-
-  gutter() {
-    return AXIS_WIDTH;
-  }
-
-  side(width) {
-    return width < 600 ? 70 : 130;
+  layout(width) {
+    return { height: 320, left: AXIS_WIDTH, side: width < 600 ? 70 : 130 };
   }
 
   // Shares of the elements in each of `rows` even parts of the axis, from the top.
@@ -184,7 +166,7 @@ class HistogramPicture extends Frame {
   drawSide(context, { left, top, width, height }, step) {
     const column = step === null ? this.last.length - 1 : lastAtMost(this.last, this.stepNear(step) ?? -Infinity);
     if (column < 0) return;
-    const [start, across] = [left + width + 22, this.side(this.wrap.clientWidth) - 26];
+    const [start, across] = [left + width + 22, this.layout(this.width).side - 26];
     const rows = Math.round(height / 3);
     const curves = this.signed ? [[[1, -1], colour("ink")]] : [[[1], colour(lineColour(0))], [[-1], colour(lineColour(1))]];
     const drawn = curves.map(([signs, stroke]) => ({ stroke, shares: this.profile(column, rows, signs).slice(0, this.firstUnresolved(column, rows)) }));
