@@ -6,7 +6,7 @@ const ALL_SIZES = Array.from({ length: 620 }, (_, index) => Number(`1e${index - 
 
 class LineChart extends Picture {
   // series: {label, values, colour, width, dash, kind: "line" | "bars" | "steps", format}; a colour is one of the style
-  // sheet's. fillTo fills the area up to the series of this place, in `fill`.
+  // sheet's. fillTo fills the area up to the series of this label.
   constructor(host, { label, xs, series, log = false, canLog = true, height = 260, format = formatNumber, tick = formatTick, limits = null }) {
     super();
     Object.assign(this, { label, xs, log, height, format, tick, limits });
@@ -99,7 +99,10 @@ class LineChart extends Picture {
         },
       ],
       series: [{}, ...this.series.map((one) => this.plotSeries(one))],
-      bands: this.series.flatMap((one, index) => (one.fillTo === undefined ? [] : [{ series: [index + 1, one.fillTo + 1], fill: colour(one.fill) + "38" }])),
+      bands: this.series.flatMap((one, index) => {
+        const other = this.series.findIndex(({ label }) => label === one.fillTo);
+        return other < 0 ? [] : [{ series: [index + 1, other + 1], fill: colour(one.colour) + "38" }];
+      }),
       hooks: {
         drawAxes: [(plot) => this.drawNonFinite(plot)],
         draw: [(plot) => this.drawBeyond(plot), (plot) => drawFlags(plot.ctx, plot.bbox, (step) => plot.valToPos(step, "x", true))],

@@ -110,12 +110,11 @@ const SHARE_OF_STEPS = { ...SHARE, ...SMALL, limits: [0, 1.05] };
 
 function normCard() {
   const norms = [
-    ...globalSeries("grad_norm_max", "largest of the window", 1, { width: 1.25, dash: [4, 3] }),
+    // The span of each window, from the newest sample up to the largest.
+    ...globalSeries("grad_norm_max", "largest of the window", 1, { width: 1.25, dash: [4, 3], fillTo: "before clipping" }),
     ...globalSeries("grad_norm", "before clipping", 0, { width: 2 }),
     ...globalSeries("grad_norm_clipped", "received by the optimizer", 2),
   ];
-  // The span of each window, from the newest sample up to the largest.
-  if (norms[1]?.label === "before clipping") Object.assign(norms[0], { fillTo: 1, fill: lineColour(1) });
   // A loss that the user logs is drawn above, at every row that has it.
   const loss = run.own.some((one) => one.role === "loss") ? [] : globalSeries("loss", "loss", 0);
   return chartCard("norm", [
@@ -132,19 +131,6 @@ function totalParts() {
   const of = (key) => content.totals.flatMap((name, index) => globalSeries(`${key}/${name}`, name, index));
   const parts = [{ title: "Largest norm of the window, each by itself", series: of("grad_norm_total_max") }, { title: "Norm before clipping, each by itself", series: of("grad_norm_total") }];
   return content.totals.length > 1 ? parts.map((part) => ({ ...part, caption: true, log: true, height: 200 })) : [];
-}
-
-function quantileCard() {
-  const series = [
-    ...globalSeries("grad_abs_max", "largest", 1, { width: 1.25, dash: [4, 3] }),
-    ...globalSeries("grad_abs_p99", "99th percentile", 5, { width: 1 }),
-    ...globalSeries("grad_abs_p50", "median", 0, { width: 2 }),
-    ...globalSeries("grad_abs_p01", "1st percentile", 5, { width: 1 }),
-  ];
-  const top = series.findIndex((one) => one.label === "99th percentile");
-  const bottom = series.findIndex((one) => one.label === "1st percentile");
-  if (top >= 0 && bottom >= 0) Object.assign(series[top], { fillTo: bottom, fill: lineColour(5) });
-  return chartCard("quantiles", [{ log: true, series }], { isWide: false });
 }
 
 // bf16 ends where float32 does: its headroom would press the others' flat.
@@ -166,14 +152,21 @@ function smallCards() {
   const scale = globalSeries("loss_scale", "loss scale", 2, { kind: "steps" });
   const skipped = { ...SMALL, caption: false, title: "Skipped steps", none: "No step was skipped.", series: scale.length ? bars("num_skipped_steps", "skipped steps", 3) : [] };
   const withheld = { ...skipped, title: "Withheld steps", none: null, series: has("num_guarded_steps") ? bars("num_guarded_steps", "withheld by the guard", 1) : [] };
+  const sizes = [
+    ...globalSeries("grad_abs_max", "largest", 1, { width: 1.25, dash: [4, 3] }),
+    ...globalSeries("grad_abs_p99", "99th percentile", 5, { width: 1, fillTo: "1st percentile" }),
+    ...globalSeries("grad_abs_p50", "median", 0, { width: 2 }),
+    ...globalSeries("grad_abs_p01", "1st percentile", 5, { width: 1 }),
+  ];
   const cards = {
+    quantiles: [{ log: true, series: sizes }],
     dead: [{ ...SHARE, series: globalSeries("dead_ratio", "of all elements", 0) }],
     nonfinite: [{ none: "No element was NaN or Inf.", canLog: false, series: [...bars("num_nan", "NaN", 3), ...bars("num_inf", "Inf", 1)] }],
     scale: [{ log: true, height: 170, series: scale }, skipped, withheld],
     spread: [{ canLog: false, series: [...globalSeries("grad_std", "deviation", 5), ...globalSeries("grad_mean", "mean", 0)] }],
     overhead: [{ ...SHARE, series: globalSeries("overhead_ratio", "share of the time since watch()", 4) }, { ...SMALL, title: "Steps from one measured to the next", series: globalSeries("sample_every", "sample_every", 5, { kind: "steps" }) }],
   };
-  return [quantileCard(), ...Object.entries(cards).map(([key, parts]) => chartCard(key, parts, { isWide: false }))];
+  return Object.entries(cards).map(([key, parts]) => chartCard(key, parts, { isWide: false }));
 }
 
 // The user's own scalars: the loss and the learning rate at once, the others when they are asked for.
