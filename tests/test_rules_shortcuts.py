@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from wandb_gradwatch._measure.columns import NUM_COLUMNS, Column
+from wandb_gradwatch._pipeline.alert_manager import AlertManager
 from wandb_gradwatch.rules import default_rules
 from wandb_gradwatch.snapshot import Snapshot, keys
 
@@ -78,6 +80,29 @@ def shrinks(rows: np.ndarray, _: dict[str, np.ndarray]) -> None:
     rows[..., Column.PARAM_SUM_SQ] *= 1e-3
 
 
+def decays(rows: np.ndarray, _: dict[str, np.ndarray]) -> None:
+    rows[:, 4, Column.PARAM_SUM_SQ] *= 0.975 ** (2 * np.arange(len(rows)))  # 2.5 % of one weight's norm per step
+
+
+def decays_slowly(rows: np.ndarray, _: dict[str, np.ndarray]) -> None:
+    # Half at once, then 1 % per step, which is 2 % of the squares: less than a closer look takes, and after 92 steps
+    # 0.5 * 0.99^92 = 0.198 is left.
+    rows[..., Column.PARAM_SUM_SQ] *= 0.25 * 0.99 ** (2 * np.arange(len(rows)))[:, None]
+
+
+def moves(rows: np.ndarray, metrics: dict[str, np.ndarray]) -> None:
+    times(50.0)(rows, metrics)
+    rows[..., Column.PARAM_SUM_SQ] *= 0.94 ** (2 * np.minimum(np.arange(len(rows)), 3))[:, None]
+
+
+def climbs(rows: np.ndarray, metrics: dict[str, np.ndarray]) -> None:
+    metrics[keys.LEARNING_RATE] = np.where(np.arange(STEPS) < FAULT, 0.1, -0.1)
+
+
+def is_carried(rows: np.ndarray, metrics: dict[str, np.ndarray]) -> None:
+    metrics[keys.WIRING_CARRIED] = np.where(np.arange(STEPS) < FAULT, 0.0, 1.0)
+
+
 def is_not_finite(rows: np.ndarray, metrics: dict[str, np.ndarray]) -> None:
     metrics[keys.NUM_NONFINITE_LOSS][FAULT:] = 1
 
@@ -105,8 +130,13 @@ FAULTS: dict[str, tuple[Change, str]] = {
     "one unchanged": (put(Column.PARAM_SUM_SQ, 1.0, slice(4, 5)), ""),
     "growing parameters": (grows, "Parameters grow too fast"),
     "shrunk parameters": (shrinks, "Parameters shrink"),
+    "one weight that decays": (decays, "Parameters shrink"),
+    "slowly shrinking parameters": (decays_slowly, "Parameters shrink"),
+    "a new level that moves the parameters": (moves, "Exploding gradient"),
     "tight clipping": (put(Column.RECEIVED_SUM_SQ, 1e-9), "Clipping too tight"),
     "a broken parameter": (put(Column.PARAM_NUM_NONFINITE, 1.0, slice(2, 3)), ""),
+    "a learning rate below 0": (climbs, "Learning rate below 0"),
+    "gradients that are not reset": (is_carried, "Gradients not reset"),
     "a loss that is not finite": (is_not_finite, "Non-finite loss"),
     "a new level of the loss": (rises, "Loss spike"),
     "healthy": (times(1.0), ""),
@@ -138,3 +168,28 @@ def test_a_frozen_parameter_that_nothing_is_known_of_changes_no_verdict(fault):
     assert told(incomplete) == expected
     assert {found[1] for found in expected} == ({title} if title else set())
     assert all(found[0] > FAULT for found in expected)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_rule_that_is_not_called_has_nothing_to_say(fault):
+    samples = training(FAULTS[fault][0])
+    manager, found = AlertManager(default_rules()), []
+    for sample in range(len(samples)):
+        manager.process(samples.sample(sample))
+        found += [(alert.step, alert.title, alert.level) for alert in manager.last_findings]
+    # The manager has them by sample, `told` by rule.
+    assert sorted(found) == sorted(told(samples))
+
+
+def test_a_saved_rule_has_what_it_has_not_looked_at_closely():
+    samples = training(FAULTS["growing parameters"][0])
+    for whole, parts in zip(default_rules(), default_rules(), strict=True):
+        expected, found = [], []
+        for sample in range(len(samples)):
+            expected += [alert.text for alert in whole.check(samples.sample(sample))]
+            found += [alert.text for alert in parts.check(samples.sample(sample))]
+            if sample % 7 == 3:  # within the samples in which nothing has to be worked out
+                resumed = type(parts)()
+                resumed.load_state_dict(json.loads(json.dumps(parts.state_dict())))
+                parts = resumed
+        assert found == expected, whole

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, Final, Generic, TypeVar
 
@@ -166,70 +166,47 @@ class Streaks:
         self._names, self._is_so, self._num_quiet = (), True, 0
 
 
-class Kinds:
-    """Tell the kinds of samples of one loop apart by which parameters they hold.
+class PerKind(Generic[Kept]):
+    """What is remembered of each kind of sample, told apart by which parameters it holds.
 
     A GAN's two backward-step pairs, or training before and after most of a model is unfrozen, have norms of different
     parameters: comparing them would call every second sample a spike, or hide the spikes of the smaller one. Samples
     are of one kind when they share at least half of their parameters, so an expert that a batch does not use, or one
     more unfrozen layer, changes nothing.
-    """
-
-    def __init__(self) -> None:
-        self._members: list[frozenset[str]] = []
-        self._names: tuple[str, ...] = ()
-        self._kind_of_mask: dict[bytes, int] = {}
-
-    def of(self, names: tuple[str, ...], present_P: npt.NDArray[np.bool_] | None) -> int:
-        """The kind of a sample that holds these of the names; None: all of them."""
-        mask = b"" if present_P is None else present_P.tobytes()
-        if (names is not self._names and names != self._names) or len(self._kind_of_mask) > 4096:
-            self._names, self._kind_of_mask = names, {}
-        if mask not in self._kind_of_mask:
-            held = names if present_P is None else [names[i] for i in np.flatnonzero(present_P)]
-            self._kind_of_mask[mask] = self._closest(set(held))
-        return self._kind_of_mask[mask]
-
-    def _closest(self, sample: set[str]) -> int:
-        shares = [len(sample & members) / max(len(sample | members), 1) for members in self._members]
-        best = int(np.argmax(shares)) if shares else -1
-        if best >= 0 and (shares[best] >= 0.5 or len(self._members) == MAX_KINDS):
-            return best
-        self._members.append(frozenset(sample))
-        return len(self._members) - 1
-
-    def state_dict(self) -> list[list[str]]:
-        return [sorted(members) for members in self._members]
-
-    def load_state_dict(self, state: list[list[str]]) -> None:
-        self._members = [frozenset(members) for members in state]
-        self._names, self._kind_of_mask = (), {}
-
-
-class PerKind(Generic[Kept]):
-    """What is remembered of each kind of sample.
 
     Args:
         make: what is remembered at first.
     """
 
     def __init__(self, make: Callable[[], Kept]) -> None:
-        self._make, self._kinds = make, Kinds()
-        self._kept: dict[int, Kept] = {}
+        self._make = make
+        self._kept: list[tuple[frozenset[str], Kept]] = []  # by kind: the names of its first sample
+        self._names: tuple[str, ...] = ()
+        self._of_mask: dict[bytes, Kept] = {}
 
     def of(self, names: tuple[str, ...], present_P: npt.NDArray[np.bool_] | None) -> Kept:
         """What is remembered of samples that hold these of the names; None: all of them."""
-        kind = self._kinds.of(names, present_P)
-        return self._kept[kind] if kind in self._kept else self._kept.setdefault(kind, self._make())
+        mask = b"" if present_P is None else present_P.tobytes()
+        if (names is not self._names and names != self._names) or len(self._of_mask) > 4096:
+            self._names, self._of_mask = names, {}
+        if mask not in self._of_mask:
+            held = names if present_P is None else [names[i] for i in np.flatnonzero(present_P)]
+            self._of_mask[mask] = self._closest(frozenset(held))
+        return self._of_mask[mask]
 
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "kinds": self._kinds.state_dict(),
-            "kept": {str(k): kept.state_dict() for k, kept in self._kept.items()},
-        }
+    def _closest(self, sample: frozenset[str]) -> Kept:
+        shares = [len(sample & members) / max(len(sample | members), 1) for members, _ in self._kept]
+        best = int(np.argmax(shares)) if shares else -1
+        if best < 0 or (shares[best] < 0.5 and len(self._kept) < MAX_KINDS):
+            self._kept.append((sample, self._make()))
+            best = -1
+        return self._kept[best][1]
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._kinds.load_state_dict(state["kinds"])
-        self._kept = {int(kind): self._make() for kind in state["kept"]}
-        for kind, kept in self._kept.items():
-            kept.load_state_dict(state["kept"][str(kind)])
+    def state_dict(self) -> list[Any]:
+        return [[sorted(members), kept.state_dict()] for members, kept in self._kept]
+
+    def load_state_dict(self, state: Sequence[Any]) -> None:
+        self._names, self._of_mask, self._kept = (), {}, []
+        for members, of_kind in state:
+            self._kept.append((frozenset(members), self._make()))
+            self._kept[-1][1].load_state_dict(of_kind)

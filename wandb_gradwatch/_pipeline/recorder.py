@@ -59,8 +59,9 @@ class FlightRecorder:
 
     def add(self, snapshot: Snapshot) -> None:
         """Keep these samples; of more than `max_samples` the newest."""
-        for index in range(max(len(snapshot) - self.max_samples, 0), len(snapshot)):
-            sample = snapshot if len(snapshot) == 1 else snapshot.sample(index)
+        num_samples = len(snapshot)
+        for index in range(max(num_samples - self.max_samples, 0), num_samples):
+            sample = snapshot if num_samples == 1 else snapshot.sample(index)
             # Not the snapshot itself, which also keeps every number that the rules have derived from it.
             self._samples.append({name: getattr(sample, name) for name in _KEPT})
         self.picture(snapshot)

@@ -11,7 +11,7 @@ from typing import ClassVar, Final
 import numpy as np
 import numpy.typing as npt
 
-from .._analysis.depth import DepthTrend, depth_trends
+from .._analysis.depth import depth_trends
 from .._analysis.formatting import listing, number, worst_first
 from .._analysis.layers import dead_units, modules_of, without_inputs
 from .._analysis.memory import Streaks
@@ -33,6 +33,27 @@ _SMALLEST_NORMAL, _SMALLEST = 2.0**-14, 2.0**-24  # of float16
 _STEEP: Final = 1e6  # times a norm may not fall over the depth, whatever the training does later
 _MANY: Final = 0.9  # of a layer's units, that no chance and no training has switched off one by one
 _ABRUPT: Final = 1e3  # a fall below the floor from a norm this many times above it is no slow convergence
+# By what is found: the cause that it leaves open, and what to do.
+_CAUSES: Final[dict[str, tuple[str, str]]] = {
+    "small": (
+        "a saturated or dead network, a loss divided too often, or float16 gradients with too small a loss scale",
+        "check the loss's reduction and scale, the activations and the initialisation, or use bfloat16",
+    ),
+    "faded": (
+        "saturating activations (sigmoid, tanh) or too small an initialisation in a deep network",
+        "use ReLU or GELU, residual connections, normalisation, and Kaiming or Xavier initialisation",
+    ),
+    "faint": (
+        "not clear: either a saturated gate, router or activation, or a factor of almost 0 on the way back to these "
+        "layers (a residual or loss weight, many small factors through depth or time); the outputs of what follows "
+        "them tell them apart",
+        "look at what follows these layers: gates, scales, weights of the loss; normalise its inputs",
+    ),
+    "coarse": (
+        "float16 underflow",
+        "use torch.amp.GradScaler, do not divide the loss so far, or use bfloat16",
+    ),
+}
 
 
 @dataclass(kw_only=True)
@@ -77,14 +98,30 @@ class VanishingGradient(ShippedRule):
             size = float(np.linalg.norm(np.nan_to_num(snapshot.param_norm[sample]))) if small else 0.0
             is_nothing = seen.norm < _NOTHING * size
             if small and self._num_small >= (2 if is_nothing and math.isnan(self._last_large) else self.patience):
-                yield self._small_alert(snapshot, sample)
+                words = (
+                    f"the gradient norm is {number(snapshot.total_grad_norm[sample])}, below {number(self.min_norm)} "
+                    f"for {self._num_small} samples."
+                )
+                yield self._alert(snapshot, sample, "small", words, range(len(snapshot.names)))
             elif trend is not None and self._num_faded >= (3 if trend.factor > _STEEP else self.patience):
-                yield self._faded_alert(snapshot, sample, trend)
+                words = (
+                    f"the norm falls {number(trend.factor)}x from {trend.last} back to {trend.first}, layer by layer "
+                    f"(threshold {number(self.depth_factor)}x), for {self._num_faded} samples."
+                )
+                yield self._alert(snapshot, sample, "faded", words, np.flatnonzero(snapshot.grad_norm[sample] > 0))
             elif (faint := self._faint_at(snapshot, seen)).size:
-                yield self._faint_alert(snapshot, sample, faint)
+                words = (
+                    f"the gradients of {len(faint)} of {len(snapshot.names)} parameters have been less than "
+                    f"{number(_FAINT)} of the largest one for {_CERTAIN} samples or more; rounding leaves 1e-9."
+                )
+                yield self._alert(snapshot, sample, "faint", words, faint)
             self._num_coarse = self._num_coarse + 1 if _is_coarse(snapshot, seen) else 0
             if self._num_coarse >= _CERTAIN:
-                yield self._coarse_alert(snapshot, sample)
+                words = (
+                    "most gradients are below 2^-14, and their smallest elements whole multiples of 2^-24, which is "
+                    f"where float16 ends, for {_CERTAIN} samples or more: smaller ones are 0."
+                )
+                yield self._alert(snapshot, sample, "coarse", words, [])
 
     def _faint_at(self, snapshot: Snapshot, seen: Overview) -> npt.NDArray[np.intp]:
         """Places of the parameters whose gradients have been next to nothing beside the others' for some samples."""
@@ -96,31 +133,6 @@ class VanishingGradient(ShippedRule):
         present_P = norm_P > 0
         faint_P = present_P & (norm_P < _FAINT * np.max(norm_P, initial=0.0, where=present_P))
         return np.flatnonzero(self._faint.last(snapshot.names, faint_P, _CERTAIN, present_P))
-
-    def _faint_alert(self, snapshot: Snapshot, sample: int, faint: npt.NDArray[np.intp]) -> Alert:
-        step, norm_P = int(snapshot.steps[sample]), snapshot.grad_norm[sample]
-        fact = (
-            f"Step {step}: the gradients of {len(faint)} of {len(norm_P)} parameters have been less than "
-            f"{number(_FAINT)} of the largest one for {_CERTAIN} samples or more; rounding leaves 1e-9."
-        )
-        layers = listing(worst_first(-norm_P, faint), lambda p: f"{snapshot.names[p]} {number(norm_P[p])}")
-        cause = (
-            "not clear: either a saturated gate, router or activation, or a factor of almost 0 on the way back to "
-            "these layers (a residual or loss weight, many small factors through depth or time); the outputs of what "
-            "follows them tell them apart"
-        )
-        remedy = "look at what follows these layers: gates, scales, weights of the loss; normalise its inputs"
-        return finding(self.title, fact, layers, cause, remedy, step, "WARN")
-
-    def _coarse_alert(self, snapshot: Snapshot, sample: int) -> Alert:
-        step = int(snapshot.steps[sample])
-        fact = (
-            f"Step {step}: most gradients are below 2^-14, and their smallest elements whole multiples of 2^-24, which "
-            f"is where float16 ends, for {_CERTAIN} samples or more: smaller ones are 0."
-        )
-        cause = "float16 underflow"
-        remedy = "use torch.amp.GradScaler, do not divide the loss so far, or use bfloat16"
-        return finding(self.title, fact, "", cause, remedy, step, "WARN")
 
     def _is_small(self, norm: float) -> bool:
         if norm >= self.min_norm:
@@ -134,36 +146,18 @@ class VanishingGradient(ShippedRule):
         self._num_small += 1
         return not self._converged
 
-    def _small_alert(self, snapshot: Snapshot, sample: int) -> Alert:
-        step, norm_P = int(snapshot.steps[sample]), snapshot.grad_norm[sample]
-        fact = (
-            f"Step {step}: the gradient norm is {number(snapshot.total_grad_norm[sample])}, "
-            f"below {number(self.min_norm)} for {self._num_small} samples."
-        )
-        order = worst_first(-norm_P, range(len(norm_P)))
-        layers = listing(order, lambda p: f"{snapshot.names[p]} {number(norm_P[p])}")
-        cause = (
-            "a saturated or dead network, a loss divided too often, or float16 gradients with too small a loss scale"
-        )
-        if abs(loss := float(snapshot.metrics.get(keys.LOSS, np.full(len(snapshot), np.nan))[sample])) < _TINY_LOSS:
+    def _alert(self, snapshot: Snapshot, sample: int, kind: str, words: str, which: npt.ArrayLike) -> Alert:
+        """The alert of a kind, and of these places of parameters."""
+        norm_P, (cause, remedy) = snapshot.grad_norm[sample], _CAUSES[kind]
+        layers = listing(worst_first(-norm_P, which), lambda p: f"{snapshot.names[p]} {number(norm_P[p])}")
+        loss = float(snapshot.metrics.get(keys.LOSS, np.full(len(snapshot), np.nan))[sample])
+        if kind == "small" and abs(loss) < _TINY_LOSS:
             cause = (
                 f"not clear: either too small a loss ({number(loss)}), divided too often or of too small a weight, or "
                 "a tiny scale of the targets; the targets, looked at, tell them apart"
             )
-        remedy = "check the loss's reduction and scale, the activations and the initialisation, or use bfloat16"
-        return finding(self.title, fact, layers, cause, remedy, step, "WARN")
-
-    def _faded_alert(self, snapshot: Snapshot, sample: int, trend: DepthTrend) -> Alert:
-        step, norm_P = int(snapshot.steps[sample]), snapshot.grad_norm[sample]
-        fact = (
-            f"Step {step}: the norm falls {number(trend.factor)}x from {trend.last} back to {trend.first}, layer by "
-            f"layer (threshold {number(self.depth_factor)}x), for {self._num_faded} samples."
-        )
-        order = worst_first(-norm_P, np.flatnonzero(norm_P > 0))
-        layers = listing(order, lambda p: f"{snapshot.names[p]} {number(norm_P[p])}")
-        cause = "saturating activations (sigmoid, tanh) or too small an initialisation in a deep network"
-        remedy = "use ReLU or GELU, residual connections, normalisation, and Kaiming or Xavier initialisation"
-        return finding(self.title, fact, layers, cause, remedy, step, "WARN")
+        step = int(snapshot.steps[sample])
+        return finding(self.title, f"Step {step}: {words}", layers, cause, remedy, step, "WARN")
 
 
 def _is_coarse(snapshot: Snapshot, seen: Overview) -> bool:
