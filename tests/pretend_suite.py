@@ -15,8 +15,8 @@ import torch
 from wandb_gradwatch import MemorySink, watch
 from wandb_gradwatch._measure.columns import NUM_BINS, NUM_COLUMNS, RECEIVED_COLUMNS, Column
 from wandb_gradwatch._measure.cuda_plan import AddressTable
-from wandb_gradwatch._measure.elements import onto, upload
-from wandb_gradwatch._measure.measure import Measurement, measure
+from wandb_gradwatch._measure.elements import Measurement, onto, upload
+from wandb_gradwatch._measure.measure import measure
 from wandb_gradwatch._transfer.sample_buffer import SampleBuffer
 from wandb_gradwatch._transfer.transfers import PinnedPool, Sample
 

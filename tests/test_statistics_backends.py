@@ -20,8 +20,8 @@ from wandb_gradwatch._measure import tiling
 from wandb_gradwatch._measure.columns import AS_LEFT, NUM_BINS, NUM_COLUMNS, SCALE_POWER, Column, merge_rows
 from wandb_gradwatch._measure.cpu_chunks import CHUNK, SEGMENT
 from wandb_gradwatch._measure.cpu_small import SMALL
-from wandb_gradwatch._measure.elements import elements_of
-from wandb_gradwatch._measure.measure import Measurement, measure, measure_received, resolve_backend
+from wandb_gradwatch._measure.elements import Measurement, elements_of
+from wandb_gradwatch._measure.measure import measure, measure_received, resolve_backend
 from wandb_gradwatch._measure.tiling import LINE
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]

@@ -32,7 +32,7 @@ from .columns import (
 )
 from .cpu_chunks import CHUNK, CHUNK_COLUMNS, ChunkReader, ChunkRow, Floats, sum_sq_chunk
 from .cpu_small import SMALL, batches, concatenated, measure_batch, sum_sq_batch
-from .elements import add_implicit_zeros, readable
+from .elements import Measurement, Scale, Tensors, add_implicit_zeros, readable
 from .float_bits import FLOAT32, FLOAT64, FloatBits, bins_from_codes, largest_magnitude_within
 
 # N tensors, C columns, B histogram bins, K codes, M chunks
@@ -43,13 +43,8 @@ _QUIET: Final[Any] = {"over": "ignore", "invalid": "ignore"}
 
 @np.errstate(**_QUIET)
 def measure(
-    gradients: Sequence[Tensor],
-    parameters: Sequence[Tensor] | None,
-    *,
-    dead_threshold: float,
-    inverse_scale: Tensor | None,
-    histogram: bool,
-) -> tuple[Tensor, Tensor | None]:
+    gradients: Tensors, parameters: Tensors | None, *, dead_threshold: float, inverse_scale: Scale, histogram: bool
+) -> Measurement:
     """Measure each gradient: rows [N, C] in float64 and, if asked for, the histogram [N, B] in int64."""
     elements, num_implicit_zeros, exponent = scaled_elements(gradients, inverse_scale)
     rows_NC = np.empty((len(gradients), NUM_COLUMNS))
@@ -74,9 +69,10 @@ def measure(
 
 def of_gradients(
     rows_NC: FloatArray, histogram_NB: IntArray | None, num_implicit_zeros: Sequence[int], exponent: int
-) -> tuple[Tensor, Tensor | None]:
+) -> Measurement:
     """Make of what was measured in the elements of `scaled_elements`, in place, what it is in the gradients."""
-    measured = torch.from_numpy(rows_NC), None if histogram_NB is None else torch.from_numpy(histogram_NB)
+    counts = None if histogram_NB is None else torch.from_numpy(histogram_NB)
+    measured = Measurement(torch.from_numpy(rows_NC), counts)
     add_implicit_zeros(*measured, num_implicit_zeros)
     if exponent:
         for column, power in SCALE_POWER.items():
@@ -86,7 +82,7 @@ def of_gradients(
 
 
 @np.errstate(**_QUIET)
-def measure_received(gradients: Sequence[Tensor], *, inverse_scale: Tensor | None) -> Tensor:
+def measure_received(gradients: Tensors, *, inverse_scale: Scale) -> Tensor:
     """Sum the squares of each gradient's finite elements, and count NaN and Inf: [N, 3]."""
     elements, _, exponent = scaled_elements(gradients, inverse_scale)
     sums_N3 = _sums_of_squares(elements)

@@ -24,7 +24,7 @@ from torch import Tensor
 from . import cpu
 from .columns import NUM_BINS, NUM_COLUMNS, Column, IntArray, merge_adjacent_rows
 from .compilation import Compilation, after_other_processes
-from .elements import readable
+from .elements import Measurement, Scale, Tensors, readable
 from .float_bits import FLOAT32, FLOAT64, bin_of_code, largest_magnitude_within
 from .thread_pool import THREAD_POOL
 
@@ -76,13 +76,8 @@ LOOPS: Final = Compilation(_compile, _say_failure)
 
 
 def measure(
-    gradients: Sequence[Tensor],
-    parameters: Sequence[Tensor] | None,
-    *,
-    dead_threshold: float,
-    inverse_scale: Tensor | None,
-    histogram: bool,
-) -> tuple[Tensor, Tensor | None]:
+    gradients: Tensors, parameters: Tensors | None, *, dead_threshold: float, inverse_scale: Scale, histogram: bool
+) -> Measurement:
     """Measure each gradient: rows [N, C] in float64 and, if asked for, the histogram [N, B] in int64.
 
     Cost: one read of the gradients and of the parameters, without the interpreter's lock.
@@ -90,7 +85,7 @@ def measure(
     return _measure(LOOPS.wait(), gradients, parameters, dead_threshold, inverse_scale, histogram)
 
 
-def measure_received(gradients: Sequence[Tensor], *, inverse_scale: Tensor | None) -> Tensor:
+def measure_received(gradients: Tensors, *, inverse_scale: Scale) -> Tensor:
     """Sum the squares of each gradient's finite elements, and count NaN and Inf: [N, 3]."""
     loops = LOOPS.wait()
     elements, _, exponent = cpu.scaled_elements(gradients, inverse_scale)
@@ -108,14 +103,9 @@ def measure_received(gradients: Sequence[Tensor], *, inverse_scale: Tensor | Non
 
 
 def _measure(
-    loops: Loops,
-    gradients: Sequence[Tensor],
-    parameters: Sequence[Tensor] | None,
-    dead_threshold: float,
-    inverse_scale: Tensor | None,
-    histogram: bool,
-) -> tuple[Tensor, Tensor | None]:
-    elements, num_zeros, exponent = cpu.scaled_elements(gradients, inverse_scale)
+    loops: Loops, gradients: Tensors, parameters: Tensors | None, dead_threshold: float, scale: Scale, histogram: bool
+) -> Measurement:
+    elements, num_zeros, exponent = cpu.scaled_elements(gradients, scale)
     parameter_elements = readable(parameters, "cpu")[0] if parameters is not None else ()
     (table, parameter_table), starts_N = _tables(elements, parameter_elements)
     rows = np.empty((len(table), NUM_COLUMNS))

@@ -27,7 +27,7 @@ from . import cuda as kernels
 from .columns import NUM_BINS, NUM_COLUMNS, RECEIVED_COLUMNS
 from .compilation import after_other_processes
 from .cuda_plan import ALIGNMENT, LOADS, Plan, plan_for
-from .elements import add_implicit_zeros, elements_of, readable
+from .elements import Measurement, Scale, Tensors, add_implicit_zeros, elements_of, readable
 from .float_bits import FLOAT32, FLOAT64, largest_magnitude_within
 
 # N tensors, M chunks, C columns, B histogram bins
@@ -81,13 +81,8 @@ def _dead_words(dead_threshold: float) -> tuple[int, int]:
 
 
 def measure(
-    gradients: Sequence[Tensor],
-    parameters: Sequence[Tensor] | None,
-    *,
-    dead_threshold: float,
-    inverse_scale: Tensor | None,
-    histogram: bool,
-) -> tuple[Tensor, Tensor | None]:
+    gradients: Tensors, parameters: Tensors | None, *, dead_threshold: float, inverse_scale: Scale, histogram: bool
+) -> Measurement:
     """Measure each gradient: rows [N, C] in float64 and, if asked for, the histogram [N, B] in int64.
 
     Cost: one launch per dtype and alignment of the gradients, one per that of the parameters, and two more; one read of
@@ -100,10 +95,10 @@ def measure(
         plan = prepare(elements, parameter_elements, dead_threshold)
         rows_NC, histogram_NB = launch(plan, dead=dead_threshold != 0, inverse_scale=inverse_scale, histogram=histogram)
     add_implicit_zeros(rows_NC, histogram_NB, num_implicit_zeros)
-    return rows_NC, histogram_NB
+    return Measurement(rows_NC, histogram_NB)
 
 
-def measure_received(gradients: Sequence[Tensor], *, inverse_scale: Tensor | None) -> Tensor:
+def measure_received(gradients: Tensors, *, inverse_scale: Scale) -> Tensor:
     """Sum the squares of finite elements, and count NaN and Inf: [N, 3]. Three launches for gradients of one dtype."""
     elements, _ = readable(gradients, gradients[0].device.type)
     with _one_at_a_time:  # as parameters, of which nothing else is asked

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,19 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .columns import ZERO_BIN, Column
+
+Tensors = Sequence[Tensor]
+Scale = Tensor | None  # 0-dim
+
+
+class Measurement(NamedTuple):
+    """One row, and one histogram if it was asked for, per gradient, on the gradients' device."""
+
+    # [N, C] in float64 (float32 on MPS). The received columns are those of the gradient itself; the parameter columns
+    # are NaN where no parameters were given.
+    rows: Tensor
+    histogram: Tensor | None  # [N, B] in int64
+
 
 # The dtypes that every backend reads as they are; any other real dtype is widened to float32 (fp8) or float64.
 NATIVE_DTYPES: Final = frozenset([torch.float32, torch.bfloat16, torch.float16, torch.float64])

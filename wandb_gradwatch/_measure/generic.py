@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .columns import AS_LEFT, NUM_BINS, NUM_COLUMNS, RECEIVED_COLUMNS, SCALE_POWER, ZERO_BIN, Column
-from .elements import add_implicit_zeros, elements_of, upload, wide_dtype
+from .elements import Measurement, Scale, Tensors, add_implicit_zeros, elements_of, upload, wide_dtype
 from .float_bits import FLOAT32, FLOAT64, bin_of_code
 from .tiling import TilingPlan, current_stream, fold, pages, plan_for
 
@@ -22,13 +22,8 @@ from .tiling import TilingPlan, current_stream, fold, pages, plan_for
 
 
 def measure(
-    gradients: Sequence[Tensor],
-    parameters: Sequence[Tensor] | None,
-    *,
-    dead_threshold: float,
-    inverse_scale: Tensor | None,
-    histogram: bool,
-) -> tuple[Tensor, Tensor | None]:
+    gradients: Tensors, parameters: Tensors | None, *, dead_threshold: float, inverse_scale: Scale, histogram: bool
+) -> Measurement:
     """Measure each gradient: rows [N, C] in float64 and, if asked for, the histogram [N, B] in int64.
 
     Cost: 19 launches per page of 8 million elements, 8 for parameters, 12 for the histogram; the host waits for nothing
@@ -52,10 +47,10 @@ def measure(
     rows_NC[:, Column.NUM_ELEMENTS] = _uploaded(tuple(e.numel() for e in elements), device)
     histogram_NB = _reordered(histograms, order) if histogram else None
     add_implicit_zeros(rows_NC, histogram_NB, [pair[1] for pair in pairs])
-    return rows_NC, histogram_NB
+    return Measurement(rows_NC, histogram_NB)
 
 
-def measure_received(gradients: Sequence[Tensor], *, inverse_scale: Tensor | None) -> Tensor:
+def measure_received(gradients: Tensors, *, inverse_scale: Scale) -> Tensor:
     """Sum the squares of each gradient's finite elements, and count NaN and Inf: [N, 3]. A few launches per page."""
     sums_N3 = _sums_of_squares([elements_of(gradient)[0] for gradient in gradients])
     if inverse_scale is not None:

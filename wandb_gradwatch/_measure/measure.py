@@ -11,7 +11,6 @@ import subprocess
 import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
 
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from . import cpu_compiled
 from .columns import NUM_BINS, NUM_COLUMNS
+from .elements import Measurement
 
 # N tensors, C columns, B histogram bins
 
@@ -31,16 +31,6 @@ BACKENDS: Final = {  # name -> module
     "reference": "reference",
 }
 _DEVICE_OF: Final = {"cpu": "cpu", "compiled": "cpu", "cuda": "cuda"}  # of the backends that know one device only
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """One row, and one histogram if it was asked for, per gradient, on the gradients' device."""
-
-    # [N, C] in float64 (float32 on MPS). The received columns are those of the gradient itself; the parameter columns
-    # are NaN where no parameters were given.
-    rows: Tensor
-    histogram: Tensor | None  # [N, B] in int64
 
 
 def measure(
@@ -77,16 +67,9 @@ def measure(
             torch.empty((0, NUM_COLUMNS), dtype=torch.float64, device="cpu"),
             torch.empty((0, NUM_BINS), dtype=torch.int64, device="cpu") if histogram else None,
         )
-    rows_NC, histogram_NB = _run(
-        "measure",
-        backend,
-        gradients,
-        parameters,
-        dead_threshold=dead_threshold,
-        inverse_scale=inverse_scale,
-        histogram=histogram,
-    )
-    return Measurement(rows_NC, histogram_NB)
+    asked = {"dead_threshold": dead_threshold, "inverse_scale": inverse_scale, "histogram": histogram}
+    measured: Measurement = _run("measure", backend, gradients, parameters, **asked)
+    return measured
 
 
 def measure_received(

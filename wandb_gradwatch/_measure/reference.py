@@ -5,25 +5,18 @@ Slow on purpose and read first. The other backends must equal it: counts and his
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from .columns import AS_LEFT, NUM_BINS, NUM_COLUMNS, RECEIVED_COLUMNS, ZERO_BIN, Column, magnitude_edges
-from .elements import elements_of, wide_dtype
+from .elements import Measurement, Scale, Tensors, elements_of, wide_dtype
 
 # N tensors, C columns, B histogram bins, E elements of one tensor
 
 
 def measure(
-    gradients: Sequence[Tensor],
-    parameters: Sequence[Tensor] | None,
-    *,
-    dead_threshold: float,
-    inverse_scale: Tensor | None,
-    histogram: bool,
-) -> tuple[Tensor, Tensor | None]:
+    gradients: Tensors, parameters: Tensors | None, *, dead_threshold: float, inverse_scale: Scale, histogram: bool
+) -> Measurement:
     """Measure each gradient: rows [N, C] in float64 and, if asked for, the histogram [N, B] in int64."""
     device = gradients[0].device
     rows_NC = torch.full((len(gradients), NUM_COLUMNS), torch.nan, dtype=wide_dtype(device), device=device)
@@ -35,10 +28,10 @@ def measure(
             _parameter_columns(parameters[index], rows_NC[index])
         if histogram_NB is not None:
             histogram_NB[index] = _histogram(values, num_zero)
-    return rows_NC, histogram_NB
+    return Measurement(rows_NC, histogram_NB)
 
 
-def measure_received(gradients: Sequence[Tensor], *, inverse_scale: Tensor | None) -> Tensor:
+def measure_received(gradients: Tensors, *, inverse_scale: Scale) -> Tensor:
     """Sum the squares of each gradient's finite elements, and count NaN and Inf: [N, 3]."""
     values = [_true_values(gradient, inverse_scale)[0] for gradient in gradients]
     sums = [(v[torch.isfinite(v)].square().sum(), v.isnan().sum(), v.isinf().sum()) for v in values]

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from .._measure.columns import NUM_COLUMNS, RECEIVED_COLUMNS, Column, FloatArray
-from .._measure.elements import onto, wide_dtype
-from .._measure.measure import Measurement
+from .._measure.elements import Measurement, onto, wide_dtype
 from .device_buffer import DeviceBuffer
 from .transfers import (
     FOUND_INF,
