@@ -12,7 +12,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -115,9 +115,8 @@ class HistoryRow:
     def merge(self, later: HistoryRow) -> HistoryRow:
         """This row and a later one as one: the row of both windows."""
         wholes = [whole for whole in (self.whole, later.whole) if whole is not None]
-        return HistoryRow(
-            step=later.step,
-            newest=later.newest,
+        return replace(
+            later,
             last=self.last | later.last,
             largest=self.largest
             | {key: max(value, self.largest.get(key, value)) for key, value in later.largest.items()},
@@ -125,8 +124,6 @@ class HistoryRow:
             samples=self.samples + later.samples,
             whole=_whole(wholes[0].merge(*wholes[1:])) if wholes else None,
             histograms=merge_histograms([self.histograms, later.histograms]),
-            rebinner=later.rebinner,
-            namespace=later.namespace,
         )
 
     def joins(self, other: object) -> bool:
