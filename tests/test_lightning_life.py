@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -72,12 +73,16 @@ def test_an_explosion_is_judged_before_clipping_and_said(capsys: pytest.CaptureF
     assert "ERROR at step 1: Exploding gradient" in capsys.readouterr().err
 
 
-def test_a_nan_is_an_alert_of_its_own_step_and_no_part_of_the_epoch() -> None:
+@pytest.mark.parametrize("where", ["in the batch", "in one layer's gradient"])
+def test_a_nan_is_an_alert_of_its_own_step_and_no_part_of_the_epoch(where: str) -> None:
     alerts: list[Alert] = []
-    data = batches(4)
-    data[2] = torch.nan
+    data, backwards = batches(4), itertools.count()
     # The guard keeps the weights whole.
     module, callback = Regression(), GradWatchCallback(sample_every=1, on_alert=alerts.append, guard="skip")
+    if where == "in the batch":
+        data[2] = torch.nan
+    else:  # the others have a finite norm, of a step that is none
+        module.net[0].weight.register_hook(lambda grad: grad + torch.nan if next(backwards) == 2 else grad)
     _, notes = fitted(module, DataLoader(data, batch_size=None), callback)
     assert [(alert.title, alert.step) for alert in alerts] == [("NaN gradient", 3)]
     assert "net.0.weight" in alerts[0].text
