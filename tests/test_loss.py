@@ -53,6 +53,21 @@ def test_a_loss_is_of_its_own_step_before_and_after_the_backward(after: bool) ->
     assert [HistoryRow.of(snapshot).scalars()[LOSS] for snapshot in sink.snapshots] == [3.0, 2.5, 0.25]
 
 
+def test_a_loss_scale_of_zero_makes_a_loss_that_is_not_finite_and_stops_nothing() -> None:
+    # The second step's scale is 0, as one that has collapsed: 3 / 0 is no number that a row could show.
+    model = Chosen(a=1)
+    watcher, sink = watch(model, loss_scale=lambda step: torch.tensor(0.0 if step == 2 else 4.0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for _ in range(3):
+        optimizer.zero_grad()
+        (model.loss(a=[1.0]).sum() * 0 + 3).backward()
+        optimizer.step()
+    watcher.remove()
+    metrics = sink.merged().metrics
+    np.testing.assert_array_equal(metrics[LOSS], [0.75, math.nan, 0.75])
+    assert metrics[NUM_NONFINITE].tolist() == [0, 1, 0]
+
+
 def test_micro_batches_are_averaged_and_shares_are_added() -> None:
     # (1 + 2 + 6) / 3 = 3, and 1 + 2 + 6 = 9, in float64 whatever their dtype
     micros = [torch.tensor(value, dtype=torch.bfloat16) for value in (1.0, 2.0, 6.0)]

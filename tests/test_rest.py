@@ -213,6 +213,20 @@ def test_hooks_are_off_in_a_rest_and_on_for_the_sample():
     assert not model.a._backward_hooks
 
 
+def test_hooks_that_rested_are_put_back_and_not_registered_anew(monkeypatch):
+    registered = []
+    register = torch.Tensor.register_hook
+    monkeypatch.setattr(torch.Tensor, "register_hook", lambda *args: registered.append(args[1]) or register(*args))
+    model = Chosen(a=1, b=1)
+    optimizer = SGD(model.parameters(), lr=0.0)
+    watcher, sink = watch(model, sample_every=10)
+    for number in range(1, 31):
+        step(model, optimizer, a=[number], b=[1])
+    # Samples 10, 20 and 30, at which a's gradient is the number itself, and b's is 1; two hooks are the first ones.
+    assert samples(watcher, sink).grad_norm.tolist() == [[10, 1], [20, 1], [30, 1]]
+    assert len(registered) == 2
+
+
 def is_bare(parameter):
     """As torch made it: the engine has nothing to visit."""
     return parameter._backward_hooks is None and parameter._post_accumulate_grad_hooks is None
