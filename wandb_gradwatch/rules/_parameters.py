@@ -318,8 +318,9 @@ class FastParameters(ShippedRule):
             f"{number(100 * self.min_left)} %)."
         )
         if shrinking.size:
+            have = "weight has" if len(shrinking) == 1 else "weights have"
             fact = (
-                f"Step {step}: {len(shrinking)} weights have lost {number(100 * _SHRINKS)} % or more in each of the "
+                f"Step {step}: {len(shrinking)} {have} lost {number(100 * _SHRINKS)} % or more in each of the "
                 f"last {_SHRINK_SAMPLES} updates."
             )
         elif self._recent[-1].min() < -_AT_ONCE:  # a decay takes less than a product of learning rate and decay
