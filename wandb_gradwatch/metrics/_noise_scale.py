@@ -81,18 +81,14 @@ class NoiseScale(OwnGradientProbe):
                 f"NoiseScale(batch_size={batch_size!r}) must be the number of examples of a micro-batch, or of a rank"
             )
         self._batch_size = 1 if batch_size is None else batch_size
+        self._windows: dict[str, deque[tuple[float, float]]] = {}  # on the host, by group: tr(S) and |G|^2
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._num_backwards = 0
         self._last: dict[str, Tensor] = {}  # the gradients that the last backward has left
         self._squares: dict[str, Tensor] = {}  # [2] by parameter: of all increments, and of their sum
         self._averaged: dict[str, Tensor] = {}  # by parameter that ranks replicate: the square of its gradient
-        self._num_backwards = 0
-        self._windows: dict[str, deque[tuple[float, float]]] = {}  # on the host, by group: tr(S) and |G|^2
-
-    def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
-        super().start(next_step_is_due, histogram_is_due)
-        self._forget()
-
-    def _forget(self) -> None:
-        self._last, self._squares, self._averaged, self._num_backwards = {}, {}, {}, 0
 
     def gradients_ready(self, tensors: Sequence[WatchedTensor]) -> None:
         if not self._is_due:
@@ -119,7 +115,6 @@ class NoiseScale(OwnGradientProbe):
 
     def take(self) -> Mapping[str, Found]:
         num, squares, averaged = self._num_backwards, self._squares, self._averaged
-        self._forget()
         if averaged and not squares:
             return self._of_ranks(averaged)
         if averaged:

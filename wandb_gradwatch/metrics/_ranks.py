@@ -49,9 +49,9 @@ class OwnGradientProbe(ParameterProbe):
     def __init__(self, match: NameFilter | None = None) -> None:
         super().__init__(match)
         self._copies = False  # whether a step of several backwards was seen
-        self._forget_gradients()
+        self._forget()
 
-    def _forget_gradients(self) -> None:
+    def _forget(self) -> None:
         self._num_averaged = 0  # backwards of the step that were averaged inside
         self._begun = False  # a gradient has arrived since the last backward's end
         self._squares_of_own: dict[str, Tensor] = {}
@@ -66,7 +66,7 @@ class OwnGradientProbe(ParameterProbe):
     def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
         super().start(next_step_is_due, histogram_is_due)
         self._copies = self._copies or self._num_averaged > 1
-        self._forget_gradients()
+        self._forget()
         if next_step_is_due:
             self._shards.look()
 
@@ -145,9 +145,9 @@ class Ranks(OwnGradientProbe):
         self._num_due = 0
         self._clock = time.perf_counter
         self._began = self._clock()
-        self._forget_step()
 
-    def _forget_step(self) -> None:
+    def _forget(self) -> None:
+        super()._forget()
         self._has_updated, self._waited, self._seconds = False, 0.0, math.nan
         self._loss: Tensor | None = None
         self._checksums: list[Tensor] = []
@@ -159,7 +159,6 @@ class Ranks(OwnGradientProbe):
         super().start(next_step_is_due and self.needs_ranks, histogram_is_due)
         self._is_checked = self._is_due and self._checksum_every > 0 and self._num_due % self._checksum_every == 0
         self._num_due += self._is_due
-        self._forget_step()
 
     def gradient_arrived(self, name: str, gradient: Tensor) -> None:
         super().gradient_arrived(name, gradient)
