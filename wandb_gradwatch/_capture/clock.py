@@ -79,16 +79,16 @@ class SampleClock:
 
     def backward_begins(self) -> Closed | None:
         """A new backward: a sample that already has a step is over."""
-        return self._close() if self.stepped and not self._inside_backward else None
+        return self.update() if self.stepped and not self._inside_backward else None
 
     def backward_ended(self) -> Closed | None:
         """A backward is over, and with it a sample whose optimizers stepped inside."""
         self.backwards += 1
-        return self._close() if self._inside_backward else None
+        return self.update() if self._inside_backward else None
 
     def step_begins(self, optimizer: int) -> Closed | None:
         """An optimizer is about to step: for the second time in a sample means that the sample was over."""
-        return self._close() if optimizer in self.stepped and not self._inside_backward else None
+        return self.update() if optimizer in self.stepped and not self._inside_backward else None
 
     def is_late(self, optimizer: int) -> bool:
         """Whether this step, with no backward before it, belongs to the sample that has just closed."""
@@ -105,20 +105,16 @@ class SampleClock:
         self.ever_stepped.add(optimizer)
         self._skipped |= skipped
         self._inside_backward |= inside_backward
-        return self._close() if not self._inside_backward and self._is_complete() else None
+        return self.update() if not self._inside_backward and self._is_complete() else None
 
     def close(self) -> Closed | None:
         """End the open sample if anything stepped in it."""
-        return self._close() if self.stepped else None
+        return self.update() if self.stepped else None
 
     def counted(self, stepped: frozenset[int]) -> None:
         """A sample of these optimizers' steps has gone by without being looked at; others may still join it."""
         self.step += 1
         self._previous = stepped
-
-    def update(self) -> Closed:
-        """End the open sample without an optimizer: the backward, or the user, is the clock."""
-        return self._close()
 
     def discard(self) -> None:
         """Forget the open sample: its gradients led to no update."""
@@ -137,7 +133,8 @@ class SampleClock:
         self.waited_for |= waiting
         return not waiting or (self.closed_any and waiting.isdisjoint(self.owner) and waiting.isdisjoint(self._orphans))
 
-    def _close(self) -> Closed:
+    def update(self) -> Closed:
+        """End the open sample, also without an optimizer: then the backward, or the user, is the clock."""
         self.step += 1
         stepped, marked = frozenset(self.stepped), frozenset(self.marked)
         closed = Closed(self.step, stepped, marked, self._skipped, self._inside_backward)

@@ -287,15 +287,10 @@ class HookSync:
         self._notices = notices
         self._version = self._changes = -1  # the registry's, when it was followed
 
-    def start(self) -> None:
-        """Hook everything that can have a gradient."""
-        self._follow(self._registry.scan())
-
     def take_off(self, *, is_alone: bool) -> None:
         """Leave no hook on any parameter, until the next scan. Not inside a backward.
 
-        Args:
-            is_alone: no other thread may run a backward, so that what torch visits on each parameter can go as well.
+        Where no other thread may run one (`is_alone`), what torch visits on each parameter goes as well.
         """
         self._hooks.take_off(self._leaves(self._registry.scan()) if is_alone else ())
         self._changes = -1
@@ -313,8 +308,8 @@ class HookSync:
             or self._shards.uses_fsdp1
             or any([p.grad is not None for slot, p in entries if slot not in self._clock.marked])
         ):
-            new = self._follow(entries)
-            if new:
+            is_first = self._version == -1
+            if (new := self._follow(entries)) and not is_first:
                 self._notices.say(
                     "new parameters",
                     "now following parameters that were added, replaced or unfrozen after watch(): "

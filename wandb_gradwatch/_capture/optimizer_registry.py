@@ -7,7 +7,7 @@ import itertools
 import math
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from numbers import Real
 from typing import Any
 
@@ -33,7 +33,9 @@ class OptimizerRegistry:
     def __init__(self, registry: ParameterRegistry, clock: SampleClock, appointed: Optimizer | None) -> None:
         self._registry = registry
         self._clock = clock
-        self._appointed = weakref.ref(appointed) if appointed is not None else None
+        self._appointed: Callable[[], Optimizer | None] = (
+            (lambda: None) if appointed is None else weakref.ref(appointed)
+        )
         self.left_out: set[int] = set()  # slots that had a gradient in a sample in which nothing updated them
         self._known: WeakKeyDictionary[Optimizer, tuple[int, int]] = WeakKeyDictionary()
         self._by_key: dict[int, weakref.ref[Optimizer]] = {}
@@ -122,7 +124,7 @@ class OptimizerRegistry:
 
     def entries(self, optimizer: Optimizer) -> list[Entry]:
         """The watched parameters that this optimizer is about to update."""
-        if self._is_appointed(optimizer):
+        if self._appointed() is optimizer:
             slots = self.slots(optimizer)
             return [entry for entry in self._registry.scan() if entry[0] in slots]
         slot_of_id = self._registry.slot_of_id
@@ -139,10 +141,10 @@ class OptimizerRegistry:
         Copies are matched with parameters of their shape, in order; what cannot be matched is left out. None, too,
         where none of them has a gradient: then the parameters' own are taken for what is used.
         """
-        own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if not self._is_appointed(optimizer) or all(id(one) in self._registry.slot_of_id for one in own):
+        if self._appointed() is not optimizer:
             return None
-        if all(one.grad is None for one in own):
+        own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if all(id(one) in self._registry.slot_of_id for one in own) or all(one.grad is None for one in own):
             return None
         copies: dict[tuple[torch.Size, torch.device], list[Tensor]] = {}
         for one in own:
@@ -161,7 +163,7 @@ class OptimizerRegistry:
 
     def has_masters(self, parameters: Sequence[Tensor]) -> bool:
         """Whether any of these is updated in the place of a watched parameter."""
-        appointed = self._appointed() if self._appointed is not None else None
+        appointed = self._appointed()
         return appointed is not None and not set(map(id, parameters)).isdisjoint(_ids(appointed))
 
     def _fingerprint(self, optimizer: Optimizer) -> int:
@@ -192,7 +194,7 @@ class OptimizerRegistry:
         key = known[0] if known is not None else _NOTHING_WATCHED
         slot_of_id = self._registry.slot_of_id
         slots = {slot_of_id[one] for one in _ids(optimizer) if one in slot_of_id}
-        if self._is_appointed(optimizer):
+        if self._appointed() is optimizer:
             of_others = {slot for slot, owner in self._clock.owner.items() if owner != key}
             slots |= set(range(len(self._registry.names))) - of_others
         if not slots:
@@ -206,9 +208,6 @@ class OptimizerRegistry:
             self._clock.own(key, frozenset(slots))
         self._known[optimizer] = (key, self._fingerprint(optimizer))
         return key != _NOTHING_WATCHED
-
-    def _is_appointed(self, optimizer: Optimizer) -> bool:
-        return self._appointed is not None and self._appointed() is optimizer
 
     def _gone(self, key: int, _: object) -> None:
         self._by_key.pop(key, None)

@@ -47,17 +47,9 @@ class Resting:
         is_open = bool(parts.clock.stepped)
         if len(last) < _REGULAR or parts.schedule.wakes_at() - parts.clock.open_step < _LEAST + is_open:
             return False
-        return self._in_turn or (bool(self._leaders) and not is_open)
-
-    @property
-    def _leaders(self) -> frozenset[int]:
-        """The keys of the optimizers that had a part in every one of the last samples."""
-        return frozenset.intersection(*self._last)
-
-    @property
-    def _in_turn(self) -> bool:
-        """Whether every step was a sample of its own, not always of the same optimizer."""
-        return not self._leaders and all(len(stepped) == 1 for stepped in self._last)
+        if frozenset.intersection(*last):
+            return not is_open
+        return all(len(stepped) == 1 for stepped in last)  # in turn: every step was a sample of its own
 
     def begin(self, optimizer: Optimizer) -> None:
         """Look at nothing from now on; this optimizer has just stepped."""
@@ -72,7 +64,7 @@ class Resting:
         parts.clock.discard()
         parts.hook_sync.take_off(is_alone=not parts.thread.has_company)
         known = [one for key in parts.clock.owned if (one := parts.optimizers.of_key(key)) is not None]
-        self.rest = Rest(optimizers, optimizer, leaders=self._leaders, known=known)
+        self.rest = Rest(optimizers, optimizer, leaders=frozenset.intersection(*self._last), known=known)
 
     def passes(self, optimizer: Optimizer) -> bool:
         """An optimizer is about to step: whether it is one of this rest."""
