@@ -137,13 +137,11 @@ class ProbeShards:
     def _say(self, name: str, left_out: str) -> None:
         if left_out not in self._said:
             self._said.add(left_out)
-            logger.warning(
+            text = (
                 "wandb_gradwatch: %d parameters are sharded, %r among them, and of those this rank holds a part only: "
-                "%s are left out for them. Updates() and the norms of gradients are those of the whole.",
-                len(self.layouts),
-                name,
-                left_out,
+                "%s are left out for them. Updates() and the norms of gradients are those of the whole."
             )
+            logger.warning(text, len(self.layouts), name, left_out)
 
 
 def _layout(parameter: Any) -> Layout | None:

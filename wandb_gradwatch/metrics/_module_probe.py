@@ -222,10 +222,9 @@ class ForwardProbe(ModuleProbe):
         self._unseen_updates = 0 if self._seen_any else self._unseen_updates + 1
         self._seen_any = False
         if self._unseen_updates == _PATIENCE_IN_UPDATES:
-            logger.warning(
-                "wandb_gradwatch: %r has seen no forward of the modules that it matches in %d updates. Inside a "
-                "compiled model nothing can be seen: match the whole model's output, or compile less of it.",
-                self,
+            self.say_once(
+                "has seen no forward of the modules that it matches in %d updates. Inside a compiled model nothing can "
+                "be seen: match the whole model's output, or compile less of it.",
                 _PATIENCE_IN_UPDATES,
             )
 
@@ -243,9 +242,7 @@ def dense(gradient: Tensor) -> Tensor:
 
 def without_scale(gradient: Tensor, inverse_scale: Tensor | None) -> Tensor:
     """A gradient without the loss scale; half precision that has one as float32."""
-    if inverse_scale is None:
-        return gradient
-    return widened(gradient) * onto(inverse_scale, gradient.device)
+    return gradient if inverse_scale is None else widened(gradient) * onto(inverse_scale, gradient.device)
 
 
 def tensors_in(output: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
