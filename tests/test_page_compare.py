@@ -106,7 +106,7 @@ def test_a_loss_scaler_that_skips_an_overflow_does_not_part_runs() -> None:
 
 def test_layers_of_one_run_alone_and_another_verdict_are_told() -> None:
     found = compare(run_of(0), run_of(1, layers=("a", "b", "d")))
-    assert (found.names, found.only_first, found.only_second) == (["a", "b"], ["c"], ["d"])
+    assert (found.names, found.only) == (["a", "b"], (["c"], ["d"]))
     assert not found.alike
     assert sentence(found).endswith("; but not all layers are in both")
     bad = replace(run_of(1), alerts=(RecordedAlert("NaN gradient", "Step 7: NaN.", "ERROR", 7),))

@@ -130,8 +130,8 @@ def run_diff(first: Path, second: Path, *, json: bool) -> int:
             "layer": None if parting is None else parting.name,
             "layers_that_part": 0 if parting is None else parting.num_layers,
             "equal_until": found.equal_until,
-            "only_in_a": found.only_first,
-            "only_in_b": found.only_second,
+            "only_in_a": found.only[0],
+            "only_in_b": found.only[1],
             "settings": settings,
         }
         as_json(facts)
@@ -151,8 +151,7 @@ def _differences(found: Comparison, runs: tuple[RunHistory, RunHistory]) -> list
         lines.append(("layers that part", f"{found.parting.num_layers} of {shared}"))
         if found.equal_until is not None:
             lines.append(("equal", f"to six digits up to step {found.equal_until}"))
-    only = (("A", found.only_first), ("B", found.only_second))
-    lines += [(f"only in {letter}", listing(names)) for letter, names in only if names]
+    lines += [(f"only in {letter}", listing(names)) for letter, names in zip("AB", found.only, strict=True) if names]
     losses = [key for key in runs[0].own if key in runs[1].own and own_role(key) == "loss"]
     for key in losses[:2]:
         values = [_at(run, key, last) for run in runs]

@@ -53,9 +53,7 @@ class Comparison:
     """What a second run did otherwise than the first."""
 
     names: list[str]  # [P] the layers of both, spelled as in the model, in the first run's order
-    # The layers of one alone:
-    only_first: list[str]
-    only_second: list[str]
+    only: tuple[list[str], list[str]]  # the layers of one run alone, of each
     steps: IntArray  # [G] the last step of every window that both runs reach; windows are those of the coarser run
     # Of each run, [P, G]: the largest norm in the window; NaN where no gradient arrived, infinite where one was not
     # finite
@@ -68,8 +66,7 @@ class Comparison:
     @property
     def alike(self) -> bool:
         """Whether nothing but settings and scatter tells the runs apart."""
-        same_layers = not self.only_first and not self.only_second
-        return self.parting is None and same_layers and self.verdicts[0].mood == self.verdicts[1].mood
+        return self.parting is None and not any(self.only) and self.verdicts[0].mood == self.verdicts[1].mood
 
 
 def compare(first: RunHistory, second: RunHistory) -> Comparison:
@@ -78,7 +75,8 @@ def compare(first: RunHistory, second: RunHistory) -> Comparison:
     Raises:
         ValueError: they have no layer, or no step, in common.
     """
-    names = [name for name in first.names if name in set(second.names)]
+    common = set(first.names) & set(second.names)
+    names = [name for name in first.names if name in common]
     if not names:
         raise ValueError("the runs have no layer of the same name: there is nothing to compare")
     steps = _common_windows(first.steps, second.steps)
@@ -90,8 +88,10 @@ def compare(first: RunHistory, second: RunHistory) -> Comparison:
     spelled = first.spelled(names)
     return Comparison(
         names=spelled,
-        only_first=first.spelled(name for name in first.names if name not in set(names)),
-        only_second=second.spelled(name for name in second.names if name not in set(names)),
+        only=(
+            first.spelled(name for name in first.names if name not in common),
+            second.spelled(name for name in second.names if name not in common),
+        ),
         steps=steps,
         norms=norms,
         equal_until=int(steps[num_equal - 1]) if num_equal else None,
@@ -112,7 +112,7 @@ def sentence(found: Comparison, first: str = "A", second: str = "B") -> str:
     if found.equal_until == found.steps[-1]:
         return f"{first} and {second} are equal to six digits up to step {last}"
     more = []
-    if found.only_first or found.only_second:
+    if any(found.only):
         more.append("not all layers are in both")
     if found.verdicts[0].mood != found.verdicts[1].mood:
         more.append("the verdicts differ")
@@ -274,8 +274,7 @@ def _pair(found: Comparison, first: str, second: str, blob: Blob) -> dict[str, A
         "step": None if found.parting is None else found.parting.step,
         "name": None if found.parting is None else found.names.index(found.parting.name),
         "names": found.names,
-        "onlyFirst": found.only_first,
-        "onlySecond": found.only_second,
+        "only": found.only,
         "columns": [steps.tolist() for steps in pool_steps(found.steps, width)],
         "pooled": width,
         "metrics": [{"key": key, **blob.add_matrix(matrix)} for key, matrix in matrices.items()],

@@ -87,8 +87,7 @@ def _alert(group: Sequence[RecordedAlert]) -> dict[str, Any]:
     shown = min(group, key=severity)
     times = [{"step": alert.step, "level": alert.level} for alert in group]
     text, finding = without_finding(shown.text)
-    told = {"title": shown.title, "text": text, "level": shown.level, "step": shown.step, "times": times}
-    return told | {"finding": finding}
+    return vars(shown) | {"text": text, "times": times, "finding": finding}
 
 
 def describe_run(history: RunHistory) -> dict[str, Any]:

@@ -8,7 +8,7 @@ function comparisonHeader() {
 function runsSection() {
   const text = (cell, kind = "") => element("td", { class: "text " + kind }, cell);
   const rows = content.runs.map((one, index) => {
-    const only = [...new Set(content.pairs.flatMap((pair, place) => (index === 0 ? pair.onlyFirst : place === index - 1 ? pair.onlySecond : [])))];
+    const only = [...new Set(content.pairs.flatMap((pair, place) => (index === 0 ? pair.only[0] : place === index - 1 ? pair.only[1] : [])))];
     const layers = plural(one.numLayers, "layer") + (only.length ? `, ${only.length} not in all: ${only.slice(0, 3).join(", ")}${only.length > 3 ? " …" : ""}` : "");
     return [
       element("th", { scope: "row", class: "text" }, swatchEntry(swatch(lineColour(index), "block"), one.letter)),
