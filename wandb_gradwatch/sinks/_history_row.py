@@ -11,7 +11,7 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -153,24 +153,27 @@ class HistoryRow:
 
     def parts(self) -> list[dict[str, Any]]:
         """What to log: as many rows as W&B's size limit asks for, filled in order, each with the step."""
-        import wandb
-
-        scalars = in_namespace(self.scalars(), self.namespace)
-        values: list[tuple[str, Any, int]] = [(key, value, _NUMBER_BYTES) for key, value in scalars.items()]
-        drawn = {} if self.rebinner is None else self.rebinner.draw(self.histograms)
-        for key, (counts, edges) in drawn.items():
-            # It asks for arrays and turns them into the lists that these are already.
-            picture = wandb.Histogram(np_histogram=(counts, edges))  # type: ignore[arg-type]
-            values.append((key, picture, len(edges) * _NUMBER_BYTES + len(counts) * (len(str(max(counts))) + 2)))
         parts: list[dict[str, Any]] = [{keys.STEP: self.step}]
         filled = 0
-        for key, value, size in values:
+        for key, value, size in self._values():
             filled += len(key) + size
             if filled > MAX_ROW_BYTES and len(parts[-1]) > 1:
                 parts.append({keys.STEP: self.step})
                 filled = len(key) + size
             parts[-1][key] = value
         return parts
+
+    def _values(self) -> Iterator[tuple[str, Any, int]]:
+        """Key, value and about how many bytes it is as JSON."""
+        import wandb
+
+        for key, number in in_namespace(self.scalars(), self.namespace).items():
+            yield key, number, _NUMBER_BYTES
+        drawn = {} if self.rebinner is None else self.rebinner.draw(self.histograms)
+        for key, (counts, edges) in drawn.items():
+            # It asks for arrays and turns them into the lists that these are already.
+            picture = wandb.Histogram(np_histogram=(counts, edges))  # type: ignore[arg-type]
+            yield key, picture, len(edges) * _NUMBER_BYTES + len(counts) * (len(str(max(counts))) + 2)
 
 
 def _latest(snapshot: Snapshot) -> Snapshot:
@@ -282,4 +285,4 @@ class TableRow:
 
 def in_namespace(values: dict[str, Number], namespace: str) -> dict[str, Number]:
     """The whole model's numbers below a namespace; the step, and what has a layer's name, stay."""
-    return {keys.in_namespace(key, namespace): value for key, value in values.items()}
+    return {keys.in_namespace(key, namespace): value for key, value in values.items()} if namespace else values
