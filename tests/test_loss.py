@@ -19,7 +19,7 @@ from grad_samples import of_norms
 from gradients import Chosen, watch
 
 from wandb_gradwatch._diagnosis import with_diagnosis
-from wandb_gradwatch._diagnosis.loss_order import which_moved_first
+from wandb_gradwatch._diagnosis.onset import which_moved_first
 from wandb_gradwatch._runtime.autograd import backward_root
 from wandb_gradwatch.rules import Alert, LossSpike, NonFiniteLoss, default_rules
 from wandb_gradwatch.sinks._history_row import HistoryRow

@@ -19,22 +19,8 @@ _MIN_FOR_TRIMMING: Final = 8
 _RECENT: Final = 16
 _MAX_EXPONENT: Final = 700.0  # e to a larger power is no double
 _QUICK, _SLOW_FACTOR = 40, 5.0
-_GROWTH_LENGTHS: Final = (
-    5,
-    6,
-    7,
-    8,
-    10,
-    12,
-    15,
-    18,
-    22,
-    27,
-    33,
-    40,
-    50,
-    64,
-)  # a rise is seen within a fifth of its length
+# A rise is seen within a fifth of its length.
+_GROWTH_LENGTHS: Final = (5, 6, 7, 8, 10, 12, 15, 18, 22, 27, 33, 40, 50, 64)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from ..rules._exploding import SPIKES, ExplodingGradient
 from ..snapshot import Snapshot, select_samples
 from .causes import APART, BAD_BATCH, CAUSES, Diagnosis
 from .evidence import Evidence
-from .loss_order import which_moved_first
+from .onset import which_moved_first
 from .patterns import PATTERNS
 
 __all__ = ["CAUSES", "FIRST_BAD_OPERATION", "Diagnosis", "diagnose", "with_diagnosis"]

@@ -72,13 +72,7 @@ INVALID = "an operation without a finite derivative"
 # What each cause can explain, by the titles of the shipped rules.
 _EXPLOSION, SILENCE = ("Exploding gradient", "NaN gradient", "Inf gradient"), ("Vanishing gradient", "Dead gradient")
 CAUSES: Final[dict[str, tuple[str, ...]]] = {
-    LEARNING_RATE: (
-        *_EXPLOSION,
-        "Loss scale collapse",
-        "Parameters grow too fast",
-        "Loss spike",
-        "Non-finite loss",
-    ),
+    LEARNING_RATE: (*_EXPLOSION, "Loss scale collapse", "Parameters grow too fast", "Loss spike", "Non-finite loss"),
     INITIALISATION: (*_EXPLOSION, *SILENCE, "Loss scale collapse", "Initial weights"),
     DEPTH: _EXPLOSION,
     RECURRENCE: _EXPLOSION,

@@ -40,11 +40,7 @@ class Evidence:
     """
 
     def __init__(
-        self,
-        history: Snapshot,
-        *,
-        modules: Mapping[str, str],
-        notes: Mapping[int, Mapping[str, object]],
+        self, history: Snapshot, *, modules: Mapping[str, str], notes: Mapping[int, Mapping[str, object]]
     ) -> None:
         self.history, self.modules, self.notes = history, modules, notes
 

@@ -23,10 +23,7 @@ Number = TypeVar("Number", np.float64, np.int64)
 
 
 def snapshot_of(
-    samples: Sequence[ArrivedSample],
-    known: Names,
-    flush: ArrivedFlush | None = None,
-    overhead_ratio: float = math.nan,
+    samples: Sequence[ArrivedSample], known: Names, flush: ArrivedFlush | None = None, overhead_ratio: float = math.nan
 ) -> Snapshot:
     """These samples, at least one, under the names that are known."""
     num_names = len(known.names)

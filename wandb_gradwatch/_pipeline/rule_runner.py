@@ -27,13 +27,7 @@ class RuleRunner:
         modules: class names of the model's modules by name, for the diagnosis.
     """
 
-    def __init__(
-        self,
-        alert_manager: AlertManager,
-        dispatcher: Dispatcher,
-        *,
-        modules: Mapping[str, str],
-    ) -> None:
+    def __init__(self, alert_manager: AlertManager, dispatcher: Dispatcher, *, modules: Mapping[str, str]) -> None:
         self._alert_manager = alert_manager
         self._dispatcher = dispatcher
         self._modules = modules

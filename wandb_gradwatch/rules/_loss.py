@@ -48,13 +48,9 @@ class LossSpike(ShippedRule):
     _past: list[float] = field(default_factory=list, init=False, repr=False)
     _above: list[float] = field(default_factory=list, init=False, repr=False)  # in a row, up to now
     _began: int = field(default=0, init=False, repr=False)  # the step of the first of these
-
-    _below: list[float] = field(
-        default_factory=list, init=False, repr=False
-    )  # since it went below 0, a few samples long
-    _before_0: tuple[float, ...] = field(
-        default=(), init=False, repr=False
-    )  # the median and the deviation before it did
+    # Since it went below 0, a few samples long; and the median and the deviation before it did.
+    _below: list[float] = field(default_factory=list, init=False, repr=False)
+    _before_0: tuple[float, ...] = field(default=(), init=False, repr=False)
 
     title: ClassVar[str] = "Loss spike"
     negative: ClassVar[str] = "Loss below 0"

@@ -49,10 +49,7 @@ _CAUSES: Final[dict[str, tuple[str, str]]] = {
         "them tell them apart",
         "look at what follows these layers: gates, scales, weights of the loss; normalise its inputs",
     ),
-    "coarse": (
-        "float16 underflow",
-        "use torch.amp.GradScaler, do not divide the loss so far, or use bfloat16",
-    ),
+    "coarse": ("float16 underflow", "use torch.amp.GradScaler, do not divide the loss so far, or use bfloat16"),
 }
 
 
@@ -197,9 +194,8 @@ class DeadGradient(ShippedRule):
 
     max_ratio: float = 0.5
     patience: int = 10
-    _recent: deque[FloatArray] = field(
-        default_factory=deque, init=False, repr=False
-    )  # dead ratios of the last samples: [P]
+    # Dead ratios of the last samples: [P].
+    _recent: deque[FloatArray] = field(default_factory=deque, init=False, repr=False)
     _largest: float = field(default=0.0, init=False)
     _names: tuple[str, ...] = field(default=(), init=False, repr=False)
     _dead: Streaks = field(default_factory=Streaks, init=False, repr=False)  # modules without any gradient

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from ..causes import CAUSES, Diagnosis
+from ..causes import Diagnosis
 from ..evidence import Evidence
 from .depth import batch_norm, fading, inside_the_backward, through_depth, through_recurrence
 from .incidents import (
@@ -18,10 +18,7 @@ from .incidents import (
     nonfinite_forward,
 )
 from .parameters import data_scale, initialisation, learning_rate, loss_multiplied, multiplied, unbounded, written
-from .precision import scale_too_high, underflow
-from .silence import dead_units, frozen
-
-__all__ = ["CAUSES", "PATTERNS", "Diagnosis"]
+from .silence import dead_units, frozen, scale_too_high, underflow
 
 # Of two causes that are equally probable the earlier one is named first.
 PATTERNS: Final[tuple[Callable[[Evidence], Diagnosis | None], ...]] = (

@@ -1,14 +1,66 @@
-"""Patterns of gradients that are zero, or never come."""
+"""Patterns of gradients that are zero, never come, or have lost what a small format cannot hold."""
 
 from __future__ import annotations
 
+import math
+from typing import Final
+
 import numpy as np
 
-from ..._analysis.formatting import listing
-from ..causes import DEAD_UNITS, FROZEN, Diagnosis
+from ..._analysis.forecast import forecast
+from ..._analysis.formatting import listing, number
+from ..causes import DEAD_UNITS, FROZEN, SCALE, UNDERFLOW, Diagnosis
 from ..evidence import Evidence
 
-# S samples, P watched parameters, L modules
+# S samples, P watched parameters, L modules, N newest clean samples
+
+_FP16_STEP: Final = 2.0**-24  # the smallest float16 above 0, and the distance of all float16 below 2^-13
+
+
+def underflow(evidence: Evidence) -> Diagnosis | None:
+    """The smallest elements are exact multiples of float16's smallest number, and many others are exactly 0."""
+    history = evidence.history
+    if not evidence.clean.size:
+        return None
+    newest = evidence.clean[-20:]
+    scale_N = np.where(np.isnan(history.loss_scale[newest]), 1.0, history.loss_scale[newest])
+    smallest_NP = history.grad_abs_min_nonzero[newest] * scale_N[:, None]
+    small_NP = smallest_NP < 2.0**-14
+    if not small_NP.any():
+        return None
+    steps_NP = smallest_NP[small_NP] / _FP16_STEP
+    zeros = float(np.median(history.total.zero_ratio[newest, 0]))
+    if zeros < 0.05 or not np.allclose(steps_NP, np.round(steps_NP), rtol=0, atol=1e-6) or steps_NP.min() < 0.5:
+        return None
+    words = (
+        f"{100 * zeros:.0f} % of the elements are exactly 0 and the smallest others are "
+        f"{number(float(steps_NP.min()))} x 2^-24, where float16 ends" + _lost_digits(evidence, float(scale_N[-1]))
+    )
+    octaves = forecast(history)["fp16"].total_headroom
+    fits = f" (up to 2^{int(octaves)} the largest gradient seen still fits)" if octaves >= 1 else ""
+    remedy = f"use torch.amp.GradScaler or a larger loss scale{fits}, do not divide the loss so far, or use bfloat16"
+    return Diagnosis(UNDERFLOW, 0.95, words, remedy)
+
+
+def _lost_digits(evidence: Evidence, scale: float) -> str:
+    """What float16 did to the elements that it kept, by the newest histogram, as the end of a sentence."""
+    steps = evidence.history.histogram_steps
+    if not steps or math.frexp(scale)[0] != 0.5:  # other scales move the format's limits off the bins' edges
+        return ""
+    share = forecast(evidence.history, scale=scale)["fp16"].total_underflow_ratio
+    return "" if math.isnan(share) else f"; {100 * share:.0f} % of the others have lost digits (step {steps[-1]})"
+
+
+def scale_too_high(evidence: Evidence) -> Diagnosis | None:
+    """AMP skips update after update because of Inf, and of NaN only where Inf has come to on its way back."""
+    history = evidence.history
+    num_skipped = evidence.num_last_skipped
+    samples = range(len(history) - num_skipped, len(history))
+    if num_skipped < 3 or not all(evidence.began_with_inf(sample) for sample in samples):
+        return None
+    words = f"the last {num_skipped} updates were skipped for Inf, the loss scale is {number(history.loss_scale[-1])}"
+    remedy = "wait for a scaler that started too high; below a scale of 1 clip, or use bfloat16"
+    return Diagnosis(SCALE, 0.8, words, remedy)
 
 
 def dead_units(evidence: Evidence) -> Diagnosis | None:
