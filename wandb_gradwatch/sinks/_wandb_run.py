@@ -92,6 +92,7 @@ class WandbSink(Sink):
         self._commit = commit
         self._rebinner = Rebinner() if histograms else None
         self._said: set[str] = set()
+        self._defined: set[str] = set()
         self._told_names: list[str] = []
         self._kept_table: TableRow | None = None
         self._forget: list[Callable[[], None]] = []
@@ -123,7 +124,9 @@ class WandbSink(Sink):
         """Log a snapshot when that leaves the user's rows as they are."""
         if self._row_scheduler is None or not len(snapshot) or self._has_ended(self._row_scheduler):
             return
-        self._define_metrics([*snapshot.metrics, *snapshot.metric_histograms])
+        if not self._defined.issuperset(measured := (*snapshot.metrics, *snapshot.metric_histograms)):
+            self._defined.update(measured)
+            self._define_metrics(measured)
         self._say_many(snapshot)
         grouped = self._grouping.apply(snapshot)
         self._tell_order(list(grouped.names))
