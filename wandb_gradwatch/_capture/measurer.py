@@ -284,23 +284,25 @@ class Measurer:
     def _groups(self, present: Sequence[Entry], *, by_scaler: bool = False) -> list[_Group]:
         """Entries that have a gradient, by device and, if asked for, by the scaler of their optimizer."""
         present = sorted(present, key=itemgetter(0))
-        devices = [gradient.device for _, parameter in present if (gradient := parameter.grad) is not None]
-        if present and not by_scaler and devices.count(devices[0]) == len(devices):  # as nearly always
-            return [_group(None, devices[0], present)]
-        groups: dict[tuple[int, torch.device], tuple[GradScaler | None, torch.device, list[Entry]]] = {}
-        for entry, device in zip(present, devices, strict=True):
+        held = [gradient for _, parameter in present if (gradient := parameter.grad) is not None]
+        devices = [gradient.device for gradient in held]
+        if held and not by_scaler and devices.count(devices[0]) == len(devices):  # as nearly always
+            return [_group(None, present, held)]
+        groups: dict[tuple[int, torch.device], tuple[GradScaler | None, list[Entry], list[Tensor]]] = {}
+        for entry, gradient in zip(present, held, strict=True):
             scaler = SCALES.scaler_of(self._optimizer_registry.of_slot(entry[0])) if by_scaler else None
-            groups.setdefault((id(scaler), device), (scaler, device, []))[2].append(entry)
+            _, entries, gradients = groups.setdefault((id(scaler), gradient.device), (scaler, [], []))
+            entries.append(entry)
+            gradients.append(gradient)
         return [_group(*each) for each in groups.values()]
 
 
-def _group(scaler: GradScaler | None, device: torch.device, entries: Sequence[Entry]) -> _Group:
-    parameters = [parameter for _, parameter in entries]
-    held = gradients = [gradient for one in parameters if (gradient := one.grad) is not None]
+def _group(scaler: GradScaler | None, entries: Sequence[Entry], held: list[Tensor]) -> _Group:
+    slots, parameters, gradients = [slot for slot, _ in entries], [parameter for _, parameter in entries], held
     if not {Parameter}.issuperset(map(type, parameters)):
         gradients = list(map(local_gradient, parameters))
         parameters = list(map(local_part, parameters))
-    return _Group(scaler, device, [slot for slot, _ in entries], held, gradients, parameters)
+    return _Group(scaler, held[0].device, slots, held, gradients, parameters)
 
 
 def _pending_inverse_scale(optimizer: Optimizer, device: torch.device) -> Tensor | None:

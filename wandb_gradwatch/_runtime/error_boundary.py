@@ -48,7 +48,7 @@ class ErrorBoundary:
 
     def run(self, function: Callable[Arguments, object], /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
         """Call the function, unless the monitor has stopped."""
-        if self.stopped or self.in_forked_child or graph_is_captured():
+        if self.stopped or os.getpid() != self._process or graph_is_captured():
             return
         began = time.perf_counter()
         # Thousands of short-lived tuples a sample set off the collector, which then walks the whole program: half of
