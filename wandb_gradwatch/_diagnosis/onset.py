@@ -77,18 +77,9 @@ def onset_of(log_norm_N: FloatArray, clean_N: npt.NDArray[np.int64], parameters:
         if log_norm_N[place] - usual >= _SUDDEN and log_norm_N[place - 1] - usual <= _CALM:
             factor = math.exp(min(float(log_norm_N[place]) - usual, 700.0))
             sample = int(clean_N[place])
-            return Onset(sample, factor, _was_ordinary(parameters, sample))
+            update = parameters.update_before(sample)
+            return Onset(sample, factor, update is not None and update[0] <= _ORDINARY * update[1])
     return None
-
-
-def _was_ordinary(parameters: Parameters, sample: int) -> bool:
-    """Whether the update just before a sample moved the parameters as those before it did."""
-    changes, samples = parameters.changes
-    place = int(np.searchsorted(samples, sample - 1))
-    before = changes[max(place - _NEIGHBOURS, 0) : place]
-    if len(before) < _LEAST or place == len(samples) or samples[place] != sample - 1:
-        return False  # not known
-    return bool(changes[place] <= _ORDINARY * before.max())
 
 
 def which_moved_first(history: Snapshot) -> str:

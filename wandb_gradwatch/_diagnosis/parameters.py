@@ -82,6 +82,14 @@ class Parameters:
         leaps = [(float(c), int(s)) for c, s in zip(changes, samples, strict=True) if c > _MAX_LEAP and s not in spiky]
         return leaps[0] if leaps else None
 
+    def update_before(self, sample: int) -> tuple[float, float] | None:
+        """The update just before a sample, and the largest of up to 16 before it; None where they are not known."""
+        changes, samples = self.changes
+        place = int(np.searchsorted(samples, sample - 1))
+        if place < _MIN_JUMP_NEIGHBOURS or place == len(samples) or samples[place] != sample - 1:
+            return None
+        return float(changes[place]), float(changes[max(place - _JUMP_NEIGHBOURS, 0) : place].max())
+
     @cached_property
     def jump(self) -> tuple[float, float, int] | None:
         """An update just before a spike that moved the parameters far more than any of those before it.
@@ -92,17 +100,11 @@ class Parameters:
             The relative change of the parameters' norm, how many times the largest of the 16 before it that is, and the
             sample of the update; None where there is none.
         """
-        changes, samples = self.changes
         for spike, _ in self._spikes:
-            place = int(np.searchsorted(samples, spike - 1))
-            if place == len(samples) or samples[place] != spike - 1:
-                continue
-            before = changes[max(place - _JUMP_NEIGHBOURS, 0) : place]
-            if len(before) < _MIN_JUMP_NEIGHBOURS or changes[place] < _MIN_JUMP:
-                continue
-            factor = float(changes[place] / max(float(before.max()), 1e-12))
-            if factor > _JUMP_FACTOR:
-                return float(changes[place]), factor, int(samples[place])
+            if (found := self.update_before(spike)) is not None and found[0] >= _MIN_JUMP:
+                factor = found[0] / max(found[1], 1e-12)
+                if factor > _JUMP_FACTOR:
+                    return found[0], factor, spike - 1
         return None
 
     @cached_property

@@ -25,12 +25,6 @@ _CAUSE_AFTER: Final = (
 _REMEDY_AFTER: Final = "check that code for divisors and factors that can be 0, NaN or infinite at this step"
 
 
-def first_bad_rank(snapshot: Snapshot, sample: int) -> int | None:
-    """The first rank whose own gradients were non-finite at this sample; None where that is not known."""
-    ranks = snapshot.metrics.get(keys.FIRST_NONFINITE_RANK)
-    return None if ranks is None or not np.isfinite(ranks[sample]) else int(ranks[sample])
-
-
 def _first_nonfinite_output(snapshot: Snapshot, sample: int) -> str | None:
     """The first module of the forward whose output was not finite in a sample, where `metrics.Activations` is used."""
     for key, counts_S in snapshot.metrics.items():
@@ -66,20 +60,20 @@ class _NonFiniteGradient(ShippedRule):
             backward,
             lambda p: f"{snapshot.names[p]} ({counts_P[p]:.0f} of {snapshot.num_elements[sample, p]:.0f} elements)",
         )
-        step, rank = int(snapshot.steps[sample]), first_bad_rank(snapshot, sample)
+        step, rank = int(snapshot.steps[sample]), values_of(snapshot, keys.FIRST_NONFINITE_RANK)[sample]
         left_out = bool(snapshot.left_out[sample])
         if snapshot.arose_after_backward[sample]:
             fact = (
                 f"Step {step}: {self.what} in the gradient of {len(backward)} of {num_present} parameters "
                 "(threshold: 0), which arose after the backward"
-                + (f", first on rank {rank}" if rank is not None else "")
+                + (f", first on rank {rank:.0f}" if rank == rank else "")
                 + ": what that left was finite, what the optimizer received was not."
             )
             return finding(self.title, fact, layers, _CAUSE_AFTER, _REMEDY_AFTER, step, "ERROR")
         fact = (
             f"Step {step}: {self.what} in the gradient of {len(backward)} of {num_present} parameters (threshold: 0), "
             f"in the backward's order first in {snapshot.names[backward[0]]}"
-            + (f", on rank {rank}." if rank is not None else ".")
+            + (f", on rank {rank:.0f}." if rank == rank else ".")
         )
         if (output := _first_nonfinite_output(snapshot, sample)) is not None:
             fact += f" Before that, in the forward, the output of {output} was the first that was not finite."

@@ -87,7 +87,7 @@ class PoorInitialisation(ShippedRule):
             if self._is_over or snapshot.steps[sample] > FIRST_STEPS:
                 self._is_over = True
                 return
-            if _is_small(snapshot, sample):
+            if snapshot.column_sums[sample, Column.NUM_ELEMENTS] < _MIN_ELEMENTS:  # a norm says nothing about them
                 continue
             self._is_over = True
             if not _was_trained(snapshot, sample) and (found := self._look_at(snapshot, sample)) is not None:
@@ -403,8 +403,3 @@ def _are_weights(names: tuple[str, ...]) -> npt.NDArray[np.bool_]:
 @lru_cache(maxsize=16)
 def _places_of_weights(names: tuple[str, ...]) -> npt.NDArray[np.intp]:
     return np.flatnonzero(_are_weights(names))
-
-
-def _is_small(snapshot: Snapshot, sample: int) -> bool:
-    """Whether the model has so few parameters that a norm says nothing about them."""
-    return bool(snapshot.column_sums[sample, Column.NUM_ELEMENTS] < _MIN_ELEMENTS)
