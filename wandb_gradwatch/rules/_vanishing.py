@@ -257,12 +257,13 @@ class DeadGradient(ShippedRule):
         False where something is missing.
         """
         largest = np.maximum.reduce(dead_P, initial=0.0)
+        if largest < self.max_ratio:
+            return True
         if not largest < 1.0 or self.patience < 3:
-            return bool(largest < self.max_ratio)
+            return False
         earlier_P = self._recent[0] if len(self._recent) == self.patience else dead_P
         earlier_L, share_L = dead_units(names, np.stack([earlier_P, dead_P]))
-        is_few = np.maximum.reduce(share_L) < self._least and np.maximum.reduce(share_L - earlier_L) <= _AT_ONCE
-        return bool(is_few or largest < self.max_ratio)
+        return bool(np.maximum.reduce(share_L) < self._least and np.maximum.reduce(share_L - earlier_L) <= _AT_ONCE)
 
     def _have_died(
         self, snapshot: Snapshot, sample: int, share_L: FloatArray, present_L: npt.NDArray[np.bool_]
