@@ -49,7 +49,7 @@ class SampleLoss:
         """What was assumed of one is undone; the scale that the user has named counts, if there is one."""
         if self._assumed is not None and self._seen is not None:
             seen, assumed = self._seen, self._assumed
-            self._seen = seen * (onto(assumed, seen.device) if isinstance(seen, Tensor) else float(assumed))
+            self._seen = seen * (onto(assumed, seen.device) if isinstance(seen, Tensor) else _value_of(assumed))
             if (scale := scale_by_hand(self._assumed.device)) is not None:
                 self._seen = _divided(self._seen, scale)
         self._assumed = None
@@ -72,14 +72,19 @@ class SampleLoss:
 
 
 def _value_of(tensor: Tensor) -> Number:
-    """The one element now, as the caller may go on with the tensor in place: a copy, where it is on a device."""
-    one = local_part(tensor)
-    return float(one) if one.is_cpu else one.detach().reshape(()).to(wide_dtype(one.device), copy=True)
+    """The one element now, as the caller may go on with the tensor in place.
+
+    On a device a copy; in host memory it is read where it lies, without any of torch's ways to wait for a value.
+    """
+    one = local_part(tensor).detach()
+    if not one.is_cpu:
+        return one.reshape(()).to(wide_dtype(one.device), copy=True)
+    return float((one.double() if one.dtype.itemsize < 4 else one).numpy().item())  # numpy has no bfloat16
 
 
 def _divided(one: Number, scale: Tensor) -> Number:
     """A tensor's division, where Python's own would raise at 0."""
-    return one / onto(scale, one.device) if isinstance(one, Tensor) else float(one / scale.double())
+    return one / onto(scale, one.device) if isinstance(one, Tensor) else _value_of(one / scale.double())
 
 
 def _sum(one: Number, other: Number) -> Number:
