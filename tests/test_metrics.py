@@ -236,7 +236,6 @@ NO_MODULE = r"match='nope' matches no module; the first names are 'root', '0'"
         (Activations("nope"), NO_MODULE),
         (Updates("nope"), "match='nope' matches no parameter"),
     ],
-    ids=repr,
 )
 def test_matching_nothing_is_said_at_watch(metric, words):
     with pytest.raises(ValueError, match=words):
