@@ -169,13 +169,13 @@ class Rest:
 
 
 def _state_of(reference: weakref.ref[Optimizer], group: int, place: int) -> int:
-    """That of the gradient at this place; 0 where there is none, or no such group any more."""
+    """That of the gradient at this place; 0 where there is none, or no such place any more."""
     optimizer = reference()
-    for of_group in optimizer.param_groups[group : group + 1] if optimizer is not None else ():
-        for parameter in of_group["params"][place : place + 1]:
-            if (gradient := parameter.grad) is not None:
-                return state_of(gradient)
-    return 0
+    try:
+        gradient = None if optimizer is None else optimizer.param_groups[group]["params"][place].grad
+    except IndexError:
+        return 0
+    return 0 if gradient is None else state_of(gradient)
 
 
 def _place_of_a_gradient(optimizer: Optimizer) -> tuple[int, int]:
