@@ -232,16 +232,14 @@ class FastParameters(ShippedRule):
         share = 2 * _NOTICED * update.num_steps
         left_sq, self._left_sq = self._left_sq * (1 - share), 0.0
         is_known = left_sq > self.min_left**2 and 0 < share < 0.6  # of more a shrinking one may lose as much
+        is_known = is_known and sample.sums[Column.PARAM_NUM_NONFINITE] == 0
         if not (is_known and update.total_after - update.total_before <= share / 2 * update.total_before):
-            return False
-        if sample.sums[Column.PARAM_NUM_NONFINITE] != 0:
             return False
         places = _places_of_weights(self._names)
         before_W, after_W = update.before[places], update.after[places]
-        if np.count_nonzero(np.abs(after_W - before_W) > share * before_W):
-            return False
-        self._left_sq = left_sq
-        return True
+        is_ordinary = not np.count_nonzero(np.abs(after_W - before_W) > share * before_W)
+        self._left_sq = left_sq if is_ordinary else 0.0
+        return is_ordinary
 
     def _follow(self, names: tuple[str, ...], update: Update, size_P: FloatArray) -> bool:
         """Note how much each weight has changed since the sample before; whether that is known of any."""
@@ -249,8 +247,7 @@ class FastParameters(ShippedRule):
             self._names, self._recent = names, deque(maxlen=_TOGETHER)
             self._ordinary.clear()
         self._work_out()
-        change_P = _change(names, update, size_P)
-        if change_P is not None:
+        if (change_P := _change(names, update, size_P)) is not None:
             self._recent.append(change_P)
         return change_P is not None
 
@@ -268,22 +265,20 @@ class FastParameters(ShippedRule):
         step, recent = int(snapshot.steps[sample]), np.sort(list(self._recent), axis=0)
         limit = self.max_first_growth if step <= _EARLY else self.max_growth
         last_P = np.sort(list(self._recent)[-_OF_LAST:], axis=0)[-2 if len(recent) > 1 else -1]
-        product_P = recent[:-1].sum(axis=0)
+        product_P, most = recent[:-1].sum(axis=0), math.log(self.max_factor)
         advice = _REMEDY + clip_advice(float(snapshot.clipped[sample]))
         if len(recent) > 1 and last_P.max() > math.log1p(limit):
             words = f"grown by {number(100 * limit)} % per step or more, twice within {_OF_LAST} samples"
             yield self._grown(step, words, last_P, math.log1p(limit), _CAUSE, advice, "ERROR")
-        elif step > _EARLY and self._recent[-1][:-1].max() > math.log(self.max_factor):
+        elif step > _EARLY and self._recent[-1][:-1].max() > most:
             words = f"grown {number(self.max_factor)} times or more at once, since the sample before"
-            yield self._grown(
-                step, words, self._recent[-1], math.log(self.max_factor), _JUMP_CAUSE, _JUMP_REMEDY, "WARN"
-            )
-        elif product_P.max() > math.log(self.max_factor):
+            yield self._grown(step, words, self._recent[-1], most, _JUMP_CAUSE, _JUMP_REMEDY, "WARN")
+        elif product_P.max() > most:
             words = (
                 f"grown {number(self.max_factor)} times or more by {len(recent) - 1} of the last {len(recent)} "
                 "updates, all but the largest"
             )
-            yield self._grown(step, words, product_P, math.log(self.max_factor), _CAUSE, advice, "ERROR")
+            yield self._grown(step, words, product_P, most, _CAUSE, advice, "ERROR")
 
     def _grown(
         self, step: int, words: str, grown_P: FloatArray, limit: float, cause: str, remedy: str, level: Level
