@@ -164,6 +164,22 @@ def test_neighbours_of_one_kind_share_a_series_only_as_far_as_they_must(
     assert group_of("new.weight") == "later"
 
 
+@pytest.mark.parametrize(
+    ("names", "some_groups"),
+    [
+        # A ParameterList: one module, which leaves nothing to join.
+        ([f"tensors.{i}" for i in range(510)], ["tensors.0-1", "tensors.508-509"]),
+        ([f"m.{a}{b}" for a in "abcdefghijklmnopq" for b in "abcdefghijklmnopq"], ["m.aa", "m.qp-m.qq"]),
+        ([*(f"blocks.{i}.w" for i in range(10)), *(f"tensors.{i}" for i in range(500))], ["tensors.498-499"]),
+    ],
+)  # fmt: skip
+def test_parameters_of_few_modules_are_joined_themselves(names: list[str], some_groups: list[str]) -> None:
+    group_of, _ = coarse_grouping(tuple(names))
+    groups = list(dict.fromkeys(map(group_of, names)))
+    assert 200 <= len(groups) < MAX_SERIES
+    assert set(some_groups) <= set(groups)
+
+
 def test_a_depth_that_divides_the_model_well_is_better_than_neighbours() -> None:
     parts = ["attn.q", "attn.k", "attn.v", "attn.o", "mlp.up", "mlp.down"]
     names = tuple(f"layers.{layer}.{part}.weight" for layer in range(64) for part in parts)  # 384 modules

@@ -60,13 +60,14 @@ def coarse_grouping(names: tuple[str, ...]) -> tuple[Grouping, str]:
     natural = next((level for level in levels if len(_groups(names, level[0])) <= MAX_SERIES), None)
     if natural is not None and len(_groups(names, natural[0])) >= MAX_SERIES // 2:
         return natural
+    # What divides too little leaves nothing to join; the names themselves, if everything does: a long ParameterList.
+    finer: list[Grouping] = [level for level, _ in levels if len(_groups(names, level)) > MAX_SERIES] or [str]
     kinds: dict[str, list[str]] = {}
-    for level, _ in levels:
+    for level in finer:
         kinds = _by_kind(_groups(names, level))
         if len(kinds) < MAX_SERIES:
             break
     else:  # no numbers in the names: neighbours of any kind
-        level = levels[-1][0]
         kinds = {"": _groups(names, level)}
     group_of, largest = _joined(kinds)
     return (lambda name: group_of.get(level(name), _LATER)), f"up to {largest} neighbours of one kind each"
