@@ -10,6 +10,7 @@ import functools
 import sys
 import threading
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import FrameType
@@ -30,7 +31,7 @@ from .dynamo import ADDED_FRAMES, dynamo_disabled
 Listener = TypeVar("Listener")
 
 
-class Listeners(Generic[Listener]):
+class Listeners(ABC, Generic[Listener]):
     """Who is told of what torch does: what tells of it is put into torch for the first, and taken out after the last.
 
     Any thread may come, go, or be told: a tuple is gone through as it was.
@@ -54,13 +55,13 @@ class Listeners(Generic[Listener]):
             if not self._listeners:
                 self._uninstall()
 
+    @abstractmethod
     def _install(self) -> None:
         """Put into torch what tells of it, unless it is there."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _uninstall(self) -> None:
         """Take it out again, if it is there."""
-        raise NotImplementedError
 
 
 class WrappedFunctions(Listeners[Listener]):
@@ -70,9 +71,9 @@ class WrappedFunctions(Listeners[Listener]):
         super().__init__()
         self._originals: list[tuple[Any, str, Any]] = []
 
+    @abstractmethod
     def _wrappers(self) -> Iterable[tuple[Any, str, Callable[..., Any]]]:
         """Modules or classes, names in them, and what is called instead, with the original as its first argument."""
-        raise NotImplementedError
 
     def _install(self) -> None:
         for owner, name, wrapper in () if self._originals else self._wrappers():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -19,7 +20,7 @@ from ..snapshot import Snapshot, keys
 
 
 @dataclass(kw_only=True)
-class _MetricRule(ShippedRule):
+class _MetricRule(ShippedRule, ABC):
     """Judges each name of a metric by itself at every sample, and tells of all in one alert.
 
     Not at a sample that loss scaling skipped: an overflow there is how the scale finds its place. The words may hold
@@ -50,9 +51,9 @@ class _MetricRule(ShippedRule):
         split = {key: keys.split_metric(key) or ("", "", "") for key in snapshot.metrics}
         return {parts[1]: snapshot.metrics[key] for key, parts in split.items() if parts[::2] == self.metric}
 
+    @abstractmethod
     def _judge(self, name: str, value: float, step: int) -> Any:
         """What is told of this name at this step; None for nothing."""
-        raise NotImplementedError
 
     def _alert(self, step: int, found: Mapping[str, Any]) -> Alert:
         first = next(iter(found))
