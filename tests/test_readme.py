@@ -95,16 +95,20 @@ def test_every_snippet_runs(block: str, readers_names: dict[str, Any], caplog: p
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
-def test_the_rule_of_ones_own_speaks(readers_names: dict[str, Any]) -> None:
-    (block,) = [param.values[0] for param in BLOCKS if "@wandb_gradwatch.rule" in param.values[0]]
+@pytest.mark.parametrize(
+    ("title", "words"),
+    [("Head too large", "head.weight has a norm of"), ("Gradient to parameter ratio", "head.weight ")],
+)
+def test_the_rules_of_ones_own_speak(title: str, words: str, readers_names: dict[str, Any]) -> None:
+    (block,) = [param.values[0] for param in BLOCKS if f'@wandb_gradwatch.rule(title="{title}"' in param.values[0]]
     wandb.init(project="demo", settings=wandb.Settings(silent=True, console="off"))
     exec(compile(block, "README.md", "exec"), readers_names)
     (watcher,) = wandb_gradwatch._watcher.WATCHERS
     train(readers_names)
     watcher.flush()
-    (alert,) = [alert for alert in watcher.summary().alerts if alert.title == "Head too large"]
+    (alert,) = [alert for alert in watcher.summary().alerts if alert.title == title]
     assert alert.level == "WARN"
-    assert "head.weight has a norm of" in alert.text
+    assert words in alert.text
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -10,7 +10,6 @@ from ._loss import LossSpike
 from ._missing import NoGradient
 from ._nonfinite import NONFINITE_TITLES, InfGradient, LossScaleCollapse, NaNGradient, NonFiniteLoss
 from ._parameters import FastParameters, LargeInputs, PoorInitialisation
-from ._ratios import GradParamRatio, LayerSpread
 from ._vanishing import DeadGradient, VanishingGradient
 from ._wiring import GradientsNotReset, NegativeLearningRate, NotInOptimizer, UnchangedParameters
 
@@ -22,11 +21,9 @@ __all__ = [
     "ExplodingGradient",
     "FastParameters",
     "FunctionRule",
-    "GradParamRatio",
     "GradientsNotReset",
     "InfGradient",
     "LargeInputs",
-    "LayerSpread",
     "Level",
     "LossScaleCollapse",
     "LossSpike",
@@ -47,10 +44,7 @@ __all__ = [
 
 
 def default_rules() -> list[Rule]:
-    """The rules of a watcher that was given none: each stays silent on a healthy training.
-
-    GradParamRatio and LayerSpread are not among them: healthy trainings exceed any threshold of theirs.
-    """
+    """The rules of a watcher that was given none: each stays silent on a healthy training."""
     return [
         NaNGradient(),
         InfGradient(),
