@@ -32,8 +32,8 @@ from wandb_gradwatch.metrics import (
     OutgrownUpdate,
     Router,
     log_attention,
-    rules_of,
 )
+from wandb_gradwatch.metrics._metric import rules_of
 
 PAGE: Final = Path(__file__).parent.parent / "docs/metrics.md"
 BEGIN, END = "<!-- leads: written by python -m benchmarks.leads -->", "<!-- end of leads -->"

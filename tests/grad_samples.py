@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from wandb_gradwatch._measure.columns import AS_LEFT, NUM_BINS, NUM_COLUMNS, RECEIVED_COLUMNS, Column, bins_of
-from wandb_gradwatch.snapshot import Snapshot, concatenate
+from wandb_gradwatch.snapshot import Snapshot
+from wandb_gradwatch.snapshot._shapes import concatenate
 
 
 def row_of(grad: np.ndarray, parameter: np.ndarray | None = None) -> np.ndarray:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import wandb_gradwatch
 from wandb_gradwatch import MemorySink, Watcher
-from wandb_gradwatch.metrics import MonitorMixin, rules_of
+from wandb_gradwatch.metrics import MonitorMixin
+from wandb_gradwatch.metrics._metric import rules_of
 
 
 def watch(model: Any, metrics: Sequence[Any], **options: Any) -> tuple[Watcher, MemorySink]:

@@ -13,7 +13,8 @@ from gradients import Chosen, step
 from metric_probes import seen, train, values, watch
 from torch import nn
 
-from wandb_gradwatch.metrics import Activations, Metric, ModuleProbe, NoiseScale, Updates, probes_of
+from wandb_gradwatch.metrics import Activations, Metric, ModuleProbe, NoiseScale, Updates
+from wandb_gradwatch.metrics._metric import probes_of
 
 SGD = torch.optim.SGD
 

@@ -17,15 +17,7 @@ from torch.nn import functional
 
 import wandb_gradwatch
 from wandb_gradwatch import ConsoleSink
-from wandb_gradwatch.metrics import (
-    Activations,
-    Attention,
-    Metric,
-    MonitorMixin,
-    Reference,
-    Updates,
-    coordinate_check,
-)
+from wandb_gradwatch.metrics import Activations, Attention, Metric, MonitorMixin, Reference, Updates, coordinate_check
 
 peer = pytest.importorskip("torch_module_monitor")
 peer_attention = pytest.importorskip("torch_module_monitor.attention").monitor_scaled_dot_product_attention

@@ -161,6 +161,13 @@ def test_the_thresholds_of_the_table_are_those_of_the_default_rules() -> None:
         assert [rule.title for rule in default_rules() if rule.title not in table[table.index(part) :]] == []
 
 
+@pytest.mark.parametrize("room", ["", ".metrics", ".rules", ".sinks", ".snapshot"])
+def test_every_public_name_is_in_the_documents_and_not_in_the_list_of_all_names_alone(room: str) -> None:
+    text = "\n".join(page for name, page in PAGES.items() if name != "api.md")
+    public = importlib.import_module(f"wandb_gradwatch{room}").__all__
+    assert [name for name in public if name != "__version__" and not re.search(rf"\b{name}\b", text)] == []
+
+
 def test_links_and_the_picture_lead_to_files_that_are_there() -> None:
     # Between the pages of docs/ the site's builder checks them.
     links = re.findall(r"\]\(([^)#]+)\)", README)

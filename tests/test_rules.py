@@ -17,7 +17,6 @@ from wandb_gradwatch._analysis.formatting import listing, number
 from wandb_gradwatch._analysis.memory import PerKind, PerName
 from wandb_gradwatch.metrics import EntropyCollapse
 from wandb_gradwatch.rules import (
-    MAX_TITLE,
     Alert,
     DeadGradient,
     ExplodingGradient,
@@ -30,10 +29,11 @@ from wandb_gradwatch.rules import (
     PoorInitialisation,
     Rule,
     VanishingGradient,
-    as_rule,
     default_rules,
     rule,
 )
+from wandb_gradwatch.rules._base import MAX_TITLE
+from wandb_gradwatch.rules._functions import as_rule
 from wandb_gradwatch.snapshot import Snapshot, keys
 
 NAN, INF = math.nan, math.inf

@@ -15,7 +15,9 @@ from windows import MISSING_C
 
 from wandb_gradwatch._measure.columns import NUM_BINS, NUM_COLUMNS, Column, histogram_edges
 from wandb_gradwatch._measure.measure import measure
-from wandb_gradwatch.snapshot import Snapshot, concatenate, group_function, last_present
+from wandb_gradwatch.snapshot import Snapshot
+from wandb_gradwatch.snapshot._arrays import last_present
+from wandb_gradwatch.snapshot._shapes import concatenate, group_function
 
 NAN, INF = math.nan, math.inf
 

@@ -13,7 +13,8 @@ import numpy as np
 
 from ._analysis.formatting import number
 from .rules import Alert
-from .snapshot import Snapshot, last_present
+from .snapshot import Snapshot
+from .snapshot._arrays import last_present
 
 # S samples, P watched parameters
 

@@ -26,12 +26,13 @@ from ._guard.rank_consensus import refuse_guard
 from ._measure.measure import compile_for_cpu, resolve_backend
 from ._runtime.sharding import DEEPSPEED_REFUSED, has_deepspeed, rank, world_size
 from ._watcher import WATCHERS, Config, Watcher
-from .metrics import MetricLike, probes_of, rules_of
+from .metrics._metric import MetricLike, probes_of, rules_of
 from .metrics._updates import ParameterHistograms
-from .rules import Alert, Rule, as_rule, default_rules
+from .rules import Alert, Rule, default_rules
+from .rules._functions import as_rule
 from .sinks import Sink, WandbSink
 from .sinks._wandb_run import check_details
-from .snapshot import GroupBy, group_function
+from .snapshot._shapes import GroupBy, group_function
 
 logger: Final = logging.getLogger("wandb_gradwatch")
 

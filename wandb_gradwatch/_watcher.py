@@ -34,7 +34,8 @@ from ._runtime.sharding import DEEPSPEED_REFUSED, has_deepspeed, rank_store, wor
 from ._runtime.wrappers import unwrapped
 from ._summary import Summary, summarise
 from ._transfer.sample_buffer import SampleBuffer
-from .rules import NONFINITE_TITLES, Alert, LossScaleCollapse, Rule
+from .rules import Alert, LossScaleCollapse, Rule
+from .rules._nonfinite import NONFINITE_TITLES
 from .sinks import Sink
 from .snapshot import Snapshot
 

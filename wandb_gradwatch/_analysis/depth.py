@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from .._measure.columns import Column, FloatArray
-from ..snapshot import LEAST_SUM_SQ, Snapshot
+from ..snapshot import Snapshot
+from ..snapshot._arrays import LEAST_SUM_SQ
 from .layers import module_norms, modules_of
 
 # S samples, L layers in model order, the first nearest the input, N chains of them

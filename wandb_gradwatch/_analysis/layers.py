@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from .._measure.columns import Column, FloatArray
-from ..snapshot import Snapshot, group_function
+from ..snapshot import Snapshot
+from ..snapshot._shapes import group_function
 
 # S samples, P watched parameters, L modules in model order, the first nearest the input
 

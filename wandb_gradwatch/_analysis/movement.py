@@ -8,7 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from .._measure.columns import Column, FloatArray
-from ..snapshot import Overview, Snapshot
+from ..snapshot import Snapshot
+from ..snapshot._overview import Overview
 from .memory import PerName, Remembers
 
 # P watched parameters

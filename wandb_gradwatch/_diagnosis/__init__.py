@@ -11,10 +11,12 @@ import numpy.typing as npt
 
 from .._analysis.baseline import evenly_apart
 from .._analysis.formatting import CAUSE_PREFIX, FOUND_PREFIX
-from ..rules import NONFINITE_TITLES, Alert
+from ..rules import Alert
 from ..rules._base import Finding
 from ..rules._exploding import SPIKES, ExplodingGradient
-from ..snapshot import Snapshot, select_samples
+from ..rules._nonfinite import NONFINITE_TITLES
+from ..snapshot import Snapshot
+from ..snapshot._shapes import select_samples
 from .causes import APART, BAD_BATCH, CAUSES, Diagnosis
 from .evidence import Evidence
 from .onset import which_moved_first

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from ..rules import Alert, Level, Rule, as_rule
-from ..rules._base import is_ordinary
-from ..rules._functions import RuleFunction
+from ..rules import Alert, Rule
+from ..rules._base import Level, is_ordinary
+from ..rules._functions import RuleFunction, as_rule
 from ..snapshot import Snapshot
 
 _LOGGER: Final = logging.getLogger("wandb_gradwatch")

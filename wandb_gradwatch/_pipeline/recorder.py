@@ -16,7 +16,8 @@ import numpy as np
 
 from .._measure.columns import NUM_BINS, Column
 from ..rules import Alert
-from ..snapshot import Snapshot, concatenate
+from ..snapshot import Snapshot
+from ..snapshot._shapes import concatenate
 
 # S samples, P watched parameters, C columns, B histogram bins
 

@@ -15,7 +15,7 @@ from .._capture.parameter_registry import Models, with_prefixes
 from .._runtime.sharding import local_part, rank
 from .._watch import COMPANIONS, watch
 from .._watcher import Watcher
-from ..metrics import rules_of
+from ..metrics._metric import rules_of
 from ..rules import Alert, Rule, default_rules
 from ..sinks import Sink
 from ..snapshot import Snapshot, keys

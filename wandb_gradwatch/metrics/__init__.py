@@ -6,7 +6,7 @@ from ._activations import Activations
 from ._attention import Attention
 from ._coordinate_check import CoordinateCheck, coordinate_check
 from ._forward_hooks import MonitorMixin, log_attention, log_tensor
-from ._metric import Metric, MetricLike, probes_of, rules_of
+from ._metric import Metric
 from ._module_probe import ModuleProbe
 from ._noise_scale import NoiseScale
 from ._ranks import Ranks
@@ -32,7 +32,6 @@ __all__ = [
     "EntropyCollapse",
     "GrowingLogits",
     "Metric",
-    "MetricLike",
     "ModuleProbe",
     "MonitorMixin",
     "NoiseScale",
@@ -49,6 +48,4 @@ __all__ = [
     "coordinate_check",
     "log_attention",
     "log_tensor",
-    "probes_of",
-    "rules_of",
 ]

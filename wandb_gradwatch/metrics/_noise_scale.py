@@ -17,7 +17,8 @@ from .._measure.columns import FloatArray
 from .._measure.elements import wide_dtype
 from .._measure.probe_values import ArrivedSums, ProbeSums
 from .._runtime.sharding import world_size
-from ..snapshot import GroupBy, group_function, keys
+from ..snapshot import keys
+from ..snapshot._shapes import GroupBy, group_function
 from ._module_probe import ReadByProbe
 from ._ranks import OwnGradientProbe
 from ._rows import square_of, widened

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from ._base import MAX_TITLE, Alert, Level, Rule
+from ._base import Alert, Rule
 from ._clipping import TightClipping
 from ._exploding import ExplodingGradient
-from ._functions import FunctionRule, as_rule, rule
+from ._functions import FunctionRule, rule
 from ._loss import LossSpike
 from ._missing import NoGradient
-from ._nonfinite import NONFINITE_TITLES, InfGradient, LossScaleCollapse, NaNGradient, NonFiniteLoss
+from ._nonfinite import InfGradient, LossScaleCollapse, NaNGradient, NonFiniteLoss
 from ._parameters import FastParameters, LargeInputs, PoorInitialisation
 from ._vanishing import DeadGradient, VanishingGradient
 from ._wiring import GradientsNotReset, NegativeLearningRate, NotInOptimizer, UnchangedParameters
 
 __all__ = [
-    "MAX_TITLE",
-    "NONFINITE_TITLES",
     "Alert",
     "DeadGradient",
     "ExplodingGradient",
@@ -24,7 +22,6 @@ __all__ = [
     "GradientsNotReset",
     "InfGradient",
     "LargeInputs",
-    "Level",
     "LossScaleCollapse",
     "LossSpike",
     "NaNGradient",
@@ -37,7 +34,6 @@ __all__ = [
     "TightClipping",
     "UnchangedParameters",
     "VanishingGradient",
-    "as_rule",
     "default_rules",
     "rule",
 ]

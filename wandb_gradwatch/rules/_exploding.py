@@ -16,7 +16,9 @@ from .._analysis.formatting import clip_advice, listing, number, worst_first
 from .._analysis.memory import PerKind, PerName, Remembers
 from .._analysis.movement import Movement
 from .._measure.columns import Column, FloatArray
-from ..snapshot import LEAST_SUM_SQ, Overview, Snapshot
+from ..snapshot import Snapshot
+from ..snapshot._arrays import LEAST_SUM_SQ
+from ..snapshot._overview import Overview
 from ._base import FROM_0, FROM_1, Alert, Bounds, Level, ShippedRule, finding
 
 # S samples, P watched parameters

@@ -18,7 +18,8 @@ from .._analysis.layers import initial_gains, input_scale, weights_beside_biases
 from .._analysis.memory import PerName
 from .._analysis.movement import Movement, Update
 from .._measure.columns import Column, FloatArray
-from ..snapshot import Overview, Snapshot
+from ..snapshot import Snapshot
+from ..snapshot._overview import Overview
 from ._base import FIRST_STEPS, FROM_0, FROM_1, SHARE, Alert, Bounds, Level, ShippedRule, finding
 
 # S samples, P watched parameters

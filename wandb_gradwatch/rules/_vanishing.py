@@ -16,7 +16,9 @@ from .._analysis.formatting import listing, number, worst_first
 from .._analysis.layers import dead_units, modules_of, without_inputs
 from .._analysis.memory import Streaks
 from .._measure.columns import Column, FloatArray
-from ..snapshot import LEAST_SUM_SQ, Overview, Snapshot, keys
+from ..snapshot import Snapshot, keys
+from ..snapshot._arrays import LEAST_SUM_SQ
+from ..snapshot._overview import Overview
 from ._base import FROM_0, FROM_1, SHARE, Alert, Bounds, ShippedRule, finding
 
 # S samples, P watched parameters, L modules

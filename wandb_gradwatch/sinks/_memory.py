@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import deque
 
 from ..rules import Alert
-from ..snapshot import Snapshot, concatenate
+from ..snapshot import Snapshot
+from ..snapshot._shapes import concatenate
 from ._base import Sink
 
 

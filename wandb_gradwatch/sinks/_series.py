@@ -7,7 +7,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
-from ..snapshot import GroupBy, Snapshot, group_function
+from ..snapshot import Snapshot
+from ..snapshot._shapes import GroupBy, group_function
 
 logger: Final = logging.getLogger("wandb_gradwatch")
 

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 from ..rules import Alert
-from ..snapshot import GroupBy, Snapshot, group_function, keys
+from ..snapshot import Snapshot, keys
+from ..snapshot._shapes import GroupBy, group_function
 from ._base import Sink
 from ._history_row import Details, HistoryRow, Number, TableRow, in_namespace
 from ._rebinning import Rebinner
