@@ -24,10 +24,9 @@ import psutil
 import torch
 from wandb.proto import wandb_internal_pb2
 
-from wandb_gradwatch._page import wandb_file
 from wandb_gradwatch._page.history import HistogramSeries, RecordedAlert, RunHistory
 from wandb_gradwatch._page.page import write_page
-from wandb_gradwatch._page.read import find_run_file
+from wandb_gradwatch._page.read import HEADER, PART, find_run_file
 from wandb_gradwatch.snapshot import keys
 
 from .machine import describe_machine
@@ -142,7 +141,7 @@ def repeated(source: Path, target: Path, megabytes: float) -> None:
     steps = [item for item in items if (item.key or ".".join(item.nested_key)) in ("_step", keys.STEP)]
     length = 1 + max(int(float(item.value_json)) for item in steps)
     with target.open("wb") as file:
-        file.write(wandb_file._HEADER)
+        file.write(HEADER)
         while file.tell() < megabytes * 1e6:
             for record in records:
                 write_record(file, record.SerializeToString())
@@ -152,12 +151,12 @@ def repeated(source: Path, target: Path, megabytes: float) -> None:
 
 def records_of(data: bytes) -> Iterator[Any]:
     """Every record of a run's file."""
-    at, parts = len(wandb_file._HEADER), []
+    at, parts = len(HEADER), []
     while at + 7 <= len(data):
         if 32768 - at % 32768 < 7:
             at += 32768 - at % 32768
             continue
-        _, length, kind = wandb_file._PART.unpack_from(data, at)
+        _, length, kind = PART.unpack_from(data, at)
         parts = parts if kind in (3, 4) else []
         parts.append(data[at + 7 : at + 7 + length])
         at += 7 + length

@@ -20,7 +20,9 @@ import wandb
 from fake_run import ALERTS, BROKEN, FROZEN, GPT_NAMES, write_fake_run
 from hypothesis import given
 from hypothesis import strategies as st
+from wandb.proto.wandb_internal_pb2 import Record
 
+from benchmarks.page import write_record
 from wandb_gradwatch._analysis.forecast import FORMATS
 from wandb_gradwatch._measure.columns import FloatArray
 from wandb_gradwatch._page import read
@@ -54,8 +56,7 @@ from wandb_gradwatch._page.page import (
     write_page,
 )
 from wandb_gradwatch._page.payload import build_payload, knots, other_axes
-from wandb_gradwatch._page.read import RunReader, read_run
-from wandb_gradwatch._page.wandb_file import UnreadableRunError
+from wandb_gradwatch._page.read import HEADER, RunReader, UnreadableRunError, read_run
 from wandb_gradwatch.snapshot import keys
 
 HOSTILE = "</script><script>window.hacked=1</script>\u202e&amp;"
@@ -282,9 +283,7 @@ def test_a_file_that_grows_is_read_on_and_gives_what_reading_it_at_once_does(
 def test_rows_of_a_run_that_is_too_long_are_merged_as_windows_are() -> None:
     columns = RowColumns(max_cells=20)  # 10 rows of 2 keys
     for step in range(1, 101):
-        columns.begin(step, float(step))
-        columns.add("grad_norm_max/a", float(step % 10))
-        columns.add("gradwatch/num_nan", 1.0)
+        columns.add(step, float(step), {"grad_norm_max/a": float(step % 10), "gradwatch/num_nan": 1.0})
     steps, times, values = columns.matrix()
     # 100 rows into 11 at the most: 16 to 1, and the last one with the rest.
     assert columns.merged == 16
@@ -337,6 +336,17 @@ def test_a_run_that_is_still_going_on_can_be_read(tmp_path: Path) -> None:
         assert "no end record" in render_page(history)
     finally:
         wandb.finish()
+
+
+def test_a_row_whose_record_is_cut_within_its_first_bytes_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "run-x.wandb"
+    with path.open("wb") as file:
+        file.write(HEADER)
+        # Up to 8 bytes before the end of the first block: 7 for the header of a part, 1 for the first byte of the row.
+        write_record(file, Record(output_raw={"line": "x" * 32738}).SerializeToString())
+        assert file.tell() == 32768 - 8
+        write_record(file, Record(num=300, history={"item": [{"key": "a", "value_json": "1"}]}).SerializeToString())
+    assert read_run(path).num_rows == 1
 
 
 @pytest.mark.parametrize(
@@ -448,8 +458,8 @@ def test_what_is_no_histogram_is_left_out(edges: object, counts: object) -> None
 def test_the_collector_stays_bounded_and_even() -> None:
     collector = HistogramCollector(max_stored=10)
     for step in range(100):
-        collector.add("a", step, [0.0, 1.0], [1])
-    steps = collector.series()["a"].steps
+        collector.add(("", "a"), step, [0.0, 1.0], [1])
+    steps = collector.series()[""]["a"].steps
     assert len(steps) <= 10
     assert set(np.diff(steps)) == {16}  # halved until 100 fit into 10: every 16th, from the first
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
 from operator import itemgetter
 from typing import Final
 
@@ -11,7 +12,7 @@ import numpy as np
 
 from .._measure.columns import FloatArray, IntArray
 from .history import HistogramSeries
-from .packing import is_summed, pool, pool_extremes
+from .packing import pool, pool_extremes
 
 # R rows, H histograms of one name, B bins
 
@@ -19,7 +20,6 @@ MAX_CELLS: Final = 40_000_000  # rows x keys: 320 MB
 MAX_OWN_VALUES: Final = 8_000_000  # of all keys together: 128 MB
 MIN_OWN_VALUES: Final = 1_000  # of one key, however many there are
 NUM_DISPLAY_BINS: Final = 65  # as many as our rows have, zero in the middle one: those stay as they are
-_PLACES: Final = np.arange(NUM_DISPLAY_BINS + 1.0)
 MAX_STORED: Final = 100_000  # histograms over all names: about 70 MB
 
 
@@ -28,37 +28,31 @@ class RowColumns:
 
     def __init__(self, max_cells: int = MAX_CELLS) -> None:
         self.merged = 1  # rows of the run in one that is kept
+        self._num_in_last = 1  # rows of the run in the last one that is kept
         self._max_cells = max_cells
         self._steps = array("q")
         self._times = array("d")
-        self._columns: dict[str, array[float]] = {}
-        self._num_in_last = 0  # rows of the run in the last one that is kept
+        self._columns: defaultdict[str, array[float]] = defaultdict(lambda: array("d"))
 
-    def begin(self, step: int, time: float | None) -> None:
-        """Begin a row; numbers of the same step belong to one."""
-        known = np.nan if time is None else time
-        if self._steps and (self._steps[-1] == step or self._num_in_last < self.merged):
-            self._num_in_last += self._steps[-1] != step
-            self._steps[-1], self._times[-1] = step, known
-        elif len(self._steps) * len(self._columns) > self._max_cells:
-            self._merge_neighbours()
-            self.begin(step, time)
-        else:
-            self._steps.append(step)
-            self._times.append(known)
-            self._num_in_last = 1
-
-    def add(self, key: str, value: float) -> None:
-        """Take one number of the row that has begun."""
-        column = self._columns.setdefault(key, array("d"))
+    def add(self, step: int, time: object, numbers: Mapping[str, float]) -> None:
+        """Take numbers of a step; those of the same step belong to one row. `time` is NaN unless it is a number."""
+        if not self._steps or self._steps[-1] != step:
+            if self._num_in_last == self.merged and len(self._steps) * len(self._columns) > self._max_cells:
+                self._merge_neighbours()
+            if self._num_in_last == self.merged:
+                self._num_in_last = 0
+                self._steps.append(step)
+                self._times.append(np.nan)
+            self._num_in_last += 1
+        self._steps[-1], self._times[-1] = step, time if isinstance(time, (int, float)) else np.nan
         place = len(self._steps) - 1
-        if len(column) <= place:
-            column.extend([np.nan] * (place - len(column)))
-            column.append(value)
-        elif self._num_in_last == 1:
-            column[place] = value  # the same step once more
-        else:
-            column[place] = np.nansum([column[place], value]) if is_summed(key) else np.fmax(column[place], value)
+        for key, value in numbers.items():
+            column = self._columns[key]
+            if len(column) <= place:
+                column.extend([np.nan] * (place + 1 - len(column)))
+            if self._num_in_last > 1:
+                value = pool(np.array([[column[place]], [value]]), 2, key).item()
+            column[place] = value
 
     def matrix(self) -> tuple[IntArray, FloatArray, dict[str, FloatArray]]:
         """Ascending steps [R], the times at which their rows were logged [R], and each key's values [R]."""
@@ -80,10 +74,8 @@ class RowColumns:
         last = np.minimum(np.arange(1, num_rows + 1, 2), num_rows - 1)
         self._steps = array("q", np.array(self._steps)[last].tolist())
         self._times = array("d", np.array(self._times)[last].tolist())
-        self._columns = {
-            key: array("d", pool(np.array(column)[:, None], 2, key)[:, 0].tolist())
-            for key, column in self._columns.items()
-        }
+        for key, column in self._columns.items():
+            self._columns[key] = array("d", pool(np.array(column)[:, None], 2, key)[:, 0].tolist())
         if num_rows % 2 == 0:
             self._num_in_last += self.merged
         self.merged *= 2
@@ -94,11 +86,12 @@ class OwnColumns:
 
     def __init__(self, max_values: int = MAX_OWN_VALUES) -> None:
         self._max_values = max_values
-        self._columns: dict[str, tuple[array[float], array[float]]] = {}
+        self._columns: defaultdict[str, tuple[array[float], array[float]]]
+        self._columns = defaultdict(lambda: (array("d"), array("d")))
 
     def add(self, key: str, step: float, value: float) -> None:
         """Take one number."""
-        steps, values = self._columns.setdefault(key, (array("d"), array("d")))
+        steps, values = self._columns[key]
         steps.append(step)
         values.append(value)
         most = max(self._max_values // len(self._columns), MIN_OWN_VALUES)
@@ -118,17 +111,15 @@ class HistogramCollector:
     def __init__(self, max_stored: int = MAX_STORED) -> None:
         self._max_stored = max_stored
         self._stride = 1
-        self._seen: dict[str, int] = {}
-        self._kept: dict[str, list[tuple[int, float, float, FloatArray]]] = {}  # step, lower and upper limit, counts
+        self._seen: Counter[tuple[str, str]] = Counter()
+        # By family and name, as keys.split_histogram has them: step, lower and upper limit, counts.
+        self._kept: dict[tuple[str, str], list[tuple[int, float, float, FloatArray]]] = {}
         self._num_kept = 0
 
-    def add(self, name: str, step: int, edges: object, counts: object) -> None:
+    def add(self, name: tuple[str, str], step: int, edges: object, counts: object) -> None:
         """Take one histogram as W&B stores it; one whose arrays do not fit together is left out."""
-        place = self._seen.get(name, 0)
-        self._seen[name] = place + 1
-        if place % self._stride:
-            return
-        if (resampled := resample(edges, counts)) is None:
+        self._seen[name] += 1
+        if (self._seen[name] - 1) % self._stride or (resampled := resample(edges, counts)) is None:
             return
         self._kept.setdefault(name, []).append((step, *resampled))
         self._num_kept += 1
@@ -137,10 +128,13 @@ class HistogramCollector:
             self._kept = {kept: stored[::2] for kept, stored in self._kept.items()}
             self._num_kept = sum(map(len, self._kept.values()))
 
-    def series(self) -> dict[str, HistogramSeries]:
-        """Every name's histograms in the order of their steps."""
-        by_step = {name: sorted(stored, key=itemgetter(0)) for name, stored in self._kept.items()}
-        return {name: HistogramSeries(*map(np.array, zip(*stored, strict=True))) for name, stored in by_step.items()}
+    def series(self) -> dict[str, dict[str, HistogramSeries]]:
+        """Every family's names with their histograms, in the order of their steps."""
+        found: dict[str, dict[str, HistogramSeries]] = {}
+        for (family, name), stored in self._kept.items():
+            columns = zip(*sorted(stored, key=itemgetter(0)), strict=True)
+            found.setdefault(family, {})[name] = HistogramSeries(*map(np.array, columns))
+        return found
 
 
 def resample(edges: object, counts: object) -> tuple[float, float, FloatArray] | None:
@@ -151,23 +145,19 @@ def resample(edges: object, counts: object) -> tuple[float, float, FloatArray] |
         together, or an edge is not finite.
     """
     try:
-        edge = np.asarray(edges, dtype=np.float64)
-        count = np.asarray(counts, dtype=np.float64)
+        edge, count = np.asarray(edges, dtype=np.float64), np.asarray(counts, dtype=np.float64)
     except (TypeError, ValueError):
         return None
-    if edge.ndim != 1 or count.ndim != 1 or len(edge) != len(count) + 1 or not len(count):
+    if edge.ndim != 1 or count.shape != (edge.size - 1,) or not count.size:
         return None
     if not (np.isfinite(edge).all() and np.isfinite(count).all()):
         return None
     low, high = float(edge[0]), float(edge[-1])
-    if len(count) == NUM_DISPLAY_BINS and low < high:
-        width = (high - low) / NUM_DISPLAY_BINS
-        if np.abs(edge - low - width * _PLACES).max() <= 1e-3 * width:
-            return low, high, count
+    new_edges = np.linspace(low, high, NUM_DISPLAY_BINS + 1)
     if low == high:
         return low, high, np.append(np.zeros(NUM_DISPLAY_BINS - 1), count.sum())
+    if count.size == NUM_DISPLAY_BINS and np.abs(edge - new_edges).max() <= 1e-3 * (new_edges[1] - low):
+        return low, high, count
     if not (np.diff(edge) > 0).all():
         return None
-    cumulative = np.concatenate([[0.0], np.cumsum(count)])
-    new_edges = np.linspace(low, high, NUM_DISPLAY_BINS + 1)
-    return low, high, np.diff(np.interp(new_edges, edge, cumulative))
+    return low, high, np.diff(np.interp(new_edges, edge, np.append(0.0, np.cumsum(count))))

@@ -1,13 +1,19 @@
-"""Read a run's history, finished, truncated or still being written, and read it on while it grows."""
+"""Read a run's history, finished, truncated or still being written, and read it on while it grows.
+
+A `.wandb` file is LevelDB's log: after a header of 7 bytes, blocks of 32 KiB hold records, each cut into parts that
+carry a checksum, their length, and whether they begin or end a record. A record is a protocol buffer of wandb's own.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import struct
 import time
+import zlib
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -17,10 +23,17 @@ import numpy as np
 from .._measure.columns import FloatArray
 from ..snapshot import keys
 from .columns import HistogramCollector, OwnColumns, RowColumns
-from .history import HistogramSeries, OwnSeries, RecordedAlert, RecordedTable, RunHistory
-from .wandb_file import UnreadableRunError, WandbFile, scalars_of, settings_of
+from .history import OwnSeries, RecordedAlert, RecordedTable, RunHistory, flat
 
+HEADER: Final = b":W&B\xe1\xbe\x00"
+PART: Final = struct.Struct("<IHB")  # checksum of all that follows it, length of the data, kind
+_BLOCK: Final = 32 * 1024
+_WHOLE, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
 _STEP_IN_TEXT: Final = re.compile(r"\bstep[ =]+(\d{1,18})\b", re.IGNORECASE)
+
+
+class UnreadableRunError(ValueError):
+    """The path holds no run that can be read; the message tells a user what to do."""
 
 
 def read_run(path: str | os.PathLike[str], *, progress: Callable[[int], None] | None = None) -> RunHistory:
@@ -71,6 +84,211 @@ def find_run_file(path: Path) -> Path:
     )
 
 
+def records_from(path: Path, place: int) -> Iterator[tuple[int, Any]]:
+    """Yield each whole record behind a place of the file, with the place behind it; None for damaged bytes.
+
+    What is still being written, or was cut off, is left for the next call.
+
+    Raises:
+        UnreadableRunError: the file does not begin as a `.wandb` file does.
+    """
+    from wandb.proto import wandb_internal_pb2
+
+    parse: Callable[[bytes], Any] = wandb_internal_pb2.Record.FromString  # type: ignore[attr-defined]  # generated
+    with path.open("rb") as file:
+        header = file.read(len(HEADER))
+        if not HEADER.startswith(header):
+            raise UnreadableRunError(f"{path} cannot be read as a W&B run: its header is another one")
+        parts: list[bytes] | None = None  # of the record that has begun; None outside of one
+        at = max(place, len(HEADER)) % _BLOCK
+        block_start = file.seek(max(place, len(HEADER)) - at)
+        while block := file.read(_BLOCK):
+            while at + PART.size <= len(block):
+                checksum, length, kind = PART.unpack_from(block, at)
+                end = at + PART.size + length
+                if end > len(block) or zlib.crc32(block[at + 6 : end]) != checksum:
+                    if len(block) < _BLOCK:
+                        return  # it is still being written
+                    yield block_start, None
+                    parts = None
+                    break
+                if kind in (_WHOLE, _FIRST):
+                    parts = []
+                if parts is not None:
+                    parts.append(block[at + PART.size : end])
+                    if kind in (_WHOLE, _LAST):
+                        yield block_start + end, parse(b"".join(parts))
+                        parts = None
+                at = end
+            block_start, at = block_start + len(block), 0
+
+
+class RunReader:
+    """What has been read of a run's `.wandb` file so far, in bounded memory."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._place = 0  # of the file, behind the last whole record
+        self._num_damaged = 0  # blocks with bytes that do not fit their checksum
+        self.num_rows = 0
+        # Fields of a RunHistory as the file tells them.
+        self._told: dict[str, Any] = {"run_id": path.stem.removeprefix("run-"), "finished": False}
+        self._config: dict[str, Any] = {}
+        self._alerts: list[RecordedAlert] = []
+        self._last_step: int | None = None
+        self._table_path: str | None = None
+        self._histograms = HistogramCollector()
+        self._is_ours = cache(keys.is_ours)  # the same keys in every row
+        self._rows = RowColumns()  # ours, by the sample's step
+        self._own = OwnColumns()  # the user's, by W&B's step
+        self._placed = (array("q"), array("q"))  # W&B's step of every row of ours, and the sample's step
+
+    @property
+    def finished(self) -> bool:
+        return bool(self._told["finished"])
+
+    def read_on(self, *, progress: Callable[[int], None] | None = None) -> int:
+        """Read what has been written since the last call, and return how many records of use that was.
+
+        Cost: one block, and one record, in memory.
+        """
+        num_records = 0
+        for place, record in records_from(self._path, self._place):
+            self._place = place
+            kind = "damage" if record is None else record.WhichOneof("record_type")
+            if kind == "damage":
+                self._num_damaged += 1
+            elif kind == "history":
+                self.take_row(dict(_scalars_of(record.history)))
+                if progress is not None and self.num_rows % 100 == 0:
+                    progress(self.num_rows)
+            elif kind == "alert":
+                self.take_alert(record.alert.title, record.alert.text, record.alert.level)
+            elif kind == "run":
+                told = record.run
+                started = told.start_time.ToJsonString() if told.HasField("start_time") else ""
+                found = {"run_id": told.run_id, "name": told.display_name, "project": told.project}
+                self._told |= {key: value for key, value in (found | {"started_at": started}).items() if value}
+                self._config |= _settings_of(told.config)
+            elif kind == "config":  # what was set after the run began, the names of the layers among it
+                self._config |= _settings_of(record.config)
+            elif kind == "exit":
+                self._told |= {"finished": True, "exit_code": record.exit.exit_code}
+            else:
+                continue
+            num_records += record is not None
+        return num_records
+
+    def take_row(self, row: dict[str, Any]) -> None:
+        """Take one row of W&B's history: keys, dotted where they are nested, to values."""
+        self.num_rows += 1
+        placed_at, step = (_whole(row.get(key)) for key in ("_step", keys.STEP))
+        ours = {}
+        for key, value in row.items():
+            if not _is_number(value):
+                continue
+            if self._is_ours(key):
+                ours[key] = value
+            elif placed_at is None or key.startswith("_"):
+                continue
+            elif "." not in key or f"{key.rpartition('.')[0]}._type" not in row:  # sizes of media are no metrics
+                self._own.add(key, placed_at, value)
+        if placed_at is not None and step is not None:
+            self._placed[0].append(placed_at)
+            self._placed[1].append(step)
+        table_path = row.get(f"{keys.FLIGHT_RECORDER}.path")
+        if isinstance(table_path, str):
+            self._table_path = table_path  # the table has a row of its own: no gap in the curves
+        elif step is not None:  # otherwise a row of the user's alone
+            self._last_step = step
+            self._rows.add(step, row.get("_timestamp"), ours)
+            for key in [key for key, value in row.items() if value == "histogram" and key.endswith("._type")]:
+                stem = key.removesuffix("._type")
+                if (place := keys.split_histogram(stem)) is not None:
+                    self._histograms.add(place, step, row.get(f"{stem}.bins"), row.get(f"{stem}.values"))
+
+    def take_alert(self, title: str, text: str, level: str) -> None:
+        """Take an alert. Its record has neither step nor time; ours name their step in the text."""
+        match = _STEP_IN_TEXT.search(text)
+        step = int(match[1]) if match else self._last_step
+        self._alerts.append(RecordedAlert(title, text, level or "INFO", step))
+
+    def history(self) -> RunHistory:
+        """Everything that has been read so far."""
+        notes = []
+        if not self.finished:
+            notes.append(
+                "The file has no end record: the run is still going on, or it was cut off. "
+                "The pictures show what was written so far."
+            )
+        if self._num_damaged:
+            notes.append(f"The file is damaged: corrupt data was skipped in {self._num_damaged} of its blocks.")
+        if self._rows.merged > 1:
+            notes.append(f"The run is so long that {self._rows.merged} neighbouring rows each were merged into one.")
+        histograms = self._histograms.series()
+        steps, times, values = self._rows.matrix()
+        placed, sampled = (np.array(part, dtype=np.float64) for part in self._placed)
+        return RunHistory(
+            path=self._path,
+            **({"name": self._told["run_id"]} | self._told),
+            config=dict(self._config),
+            num_rows=self.num_rows,
+            steps=steps,
+            times=times,
+            values=values,
+            wandb_steps=OwnSeries(sampled, placed),
+            own={key: OwnSeries(steps_between(at, placed, sampled), own) for key, (at, own) in self._own.arrays()},
+            histograms=histograms.pop("", {}),
+            family_histograms=histograms,
+            alerts=tuple(self._alerts),
+            flight_recorder=self._flight_recorder(notes),
+            notes=tuple(notes),
+        )
+
+    def _flight_recorder(self, notes: list[str]) -> RecordedTable | None:
+        if self._table_path is None:
+            return None
+        files = (self._path.parent / "files").resolve()
+        table, problem = (files / self._table_path).resolve(), "is not in the run's directory"
+        # The path comes out of the file: one that leads outside the run's own directory is not followed.
+        if table.is_relative_to(files) and table.is_file():
+            try:
+                content = json.loads(table.read_text(encoding="utf-8"))
+                return RecordedTable([str(name) for name in content["columns"]], content["data"])
+            except (ValueError, KeyError, TypeError) as error:
+                problem = f"cannot be read: {error!r}"
+        notes.append(f"The flight recorder's table {self._table_path!r} {problem}.")
+        return None
+
+
+def _scalars_of(history: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the keys of a row with their values, numbers as float; nested keys are joined by dots."""
+    for item in history.item:
+        nested, text = item.nested_key, item.value_json
+        key = item.key or (nested[0] if len(nested) == 1 else ".".join(nested))
+        first = text[:1]
+        if first and first in "-0123456789NI":  # W&B writes NaN and Infinity
+            yield key, float(text)
+        elif first == "{":
+            yield from flat(json.loads(text), f"{key}.")
+        elif first:
+            yield key, json.loads(text)
+
+
+def _settings_of(config: Any) -> dict[str, Any]:
+    """What a record sets in the run's configuration, but for W&B's own."""
+    items = ((item.key or ".".join(item.nested_key), item.value_json) for item in config.update)
+    return {key: json.loads(text) for key, text in items if text and not key.startswith("_")}
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _whole(value: Any) -> int | None:
+    return int(value) if _is_number(value) and np.isfinite(value) else None
+
+
 def steps_between(own_N: FloatArray, placed_K: FloatArray, sampled_K: FloatArray) -> FloatArray:
     """Optimizer steps of rows that tell only W&B's step, from those that tell both: [N].
 
@@ -92,156 +310,3 @@ def steps_between(own_N: FloatArray, placed_K: FloatArray, sampled_K: FloatArray
     left_N = np.clip(np.searchsorted(placed_K, own_N, side="right") - 1, 0, len(placed_K) - 2)
     rate_K = np.diff(sampled_K) / np.diff(placed_K)
     return np.asarray(sampled_K[left_N] + rate_K[left_N] * (own_N - placed_K[left_N]))
-
-
-class RunReader:
-    """What has been read of a run's `.wandb` file so far, in bounded memory."""
-
-    def __init__(self, file: Path) -> None:
-        self._file = WandbFile(file)
-        self.num_rows = 0
-        self._run: dict[str, str] = {}
-        self._config: dict[str, Any] = {}
-        self._exit_code: int | None = None
-        self.finished = False
-        self._alerts: list[RecordedAlert] = []
-        self._last_step: int | None = None
-        self._table_path: str | None = None
-        self._histograms = HistogramCollector()
-        self._is_ours = cache(keys.is_ours)  # the same keys in every row
-        self._rows = RowColumns()  # ours, by the sample's step
-        self._own = OwnColumns()  # the user's, by W&B's step
-        self._placed = (array("q"), array("q"))  # W&B's step of every row of ours, and the sample's step
-
-    def read_on(self, *, progress: Callable[[int], None] | None = None) -> int:
-        """Read what has been written since the last call, and return how many records that was."""
-        num_records = 0
-        for kind, record in self._file.new_records():
-            num_records += 1
-            self._take(kind, record)
-            if progress is not None and kind == "history" and self.num_rows % 100 == 0:
-                progress(self.num_rows)
-        return num_records
-
-    def _take(self, kind: str, record: Any) -> None:
-        if kind == "history":
-            self.take_row(dict(scalars_of(record)))
-        elif kind == "alert":
-            self.take_alert(record.alert.title, record.alert.text, record.alert.level)
-        elif kind == "run":
-            told = record.run
-            started = told.start_time.ToJsonString() if told.HasField("start_time") else ""
-            found = {"id": told.run_id, "name": told.display_name, "project": told.project, "started_at": started}
-            self._run |= {key: value for key, value in found.items() if value}
-            self._config |= settings_of(told.config)
-        elif kind == "config":  # what was set after the run began, the names of the layers among it
-            self._config |= settings_of(record.config)
-        else:
-            self.finished = True
-            self._exit_code = record.exit.exit_code
-
-    def take_row(self, row: dict[str, Any]) -> None:
-        """Take one row of W&B's history: keys, dotted where they are nested, to values."""
-        self.num_rows += 1
-        placed_at = _finite(row.get("_step"))
-        step_value = _finite(row.get(keys.STEP))
-        if placed_at is not None:
-            self._take_own(row, int(placed_at))
-            if step_value is not None:
-                self._placed[0].append(int(placed_at))
-                self._placed[1].append(int(step_value))
-        table_path = row.get(f"{keys.FLIGHT_RECORDER}.path")
-        if isinstance(table_path, str):
-            self._table_path = table_path
-            return  # the table has a row of its own: no gap in the curves
-        if step_value is None:
-            return  # a row of the user's alone
-        step = int(step_value)
-        self._last_step = step
-        self._rows.begin(step, _finite(row.get("_timestamp")))
-        for key, value in row.items():
-            if _is_number(value):
-                if self._is_ours(key):
-                    self._rows.add(key, value)
-            elif value == "histogram" and key.endswith("._type"):
-                stem = key.removesuffix("._type")
-                if keys.split_histogram(stem) is not None:
-                    self._histograms.add(stem, step, row.get(f"{stem}.bins"), row.get(f"{stem}.values"))
-
-    def _take_own(self, row: dict[str, Any], placed_at: int) -> None:
-        for key, value in row.items():
-            if not _is_number(value) or self._is_ours(key) or key.startswith("_"):
-                continue
-            # The sizes of tables and pictures are no metrics.
-            if "." not in key or f"{key.rpartition('.')[0]}._type" not in row:
-                self._own.add(key, placed_at, value)
-
-    def take_alert(self, title: str, text: str, level: str) -> None:
-        """Take an alert. Its record has neither step nor time; ours name their step in the text."""
-        match = _STEP_IN_TEXT.search(text)
-        step = int(match[1]) if match else self._last_step
-        self._alerts.append(RecordedAlert(title, text, level or "INFO", step))
-
-    def history(self) -> RunHistory:
-        """Everything that has been read so far."""
-        notes = []
-        if not self.finished:
-            notes.append(
-                "The file has no end record: the run is still going on, or it was cut off. "
-                "The pictures show what was written so far."
-            )
-        if self._file.num_damaged:
-            notes.append(f"The file is damaged: corrupt data was skipped in {self._file.num_damaged} of its blocks.")
-        if self._rows.merged > 1:
-            notes.append(f"The run is so long that {self._rows.merged} neighbouring rows each were merged into one.")
-        histograms: dict[str, dict[str, HistogramSeries]] = {}
-        for key, series in self._histograms.series().items():
-            if (parts := keys.split_histogram(key)) is not None:
-                histograms.setdefault(parts[0], {})[parts[1]] = series
-        steps, times, values = self._rows.matrix()
-        placed, sampled = (np.array(part, dtype=np.float64) for part in self._placed)
-        run_id = self._run.get("id") or self._file.path.stem.removeprefix("run-")
-        return RunHistory(
-            path=self._file.path,
-            run_id=run_id,
-            name=self._run.get("name", run_id),
-            project=self._run.get("project", ""),
-            started_at=self._run.get("started_at", ""),
-            config=dict(self._config),
-            finished=self.finished,
-            exit_code=self._exit_code,
-            num_rows=self.num_rows,
-            steps=steps,
-            times=times,
-            values=values,
-            wandb_steps=OwnSeries(sampled, placed),
-            own={key: OwnSeries(steps_between(at, placed, sampled), own) for key, (at, own) in self._own.arrays()},
-            histograms=histograms.pop("", {}),
-            family_histograms=histograms,
-            alerts=tuple(self._alerts),
-            flight_recorder=self._flight_recorder(notes),
-            notes=tuple(notes),
-        )
-
-    def _flight_recorder(self, notes: list[str]) -> RecordedTable | None:
-        if self._table_path is None:
-            return None
-        files = (self._file.path.parent / "files").resolve()
-        table, problem = (files / self._table_path).resolve(), "is not in the run's directory"
-        # The path comes out of the file: one that leads outside the run's own directory is not followed.
-        if table.is_relative_to(files) and table.is_file():
-            try:
-                content = json.loads(table.read_text(encoding="utf-8"))
-                return RecordedTable([str(name) for name in content["columns"]], content["data"])
-            except (ValueError, KeyError, TypeError) as error:
-                problem = f"cannot be read: {error!r}"
-        notes.append(f"The flight recorder's table {self._table_path!r} {problem}.")
-        return None
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _finite(value: Any) -> float | None:
-    return float(value) if _is_number(value) and np.isfinite(value) else None
