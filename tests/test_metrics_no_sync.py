@@ -25,7 +25,7 @@ from wandb_gradwatch.metrics import (
     Spectrum,
     Updates,
 )
-from wandb_gradwatch.metrics._module_index import ModuleIndex
+from wandb_gradwatch.metrics._forward_hooks import ModuleIndex
 from wandb_gradwatch.metrics._rows import HISTOGRAM, QUANTILES, STATISTICS
 
 
@@ -112,7 +112,7 @@ def test_no_probe_makes_the_host_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("make", [Ranks, NoiseScale])
 def test_comparing_ranks_does_not_make_the_host_wait(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    for user in ("_ranks", "_noise_scale"):
+    for user in ("_ranks", "_module_probe"):
         monkeypatch.setattr(f"wandb_gradwatch.metrics.{user}.world_size", lambda: 2)
     model, probe, asked, found = nn.Linear(2, 2), make(), Questions(), {}
     probe.bind(ModuleIndex([("", model)]))

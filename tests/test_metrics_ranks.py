@@ -17,7 +17,7 @@ from wandb_gradwatch._capture.probes import WatchedTensor
 from wandb_gradwatch._measure.columns import NUM_COLUMNS
 from wandb_gradwatch._measure.probe_values import ArrivedSums
 from wandb_gradwatch.metrics import Ranks, RanksDisagree, SlowRank
-from wandb_gradwatch.metrics._module_index import ModuleIndex
+from wandb_gradwatch.metrics._forward_hooks import ModuleIndex
 from wandb_gradwatch.metrics._module_probe import ReadByProbe
 from wandb_gradwatch.metrics._ranks import _FIELDS, _bits
 from wandb_gradwatch.snapshot import Snapshot
@@ -193,7 +193,8 @@ def test_the_end_of_the_script_waits_for_no_rank_and_loses_no_row() -> None:
 
 
 def test_what_a_backward_waits_for_other_ranks_is_not_the_ranks_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wandb_gradwatch.metrics._ranks.world_size", lambda: 2)
+    for user in ("_ranks", "_module_probe"):
+        monkeypatch.setattr(f"wandb_gradwatch.metrics.{user}.world_size", lambda: 2)
     now, probe, model = [100.0], Ranks(), Chosen(a=1)
     probe._clock = lambda: now[0]
     probe.bind(ModuleIndex([("", model)]))

@@ -11,7 +11,7 @@ from metric_probes import train, values, watch
 from torch import nn
 
 from wandb_gradwatch.metrics import Router
-from wandb_gradwatch.metrics._router import POOLED
+from wandb_gradwatch.metrics._activations import POOLED
 
 
 class Mixture(nn.Module):
@@ -76,7 +76,7 @@ def test_layers_of_as_many_experts_are_pooled() -> None:
 
 
 def test_many_experts_of_many_layers_are_told_together_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wandb_gradwatch.metrics._router.MAX_EXPERT_KEYS", 5)
+    monkeypatch.setattr("wandb_gradwatch.metrics._activations.MAX_EXPERT_KEYS", 5)
     found, _ = routed([[[[[1.0, 0, 0]], [[1.0, 0, 0]]]]], num_layers=2)
     assert {key.split("/")[1] for key in found if "expert_" in key.split("/")[2]} == {POOLED}
 

@@ -20,8 +20,7 @@ import torch
 
 from .._capture.parameter_registry import with_prefixes
 from .._watcher import Watcher
-from ..metrics._forward_hooks import ForwardHook
-from ..metrics._module_index import ROOT, ModuleIndex
+from ..metrics._forward_hooks import ROOT, ForwardHook, ModuleIndex
 from ..snapshot import keys
 from ._session import Session, active_run, is_due, named, require
 

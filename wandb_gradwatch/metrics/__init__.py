@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from ._activations import Activations
+from ._activations import Activations, Router
 from ._attention import Attention
 from ._coordinate_check import CoordinateCheck, coordinate_check
 from ._forward_hooks import MonitorMixin, log_attention, log_tensor
 from ._metric import Metric
 from ._module_probe import ModuleProbe
-from ._noise_scale import NoiseScale
-from ._ranks import Ranks
+from ._ranks import NoiseScale, Ranks
 from ._reference import Reference
-from ._router import Router
 from ._rules import (
     DeadExperts,
     EntropyCollapse,
@@ -21,31 +19,11 @@ from ._rules import (
     RanksDisagree,
     SlowRank,
 )
-from ._spectrum import Spectrum
-from ._updates import OptimizerState, Updates
+from ._updates import OptimizerState, Spectrum, Updates
 
 __all__ = [
-    "Activations",
-    "Attention",
-    "CoordinateCheck",
-    "DeadExperts",
-    "EntropyCollapse",
-    "GrowingLogits",
-    "Metric",
-    "ModuleProbe",
-    "MonitorMixin",
-    "NoiseScale",
-    "NonFiniteActivation",
-    "OptimizerState",
-    "OutgrownUpdate",
-    "Ranks",
-    "RanksDisagree",
-    "Reference",
-    "Router",
-    "SlowRank",
-    "Spectrum",
-    "Updates",
-    "coordinate_check",
-    "log_attention",
+    "Activations", "Attention", "CoordinateCheck", "DeadExperts", "EntropyCollapse", "GrowingLogits", "Metric",
+    "ModuleProbe", "MonitorMixin", "NoiseScale", "NonFiniteActivation", "OptimizerState", "OutgrownUpdate", "Ranks",
+    "RanksDisagree", "Reference", "Router", "SlowRank", "Spectrum", "Updates", "coordinate_check", "log_attention",
     "log_tensor",
-]
+]  # fmt: skip

@@ -18,9 +18,9 @@ from torch.nn import functional
 from .._capture.probes import Found
 from .._measure.elements import wide_dtype
 from ..snapshot import keys
-from ._forward_hooks import AttentionCall, Dims
-from ._module_probe import ForwardProbe, ModuleFilter, slices
-from ._rows import RowTally, Store, add_on_device, check_statistics
+from ._forward_hooks import AttentionCall
+from ._module_probe import ForwardProbe, ModuleFilter
+from ._rows import QUANTILES, STATISTICS, Dims, RowTally, Store, add_on_device, check_names, slices
 from ._rules import EntropyCollapse, GrowingLogits
 
 # N batch, H heads, L queries, S keys, D features of a head
@@ -63,7 +63,8 @@ class Attention(ForwardProbe):
         super().__init__(match)
         self._weights = weights
         self.brings = (EntropyCollapse, GrowingLogits) if weights else ()
-        self._rows = self.collect(RowTally(check_statistics(repr(self), statistics, histogram=False)))
+        check_names(f"{self!r}: statistics={statistics!r}", statistics, (*STATISTICS, *QUANTILES))
+        self._rows = self.collect(RowTally(statistics))
         # Of each module: see weight_sums.
         self._sums = self.collect(Store[str, Tensor](add_on_device))
         self._largest = self.collect(Store[str, Tensor](torch.maximum))
@@ -91,21 +92,16 @@ class Attention(ForwardProbe):
 
     def _measure(self, module: str, call: AttentionCall) -> None:
         self._seen_any = True
-        parts = {
-            f"{module}/{label}/{name}": part
-            for name, tensor in call.parts().items()
-            for label, part in slices(tensor.detach(), {-3: "head"})
-        }
-        self._rows.measure(parts)
+        parts = ((part, slices(tensor.detach(), {-3: "head"})) for part, tensor in call.parts().items())
+        self._rows.measure({f"{module}/{label}/{part}": one for part, heads in parts for label, one in heads})
         if self._weights:
             sums, largest = weight_sums(call)
             self._sums.add(module, sums)
             self._largest.add(module, largest)
 
     def take(self) -> Mapping[str, Found]:
-        taken: dict[str, Found] = {
-            f"{keys.ATTENTION}/{name}_{statistic}": value for name, statistic, value in self._rows.read()
-        }
+        read = self._rows.read()
+        taken: dict[str, Found] = {f"{keys.ATTENTION}/{name}_{statistic}": value for name, statistic, value in read}
         largest = self._largest.take()
         for module, sums in self._sums.take().items():
             numbers = {

@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from html import escape
 from itertools import count
 from pathlib import Path
@@ -29,8 +31,7 @@ from torch.optim import Optimizer
 
 from .._capture.parameter_registry import NameFilter
 from .._measure.columns import FloatArray
-from ._forward_hooks import ForwardHook
-from ._module_index import ModuleIndex, chosen_by, matcher
+from ._forward_hooks import ModuleIndex, chosen_by, matcher
 
 # W widths, T checked steps, L layers
 
@@ -165,22 +166,21 @@ def _inputs(
     """What each layer is fed on a batch, in evaluation mode; one that is called several times, at its first call."""
     inputs: dict[str, Tensor] = {}
 
-    def keep(name: str, _: nn.Module, args: tuple[Any, ...], *__: Any) -> None:
+    def keep(name: str, _: nn.Module, args: tuple[Any, ...]) -> None:
         if args and isinstance(args[0], Tensor):
             inputs.setdefault(name, args[0].detach().clone())
 
-    tap = ForwardHook("coordinate_check()", ModuleIndex([("", model)]), when="always")
-    tap.hook(lambda name, _: name in layers, keep, at="beginning")
-    tap.open()
     modes = {module: module.training for module in model.modules()}
-    try:
+    with ExitStack() as hooks:
+        for name, layer in layers.items():
+            hooks.enter_context(layer.register_forward_pre_hook(partial(keep, name)))
         model.eval()
-        with torch.no_grad():
-            loss(model, batch)
-    finally:
-        tap.remove()
-        for module, training in modes.items():
-            module.training = training
+        try:
+            with torch.no_grad():
+                loss(model, batch)
+        finally:
+            for module, training in modes.items():
+                module.training = training
     return {name: inputs[name] for name in layers if name in inputs}
 
 

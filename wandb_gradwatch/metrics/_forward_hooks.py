@@ -1,4 +1,5 @@
-"""Seeing into forwards: hooks that a model can be copied and saved with, and tensors that modules hand over themselves.
+"""Names of modules and parameters, and a view into forwards: by hooks that a model can be copied and saved with, and by
+tensors that modules hand over themselves.
 
 What is seen is the training's own forward, once: not an evaluation, unless it is asked for, not a forward without
 gradients, not what checkpointing computes again, and nothing at a step that is not sampled.
@@ -9,9 +10,11 @@ outputs of modules outside of it are, that of the compiled model among them; wha
 
 from __future__ import annotations
 
+import functools
+import itertools
 import logging
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Literal
@@ -20,21 +23,80 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from .._capture.parameter_registry import NameFilter, name_predicate
 from .._runtime.autograd import current_graph_task, replay
 from .._runtime.error_boundary import ErrorBoundary
-from .._runtime.wrappers import TransientHook
-from ._module_index import ModuleIndex
+from .._runtime.wrappers import TransientHook, named_modules
+from ._rows import Dims
 
 logger: Final = logging.getLogger("wandb_gradwatch")
 
-Dims = Mapping[int, str] | None
 SeenOutput = Callable[[str, nn.Module, tuple[Any, ...], Mapping[str, Any], Any], None]
 At = Literal["beginning", "end", "any end"]
 When = Literal["training", "evaluation", "always"]
 SeenThing = Callable[[str, str, Any, Dims], None]
 
+# The whole model's output has a name too: that of the model, or this where the model has none.
+ROOT: Final = "root"
+
 # torch.utils.checkpoint's re-entrant Function, and that of the libraries which took it over.
 _REENTRANT: Final = "CheckpointFunctionBackward"
+
+
+class ModuleIndex:
+    """The watched models, held weakly: what each one's names begin with ("" or ending in a dot), and the model.
+
+    Of their parameters those `watched` are told to probes; None: all.
+    """
+
+    def __init__(self, models: Iterable[tuple[str, nn.Module]] = (), *, watched: Collection[str] | None = None) -> None:
+        self._watched = None if watched is None else frozenset(watched)
+        self._models = [(prefix, weakref.ref(model)) for prefix, model in models]
+
+    def alive(self) -> list[tuple[str, nn.Module]]:
+        return [(prefix, model) for prefix, reference in self._models if (model := reference()) is not None]
+
+    def roots(self) -> frozenset[str]:
+        """The names of the whole models."""
+        return frozenset(prefix.removesuffix(".") or ROOT for prefix, _ in self.alive())
+
+    def modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Every module once; a wrapper comes before what it wraps, under the same name."""
+        return ((prefix.removesuffix(".") or ROOT, module) for prefix, module in self._walk())
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Every parameter once, under the name that the snapshot gives it."""
+        found: dict[int, tuple[str, Tensor]] = {}
+        for prefix, module in self._walk():
+            for key, parameter in module._parameters.items():
+                if parameter is not None:
+                    found.setdefault(id(parameter), (prefix + key, parameter))
+        return dict(found.values())
+
+    def watched_parameters(self) -> dict[str, Tensor]:
+        """Those that probes are told of."""
+        return {name: p for name, p in self.parameters().items() if self._watched is None or name in self._watched}
+
+    def _walk(self) -> Iterator[tuple[str, nn.Module]]:
+        seen: set[int] = set()
+        return itertools.chain.from_iterable(named_modules(model, prefix, seen) for prefix, model in self.alive())
+
+
+def matcher(match: NameFilter | None, owner: str) -> Callable[[str], bool]:
+    """A `match=` as a function from a name: a regular expression (searched), several, a function; None: everything."""
+    predicate = name_predicate(match, f"{owner}: match")
+    return (lambda _: True) if predicate is None else functools.cache(predicate)
+
+
+def chosen_by(
+    matches: Callable[[str], bool], names: Iterable[str], *, owner: str, match: object, what: str
+) -> list[str]:
+    """The names that a `match=` chooses; a ValueError where it chooses none."""
+    known = list(names)
+    if not (chosen := list(filter(matches, known))):
+        first = ", ".join(map(repr, known[:3])) or "none at all"
+        raise ValueError(f"{owner} with match={match!r} matches no {what}; the first names are {first}")
+    return chosen
 
 
 class ForwardHook:

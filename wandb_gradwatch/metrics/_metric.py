@@ -16,22 +16,20 @@ from .._capture.probes import Probe, WatchedTensor
 from .._measure.elements import wide_dtype
 from ..rules import Rule
 from ..snapshot import keys
-from ._forward_hooks import AttentionCall, Dims, hands_over
-from ._module_index import ModuleIndex, ProbeShards, chosen_by, matcher
-from ._module_probe import (
-    Befores,
-    ForwardProbe,
-    ModuleProbe,
+from ._forward_hooks import AttentionCall, ModuleIndex, chosen_by, hands_over, matcher
+from ._module_probe import Befores, ForwardProbe, ModuleProbe, ProbeShards, logger
+from ._rows import (
+    Dims,
+    Store,
     dense,
     is_measurable,
     labelled,
-    logger,
     slices,
     tensor_name,
     tensors_in,
+    widened,
     without_scale,
 )
-from ._rows import Store, widened
 
 # K labels (one without named dimensions), E elements of each
 

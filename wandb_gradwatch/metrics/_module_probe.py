@@ -2,29 +2,31 @@
 
 ModuleProbe         any probe
 ParameterProbe      of parameters, their gradients and updates
+OwnGradientProbe    of the gradients that a rank computes itself, before those of the others are averaged into them
 ForwardProbe        of what flows through modules
+
+Sums of squares over the parts of a sharded parameter add up to those of the whole, so distances merge over ranks, as
+rows do. Any other function of a part is not the function of the whole: it is left out, and that is said.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 import logging
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Final, TypeGuard, TypeVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from .._capture.parameter_registry import NameFilter
 from .._capture.probes import Found, Probe, WatchedTensor
 from .._measure.elements import onto
-from .._runtime.sharding import local_part
+from .._runtime.sharding import has_fsdp1, local_part, world_size
 from ..rules import Rule
-from ._forward_hooks import Dims, ForwardHook
-from ._module_index import ROOT, ModuleIndex, ProbeShards, chosen_by, matcher
-from ._rows import Store, widened
+from ._forward_hooks import ForwardHook, ModuleIndex, chosen_by, matcher
+from ._rows import Dims, Store, dense, square_of, widened
 
 logger: Final = logging.getLogger("wandb_gradwatch")
 
@@ -61,6 +63,79 @@ class ModuleProbe(Probe):
     def check_match(self, what: str, names: Iterable[str]) -> None:
         """Raise a ValueError where the match chooses none of these names."""
         chosen_by(self._matches, names, owner=f"{type(self).__name__}()", match=self._match, what=what)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a sharded parameter lies on its ranks."""
+
+    cuts: tuple[tuple[int, int, int], ...]  # dimension, into how many chunks, the place of this rank's among them
+    num_ranks: int
+
+    @property
+    def num_replicas(self) -> int:
+        """How many ranks hold the same part."""
+        return self.num_ranks // math.prod(size for _, size, _ in self.cuts)
+
+
+class ProbeShards:
+    """Tells whole parameters from sharded ones, and says once of everything that is left out."""
+
+    def __init__(self, models: ModuleIndex) -> None:
+        self._models = models
+        self.layouts: dict[str, Layout | None] = {}  # of sharded parameters; None where it is not known how
+        self._said: set[str] = set()
+
+    def look(self) -> None:
+        """Look again, whenever parameters are there to be measured: models are sharded after watch() too."""
+        all_flat = self.uses_fsdp1
+        self.layouts = {
+            name: _layout(parameter)
+            for name, parameter in self._models.parameters().items()
+            if all_flat or local_part(parameter) is not parameter
+        }
+
+    @property
+    def uses_fsdp1(self) -> bool:
+        """Whether parameters are pieces of flat ones, of whose layout nobody else knows."""
+        return has_fsdp1([model for _, model in self._models.alive()])
+
+    def is_whole(self, name: str, *, needed_by: str | None = None) -> bool:
+        """Whether a function of this parameter, as it is here, is one of the whole; if not, `needed_by` is told."""
+        if name in self.layouts and needed_by is not None and needed_by not in self._said:
+            self._said.add(needed_by)
+            text = (
+                "wandb_gradwatch: %d parameters are sharded, %r among them, and of those this rank holds a part only: "
+                "%s are left out for them. Updates() and the norms of gradients are those of the whole."
+            )
+            logger.warning(text, len(self.layouts), name, needed_by)
+        return name not in self.layouts
+
+    def part(self, name: str, whole: Tensor, *, needed_by: str) -> Tensor | None:
+        """The part of a tensor like the parameter that this rank holds; None, which is said, where it is unknown."""
+        layout = self.layouts.get(name)
+        if layout is None:
+            return whole if self.is_whole(name, needed_by=needed_by) else None
+        for dim, size, index in layout.cuts:
+            chunks = whole.chunk(size, dim=dim)
+            # More ranks than rows: this one may hold nothing.
+            whole = chunks[index] if index < len(chunks) else whole.narrow(dim, 0, 0)
+        return whole
+
+
+def _layout(parameter: Any) -> Layout | None:
+    """That of a DTensor, with the cuts in the order of its mesh, as `distribute_tensor` makes them.
+
+    None where it is another way: flat (FSDP1), interleaved (two kinds of parallelism on one dimension), or none here.
+    """
+    if local_part(parameter) is parameter or (coordinate := parameter.device_mesh.get_coordinate()) is None:
+        return None
+    mesh, placements = parameter.device_mesh, parameter.placements
+    if any(not placement.is_replicate() and type(placement).__name__ != "Shard" for placement in placements):
+        return None
+    parts = zip(placements, mesh.shape, coordinate, strict=True)
+    cuts = ((placement.dim, size, index) for placement, size, index in parts if not placement.is_replicate())
+    return Layout(tuple(cuts), mesh.size())
 
 
 class Befores(dict[str, Tensor]):
@@ -105,7 +180,7 @@ class ParameterProbe(ModuleProbe):
         self._befores.clear()
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class ReadByProbe:
     """The meaning of sums that say nothing by themselves: `derive` of their probe reads them."""
 
@@ -115,6 +190,75 @@ class ReadByProbe:
 
     def __call__(self, sums: Sequence[float]) -> Mapping[str, float]:
         return {}
+
+
+class OwnGradientProbe(ParameterProbe):
+    """A probe that compares what the ranks have computed themselves; its numbers travel with the merge over ranks.
+
+    Of a step that is averaged inside the backward it knows the squared norms of what this rank alone adds. A hook on a
+    parameter runs before DistributedDataParallel reduces its bucket. What it sees has what earlier backwards of the
+    step have left in it, already averaged unless they ran under no_sync(): that is subtracted, for which steps of
+    several backwards are copied. The first such step is left out, as nothing was copied there yet.
+
+    Memory: one number for each parameter; two copies of the gradients where steps have several backwards.
+    """
+
+    def __init__(self, match: NameFilter | None = None) -> None:
+        super().__init__(match)
+        self._copies = False  # whether a step of several backwards was seen
+        self._forget()
+
+    def _forget(self) -> None:
+        self._num_averaged = 0  # backwards of the step that were averaged inside
+        self._begun = False  # a gradient has arrived since the last backward's end
+        self._squares_of_own: dict[str, Tensor] = {}
+        self._own: dict[str, Tensor] = {}  # of the backwards so far
+        self._left: dict[str, Tensor] = {}  # by the last backward
+        self._inverse_scales: dict[str, Tensor | None] = {}  # of the gradients that the sample is of
+
+    @property
+    def needs_ranks(self) -> bool:
+        return world_size() > 1
+
+    def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
+        super().start(next_step_is_due, histogram_is_due)
+        self._copies = self._copies or self._num_averaged > 1
+        self._forget()
+        if next_step_is_due:
+            self._shards.look()
+
+    def gradient_arrived(self, name: str, gradient: Tensor) -> None:
+        if not (self._is_due and self._matches(name) and self._shards.is_whole(name)):
+            return
+        self._begun = True
+        own = widened(dense(gradient))
+        if self._copies:
+            if name in self._left:
+                own = own - self._left[name]
+            own = self._own[name] = self._own[name] + own if name in self._own else own.clone()
+        self._squares_of_own[name] = square_of(own)
+
+    def gradients_ready(self, tensors: Sequence[WatchedTensor]) -> None:
+        if not self._is_due:
+            return
+        self._inverse_scales |= {tensor.name: tensor.inverse_scale for tensor in tensors}
+        if not self._begun:
+            return
+        self._begun, self._num_averaged = False, self._num_averaged + 1
+        if self._copies:
+            left = {tensor.name: tensor.gradient for tensor in tensors if tensor.name in self._own}
+            self._left = {name: widened(one).clone() for name, one in left.items() if one is not None}
+
+    def own_squares(self) -> dict[str, Tensor]:
+        """By parameter: the squared norm of the rank's own gradient, without the loss scale; empty if not known."""
+        if self._num_averaged > 1 and not self._copies:
+            return {}
+        return {name: self.without_scale(name, square) for name, square in self._squares_of_own.items()}
+
+    def without_scale(self, name: str, squares: Tensor) -> Tensor:
+        """The squares of a parameter's gradients without the loss scale that they still have."""
+        inverse = self._inverse_scales.get(name)
+        return squares if inverse is None else squares * onto(inverse, squares.device).square()
 
 
 AnyStore = TypeVar("AnyStore", bound=Store[Any, Any])
@@ -153,7 +297,7 @@ class ForwardProbe(ModuleProbe):
     def tap_into(self, models: ModuleIndex) -> None:
         """See the forwards of these models from the next sample on, and find the modules that the match chooses."""
         self._tap.models = models
-        self._roots = frozenset(prefix.removesuffix(".") or ROOT for prefix, _ in models.alive())
+        self._roots = models.roots()
         self._look()
 
     def _look(self) -> None:
@@ -192,16 +336,12 @@ class ForwardProbe(ModuleProbe):
             for store in self._stores:
                 store.go_back()
 
-    def forget_pending(self) -> None:
-        """What is pending belongs to no sample."""
-        for store in self._stores:
-            store.forget_pending()
-
     def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
         self._due, self._depth = next_step_is_due, 0
         if not (next_step_is_due or self._in_evaluation):
             self._tap.shut()
-            self.forget_pending()
+            for store in self._stores:
+                store.forget_pending()  # it belongs to no sample
             return
         self._look()  # a module may be new
         self._tap.hook(self.sees, self.forward_done)
@@ -234,74 +374,3 @@ class ForwardProbe(ModuleProbe):
 
     def close(self) -> None:
         self._tap.remove()
-
-
-def dense(gradient: Tensor) -> Tensor:
-    return gradient if gradient.layout is torch.strided else gradient.to_dense()
-
-
-def without_scale(gradient: Tensor, inverse_scale: Tensor | None) -> Tensor:
-    """A gradient without the loss scale; half precision that has one as float32."""
-    return gradient if inverse_scale is None else widened(gradient) * onto(inverse_scale, gradient.device)
-
-
-def tensors_in(output: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Every real or complex floating tensor in an output, with where it lies.
-
-    A lone tensor lies at "", those of tuples, lists, dicts and dataclasses at "output_0", "output_hidden_1", by index
-    and key. Of a tensor that several ranks hold together (a DTensor) it is this rank's part.
-    """
-    for where, tensor in leaves_in(output, path):
-        yield where, local_part(tensor.values() if tensor.is_nested else tensor).detach()
-
-
-def leaves_in(output: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The same tensors themselves, as they are in the graph."""
-    if isinstance(output, Tensor):
-        if is_measurable(output):
-            yield path, output
-        return
-    if isinstance(output, Mapping):
-        items: Any = output.items()
-    elif isinstance(output, tuple | list):
-        items = zip(getattr(output, "_fields", range(len(output))), output, strict=True)
-    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
-        items = [(field.name, getattr(output, field.name)) for field in dataclasses.fields(output)]
-    else:
-        return
-    for key, value in items:
-        yield from leaves_in(value, f"{path or 'output'}_{key}")
-
-
-def is_measurable(thing: object) -> TypeGuard[Tensor]:
-    """Whether this is a tensor with real or complex floating elements to look at.
-
-    One under vmap or grad stands for many tensors and has none; what is empty has no statistics.
-    """
-    if not isinstance(thing, Tensor) or not (thing.is_floating_point() or thing.is_complex()):
-        return False
-    return thing.numel() > 0 and not torch._C._functorch.is_functorch_wrapped_tensor(thing)
-
-
-def slices(tensor: Tensor, dims: Dims) -> list[tuple[str, Tensor]]:
-    """A tensor's slices along its named dimensions, each with its label; without any, the tensor itself under ""."""
-    return list(zip(*labelled(tensor, dims), strict=True)) if dims else [("", tensor)]
-
-
-def labelled(tensor: Tensor, dims: Dims) -> tuple[list[str], Tensor]:
-    """The K labels of these slices, and the slices as one tensor: [K, ...]."""
-    if not dims:
-        return [""], tensor.reshape(1, -1)
-    wrong = [dim for dim in dims if not -tensor.ndim <= dim < tensor.ndim]
-    if wrong:
-        raise ValueError(f"dims={dict(dims)!r} names dimension {wrong[0]}, but the tensor has shape {[*tensor.shape]}")
-    front = tensor.movedim([dim % tensor.ndim for dim in dims], list(range(len(dims))))
-    sizes = zip(dims.values(), front.shape, strict=False)
-    parts = ([f"{name}_{index}" for index in range(size)] for name, size in sizes)
-    return list(map("/".join, itertools.product(*parts))), front.flatten(0, len(dims) - 1)
-
-
-def tensor_name(module: str, path: str, label: str = "") -> str:
-    """The name of a tensor: the module's, where it lies in the output, and which slice of it."""
-    name = f"{module}.{path}" if path else module
-    return f"{name}/{label}" if label else name

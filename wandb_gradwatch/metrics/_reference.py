@@ -16,11 +16,10 @@ from .._measure.measure import sum_sq
 from .._measure.probe_values import Distance, ProbeSums
 from .._runtime.sharding import local_part
 from ..snapshot import keys
-from ._forward_hooks import ForwardHook
+from ._forward_hooks import ForwardHook, ModuleIndex, chosen_by, matcher
 from ._metric import Metric, Tally
-from ._module_index import ModuleIndex, ProbeShards, chosen_by, matcher
-from ._module_probe import ForwardProbe, logger, tensor_name, tensors_in
-from ._rows import Store, add_on_device, widened
+from ._module_probe import ForwardProbe, ProbeShards, logger
+from ._rows import Store, add_on_device, tensor_name, tensors_in, widened
 
 # What a difference is called beside the user's own functions.
 DIFFERENCE, RELATIVE = "difference", "relative_difference"
@@ -129,7 +128,7 @@ class Reference(ForwardProbe):
 
     def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
         super().start(next_step_is_due, histogram_is_due)
-        self._parameters_done = set()
+        self._parameters_done, self._outputs = set(), {}
 
     def sees(self, name: str, module: nn.Module) -> bool:
         return self._matches_module(name)
@@ -178,9 +177,8 @@ class Reference(ForwardProbe):
             reference = self._shards.part(name, whole, needed_by="distances to a reference")
             if reference is None:
                 continue
-            functions = self._functions
-            if functions and not self._shards.is_whole(name, needed_by="functions of differences"):
-                functions = {}
+            has_functions = self._functions and self._shards.is_whole(name, needed_by="functions of differences")
+            functions = self._functions if has_functions else {}
             self._compare(f"{keys.PARAMETER}/{name}", watched.parameter, reference, functions, pending=False)
 
     def _compare(
@@ -197,10 +195,6 @@ class Reference(ForwardProbe):
                 del self._functions[name]
                 said = "wandb_gradwatch: %r: the function %r failed on %s and is dropped; the others go on."
                 logger.error(said, self, name, key, exc_info=error)
-
-    def forget_pending(self) -> None:
-        super().forget_pending()
-        self._outputs = {}
 
     def take(self) -> Mapping[str, Found]:
         taken: dict[str, Found] = {}

@@ -1,10 +1,12 @@
-"""What a sample collects on the device, merged over micro-batches: values by key, and rows of tensors by name."""
+"""What a sample collects on the device, merged over micro-batches: tensors of an output, values by key, and rows."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, Final, Generic, TypeVar
+import itertools
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, Generic, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,12 +16,14 @@ from .._measure.columns import MAX_COLUMNS, MIN_COLUMNS, NUM_COLUMNS, ZERO_BIN, 
 from .._measure.elements import onto, wide_dtype
 from .._measure.measure import measure
 from .._measure.probe_values import ProbeHistogram
+from .._runtime.sharding import local_part
 
 # M tensors, C columns, B histogram bins
 
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
 Columns = Callable[[Column], Tensor]
+Dims = Mapping[int, str] | None
 
 
 class Store(Generic[Key, Value]):
@@ -35,7 +39,6 @@ class Store(Generic[Key, Value]):
         self._merge = merge
 
     def add(self, key: Key, value: Value, *, pending: bool = True) -> None:
-        """Merge a value with what the key has."""
         values = self.pending if pending else self.sample
         values[key] = self._merge(values[key], value) if key in values else value
 
@@ -77,6 +80,73 @@ def widened(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.is_floating_point() and tensor.element_size() < 4 else tensor
 
 
+def dense(gradient: Tensor) -> Tensor:
+    return gradient if gradient.layout is torch.strided else gradient.to_dense()
+
+
+def without_scale(gradient: Tensor, inverse_scale: Tensor | None) -> Tensor:
+    """A gradient without the loss scale; half precision that has one as float32."""
+    return gradient if inverse_scale is None else widened(gradient) * onto(inverse_scale, gradient.device)
+
+
+def tensors_in(output: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Every real or complex floating tensor in an output, with where it lies.
+
+    A lone tensor lies at "", those of tuples, lists, dicts and dataclasses at "output_0", "output_hidden_1", by index
+    and key. Of a tensor that several ranks hold together (a DTensor) it is this rank's part.
+    """
+    for where, tensor in leaves_in(output, path):
+        yield where, local_part(tensor.values() if tensor.is_nested else tensor).detach()
+
+
+def leaves_in(output: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The same tensors themselves, as they are in the graph."""
+    if is_measurable(output):
+        yield path, output
+    items: Any = ()
+    if isinstance(output, Mapping):
+        items = output.items()
+    elif isinstance(output, tuple | list):
+        items = zip(getattr(output, "_fields", range(len(output))), output, strict=True)
+    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
+        items = [(field.name, getattr(output, field.name)) for field in dataclasses.fields(output)]
+    for key, value in items:
+        yield from leaves_in(value, f"{path or 'output'}_{key}")
+
+
+def is_measurable(thing: object) -> TypeGuard[Tensor]:
+    """Whether this is a tensor with real or complex floating elements to look at.
+
+    One under vmap or grad stands for many tensors and has none; what is empty has no statistics.
+    """
+    if not isinstance(thing, Tensor) or not (thing.is_floating_point() or thing.is_complex()):
+        return False
+    return thing.numel() > 0 and not torch._C._functorch.is_functorch_wrapped_tensor(thing)
+
+
+def slices(tensor: Tensor, dims: Dims) -> list[tuple[str, Tensor]]:
+    """A tensor's slices along its named dimensions, each with its label; without any, the tensor itself under ""."""
+    return list(zip(*labelled(tensor, dims), strict=True)) if dims else [("", tensor)]
+
+
+def labelled(tensor: Tensor, dims: Dims) -> tuple[list[str], Tensor]:
+    """The K labels of these slices, and the slices as one tensor: [K, ...]."""
+    if not dims:
+        return [""], tensor.reshape(1, -1)
+    wrong = [dim for dim in dims if not -tensor.ndim <= dim < tensor.ndim]
+    if wrong:
+        raise ValueError(f"dims={dict(dims)!r} names dimension {wrong[0]}, but the tensor has shape {[*tensor.shape]}")
+    front = tensor.movedim([dim % tensor.ndim for dim in dims], list(range(len(dims))))
+    sizes = zip(dims.values(), front.shape, strict=False)
+    parts = ([f"{name}_{index}" for index in range(size)] for name, size in sizes)
+    return list(map("/".join, itertools.product(*parts))), front.flatten(0, len(dims) - 1)
+
+
+def tensor_name(module: str, path: str, label: str = "") -> str:
+    """The name of a tensor: the module's, where it lies in the output, and which slice of it."""
+    return (f"{module}.{path}" if path else module) + (f"/{label}" if label else "")
+
+
 def _of_finite(column: Columns, total: Column) -> Tensor:
     num_finite = column(Column.NUM_ELEMENTS) - column(Column.NUM_NAN) - column(Column.NUM_INF)
     return column(total) / num_finite  # 0 / 0 is NaN: missing
@@ -111,15 +181,11 @@ QUANTILES: Final[Mapping[str, float]] = {"abs_p01": 0.01, "abs_p50": 0.5, "abs_p
 # Not a number: the counts in the fixed bins, at the steps that have histograms of gradients too.
 HISTOGRAM: Final = "histogram"
 
-DEFAULT_STATISTICS: Final = ("norm", "mean", "std", "min", "max", "dead_ratio", "num_nonfinite", HISTOGRAM)
 
-
-def check_statistics(owner: str, statistics: Sequence[str], *, histogram: bool) -> tuple[str, ...]:
-    """The statistics as they will be measured; `histogram`: whether that is one of the names."""
-    known = (*STATISTICS, *QUANTILES, *([HISTOGRAM] if histogram else []))
-    if isinstance(statistics, str) or not statistics or not set(statistics) <= set(known):
-        raise ValueError(f"{owner}: statistics={statistics!r} must be a sequence of names out of {known}")
-    return tuple(statistics)
+def check_names(said: str, given: Sequence[str], known: Collection[str]) -> None:
+    """Raise a ValueError, which begins with what is said, unless this is a sequence of some of the known names."""
+    if isinstance(given, str) or not given or not set(given) <= set(known):
+        raise ValueError(f"{said} must be a sequence of names out of {known}")
 
 
 class RowTally(Store[str, Tensor]):
@@ -130,7 +196,7 @@ class RowTally(Store[str, Tensor]):
         self._numbers = [name for name in statistics if name != HISTOGRAM]
         self._has_histograms = HISTOGRAM in statistics
         self._dead_threshold = dead_threshold
-        self._needs_bins = any(name in QUANTILES for name in statistics)
+        self._needs_bins = not QUANTILES.keys().isdisjoint(statistics)
         self.measures_histograms = False  # of what is pending
         self.reads_histograms = False  # of the sample
 
@@ -175,10 +241,9 @@ def _merged(one: Tensor, other: Tensor) -> Tensor:
     size = min(len(one), len(other))
     one, other = one[:size], onto(other[:size], one.device)
     merged = one + other
-    for column in MIN_COLUMNS:
-        merged[column] = torch.minimum(one[column], other[column])
-    for column in MAX_COLUMNS:
-        merged[column] = torch.maximum(one[column], other[column])
+    for columns, extreme in ((MIN_COLUMNS, torch.minimum), (MAX_COLUMNS, torch.maximum)):
+        for column in columns:
+            merged[column] = extreme(one[column], other[column])
     return merged
 
 
