@@ -141,6 +141,33 @@ def test_what_is_asked_in_another_thread_than_the_one_that_trains_touches_no_gra
     assert model.a.grad.tolist() == [2]
 
 
+@pytest.mark.parametrize("before", [2, 20], ids=["awake", "resting"])
+def test_threads_that_train_the_models_of_one_watcher_at_once_end_it(before, caplog):
+    """The process would crash: a backward writes to `.grad` without the lock of the interpreter."""
+    here, elsewhere = Chosen(a=1), Chosen(a=1)
+    watcher, _ = watch([here, elsewhere], sample_every=1 if before == 2 else 1000)
+    optimizer, touched = SGD(here.parameters(), lr=0.1), TouchedGradients()
+    for _ in range(before):
+        step(here, optimizer, a=[1])
+
+    def train():
+        with touched:
+            step(elsewhere, SGD(elsewhere.parameters(), lr=0.1), a=[1])
+
+    def train_in_a_thread():
+        thread = threading.Thread(target=train)
+        thread.start()
+        thread.join(60)
+
+    Waits.apply(here.loss(a=[1.0]), train_in_a_thread).backward()
+    optimizer.step()
+    assert id(elsewhere.a) in touched.ids
+    assert id(here.a) not in touched.ids
+    assert repr(watcher).endswith("removed)")
+    assert "models with threads of their own need a watch() each" in caplog.text
+    assert "Traceback" not in caplog.text
+
+
 def test_what_a_thread_has_left_when_it_ended_is_looked_at():
     """The counterpart: the same last update by hand, which only its gradients tell of."""
     model = Chosen(a=1)

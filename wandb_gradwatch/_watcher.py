@@ -29,6 +29,7 @@ from ._pipeline.dispatcher import Dispatcher
 from ._pipeline.pipeline import Pipeline
 from ._pipeline.rule_runner import RuleRunner
 from ._pipeline.saved_state import load_state, save_state
+from ._runtime.autograd import SimultaneousThreadsError
 from ._runtime.error_boundary import ErrorBoundary, alone, graph_is_made
 from ._runtime.sharding import DEEPSPEED_REFUSED, has_deepspeed, rank_store, world_size
 from ._runtime.wrappers import unwrapped
@@ -324,11 +325,15 @@ class Watcher:
         self._stop()
         if self._parts.guard is not None and self._parts.guard.keep_voting(self._registry.slot_of_id):
             WATCHERS.append(self)  # so that unwatch() and another watch() end that, too
-        logger.error(
-            "wandb_gradwatch has failed and stopped watching; training goes on%s. Please report this traceback.",
-            "" if self._parts.guard is None else ", unguarded",
-            exc_info=error,
-        )
+        unguarded = "" if self._parts.guard is None else ", unguarded"
+        if isinstance(error, SimultaneousThreadsError):
+            logger.error("wandb_gradwatch has stopped watching; training goes on%s: %s.", unguarded, error)
+        else:
+            logger.error(
+                "wandb_gradwatch has failed and stopped watching; training goes on%s. Please report this traceback.",
+                unguarded,
+                exc_info=error,
+            )
         try:
             self._say()  # what was to be said before it failed; a callback of the user's may raise
         finally:

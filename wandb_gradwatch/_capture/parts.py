@@ -10,7 +10,6 @@ from torch.optim import Optimizer
 from .._guard.guard import SkipGuard
 from .._guard.step_skipping import StepSkipping
 from .._nonfinite.replay import StepReplay
-from .._runtime.autograd import TrainingThread
 from .._runtime.error_boundary import ErrorBoundary
 from .._runtime.notices import Notices
 from .._runtime.sharding import Shards
@@ -59,7 +58,7 @@ class CaptureParts:
         self.clock = hooks.clock  # the open step, and what was marked in it
         self.schedule = Schedule(self.clock, config.cadence, config.budget)  # what is due
         self.shards = Shards()
-        self.thread = TrainingThread()
+        self.thread = boundary.thread
         self.hook_sync = HookSync(registry, self.clock, hooks, self.shards, window, notices)
         self.optimizers = OptimizerRegistry(registry, self.clock, config.optimizer)
         self.seen = GradientVersions()  # the open sample's gradients

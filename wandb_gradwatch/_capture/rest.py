@@ -68,7 +68,7 @@ class Resting:
 
     def passes(self, optimizer: Optimizer) -> bool:
         """An optimizer is about to step: whether it is one of this rest."""
-        if self.rest is None or not self.rest.begins(optimizer):
+        if self.rest is None or not self._parts.thread.is_this or not self.rest.begins(optimizer):
             return False
         SCALES.note_step(optimizer)
         return True
@@ -89,6 +89,8 @@ class Resting:
         """
         rest, self.rest = self.rest, None
         if rest is not None:
+            if before_step_of is not None:
+                self._parts.thread.step_begins()
             entries = self._parts.hook_sync.scan()
             self._sample.begin()
             if before_step_of is not None and rest.has_new_gradients(before_step_of):

@@ -196,6 +196,8 @@ class Sampler(StepListener, ScaleListener):
         knew_any = self.parts.optimizers.knows_any
         follows = self.parts.optimizers.learn(optimizer)
         has_lost_all = knew_any and not self.parts.optimizers.knows_any
+        if follows:
+            self.parts.thread.step_begins()
         if follows or has_lost_all:
             self.resting.end(before_step_of=optimizer)
             self.parts.hook_sync.scan()

@@ -57,6 +57,16 @@ class _Replay(threading.local):
 replay: Final = _Replay()  # a forward and backward that we run to look at: no part of the training
 
 
+class SimultaneousThreadsError(Exception):
+    """Watching has to end, and this says why: torch writes to `.grad` while another thread must not even look at it."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "several threads train what one watcher watches, and one stepped while another was in a backward, when no "
+            "gradient can be read; models with threads of their own need a watch() each"
+        )
+
+
 class TrainingThread:
     """The thread that has made the last step, or called the last backward; until then, the one that watches."""
 
@@ -68,6 +78,20 @@ class TrainingThread:
         """An optimizer is about to step, in this thread."""
         self._identity = threading.get_ident()
         self._trained.add(self._identity)
+        self.check_turns()
+
+    def check_turns(self) -> None:
+        """See to it that of several threads that have trained no other one is in a backward now.
+
+        Raises:
+            SimultaneousThreadsError: one is.
+        """
+        own = threading.get_ident()
+        if self.has_company and own in self._trained:
+            frames = sys._current_frames()
+            del frames[own]  # this very call's, a cycle that would keep alive whatever its callers hold
+            if any(any(_backwards(frames.get(one))) for one in self._trained):
+                raise SimultaneousThreadsError
 
     def backward_begins(self) -> None:
         """A backward is under way, in this thread or in a device's."""
@@ -80,6 +104,11 @@ class TrainingThread:
         return len(self._trained) > 1
 
     @property
+    def is_this(self) -> bool:
+        """Whether it is the one that asks."""
+        return self._identity == threading.get_ident()
+
+    @property
     def is_another(self) -> bool:
         """Whether it is alive, and not the one that asks."""
-        return self._identity != threading.get_ident() and self._identity in sys._current_frames()
+        return not self.is_this and self._identity in sys._current_frames()

@@ -13,6 +13,7 @@ from typing import Any, Concatenate, Final, ParamSpec, TypeVar, cast
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from .autograd import TrainingThread
 from .dynamo import dynamo_disabled
 
 # What torch.no_grad() calls in the end, by way of four Python frames.
@@ -38,6 +39,7 @@ class ErrorBoundary:
         self._process = os.getpid()
         self.seconds_spent = 0.0  # on the host
         self._failed = failed
+        self.thread = TrainingThread()
         self.lock = threading.RLock()  # held while any of it runs, and while the user asks for something
         self._depth = 0  # a call inside a call is not timed twice
 
@@ -64,6 +66,7 @@ class ErrorBoundary:
                 with_autograd = torch.is_grad_enabled()
                 _set_grad_enabled(False)
                 try:
+                    self.thread.check_turns()
                     function(*args, **kwargs)
                 except CallbackError:
                     raise
