@@ -77,7 +77,7 @@ class Watcher:
         self._dispatcher = Dispatcher(config.sinks, config.on_alert, to_terminal=config.to_terminal)
         kinds = {name: type(module).__name__ for model in registry.models() for name, module in model.named_modules()}
         self._rule_runner = RuleRunner(self._alert_manager, self._dispatcher, modules=kinds)
-        self._sampler = Sampler(registry, window, config.capture, self._boundary, self._collect)
+        self._sampler = Sampler(registry, window, config.capture, self._boundary, self._step_ended)
         self._parts = parts = self._sampler.parts
         self._found: list[Alert] = []  # of replays, to be sent at the next occasion
         guarded = config.capture.guard is not None and config.capture.guard.replay
@@ -123,7 +123,7 @@ class Watcher:
     def mark_step(self) -> None:
         """Say that an update has just been made. Only loops without any optimizer need to."""
         self._sampler.mark_step()
-        self._deliver()
+        self._deliver(in_training=True)
 
     @alone
     def loss(self, value: float | Tensor, *, is_share: bool = False) -> None:
@@ -267,6 +267,7 @@ class Watcher:
             ValueError: it is something else, a whole checkpoint perhaps; nothing is changed.
         """
         self._sampler.resting.end()
+        self._collect()
         load_state(state, self._parts, self._pipeline, self._alert_manager, self._dispatcher)
 
     def _own_turn(self) -> AbstractContextManager[object]:
@@ -342,13 +343,16 @@ class Watcher:
 
     # ---- from the window to the delivery
 
-    def _collect(self) -> None:
+    def _step_ended(self) -> None:
+        self._collect(in_training=True)
+
+    def _collect(self, *, in_training: bool = False) -> None:
         """Hand over what has arrived, unless it may turn out not to be samples."""
         if not self._removed:
             if self._parts.by_hand.withholds:
                 self._say()
             else:
-                self._deliver()
+                self._deliver(in_training=in_training)
 
     def _say(self) -> None:
         while self._parts.notices:
@@ -364,7 +368,7 @@ class Watcher:
             text = f"Step {step} was run once more, after an alert.\n{CAUSE_PREFIX}{FOUND_PREFIX}{found}"
             self._found.append(Alert("First bad operation", text, step, "ERROR"))
 
-    def _deliver(self, *, wait: bool = False) -> None:
+    def _deliver(self, *, wait: bool = False, in_training: bool = False) -> None:
         self._say()
         is_new, self._is_new = self._is_new, False
         if is_new and has_deepspeed(self._registry.models()):  # since watch(), which refuses it otherwise
@@ -379,7 +383,7 @@ class Watcher:
             self._boundary.seconds_spent += on_rows
             schedule.seconds_on_rows += on_rows
             try:
-                self._pipeline.deliver(wait=wait)
+                self._pipeline.deliver(wait=wait, in_training=in_training)
             finally:  # a callback of the user's may raise
                 schedule.seconds_left_out += self._rule_runner.pop_seconds_on_alerts()
                 news, titles = self._pipeline.pop_news(), self._dispatcher.pop_titles()
