@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import wandb_gradwatch
 from wandb_gradwatch import Snapshot
 from wandb_gradwatch.sinks import Sink, WandbSink
-from wandb_gradwatch.sinks._rebinning import NUM_PICTURE_BINS
+from wandb_gradwatch.sinks._history_row import NUM_PICTURE_BINS
 from wandb_gradwatch.snapshot import keys
 
 LOG_EVERY = 50  # of watch(), by default

@@ -17,8 +17,7 @@ from wandb_gradwatch._measure.columns import NUM_BINS, bins_of
 from wandb_gradwatch._measure.probe_values import MetricHistogram
 from wandb_gradwatch.metrics import Activations
 from wandb_gradwatch.metrics._rows import RowTally
-from wandb_gradwatch.sinks._history_row import HistoryRow
-from wandb_gradwatch.sinks._rebinning import NUM_PICTURE_BINS, Rebinner
+from wandb_gradwatch.sinks._history_row import NUM_PICTURE_BINS, HistoryRow, Rebinner
 
 SGD = torch.optim.SGD
 KEY = "activation/inner/histogram"

@@ -13,8 +13,7 @@ from offline import history
 
 import wandb_gradwatch
 from wandb_gradwatch._measure.columns import NUM_BINS, bins_of
-from wandb_gradwatch.sinks._history_row import HistoryRow
-from wandb_gradwatch.sinks._rebinning import NUM_PICTURE_BINS
+from wandb_gradwatch.sinks._history_row import NUM_PICTURE_BINS, HistoryRow
 
 GRADIENT = torch.tensor([0.5, -3.0, 1.0, 0.0])  # from ones, with a learning rate of 1: 0.5, 4, 0, 1
 

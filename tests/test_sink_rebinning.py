@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from windows import window
 
-from wandb_gradwatch.sinks._history_row import HistoryRow
-from wandb_gradwatch.sinks._rebinning import HALF_BINS, NUM_PICTURE_BINS, Rebinner
+from wandb_gradwatch.sinks._history_row import HALF_BINS, NUM_PICTURE_BINS, HistoryRow, Rebinner
 from wandb_gradwatch.snapshot import Snapshot
 
 

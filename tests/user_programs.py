@@ -44,12 +44,10 @@ class OwnRow:
 
     numbers: list[int]
     num_parts: int = 1
+    step = None
 
     def merge(self, later: OwnRow) -> OwnRow:
         return OwnRow(self.numbers + later.numbers, max(self.num_parts, later.num_parts))
-
-    def joins(self, other: object) -> bool:
-        return False
 
     def parts(self) -> list[dict[str, Any]]:
         text = ",".join(map(str, self.numbers))

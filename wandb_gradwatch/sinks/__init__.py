@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from ._base import Sink
-from ._console import ConsoleSink
-from ._memory import MemorySink
+from ._local import ConsoleSink, MemorySink
 from ._wandb_run import WandbSink
 from ._webhook import WebhookSink
 

@@ -11,11 +11,12 @@ from typing import Any, Final, Protocol
 class Row(Protocol):
     """A row that waits; it becomes one or several dictionaries only when a place is found."""
 
+    @property
+    def step(self) -> int | None:
+        """Rows of different owners that are of one step share a place; None: with none."""
+
     def merge(self, later: Any) -> Any:
         """This row and a later one of the same owner as one."""
-
-    def joins(self, other: Any) -> bool:
-        """Whether this row may share a place with a row of another owner: both are of the same step."""
 
     def parts(self) -> list[dict[str, Any]]:
         """What to log, in order; each part takes a place of its own."""
@@ -47,7 +48,7 @@ class RowQueue:
 
     def __len__(self) -> int:
         """Rows that have no place yet."""
-        return len(self._waiting) + (1 if self._parts else 0)
+        return len(self._waiting) + bool(self._parts)
 
     def put(self, owner: object, row: Row) -> None:
         """To the end of the line."""
@@ -57,34 +58,48 @@ class RowQueue:
                 self._merge_neighbours()
 
     def next_part(self) -> dict[str, Any] | None:
-        """The part whose turn it is."""
+        """The part whose turn it is; it stays where it is."""
         while not self._parts:
             with self._lock:
-                if not self._waiting:
-                    return None
-                first = self._waiting.popleft()
-                rows = [first.row, *(queued.row for queued in self._pop_those_that_join(first))]
+                rows = self._pop_rows_of_one_place()
+            if not rows:
+                return None
             for row in rows:
                 self._add_parts(row)
         return self._parts[0]
+
+    def remove(self, part: dict[str, Any]) -> None:
+        """This part, whose turn it was, is logged."""
+        if self._parts and self._parts[0] is part:  # otherwise a signal handler has logged it, too, and ended the run
+            self._parts.popleft()
 
     def has_several_of(self, owner: object) -> bool:
         """Whether two rows of this owner, or more, have no place yet."""
         return sum(queued.owner is owner for queued in self._waiting) + bool(self._parts) > 1
 
-    def _pop_those_that_join(self, first: _QueuedRow) -> list[_QueuedRow]:
-        """The rows of other owners that share the first one's place: otherwise they would take turns, and fall behind.
+    def has_several(self) -> bool:
+        """Whether another part or row waits behind the next part."""
+        self.next_part()
+        return len(self._parts) + len(self._waiting) > 1
+
+    def clear(self) -> None:
+        """Nothing waits any more."""
+        self._waiting.clear()
+        self._parts.clear()
+
+    def _pop_rows_of_one_place(self) -> list[Row]:
+        """The first row, and those of other owners that share its place: otherwise they would fall behind.
 
         Of each owner its oldest row, so that none overtakes another; at most as many as W&B's size limit allows.
         """
-        oldest_of: dict[int, _QueuedRow] = {id(first.owner): first}
+        oldest_of: dict[object, _QueuedRow] = {}
         for queued in self._waiting:
-            oldest_of.setdefault(id(queued.owner), queued)
-        joining = [queued for queued in oldest_of.values() if queued is not first and first.row.joins(queued.row)]
-        joining = joining[: _MAX_TOGETHER - 1]
-        for queued in joining:
+            oldest_of.setdefault(queued.owner, queued)
+        first, others = list(oldest_of.values())[:1], list(oldest_of.values())[1:]
+        sharing = first + [other for other in others if other.row.step == first[0].row.step is not None]
+        for queued in sharing[:_MAX_TOGETHER]:
             self._waiting.remove(queued)
-        return joining
+        return [queued.row for queued in sharing[:_MAX_TOGETHER]]
 
     def _add_parts(self, row: Row) -> None:
         """Put each part into the place of one that has nothing else under its keys, or into a new place at the end."""
@@ -95,45 +110,23 @@ class RowQueue:
             else:
                 self._parts.append(part)
 
-    def take_part(self) -> dict[str, Any] | None:
-        """The part whose turn it is, out of the line."""
-        return None if self.next_part() is None else self._parts.popleft()
-
-    def put_back(self, part: dict[str, Any]) -> None:
-        """It is this part's turn still."""
-        self._parts.appendleft(part)
-
-    def have_several(self) -> bool:
-        """Whether another part or row waits behind the next part."""
-        self.next_part()
-        return len(self._parts) + len(self._waiting) > 1
-
-    def clear(self) -> None:
-        """Nothing waits any more."""
-        self._waiting.clear()
-        self._parts.clear()
-
     def _merge_neighbours(self) -> None:
         """Merge the two neighbours of one owner that together hold the fewest windows; the oldest of equals."""
-        pair = self._lightest_neighbours()
-        if pair is None:
+        pairs: list[tuple[_QueuedRow, _QueuedRow]] = []
+        newest_of: dict[object, _QueuedRow] = {}
+        for queued in self._waiting:
+            if queued.owner in newest_of:
+                pairs.append((newest_of[queued.owner], queued))
+            newest_of[queued.owner] = queued
+        if not pairs:
             return  # as many owners as rows
-        previous, index = pair
-        earlier, later = self._waiting[previous], self._waiting[index]
-        merged = _QueuedRow(later.owner, earlier.row.merge(later.row), earlier.num_windows + later.num_windows)
-        # Neither holds where a signal handler has ended the run meanwhile.
-        if index < len(self._waiting) and self._waiting[previous] is earlier:
-            self._waiting[index] = merged
-            del self._waiting[previous]
-
-    def _lightest_neighbours(self) -> tuple[int, int] | None:
-        last_of: dict[int, int] = {}
-        pairs: list[tuple[int, int]] = []
-        for index, waiting in enumerate(self._waiting):
-            if (previous := last_of.get(id(waiting.owner))) is not None:
-                pairs.append((previous, index))
-            last_of[id(waiting.owner)] = index
-        return min(pairs, key=lambda pair: sum(self._waiting[place].num_windows for place in pair), default=None)
+        earlier, later = min(pairs, key=lambda pair: pair[0].num_windows + pair[1].num_windows)
+        merged = earlier.row.merge(later.row)
+        if (
+            earlier in self._waiting and later in self._waiting
+        ):  # not where a signal handler has ended the run meanwhile
+            later.row, later.num_windows = merged, earlier.num_windows + later.num_windows
+            self._waiting.remove(earlier)
 
 
 def _is_same(one: object, other: object) -> bool:

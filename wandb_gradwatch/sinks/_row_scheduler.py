@@ -42,11 +42,6 @@ _ATTRIBUTE: Final = "_wandb_gradwatch_placement"
 _MEDIA_COUNTERS: Final = ("_local_step", "_step")  # of W&B's versions
 
 
-def closes(step: int | None, commit: bool | None) -> bool:
-    """Whether a log call with these arguments closes the row that it goes to."""
-    return bool(commit) if commit is not None else step is None
-
-
 class OpenRow:
     """What is known of the row that W&B holds open; changes only when it is told of a call or a step."""
 
@@ -55,20 +50,16 @@ class OpenRow:
         self.has_own = False  # a row of ours is in it already
         self.timestamp: float | None = None  # one that the user gave for it
 
-    def drops(self, step: int | None) -> bool:
-        """Whether W&B drops a call with this step."""
-        return step is not None and step < self.step
-
     def is_left_by(self, step: int | None) -> bool:
         """Whether a call with this step closes the row and opens a later one."""
         return step is not None and step > self.step
 
-    def note_call(self, step: int | None, commit: bool | None, *, own: bool = False) -> None:
-        """A call that W&B does not drop has been made; own: with a row of ours."""
+    def note_call(self, step: int | None, closes: bool, *, own: bool = False) -> None:
+        """A call that W&B does not drop, which closes the row that it goes to or not, has been made; own: with ours."""
         if step is not None:
             self.note_step(step)
         self.has_own |= own
-        if closes(step, commit):
+        if closes:
             self.note_step(self.step + 1)
 
     def note_step(self, step: int) -> None:
@@ -101,7 +92,7 @@ class RowScheduler:
         self._pid = os.getpid()
         self._shared = run.settings.mode == "shared"  # there the server orders rows: every writer just logs
         self._from_event_files = _syncs_tensorboard() and not self._shared
-        self._in_open_row: dict[int, tuple[object, Row]] = {}  # by owner's id, where rows come from event files
+        self._in_open_row: dict[object, Row] = {}  # by owner, where rows come from event files
         self._waiting = RowQueue(max_waiting)
         self._open = OpenRow(run.starting_step)
         # Held from looking at the open row to the end of the log call. Re-entrant, because a signal handler may log or
@@ -109,7 +100,7 @@ class RowScheduler:
         self._log_lock = threading.RLock()
         self._before_end: list[Callable[[], object]] = []
         self._forget_exit: Callable[[], None] = lambda: None
-        self._under_way: dict[str, Any] | None = None  # the part that is being logged
+        self._is_placing = False  # the next part is being logged
         self._calls_at_last_put = -1
         self._seconds = 0.0
         self._log: Callable[..., None] = getattr(run, "_log", run.log)
@@ -156,26 +147,21 @@ class RowScheduler:
         return forget
 
     def _place(self, *, step: int | None = None, commit: bool = False) -> None:
-        """Log the part whose turn it is, if there is one."""
-        part = self._waiting.take_part()
-        if part is None:
+        """Log the part whose turn it is, if there is one.
+
+        In the middle of this a signal handler may log, which places nothing, or end the run, which logs the same part
+        again: into the same open row, with the same keys.
+        """
+        part = self._waiting.next_part()
+        if part is None or self._is_placing:
             return
-        # In the middle of this a signal handler may log, which leaves the open row alone, or end the run: `_log_all`.
-        self._under_way, had_own, self._open.has_own = part, self._open.has_own, True
+        self._is_placing = True
         try:
             self._log_part(part, step, commit)
-        except BaseException:
-            self._put_back()
-            self._open.has_own = had_own
-            raise
-        self._under_way = None
+        finally:
+            self._is_placing = False
+        self._waiting.remove(part)
         self._open.note_call(step, commit, own=True)
-
-    def _put_back(self) -> None:
-        """Log again what may be logged already: into the same open row, with the same keys."""
-        if self._under_way is not None:
-            self._waiting.put_back(self._under_way)
-            self._under_way = None
 
     def _log_part(self, part: dict[str, Any], step: int | None, commit: bool) -> None:
         if self._open.timestamp is not None and (step is None or step == self._open.step):
@@ -192,11 +178,10 @@ class RowScheduler:
             self._look_at_step()
             if not self._open.has_own:
                 self._in_open_row.clear()
-            _, earlier = self._in_open_row.get(id(owner), (owner, None))
-            merged = row if earlier is None else earlier.merge(row)
+            merged = self._in_open_row[owner].merge(row) if owner in self._in_open_row else row
             for part in merged.parts():
                 self._log_part(part, None, commit=False)
-            self._in_open_row[id(owner)] = (owner, merged)
+            self._in_open_row[owner] = merged
             # W&B may have closed the row in between. If it has, the next row is merged with this one in vain: nothing
             # is lost in either case.
             self._look_at_step()
@@ -204,9 +189,8 @@ class RowScheduler:
 
     def _log_all(self) -> None:
         with self._log_lock:
-            if self._under_way is not None:
-                self._put_back()
-                self._open.has_own = False
+            if self._is_placing:
+                self._is_placing = self._open.has_own = False
             if self._waiting.next_part() is not None and self._open.has_own:
                 self._look_at_step()
             while self._waiting.next_part() is not None:
@@ -233,37 +217,38 @@ class RowScheduler:
             return self._log(data, step=step, commit=commit, **more)
         with self._log_lock:
             self.num_user_calls += 1
-            effective_step = _effective_step(step)
-            dropped = self._open.drops(effective_step)
+            heeded_step = _step_for_wandb(step)
+            closes = heeded_step is None if commit is None else bool(commit)
+            dropped = heeded_step is not None and heeded_step < self._open.step
             if self._waiting and not dropped:
-                self._guarded(self._place_before, data, effective_step, commit)
+                self._guarded(self._place_before, data, heeded_step, closes)
             self._log(data, step=step, commit=commit, **more)
             if not dropped:
-                self._guarded(self._place_after, data, effective_step, commit)
+                self._guarded(self._place_after, data, heeded_step, closes)
 
-    def _place_before(self, data: Any, step: int | None, commit: bool | None) -> None:
+    def _place_before(self, data: Any, step: int | None, closes: bool) -> None:
         valid = isinstance(data, Mapping) and all(isinstance(key, str) for key in data)
         if not valid or self._waiting.next_part() is None:
             return  # it will raise, or nothing waits
         jumps = self._open.is_left_by(step)
-        if step is not None and jumps and self._waiting.have_several():
+        if step is not None and jumps and self._waiting.has_several():
             self._fill_steps_before(step)
-        if closes(step, commit) and (jumps or not self._open.has_own):
+        if closes and (jumps or not self._open.has_own):
             self._place(step=step if jumps else None)
 
     def _fill_steps_before(self, step: int) -> None:
         """Give waiting rows the steps that the user skips; the newest waits for the row that the user is to open."""
         self._look_at_step()
         free = self._open.step + 1 if self._open.has_own else self._open.step
-        while free < step and self._waiting.have_several():
+        while free < step and self._waiting.has_several():
             self._place(step=free)
             free += 1
 
-    def _place_after(self, data: Any, step: int | None, commit: bool | None) -> None:
+    def _place_after(self, data: Any, step: int | None, closes: bool) -> None:
         # After a jump the open row may be closed by the next jump, as users with step= do, so this is the row's turn.
-        opened = self._open.is_left_by(step) and not closes(step, commit)
-        self._open.note_call(step, commit)
-        self._open.timestamp = None if closes(step, commit) else data.get("_timestamp")
+        opened = self._open.is_left_by(step) and not closes
+        self._open.note_call(step, closes)
+        self._open.timestamp = None if closes else data.get("_timestamp")
         if opened:
             self._place()
 
@@ -365,7 +350,7 @@ def _syncs_tensorboard() -> bool:
     return bool(wandb.patched.get("tensorboard"))
 
 
-def _effective_step(step: Any) -> int | None:
+def _step_for_wandb(step: Any) -> int | None:
     """The step that W&B makes of the one that the user gave; None for its own."""
     if step is None or _syncs_tensorboard():  # W&B ignores the user's steps then
         return None

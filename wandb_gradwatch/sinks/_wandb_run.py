@@ -11,8 +11,7 @@ from ..rules import Alert
 from ..snapshot import Snapshot, keys
 from ..snapshot._shapes import GroupBy, group_function
 from ._base import Sink
-from ._history_row import Details, HistoryRow, Number, TableRow, in_namespace
-from ._rebinning import Rebinner
+from ._history_row import Details, HistoryRow, Number, Rebinner, TableRow, in_namespace
 from ._row_scheduler import RowScheduler, row_scheduler_of
 from ._series import SeriesGrouping
 
@@ -123,18 +122,25 @@ class WandbSink(Sink):
 
     def write(self, snapshot: Snapshot) -> None:
         """Log a snapshot when that leaves the user's rows as they are."""
-        if self._row_scheduler is None or not len(snapshot) or self._has_ended(self._row_scheduler):
+        row_scheduler = self._live_scheduler()
+        if row_scheduler is None or not len(snapshot):
             return
         if not self._defined.issuperset(measured := (*snapshot.metrics, *snapshot.metric_histograms)):
             self._defined.update(measured)
             self._define_metrics(measured)
-        self._say_many(snapshot)
+        if len(snapshot.metrics) > MAX_METRICS:
+            self._say(
+                "%d metrics are more than the %d that W&B shows well in a run. Measure fewer: match= and statistics= "
+                "of what is in watch(metrics=...) choose among modules, parameters and numbers.",
+                len(snapshot.metrics),
+                MAX_METRICS,
+            )
         grouped = self._grouping.apply(snapshot)
         self._tell_order(list(grouped.names))
         row = HistoryRow.of(grouped, self._details, self._rebinner, self._namespace)
-        self._row_scheduler.put(self, row, commit=self._commit)
-        if self._row_scheduler.num_waiting > 1:
-            self._show_newest(row, self._row_scheduler)
+        row_scheduler.put(self, row, commit=self._commit)
+        if row_scheduler.num_waiting > 1:
+            self._show_newest(row, row_scheduler)
 
     @property
     def directory(self) -> str | None:
@@ -147,14 +153,15 @@ class WandbSink(Sink):
         W&B makes a table an artifact, and asks the server for it within `run.log`: a server that does not answer would
         stop the training, at the very step that an alert is about.
         """
-        if self._row_scheduler is None or not rows or self._has_ended(self._row_scheduler):
+        row_scheduler = self._live_scheduler()
+        if row_scheduler is None or not rows:
             return
         table = TableRow(columns, rows)
         if self._run.offline:
-            self._row_scheduler.put(object(), table, commit=self._commit)  # an owner of its own: it merges with nothing
+            row_scheduler.put(object(), table, commit=self._commit)  # an owner of its own: it merges with nothing
             return
         if self._kept_table is None:
-            self._row_scheduler.before_end(self._put_kept_table)
+            row_scheduler.before_end(self._put_kept_table)
         self._kept_table = table
 
     def _put_kept_table(self) -> None:
@@ -163,9 +170,8 @@ class WandbSink(Sink):
 
     def alert(self, alert: Alert) -> None:
         """Send an alert now; W&B forwards it to the user's Slack or e-mail."""
-        if self._row_scheduler is None or self._has_ended(self._row_scheduler):
-            return
-        self._run.alert(title=alert.title, text=alert.text, level=alert.level, wait_duration=_ALERT_WAIT_SECONDS)
+        if self._live_scheduler() is not None:
+            self._run.alert(title=alert.title, text=alert.text, level=alert.level, wait_duration=_ALERT_WAIT_SECONDS)
 
     def close(self) -> None:
         """Write no more. Rows that still wait stay with the run and are logged before it ends; the run goes on."""
@@ -173,11 +179,13 @@ class WandbSink(Sink):
             forget()
         self._row_scheduler = None
 
-    def _has_ended(self, row_scheduler: RowScheduler) -> bool:
-        if row_scheduler.ended:
-            ended = "W&B run %r has ended: gradients are no longer logged to it. In the next run call watch() again."
-            self._say("ended", ended, self._run.id)
-        return row_scheduler.ended
+    def _live_scheduler(self) -> RowScheduler | None:
+        """The run's scheduler; None of a disabled run, after `close`, and, which is said, after the run's end."""
+        if self._row_scheduler is None or not self._row_scheduler.ended:
+            return self._row_scheduler
+        ended = "W&B run %r has ended: gradients are no longer logged to it. In the next run call watch() again."
+        self._say(ended, self._run.id)
+        return None
 
     def _show_newest(self, row: HistoryRow, row_scheduler: RowScheduler) -> None:
         """Rows pile up, as the script logs rarely or never: keep at least the run's summary fresh."""
@@ -186,44 +194,30 @@ class WandbSink(Sink):
         self._run.summary.update(in_namespace(fresh, self._namespace))
         if row_scheduler.num_user_calls == 0 and row_scheduler.num_waiting >= _STARVED_WINDOWS:
             self._say(
-                "starved",
                 "%d windows of gradients wait for a row in the W&B history, because the script has not called "
                 "run.log() yet. They are saved when it does or when the run ends; if it never does, use "
                 "watch(..., sinks=[WandbSink(commit=True)]).",
                 row_scheduler.num_waiting,
             )
 
-    def _say(self, kind: str, message: str, *args: object) -> None:
-        if kind not in self._said:
-            self._said.add(kind)
+    def _say(self, message: str, *args: object) -> None:
+        """Log it, once of each kind."""
+        if message not in self._said:
+            self._said.add(message)
             logger.warning(message, *args)
 
     def _tell_order(self, names: list[str]) -> None:
         """Put the names into the run's config, in the model's order: the history loses it."""
-        if names != self._told_names:
-            self._told_names = names
-            told = {"names": names} if not self._namespace else {self._namespace: {"names": names}}
-            self._run.config.update({"gradwatch": told}, allow_val_change=True)
-            self._say_clashes(names)
-
-    def _say_many(self, snapshot: Snapshot) -> None:
-        if len(snapshot.metrics) > MAX_METRICS:
-            self._say(
-                "many metrics",
-                "%d metrics are more than the %d that W&B shows well in a run. Measure fewer: match= and statistics= "
-                "of what is in watch(metrics=...) choose among modules, parameters and numbers.",
-                len(snapshot.metrics),
-                MAX_METRICS,
-            )
-
-    def _say_clashes(self, names: list[str]) -> None:
+        if names == self._told_names:
+            return
+        self._told_names = names
+        told = {"names": names} if not self._namespace else {self._namespace: {"names": names}}
+        self._run.config.update({"gradwatch": told}, allow_val_change=True)
         by_key: dict[str, list[str]] = {}
         for name in names:
-            by_key.setdefault(keys.in_key(name), []).append(name)
-        clashes = [" and ".join(map(repr, group)) for group in by_key.values() if len(group) > 1]
-        if clashes:
+            by_key.setdefault(keys.in_key(name), []).append(repr(name))
+        if clashes := [" and ".join(group) for group in by_key.values() if len(group) > 1]:
             self._say(
-                "clashes",
                 "In W&B, where a name has / for every dot, %s are one series, of the last of them: give one another "
                 "name, or a group of its own with group_by=.",
                 "; ".join(clashes[:3]),
