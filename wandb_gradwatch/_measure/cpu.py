@@ -9,10 +9,12 @@ Tensors too small to be worth a pass each are measured together (cpu_small.py).
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -34,8 +36,11 @@ from .cpu_chunks import CHUNK, CHUNK_COLUMNS, ChunkReader, ChunkRow, Floats, sum
 from .cpu_small import SMALL, batches, concatenated, measure_batch, sum_sq_batch
 from .elements import Measurement, Scale, Tensors, add_implicit_zeros, readable
 from .float_bits import FLOAT32, FLOAT64, FloatBits, bins_from_codes, largest_magnitude_within
+from .thread_pool import THREAD_POOL
 
 # N tensors, C columns, B histogram bins, K codes, M chunks
+
+_SHARED_FROM: Final = 8  # chunks, below which one thread is done before another has woken
 
 # What overflows in float32 is seen in the result and read in float64.
 _QUIET: Final[Any] = {"over": "ignore", "invalid": "ignore"}
@@ -129,12 +134,13 @@ def _read(
             large += [batch[g] for g in np.flatnonzero(nonfinite_G)]
     if not large:
         return
-    reader = ChunkReader(layout, dead_magnitude, counts_codes=codes_NK is not None)
+    reader, lock = ChunkReader(layout, dead_magnitude, counts_codes=codes_NK is not None), threading.Lock()
 
     def read(index: int, chunk: Floats) -> ChunkRow:
         row, codes_K = reader.read(chunk)
         if codes_NK is not None:
-            codes_NK[index] += codes_K
+            with lock:
+                codes_NK[index] += codes_K
         return row
 
     if codes_NK is not None:
@@ -161,24 +167,33 @@ def _sums_of_squares(elements: Sequence[Tensor]) -> FloatArray:
 def _each_chunk(
     elements: Sequence[Tensor], large: Sequence[int], read: Callable[[int, Floats], ChunkRow]
 ) -> tuple[list[int], FloatArray]:
-    """Read these tensors chunk by chunk: the first chunk of each, and what was found in every chunk, [M, any].
-
-    By one thread: a chunk takes numpy so many short calls that two threads, which hand the interpreter's lock to and
-    fro, take half as long again.
-    """
+    """Read these tensors chunk by chunk: the first chunk of each, and what was found in every chunk, [M, any]."""
     firsts: list[int] = []
-    found: list[ChunkRow] = []
+    chunks: list[tuple[int, Floats]] = []
     for index in large:
-        tensor = elements[index].view(-1)
-        firsts.append(len(found))
-        found += [read(index, _floats(tensor[i : i + CHUNK])) for i in range(0, tensor.numel(), CHUNK)]
+        firsts.append(len(chunks))
+        memory = _memory(elements[index])
+        chunks += [(index, memory[begin : begin + CHUNK]) for begin in range(0, memory.size, CHUNK)]
+    found: list[ChunkRow] = [()] * len(chunks)
+
+    def read_chunk(number: int) -> None:
+        index, chunk = chunks[number]
+        with np.errstate(**_QUIET):  # each thread has its own
+            found[number] = read(index, _floats(chunk))
+
+    num_threads = torch.get_num_threads() if len(chunks) >= _SHARED_FROM else 1
+    THREAD_POOL.each(range(len(chunks)), read_chunk, num_threads)
     return firsts, np.array(found)
 
 
-def _floats(part: Tensor) -> Floats:
-    """The elements in a dtype that numpy knows."""
-    if part.dtype is torch.bfloat16:  # the upper half of a float32
-        words = np.left_shift(part.view(torch.int16).numpy().view(np.uint16), 16, dtype=np.uint32)
-        return words.view(np.float32)
-    values = part.numpy()
-    return values.astype(np.float32) if values.dtype == np.float16 else values
+def _memory(elements: Tensor) -> npt.NDArray[Any]:
+    """The elements as they lie in memory: uint16 for the bfloat16 that numpy does not know."""
+    flat = elements.view(-1)
+    memory: npt.NDArray[Any] = (flat.view(torch.uint16) if flat.dtype is torch.bfloat16 else flat).numpy()
+    return memory
+
+
+def _floats(chunk: npt.NDArray[Any]) -> Floats:
+    if chunk.dtype == np.uint16:  # the upper half of a float32
+        chunk = np.left_shift(chunk, 16, dtype=np.uint32).view(np.float32)
+    return chunk.astype(np.float32) if chunk.dtype == np.float16 else chunk

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy.typing as npt
 from .columns import Column, IntArray
 from .float_bits import FLOAT32, FloatBits
 
-CHUNK: Final = 1 << 17  # elements: half a megabyte of float32, beside its scratch copy in the second-level cache
+CHUNK: Final = 1 << 18  # elements: a megabyte of float32, in the second-level cache or the third
 SEGMENT: Final = 512  # elements summed in float32 before float64 takes over: constant gradients stay right to 2e-7
 
 # A chunk's squares may be summed in float32 if its largest magnitude lies between these: CHUNK * 2**110 does not
@@ -26,19 +26,13 @@ ChunkRow = tuple[float, ...]
 CHUNK_COLUMNS: Final = tuple(c for c in Column if c <= Column.GRAD_ABS_MIN_NONZERO)  # in this order
 
 
-@dataclass
+@dataclass(frozen=True)
 class ChunkReader:
-    """Reads chunks of one float layout; owns the scratch memory that its passes write to."""
+    """Reads chunks of one float layout."""
 
     layout: FloatBits  # of the chunks
     dead_magnitude: int  # bits of the largest magnitude that counts as dead; -1 for none
     counts_codes: bool  # whether the codes of the non-zero finite elements are counted
-    _words: npt.NDArray[Any] = field(init=False)
-    _codes_of_chunk: IntArray = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._words = np.empty(CHUNK, dtype=self.layout.unsigned)
-        self._codes_of_chunk = np.empty(CHUNK if self.counts_codes else 0, dtype=np.int64)
 
     def read(self, chunk: Floats) -> tuple[ChunkRow, IntArray | int]:
         """Measure a chunk of 1 to CHUNK elements: the values of CHUNK_COLUMNS, and how often each code occurs: [K]."""
@@ -82,7 +76,7 @@ class ChunkReader:
         return row, codes
 
     def _read_finite_rest(self, chunk: Floats, unsigned: npt.NDArray[Any]) -> tuple[ChunkRow, IntArray | int]:
-        doubled = np.left_shift(unsigned, 1, out=self._words[: unsigned.size])  # drops the sign
+        doubled = np.left_shift(unsigned, 1)  # drops the sign
         infinity = 2 * self.layout.infinity
         finite = chunk[doubled < infinity]
         num_inf = int(np.count_nonzero(doubled == infinity))
@@ -93,7 +87,7 @@ class ChunkReader:
 
     def _count_small(self, unsigned: npt.NDArray[Any], smallest: int) -> tuple[int, int, int]:
         """Number of zeros, number of dead elements, bits of the smallest non-zero magnitude."""
-        doubled = np.left_shift(unsigned, 1, out=self._words[: unsigned.size])
+        doubled = np.left_shift(unsigned, 1)
         num_zero = doubled.size - int(np.count_nonzero(doubled)) if smallest == 0 else 0
         num_dead = num_zero if self.dead_magnitude == 0 else 0
         if self.dead_magnitude > 0:
@@ -106,9 +100,7 @@ class ChunkReader:
         return num_zero, num_dead, smallest
 
     def _codes(self, unsigned: npt.NDArray[Any], positive_zeros: int, negative_zeros: int) -> IntArray:
-        codes = np.right_shift(
-            unsigned, self.layout.code_shift, out=self._codes_of_chunk[: unsigned.size], casting="unsafe"
-        )
+        codes = np.right_shift(unsigned, self.layout.code_shift).astype(np.int64)
         counts_K: IntArray = np.bincount(codes, minlength=self.layout.num_codes)
         counts_K[0] -= positive_zeros  # these codes are shared by zeros and subnormal values
         counts_K[self.layout.num_codes // 2] -= negative_zeros
