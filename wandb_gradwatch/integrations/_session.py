@@ -12,11 +12,11 @@ from typing import Any, Final
 from torch import nn
 
 from .._capture.parameter_registry import Models, with_prefixes
-from .._runtime.sharding import local_part, rank
+from .._runtime.sharding import has_fsdp1, local_part, rank
 from .._watch import COMPANIONS, watch
 from .._watcher import Watcher
 from ..metrics._metric import rules_of
-from ..rules import Alert, Rule, default_rules
+from ..rules import Alert, Rule, default_rules, rule
 from ..sinks import Sink
 from ..snapshot import Snapshot, keys
 
@@ -29,34 +29,16 @@ def require(*modules: str, extra: str) -> Any:
     Raises:
         ImportError: none of them is installed; it names the extra.
     """
-    errors: list[ImportError] = []
+    first: ImportError | None = None
     for module in sorted(modules, key=lambda name: sys.modules.get(name) is None):
         try:
             return importlib.import_module(module)
         except ImportError as error:
-            errors.append(error)
+            first = first or error
     raise ImportError(
         f"wandb_gradwatch.integrations.{extra} needs {' or '.join(modules)}, which could not be imported "
-        f"({errors[0]}); run: pip install 'wandb-gradwatch[{extra}]'"
-    ) from errors[0]
-
-
-class _EachSample:
-    """A rule, because rules are given every sample once, in order, as soon as it is on the host. It finds nothing."""
-
-    def __init__(self, deliver: Callable[[Snapshot], object]) -> None:
-        self._deliver = deliver
-
-    def check(self, snapshot: Snapshot) -> Iterable[Alert]:
-        for index in range(len(snapshot)):
-            self._deliver(snapshot.sample(index))
-        return ()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing is remembered: who saves a state has taken what has arrived."""
+        f"({first}); run: pip install 'wandb-gradwatch[{extra}]'"
+    ) from first
 
 
 class _AlertLog(Sink):
@@ -81,7 +63,7 @@ class Session:
         options: Mapping[str, Any],  # the user's arguments of watch()
         *,
         reserved: Iterable[str],  # those that the caller sets by itself
-        on_sample: Callable[[Snapshot], object] | None = None,  # None: samples wait for `take`
+        on_sample: Callable[[Snapshot], None] | None = None,  # None: samples wait for `take`
         adapt: Callable[[list[Rule]], list[Rule]] = list,  # of the default rules, where the user gave none
     ) -> None:
         known = [name for name in inspect.signature(watch).parameters if name not in {"model", *reserved}]
@@ -92,7 +74,8 @@ class Session:
         self.watcher: Watcher | None = None
         self.options = dict(options)
         self._arrived: list[Snapshot] = []
-        self._each_sample = _EachSample(on_sample or self._arrived.append)
+        # A rule, which finds nothing: rules are given every sample once, in order, as soon as it is on the host.
+        self._on_sample = rule(title="Each sample")(on_sample or self._arrived.append)
         self._adapt = adapt
         self._memory: dict[str, Any] = {}  # of the watcher that was last; {}: there was none
         self._is_loaded = False  # from a checkpoint, and not gone on with so far
@@ -110,7 +93,7 @@ class Session:
         **more: Any,  # arguments of watch() that the caller sets
     ) -> None:
         """Watch, unless the model is frozen as a whole: that is said once, and later calls look again."""
-        if not any(parameter.requires_grad for module in _modules_of(model) for parameter in module.parameters()):
+        if not any(parameter.requires_grad for parameter in _parameters_of(model)):
             if not self._said_frozen and rank() == 0:
                 self._said_frozen = True
                 logger.warning(
@@ -119,7 +102,10 @@ class Session:
             return
         self._arrived.clear()  # what a training that raised has left
         memory = self._memory if goes_on or self._is_loaded else {}
-        options = {**self.options, **more, "rules": [*self._rules(), self._each_sample]}
+        rules = self.options.get("rules")
+        if rules is None:  # as watch() does where it is given none; with the queue among them it is given some
+            rules = self._adapt(default_rules() + rules_of(self.options.get("metrics", ())))
+        options = {**self.options, **more, "rules": [*rules, self._on_sample]}
         options["sinks"] = [*(self.options.get("sinks") or ()), *sinks, *([_AlertLog()] if rank() == 0 else [])]
         self._is_sharded = is_sharded(model)
         companions = COMPANIONS.set(tuple(beside))
@@ -136,19 +122,12 @@ class Session:
                 )
         self._memory, self._is_loaded = {}, False
 
-    def _rules(self) -> list[Rule]:
-        given = self.options.get("rules")
-        if given is not None:
-            return list(given)
-        # As watch() does where it is given none; with the queue among them it is given some.
-        return self._adapt(default_rules() + rules_of(self.options.get("metrics", ())))
-
     def end(self) -> None:
         """Flush and stop watching; what was learnt is kept for a training that goes on."""
         if self.watcher is not None:
             try:
                 self.watcher.remove()
-                self._memory = _memory_of(self.watcher)
+                self._memory = {"step": self.watcher.step, "watcher": self.watcher.state_dict()}
             finally:  # what the user's on_alert raised
                 self.watcher = None
 
@@ -176,9 +155,9 @@ class Session:
         """
         if not sample.names:
             return {}
-        shown = {"grad_norm": "grad_norm", "grad_mean": "grad_mean", "grad_std": "grad_std"}
-        shown |= {"grad_sparsity": "dead_ratio"} if sparsity else {}
-        numbers = {name: float(getattr(sample.total, of)[0, 0]) for name, of in shown.items()}
+        numbers = {name: float(getattr(sample.total, name)[0, 0]) for name in ("grad_norm", "grad_mean", "grad_std")}
+        if sparsity:
+            numbers["grad_sparsity"] = float(sample.total.dead_ratio[0, 0])
         if per_layer:
             layers = sample.by_group(self.options.get("group_by") or "parameter")
             layer_keys = keys.layer_keys(keys.LAYER_GRAD_NORM, layers.names)
@@ -190,29 +169,25 @@ class Session:
 
         The same on every rank; of a sharded model, call it on all of them.
         """
-        if self.watcher is None:
-            return self._memory
-        self.settle()
-        return _memory_of(self.watcher)
+        if self.watcher is not None:
+            self.settle()
+            return {"step": self.watcher.step, "watcher": self.watcher.state_dict()}
+        return self._memory
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The next training goes on where this was saved."""
         self._memory, self._is_loaded = dict(state), True
 
 
-def _memory_of(watcher: Watcher) -> dict[str, Any]:
-    return {"step": watcher.step, "watcher": watcher.state_dict()}
-
-
-def _modules_of(model: Models) -> list[nn.Module]:
-    return [module for _, module in with_prefixes(model)]
+def _parameters_of(model: Models) -> Iterable[nn.Parameter]:
+    return (parameter for _, module in with_prefixes(model) for parameter in module.parameters())
 
 
 def is_sharded(model: Models) -> bool:
     """By DTensors (FSDP2, tensor parallel) or by flat parameters (FSDP1)."""
-    modules = _modules_of(model)
-    fsdp1 = any(type(part).__name__ == "FullyShardedDataParallel" for module in modules for part in module.modules())
-    return fsdp1 or any(local_part(parameter) is not parameter for each in modules for parameter in each.parameters())
+    return has_fsdp1([module for _, module in with_prefixes(model)]) or any(
+        local_part(parameter) is not parameter for parameter in _parameters_of(model)
+    )
 
 
 def is_due(sample: Snapshot, place: int, every: int) -> bool:

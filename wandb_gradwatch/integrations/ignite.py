@@ -140,7 +140,7 @@ class GradWatch:
         engine.add_event_handler(_Events.ITERATION_COMPLETED, self._learn)
         # No handler for exceptions: where there is one, Ignite swallows them. The next run or the end of the script
         # removes what such a run leaves.
-        engine.add_event_handler(_Events.COMPLETED, self._stop)
+        engine.add_event_handler(_Events.COMPLETED, lambda _: self._session.end())
         return self
 
     def state_dict(self) -> dict[str, Any]:
@@ -156,8 +156,8 @@ class GradWatch:
         self._session.load_state_dict(state_dict["watched"])
         self._usual.load_state_dict(state_dict["usual"])
 
-    def _start(self, engine: Any) -> None:
-        self._stop()
+    def _start(self, _: Any) -> None:
+        self._session.end()
         self._begin()
 
     def _begin(self) -> None:
@@ -184,9 +184,6 @@ class GradWatch:
                 self._usual.learn(names, np.array(mask), norm, alarmed=spike)
         self._judged = {}
 
-    def _stop(self, _: Any = None) -> None:
-        self._session.end()
-
     def _judge(self, tensors: Sequence[WatchedTensor]) -> None:
         """These gradients are final. Their norm is NaN where one has elements that are not finite."""
         mask = tuple(tensor.gradient is not None for tensor in tensors)
@@ -210,9 +207,6 @@ class GradWatch:
         except Exception as error:  # the user's rule or callback
             raise CallbackError from error
 
-    def _about_to_update(self) -> None:
-        self._is_updated = True
-
     def _is_bad(self, snapshot: Snapshot) -> bool:
         """What the guard asks before every update."""
         return bool(self._engine.state.unhealthy_spike or snapshot.arose_after_backward.any())
@@ -229,14 +223,15 @@ class _NormProbe(ModuleProbe):
     """Hands over gradients that are final, and says when an optimizer is about to use them."""
 
     def __init__(self, owner: GradWatch) -> None:
-        self._judge = _while_alive(owner._judge, None)
-        self._about_to_update = _while_alive(owner._about_to_update, None)
+        self._owner = weakref.ref(owner)
 
     def gradients_ready(self, tensors: Sequence[WatchedTensor]) -> None:
-        self._judge(tensors)
+        if (owner := self._owner()) is not None:
+            owner._judge(tensors)
 
     def before_update(self, tensors: Sequence[WatchedTensor]) -> None:
-        self._about_to_update()
+        if (owner := self._owner()) is not None:
+            owner._is_updated = True
 
 
 def _while_alive(method: Callable[..., Any], otherwise: Any) -> Callable[..., Any]:
