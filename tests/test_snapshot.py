@@ -93,7 +93,7 @@ def test_no_names_and_no_samples_are_no_error() -> None:
     empty = Snapshot(steps=np.zeros(0, dtype=np.int64), names=("a",), rows=np.zeros((0, 1, NUM_COLUMNS)))
     assert empty.total_grad_norm.shape == (0,)
     assert math.isnan(empty.clip_ratio)
-    assert last_present(empty.grad_norm).shape == (1,)
+    assert last_present(empty.grad_norm, empty.present).shape == (1,)
     assert repr(empty) == "Snapshot(no samples, 1 names, histogram=no)"
 
 
@@ -159,7 +159,7 @@ def test_clipping_is_seen_sample_by_sample_and_rounding_is_not_clipping() -> Non
 
 def test_the_last_present_value_skips_missing_samples() -> None:
     values = np.array([[1.0, NAN, 3.0], [2.0, NAN, NAN]])
-    np.testing.assert_array_equal(last_present(values), [2.0, NAN, 3.0])
+    np.testing.assert_array_equal(last_present(values, ~np.isnan(values)), [2.0, NAN, 3.0])
 
 
 # ---- groups

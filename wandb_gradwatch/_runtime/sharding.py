@@ -159,23 +159,18 @@ def _fsdp1_parameters(models: Sequence[nn.Module]) -> dict[int, bool]:
     """The parameters that FSDP1 shards, by id, and whether this rank's shard counts."""
     found: dict[int, bool] = {}
     for unit in _fsdp1_units(models):
-        counts = _unit_counts(unit)
-        found.update((id(parameter), counts) for parameter in unit.parameters() if id(parameter) not in found)
+        counts, strategy = True, unit.sharding_strategy.name
+        if strategy == "NO_SHARD":
+            counts = rank() == 0
+        elif strategy.startswith(("HYBRID", "_HYBRID")):  # the same shards in every node: the first node's count
+            counts = dist.get_rank(unit._inter_node_pg) == 0
+        found = {id(parameter): counts for parameter in unit.parameters()} | found
     return found
 
 
 def has_fsdp1(models: Sequence[nn.Module]) -> bool:
     """Whether FSDP1 shards any of these."""
     return any(True for _ in _fsdp1_units(models))
-
-
-def _unit_counts(unit: Any) -> bool:
-    strategy = unit.sharding_strategy.name
-    if strategy == "NO_SHARD":
-        return rank() == 0
-    if strategy.startswith(("HYBRID", "_HYBRID")):  # the same shards in every node: the first node's count
-        return dist.get_rank(unit._inter_node_pg) == 0
-    return True
 
 
 def fsdp1_flat_parameters(models: Sequence[nn.Module]) -> list[Tensor]:

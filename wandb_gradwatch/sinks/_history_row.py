@@ -30,7 +30,7 @@ from .._measure.columns import (
 )
 from .._measure.probe_values import MetricHistogram, merge_histograms
 from ..snapshot import Snapshot, keys
-from ..snapshot._arrays import fold_signs, sum_of_present
+from ..snapshot._arrays import fold_signs, last_present, sum_of_present
 
 # S samples in the window, P watched parameters or groups, C columns, B bins of the snapshot, K bins of the picture
 
@@ -188,11 +188,7 @@ class HistoryRow:
 
 def _latest(snapshot: Snapshot) -> Snapshot:
     """One sample: each name's last row that is there, and at the end the whole model in the last sample."""
-    rows_PC = snapshot.rows[-1]
-    whole_C = merge_rows(rows_PC, axis=0)
-    if not snapshot.present[-1].all():
-        last_P = len(snapshot) - 1 - np.argmax(snapshot.present[::-1], axis=0)
-        rows_PC = snapshot.rows[last_P, np.arange(len(last_P))]
+    rows_PC, whole_C = last_present(snapshot.rows, snapshot.present), merge_rows(snapshot.rows[-1], axis=0)
     return Snapshot(snapshot.steps[-1:], (*snapshot.names, "total"), np.concatenate([rows_PC, whole_C[None]])[None])
 
 
@@ -221,11 +217,11 @@ def _num_nonfinite(snapshot: Snapshot, shown_P: npt.NDArray[np.bool_]) -> dict[s
 
 def _precision(total: Snapshot) -> dict[str, Number]:
     """What smaller number formats would do to the gradient that the histogram counts."""
-    values: dict[str, Number] = {}
-    for name, of_format in forecast(total).items():
-        totals = (of_format.total_underflow_ratio, of_format.total_flush_ratio, of_format.total_headroom)
-        values |= {keys.forecast_key(name, what): total for what, total in zip(keys.FORECASTS, totals, strict=True)}
-    return values
+    return {
+        keys.forecast_key(name, what): getattr(of_format, f"total_{what}")
+        for name, of_format in forecast(total).items()
+        for what in keys.FORECASTS
+    }
 
 
 def _whole(snapshot: Snapshot) -> Snapshot | None:

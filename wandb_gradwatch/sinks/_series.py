@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from ..snapshot import Snapshot
@@ -57,7 +57,9 @@ def coarse_grouping(names: tuple[str, ...]) -> tuple[Grouping, str]:
     Modules, or what the first parts of the names divide, if that gives at least half of what is allowed; otherwise
     neighbours of one kind together: blocks.0-1.fc, blocks.2-3.fc, ...
     """
-    levels = list(_levels(names))
+    levels = [(group_function("module"), "one per module")]  # from fine to coarse
+    for depth in range(max(name.count(".") for name in names), 0, -1):
+        levels.append((_prefix(depth), f"by the first {depth} part{'s' if depth > 1 else ''} of the name"))
     natural = next((level for level in levels if len(_groups(names, level[0])) <= MAX_SERIES), None)
     if natural is not None and len(_groups(names, natural[0])) >= MAX_SERIES // 2:
         return natural
@@ -72,13 +74,6 @@ def coarse_grouping(names: tuple[str, ...]) -> tuple[Grouping, str]:
         kinds = {"": _groups(names, level)}
     group_of, largest = _joined(kinds)
     return (lambda name: group_of.get(level(name), _LATER)), f"up to {largest} neighbours of one kind each"
-
-
-def _levels(names: Iterable[str]) -> Iterator[tuple[Grouping, str]]:
-    """Groupings from fine to coarse."""
-    yield group_function("module"), "one per module"
-    for depth in range(max(name.count(".") for name in names), 0, -1):
-        yield _prefix(depth), f"by the first {depth} part{'s' if depth > 1 else ''} of the name"
 
 
 def _prefix(depth: int) -> Grouping:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final, Generic, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +12,6 @@ from .._measure.columns import ZERO_BIN, FloatArray, IntArray
 
 # S samples in the window, P watched parameters (or groups), B bins of the signed histogram, M magnitude bins
 
-Value = TypeVar("Value")
 Array = TypeVar("Array", bound=np.ndarray)
 
 # Below it, a sum of squares may have lost digits, or all of it, to squares that float64 cannot hold: elements below
@@ -29,29 +28,29 @@ def frozen(values: Array) -> Array:
     return view
 
 
-class derived(Generic[Value]):  # noqa: N801  # a decorator, as cached_property is
-    """A property that is computed once; an array is frozen.
+if TYPE_CHECKING:
+    from functools import cached_property
 
-    Like functools.cached_property, but for its lock (before Python 3.12) and without a wrapper that freezes: what is
-    derived of each sample is a large part of what judging it takes.
-    """
+    derived = cached_property
+else:
 
-    def __init__(self, compute: Callable[[Any], Value]) -> None:
-        self._compute, self._name, self.__doc__ = compute, compute.__name__, compute.__doc__
+    class derived:  # noqa: N801  # a decorator, as cached_property is
+        """A property that is computed once; an array is frozen.
 
-    @overload
-    def __get__(self, owner: None, kind: type) -> derived[Value]: ...
+        Like functools.cached_property, but for its lock (before Python 3.12) and without a wrapper that freezes: what
+        is derived of each sample is a large part of what judging it takes.
+        """
 
-    @overload
-    def __get__(self, owner: object, kind: type) -> Value: ...
+        def __init__(self, compute: Callable[[Any], Any]) -> None:
+            self._compute, self._name, self.__doc__ = compute, compute.__name__, compute.__doc__
 
-    def __get__(self, owner: object | None, kind: type) -> Value | derived[Value]:
-        if owner is None:
-            return self
-        value = self._compute(owner)
-        # Beside this descriptor, which sets nothing: the next look does not come here any more.
-        vars(owner)[self._name] = value = frozen(value) if isinstance(value, np.ndarray) else value
-        return value
+        def __get__(self, owner: object | None, kind: type) -> Any:
+            if owner is None:
+                return self
+            value = self._compute(owner)
+            # Beside this descriptor, which sets nothing: the next look does not come here any more.
+            vars(owner)[self._name] = value = frozen(value) if isinstance(value, np.ndarray) else value
+            return value
 
 
 def ratio(numerator: FloatArray, denominator: FloatArray) -> FloatArray:
@@ -71,17 +70,19 @@ def too_small(sum_sq_SP: FloatArray) -> npt.NDArray[np.bool_] | None:
     return tiny_SP if np.count_nonzero(tiny_SP) else None
 
 
-def last_present(values_SP: FloatArray, present_SP: npt.NDArray[np.bool_] | None = None) -> FloatArray:
-    """Each name's value in the last sample that it is present in, or that has a value: [P]; NaN where it never is.
+def last_present(values_SP: FloatArray, present_SP: npt.NDArray[np.bool_]) -> FloatArray:
+    """Each name's value, or row, in the last sample that it is present in: [P], or [P, C]; NaN where it never is.
 
     Where a name is present and has no value the value is missing: no earlier one takes its place.
     """
-    if len(values_SP) < 2:
-        return values_SP[0] if len(values_SP) else np.full(values_SP.shape[1:], np.nan)
-    present_SP = ~np.isnan(values_SP) if present_SP is None else present_SP
+    if not len(values_SP):
+        return np.full(values_SP.shape[1:], np.nan)
+    if present_SP[-1].all():
+        last: FloatArray = values_SP[-1]
+        return last
     last_P = len(values_SP) - 1 - np.argmax(present_SP[::-1], axis=0)
-    result: FloatArray = values_SP[last_P, np.arange(len(last_P))]
-    return result
+    last = values_SP[last_P, np.arange(len(last_P))]
+    return last
 
 
 def sum_of_present(counts_SP: FloatArray) -> FloatArray:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from .._measure.columns import NUM_BINS, NUM_COLUMNS, FloatArray, merge_rows
+from .._measure.columns import NUM_BINS, NUM_COLUMNS, merge_rows
 from .._measure.probe_values import merge_histograms
 from . import keys
 
@@ -58,22 +58,19 @@ def group_names(snapshot: Snapshot, group_of: Callable[[str], str]) -> Snapshot:
         trainable[index] = np.logical_or.reduce(snapshot.trainable[group])
         if histogram is not None and snapshot.histogram is not None:
             histogram[index] = np.add.reduce(snapshot.histogram[group], axis=0)
+    begin = f"{keys.PARAMETER_HISTOGRAMS}/"  # those of parameters merge as their rows do
+    histograms = (
+        {begin + group_of(key.removeprefix(begin)) if key.startswith(begin) else key: of_name}
+        for key, of_name in snapshot.metric_histograms.items()
+    )
     return replace(
         snapshot,
         names=tuple(members),
         rows=rows,
         histogram=histogram,
         trainable=trainable,
-        metric_histograms=merge_histograms(
-            {_group_key(key, group_of): of_name} for key, of_name in snapshot.metric_histograms.items()
-        ),
+        metric_histograms=merge_histograms(histograms),
     )
-
-
-def _group_key(key: str, group_of: Callable[[str], str]) -> str:
-    """The key of the group's histogram: those of parameters merge as their rows do."""
-    begin = f"{keys.PARAMETER_HISTOGRAMS}/"
-    return begin + group_of(key.removeprefix(begin)) if key.startswith(begin) else key
 
 
 def select_samples(snapshot: Snapshot, indices: Sequence[int] | npt.NDArray[np.intp]) -> Snapshot:
@@ -124,7 +121,10 @@ def merge_snapshots(snapshots: Sequence[Snapshot]) -> Snapshot:
         loss_scale=np.concatenate([s.loss_scale for s in snapshots]),
         skipped=np.concatenate([s.skipped for s in snapshots]),
         trainable=trainable,
-        metrics=_joint_metrics(snapshots),
+        metrics={
+            key: np.concatenate([s.metrics[key] if key in s.metrics else np.full(len(s), np.nan) for s in snapshots])
+            for key in dict.fromkeys(key for snapshot in snapshots for key in snapshot.metrics)
+        },
         metric_histograms=merge_histograms(s.metric_histograms for s in snapshots),
     )
 
@@ -137,13 +137,4 @@ def _joint_names(snapshots: Sequence[Snapshot]) -> tuple[tuple[str, ...], dict[t
     return names, {
         some: slice(None) if some == names else np.array([place[name] for name in some], dtype=np.intp)
         for some in distinct
-    }
-
-
-def _joint_metrics(snapshots: Sequence[Snapshot]) -> dict[str, FloatArray]:
-    """Every metric over the samples of all, NaN in those of a snapshot that lacks it: each [S]."""
-    found = dict.fromkeys(key for snapshot in snapshots for key in snapshot.metrics)
-    return {
-        key: np.concatenate([s.metrics[key] if key in s.metrics else np.full(len(s), np.nan) for s in snapshots])
-        for key in found
     }
