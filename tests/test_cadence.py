@@ -329,7 +329,7 @@ def test_an_alert_from_a_sparse_cadence_names_its_interval(every):
 
 @pytest.mark.parametrize("value", [-1, 0.5, "2", None])
 def test_a_function_that_gives_no_whole_number_is_refused_at_once(value):
-    with pytest.raises(ValueError, match=re.escape(f"sample_every(1) = {value!r} must be 0 or more")):
+    with pytest.raises(ValueError, match=re.escape(f"sample_every(1) = {value!r} must be a whole number, at least 0")):
         watch(Chosen(a=1), sample_every=lambda _: value)
 
 

@@ -245,6 +245,35 @@ def test_what_a_loss_scale_function_raises_reaches_the_training_loop():
         model.loss(a=[1.0]).backward()
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"loss_scale": lambda step: 1.0 if step < 3 else 0}, "loss_scale(3) = 0 must be above 0, and finite"),
+        (
+            {"sample_every": lambda step: 1 if step < 3 else None},
+            "sample_every(3) = None must be a whole number, at least",
+        ),
+        (
+            {"sample_every": lambda step: [1, 1, 1][step]},
+            "sample_every(3) raised IndexError('list index out of range')",
+        ),
+    ],
+)
+def test_a_function_that_no_longer_answers_ends_the_watching_in_words(options, words, caplog):
+    model = Chosen(a=1)
+    watcher, sink = watch(model, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for _ in range(4):
+        optimizer.zero_grad()
+        model.loss(a=[1.0]).backward()
+        optimizer.step()
+    assert model.a.item() == -1
+    assert repr(watcher).endswith("removed)")
+    assert sink.merged().steps.tolist() == [1, 2]
+    assert f"has stopped watching; training goes on: {words}" in caplog.text
+    assert "Traceback" not in caplog.text
+
+
 # ---- master weights
 
 

@@ -40,6 +40,15 @@ def test_the_page_asks_for_keys_that_there_are() -> None:
     assert asked <= {*keys.MODEL_KEYS, keys.CHANGED_RATIO, keys.SAMPLE_EVERY}
 
 
+def test_every_key_of_the_whole_model_is_explained() -> None:
+    text = (PACKAGE.parent / "docs/keys.md").read_text(encoding="utf-8").replace("<format>", keys.FORMATS[0])
+    names = {key.removeprefix(keys.PREFIX) for key in (*keys.MODEL_KEYS, keys.SAMPLE_EVERY, keys.CHANGED_RATIO)}
+    names = {re.sub("|".join(keys.FORMATS), keys.FORMATS[0], name) for name in names} - {
+        f"{keys.FORMATS[0]}_flush_ratio"
+    }
+    assert [name for name in sorted(names) if f"{name}`" not in text] == []
+
+
 def test_the_summary_is_left_to_the_users_own_numbers() -> None:
     """W&B prints ten keys of it, in the order of the alphabet: the step and these come before the user's "loss"."""
     told = keys.definitions(["activation/0/std", "train/grad_norm"], namespace="model1")

@@ -116,7 +116,7 @@ def test_what_is_no_recording_is_said_to_be_none(tmp_path):
     with pytest.raises(ValueError, match=r"x\.npz' is not a flight recorder's file"):
         load_recording(tmp_path / "x.npz")
     np.savez(tmp_path / "other.npz", a=np.ones(3))
-    with pytest.raises(ValueError, match="is not a flight recorder's file"):
+    with pytest.raises(ValueError, match=r"is not a flight recorder's file$"):
         load_recording(tmp_path / "other.npz")
     with pytest.raises(FileNotFoundError):
         load_recording(tmp_path / "absent.npz")

@@ -304,6 +304,8 @@ def test_a_state_of_something_else_is_refused_and_changes_nothing() -> None:
         watcher.load_state_dict({"model": {}, "watcher": state})
     del state["histogram"]
     state["sampler"]["step"] = 7
+    with pytest.raises(ValueError, match=r"what a watcher's state_dict\(\) returned, but got None"):
+        watcher.load_state_dict(None)
     with pytest.raises(ValueError, match="'histogram' is not among the keys"):
         watcher.load_state_dict(state)
     assert watcher.step == 3

@@ -29,8 +29,8 @@ from ._pipeline.dispatcher import Dispatcher
 from ._pipeline.pipeline import Pipeline
 from ._pipeline.rule_runner import RuleRunner
 from ._pipeline.saved_state import load_state, save_state
-from ._runtime.autograd import SimultaneousThreadsError
 from ._runtime.error_boundary import ErrorBoundary, alone, graph_is_made
+from ._runtime.notices import CannotWatchError
 from ._runtime.sharding import DEEPSPEED_REFUSED, has_deepspeed, rank_store, world_size
 from ._runtime.wrappers import unwrapped
 from ._summary import Summary, summarise
@@ -327,7 +327,7 @@ class Watcher:
         if self._parts.guard is not None and self._parts.guard.keep_voting(self._registry.slot_of_id):
             WATCHERS.append(self)  # so that unwatch() and another watch() end that, too
         unguarded = "" if self._parts.guard is None else ", unguarded"
-        if isinstance(error, SimultaneousThreadsError):
+        if isinstance(error, CannotWatchError):
             logger.error("wandb_gradwatch has stopped watching; training goes on%s: %s.", unguarded, error)
         else:
             logger.error(
@@ -337,6 +337,8 @@ class Watcher:
             )
         try:
             self._say()  # what was to be said before it failed; a callback of the user's may raise
+            if isinstance(error, CannotWatchError):  # the monitor itself is sound
+                self._pipeline.deliver(wait=True)
         finally:
             self._pipeline.rescue()
             self._dispatcher.close()

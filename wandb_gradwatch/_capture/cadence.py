@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Final
 
+from .._runtime.notices import CannotWatchError
+
 SampleEvery = int | Callable[[int], int] | None
 
 
@@ -39,9 +41,12 @@ class Cadence:
         """The cadence that was asked for at this step: measured if it divides the step; 0: not measured; None: open."""
         if not callable(self.sample_every):
             return self.sample_every
-        value = self.sample_every(step)
+        try:
+            value = self.sample_every(step)
+        except Exception as error:
+            raise CannotWatchError(f"sample_every({step}) raised {error!r}") from error
         value = int(value) if isinstance(value, bool) else value
-        return _whole(value, 0, f"sample_every({step}) = {value!r}", "0 or more")
+        return _whole(value, 0, f"sample_every({step}) = {value!r}", "a whole number, at least 0")
 
     def next_flush(self, step: int) -> int:
         """The first step from this one on at which a window may be flushed."""
@@ -63,7 +68,7 @@ class Cadence:
 
 def _whole(value: object, least: int, asked: str, what: str) -> int:
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
-        raise ValueError(f"{asked} must be {what}")
+        raise CannotWatchError(f"{asked} must be {what}")
     return int(value)  # numpy's whole numbers are welcome
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,6 +22,7 @@ from .._measure.events import Event
 from .._measure.measure import measure, measure_received
 from .._runtime.autograd import Entry
 from .._runtime.error_boundary import CallbackError
+from .._runtime.notices import CannotWatchError
 from .._runtime.sharding import local_gradient, local_part
 from .._transfer.sample_buffer import SampleBuffer
 from .gradient_versions import GradientVersions
@@ -185,6 +187,8 @@ class Measurer:
             return None
         if isinstance(scale, Tensor):
             return onto(scale.detach().reshape(()), device)
+        if not 0 < scale < math.inf:
+            raise CannotWatchError(f"loss_scale({self._step}) = {scale!r} must be above 0, and finite")
         return torch.full((), scale, device=device)
 
     def measure_after_clipping(self, present: Sequence[Entry], optimizer: Optimizer) -> None:

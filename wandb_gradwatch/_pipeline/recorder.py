@@ -181,7 +181,7 @@ def load_recording(path: str | os.PathLike[str]) -> Recording:
             arrays = {key: file[key] for key in file.files}
         words = json.loads(str(arrays["words"]))
     except (zipfile.BadZipFile, KeyError, ValueError, EOFError) as error:
-        raise ValueError(f"{os.fspath(path)!r} is not a flight recorder's file: {error}") from error
+        raise ValueError(f"{os.fspath(path)!r} is not a flight recorder's file") from error
     if words["format"] != _FORMAT:
         raise ValueError(f"{os.fspath(path)!r} has format {words['format']}; this version reads format {_FORMAT}")
     snapshot = None

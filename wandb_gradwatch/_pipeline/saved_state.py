@@ -50,6 +50,8 @@ def load_state(
     Raises:
         ValueError: it is something else; nothing is changed.
     """
+    if not isinstance(state, Mapping):
+        raise ValueError(f"load_state_dict() needs what a watcher's state_dict() returned, but got {state!r:.100}")
     if missing := [key for key in _KEYS if key not in state]:
         raise ValueError(
             f"load_state_dict() needs what a watcher's state_dict() returned, but {missing[0]!r} is not among the "

@@ -11,6 +11,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from .notices import CannotWatchError
+
 Entry = tuple[int, Tensor]  # a slot (the parameter's row) and its parameter
 
 current_graph_task: Final[Callable[[], int]] = torch._C._current_graph_task_id  # -1 outside a backward
@@ -57,16 +59,6 @@ class _Replay(threading.local):
 replay: Final = _Replay()  # a forward and backward that we run to look at: no part of the training
 
 
-class SimultaneousThreadsError(Exception):
-    """Watching has to end, and this says why: torch writes to `.grad` while another thread must not even look at it."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            "several threads train what one watcher watches, and one stepped while another was in a backward, when no "
-            "gradient can be read; models with threads of their own need a watch() each"
-        )
-
-
 class TrainingThread:
     """The thread that has made the last step, or called the last backward; until then, the one that watches."""
 
@@ -84,14 +76,17 @@ class TrainingThread:
         """See to it that of several threads that have trained no other one is in a backward now.
 
         Raises:
-            SimultaneousThreadsError: one is.
+            CannotWatchError: one is. Torch writes to `.grad` while another thread must not even look at it.
         """
         own = threading.get_ident()
         if self.has_company and own in self._trained:
             frames = sys._current_frames()
             del frames[own]  # this very call's, a cycle that would keep alive whatever its callers hold
             if any(any(_backwards(frames.get(one))) for one in self._trained):
-                raise SimultaneousThreadsError
+                raise CannotWatchError(
+                    "several threads train what one watcher watches, and one stepped while another was in a backward, "
+                    "when no gradient can be read; models with threads of their own need a watch() each"
+                )
 
     def backward_begins(self) -> None:
         """A backward is under way, in this thread or in a device's."""

@@ -6,6 +6,10 @@ from collections import deque
 from dataclasses import dataclass
 
 
+class CannotWatchError(ValueError):
+    """What the user gave, or does, leaves nothing to watch, and this says why: no failure of the monitor."""
+
+
 @dataclass(frozen=True)
 class Notice:
     """Something to be said once for each kind."""

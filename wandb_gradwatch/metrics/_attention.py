@@ -57,6 +57,11 @@ class Attention(ForwardProbe):
         ValueError: an unknown statistic; match matches no module (by watch()).
     """
 
+    unseen = (
+        "has seen no attention in %d updates: nn.MultiheadAttention is measured by itself, any other module has to "
+        "call wandb_gradwatch.metrics.log_attention() in its forward. Inside a compiled model nothing can be seen."
+    )
+
     def __init__(
         self, match: ModuleFilter | None = None, *, statistics: Sequence[str] = DEFAULT_STATISTICS, weights: bool = True
     ) -> None:

@@ -272,6 +272,11 @@ class ForwardProbe(ModuleProbe):
     raised, adds nothing. Evaluations belong to the next sample, and are seen between samples too.
     """
 
+    unseen = (
+        "has seen no forward of the modules that it matches in %d updates. Inside a compiled model nothing can be "
+        "seen: match the whole model's output, or compile less of it."
+    )
+
     def __init__(self, match: ModuleFilter | None = None, *, in_evaluation: bool = False) -> None:
         self._match = match
         self._matches = (lambda _: False) if isinstance(match, type) else matcher(match, repr(self))
@@ -362,11 +367,7 @@ class ForwardProbe(ModuleProbe):
         self._unseen_updates = 0 if self._seen_any else self._unseen_updates + 1
         self._seen_any = False
         if self._unseen_updates == _PATIENCE_IN_UPDATES:
-            self.say_once(
-                "has seen no forward of the modules that it matches in %d updates. Inside a compiled model nothing can "
-                "be seen: match the whole model's output, or compile less of it.",
-                _PATIENCE_IN_UPDATES,
-            )
+            self.say_once(self.unseen, _PATIENCE_IN_UPDATES)
 
     def after_update(self, tensors: Sequence[WatchedTensor]) -> None:
         if self._due or self._in_evaluation:

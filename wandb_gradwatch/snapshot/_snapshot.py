@@ -46,7 +46,7 @@ class Snapshot:
         loss_scale: [S] the loss scale of each sample; NaN without one.
         skipped: [S] True where AMP skipped the update.
         trainable: [P] False for what needs no gradient: frozen, or in no optimizer and not reached by a backward.
-        metrics: further values by key, each [S]: logged under that key, the last one of the window.
+        metrics: further values by key, each [S]: logged under that key with / for each dot, the last one of the window.
         overhead_ratio: the monitor's share of the time since watch(), up to this window; NaN where it is not measured.
         metric_histograms: histograms by key, such as those of activations: of the whole window, logged under that key.
     """
