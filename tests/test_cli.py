@@ -25,7 +25,7 @@ from wandb_gradwatch import _cli as cli
 from wandb_gradwatch import _doctor as doctor
 from wandb_gradwatch._doctor import Check, OverheadMeasurement
 from wandb_gradwatch._output import as_json, paragraph
-from wandb_gradwatch._page import commands, page, read, serve
+from wandb_gradwatch._page import commands, page, read
 from wandb_gradwatch._page.history import OwnSeries, RecordedAlert, RunHistory
 
 ROOT = Path(__file__).parent.parent
@@ -273,7 +273,8 @@ def test_view_watch_serves_the_page_until_the_run_has_finished_and_writes_it(
     opened: list[str] = []
     monkeypatch.setattr(commands.webbrowser, "open", lambda url: opened.append(url) or True)
     # The module's own name: other threads, W&B's among them, go on sleeping.
-    monkeypatch.setattr(serve, "time", types.SimpleNamespace(sleep=pause, monotonic=time.monotonic))
+    clock = types.SimpleNamespace(sleep=pause, monotonic=time.monotonic, strftime=time.strftime)
+    monkeypatch.setattr(commands, "time", clock)
     result = run("view", str(growing), "--watch", "--open", "--output", "p.html")
     assert result.exit_code == 0
     assert result.stdout.startswith(f"{opened[0]}  follows the run on this machine alone")

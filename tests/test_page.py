@@ -26,7 +26,6 @@ from benchmarks.page import write_record
 from wandb_gradwatch._analysis.forecast import FORMATS
 from wandb_gradwatch._measure.columns import FloatArray
 from wandb_gradwatch._page import read
-from wandb_gradwatch._page.columns import HistogramCollector, OwnColumns, RowColumns, resample
 from wandb_gradwatch._page.history import (
     HistogramSeries,
     OwnSeries,
@@ -40,11 +39,15 @@ from wandb_gradwatch._page.packing import (
     CODE_INFINITE,
     CODE_MISSING,
     CODE_ZERO,
+    HistogramCollector,
+    OwnColumns,
+    RowColumns,
     pool,
     pool_extremes,
     pool_steps,
     pool_width,
     quantise,
+    resample,
 )
 from wandb_gradwatch._page.page import (
     ASSETS,

@@ -25,7 +25,7 @@ def server() -> Iterator[PageServer]:
 
 
 def ask(server: PageServer, path: str, *, method: str = "GET", **headers: str) -> tuple[int, str]:
-    connection = http.client.HTTPConnection(LOOPBACK, server.port, timeout=10)
+    connection = http.client.HTTPConnection(LOOPBACK, server.server_port, timeout=10)
     connection.request(method, path, headers=headers)
     answer = connection.getresponse()
     text = answer.read().decode()
@@ -48,7 +48,7 @@ def test_the_address_with_its_token_has_the_page_and_its_data(server: PageServer
 
 
 def test_nobody_else_is_answered(server: PageServer) -> None:
-    page, here = f"/{server.token}/", f"{LOOPBACK}:{server.port}"
+    page, here = f"/{server.token}/", f"{LOOPBACK}:{server.server_port}"
     assert server.address == f"http://{here}{page}"
     assert len(server.token) >= 20
     for path in ("/", "/data", "/x" + page, page[:-2] + "/", page + "../../etc/passwd"):
@@ -57,4 +57,4 @@ def test_nobody_else_is_answered(server: PageServer) -> None:
         assert ask(server, page, **headers) == (403, "Only pages of this very address are answered.")
     assert ask(server, page, Origin=f"http://{here}")[0] == 200
     assert ask(server, page, method="POST")[0] == 501
-    assert server._server.server_address[0] == "127.0.0.1"  # and no other interface
+    assert server.server_address[0] == "127.0.0.1"  # and no other interface

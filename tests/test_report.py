@@ -18,8 +18,8 @@ from loopback import ENTITY, PROJECT, LoopbackServer
 
 from wandb_gradwatch._cli import main
 from wandb_gradwatch._page.history import RecordedAlert, RunHistory
+from wandb_gradwatch._page.page import WORDS
 from wandb_gradwatch._page.read import read_run
-from wandb_gradwatch._page.words import WORDS
 from wandb_gradwatch._report.preview import write_preview
 from wandb_gradwatch._report.report import (
     CHART_NAME,

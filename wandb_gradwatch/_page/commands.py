@@ -10,15 +10,17 @@ from pathlib import Path
 from typing import Any, Final
 
 import click
-import numpy as np
 
 from .._analysis.formatting import listing, number
 from .._output import as_json, pairs, paragraph
-from . import page, read, serve
+from . import page, read
 from .compare import Comparison, compare, differing_settings, sentence
 from .history import RunHistory
 from .payload import own_role
+from .serve import PageServer
 
+POLL_SECONDS: Final = 3.0  # between two looks at the file, and at least the fourfold of what one look takes
+LAST_LOOK_SECONDS: Final = 15.0  # for open pages to fetch the end of the run
 ALIKE: Final = 0
 DIFFERENT: Final = 1
 UNUSABLE: Final = 2
@@ -47,25 +49,31 @@ def run_view(paths: Sequence[Path], output: Path | None, *, opens: bool, watches
 
 
 def _watch(path: Path, progress: Callable[[int], None] | None, *, opens: bool, err: bool) -> RunHistory:
-    """Serve the run's page until the run has finished, or Ctrl-C; what was read until then."""
+    """Serve the run's page until the run has finished and open pages have its end, or Ctrl-C; what was read by then."""
     reader = read.RunReader(read.find_run_file(path))
     reader.read_on(progress=progress)
-    server = serve.PageServer(reader.history())
-
-    def say_change(history: RunHistory) -> None:
-        rows_and_alerts = f"{_many(history.steps, 'row')}, {_many(history.alerts, 'alert')}"
-        click.echo(f"{time.strftime('%H:%M:%S')}  {rows_and_alerts}", err=err)
-
+    server = PageServer(reader.history())
+    pause = POLL_SECONDS
     try:
         click.echo(f"{server.address}  follows the run on this machine alone; Ctrl-C ends it", err=err)
         if opens:
             _open(server.address, err=err)
-        return serve.follow(reader, server, say_change)
+        while not reader.finished:
+            time.sleep(pause)
+            started = time.monotonic()
+            if reader.read_on():
+                server.update(history := reader.history())
+                rows_and_alerts = f"{_many(history.steps, 'row')}, {_many(history.alerts, 'alert')}"
+                click.echo(f"{time.strftime('%H:%M:%S')}  {rows_and_alerts}", err=err)
+            pause = max(POLL_SECONDS, 4 * (time.monotonic() - started))
+        deadline = time.monotonic() + LAST_LOOK_SECONDS
+        while 0 <= server.fetched < server.version and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS / 10)
     except KeyboardInterrupt:
         click.echo("", err=err)
-        return server.history
     finally:
         server.close()
+    return server.history
 
 
 def _open(address: str, *, err: bool) -> None:
@@ -118,23 +126,23 @@ def run_diff(first: Path, second: Path, *, json: bool) -> int:
     except ValueError as error:
         click.echo(f"Error: {error}", err=True)
         return UNUSABLE
-    settings = differing_settings(runs[0].config, runs[1].config)
+    settings, parting = differing_settings(runs[0].config, runs[1].config), found.parting
     if json:
-        parting = found.parting
         of_runs = zip(runs, found.verdicts, strict=True)
-        facts = {
-            "alike": found.alike,
-            "sentence": sentence(found),
-            "runs": [{"run": run.run_id, "name": run.name, "verdict": verdict.text} for run, verdict in of_runs],
-            "step": None if parting is None else parting.step,
-            "layer": None if parting is None else parting.name,
-            "layers_that_part": 0 if parting is None else parting.num_layers,
-            "equal_until": found.equal_until,
-            "only_in_a": found.only[0],
-            "only_in_b": found.only[1],
-            "settings": settings,
-        }
-        as_json(facts)
+        as_json(
+            {
+                "alike": found.alike,
+                "sentence": sentence(found),
+                "runs": [{"run": run.run_id, "name": run.name, "verdict": verdict.text} for run, verdict in of_runs],
+                "step": None if parting is None else parting.step,
+                "layer": None if parting is None else parting.name,
+                "layers_that_part": 0 if parting is None else parting.num_layers,
+                "equal_until": found.equal_until,
+                "only_in_a": found.only[0],
+                "only_in_b": found.only[1],
+                "settings": settings,
+            }
+        )
     else:
         click.echo(click.style(sentence(found) + ".", bold=True))
         pairs([*_differences(found, runs), ("settings", listing(list(settings.items()), _changed) or "the same")])
@@ -154,17 +162,10 @@ def _differences(found: Comparison, runs: tuple[RunHistory, RunHistory]) -> list
     lines += [(f"only in {letter}", listing(names)) for letter, names in zip("AB", found.only, strict=True) if names]
     losses = [key for key in runs[0].own if key in runs[1].own and own_role(key) == "loss"]
     for key in losses[:2]:
-        values = [_at(run, key, last) for run in runs]
-        if None not in values:
-            lines.append((key, f"{number(values[0])} in A, {number(values[1])} in B at step {last}"))
+        until = [run.own[key].values[run.own[key].steps <= last] for run in runs]
+        if all(map(len, until)):
+            lines.append((key, f"{number(until[0][-1])} in A, {number(until[1][-1])} in B at step {last}"))
     return lines
-
-
-def _at(run: RunHistory, key: str, step: int) -> Any:
-    """The newest value of a scalar of the user up to a step; None before the first."""
-    series = run.own[key]
-    place = int(np.searchsorted(series.steps, step, side="right")) - 1
-    return float(series.values[place]) if place >= 0 else None
 
 
 def _changed(setting: tuple[str, list[Any]]) -> str:

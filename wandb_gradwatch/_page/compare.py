@@ -16,7 +16,6 @@ from .history import OwnSeries, RunHistory, flat, natural_order
 from .packing import Blob, picture_width, pool, pool_extremes, pool_steps
 from .payload import MAX_POINTS, describe_run, own_role
 from .verdict import Verdict, judge, nonfinite_rows
-from .words import WORDS
 
 # P layers that both runs have, G windows that both runs reach
 
@@ -232,7 +231,6 @@ def build_comparison(histories: Sequence[RunHistory]) -> tuple[dict[str, Any], B
             "name": " and ".join(letter for letter, _ in lettered),
         },
         "notes": [f"{letter}: {note}" for letter, history in lettered for note in history.notes],
-        "words": {key: words._asdict() for key, words in WORDS.items()},
         "alerts": [],
         "steps": sorted({step for one in histories for step in (*one.steps[:1].tolist(), *one.steps[-1:].tolist())}),
         "axes": [],  # time and the like are each run's own

@@ -13,16 +13,16 @@ import html
 import json
 import os
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from .compare import build_comparison
 from .history import RunHistory
 from .packing import Blob
 from .payload import build_payload
-from .words import ASSETS
 
+ASSETS: Final = Path(__file__).parent / "assets"
 LIBRARY_SCRIPT: Final = "uPlot.iife.min.js"
 LIBRARY_STYLE: Final = "uPlot.min.css"
 # One scope, in this order: a file may use what stands before it when it is loaded, and everything when it runs.
@@ -30,6 +30,25 @@ SCRIPTS: Final = (
     *("text.js", "data.js", "theme.js", "view.js", "picture.js", "lines.js", "frame.js", "heatmap.js", "ridges.js"),
     *("tree.js", "grids.js", "alerts.js", "table.js", "compare.js", "preview.js", "live.js", "main.js"),
 )
+
+
+class Words(NamedTuple):
+    """What a picture shows, what healthy looks like, and what to do otherwise: on the page, in report and workspace."""
+
+    title: str
+    healthy: str
+    otherwise: str
+
+
+def _read_words() -> Iterator[tuple[str, Words]]:
+    """Three lines of assets/words.txt for each picture, its key in brackets."""
+    for paragraph in (ASSETS / "words.txt").read_text(encoding="utf-8").strip().split("\n\n"):
+        title, healthy, otherwise = paragraph.splitlines()
+        key, _, title = title.removeprefix("[").partition("] ")
+        yield key, Words(title, healthy, otherwise)
+
+
+WORDS: Final[Mapping[str, Words]] = dict(_read_words())
 
 
 def write_page(history: RunHistory, output: str | os.PathLike[str], *, others: Sequence[RunHistory] = ()) -> Path:
@@ -57,40 +76,49 @@ def render_page(history: RunHistory, *, others: Sequence[RunHistory] = (), versi
     """The page of a run, or of several side by side, as HTML; with a version it asks its server for newer ones."""
     content, blob = build_comparison([history, *others]) if others else build_payload(history)
     title = " and ".join(one.name or one.run_id for one in (history, *others))
-    return render_content(f"{title} · gradients", content | {"version": version}, blob)
+    return render_content(f"{title} · gradients", content, blob, version=version)
 
 
-def render_content(title: str, content: Mapping[str, Any], blob: Blob) -> str:
-    """A page as HTML: its content, "version" of which is None where the page asks nobody, and the content's arrays."""
+def render_content(title: str, content: Mapping[str, Any], blob: Blob, *, version: int | None = None) -> str:
+    """A page as HTML: its content, and the content's arrays."""
     style = _asset(LIBRARY_STYLE) + _asset("page.css")
     library = _asset(LIBRARY_SCRIPT)
     program = '"use strict";(() => {\n' + "".join(map(_asset, SCRIPTS)) + "})();"
     # Nothing but these very texts may run or style, and nothing may be fetched but what the page's own server has.
+    from_server = "" if version is None else "; connect-src 'self'"
     policy = (
         f"default-src 'none'; script-src {_hash(library)} {_hash(program)}; style-src {_hash(style)}; "
-        "img-src data: blob:; base-uri 'none'; form-action 'none'"
+        f"img-src data: blob:; base-uri 'none'; form-action 'none'{from_server}"
     )
-    if content["version"] is not None:
-        policy += "; connect-src 'self'"
-    return "".join(
-        [
-            '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n',
-            f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">\n',
-            '<meta name="color-scheme" content="light dark">\n',
-            f"<title>{html.escape(visible_text(title))}</title>\n<style>{style}</style>\n</head>\n<body>\n",
-            '<main id="page"><noscript>This page draws its pictures with JavaScript.</noscript></main>\n',
-            f'<script type="application/json" id="content">{script_json(content)}</script>\n',
-            f'<script type="application/octet-stream" id="arrays">{blob.encoded()}</script>\n',
-            f"<script>{library}</script>\n<script>{program}</script>\n</body>\n</html>\n",
-        ]
-    )
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>{html.escape(visible_text(title))}</title>
+<style>{style}</style>
+</head>
+<body>
+<main id="page"><noscript>This page draws its pictures with JavaScript.</noscript></main>
+<script type="application/json" id="content">{script_json(_with_words(content, version))}</script>
+<script type="application/octet-stream" id="arrays">{blob.encoded()}</script>
+<script>{library}</script>
+<script>{program}</script>
+</body>
+</html>
+"""
 
 
 def render_data(history: RunHistory, version: int) -> str:
     """What an open page takes in place of its own content, as JSON."""
     content, blob = build_payload(history)
-    return script_json({"content": content | {"version": version}, "arrays": blob.encoded()})
+    return script_json({"content": _with_words(content, version), "arrays": blob.encoded()})
+
+
+def _with_words(content: Mapping[str, Any], version: int | None) -> dict[str, Any]:
+    return {**content, "version": version, "words": {key: words._asdict() for key, words in WORDS.items()}}
 
 
 def _asset(name: str) -> str:

@@ -18,7 +18,6 @@ from ..snapshot import keys
 from .history import RecordedAlert, RecordedTable, RunHistory, natural_order
 from .packing import Blob, pack_histograms, picture_width, pool, pool_extremes, pool_steps, pool_width
 from .verdict import fold, judge, severity
-from .words import WORDS
 
 # P names, W columns of a picture
 
@@ -61,7 +60,6 @@ def build_payload(history: RunHistory) -> tuple[dict[str, Any], Blob]:
     content = {
         "run": describe_run(history),
         "notes": list(history.notes),
-        "words": {key: words._asdict() for key, words in WORDS.items()},
         "verdict": asdict(judge(history)),
         "alerts": [_alert(group) for group in fold(history.alerts)],
         "steps": pool_steps(history.steps, points)[1].tolist(),

@@ -22,8 +22,8 @@ import numpy as np
 
 from .._measure.columns import FloatArray
 from ..snapshot import keys
-from .columns import HistogramCollector, OwnColumns, RowColumns
 from .history import OwnSeries, RecordedAlert, RecordedTable, RunHistory, flat
+from .packing import HistogramCollector, OwnColumns, RowColumns
 
 HEADER: Final = b":W&B\xe1\xbe\x00"
 PART: Final = struct.Struct("<IHB")  # checksum of all that follows it, length of the data, kind

@@ -48,7 +48,7 @@ def _preview(what: str, title: str, blocks: list[dict[str, Any]], history: RunHi
     for block in blocks:
         block["panels"] = [_panel(panel, drawn, blob) for panel in block.get("panels", ())]
     told = {"what": what, "title": title, "isDrawn": history is not None, "blocks": blocks}
-    return render_content(f"{title} · preview", content | {"version": None, "preview": told}, blob)
+    return render_content(f"{title} · preview", content | {"preview": told}, blob)
 
 
 def _block(block: Any) -> dict[str, Any]:

@@ -11,8 +11,8 @@ from typing import Any, Final
 
 from .._diagnosis import CAUSES
 from .._page.history import RecordedAlert, RunHistory
+from .._page.page import WORDS
 from .._page.read import read_run
-from .._page.words import WORDS
 from ..snapshot import keys
 from .template import SECTIONS, markdown_words, no_project, require_workspaces, speaking_to_wandb
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
-from .._page.words import Words
+from .._page.page import Words
 from ..snapshot import keys
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from typing import Any, Final
 
-from .._page.words import WORDS
+from .._page.page import WORDS
 from ..snapshot import keys
 from .template import SECTIONS, markdown_words, no_project, require_workspaces, speaking_to_wandb
 
