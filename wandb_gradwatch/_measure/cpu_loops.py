@@ -1,9 +1,9 @@
 """The compiled loops of the CPU backend: one call measures a whole list of tensors, block by block.
 
-A block of BLOCK elements is read into the first-level cache by the first loop and from there by the others, each of
-which the compiler turns into vector instructions. Floats are read as integers ("words", float_bits.py) wherever their
-order is all that counts: exact for every value, also for subnormal ones in a process that flushes them to zero. Squares
-are taken in float64, where no float32 overflows or vanishes.
+A block of BLOCK elements is read into the first-level cache by the first loop, which finds all that most blocks need,
+and from there by the others; the compiler turns them into vector instructions. Floats are read as integers ("words",
+float_bits.py) wherever their order is all that counts: exact for every value, also for subnormal ones in a process that
+flushes them to zero. Squares are taken in float64, where no float32 overflows or vanishes.
 
 numba keeps what it compiled on disk and compiles again when this file changes, but not when another one does: nothing
 is imported here from the rest of the package, and this is one file, however long. What depends on other files (edges
@@ -24,10 +24,13 @@ from numba.extending import intrinsic
 # M pieces, C columns, B histogram bins, K codes, E elements of one block
 
 BLOCK: Final = 2048  # elements: 8 KB of float32, beside as much scratch in the first-level cache
-SMALL: Final = 1024  # elements; below, a value goes straight to its bin: adding up tables of codes would cost more
-TABLES: Final = 4  # tables of codes, used in turn: the next value need not wait until the last one's count is stored
-CODES32: Final = 1 << 10  # K of float32
-FOLD_EVERY: Final = 1 << 26  # elements counted, after which the tables are added up: they count to 2**32
+SMALL: Final = (
+    1 << 12
+)  # elements; below, a value goes straight to its bin: adding up the table of pairs would cost more
+WINDOW: Final = 64  # codes of magnitudes, 32 octaves, that the table of pairs counts: more would not fit in the cache
+SLOTS: Final = 2 * WINDOW  # a code's last bits, whatever the window's first code is, and the sign
+FOLD_EVERY: Final = 2**16 - BLOCK // 2  # pairs counted, after which the table is added up: it counts to 2**16 - 1
+HEADROOM: Final = 16  # of these codes are above what the first block holds
 
 FLOAT32, BFLOAT16, FLOAT16, FLOAT64 = 0, 1, 2, 3  # kinds of tensors
 
@@ -83,6 +86,17 @@ _minus_one = _word_intrinsic(lambda b, x: b.sub(x, _one(x)))
 _minus_sign = _word_intrinsic(lambda b, x: b.lshr(b.shl(x, _one(x)), _one(x)))
 _halved_above = _word_intrinsic(lambda b, x: b.lshr(b.add(x, _one(x)), _one(x)))
 _plus_if_within = _word_intrinsic(lambda b, n, x, limit: b.add(n, b.zext(b.icmp_unsigned("<=", x, limit), n.type)))
+
+
+@_word_intrinsic
+def _pair_of(builder, first, second):
+    """The slots of two words of 32 bits, as the place of their pair in a table."""
+
+    def slot(word: Any) -> Any:
+        code = builder.and_(builder.lshr(word, ir.Constant(word.type, SHIFT32 - 1)), ir.Constant(word.type, SLOTS - 2))
+        return builder.or_(code, builder.lshr(word, ir.Constant(word.type, 31)))
+
+    return builder.add(builder.mul(slot(first), ir.Constant(first.type, SLOTS)), slot(second))
 
 
 @intrinsic
@@ -178,18 +192,29 @@ def _block(address, start, count, kind, scratch):
     return scratch[:count]
 
 
-@_jit
-def _extremes(words):
-    """The smallest and the largest word, the largest as a signed number, and the smallest magnitude doubled."""
+@_jit_sums
+def _statistics(words):
+    """The smallest and the largest word, the largest as a signed number, the smallest magnitude doubled, and two sums.
+
+    In one loop: it takes no longer than the memory, and a second one would come on top.
+
+    Returns:
+        lowest, highest, outermost, smallest: words.
+        total, squares: sum and sum of squares; nothing that holds where a word is NaN or Inf.
+    """
     lowest = highest = outermost = words[0]
     smallest = _doubled(words[0])
+    total = squares = 0.0
     for i in range(words.size):
         word = words[i]
         lowest = _smaller(lowest, word)
         highest = _larger(highest, word)
         outermost = _larger_signed(outermost, word)
         smallest = _smaller(smallest, _doubled(word))
-    return lowest, highest, outermost, smallest
+        value = _value(word)
+        total += value
+        squares += value * value
+    return lowest, highest, outermost, smallest, total, squares
 
 
 @_jit
@@ -218,61 +243,22 @@ def _smallest_nonzero(words):
     return smallest
 
 
-@_jit_sums
-def _sums(words):
-    """Sum and sum of squares."""
-    total = squares = 0.0
+@_jit
+def _without_nonfinite(words, doubled_infinity, instead, place):
+    """The words with another one instead of NaN and Inf: [E], in `place`, where the words may be too."""
     for i in range(words.size):
-        value = _value(words[i])
-        total += value
-        squares += value * value
-    return total, squares
-
-
-@_jit_sums
-def _finite_sums(words, doubled_infinity):
-    """Sum and sum of squares of the finite elements."""
-    total = squares = 0.0
-    for i in range(words.size):
-        value = _value(words[i]) if _doubled(words[i]) < doubled_infinity else 0.0
-        total += value
-        squares += value * value
-    return total, squares
-
-
-@_jit_sums
-def _squares(words):
-    squares = 0.0
-    for i in range(words.size):
-        value = _value(words[i])
-        squares += value * value
-    return squares
+        place[i] = words[i] if _doubled(words[i]) < doubled_infinity else instead
+    return place[: words.size]
 
 
 @_jit
-def _without_nonfinite(words, doubled_infinity, spare):
-    """The words with NaN and Inf replaced by a finite one of them, which there must be: [E], in spare."""
-    finite = largest = _minus_one(words.dtype.type(0))
-    for i in range(words.size):
-        finite = _smaller(finite, words[i] if _doubled(words[i]) < doubled_infinity else largest)
-    for i in range(words.size):
-        spare[i] = words[i] if _doubled(words[i]) < doubled_infinity else finite
-    return spare[: words.size]
-
-
-@_jit
-def _count_codes(words, codes):
-    """Count the leading bits of 32-bit words: two words a load, four tables in turn."""
-    whole = words.size - words.size % 4
-    pairs = words[:whole].view(np.uint64)
-    for i in range(0, pairs.size, 2):
-        first, second = pairs[i], pairs[i + 1]
-        codes[(first >> SHIFT32) & (CODES32 - 1)] += 1
-        codes[CODES32 + (first >> (32 + SHIFT32))] += 1
-        codes[2 * CODES32 + ((second >> SHIFT32) & (CODES32 - 1))] += 1
-        codes[3 * CODES32 + (second >> (32 + SHIFT32))] += 1
-    for i in range(whole, words.size):
-        codes[words[i] >> SHIFT32] += 1
+def _count_pairs(words, spare, pairs):
+    """Count an even number of 32-bit words by twos: half as many counters wait until they are stored."""
+    half = words.size // 2
+    for i in range(half):
+        spare[i] = _pair_of(words[i], words[half + i])
+    for i in range(half):
+        pairs[spare[i]] += 1
 
 
 @_jit
@@ -284,38 +270,39 @@ def _count_bins(words, shift, bins, histogram):
 
 
 @_jit
-def _add_codes(codes, first, last, bins, histogram):
-    """Add up the tables' codes from first to last in the bins, and clear them."""
-    for code in range(first, last + 1):
-        count = np.int64(0)
-        for place in range(code, TABLES * CODES32, CODES32):
-            count += codes[place]
-            codes[place] = 0
-        if bins[code] < histogram.size:
-            histogram[bins[code]] += count
+def _code_of(slot, first, bins):
+    """The code that a slot stands for in the window that begins with code `first`."""
+    return first + ((slot // 2 - first) & (WINDOW - 1)) + (slot & 1) * (bins.size // 2)
 
 
 @_jit
-def _add_codes_between(smallest, largest, codes, bins, histogram):
-    """The same for the codes of either sign between those of two magnitudes, and those of zeros."""
-    for beginning in (0, CODES32 // 2):
-        if smallest > 0:
-            _add_codes(codes, beginning, beginning, bins, histogram)
-        _add_codes(codes, beginning + smallest, beginning + largest, bins, histogram)
+def _add_pairs(pairs, first, spare, bins, histogram):
+    """Add up the table in the bins, and clear it."""
+    spare[:SLOTS] = 0
+    for slot in range(SLOTS):
+        row = pairs[slot * SLOTS : (slot + 1) * SLOTS]
+        count = np.int64(0)
+        for i in range(SLOTS):
+            count += row[i]
+            spare[i] += row[i]
+        row[:] = 0
+        histogram[bins[_code_of(slot, first, bins)]] += count
+    for slot in range(SLOTS):
+        histogram[bins[_code_of(slot, first, bins)]] += np.int64(spare[slot])
 
 
 # ---- one tensor
 
 
 @_jit
-def _gradient(address, size, kind, layout, dead, scratch, spare, row, codes, bins, histogram):
+def _gradient(address, size, kind, layout, dead, scratch, spare, row, pairs, bins, histogram):
     """Fill in the gradient's columns of a row and, if it is not empty, the histogram.
 
     Args:
         layout: the sign bit, the bits of infinity, both as words, and how far to shift a word to get its code.
         dead: the bits of the largest dead magnitude.
         scratch, spare: a block of words each.
-        codes: TABLES * CODES32 zeros; they are zeros again in the end.
+        pairs: SLOTS * SLOTS zeros; they are zeros again in the end.
         bins: the bin of each code: [K].
         histogram: zeros: [B], or [0] if none is wanted.
     """
@@ -323,71 +310,65 @@ def _gradient(address, size, kind, layout, dead, scratch, spare, row, codes, bin
     zero = scratch.dtype.type(0)
     doubled_infinity = _doubled(infinity)
     lowest, highest, outermost, smallest = _minus_one(zero), zero, sign, _minus_one(zero)
-    num_finite = num_zero = num_dead = num_inf = positive_zeros = negative_zeros = np.int64(0)
+    num_finite = num_zero = num_dead = num_inf = np.int64(0)
     total = squares = 0.0
-    in_bins, in_tables = size < SMALL or kind == FLOAT64, 0
+    num_pairs, first = np.int64(0), np.int64(-1)
     for start in range(0, size, BLOCK):
         count = min(BLOCK, size - start)
         words = _block(address, start, count, kind, scratch)
-        low, high, outer, small = _extremes(words)
-        if high == zero or (high == sign and outer in (zero, sign)):  # nothing but zeros
-            lowest, highest, outermost = _smaller(lowest, low), _larger(highest, high), _larger_signed(outermost, outer)
-            num_finite += count
-            num_zero += count
-            num_dead += count
-            continue
-        finite = words
+        low, high, outer, small, total_here, squares_here = _statistics(words)
+        finite, finite_here = words, np.int64(count)
         if high >= sign + infinity or infinity <= outer < sign:
             finite_here = _num_within(words, _minus_one(doubled_infinity))
             num_inf += _num_within(words, doubled_infinity) - finite_here
-            num_finite += finite_here
             if finite_here == 0:
                 continue
-            finite = _without_nonfinite(words, doubled_infinity, spare)
-            low, high, outer, small = _extremes(finite)
-            total_here, squares_here = _finite_sums(words, doubled_infinity)
-        else:
-            num_finite += count
-            total_here, squares_here = _sums(words)
+            lowest_finite = _statistics(_without_nonfinite(words, doubled_infinity, _minus_one(zero), spare))[0]
+            total_here, squares_here = _statistics(_without_nonfinite(words, doubled_infinity, zero, spare))[4:]
+            finite = _without_nonfinite(words, doubled_infinity, lowest_finite, spare)
+            low, high, outer, small = _statistics(finite)[:4]
+        num_finite += finite_here
         total += total_here
         squares += squares_here
+        lowest, highest, outermost = _smaller(lowest, low), _larger(highest, high), _larger_signed(outermost, outer)
         zeros_here = np.int64(0)
         nonzero = _minus_one(small)
-        if small == zero:
+        if high == zero or (high == sign and outer in (zero, sign)):  # nothing but zeros
+            zeros_here = finite_here
+        elif small == zero:
             zeros_here = _num_within(words, zero)
             nonzero = _smallest_nonzero(finite)
         num_zero += zeros_here
-        if dead == zero:
+        if dead == zero or zeros_here == finite_here:
             num_dead += zeros_here
         elif small <= _doubled(dead):
             num_dead += _num_within(words, _doubled(dead))
-        lowest, highest, outermost = _smaller(lowest, low), _larger(highest, high), _larger_signed(outermost, outer)
         smallest = _smaller(smallest, nonzero)
-        if histogram.size:
-            if zeros_here:  # they share their codes with subnormal values
-                positive_here = _num_positive_zero(words)
-                positive_zeros += positive_here
-                negative_zeros += zeros_here - positive_here
-            if in_bins:
-                _count_bins(words, shift, bins, histogram)
+        if histogram.size and zeros_here < finite_here:
+            largest = outer if outer < sign else zero
+            if high >= sign:
+                largest = _larger(largest, _minus_sign(high))
+            last_code, first_code = np.int64(largest >> shift), np.int64(_halved_above(nonzero) >> shift)
+            if first < 0:
+                first = min(max(last_code + HEADROOM + 1 - WINDOW, 0), np.int64(infinity >> shift) - WINDOW)
+            zero_code = np.int64(0)
+            fits = finite_here == count and first <= first_code and last_code < first + WINDOW
+            if fits and size >= SMALL and count % 2 == 0 and kind != FLOAT64:
+                if num_pairs >= FOLD_EVERY:
+                    _add_pairs(pairs, first, spare, bins, histogram)
+                    num_pairs = np.int64(0)
+                _count_pairs(words, spare, pairs)
+                num_pairs += count // 2
+                zero_code = _code_of(0, first, bins)
             else:
-                _count_codes(words, codes)
-                in_tables += count
-                if in_tables >= FOLD_EVERY:
-                    _add_codes(codes, 0, CODES32 - 1, bins, histogram)
-                    in_tables = 0
+                _count_bins(words, shift, bins, histogram)
+            if zeros_here:  # they are among the codes of other values
+                positive_here = _num_positive_zero(words)
+                histogram[bins[zero_code]] -= positive_here
+                histogram[bins[zero_code + bins.size // 2]] -= zeros_here - positive_here
     if histogram.size:
-        if in_bins or num_zero == size:
-            pass
-        elif num_finite < size:
-            _add_codes(codes, 0, CODES32 - 1, bins, histogram)
-        else:  # most codes are those of magnitudes that no element has
-            largest = outermost if outermost < sign else zero
-            if highest >= sign:
-                largest = _larger(largest, _minus_sign(highest))
-            _add_codes_between(_halved_above(smallest) >> shift, largest >> shift, codes, bins, histogram)
-        histogram[bins[0]] -= positive_zeros
-        histogram[bins[bins.size // 2]] -= negative_zeros
+        if num_pairs:
+            _add_pairs(pairs, first, spare, bins, histogram)
         histogram[histogram.size // 2] += num_zero
     row[NUM_ELEMENTS], row[NUM_NAN], row[NUM_INF] = size, size - num_finite - num_inf, num_inf
     row[NUM_ZERO], row[NUM_DEAD] = num_zero, num_dead
@@ -408,12 +389,12 @@ def _sum_of_squares(address, size, kind, infinity, scratch):
     total, num_nan, num_inf = 0.0, np.int64(0), np.int64(0)
     for start in range(0, size, BLOCK):
         words = _block(address, start, min(BLOCK, size - start), kind, scratch)
-        squares = _squares(words)
+        squares = _statistics(words)[5]
         if not np.isfinite(squares):
             num_finite = _num_within(words, _minus_one(_doubled(infinity)))
             num_not_nan = _num_within(words, _doubled(infinity))
             num_nan, num_inf = num_nan + words.size - num_not_nan, num_inf + num_not_nan - num_finite
-            squares = _finite_sums(words, _doubled(infinity))[1]
+            squares = _statistics(_without_nonfinite(words, _doubled(infinity), words.dtype.type(0), scratch))[5]
         total += squares
     return total, num_nan, num_inf
 
@@ -434,15 +415,15 @@ def _measure_all(table, parameter_table, dead32, dead64, bins32, bins64, rows, h
     """
     scratch32, spare32 = np.empty(BLOCK, np.uint32), np.empty(BLOCK, np.uint32)
     scratch64, spare64 = np.empty(BLOCK, np.uint64), np.empty(BLOCK, np.uint64)
-    codes = np.zeros(TABLES * CODES32 if histogram.shape[1] > 0 else 0, np.uint32)
+    pairs = np.zeros(SLOTS * SLOTS if histogram.shape[1] > 0 else 0, np.uint16)
     layout32, layout64 = (SIGN32, INFINITY32, SHIFT32), (SIGN64, INFINITY64, SHIFT64)
     for i in range(len(table)):
         address, size, kind = table[i, ADDRESS], table[i, SIZE], table[i, KIND]
         row, counts = rows[i], histogram[i]
         if kind == FLOAT64:
-            _gradient(address, size, kind, layout64, dead64, scratch64, spare64, row, codes, bins64, counts)
+            _gradient(address, size, kind, layout64, dead64, scratch64, spare64, row, pairs, bins64, counts)
         else:
-            _gradient(address, size, kind, layout32, dead32, scratch32, spare32, row, codes, bins32, counts)
+            _gradient(address, size, kind, layout32, dead32, scratch32, spare32, row, pairs, bins32, counts)
         row[PARAM_SUM_SQ], row[PARAM_NUM_NONFINITE] = np.nan, np.nan
         if len(parameter_table):
             row[PARAM_SUM_SQ], num_nan, num_inf = _squares_of(parameter_table, i, scratch32, scratch64)
