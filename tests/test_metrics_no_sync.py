@@ -65,10 +65,9 @@ def questions(metrics_of, monkeypatch):
     """What is asked during the steps of a watched training, flushes left out."""
     # The backend for any device; the CPU's own may look at numbers as it likes.
     monkeypatch.setattr("wandb_gradwatch.metrics._rows.measure", partial(measure, backend="torch"))
-    for user in ("_updates", "_reference"):
-        monkeypatch.setattr(
-            f"wandb_gradwatch.metrics.{user}.sum_sq", lambda tensors: measure_received(tensors, backend="torch")[:, 0]
-        )
+    monkeypatch.setattr(
+        "wandb_gradwatch.metrics._distances.sum_sq", lambda tensors: measure_received(tensors, backend="torch")[:, 0]
+    )
     torch.manual_seed(0)
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)  # the others read the number of the step

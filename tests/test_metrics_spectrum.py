@@ -14,7 +14,7 @@ from metric_rank_programs import spectrum as spectrum_of
 from torch import nn
 
 from wandb_gradwatch.metrics import Spectrum
-from wandb_gradwatch.metrics._updates import _SharedVector
+from wandb_gradwatch.metrics._parameters import _SharedVector
 
 
 def spectrum(matrix: Any) -> tuple[float, float]:

@@ -27,7 +27,7 @@ from ._measure.measure import compile_for_cpu, resolve_backend
 from ._runtime.sharding import DEEPSPEED_REFUSED, has_deepspeed, rank, world_size
 from ._watcher import WATCHERS, Config, Watcher
 from .metrics._metric import MetricLike, probes_of, rules_of
-from .metrics._updates import ParameterHistograms
+from .metrics._parameters import ParameterHistograms
 from .rules import Alert, Rule, default_rules
 from .rules._functions import as_rule
 from .sinks import Sink, WandbSink

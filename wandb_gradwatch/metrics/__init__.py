@@ -5,11 +5,12 @@ from __future__ import annotations
 from ._activations import Activations, Router
 from ._attention import Attention
 from ._coordinate_check import CoordinateCheck, coordinate_check
+from ._distances import Reference, Updates
 from ._forward_hooks import MonitorMixin, log_attention, log_tensor
 from ._metric import Metric
 from ._module_probe import ModuleProbe
+from ._parameters import OptimizerState, Spectrum
 from ._ranks import NoiseScale, Ranks
-from ._reference import Reference
 from ._rules import (
     DeadExperts,
     EntropyCollapse,
@@ -19,7 +20,6 @@ from ._rules import (
     RanksDisagree,
     SlowRank,
 )
-from ._updates import OptimizerState, Spectrum, Updates
 
 __all__ = [
     "Activations", "Attention", "CoordinateCheck", "DeadExperts", "EntropyCollapse", "GrowingLogits", "Metric",

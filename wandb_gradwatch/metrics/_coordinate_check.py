@@ -227,28 +227,21 @@ def _draw(check: CoordinateCheck) -> str:
 
 
 def _panel(widths: FloatArray, sizes_WL: FloatArray, colours: list[str], title: str, left: int) -> list[str]:
-    positive = sizes_WL[sizes_WL > 0]
-    low, high = (np.log10(positive.min()), np.log10(positive.max())) if positive.size else (-1.0, 0.0)
-    low, high = np.floor(low), max(np.ceil(high), np.floor(low) + 1)
-    first, last = np.log(widths.min()), np.log(widths.max())
-
-    def x_of(value: float) -> float:
-        return float(left + _PANEL_WIDTH * (np.log(value) - first) / (last - first))
-
-    def y_of(value: float) -> float:
-        return float(_MARGIN + _PANEL_HEIGHT * (high - np.log10(value)) / (high - low))
-
+    logs = np.log10(sizes_WL[sizes_WL > 0]) if np.any(sizes_WL > 0) else np.array([-1.0, 0.0])
+    low, high = int(np.floor(logs.min())), int(max(np.ceil(logs.max()), np.floor(logs.min()) + 1))
+    x_W = left + _PANEL_WIDTH * np.log(widths / widths.min()) / np.log(widths.max() / widths.min())
     bottom = _MARGIN + _PANEL_HEIGHT
     parts = [f'<text x="{left}" y="{_MARGIN - 16}" font-weight="bold">{escape(title)}</text>']
-    for exponent in range(int(low), int(high) + 1):
-        y = y_of(10.0**exponent)
+    for exponent in range(low, high + 1):
+        y = _MARGIN + _PANEL_HEIGHT * (high - exponent) / (high - low)
         parts.append(f'<line x1="{left}" x2="{left + _PANEL_WIDTH}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>')
         parts.append(f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">1e{exponent}</text>')
-    for width in widths:
-        parts.append(f'<text x="{x_of(width):.1f}" y="{bottom + 18}" text-anchor="middle">{width:.0f}</text>')
+    for x, width in zip(x_W, widths, strict=True):
+        parts.append(f'<text x="{x:.1f}" y="{bottom + 18}" text-anchor="middle">{width:.0f}</text>')
     parts.append(f'<text x="{left + _PANEL_WIDTH / 2}" y="{bottom + 38}" text-anchor="middle">width</text>')
     for sizes_W, colour in zip(sizes_WL.T, colours, strict=True):
-        points = " ".join(f"{x_of(w):.1f},{y_of(s):.1f}" for w, s in zip(widths, sizes_W, strict=True) if s > 0)
-        if points:
+        is_there_W = sizes_W > 0
+        y_W = _MARGIN + _PANEL_HEIGHT * (high - np.log10(sizes_W[is_there_W])) / (high - low)
+        if points := " ".join(f"{x:.1f},{y:.1f}" for x, y in zip(x_W[is_there_W], y_W, strict=True)):
             parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>')
     return parts

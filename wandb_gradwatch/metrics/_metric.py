@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
 from typing import Any, Final
 
@@ -45,7 +46,7 @@ _REDUCTIONS: Final[dict[str, tuple[Callable[[Tensor, int], Tensor], Callable[[Te
 SUBJECTS: Final = (keys.PARAMETER, keys.GRADIENT, keys.ACTIVATION, keys.UPDATE)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Metric:
     """A number of the user's own, logged as `<on>/<name of the tensor>/<name>` at sampled steps.
 
@@ -75,11 +76,12 @@ class Metric:
 
     name: str
     fn: Callable[[Tensor], Tensor]
-    on: str = field(default="parameter", kw_only=True)
-    match: NameFilter | None = field(default=None, kw_only=True)
-    aggregate: Aggregate = field(default="mean", kw_only=True)
-    every: int = field(default=1, kw_only=True)
-    dims: Mapping[int, str] | None = field(default=None, kw_only=True)
+    _: KW_ONLY
+    on: str = "parameter"
+    match: NameFilter | None = None
+    aggregate: Aggregate = "mean"
+    every: int = 1
+    dims: Mapping[int, str] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name or set(self.name) & {"/", "."}:
@@ -213,9 +215,6 @@ def _probes_in(metrics: Sequence[MetricLike]) -> list[ModuleProbe]:
     return [probe for probe in metrics if isinstance(probe, ModuleProbe)]
 
 
-_Key = tuple[str, str, str]  # what it is of, the name, the metric
-
-
 class FunctionMetrics(ForwardProbe):
     """All the metrics of a watcher: they share the hooks and, for updates, the copies.
 
@@ -228,13 +227,13 @@ class FunctionMetrics(ForwardProbe):
     def __init__(self, metrics: Sequence[Metric]) -> None:
         self._metrics = list(metrics)
         super().__init__()
-        names = list(map(str, metrics))  # with what they are of
-        if twice := next((name for place, name in enumerate(names) if name in names[:place]), None):
+        names = Counter(map(str, metrics))  # with what they are of
+        if twice := next((name for name, times in names.items() if times > 1), None):
             raise ValueError(f"metrics holds two called {twice}; give them different names")
         self.logs = frozenset((metric.on, metric.name) for metric in metrics)
         self._now: list[Metric] = []  # those that this sample measures
         self._num_due = 0
-        self._tallies = self.collect(Store[_Key, Tally](Tally.merge))
+        self._tallies = self.collect(Store[tuple[Metric, str], Tally](Tally.merge))
         self._befores = Befores()
 
     def __repr__(self) -> str:
@@ -297,12 +296,9 @@ class FunctionMetrics(ForwardProbe):
         self._shards.look()
         for watched in tensors:
             self._parameter(watched)
-            gradient = watched.gradient
-            if gradient is None or not self._measures(keys.GRADIENT, watched.name):
-                continue
-            for metric in self._now:  # the last backward of a sample has the sum of all
-                self._tallies.sample.pop((keys.GRADIENT, watched.name, metric.name), None)
-            self._apply(keys.GRADIENT, watched.name, without_scale(dense(gradient), watched.inverse_scale))
+            if watched.gradient is not None and self._measures(keys.GRADIENT, watched.name):
+                gradient = without_scale(dense(watched.gradient), watched.inverse_scale)
+                self._apply(keys.GRADIENT, watched.name, gradient)
 
     def before_update(self, tensors: Sequence[WatchedTensor]) -> None:
         super().before_update(tensors)
@@ -318,15 +314,12 @@ class FunctionMetrics(ForwardProbe):
 
     def take(self) -> Mapping[str, Tensor]:
         taken = {}
-        by_name = {(metric.on, metric.name): metric for metric in self._metrics}
-        for (on, name, metric_name), tally in self._tallies.take().items():
-            if (on, metric_name) not in by_name:
-                continue
+        for (metric, name), tally in self._tallies.take().items():
             try:
-                for label, value in zip(tally.labels, tally.results(), strict=False):
-                    taken["/".join(filter(None, (on, name, label, metric_name)))] = _scalar(value)
+                for label, value in zip(tally.labels, tally.results(), strict=False) if metric in self._metrics else ():
+                    taken["/".join(filter(None, (metric.on, name, label, metric.name)))] = _scalar(value)
             except Exception as error:
-                self._drop(by_name.pop((on, metric_name)), f"values of {on} {name!r}", error)
+                self._drop(metric, f"values of {metric.on} {name!r}", error)
         return taken
 
     def _measures(self, on: str, name: str) -> bool:
@@ -343,15 +336,15 @@ class FunctionMetrics(ForwardProbe):
         for metric in tuple(self._now):
             if metric.on != on or not (metric.matches(name) or (also_called and metric.matches(also_called))):
                 continue
-            key = (on, name, metric.name)
-            if on == keys.PARAMETER and key in self._tallies.sample:  # once in a sample
+            if on == keys.PARAMETER and (metric, name) in self._tallies.sample:  # once in a sample
                 continue
+            if on == keys.GRADIENT:  # the last backward of a sample has the sum of all
+                self._tallies.sample.pop((metric, name), None)
             try:
                 labels, values = labelled(metric.value_of(tensor), metric.dims)
                 if values.numel():
-                    values_KE = values if values.ndim == 2 else values.reshape(len(labels), -1)
-                    tally = Tally.of(values_KE, metric.aggregate, labels)
-                    self._tallies.add(key, tally, pending=on == keys.ACTIVATION)
+                    tally = Tally.of(values.reshape(len(labels), -1), metric.aggregate, labels)
+                    self._tallies.add((metric, name), tally, pending=on == keys.ACTIVATION)
             except Exception as error:
                 self._drop(metric, f"{on} {name!r} of shape {[*tensor.shape]}", error)
 
@@ -359,11 +352,10 @@ class FunctionMetrics(ForwardProbe):
         self._metrics = [kept for kept in self._metrics if kept is not metric]
         self._now = [kept for kept in self._now if kept is not metric]
         for values in (self._tallies.sample, self._tallies.pending):
-            for key in [key for key in values if (key[0], key[2]) == (metric.on, metric.name)]:
+            for key in [key for key in values if key[0] is metric]:
                 del values[key]
-        logger.error(
-            "wandb_gradwatch: %s failed on the %s and is dropped; the others go on.", metric, where, exc_info=error
-        )
+        text = "wandb_gradwatch: %s failed on the %s and is dropped; the others go on."
+        logger.error(text, metric, where, exc_info=error)
 
 
 def _scalar(value: Tensor) -> Tensor:

@@ -327,20 +327,15 @@ def _call_before_the_end(run: Any, end: Callable[[], None]) -> Callable[[], None
 
         run._teardown_hooks.append(TeardownHook(end, TeardownStage.EARLY))
     except (ImportError, AttributeError):
-        _wrap_finish(run, end)
+        name = "_finish" if hasattr(run, "_finish") else "finish"
+        finish = getattr(run, name)
 
+        def finish_after_our_end(*args: Any, **kwargs: Any) -> Any:
+            end()
+            return finish(*args, **kwargs)
+
+        vars(run)[name] = finish_after_our_end
     return lambda: atexit.unregister(end_at_exit)
-
-
-def _wrap_finish(run: Any, end: Callable[[], None]) -> None:
-    name = "_finish" if hasattr(run, "_finish") else "finish"
-    finish = getattr(run, name)
-
-    def finish_after_our_end(*args: Any, **kwargs: Any) -> Any:
-        end()
-        return finish(*args, **kwargs)
-
-    vars(run)[name] = finish_after_our_end
 
 
 def _syncs_tensorboard() -> bool:

@@ -67,7 +67,11 @@ def coarse_grouping(names: tuple[str, ...]) -> tuple[Grouping, str]:
     finer: list[Grouping] = [level for level, _ in levels if len(_groups(names, level)) > MAX_SERIES] or [str]
     kinds: dict[str, list[str]] = {}
     for level in finer:
-        kinds = _by_kind(_groups(names, level))
+        kinds = {}  # groups whose names differ in their last number only
+        for group in _groups(names, level):
+            number = _number_in(group)
+            kind = group if number is None else f"{group[: number.start()]}\0{group[number.end() :]}"
+            kinds.setdefault(kind, []).append(group)
         if len(kinds) < MAX_SERIES:
             break
     else:  # no numbers in the names: neighbours of any kind
@@ -82,16 +86,6 @@ def _prefix(depth: int) -> Grouping:
 
 def _groups(names: Iterable[str], group_of: Grouping) -> list[str]:
     return list(dict.fromkeys(map(group_of, names)))
-
-
-def _by_kind(groups: Iterable[str]) -> dict[str, list[str]]:
-    """Groups whose names differ in their last number only."""
-    kinds: dict[str, list[str]] = {}
-    for group in groups:
-        number = _number_in(group)
-        kind = group if number is None else f"{group[: number.start()]}\0{group[number.end() :]}"
-        kinds.setdefault(kind, []).append(group)
-    return kinds
 
 
 def _joined(kinds: dict[str, list[str]]) -> tuple[dict[str, str], int]:

@@ -74,12 +74,8 @@ LAYER_PARAM_NORM: Final = "param_norm"
 LAYER_DEAD_RATIO: Final = "dead_ratio"
 LAYER_NUM_NONFINITE: Final = "num_nonfinite"
 LAYER_FAMILIES: Final = (
-    LAYER_GRAD_NORM,
-    LAYER_GRAD_NORM_MAX,
-    LAYER_GRAD_PARAM_RATIO,
-    LAYER_PARAM_NORM,
-    LAYER_DEAD_RATIO,
-    LAYER_NUM_NONFINITE,
+    *(LAYER_GRAD_NORM, LAYER_GRAD_NORM_MAX, LAYER_GRAD_PARAM_RATIO),
+    *(LAYER_PARAM_NORM, LAYER_DEAD_RATIO, LAYER_NUM_NONFINITE),
 )
 # On request, watch(details=...): each the family, and the Snapshot's array, of that name.
 DETAILS: Final = {
@@ -184,7 +180,7 @@ def split_metric(key: str) -> tuple[str, str, str] | None:
 def split_histogram(key: str) -> tuple[str, str] | None:
     """The family of a histogram, "" for that of gradients, and its name; None for a key that is not ours."""
     family, _, name = key.partition("/")
-    if name and family in (GRADIENT_HISTOGRAMS, PARAMETER_HISTOGRAMS):
+    if name and family in HISTOGRAM_FAMILIES:
         return ("" if family == GRADIENT_HISTOGRAMS else PARAMETER), name
     parts = split_metric(key)
     return parts[:2] if parts is not None and (parts[0], parts[2]) == (ACTIVATION, HISTOGRAM) else None
@@ -197,11 +193,8 @@ def is_ours(key: str) -> bool:
         >>> is_ours("gradwatch/model1/grad_norm"), is_ours("train/loss")
         (True, False)
     """
-    return (
-        key.startswith(PREFIX)
-        or (key.partition("/")[0] in LAYER_FAMILIES and "/" in key)
-        or split_metric(key) is not None
-    )
+    family, slash, _ = key.partition("/")
+    return key.startswith(PREFIX) or (slash != "" and family in LAYER_FAMILIES) or split_metric(key) is not None
 
 
 def definitions(keys: Iterable[str] = (), namespace: str = "") -> dict[str, bool]:
@@ -213,9 +206,7 @@ def definitions(keys: Iterable[str] = (), namespace: str = "") -> dict[str, bool
     """
     told = {f"{PREFIX}*": False, FLIGHT_RECORDER: True}  # a report finds the table by the summary
     told |= {in_namespace(key, namespace): True for key in SUMMARY}
-    told |= dict.fromkeys(
-        (f"{family}/*" for family in (*LAYER_FAMILIES, *DETAILS.values(), *HISTOGRAM_FAMILIES)), False
-    )
+    told |= {f"{family}/*": False for family in (*LAYER_FAMILIES, *DETAILS.values(), *HISTOGRAM_FAMILIES)}
     for key in keys:
         if split_metric(key) is not None:
             told[f"{key}*"] = False  # W&B heeds "none" for patterns only, and one may end in nothing but a star

@@ -1,4 +1,4 @@
-"""Reference: how far parameters and activations have moved from those of a frozen model."""
+"""Distances: of each parameter to what it was before the step, of parameters and activations to a frozen model's."""
 
 from __future__ import annotations
 
@@ -18,14 +18,60 @@ from .._runtime.sharding import local_part
 from ..snapshot import keys
 from ._forward_hooks import ForwardHook, ModuleIndex, chosen_by, matcher
 from ._metric import Metric, Tally
-from ._module_probe import ForwardProbe, ProbeShards, logger
+from ._module_probe import ForwardProbe, ParameterProbe, ProbeShards, logger
 from ._rows import Store, add_on_device, tensor_name, tensors_in, widened
 
 # What a difference is called beside the user's own functions.
 DIFFERENCE, RELATIVE = "difference", "relative_difference"
 _DIFFERENCE: Final = Distance(DIFFERENCE, RELATIVE)
+_CHANGE: Final = Distance("norm", "ratio")
+_MIB: Final = 2**20
 
 Difference = Callable[[Tensor, Tensor], Tensor]
+
+
+class Updates(ParameterProbe):
+    """The norm of each parameter's change in a step, and its ratio to the parameter's norm before.
+
+    Logs `update/<parameter>/norm` and `update/<parameter>/ratio`. A healthy ratio is often quoted as 1e-3. It is
+    missing for a parameter that was all zero. The change is what the optimizer did: learning rate, momentum, weight
+    decay and all. Of a sharded parameter each rank measures its shard, and both numbers are those of the whole: they
+    are merged over the ranks when the window is flushed.
+
+    Args:
+        match: of which parameters: a regular expression (searched), several, or a function of the name; None: all.
+        max_mib: the memory that the copies may take on one rank.
+
+    Memory: one copy of the matching parameters (of this rank's shards of them), from before to after the optimizer's
+    step, in sampled steps only; and one parameter's change at a time, in float32 where it is half precision.
+
+    Raises:
+        ValueError: match matches nothing, or its parameters exceed max_mib; both by watch().
+    """
+
+    logs = frozenset({(keys.UPDATE, "norm"), (keys.UPDATE, "ratio")})
+
+    def __init__(self, match: NameFilter | None = None, *, max_mib: float = 1024) -> None:
+        super().__init__(match)
+        self._max_mib = max_mib
+
+    def bind(self, models: ModuleIndex) -> None:
+        super().bind(models)
+        parts = [local_part(one) for name, one in models.watched_parameters().items() if self._matches(name)]
+        size = sum(part.numel() * part.element_size() for part in parts) / _MIB
+        if size > self._max_mib:
+            raise ValueError(
+                f"{self!r} would copy {size:.0f} MiB of parameters at each sampled step, more than "
+                f"max_mib={self._max_mib:g}; match fewer parameters, or raise max_mib"
+            )
+
+    def before_update(self, tensors: Sequence[WatchedTensor]) -> None:
+        if self._is_due:
+            self._befores.keep(tensor for tensor in tensors if self._matches(tensor.name))
+
+    def after_update(self, tensors: Sequence[WatchedTensor]) -> None:
+        for name, change, before in self._befores.changes(tensors):
+            self._found[f"{keys.UPDATE}/{name}"] = ProbeSums(sum_sq([change, before]), _CHANGE, name)
 
 
 class Reference(ForwardProbe):

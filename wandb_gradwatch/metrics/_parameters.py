@@ -1,4 +1,4 @@
-"""Of each parameter: its update, what the optimizer makes that of, its histogram, and the spectrum of a matrix."""
+"""Of each parameter: its histogram, what its optimizer remembers and makes of it, and the spectrum of a matrix."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch import Tensor
 from .._capture.parameter_registry import NameFilter
 from .._capture.probes import WatchedTensor
 from .._measure.elements import onto, wide_dtype
-from .._measure.measure import measure, sum_sq
-from .._measure.probe_values import ArrivedSums, Distance, ProbeSums, root_of_ratio
+from .._measure.measure import measure
+from .._measure.probe_values import ArrivedSums, ProbeSums, root_of_ratio
 from .._runtime.sharding import local_part, world_size
 from ..snapshot import keys
 from ._forward_hooks import ModuleIndex
@@ -24,53 +24,6 @@ from ._rows import check_names, dense, histograms_of, square_of, widened, withou
 from ._rules import OutgrownUpdate
 
 # M rows, N columns of a matrix
-
-_MIB: Final = 2**20
-_CHANGE: Final = Distance("norm", "ratio")
-
-
-class Updates(ParameterProbe):
-    """The norm of each parameter's change in a step, and its ratio to the parameter's norm before.
-
-    Logs `update/<parameter>/norm` and `update/<parameter>/ratio`. A healthy ratio is often quoted as 1e-3. It is
-    missing for a parameter that was all zero. The change is what the optimizer did: learning rate, momentum, weight
-    decay and all. Of a sharded parameter each rank measures its shard, and both numbers are those of the whole: they
-    are merged over the ranks when the window is flushed.
-
-    Args:
-        match: of which parameters: a regular expression (searched), several, or a function of the name; None: all.
-        max_mib: the memory that the copies may take on one rank.
-
-    Memory: one copy of the matching parameters (of this rank's shards of them), from before to after the optimizer's
-    step, in sampled steps only; and one parameter's change at a time, in float32 where it is half precision.
-
-    Raises:
-        ValueError: match matches nothing, or its parameters exceed max_mib; both by watch().
-    """
-
-    logs = frozenset({(keys.UPDATE, "norm"), (keys.UPDATE, "ratio")})
-
-    def __init__(self, match: NameFilter | None = None, *, max_mib: float = 1024) -> None:
-        super().__init__(match)
-        self._max_mib = max_mib
-
-    def bind(self, models: ModuleIndex) -> None:
-        super().bind(models)
-        parts = [local_part(one) for name, one in models.watched_parameters().items() if self._matches(name)]
-        size = sum(part.numel() * part.element_size() for part in parts) / _MIB
-        if size > self._max_mib:
-            raise ValueError(
-                f"{self!r} would copy {size:.0f} MiB of parameters at each sampled step, more than "
-                f"max_mib={self._max_mib:g}; match fewer parameters, or raise max_mib"
-            )
-
-    def before_update(self, tensors: Sequence[WatchedTensor]) -> None:
-        if self._is_due:
-            self._befores.keep(tensor for tensor in tensors if self._matches(tensor.name))
-
-    def after_update(self, tensors: Sequence[WatchedTensor]) -> None:
-        for name, change, before in self._befores.changes(tensors):
-            self._found[f"{keys.UPDATE}/{name}"] = ProbeSums(sum_sq([change, before]), _CHANGE, name)
 
 
 class ParameterHistograms(ParameterProbe):
@@ -171,13 +124,12 @@ class OptimizerState(ParameterProbe):
             if tensor.gradient is None or not self._matches(tensor.name):
                 continue
             squares = without_scale(widened(dense(tensor.gradient)), tensor.inverse_scale).square()
-            wide = wide_dtype(squares.device)
+            wide, second = wide_dtype(squares.device), _moment(state, group, "exp_avg_sq", 1)
             num = torch.full((), squares.numel(), dtype=wide, device=squares.device)
-            moment = _moment(state, group, "exp_avg_sq", 1)
             stale = torch.full_like(num, torch.nan)
-            if moment is not None:
-                least = max(float(group["eps"]) ** 2, torch.finfo(moment.dtype).tiny)
-                stale = (squares / moment.clamp_min(least)).sum(dtype=wide)
+            if second is not None:
+                least = max(float(group["eps"]) ** 2, torch.finfo(second.dtype).tiny)
+                stale = (squares / second.clamp_min(least)).sum(dtype=wide)
             self._gradients[tensor.name] = torch.stack([num, squares.sum(dtype=wide), stale])
 
     def after_update(self, tensors: Sequence[WatchedTensor]) -> None:
@@ -189,22 +141,24 @@ class OptimizerState(ParameterProbe):
                 for name, value in sorted(state.items())
                 if isinstance(value, Tensor) and value.is_floating_point() and value.ndim
             }
+            first, second, update = _made_of(tensor, state, group)
+            squares = (None if one is None else widened(one).square() for one in (first, update, *parts.values()))
+            of_first, *of_others = squares
             missing = torch.full((), torch.nan, dtype=before.dtype, device=before.device)
             sums = [
-                missing if one is None else onto(widened(one).square().sum(dtype=before.dtype), before.device)
-                for one in (*_made_of(tensor, state, group), *parts.values())
+                missing if one is None else onto(one.sum(dtype=before.dtype), before.device)
+                for one in (of_first, second, *of_others)
             ]
-            second = _moment(state, group, "exp_avg_sq", 1)
-            sums.insert(1, missing if second is None else second.sum(dtype=before.dtype))
             eps = group.get("eps", 0.0)
-            meaning = StateSums(tuple(parts), float(eps) if isinstance(eps, float) else 0.0)
+            meaning = StateSums(tuple(parts), eps if isinstance(eps, float) else 0.0)
             key = f"{keys.OPTIMIZER_STATE}/{tensor.name}"
             self._found[key] = ProbeSums(torch.cat([before, torch.stack(sums)]), meaning, tensor.name)
 
 
-def _with_states(
-    tensors: Sequence[WatchedTensor],
-) -> Iterator[tuple[WatchedTensor, Mapping[str, Any], Mapping[str, Any]]]:
+_Held = Mapping[str, Any]  # what an optimizer has of a parameter: its state, and its group
+
+
+def _with_states(tensors: Sequence[WatchedTensor]) -> Iterator[tuple[WatchedTensor, _Held, _Held]]:
     """Each with its optimizer's state of it, and its parameter group."""
     optimizers = {id(tensor.optimizer): tensor.optimizer for tensor in tensors if tensor.optimizer is not None}
     groups = (group for optimizer in optimizers.values() for group in optimizer.param_groups)
@@ -214,7 +168,7 @@ def _with_states(
             yield tensor, tensor.optimizer.state.get(tensor.held, {}), group_of.get(id(tensor.held), {})
 
 
-def _moment(state: Mapping[str, Any], group: Mapping[str, Any], name: str, place: int) -> Tensor | None:
+def _moment(state: _Held, group: _Held, name: str, place: int) -> Tensor | None:
     """A moment of an optimizer like Adam as it uses it; None for another optimizer, and before its first step.
 
     The number of the step stays where it is: on the host, or, of capturable and fused ones, on the device.
@@ -227,19 +181,18 @@ def _moment(state: Mapping[str, Any], group: Mapping[str, Any], name: str, place
     return corrected
 
 
-def _made_of(tensor: WatchedTensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> list[Tensor | None]:
-    """The first moment as it is used, and the update in units of the learning rate."""
-    first, second = _moment(state, group, "exp_avg", 0), _moment(state, group, "exp_avg_sq", 1)
-    if isinstance(tensor.optimizer, torch.optim.Adam | torch.optim.AdamW) and first is not None and second is not None:
-        if group.get("amsgrad"):
-            second = _moment(state, group, "max_exp_avg_sq", 1)
-            assert second is not None
-        return [first, first / (second.sqrt() + group["eps"])]
+def _made_of(tensor: WatchedTensor, state: _Held, group: _Held) -> list[Tensor | None]:
+    """Both moments as they are used, and the update in units of the learning rate."""
+    first, second, update = _moment(state, group, "exp_avg", 0), _moment(state, group, "exp_avg_sq", 1), None
     buffer = state.get("momentum_buffer")
-    if not isinstance(tensor.optimizer, torch.optim.SGD) or buffer is None or tensor.gradient is None:
-        return [first, None]
-    buffer = widened(local_part(buffer).detach())
-    return [first, widened(tensor.gradient) + group["momentum"] * buffer if group.get("nesterov") else buffer]
+    if isinstance(tensor.optimizer, torch.optim.Adam | torch.optim.AdamW) and first is not None and second is not None:
+        divisor = _moment(state, group, "max_exp_avg_sq", 1) if group.get("amsgrad") else second
+        assert divisor is not None
+        update = first / (divisor.sqrt() + group["eps"])
+    elif isinstance(tensor.optimizer, torch.optim.SGD) and buffer is not None and tensor.gradient is not None:
+        buffer = widened(local_part(buffer).detach())
+        update = widened(tensor.gradient) + group["momentum"] * buffer if group.get("nesterov") else buffer
+    return [first, second, update]
 
 
 _SUBJECTS: Final = (keys.PARAMETER, keys.GRADIENT, keys.UPDATE)
@@ -297,9 +250,6 @@ class Spectrum(ParameterProbe):
     arXiv 1802.05957) whose vector v goes on from sample to sample, and so from below: where a matrix changes quickly,
     as gradients do, sigma lags behind by a few samples, and the stable rank is that much too large.
 
-    Of parameters before the update, of gradients without the loss scale and before clipping, of updates as the
-    parameter has changed.
-
     Of a sharded parameter (FSDP2, tensor parallel) both are those of the whole. Each rank multiplies its shard with the
     same vector, and the products are added when the window is merged over the ranks: the training waits for nothing,
     and the iteration takes one step with each flush that has histograms. Both numbers are missing during its first 8
@@ -308,7 +258,7 @@ class Spectrum(ParameterProbe):
 
     Args:
         match: of which parameters: a regular expression (searched), several, or a function of the name; None: all.
-        of: out of "parameter", "gradient" and "update".
+        of: out of "parameter" (before the update), "gradient" (without the loss scale, before clipping) and "update".
 
     Memory: a vector of each matrix's columns for each of `of`; with "update" a copy of the matching parameters while
     an optimizer steps. Cost: 2 matrix-vector products and a norm of each at a sampled step, 40 at the first one. Of a
@@ -348,7 +298,8 @@ class Spectrum(ParameterProbe):
         for tensor in tensors:
             gradient = tensor.gradient
             if gradient is not None and gradient.layout is torch.strided and self._is_measured(tensor):
-                self._measure(keys.GRADIENT, tensor.name, gradient, tensor.inverse_scale)  # the last backward's counts
+                # Again after each backward: the last one's counts.
+                self._measure(keys.GRADIENT, tensor.name, without_scale(gradient, tensor.inverse_scale))
 
     def before_update(self, tensors: Sequence[WatchedTensor]) -> None:
         self._shards.look()
@@ -375,13 +326,12 @@ class Spectrum(ParameterProbe):
         if not tensor.parameter.is_floating_point() or not self._matches(tensor.name):
             return False
         layout = self._shards.layouts.get(tensor.name)
-        is_merged = (
-            layout is not None and layout.num_ranks == world_size() and len({dim > 0 for dim, _, _ in layout.cuts}) < 2
-        )
+        cut_sides = {dim > 0 for dim, _, _ in layout.cuts} if layout is not None else set()
+        is_merged = layout is not None and layout.num_ranks == world_size() and len(cut_sides) < 2
         return (is_merged or self._shards.is_whole(tensor.name, needed_by="spectra")) and tensor.parameter.ndim > 1
 
-    def _measure(self, subject: str, name: str, tensor: Tensor, inverse_scale: Tensor | None = None) -> None:
-        key, matrix_MN = f"{subject}/{name}", without_scale(widened(tensor).flatten(1), inverse_scale)
+    def _measure(self, subject: str, name: str, tensor: Tensor) -> None:
+        key, matrix_MN = f"{subject}/{name}", widened(tensor).flatten(1)
         layout = self._shards.layouts.get(name)
         if layout is None:
             numbers = self._of_matrix(key, matrix_MN)
@@ -396,10 +346,11 @@ class Spectrum(ParameterProbe):
 
     def _of_matrix(self, key: str, matrix_MN: Tensor) -> Tensor:
         """The largest singular value and the stable rank: [2]; of a matrix of zeros 0, and no rank."""
-        vector_N, device = self._vectors.get(key), matrix_MN.device
-        is_new = vector_N is None or len(vector_N) != matrix_MN.shape[1] or vector_N.device != device
-        start_N = vector_N = _random(matrix_MN.shape[1], matrix_MN) if is_new or vector_N is None else vector_N
-        for _ in range(_FIRST_ITERATIONS if is_new else 1):
+        vector_N, num_iterations = self._vectors.get(key), 1
+        if vector_N is None or len(vector_N) != matrix_MN.shape[1] or vector_N.device != matrix_MN.device:
+            vector_N, num_iterations = _random(matrix_MN.shape[1], matrix_MN), _FIRST_ITERATIONS
+        start_N = vector_N
+        for _ in range(num_iterations):
             image_N = _unit(matrix_MN.T @ _unit(matrix_MN @ vector_N))
             # What is all zero, or not finite, for one sample does not end the iteration.
             vector_N = torch.where(torch.isfinite(image_N).all(), image_N, start_N)
@@ -417,5 +368,4 @@ def _random(size: int, like: Tensor) -> Tensor:
 
 def _unit(vector: Tensor) -> Tensor:
     """The vector with length 1, however short it was; NaN of zeros."""
-    unit: Tensor = vector / torch.linalg.vector_norm(vector)
-    return unit
+    return vector / torch.linalg.vector_norm(vector)  # type: ignore[no-any-return]
