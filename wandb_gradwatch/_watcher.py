@@ -380,7 +380,7 @@ class Watcher:
             return
         while self._found:
             self._dispatcher.send(self._found.pop(0))
-        if self._pipeline.has_any and not self._boundary.in_forked_child:
+        if (self._pipeline.has_any or not in_training) and not self._boundary.in_forked_child:
             schedule, on_rows = self._parts.schedule, self._dispatcher.pop_seconds()
             self._boundary.seconds_spent += on_rows
             schedule.seconds_on_rows += on_rows

@@ -87,7 +87,7 @@ class Pipeline:
     @property
     def has_any(self) -> bool:
         """Whether something may have arrived."""
-        return bool(self._source.sent or self._arrived or self._rule_runner.waiting or self._reducer)
+        return bool(self._source.sent or self._arrived or self._reducer)
 
     @property
     def newest(self) -> Snapshot | None:
