@@ -165,13 +165,14 @@ def _is_coarse(snapshot: Snapshot, seen: Overview) -> bool:
     scale = 1.0 if math.isnan(scale) else scale
     if max(seen.least[Column.GRAD_MAX], -seen.most[Column.GRAD_MIN]) * scale >= _SMALLEST_NORMAL:
         return False  # as nearly always: every parameter has an element that is above
+    steps_P = seen.rows[:, Column.GRAD_ABS_MIN_NONZERO] * (scale / _SMALLEST)
+    is_coarse_P = (steps_P >= 1) & (steps_P == np.rint(steps_P))
+    if not np.count_nonzero(is_coarse_P):
+        return False  # nor is any of them cut to such steps
     largest_P = np.maximum(seen.rows[:, Column.GRAD_MAX], -seen.rows[:, Column.GRAD_MIN]) * scale
-    size_P, is_coarse_P = np.where(largest_P > 0, seen.rows[:, Column.NUM_ELEMENTS], 0.0), largest_P < _SMALLEST_NORMAL
-    most = 0.5 * float(size_P.sum())
-    if float(size_P.sum(where=is_coarse_P)) <= most:
-        return False
-    steps_P = seen.rows[:, Column.GRAD_ABS_MIN_NONZERO] * scale / _SMALLEST
-    return float(size_P.sum(where=is_coarse_P & (steps_P >= 1) & (steps_P == np.round(steps_P)))) > most
+    is_coarse_P &= largest_P < _SMALLEST_NORMAL
+    size_P = np.where(largest_P > 0, seen.rows[:, Column.NUM_ELEMENTS], 0.0)
+    return float(size_P.sum(where=is_coarse_P)) > 0.5 * float(size_P.sum())
 
 
 @dataclass(kw_only=True)
@@ -264,7 +265,7 @@ class DeadGradient(ShippedRule):
         if not largest < 1.0 or self.patience < 3:
             return False
         earlier_P = self._recent[0] if len(self._recent) == self.patience else dead_P
-        earlier_L, share_L = dead_units(names, np.stack([earlier_P, dead_P]))
+        earlier_L, share_L = dead_units(names, np.array([earlier_P, dead_P]))
         return bool(np.maximum.reduce(share_L) < self._least and np.maximum.reduce(share_L - earlier_L) <= _AT_ONCE)
 
     def _have_died(
