@@ -13,6 +13,7 @@ from wandb_gradwatch._measure.columns import NUM_COLUMNS, Column
 from wandb_gradwatch._pipeline.alert_manager import AlertManager
 from wandb_gradwatch.rules import default_rules
 from wandb_gradwatch.snapshot import Snapshot, keys
+from wandb_gradwatch.snapshot._shapes import select_samples
 
 # S samples, P parameters, C columns
 
@@ -179,6 +180,18 @@ def test_a_rule_that_is_not_called_has_nothing_to_say(fault):
         found += [(alert.step, alert.title, alert.level) for alert in manager.last_findings]
     # The manager has them by sample, `told` by rule.
     assert sorted(found) == sorted(told(samples))
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_samples_that_are_judged_together_raise_the_alerts_of_samples_that_come_one_by_one(fault):
+    samples, told = training(FAULTS[fault][0]), []
+    for together in (1, 3, 16):
+        manager, batches = AlertManager(default_rules(), clock=lambda: 0.0), range(0, len(samples), together)
+        parts = [select_samples(samples, range(len(samples))[first : first + together]) for first in batches]
+        told.append([alert for part in parts for alert in manager.process(part)])
+        told[-1].append([episode.num_healthy for episode in manager._episodes.values()])
+    assert told[1] == told[0]
+    assert told[2] == told[0]
 
 
 def test_a_saved_rule_has_what_it_has_not_looked_at_closely():

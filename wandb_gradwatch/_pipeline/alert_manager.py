@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from ..rules import Alert, Rule
-from ..rules._base import Level, ShippedRule, is_ordinary
+from ..rules._base import Finding, Level, ShippedRule, is_ordinary
 from ..rules._functions import RuleFunction, as_rule
 from ..snapshot import Snapshot
 
@@ -99,7 +99,8 @@ class AlertManager:
         steps: list[int] = snapshot.steps.tolist()
         by_step: dict[int, list[Alert]] = {step: [] for step in steps}
         for finding in findings:  # a function may name a step of its own choice: it is told with the newest sample
-            by_step.get(finding.step, by_step[steps[-1]]).append(finding)
+            step = (isinstance(finding, Finding) and finding.found_in) or finding.step
+            by_step.get(step, by_step[steps[-1]]).append(finding)
         sent: list[Alert] = []
         for step in steps:
             self.last_findings = by_step[step]

@@ -29,7 +29,8 @@ TABLE_COLUMNS: Final = (
     *("num_nan", "num_inf", "loss_scale", "skipped"),
 )
 _FORMAT: Final = 1
-_ARRAYS: Final = ("steps", "rows", "loss_scale", "skipped", "trainable")  # of a snapshot, in the file too
+_OF_SAMPLES: Final = ("steps", "rows", "loss_scale", "skipped")  # arrays of a snapshot, by sample
+_ARRAYS: Final = (*_OF_SAMPLES, "trainable")  # in the file too
 _KEPT: Final = (*_ARRAYS, "names", "metrics", "overhead_ratio")
 
 Note = dict[str, str | int | float | bool | None]
@@ -61,10 +62,15 @@ class FlightRecorder:
     def add(self, snapshot: Snapshot) -> None:
         """Keep these samples; of more than `max_samples` the newest."""
         num_samples = len(snapshot)
-        for index in range(max(num_samples - self.max_samples, 0), num_samples):
-            sample = snapshot if num_samples == 1 else snapshot.sample(index)
-            # Not the snapshot itself, which also keeps every number that the rules have derived from it.
-            self._samples.append({name: getattr(sample, name) for name in _KEPT})
+        # Not the snapshot itself, which also keeps every number that the rules have derived from it.
+        kept = {name: getattr(snapshot, name) for name in _KEPT}
+        if num_samples == 1:
+            self._samples.append(kept)
+        else:
+            for index in range(max(num_samples - self.max_samples, 0), num_samples):
+                of_sample = {name: kept[name][index : index + 1].copy() for name in _OF_SAMPLES}
+                metrics = {key: values[index : index + 1].copy() for key, values in snapshot.metrics.items()}
+                self._samples.append(kept | of_sample | {"metrics": metrics})
         self.picture(snapshot)
 
     def picture(self, snapshot: Snapshot) -> None:

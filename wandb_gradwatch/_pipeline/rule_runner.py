@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any, Final
@@ -39,35 +38,35 @@ class RuleRunner:
         self._dispatcher = dispatcher
         self._modules = modules
         self._seconds_on_alerts = 0.0
-        self.waiting: deque[tuple[ArrivedSample, Names]] = deque()  # to be judged, under the names of then
+        self.waiting: list[ArrivedSample] = []  # to be judged, under the names of then
+        self._known = Names((), ())
         self._known_keys: Set[str] = frozenset()  # of the newest sample's metrics
         self._judged_at = self._taken_at = -math.inf
 
     def take(self, sample: ArrivedSample, known: Names, *, is_usual: bool) -> None:
         """Judge a sample under these names; one that is usual may wait for those that follow soon."""
-        self.waiting.append((sample, known))
         now, metrics = time.perf_counter(), sample.metrics
         step_seconds, self._taken_at = (now - self._taken_at) / max(sample.sample.every, 1), now
         # What is said for the first time may be what is wrong.
         is_usual &= metrics.keys() == self._known_keys and not metrics.get(keys.NUM_NONFINITE_LOSS)
         is_usual &= not (sample.skipped or sample.histograms) and self._alert_manager.finds_nothing
         self._known_keys = metrics.keys()
-        is_soon = step_seconds < _SLOW and now - self._judged_at < _LONGEST and len(self.waiting) < _TOGETHER
-        if not (is_usual and is_soon):
-            self.judge_waiting()
+        try:
+            if not is_usual or known is not self._known:
+                self.judge_waiting()
+        finally:  # a callback of the user's may raise
+            self._known = known
+            self.waiting.append(sample)
+            is_soon = step_seconds < _SLOW and now - self._judged_at < _LONGEST and len(self.waiting) < _TOGETHER
+            if not (is_usual and is_soon):
+                self.judge_waiting()
 
     def judge_waiting(self) -> None:
-        """Judge what waits, one by one: what is found does not depend on how many have waited."""
-        raised: CallbackError | None = None
+        """Judge what waits. What is found does not depend on how many have waited."""
+        waiting, self.waiting = self.waiting, []
         self._judged_at = self._taken_at
-        while self.waiting:  # shared: a callback of the user's that asks goes on where this loop is
-            sample, known = self.waiting.popleft()
-            try:
-                self.judge([sample], known)
-            except CallbackError as error:
-                raised = raised or error
-        if raised is not None:
-            raise raised
+        if waiting:
+            self.judge(waiting, self._known)
 
     def judge(self, samples: Sequence[ArrivedSample], known: Names) -> None:
         """Let the rules look at samples, at least one, under these names, and send what they find."""
@@ -114,7 +113,7 @@ def _with_interval(alert: Alert, snapshot: Snapshot) -> Alert:
     """The alert, which says how far back its cause may lie where the steps before its sample were not measured."""
     every_S = snapshot.metrics.get(keys.SAMPLE_EVERY, ())
     every = {int(step): int(every) for step, every in zip(snapshot.steps, every_S, strict=False)}.get(alert.step, 1)
-    if every <= 1:
+    if every <= 1 or (isinstance(alert, Finding) and alert.found_in > alert.step):
         return alert
     interval = f"What happened between steps {alert.step - every} and {alert.step} was not measured."
     if isinstance(alert, Finding):

@@ -57,7 +57,8 @@ class Finding(Alert):
     Args:
         fact, layers, cause, remedy: what the text is made of.
         kind: what of its title was found, where a title has several kinds; more: further lines of the text.
-        seen: the step of the newest sample that it was found in, where that is later than its own.
+        seen: the step of the newest sample that belongs to it, where that is later than its own.
+        found_in: the step of the sample that it was found in, where that is later than its own.
     """
 
     fact: str = ""
@@ -67,6 +68,7 @@ class Finding(Alert):
     kind: str = ""
     more: tuple[str, ...] = ()
     seen: int = 0
+    found_in: int = 0
 
     def because(self, cause: str, remedy: str = "") -> Finding:
         """The same with another cause."""

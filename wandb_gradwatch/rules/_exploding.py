@@ -308,12 +308,9 @@ class ExplodingGradient(ShippedRule):
         self._unlearnt.clear()
 
     def _alert(self, snapshot: Snapshot, sample: int, found: _Found) -> Alert:
-        # What "is" is of this sample, and what "was" of the one where it began, which may have come with another call.
-        earlier = np.flatnonzero(snapshot.steps == found.step) if found.kind in _PAST else np.zeros(0)
-        place = int(earlier[0]) if earlier.size else sample
         at = found.step if found.kind in _PAST else int(snapshot.steps[sample])
         self._work_out()
-        norm_P, usual_P = snapshot.grad_norm[place], np.exp(self._usual.of(snapshot.names))
+        norm_P, usual_P = snapshot.grad_norm[sample], np.exp(self._usual.of(snapshot.names))
         present = np.flatnonzero(norm_P > 0)
         worst = worst_first(norm_P / usual_P if np.isfinite(usual_P[present]).all() else norm_P, present)
         layers = listing(
@@ -325,9 +322,9 @@ class ExplodingGradient(ShippedRule):
         )
         fact = f"Step {at}: {found.words}."
         cause, remedy = _CAUSES[found.kind]
-        remedy = remedy.format(clip=clip_advice(float(snapshot.clipped[place])))
+        remedy = remedy.format(clip=clip_advice(float(snapshot.clipped[sample])))
         told = finding(self.title, fact, layers, cause, remedy, found.step, found.level, found.kind)
-        return replace(told, seen=at) if found.kind == "stays" else told
+        return replace(told, found_in=int(snapshot.steps[sample]), seen=at if found.kind == "stays" else 0)
 
 
 def _scatter(log_norms: list[float]) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Final
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy as np
 from .._analysis.formatting import number
 from .._measure.columns import FloatArray
 from ..snapshot import Snapshot, keys
-from ._base import FROM_0, FROM_1, Alert, Bounds, ShippedRule, finding, values_of
+from ._base import FROM_0, FROM_1, Alert, Bounds, Finding, ShippedRule, finding, values_of
 
 # S samples
 
@@ -72,7 +72,7 @@ class LossSpike(ShippedRule):
                     self._began = sample.step
                 self._above.append(loss)
                 if len(self._above) >= self.stays:
-                    yield self._alert(self._began, max(self._above), limit)
+                    yield replace(self._alert(self._began, max(self._above), limit), found_in=sample.step)
                 if len(self._above) < self.adapt_after:
                     continue
             self._past += self._above or [loss]
@@ -103,7 +103,7 @@ class LossSpike(ShippedRule):
             remedy = "look at the loss's sign: what is to be maximised needs a minus; bound what has no lower limit"
             yield finding(self.negative, fact, "", cause, remedy, step, "WARN")
 
-    def _alert(self, step: int, loss: float, limit: float) -> Alert:
+    def _alert(self, step: int, loss: float, limit: float) -> Finding:
         fact = (
             f"Step {step}: the loss has risen to {number(loss)} and stays there; the {len(self._past)} before were "
             f"between {number(min(self._past))} and {number(max(self._past))} (threshold {number(limit)})."
