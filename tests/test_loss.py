@@ -257,7 +257,7 @@ def test_what_the_rule_remembers_goes_on_in_another_process() -> None:
         (28, 25, "The gradient moved first, at step 26, the loss at step 29."),
         (25, 28, "The loss moved first, at step 26, the gradient at step 29."),
         (27, 27, "The gradient and the loss moved together, at step 28."),
-        (99, 29, "The gradient moved at step 30 (50); the loss has not moved yet."),
+        (99, 29, "The gradient moved at step 30 (50); the loss has not risen yet."),
         (99, 99, ""),
     ],
 )

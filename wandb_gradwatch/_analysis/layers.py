@@ -120,6 +120,18 @@ def initial_gains(snapshot: Snapshot, sample: int) -> list[tuple[str, float]]:
     ]
 
 
+def cancelled_biases(names: tuple[str, ...], missing_P: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    """Biases without a gradient in layers that have one: [P].
+
+    These layers are neither frozen nor detached: a loss of the output's derivative, or of differences of outputs, does
+    not depend on the last bias.
+    """
+    modules = modules_of(names)
+    has_one_L = np.isin(np.arange(len(modules.names)), modules.of_parameter[~missing_P])
+    is_cancelled_P: npt.NDArray[np.bool_] = missing_P & modules.is_bias & has_one_L[modules.of_parameter]
+    return is_cancelled_P
+
+
 def input_scale(snapshot: Snapshot, sample: int) -> tuple[str, float] | None:
     """About the root mean square of what the first layer receives, and the layer's name; None where that is not known.
 

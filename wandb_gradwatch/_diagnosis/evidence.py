@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from .._analysis.baseline import Growth, steady_growth
-from .._analysis.formatting import clip_advice
+from .._analysis.depth import DepthTrend
+from .._analysis.formatting import clip_advice, number
 from .._measure.columns import Column, FloatArray
 from ..snapshot import Snapshot, keys
 from .layers import Layers
@@ -22,7 +23,11 @@ from .parameters import Parameters
 
 _FAR: Final = 0.05  # of the parameters' norm, by one update
 FIRST_GRADIENT: Final = 10.0  # times the parameters' norm: more than ordinary inputs and losses make
+_DECIDES: Final = 10.0  # times that: of a smaller one a learning rate may be the cause as well
 DEEP: Final = 12  # layers, through which ordinary gradients may grow beyond the parameters
+_FIRST_STEPS: Final = 2  # before which hardly an update was made
+_EARLY: Final = 40
+_FADES, _IN_ORDER = 30.0, 0.9  # times from the last layer to the first, and Spearman's rank correlation with the depth
 _SPIKE_FACTOR: Final = 5.0
 _ALONE_FACTOR: Final = 3.0
 _NEIGHBOURS: Final = 16  # samples on each side that a spike is compared with
@@ -92,6 +97,26 @@ class Evidence:
         return not moved.size or bool(moved[0] <= self.onset.sample + 1)
 
     @cached_property
+    def fading(self) -> DepthTrend | None:
+        """A typical norm that falls layer by layer on its way back to the input."""
+        trend = self.layers.depth
+        return None if trend is None or trend.factor < _FADES or trend.order < _IN_ORDER else trend
+
+    @property
+    def began_to_fade(self) -> bool:
+        """At the training's first step the norm fell by less than half of that, digit by digit: no initial weights
+        make it fade."""
+        first = self.layers.first_depth
+        if self.fading is None or first is None or self.step(0) > _FIRST_STEPS:
+            return False
+        return abs(math.log(first.factor)) < 0.5 * math.log(self.fading.factor)
+
+    @property
+    def is_early(self) -> bool:
+        """The training has just begun: what has changed since, updates have made, and no other data."""
+        return self.step(-1) <= _EARLY
+
+    @cached_property
     def layers(self) -> Layers:
         """The layers in the model's order."""
         return Layers(self.history, self.clean, self.modules)
@@ -121,31 +146,52 @@ class Evidence:
 
     def has_good_loss(self, sample: int) -> bool:
         """Whether the loss is known to be finite: then the forward has made nothing that reached it."""
-        loss_S = self.history.metrics.get(keys.LOSS)
-        return loss_S is not None and bool(np.isfinite(loss_S[sample])) and not self.has_bad_loss(sample)
+        return self.is_loss_known(sample) and not self.has_bad_loss(sample)
+
+    def is_loss_known(self, sample: int) -> bool:
+        """Whether the loss is known as a number."""
+        return bool(np.isfinite(self._loss_S[sample]))
+
+    @cached_property
+    def _loss_S(self) -> FloatArray:
+        """The losses, NaN where they are not known."""
+        return self.history.metrics.get(keys.LOSS, np.full(len(self.history), np.nan))
 
     def has_usual_loss(self, sample: int) -> bool:
-        """Whether the loss is known and no larger than those before it: the forward has not made this gradient."""
-        loss_S = self.history.metrics.get(keys.LOSS)
-        if loss_S is None or not np.isfinite(loss_S[sample]):
-            return False
-        before = loss_S[self.clean[self.clean < sample][-_NEIGHBOURS:]]
+        """Whether the loss is known and among those before it: nothing in the forward has made this gradient."""
+        before = self._loss_S[self.clean[self.clean < sample][-_NEIGHBOURS:]]
         before = before[np.isfinite(before)]
-        return len(before) >= _MIN_NEIGHBOURS and bool(loss_S[sample] <= before.max() + 0.5 * np.ptp(before))
+        if len(before) < _MIN_NEIGHBOURS:
+            return False
+        beyond = 0.5 * np.ptp(before)
+        return bool(before.min() - beyond <= self._loss_S[sample] <= before.max() + beyond)
 
     def loss_factor(self, sample: int) -> float:
         """How many times the largest before it the loss is; NaN where that is not known."""
-        loss_S = np.abs(self.history.metrics.get(keys.LOSS, np.full(len(self.history), np.nan)))
+        loss_S = np.abs(self._loss_S)
         before = loss_S[:sample][np.isfinite(loss_S[:sample])]
         return float(loss_S[sample] / before.max()) if before.any() else math.nan
 
     @cached_property
     def first_ratio(self) -> float:
         """The first gradient's norm over the parameters', before any update; NaN where that was not seen."""
-        if not self.clean.size or self.step(int(self.clean[0])) > 2:
+        if not self.clean.size or self.step(int(self.clean[0])) > _FIRST_STEPS:
             return math.nan
         norm, weights = self.first_norms
         return norm / weights if weights > 0 else math.nan
+
+    @property
+    def is_of_large_data(self) -> bool:
+        """The first gradient is so large that the scale of the inputs, the targets or the loss has made it."""
+        return self.first_ratio > _DECIDES * FIRST_GRADIENT and len(self.parameters.gains) < DEEP
+
+    @property
+    def first_gradient(self) -> str:
+        """The first gradient beside the parameters, in words."""
+        return (
+            f"the gradient of step {self.step(int(self.clean[0]))} had a norm of {number(self.first_norms[0])}, "
+            f"{number(self.first_ratio)}x the parameters', before any update"
+        )
 
     def began_with_inf(self, sample: int) -> bool:
         """Whether the first bad layer in the backward's order has Inf: what comes after it may be NaN for that."""

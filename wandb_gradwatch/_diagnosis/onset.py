@@ -95,7 +95,7 @@ def which_moved_first(history: Snapshot) -> str:
     if gradient is None:
         return "" if loss is None else f"The loss moved first, at step {_at(history, loss, loss_S)}."
     if loss is None:
-        return f"The gradient moved at step {_at(history, gradient, norm_S)}; the loss has not moved yet."
+        return f"The gradient moved at step {_at(history, gradient, norm_S)}; the loss has not risen yet."
     if gradient == loss:
         return f"The gradient and the loss moved together, at step {int(history.steps[loss])}."
     first, then = ("gradient", "loss") if gradient < loss else ("loss", "gradient")

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .._analysis.formatting import listing, worst_first
+from .._analysis.layers import cancelled_biases
 from .._analysis.memory import Streaks
 from .._measure.columns import FloatArray
 from ..snapshot import Snapshot, keys
@@ -119,6 +120,9 @@ class NoGradient(ShippedRule):
             f"{count_P[missing[-1]]:.0f} samples or more."
         )
         layers = listing(missing, lambda p: f"{names[p]} ({count_P[p]:.0f} samples)")
+        is_cancelled = bool(cancelled_biases(names, count_P > 0)[late].all())
         cause = "layers frozen by mistake, detached from the loss, or not used by the forward"
+        if is_cancelled:
+            cause = "biases that the loss does not depend on, or that the forward leaves out"
         remedy = "check requires_grad, detach() and torch.no_grad(); exclude= what is frozen on purpose"
-        return finding(self.title, fact, layers, cause, remedy, step, "WARN")
+        return finding(self.title, fact, layers, cause, remedy, step, "INFO" if is_cancelled else "WARN")

@@ -18,6 +18,10 @@ from ..evidence import DEEP, FIRST_GRADIENT, Evidence
 _MIN_PAST: Final = 5  # samples that say what is usual
 _RAISED, _USUAL = 30.0, 3.0  # times a layer's usual norm: what a spike has raised, and what it has left alone
 _MULTIPLIED: Final = 1.5  # more than what follows it: by so much a recurrence that explodes has risen
+_OTHER_TERM: Final = (
+    "a term of the loss that acts there, with another weight or the wrong sign; each term of the loss, printed, tells "
+    "them apart"
+)
 _SATURATED: Final = ("Sigmoid", "Tanh", "Hardsigmoid", "Softsign", "LogSigmoid")
 _UNSATURATED: Final = ("ReLU", "LeakyReLU", "PReLU", "GELU", "SiLU", "Mish", "ELU", "CELU", "SELU", "Softplus")
 
@@ -139,6 +143,10 @@ def inside_the_backward(evidence: Evidence) -> Diagnosis | None:
     if evidence.layers.is_normalisation(after[0]):
         rival = f"{BACKWARD}; the deviation of what {names[after[0]]} receives tells them apart"
         return Diagnosis(DEVIATION, 0.9, words, f"look at this step's batch and at the layer's eps; {remedy}", rival)
+    if evidence.is_loss_known(sample) and not evidence.has_usual_loss(
+        sample
+    ):  # no backward changes its own step's loss
+        return Diagnosis(BACKWARD, 0.8, words, remedy, _OTHER_TERM)
     return Diagnosis(BACKWARD, 0.9, words, remedy)
 
 
@@ -153,8 +161,8 @@ def _last_spike(evidence: Evidence) -> int | None:
 def fading(evidence: Evidence) -> Diagnosis | None:
     """The typical norm falls layer by layer on its way back to the input: by saturating activations where weights have
     an ordinary size, by weights that are too small where these alone make half of it, digit by digit."""
-    trend = evidence.layers.depth
-    if trend is None or trend.factor < 30 or trend.order < 0.9:
+    trend = evidence.fading
+    if trend is None or (evidence.began_to_fade and evidence.is_early):  # then the learning rate has made it
         return None
     layers = evidence.layers
     kind, unsaturated = layers.has_kind(_SATURATED), layers.has_kind(_UNSATURATED)
@@ -163,7 +171,7 @@ def fading(evidence: Evidence) -> Diagnosis | None:
     usual = 1.0 if kind or not unsaturated else np.sqrt(2)
     gains = [gain / usual for _, gain in evidence.parameters.gains if gain > 0]
     shrinks = -float(np.sum(np.log(gains))) if len(gains) >= 4 else 0.0
-    if evidence.step(0) <= 10 and shrinks > 0.5 * np.log(trend.factor):
+    if evidence.step(0) <= 10 and not evidence.began_to_fade and shrinks > 0.5 * np.log(trend.factor):
         words += f", and the weights of {len(gains)} layers alone make it {number(float(np.exp(shrinks)))}x"
         rival = "" if unsaturated and not kind else f"{SATURATION}; the outputs of the layers tell them apart"
         remedy = "use residual connections or normalisation, and Kaiming or Xavier initialisation"

@@ -171,7 +171,7 @@ def invalid_operation(evidence: Evidence) -> Diagnosis | None:
     present = np.flatnonzero(~np.isnan(evidence.layers.by_module.num_elements[sample]))
     bad = [int(index) for index in present if nan_L[index]]
     clean_after = [int(index) for index in present if bad and index > bad[-1]]
-    remedy = f"add an epsilon inside sqrt, log and divisions; {_TRACE}"
+    remedy = f"add an epsilon inside sqrt, log and divisions, look for values that overflow before it; {_TRACE}"
     names, step = evidence.layers.by_module.names, evidence.step(sample)
     if bad and (clean_after or evidence.has_good_loss(sample)):
         where = (

@@ -85,6 +85,12 @@ def learning_rate(evidence: Evidence) -> Diagnosis | None:
             f"up to step {evidence.step(sample)}"
         )
         return Diagnosis(LEARNING_RATE, 0.7 - less, words, *_or_scale(evidence, remedy, sample, _NEW_SCALE))
+    if evidence.began_to_fade and evidence.is_early and (trend := evidence.fading) is not None:
+        words = (
+            f"the norm falls {number(trend.factor)}x from {trend.last} back to {trend.first}, layer by layer, and did "
+            f"not at step {evidence.step(int(evidence.clean[0]))}: the updates have made it"
+        )
+        return Diagnosis(LEARNING_RATE, 0.8, words, remedy, also=SILENCE)
     return None
 
 
@@ -139,13 +145,23 @@ def unbounded(evidence: Evidence) -> Diagnosis | None:
         change, begins = evidence.parameters.movement
         last = len(loss_S) - 1
         words = f"the parameters' norm changed by {number(100 * change)} % per step or more"
+        if begins < _FIRST_STEPS and not np.nanmin(loss_S[: begins + 1], initial=np.inf) > 0:
+            return None  # one that begins below 0 falls further down with the first large updates, whatever its sign
+    elif evidence.onset is not None and evidence.gradient_came_first:
+        last, begins = evidence.onset.sample, evidence.onset.sample - 1
+        words = f"the gradient norm rose {number(evidence.onset.factor)}x at step {evidence.step(last)}"
+        if evidence.has_usual_loss(last) or not np.nanmin(loss_S[:last], initial=np.inf) > 0:
+            return None  # what is now and then below 0 falls there with other data too
     else:
         return None
     known_S = loss_S[: begins + 1][np.isfinite(loss_S[: begins + 1])]
     if not known_S.size or not loss_S[last] < min(0.0, _LOWER * float(np.min(known_S))):
         return None
     words += f", while the loss fell from {number(float(known_S[-1]))} to {number(float(loss_S[last]))}"
-    remedy = "look at the loss's sign: what is to be maximised needs a minus; bound what has no lower limit"
+    remedy = (
+        "look at the loss's sign: what is to be maximised needs a minus; bound what has no lower limit, as a binary "
+        "cross-entropy of labels beyond 0 and 1"
+    )
     return Diagnosis(UNBOUNDED, 0.95, words, remedy)
 
 
@@ -174,14 +190,9 @@ def data_scale(evidence: Evidence) -> Diagnosis | None:
     rate = learning_rate(evidence)
     if rate is None or evidence.rate_rise or not evidence.first_ratio > FIRST_GRADIENT:
         return None
-    words = (
-        f"the gradient of step {evidence.step(int(evidence.clean[0]))} had a norm of "
-        f"{number(evidence.first_norms[0])}, {number(evidence.first_ratio)}x the parameters', before any update"
-    )
     remedy = "normalise the inputs and the targets, and take the mean in the loss"
-    # So large a gradient decides; of a smaller one both may be.
-    by = 0.2 if evidence.first_ratio > 10 * FIRST_GRADIENT and len(evidence.parameters.gains) < DEEP else -0.01
-    return Diagnosis(DATA_SCALE, rate.confidence + by, words, remedy)
+    by = 0.2 if evidence.is_of_large_data else -0.01
+    return Diagnosis(DATA_SCALE, rate.confidence + by, evidence.first_gradient, remedy)
 
 
 def loss_multiplied(evidence: Evidence) -> Diagnosis | None:

@@ -9,8 +9,10 @@ import numpy as np
 
 from ..._analysis.forecast import forecast
 from ..._analysis.formatting import listing, number
-from ..causes import DEAD_UNITS, FROZEN, SCALE, UNDERFLOW, Diagnosis
+from ..._analysis.layers import cancelled_biases
+from ..causes import DEAD_UNITS, FROZEN, LARGE_DATA, SCALE, UNDERFLOW, Diagnosis
 from ..evidence import Evidence
+from .parameters import initialisation
 
 # S samples, P watched parameters, L modules, N newest clean samples
 
@@ -74,6 +76,10 @@ def dead_units(evidence: Evidence) -> Diagnosis | None:
         "check what follows the layer (masks, dropout, its use) and its bias; lower the learning rate, use LeakyReLU "
         "or GELU"
     )
+    if evidence.is_of_large_data and initialisation(evidence) is None:
+        words, remedy = f"{evidence.first_gradient}; {words}", f"normalise the inputs and the targets; {remedy}"
+        rival = "dead units for another reason; the inputs and the targets, looked at, tell them apart"
+        return Diagnosis(LARGE_DATA, 0.9, words, remedy, rival)
     rival = "a softmax or a gate after them that is saturated; their outputs tell them apart"
     return Diagnosis(DEAD_UNITS, 0.75, words, remedy, "" if evidence.layers.is_before_relu(names[dead[-1]]) else rival)
 
@@ -81,7 +87,8 @@ def dead_units(evidence: Evidence) -> Diagnosis | None:
 def frozen(evidence: Evidence) -> Diagnosis | None:
     """Some parameters never had a gradient while others had one every time."""
     present_SP = ~np.isnan(evidence.history.num_elements)
-    never = np.flatnonzero(~present_SP.any(axis=0) & evidence.history.trainable)
+    never_P = ~present_SP.any(axis=0) & evidence.history.trainable
+    never = np.flatnonzero(never_P & ~cancelled_biases(evidence.history.names, never_P))
     if not never.size or not present_SP.any(axis=1).all() or len(evidence.history) < 3:
         return None
     names = [evidence.history.names[index] for index in never]

@@ -1,0 +1,105 @@
+"""The first cause, where what follows from it is seen first: what decides between two, and where nothing does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from grad_samples import sample_of, together
+
+from wandb_gradwatch._diagnosis import diagnose
+from wandb_gradwatch.rules import DeadGradient, NoGradient
+from wandb_gradwatch.snapshot import Snapshot, keys
+
+
+def causes(samples: Snapshot, modules: dict[str, str] | None = None) -> list[str]:
+    return [found.cause for found in diagnose(samples, modules=modules)]
+
+
+@pytest.mark.parametrize(
+    ("falls_from", "last_step", "cause"),
+    [
+        (1, 12, "weights too small for the depth: poor initialisation"),
+        (2, 12, "learning rate too high"),  # the first step's norms were even: updates have made the fall
+        (2, 60, None),  # so much later other data may have
+    ],
+)
+def test_initial_weights_make_no_fall_that_the_first_step_does_not_show(falls_from, last_step, cause):
+    # Eight weights of a tenth of the size that keeps a signal's, behind a ReLU; of each layer a tenth is passed on.
+    weights = {f"{layer}.weight": np.full((4, 4), 0.1 * 2**0.5 / 2) for layer in range(8)}
+    parameters = weights | {f"{layer}.bias": np.zeros(4) for layer in range(8)}
+
+    def norms(step: int) -> dict[str, np.ndarray]:
+        size = {layer: 10.0 ** (layer - 7) if step >= falls_from else 1.0 for layer in range(8)}
+        return {name: np.full(parameter.shape, size[int(name[0])]) for name, parameter in parameters.items()}
+
+    samples = [sample_of(norms(step), step=step, parameters=parameters) for step in (*range(1, 12), last_step)]
+    assert causes(together(samples), {"0": "Linear", "activation": "ReLU"})[:1] == ([cause] if cause else [])
+
+
+@pytest.mark.parametrize(
+    ("gradient", "cause"), [(1e4, "a large scale of the inputs or the targets"), (1.0, "dead units: ")]
+)
+def test_units_that_die_of_a_huge_first_gradient_are_its_consequence(gradient, cause):
+    ones = {"0.weight": np.ones(4), "1.weight": np.ones(4)}
+    grads = {"0.weight": np.zeros(4), "1.weight": np.full(4, gradient)}
+    (found,) = causes(together([sample_of(grads, step=step, parameters=ones) for step in range(1, 11)]))
+    assert found.startswith(cause)
+
+
+@pytest.mark.parametrize(
+    ("losses", "cause", "rival"),
+    [
+        ([1.0, 1.0], "something in the backward", ""),  # which leaves the loss of its own step as it was
+        ([1.0, 0.1], "something in the backward", "a term of the loss that acts there"),
+        ([1.0, -0.5], "the wrong sign of the loss", ""),  # no update takes it there at once
+        ([-1.0, -9.0], "something in the backward", "a term of the loss that acts there"),  # one that may be below 0
+    ],
+)
+def test_a_gradient_from_one_layer_on_back_may_be_a_terms_of_the_loss_if_this_has_moved(losses, cause, rival):
+    usual, norms = (
+        {f"{layer}.weight": [1.0] for layer in range(3)},
+        {"0.weight": [1e4], "1.weight": [1e4], "2.weight": [1.0]},
+    )
+    ones = {name: np.ones(1) for name in usual}
+    calm = [
+        sample_of(usual, step=step, parameters={n: (1 + 1e-6 * step) * w for n, w in ones.items()})
+        for step in range(1, 21)
+    ]
+    samples = together([*calm, sample_of(norms, step=21, parameters={n: (1 + 21e-6) * w for n, w in ones.items()})])
+    loss = np.array([losses[0] + 1e-3 * (step % 3) for step in range(20)] + losses[1:])
+    first = diagnose(replace(samples, metrics={keys.LOSS: loss}))[0]
+    assert (first.cause.startswith(cause), first.rival.startswith(rival) if rival else first.rival == "") == (
+        True,
+        True,
+    )
+
+
+@pytest.mark.parametrize(("shares", "is_told"), [([0, 3, 5, 7, 13], False), ([5, 5, 6, 6, 13], True)])
+def test_units_that_die_one_by_one_have_not_died_at_once_where_steps_between_were_not_measured(shares, is_told):
+    """Of 20: 6 and more are over a quarter; where 7 had died over the samples before, it is what had gone on."""
+    dead = [*[shares[0]] * 5, *shares, shares[-1]]
+
+    def grads(num: int) -> dict[str, np.ndarray]:
+        units = np.append(np.zeros(num), np.ones(20 - num))
+        return {"0.weight": units, "0.bias": units, "1.weight": np.ones(20)}
+
+    samples = [sample_of(grads(num), step=20 * place) for place, num in enumerate(dead, 1)]
+    assert bool(list(DeadGradient().check(together(samples)))) == is_told
+
+
+def test_the_last_bias_of_a_network_whose_derivative_is_trained_is_no_frozen_layer():
+    ones = {name: [1.0] for name in ("0.weight", "0.bias", "1.weight")}
+    for missing, level, num in (({"1.bias": None}, "INFO", 0), ({"1.bias": None, "2.weight": None}, "WARN", 1)):
+        samples = together([sample_of({**ones, **missing}, step=step) for step in range(1, 101)])
+        assert [alert.level for alert in NoGradient().check(samples)] == [level]
+        assert len(diagnose(samples)) == num
+
+
+@pytest.mark.parametrize(("first", "is_told"), [(-0.002, False), (0.002, True)])
+def test_a_loss_that_begins_below_0_has_no_wrong_sign_for_falling_at_once(first, is_told):
+    """As that of a cosine at far too high a learning rate, which doubles the parameters."""
+    samples = [sample_of({"a": [1.0]}, step=step, parameters={"a": np.array([2.0**step])}) for step in range(1, 4)]
+    found = causes(replace(together(samples), metrics={keys.LOSS: np.array([first, -0.15, -0.29])}))
+    assert ("the wrong sign of the loss, or a loss without a lower bound" in found) == is_told
