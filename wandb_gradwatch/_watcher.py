@@ -287,7 +287,7 @@ class Watcher:
         try:
             self._flush_window(final=True)
             if self._parts.guard is not None:
-                self._parts.guard.verdicts.learn_all()
+                self._parts.guard.learn(keep=0, raises=False)
                 self._say()
         finally:  # a callback of the user's may raise
             self._stop()

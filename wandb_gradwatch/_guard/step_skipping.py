@@ -12,9 +12,10 @@ later         decide()      the guard learns from them
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -29,12 +30,47 @@ from .._runtime.notices import Notices
 from .._runtime.sharding import Shards, world_size
 from .._runtime.steps import STEP_HOOKS
 from .._transfer.sample_buffer import SampleBuffer
-from .._transfer.transfers import Names, PinnedPool
+from .._transfer.transfers import Names, PinnedPool, Transfer
 from ..snapshot import Snapshot, keys
-from .guard import Opinion, PendingVerdicts, Present, SkipGuard, Step, raised_to_the_user
+from .guard import Present, SkipGuard, raised_to_the_user
 from .rank_consensus import ConsensusTable, FailedRankVoter, RankConsensus
 
 # N parameters of an optimizer
+
+# The host is seldom so many steps ahead of its device; where it is, it waits, and the device has work for 7 steps.
+_LEARNT_AFTER: Final = 8
+
+_UNHEARD: Final = (
+    "the monitor of another rank has failed, so that no rank can tell whether the gradients of the whole model are "
+    "healthy: from here on every step is applied, on all ranks alike"
+)
+
+
+@dataclass(frozen=True)
+class _Opinion:
+    """What is known of one optimizer's gradients in a step."""
+
+    slots: tuple[int, ...]  # of which parameters
+    learns: bool  # whether their norm is one of those that the guard learns what is usual from
+    # [5] non-finite elements, sum of squares, and as 0 or 1: unhealthy, withheld, skipped by a loss scaler; on the
+    # device until they are fetched
+    values: list[float] | Tensor | Transfer
+
+    def fetch(self) -> _Opinion:
+        """The same, on the host. Waits if it is not there yet."""
+        if not isinstance(self.values, Transfer):
+            return self
+        self.values.arrived(wait=True)
+        return replace(self, values=self.values.take().tolist())
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A closed step, of which the guard has not learnt yet."""
+
+    number: int
+    opinions: list[_Opinion]  # one for each optimizer that stepped
+    was_read: bool  # the host has decided: there is nothing to wait for, and nothing to tell it
 
 
 @dataclass
@@ -75,12 +111,13 @@ class StepSkipping:
         self.replay: StepReplay | None = None  # runs a bad step once more
         self.needs_rows = guard.is_bad is not None  # otherwise only the norm and the non-finite elements
         self._consensuses = ConsensusTable(shards, function=self.needs_rows)
-        self.verdicts = PendingVerdicts(guard, self._present, notices)
+        self._notices = notices
+        self._unlearnt: deque[_Step] = deque()
         self._has_voted = False  # about the step that an optimizer is about to make
         self._voter: FailedRankVoter | None = None  # of a monitor that has failed
         self._pinned_pool = PinnedPool()
         self._stash: list[_Stash] = []
-        self._opinions: list[Opinion] = []  # of the open step
+        self._opinions: list[_Opinion] = []  # of the open step
         self._withheld: Tensor | bool = False  # whether the open step is withheld from an optimizer
         self._last_withheld: Tensor | bool = False  # whether the step that has closed last was
         self._num_withheld: Tensor | float = 0.0  # steps since the last sample
@@ -92,7 +129,7 @@ class StepSkipping:
 
         Inside the backward gradients come one by one: there is no norm of the whole, only what is not finite counts.
         """
-        self.verdicts.learn()
+        self.learn()
         consensus = self._consensuses.of(entries, version)
         # On ranks with shards all of them, so that all ranks mean the same: an empty shard may have no gradient.
         slots = tuple(sorted(slot for slot, parameter in entries if consensus or parameter.grad is not None))
@@ -176,10 +213,37 @@ class StepSkipping:
         if not self._opinions:
             return
         was_read = all(isinstance(opinion.values, list) for opinion in self._opinions)
-        step = Step(number, [opinion.sent(self._pinned_pool) for opinion in self._opinions], was_read)
+        opinions = [
+            replace(one, values=self._pinned_pool.send(one.values)) if isinstance(one.values, Tensor) else one
+            for one in self._opinions
+        ]
         self._num_withheld = _sum(self._num_withheld, self._withheld)
         self._opinions, self._withheld = [], False
-        self.verdicts.add(step)
+        self._unlearnt.append(_Step(number, opinions, was_read))
+        if len(self._unlearnt) == 1 and was_read:
+            self.learn(keep=0)
+
+    def learn(self, *, keep: int = _LEARNT_AFTER - 1, raises: bool = True) -> None:
+        """Learn what must be known before the next step is judged, all but `keep` steps. Seldom waits for the device.
+
+        Where no step comes any more, nothing is left to stop: then too many unhealthy ones do not raise.
+        """
+        while len(self._unlearnt) > keep:
+            step = self._unlearnt.popleft()
+            bad = skipped = counts = False
+            for opinion in (opinion.fetch() for opinion in step.opinions):
+                assert isinstance(opinion.values, list)
+                num_nonfinite, sum_sq, is_bad, is_withheld, overflowed = opinion.values
+                if overflowed:  # the loss scaler's business
+                    continue
+                if opinion.learns and math.isnan(num_nonfinite):
+                    self._notices.say("guard", f"{_UNHEARD} (step {step.number})")
+                bad, skipped, counts = bad or bool(is_bad or is_withheld), skipped or bool(is_withheld), True
+                if opinion.learns and not num_nonfinite:
+                    self._guard.learn(*self._present(opinion.slots), math.sqrt(sum_sq), bad=bool(is_bad))
+            if counts:
+                with raised_to_the_user():
+                    self._guard.count(step.number, bad=bad, skipped=skipped, was_asked=step.was_read or not raises)
 
     def take(self) -> dict[str, Tensor]:
         """Scalars on any device: steps withheld since this was last asked, and whether the one that closed last was."""
@@ -192,14 +256,20 @@ class StepSkipping:
 
     def state_dict(self) -> dict[str, Any]:
         """What the guard has learnt, and what not yet, in plain numbers. Waits for the device."""
-        unlearnt, num_withheld = self.verdicts.state(), float(self._num_withheld)
-        return {"guard": self._guard.state_dict(), "unlearnt": unlearnt, "num_withheld": num_withheld}
+        unlearnt = [asdict(replace(step, opinions=[one.fetch() for one in step.opinions])) for step in self._unlearnt]
+        return {"guard": self._guard.state_dict(), "unlearnt": unlearnt, "num_withheld": float(self._num_withheld)}
 
     def load_state_dict(self, state: Mapping[str, Any], place: Mapping[int, int]) -> None:
         """Go on from `state_dict()`; `place` has the slot now of each slot then, but for parameters that are gone."""
         self._guard.load_state_dict(state["guard"])
         self._num_withheld = float(state["num_withheld"])
-        self.verdicts.load_state(state["unlearnt"], place)
+        self._unlearnt.clear()
+        for step in state["unlearnt"]:
+            opinions = [
+                _Opinion(**(one | {"slots": tuple(sorted(place[slot] for slot in one["slots"] if slot in place))}))
+                for one in step["opinions"]
+            ]
+            self._unlearnt.append(_Step(step["number"], opinions, step["was_read"]))
 
     # ---- the decision
 
@@ -232,7 +302,7 @@ class StepSkipping:
             with raised_to_the_user():
                 withheld = self._guard.withholds(step, bad=bool(values[2]) or bool(self._withheld))
         finally:
-            self._opinions.append(Opinion(slots, learns, [*values, float(withheld), 0.0]))
+            self._opinions.append(_Opinion(slots, learns, [*values, float(withheld), 0.0]))
         if withheld:
             self._withheld = True
             if self.replay is not None and values[0] > 0:  # something is not finite
@@ -255,7 +325,7 @@ class StepSkipping:
             optimizer.found_inf = found_inf  # type: ignore[attr-defined]
             self._withheld = withheld | before
         flags = torch.stack((bad, withheld, overflowed)).to(sums.dtype)
-        self._opinions.append(Opinion(slots, learns, torch.cat((sums, flags))))
+        self._opinions.append(_Opinion(slots, learns, torch.cat((sums, flags))))
 
 
 def _home(entries: Sequence[Entry]) -> torch.device:

@@ -23,7 +23,7 @@ from .._runtime.sharding import local_part, rank, world_size
 from .._runtime.steps import STEP_HOOKS, StepListener
 from .._runtime.wrappers import TransientHook, unwrapped
 from .search import search, tensors_of, unchanged
-from .trace import REMEDIES, Finding, made
+from .trace import Finding
 
 logger: Final = logging.getLogger("wandb_gradwatch")
 
@@ -212,26 +212,13 @@ def _run_again(forward: _Forward) -> Finding | None:
     if model is None:
         return None
     root = unwrapped(model)
-
-    def loss_of(output: Any) -> list[tuple[str, Tensor]]:
-        return [("the model's output", tensor) for tensor in tensors_of(output)]
-
-    def gradients_of(sinks: list[tuple[str, Tensor]]) -> list[Tensor]:
-        return [
-            forward.gradients.get(place, torch.zeros_like(tensor))
-            for place, (_, tensor) in enumerate(sinks)
-            if tensor.requires_grad
-        ]
-
     with ExitStack() as stack:
         stack.enter_context(unchanged(root))
         for restore in forward.restores_random:
             restore()
         for autocast in forward.autocasts:
             stack.enter_context(autocast)
-        arrived = _arrived_bad(forward.gradients)
-        found: Finding | None = search(root, forward.args, forward.kwargs, loss_of, gradients_of, arrived)
-        return found
+        return search(root, forward.args, forward.kwargs, gradients=forward.gradients)
 
 
 def _waits_for_ranks(model: nn.Module) -> bool:
@@ -240,15 +227,3 @@ def _waits_for_ranks(model: nn.Module) -> bool:
         local_part(parameter) is not parameter or type(parameter).__name__ == "FlatParameter"
         for parameter in model.parameters()
     )
-
-
-def _arrived_bad(gradients: Mapping[int, Tensor]) -> Finding | None:
-    """What is to be said where the forward is clean: the gradient of the output was bad when it came."""
-    for gradient in gradients.values():
-        if words := made(gradient):
-            text = (
-                f"The gradient of the model's output held {words} when it came: it is the loss's, outside of the model."
-                f"\nRemedy: {REMEDIES['loss']}."
-            )
-            return Finding("loss", None, "backward", None, None, (), text)
-    return None

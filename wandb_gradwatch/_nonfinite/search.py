@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from .._runtime.autograd import replay
 from .._runtime.dynamo import dynamo_disabled
 from .._runtime.wrappers import unwrapped
-from .trace import Finding, NonfiniteTrace
+from .trace import REMEDIES, Finding, NonfiniteTrace, made
 
 logger: Final = logging.getLogger("wandb_gradwatch")
 
@@ -56,15 +56,19 @@ def find_nonfinite(
 
     def loss_of(output: Any) -> list[tuple[str, Tensor]]:
         if loss_function is None:
-            return [("the model's output", tensor) for tensor in tensors_of(output)]
+            return outputs_of(output)
         loss = loss_function(output)
         if not isinstance(loss, Tensor):
             raise TypeError(f"loss_function must return a tensor, but returned {type(loss).__name__}")
         return [("the loss", loss)]
 
     with unchanged(root):
-        found: Finding | None = search(root, args, kwargs, loss_of)
-        return found
+        return search(root, args, kwargs, loss_of=loss_of)
+
+
+def outputs_of(output: Any) -> list[tuple[str, Tensor]]:
+    """The tensors of a model's output, each with what to call it."""
+    return [("the model's output", tensor) for tensor in tensors_of(output)]
 
 
 @dynamo_disabled
@@ -72,15 +76,16 @@ def search(
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    loss_of: Callable[[Any], list[tuple[str, Tensor]]],
-    gradients_of: Callable[[list[tuple[str, Tensor]]], list[Tensor]] | None = None,
-    arrived: Finding | None = None,
+    *,
+    loss_of: Callable[[Any], list[tuple[str, Tensor]]] = outputs_of,
+    gradients: Mapping[int, Tensor] | None = None,
 ) -> Finding | None:
     """One forward and backward under the trace, of a model that is not wrapped; whoever calls keeps what they change.
 
-    `loss_of` gives what the backward begins with, each with what to call it, `gradients_of` their gradients (None:
-    ones); `arrived` is what is found where the forward is clean, before the backward is run.
+    `loss_of` gives what the backward begins with, each with what to call it, and `gradients` what came back to each, by
+    its place; None: ones.
     """
+    arrived = next(filter(None, map(made, (gradients or {}).values())), None)
     trace = NonfiniteTrace(model)
     parameters = trace.tensors("_parameters")
     given = [(str(place), tensor) for place, tensor in enumerate(tensors_of((args, kwargs)))]
@@ -93,11 +98,17 @@ def search(
         if (finding := trace.finding(sinks)) is not None:
             return finding
         if arrived is not None:
-            return arrived
-        begins = [tensor for _, tensor in sinks if tensor.requires_grad]
+            text = (
+                f"The gradient of the model's output held {arrived} when it came: it is the loss's, outside of the "
+                f"model.\nRemedy: {REMEDIES['loss']}."
+            )
+            return Finding("loss", None, "backward", None, None, (), text)
+        begins = {place: tensor for place, (_, tensor) in enumerate(sinks) if tensor.requires_grad}
+        if gradients is None:
+            gradients = {place: torch.ones_like(tensor) for place, tensor in begins.items()}
         if begins:
-            gradients = [torch.ones_like(tensor) for tensor in begins] if gradients_of is None else gradients_of(sinks)
-            torch.autograd.backward(begins, gradients)
+            came = [gradients.get(place, torch.zeros_like(tensor)) for place, tensor in begins.items()]
+            torch.autograd.backward(list(begins.values()), came)
     named = [(name, p.grad) for name, p in parameters if p.grad is not None]
     return trace.finding([(f"the gradient of {name}", grad) for name, grad in reversed(named)])
 
@@ -130,7 +141,7 @@ def trace_nonfinite(model: nn.Module) -> Iterator[Trace]:
     sinks: list[tuple[str, Tensor]] = []
 
     def keep_output(module: nn.Module, _: object, output: Any) -> None:
-        sinks.extend(("the model's output", tensor.detach()) for tensor in tensors_of(output))
+        sinks.extend((name, tensor.detach()) for name, tensor in outputs_of(output))
 
     handle = root.register_forward_hook(keep_output)
     try:
