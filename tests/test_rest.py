@@ -13,6 +13,7 @@ import torch
 import torch.multiprocessing  # teaches the pickler tensors
 from gradients import Chosen, of, samples, step, watch
 
+from wandb_gradwatch._capture.clock import SampleClock
 from wandb_gradwatch._capture.rest import Rest
 
 SGD = torch.optim.SGD
@@ -180,7 +181,7 @@ def watched(loop, every):
     watcher, sink = watch(model, sample_every=every, log_every=20)
     rests = 0
     for _ in loop(model):
-        rests += watcher._sampler.resting.rest is not None
+        rests += watcher._sampler.counter is not None
     assert watcher.step in (STEPS, STEPS - 1)  # a GAN's last step closes at the next backward, or at the end
     return samples(watcher, sink), rests
 
@@ -240,7 +241,7 @@ def test_in_a_rest_and_at_the_end_parameters_are_as_if_never_watched():
     rests = 0
     for _ in range(30):
         step(model, optimizer, a=[1], b=[1])
-        is_resting = watcher._sampler.resting.rest is not None
+        is_resting = watcher._sampler.counter is not None
         assert [is_bare(model.a), is_bare(model.b)] == [is_resting] * 2
         rests += is_resting
     assert rests > 15
@@ -280,7 +281,7 @@ def test_what_torch_visits_is_left_there_where_several_threads_train():
         other.join()
     for _ in range(5):
         step(model, optimizer, a=[1])
-    assert watcher._sampler.resting.rest is not None
+    assert watcher._sampler.counter is not None
     assert model.a._backward_hooks == {}
     watcher.remove()
     assert model.a._backward_hooks == {}
@@ -318,7 +319,7 @@ def test_parameter_groups_that_are_taken_away_in_a_rest_stop_nothing():
     watcher, sink = watch(model, sample_every=10)
     for number in range(1, 31):
         if number == 16:
-            assert watcher._sampler.resting.rest is not None
+            assert watcher._sampler.counter is not None
             del optimizer.param_groups[0]
         model.zero_grad()
         model.loss(b=[number]).backward()
@@ -368,7 +369,7 @@ def test_a_step_that_raised_hides_no_other_optimizer_for_good():
         pass
 
     first, second = Fails([torch.nn.Parameter(torch.ones(1))], lr=0.0), SGD([torch.nn.Parameter(torch.ones(1))], lr=0.0)
-    rest = Rest({1: first}, first, leaders=[1])
+    rest = Rest(SampleClock(), {1: first}, first, makers=[1], leaders=[1], wakes_at=1000)
     assert rest.begins(first)  # and raises: its end never comes
     passed = [rest.begins(second) for _ in range(200)]
     assert passed[0]  # may be nested in it

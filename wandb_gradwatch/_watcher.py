@@ -266,7 +266,7 @@ class Watcher:
         Raises:
             ValueError: it is something else, a whole checkpoint perhaps; nothing is changed.
         """
-        self._sampler.resting.end()
+        self._sampler.end_counting()
         self._collect()
         load_state(state, self._parts, self._pipeline, self._alert_manager, self._dispatcher)
 

@@ -112,8 +112,7 @@ class SampleClock:
         return self.update() if self.stepped else None
 
     def counted(self, stepped: frozenset[int]) -> None:
-        """A sample of these optimizers' steps has gone by without being looked at; others may still join it."""
-        self.step += 1
+        """These have made the last of the samples that were only counted; others may still join it."""
         self._previous = stepped
 
     def discard(self) -> None:

@@ -9,19 +9,23 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
+from threading import get_ident
 from typing import Final
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from .._runtime.error_boundary import contained
-from .gradient_versions import state_of
+from .clock import SampleClock
+from .gradient_versions import REPLACED, version_of
 from .open_sample import OpenSample
 from .parts import CaptureParts
 from .scaling import SCALES
 
 _REGULAR: Final = 4  # samples in a row that say how steps make them
 _LEAST: Final = 3  # steps, for which turning hooks off and on is worth it
+_COUNTED: Final = "_gradwatch_counted"  # attribute of a gradient: its version when a step was counted last
 _STRAY: Final = 100  # steps that look nested in another one, after which they no longer do: the outer one has raised
 
 
@@ -31,8 +35,6 @@ class Resting:
     def __init__(self, parts: CaptureParts, sample: OpenSample) -> None:
         self._parts, self._sample, self.boundary = parts, sample, parts.boundary
         self._last: list[frozenset[int]] = []  # the keys of the optimizers that made the last samples
-        self.rest: Rest | None = None  # while nothing is looked at
-        self._wakes_at = 0  # step
         self._seconds_of_step: float | None = None
 
     def sample_closed(self, stepped: frozenset[int], *, inside_backward: bool) -> None:
@@ -51,117 +53,124 @@ class Resting:
             return not is_open
         return all(len(stepped) == 1 for stepped in last)  # in turn: every step was a sample of its own
 
-    def begin(self, optimizer: Optimizer) -> None:
+    def begin(self, optimizer: Optimizer) -> Rest | None:
         """Look at nothing from now on; this optimizer has just stepped."""
         parts = self._parts
-        self._wakes_at = parts.schedule.wakes_at()
         keys = frozenset[int]().union(*self._last)
         optimizers = {key: one for key in keys if (one := parts.optimizers.of_key(key)) is not None}
         if len(optimizers) < len(keys) or parts.optimizers.key(optimizer) not in keys:
-            return
+            return None
         if self._seconds_of_step is None:
             self._seconds_of_step = _seconds_of_a_step(optimizer)
         parts.clock.discard()
         parts.hook_sync.take_off(is_alone=not parts.thread.has_company)
-        known = [one for key in parts.clock.owned if (one := parts.optimizers.of_key(key)) is not None]
-        self.rest = Rest(optimizers, optimizer, leaders=frozenset.intersection(*self._last), known=known)
-
-    def passes(self, optimizer: Optimizer) -> bool:
-        """An optimizer is about to step: whether it is one of this rest."""
-        if self.rest is None or not self._parts.thread.is_this or not self.rest.begins(optimizer):
-            return False
-        SCALES.note_step(optimizer)
-        return True
-
-    def ends_sample(self, optimizer: Optimizer, *, skipped: bool = False) -> bool:
-        """It has stepped, or was skipped: whether a sample is complete with it, the last of this rest."""
-        if self.rest is None or not (self.rest.counts(optimizer) if skipped else self.rest.ends(optimizer)):
-            return False
-        self._parts.clock.counted(self.rest.made_last)
-        self._parts.boundary.seconds_spent += self._seconds_of_step or 0.0
-        return self._parts.clock.step + 1 >= self._wakes_at
+        return Rest(
+            parts.clock,
+            {key: one for key in parts.clock.owned if (one := parts.optimizers.of_key(key)) is not None},
+            optimizer,
+            makers=keys,
+            leaders=frozenset.intersection(*self._last),
+            wakes_at=parts.schedule.wakes_at(),
+            seconds_of_step=self._seconds_of_step,
+        )
 
     @contained
-    def end(self, *, before_step_of: Optimizer | None = None) -> None:
-        """Look at everything again, if this is a rest.
+    def end(self, rest: Rest, before_step_of: Optimizer | None) -> None:
+        """Look at everything again.
 
         Before a step a backward may have come after the last one that was counted, and no hook has told of it.
         """
-        rest, self.rest = self.rest, None
-        if rest is not None:
-            if before_step_of is not None:
-                self._parts.thread.step_begins()
-            entries = self._parts.hook_sync.scan()
-            self._sample.begin()
-            if before_step_of is not None and rest.has_new_gradients(before_step_of):
-                self._sample.mark_present(entries)
+        if before_step_of is not None:
+            self._parts.thread.step_begins()
+        self.boundary.seconds_spent += rest.seconds_spent
+        if rest.num_samples:
+            self._parts.clock.counted(rest.made_last)
+        entries = self._parts.hook_sync.scan()
+        self._sample.begin()
+        if before_step_of is not None and rest.has_new_gradients(before_step_of):
+            self._sample.mark_present(entries)
 
 
 class Rest:
     """Counts samples by the steps of optimizers.
 
+    Between two steps of a training all of this leaves the processor's caches: every call, and every object that is
+    touched, costs more than what is done there.
+
     Args:
-        optimizers: that make them, by key.
+        clock: whose step it moves on.
+        optimizers: those that own something watched, by key.
         last: the one of them that has just stepped.
+        makers: the keys of those whose steps are counted; another one's ends the rest.
         leaders: those that have a part in every sample, which is complete with them; without any every step is one.
-        known: optimizers that may step as well, and end the rest.
+        wakes_at: the step before which the rest is over.
+        seconds_of_step: what counting one takes.
     """
 
     def __init__(
         self,
+        clock: SampleClock,
         optimizers: Mapping[int, Optimizer],
         last: Optimizer,
         *,
+        makers: Collection[int],
         leaders: Collection[int],
-        known: Iterable[Optimizer] = (),
+        wakes_at: int,
+        seconds_of_step: float = 0.0,
     ) -> None:
-        self._keys = {id(one): key for key, one in optimizers.items()}
-        self._witnesses = {
-            id(one): (weakref.ref(one), *_place_of_a_gradient(one)) for one in (*optimizers.values(), *known)
-        }
+        self._clock, self._first_step, self._last_step = clock, clock.step, wakes_at - 1
+        self._seconds_of_step, self._thread = seconds_of_step, get_ident()
+        self._known = [_Known(key, one, is_counted=key in makers) for key, one in optimizers.items()]
+        self._last = next(known for known in self._known if known.optimizer() is last)
         self._leaders = frozenset(leaders)
         self.made_last = self._leaders  # the keys of those that have made the last sample; others may still join it
         self._stepped: frozenset[int] = frozenset()
-        self._under_way: int | None = None
+        self._under_way: _Known | None = None
         self._num_stray = 0
-        self._last, self._states = id(last), self._states_now()
 
-    def has_new_gradients(self, optimizer: Optimizer) -> bool:
-        """Whether a backward, or a reset, has come after the last step that was counted, for that optimizer or this.
+    @property
+    def num_samples(self) -> int:
+        """Those that have gone by."""
+        return self._clock.step - self._first_step
 
-        This one's may have been unscaled or clipped since, which is one write as a rule; a reset and a backward are two
-        where they have not made another tensor.
-        """
-        now = self._states_now()
-        own, last = (self._states.get(number, 0) for number in (id(optimizer), self._last))
-        return now.get(self._last, 0) != last or not 0 <= now.get(id(optimizer), 0) - own <= 1
-
-    def _states_now(self) -> dict[int, int]:
-        """A gradient's of every optimizer, by its id; 0 where there is none."""
-        return {number: _state_of(*witness) for number, witness in self._witnesses.items()}
+    @property
+    def seconds_spent(self) -> float:
+        """On counting them."""
+        return self.num_samples * self._seconds_of_step
 
     def begins(self, optimizer: Optimizer) -> bool:
         """An optimizer is about to step: whether that may pass, counted or as a part of the step under way."""
-        number = id(optimizer)
-        if number in self._keys:
-            self._under_way, self._num_stray = number, 0
-            return True
+        if len(self._known) > 1 and get_ident() != self._thread:
+            return False  # the others may be in a backward
+        for known in self._known:
+            if known.optimizer() is optimizer and known.steps is not None:
+                self._under_way, self._num_stray = known, 0
+                if known.steps.scaler is not None:
+                    known.steps.note()
+                return True
         self._num_stray += 1
-        return self._under_way is not None and self._num_stray < _STRAY
+        return self._under_way is not None and self._num_stray < _STRAY and get_ident() == self._thread
 
     def ends(self, optimizer: Optimizer) -> bool:
-        """It has stepped: whether a sample is complete with it."""
-        if id(optimizer) != self._under_way:
+        """It has stepped: whether the rest is over with it."""
+        known = self._under_way
+        if known is None or known.optimizer() is not optimizer:
             return False
-        self._under_way = None
-        return self.counts(optimizer)
+        self._last, self._under_way = known, None
+        for other in self._known:
+            other.mark()
+        if len(self._known) > 1 and not self._completes(known.key):
+            return False
+        self._clock.step += 1
+        return self._clock.step >= self._last_step
 
-    def counts(self, optimizer: Optimizer) -> bool:
-        """The same of one that was skipped."""
-        key = self._keys.get(id(optimizer))
-        if key is None:
-            return False
-        self._last, self._states = id(optimizer), self._states_now()
+    def skips(self, optimizer: Optimizer) -> bool:
+        """It was to step, and was skipped: the same."""
+        self._under_way = next((one for one in self._known if one.optimizer() is optimizer and one.steps), None)
+        return self.ends(optimizer)
+
+    def _completes(self, key: int) -> bool:
+        """Whether a sample is complete with this one's step."""
         is_next = key in self._stepped  # the others do not step this time
         stepped = frozenset([key]) if is_next else self._stepped | {key}
         is_complete = self._leaders <= stepped
@@ -169,15 +178,49 @@ class Rest:
         self._stepped = frozenset() if is_complete else stepped
         return is_next or is_complete
 
+    def has_new_gradients(self, optimizer: Optimizer) -> bool:
+        """Whether a backward, or a reset, has come after the last step that was counted, for that optimizer or this.
 
-def _state_of(reference: weakref.ref[Optimizer], group: int, place: int) -> int:
-    """That of the gradient at this place; 0 where there is none, or no such place any more."""
-    optimizer = reference()
-    try:
-        gradient = None if optimizer is None else optimizer.param_groups[group]["params"][place].grad
-    except IndexError:
-        return 0
-    return 0 if gradient is None else state_of(gradient)
+        This one's may have been unscaled or clipped since, which is one write as a rule; a reset and a backward are two
+        where they have not made another tensor.
+        """
+        own = [known.num_writes() for known in self._known if known.optimizer() is optimizer]
+        return self._last.num_writes() != 0 or any(number not in (0, 1) for number in own)
+
+
+class _Known:
+    """An optimizer that may step in a rest, and the first gradient that it has when that begins."""
+
+    __slots__ = ("_group", "_had_gradient", "_place", "key", "optimizer", "steps")
+
+    def __init__(self, key: int, optimizer: Optimizer, *, is_counted: bool) -> None:
+        self.key, self.optimizer = key, weakref.ref(optimizer)
+        self.steps = SCALES.steps_of(optimizer) if is_counted else None
+        self._group, self._place = _place_of_a_gradient(optimizer)
+        self._had_gradient = False
+        self.mark()
+
+    def mark(self) -> None:
+        """Remember the gradient as it is now."""
+        gradient = self._gradient()
+        self._had_gradient = gradient is not None
+        if gradient is not None:
+            setattr(gradient, _COUNTED, version_of(gradient))
+
+    def num_writes(self) -> int:
+        """To the gradient, since."""
+        gradient = self._gradient()
+        if gradient is None:
+            return REPLACED if self._had_gradient else 0
+        counted: int | None = getattr(gradient, _COUNTED, None)
+        return REPLACED if counted is None else version_of(gradient) - counted
+
+    def _gradient(self) -> Tensor | None:
+        optimizer = self.optimizer()
+        try:
+            return None if optimizer is None else optimizer.param_groups[self._group]["params"][self._place].grad
+        except IndexError:  # there is no such place any more
+            return None
 
 
 def _place_of_a_gradient(optimizer: Optimizer) -> tuple[int, int]:
@@ -191,7 +234,8 @@ def _place_of_a_gradient(optimizer: Optimizer) -> tuple[int, int]:
 
 def _seconds_of_a_step(optimizer: Optimizer) -> float:
     """What counting one step takes: the fastest of some."""
-    rest, fastest = Rest({0: optimizer}, optimizer, leaders=()), float("inf")
+    rest = Rest(SampleClock(), {0: optimizer}, optimizer, makers=[0], leaders=[0], wakes_at=100)
+    fastest = float("inf")
     for _ in range(20):
         began = time.perf_counter()
         rest.begins(optimizer)

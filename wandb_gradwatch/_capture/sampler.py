@@ -30,7 +30,7 @@ from .open_sample import OpenSample
 from .parameter_registry import ParameterRegistry
 from .parts import CaptureConfig, CaptureParts
 from .probes import Probe
-from .rest import Resting
+from .rest import Rest, Resting
 from .scaling import SCALES, ScaleListener
 from .schedule import RankPlans
 
@@ -60,7 +60,8 @@ class Sampler(StepListener, ScaleListener):
         self._timer = DeviceTimer()
         self._measurer = Measurer(window, parts.optimizers, parts.seen, config.measured, self._timer)
         self._sample = OpenSample(parts, self._measurer)
-        self.resting = Resting(parts, self._sample)
+        self._resting = Resting(parts, self._sample)
+        self.counter: Rest | None = None  # while nothing is looked at
         self._inside_backward = False
         self._joining: int | None = None
         self._seconds_at_commit = 0.0
@@ -88,7 +89,7 @@ class Sampler(StepListener, ScaleListener):
         if current_graph_task() == -1 and not (self.parts.thread.is_another or self.parts.thread.has_company):
             self.boundary.run(self.parts.hook_sync.take_off, is_alone=True)  # walking the model may be what has failed
         self.boundary.stopped = True
-        self.resting.rest = None
+        self.counter = None
         STEP_HOOKS.unsubscribe(self)
         SCALES.unsubscribe(self)
         CLIP_FUNCTIONS.unsubscribe(self._sample)
@@ -165,23 +166,13 @@ class Sampler(StepListener, ScaleListener):
 
     # ---- between samples
 
-    def passes(self, optimizer: Optimizer) -> bool:
-        if self.resting.rest is None:
-            return False
-        try:
-            if self.resting.passes(optimizer) or not self.follows(optimizer):
-                return True
-        except Exception as error:
-            self.boundary.fail(error)
-        self.resting.end(before_step_of=optimizer)
-        return False
+    def end_counting(self, *, before_step_of: Optimizer | None = None) -> None:
+        rest, self.counter = self.counter, None
+        if rest is not None:
+            self._resting.end(rest, before_step_of)
 
-    def passed(self, optimizer: Optimizer) -> None:
-        try:
-            if self.resting.ends_sample(optimizer):
-                self.resting.end()
-        except Exception as error:
-            self.boundary.fail(error)
+    def counting_failed(self, error: Exception) -> None:
+        self.boundary.fail(error)
 
     # ---- optimizer steps
 
@@ -199,7 +190,7 @@ class Sampler(StepListener, ScaleListener):
         if follows:
             self.parts.thread.step_begins()
         if follows or has_lost_all:
-            self.resting.end(before_step_of=optimizer)
+            self.end_counting(before_step_of=optimizer)
             self.parts.hook_sync.scan()
         if has_lost_all or (not follows and self._by_hand.possible and self._clock.marked):
             self.parts.wiring.stepped_without_the_model(optimizer, self._clock.open_step)
@@ -223,7 +214,7 @@ class Sampler(StepListener, ScaleListener):
     @contained
     def _before_step(self, optimizer: Optimizer, inside_backward: bool) -> None:
         self.parts.optimizer_found()
-        SCALES.note_step(optimizer)
+        SCALES.steps_of(optimizer).note()
         if SCALES.scaler_of(optimizer) is None:
             self.parts.loss.no_scaler_steps(self._measurer.scale_by_hand)
         key = self.parts.optimizers.key(optimizer)
@@ -269,15 +260,15 @@ class Sampler(StepListener, ScaleListener):
         self._sample.after_update(optimizer)
         self.parts.wiring.stepped(optimizer, key, self._clock.open_step)
         self._step_done(key, skipped=False, inside_backward=inside_backward)
-        if not inside_backward and current_graph_task() == -1 and self.resting.is_worth_it():
+        if not inside_backward and current_graph_task() == -1 and self._resting.is_worth_it():
             self._commit(self._clock.close())  # as the next backward would have
-            self.resting.begin(optimizer)
+            self.counter = self._resting.begin(optimizer)
 
     @contained
     def step_skipped(self, optimizer: Optimizer) -> None:
-        if self.resting.rest is not None:
-            if self.resting.ends_sample(optimizer, skipped=True):
-                self.resting.end()
+        if self.counter is not None:
+            if self.counter.skips(optimizer):
+                self.end_counting()
         else:
             self.parts.optimizer_found()
             if self.parts.replay is not None:
@@ -314,7 +305,7 @@ class Sampler(StepListener, ScaleListener):
 
     def mark_step(self) -> None:
         """The user says that an update has been made."""
-        self.resting.end()
+        self.end_counting()
         self.parts.optimizer_found()
         self._sample.updated_by_hand(self.parts.registry.scan())
         self._commit(self._clock.update())
@@ -349,7 +340,7 @@ class Sampler(StepListener, ScaleListener):
     def _commit(self, closed: Closed | None) -> None:
         if closed is None:
             return
-        self.resting.sample_closed(closed.stepped, inside_backward=closed.inside_backward)
+        self._resting.sample_closed(closed.stepped, inside_backward=closed.inside_backward)
         if self._guard is not None:
             self._guard.end_step(closed.step)
         if self._schedule.is_sampled:
@@ -370,6 +361,8 @@ class Sampler(StepListener, ScaleListener):
     def seconds_spent(self) -> float:
         """What watching has taken so far, of the host or of a device, which work side by side: the longer."""
         host = self.boundary.seconds_spent + self.parts.probes.seconds_spent
+        if self.counter is not None:
+            host += self.counter.seconds_spent
         return max(host, self._timer.seconds())
 
     def flush_window(self) -> None:

@@ -38,12 +38,19 @@ class ScaleListener(Protocol):
 
 
 @dataclass(slots=True)
-class _Steps:
+class OptimizerSteps:
     """What is known of an optimizer that has stepped, or that a scaler is about to step."""
 
     scaler: weakref.ref[GradScaler] | None = None  # None: it has stepped, and no scaler had to do with it
     is_taught: bool = False  # unscaled or stepped by the scaler, and not stepped yet
     has_stepped: bool = False  # since the scaler's step began
+
+    def note(self) -> None:
+        """It steps: its scaler, if it has one, did not skip it."""
+        if self.is_taught:
+            self.is_taught, self.has_stepped = False, True
+        else:
+            self.scaler = None
 
 
 class LossScales(WrappedFunctions[ScaleListener]):
@@ -51,7 +58,7 @@ class LossScales(WrappedFunctions[ScaleListener]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._known: WeakKeyDictionary[Optimizer, _Steps] = WeakKeyDictionary()
+        self._known: WeakKeyDictionary[Optimizer, OptimizerSteps] = WeakKeyDictionary()
         self.last_used: weakref.ref[GradScaler] | None = None  # None: no scaler has been used so far
 
     def use(self, scaler: GradScaler) -> None:
@@ -75,15 +82,12 @@ class LossScales(WrappedFunctions[ScaleListener]):
         held = ((one, id(p)) for one in self._known for group in one.param_groups for p in group["params"])
         return self.scaler_of(next((one for one, number in held if number in parameters), None))
 
-    def note_step(self, optimizer: Optimizer) -> None:
-        """An optimizer steps: its scaler, if it has one, did not skip it."""
+    def steps_of(self, optimizer: Optimizer) -> OptimizerSteps:
+        """The same object as long as there is this optimizer."""
         known = self._known.get(optimizer)
         if known is None:
-            self._known[optimizer] = _Steps()
-        elif known.is_taught:
-            known.is_taught, known.has_stepped = False, True
-        else:
-            known.scaler = None
+            known = self._known[optimizer] = OptimizerSteps()
+        return known
 
     # ---- the wrapped methods
 
@@ -135,10 +139,8 @@ class LossScales(WrappedFunctions[ScaleListener]):
     def _following(self, optimizer: Optimizer) -> list[ScaleListener]:
         return [listener for listener in self._listeners if listener.follows(optimizer)]
 
-    def _learn(self, scaler: GradScaler, optimizer: Optimizer) -> _Steps:
-        known = self._known.get(optimizer)
-        if known is None:
-            known = self._known[optimizer] = _Steps()
+    def _learn(self, scaler: GradScaler, optimizer: Optimizer) -> OptimizerSteps:
+        known = self.steps_of(optimizer)
         known.scaler, known.is_taught = weakref.ref(scaler), True
         return known
 

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
@@ -95,19 +95,30 @@ def _wrapped(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Calla
     return call
 
 
+class StepCounter(Protocol):
+    """Counts steps in the place of a listener, with as few calls as that takes."""
+
+    def begins(self, optimizer: Optimizer) -> bool:
+        """Whether this step, about to begin, is only counted, or a part of one that is."""
+
+    def ends(self, optimizer: Optimizer) -> bool:
+        """An optimizer has stepped, counted or not: whether the counting is over."""
+
+
 class StepListener:
     """What a watcher wants to know of optimizer steps."""
 
+    counter: StepCounter | None = None  # the listener is told of no step that this one counts
+
     def follows(self, optimizer: Optimizer) -> bool:
-        """Whether this optimizer updates something watched. Called at every step: must be cheap."""
+        """Whether this optimizer, about to step, updates something watched. Called at every step: must be cheap."""
         return False
 
-    def passes(self, optimizer: Optimizer) -> bool:
-        """Whether this step, about to begin, is only counted, or not even that."""
-        return False
+    def end_counting(self, *, before_step_of: Optimizer | None = None) -> None:
+        """The counter says so, or an optimizer is about to step that it does not count."""
 
-    def passed(self, optimizer: Optimizer) -> None:
-        """An optimizer has stepped, whether it passed or not."""
+    def counting_failed(self, error: Exception) -> None:
+        """The counter has raised this."""
 
     def is_part_of(self, inner: Optimizer, outer: Optimizer) -> bool:
         """Whether all that `inner` updates belongs to `outer`: then its steps inside `outer`'s are not its own."""
@@ -158,7 +169,7 @@ class StepHooks(Listeners[StepListener]):
         super().__init__()
         self._handles: list[RemovableHandle] = []
         self._stack = _Stack()
-        self._under_way: weakref.WeakSet[_Step] = weakref.WeakSet()  # of all threads
+        self._under_way: set[weakref.ref[_Step]] = set()  # of all threads
 
     def _install(self) -> None:
         if not self._handles:
@@ -179,9 +190,16 @@ class StepHooks(Listeners[StepListener]):
 
     @dynamo_disabled
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        listeners = [
-            listener for listener in self._listeners if not listener.passes(optimizer) and listener.follows(optimizer)
-        ]
+        listeners: list[StepListener] = []
+        for listener in self._listeners:
+            try:
+                if (counter := listener.counter) is not None and counter.begins(optimizer):
+                    continue
+            except Exception as error:
+                listener.counting_failed(error)
+            if listener.follows(optimizer):
+                listener.end_counting(before_step_of=optimizer)
+                listeners.append(listener)
         if not listeners:
             return None
         frame = sys._getframe(1 + ADDED_FRAMES)
@@ -194,7 +212,7 @@ class StepHooks(Listeners[StepListener]):
             ]
         step = _Step(optimizer, frame, current_graph_task() != -1, listeners)
         self._stack.steps.append(step)
-        self._under_way.add(step)
+        self._under_way.add(weakref.ref(step, self._under_way.discard))
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
         if not callable(closure):
             # Torch runs the global hooks first. What an optimizer's own ones, or later global ones, do to the gradients
@@ -212,7 +230,13 @@ class StepHooks(Listeners[StepListener]):
     @dynamo_disabled
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for listener in self._listeners:
-            listener.passed(optimizer)
+            try:
+                if (counter := listener.counter) is not None and counter.ends(optimizer):
+                    listener.end_counting()
+            except Exception as error:
+                listener.counting_failed(error)
+        if not self._under_way:
+            return
         steps = self._stack.steps
         if not any(step.optimizer is optimizer for step in steps):
             return  # not followed, or watched only since it began
@@ -246,7 +270,7 @@ class StepHooks(Listeners[StepListener]):
             self._drop_raised(sys._getframe(0))
 
     def _end(self, step: _Step) -> None:
-        self._under_way.discard(step)
+        self._under_way.discard(weakref.ref(step))
         if step.last_hook is not None:
             step.last_hook.remove()
         for listener in step.muted:
