@@ -183,6 +183,17 @@ def _parameters_of(model: Models) -> Iterable[nn.Parameter]:
     return (parameter for _, module in with_prefixes(model) for parameter in module.parameters())
 
 
+class Watching:
+    """A training's callback, which has a session."""
+
+    _session: Session
+
+    @property
+    def watcher(self) -> Watcher | None:
+        """What `watch()` returned for the training that is under way; None between trainings."""
+        return self._session.watcher
+
+
 def is_sharded(model: Models) -> bool:
     """By DTensors (FSDP2, tensor parallel) or by flat parameters (FSDP1)."""
     return has_fsdp1([module for _, module in with_prefixes(model)]) or any(

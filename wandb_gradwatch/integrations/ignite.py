@@ -20,17 +20,16 @@ from .._guard.guard import DEFAULT_WINDOW, SkipGuard, judge_of_norms
 from .._measure.columns import Column
 from .._measure.measure import measure
 from .._runtime.error_boundary import CallbackError
-from .._watcher import Watcher
 from ..metrics import ModuleProbe
 from ..snapshot import Snapshot
-from ._session import Session, active_run, is_sharded, named, require
+from ._session import Session, Watching, active_run, is_sharded, named, require
 
 _Present = tuple[tuple[str, ...], tuple[bool, ...]]  # names, and which of them have a gradient
 
 _Events: Any = require("ignite.engine", extra="ignite").Events
 
 
-class GradWatch:
+class GradWatch(Watching):
     """Watch the gradients of the model that an engine trains; `skip=True` leaves out the batches that would break it.
 
     As soon as a backward has ended, before any update, the norm of the gradient (accumulated, reduced over ranks,
@@ -116,11 +115,6 @@ class GradWatch:
         self._is_updated = False
         # What ends a long series of spikes is that their level is taken for the usual one.
         self._guard = SkipGuard(is_bad=_while_alive(self._is_bad, False), max_in_a_row=sys.maxsize)
-
-    @property
-    def watcher(self) -> Watcher | None:
-        """What `watch()` returned for this run of the engine; None between runs."""
-        return self._session.watcher
 
     def attach(self, engine: Any) -> GradWatch:
         """Watch while this engine runs.

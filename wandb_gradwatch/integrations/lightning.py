@@ -17,11 +17,10 @@ import numpy as np
 
 from .._capture.scaling import scale_tensor
 from .._measure.elements import onto
-from .._watcher import Watcher
 from ..rules import ExplodingGradient, Rule
 from ..snapshot import Snapshot
 from ._lightning import BatchIndex, BatchPlace, NamedWandbSink, log, place_of, runs_of
-from ._session import Session, named, require
+from ._session import Session, Watching, named, require
 
 _DEFAULT_LOG_EVERY: Final = 50  # of alerts' evidence where no rows are written
 
@@ -36,7 +35,7 @@ def _callback_class() -> Any:
 _Callback: Any = _callback_class()
 
 
-class GradWatchCallback(_Callback):  # type: ignore[misc]
+class GradWatchCallback(Watching, _Callback):  # type: ignore[misc]
     """Watch the gradients of a LightningModule.
 
     Of every optimizer step that is measured (all of them while that costs at most 1 % of the time, or with
@@ -114,11 +113,6 @@ class GradWatchCallback(_Callback):  # type: ignore[misc]
         self._before: list[GradWatchCallback] = []  # the trainer's others, which come first
         self._namespace = ""  # what our numbers of the whole model are logged below
         self._begin_epoch(0)
-
-    @property
-    def watcher(self) -> Watcher | None:
-        """What `watch()` returned for this fit; None between fits."""
-        return self._session.watcher
 
     def compute_batch_stats(self, sample: Snapshot) -> dict[str, float]:
         """The numbers of one optimizer step, by name and without prefix; missing ones are left out.

@@ -19,10 +19,9 @@ from typing import Any, Final
 import torch
 
 from .._capture.parameter_registry import with_prefixes
-from .._watcher import Watcher
 from ..metrics._forward_hooks import ROOT, ForwardHook, ModuleIndex
 from ..snapshot import keys
-from ._session import Session, active_run, is_due, named, require
+from ._session import Session, Watching, active_run, is_due, named, require
 
 _TrainerCallback: Any = require("transformers", extra="transformers").TrainerCallback
 
@@ -35,7 +34,7 @@ _DEFAULT_LOG_EVERY: Final = 50  # where the Trainer logs by epochs, or not at al
 _FILE: Final = "gradwatch.pt"
 
 
-class GradWatchCallback(_TrainerCallback):  # type: ignore[misc]
+class GradWatchCallback(Watching, _TrainerCallback):  # type: ignore[misc]
     """Watch the gradients of the model that a Trainer trains.
 
     The active W&B run, such as the Trainer's own with `report_to="wandb"`, gets the rows, histograms and alerts of
@@ -76,11 +75,6 @@ class GradWatchCallback(_TrainerCallback):  # type: ignore[misc]
         self._run = run
         self._forwards: ForwardHook | None = None  # while the Trainer trains
         self._share_of: int = 1  # what a share of the loss is multiplied with
-
-    @property
-    def watcher(self) -> Watcher | None:
-        """What `watch()` returned for this training; None between trainings."""
-        return self._session.watcher
 
     # The Trainer makes no event of an exception: its watcher stays until the next training, or as long as the model.
 

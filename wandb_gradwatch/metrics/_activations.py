@@ -67,9 +67,9 @@ class Activations(ForwardProbe):
         evaluation: of the forwards of evaluations instead (the model in eval mode), all between two samples together,
             logged with the later one as `activation/<module>.eval/<statistic>`.
 
-    Cost: at a sampled step one batched pass over each matching tensor, when it is there. 13 numbers of each are kept,
-        and with a histogram 259 more, until the sample is complete; on the host one histogram of each until the flush.
-        At other steps 1 us per matching module; with `evaluation` 2 us, and the pass at every forward of an evaluation.
+    Cost: at a sampled step one batched pass over each matching tensor; 13 numbers of each are kept until the sample is
+        complete, with a histogram 259 more, and on the host one histogram until the flush. At other steps 1 us per
+        matching module; with `evaluation` 2 us, and the pass at every forward of an evaluation.
 
     Raises:
         ValueError: an unknown statistic or `of`, such as "grad" of an evaluation; match matches nothing (by watch()).

@@ -16,9 +16,9 @@ from .._measure.measure import sum_sq
 from .._measure.probe_values import Distance, ProbeSums
 from .._runtime.sharding import local_part
 from ..snapshot import keys
-from ._forward_hooks import ForwardHook, ModuleIndex, chosen_by, matcher
+from ._forward_hooks import ForwardHook, ModuleIndex, chosen_by, logger, matcher
 from ._metric import Metric, Tally
-from ._module_probe import ForwardProbe, ParameterProbe, ProbeShards, logger
+from ._module_probe import ForwardProbe, ParameterProbe, ProbeShards
 from ._rows import Store, add_on_device, tensor_name, tensors_in, widened
 
 # What a difference is called beside the user's own functions.
@@ -35,8 +35,7 @@ class Updates(ParameterProbe):
 
     Logs `update/<parameter>/norm` and `update/<parameter>/ratio`. A healthy ratio is often quoted as 1e-3. It is
     missing for a parameter that was all zero. The change is what the optimizer did: learning rate, momentum, weight
-    decay and all. Of a sharded parameter each rank measures its shard, and both numbers are those of the whole: they
-    are merged over the ranks when the window is flushed.
+    decay and all. Of a sharded parameter both are those of the whole, merged over the ranks when the window is flushed.
 
     Args:
         match: of which parameters: a regular expression (searched), several, or a function of the name; None: all.
@@ -90,9 +89,9 @@ class Reference(ForwardProbe):
         functions: further differences by name: each gets the tensor and the reference's, and returns a tensor, whose
             mean is logged.
 
-    Of a sharded parameter (FSDP2, tensor parallel) each rank measures its shard, and both distances are those of the
-    whole: they are merged over the ranks when the window is flushed. Make the reference before the model is sharded.
-    Functions, and parameters under FSDP1, are left out of shards, which is said.
+    Of a sharded parameter (FSDP2, tensor parallel) both distances are those of the whole, merged over the ranks at a
+    flush. Make the reference before the model is sharded. Functions, and parameters under FSDP1, are left
+    out of shards, which is said.
 
     Memory: the reference, whole on every rank, and at a sampled step its outputs of the matching modules until the
         model's own are there.

@@ -56,10 +56,6 @@ class ModuleIndex:
     def alive(self) -> list[tuple[str, nn.Module]]:
         return [(prefix, model) for prefix, reference in self._models if (model := reference()) is not None]
 
-    def roots(self) -> frozenset[str]:
-        """The names of the whole models."""
-        return frozenset(prefix.removesuffix(".") or ROOT for prefix, _ in self.alive())
-
     def modules(self) -> Iterator[tuple[str, nn.Module]]:
         """Every module once; a wrapper comes before what it wraps, under the same name."""
         return ((prefix.removesuffix(".") or ROOT, module) for prefix, module in self._walk())

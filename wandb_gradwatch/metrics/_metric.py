@@ -17,8 +17,8 @@ from .._capture.probes import Probe, WatchedTensor
 from .._measure.elements import wide_dtype
 from ..rules import Rule
 from ..snapshot import keys
-from ._forward_hooks import AttentionCall, ModuleIndex, chosen_by, hands_over, matcher
-from ._module_probe import Befores, ForwardProbe, ModuleProbe, ProbeShards, logger
+from ._forward_hooks import AttentionCall, ModuleIndex, chosen_by, hands_over, logger, matcher
+from ._module_probe import Befores, ForwardProbe, ModuleProbe, ProbeShards
 from ._rows import (
     Dims,
     Store,

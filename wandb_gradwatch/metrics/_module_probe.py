@@ -11,7 +11,6 @@ rows do. Any other function of a part is not the function of the whole: it is le
 
 from __future__ import annotations
 
-import logging
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,10 +24,8 @@ from .._capture.probes import Found, Probe, WatchedTensor
 from .._measure.elements import onto
 from .._runtime.sharding import has_fsdp1, local_part, world_size
 from ..rules import Rule
-from ._forward_hooks import ForwardHook, ModuleIndex, chosen_by, matcher
+from ._forward_hooks import ROOT, ForwardHook, ModuleIndex, chosen_by, logger, matcher
 from ._rows import Dims, Store, dense, square_of, widened
-
-logger: Final = logging.getLogger("wandb_gradwatch")
 
 # This many measured updates without a forward that is seen are worth a word; one may be another model's.
 _PATIENCE_IN_UPDATES: Final = 3
@@ -195,12 +192,9 @@ class ReadByProbe:
 class OwnGradientProbe(ParameterProbe):
     """A probe that compares what the ranks have computed themselves; its numbers travel with the merge over ranks.
 
-    Of a step that is averaged inside the backward it knows the squared norms of what this rank alone adds. A hook on a
-    parameter runs before DistributedDataParallel reduces its bucket. What it sees has what earlier backwards of the
-    step have left in it, already averaged unless they ran under no_sync(): that is subtracted, for which steps of
-    several backwards are copied. The first such step is left out, as nothing was copied there yet.
-
-    Memory: one number for each parameter; two copies of the gradients where steps have several backwards.
+    A hook on a parameter runs before DistributedDataParallel reduces its bucket. What it sees has what earlier
+    backwards of the step have left in it, already averaged unless they ran under no_sync(): that is subtracted, for
+    which steps of several backwards are copied. The first such step is left out, as nothing was copied there yet.
     """
 
     def __init__(self, match: NameFilter | None = None) -> None:
@@ -283,7 +277,6 @@ class ForwardProbe(ModuleProbe):
         self._in_evaluation = in_evaluation
         when: Any = "evaluation" if in_evaluation else "training"
         self._tap = ForwardHook(self, ModuleIndex(), on_logged=self.logged, when=when)  # sees nothing before tap_into
-        self._roots: frozenset[str] = frozenset()
         self._depth = 0  # of forwards of whole models that have begun: one may call itself
         self._handled: BaseException | None = None  # what was being handled when the outermost began
         self._stores: list[Store[Any, Any]] = []
@@ -302,7 +295,6 @@ class ForwardProbe(ModuleProbe):
     def tap_into(self, models: ModuleIndex) -> None:
         """See the forwards of these models from the next sample on, and find the modules that the match chooses."""
         self._tap.models = models
-        self._roots = models.roots()
         self._look()
 
     def _look(self) -> None:
@@ -349,9 +341,10 @@ class ForwardProbe(ModuleProbe):
                 store.forget_pending()  # it belongs to no sample
             return
         self._look()  # a module may be new
+        roots = {prefix.removesuffix(".") or ROOT for prefix, _ in self._tap.models.alive()}
         self._tap.hook(self.sees, self.forward_done)
-        self._tap.hook(lambda name, _: name in self._roots, self.forward_begins, at="beginning")
-        self._tap.hook(lambda name, _: name in self._roots, self._forward_ends, at="any end")
+        self._tap.hook(lambda name, _: name in roots, self.forward_begins, at="beginning")
+        self._tap.hook(lambda name, _: name in roots, self._forward_ends, at="any end")
         self._tap.open()
 
     def gradients_ready(self, tensors: Sequence[WatchedTensor]) -> None:
@@ -362,7 +355,7 @@ class ForwardProbe(ModuleProbe):
         for store in self._stores:
             store.settle()
         self._tap.shut()  # an optimizer that evaluates its closure again runs forwards of no interest
-        if not self._due or not self._roots or self._in_evaluation:
+        if not self._due or self._in_evaluation or not self._tap.models.alive():
             return
         self._unseen_updates = 0 if self._seen_any else self._unseen_updates + 1
         self._seen_any = False

@@ -252,9 +252,9 @@ class Spectrum(ParameterProbe):
 
     Of a sharded parameter (FSDP2, tensor parallel) both are those of the whole. Each rank multiplies its shard with the
     same vector, and the products are added when the window is merged over the ranks: the training waits for nothing,
-    and the iteration takes one step with each flush that has histograms. Both numbers are missing during its first 8
-    steps, and where ranks have just begun with a new vector. Parameters of FSDP1, those that are cut along
-    both dimensions, and those of which some ranks have nothing (pipelines) are left out, which is said.
+    and the iteration takes one step with each flush that has histograms, of which the first 8 have no numbers.
+    Parameters of FSDP1, those that are cut along both dimensions, and those of which some ranks have nothing
+    (pipelines) are left out, which is said.
 
     Args:
         match: of which parameters: a regular expression (searched), several, or a function of the name; None: all.

@@ -44,25 +44,24 @@ class Ranks(OwnGradientProbe):
     - `local_norm`: the norm of the rank's own gradient, before DistributedDataParallel averages it, accumulated over
       micro-batches, without the loss scale. Not of sharded parameters, whose ranks never have a gradient of their own.
     - `loss`: the rank's own.
-    - `seconds`: from the end of the update before to the last gradient of the rank's own backward, on the host, without
-      what the backward then waits for other ranks. What a forward waits for, such as buffers that are broadcast, is in
-      it. With sharded parameters every layer waits, and there is none.
+    - `seconds`: on the host, from the end of the update before to the last gradient of the rank's own backward, without
+      what the backward then waits for other ranks, and with what a forward waits for, such as buffers that are
+      broadcast. Missing with sharded parameters, where every layer waits.
     - `apart`: 1 where the rank's replica of the parameters differs from that of most ranks, by a checksum of their bits
-      before the update, and `ranks/all/apart`, how many do. Of HSDP, whose shards lie on several ranks each, those that
-      hold the same shards are compared; the shards of FSDP alone have no replica, and there is nothing to compare.
+      before the update, and `ranks/all/apart`, how many do. Ranks of HSDP that hold the same shards are compared; the
+      shards of FSDP alone have no replica.
 
     With more than 64 ranks single ones are told only where they are apart. A gradient that is not finite on some ranks
-    only names the first of these in the alert. The numbers travel with the merge over ranks at a flush, for which every
-    rank must call watch() with the same arguments; rules see the samples then, and not before. In a single process
-    there is nothing to compare, and nothing is logged.
+    only names the first of these in the alert. Every rank must call watch() with the same arguments: the numbers travel
+    with the merge over ranks at a flush, and rules see the samples then. In a single process nothing is logged.
 
     Args:
         match: of which parameters: a regular expression (searched), several, or a function of the name; None: all.
         checksum_every: every n-th sampled step has a checksum; 0: none, for replicas that are meant to differ.
 
-    Memory: two copies of the gradients during a sampled step, where steps have several backwards; else a few numbers.
-    Cost: at a sampled step one pass over each gradient inside the backward, and two more where steps have several
-        backwards; one pass over the parameters for a checksum. At a flush 48 bytes a rank and sample.
+    Memory, and cost at a sampled step: one pass over each gradient inside the backward; where steps have several
+    backwards two more, and two copies of the gradients. One pass over the parameters for a checksum. At a flush 48
+    bytes a rank and sample.
 
     Raises:
         ValueError: match matches nothing (by watch()); checksum_every is negative.
@@ -211,26 +210,22 @@ class NoiseScale(OwnGradientProbe):
     Logs `noise_scale/<group>/noise_scale` with its 95 % interval, `noise_scale_low` and `noise_scale_high`, and
     `.../cosine`, for each group of parameters and for "total". G is the true gradient, S the covariance of the gradient
     of one example (of one part, where `batch_size` is not given). A batch of the noise scale's size has as much
-    noise as gradient. It is an observation and no advice: the batch that trains best is often another
-    (arXiv 2411.00999, 2505.23971).
+    noise as gradient; the batch that trains best is often another (arXiv 2411.00999, 2505.23971).
 
-    Of the N parts of a step let small be the mean of their gradients' squared norms, and big the squared norm
-    of their mean. Then |G|^2 is estimated by (N big - small) / (N - 1), and tr(S) of a part by
+    Of the N parts of a step, which must weigh the same, let small be the mean of their gradients' squared norms, and
+    big the squared norm of their mean. Then |G|^2 is estimated by (N big - small) / (N - 1), and tr(S) of a part by
     (small - big) / (1 - 1/N) (McCandlish et al. 2018, arXiv 1812.06162, appendix A.1). Both are unbiased and noisy, and
-    are averaged over the last 32 samples before they are divided; the interval is Fieller's. Where the gradient cannot
-    be told from 0 the interval is missing.
+    are averaged over the last 32 samples before they are divided; the interval is Fieller's, and missing where the
+    gradient cannot be told from 0.
 
-    In one process, and under FSDP2, the parts are the micro-batches of gradient accumulation; under FSDP2 a micro-batch
-    is that of all ranks together, and the squares of shards are merged over the ranks when the window is flushed. A
-    step of one backward has nothing to compare and is left out, which is said.
+    In one process, and under FSDP2, the parts are the micro-batches of gradient accumulation, under FSDP2 those of all
+    ranks together, whose squares are merged at a flush. A step of one backward is left out, which is said.
 
     Where ranks replicate the parameters the parts are the ranks, each with all its micro-batches: their gradients are
-    seen inside the backward before DistributedDataParallel averages them, and the squares travel with the merge over
-    ranks at a flush, for which every rank must call watch() with the same arguments; rules see the samples then, and
-    not before. Gradients that the training averages after the backward itself are left out, which is said; so are
-    replicated parameters beside sharded ones.
-
-    Each part must weigh the same.
+    seen inside the backward before DistributedDataParallel averages them. Every rank must call watch() with the same
+    arguments: the squares travel with the merge over ranks at a flush, and rules see the samples then. Gradients that
+    the training averages after the backward itself are left out, which is said; so are replicated parameters beside
+    sharded ones.
 
     Args:
         match: of which parameters: a regular expression (searched), several, or a function of the name; None: all.
