@@ -43,7 +43,6 @@ class Listeners(ABC, Generic[Listener]):
         self._lock = threading.RLock()
 
     def subscribe(self, listener: Listener) -> None:
-        """Tell this listener from now on."""
         with self._lock:
             self._listeners = (*self._listeners, listener)
             self._install()

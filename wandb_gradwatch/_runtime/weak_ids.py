@@ -25,6 +25,5 @@ class WeakKeyDictionary(Generic[Key, Value]):
         return iter([key for reference, _ in list(self._entries.values()) if (key := reference()) is not None])
 
     def get(self, key: Key | None) -> Value | None:
-        """The object's value; None without one."""
         entry = self._entries.get(id(key))
         return None if entry is None else entry[1]

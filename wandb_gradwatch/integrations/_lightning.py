@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from .._measure.columns import Column
 from ..sinks._wandb_run import WandbSink
 from ..snapshot import Snapshot
+from ..snapshot._arrays import last_present
 from ._session import active_run, is_due, named
 
 
@@ -40,7 +40,6 @@ class BatchIndex:
         self._places[step] = self._here()
 
     def enter(self, samples: list[Snapshot]) -> None:
-        """Samples have arrived, in order."""
         for sample in samples:
             step = int(sample.steps[0])
             place = self._places.get(step) or self._here()
@@ -51,7 +50,6 @@ class BatchIndex:
                 self._due.setdefault(place.batch, []).append(sample)
 
     def take_new(self) -> list[tuple[BatchPlace, Snapshot]]:
-        """The samples that arrived since the last call."""
         new, self._new = self._new, []
         return new
 
@@ -69,16 +67,10 @@ class BatchIndex:
 def newest_of(samples: list[Snapshot]) -> Snapshot:
     """One sample out of several: each parameter as in the last of them that has it (a GAN's two updates of a batch)."""
     merged = samples[0].merge(*samples[1:])
-    newest = merged.sample(-1)
-    rows = newest.rows.copy()
-    for earlier in reversed(range(len(merged) - 1)):
-        absent = np.isnan(rows[0, :, Column.NUM_ELEMENTS])
-        rows[0, absent] = merged.rows[earlier, absent]
-    return replace(newest, rows=rows)
+    return replace(merged.sample(-1), rows=last_present(merged.rows, merged.present)[None])
 
 
 def place_of(trainer: Any) -> BatchPlace:
-    """Where the training is."""
     # Private, and what Trainer gives its loggers for a step; global_step counts every optimizer's.
     batch = getattr(trainer.fit_loop.epoch_loop, "_batches_that_stepped", trainer.global_step)
     return BatchPlace(batch, trainer.current_epoch)

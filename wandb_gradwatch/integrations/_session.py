@@ -175,7 +175,6 @@ class Session:
         return self._memory
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The next training goes on where this was saved."""
         self._memory, self._is_loaded = dict(state), True
 
 

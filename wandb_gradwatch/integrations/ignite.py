@@ -206,7 +206,6 @@ class GradWatch(Watching):
         return bool(self._engine.state.unhealthy_spike or snapshot.arose_after_backward.any())
 
     def _show(self, sample: Snapshot) -> None:
-        """Put a sample's numbers into the metrics."""
         numbers = self._session.numbers(sample, per_layer=self._per_layer)
         # The whole norm is there since the backward, as NaN if it is none; a sample's is that of the finite rest.
         numbers.pop("grad_norm", None)

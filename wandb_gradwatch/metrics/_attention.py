@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from .._capture.probes import Found
-from .._measure.elements import wide_dtype
+from .._measure.elements import onto, wide_dtype
 from ..snapshot import keys
 from ._forward_hooks import AttentionCall
 from ._module_probe import ForwardProbe, ModuleFilter
@@ -70,9 +70,7 @@ class Attention(ForwardProbe):
         self.brings = (EntropyCollapse, GrowingLogits) if weights else ()
         check_names(f"{self!r}: statistics={statistics!r}", statistics, (*STATISTICS, *QUANTILES))
         self._rows = self.collect(RowTally(statistics))
-        # Of each module: see weight_sums.
-        self._sums = self.collect(Store[str, Tensor](add_on_device))
-        self._largest = self.collect(Store[str, Tensor](torch.maximum))
+        self._of_weights = self.collect(Store[str, tuple[Tensor, Tensor]](_merged))  # of each module: see weight_sums
 
     def sees(self, name: str, module: nn.Module) -> bool:
         return isinstance(module, nn.MultiheadAttention) and self._matches(name)
@@ -100,25 +98,26 @@ class Attention(ForwardProbe):
         parts = ((part, slices(tensor.detach(), {-3: "head"})) for part, tensor in call.parts().items())
         self._rows.measure({f"{module}/{label}/{part}": one for part, heads in parts for label, one in heads})
         if self._weights:
-            sums, largest = weight_sums(call)
-            self._sums.add(module, sums)
-            self._largest.add(module, largest)
+            self._of_weights.add(module, weight_sums(call))
 
     def take(self) -> Mapping[str, Found]:
         read = self._rows.read()
         taken: dict[str, Found] = {f"{keys.ATTENTION}/{name}_{statistic}": value for name, statistic, value in read}
-        largest = self._largest.take()
-        for module, sums in self._sums.take().items():
+        for module, (sums, largest) in self._of_weights.take().items():
             numbers = {
                 "entropy": sums[:, 0] / sums[:, 1],
                 "entropy_ratio": sums[:, 2] / sums[:, 3],
-                keys.LOGIT_MAX: largest[module],
+                keys.LOGIT_MAX: largest,
                 "logsumexp_sq": sums[:, 4] / sums[:, 1],
             }
             for name, of_heads in numbers.items():
                 for head, value in enumerate(of_heads):
                     taken[f"{keys.ATTENTION}/{module}/head_{head}/{name}"] = value
         return taken
+
+
+def _merged(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return add_on_device(one[0], other[0]), torch.maximum(one[1], onto(other[1], one[1].device))
 
 
 def weight_sums(call: AttentionCall) -> tuple[Tensor, Tensor]:

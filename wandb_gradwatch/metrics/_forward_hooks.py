@@ -147,7 +147,6 @@ class ForwardHook:
         _open_taps.pop(self, None)
 
     def remove(self) -> None:
-        """Remove every hook. Idempotent."""
         self.shut()
         for handle, _ in (pair for hooked in self._hooked.values() for pair in hooked.values()):
             handle.remove()

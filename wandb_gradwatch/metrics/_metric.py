@@ -103,7 +103,6 @@ class Metric:
 
     @cached_property
     def matches(self) -> Callable[[str], bool]:
-        """Whether it is of what has this name."""
         return matcher(self.match, str(self))
 
     def value_of(self, tensor: Tensor) -> Tensor:

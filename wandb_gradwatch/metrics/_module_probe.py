@@ -49,7 +49,6 @@ class ModuleProbe(Probe):
         return f"{type(self).__name__}({'' if self._match is None else match})"
 
     def say_once(self, what: str, *args: object) -> None:
-        """Log what this probe does, once in its life."""
         if what not in self._said:
             self._said |= {what}
             logger.warning(f"wandb_gradwatch: %r {what}", self, *args)
@@ -58,7 +57,6 @@ class ModuleProbe(Probe):
         """Called once, by watch(): check what can be checked, and raise what has to be raised. Hook nothing yet."""
 
     def check_match(self, what: str, names: Iterable[str]) -> None:
-        """Raise a ValueError where the match chooses none of these names."""
         chosen_by(self._matches, names, owner=f"{type(self).__name__}()", match=self._match, what=what)
 
 
@@ -319,7 +317,6 @@ class ForwardProbe(ModuleProbe):
         return store
 
     def forward_begins(self, name: str, module: nn.Module, args: Any, kwargs: Mapping[str, Any], _: Any) -> None:
-        """The forward of a whole model begins."""
         self._depth += 1
         if self._depth == 1:
             self._handled = sys.exc_info()[1]

@@ -52,7 +52,6 @@ class Store(Generic[Key, Value]):
         self.pending, self._marked = {}, {}
 
     def take(self) -> dict[Key, Value]:
-        """Return the sample's values, and forget them."""
         taken, self.sample = self.sample, {}
         return taken
 

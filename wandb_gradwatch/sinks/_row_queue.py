@@ -51,7 +51,6 @@ class RowQueue:
         return len(self._waiting) + bool(self._parts)
 
     def put(self, owner: object, row: Row) -> None:
-        """To the end of the line."""
         with self._lock:
             self._waiting.append(_QueuedRow(owner, row))
             if len(self._waiting) > self._max_waiting:
@@ -83,7 +82,6 @@ class RowQueue:
         return len(self._parts) + len(self._waiting) > 1
 
     def clear(self) -> None:
-        """Nothing waits any more."""
         self._waiting.clear()
         self._parts.clear()
 

@@ -115,7 +115,6 @@ class RowScheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Rows that have no place yet."""
         return len(self._waiting)
 
     def put(self, owner: object, row: Row, *, commit: bool = False) -> None:

@@ -75,9 +75,7 @@ def group_names(snapshot: Snapshot, group_of: Callable[[str], str]) -> Snapshot:
 
 def select_samples(snapshot: Snapshot, indices: Sequence[int] | npt.NDArray[np.intp]) -> Snapshot:
     """Some samples of a snapshot, copied unless they are all, without the histograms, which nobody can take apart."""
-    chosen = list(indices)
-    if chosen == list(range(len(snapshot))):
-        return replace(snapshot, histogram=None, histogram_steps=(), metric_histograms={})
+    chosen = slice(None) if list(indices) == list(range(len(snapshot))) else list(indices)
     return replace(
         snapshot,
         steps=snapshot.steps[chosen],
