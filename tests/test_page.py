@@ -10,6 +10,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -579,6 +580,20 @@ def test_nothing_runs_in_the_page_but_the_scripts_whose_hashes_the_policy_names(
     for text in scripts + styles:
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
         assert f"'sha256-{digest}'" in policy[1]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="the system has no named pipes")
+def test_what_is_no_file_is_written_to_and_not_replaced(tmp_path: Path) -> None:
+    """As /dev/stdout, which is a link to a pipe."""
+    pipe, link = tmp_path / "pipe", tmp_path / "link"
+    os.mkfifo(pipe)
+    link.symlink_to(pipe)
+    with ThreadPoolExecutor(1) as pool:
+        read = pool.submit(pipe.read_text, encoding="utf-8")
+        write_page(small_history(), link)
+    assert read.result().startswith("<!doctype html>")
+    assert link.is_symlink()
+    assert pipe.is_fifo()
 
 
 def test_an_existing_page_is_replaced_in_one_piece(tmp_path: Path) -> None:

@@ -65,6 +65,9 @@ def write_html(page: str, output: Path) -> Path:
     if output.is_dir() or not output.parent.is_dir():
         problem = "is a directory" if output.is_dir() else f"cannot be written: there is no directory {output.parent}"
         raise OSError(f"the page {output} {problem}; give the name of an HTML file")
+    if output.is_symlink() or (output.exists() and not output.is_file()):  # /dev/stdout, which must not be replaced
+        output.write_text(page, encoding="utf-8")
+        return output
     # A browser that opens the page while it is rewritten sees the old one or the new one, never half of one.
     partial = output.with_name(f"{output.name}.partial")
     partial.write_text(page, encoding="utf-8")
