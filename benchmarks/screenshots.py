@@ -21,7 +21,7 @@ import numpy as np
 from wandb_gradwatch._page.history import OwnSeries, RunHistory
 from wandb_gradwatch._page.page import write_page
 from wandb_gradwatch._page.read import read_run
-from wandb_gradwatch._report.preview import write_preview, write_workspace_preview
+from wandb_gradwatch._report.report import write_preview, write_workspace_preview
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from wandb_gradwatch._doctor import Check, OverheadMeasurement
 from wandb_gradwatch._output import as_json, paragraph
 from wandb_gradwatch._page import commands, page, read
 from wandb_gradwatch._page.history import OwnSeries, RecordedAlert, RunHistory
+from wandb_gradwatch._report import report
 
 ROOT = Path(__file__).parent.parent
 COMMANDS = ("demo", "view", "diff", "report", "workspace", "doctor")
@@ -323,11 +324,12 @@ def test_report_and_workspace_print_the_url(
         calls.append(target)
         return "https://host.example/made"
 
-    for name, function in (("report", "create_report"), ("workspace", "save_workspace")):
-        module = types.ModuleType(f"wandb_gradwatch._report.{name}")
-        setattr(module, function, make)
-        module.run_on_disk = lambda run, path: None  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, module.__name__, module)
+    for name, function in {
+        "create_report": make,
+        "save_workspace": make,
+        "run_on_disk": lambda run, path: None,
+    }.items():
+        monkeypatch.setattr(report, name, function)
     result = run(*arguments)
     assert result.exit_code == 0
     assert result.stdout == "https://host.example/made\n"

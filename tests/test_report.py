@@ -20,18 +20,19 @@ from wandb_gradwatch._cli import main
 from wandb_gradwatch._page.history import RecordedAlert, RunHistory
 from wandb_gradwatch._page.page import WORDS
 from wandb_gradwatch._page.read import read_run
-from wandb_gradwatch._report.preview import write_preview
 from wandb_gradwatch._report.report import (
     CHART_NAME,
     FLOW_FIELDS,
     build_report,
+    build_workspace,
     causes_by_title,
     create_report,
     flow_spec,
     run_on_disk,
+    save_workspace,
+    write_preview,
 )
 from wandb_gradwatch._report.template import SECTIONS, LinePanel
-from wandb_gradwatch._report.workspace import build_workspace, save_workspace
 from wandb_gradwatch.snapshot import keys
 
 reports = pytest.importorskip("wandb_workspaces.reports.v2", reason="the extra 'report' is not installed")

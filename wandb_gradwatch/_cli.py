@@ -22,6 +22,7 @@ from ._output import as_json
 PROGRAM: Final = "wandb-gradwatch"
 DEBUG_VARIABLE: Final = "WANDB_GRADWATCH_DEBUG"
 
+_PATH: Final = click.Path(path_type=Path)
 _COUNT_SUFFIX: Final = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
 
 
@@ -88,7 +89,7 @@ def main(context: click.Context, debug: bool) -> None:
 
 
 @main.command(epilog=_examples("demo", "", "--steps 200 --output elsewhere"))
-@click.option("--output", type=click.Path(path_type=Path), default="demo-run", show_default=True, metavar="DIR")
+@click.option("--output", type=_PATH, default="demo-run", show_default=True, metavar="DIR")
 @click.option("--steps", type=int, metavar="N", help="How long to train; the accident is in the middle.")
 @click.option("--online", is_flag=True, help="Log to your W&B account instead of a local file.")
 @click.pass_context
@@ -108,11 +109,11 @@ def demo(context: click.Context, output: Path, steps: int | None, online: bool) 
         "wandb/offline-run-20250101_120000-abcd1234 wandb/latest-run",
     )
 )
-@click.argument("path", type=click.Path(path_type=Path))
-@click.argument("others", type=click.Path(path_type=Path), nargs=-1, metavar="[PATH]...")
+@click.argument("path", type=_PATH)
+@click.argument("others", type=_PATH, nargs=-1, metavar="[PATH]...")
 @click.option(
     "--output",
-    type=click.Path(path_type=Path),
+    type=_PATH,
     metavar="FILE",
     help="Where to write; a directory will do.  [default: gradwatch-RUN.html here]",
 )
@@ -135,8 +136,8 @@ def view(path: Path, others: tuple[Path, ...], output: Path | None, opens: bool,
 
 
 @main.command(epilog=_examples("diff", "wandb/offline-run-20250101_120000-abcd1234 wandb/latest-run"))
-@click.argument("first", type=click.Path(path_type=Path), metavar="RUN_A")
-@click.argument("second", type=click.Path(path_type=Path), metavar="RUN_B")
+@click.argument("first", type=_PATH, metavar="RUN_A")
+@click.argument("second", type=_PATH, metavar="RUN_B")
 @_json
 @click.pass_context
 def diff(context: click.Context, first: Path, second: Path, json: bool) -> None:
@@ -154,9 +155,9 @@ def _previewed(command: Any) -> Any:
     source = "The run's files on this machine; a report takes its alerts from them.  [default: wandb/*-RUN here]"
     for option in (
         _json,
-        click.option("--output", type=click.Path(path_type=Path), metavar="FILE", help="Where to write the preview."),
+        click.option("--output", type=_PATH, metavar="FILE", help="Where to write the preview."),
         click.option("--dry-run", "previews", is_flag=True, help="Write a page that previews it; send nothing."),
-        click.option("--from", "path", type=click.Path(path_type=Path), metavar="PATH", help=source),
+        click.option("--from", "path", type=_PATH, metavar="PATH", help=source),
     ):
         command = option(command)
     return command
@@ -172,13 +173,11 @@ def report(
 
     W&B keeps alerts out of reports: those of the run are copied from its files on this machine.
     """
-    from ._report.report import create_report, run_on_disk
+    from ._report.report import create_report, run_on_disk, write_preview
 
     _check_output(output, previews)
     history = run_on_disk(target[2], path)
     if previews:
-        from ._report.preview import write_preview
-
         _say_url(write_preview(*target, history=history, output=output).as_uri(), json)
     else:
         _say_url(create_report(*target, alerts=() if history is None else history.alerts), json)
@@ -193,7 +192,7 @@ def workspace(
     target: tuple[str, str, str | None], path: Path | None, previews: bool, output: Path | None, json: bool
 ) -> None:
     """Save a W&B workspace view with the gradients' panels; saving again updates it."""
-    from ._report.workspace import save_workspace
+    from ._report.report import save_workspace, write_workspace_preview
 
     entity, project, run = target
     if run is not None:
@@ -201,7 +200,6 @@ def workspace(
     _check_output(output, previews)
     if previews:
         from ._page.read import read_run
-        from ._report.preview import write_workspace_preview
 
         history = None if path is None else read_run(path)
         _say_url(write_workspace_preview(entity, project, history=history, output=output).as_uri(), json)

@@ -9,6 +9,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import Final, Literal
@@ -268,8 +269,7 @@ def _train_block(
 ) -> float:
     """Milliseconds per step of a block; arming and disarming are outside the clock, as a real run does them once."""
     memory = MemorySink(max_snapshots=1)
-    watcher = watch(model, sinks=[memory], sample_every=1, log_every=steps) if watched else None
-    try:
+    with watch(model, sinks=[memory], sample_every=1, log_every=steps) if watched else nullcontext():
         _synchronize(batch.device)
         started = time.perf_counter()
         for _ in range(steps):
@@ -278,9 +278,6 @@ def _train_block(
             optimizer.step()
         _synchronize(batch.device)
         seconds = time.perf_counter() - started
-    finally:
-        if watcher is not None:
-            watcher.remove()
     seen = memory.merged()
     if watched and (seen is None or len(seen) != steps):
         raise RuntimeError(

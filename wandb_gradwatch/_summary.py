@@ -81,11 +81,7 @@ class Summary:
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        facts = "".join(f"<li>{html.escape(f'{label}: {words}')}</li>" for label, words in self._facts(False))
-        rows = "".join(_html_row(_cells(layer, False), "td") for layer in self.worst)
-        table = f"<table>{_html_row(_HEADINGS, 'th')}{rows}</table>" if self.worst else ""
-        more = f"<p>and {self.num_more} more</p>" if self.worst and self.num_more else ""
-        return f"<div><strong>{html.escape(self._title())}</strong><ul>{facts}</ul>{table}{more}</div>"
+        return f"<pre>{html.escape(self.text())}</pre>"
 
     def _title(self) -> str:
         if self.steps is None:
@@ -242,11 +238,3 @@ def _shortened(name: str, ascii_only: bool) -> str:
     """The end of a name tells more than its beginning."""
     dots = ".." if ascii_only else "…"
     return name if len(name) <= _MAX_NAME else dots + name[len(dots) - _MAX_NAME :]
-
-
-def _html_row(cells: Sequence[str], tag: str) -> str:
-    left = 'style="padding:2px 8px;text-align:left;white-space:pre;font-family:monospace"'
-    right = 'style="padding:2px 8px;text-align:right"'
-    styles = [left if place in (0, len(cells) - 1) else right for place in range(len(cells))]
-    row = (f"<{tag} {style}>{html.escape(cell)}</{tag}>" for cell, style in zip(cells, styles, strict=True))
-    return f"<tr>{''.join(row)}</tr>"

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -111,8 +111,7 @@ def made(tensor: Tensor) -> str:
     return " and ".join(parts)
 
 
-@dataclass(eq=False)
-class _Call:
+class _Call(NamedTuple):
     """An operation of the forward, for the backward that belongs to it."""
 
     operation: str
@@ -122,14 +121,12 @@ class _Call:
 
 
 @dataclass(eq=False)
-class _Origin(_Call):
+class _Origin:
     """Where bad elements come from."""
 
-    number: int = 0  # in the order in which they were met
-    direction: Direction = "forward"
-    inputs: tuple[InputRange, ...] = ()
-    is_intended: bool = False  # written on purpose, as a mask is
-    words: str = ""  # what was made, and where in the tensor
+    found: Finding  # its text is only what was made, and where in the tensor
+    number: int  # in the order in which they were met
+    is_intended: bool  # written on purpose, as a mask is
     reached: dict[str, None] = field(default_factory=dict)  # modules, in the order in which they were reached
 
 
@@ -242,20 +239,16 @@ class NonfiniteTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             if node is not None:
                 if forward is None or isinstance(node, torch.autograd.function.BackwardCFunction):
                     # The user's own backward has a line of its own.
-                    call = replace(call, module=None if forward is None else forward.module)
+                    call = call._replace(module=None if forward is None else forward.module)
                     words += f" in {node.name()}"
                 else:
                     words += f" in its derivative ({call.operation})"
                     call = forward
             self._num_origins += 1
-            origin = _Origin(
-                **vars(call),
-                number=self._num_origins,
-                direction="forward" if node is None else "backward",
-                inputs=tuple(InputRange.of(values) for values, _ in reads),
-                is_intended=writes_inf and not has_nan and not reads_unknown,
-                words=words,
-            )
+            direction: Direction = "forward" if node is None else "backward"
+            inputs = tuple(InputRange.of(values) for values, _ in reads)
+            found = Finding(call.operation, call.module, direction, call.file, call.line, inputs, words)
+            origin = _Origin(found, self._num_origins, writes_inf and not has_nan and not reads_unknown)
         self._origins[_storage(output)] = (output, origin)
 
     # ---- what is known of a tensor
@@ -281,18 +274,18 @@ class NonfiniteTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         return None
 
     def _in_words(self, origin: _Origin, sink: str) -> Finding:
-        where = "outside of the model" if origin.module is None else f"in {origin.module or 'the model itself'}"
-        lines = [f"{origin.operation} {where}, {_place(origin.file, origin.line)}, made {origin.words}."]
-        if origin.inputs:
-            lines.append(f"It read {_listed(map(str, origin.inputs), '; ')}.")
+        found = origin.found
+        where = "outside of the model" if found.module is None else f"in {found.module or 'the model itself'}"
+        lines = [f"{found.operation} {where}, {_place(found.file, found.line)}, made {found.text}."]
+        if found.inputs:
+            lines.append(f"It read {_listed(map(str, found.inputs), '; ')}.")
         passed = _listed(module or "the model itself" for module in origin.reached)
         lines.append(f"From there it reached {passed}{', then ' if passed else ''}{sink}.")
         if self.near_overflow:
             listed = _listed(self.near_overflow, "; ")
             lines.append(f"Within a factor of {_NEAR_OVERFLOW:g} of the largest number of their format: {listed}.")
         lines.append(f"Remedy: {REMEDIES[None]}.")
-        told = (origin.operation, origin.module, origin.direction, origin.file, origin.line, origin.inputs)
-        return Finding(*told, "\n".join(lines))
+        return replace(found, text="\n".join(lines))
 
 
 def _has_values(leaf: object) -> bool:

@@ -121,16 +121,11 @@ def sentence(found: Comparison, first: str = "A", second: str = "B") -> str:
 
 def _how(norm_first: float, norm_second: float, first: str, second: str) -> str:
     for norm, run in ((norm_first, first), (norm_second, second)):
-        if np.isinf(norm):
-            return f"has NaN or Inf in {run} alone"
-        if np.isnan(norm):
-            return f"is missing in {run} alone"
-        if norm == 0:
-            return f"is 0 in {run} alone"
-    larger, ratio = (
-        (second, norm_second / norm_first) if norm_second > norm_first else (first, norm_first / norm_second)
-    )
-    return f"is {ratio:,.3g} times as large in {larger}"
+        for is_so, words in ((np.isinf, "has NaN or Inf"), (np.isnan, "is missing"), (np.logical_not, "is 0")):
+            if is_so(norm):
+                return f"{words} in {run} alone"
+    smaller, larger = sorted(((norm_first, first), (norm_second, second)))
+    return f"is {larger[0] / smaller[0]:,.3g} times as large in {larger[1]}"
 
 
 def _common_windows(first: IntArray, second: IntArray) -> IntArray:

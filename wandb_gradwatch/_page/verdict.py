@@ -38,7 +38,8 @@ def judge(history: RunHistory) -> Verdict:
     told = sorted((alert for alert in history.alerts if alert.step is not None), key=lambda alert: alert.step or 0)
     end = f"; the process ended with exit code {history.exit_code}" if history.exit_code else ""
     first = _first_of_the_accident(told)
-    bad = _first_nonfinite(history, told)
+    own_bad = [step for one in history.own.values() for step in one.steps[~np.isfinite(one.values)].tolist()]
+    bad = _first_nonfinite(history, told, own_bad)
     if first is None and bad is None:
         return _without_accident(history, told, last, end)
     parts = []
@@ -48,7 +49,7 @@ def judge(history: RunHistory) -> Verdict:
         parts.append(f"NaN or Inf from {bad}" if parts else f"NaN or Inf from step {bad}")
     start = min(step for step in (first.step if first is not None else None, bad) if step is not None)
     if bad is not None or (first is not None and first.title in _EXPLOSIVE):
-        after = _recovered(history, start)
+        after = _recovered(history, start, own_bad)
         parts.append(f"not recovered by step {last}" if after is None else f"recovered by {after}")
     return Verdict("bad", "; ".join(parts) + end)
 
@@ -102,16 +103,13 @@ def _first_of_the_accident(told: list[RecordedAlert]) -> RecordedAlert | None:
     return first
 
 
-def _first_nonfinite(history: RunHistory, told: list[RecordedAlert]) -> int | None:
+def _first_nonfinite(history: RunHistory, told: list[RecordedAlert], own_bad: list[float]) -> int | None:
     """The first step with NaN or Inf in the gradients or in a scalar of the user, as far as the run's file tells it."""
-    steps = [alert.step for alert in told if alert.title in ("NaN gradient", "Inf gradient")]
-    steps += [
-        step for series in history.own.values() for step in series.steps[~np.isfinite(series.values)][:1].tolist()
-    ]
+    steps = own_bad + [alert.step or 0 for alert in told if alert.title in ("NaN gradient", "Inf gradient")]
     # A loss scaler overflows and skips by design: such windows are no accident, nor is a count exact to the step.
     if not steps:
         steps = history.steps[nonfinite_rows(history)][:1].tolist()
-    return min((round(step) for step in steps if step is not None), default=None)
+    return min(map(round, steps), default=None)
 
 
 def nonfinite_rows(history: RunHistory) -> np.ndarray:
@@ -122,14 +120,13 @@ def nonfinite_rows(history: RunHistory) -> np.ndarray:
     return np.asarray((nan + inf > 0) & (skipped == 0))
 
 
-def _recovered(history: RunHistory, start: int) -> int | None:
+def _recovered(history: RunHistory, start: int, own_bad: list[float]) -> int | None:
     """The first row after the accident from which on everything is finite and of its usual size; None: never."""
     norms = history.first_of(keys.GRAD_NORM_MAX, keys.GRAD_NORM)
     before = norms[(history.steps < start) & np.isfinite(norms)]
     high = norms > _STILL_HIGH * np.median(before) if len(before) else np.zeros(len(norms), dtype=bool)
     bad_steps = history.steps[nonfinite_rows(history) | high | np.isinf(norms)].tolist()
-    bad_steps += [step for series in history.own.values() for step in series.steps[~np.isfinite(series.values)]]
-    after = history.steps[history.steps > max([start, *bad_steps])]
+    after = history.steps[history.steps > max([start, *bad_steps, *own_bad])]
     return int(after[0]) if len(after) else None
 
 

@@ -1,17 +1,26 @@
-"""A W&B report about the gradients of one run, or of all runs of a project side by side."""
+"""A W&B report about the gradients of one run, or of all runs of a project side by side, and a saved workspace view.
+
+Both can be seen as a page on this machine, before anything is sent: its panels are drawn from a run's file.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
+import numpy as np
+
 from .._diagnosis import CAUSES
-from .._page.history import RecordedAlert, RunHistory
-from .._page.page import WORDS
+from .._page.history import RecordedAlert, RunHistory, natural_order
+from .._page.packing import Blob, pool, pool_width
+from .._page.page import WORDS, render_content, write_html
+from .._page.payload import MAX_POINTS, build_payload
 from .._page.read import read_run
 from ..snapshot import keys
 from .template import SECTIONS, markdown_words, no_project, require_workspaces, speaking_to_wandb
@@ -25,6 +34,10 @@ _MAX_ALERTS: Final = 50
 CHART_NAME: Final = "gradwatch-flow-1"
 # What the drawing calls a field, and the flight recorder's column that fills it.
 FLOW_FIELDS: Final[Mapping[str, str]] = MappingProxyType({"step": "step", "layer": "name", "norm": "grad_norm"})
+VIEW_NAME: Final = "Gradients"
+# The part of the view's address that its name determines, by which it is found again: W&B's ids are like this.
+_VIEW_ID: Final = f"gw{hashlib.sha256(VIEW_NAME.encode()).hexdigest()[:9]}"
+MAX_LINES: Final = 24  # of one panel of a preview
 
 
 def create_report(entity: str, project: str, run: str | None = None, *, alerts: Sequence[RecordedAlert] = ()) -> str:
@@ -214,3 +227,130 @@ def _find_report(entity: str, project: str, title: str) -> str | None:
         raise no_project(entity, project) from error
     newest = max(found, key=lambda report: str(report.updated_at), default=None)
     return None if newest is None else str(newest.id)
+
+
+# ---- the workspace view
+
+
+def save_workspace(entity: str, project: str) -> str:
+    """Save the view, or bring the one of its name up to date, whoever saved it, and return its address.
+
+    Raises:
+        ImportError: wandb-workspaces is not installed.
+        ValueError: there is no such project.
+        RuntimeError: W&B refused; wandb.Error where it is the login.
+    """
+    _, workspaces = require_workspaces()
+    workspace = build_workspace(entity, project)
+    with speaking_to_wandb():
+        workspace._internal_name = f"nw-{_VIEW_ID}-v"
+        existing = _find_view(workspaces, entity, project)
+        for identity in ("_internal_name", "_internal_id", "_internal_runset_id") if existing is not None else ():
+            setattr(workspace, identity, getattr(existing, identity))
+        return str(workspace.save().url)
+
+
+def build_workspace(entity: str, project: str) -> Any:
+    """The view as an object of wandb-workspaces, not saved. No network."""
+    reports, workspaces = require_workspaces()
+    return workspaces.Workspace(
+        entity=entity,
+        project=project,
+        name=VIEW_NAME,
+        sections=[_view_section(reports, workspaces, key, is_open=index < 3) for index, key in enumerate(SECTIONS)],
+        settings=workspaces.WorkspaceSettings(
+            x_axis=keys.STEP,
+            # Else W&B makes one section for every layer.
+            group_by_prefix="first",
+            point_visualization_method="bucketing",
+            max_runs=10,
+        ),
+        auto_generate_panels=False,
+    )
+
+
+def _view_section(reports: Any, workspaces: Any, key: str, *, is_open: bool) -> Any:
+    panels = [panel.build(reports) for panel in SECTIONS[key]]
+    panels.append(reports.MarkdownPanel(markdown=markdown_words(WORDS[key])))
+    return workspaces.Section(
+        name=WORDS[key].title,
+        panels=panels,
+        is_open=is_open,
+        layout_settings=workspaces.SectionLayoutSettings(columns=min(len(panels), 4), rows=1),
+        panel_settings=workspaces.SectionPanelSettings(x_axis=keys.STEP),
+    )
+
+
+def _find_view(workspaces: Any, entity: str, project: str) -> Any:
+    """The saved view; None where there is none."""
+    from wandb_workspaces.workspaces.internal import View
+
+    try:
+        return workspaces.Workspace._from_model(View.from_name(entity, project, f"nw-{_VIEW_ID}-v"))
+    except ValueError as error:
+        if "not found in project" in str(error):  # the project is there, the view is not
+            return None
+        raise no_project(entity, project) from error
+
+
+# ---- previews
+
+
+def write_preview(
+    entity: str, project: str, run: str | None, *, history: RunHistory | None, output: Path | None
+) -> Path:
+    """Write the preview of the report that `create_report` would save, without W&B, and return its path."""
+    alerts = () if history is None else history.alerts
+    report = build_report(entity, project, run, alerts=alerts, flow_chart=f"{entity}/{CHART_NAME}")
+    # W&B makes the table of contents of the headings.
+    blocks = [_block(one) for one in report.blocks if type(one).__name__ != "TableOfContents"]
+    page = _preview("report", report.title, blocks, history)
+    return write_html(page, output or Path(f"gradwatch-report-{run or project}.html"))
+
+
+def write_workspace_preview(entity: str, project: str, *, history: RunHistory | None, output: Path | None) -> Path:
+    """The same of the workspace view that `save_workspace` would save."""
+    workspace = build_workspace(entity, project)
+    sections = [
+        {"kind": "Section", "text": one.name, "isOpen": one.is_open, "panels": one.panels} for one in workspace.sections
+    ]
+    page = _preview("workspace view", workspace.name, sections, history)
+    return write_html(page, output or Path(f"gradwatch-workspace-{project}.html"))
+
+
+def _preview(what: str, title: str, blocks: list[dict[str, Any]], history: RunHistory | None) -> str:
+    """As HTML: blocks of a kind with a text, or with panels of wandb-workspaces. No history: panels name their keys."""
+    drawn = history or RunHistory(Path(), "no run", np.empty(0, dtype=np.int64), {})
+    content, blob = build_payload(drawn)
+    for block in blocks:
+        block["panels"] = [_panel(panel, drawn, blob) for panel in block.get("panels", ())]
+    told = {"what": what, "title": title, "isDrawn": history is not None, "blocks": blocks}
+    return render_content(f"{title} · preview", content | {"preview": told}, blob)
+
+
+def _block(block: Any) -> dict[str, Any]:
+    kind = type(block).__name__
+    return {"kind": kind, "panels": block.panels} if kind == "PanelGrid" else {"kind": kind, "text": str(block.text)}
+
+
+def _panel(panel: Any, history: RunHistory, blob: Blob) -> dict[str, Any]:
+    if type(panel).__name__ == "MarkdownPanel":
+        return {"text": panel.markdown}
+    if type(panel).__name__ != "LinePlot":
+        shown = getattr(panel, "table_name", None) or (getattr(panel, "chart_strings", None) or {}).get("title")
+        return {"title": str(shown), "keys": "", "lines": []}
+    named, pattern = [str(getattr(one, "name", one)) for one in panel.y or []], panel.metric_regex
+    found = sorted((key for key in history.values if pattern and re.search(pattern, key)), key=natural_order)
+    drawn = [key for key in (*named, *found) if key in history.values]
+    width = pool_width(len(history.steps), MAX_POINTS)
+    return {
+        "title": panel.title,
+        "keys": pattern or ", ".join(named),
+        "log": bool(panel.log_y),
+        "limits": list(panel.range_y or (None, None)),
+        "left": max(0, len(drawn) - MAX_LINES),
+        "lines": [
+            {"label": key, "offset": blob.add_floats(pool(history.values[key][:, None], width, key)[:, 0])}
+            for key in drawn[:MAX_LINES]
+        ],
+    }
