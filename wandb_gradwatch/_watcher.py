@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -77,7 +78,9 @@ class Watcher:
         self._dispatcher = Dispatcher(config.sinks, config.on_alert, to_terminal=config.to_terminal)
         kinds = {name: type(module).__name__ for model in registry.models() for name, module in model.named_modules()}
         self._rule_runner = RuleRunner(self._alert_manager, self._dispatcher, modules=kinds)
-        self._sampler = Sampler(registry, window, config.capture, self._boundary, self._step_ended)
+        self._sampler = Sampler(
+            registry, window, config.capture, self._boundary, partial(self._collect, in_training=True)
+        )
         self._parts = parts = self._sampler.parts
         self._found: list[Alert] = []  # of replays, to be sent at the next occasion
         guarded = config.capture.guard is not None and config.capture.guard.replay
@@ -163,7 +166,7 @@ class Watcher:
     def healthy(self) -> bool:
         """False if a rule found an error in the newest sample that has arrived."""
         self._collect()
-        return self._rule_runner.healthy
+        return self._alert_manager.healthy
 
     @property
     def metric_seconds(self) -> dict[str, float]:
@@ -344,9 +347,6 @@ class Watcher:
             self._dispatcher.close()
 
     # ---- from the window to the delivery
-
-    def _step_ended(self) -> None:
-        self._collect(in_training=True)
 
     def _collect(self, *, in_training: bool = False) -> None:
         """Hand over what has arrived, unless it may turn out not to be samples."""

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -120,36 +120,32 @@ class Pipeline:
         Raises:
             CallbackError: a callback of the user's raised; what has arrived is delivered all the same.
         """
-        raised: CallbackError | None = None
+        raised: list[CallbackError] = []
+
+        def attempt(action: Callable[..., None], *arguments: Any) -> None:
+            try:
+                action(*arguments)
+            except CallbackError as error:
+                raised.append(error)
+
         self._arrived.extend(self._source.poll(wait=wait))
         while self._arrived:  # shared: a callback of the user's that flushes goes on where this loop is
             arrived = self._arrived.popleft()
-            try:
-                if isinstance(arrived, ArrivedSample):
-                    self._take(arrived)
-                else:
-                    try:
-                        self._rule_runner.judge_waiting()
-                    finally:  # a callback of the user's may raise
-                        self._end_window(arrived)
-            except CallbackError as error:
-                raised = raised or error
+            if isinstance(arrived, ArrivedSample):
+                attempt(self._take, arrived)
+            else:
+                attempt(self._rule_runner.judge_waiting)
+                attempt(self._end_window, arrived)
         if not in_training:
-            try:
-                self._rule_runner.judge_waiting()
-            except CallbackError as error:
-                raised = raised or error
+            attempt(self._rule_runner.judge_waiting)
         if self._reducer is not None:
             # What nobody will merge is this rank's: whole, but for what compares the ranks, unless it is of shards.
             unmerged = self._reducer.give_back() if wait and not (self._merges or self._shards.any) else []
             for merged in [*self._reducer.poll(wait=wait and self._merges), *unmerged]:
-                try:
-                    samples = [self._derived(sample) for sample in merged.samples]
-                    self._write(samples, merged.flush, merged.overhead_ratio, unseen=samples)
-                except CallbackError as error:
-                    raised = raised or error
-        if raised is not None:
-            raise raised
+                samples = [self._derived(sample) for sample in merged.samples]
+                attempt(self._write, samples, merged.flush, merged.overhead_ratio, samples)
+        if raised:
+            raise raised[0]
 
     # ---- samples
 

@@ -92,11 +92,6 @@ class RuleRunner:
         seconds, self._seconds_on_alerts = self._seconds_on_alerts, 0.0
         return seconds
 
-    @property
-    def healthy(self) -> bool:
-        """No rule found an error in the newest sample."""
-        return self._alert_manager.healthy
-
     def diagnose(self) -> list[Diagnosis]:
         """Probable causes of what has been told, most probable first; none of a training that nothing was told of."""
         recorder = self._dispatcher.recorder

@@ -247,7 +247,7 @@ class SampleTransfer(NamedTuple):
     def unpack(self) -> ArrivedSample:
         packed = [np.asarray(one.rows.take(), dtype=np.float64) for one in self.rows]
         rows = packed[0][:-1] if len(packed) == 1 else self._joined([one[:-1] for one in packed])
-        earlier, received = (self._joined_look(place) for place in (1, 2))
+        earlier, received = self._joined_look(1), self._joined_look(2)
         loss_scale, found_inf = np.nan, 0.0
         for one in packed:
             scale, inf = one[-1, : FOUND_INF + 1].tolist()

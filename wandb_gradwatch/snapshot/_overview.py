@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 
 from .._measure.columns import NONFINITE_COLUMNS, Column, FloatArray
-from . import keys
 from ._arrays import LEAST_SUM_SQ
 
 if TYPE_CHECKING:
@@ -47,18 +46,13 @@ class Overview(NamedTuple):
     weights_sq: float
 
 
-def _is_said(snapshot: Snapshot, key: str) -> list[bool]:
-    values_S = snapshot.metrics.get(key)
-    return [False] * len(snapshot) if values_S is None else (values_S > 0).tolist()
-
-
 def overview_of(snapshot: Snapshot) -> tuple[Overview, ...]:
     """Every sample."""
     columns = (
         snapshot.steps.tolist(),
         snapshot.skipped.tolist(),
-        _is_said(snapshot, keys.LEFT_OUT),
-        _is_said(snapshot, keys.GUARDED),
+        snapshot.left_out.tolist(),
+        snapshot.guarded.tolist(),
         snapshot.column_sums.tolist(),
         np.minimum.reduce(snapshot.rows, axis=1, initial=math.inf).tolist(),
         np.maximum.reduce(snapshot.rows, axis=1, initial=-math.inf).tolist(),
