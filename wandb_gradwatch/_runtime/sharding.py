@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, cast
 
 import numpy as np
@@ -59,17 +58,9 @@ def rank_store(name: str) -> Store:
     return PrefixStore(f"gradwatch-{name}", _get_default_store())
 
 
-@dataclass(frozen=True)
-class _Share:
-    """What this rank has of a parameter."""
-
-    mesh: frozenset[int] | None  # the ranks that hold shards of it; None for a whole one
-    counts: bool  # whether this rank's shard counts where `mesh` has the first rank that has this parameter
-
-    def counted(self, first: int) -> bool:
-        if self.mesh is None:
-            return rank() == first
-        return self.counts and first in self.mesh  # otherwise this mesh is a replica of the one that has the first rank
+# The ranks that hold shards of a parameter, and whether this rank's counts if the parameter's first rank is among them:
+# otherwise they are replicas.
+_Share = tuple[frozenset[int], bool]
 
 
 DEEPSPEED_REFUSED: Final = (
@@ -99,7 +90,7 @@ class Shards:
     def __init__(self) -> None:
         self.any = False  # the same on every rank
         self.uses_fsdp1 = False
-        self._shares: dict[int, _Share] = {}  # by slot
+        self._shares: dict[int, _Share] = {}  # by slot, of what is sharded
         self._first: dict[int, int] = {}  # by slot, the first rank that has this parameter, where that is not rank 0
 
     def update(self, entries: Iterable[tuple[int, Tensor]], models: Sequence[nn.Module]) -> None:
@@ -109,14 +100,12 @@ class Shards:
         flat = _fsdp1_parameters(models)
         self.uses_fsdp1 = bool(flat)
         for slot, parameter in entries:
+            self._shares.pop(slot, None)
             if type(parameter).__name__ == "DTensor":
-                self.any = True
                 self._shares[slot] = _share_of(parameter)
             elif id(parameter) in flat:
-                self.any = True
-                self._shares[slot] = _Share(frozenset(range(world_size())), flat[id(parameter)])
-            else:
-                self._shares[slot] = _Share(None, True)
+                self._shares[slot] = frozenset(range(world_size())), flat[id(parameter)]
+        self.any |= bool(self._shares)
 
     def split(self, ranks_P: Sequence[frozenset[int]]) -> bool:
         """Ranks have different parameters, each of this rank's those that are given.
@@ -125,15 +114,16 @@ class Shards:
             Whether their rows can be merged: not where a rank that holds a shard of one does not watch it.
         """
         self._first = {slot: min(ranks) for slot, ranks in enumerate(ranks_P)}
-        meshes = [share.mesh if (share := self._shares.get(slot)) else None for slot in range(len(ranks_P))]
-        are_whole = all(mesh is None or mesh <= ranks for mesh, ranks in zip(meshes, ranks_P, strict=True))
         self.any = True
-        return are_whole
+        return all(self._shares[slot][0] <= ranks for slot, ranks in enumerate(ranks_P) if slot in self._shares)
 
     def counted(self, num_names: int) -> npt.NDArray[np.bool_]:
         """Whether this rank's row of each name counts: [P]."""
-        shares = [self._shares.get(slot, _Share(None, True)) for slot in range(num_names)]
-        return np.array([share.counted(self._first.get(slot, 0)) for slot, share in enumerate(shares)], dtype=bool)
+        counted_P = np.empty(num_names, dtype=bool)
+        for slot in range(num_names):
+            first, share = self._first.get(slot, 0), self._shares.get(slot)
+            counted_P[slot] = rank() == first if share is None else share[1] and first in share[0]
+        return counted_P
 
 
 def _share_of(parameter: Tensor) -> _Share:
@@ -145,7 +135,7 @@ def _share_of(parameter: Tensor) -> _Share:
         not placement.is_replicate() or position == 0
         for placement, position in zip(dtensor.placements, coordinate, strict=True)
     )
-    return _Share(frozenset(mesh.mesh.flatten().tolist()), counts)
+    return frozenset(mesh.mesh.flatten().tolist()), counts
 
 
 def _fsdp1_units(models: Sequence[nn.Module]) -> Iterator[Any]:

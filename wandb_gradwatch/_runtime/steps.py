@@ -12,7 +12,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Final, Generic, Protocol, TypeVar
 
@@ -148,7 +148,7 @@ class _Step:
     frame: FrameType
     inside_backward: bool
     listeners: list[StepListener]
-    muted: list[StepListener] = field(default_factory=list)
+    is_muted: bool = False
     last_hook: RemovableHandle | None = None
 
     def begin(self) -> None:
@@ -202,7 +202,7 @@ class StepHooks(Listeners[StepListener]):
         if not listeners:
             return None
         frame = sys._getframe(1 + ADDED_FRAMES)
-        self._drop_raised(frame)
+        self.drop_raised(frame)
         for outer in self._stack.steps:
             listeners = [
                 listener
@@ -250,29 +250,26 @@ class StepHooks(Listeners[StepListener]):
         newest = list(_global_optimizer_pre_hooks.values())[-1:]  # at once: another thread may change them
         return bool(optimizer._optimizer_step_pre_hooks) or newest != [self._before]
 
-    def _drop_raised(self, frame: FrameType) -> None:
-        """End the steps that raised: their frames are not in the call stack any more."""
+    def drop_raised(self, frame: FrameType | None = None) -> None:
+        """End the steps that raised, which must not mute the backwards to come: their frames are no callers any more.
+
+        `frame`: of the step that begins; None: none does.
+        """
         steps = self._stack.steps
         if not steps:
             return
-        callers = set()
-        caller = frame.f_back
+        callers, caller = set(), sys._getframe(1) if frame is None else frame.f_back
         while caller is not None:
             callers.add(caller)
             caller = caller.f_back
         while steps and steps[-1].frame not in callers:
             self._end(steps.pop())
 
-    def drop_raised(self) -> None:
-        """The same, from a place that is not a step: a step that raised must not mute the backwards after it."""
-        if self._stack.steps:
-            self._drop_raised(sys._getframe(0))
-
     def _end(self, step: _Step) -> None:
         self._under_way.discard(weakref.ref(step))
         if step.last_hook is not None:
             step.last_hook.remove()
-        for listener in step.muted:
+        for listener in step.listeners if step.is_muted else ():
             listener.mute(False)
         for listener in step.listeners:
             listener.after_step(step.optimizer, inside_backward=step.inside_backward)
@@ -283,17 +280,14 @@ def _measured_at_first_return(closure: Callable[[], Any], step: _Step) -> Callab
 
     Line searches evaluate up to 20 times more, and Lightning runs the whole training step in here.
     """
-    evaluations = 0
 
     def evaluate(*args: Any, **kwargs: Any) -> Any:
-        nonlocal evaluations
         result = closure(*args, **kwargs)
-        evaluations += 1
-        if evaluations == 1:
+        if not step.is_muted:
             step.begin()
+            step.is_muted = True
             for listener in step.listeners:
                 listener.mute(True)
-                step.muted.append(listener)
         return result
 
     return evaluate
