@@ -19,8 +19,7 @@ import wandb_gradwatch
 from wandb_gradwatch.rules import Alert
 from wandb_gradwatch.sinks import Sink
 from wandb_gradwatch.sinks._history_row import MAX_ROW_BYTES
-from wandb_gradwatch.sinks._series import MAX_SERIES, coarse_grouping
-from wandb_gradwatch.sinks._wandb_run import WandbSink
+from wandb_gradwatch.sinks._wandb_run import MAX_SERIES, WandbSink, coarse_grouping
 
 NAN = float("nan")
 ALERT = Alert("NaN gradient", "layer b holds 1 NaN at step 7", step=7, level="ERROR")

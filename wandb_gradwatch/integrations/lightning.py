@@ -10,17 +10,20 @@ import re
 import sys
 import types
 import weakref
-from collections.abc import Mapping
-from typing import Any, Final
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Final, NamedTuple
 
 import numpy as np
+import torch
 
 from .._capture.scaling import scale_tensor
 from .._measure.elements import onto
 from ..rules import ExplodingGradient, Rule
+from ..sinks import WandbSink
 from ..snapshot import Snapshot
-from ._lightning import BatchIndex, BatchPlace, NamedWandbSink, log, place_of, runs_of
-from ._session import Session, Watching, named, require
+from ..snapshot._arrays import last_present
+from ._session import Session, Watching, active_run, is_due, named, require
 
 _DEFAULT_LOG_EVERY: Final = 50  # of alerts' evidence where no rows are written
 
@@ -107,7 +110,7 @@ class GradWatchCallback(Watching, _Callback):  # type: ignore[misc]
         self._run = run
         reserved = ("run", "log_every", "start_step")
         self._session = Session(type(self).__name__, watch_options, reserved=reserved, adapt=self._with_threshold)
-        self._batches = BatchIndex(lambda: BatchPlace(0, 0), 0)
+        self._batches = _BatchIndex(lambda: _BatchPlace(0, 0), 0)
         self._trainer: weakref.ref[Any] | None = None  # while a fit goes on
         self._is_restored = False
         self._before: list[GradWatchCallback] = []  # the trainer's others, which come first
@@ -221,7 +224,7 @@ class GradWatchCallback(Watching, _Callback):  # type: ignore[misc]
 
     def _begin(self, trainer: Any, pl_module: Any) -> None:
         every = trainer.log_every_n_steps if self.log_every_n_steps is None else self.log_every_n_steps
-        self._batches, self._trainer = BatchIndex(lambda: place_of(trainer), every), weakref.ref(trainer)
+        self._batches, self._trainer = _BatchIndex(lambda: _place_of(trainer), every), weakref.ref(trainer)
         options = self._session.options
         ours = [callback for callback in trainer.callbacks if isinstance(callback, GradWatchCallback)]
         self._before = ours[: ours.index(self)] if self in ours else []
@@ -233,7 +236,7 @@ class GradWatchCallback(Watching, _Callback):  # type: ignore[misc]
             beside=[callback.watcher for callback in ours if callback is not self and callback.watcher is not None],
             goes_on=trainer.global_step > 0,
             log_every=every or _DEFAULT_LOG_EVERY,
-            sinks=[NamedWandbSink(run, self._named_numbers, **of_rows) for run in runs_of(trainer, self._run)],
+            sinks=[_NamedWandbSink(run, self._named_numbers, **of_rows) for run in _runs_of(trainer, self._run)],
         )
 
     def _with_threshold(self, rules: list[Rule]) -> list[Rule]:
@@ -250,7 +253,7 @@ class GradWatchCallback(Watching, _Callback):  # type: ignore[misc]
                 self._num_updates += 1
         for batch, due in self._batches.take_due() if trainer is not None else ():
             numbers = self.compute_batch_stats(due)
-            log(trainer, numbers, self._prefix("step_prefix"), step=batch, with_wandb=False)
+            _log(trainer, numbers, self._prefix("step_prefix"), step=batch, with_wandb=False)
 
     def _begin_epoch(self, epoch: int) -> None:
         self._epoch, self._num_updates, self._epoch_stats = epoch, 0, self.init_epoch_stats()
@@ -258,9 +261,9 @@ class GradWatchCallback(Watching, _Callback):  # type: ignore[misc]
     def _end_epoch(self, trainer: Any) -> None:
         """Log the numbers of an epoch that has any, and begin the next."""
         if self._num_updates:
-            step = place_of(trainer).batch - 1  # where Lightning writes an epoch's metrics: at its last batch
+            step = _place_of(trainer).batch - 1  # where Lightning writes an epoch's metrics: at its last batch
             numbers = self.compute_epoch_stats(self._epoch_stats)
-            log(trainer, numbers, self._prefix("epoch_prefix"), step=step, with_wandb=True)
+            _log(trainer, numbers, self._prefix("epoch_prefix"), step=step, with_wandb=True)
         is_over = self._epoch == trainer.current_epoch
         self._begin_epoch(trainer.current_epoch + 1 if is_over else trainer.current_epoch)
 
@@ -284,3 +287,113 @@ def _described(value: Any) -> str:
         return f"[{', '.join(map(_described, value))}]"
     name = getattr(value, "__qualname__", None)
     return f"{getattr(value, '__module__', '')}.{name}" if name else re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+
+
+class _BatchPlace(NamedTuple):
+    """Where in the training an update was made."""
+
+    batch: int  # what loggers call the step: batches that ended in an update, from 0
+    epoch: int
+
+
+class _BatchIndex:
+    """Knows the place of every sample that is under way, and keeps those of a due batch until all have arrived.
+
+    A sample may close late (the second of a GAN) and arrive late (from a GPU).
+    """
+
+    def __init__(self, here: Callable[[], _BatchPlace], every: int) -> None:
+        self._here = here  # the place of an update that would be made now
+        self._every = every  # the numbers of every n-th batch are logged; 0: of none
+        self._places: dict[int, _BatchPlace] = {}  # by the step of a sample that has not arrived
+        self._new: list[tuple[_BatchPlace, Snapshot]] = []
+        self._due: dict[int, list[Snapshot]] = {}  # by batch
+
+    def note(self, step: int) -> None:
+        """The sample of this step is made by the batch under way."""
+        self._places[step] = self._here()
+
+    def enter(self, samples: list[Snapshot]) -> None:
+        for sample in samples:
+            step = int(sample.steps[0])
+            place = self._places.get(step) or self._here()
+            # They arrive in order: an earlier one that was noted was not measured and never comes.
+            self._places = {later: where for later, where in self._places.items() if later > step}
+            self._new.append((place, sample))
+            if is_due(sample, place.batch + 1, self._every):
+                self._due.setdefault(place.batch, []).append(sample)
+
+    def take_new(self) -> list[tuple[_BatchPlace, Snapshot]]:
+        new, self._new = self._new, []
+        return new
+
+    def take_due(self) -> list[tuple[int, Snapshot]]:
+        """The due batches of which every sample has arrived, each as one sample."""
+        waiting = {place.batch for place in self._places.values()}
+        complete = [batch for batch in self._due if batch not in waiting]
+        return [(batch, _newest_of(self._due.pop(batch))) for batch in complete]
+
+    def due_sample(self, step: int) -> Snapshot | None:
+        """What has arrived of the due batch whose newest sample has this step; None if that is not due."""
+        return next((_newest_of(samples) for samples in self._due.values() if samples[-1].steps[0] == step), None)
+
+
+def _newest_of(samples: list[Snapshot]) -> Snapshot:
+    """One sample out of several: each parameter as in the last of them that has it (a GAN's two updates of a batch)."""
+    merged = samples[0].merge(*samples[1:])
+    return replace(merged.sample(-1), rows=last_present(merged.rows, merged.present)[None])
+
+
+def _place_of(trainer: Any) -> _BatchPlace:
+    # Private, and what Trainer gives its loggers for a step; global_step counts every optimizer's.
+    batch = getattr(trainer.fit_loop.epoch_loop, "_batches_that_stepped", trainer.global_step)
+    return _BatchPlace(batch, trainer.current_epoch)
+
+
+def _log(trainer: Any, numbers: Mapping[str, float], prefix: str, *, step: int, with_wandb: bool) -> None:
+    """Give numbers to every logger under their own step, and those of the whole model to callback_metrics.
+
+    Not by log_dict: it writes under the step at which the trainer happens to write, or never, takes 0.3 ms a name, and
+    on several ranks asks for a collective to average what is equal on all of them. Without W&B's loggers where the runs
+    get the numbers in the rows of their own sinks.
+    """
+    if not numbers:
+        return
+    for logger in trainer.loggers if trainer.is_global_zero else ():
+        if with_wandb or not _is_wandb(logger):
+            logger.log_metrics(named(prefix, numbers), step=step)
+    whole = named(prefix, numbers, layers=False)
+    trainer.callback_metrics.update({name: torch.tensor(number) for name, number in whole.items()})
+
+
+class _NamedWandbSink(WandbSink):
+    """The W&B run, with the framework's own names for some numbers in the same row."""
+
+    def __init__(
+        self, run: Any, numbers_of: Callable[[int], Mapping[str, float]], *, rows: bool, **options: Any
+    ) -> None:
+        super().__init__(run, **options)
+        self._numbers_of = numbers_of  # a sample's further numbers by key, from its step
+        self._writes_rows = rows  # or only alerts
+
+    def write(self, snapshot: Snapshot) -> None:
+        if not self._writes_rows:
+            return
+        numbers_S = [self._numbers_of(int(step)) for step in snapshot.steps]
+        keys = dict.fromkeys(key for numbers in numbers_S for key in numbers)
+        columns = {key: np.array([numbers.get(key, np.nan) for numbers in numbers_S]) for key in keys}
+        super().write(replace(snapshot, metrics={**snapshot.metrics, **columns}) if columns else snapshot)
+
+
+def _runs_of(trainer: Any, run: Any) -> list[Any]:
+    """The run that the user gave, otherwise on rank zero those of the WandbLoggers, otherwise the active one."""
+    runs = [] if run is None else [run]
+    if not runs and trainer.is_global_zero:
+        runs = [logger.experiment for logger in trainer.loggers if _is_wandb(logger)]
+        if not runs and (active := active_run()) is not None:
+            runs = [active]
+    return list({id(each): each for each in runs}.values())
+
+
+def _is_wandb(logger: Any) -> bool:
+    return any(cls.__name__ == "WandbLogger" for cls in type(logger).__mro__)
