@@ -61,7 +61,7 @@ def guarded(
     if watcher is not None:
         watcher.remove()
     parameters = [getattr(p, "_local_tensor", p).detach().numpy().copy() for p in model.parameters()]
-    pasts = [past for _, past in skip_guard.state_dict()["_usual"]["_pasts"]]
+    pasts = [past for _, past in skip_guard.state_dict()["norms"]["_pasts"]]
     return {
         "parameters": parameters,
         "num_skipped": skip_guard.num_skipped,

@@ -12,6 +12,7 @@ import shutil
 import sys
 import sysconfig
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -116,7 +117,7 @@ class Training:
     run_folder: Path  # where the run's file lies
     steps: int  # optimizer steps done
     seconds: float  # wall time of the training loop
-    interrupted: bool  # Ctrl-C ended it
+    interrupted: bool  # by Ctrl-C
     summary: Summary  # the watcher's own, at the end
 
 
@@ -167,8 +168,7 @@ def _train(output: Path, steps: int, online: bool) -> Training:
         project=PROJECT, name=RUN_NAME, dir=output, mode="online" if online else "offline", settings=settings
     )
     accident = range(steps // 2, steps // 2 + ACCIDENT_STEPS)
-    last_good = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    done, interrupted, started = 0, False, time.monotonic()
+    done, started = 0, time.monotonic()
     above_the_bar = "\r\x1b[2K" if sys.stdout.isatty() else ""
     with click.progressbar(length=steps, label="  training", show_pos=True) as bar:
 
@@ -179,7 +179,7 @@ def _train(output: Path, steps: int, online: bool) -> Training:
             say(alert.step, alert_title(alert.title, alert.level))
 
         with run, watch(model, sample_every=1, log_every=LOG_EVERY, on_alert=show) as watcher:
-            try:
+            with suppress(KeyboardInterrupt):
                 for step in range(1, steps + 1):
                     if step == accident.start:
                         last_good = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
@@ -200,10 +200,8 @@ def _train(output: Path, steps: int, online: bool) -> Training:
                     run.log({"loss": loss_now, "learning_rate": optimizer.param_groups[0]["lr"]})
                     bar.label = f"  loss {loss_now:.3f}"
                     bar.update(1)
-            except KeyboardInterrupt:
-                interrupted = True
             summary = watcher.summary()
-    return Training(Path(run.settings.sync_dir), done, time.monotonic() - started, interrupted, summary)
+    return Training(Path(run.settings.sync_dir), done, time.monotonic() - started, done < steps, summary)
 
 
 def _batch(corpus: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:

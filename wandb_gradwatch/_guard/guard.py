@@ -155,7 +155,7 @@ class SkipGuard(Remembers):
     replay: bool = True
     num_skipped: int = field(default=0, init=False)
     num_in_a_row: int = field(default=0, init=False)  # unhealthy steps, up to now
-    _usual: NormLimits = field(init=False, repr=False)
+    norms: NormLimits = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.max_in_a_row < 1:
@@ -164,7 +164,7 @@ class SkipGuard(Remembers):
             raise ValueError(f'then={self.then!r} must be "raise" or "continue"')
         if self.is_bad is not None and (self.threshold, self.factor, self.stds) != (None, None, None):
             raise ValueError("SkipGuard() was given is_bad= and limits of the norm; pass is_bad=, or the limits")
-        self._usual = judge_of_norms(
+        self.norms = judge_of_norms(
             threshold=self.threshold, factor=self.factor, stds=self.stds, window=self.window, default_factor=20.0
         )
 
@@ -182,15 +182,6 @@ class SkipGuard(Remembers):
         if bad and self.then == "raise" and self.num_in_a_row >= self.max_in_a_row:
             raise self._too_many(step, self.num_in_a_row + 1)
         return bad and not self.lets_through
-
-    def limit(self, names: tuple[str, ...], present_P: npt.NDArray[np.bool_]) -> float:
-        """The largest norm of the gradients of these parameters together that is still applied."""
-        return self._usual.limit(names, present_P)
-
-    def learn(self, names: tuple[str, ...], present_P: npt.NDArray[np.bool_], norm: float, *, bad: bool) -> None:
-        """Remember the finite norm of a step that was judged."""
-        if 0 < norm < math.inf:
-            self._usual.learn(names, present_P, norm, alarmed=bad)
 
     def count(self, step: int, *, bad: bool, skipped: bool, was_asked: bool) -> None:
         """A step is over: whether it was unhealthy, and was not applied.

@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 
 from .._measure.elements import upload, wide_dtype
 from .._runtime.autograd import Entry
-from .._runtime.error_boundary import CallbackError
 from .._runtime.sharding import Shards, has_fsdp1, local_part, world_size
 from .._runtime.steps import StepListener
+from .guard import raised_to_the_user
 
 # N parameters of an optimizer
 
@@ -121,19 +121,17 @@ class ConsensusTable:
         """
         if not self._shards.any:
             return None
-        if self._shards.uses_fsdp1:
-            raise CallbackError from ValueError(FSDP1_REFUSED)
-        if self._function:
-            raise CallbackError from ValueError(FUNCTION_REFUSED)
-        if version != self._version:
-            self._version, self._by_slots = version, {}
-        slots = tuple(slot for slot, _ in entries)
-        if slots not in self._by_slots and any(_is_sharded(parameter) for _, parameter in entries):
-            try:
+        with raised_to_the_user():
+            if self._shards.uses_fsdp1:
+                raise ValueError(FSDP1_REFUSED)
+            if self._function:
+                raise ValueError(FUNCTION_REFUSED)
+            if version != self._version:
+                self._version, self._by_slots = version, {}
+            slots = tuple(slot for slot, _ in entries)
+            if slots not in self._by_slots and any(_is_sharded(parameter) for _, parameter in entries):
                 self._by_slots[slots] = RankConsensus(dict(entries))
-            except ValueError as error:
-                raise CallbackError from error
-        return self._by_slots.get(slots)
+            return self._by_slots.get(slots)
 
 
 def _is_sharded(parameter: Tensor) -> bool:

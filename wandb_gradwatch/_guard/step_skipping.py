@@ -140,7 +140,7 @@ class StepSkipping:
                 bad = bool(self._guard.is_bad(self._peek(slots, step)))
             self._decide_here(optimizer, step, slots, [math.nan, math.nan, float(bad)], learns=False)
             return
-        limit = math.inf if inside_backward else self._guard.limit(*self._present(slots))
+        limit = math.inf if inside_backward else self._guard.norms.limit(*self._present(slots))
         sums = self._sums(slots, _home(entries), consensus)
         bad_there = (sums[0] > 0) | (sums[1] > limit * limit)
         if _honours_found_inf(optimizer):
@@ -239,8 +239,8 @@ class StepSkipping:
                 if opinion.learns and math.isnan(num_nonfinite):
                     self._notices.say("guard", f"{_UNHEARD} (step {step.number})")
                 bad, skipped, counts = bad or bool(is_bad or is_withheld), skipped or bool(is_withheld), True
-                if opinion.learns and not num_nonfinite:
-                    self._guard.learn(*self._present(opinion.slots), math.sqrt(sum_sq), bad=bool(is_bad))
+                if opinion.learns and not num_nonfinite and 0 < sum_sq < math.inf:
+                    self._guard.norms.learn(*self._present(opinion.slots), math.sqrt(sum_sq), alarmed=bool(is_bad))
             if counts:
                 with raised_to_the_user():
                     self._guard.count(step.number, bad=bad, skipped=skipped, was_asked=step.was_read or not raises)

@@ -34,13 +34,6 @@ class RecordedTable:
     columns: Sequence[str]
     rows: Sequence[Sequence[Any]]
 
-    def column(self, name: str) -> list[Any]:
-        """The cells of one column; none where the table has no such column."""
-        if name not in self.columns:
-            return []
-        index = list(self.columns).index(name)
-        return [row[index] for row in self.rows if index < len(row)]
-
 
 @dataclass(frozen=True, eq=False)
 class OwnSeries:
@@ -119,10 +112,11 @@ class RunHistory:
         A W&B history forgets the order of its keys. The flight recorder's table keeps it, and so does a list of names
         in the run's configuration, under `gradwatch`.
         """
-        settings = self.config.get("gradwatch")
+        settings, table = self.config.get("gradwatch"), self.flight_recorder
         told: object = settings.get("names") if isinstance(settings, Mapping) else None
         if not isinstance(told, list):
-            told = self.flight_recorder.column("name") if self.flight_recorder is not None else []
+            columns, rows = ([], []) if table is None else (list(table.columns), table.rows)
+            told = [name for row in rows for column, name in zip(columns, row, strict=False) if column == "name"]
         return {keys.in_key(str(name)): str(name) for name in told}
 
     @cached_property
@@ -130,9 +124,8 @@ class RunHistory:
         """Names, and the modules that they are in, with their place in the model."""
         place: dict[str, int] = {}
         for name in self._told_names:
-            parts = name.split("/")
-            for depth in range(len(parts), 0, -1):
-                place.setdefault("/".join(parts[:depth]), len(place))
+            for prefix in _with_modules(name):
+                place.setdefault(prefix, len(place))
         return place
 
     def first_of(self, *names: str) -> FloatArray:
@@ -154,11 +147,18 @@ class RunHistory:
         place = self._places
 
         def order(name: str) -> tuple[int, list[tuple[int, int, str]]]:
-            parts = name.split("/")
-            prefixes = ("/".join(parts[:depth]) for depth in range(len(parts), 0, -1))
-            return next((place[prefix] for prefix in prefixes if prefix in place), len(place)), natural_order(name)
+            return next(
+                (place[prefix] for prefix in _with_modules(name) if prefix in place), len(place)
+            ), natural_order(name)
 
         return sorted(names, key=order)
+
+
+def _with_modules(name: str) -> Iterator[str]:
+    """Yield a name, and the modules that it is in, the innermost first."""
+    while name:
+        yield name
+        name = name.rpartition("/")[0]
 
 
 def flat(nested: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
