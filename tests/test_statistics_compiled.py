@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -273,12 +272,11 @@ def test_an_interrupt_before_anything_was_taken_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch, shares_from_one: int, num_threads: Callable[[int], None]
 ) -> None:
     num_threads(1)  # nobody else would do it
-    loops = cpu_compiled.LOOPS.wait()
 
     def interrupted(*args: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cpu_compiled, "LOOPS", ready(loops._replace(measure_all=interrupted)))
+    monkeypatch.setattr(cpu_compiled, "LOOPS", ready(interrupted))
     with pytest.raises(KeyboardInterrupt):
         measure([torch.ones(10)], None, backend="compiled")
 
@@ -496,7 +494,7 @@ def test_loops_that_fail_are_replaced_by_torch_and_numpy_with_one_warning(
     def fail(*args: Any) -> None:
         raise SystemError("no loops today")
 
-    replace_loops(ready(SimpleNamespace(measure_all=fail, sum_sq_all=fail)))
+    replace_loops(ready(fail))
     assert resolve_backend("auto", CPU, "a") == "compiled"
     with pytest.raises(SystemError, match="no loops today"):
         measure([torch.ones(4)], None, backend="compiled")
@@ -508,7 +506,7 @@ def test_loops_that_fail_are_replaced_by_torch_and_numpy_with_one_warning(
 
 def test_loops_that_measure_wrongly_are_not_used() -> None:
     with pytest.raises(RuntimeError, match="the compiled loops do not measure what torch does"):
-        cpu_compiled._check(SimpleNamespace(measure_all=lambda *args: args[6].fill(1.0)))  # the rows
+        cpu_compiled._check(lambda *args: args[6].fill(1.0))  # the rows
 
 
 def test_a_backend_for_the_cpu_says_so_elsewhere() -> None:

@@ -100,7 +100,7 @@ class ChunkReader:
         return num_zero, num_dead, smallest
 
     def _codes(self, unsigned: npt.NDArray[Any], positive_zeros: int, negative_zeros: int) -> IntArray:
-        codes = np.right_shift(unsigned, self.layout.code_shift).astype(np.int64)
+        codes = np.right_shift(unsigned, self.layout.code_shift).view(self.layout.signed)
         counts_K: IntArray = np.bincount(codes, minlength=self.layout.num_codes)
         counts_K[0] -= positive_zeros  # these codes are shared by zeros and subnormal values
         counts_K[self.layout.num_codes // 2] -= negative_zeros

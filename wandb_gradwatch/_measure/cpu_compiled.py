@@ -15,23 +15,22 @@ import math
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from operator import attrgetter
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from . import cpu
-from .columns import NUM_BINS, NUM_COLUMNS, Column, IntArray, merge_adjacent_rows
+from .columns import NUM_BINS, NUM_COLUMNS, RECEIVED_COLUMNS, Column, IntArray, merge_adjacent_rows
 from .compilation import Compilation, after_other_processes
 from .elements import Measurement, Scale, Tensors, readable
 from .float_bits import FLOAT32, FLOAT64, bin_of_code, largest_magnitude_within
 from .thread_pool import THREAD_POOL
 
-if TYPE_CHECKING:
-    from .cpu_loops import Loops
-
 logger: Final = logging.getLogger("wandb_gradwatch")
+
+Loops = Callable[..., None]  # cpu_loops.py, compiled
 
 # N tensors, M pieces of them, C columns, B histogram bins, K kinds
 
@@ -87,19 +86,7 @@ def measure(
 
 def measure_received(gradients: Tensors, *, inverse_scale: Scale) -> Tensor:
     """Sum the squares of each gradient's finite elements, and count NaN and Inf: [N, 3]."""
-    loops = LOOPS.wait()
-    elements, _, exponent = cpu.scaled_elements(gradients, inverse_scale)
-    (table,), starts_N = _tables(elements)
-    sums = np.empty((len(table), 3))
-
-    def loop(some: slice, _held: object = elements) -> None:
-        loops.sum_sq_all(table[some], sums[some])
-
-    _run(loop, len(table), shared=starts_N is not None)
-    if starts_N is not None:
-        sums = np.add.reduceat(sums, starts_N, axis=0)
-    sums[:, 0] *= math.ldexp(1.0, 2 * exponent)
-    return torch.from_numpy(sums)
+    return _measure(LOOPS.wait(), gradients, None, 0.0, inverse_scale, False).rows[:, RECEIVED_COLUMNS]
 
 
 def _measure(
@@ -113,7 +100,7 @@ def _measure(
     dead, bins = _dead_words(dead_threshold, exponent), (bin_of_code(FLOAT32, exponent), bin_of_code(FLOAT64, exponent))
 
     def loop(some: slice, _held: object = (elements, parameter_elements)) -> None:
-        loops.measure_all(table[some], parameter_table[some], *dead, *bins, rows[some], counts[some])
+        loops(table[some], parameter_table[some], *dead, *bins, rows[some], counts[some])
 
     _run(loop, len(table), shared=starts_N is not None)
     rows_NC, histogram_NB = rows, counts

@@ -13,7 +13,7 @@ of bins, thresholds) comes in as an argument.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numba
 import numpy as np
@@ -384,25 +384,22 @@ def _gradient(address, size, kind, layout, dead, scratch, spare, row, pairs, bin
 
 
 @_jit
-def _sum_of_squares(address, size, kind, infinity, scratch):
-    """Sum of squares of the finite elements, number of NaN and number of Inf."""
-    total, num_nan, num_inf = 0.0, np.int64(0), np.int64(0)
+def _parameter(address, size, kind, infinity, scratch, row):
+    """Fill in the parameter's columns of a row."""
+    row[PARAM_SUM_SQ], row[PARAM_NUM_NONFINITE] = 0.0, 0.0
     for start in range(0, size, BLOCK):
         words = _block(address, start, min(BLOCK, size - start), kind, scratch)
         squares = _statistics(words)[5]
         if not np.isfinite(squares):
-            num_finite = _num_within(words, _minus_one(_doubled(infinity)))
-            num_not_nan = _num_within(words, _doubled(infinity))
-            num_nan, num_inf = num_nan + words.size - num_not_nan, num_inf + num_not_nan - num_finite
+            row[PARAM_NUM_NONFINITE] += words.size - _num_within(words, _minus_one(_doubled(infinity)))
             squares = _statistics(_without_nonfinite(words, _doubled(infinity), words.dtype.type(0), scratch))[5]
-        total += squares
-    return total, num_nan, num_inf
+        row[PARAM_SUM_SQ] += squares
 
 
 # ---- a list of tensors
 
 
-def _measure_all(table, parameter_table, dead32, dead64, bins32, bins64, rows, histogram):
+def _measure(table, parameter_table, dead32, dead64, bins32, bins64, rows, histogram):
     """Measure pieces of memory: tensors, or parts of them.
 
     Args:
@@ -426,43 +423,20 @@ def _measure_all(table, parameter_table, dead32, dead64, bins32, bins64, rows, h
             _gradient(address, size, kind, layout32, dead32, scratch32, spare32, row, pairs, bins32, counts)
         row[PARAM_SUM_SQ], row[PARAM_NUM_NONFINITE] = np.nan, np.nan
         if len(parameter_table):
-            row[PARAM_SUM_SQ], num_nan, num_inf = _squares_of(parameter_table, i, scratch32, scratch64)
-            row[PARAM_NUM_NONFINITE] = num_nan + num_inf
+            address, size, kind = parameter_table[i, ADDRESS], parameter_table[i, SIZE], parameter_table[i, KIND]
+            if kind == FLOAT64:
+                _parameter(address, size, kind, INFINITY64, scratch64, row)
+            else:
+                _parameter(address, size, kind, INFINITY32, scratch32, row)
 
 
-@_jit
-def _squares_of(table, i, scratch32, scratch64):
-    address, size, kind = table[i, ADDRESS], table[i, SIZE], table[i, KIND]
-    if kind == FLOAT64:
-        return _sum_of_squares(address, size, kind, INFINITY64, scratch64)
-    return _sum_of_squares(address, size, kind, INFINITY32, scratch32)
-
-
-def _sum_sq_all(table, sums):
-    """Write each piece's sum of squares of finite elements, number of NaN and number of Inf into sums: [M, 3]."""
-    scratch32, scratch64 = np.empty(BLOCK, np.uint32), np.empty(BLOCK, np.uint64)
-    for i in range(len(table)):
-        sums[i, 0], sums[i, 1], sums[i, 2] = _squares_of(table, i, scratch32, scratch64)
-
-
-class Loops(NamedTuple):
-    """`_measure_all` and `_sum_sq_all`, compiled."""
-
-    measure_all: Callable[..., None]
-    sum_sq_all: Callable[..., None]
-
-
-def compile_loops(*, cache: bool) -> Loops:
-    """Compile the loops: seconds, or a fraction of one where numba finds them on disk.
+def compile_loops(*, cache: bool) -> Callable[..., None]:
+    """Compile `_measure`: seconds, or a fraction of one where numba finds it on disk.
 
     Args:
-        cache: keep them on disk; an error where there is no folder that may be written to.
+        cache: keep it on disk; an error where there is no folder that may be written to.
     """
     table, rows = types.int64[:, ::1], types.float64[:, ::1]
     bins = types.Array(types.int64, 1, "C", readonly=True)
-    compiler = {"nogil": True, "cache": cache}
-    measure = types.void(table, table, types.uint32, types.uint64, bins, bins, rows, table)
-    return Loops(
-        numba.njit(measure, **compiler)(_measure_all),
-        numba.njit(types.void(table, rows), **compiler)(_sum_sq_all),
-    )
+    signature = types.void(table, table, types.uint32, types.uint64, bins, bins, rows, table)
+    return numba.njit(signature, nogil=True, cache=cache)(_measure)
