@@ -69,7 +69,7 @@ class AlertManager:
         self.last_findings: list[Alert] = []  # all that the rules said about the newest sample, sent or not
         self._keys = _keys_of(self.rules)
         self._everyday = [kept for kept in self.rules if not getattr(kept, "is_for_rare_samples", False)]
-        self._are_shipped = all(isinstance(kept, ShippedRule) for kept in self.rules)
+        self.are_shipped = all(isinstance(kept, ShippedRule) for kept in self.rules)
         self._rearm_samples, self._max_per_hour = rearm_samples, max_per_hour
         self._clock = clock
         self._episodes: dict[str, _Episode] = {}
@@ -78,11 +78,6 @@ class AlertManager:
     def healthy(self) -> bool:
         """True unless a rule found an ERROR in the newest sample; True before the first."""
         return all(finding.level != "ERROR" for finding in self.last_findings)
-
-    @property
-    def finds_nothing(self) -> bool:
-        """True unless a rule found anything in the newest sample, or is the user's own."""
-        return not self.last_findings and self._are_shipped
 
     def process(self, snapshot: Snapshot) -> list[Alert]:
         """Run the rules on samples that they have not seen yet.

@@ -49,7 +49,7 @@ class FlightRecorder:
     """Keep the last samples of every layer on the host, with the user's notes and the alerts.
 
     Memory is bounded: `max_samples` rows of 13 numbers per parameter (27 MB for 1000 parameters and 256 samples), one
-    histogram, the newest. A sample of several is copied out of their window, which can be freed.
+    histogram, the newest. Samples are copied out of their window, which can be freed.
     """
 
     def __init__(self, max_samples: int = MAX_SAMPLES) -> None:
@@ -61,16 +61,12 @@ class FlightRecorder:
 
     def add(self, snapshot: Snapshot) -> None:
         """Keep these samples; of more than `max_samples` the newest."""
-        num_samples = len(snapshot)
         # Not the snapshot itself, which also keeps every number that the rules have derived from it.
         kept = {name: getattr(snapshot, name) for name in _KEPT}
-        if num_samples == 1:
-            self._samples.append(kept)
-        else:
-            for index in range(max(num_samples - self.max_samples, 0), num_samples):
-                of_sample = {name: kept[name][index : index + 1].copy() for name in _OF_SAMPLES}
-                metrics = {key: values[index : index + 1].copy() for key, values in snapshot.metrics.items()}
-                self._samples.append(kept | of_sample | {"metrics": metrics})
+        for index in range(max(len(snapshot) - self.max_samples, 0), len(snapshot)):
+            of_sample = {name: kept[name][index : index + 1].copy() for name in _OF_SAMPLES}
+            metrics = {key: values[index : index + 1].copy() for key, values in snapshot.metrics.items()}
+            self._samples.append(kept | of_sample | {"metrics": metrics})
         self.picture(snapshot)
 
     def picture(self, snapshot: Snapshot) -> None:

@@ -49,7 +49,8 @@ class RuleRunner:
         step_seconds, self._taken_at = (now - self._taken_at) / max(sample.sample.every, 1), now
         # What is said for the first time may be what is wrong.
         is_usual &= metrics.keys() == self._known_keys and not metrics.get(keys.NUM_NONFINITE_LOSS)
-        is_usual &= not (sample.skipped or sample.histograms) and self._alert_manager.finds_nothing
+        is_usual &= not (sample.skipped or sample.histograms or self._alert_manager.last_findings)
+        is_usual &= self._alert_manager.are_shipped  # the user's own may count on being asked at once
         self._known_keys = metrics.keys()
         try:
             if not is_usual or known is not self._known:

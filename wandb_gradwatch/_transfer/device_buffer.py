@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .._measure.columns import NUM_BINS, NUM_COLUMNS
 from .._measure.elements import upload, wide_dtype
@@ -53,23 +54,14 @@ class DeviceBuffer:
 
     def grow(self, num_names: int) -> None:
         """Make room for names that appeared: their rows are missing so far."""
-        old = len(self.histogram)
-        self.earlier, self.received = (
-            None if rows is None else self._grown(rows, num_names) for rows in (self.earlier, self.received)
-        )
-        rows = self._grown(self.rows, num_names)
-        histogram = torch.zeros((num_names, NUM_BINS), dtype=torch.int64, device=self.device)
-        histogram[:old] = self.histogram
-        self.rows, self.histogram, self._slots = rows, histogram, {}
+        missing, self._slots = (0, 0, 0, num_names - len(self.histogram)), {}
+        self.histogram = pad(self.histogram, missing)
         if self.sample_histogram is not None:
-            grown = torch.zeros_like(histogram)
-            grown[:old] = self.sample_histogram
-            self.sample_histogram = grown
-
-    def _grown(self, rows: Tensor, num_names: int) -> Tensor:
-        grown = torch.full((num_names + 1, NUM_COLUMNS), torch.nan, dtype=rows.dtype, device=self.device)
-        grown[: len(rows) - 1], grown[-1] = rows[:-1], rows[-1]
-        return grown
+            self.sample_histogram = pad(self.sample_histogram, missing)
+        self.rows = _grown(self.rows, missing)
+        self.earlier, self.received = (
+            None if rows is None else _grown(rows, missing) for rows in (self.earlier, self.received)
+        )
 
     def put(self, slots: Sequence[int], rows: Tensor) -> Tensor | slice:
         """Rows of the open sample: [N, C], over what was there. Returns the slots as an index."""
@@ -141,3 +133,8 @@ class DeviceBuffer:
                 self._slots.clear()
             self._slots[slots] = upload(np.array(slots, dtype=np.int64), self.device)
         return self._slots[slots]
+
+
+def _grown(rows: Tensor, missing: tuple[int, ...]) -> Tensor:
+    """With rows of names that are missing so far before the last, which holds the globals."""
+    return torch.cat([pad(rows[:-1], missing, value=torch.nan), rows[-1:]])
