@@ -27,7 +27,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from .._runtime.autograd import Entry, current_graph_task
-from .._runtime.dynamo import dynamo_disabled
+from .._runtime.error_boundary import dynamo_disabled
 from .._runtime.notices import Notices
 from .._runtime.sharding import Shards, fsdp1_flat_parameters, local_part
 from .._transfer.sample_buffer import SampleBuffer

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from .._runtime.autograd import replay
-from .._runtime.dynamo import dynamo_disabled
+from .._runtime.error_boundary import dynamo_disabled
 from .._runtime.wrappers import unwrapped
 from .trace import REMEDIES, Finding, NonfiniteTrace, made
 

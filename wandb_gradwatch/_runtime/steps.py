@@ -26,7 +26,7 @@ from torch.optim.optimizer import (
 from torch.utils.hooks import RemovableHandle
 
 from .autograd import current_graph_task
-from .dynamo import ADDED_FRAMES, dynamo_disabled
+from .error_boundary import ADDED_FRAMES, dynamo_disabled
 
 Listener = TypeVar("Listener")
 

@@ -22,7 +22,6 @@ from .._runtime.sharding import local_part
 
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
-Columns = Callable[[Column], Tensor]
 Dims = Mapping[int, str] | None
 
 
@@ -146,13 +145,12 @@ def tensor_name(module: str, path: str, label: str = "") -> str:
     return (f"{module}.{path}" if path else module) + (f"/{label}" if label else "")
 
 
-def _of_finite(column: Columns, total: Column) -> Tensor:
-    num_finite = column(Column.NUM_ELEMENTS) - column(Column.NUM_NAN) - column(Column.NUM_INF)
-    return column(total) / num_finite  # 0 / 0 is NaN: missing
+def _mean(c: Tensor, total: Column = Column.GRAD_SUM) -> Tensor:
+    return c[total] / (c[Column.NUM_ELEMENTS] - c[Column.NUM_NAN] - c[Column.NUM_INF])  # 0 / 0 is NaN: missing
 
 
-def _std(column: Columns) -> Tensor:
-    variance = _of_finite(column, Column.GRAD_SUM_SQ) - _of_finite(column, Column.GRAD_SUM) ** 2
+def _std(c: Tensor) -> Tensor:
+    variance = _mean(c, Column.GRAD_SUM_SQ) - _mean(c) ** 2
     return variance.clamp_min(0.0).sqrt()  # rounding leaves a constant a hair below zero
 
 
@@ -160,18 +158,18 @@ def _present(extreme: Tensor) -> Tensor:
     return torch.where(extreme.isinf(), torch.nan, extreme)  # nothing entered it
 
 
-# Of the finite elements, as for gradients.
-STATISTICS: Final[Mapping[str, Callable[[Columns], Tensor]]] = {
-    "norm": lambda c: c(Column.GRAD_SUM_SQ).sqrt(),
-    "rms": lambda c: _of_finite(c, Column.GRAD_SUM_SQ).sqrt(),
-    "mean": lambda c: _of_finite(c, Column.GRAD_SUM),
+# Of the finite elements, as for gradients, from the columns [C, M].
+STATISTICS: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {
+    "norm": lambda c: c[Column.GRAD_SUM_SQ].sqrt(),
+    "rms": lambda c: _mean(c, Column.GRAD_SUM_SQ).sqrt(),
+    "mean": _mean,
     "std": _std,
-    "min": lambda c: _present(c(Column.GRAD_MIN)),
-    "max": lambda c: _present(c(Column.GRAD_MAX)),
-    "abs_max": lambda c: _present(torch.maximum(c(Column.GRAD_MIN).abs(), c(Column.GRAD_MAX).abs())),
-    "dead_ratio": lambda c: c(Column.NUM_DEAD) / c(Column.NUM_ELEMENTS),
-    "zero_ratio": lambda c: c(Column.NUM_ZERO) / c(Column.NUM_ELEMENTS),
-    "num_nonfinite": lambda c: c(Column.NUM_NAN) + c(Column.NUM_INF),
+    "min": lambda c: _present(c[Column.GRAD_MIN]),
+    "max": lambda c: _present(c[Column.GRAD_MAX]),
+    "abs_max": lambda c: _present(torch.maximum(c[Column.GRAD_MIN].abs(), c[Column.GRAD_MAX].abs())),
+    "dead_ratio": lambda c: c[Column.NUM_DEAD] / c[Column.NUM_ELEMENTS],
+    "zero_ratio": lambda c: c[Column.NUM_ZERO] / c[Column.NUM_ELEMENTS],
+    "num_nonfinite": lambda c: c[Column.NUM_NAN] + c[Column.NUM_INF],
 }
 
 # Of the magnitudes, zeros included: the upper edge of the histogram bin that holds them, so right to half an octave.
@@ -219,18 +217,16 @@ class RowTally(Store[str, Tensor]):
             alike.setdefault((rows[name].device, len(rows[name])), []).append(name)
         for (_, size), group in alike.items():
             rows_MC = torch.stack([rows[name] for name in group])
-            values: dict[str, Sequence[Found]] = {name: _read(rows_MC, name).unbind() for name in self._numbers}
+            values: dict[str, Sequence[Found]] = {}
+            for name in self._numbers:
+                q = QUANTILES.get(name)
+                found = STATISTICS[name](rows_MC.T) if q is None else _abs_quantile(rows_MC[:, NUM_COLUMNS:], q)
+                values[name] = found.unbind()
             if self._has_histograms and self.reads_histograms and size > NUM_COLUMNS:
                 values[HISTOGRAM] = histograms_of(rows_MC, rows_MC[:, NUM_COLUMNS:])
             for index, name in enumerate(group):
                 for statistic, of_names in values.items():
                     yield name, statistic, of_names[index]
-
-
-def _read(rows_MC: Tensor, statistic: str) -> Tensor:
-    if statistic in QUANTILES:
-        return _abs_quantile(rows_MC[:, NUM_COLUMNS:], QUANTILES[statistic])
-    return STATISTICS[statistic](lambda column: rows_MC[:, column])
 
 
 def _merged(one: Tensor, other: Tensor) -> Tensor:

@@ -82,16 +82,22 @@ class HistoryRow:
         cls, snapshot: Snapshot, details: Details = (), rebinner: Rebinner | None = None, namespace: str = ""
     ) -> HistoryRow:
         """Make the row of a window that holds at least one sample, with what is asked for of keys.DETAILS."""
-        names, metrics, present_SP = snapshot.names, snapshot.metrics, snapshot.present
-        shown_P = np.logical_or.reduce(present_SP, axis=0)
-        latest = _latest(snapshot)
-        last = _present(
-            {
-                keys.in_key(name): _last(values)
-                for name, values in metrics.items()
-                if not (keys.is_count(name) or name in _OF_SAMPLES or name.startswith(keys.WIRING))
-            }
-        )
+        names, latest = snapshot.names, _latest(snapshot)
+        shown_P = np.logical_or.reduce(snapshot.present, axis=0)
+        last: dict[str, Number] = {}
+        largest = {keys.GRAD_NORM_MAX: float(np.fmax.reduce(snapshot.total_grad_norm))}
+        largest |= _named(keys.LAYER_GRAD_NORM_MAX, names, np.fmax.reduce(snapshot.grad_norm, axis=0))
+        summed = {keys.NUM_SKIPPED_STEPS: float(np.count_nonzero(snapshot.skipped))}
+        for name, values_S in snapshot.metrics.items():
+            if keys.is_count(name):
+                summed[name] = float(np.nansum(values_S))
+            elif name not in _OF_SAMPLES and not name.startswith(keys.WIRING):
+                last[keys.in_key(name)] = _last(values_S)
+            if name.startswith(keys.TOTAL):
+                total_max = keys.in_key(keys.TOTAL_MAX + name.removeprefix(keys.TOTAL))
+                largest[total_max] = float(np.fmax.reduce(values_S))
+        summed |= _num_nonfinite(snapshot, shown_P)
+        last = _present(last)
         patterns = {keys.DETAILS[name]: details[name] for name in details} if isinstance(details, Mapping) else {}
         for family in (*_FAMILIES, *(keys.DETAILS[name] for name in details)):
             values = _named(family, names, getattr(latest, family)[0, :-1])
@@ -99,16 +105,6 @@ class HistoryRow:
             if family in patterns:
                 asked_P = shown_P & np.array([re.search(patterns[family], name) is not None for name in names], bool)
             last |= values if asked_P.all() else dict(itertools.compress(values.items(), asked_P))
-        largest = {keys.GRAD_NORM_MAX: float(np.fmax.reduce(snapshot.total_grad_norm))}
-        largest |= _named(keys.LAYER_GRAD_NORM_MAX, names, np.fmax.reduce(snapshot.grad_norm, axis=0))
-        largest |= {
-            keys.in_key(keys.TOTAL_MAX + name.removeprefix(keys.TOTAL)): float(np.fmax.reduce(values))
-            for name, values in metrics.items()
-            if name.startswith(keys.TOTAL)
-        }
-        summed = {keys.NUM_SKIPPED_STEPS: float(np.count_nonzero(snapshot.skipped))}
-        summed |= {name: float(np.nansum(values)) for name, values in metrics.items() if keys.is_count(name)}
-        summed |= _num_nonfinite(snapshot, shown_P)
         clipped = snapshot.clipped[~np.isnan(snapshot.clipped)]
         changed = int(np.count_nonzero(snapshot.changed))
         return cls(
