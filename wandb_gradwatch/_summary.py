@@ -23,7 +23,7 @@ TRACE_WIDTH: Final = 24
 _MAX_NAME: Final = 28
 _MAX_ALERTS: Final = 5
 _BLOCKS: Final = "▁▂▃▄▅▆▇█"  # for a line in one line of text
-_ASCII_BLOCKS: Final = "_.:-=+*#"
+_IN_ASCII: Final = str.maketrans(dict(zip(f"{_BLOCKS}×…", [*"_.:-=+*#!", ".."], strict=True)))
 _MIN_OCTAVES: Final = 3.0  # a trace spans at least this much, so that noise does not look like a story
 _HEADINGS: Final = ("layer", "norm", "peak (step)", "grad/param", "dead", "NaN+Inf", "norm over time")
 
@@ -70,11 +70,11 @@ class Summary:
 
     def text(self, *, ascii_only: bool = False) -> str:
         """The table as lines of text; `ascii_only` for a terminal that has no block characters."""
-        facts = self._facts(ascii_only)
+        facts = [(label, _shown(words, ascii_only)) for label, words in self._facts()]
         width = max(len(label) for label, _ in facts)
         lines = [self._title(), *(f"  {label.ljust(width)}  {words}" for label, words in facts)]
         if self.worst:
-            rows = [_HEADINGS, *(_cells(layer, ascii_only) for layer in self.worst)]
+            rows = [_HEADINGS, *([_shown(cell, ascii_only) for cell in _cells(layer)] for layer in self.worst)]
             widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
             lines += ["", *("  " + _aligned(row, widths) for row in rows)]
             lines += [f"  and {self.num_more} more"] * bool(self.num_more)
@@ -91,14 +91,14 @@ class Summary:
         first, last = self.steps
         return f"Gradients of {layers}, " + (f"step {last}" if first == last else f"steps {first} to {last}, {samples}")
 
-    def _facts(self, ascii_only: bool) -> list[tuple[str, str]]:
+    def _facts(self) -> list[tuple[str, str]]:
         facts = []
         if (total := self.total) is not None:
             peak = f", peak {number(total.peak)}x the median at step {total.peak_step}"
             peak = "" if math.isnan(total.peak) else peak
             bad = f", {total.num_nonfinite} NaN or Inf elements" if total.num_nonfinite else ""
-            facts.append(("total norm", f"{_number(total.norm)}{peak}{bad}  {sparkline(total.trace, ascii_only)}"))
-        sent = [f"{_plain(alert.title, ascii_only)} (step {alert.step})" for alert in self.alerts[-_MAX_ALERTS:]]
+            facts.append(("total norm", f"{_number(total.norm)}{peak}{bad}  {sparkline(total.trace)}"))
+        sent = [f"{alert.title} (step {alert.step})" for alert in self.alerts[-_MAX_ALERTS:]]
         earlier = len(self.alerts) - len(sent)
         facts.append(("alerts", ", ".join(([f"{earlier} earlier"] if earlier else []) + sent) or "none"))
         if self.num_guarded:
@@ -137,14 +137,13 @@ def summarise(
     )
 
 
-def sparkline(trace: Sequence[float], ascii_only: bool = False) -> str:
+def sparkline(trace: Sequence[float]) -> str:
     """A norm over time in one line, on a logarithmic scale.
 
-    A blank is missing, `0` is exactly zero, `×` (ASCII: `!`) not finite.
+    A blank is missing, `0` is exactly zero, `×` not finite.
 
     Example: sparkline([1, 2, 4, 8]) is "▁▃▆█".
     """
-    blocks, bad = (_ASCII_BLOCKS, "!") if ascii_only else (_BLOCKS, "×")
     octaves = [math.log2(value) for value in trace if 0 < value < math.inf]
     low = min(octaves, default=0.0)
     span = max(max(octaves, default=0.0) - low, _MIN_OCTAVES)
@@ -153,8 +152,8 @@ def sparkline(trace: Sequence[float], ascii_only: bool = False) -> str:
         if math.isnan(value):
             return " "
         if math.isinf(value):
-            return bad
-        return blocks[round((math.log2(value) - low) / span * (len(blocks) - 1))] if value > 0 else "0"
+            return "×"
+        return _BLOCKS[round((math.log2(value) - low) / span * (len(_BLOCKS) - 1))] if value > 0 else "0"
 
     return "".join(map(sign, trace))
 
@@ -206,15 +205,15 @@ def _worst_first(history: Snapshot, layers: Sequence[LayerSummary]) -> list[int]
     return sorted(range(len(layers)), key=badness)
 
 
-def _cells(layer: LayerSummary, ascii_only: bool) -> tuple[str, ...]:
+def _cells(layer: LayerSummary) -> tuple[str, ...]:
     return (
-        _shortened(_plain(layer.name, ascii_only), ascii_only),
+        layer.name if len(layer.name) <= _MAX_NAME else "…" + layer.name[1 - _MAX_NAME :],  # the end tells more
         _number(layer.norm),
         "-" if math.isnan(layer.peak) else f"{number(layer.peak)}x ({layer.peak_step})",
         _number(layer.grad_param_ratio),
         "-" if math.isnan(layer.dead_ratio) else f"{100 * layer.dead_ratio:.0f} %",
         str(layer.num_nonfinite) if layer.num_nonfinite else "-",
-        sparkline(layer.trace, ascii_only),
+        sparkline(layer.trace),
     )
 
 
@@ -228,13 +227,7 @@ def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:
     return "  ".join([first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in numbers), last[0]]).rstrip()
 
 
-def _plain(text: str, ascii_only: bool) -> str:
+def _shown(text: str, ascii_only: bool) -> str:
     """Without characters that would steer a terminal, and without any that it cannot show."""
     visible = "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in text)
-    return visible.encode("ascii", "backslashreplace").decode() if ascii_only else visible
-
-
-def _shortened(name: str, ascii_only: bool) -> str:
-    """The end of a name tells more than its beginning."""
-    dots = ".." if ascii_only else "…"
-    return name if len(name) <= _MAX_NAME else dots + name[len(dots) - _MAX_NAME :]
+    return visible.translate(_IN_ASCII).encode("ascii", "backslashreplace").decode() if ascii_only else visible

@@ -64,8 +64,7 @@ class StepReplay(StepListener):
     ) -> None:
         self._note, self._notice, self._open_step, self._boundary = note, notice, open_step, boundary
         self._models = [weakref.ref(model) for model in models]
-        self._is_keeping = self._always = always
-        self._is_armed = False
+        self._always, self._is_armed = always, False
         self._forwards: list[_Forward] = []
         self._num_replays = 0
         self._store = store
@@ -80,7 +79,7 @@ class StepReplay(StepListener):
 
     @property
     def is_keeping(self) -> bool:
-        return self._is_keeping and not self._boundary.in_forked_child
+        return (self._always or self._is_armed) and not self._boundary.in_forked_child
 
     def close(self) -> None:
         """Remove the hooks, and keep nothing. Idempotent."""
@@ -94,7 +93,7 @@ class StepReplay(StepListener):
 
         With a guard, which asks for its own steps, only the next one that a gradient scaler leaves out.
         """
-        self._is_keeping = self._is_armed = True
+        self._is_armed = True
 
     def step_skipped(self) -> None:
         """A gradient scaler has left the open step out: by design, unless an alert says otherwise."""
@@ -103,7 +102,7 @@ class StepReplay(StepListener):
         self.forget()
 
     def _look_armed(self) -> None:
-        self._is_armed, self._is_keeping = False, self._always
+        self._is_armed = False
         self.look(self._open_step(), armed=True)
 
     def follows(self, optimizer: Optimizer) -> bool:

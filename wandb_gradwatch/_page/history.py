@@ -147,9 +147,8 @@ class RunHistory:
         place = self._places
 
         def order(name: str) -> tuple[int, list[tuple[int, int, str]]]:
-            return next(
-                (place[prefix] for prefix in _with_modules(name) if prefix in place), len(place)
-            ), natural_order(name)
+            known = (place[prefix] for prefix in _with_modules(name) if prefix in place)
+            return next(known, len(place)), natural_order(name)
 
         return sorted(names, key=order)
 
