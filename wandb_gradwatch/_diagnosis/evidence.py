@@ -150,27 +150,25 @@ class Evidence:
 
     def is_loss_known(self, sample: int) -> bool:
         """Whether the loss is known as a number."""
-        return bool(np.isfinite(self._loss_S[sample]))
+        return bool(np.isfinite(self.loss_S[sample]))
 
     @cached_property
-    def _loss_S(self) -> FloatArray:
+    def loss_S(self) -> FloatArray:
         """The losses, NaN where they are not known."""
         return self.history.metrics.get(keys.LOSS, np.full(len(self.history), np.nan))
 
     def has_usual_loss(self, sample: int) -> bool:
         """Whether the loss is known and among those before it: nothing in the forward has made this gradient."""
-        before = self._loss_S[self.clean[self.clean < sample][-_NEIGHBOURS:]]
+        before = self.loss_S[self.clean[self.clean < sample][-_NEIGHBOURS:]]
         before = before[np.isfinite(before)]
         if len(before) < _MIN_NEIGHBOURS:
             return False
-        beyond = 0.5 * np.ptp(before)
-        return bool(before.min() - beyond <= self._loss_S[sample] <= before.max() + beyond)
+        return bool(abs(self.loss_S[sample] - (before.min() + before.max()) / 2) <= np.ptp(before))
 
     def loss_factor(self, sample: int) -> float:
         """How many times the largest before it the loss is; NaN where that is not known."""
-        loss_S = np.abs(self._loss_S)
-        before = loss_S[:sample][np.isfinite(loss_S[:sample])]
-        return float(loss_S[sample] / before.max()) if before.any() else math.nan
+        before = np.abs(self.loss_S[:sample][np.isfinite(self.loss_S[:sample])])
+        return float(np.abs(self.loss_S[sample]) / before.max()) if before.any() else math.nan
 
     @cached_property
     def first_ratio(self) -> float:

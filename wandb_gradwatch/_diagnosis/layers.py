@@ -39,14 +39,9 @@ class Layers:
         return self._history.by_group("module")
 
     @cached_property
-    def module_norm_L(self) -> FloatArray:
-        """Each module's median norm over the clean samples, NaN where it has none."""
-        return _median_or_nan(self.by_module.grad_norm[self._clean])
-
-    @cached_property
     def depth(self) -> DepthTrend | None:
-        """How the typical norm changes over the depth."""
-        return trend_of(self.by_module.names, self.module_norm_L)
+        """How the typical norm of the clean samples changes over the depth."""
+        return trend_of(self.by_module.names, _median_or_nan(self.by_module.grad_norm[self._clean]))
 
     @cached_property
     def first_depth(self) -> DepthTrend | None:

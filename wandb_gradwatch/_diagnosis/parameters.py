@@ -147,9 +147,5 @@ class Parameters:
 
     @cached_property
     def gains(self) -> list[tuple[str, float]]:
-        """Each layer's RMS weight times sqrt(fan-in) in the first sample: about 1 keeps a signal's size.
-
-        The fan-in is the number of a weight's elements over that of its bias, so layers without a bias are left out,
-        and so are normalisation layers, whose weight and bias are equally many.
-        """
+        """Each layer's RMS weight times sqrt(fan-in) in the first sample: about 1 keeps a signal's size."""
         return initial_gains(self._history, 0)

@@ -15,7 +15,6 @@ from .incidents import (
     forward_overflow,
     invalid_operation,
     nonfinite_batch,
-    nonfinite_forward,
 )
 from .parameters import data_scale, initialisation, learning_rate, loss_multiplied, multiplied, unbounded, written
 from .silence import dead_units, frozen, scale_too_high, underflow
@@ -23,7 +22,7 @@ from .silence import dead_units, frozen, scale_too_high, underflow
 # Of two causes that are equally probable the earlier one is named first.
 PATTERNS: Final[tuple[Callable[[Evidence], Diagnosis | None], ...]] = (
     learning_rate, initialisation, through_depth, through_recurrence, fading, batch_norm, underflow, scale_too_high,
-    dead_units, frozen, bad_batch, bad_rank, invalid_operation, nonfinite_batch, nonfinite_forward,
+    dead_units, frozen, bad_batch, bad_rank, invalid_operation, nonfinite_batch,
     broken_by_update, data_scale, forward_overflow, inside_the_backward, loss_multiplied, written, multiplied,
     unbounded,
 )  # fmt: skip

@@ -96,17 +96,9 @@ def nonfinite_batch(evidence: Evidence) -> Diagnosis | None:
     words = f"at step {evidence.step(sample)} {what} is non-finite{norms}{evidence.note_of(sample)}"
     remedy = (
         "look at the inputs, the labels and the loss of this step (log 0, division by 0, an exponential): "
-        + _against_a_bad_batch(evidence, sample)
+        f"{_against_a_bad_batch(evidence, sample)}; {_TRACE}: add an epsilon to it, or clamp what it reads"
     )
-    return Diagnosis(NONFINITE_BATCH, 0.75, words, remedy)
-
-
-def nonfinite_forward(evidence: Evidence) -> Diagnosis | None:
-    """The same shows either: what came in, or what was made of it."""
-    batch = nonfinite_batch(evidence)
-    words = "finite inputs look the same in every gradient"
-    remedy = f"{_TRACE}; add an epsilon to it, or clamp what it reads"
-    return None if batch is None else Diagnosis(NONFINITE_FORWARD, batch.confidence, words, remedy)
+    return Diagnosis(NONFINITE_BATCH, 0.75, words, remedy, f"{NONFINITE_FORWARD}; {_APART}")
 
 
 def broken_by_update(evidence: Evidence) -> Diagnosis | None:

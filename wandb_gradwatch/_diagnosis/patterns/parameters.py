@@ -7,7 +7,6 @@ from typing import Final
 import numpy as np
 
 from ..._analysis.formatting import listing, number
-from ...snapshot import keys
 from ..causes import (
     DATA_SCALE,
     INITIALISATION,
@@ -134,8 +133,8 @@ def multiplied(evidence: Evidence) -> Diagnosis | None:
 
 def unbounded(evidence: Evidence) -> Diagnosis | None:
     """The gradient grows, or the parameters run away, while the loss falls below 0 and below all that it was."""
-    loss_S = evidence.history.metrics.get(keys.LOSS)
-    if loss_S is None or evidence.rate_rise is not None:
+    loss_S = evidence.loss_S
+    if evidence.rate_rise is not None:
         return None
     if evidence.growth is not None:
         rise, last = evidence.growth
@@ -198,8 +197,8 @@ def data_scale(evidence: Evidence) -> Diagnosis | None:
 def loss_multiplied(evidence: Evidence) -> Diagnosis | None:
     """The loss and the gradient of every layer have risen at once, by one factor, and stay there: no data raises them
     alike."""
-    onset, loss_S = evidence.onset, evidence.history.metrics.get(keys.LOSS)
-    if onset is None or loss_S is None or evidence.rate_rise is not None:
+    onset, loss_S = evidence.onset, evidence.loss_S
+    if onset is None or evidence.rate_rise is not None:
         return None
     since_N = evidence.log_norm_N[evidence.clean >= onset.sample]
     if len(since_N) < 2 or since_N.min() < since_N[0] - np.log(_ALIKE) or len(evidence.layers.by_module.names) < 2:
