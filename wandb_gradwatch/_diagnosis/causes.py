@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from ..rules._loss import UNBOUNDED
+
 
 @dataclass(frozen=True)
 class Diagnosis:
@@ -62,7 +64,6 @@ DATA_SCALE = "a large scale of the inputs, targets or loss"
 LARGE_DATA = "a large scale of the inputs or the targets"
 LOSS_SCALE = "the scale of the loss has changed"
 BACKWARD = "something in the backward of a layer multiplies the gradient"
-UNBOUNDED = "the wrong sign of the loss, or a loss without a lower bound"
 MULTIPLIED = "a weight decay below 0, or a factor that multiplies all parameters"
 DEVIATION = "a batch norm, or another normalisation, of inputs that are nearly all alike"
 FADING = "weights too small for the depth: poor initialisation"
@@ -92,7 +93,7 @@ CAUSES: Final[dict[str, tuple[str, ...]]] = {
     LARGE_DATA: SILENCE,
     LOSS_SCALE: ("Exploding gradient", "Parameters grow too fast", "Loss spike"),
     BACKWARD: ("Exploding gradient",),
-    UNBOUNDED: (*_EXPLOSION, "Parameters grow too fast", "Loss below 0"),
+    UNBOUNDED[0]: (*_EXPLOSION, "Parameters grow too fast", "Loss below 0"),
     MULTIPLIED: (*_EXPLOSION, "Parameters grow too fast", "Loss spike", "Non-finite loss"),
     DEVIATION: ("Exploding gradient",),
     FADING: ("Vanishing gradient",),

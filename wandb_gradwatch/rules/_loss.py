@@ -20,6 +20,11 @@ _WINDOW: Final = 64  # losses that say what is usual
 _NEWEST: Final = 32  # of these, that a rise is compared with: what has been learnt since is no scatter
 _TURNED, _FAR = 16, 6.0  # samples within which a loss has turned around, and how many deviations it then is away
 _PRECISION: Final = 1e-3  # of the median: losses that are all alike are no scatter to compare with
+UNBOUNDED: Final = (
+    "the wrong sign of the loss, or a loss without a lower bound",
+    "look at the loss's sign: what is to be maximised needs a minus; bound what has no lower limit, as a binary "
+    "cross-entropy of labels beyond 0 and 1",
+)
 
 
 @dataclass(kw_only=True)
@@ -99,9 +104,7 @@ class LossSpike(ShippedRule):
                 f"Step {step}: within {len(self._below)} samples the loss has fallen to {number(loss)}; the "
                 f"{len(self._past)} before were all above 0, the newest about {number(median)}."
             )
-            cause = "the wrong sign of the loss, or a loss without a lower bound"
-            remedy = "look at the loss's sign: what is to be maximised needs a minus; bound what has no lower limit"
-            yield finding(self.negative, fact, "", cause, remedy, step, "WARN")
+            yield finding(self.negative, fact, "", *UNBOUNDED, step, "WARN")
 
     def _alert(self, step: int, loss: float, limit: float) -> Finding:
         fact = (

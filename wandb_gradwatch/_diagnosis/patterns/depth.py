@@ -27,35 +27,19 @@ _UNSATURATED: Final = ("ReLU", "LeakyReLU", "PReLU", "GELU", "SiLU", "Mish", "EL
 
 
 def through_depth(evidence: Evidence) -> Diagnosis | None:
-    """From the first sample on, the norm grows from the last layer back to the first, or every layer multiplies what
-    passes it and the first norm is huge (equal gains on both ways leave no trend over the depth)."""
-    if not evidence.clean.size:
-        return None
+    """From the first sample on, the norm grows from the last layer back to the first, or many layers are behind a first
+    norm that is far above the parameters' (equal gains on both ways leave no trend over the depth)."""
     remedy = "add residual connections or normalisation, lower the layers' gain at initialisation, and clip"
     trend = evidence.layers.first_depth
     if trend is not None and trend.factor <= 0.01 and trend.order < -0.9:
         words = f"norm grows {number(1 / trend.factor)}x from {trend.last} back to {trend.first}, layer by layer"
         return Diagnosis(DEPTH, 0.85, words, remedy)
-    first_norm, _ = evidence.first_norms
-    gains = [
-        gain / np.sqrt(2) for _, gain in evidence.parameters.gains if gain > 0
-    ]  # sqrt(2) keeps the size through ReLUs
-    if len(gains) >= DEEP and evidence.first_ratio > FIRST_GRADIENT:
-        words = (
-            f"the first gradient has {number(evidence.first_ratio)}x the parameters' norm, behind {len(gains)} layers"
-        )
-        rival = (
-            "a large scale of the inputs, targets or loss; that of the inputs and targets, looked at, tells them apart"
-        )
-        return Diagnosis(DEPTH, 0.85, words, f"{remedy}; normalise the inputs and the targets", rival)
-    chain = float(np.exp(np.sum(np.log(gains)))) if len(gains) >= 4 else 0.0
-    if first_norm < 1e4 or chain < 100 or evidence.step(0) > 10:
+    num_layers = sum(gain > 0 for _, gain in evidence.parameters.gains)
+    if num_layers < DEEP or not evidence.first_ratio > FIRST_GRADIENT:
         return None
-    words = (
-        f"the first gradient norm is {number(first_norm)}, and {len(gains)} layers in a row multiply what passes them "
-        f"by {number(chain)} at least"
-    )
-    return Diagnosis(DEPTH, 0.85, words, remedy)
+    words = f"the first gradient has {number(evidence.first_ratio)}x the parameters' norm, behind {num_layers} layers"
+    rival = "a large scale of the inputs, targets or loss; that of the inputs and targets, looked at, tells them apart"
+    return Diagnosis(DEPTH, 0.85, words, f"{remedy}; normalise the inputs and the targets", rival)
 
 
 def through_recurrence(evidence: Evidence) -> Diagnosis | None:

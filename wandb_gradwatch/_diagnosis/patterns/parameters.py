@@ -7,6 +7,7 @@ from typing import Final
 import numpy as np
 
 from ..._analysis.formatting import listing, number
+from ...rules._loss import UNBOUNDED
 from ..causes import (
     DATA_SCALE,
     INITIALISATION,
@@ -14,7 +15,6 @@ from ..causes import (
     LOSS_SCALE,
     MULTIPLIED,
     SILENCE,
-    UNBOUNDED,
     WRITTEN,
     Diagnosis,
 )
@@ -157,11 +157,8 @@ def unbounded(evidence: Evidence) -> Diagnosis | None:
     if not known_S.size or not loss_S[last] < min(0.0, _LOWER * float(np.min(known_S))):
         return None
     words += f", while the loss fell from {number(float(known_S[-1]))} to {number(float(loss_S[last]))}"
-    remedy = (
-        "look at the loss's sign: what is to be maximised needs a minus; bound what has no lower limit, as a binary "
-        "cross-entropy of labels beyond 0 and 1"
-    )
-    return Diagnosis(UNBOUNDED, 0.95, words, remedy)
+    cause, remedy = UNBOUNDED
+    return Diagnosis(cause, 0.95, words, remedy)
 
 
 def initialisation(evidence: Evidence) -> Diagnosis | None:
