@@ -52,17 +52,16 @@ class Cadence:
         """The first step from this one on at which a window may be flushed."""
         return -(-step // self.log_every) * self.log_every
 
-    def histogram_due(self, step: int, *, last: int, following: int, first_of_window: bool) -> bool:
-        """Whether a measured step also gets a histogram.
+    def histogram_due(self, step: int, *, last: int, is_first: bool, is_last: bool) -> bool:
+        """Whether a measured step also gets a histogram; `last` is the step measured before this one.
 
-        By default that is the last sample before each flush, and the first of the window, so that a window that is
-        flushed early has one too, which the later one replaces. `last` is the step measured before this one, and
-        `following` the one that is probably measured next.
+        By default that is the last sample before each flush, as far as that is known, and the first of the window, so
+        that a window that is flushed early has one too, which the later one replaces.
         """
         if self.histogram_every == 0:
             return False
         if self.histogram_every is None:
-            return first_of_window or following > self.next_flush(step)
+            return is_first or is_last
         return step // self.histogram_every != last // self.histogram_every
 
 
@@ -116,6 +115,7 @@ class Budget:
     BURST: Final = 32  # consecutive samples
     _DEBT_STEPS: Final = 50  # the first samples may take as long as this many steps, all but two
     _SAVED: Final = 0.1  # of what is earned
+    _FOR_SAMPLES: Final = 0.5  # of it at least, however much of it counting steps takes
 
     def __init__(self, max_overhead: float) -> None:
         if isinstance(max_overhead, bool) or not isinstance(max_overhead, int | float) or not 0 < max_overhead < 1:
@@ -140,7 +140,7 @@ class Budget:
         self._burst_left = self.BURST
         return self._is_covered
 
-    def after_sample(self, step: int, now: float, spent: float, *, on_rows: float) -> Plan:
+    def after_sample(self, step: int, now: float, spent: float, *, on_rows: float, on_counting: float) -> Plan:
         """What to do after a sample.
 
         Args:
@@ -148,13 +148,15 @@ class Budget:
             now: seconds, from any zero.
             spent: seconds, by the monitor since the beginning, on the host or on the device.
             on_rows: seconds of these, since the last sample, that writing a row has taken; 0 where none was written.
+            on_counting: the same, of the steps in between, in which nothing else was done.
         """
         assert self._began is not None
         last, self._last = self._last, (step, now, spent)
         self._num_samples += 1
         latest = max(spent - last[2], 0.0)
-        self._step_seconds.append(max(now - last[1] - latest, 1e-9) / max(step - last[0], 1))
-        latest = max(latest - on_rows, 0.0)
+        num_steps = max(step - last[0], 1)
+        self._step_seconds.append(max(now - last[1] - latest, 1e-9) / num_steps)
+        latest = max(latest - on_rows - on_counting, 0.0)
         self._costs.append(latest)
         if on_rows:
             self._costs_of_rows.append(on_rows)
@@ -162,7 +164,9 @@ class Budget:
         samples_per_row = min(max(round(of_row / max(cost, 1e-9)), 1), self.BURST)
         of_row /= samples_per_row
         cost, latest = cost + of_row, latest + of_row
-        earned_per_step = self._limit * statistics.median(self._step_seconds)
+        step_seconds = statistics.median(self._step_seconds)
+        earned_per_step = self._limit * step_seconds
+        earned_per_step = max(earned_per_step - on_counting / num_steps, self._FOR_SAMPLES * earned_per_step)
         spent -= self._began[2]
         earned = self._limit * max(now - self._began[1] - spent, 0.0)
         credit = earned - spent - self._forfeited
@@ -173,7 +177,7 @@ class Budget:
         every = self._steps_until_earned(cost, credit, saved, earned_per_step)
         if latest > cost:
             every = max(every, min(self._steps_until_earned(latest, credit, saved, earned_per_step), LONGEST))
-        is_affordable = spent + cost <= self._DEBT_STEPS * earned_per_step / self._limit
+        is_affordable = spent + cost <= self._DEBT_STEPS * step_seconds
         # What takes long once does so at the first sample: the second shows what they cost.
         if self._num_samples < 2 or (self._num_samples < self.FIRST and is_affordable):
             every = 1

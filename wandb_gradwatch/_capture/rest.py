@@ -7,8 +7,10 @@ for instance.
 
 from __future__ import annotations
 
+import statistics
 import time
 import weakref
+from collections import deque
 from collections.abc import Collection, Mapping
 from threading import get_ident
 from typing import Final
@@ -26,6 +28,7 @@ from .scaling import SCALES
 _REGULAR: Final = 4  # samples in a row that say how steps make them
 _LEAST: Final = 3  # steps, for which turning hooks off and on is worth it
 _COUNTED: Final = "_gradwatch_counted"  # attribute of a gradient: its version when a step was counted last
+_TIMED: Final = 50  # steps
 _STRAY: Final = 100  # steps that look nested in another one, after which they no longer do: the outer one has raised
 
 
@@ -35,7 +38,7 @@ class Resting:
     def __init__(self, parts: CaptureParts, sample: OpenSample) -> None:
         self._parts, self._sample, self.boundary = parts, sample, parts.boundary
         self._last: list[frozenset[int]] = []  # the keys of the optimizers that made the last samples
-        self._seconds_of_step: float | None = None
+        self._timed = deque[float](maxlen=_TIMED)  # seconds of steps that were counted
 
     def sample_closed(self, stepped: frozenset[int], *, inside_backward: bool) -> None:
         """These optimizers have made a sample."""
@@ -60,18 +63,16 @@ class Resting:
         optimizers = {key: one for key in keys if (one := parts.optimizers.of_key(key)) is not None}
         if len(optimizers) < len(keys) or parts.optimizers.key(optimizer) not in keys:
             return None
-        if self._seconds_of_step is None:
-            self._seconds_of_step = _seconds_of_a_step(optimizer)
         parts.clock.discard()
         parts.hook_sync.take_off(is_alone=not parts.thread.has_company)
-        return Rest(
+        return (Rest if len(self._timed) == _TIMED else _TimedRest)(
             parts.clock,
             {key: one for key in parts.clock.owned if (one := parts.optimizers.of_key(key)) is not None},
             optimizer,
             makers=keys,
             leaders=frozenset.intersection(*self._last),
             wakes_at=parts.schedule.wakes_at(),
-            seconds_of_step=self._seconds_of_step,
+            timed=self._timed,
         )
 
     @contained
@@ -83,6 +84,7 @@ class Resting:
         if before_step_of is not None:
             self._parts.thread.step_begins()
         self.boundary.seconds_spent += rest.seconds_spent
+        self._parts.schedule.seconds_on_counting += rest.seconds_spent
         if rest.num_samples:
             self._parts.clock.counted(rest.made_last)
         entries = self._parts.hook_sync.scan()
@@ -104,7 +106,7 @@ class Rest:
         makers: the keys of those whose steps are counted; another one's ends the rest.
         leaders: those that have a part in every sample, which is complete with them; without any every step is one.
         wakes_at: the step before which the rest is over.
-        seconds_of_step: what counting one takes.
+        timed: seconds that counting one takes, of the first ones.
     """
 
     def __init__(
@@ -116,10 +118,10 @@ class Rest:
         makers: Collection[int],
         leaders: Collection[int],
         wakes_at: int,
-        seconds_of_step: float = 0.0,
+        timed: deque[float],
     ) -> None:
         self._clock, self._first_step, self._last_step = clock, clock.step, wakes_at - 1
-        self._seconds_of_step, self._thread = seconds_of_step, get_ident()
+        self._timed, self._thread = timed, get_ident()
         self._known = [_Known(key, one, is_counted=key in makers) for key, one in optimizers.items()]
         self._last = next(known for known in self._known if known.optimizer() is last)
         self._leaders = frozenset(leaders)
@@ -136,7 +138,7 @@ class Rest:
     @property
     def seconds_spent(self) -> float:
         """On counting them."""
-        return self.num_samples * self._seconds_of_step
+        return self.num_samples * (statistics.median(self._timed) if self._timed else 0.0)
 
     def begins(self, optimizer: Optimizer) -> bool:
         """An optimizer is about to step: whether that may pass, counted or as a part of the step under way."""
@@ -188,6 +190,24 @@ class Rest:
         return self._last.num_writes() != 0 or any(number not in (0, 1) for number in own)
 
 
+class _TimedRest(Rest):
+    """Times the first steps where they take place: in a loop of their own they would find everything in the caches."""
+
+    def begins(self, optimizer: Optimizer) -> bool:
+        began = time.perf_counter()
+        passes = super().begins(optimizer)
+        self._seconds = time.perf_counter() - began
+        return passes
+
+    def ends(self, optimizer: Optimizer) -> bool:
+        began = time.perf_counter()
+        is_over = super().ends(optimizer)
+        self._timed.append(self._seconds + time.perf_counter() - began)
+        if len(self._timed) == _TIMED:
+            self.__class__ = Rest  # type: ignore[assignment]  # mypy takes the class for fixed
+        return is_over
+
+
 class _Known:
     """An optimizer that may step in a rest, and the first gradient that it has when that begins."""
 
@@ -230,15 +250,3 @@ def _place_of_a_gradient(optimizer: Optimizer) -> tuple[int, int]:
             if parameter.grad is not None:
                 return group, place
     return 0, 0
-
-
-def _seconds_of_a_step(optimizer: Optimizer) -> float:
-    """What counting one step takes: the fastest of some."""
-    rest = Rest(SampleClock(), {0: optimizer}, optimizer, makers=[0], leaders=[0], wakes_at=100)
-    fastest = float("inf")
-    for _ in range(20):
-        began = time.perf_counter()
-        rest.begins(optimizer)
-        rest.ends(optimizer)
-        fastest = min(fastest, time.perf_counter() - began)
-    return fastest

@@ -35,7 +35,8 @@ class Schedule:
         self._plan = self._own_plan = _UNPLANNED
         self.ranks: RankPlans | None = None  # where every plan is taken from
         self._next_sample = clock.open_step  # where the budget decides
-        self.seconds_on_rows = 0.0  # since the last sample: no cost of one, but of as many as a row has
+        # Since the last sample: no cost of one, but of as many as a row has; and of the steps in between.
+        self.seconds_on_rows = self.seconds_on_counting = 0.0
         # Spent on what no cadence makes less, steps that are guarded and alerts: the budget is not charged.
         self.seconds_left_out = 0.0
         self._num_samples = 0  # with an update: what a loss scaler skips is not clipped
@@ -56,17 +57,21 @@ class Schedule:
         else:
             every = cadence.every(step)
             self.is_sampled, following = bool(every and step % every == 0), step + (every or 1)
-        self.is_compared = (
-            not self.trusts_versions or self._num_samples < _COMPARED_SAMPLES or following > cadence.next_flush(step)
-        )
+        # Where a window has a few samples that are further apart than flushes, the next one is not the last of it.
+        is_last = following > cadence.next_flush(step) and self._samples_in_window + 1 >= self._samples_needed
+        self.is_compared = not self.trusts_versions or self._num_samples < _COMPARED_SAMPLES or is_last
         self.has_histogram = self.is_sampled and cadence.histogram_due(
-            step, last=self.last_sample, following=following, first_of_window=not self._samples_in_window
+            step, last=self.last_sample, is_first=not self._samples_in_window, is_last=is_last
         )
+
+    @property
+    def _samples_needed(self) -> int:
+        """Before a window is full."""
+        return self._plan.samples_per_row if self.is_open_ended else 1
 
     def window_is_full(self, step: int) -> bool:
         """Whether the window is flushed when this step is done, measured or not."""
-        needed = self._plan.samples_per_row if self.is_open_ended else 1
-        return self._samples_in_window >= needed and self._cadence.next_flush(step) == step
+        return self._samples_in_window >= self._samples_needed and self._cadence.next_flush(step) == step
 
     def wakes_at(self) -> int:
         """The next step that is sampled, or done when a window is full: none of the steps before matters."""
@@ -95,13 +100,14 @@ class Schedule:
         self._num_samples += not skipped
         if self.is_open_ended:
             charged = seconds_spent - self.seconds_left_out
-            self._own_plan = self._budget.after_sample(step, now, charged, on_rows=self.seconds_on_rows)
+            on_rows, on_counting = self.seconds_on_rows, self.seconds_on_counting
+            self._own_plan = self._budget.after_sample(step, now, charged, on_rows=on_rows, on_counting=on_counting)
             if self.ranks is None:
                 self._plan = self._own_plan
             elif self._plan is _UNPLANNED and self._num_samples >= Budget.FIRST:  # at once where a run goes on
                 self._plan = Plan(every=Budget.FIRST)  # until rank 0 has said how many it can afford
             self._next_sample = self._plan.next_sample(step)
-        self.last_sample, self.seconds_on_rows = step, 0.0
+        self.last_sample, self.seconds_on_rows, self.seconds_on_counting = step, 0.0, 0.0
 
     def end_window(self, *, must_agree: bool) -> None:
         """The window is flushed at the same step on all ranks: the plan of rank 0 takes effect."""
