@@ -62,10 +62,9 @@ def is_new(gradient: Tensor) -> bool:
 
 def state_of(gradient: Tensor) -> int:
     """What tells this gradient, as it is now, from every other and from itself once it is written to."""
-    seen = gradient.__dict__.get(_SEEN)
-    if seen is None:
-        gradient.__dict__[_SEEN] = seen = next(_TOKENS) << _VERSION_BITS | _NEVER
-    return seen & ~_NEVER | version_of(gradient)
+    token = _token_of(gradient)
+    gradient.__dict__.setdefault(_SEEN, token | _NEVER)
+    return token | version_of(gradient)
 
 
 def look_at(gradients: Iterable[Tensor]) -> list[int]:

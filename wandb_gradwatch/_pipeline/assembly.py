@@ -6,7 +6,6 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from typing import TypeVar
 
 import numpy as np
@@ -27,36 +26,22 @@ def snapshot_of(
 ) -> Snapshot:
     """These samples, at least one, under the names that are known."""
     num_names = len(known.names)
-    # In one pass: nearly always it is one sample, for which every list costs as much as its arithmetic.
-    parts = [
-        (one.sample.step, padded(one.rows, num_names), one.loss_scale, one.skipped, one.metrics, one.histograms)
-        for one in samples
-    ]
-    steps, rows, scales, skipped, metrics, histograms = zip(*parts, strict=True)
     histogram = None
     if flush is not None and flush.histogram is not None:
         histogram = padded(flush.histogram, num_names, fill=0)
     return Snapshot(
-        steps=np.array(steps, dtype=np.int64),
+        steps=np.array([one.sample.step for one in samples], dtype=np.int64),
         names=known.names,
-        rows=rows[0][None] if len(rows) == 1 else np.stack(rows),  # that of one is not copied
+        rows=np.stack([padded(one.rows, num_names) for one in samples]),
         histogram=histogram,
         histogram_steps=flush.histogram_steps if flush is not None else (),
-        loss_scale=np.array(scales),
-        skipped=np.array(skipped),
-        trainable=_flags(known.trainable),
-        metrics=_stacked(metrics),
+        loss_scale=np.array([one.loss_scale for one in samples]),
+        skipped=np.array([one.skipped for one in samples]),
+        trainable=np.array(known.trainable, dtype=bool),
+        metrics=_stacked([one.metrics for one in samples]),
         overhead_ratio=overhead_ratio,
-        metric_histograms=merge_histograms(histograms) if any(histograms) else {},
+        metric_histograms=merge_histograms(one.histograms for one in samples),
     )
-
-
-@lru_cache(maxsize=4)
-def _flags(flags: tuple[bool, ...]) -> NDArray[np.bool_]:
-    """The same array for every sample of the same parameters."""
-    array = np.array(flags, dtype=bool)
-    array.setflags(write=False)
-    return array
 
 
 def with_totals(snapshot: Snapshot, parts: Mapping[str, Sequence[int]]) -> Snapshot:
@@ -77,7 +62,5 @@ def padded(values: NDArray[Number], num_names: int, *, fill: float = math.nan) -
 
 def _stacked(metrics: Sequence[Mapping[str, float]]) -> dict[str, FloatArray]:
     """Values by key over samples, NaN where a sample has none: each [S]."""
-    if len(metrics) == 1:
-        return {key: np.array([value]) for key, value in metrics[0].items()}
     keys = dict.fromkeys(itertools.chain.from_iterable(metrics))
     return {key: np.array([values.get(key, math.nan) for values in metrics]) for key in keys}

@@ -162,8 +162,8 @@ class SampleBuffer:
             if self.keep_newest_histogram:
                 self._drop_histogram()
             self._histogram_steps.append(sample.step)
-        for buffer in buffers:
-            buffer.add_sample_histogram()
+            for buffer in buffers:
+                buffer.add_sample_histogram()
         rows = [buffer.send_rows() for buffer in buffers]
         known: dict[str, float] = {}
         by_device: dict[torch.device, dict[str, OnDevice]] = {}
