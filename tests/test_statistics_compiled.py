@@ -16,7 +16,7 @@ from gradients import Chosen, samples, step, watch
 from processes import script
 from statistics_oracle import assert_row
 
-from wandb_gradwatch._measure import cpu_compiled
+from wandb_gradwatch._measure import cpu, cpu_compiled
 from wandb_gradwatch._measure.columns import AS_LEFT, Column
 from wandb_gradwatch._measure.compilation import Compilation
 from wandb_gradwatch._measure.measure import compile_for_cpu, measure, measure_received, resolve_backend
@@ -98,6 +98,19 @@ def test_every_kind_of_block_equals_the_reference_to_the_rounding_of_float64(dty
 def test_every_number_of_sixteen_bits_is_read_right(dtype: torch.dtype) -> None:
     every = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
     assert_equals_reference([every, *every.split(4096)])
+
+
+@needs_numba
+@pytest.mark.parametrize(
+    "values",
+    [
+        torch.full((2**18,), 2.0),  # as pairs, twice what a counter of 16 bits holds
+        torch.linspace(-126, 100, 2**14).exp2(),  # blocks below, in and above the window that the first one chose
+        torch.linspace(0, 226, 2**14).remainder(64).neg().exp2(),  # blocks wider than any window
+    ],
+)
+def test_pairs_of_codes_are_counted_where_counters_and_window_do_not_suffice(values: torch.Tensor) -> None:
+    assert_equals_reference([values, -values, torch.where(torch.arange(values.numel()) % 3 == 0, values, -0.0)])
 
 
 def base() -> torch.Tensor:
@@ -201,6 +214,8 @@ def shares_from_one(monkeypatch: pytest.MonkeyPatch) -> int:
     """However little there is to read is shared, in pieces of this many elements, which no block divides."""
     monkeypatch.setattr(cpu_compiled, "_SHARED_FROM", 1)
     monkeypatch.setattr(cpu_compiled, "_PIECE", 2500)
+    monkeypatch.setattr(cpu, "_SHARED_FROM", 1)
+    monkeypatch.setattr(cpu, "CHUNK", 2500)
     return 2500
 
 
@@ -229,19 +244,19 @@ def test_a_parameter_is_cut_where_its_gradient_is_and_counted_once_where_they_di
         assert row[Column.PARAM_SUM_SQ] == 4 * parameter.numel()
 
 
-@needs_numba
+@pytest.mark.parametrize("backend", ["cpu", pytest.param("compiled", marks=needs_numba)])
 def test_every_bit_is_the_same_with_any_number_of_threads(
-    shares_from_one: int, num_threads: Callable[[int], None]
+    shares_from_one: int, num_threads: Callable[[int], None], backend: str
 ) -> None:
     tensors = [torch.randn(size) for size in (100_003, 17, 50_000)]
 
     def bits() -> list[Any]:
-        measured = measure(tensors, tensors, histogram=True, backend="compiled")
+        measured = measure(tensors, tensors, histogram=True, backend=backend)
         assert measured.histogram is not None
         return [
             measured.rows.view(torch.int64).tolist(),
             measured.histogram.tolist(),
-            measure_received(tensors).tolist(),
+            measure_received(tensors, backend=backend).tolist(),
         ]
 
     num_threads(1)
