@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -271,6 +272,14 @@ def test_what_reads_no_learning_rate_waits_longer_for_parameters_that_do_not_cha
     assert steps(UnchangedParameters(), still)[0] == 21
     assert steps(UnchangedParameters(), measured(still, learning_rate=[0.0] * 102))[0] == 26
     assert steps(UnchangedParameters(), measured(still, learning_rate=[0.1] * 102))[0] == 11
+    # A learning rate that was read is that of a step() that was called.
+    for rate, remedy in (
+        (math.nan, "call optimizer.step()"),
+        (0.0, "check the learning"),
+        (0.1, "look for what writes"),
+    ):
+        alert = next(iter(UnchangedParameters().check(measured(still, learning_rate=[rate] * 102))))
+        assert f"Remedy: {remedy}" in alert.text
     warmed_up = measured(
         still, learning_rate=[0.0] * 20 + [0.1] * 82
     )  # what the first rate above 0 does, is seen after it

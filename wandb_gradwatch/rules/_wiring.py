@@ -162,12 +162,19 @@ class UnchangedParameters(ShippedRule):
             f"{norm:.3g}."
         )
         cause = "not clear: either step() is never called, or the learning rate is 0: print it to tell them apart"
+        remedy = "call optimizer.step() after backward(); check the learning rate, its schedule and its warm-up"
         if is_nothing:
             cause = f"a learning rate that is far too small for the parameters to change ({number(rate)})"
             cause = cause if rate else "the learning rate is 0"
+            remedy = (
+                "check the learning rate, its warm-up, and whether a schedule made for epochs is stepped at each batch"
+            )
         elif not math.isnan(rate):
             cause = f"not clear: either updates of 0, or something that undoes them (learning rate {number(rate)})"
-        remedy = "call optimizer.step() after backward(); check the learning rate, its schedule and its warm-up"
+            remedy = (
+                "look for what writes over the parameters after step(): load_state_dict(), or an average that is "
+                "copied into the model; check what the optimizer does with its gradients"
+            )
         return finding(self.title, fact, "", cause, remedy, step, "ERROR")
 
 
