@@ -20,20 +20,22 @@ ROOT = Path(__file__).parent.parent / PACKAGE
 MAY_IMPORT: dict[str, set[str]] = {
     "_measure": set(),
     "_output": set(),
-    "_runtime": set(),
+    "_interruptions": set(),
+    "_runtime": {"_interruptions"},
     "_nonfinite": {"_runtime"},
     "_transfer": {"_measure", "snapshot"},
     "_guard": {"_nonfinite", "_measure", "_transfer", "_runtime", "snapshot", "_analysis", "rules"},
-    "_capture": {"_nonfinite", "_measure", "_transfer", "_runtime", "_guard", "snapshot"},
+    "_capture": {"_interruptions", "_nonfinite", "_measure", "_transfer", "_runtime", "_guard", "snapshot"},
     "snapshot": {"_measure"},
     "_analysis": {"_measure", "snapshot"},
     "rules": {"_measure", "snapshot", "_analysis"},
     "_diagnosis": {"_measure", "snapshot", "_analysis", "rules"},
     "_summary": {"_measure", "snapshot", "_analysis", "rules", "_output"},
-    "sinks": {"_measure", "snapshot", "_analysis", "rules", "_output"},
+    "sinks": {"_interruptions", "_measure", "snapshot", "_analysis", "rules", "_output"},
     "_page": {"_measure", "snapshot", "_analysis", "rules", "_diagnosis", "_output"},
     "_report": {"_measure", "snapshot", "_analysis", "rules", "_diagnosis", "_output", "_page"},
     "_pipeline": {
+        "_interruptions",
         "_measure",
         "_transfer",
         "_runtime",
@@ -44,7 +46,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "_diagnosis",
         "sinks",
     },
-    "metrics": {"_measure", "snapshot", "_analysis", "rules", "_runtime", "_capture"},
+    "metrics": {"_interruptions", "_measure", "snapshot", "_analysis", "rules", "_runtime", "_capture"},
 }
 _BELOW_WATCHER = set(MAY_IMPORT) - {"_page", "_report", "metrics"}
 MAY_IMPORT["_watcher"] = _BELOW_WATCHER
@@ -57,6 +59,7 @@ MAY_IMPORT["_cli"] |= {"_demo", "_doctor"}
 
 WITHOUT_TORCH = (
     "snapshot", "_analysis", "rules", "_diagnosis", "_summary", "sinks", "_page", "_report", "_output",
+    "_interruptions",
 )  # fmt: skip
 WITHOUT_TORCH_FILES = (
     f"{PACKAGE}._measure.columns",

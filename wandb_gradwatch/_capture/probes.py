@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .._interruptions import raise_interruption
 from .._measure.probe_values import ArrivedSums
 from .._runtime.error_boundary import CallbackError
 from .._transfer.transfers import Found as Found  # what take() returns, for probes
@@ -171,6 +172,7 @@ class Probes:
             except CallbackError:  # meant for the training loop
                 raise
             except Exception as error:
+                raise_interruption(error)
                 self._drop(probe, error)
 
     def _drop(self, probe: Probe, error: Exception) -> None:

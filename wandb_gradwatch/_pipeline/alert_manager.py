@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+from .._interruptions import raise_interruption
 from ..rules import Alert, Rule
 from ..rules._base import Finding, Level, ShippedRule, is_ordinary
 from ..rules._functions import RuleFunction, as_rule
@@ -107,7 +108,8 @@ class AlertManager:
         for candidate in tuple(self._everyday if is_ordinary(snapshot) else self.rules):
             try:
                 findings += list(candidate.check(snapshot))
-            except Exception:  # our failure, or the user's rule's, must not become the training's
+            except Exception as error:  # our failure, or the user's rule's, must not become the training's
+                raise_interruption(error)
                 _LOGGER.exception("the rule %r raised and is dropped; the others go on", candidate)
                 self._drop(candidate)
         return findings

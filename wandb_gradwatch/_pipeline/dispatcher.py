@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from .._interruptions import raise_interruption
 from .._runtime.error_boundary import CallbackError
 from ..rules import Alert
 from ..sinks import Sink
@@ -163,6 +164,7 @@ class Dispatcher:
             try:
                 getattr(sink, method)(*arguments)
             except Exception as error:
+                raise_interruption(error)
                 if sink in self._sinks:
                     self._sinks.remove(sink)
                     logger.error(

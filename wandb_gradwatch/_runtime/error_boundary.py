@@ -16,6 +16,7 @@ from typing import Any, Concatenate, Final, ParamSpec, TypeVar, cast
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from .._interruptions import raise_interruption
 from .autograd import TrainingThread
 
 # What torch.no_grad() calls in the end, by way of four Python frames.
@@ -91,7 +92,11 @@ class ErrorBoundary:
                 gc.enable()
 
     def fail(self, error: Exception) -> None:
-        """Stop and report: for what only counts, of which `run` would take longer than the counting."""
+        """Stop and report: for what only counts, of which `run` would take longer than the counting.
+
+        What a signal handler of the user's has raised meanwhile is raised instead.
+        """
+        raise_interruption(error)
         self.stopped = True
         self._failed(error)
 

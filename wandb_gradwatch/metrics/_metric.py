@@ -14,6 +14,7 @@ from torch import Tensor
 from .._capture.parameter_registry import Models as WatchedModels
 from .._capture.parameter_registry import NameFilter, with_prefixes
 from .._capture.probes import Probe, WatchedTensor
+from .._interruptions import raise_interruption
 from .._measure.elements import wide_dtype
 from ..rules import Rule
 from ..snapshot import keys
@@ -345,6 +346,7 @@ class FunctionMetrics(ForwardProbe):
                     tally = Tally.of(values.reshape(len(labels), -1), metric.aggregate, labels)
                     self._tallies.add((metric, name), tally, pending=on == keys.ACTIVATION)
             except Exception as error:
+                raise_interruption(error)
                 self._drop(metric, f"{on} {name!r} of shape {[*tensor.shape]}", error)
 
     def _drop(self, metric: Metric, where: str, error: Exception) -> None:

@@ -33,6 +33,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+from .._interruptions import raise_interruption
 from ._row_queue import Row, RowQueue
 
 logger = logging.getLogger("wandb_gradwatch")
@@ -273,7 +274,8 @@ class RowScheduler:
         began = time.perf_counter()
         try:
             place(*call)
-        except Exception:
+        except Exception as error:
+            raise_interruption(error)
             if not self.ended:  # by a signal handler, in the middle of this
                 logger.exception("Gradients are no longer logged to W&B: placing a row failed. Training goes on.")
                 self._stop()

@@ -1,0 +1,89 @@
+"""What a signal handler of the user's raises reaches the training, wherever the signal has come."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+from collections.abc import Callable, Iterator
+
+import pytest
+from gradients import Chosen, step, watch
+from torch.optim import SGD
+
+from wandb_gradwatch import MemorySink, Sink, rule
+from wandb_gradwatch.metrics import Metric
+
+
+class PreemptedError(Exception):
+    """As clusters announce it: by a signal, whose handler raises."""
+
+
+def handle(*_: object) -> None:
+    raise PreemptedError
+
+
+class Handler:
+    def __call__(self, *_: object) -> None:
+        raise PreemptedError
+
+    method = __call__
+
+
+HANDLERS = {
+    "a function": handle,
+    "a partial function": functools.partial(handle, 1),
+    "an object": Handler(),
+    "a method": Handler().method,
+}
+
+
+class Once:
+    """Sends the signal at its second call."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, *_: object) -> None:
+        self.calls += 1
+        if self.calls == 2:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+
+class SignalledSink(Sink):
+    def __init__(self, send: Callable[[], None]) -> None:
+        self.write = lambda snapshot: send()
+
+
+def signalled(where: str, send: Once) -> dict[str, object]:
+    if where == "a sink":
+        return {"sinks": [SignalledSink(send), MemorySink()]}
+    if where == "a rule":
+        return {"rules": [rule(title="any")(send)]}
+    return {"metrics": [Metric("any", lambda tensor: (send(), tensor.sum())[1], on="gradient")]}
+
+
+@pytest.fixture(params=HANDLERS)
+def handler(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = signal.signal(signal.SIGUSR1, HANDLERS[request.param])
+    yield
+    signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="the system has no such signal")
+@pytest.mark.parametrize("where", ["a sink", "a rule", "a metric"])
+def test_what_a_signal_handler_raises_reaches_the_training_and_watching_goes_on(where: str, handler: None) -> None:
+    model = Chosen(a=1)
+    send = Once()
+    watcher, _ = watch(model, **signalled(where, send))
+    optimizer = SGD(model.parameters(), lr=0.5)
+    raised = 0
+    for _ in range(6):
+        try:
+            step(model, optimizer, a=[1.0])
+        except PreemptedError:
+            raised += 1
+    assert raised == 1
+    assert send.calls > 2, "what was interrupted is not dropped"
+    assert watcher.step == (5 if where == "a metric" else 6)  # whose backward raises, so that the loop makes no step
+    watcher.remove()

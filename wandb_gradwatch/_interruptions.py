@@ -1,0 +1,34 @@
+"""Exceptions that arise in the middle of the monitor's code and are none of its own."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from types import CodeType
+from typing import Any
+
+
+def raise_interruption(error: BaseException) -> None:
+    """Raise it again if a signal handler of the user's has raised it (a time limit, a preemption).
+
+    It is meant for the training, as Ctrl-C is, and has come while the monitor's code ran by chance.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    codes = set(_codes_of_handlers())
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code in codes:
+            raise error
+        trace = trace.tb_next
+
+
+def _codes_of_handlers() -> Iterator[CodeType]:
+    for number in signal.valid_signals():
+        handler: Any = signal.getsignal(number)
+        handler = getattr(handler, "func", handler)  # of functools.partial
+        if not hasattr(handler, "__code__"):  # neither a function nor a method: SIG_DFL, or an object to be called
+            handler = vars(type(handler)).get("__call__")
+        if isinstance(code := getattr(handler, "__code__", None), CodeType):
+            yield code
