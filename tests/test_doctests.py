@@ -20,7 +20,7 @@ MODULES = sorted(
 def test_there_are_examples_to_run() -> None:
     assert {
         "wandb_gradwatch._pipeline.rank_tree",
-        "wandb_gradwatch.sinks._local",
+        "wandb_gradwatch.sinks._base",
         "wandb_gradwatch.rules._functions",
     } <= set(MODULES)
 

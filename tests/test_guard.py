@@ -16,8 +16,8 @@ from torch import nn
 from wandb_gradwatch import SkipGuard
 from wandb_gradwatch._guard.guard import TooManySkippedStepsError
 from wandb_gradwatch._pipeline import recorder
+from wandb_gradwatch.sinks._base import summary_line
 from wandb_gradwatch.sinks._history_row import HistoryRow
-from wandb_gradwatch.sinks._local import summary_line
 
 OPTIMIZERS = {
     "sgd momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.1),

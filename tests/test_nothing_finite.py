@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from gradients import Chosen, step, watch
 
+from wandb_gradwatch.sinks._base import summary_line
 from wandb_gradwatch.sinks._history_row import HistoryRow
-from wandb_gradwatch.sinks._local import summary_line
 from wandb_gradwatch.snapshot import Snapshot
 
 NAN = math.nan

@@ -353,7 +353,7 @@ def test_a_signal_handler_may_finish_the_run_at_any_moment() -> None:
 
 
 @pytest.mark.parametrize("comes", ["before", "after"])
-@pytest.mark.parametrize("does", ["log", "finish"])
+@pytest.mark.parametrize("does", ["log", "jump", "finish"])
 def test_a_signal_handler_may_log_or_finish_while_a_row_is_placed(comes: str, does: str, caplog: Any) -> None:
     class Interrupted(ModelRunWithLog):
         signals = finished = False
@@ -369,8 +369,8 @@ def test_a_signal_handler_may_log_or_finish_while_a_row_is_placed(comes: str, do
                 signal.raise_signal(signal.SIGUSR1)
 
         def handle(self, *_: Any) -> None:
-            if does == "log":
-                self.log({"preempted": True})
+            if does != "finish":
+                self.log({"preempted": True}, step=10**9 if does == "jump" else None, commit=True)
             else:
                 self.finish()
                 self.finished = True
@@ -381,7 +381,7 @@ def test_a_signal_handler_may_log_or_finish_while_a_row_is_placed(comes: str, do
     try:
         for number in range(3):
             row_scheduler.put(f"watcher {number}", OwnRow([number]))
-        with nullcontext() if does == "log" else pytest.raises(RuntimeError, match="the run is finished"):
+        with nullcontext() if does != "finish" else pytest.raises(RuntimeError, match="the run is finished"):
             for step in range(4):
                 run.log({"loss": step})
     finally:
@@ -389,7 +389,7 @@ def test_a_signal_handler_may_log_or_finish_while_a_row_is_placed(comes: str, do
     run.finish()
     user, own = split_rows(run.core.rows)
     assert own == [0, 1, 2]
-    losses = [{"preempted": True}, *({"loss": step} for step in range(4))] if does == "log" else []
+    losses = [{"preempted": True}, *({"loss": step} for step in range(4))] if does != "finish" else []
     assert [data for _, data in user if data] == losses
     assert (run.signals, caplog.records) == (True, [])
 

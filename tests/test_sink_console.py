@@ -11,7 +11,7 @@ from windows import window
 
 from wandb_gradwatch.rules import Alert
 from wandb_gradwatch.sinks import Sink
-from wandb_gradwatch.sinks._local import ConsoleSink, summary_line
+from wandb_gradwatch.sinks._base import ConsoleSink, summary_line
 
 
 def test_one_line_per_snapshot_and_alerts_in_full() -> None:

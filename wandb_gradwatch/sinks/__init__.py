@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from ._base import Sink
-from ._local import ConsoleSink, MemorySink
+from ._base import ConsoleSink, MemorySink, Sink
 from ._wandb_run import WandbSink
 from ._webhook import WebhookSink
 

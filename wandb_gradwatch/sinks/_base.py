@@ -1,12 +1,20 @@
-"""What a sink is: every method that is ever called on one, each with a default that does nothing."""
+"""What a sink is: every method that is ever called on one, each with a default that does nothing.
+
+And two that stay on this machine: lists for tests, notebooks and other programs, and lines in a terminal.
+"""
 
 from __future__ import annotations
 
+import sys
+from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TextIO
+
+import numpy as np
 
 from ..rules import Alert
 from ..snapshot import Snapshot
+from ..snapshot._shapes import concatenate
 
 
 class Sink:
@@ -48,3 +56,113 @@ class Sink:
 
     def before_run_ends(self, callback: Callable[[], object]) -> None:
         """Call back once before what the sink writes to comes to its end, for a last flush."""
+
+
+class MemorySink(Sink):
+    """Keep the newest snapshots and alerts.
+
+    Args:
+        max_snapshots: how many of each are kept; None keeps all.
+
+    Raises:
+        ValueError: max_snapshots is not a whole number, at least 1.
+
+    Example:
+        >>> import torch, wandb_gradwatch
+        >>> model = torch.nn.Linear(2, 1, bias=False)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> memory = wandb_gradwatch.MemorySink()
+        >>> with wandb_gradwatch.watch(model, sinks=[memory]):
+        ...     for _ in range(3):
+        ...         optimizer.zero_grad()
+        ...         model(torch.tensor([[3.0, 4.0]])).sum().backward()  # the gradient is the input
+        ...         optimizer.step()
+        >>> memory.merged().steps.tolist()
+        [1, 2, 3]
+        >>> memory.merged().total_grad_norm.round(4).tolist()
+        [5.0, 5.0, 5.0]
+    """
+
+    def __init__(self, max_snapshots: int | None = None) -> None:
+        if max_snapshots is not None and (not isinstance(max_snapshots, int) or max_snapshots < 1):
+            raise ValueError(f"MemorySink(max_snapshots={max_snapshots!r}) must be at least 1, or None for all")
+        self.snapshots: deque[Snapshot] = deque(maxlen=max_snapshots)
+        self.alerts: deque[Alert] = deque(maxlen=max_snapshots)
+        self.closed = False
+
+    def write(self, snapshot: Snapshot) -> None:
+        self.snapshots.append(snapshot)
+
+    def alert(self, alert: Alert) -> None:
+        self.alerts.append(alert)
+
+    def close(self) -> None:
+        self.closed = True
+
+    def merged(self) -> Snapshot | None:
+        """All kept samples as one snapshot; None before the first flush."""
+        return concatenate(list(self.snapshots))
+
+
+class ConsoleSink(Sink):
+    """Print one compact line per snapshot, and alerts in full.
+
+        step 150 (50 samples)  grad_norm 13  max 20.1  largest head.weight 12  clip_ratio 0
+
+    Args:
+        file: where the lines go; None: to whatever `sys.stderr` is at that moment.
+
+    Raises:
+        TypeError: `file` is not an open text file.
+    """
+
+    def __init__(self, file: TextIO | None = None) -> None:
+        if file is not None and not hasattr(file, "write"):
+            raise TypeError(f"ConsoleSink(file={file!r}) must be an open text file, as open(name, 'w') returns it")
+        self._file = file
+
+    def write(self, snapshot: Snapshot) -> None:
+        if len(snapshot):
+            self._print(summary_line(snapshot))
+
+    def alert(self, alert: Alert) -> None:
+        self._print(str(alert))
+
+    @property
+    def is_terminal(self) -> bool:
+        return self._file in (None, sys.stdout, sys.stderr)
+
+    def _print(self, text: str) -> None:
+        print(text, file=sys.stderr if self._file is None else self._file, flush=True)
+
+
+def summary_line(snapshot: Snapshot) -> str:
+    """A snapshot of at least one sample in one line; what is missing is left out."""
+    total = snapshot.total
+    norms = snapshot.total_grad_norm
+    fields = [f"step {snapshot.steps[-1]} ({len(snapshot)} sample{'s' if len(snapshot) != 1 else ''})"]
+    fields += _field("grad_norm", float(norms[-1]))
+    fields += _field("max", float(np.fmax.reduce(norms)))
+    largest = np.fmax.reduce(snapshot.grad_norm, axis=0)
+    if not np.isnan(largest).all():
+        worst = int(np.nanargmax(largest))
+        fields.append(f"largest {snapshot.names[worst]} {_number(float(largest[worst]))}")
+    if snapshot.names:
+        fields += _count("NaN", float(np.nansum(total.num_nan))) + _count("Inf", float(np.nansum(total.num_inf)))
+    fields += _field("clip_ratio", snapshot.clip_ratio)
+    fields += _count("loss_scale", float(snapshot.loss_scale[-1]))
+    fields += _count("skipped", float(np.count_nonzero(snapshot.skipped)))
+    fields += _count("withheld", snapshot.num_guarded_steps)
+    return "  ".join(fields)
+
+
+def _field(name: str, value: float) -> list[str]:
+    return [] if np.isnan(value) else [f"{name} {_number(value)}"]
+
+
+def _number(value: float) -> str:
+    return f"{value:.3g}" if value == 0 or 0.01 <= abs(value) < 1000 else f"{value:.2e}"
+
+
+def _count(name: str, value: float) -> list[str]:
+    return [f"{name} {value:g}"] if value > 0 else []

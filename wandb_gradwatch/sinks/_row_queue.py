@@ -93,8 +93,8 @@ class RowQueue:
         oldest_of: dict[object, _QueuedRow] = {}
         for queued in self._waiting:
             oldest_of.setdefault(queued.owner, queued)
-        first, others = list(oldest_of.values())[:1], list(oldest_of.values())[1:]
-        sharing = first + [other for other in others if other.row.step == first[0].row.step is not None]
+        oldest = list(oldest_of.values())
+        sharing = oldest[:1] + [one for one in oldest[1:] if one.row.step == oldest[0].row.step is not None]
         for queued in sharing[:_MAX_TOGETHER]:
             self._waiting.remove(queued)
         return [queued.row for queued in sharing[:_MAX_TOGETHER]]
@@ -120,9 +120,8 @@ class RowQueue:
             return  # as many owners as rows
         earlier, later = min(pairs, key=lambda pair: pair[0].num_windows + pair[1].num_windows)
         merged = earlier.row.merge(later.row)
-        if (
-            earlier in self._waiting and later in self._waiting
-        ):  # not where a signal handler has ended the run meanwhile
+        # Neither is there where a signal handler has ended the run meanwhile.
+        if earlier in self._waiting and later in self._waiting:
             later.row, later.num_windows = merged, earlier.num_windows + later.num_windows
             self._waiting.remove(earlier)
 

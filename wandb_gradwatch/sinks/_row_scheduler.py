@@ -228,8 +228,8 @@ class RowScheduler:
 
     def _place_before(self, data: Any, step: int | None, closes: bool) -> None:
         valid = isinstance(data, Mapping) and all(isinstance(key, str) for key in data)
-        if not valid or self._waiting.next_part() is None:
-            return  # it will raise, or nothing waits
+        if not valid or self._is_placing or self._waiting.next_part() is None:
+            return  # it will raise, it is a signal handler's in the middle of a placing, or nothing waits
         jumps = self._open.is_left_by(step)
         if step is not None and jumps and self._waiting.has_several():
             self._fill_steps_before(step)
