@@ -437,9 +437,12 @@ def test_doctor_says_what_measures_on_cuda_and_what_its_compiler_lacks(
     ],
 )
 def test_the_login_is_judged_by_mode_and_credentials(
-    mode: str, has_credentials: bool, verdict: str, found: str
+    mode: str, has_credentials: bool, verdict: str, found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check = doctor._judge_login(mode, "http://host", lambda: has_credentials)
+    settings = types.SimpleNamespace(mode=mode, base_url="http://host")
+    monkeypatch.setattr(doctor.wandb, "setup", lambda: types.SimpleNamespace(settings=settings))
+    monkeypatch.setattr(doctor.wandb, "login", lambda **_: has_credentials)
+    check = doctor._check_login()
     assert check.verdict == verdict
     assert found in check.found
     assert bool(check.advice) == (verdict == "note")

@@ -181,16 +181,13 @@ def _check_numba() -> Check:
 
 def _check_login() -> Check:
     settings = wandb.setup().settings
-    return _judge_login(str(settings.mode), settings.base_url, lambda: wandb.login(prompt=False, verify=False))
-
-
-def _judge_login(mode: str, base_url: str, has_credentials: Callable[[], bool]) -> Check:
+    mode, base_url = str(settings.mode), settings.base_url
     if mode == "disabled":
         advice = "nothing is logged: unset WANDB_MODE, or set it to online or offline"
         return Check("W&B", "mode disabled", "note", advice)
     if mode == "offline":
         return Check("W&B", "mode offline: runs are kept in files; `wandb sync` uploads them")
-    if has_credentials():
+    if wandb.login(prompt=False, verify=False):
         return Check("W&B", f"mode {mode}, credentials for {base_url} found (not tried)")
     advice = "run `wandb login`, set WANDB_API_KEY, or set WANDB_MODE=offline to keep runs in files"
     return Check("W&B", f"mode {mode}, no credentials for {base_url}", "note", advice)

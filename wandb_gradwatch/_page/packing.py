@@ -8,8 +8,8 @@ which the largest code is also what must win when cells are pooled.
 from __future__ import annotations
 
 import base64
+import gzip
 import math
-import zlib
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
@@ -43,14 +43,12 @@ class Blob:
     """Arrays one after the other; what goes into the JSON is where each one lies."""
 
     def __init__(self) -> None:
-        self._parts: list[bytes] = []
-        self._size = 0
+        self._data = bytearray()
 
     def add(self, data: bytes) -> int:
         """Append bytes and return their offset."""
-        self._parts.append(data)
-        self._size += len(data)
-        return self._size - len(data)
+        self._data += data
+        return len(self._data) - len(data)
 
     def add_floats(self, values: FloatArray) -> int:
         """Append values as float32; what is too large for it becomes infinite."""
@@ -66,9 +64,7 @@ class Blob:
 
     def encoded(self) -> str:
         """Everything compressed (gzip, which browsers unpack), as base64."""
-        packer = zlib.compressobj(6, zlib.DEFLATED, zlib.MAX_WBITS | 16)
-        packed = b"".join([*(packer.compress(part) for part in self._parts), packer.flush()])
-        return base64.b64encode(packed).decode("ascii")
+        return base64.b64encode(gzip.compress(self._data, 6, mtime=0)).decode("ascii")
 
 
 def quantise(values: FloatArray, *, signed: bool) -> tuple[npt.NDArray[np.uint16], float, float]:

@@ -153,38 +153,13 @@ def _recorder_panels(reports: Any, flow_chart: str | None) -> list[Any]:
 
 
 def flow_spec() -> dict[str, Any]:
-    """Layers x steps in Vega-Lite; W&B fills in `${field:...}` and `${string:...}`."""
-    norm = "datum['${field:norm}']"
-    return {
-        "$schema": "https://vega.github.io/schema/vega-lite/v5.json",
-        "title": "${string:title}",
-        "data": {"name": "wandb"},
-        # Zero has no logarithm and stays empty, as does what is missing.
-        "transform": [
-            {"filter": f"isValid({norm}) && {norm} > 0"},
-            {"calculate": f"log({norm}) / LN10", "as": "log_norm"},
-        ],
-        "mark": "rect",
-        "width": "container",
-        "height": "container",
-        "encoding": {
-            "x": {"field": "${field:step}", "type": "ordinal", "axis": {"title": "step", "labelOverlap": True}},
-            # In the order of the table, which is the model's.
-            "y": {"field": "${field:layer}", "type": "nominal", "sort": None, "axis": {"title": None}},
-            "color": {
-                "field": "log_norm",
-                "type": "quantitative",
-                "aggregate": "max",
-                "scale": {"scheme": "viridis"},
-                "legend": {"title": "log10 norm"},
-            },
-            "tooltip": [
-                {"field": "${field:layer}", "type": "nominal", "title": "layer"},
-                {"field": "${field:step}", "type": "quantitative", "title": "step"},
-                {"field": "${field:norm}", "type": "quantitative", "title": "norm", "aggregate": "max"},
-            ],
-        },
-    }
+    """Layers x steps in Vega-Lite; W&B fills in `${field:...}` and `${string:...}`.
+
+    Layers stand in the order of the table, which is the model's. Zero has no logarithm and stays empty, as does what is
+    missing.
+    """
+    spec: dict[str, Any] = json.loads((Path(__file__).parent / "flow.json").read_text(encoding="utf-8"))
+    return spec
 
 
 def ensure_flow_chart(entity: str) -> str | None:
