@@ -46,11 +46,7 @@ def sentence(fact: str, layers: str, cause: str, remedy: str, more: Collection[s
 
 
 def clip_advice(clipped: float) -> str:
-    """What to do about clipping, as the end of "and ...".
-
-    Args:
-        clipped: as in `Snapshot.clipped`: 1 where the training clips already.
-    """
+    """What to do about clipping, as the end of "and ..."; 1, as in `Snapshot.clipped`: the training clips already."""
     return "clip at a lower norm" if clipped == 1 else "clip with clip_grad_norm_"
 
 

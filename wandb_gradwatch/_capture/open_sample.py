@@ -343,11 +343,9 @@ class OpenSample(ClipListener):
         found = parts.probes.take(loss.get(keys.LOSS)) | parts.wiring.take() | loss
         if parts.guard is not None:
             found |= parts.guard.take()
-        every = closed.step - parts.schedule.last_sample
-        eps = self._measurer.eps
-        compared, rate = (self._compared, self._compared_early), self._learning_rate
-        sample = Sample(closed.step, closed.skipped, updated, *compared, self.by_torch, eps, every, learning_rate=rate)
-        parts.window.commit(sample, found)
+        seen = (self._compared, self._compared_early, self.by_torch, self._measurer.eps)
+        every, rate = closed.step - parts.schedule.last_sample, self._learning_rate
+        parts.window.commit(Sample(closed.step, closed.skipped, updated, *seen, every, learning_rate=rate), found)
 
     def leave_out_what_was_reset(self, *, has_accumulated: bool = False) -> None:
         """Gradients are reset that no optimizer has used: perhaps the user's loop leaves the step out.

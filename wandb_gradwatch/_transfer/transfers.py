@@ -17,7 +17,6 @@ from typing import Final, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from .._measure.change import MULTIPLIED, change_between
@@ -312,15 +311,16 @@ def _what_happened(
     shrunk = other = multiplied = False
     if earlier_PC is not None:
         was_there = ~np.isnan(earlier_PC[:, Column.NUM_ELEMENTS]) & ~np.isnan(rows_PC[:, Column.NUM_ELEMENTS])
-        before = change_between(_where(was_there, earlier_PC, rows_PC), rows_PC, sample.eps)
+        before = change_between(np.where(was_there[:, None], earlier_PC, rows_PC), rows_PC, sample.eps)
         shrunk, other = before.shrunk and not before.is_common, before.other and not before.is_common
         # NaN and Inf that came after the backward are not the backward's.
-        bad = was_there & (_num_nonfinite(rows_PC) > 0) & (_num_nonfinite(earlier_PC) == 0)
+        num_now, num_earlier = (looks[:, Column.NUM_NAN] + looks[:, Column.NUM_INF] for looks in (rows_PC, earlier_PC))
+        bad = was_there & (num_now > 0) & (num_earlier == 0)
         columns = np.arange(NUM_COLUMNS) < RECEIVED_COLUMNS.start
         rows_PC[np.ix_(bad, columns)] = earlier_PC[np.ix_(bad, columns)]
     if received_PC is not None:
         was_seen = ~np.isnan(received_PC[:, Column.NUM_ELEMENTS]) & ~np.isnan(rows_PC[:, Column.NUM_ELEMENTS])
-        received_PC = _where(was_seen, received_PC, rows_PC)
+        received_PC = np.where(was_seen[:, None], received_PC, rows_PC)
         change = change_between(rows_PC, received_PC, sample.eps)
         if loss_scale != 1 and abs(change.factor / loss_scale - 1) < CLIP_TOLERANCE:
             # Not divided by its loss scale yet: by whatever makes the update, then, in there.
@@ -336,13 +336,3 @@ def _what_happened(
     else:
         clipped = float(shrunk and not (other and not sample.by_torch))
     return {keys.CLIPPED: clipped, keys.CHANGED: float(other)}
-
-
-def _where(chosen_P: NDArray[np.bool_], rows_PC: FloatArray, otherwise_PC: FloatArray) -> FloatArray:
-    chosen: FloatArray = np.where(chosen_P[:, None], rows_PC, otherwise_PC)
-    return chosen
-
-
-def _num_nonfinite(rows_PC: FloatArray) -> FloatArray:
-    num_nonfinite: FloatArray = rows_PC[:, Column.NUM_NAN] + rows_PC[:, Column.NUM_INF]
-    return num_nonfinite
