@@ -28,7 +28,7 @@ from .scaling import SCALES
 _REGULAR: Final = 4  # samples in a row that say how steps make them
 _LEAST: Final = 3  # steps, for which turning hooks off and on is worth it
 _COUNTED: Final = "_gradwatch_counted"  # attribute of a gradient: its version when a step was counted last
-_TIMED: Final = 50  # steps
+_TIMED: Final = 50  # samples
 _STRAY: Final = 100  # steps that look nested in another one, after which they no longer do: the outer one has raised
 
 
@@ -38,7 +38,7 @@ class Resting:
     def __init__(self, parts: CaptureParts, sample: OpenSample) -> None:
         self._parts, self._sample, self.boundary = parts, sample, parts.boundary
         self._last: list[frozenset[int]] = []  # the keys of the optimizers that made the last samples
-        self._timed = deque[float](maxlen=_TIMED)  # seconds of steps that were counted
+        self._timed = deque[float](maxlen=_TIMED)  # seconds of samples that were counted
 
     def sample_closed(self, stepped: frozenset[int], *, inside_backward: bool) -> None:
         """These optimizers have made a sample."""
@@ -191,20 +191,25 @@ class Rest:
 
 
 class _TimedRest(Rest):
-    """Times the first steps where they take place: in a loop of their own they would find everything in the caches."""
+    """Times the first samples where they are made: in a loop of their own they would find everything in the caches."""
+
+    _seconds = 0.0  # of the steps that make the next one
 
     def begins(self, optimizer: Optimizer) -> bool:
         began = time.perf_counter()
         passes = super().begins(optimizer)
-        self._seconds = time.perf_counter() - began
+        self._seconds += time.perf_counter() - began
         return passes
 
     def ends(self, optimizer: Optimizer) -> bool:
-        began = time.perf_counter()
+        began, num_before = time.perf_counter(), self.num_samples
         is_over = super().ends(optimizer)
-        self._timed.append(self._seconds + time.perf_counter() - began)
-        if len(self._timed) == _TIMED:
-            self.__class__ = Rest  # type: ignore[assignment]  # mypy takes the class for fixed
+        self._seconds += time.perf_counter() - began
+        if self.num_samples > num_before:
+            self._timed.append(self._seconds)
+            self._seconds = 0.0
+            if len(self._timed) == _TIMED:
+                self.__class__ = Rest  # type: ignore[assignment]  # mypy takes the class for fixed
         return is_over
 
 
@@ -225,7 +230,10 @@ class _Known:
         gradient = self._gradient()
         self._had_gradient = gradient is not None
         if gradient is not None:
-            setattr(gradient, _COUNTED, version_of(gradient))
+            try:
+                setattr(gradient, _COUNTED, gradient._version)
+            except RuntimeError:  # see version_of()
+                setattr(gradient, _COUNTED, 0)
 
     def num_writes(self) -> int:
         """To the gradient, since."""
