@@ -18,9 +18,9 @@ ROOT = Path(__file__).parent.parent / PACKAGE
 
 # A room is a file or a folder directly in the package; "" is the package's own __init__.py.
 MAY_IMPORT: dict[str, set[str]] = {
-    "_measure": set(),
     "_output": set(),
     "_interruptions": set(),
+    "_measure": {"_interruptions"},
     "_runtime": {"_interruptions"},
     "_nonfinite": {"_runtime"},
     "_transfer": {"_measure", "snapshot"},

@@ -6,12 +6,16 @@ import functools
 import os
 import signal
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
+import torch
 from gradients import Chosen, step, watch
 from torch.optim import SGD
 
 from wandb_gradwatch import MemorySink, Sink, rule
+from wandb_gradwatch._measure import measure as measure_module
+from wandb_gradwatch._measure import reference
 from wandb_gradwatch.metrics import Metric
 
 
@@ -61,6 +65,21 @@ def signalled(where: str, send: Once) -> dict[str, object]:
     if where == "a rule":
         return {"rules": [rule(title="any")(send)]}
     return {"metrics": [Metric("any", lambda tensor: (send(), tensor.sum())[1], on="gradient")]}
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="the system has no such signal")
+def test_kernels_that_a_signal_interrupts_have_not_failed(
+    handler: None, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    send = Once()
+    kernels = SimpleNamespace(measure=lambda *given, **options: (send(), reference.measure(*given, **options))[1])
+    monkeypatch.setattr(measure_module, "resolve_backend", lambda *_: "compiled")
+    monkeypatch.setattr(measure_module, "_module", lambda _: kernels)
+    measure_module.measure([torch.ones(2)], None)
+    with pytest.raises(PreemptedError):
+        measure_module.measure([torch.ones(2)], None)
+    assert send.calls == 2
+    assert not recwarn
 
 
 @pytest.fixture(params=HANDLERS)

@@ -17,6 +17,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from .._interruptions import raise_interruption
 from . import cpu_compiled
 from .columns import NUM_BINS, NUM_COLUMNS
 from .elements import Measurement
@@ -165,6 +166,7 @@ def _run(function: str, backend: str, gradients: Sequence[Tensor], *args: Any, *
         except torch.cuda.OutOfMemoryError:
             raise  # no fault of the kernels, and whatever replaces them needs more memory than they do
         except Exception as error:
+            raise_interruption(error)
             if backend != "auto" or name not in _WITHOUT_COMPILER:
                 raise
             failure = error
