@@ -133,8 +133,7 @@ def _common_windows(first: IntArray, second: IntArray) -> IntArray:
     if not len(first) or not len(second):
         return first[:0]
     low, high = max(first[0], second[0]), min(first[-1], second[-1])
-    inside = [steps[(steps >= low) & (steps <= high)] for steps in (first, second)]
-    return min(inside, key=len)
+    return min((steps[(steps >= low) & (steps <= high)] for steps in (first, second)), key=len)
 
 
 def _windows_of(history: RunHistory, names: list[str], steps: IntArray) -> FloatArray:

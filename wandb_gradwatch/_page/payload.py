@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from typing import Any, Final
@@ -202,22 +202,20 @@ def _jsonable(values: FloatArray) -> list[float | None]:
 
 def other_axes(history: RunHistory) -> list[dict[str, Any]]:
     """Each axis that the run tells of: its label, whether it is time in seconds, and its values at optimizer steps."""
-    return [
-        {"label": label, "isTime": label == TIME, "steps": found[0].tolist(), "values": found[1].tolist()}
-        for label, steps, values in _candidates(history)
-        if (found := knots(steps, values)) is not None
-    ]
-
-
-def _candidates(history: RunHistory) -> Iterator[tuple[str, FloatArray, FloatArray]]:
+    candidates = []
     if len(history.times) == len(history.steps) > 0:
-        yield TIME, history.steps.astype(np.float64), history.times - _start(history)
+        candidates.append((TIME, history.steps.astype(np.float64), history.times - _start(history)))
     placed = history.wandb_steps
     if placed is not None and len(np.unique(placed.values - placed.steps)) > 1:  # else W&B counts the same steps
-        yield "W&B step", placed.steps, placed.values
+        candidates.append(("W&B step", placed.steps, placed.values))
     counts = [key for key, series in history.own.items() if _is_count(key, series.values)]
     for key in sorted(counts, key=natural_order)[:MAX_OWN_AXES]:
-        yield key, history.own[key].steps, history.own[key].values
+        candidates.append((key, history.own[key].steps, history.own[key].values))
+    return [
+        {"label": label, "isTime": label == TIME, "steps": found[0].tolist(), "values": found[1].tolist()}
+        for label, steps, values in candidates
+        if (found := knots(steps, values)) is not None
+    ]
 
 
 def _start(history: RunHistory) -> float:
