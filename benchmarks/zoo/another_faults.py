@@ -37,7 +37,7 @@ TABLE, STUDENT, SWITCH = "a table of names, two tasks", "a student and a teacher
 # ---- what a single change does
 
 
-def _deepened(depth: int, act: type[nn.Module], gain: float | None = None) -> do.Change:
+def deepened(depth: int, act: type[nn.Module], gain: float | None = None) -> do.Change:
     """A layer becomes many, before the optimizer has seen it."""
 
     def change(loop: Loop, layer: str) -> None:
@@ -121,7 +121,7 @@ def _constant_normed(loop: Loop, layer: str) -> None:
     do.inputs(torch.zeros_like, 90, 91)(loop, layer)
 
 
-def _logits(transform: do.Transform, at: int = 1) -> do.Change:
+def logits(transform: do.Transform, at: int = 1) -> do.Change:
     """The logits of every attention."""
 
     def change(loop: Loop, layer: str) -> None:
@@ -160,9 +160,9 @@ ANOTHER_FAULTS: list[tuple[str, tuple[str, str], tuple[str, str], do.Change, int
     ("the head's weights 300x", (VIT, "head"), (NEXT, "head"), do.scaled(300.0), 1, "initialisation", ("saturation",), True),
     ("a hidden layer begins at 0", (GCN, "outer"), (STUDENT, "2"), do.scaled(0.0, bias=0.0), 1, "initialisation", ("symmetry", "dead units", "unused"), True),
     # ---- depth and recurrence
-    ("fifty plain ReLU layers", (GCN, "head.0"), (GAT, "head.0"), _deepened(50, nn.ReLU), 1, "depth", ("initialisation", "dead units", "saturation"), True),
-    ("25 linear layers of gain 2.5", (NERF, "net.0"), (TABLE, "trunk.0"), _deepened(25, nn.Identity, 2.5), 1, "depth", ("initialisation",), True),
-    ("30 tanh layers of gain 0.3", (MOE, "0"), (GAT, "head.2"), _deepened(30, nn.Tanh, 0.3), 1, "depth", ("initialisation", "saturation"), True),
+    ("fifty plain ReLU layers", (GCN, "head.0"), (GAT, "head.0"), deepened(50, nn.ReLU), 1, "depth", ("initialisation", "dead units", "saturation"), True),
+    ("25 linear layers of gain 2.5", (NERF, "net.0"), (TABLE, "trunk.0"), deepened(25, nn.Identity, 2.5), 1, "depth", ("initialisation",), True),
+    ("30 tanh layers of gain 0.3", (MOE, "0"), (GAT, "head.2"), deepened(30, nn.Tanh, 0.3), 1, "depth", ("initialisation", "saturation"), True),
     ("recurrent weights 12x", (LSTM, "encoder"), (GRU, "encoder"), do.scaled(12.0), 1, "recurrence", ("initialisation", "saturation"), True),
     ("ReLU recurrences of gain 3", (LSTM, ""), (GRU, ""), _relu_recurrences, 1, "recurrence", ("initialisation", "learning rate"), True),
     ("gates that forget at once", (LSTM, "encoder"), (GRU, "encoder"), _closed_gates, 1, "recurrence", ("initialisation", "saturation"), False),
@@ -222,9 +222,9 @@ ANOTHER_FAULTS: list[tuple[str, tuple[str, str], tuple[str, str], do.Change, int
     # ---- batch norm, attention, routing
     ("batches of two", (RES, ""), (DENSE, ""), do.chain(do.inputs(lambda x: x[:2]), do.inputs(lambda y: y[:2], which=1)), 1, "batch norm", (), False),
     ("eps = 1e-30 and a blank batch at step 90", (RES, ""), (DENSE, ""), _constant_normed, 90, "batch norm", ("invalid operation", "bad batch", "loss or inputs"), True),
-    ("all logits of attention 1000x", (VIT, ""), (SWITCH, ""), _logits(lambda out: 1000 * out), 1, "attention", ("saturation", "initialisation"), True),
-    ("all logits of attention 1000x from step 40", (VIT, ""), (SWITCH, ""), _logits(lambda out: 1000 * out, 40), 40, "attention", ("saturation", "data change"), True),
-    ("a sample that may attend to nothing at step 90", (GPT, ""), (TIED, ""), _logits(do.first_sample(-math.inf), 90), 90, "attention", ("invalid operation", "loss or inputs"), True),
+    ("all logits of attention 1000x", (VIT, ""), (SWITCH, ""), logits(lambda out: 1000 * out), 1, "attention", ("saturation", "initialisation"), True),
+    ("all logits of attention 1000x from step 40", (VIT, ""), (SWITCH, ""), logits(lambda out: 1000 * out, 40), 40, "attention", ("saturation", "data change"), True),
+    ("a sample that may attend to nothing at step 90", (GPT, ""), (TIED, ""), logits(do.first_sample(-math.inf), 90), 90, "attention", ("invalid operation", "loss or inputs"), True),
     ("one expert gets everything", (MOE, "1.gate"), (SWITCH, "layers.0.inner.gate"), do.output(lambda out: out + 50.0 * (torch.arange(out.shape[-1]) == 0)), 1, "routing", ("dead units", "unused"), True),
     ("the balance of experts has the wrong sign", (MOE, "1.gate"), (SWITCH, "layers.0.inner.gate"), _unbalanced, 1, "routing", ("dead units", "unused"), True),
 ]  # fmt: skip

@@ -7,6 +7,8 @@ from typing import Final
 
 from .another_faults import faults
 from .another_trainings import half
+from .blind_faults import BLIND_FAULTS
+from .blind_trainings import BLIND
 from .faults import FAULTS, Fault
 from .fresh_faults import FRESH_FAULTS
 from .fresh_trainings import FRESH
@@ -16,17 +18,30 @@ from .healthy_supervised import SUPERVISED
 from .loop import Loop
 from .unseen import UNSEEN, UNSEEN_FAULTS
 
-# Each first one of a pair is opened after its first run, to learn from. Of the others, only totals are ever shown.
-LOCKED: Final = frozenset({"locked trainings", "locked faults"})
+# Each first one of a pair is opened after its first run, to learn from. Of the others, and of all blind ones, only
+# totals are ever shown.
+LOCKED: Final = frozenset({"locked trainings", "locked faults", "locked blind trainings", "locked blind faults"})
 _ANOTHER: Final = {"another trainings": half(0), "locked trainings": half(1)}
 _ANOTHER_FAULTS: Final = [*faults("another faults", 0), *faults("locked faults", 1)]
 
-HEALTHY: Final = SUPERVISED | OTHERS | RECIPES | UNSEEN | {"fresh trainings": FRESH} | _ANOTHER
+HEALTHY: Final = (
+    SUPERVISED | OTHERS | RECIPES | UNSEEN | {"fresh trainings": FRESH} | _ANOTHER | {"locked blind trainings": BLIND}
+)
 _BUILDERS: Final = {name: make for table in HEALTHY.values() for name, make in table.items()}
 
 # Families that nobody looks at while choosing a threshold: at least a third of them, of every kind.
 KEPT_OUT_HEALTHY: Final = frozenset(
-    {"vision", "structured", "adversarial", "contrastive", "precision", "curricula", *UNSEEN, "locked trainings"}
+    {
+        "vision",
+        "structured",
+        "adversarial",
+        "contrastive",
+        "precision",
+        "curricula",
+        *UNSEEN,
+        "locked trainings",
+        "locked blind trainings",
+    }
 )
 KEPT_OUT_FAULTS: Final = frozenset(
     {
@@ -38,6 +53,7 @@ KEPT_OUT_FAULTS: Final = frozenset(
         "batch norm",
         "unseen faults",
         "locked faults",
+        "locked blind faults",
     }
 )
 TUNING_SEEDS: Final = (0,)
@@ -77,7 +93,7 @@ CASES: Final = {
         *(Case(name, family, name) for family, table in HEALTHY.items() for name in table),
         *(
             Case(f"{fault.name} | {base}", fault.family, base, fault, layer)
-            for fault in [*FAULTS, *UNSEEN_FAULTS, *FRESH_FAULTS, *_ANOTHER_FAULTS]
+            for fault in [*FAULTS, *UNSEEN_FAULTS, *FRESH_FAULTS, *_ANOTHER_FAULTS, *BLIND_FAULTS]
             for base, layer in fault.on.items()
         ),
     ]
