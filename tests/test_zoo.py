@@ -184,6 +184,11 @@ def test_faults_are_seen_with_their_cause_and_not_before_they_begin(name: str) -
     assert found.cause in ("right", "either")
 
 
+def test_a_run_is_told_to_nobody_but_the_scoring(capsys: pytest.CaptureFixture[str]) -> None:
+    assert record(CASES[SEEN[4]], 0).told
+    assert capsys.readouterr() == ("", "")  # otherwise whoever runs a locked family reads its alerts
+
+
 def test_a_replay_tells_what_the_rules_told_live() -> None:
     live = record(CASES[SEEN[4]], 0)
     again = replay(replace(live, told=()))

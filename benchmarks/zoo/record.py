@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
 import math
 import os
@@ -70,7 +72,7 @@ class Recording:
 
 
 def record(case: Case, seed: int, every: int = 1) -> Recording:
-    """Run a training once, watched with the default rules, and without a word in the log.
+    """Run a training once, watched with the default rules, and without a word in the log or on the terminal.
 
     Args:
         every: ten steps are measured, and then every n-th.
@@ -79,7 +81,9 @@ def record(case: Case, seed: int, every: int = 1) -> Recording:
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     try:
-        return _record(case, seed, every)
+        # Alerts go to standard error too, where whoever runs a locked family would read them.
+        with contextlib.redirect_stderr(io.StringIO()):
+            return _record(case, seed, every)
     finally:
         logger.setLevel(level)
 
