@@ -103,3 +103,24 @@ def test_a_loss_that_begins_below_0_has_no_wrong_sign_for_falling_at_once(first,
     samples = [sample_of({"a": [1.0]}, step=step, parameters={"a": np.array([2.0**step])}) for step in range(1, 4)]
     found = causes(replace(together(samples), metrics={keys.LOSS: np.array([first, -0.15, -0.29])}))
     assert ("the wrong sign of the loss, or a loss without a lower bound" in found) == is_told
+
+
+@pytest.mark.parametrize(
+    ("first", "weight_after", "rival"),
+    [
+        (0.0, 1.0, "an operation that no gradient passes"),  # a rounding, from the first step on
+        (0.0, 0.0, ""),  # what follows is given 0: by units that never fire
+        (1.0, 1.0, ""),  # it had a gradient at first: there is nothing that none passes
+    ],
+)
+def test_units_that_never_fire_give_0_to_what_follows_them(first, weight_after, rival):
+    def grads(step: int) -> dict[str, np.ndarray]:
+        cut = np.full(4, first if step == 1 else 0.0)
+        after = {"2.weight": np.full(4, weight_after), "2.bias": np.ones(4)}
+        # Of the layer after that half of the units are off, as in any that is not trained yet.
+        half = np.array([0.0, 0.0, 0.0, 1.0])
+        return {"0.weight": cut, "0.bias": cut, **after, "3.weight": half, "3.bias": half, "5.bias": np.ones(4)}
+
+    kinds = {"0": "Linear", "1": "ReLU", "2": "Linear", "3": "Linear", "4": "ReLU", "5": "Linear"}
+    (found,) = diagnose(together([sample_of(grads(step), step=step) for step in range(1, 11)]), modules=kinds)
+    assert (found.cause.startswith("dead units"), found.rival[:36]) == (True, rival)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .._analysis.depth import DepthTrend, trend_of
-from .._analysis.layers import dead_units, modules_of
+from .._analysis.layers import dead_units, modules_of, without_inputs
 from .._measure.columns import FloatArray
 from ..snapshot import Snapshot
 
@@ -64,6 +64,20 @@ class Layers:
         names = modules_of(self._history.names).names
         share_SL = dead_units(self._history.names, self._history.dead_ratio)
         return names, _median_or_nan(share_SL[self._clean[-20:]])
+
+    def is_next_fed(self, place: int) -> bool | None:
+        """Whether what follows a module is given more than 0; None where it is dead too, or the module once was not.
+
+        Of what is given 0 the bias alone has a gradient. What saturates in a training has had one at first.
+        """
+        names, dead_SP = self._history.names, self._history.dead_ratio
+        share_SL = dead_units(names, dead_SP)[self._clean]
+        is_first = self._history.steps[self._clean[0]] == 1
+        if place + 1 == share_SL.shape[1] or not (is_first and (share_SL[:, place] == 1.0).all()):
+            return None
+        if without_inputs(names, dead_SP[self._clean[-1]])[place + 1]:
+            return False
+        return True if share_SL[-1, place + 1] < 1.0 else None
 
     def rise_at(self, sample: int) -> FloatArray:
         """Each module's norm in a sample over its median in the 16 clean ones before it, NaN where not known: [L]."""

@@ -356,12 +356,8 @@ def _constant(snapshot: Snapshot, sample: int, gains: Mapping[str, float]) -> li
         place = snapshot.names.index(name)
         size = float(snapshot.num_elements[sample, place])
         rms = math.sqrt(float(snapshot.column(Column.PARAM_SUM_SQ)[sample, place]) / size)
-        if (
-            rms > 0
-            and size >= _MIN_WEIGHTS
-            and abs(gain - 1.0) > 1e-3
-            and abs(rms - float(np.float32(rms))) < _EXACT * rms
-        ):
+        is_exact = abs(rms - float(np.float32(rms))) < _EXACT * rms
+        if is_exact and size >= _MIN_WEIGHTS and abs(gain - 1.0) > 1e-3:
             found.append(name)
     return found
 

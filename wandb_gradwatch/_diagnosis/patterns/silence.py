@@ -18,6 +18,12 @@ from .parameters import initialisation
 
 _FP16_STEP: Final = 2.0**-24  # the smallest float16 above 0, and the distance of all float16 below 2^-13
 
+_SATURATED: Final = "a softmax or a gate after them that is saturated; their outputs tell them apart"
+_CUT_OFF: Final = (
+    "an operation that no gradient passes, as round(), sign(), argmax() or detach(), since the layer that follows is "
+    "given more than 0; their outputs tell them apart"
+)
+
 
 def underflow(evidence: Evidence) -> Diagnosis | None:
     """The smallest elements are exact multiples of float16's smallest number, and many others are exactly 0."""
@@ -80,8 +86,13 @@ def dead_units(evidence: Evidence) -> Diagnosis | None:
         words, remedy = f"{evidence.first_gradient}; {words}", f"normalise the inputs and the targets; {remedy}"
         rival = "dead units for another reason; the inputs and the targets, looked at, tell them apart"
         return Diagnosis(LARGE_DATA, 0.9, words, remedy, rival)
-    rival = "a softmax or a gate after them that is saturated; their outputs tell them apart"
-    return Diagnosis(DEAD_UNITS, 0.75, words, remedy, "" if evidence.layers.is_before_relu(names[dead[-1]]) else rival)
+    # Half of an untrained layer may be dead: of those that are dead as a whole the one nearest the output counts.
+    last = max((index for index in dead if dead_L[index] == 1.0), default=dead[-1])
+    is_fed = evidence.layers.is_next_fed(last)
+    rival = "" if is_fed is False or evidence.layers.is_before_relu(names[last]) else _SATURATED
+    if is_fed:
+        rival, remedy = _CUT_OFF, f"{remedy}; pass the gradient straight through what has no derivative"
+    return Diagnosis(DEAD_UNITS, 0.75, words, remedy, rival)
 
 
 def frozen(evidence: Evidence) -> Diagnosis | None:
