@@ -9,7 +9,7 @@ import pytest
 from grad_samples import sample_of, together
 
 from wandb_gradwatch._diagnosis import diagnose
-from wandb_gradwatch.rules import DeadGradient, NoGradient
+from wandb_gradwatch.rules import DeadGradient, FastParameters, NoGradient
 from wandb_gradwatch.snapshot import Snapshot, keys
 
 
@@ -124,3 +124,17 @@ def test_units_that_never_fire_give_0_to_what_follows_them(first, weight_after, 
     kinds = {"0": "Linear", "1": "ReLU", "2": "Linear", "3": "Linear", "4": "ReLU", "5": "Linear"}
     (found,) = diagnose(together([sample_of(grads(step), step=step) for step in range(1, 11)]), modules=kinds)
     assert (found.cause.startswith("dead units"), found.rival[:36]) == (True, rival)
+
+
+@pytest.mark.parametrize(
+    ("norms", "steps_told"),
+    [
+        (range(100), []),  # steps of one length from 0 on, as Adam makes them: 2 times, 1.5 times, 1.33 times ...
+        ([step * min(step, 30) for step in range(100)], []),  # with a learning rate that rises for 30 steps
+        ([*range(60), *(60 * 1.5**num for num in range(1, 4))], [62]),  # half as much again, seen by samples 61 and 62
+    ],
+)
+def test_parameters_that_begin_at_0_do_not_grow_too_fast_from_there(norms, steps_told):
+    weights = [{"weight": np.full((20, 20), float(norm))} for norm in norms]
+    samples = [sample_of({"weight": np.ones((20, 20))}, step=s, parameters=one) for s, one in enumerate(weights, 1)]
+    assert [alert.step for alert in FastParameters().check(together(samples))][:1] == steps_told

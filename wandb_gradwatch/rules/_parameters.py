@@ -25,6 +25,7 @@ from ._base import FIRST_STEPS, FROM_0, FROM_1, SHARE, Alert, Bounds, Level, Shi
 # S samples, P watched parameters
 
 _EARLY: Final = 20  # in which parameters may still move fast: adaptive optimizers begin with full steps
+_FROM_0: Final = 50  # steps in which what began at 0, as a logistic regression, grows by shares that say nothing
 _SHRINKS, _SHRINK_SAMPLES = 0.02, 8  # of each weight's norm, by so many updates in a row
 _NOTICED: Final = 0.01  # of a log norm by one update: of less nothing large is made
 _OF_TYPICAL: Final = 0.3  # of the root mean square of all parameters: what is smaller may well shrink
@@ -44,9 +45,7 @@ _JUMP_CAUSE: Final = (
     "not clear: either too large an update, or weights that were loaded or rescaled; the gradient and the learning "
     "rate of the step before tell them apart"
 )
-_JUMP_REMEDY: Final = (
-    "look at the learning rate's schedule, the batch of the step before, and what else writes to parameters"
-)
+_JUMP_REMEDY: Final = "look at the learning rate's schedule, the batch before, and what else writes to parameters"
 _DECAY: Final = "too strong a weight decay, or a penalty on the parameters that outweighs the loss"
 _MIN_ELEMENTS: Final = 256  # of all parameters together: fewer may well begin anywhere, and pass through 0
 _NORMALISATION: Final = re.compile(r"norm|ln|bn", re.IGNORECASE)
@@ -201,6 +200,7 @@ class FastParameters(ShippedRule):
     )
     _left_sq: float = field(default=0.0, init=False)  # at least so much of the largest norm's square is left
     _largest: PerName = field(default_factory=PerName, init=False, repr=False)
+    _step_at_0: float = field(default=-math.inf, init=False)  # the last one that found every parameter at 0
 
     title: ClassVar[str] = "Parameters grow too fast"
     shrinking: ClassVar[str] = "Parameters shrink"
@@ -211,7 +211,10 @@ class FastParameters(ShippedRule):
             if seen.sums[Column.NUM_ELEMENTS] < _MIN_ELEMENTS:
                 continue
             update, size_P = self._movement.see(snapshot.names, seen), seen.rows[:, Column.NUM_ELEMENTS]
-            sample = seen.place
+            if seen.weights_sq == 0:
+                self._step_at_0 = seen.step
+            if seen.step <= self._step_at_0 + _FROM_0:
+                continue
             if self._is_ordinary(update, seen):
                 self._ordinary.append((update, size_P))
                 continue
@@ -219,14 +222,14 @@ class FastParameters(ShippedRule):
                 self._left_sq = 0.0
                 continue
             if np.maximum.reduce(self._recent[-1]) > _NOTICED:
-                yield from self._growing(snapshot, sample)
-            left, shrinking = self._left(snapshot, sample), np.zeros(0, dtype=np.intp)
+                yield from self._growing(snapshot, seen.place)
+            left, shrinking = self._left(snapshot, seen.place), np.zeros(0, dtype=np.intp)
             if np.minimum.reduce(self._recent[-1]) < math.log1p(-_SHRINKS):
                 last = list(self._recent)[-_SHRINK_SAMPLES:]
                 shrinks_P = (np.max(last, axis=0)[:-1] < math.log1p(-_SHRINKS)) & (len(last) == _SHRINK_SAMPLES)
                 shrinking = np.flatnonzero(shrinks_P)
             if left < self.min_left or shrinking.size:
-                yield self._shrinking(snapshot, sample, left, shrinking)
+                yield self._shrinking(snapshot, seen.place, left, shrinking)
 
     def _is_ordinary(self, update: Update, sample: Overview) -> bool:
         """Whether no weight has changed enough to be noticed, as nearly always; then nothing else is looked at."""
