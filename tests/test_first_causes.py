@@ -138,3 +138,49 @@ def test_parameters_that_begin_at_0_do_not_grow_too_fast_from_there(norms, steps
     weights = [{"weight": np.full((20, 20), float(norm))} for norm in norms]
     samples = [sample_of({"weight": np.ones((20, 20))}, step=s, parameters=one) for s, one in enumerate(weights, 1)]
     assert [alert.step for alert in FastParameters().check(together(samples))][:1] == steps_told
+
+
+@pytest.mark.parametrize(
+    ("inputs", "output", "cause"),
+    [
+        (1.0, 1.0, "an explosion inside the model"),
+        (1e3, 1.0, "a large scale of the inputs, targets or loss"),
+        (1.0, 1e3, "a large scale of the inputs, targets or loss"),
+    ],
+)
+def test_neither_ordinary_inputs_nor_an_ordinary_loss_have_made_a_huge_first_gradient(inputs, output, cause):
+    """By its weight's gradient over its bias's the first layer is given these inputs; the last bias has the loss's."""
+    grads = {
+        "0.weight": np.full((4, 4), 1e5 * inputs),
+        "0.bias": np.full(4, 1e5),
+        "1.weight": np.ones((4, 4)),
+        "1.bias": np.array([output]),
+    }
+    # 30 times as large by each update
+    samples = [
+        sample_of(grads, step=step, parameters={name: 30.0**step * np.ones_like(g) for name, g in grads.items()})
+        for step in range(1, 4)
+    ]
+    assert causes(together(samples))[0].startswith(cause)
+
+
+@pytest.mark.parametrize(("size", "is_told"), [(1e-7, True), (0.1, False)])
+def test_weights_without_a_bias_are_too_small_where_their_norm_is(size, is_told):
+    """A weight's gain is its root mean square times the root of its fan-in, which is at most all of its elements: it is
+    at most the weight's norm, of 8 x 8 elements of 0.1 a norm of 0.8."""
+    weights = {f"{layer}.weight": np.full((8, 8), size) for layer in range(3)}
+    samples = together([sample_of(weights, step=step, parameters=weights) for step in range(1, 4)])
+    assert ("poor initialisation" in causes(samples)) == is_told
+
+
+@pytest.mark.parametrize(("leaps_to", "rival"), [(4.0, "too large an update of scale"), (1.2, "the data has changed")])
+def test_a_spike_just_after_one_parameter_has_leapt_may_be_that_updates(leaps_to, rival):
+    """A temperature, of a norm of 1 beside 100: the norm of all of them has changed by less than a thousandth."""
+    samples = []
+    for step in range(1, 21):
+        scale = leaps_to if step == 20 else 1.0 + 0.1 * (step % 2)
+        parameters = {"scale": np.array([scale]), "weight": np.array([100.0 + 0.1 * (step % 3)])}
+        grads = {name: [1e3 if step == 20 else 1.0] for name in parameters}
+        samples.append(sample_of(grads, step=step, parameters=parameters))
+    (found,) = diagnose(together(samples))
+    assert (found.cause, found.rival.startswith(rival)) == ("one bad batch", True)

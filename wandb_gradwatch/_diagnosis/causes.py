@@ -61,6 +61,7 @@ OPTIMIZER = "NaN made by the optimizer's update, by its state or its eps"
 WRITTEN = "an optimizer's state that was lost, or weights that were loaded or rescaled"
 UNMEASURED = "not clear: parameters became NaN or Inf in a step that was not measured"
 DATA_SCALE = "a large scale of the inputs, targets or loss"
+INSIDE = "an explosion inside the model, through depth or through recurrence"
 LARGE_DATA = "a large scale of the inputs or the targets"
 LOSS_SCALE = "the scale of the loss has changed"
 BACKWARD = "something in the backward of a layer multiplies the gradient"
@@ -90,6 +91,7 @@ CAUSES: Final[dict[str, tuple[str, ...]]] = {
     OPTIMIZER: ("NaN gradient", "Inf gradient"),
     UNMEASURED: ("NaN gradient", "Inf gradient"),
     DATA_SCALE: (*_EXPLOSION, "Parameters grow too fast"),
+    INSIDE: (*_EXPLOSION, "Parameters grow too fast"),
     LARGE_DATA: SILENCE,
     LOSS_SCALE: ("Exploding gradient", "Parameters grow too fast", "Loss spike"),
     BACKWARD: ("Exploding gradient",),

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from .._analysis.baseline import Growth, steady_growth
 from .._analysis.depth import DepthTrend
 from .._analysis.formatting import clip_advice, number
+from .._analysis.layers import input_scale
 from .._measure.columns import Column, FloatArray
 from ..snapshot import Snapshot, keys
 from .layers import Layers
@@ -24,6 +25,7 @@ from .parameters import Parameters
 _FAR: Final = 0.05  # of the parameters' norm, by one update
 FIRST_GRADIENT: Final = 10.0  # times the parameters' norm: more than ordinary inputs and losses make
 _DECIDES: Final = 10.0  # times that: of a smaller one a learning rate may be the cause as well
+_ORDINARY_INPUT, _ORDINARY_OUTPUT = 10.0, 3.0  # root mean square, and norm of the last bias's gradient: 2 at most
 DEEP: Final = 12  # layers, through which ordinary gradients may grow beyond the parameters
 _FIRST_STEPS: Final = 2  # before which hardly an update was made
 _EARLY: Final = 40
@@ -181,7 +183,21 @@ class Evidence:
     @property
     def is_of_large_data(self) -> bool:
         """The first gradient is so large that the scale of the inputs, the targets or the loss has made it."""
-        return self.first_ratio > _DECIDES * FIRST_GRADIENT and len(self.parameters.gains) < DEEP
+        is_huge = self.first_ratio > _DECIDES * FIRST_GRADIENT and len(self.parameters.gains) < DEEP
+        return is_huge and not self.grows_inside
+
+    @cached_property
+    def grows_inside(self) -> str:
+        """In words, that neither the inputs nor what the loss gives to the last bias have made so large a first
+        gradient: what is between them has; "" where that is not known."""
+        if not self.first_ratio > _DECIDES * FIRST_GRADIENT:
+            return ""
+        first, name = int(self.clean[0]), self.history.names[-1]
+        inputs, output = input_scale(self.history, first), float(self.history.grad_norm[first, -1])
+        if inputs is None or inputs[1] > _ORDINARY_INPUT or "bias" not in name or not output <= _ORDINARY_OUTPUT:
+            return ""
+        ordinary = f"the inputs of {inputs[0]} are of about {number(inputs[1])}"
+        return f"{ordinary}, and the gradient of {name} has a norm of {number(output)}"
 
     @property
     def first_gradient(self) -> str:

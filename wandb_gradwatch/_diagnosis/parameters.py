@@ -90,6 +90,23 @@ class Parameters:
             return None
         return float(changes[place]), float(changes[max(place - _JUMP_NEIGHBOURS, 0) : place].max())
 
+    def leapt(self, sample: int) -> tuple[str, float, float] | None:
+        """A parameter whose norm the update before a sample has changed by more than half, and by far more than the
+        updates before it: its name, and its norm before and now. Beside all the others it may be next to nothing."""
+        first = max(sample - 1 - _JUMP_NEIGHBOURS, 0)
+        if (
+            sample - 1 - first < _MIN_JUMP_NEIGHBOURS
+            or np.ptp(self._history.steps[first : sample + 1]) != sample - first
+        ):
+            return None
+        norm_SP = self._history.param_norm[first : sample + 1]
+        change_SP = np.abs(np.diff(norm_SP, axis=0))
+        is_far_P = (norm_SP[-2] > 0) & (
+            change_SP[-1] > np.maximum(_UNUSUAL * change_SP[:-1].max(axis=0), _MAX_LEAP * norm_SP[-2])
+        )
+        place = int(np.argmax(is_far_P))
+        return (self._history.names[place], *norm_SP[-2:, place].tolist()) if is_far_P[place] else None
+
     @cached_property
     def jump(self) -> tuple[float, float, int] | None:
         """An update just before a spike that moved the parameters far more than any of those before it.

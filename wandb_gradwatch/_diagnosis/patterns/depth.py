@@ -39,6 +39,8 @@ def through_depth(evidence: Evidence) -> Diagnosis | None:
         return None
     words = f"the first gradient has {number(evidence.first_ratio)}x the parameters' norm, behind {num_layers} layers"
     rival = "a large scale of the inputs, targets or loss; that of the inputs and targets, looked at, tells them apart"
+    if evidence.grows_inside:
+        return Diagnosis(DEPTH, 0.85, f"{words}; {evidence.grows_inside}", remedy)
     return Diagnosis(DEPTH, 0.85, words, f"{remedy}; normalise the inputs and the targets", rival)
 
 

@@ -56,8 +56,16 @@ def bad_batch(evidence: Evidence) -> Diagnosis | None:
 
 
 def _or_other_data(evidence: Evidence, sample: int) -> tuple[str, str]:
-    """The remedy against a bad batch, and its rival: where the loss is as ever no other data has made the gradient."""
+    """The remedy against a bad batch, and its rival: an update that one parameter alone has felt, a backward where the
+    loss is as ever, or other data."""
     remedy = _against_a_bad_batch(evidence, sample)
+    if (leap := evidence.parameters.leapt(sample)) is not None:
+        name, before, now = leap
+        rival = (
+            f"too large an update of {name}, whose norm had just changed from {number(before)} to {number(now)}; a run "
+            "with a tenth of its learning rate tells them apart"
+        )
+        return f"{remedy}; lower the learning rate of {name}", rival
     if evidence.has_usual_loss(sample):
         return f"{remedy}; test the backward with torch.autograd.gradcheck", _BACKWARD
     return f"{remedy}; look at what has changed in the data if it stays", _OTHER_DATA

@@ -11,6 +11,7 @@ from ...rules._loss import UNBOUNDED
 from ..causes import (
     DATA_SCALE,
     INITIALISATION,
+    INSIDE,
     LEARNING_RATE,
     LOSS_SCALE,
     MULTIPLIED,
@@ -24,6 +25,9 @@ _MULTIPLIED: Final = 10.0  # times the usual loss and gradient: less may be a ba
 _ALIKE: Final = 2.0  # between the factors of the loss and of all layers
 _LOWER: Final = 1.2  # times a loss below 0: less may be the batch's
 _FIRST_STEPS: Final = 5
+_TOO_SMALL: Final = 0.04  # of the size that keeps a signal's
+_MIN_ELEMENTS: Final = 16  # fewer are a scale, which may begin anywhere
+_INITIALISE: Final = "initialise with torch.nn.init.kaiming_normal_ or xavier_uniform_"
 _LATE_RISE: Final = "the data has changed; a run with the learning rate of before tells them apart"
 _NEW_SCALE: Final = (
     "a new scale of the inputs, targets or loss; whether the loss rose before the gradient tells them apart"
@@ -164,10 +168,12 @@ def unbounded(evidence: Evidence) -> Diagnosis | None:
 def initialisation(evidence: Evidence) -> Diagnosis | None:
     """At the start of a training, weights far from the size that keeps a signal's size from layer to layer."""
     gains = evidence.parameters.gains
-    if not gains or evidence.step(0) > 10:
+    if evidence.step(0) > 10:
         return None
+    if not gains:
+        return _too_small(evidence)
     typical = float(np.median([gain for _, gain in gains]))
-    if 0.04 < typical < 4.0:
+    if _TOO_SMALL < typical < 4.0:
         return None
     worst = sorted(gains, key=lambda gain: abs(np.log(max(gain[1], 1e-300))), reverse=True)
     # Layers that are a little too large do no harm but by their number.
@@ -176,9 +182,18 @@ def initialisation(evidence: Evidence) -> Diagnosis | None:
         f"at step {evidence.step(0)} the weights are {number(typical)}x the size that keeps a signal's size, "
         f"1/sqrt(fan-in): {listing([f'{name} {number(gain)}x' for name, gain in worst])}"
     )
-    return Diagnosis(
-        INITIALISATION, confidence, words, "initialise with torch.nn.init.kaiming_normal_ or xavier_uniform_"
-    )
+    return Diagnosis(INITIALISATION, confidence, words, _INITIALISE)
+
+
+def _too_small(evidence: Evidence) -> Diagnosis | None:
+    """Layers without a bias, of unknown fan-in: a weight's norm is its gain if this were all of its elements."""
+    size_P, norm_P = evidence.history.num_elements[0], evidence.history.param_norm[0]
+    places = np.flatnonzero((size_P >= _MIN_ELEMENTS) & (norm_P > 0))
+    if not places.size or not float(np.median(norm_P[places])) < _TOO_SMALL:
+        return None
+    norms = listing([f"{evidence.history.names[p]} {number(norm_P[p])}" for p in places])
+    words = f"at step {evidence.step(0)} the weights' norms are {norms}: too small at any fan-in"
+    return Diagnosis(INITIALISATION, 0.9, words, _INITIALISE)
 
 
 def data_scale(evidence: Evidence) -> Diagnosis | None:
@@ -186,6 +201,12 @@ def data_scale(evidence: Evidence) -> Diagnosis | None:
     rate = learning_rate(evidence)
     if rate is None or evidence.rate_rise or not evidence.first_ratio > FIRST_GRADIENT:
         return None
+    if evidence.grows_inside:
+        remedy = (
+            "use smaller initial weights (a gain of 1 in a recurrence), residual connections or normalisation, clip"
+        )
+        words = f"{evidence.first_gradient}; {evidence.grows_inside}"
+        return Diagnosis(INSIDE, rate.confidence + 0.2, words, remedy)
     remedy = "normalise the inputs and the targets, and take the mean in the loss"
     by = 0.2 if evidence.is_of_large_data else -0.01
     return Diagnosis(DATA_SCALE, rate.confidence + by, evidence.first_gradient, remedy)
