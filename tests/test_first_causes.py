@@ -9,6 +9,7 @@ import pytest
 from grad_samples import sample_of, together
 
 from wandb_gradwatch._diagnosis import diagnose
+from wandb_gradwatch._diagnosis.causes import INVALID
 from wandb_gradwatch.rules import DeadGradient, FastParameters, NoGradient
 from wandb_gradwatch.snapshot import Snapshot, keys
 
@@ -184,3 +185,14 @@ def test_a_spike_just_after_one_parameter_has_leapt_may_be_that_updates(leaps_to
         samples.append(sample_of(grads, step=step, parameters=parameters))
     (found,) = diagnose(together(samples))
     assert (found.cause, found.rival.startswith(rival)) == ("one bad batch", True)
+
+
+@pytest.mark.parametrize(("num_ranks", "is_named"), [(1, True), (2, False)])
+def test_one_ranks_finite_loss_does_not_clear_the_batches_of_the_others(num_ranks, is_named):
+    """Gradients that are averaged over ranks are NaN on all of them, whichever one's batch was."""
+    bad = {"0.weight": np.full(4, np.nan), "1.weight": np.full(4, np.nan)}
+    good = {name: np.ones(4) for name in bad}
+    samples = together([*[sample_of(good, step=step) for step in range(1, 6)], sample_of(bad, step=6)])
+    found = diagnose(replace(samples, metrics={keys.LOSS: np.ones(6)}), num_ranks=num_ranks)
+    assert [diagnosis.cause for diagnosis in found if diagnosis.cause == INVALID] == [INVALID] * is_named
+    assert found  # otherwise the loss or its inputs

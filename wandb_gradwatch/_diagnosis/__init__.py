@@ -44,6 +44,7 @@ def diagnose(
     *,
     modules: Mapping[str, str] | None = None,
     notes: Mapping[int, Mapping[str, object]] | None = None,
+    num_ranks: int = 1,
 ) -> list[Diagnosis]:
     """Name the probable causes of what a history shows, most probable first; none for a healthy one.
 
@@ -55,10 +56,11 @@ def diagnose(
         history: samples of one training, oldest first: what a FlightRecorder keeps.
         modules: class names of the modules by name, `{n: type(m).__name__ for n, m in model.named_modules()}`.
         notes: what the user said about steps: FlightRecorder.notes.
+        num_ranks: that make the gradient together; the history's loss is that of one.
     """
     if not len(history) or not history.names:
         return []
-    evidence = Evidence(history, modules=modules or {}, notes=notes or {})
+    evidence = Evidence(history, modules=modules or {}, notes=notes or {}, num_ranks=num_ranks)
     found = [diagnosis for pattern in PATTERNS if (diagnosis := pattern(evidence)) is not None]
     return sorted(found, key=lambda diagnosis: -diagnosis.confidence)
 

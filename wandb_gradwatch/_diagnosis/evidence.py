@@ -44,12 +44,18 @@ class Evidence:
         modules: the class name of each module by its name, as `named_modules()` gives them; patterns that ask for a
             kind of module fall back to names and numbers without it.
         notes: what the user said about a step.
+        num_ranks: that make the gradient together; the loss is that of one.
     """
 
     def __init__(
-        self, history: Snapshot, *, modules: Mapping[str, str], notes: Mapping[int, Mapping[str, object]]
+        self,
+        history: Snapshot,
+        *,
+        modules: Mapping[str, str],
+        notes: Mapping[int, Mapping[str, object]],
+        num_ranks: int,
     ) -> None:
-        self.history, self.modules, self.notes = history, modules, notes
+        self.history, self.modules, self.notes, self._num_ranks = history, modules, notes, num_ranks
 
     def step(self, sample: int) -> int:
         return int(self.history.steps[sample])
@@ -147,8 +153,8 @@ class Evidence:
         return counts_S is not None and bool(counts_S[sample] > 0)
 
     def has_good_loss(self, sample: int) -> bool:
-        """Whether the loss is known to be finite: then the forward has made nothing that reached it."""
-        return self.is_loss_known(sample) and not self.has_bad_loss(sample)
+        """Whether the loss is known to be finite, on all ranks: then the forward has made nothing that reached it."""
+        return self._num_ranks == 1 and self.is_loss_known(sample) and not self.has_bad_loss(sample)
 
     def is_loss_known(self, sample: int) -> bool:
         """Whether the loss is known as a number."""

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from .._diagnosis import Diagnosis, diagnose, with_diagnosis
 from .._runtime.error_boundary import CallbackError
+from .._runtime.sharding import world_size
 from .._transfer.transfers import ArrivedSample, Names
 from ..rules import Alert
 from ..rules._base import Finding
@@ -102,7 +103,8 @@ class RuleRunner:
 
     @property
     def _context(self) -> dict[str, Any]:
-        return {"modules": self._modules, "notes": self._dispatcher.recorder.notes}
+        notes = self._dispatcher.recorder.notes
+        return {"modules": self._modules, "notes": notes, "num_ranks": world_size()}
 
 
 def _with_interval(alert: Alert, snapshot: Snapshot) -> Alert:
