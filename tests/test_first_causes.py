@@ -147,6 +147,7 @@ def test_parameters_that_begin_at_0_do_not_grow_too_fast_from_there(norms, steps
         (1.0, 1.0, "an explosion inside the model"),
         (1e3, 1.0, "a large scale of the inputs, targets or loss"),
         (1.0, 1e3, "a large scale of the inputs, targets or loss"),
+        (1.0, 2.0, "an explosion inside the model"),  # a mean squared error's, of targets of the size of 1
     ],
 )
 def test_neither_ordinary_inputs_nor_an_ordinary_loss_have_made_a_huge_first_gradient(inputs, output, cause):
@@ -174,14 +175,21 @@ def test_weights_without_a_bias_are_too_small_where_their_norm_is(size, is_told)
     assert ("poor initialisation" in causes(samples)) == is_told
 
 
-@pytest.mark.parametrize(("leaps_to", "rival"), [(4.0, "too large an update of scale"), (1.2, "the data has changed")])
-def test_a_spike_just_after_one_parameter_has_leapt_may_be_that_updates(leaps_to, rival):
+@pytest.mark.parametrize(
+    ("leaps_to", "scatter", "rival"),
+    [
+        (4.0, 1.0, "too large an update of scale"),
+        (4.0, 5.0, "too large an update of scale"),  # 10 times all lately, however much they scatter
+        (1.2, 1.0, "the data has changed"),
+    ],
+)
+def test_a_spike_just_after_one_parameter_has_leapt_may_be_that_updates(leaps_to, scatter, rival):
     """A temperature, of a norm of 1 beside 100: the norm of all of them has changed by less than a thousandth."""
     samples = []
     for step in range(1, 21):
         scale = leaps_to if step == 20 else 1.0 + 0.1 * (step % 2)
         parameters = {"scale": np.array([scale]), "weight": np.array([100.0 + 0.1 * (step % 3)])}
-        grads = {name: [1e3 if step == 20 else 1.0] for name in parameters}
+        grads = {name: [1e3 if step == 20 else scatter ** (step % 3)] for name in parameters}
         samples.append(sample_of(grads, step=step, parameters=parameters))
     (found,) = diagnose(together(samples))
     assert (found.cause, found.rival.startswith(rival)) == ("one bad batch", True)

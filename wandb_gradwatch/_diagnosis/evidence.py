@@ -202,6 +202,8 @@ class Evidence:
         inputs, output = input_scale(self.history, first), float(self.history.grad_norm[first, -1])
         if inputs is None or inputs[1] > _ORDINARY_INPUT or "bias" not in name or not output <= _ORDINARY_OUTPUT:
             return ""
+        if not self.first_norms[0] > FIRST_GRADIENT * output:  # nothing has grown: the parameters are small
+            return ""
         ordinary = f"the inputs of {inputs[0]} are of about {number(inputs[1])}"
         return f"{ordinary}, and the gradient of {name} has a norm of {number(output)}"
 
@@ -266,6 +268,14 @@ class Evidence:
                 place += aftermath
             place += 1
         return found
+
+    @property
+    def last_spike(self) -> int | None:
+        """The newest sample if it is far above all lately, however these scatter; otherwise the last lone spike."""
+        past_N = self.log_norm_N
+        if len(past_N) > _MIN_NEIGHBOURS and past_N[-1] > past_N[-_NEIGHBOURS - 1 : -1].max() + np.log(10):
+            return int(self.clean[-1])
+        return self.spikes[-1][0] if self.spikes else None
 
 
 def _length_of_run(flags_N: npt.NDArray[np.bool_]) -> int:

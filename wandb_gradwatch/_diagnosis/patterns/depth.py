@@ -98,7 +98,7 @@ def _comes_from_above(evidence: Evidence, recurrent: list[int]) -> bool:
 
 def inside_the_backward(evidence: Evidence) -> Diagnosis | None:
     """At a spike the norm is usual from the last layer back to one, and far above usual from the next one back."""
-    sample = _last_spike(evidence)
+    sample = evidence.last_spike
     if sample is None or evidence.parameters.jump is not None:
         return None
     names, rise_L = evidence.layers.by_module.names, evidence.layers.rise_at(sample)
@@ -134,14 +134,6 @@ def inside_the_backward(evidence: Evidence) -> Diagnosis | None:
     ):  # no backward changes its own step's loss
         return Diagnosis(BACKWARD, 0.8, words, remedy, _OTHER_TERM)
     return Diagnosis(BACKWARD, 0.9, words, remedy)
-
-
-def _last_spike(evidence: Evidence) -> int | None:
-    """The newest sample if it is far above all lately, however much these scatter; otherwise the last lone spike."""
-    past_N = evidence.log_norm_N
-    if len(past_N) > _MIN_PAST and past_N[-1] > past_N[-17:-1].max() + np.log(10):
-        return int(evidence.clean[-1])
-    return evidence.spikes[-1][0] if evidence.spikes else None
 
 
 def fading(evidence: Evidence) -> Diagnosis | None:

@@ -52,6 +52,9 @@ def bad_batch(evidence: Evidence) -> Diagnosis | None:
             f"ordinary update{evidence.note_of(sample)}"
         )
         return Diagnosis(BAD_BATCH, 0.75, words, *_or_other_data(evidence, sample))
+    if (newest := evidence.last_spike) is not None and evidence.parameters.leapt(newest) is not None:
+        words = f"at step {evidence.step(newest)} the norm is far above all before it{evidence.note_of(newest)}"
+        return Diagnosis(BAD_BATCH, 0.5, words, *_or_other_data(evidence, newest))
     return None
 
 

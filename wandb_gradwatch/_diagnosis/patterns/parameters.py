@@ -202,6 +202,8 @@ def data_scale(evidence: Evidence) -> Diagnosis | None:
     if rate is None or evidence.rate_rise or not evidence.first_ratio > FIRST_GRADIENT:
         return None
     if evidence.grows_inside:
+        if len(evidence.parameters.gains) >= DEEP:
+            return None  # which explodes through depth
         remedy = (
             "use smaller initial weights (a gain of 1 in a recurrence), residual connections or normalisation, clip"
         )
