@@ -204,3 +204,15 @@ def test_one_ranks_finite_loss_does_not_clear_the_batches_of_the_others(num_rank
     found = diagnose(replace(samples, metrics={keys.LOSS: np.ones(6)}), num_ranks=num_ranks)
     assert [diagnosis.cause for diagnosis in found if diagnosis.cause == INVALID] == [INVALID] * is_named
     assert found  # otherwise the loss or its inputs
+
+
+@pytest.mark.parametrize(("size", "is_told"), [(1e-6, False), (1.0, True)])
+def test_a_gradient_that_is_large_beside_small_parameters_alone_has_not_grown(size, is_told):
+    """The last bias has nearly all of the norm; and the same with a first layer's that is 1e5 times as large."""
+    first = 1e5 if is_told else 0.05
+    grads = {"0.weight": np.full((4, 4), first), "0.bias": np.full(4, first), "1.bias": np.array([0.5])}
+    samples = [
+        sample_of(grads, step=s, parameters={name: size * 30.0**s * np.ones_like(g) for name, g in grads.items()})
+        for s in range(1, 4)
+    ]
+    assert any(cause.startswith("an explosion inside") for cause in causes(together(samples))) == is_told
