@@ -78,9 +78,8 @@ class Watcher:
         self._dispatcher = Dispatcher(config.sinks, config.on_alert, to_terminal=config.to_terminal)
         kinds = {name: type(module).__name__ for model in registry.models() for name, module in model.named_modules()}
         self._rule_runner = RuleRunner(self._alert_manager, self._dispatcher, modules=kinds)
-        self._sampler = Sampler(
-            registry, window, config.capture, self._boundary, partial(self._collect, in_training=True)
-        )
+        step_ended = partial(self._collect, in_training=True)
+        self._sampler = Sampler(registry, window, config.capture, self._boundary, step_ended)
         self._parts = parts = self._sampler.parts
         self._found: list[Alert] = []  # of replays, to be sent at the next occasion
         guarded = config.capture.guard is not None and config.capture.guard.replay
