@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from contextlib import suppress
 from importlib import import_module
 
@@ -18,5 +19,6 @@ for name in MODULES:
         import_module(name)
 with suppress(RuntimeError):  # without numba
     compile_for_cpu("compiled")
+sys.stdout.flush()  # what an import has said is no script's: otherwise each forked process writes it again
 gc.collect()
 gc.freeze()  # a collection in a forked process would copy all of this memory
