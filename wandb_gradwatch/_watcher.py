@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -78,8 +77,7 @@ class Watcher:
         self._dispatcher = Dispatcher(config.sinks, config.on_alert, to_terminal=config.to_terminal)
         kinds = {name: type(module).__name__ for model in registry.models() for name, module in model.named_modules()}
         self._rule_runner = RuleRunner(self._alert_manager, self._dispatcher, modules=kinds)
-        step_ended = partial(self._collect, in_training=True)
-        self._sampler = Sampler(registry, window, config.capture, self._boundary, step_ended)
+        self._sampler = Sampler(registry, window, config.capture, self._boundary, self._collect)
         self._parts = parts = self._sampler.parts
         self._found: list[Alert] = []  # of replays, to be sent at the next occasion
         guarded = config.capture.guard is not None and config.capture.guard.replay
@@ -125,7 +123,7 @@ class Watcher:
     def mark_step(self) -> None:
         """Say that an update has just been made. Only loops without any optimizer need to."""
         self._sampler.mark_step()
-        self._deliver(in_training=True)
+        self._deliver()
 
     @alone
     def loss(self, value: float | Tensor, *, is_share: bool = False) -> None:
@@ -347,13 +345,13 @@ class Watcher:
 
     # ---- from the window to the delivery
 
-    def _collect(self, *, in_training: bool = False) -> None:
+    def _collect(self) -> None:
         """Hand over what has arrived, unless it may turn out not to be samples."""
         if not self._removed:
             if self._parts.by_hand.withholds:
                 self._say()
             else:
-                self._deliver(in_training=in_training)
+                self._deliver()
 
     def _say(self) -> None:
         while self._parts.notices:
@@ -369,7 +367,7 @@ class Watcher:
             text = f"Step {step} was run once more, after an alert.\n{CAUSE_PREFIX}{FOUND_PREFIX}{found}"
             self._found.append(Alert("First bad operation", text, step, "ERROR"))
 
-    def _deliver(self, *, wait: bool = False, in_training: bool = False) -> None:
+    def _deliver(self, *, wait: bool = False) -> None:
         self._say()
         is_new, self._is_new = self._is_new, False
         if is_new and has_deepspeed(self._registry.models()):  # since watch(), which refuses it otherwise
@@ -379,12 +377,12 @@ class Watcher:
             return
         while self._found:
             self._dispatcher.send(self._found.pop(0))
-        if (self._pipeline.has_any or not in_training) and not self._boundary.in_forked_child:
+        if self._pipeline.has_any and not self._boundary.in_forked_child:
             schedule, on_rows = self._parts.schedule, self._dispatcher.pop_seconds()
             self._boundary.seconds_spent += on_rows
             schedule.seconds_on_rows += on_rows
             try:
-                self._pipeline.deliver(wait=wait, in_training=in_training)
+                self._pipeline.deliver(wait=wait)
             finally:  # a callback of the user's may raise
                 schedule.seconds_left_out += self._rule_runner.pop_seconds_on_alerts()
                 news, titles = self._pipeline.pop_news(), self._dispatcher.pop_titles()

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from .._interruptions import raise_interruption
 from ..rules import Alert, Rule
-from ..rules._base import Finding, Level, ShippedRule, is_ordinary
+from ..rules._base import Finding, Level, is_ordinary
 from ..rules._functions import RuleFunction, as_rule
 from ..snapshot import Snapshot
 
@@ -70,7 +70,6 @@ class AlertManager:
         self.last_findings: list[Alert] = []  # all that the rules said about the newest sample, sent or not
         self._keys = _keys_of(self.rules)
         self._everyday = [kept for kept in self.rules if not getattr(kept, "is_for_rare_samples", False)]
-        self.are_shipped = all(isinstance(kept, ShippedRule) for kept in self.rules)
         self._rearm_samples, self._max_per_hour = rearm_samples, max_per_hour
         self._clock = clock
         self._episodes: dict[str, _Episode] = {}

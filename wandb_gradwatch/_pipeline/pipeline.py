@@ -8,7 +8,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import itemgetter
 from typing import Any, Final
 
 import numpy as np
@@ -31,10 +30,8 @@ from .rule_runner import RuleRunner
 
 _UNUSUAL_GROWTH: Final = 3.0  # of the norm: worth a closer look, not yet an alert
 _KNOWN: Final = 4  # samples, before anything can be unusual
-_RECENT: Final = 16  # samples that say what is usual
 # A norm above float16's largest value may overflow in the user's clipping, which then multiplies with 0: not zeroed.
 _CLIPPED_TO_NOTHING: Final = 65504.0
-_NONFINITE: Final = itemgetter(*NONFINITE_COLUMNS, Column.PARAM_NUM_NONFINITE)
 
 
 @dataclass
@@ -81,7 +78,7 @@ class Pipeline:
         self._merges = True
         self._newest: Snapshot | None = None
         self._unreturned: Snapshot | None = None
-        self._sums_sq: deque[float] = deque(maxlen=_RECENT)  # of the last samples' gradients
+        self._sums_sq: deque[float] = deque(maxlen=16)  # of the last samples' gradients
         self._news = News()
 
     @property
@@ -111,11 +108,8 @@ class Pipeline:
         news, self._news = self._news, News()
         return news
 
-    def deliver(self, *, wait: bool = False, in_training: bool = False) -> None:
+    def deliver(self, *, wait: bool = False) -> None:
         """Hand on what has arrived; with `wait`, all that was sent.
-
-        Args:
-            in_training: nobody asks: samples that look healthy may wait for others before they are judged.
 
         Raises:
             CallbackError: a callback of the user's raised; what has arrived is delivered all the same.
@@ -131,13 +125,7 @@ class Pipeline:
         self._arrived.extend(self._source.poll(wait=wait))
         while self._arrived:  # shared: a callback of the user's that flushes goes on where this loop is
             arrived = self._arrived.popleft()
-            if isinstance(arrived, ArrivedSample):
-                attempt(self._take, arrived)
-            else:
-                attempt(self._rule_runner.judge_waiting)
-                attempt(self._end_window, arrived)
-        if not in_training:
-            attempt(self._rule_runner.judge_waiting)
+            attempt(self._take if isinstance(arrived, ArrivedSample) else self._end_window, arrived)
         if self._reducer is not None:
             # What nobody will merge is this rank's: whole, but for what compares the ranks, unless it is of shards.
             unmerged = self._reducer.give_back() if wait and not (self._merges or self._shards.any) else []
@@ -163,7 +151,7 @@ class Pipeline:
         self._news.is_untraced |= sample.changed_without_a_trace
         total_C: list[float] = np.add.reduce(sample.rows, axis=0).tolist()
         some_are_missing = math.isnan(total_C[Column.GRAD_SUM_SQ])
-        is_usual = self._look(np.nansum(sample.rows, axis=0).tolist() if some_are_missing else total_C)
+        self._look(np.nansum(sample.rows, axis=0).tolist() if some_are_missing else total_C)
         was_zeroed = False
         # Nearly always one optimizer has received something for everything: no need to look closer.
         if some_are_missing or not total_C[Column.RECEIVED_SUM_SQ] or len(sample.sample.updated) > 1:
@@ -180,8 +168,7 @@ class Pipeline:
                 self._say_zeroed(sample.sample.step)
         finally:
             if not self._parts.merges_ranks:
-                is_usual &= not some_are_missing and self._parts.guard is None
-                self._rule_runner.take(sample, self._names(), is_usual=is_usual)
+                self._rule_runner.judge([sample], self._names())
 
     def _derived(self, sample: ArrivedSample) -> ArrivedSample:
         """The sample, whose sums are those of the whole, with what the probes derive from them."""
@@ -199,16 +186,13 @@ class Pipeline:
                 "loss_scale= (what the gradients are divided by, or a function of the step).",
             )
 
-    def _look(self, total_C: Sequence[float]) -> bool:
-        """Note how large the gradients of a sample are; whether that is as usual."""
+    def _look(self, total_C: Sequence[float]) -> None:
         sum_sq, nonfinite = total_C[Column.GRAD_SUM_SQ], total_C[Column.NUM_NAN] + total_C[Column.NUM_INF] > 0
-        num_known, least = len(self._sums_sq), min(self._sums_sq, default=math.inf)
         limit = sum_sq / _UNUSUAL_GROWTH**2  # of the smallest, as no median is below it and nearly all are above it
-        is_large = num_known >= _KNOWN and limit > least and limit > statistics.median(self._sums_sq)
-        self._news.is_unusual |= nonfinite or is_large
+        is_large = len(self._sums_sq) >= _KNOWN and limit > min(self._sums_sq)
+        if nonfinite or (is_large and limit > statistics.median(self._sums_sq)):
+            self._news.is_unusual = True
         self._sums_sq.append(sum_sq)
-        is_small = not sum_sq * _UNUSUAL_GROWTH**2 > least or not total_C[Column.RECEIVED_SUM_SQ]
-        return num_known == _RECENT and not (is_large or is_small or any(_NONFINITE(total_C)))
 
     def _say_zeroed(self, step: int) -> None:
         self._dispatcher.alert_once(

@@ -1,12 +1,11 @@
-"""The rules look at every sample; what becomes of their findings."""
+"""The rules look at every sample when it arrives; what becomes of their findings."""
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any
 
 from .._diagnosis import Diagnosis, diagnose, with_diagnosis
 from .._runtime.error_boundary import CallbackError
@@ -19,14 +18,9 @@ from .alert_manager import AlertManager
 from .assembly import snapshot_of
 from .dispatcher import Dispatcher
 
-# Samples that look healthy are judged together: the rules and numpy leave the caches between two steps of a training.
-_TOGETHER: Final = 4  # twice as many would save a tenth more, and tell what no plain sum shows four steps later
-_LONGEST: Final = 0.25  # seconds that they wait for each other
-_SLOW: Final = 0.02  # seconds of a step that does not notice what judging takes
-
 
 class RuleRunner:
-    """Shows every sample to the rules once, in order: when it arrives, or soon after where it looks healthy.
+    """Shows every sample to the rules once, in order, when it arrives.
 
     Args:
         alert_manager: the rules and what is sent of their findings.
@@ -39,36 +33,6 @@ class RuleRunner:
         self._dispatcher = dispatcher
         self._modules = modules
         self._seconds_on_alerts = 0.0
-        self.waiting: list[ArrivedSample] = []  # to be judged, under the names of then
-        self._known = Names((), ())
-        self._known_keys: Set[str] = frozenset()  # of the newest sample's metrics
-        self._judged_at = self._taken_at = -math.inf
-
-    def take(self, sample: ArrivedSample, known: Names, *, is_usual: bool) -> None:
-        """Judge a sample under these names; one that is usual may wait for those that follow soon."""
-        now, metrics = time.perf_counter(), sample.metrics
-        step_seconds, self._taken_at = (now - self._taken_at) / max(sample.sample.every, 1), now
-        # What is said for the first time may be what is wrong.
-        is_usual &= metrics.keys() == self._known_keys and not metrics.get(keys.NUM_NONFINITE_LOSS)
-        is_usual &= not (sample.skipped or sample.histograms or self._alert_manager.last_findings)
-        is_usual &= self._alert_manager.are_shipped  # the user's own may count on being asked at once
-        self._known_keys = metrics.keys()
-        try:
-            if not is_usual or known is not self._known:
-                self.judge_waiting()
-        finally:  # a callback of the user's may raise
-            self._known = known
-            self.waiting.append(sample)
-            is_soon = step_seconds < _SLOW and now - self._judged_at < _LONGEST and len(self.waiting) < _TOGETHER
-            if not (is_usual and is_soon):
-                self.judge_waiting()
-
-    def judge_waiting(self) -> None:
-        """Judge what waits. What is found does not depend on how many have waited."""
-        waiting, self.waiting = self.waiting, []
-        self._judged_at = self._taken_at
-        if waiting:
-            self.judge(waiting, self._known)
 
     def judge(self, samples: Sequence[ArrivedSample], known: Names) -> None:
         """Let the rules look at samples, at least one, under these names, and send what they find."""
