@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -528,3 +529,14 @@ def test_a_backend_for_the_cpu_says_so_elsewhere() -> None:
     message = "backend='compiled' needs CPU gradients, but 'head.weight' is on cuda:0; use backend='auto'"
     with pytest.raises(RuntimeError, match=message):
         resolve_backend("compiled", torch.device("cuda:0"), "head.weight")
+
+
+def test_a_helper_that_wakes_late_keeps_nothing_of_what_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, piece, read = ThreadPool(), np.zeros(1), []
+    monkeypatch.setattr(pool, "_ready", lambda wanted: 1)  # there is one, and it has not woken yet
+    kept = weakref.ref(piece)
+    pool.each([piece], lambda one: read.append(one.size), num_threads=2)
+    del piece
+    assert kept() is None
+    pool._waiting.get()()  # it wakes
+    assert read == [1]

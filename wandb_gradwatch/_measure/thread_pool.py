@@ -53,6 +53,7 @@ class ThreadPool:
         finally:  # also where the user interrupts: what is read must stay as it is until nobody reads it
             while under_way:
                 _give_way()
+            pieces, read = (), lambda _: None  # a helper that wakes later is to find nothing, and to keep nothing
         if failures:
             raise failures[0]
 
