@@ -73,7 +73,7 @@ class TrainingThread:
         self.check_turns()
 
     def check_turns(self) -> None:
-        """See to it that of several threads that have trained no other one is in a backward now.
+        """Make sure that of several threads that have trained no other one is in a backward now.
 
         Raises:
             CannotWatchError: one is. Torch writes to `.grad` while another thread must not even look at it.

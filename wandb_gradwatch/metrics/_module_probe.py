@@ -291,7 +291,7 @@ class ForwardProbe(ModuleProbe):
         self.check_match("module", dict(models.modules()))
 
     def tap_into(self, models: ModuleIndex) -> None:
-        """See the forwards of these models from the next sample on, and find the modules that the match chooses."""
+        """Observe the forwards of these models from the next sample on, and find the modules that the match chooses."""
         self._tap.models = models
         self._look()
 
