@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
 from collections.abc import Iterator
 from multiprocessing.reduction import ForkingPickler
 
@@ -370,7 +369,7 @@ def test_a_step_that_raised_hides_no_other_optimizer_for_good():
         pass
 
     first, second = Fails([torch.nn.Parameter(torch.ones(1))], lr=0.0), SGD([torch.nn.Parameter(torch.ones(1))], lr=0.0)
-    rest = Rest(SampleClock(), {1: first}, first, makers=[1], leaders=[1], wakes_at=1000, timed=deque())
+    rest = Rest(SampleClock(), {1: first}, makers=[1], leaders=[1], wakes_at=1000)
     assert rest.begins(first)  # and raises: its end never comes
     passed = [rest.begins(second) for _ in range(200)]
     assert passed[0]  # may be nested in it

@@ -7,28 +7,24 @@ for instance.
 
 from __future__ import annotations
 
-import statistics
 import time
 import weakref
-from collections import deque
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from threading import get_ident
 from typing import Final
 
-from torch import Tensor
 from torch.optim import Optimizer
 
+from .._runtime.autograd import num_nodes_made
 from .._runtime.error_boundary import contained
 from .clock import SampleClock
-from .gradient_versions import REPLACED, version_of
 from .open_sample import OpenSample
 from .parts import CaptureParts
-from .scaling import SCALES
+from .scaling import SCALES, OptimizerSteps
 
 _REGULAR: Final = 4  # samples in a row that say how steps make them
 _LEAST: Final = 3  # steps, for which turning hooks off and on is worth it
-_COUNTED: Final = "_gradwatch_counted"  # attribute of a gradient: its version when a step was counted last
-_TIMED: Final = 50  # samples
 _STRAY: Final = 100  # steps that look nested in another one, after which they no longer do: the outer one has raised
 
 
@@ -38,7 +34,6 @@ class Resting:
     def __init__(self, parts: CaptureParts, sample: OpenSample) -> None:
         self._parts, self._sample, self.boundary = parts, sample, parts.boundary
         self._last: list[frozenset[int]] = []  # the keys of the optimizers that made the last samples
-        self._timed = deque[float](maxlen=_TIMED)  # seconds of samples that were counted
 
     def sample_closed(self, stepped: frozenset[int], *, inside_backward: bool) -> None:
         """These optimizers have made a sample."""
@@ -65,14 +60,12 @@ class Resting:
             return None
         parts.clock.discard()
         parts.hook_sync.take_off(is_alone=not parts.thread.has_company)
-        return (Rest if len(self._timed) == _TIMED else _TimedRest)(
+        return Rest(
             parts.clock,
             {key: one for key in parts.clock.owned if (one := parts.optimizers.of_key(key)) is not None},
-            optimizer,
             makers=keys,
             leaders=frozenset.intersection(*self._last),
             wakes_at=parts.schedule.wakes_at(),
-            timed=self._timed,
         )
 
     @contained
@@ -89,7 +82,7 @@ class Resting:
             self._parts.clock.counted(rest.made_last)
         entries = self._parts.hook_sync.scan()
         self._sample.begin()
-        if before_step_of is not None and rest.has_new_gradients(before_step_of):
+        if before_step_of is not None and rest.may_have_new_gradients:
             self._sample.mark_present(entries)
 
 
@@ -102,28 +95,28 @@ class Rest:
     Args:
         clock: whose step it moves on.
         optimizers: those that own something watched, by key.
-        last: the one of them that has just stepped.
         makers: the keys of those whose steps are counted; another one's ends the rest.
         leaders: those that have a part in every sample, which is complete with them; without any every step is one.
         wakes_at: the step before which the rest is over.
-        timed: seconds that counting one takes, of the first ones.
     """
 
     def __init__(
         self,
         clock: SampleClock,
         optimizers: Mapping[int, Optimizer],
-        last: Optimizer,
         *,
         makers: Collection[int],
         leaders: Collection[int],
         wakes_at: int,
-        timed: deque[float],
     ) -> None:
         self._clock, self._first_step, self._last_step = clock, clock.step, wakes_at - 1
-        self._timed, self._thread = timed, get_ident()
-        self._known = [_Known(key, one, is_counted=key in makers) for key, one in optimizers.items()]
-        self._last = next(known for known in self._known if known.optimizer() is last)
+        self._thread = get_ident()
+        self.seconds_spent = 0.0
+        self._known = [
+            _Known(key, weakref.ref(one), SCALES.steps_of(one) if key in makers else None)
+            for key, one in optimizers.items()
+        ]
+        self._last_node = num_nodes_made()
         self._leaders = frozenset(leaders)
         self.made_last = self._leaders  # the keys of those that have made the last sample; others may still join it
         self._stepped: frozenset[int] = frozenset()
@@ -135,20 +128,17 @@ class Rest:
         """Those that have gone by."""
         return self._clock.step - self._first_step
 
-    @property
-    def seconds_spent(self) -> float:
-        """On counting them."""
-        return self.num_samples * (statistics.median(self._timed) if self._timed else 0.0)
-
     def begins(self, optimizer: Optimizer) -> bool:
         """An optimizer is about to step: whether that may pass, counted or as a part of the step under way."""
         if len(self._known) > 1 and get_ident() != self._thread:
             return False  # the others may be in a backward
+        began = time.perf_counter()
         for known in self._known:
             if known.optimizer() is optimizer and known.steps is not None:
                 self._under_way, self._num_stray = known, 0
                 if known.steps.scaler is not None:
                     known.steps.note()
+                self.seconds_spent += time.perf_counter() - began
                 return True
         self._num_stray += 1
         return self._under_way is not None and self._num_stray < _STRAY and get_ident() == self._thread
@@ -158,12 +148,11 @@ class Rest:
         known = self._under_way
         if known is None or known.optimizer() is not optimizer:
             return False
-        self._last, self._under_way = known, None
-        for other in self._known:
-            other.mark()
-        if len(self._known) > 1 and not self._completes(known.key):
-            return False
-        self._clock.step += 1
+        began = time.perf_counter()
+        self._under_way, self._last_node = None, num_nodes_made()
+        if len(self._known) == 1 or self._completes(known.key):
+            self._clock.step += 1
+        self.seconds_spent += time.perf_counter() - began
         return self._clock.step >= self._last_step
 
     def skips(self, optimizer: Optimizer) -> bool:
@@ -180,81 +169,16 @@ class Rest:
         self._stepped = frozenset() if is_complete else stepped
         return is_next or is_complete
 
-    def has_new_gradients(self, optimizer: Optimizer) -> bool:
-        """Whether a backward, or a reset, has come after the last step that was counted, for that optimizer or this.
-
-        This one's may have been unscaled or clipped since, which is one write as a rule; a reset and a backward are two
-        where they have not made another tensor.
-        """
-        own = [known.num_writes() for known in self._known if known.optimizer() is optimizer]
-        return self._last.num_writes() != 0 or any(number not in (0, 1) for number in own)
+    @property
+    def may_have_new_gradients(self) -> bool:
+        """Whether there was a forward, and with it perhaps a backward, after the last step that was counted."""
+        return self._last_node != num_nodes_made()
 
 
-class _TimedRest(Rest):
-    """Times the first samples where they are made: in a loop of their own they would find everything in the caches."""
-
-    _seconds = 0.0  # of the steps that make the next one
-
-    def begins(self, optimizer: Optimizer) -> bool:
-        began = time.perf_counter()
-        passes = super().begins(optimizer)
-        self._seconds += time.perf_counter() - began
-        return passes
-
-    def ends(self, optimizer: Optimizer) -> bool:
-        began, num_before = time.perf_counter(), self.num_samples
-        is_over = super().ends(optimizer)
-        self._seconds += time.perf_counter() - began
-        if self.num_samples > num_before:
-            self._timed.append(self._seconds)
-            self._seconds = 0.0
-            if len(self._timed) == _TIMED:
-                self.__class__ = Rest  # type: ignore[assignment]  # mypy takes the class for fixed
-        return is_over
-
-
+@dataclass(slots=True)
 class _Known:
-    """An optimizer that may step in a rest, and the first gradient that it has when that begins."""
+    """An optimizer that may step in a rest."""
 
-    __slots__ = ("_group", "_had_gradient", "_place", "key", "optimizer", "steps")
-
-    def __init__(self, key: int, optimizer: Optimizer, *, is_counted: bool) -> None:
-        self.key, self.optimizer = key, weakref.ref(optimizer)
-        self.steps = SCALES.steps_of(optimizer) if is_counted else None
-        self._group, self._place = _place_of_a_gradient(optimizer)
-        self._had_gradient = False
-        self.mark()
-
-    def mark(self) -> None:
-        """Remember the gradient as it is now."""
-        gradient = self._gradient()
-        self._had_gradient = gradient is not None
-        if gradient is not None:
-            try:
-                setattr(gradient, _COUNTED, gradient._version)
-            except RuntimeError:  # see version_of()
-                setattr(gradient, _COUNTED, 0)
-
-    def num_writes(self) -> int:
-        """To the gradient, since."""
-        gradient = self._gradient()
-        if gradient is None:
-            return REPLACED if self._had_gradient else 0
-        counted: int | None = getattr(gradient, _COUNTED, None)
-        return REPLACED if counted is None else version_of(gradient) - counted
-
-    def _gradient(self) -> Tensor | None:
-        optimizer = self.optimizer()
-        try:
-            return None if optimizer is None else optimizer.param_groups[self._group]["params"][self._place].grad
-        except IndexError:  # there is no such place any more
-            return None
-
-
-def _place_of_a_gradient(optimizer: Optimizer) -> tuple[int, int]:
-    """Group and place of the first parameter that has one: a reference to it would keep its model."""
-    for group, of_group in enumerate(optimizer.param_groups):
-        for place, parameter in enumerate(of_group["params"]):
-            if parameter.grad is not None:
-                return group, place
-    return 0, 0
+    key: int
+    optimizer: weakref.ref[Optimizer]
+    steps: OptimizerSteps | None  # None: one of its own ends the rest

@@ -16,7 +16,7 @@ from .notices import CannotWatchError
 Entry = tuple[int, Tensor]  # a slot (the parameter's row) and its parameter
 
 current_graph_task: Final[Callable[[], int]] = torch._C._current_graph_task_id  # -1 outside a backward
-
+num_nodes_made: Final[Callable[[], int]] = torch._C._autograd._get_sequence_nr  # by this thread's forwards so far
 
 _BACKWARD: Final = torch.autograd.backward.__code__
 
