@@ -35,7 +35,7 @@ _MOVEMENTS: Final = ("Exploding gradient", "Loss spike", "Non-finite loss", *NON
 _EPISODE: Final = 40  # samples before an alert: what is older is not its cause
 _LASTING: Final = ("Optimizer without the model",)  # what does not pass, whenever it was told
 _NOT_CLEAR: Final = "not clear"
-_WAKE: Final = "that of the alert of step "
+_WAKE: Final = 'that of the alert "'
 _AS_PROBABLE: Final = 0.1  # less confident by this much at most: neither is claimed
 
 
@@ -120,7 +120,7 @@ def _in_the_wake(alert: Alert, history: Snapshot, earlier: Sequence[Alert]) -> A
         num_since = np.count_nonzero((history.steps > one.step) & (history.steps <= alert.step))
         is_near = one.title in _LASTING or (one.level == "ERROR" and num_since <= _EPISODE)
         if is_near and one.step <= alert.step and cause and not cause.startswith(_NOT_CLEAR):
-            words = cause if cause.startswith(_WAKE) else f"{_WAKE}{one.step}: {cause}"
+            words = cause if cause.startswith(_WAKE) else f'{_WAKE}{one.title}" before it: {cause}'
             return alert.because(words, remedy.partition("\n")[0].removesuffix("."))
     return alert
 
