@@ -146,6 +146,19 @@ def test_a_forgotten_zero_grad_is_told_at_step_2(make: Callable[..., torch.optim
     assert run(model, advance, steps=5) == [("Gradients not reset", 2)]
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_zeroed_before_the_step_are_one_alert_with_the_cause_that_is_certain(set_to_none: bool) -> None:
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.01)
+
+    def advance(number: int) -> None:
+        loss_of(model, number).backward()
+        optimizer.zero_grad(set_to_none=set_to_none)
+        optimizer.step()
+
+    assert run(model, advance) == [("No gradient", 1)]
+
+
 def zero_through_data(model: nn.Module) -> None:
     for parameter in model.parameters():
         if parameter.grad is not None:
@@ -184,6 +197,20 @@ def test_two_networks_that_train_in_turn_and_leave_gradients_with_each_other_are
             optimizer.step()
 
     assert run(models, advance) == []
+
+
+def test_a_generator_that_is_reset_in_a_backward_that_no_hook_tells_of_is_silent() -> None:
+    """Five steps of the critic for each of the generator, whose gradients the critic's backwards find untouched."""
+    models = {"critic": net(), "generator": net()}
+    optimizers = {name: SGD(model.parameters(), lr=0.01) for name, model in models.items()}
+
+    def advance(number: int) -> None:
+        for reached in (*[["critic"]] * 5, ["generator", "critic"]):
+            optimizers[reached[0]].zero_grad()
+            torch.stack([loss_of(models[name], number) for name in reached]).sum().backward()
+            optimizers[reached[0]].step()
+
+    assert run(models, advance, sample_every=5) == []
 
 
 class Idle(SGD):

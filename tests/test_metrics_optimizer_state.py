@@ -133,6 +133,12 @@ def test_after_2000_quiet_steps_the_first_loud_gradient_is_2_72_times_what_is_re
     assert only_loud[f"{KEY}/stale_ratio"].tolist() == pytest.approx([0.999**-1000], rel=1e-3)
 
 
+def test_the_first_gradient_of_an_element_is_not_out_of_date() -> None:
+    """A rare token's row of an embedding: sqrt(mean(1, 0)), where eps as its memory would say 7e7."""
+    found, _ = measured(lambda p: torch.optim.Adam(p, lr=0.0), np.array([[1.0, 0.0], [1.0, 1.0]]))
+    assert found[f"{KEY}/stale_ratio"][1] == pytest.approx(math.sqrt(0.5))
+
+
 # ---- the rule
 
 

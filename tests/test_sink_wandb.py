@@ -507,7 +507,17 @@ def test_details_reach_the_run_the_received_norm_after_clipping(offline_run: Any
     assert row["grad_norm_clipped/weight"] == pytest.approx(1, rel=1e-5)
 
 
-@pytest.mark.parametrize("details", ["mean", ("norm",), [None], {"norm": "x"}, {"mean": "("}, {"mean": None}])
+def test_a_detail_of_no_layer_is_said(offline_run: Any, caplog: pytest.LogCaptureFixture) -> None:
+    details = {"mean": "wieght$", "std": "weight$"}
+    model = torch.nn.Linear(2, 1)
+    with wandb_gradwatch.watch(model, run=offline_run, details=details):
+        model(torch.ones(1, 2)).sum().backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert "'mean' is logged of no layer, because 'wieght$' matches no name; the first names are" in caplog.text
+    assert "'std' is logged" not in caplog.text
+
+
+@pytest.mark.parametrize("details", ["mean", ("norm",), [None], 3, None, {"norm": "x"}, {"mean": "("}, {"mean": None}])
 def test_what_details_may_be_is_said_at_once(details: Any, offline_run: Any) -> None:
     with pytest.raises(ValueError, match=r"must be a sequence of names out of|of 'mean', is no regular expression"):
         wandb_gradwatch.watch(torch.nn.Linear(1, 1), run=offline_run, details=details)

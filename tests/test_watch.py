@@ -9,6 +9,7 @@ import re
 
 import pytest
 import torch
+import wandb
 from gradients import Chosen, step, watch
 from offline import history
 from torch import nn
@@ -57,6 +58,7 @@ SGD = torch.optim.SGD
         (nn.Linear(1, 1), {"scaler": 1024}, TypeError, "your own pass loss_scale="),
         (nn.Linear(1, 1), {"loss_scale": 0.0}, ValueError, "loss_scale=0.0 must be above 0"),
         (nn.Linear(1, 1), {"run": "mine"}, TypeError, "run='mine' must be what wandb.init() returns"),
+        (nn.Linear(1, 1), {"run": wandb}, TypeError, "must be what wandb.init() returns"),
         (nn.Linear(1, 1), {"sinks": "console"}, TypeError, "sinks='console' must be a list of sinks"),
         (nn.Linear(1, 1), {"sinks": [print]}, TypeError, "must be a list of sinks, derived from wandb_gradwatch.Sink"),
         (nn.Linear(1, 1), {"on_alert": 5}, TypeError, "on_alert=5 must be a function, or several"),

@@ -301,7 +301,7 @@ def _run_of(run: Any, sinks: Sequence[Sink] | None) -> Any:
             raise RuntimeError(
                 "watch() found no W&B run: call wandb.init() first, pass run=, or pass sinks= to go without W&B"
             )
-    if run is not None and not (hasattr(run, "log") and hasattr(run, "define_metric")):
+    if run is not None and not (hasattr(run, "disabled") and hasattr(run, "define_metric")):
         raise TypeError(f"run={run!r} must be what wandb.init() returns")
     if run is not None and any(isinstance(sink, WandbSink) and sink.run is run for sink in sinks or ()):
         raise ValueError(

@@ -359,7 +359,7 @@ class Watcher:
             if notice.step is None:
                 self._dispatcher.notice(notice.kind, notice.text)
             else:
-                self._dispatcher.alert_once(notice.kind, notice.text, notice.step)
+                self._rule_runner.alert_once(notice.kind, notice.text, notice.step)
 
     def _operation_found(self, step: int, found: str, is_late: bool) -> None:
         self._dispatcher.recorder.note(step, **{FIRST_BAD_OPERATION: found})

@@ -60,6 +60,7 @@ class Resting:
             return None
         parts.clock.discard()
         parts.hook_sync.take_off(is_alone=not parts.thread.has_company)
+        parts.wiring.forget_gradients()
         return Rest(
             parts.clock,
             {key: one for key in parts.clock.owned if (one := parts.optimizers.of_key(key)) is not None},

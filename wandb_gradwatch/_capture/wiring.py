@@ -124,6 +124,11 @@ class Wiring:
         for carried, present in self._with_witnesses():
             carried.witnesses = {slot: state_of(gradient) for slot, gradient in present}
 
+    def forget_gradients(self) -> None:
+        """No hook will tell of the next backwards, nor of what is reset before them."""
+        for carried in self._carried.values():
+            carried.witnesses, carried.nonzero = {}, None
+
     def _with_witnesses(self) -> Iterator[tuple[_Carried, list[tuple[int, Tensor]]]]:
         """What is carried, and its witnesses' gradients as they are now."""
         if some := [carried for carried in self._carried.values() if carried.witnesses]:

@@ -154,7 +154,8 @@ def _differences(found: Comparison, runs: tuple[RunHistory, RunHistory]) -> list
     shared, last = len(found.names), int(found.steps[-1])
     of_runs = zip("AB", runs, found.verdicts, strict=True)
     lines = [(letter, f"{run.name or run.run_id}: {verdict.text}") for letter, run, verdict in of_runs]
-    lines.append(("compared", f"{shared} layers, {len(found.steps)} windows, steps {found.steps[0]} to {last}"))
+    compared = f"{_many(found.names, 'layer')}, {_many(found.steps, 'window')}, steps {found.steps[0]} to {last}"
+    lines.append(("compared", compared))
     if found.parting is not None:
         lines.append(("layers that part", f"{found.parting.num_layers} of {shared}"))
         if found.equal_until is not None:

@@ -218,8 +218,8 @@ class RunReader:
         notes = []
         if not self.finished:
             notes.append(
-                "The file has no end record: the run is still going on, or it was cut off. "
-                "The pictures show what was written so far."
+                "The file has no end record that can be read: the run is still going on, or the file was cut off or "
+                "damaged. The pictures show what is before that."
             )
         if self._num_damaged:
             notes.append(f"The file is damaged: corrupt data was skipped in {self._num_damaged} of its blocks.")

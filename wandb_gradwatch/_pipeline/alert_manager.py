@@ -128,7 +128,7 @@ class AlertManager:
         for title, episode in self._episodes.items():
             if title not in by_title:
                 self._note_healthy(title, episode, step)
-        return [alert for finding in by_title.values() if (alert := self._open(finding)) is not None]
+        return [alert for finding in by_title.values() if (alert := self.open(finding)) is not None]
 
     def _note_healthy(self, title: str, episode: _Episode, step: int) -> None:
         episode.num_healthy += 1
@@ -143,7 +143,7 @@ class AlertManager:
                 episode.first_step,
             )
 
-    def _open(self, finding: Alert) -> Alert | None:
+    def open(self, finding: Alert) -> Alert | None:
         """Begin an episode with this finding and return its alert, unless one is open or a limit withholds it."""
         episode = self._episodes.setdefault(finding.title, _Episode())
         episode.num_healthy = 0

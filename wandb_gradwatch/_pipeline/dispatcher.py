@@ -117,18 +117,13 @@ class Dispatcher:
             self._call_sinks("log_table", *self.recorder.table())
         return written
 
-    def alert_once(self, title: str, text: str, step: int) -> None:
-        """Once for each title: what the capture is certain of."""
-        said = f"Step {step}: {text}"
-        if self._is_new(title, said):
-            self.send(Alert(title, said, step, "WARN"))
-
     def notice(self, kind: str, text: str) -> None:
         """Say something once, and at the end how often there was reason to."""
-        if self._is_new(kind, text):
+        if self.is_new(kind, text):
             logger.warning("wandb_gradwatch: %s", text)
 
-    def _is_new(self, kind: str, text: str) -> bool:
+    def is_new(self, kind: str, text: str) -> bool:
+        """Whether nothing of this kind has been said yet; what is counted for the end."""
         said = self._said.setdefault(kind, _Said())
         is_new = said.count == 0
         said.count += text != said.newest  # the same words name no other step

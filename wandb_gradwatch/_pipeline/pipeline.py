@@ -195,7 +195,7 @@ class Pipeline:
         self._sums_sq.append(sum_sq)
 
     def _say_zeroed(self, step: int) -> None:
-        self._dispatcher.alert_once(
+        self._rule_runner.alert_once(
             "No gradient",
             "every gradient was already zero when the optimizer stepped, though the backward had computed them.\n"
             "Probable cause: gradients zeroed between backward() and step(). Remedy: call zero_grad() after step(), or "

@@ -53,6 +53,12 @@ class RuleRunner:
         if raised is not None:
             raise raised
 
+    def alert_once(self, title: str, text: str, step: int) -> None:
+        """Once for each title: what the capture is certain of. It begins an episode, as what a rule finds does."""
+        found = Alert(title, f"Step {step}: {text}", step, "WARN")
+        if self._dispatcher.is_new(title, found.text) and (alert := self._alert_manager.open(found)) is not None:
+            self._dispatcher.send(alert)
+
     def pop_seconds_on_alerts(self) -> float:
         """What diagnosing and sending alerts has taken since this was last asked."""
         seconds, self._seconds_on_alerts = self._seconds_on_alerts, 0.0

@@ -92,9 +92,9 @@ class OptimizerState(ParameterProbe):
       m / (sqrt(v) + eps) of Adam and AdamW, the buffer of SGD with momentum. White noise gives
       sqrt((1 - beta1) / (1 + beta1)), which is 0.229 for 0.9; gradients that agree give 1.
     - `coherence`: |m|^2 / sum(v), the square of the same without eps: the share of the gradients that has a direction.
-    - `stale_ratio`: sqrt(mean(g^2 / max(v, eps^2))) with v as it was before the step, 1 in a steady state. Above 2.3
-      the second moment is out of date, and the loss may spike 1 to 8 steps later (Wortsman et al. 2023,
-      arXiv 2304.13013, with v before the step, where it is not bounded by the step itself).
+    - `stale_ratio`: sqrt(mean(g^2 / max(v, eps^2))) with v as it was before the step, 1 in a steady state; an element
+      whose v is 0 counts as 0. Above 2.3 the second moment is out of date, and the loss may spike 1 to 8 steps later
+      (Wortsman et al. 2023, arXiv 2304.13013, with v before the step, where it is not bounded by the step itself).
     - `grad_eps_ratio`: the root mean square of g over eps: near 1 and below, eps and not v scales the update.
 
     Each is missing where the optimizer has no such state, and `stale_ratio` is missing at the first step. Of a sharded
@@ -129,7 +129,8 @@ class OptimizerState(ParameterProbe):
             stale = torch.full_like(num, torch.nan)
             if second is not None:
                 least = max(float(group["eps"]) ** 2, torch.finfo(second.dtype).tiny)
-                stale = (squares / second.clamp_min(least)).sum(dtype=wide)
+                # An element without any gradient so far, such as a rare token's, has nothing that could be out of date.
+                stale = (squares / second.clamp_min(least)).masked_fill(second == 0, 0.0).sum(dtype=wide)
             self._gradients[tensor.name] = torch.stack([num, squares.sum(dtype=wide), stale])
 
     def after_update(self, tensors: Sequence[WatchedTensor]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Final
 
 from ..rules import Alert
@@ -33,7 +33,7 @@ def check_details(details: Details) -> Details:
     """Check the names, and return the details in a form that nobody else can change.
 
     Raises:
-        ValueError: a name does not exist, `details` is a lone string, or a pattern is not a regular expression.
+        ValueError: a name does not exist, `details` is no sequence of names, or a pattern is not a regular expression.
     """
     if isinstance(details, Mapping):
         for name, pattern in details.items():
@@ -41,9 +41,9 @@ def check_details(details: Details) -> Details:
                 re.compile(pattern)
             except (re.error, TypeError) as error:
                 raise ValueError(f"details: {pattern!r}, of {name!r}, is no regular expression: {error}") from None
-    unknown = [name for name in ([details] if isinstance(details, str) else details) if name not in keys.DETAILS]
-    if unknown or isinstance(details, str):
-        known = tuple(keys.DETAILS)
+    known = tuple(keys.DETAILS)
+    is_several = isinstance(details, Collection) and not isinstance(details, str)
+    if not is_several or any(name not in known for name in details):
         raise ValueError(f"details={details!r} must be a sequence of names out of {known}, or a pattern by such a name")
     return dict(details) if isinstance(details, Mapping) else tuple(details)
 
@@ -87,7 +87,7 @@ class WandbSink(Sink):
         run = wandb.run if run is None else run
         if run is None:
             raise RuntimeError("WandbSink() found no W&B run; call wandb.init() first or pass run=")
-        if not (hasattr(run, "log") and hasattr(run, "define_metric")):
+        if not (hasattr(run, "disabled") and hasattr(run, "define_metric")):  # the module wandb has its functions
             raise TypeError(f"WandbSink(run={run!r}) must be what wandb.init() returns")
         if getattr(run, "_is_finished", False):
             raise RuntimeError(f"W&B run {run.id!r} has ended; call wandb.init() again and pass the new run")
@@ -214,7 +214,7 @@ class WandbSink(Sink):
             logger.warning(message, *args)
 
     def _tell_order(self, names: list[str]) -> None:
-        """Put the names into the run's config, in the model's order: the history loses it."""
+        """Put the names into the run's config, in the model's order: the history loses it. Say what is none of them."""
         if names == self._told_names:
             return
         self._told_names = names
@@ -229,6 +229,10 @@ class WandbSink(Sink):
                 "name, or a group of its own with group_by=.",
                 "; ".join(clashes[:3]),
             )
+        for detail, pattern in self._details.items() if isinstance(self._details, dict) else ():
+            if not any(re.search(pattern, name) for name in names):
+                message = "details: %r is logged of no layer, because %r matches no name; the first names are %s."
+                self._say(message, detail, pattern, names[:3])
 
     def _define_metrics(self, metrics: Iterable[str] = ()) -> None:
         """Tell W&B of our keys, each once, the step first."""
