@@ -114,6 +114,14 @@ def test_the_halves_share_no_training_and_a_third_of_the_families_is_kept_out() 
     assert {family for family in healthy | faults if "locked" in family} == cases.LOCKED
 
 
+def test_open_and_locked_third_faults_share_no_training() -> None:
+    halves = {True: "third locked trainings", False: "third trainings"}
+    third = [case for case in CASES.values() if case.fault is not None and case.family.startswith("third")]
+    assert third
+    for case in third:
+        assert CASES[case.base].family == halves[case.family in cases.LOCKED], case.name
+
+
 def test_what_goes_wrong_is_listed_except_in_the_locked_families() -> None:
     wrong = [score(case, recording(case, (1, "early") if case.fault is None else (400, ""))) for case in CASES.values()]
     listed = "\n".join(failures(wrong))

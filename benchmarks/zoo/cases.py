@@ -16,16 +16,36 @@ from .healthy_others import OTHERS
 from .healthy_recipes import RECIPES
 from .healthy_supervised import SUPERVISED
 from .loop import Loop
+from .third_faults import third_faults
+from .third_trainings import third
 from .unseen import UNSEEN, UNSEEN_FAULTS
 
-# Each first one of a pair is opened after its first run, to learn from. Of the others, and of all blind ones, only
-# totals are ever shown.
-LOCKED: Final = frozenset({"locked trainings", "locked faults", "locked blind trainings", "locked blind faults"})
+# Each first one of a pair, and every second one of the third trainings and faults, is opened after its first run, to
+# learn from. Of the others, and of all blind ones, only totals are ever shown.
+LOCKED: Final = frozenset(
+    {
+        "locked trainings",
+        "locked faults",
+        "locked blind trainings",
+        "locked blind faults",
+        "third locked trainings",
+        "third locked faults",
+    }
+)
 _ANOTHER: Final = {"another trainings": half(0), "locked trainings": half(1)}
 _ANOTHER_FAULTS: Final = [*faults("another faults", 0), *faults("locked faults", 1)]
+_THIRD: Final = {"third trainings": third(0), "third locked trainings": third(1)}
+_THIRD_FAULTS: Final = [*third_faults("third faults", 0), *third_faults("third locked faults", 1)]
 
 HEALTHY: Final = (
-    SUPERVISED | OTHERS | RECIPES | UNSEEN | {"fresh trainings": FRESH} | _ANOTHER | {"locked blind trainings": BLIND}
+    SUPERVISED
+    | OTHERS
+    | RECIPES
+    | UNSEEN
+    | {"fresh trainings": FRESH}
+    | _ANOTHER
+    | {"locked blind trainings": BLIND}
+    | _THIRD
 )
 _BUILDERS: Final = {name: make for table in HEALTHY.values() for name, make in table.items()}
 
@@ -41,6 +61,7 @@ KEPT_OUT_HEALTHY: Final = frozenset(
         *UNSEEN,
         "locked trainings",
         "locked blind trainings",
+        "third locked trainings",
     }
 )
 KEPT_OUT_FAULTS: Final = frozenset(
@@ -54,6 +75,7 @@ KEPT_OUT_FAULTS: Final = frozenset(
         "unseen faults",
         "locked faults",
         "locked blind faults",
+        "third locked faults",
     }
 )
 TUNING_SEEDS: Final = (0,)
@@ -93,7 +115,7 @@ CASES: Final = {
         *(Case(name, family, name) for family, table in HEALTHY.items() for name in table),
         *(
             Case(f"{fault.name} | {base}", fault.family, base, fault, layer)
-            for fault in [*FAULTS, *UNSEEN_FAULTS, *FRESH_FAULTS, *_ANOTHER_FAULTS, *BLIND_FAULTS]
+            for fault in [*FAULTS, *UNSEEN_FAULTS, *FRESH_FAULTS, *_ANOTHER_FAULTS, *BLIND_FAULTS, *_THIRD_FAULTS]
             for base, layer in fault.on.items()
         ),
     ]

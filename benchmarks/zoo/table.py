@@ -28,7 +28,7 @@ _INTRODUCTION = """# How often the alerts are right
 
 Made by `python -m benchmarks.zoo`: {num_healthy} healthy trainings and {num_faulty} faulty ones ({num_faults} faults, each in one or several
 healthy trainings), all small: 80 to 400 steps. What is wrong, from which step on, in which layer, and why, is written
-down in `benchmarks/zoo/` (`faults.py`, `unseen.py`, `fresh_faults.py`, `another_faults.py`, `blind_faults.py`).
+down in `benchmarks/zoo/` (`faults.py`, `unseen.py`, `fresh_faults.py`, `another_faults.py`, `blind_faults.py`, `third_faults.py`).
 
 Thresholds may be chosen on one seed of some families only. What is shown here is another seed; the families that nobody
 looks at while choosing are shown apart: {kept_out}.
