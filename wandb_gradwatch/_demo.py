@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import wandb
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
+from torch.nn.functional import cross_entropy, gelu
 
 from ._output import alert_title, pairs, paragraph, title
 from ._page.history import RunHistory
@@ -53,26 +53,6 @@ RUN_NAME: Final = "a learning-rate accident"
 PAGE_NAME: Final = "page.html"
 
 
-class Block(nn.Module):
-    """Causal self-attention and a feed-forward layer, each behind a norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm_1 = nn.LayerNorm(CHANNELS)
-        self.qkv = nn.Linear(CHANNELS, 3 * CHANNELS)
-        self.proj = nn.Linear(CHANNELS, CHANNELS)
-        self.norm_2 = nn.LayerNorm(CHANNELS)
-        self.up = nn.Linear(CHANNELS, 4 * CHANNELS)
-        self.down = nn.Linear(4 * CHANNELS, CHANNELS)
-
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        heads = self.qkv(self.norm_1(x_BTD)).unflatten(-1, (3, HEADS, CHANNELS // HEADS))
-        q, k, v = heads.permute(2, 0, 3, 1, 4)  # each [B, H, T, D / H]
-        attended = scaled_dot_product_attention(q, k, v, is_causal=True)
-        x_BTD = x_BTD + self.proj(attended.transpose(1, 2).flatten(-2))
-        return x_BTD + torch.as_tensor(self.down(gelu(self.up(self.norm_2(x_BTD)))))
-
-
 class GPT(nn.Module):
     """Predict the next byte: [B, T] bytes in, [B, T, VOCABULARY] logits out."""
 
@@ -80,18 +60,20 @@ class GPT(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, CHANNELS)
         self.position = nn.Embedding(CONTEXT, CHANNELS)
-        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
-        self.norm = nn.LayerNorm(CHANNELS)
+        block = nn.TransformerEncoderLayer(
+            CHANNELS, HEADS, 4 * CHANNELS, dropout=0.0, activation=gelu, batch_first=True, norm_first=True
+        )
+        self.blocks = nn.TransformerEncoder(block, LAYERS, nn.LayerNorm(CHANNELS), enable_nested_tensor=False)
         self.head = nn.Linear(CHANNELS, VOCABULARY)
         for parameter in self.parameters():
             if parameter.ndim == 2:
                 nn.init.normal_(parameter, std=0.02)
 
     def forward(self, bytes_BT: Tensor) -> Tensor:
-        x_BTD = self.embedding(bytes_BT) + self.position.weight[: bytes_BT.shape[1]]
-        for block in self.blocks:
-            x_BTD = block(x_BTD)
-        return torch.as_tensor(self.head(self.norm(x_BTD)))
+        length = bytes_BT.shape[1]
+        x_BTD = self.embedding(bytes_BT) + self.position.weight[:length]
+        is_later_TT = nn.Transformer.generate_square_subsequent_mask(length, device=bytes_BT.device)
+        return torch.as_tensor(self.head(self.blocks(x_BTD, is_later_TT, is_causal=True)))
 
 
 def read_corpus() -> Tensor:

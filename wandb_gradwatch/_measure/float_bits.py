@@ -6,6 +6,7 @@ Integer comparisons are exact for every value, also for subnormal ones in a proc
 from __future__ import annotations
 
 import struct
+from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
@@ -74,15 +75,10 @@ FLOAT64: Final = FloatBits(np.dtype(np.float64), np.dtype(np.uint64), np.dtype(n
 
 def largest_magnitude_within(threshold: float, layout: FloatBits) -> int:
     """The bits of the largest finite float whose magnitude is <= threshold; -1 if there is none."""
-    if threshold == 0:
-        return 0
-    if not threshold > 0:
-        return -1
-    low, high = 0, layout.infinity - 1
-    while low < high:  # by bisection over the bits: no conversion can round the threshold up past itself
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if layout.value(middle) <= threshold else (low, middle - 1)
-    return low
+    if not threshold > 0:  # as nearly always
+        return 0 if threshold == 0 else -1
+    # Over the bits: no conversion can round the threshold up past itself.
+    return bisect_right(range(layout.infinity), threshold, key=layout.value) - 1
 
 
 @cache

@@ -245,16 +245,13 @@ class GrowingLogits(_LargestOfHeads):
         if len(past) < self.patience or largest < self.limit / 10:
             return None
         steps, logits = np.array(past, dtype=np.float64).T
-        x, logs = steps - steps.mean(), np.log(logits)
-        slope = float(x @ logs / (x @ x))
-        left = logs - logs.mean() - slope * x
-        error = float(np.sqrt(left @ left / (len(past) - 2) / (x @ x)))
+        stretch = step - steps[0]
+        (slope, fitted), covariance = np.polyfit(steps - step, np.log(logits), 1, cov=True)
         # Half a doubling over the stretch, and surely: scatter alone has no t-value of 8.
-        if slope <= 8 * error or slope * (x[-1] - x[0]) < np.log(1.4):
+        if slope <= 8 * np.sqrt(covariance[0, 0]) or slope * stretch < np.log(1.4):
             return None
-        fitted = float(logs.mean() + slope * x[-1])
         crossed = step + (np.log(self.limit) - fitted) / slope
-        return round(crossed) if crossed <= step + 4 * (x[-1] - x[0]) else None
+        return round(crossed) if crossed <= step + 4 * stretch else None
 
     def _fact(self, found: Mapping[str, tuple[float, int]], said: Mapping[str, Any]) -> str:
         first = min(found, key=lambda name: found[name][1])
