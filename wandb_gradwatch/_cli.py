@@ -192,17 +192,15 @@ def workspace(
     target: tuple[str, str, str | None], path: Path | None, previews: bool, output: Path | None, json: bool
 ) -> None:
     """Save a W&B workspace view with the gradients' panels; saving again updates it."""
-    from ._report.report import save_workspace, write_workspace_preview
+    from ._report.report import run_on_disk, save_workspace, write_workspace_preview
 
     entity, project, run = target
     if run is not None:
         raise click.BadParameter(f"a workspace belongs to a project, not to a run: {entity}/{project}")
     _check_output(output, previews)
     if previews:
-        from ._page.read import read_run
-
-        history = None if path is None else read_run(path)
-        _say_url(write_workspace_preview(entity, project, history=history, output=output).as_uri(), json)
+        preview = write_workspace_preview(entity, project, history=run_on_disk(None, path), output=output)
+        _say_url(preview.as_uri(), json)
     else:
         _say_url(save_workspace(entity, project), json)
 

@@ -191,18 +191,15 @@ def _worst_first(history: Snapshot, layers: Sequence[LayerSummary]) -> list[int]
     """Places of the layers, the worst first."""
     bad_SP = (history.num_nonfinite > 0) & ~history.skipped[:, None]
     silent_P = np.isnan(history.num_elements).all(axis=0) & history.trainable
-
     with np.errstate(invalid="ignore", divide="ignore"):
         share_P = np.nan_to_num(np.fmax.reduce((history.grad_norm / history.total_grad_norm[:, None]) ** 2, axis=0))
-
-    def badness(place: int) -> tuple[float, ...]:
-        layer = layers[place]
-        bad = np.flatnonzero(bad_SP[:, place])
-        first_bad, depth = (float(bad[0]), -float(place)) if bad.size else (math.inf, 0.0)
-        peak = layer.peak if layer.peak > 0 else 1.0
-        return first_bad, depth, -float(silent_P[place]), -float(layer.dead_ratio == 1), -share_P[place] * peak
-
-    return sorted(range(len(layers)), key=badness)
+    peak_P = [layer.peak if layer.peak > 0 else 1.0 for layer in layers]
+    dead_P = np.array([layer.dead_ratio == 1 for layer in layers])
+    first_bad_P = np.where(bad_SP.any(axis=0), bad_SP.argmax(axis=0), len(history))
+    depth_P = np.where(bad_SP.any(axis=0), -np.arange(len(layers)), 0)
+    # The last key counts most.
+    worst_first: list[int] = np.lexsort((-share_P * peak_P, ~dead_P, ~silent_P, depth_P, first_bad_P)).tolist()
+    return worst_first
 
 
 def _cells(layer: LayerSummary) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from .._runtime.autograd import replay
 from .._runtime.error_boundary import dynamo_disabled
-from .._runtime.wrappers import unwrapped
+from .._runtime.wrappers import named_modules, named_tensors, unwrapped
 from .trace import REMEDIES, Finding, NonfiniteTrace, made
 
 logger: Final = logging.getLogger("wandb_gradwatch")
@@ -87,10 +87,10 @@ def search(
     """
     arrived = next(filter(None, map(made, (gradients or {}).values())), None)
     trace = NonfiniteTrace(model)
-    parameters = trace.tensors("_parameters")
-    given = [(str(place), tensor) for place, tensor in enumerate(tensors_of((args, kwargs)))]
-    for kind, named in (("parameter", parameters), ("buffer", trace.tensors("_buffers")), ("input", given)):
-        for name, tensor in named:
+    parameters, buffers = named_tensors(named_modules(model)), named_tensors(named_modules(model), "_buffers")
+    given = {str(place): tensor for place, tensor in enumerate(tensors_of((args, kwargs)))}
+    for kind, named in (("parameter", parameters), ("buffer", buffers), ("input", given)):
+        for name, tensor in named.items():
             if (finding := trace.look_at(tensor.detach(), kind, name)) is not None:
                 return finding
     with torch.enable_grad(), trace.follow_modules(), trace:
@@ -109,8 +109,8 @@ def search(
         if begins:
             came = [gradients.get(place, torch.zeros_like(tensor)) for place, tensor in begins.items()]
             torch.autograd.backward(list(begins.values()), came)
-    named = [(name, p.grad) for name, p in parameters if p.grad is not None]
-    return trace.finding([(f"the gradient of {name}", grad) for name, grad in reversed(named)])
+    gradients_of = [(f"the gradient of {name}", p.grad) for name, p in parameters.items() if p.grad is not None]
+    return trace.finding(reversed(gradients_of))
 
 
 class Trace:
@@ -149,7 +149,7 @@ def trace_nonfinite(model: nn.Module) -> Iterator[Trace]:
             yield result
     finally:
         handle.remove()
-        for name, parameter in trace.tensors("_parameters"):
+        for name, parameter in named_tensors(named_modules(root)).items():
             if parameter.grad is not None:
                 sinks.append((f"the gradient of {name}", parameter.grad))
             sinks.append((f"the parameter {name}", parameter.detach()))

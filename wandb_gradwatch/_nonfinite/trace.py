@@ -138,22 +138,12 @@ class NonfiniteTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._modules = [(prefix.removesuffix("."), module) for prefix, module in named_modules(model)]
-        self._names = {id(module): name for name, module in self._modules}
+        self._names = {id(module): prefix.removesuffix(".") for prefix, module in named_modules(model)}
         self._stack: list[str] = []  # paths of the modules whose forward is under way
         self._origins: dict[int, tuple[Tensor, _Origin]] = {}  # by storage, which the tensor keeps from being reused
         self._calls: dict[int, _Call] = {}  # by the sequence number of the autograd node
         self._num_origins = 0
         self.near_overflow: dict[str, None] = {}
-
-    def tensors(self, kind: Literal["_parameters", "_buffers"]) -> list[tuple[str, Tensor]]:
-        """The model's parameters or buffers by name, each once."""
-        found: dict[int, tuple[str, Tensor]] = {}
-        for name, module in self._modules:
-            for key, tensor in getattr(module, kind).items():
-                if tensor is not None:
-                    found.setdefault(id(tensor), (f"{name}.{key}".removeprefix("."), tensor))
-        return list(found.values())
 
     # ---- which module
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any, Final
+from collections.abc import Iterable, Iterator
+from typing import Any, Final, Literal
 
-from torch import nn
+from torch import Tensor, nn
 
 # Child names that wrappers put between a module and itself. "module" is an ordinary name too, so it is only stripped
 # below the classes that are known to add it.
@@ -46,6 +46,18 @@ def named_modules(module: nn.Module, prefix: str = "", seen: set[int] | None = N
     for key, child in list(module._modules.items()):  # another thread may change them meanwhile
         if child is not None:
             yield from named_modules(child, prefix if is_transparent(module, key) else f"{prefix}{key}.", seen)
+
+
+def named_tensors(
+    modules: Iterable[tuple[str, nn.Module]], kind: Literal["_parameters", "_buffers"] = "_parameters"
+) -> dict[str, Tensor]:
+    """Every parameter, or buffer, once, by its name in these modules."""
+    found: dict[int, tuple[str, Tensor]] = {}
+    for prefix, module in modules:
+        for key, tensor in getattr(module, kind).items():
+            if tensor is not None:
+                found.setdefault(id(tensor), (prefix + key, tensor))
+    return dict(found.values())
 
 
 class TransientHook:

@@ -9,7 +9,7 @@ import math
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,8 +17,7 @@ import torch
 from .._capture.parameter_registry import Models
 from .._capture.probes import WatchedTensor
 from .._guard.guard import DEFAULT_WINDOW, SkipGuard, judge_of_norms
-from .._measure.columns import Column
-from .._measure.measure import measure
+from .._measure.measure import measure_received
 from .._runtime.error_boundary import CallbackError
 from ..metrics import ModuleProbe
 from ..snapshot import Snapshot
@@ -184,7 +183,7 @@ class GradWatch(Watching):
         if not any(mask):
             return
         names, state = tuple(tensor.name for tensor in tensors), self._engine.state
-        norm = _norm([tensor for tensor in tensors if tensor.gradient is not None])
+        norm = _norm(tensors)
         state.metrics[f"{self._prefix}grad_norm"] = norm
         try:
             if not norm < math.inf:
@@ -233,21 +232,19 @@ def _while_alive(method: Callable[..., Any], otherwise: Any) -> Callable[..., An
     return lambda *args: otherwise if (alive := weak()) is None else alive(*args)
 
 
-_JUDGED_COLUMNS: Final = [Column.GRAD_SUM_SQ, Column.NUM_NAN, Column.NUM_INF]
-
-
 def _norm(tensors: Sequence[WatchedTensor]) -> float:
     """The L2 norm; NaN if an element is not finite. A decision is made on the host: here it waits for the device."""
-    by_device: dict[torch.device, list[WatchedTensor]] = {}
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    scales: dict[torch.device, torch.Tensor | None] = {}
     for tensor in tensors:
-        assert tensor.gradient is not None
-        by_device.setdefault(tensor.gradient.device, []).append(tensor)
+        if tensor.gradient is not None:
+            by_device.setdefault(tensor.gradient.device, []).append(tensor.gradient)
+            scales[tensor.gradient.device] = tensor.inverse_scale
     total = 0.0
-    for device, group in by_device.items():
-        gradients = [tensor.gradient for tensor in group if tensor.gradient is not None]
+    for device, gradients in by_device.items():
         # Replicas must come to one verdict: not by loops that one rank may have compiled earlier than another.
         backend = "cpu" if device.type == "cpu" else "auto"
-        rows = measure(gradients, None, inverse_scale=group[0].inverse_scale, backend=backend).rows
-        sum_sq, *num_nonfinite = rows[:, _JUDGED_COLUMNS].sum(dim=0).tolist()
+        sums_N3 = measure_received(gradients, inverse_scale=scales[device], backend=backend)
+        sum_sq, *num_nonfinite = sums_N3.sum(dim=0).tolist()
         total += math.nan if any(num_nonfinite) else sum_sq
     return math.sqrt(total)

@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from .._capture.parameter_registry import NameFilter, name_predicate
 from .._runtime.autograd import current_graph_task, replay
 from .._runtime.error_boundary import ErrorBoundary
-from .._runtime.wrappers import TransientHook, named_modules
+from .._runtime.wrappers import TransientHook, named_modules, named_tensors
 from ._rows import Dims
 
 logger: Final = logging.getLogger("wandb_gradwatch")
@@ -62,12 +62,7 @@ class ModuleIndex:
 
     def parameters(self) -> dict[str, Tensor]:
         """Every parameter once, under the name that the snapshot gives it."""
-        found: dict[int, tuple[str, Tensor]] = {}
-        for prefix, module in self._walk():
-            for key, parameter in module._parameters.items():
-                if parameter is not None:
-                    found.setdefault(id(parameter), (prefix + key, parameter))
-        return dict(found.values())
+        return named_tensors(self._walk())
 
     def watched_parameters(self) -> dict[str, Tensor]:
         """Those that probes are told of."""
