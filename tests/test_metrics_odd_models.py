@@ -13,7 +13,16 @@ from metric_probes import seen, train, values, watch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from wandb_gradwatch.metrics import Activations, Attention, Metric, MonitorMixin, Reference, Updates
+from wandb_gradwatch.metrics import (
+    Activations,
+    Attention,
+    Metric,
+    MonitorMixin,
+    NoiseScale,
+    OptimizerState,
+    Reference,
+    Updates,
+)
 
 SGD = torch.optim.SGD
 COUNT = Metric("count", torch.ones_like, on="activation", aggregate="sum")
@@ -287,3 +296,27 @@ def test_the_same_statistics_of_other_modules_are_welcome():
     watcher, sink = watch(model, [Activations("0"), Activations("1", dead_threshold=0.1), Updates("weight")])
     train(model, [torch.ones(1, 2)])
     assert {"activation/0/norm", "activation/1/norm"} <= set(values(watcher, sink))
+
+
+def test_a_complex_parameter_has_the_numbers_of_its_real_and_imaginary_parts():
+    """Adam sees it so too."""
+
+    def numbers(dtype):
+        start = torch.tensor([[1.0, 2], [3, 4]], dtype=torch.float64)
+        model = nn.ParameterDict({"w": torch.view_as_complex(start) if dtype.is_complex else start})
+        optimizer = torch.optim.Adam(model.parameters())
+        watcher, sink = watch(model, [NoiseScale(), OptimizerState()])
+        parts = torch.randn(4, 3, 2, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        for step in parts:
+            optimizer.zero_grad()
+            for part in step:
+                real = torch.view_as_real(model["w"]) if dtype.is_complex else model["w"]
+                (real * part).sum().backward()
+            optimizer.step()
+        return {key: series for key, series in values(watcher, sink).items() if "loss" not in key}
+
+    expected, found = numbers(torch.float64), numbers(torch.complex128)
+    assert found.keys() == expected.keys()
+    assert {"noise_scale/total/cosine", "optimizer_state/w/exp_avg_norm"} <= found.keys()
+    for key, series in expected.items():
+        np.testing.assert_allclose(found[key], series, err_msg=key)

@@ -157,6 +157,7 @@ def test_a_gradient_that_comes_back_is_told_at_its_own_step_and_noise_is_not() -
     # beta2 = 0.999; at the 5 times as large gradient of step 221 the ratio is 7.
     noise = np.random.default_rng(2).standard_normal((230, 30))
     assert not trained(noise).alerts
+    assert not trained(noise[:, :1]).alerts  # of a scalar: 2 % of Gaussian noise is above 2.3 deviations
     noise[120:220] *= 0.01
     noise[220] *= 5
     [alert] = trained(noise).alerts

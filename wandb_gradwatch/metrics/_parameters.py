@@ -20,7 +20,7 @@ from .._runtime.sharding import local_part, world_size
 from ..snapshot import keys
 from ._forward_hooks import ModuleIndex
 from ._module_probe import ParameterProbe, ProbeShards, ReadByProbe
-from ._rows import check_names, dense, histograms_of, square_of, widened, without_scale
+from ._rows import check_names, dense, histograms_of, reals, square_of, widened, without_scale
 from ._rules import OutgrownUpdate
 
 # M rows, N columns of a matrix
@@ -123,7 +123,7 @@ class OptimizerState(ParameterProbe):
         for tensor, state, group in _with_states(tensors):
             if tensor.gradient is None or not self._matches(tensor.name):
                 continue
-            squares = without_scale(widened(dense(tensor.gradient)), tensor.inverse_scale).square()
+            squares = without_scale(reals(dense(tensor.gradient)), tensor.inverse_scale).square()
             wide, second = wide_dtype(squares.device), _moment(state, group, "exp_avg_sq", 1)
             num = torch.full((), squares.numel(), dtype=wide, device=squares.device)
             stale = torch.full_like(num, torch.nan)
@@ -138,12 +138,12 @@ class OptimizerState(ParameterProbe):
             if (before := self._gradients.pop(tensor.name, None)) is None:
                 continue
             parts = {
-                name: local_part(value).detach()
+                name: reals(local_part(value).detach())
                 for name, value in sorted(state.items())
-                if isinstance(value, Tensor) and value.is_floating_point() and value.ndim
+                if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()) and value.ndim
             }
             first, second, update = _made_of(tensor, state, group)
-            squares = (None if one is None else widened(one).square() for one in (first, update, *parts.values()))
+            squares = (None if one is None else one.square() for one in (first, update, *parts.values()))
             of_first, *of_others = squares
             missing = torch.full((), torch.nan, dtype=before.dtype, device=before.device)
             sums = [
@@ -178,7 +178,7 @@ def _moment(state: _Held, group: _Held, name: str, place: int) -> Tensor | None:
     if not isinstance(moment, Tensor) or step is None or betas is None or "eps" not in group:
         return None
     step = step.to(wide_dtype(step.device)) if isinstance(step, Tensor) else float(step)
-    corrected: Tensor = widened(local_part(moment).detach()) / (1 - betas[place] ** step)
+    corrected: Tensor = reals(local_part(moment).detach()) / (1 - betas[place] ** step)
     return corrected
 
 
@@ -191,8 +191,8 @@ def _made_of(tensor: WatchedTensor, state: _Held, group: _Held) -> list[Tensor |
         assert divisor is not None
         update = first / (divisor.sqrt() + group["eps"])
     elif isinstance(tensor.optimizer, torch.optim.SGD) and buffer is not None and tensor.gradient is not None:
-        buffer = widened(local_part(buffer).detach())
-        update = widened(tensor.gradient) + group["momentum"] * buffer if group.get("nesterov") else buffer
+        buffer = reals(local_part(buffer).detach())
+        update = reals(tensor.gradient) + group["momentum"] * buffer if group.get("nesterov") else buffer
     return [first, second, update]
 
 

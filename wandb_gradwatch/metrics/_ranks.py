@@ -26,7 +26,7 @@ from .._runtime.sharding import rank, world_size
 from ..snapshot import keys
 from ..snapshot._shapes import GroupBy, group_function
 from ._module_probe import OwnGradientProbe, ReadByProbe
-from ._rows import square_of, widened
+from ._rows import reals, square_of
 from ._rules import RanksDisagree, SlowRank
 
 # R ranks, F fields of each; N parts of a step's batch: micro-batches, or ranks; W samples that an estimate is made of
@@ -274,10 +274,10 @@ class NoiseScale(OwnGradientProbe):
                 self._averaged[tensor.name] = square_of(gradient)
                 continue
             last, wide = self._last.get(tensor.name), wide_dtype(gradient.device)
-            new = widened(gradient) if last is None else widened(gradient) - widened(last)
-            of_new = new.square().sum(dtype=wide)
+            now = reals(gradient)
+            of_new = (now if last is None else now - reals(last)).square().sum(dtype=wide)
             of_all = of_new if last is None else self._squares[tensor.name][0] + of_new
-            self._squares[tensor.name] = torch.stack([of_all, widened(gradient).square().sum(dtype=wide)])
+            self._squares[tensor.name] = torch.stack([of_all, now.square().sum(dtype=wide)])
             self._last[tensor.name] = gradient.clone()
 
     def before_update(self, tensors: Sequence[WatchedTensor]) -> None:

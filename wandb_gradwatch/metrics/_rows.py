@@ -78,6 +78,11 @@ def widened(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.is_floating_point() and tensor.element_size() < 4 else tensor
 
 
+def reals(tensor: Tensor) -> Tensor:
+    """The same for a tensor of real numbers; a complex one, as optimizers see it, as real and imaginary parts."""
+    return widened(torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor)
+
+
 def dense(gradient: Tensor) -> Tensor:
     return gradient if gradient.layout is torch.strided else gradient.to_dense()
 

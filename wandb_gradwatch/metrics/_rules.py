@@ -105,7 +105,7 @@ class OutgrownUpdate(_MetricRule):
 
     Args:
         threshold: of the stale ratio: the root mean square of g / sqrt(v), with v as it was before the step.
-        factor: times the parameter's median of the last 32 samples.
+        factor: times the parameter's largest of the last 32 samples: of a scalar the ratio is one Gaussian's magnitude.
         patience: samples that a parameter has been seen for before it is judged.
     """
 
@@ -133,7 +133,7 @@ class OutgrownUpdate(_MetricRule):
             return None
         self._past[name] = [*past, value][-32:]
         is_known = len(past) >= self.patience
-        return value if is_known and value > max(self.threshold, self.factor * float(np.median(past))) else None
+        return value if is_known and value > max(self.threshold, self.factor * max(past)) else None
 
     def _alert(self, step: int, found: Mapping[str, float]) -> Alert:
         return super()._alert(step, dict(sorted(found.items(), key=lambda one: -one[1])))  # the worst first
