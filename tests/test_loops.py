@@ -14,6 +14,8 @@ from torch import nn
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
+from wandb_gradwatch._measure.measure import measure_received
+
 SGD = torch.optim.SGD
 
 
@@ -466,6 +468,30 @@ def test_clipping_through_data_is_seen_whatever_the_cadences_are():
     received = of(snapshot, "a", "grad_norm_clipped")
     assert received[:5].tolist() == [10] * 5  # steps 3 to 15
     assert received[6:].tolist() == [pytest.approx(1)] * 8  # from step 21: the last sample of the third window
+
+
+def test_rows_that_follow_each_other_closely_compare_every_gradient_in_turn(monkeypatch):
+    """All of them for every row would be a second pass over the gradients at every step."""
+    compared = []
+
+    def counting(gradients, **more):
+        compared.append(len(gradients))
+        return measure_received(gradients, **more)
+
+    monkeypatch.setattr("wandb_gradwatch._capture.measurer.measure_received", counting)
+    model = Chosen(a=1, b=1, c=1, d=1)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    watcher, sink = watch(model, log_every=1)
+    for i in range(20):
+        optimizer.zero_grad()
+        model.loss(a=[10], b=[10], c=[10], d=[10]).backward()
+        if i >= 10:
+            model.c.grad.data.mul_(0.1)
+        optimizer.step()
+    received = of(samples(watcher, sink), "c", "grad_norm_clipped")
+    assert compared[:10] == [4] * 3 + [1] * 7
+    assert received[:10].tolist() == [10] * 10
+    assert received[14:].tolist() == [pytest.approx(1)] * 6  # c's turn came in steps 11 to 14
 
 
 def test_another_default_device_changes_nothing():

@@ -102,9 +102,9 @@ class OpenSample(ClipListener):
         found = parts.seen.inspect(entries, inside_backward=False)
         if found.late:
             self._measure(found.late)
-        if parts.schedule.is_compared:  # what was written through `.data` shows only in the values
-            found.changed += found.unchanged
-            self._compared_early += tuple(slot for slot, _ in found.unchanged if slot not in self._clipped)
+        compared = parts.schedule.compared(found.unchanged)  # what was written through `.data` shows only in the values
+        found.changed += compared
+        self._compared_early += tuple(slot for slot, _ in compared if slot not in self._clipped)
         found.changed, unclear = ([e for e in of if e[0] not in self._clipped] for of in (found.changed, found.unclear))
         self._clipped.update(slot for slot, parameter in entries if parameter.grad is not None)
         if not parts.rows_are_read or not (found.changed or unclear):
@@ -187,10 +187,10 @@ class OpenSample(ClipListener):
             modified = [(slot, master) for slot, master in masters if slot in slots and master.grad is not None]
             if hidden := sorted(slots.difference(slot for slot, _ in modified)):
                 parts.window.hide_received(hidden)
-        elif found.unchanged and parts.schedule.is_compared:
-            self._compared += tuple(slot for slot, _ in found.unchanged)
+        elif compared := parts.schedule.compared(found.unchanged):
+            self._compared += tuple(slot for slot, _ in compared)
             whole = self._parts.rows_are_read and not parts.schedule.trusts_versions
-            self._measurer.measure_received(found.unchanged, optimizer, whole=whole)
+            self._measurer.measure_received(compared, optimizer, whole=whole)
         if modified:
             self._measurer.measure_received(modified, optimizer, whole=self._parts.rows_are_read)
         found_inf = getattr(optimizer, "found_inf", None)  # set by a scaler where the optimizer itself skips

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Final
 
 from torch.distributed.distributed_c10d import Store
 
+from .._runtime.autograd import Entry
 from .cadence import Budget, Cadence, Plan
 from .clock import SampleClock
 
 # Old code clips through `p.grad.data`, which leaves no trace in the version counter. The first samples and every
-# flushed one are compared by value; one difference there, and every sample is.
+# flushed one are compared by value; one difference there, and every sample is. Where flushes follow each other closely
+# each compares a part, another one every time: all of it would be a second pass over the gradients for every row.
 _COMPARED_SAMPLES: Final = 3
+_COMPARED_WITHIN: Final = 50  # steps: every gradient once
 _LOOK_AHEAD: Final = 50  # steps that a function is asked about in advance
 _UNPLANNED: Final = Plan()
 _WAIT: Final = timedelta(seconds=60)  # for a rank 0 that is a whole window behind, where ranks must not differ
@@ -29,7 +33,8 @@ class Schedule:
         self.is_open_ended = cadence.sample_every is None  # the budget decides which steps are sampled
         self.is_sampled = False  # the open step
         self.has_histogram = False  # its sample
-        self.is_compared = False  # by value with what was measured, also where its gradients look unmodified
+        # Of the open step's gradients that look unmodified one in so many is compared by value; 0: none.
+        self._compared_one_in = 0
         self.trusts_versions = True  # every gradient that was modified has shown it so far
         self.last_sample = clock.step
         self._plan = self._own_plan = _UNPLANNED
@@ -59,10 +64,22 @@ class Schedule:
             self.is_sampled, following = bool(every and step % every == 0), step + (every or 1)
         # Where a window has a few samples that are further apart than flushes, the next one is not the last of it.
         is_last = following > cadence.next_flush(step) and self._samples_in_window + 1 >= self._samples_needed
-        self.is_compared = not self.trusts_versions or self._num_samples < _COMPARED_SAMPLES or is_last
+        is_compared_whole = not self.trusts_versions or self._num_samples < _COMPARED_SAMPLES
+        of_flushed = max(_COMPARED_WITHIN // cadence.log_every, 1) if is_last else 0
+        self._compared_one_in = 1 if is_compared_whole else of_flushed
         self.has_histogram = self.is_sampled and cadence.histogram_due(
             step, last=self.last_sample, is_first=not self._samples_in_window, is_last=is_last
         )
+
+    def compared(self, unmodified: Sequence[Entry]) -> Sequence[Entry]:
+        """Which gradients of the open step are compared by value with what was measured, of those that look unmodified.
+
+        Any one of them shows what is done to all.
+        """
+        if not self._compared_one_in or not unmodified:
+            return ()
+        one_in = min(self._compared_one_in, len(unmodified))
+        return unmodified[self._clock.open_step // self._cadence.log_every % one_in :: one_in]
 
     @property
     def _samples_needed(self) -> int:
@@ -134,7 +151,7 @@ class Schedule:
 
     def distrust_versions(self) -> None:
         """A gradient was modified without a trace: compare every sample by value from now on."""
-        self.trusts_versions, self.is_compared = False, True
+        self.trusts_versions, self._compared_one_in = False, 1
 
     def state_dict(self) -> dict[str, Any]:
         """The step and what was learnt, in plain numbers."""
