@@ -162,7 +162,7 @@ def test_the_row_of_two_windows_is_the_merge_of_their_rows(first: list, second: 
 def test_the_precision_forecast_is_logged_for_every_format() -> None:
     # Of three elements that are not 0: 2^-30 and 2^-20 lie below fp16's smallest normal number 2^-14, 2^-30 below half
     # its smallest subnormal one 2^-25, and 1 can double log2(65504) times. fp8 e4m3 has 2^-6, 2^-10 and 448.
-    vitals = HistoryRow.of(window({"a": [2.0**-30, 0.0], "b": [2.0**-20, 1.0]}, histogram=True)).vitals()
+    vitals = HistoryRow.of(window({"a": [2.0**-30, 0.0], "b": [2.0**-20, 1.0]}, histogram=True)).scalars()
     assert vitals["gradwatch/fp16_underflow_ratio"] == pytest.approx(2 / 3)
     assert vitals["gradwatch/fp16_flush_ratio"] == pytest.approx(1 / 3)
     assert vitals["gradwatch/fp16_headroom"] == pytest.approx(math.log2(65504))
@@ -173,9 +173,9 @@ def test_the_precision_forecast_is_logged_for_every_format() -> None:
 
 
 def test_a_forecast_that_cannot_be_made_is_missing() -> None:
-    without = HistoryRow.of(window({"a": [1.0]})).vitals()
-    zeros = HistoryRow.of(window({"a": [0.0, 0.0]}, histogram=True)).vitals()
-    lowest_bin = HistoryRow.of(window({"a": [2.0**-130]}, histogram=True)).vitals()
+    without = HistoryRow.of(window({"a": [1.0]})).scalars()
+    zeros = HistoryRow.of(window({"a": [0.0, 0.0]}, histogram=True)).scalars()
+    lowest_bin = HistoryRow.of(window({"a": [2.0**-130]}, histogram=True)).scalars()
     assert not [key for key in (*without, *zeros) if key.endswith(FORECASTS[:2])]
     assert "gradwatch/bf16_flush_ratio" not in lowest_bin  # kept or not: the bin is open at its lower end
     assert lowest_bin["gradwatch/bf16_underflow_ratio"] == 1
@@ -183,7 +183,7 @@ def test_a_forecast_that_cannot_be_made_is_missing() -> None:
 
 def test_the_forecast_of_two_windows_is_that_of_their_elements() -> None:
     first, later = window({"a": [2.0**-30]}, histogram=True), window({"a": [1.0]}, first_step=2, histogram=True)
-    vitals = HistoryRow.of(first).merge(HistoryRow.of(later)).vitals()
+    vitals = HistoryRow.of(first).merge(HistoryRow.of(later)).scalars()
     assert (vitals["gradwatch/fp16_flush_ratio"], vitals["gradwatch/fp16_headroom"]) == (0.5, math.log2(65504))
 
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -20,7 +21,6 @@ import numpy.typing as npt
 
 from .._analysis.forecast import forecast
 from .._measure.columns import (
-    NUM_COLUMNS,
     Column,
     FloatArray,
     IntArray,
@@ -38,12 +38,14 @@ Number = int | float
 
 MAX_ROW_BYTES: Final = 1_000_000  # W&B skips a row above 10.4 MB whole, with the user's keys in it
 _NUMBER_BYTES: Final = 24  # of a float as JSON, with its comma
+_BIN_BYTES: Final = 34  # of a histogram's edge and count, up to 10^8
 
 HALF_BINS: Final = 32
 NUM_PICTURE_BINS: Final = 2 * HALF_BINS + 1
 _SHOWN: Final = 0.999
 _STICKY_OCTAVES: Final = 2  # a range stays until it is more than this many octaves too wide, or too narrow at all
 _LOWER_EDGES_K: Final = np.arange(NUM_PICTURE_BINS + 1) - HALF_BINS - 0.5  # in bin widths; dyadic, so short as JSON
+_FINITE_EDGES: Final = np.nan_to_num(histogram_edges())  # of the snapshot's bins
 
 # Further numbers of every layer; or of those whose name matches: a regular expression (searched) by the number's name.
 Details = Sequence[str] | Mapping[str, str]
@@ -99,23 +101,25 @@ class HistoryRow:
         summed |= _num_nonfinite(snapshot, shown_P)
         last = _present(last)
         patterns = {keys.DETAILS[name]: details[name] for name in details} if isinstance(details, Mapping) else {}
+        all_are_shown = bool(shown_P.all())
         for family in (*_FAMILIES, *(keys.DETAILS[name] for name in details)):
-            values = _named(family, names, getattr(latest, family)[0, :-1])
-            asked_P = shown_P
+            values, asked_P = _named(family, names, getattr(latest, family)[0, :-1]), shown_P
             if family in patterns:
                 asked_P = shown_P & np.array([re.search(patterns[family], name) is not None for name in names], bool)
-            last |= values if asked_P.all() else dict(itertools.compress(values.items(), asked_P))
-        clipped = snapshot.clipped[~np.isnan(snapshot.clipped)]
+            is_whole = all_are_shown and asked_P is shown_P
+            last |= values if is_whole else itertools.compress(values.items(), asked_P.tolist())
+        clipped = [one for one in snapshot.clipped.tolist() if not math.isnan(one)]
         changed = int(np.count_nonzero(snapshot.changed))
+        counted_PC = _counted_rows(snapshot)
         return cls(
             step=int(snapshot.steps[-1]),
             newest=_present(_newest(snapshot, latest)),
             last=last,
             largest=_present(largest),
             summed={key: int(value) for key, value in _present(summed).items()},
-            samples=Counter(known=len(clipped), clipped=int(clipped.sum()), changed=changed, all=len(snapshot)),
-            whole=_whole(snapshot),
-            histograms=_histograms_of_layers(snapshot)
+            samples=Counter(known=len(clipped), clipped=int(sum(clipped)), changed=changed, all=len(snapshot)),
+            whole=_whole(snapshot, counted_PC),
+            histograms=_histograms_of_layers(snapshot, counted_PC)
             | {keys.in_key(key): value for key, value in snapshot.metric_histograms.items()},
             rebinner=rebinner,
             namespace=namespace,
@@ -124,6 +128,7 @@ class HistoryRow:
     def merge(self, later: HistoryRow) -> HistoryRow:
         """This row and a later one as one: the row of both windows."""
         wholes = [whole for whole in (self.whole, later.whole) if whole is not None]
+        both = wholes[0].merge(*wholes[1:]) if wholes else None
         return replace(
             later,
             last=self.last | later.last,
@@ -131,55 +136,40 @@ class HistoryRow:
             | {key: max(value, self.largest.get(key, value)) for key, value in later.largest.items()},
             summed=self.summed | {key: value + self.summed.get(key, 0) for key, value in later.summed.items()},
             samples=self.samples + later.samples,
-            whole=_whole(wholes[0].merge(*wholes[1:])) if wholes else None,
+            whole=None if both is None else _whole(both, _counted_rows(both)),
             histograms=merge_histograms([self.histograms, later.histograms]),
         )
 
-    def vitals(self) -> dict[str, Number]:
-        """The numbers of the whole model, under `gradwatch/`, the step first."""
-        vitals: dict[str, Number] = {keys.STEP: self.step, **self.newest}
-        vitals |= {
-            key: value
-            for values in (_present(self.last), self.largest, self.summed)
-            for key, value in values.items()
-            if key.startswith(keys.PREFIX)
-        }
+    def scalars(self) -> dict[str, Number]:
+        """Every number of the row, the step and the whole model's first."""
+        scalars: dict[str, Number] = {keys.STEP: self.step, **self.newest}
         if self.samples["known"]:
-            vitals[keys.CLIP_RATIO] = self.samples["clipped"] / self.samples["known"]
+            scalars[keys.CLIP_RATIO] = self.samples["clipped"] / self.samples["known"]
         if self.samples["changed"]:
-            vitals[keys.CHANGED_RATIO] = self.samples["changed"] / self.samples["all"]
+            scalars[keys.CHANGED_RATIO] = self.samples["changed"] / self.samples["all"]
         if self.whole is not None:
             quantiles = self.whole.abs_quantile(list(keys.GRAD_ABS_QUANTILES.values()))[:, 0].tolist()
-            vitals |= _present(dict(zip(keys.GRAD_ABS_QUANTILES, quantiles, strict=True)) | _precision(self.whole))
-        return vitals
-
-    def scalars(self) -> dict[str, Number]:
-        """Every number of the row, the step first."""
-        return self.vitals() | _present(self.last) | self.largest | self.summed
+            scalars |= _present(dict(zip(keys.GRAD_ABS_QUANTILES, quantiles, strict=True)) | _precision(self.whole))
+        return scalars | self.summed | self.largest | _present(self.last)
 
     def parts(self) -> list[dict[str, Any]]:
         """What to log: as many rows as W&B's size limit asks for, filled in order, each with the step."""
-        parts: list[dict[str, Any]] = [{keys.STEP: self.step}]
-        filled = 0
-        for key, value, size in self._values():
-            filled += len(key) + size
-            if filled > MAX_ROW_BYTES and len(parts[-1]) > 1:
-                parts.append({keys.STEP: self.step})
-                filled = len(key) + size
-            parts[-1][key] = value
-        return parts
-
-    def _values(self) -> Iterator[tuple[str, Any, int]]:
-        """Key, value and about how many bytes it is as JSON."""
         import wandb
 
-        for key, number in in_namespace(self.scalars(), self.namespace).items():
-            yield key, number, _NUMBER_BYTES
+        items: list[tuple[str, Any]] = list(in_namespace(self.scalars(), self.namespace).items())
+        sizes = [len(key) + _NUMBER_BYTES for key, _ in items]  # as JSON, about
         drawn = {} if self.rebinner is None else self.rebinner.draw(self.histograms)
         for key, (counts, edges) in drawn.items():
             # It asks for arrays and turns them into the lists that these are already.
-            picture = wandb.Histogram(np_histogram=(counts, edges))  # type: ignore[arg-type]
-            yield key, picture, len(edges) * _NUMBER_BYTES + len(counts) * (len(str(max(counts))) + 2)
+            items.append((key, wandb.Histogram(np_histogram=(counts, edges))))  # type: ignore[arg-type]
+            sizes.append(len(key) + len(edges) * _BIN_BYTES)
+        parts, start, filled = [], 0, 0
+        up_to = list(itertools.accumulate(sizes))
+        while start < len(items):
+            end = max(bisect_right(up_to, filled + MAX_ROW_BYTES), start + 1)
+            parts.append({keys.STEP: self.step} | dict(items[start:end]))
+            start, filled = end, up_to[end - 1]
+        return parts
 
 
 def _latest(snapshot: Snapshot) -> Snapshot:
@@ -220,31 +210,37 @@ def _precision(total: Snapshot) -> dict[str, Number]:
     }
 
 
-def _whole(snapshot: Snapshot) -> Snapshot | None:
+def _counted_rows(snapshot: Snapshot) -> FloatArray | None:
+    """Each layer over the samples that the histogram counts: [P, C]; None without one."""
     if snapshot.histogram is None or not snapshot.names:
         return None
-    counted = snapshot.is_counted
+    counted_S = snapshot.is_counted
+    return merge_rows(snapshot.rows if counted_S.all() else snapshot.rows[counted_S], axis=0)
+
+
+def _whole(snapshot: Snapshot, counted_PC: FloatArray | None) -> Snapshot | None:
+    if snapshot.histogram is None or counted_PC is None:
+        return None
     return Snapshot(
         steps=snapshot.steps[-1:],
         names=("total",),
-        rows=merge_rows(snapshot.rows[counted].reshape(-1, NUM_COLUMNS), axis=0)[None, None],
-        histogram=snapshot.histogram.sum(axis=0, keepdims=True),
-        histogram_steps=(int(snapshot.steps[-1]),) if counted.any() else (),
+        rows=merge_rows(counted_PC, axis=0)[None, None],
+        histogram=np.add.reduce(snapshot.histogram, axis=0, keepdims=True),
+        histogram_steps=(int(snapshot.steps[-1]),) if snapshot.is_counted.any() else (),
     )
 
 
-def _histograms_of_layers(snapshot: Snapshot) -> dict[str, MetricHistogram]:
+def _histograms_of_layers(snapshot: Snapshot, counted_PC: FloatArray | None) -> dict[str, MetricHistogram]:
     """By key, of the layers with a finite element; extremes are infinite where they are not known."""
-    if snapshot.histogram is None:
+    if snapshot.histogram is None or counted_PC is None:
         return {}
-    rows_PC = merge_rows(snapshot.rows[snapshot.is_counted], axis=0)
-    low_P, high_P = rows_PC[:, Column.GRAD_MIN], rows_PC[:, Column.GRAD_MAX]
+    low_P, high_P = counted_PC[:, Column.GRAD_MIN], counted_PC[:, Column.GRAD_MAX]
     low_P = np.where(np.isfinite(low_P), low_P, -np.inf).tolist()
     high_P = np.where(np.isfinite(high_P), high_P, np.inf).tolist()
     layer_keys = keys.layer_keys(keys.GRADIENT_HISTOGRAMS, snapshot.names)
-    layers = zip(layer_keys, snapshot.histogram, low_P, high_P, strict=True)
-    is_there_P = np.logical_or.reduce(snapshot.histogram, axis=1)
-    return {key: MetricHistogram(*values) for key, *values in itertools.compress(layers, is_there_P)}
+    layers = map(MetricHistogram, snapshot.histogram, low_P, high_P)
+    is_there_P = np.logical_or.reduce(snapshot.histogram, axis=1).tolist()
+    return dict(itertools.compress(zip(layer_keys, layers, strict=True), is_there_P))
 
 
 def _named(family: str, names: tuple[str, ...], values_P: FloatArray) -> dict[str, Number]:
@@ -302,31 +298,33 @@ class Rebinner:
 
     def draw(self, histograms: Mapping[str, MetricHistogram]) -> dict[str, tuple[list[int], list[float]]]:
         """Counts [K] and edges [K + 1] of every histogram that counts an element, by its key."""
-        if not histograms:
+        counted = {key: histogram for key, histogram in histograms.items() if np.count_nonzero(histogram.counts)}
+        if not counted:
             return {}
-        all_PB = np.stack([histogram.counts for histogram in histograms.values()])
-        counted_P = np.logical_or.reduce(all_PB, axis=1)
-        names, histogram_PB = list(itertools.compress(histograms, counted_P)), all_PB[counted_P]
-        low_P, high_P = np.array([(histograms[name].low, histograms[name].high) for name in names]).reshape(-1, 2).T
-        widths_P = np.array(
-            [
-                math.ldexp(1.0, self._exponent(name, reach)) / HALF_BINS
-                for name, reach in zip(names, _reach(histogram_PB, low_P, high_P).tolist(), strict=True)
-            ]
+        histogram_PB = np.concatenate([histogram.counts for histogram in counted.values()]).reshape(len(counted), -1)
+        low_P = np.array([histogram.low for histogram in counted.values()])
+        high_P = np.array([histogram.high for histogram in counted.values()])
+        # Layers share few ranges: E of them.
+        exponent_E, range_P = np.unique(
+            self._exponents(counted, _reach(histogram_PB, low_P, high_P)), return_inverse=True
         )
-        edges_PK = widths_P[:, None] * _LOWER_EDGES_K
-        counts_PK = _redistribute(histogram_PB, edges_PK, low_P, high_P)
-        return dict(zip(names, zip(counts_PK.tolist(), edges_PK.tolist(), strict=True), strict=True))
+        edges_EK = np.ldexp(_LOWER_EDGES_K / HALF_BINS, exponent_E[:, None])
+        counts_PK = _redistribute(histogram_PB, edges_EK, range_P, low_P, high_P)
+        edges = edges_EK.tolist()
+        pictures = zip(counts_PK.tolist(), map(edges.__getitem__, range_P.tolist()), strict=True)
+        return dict(zip(counted, pictures, strict=True))
 
-    def _exponent(self, name: str, reach: float) -> int:
-        """The sticky exponent of the range that covers `reach`."""
-        needed = max(math.frexp(reach)[1] - (math.frexp(reach)[0] == 0.5), -1000) if reach > 0 else None
-        known = self._exponent_of.get(name)
-        if needed is None:  # nothing but zeros
-            return 0 if known is None else known
-        if known is None or not needed <= known <= needed + _STICKY_OCTAVES:
-            known = self._exponent_of[name] = needed
-        return known
+    def _exponents(self, names: Iterable[str], reach_P: FloatArray) -> list[int]:
+        """The sticky exponents of the ranges that cover `reach`."""
+        mantissa_P, exponent_P = np.frexp(reach_P)
+        needed_P = np.maximum(exponent_P - (mantissa_P == 0.5), -1000)
+        exponents = []
+        for name, needed, is_zero in zip(names, needed_P.tolist(), (reach_P == 0).tolist(), strict=True):
+            known = self._exponent_of.get(name)
+            if not is_zero and (known is None or not needed <= known <= needed + _STICKY_OCTAVES):
+                known = self._exponent_of[name] = needed
+            exponents.append(known or 0)  # None of what has been nothing but zeros
+        return exponents
 
 
 def _reach(histogram_PB: IntArray, low_P: FloatArray, high_P: FloatArray) -> FloatArray:
@@ -342,22 +340,23 @@ def _reach(histogram_PB: IntArray, low_P: FloatArray, high_P: FloatArray) -> Flo
     return np.where(up_to_PM[:, -1] > 0, reach_P, 0.0)
 
 
-def _redistribute(histogram_PB: IntArray, edges_PK: FloatArray, low_P: FloatArray, high_P: FloatArray) -> IntArray:
+def _redistribute(
+    histogram_PB: IntArray, edges_EK: FloatArray, range_P: IntArray, low_P: FloatArray, high_P: FloatArray
+) -> IntArray:
     """Count again in other bins, as if each bin's elements lay evenly in the part of it that holds any: [P, K]."""
-    fixed, inner_PK = histogram_edges(), edges_PK[:, 1:-1]
+    inner_EK = edges_EK[:, 1:-1]
     # No inner edge is 0, so the zero bin, which has no width, lies on one side of each of them as a whole.
-    bin_PK = np.searchsorted(fixed, inner_PK, side="right") - 1
-    finite = np.clip(fixed, -np.finfo(np.float64).max, np.finfo(np.float64).max)
-    left_PK = np.maximum(finite[bin_PK], low_P[:, None])
-    right_PK = np.minimum(finite[bin_PK + 1], high_P[:, None])
+    bin_EK = np.searchsorted(histogram_edges(), inner_EK, side="right") - 1
+    inner_PK = inner_EK[range_P]
+    left_PK = np.maximum(_FINITE_EDGES[bin_EK][range_P], low_P[:, None])
+    right_PK = np.minimum(_FINITE_EDGES[bin_EK + 1][range_P], high_P[:, None])
     width_PK = right_PK / 2 - left_PK / 2  # halves, as the open bins' difference may overflow
     with np.errstate(divide="ignore", invalid="ignore"):
         share_PK = np.where(width_PK > 0, (inner_PK / 2 - left_PK / 2) / width_PK, inner_PK >= left_PK)
     up_to_PB = np.cumsum(histogram_PB, axis=1)
-    place_PK = bin_PK + np.arange(0, histogram_PB.size, histogram_PB.shape[1])[:, None]  # in the flat histograms
+    # In the flat histograms
+    place_PK = bin_EK[range_P] + np.arange(0, histogram_PB.size, histogram_PB.shape[1])[:, None]
     inside_PK = histogram_PB.take(place_PK)
-    below_PK = np.zeros(edges_PK.shape, dtype=np.int64)
-    below_PK[:, 1:-1] = up_to_PB.take(place_PK) - inside_PK
-    below_PK[:, 1:-1] += np.rint(np.minimum(np.maximum(share_PK, 0.0), 1.0) * inside_PK).astype(np.int64)
-    below_PK[:, -1] = up_to_PB[:, -1]
-    return below_PK[:, 1:] - below_PK[:, :-1]
+    inside_below_PK = np.rint(np.minimum(np.maximum(share_PK, 0.0), 1.0) * inside_PK).astype(np.int64)
+    below_PK = up_to_PB.take(place_PK) - inside_PK + inside_below_PK
+    return np.diff(below_PK, axis=1, prepend=0, append=up_to_PB[:, -1:])

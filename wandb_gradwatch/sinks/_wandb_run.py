@@ -196,8 +196,8 @@ class WandbSink(Sink):
 
     def _show_newest(self, row: HistoryRow, row_scheduler: RowScheduler) -> None:
         """Rows pile up, as the script logs rarely or never: keep at least the run's summary fresh."""
-        vitals = row.vitals()
-        fresh: dict[str, Number] = {key: vitals[key] for key in (keys.STEP, *keys.SUMMARY) if key in vitals}
+        scalars = row.scalars()
+        fresh: dict[str, Number] = {key: scalars[key] for key in (keys.STEP, *keys.SUMMARY) if key in scalars}
         self._run.summary.update(in_namespace(fresh, self._namespace))
         if row_scheduler.num_user_calls == 0 and row_scheduler.num_waiting >= _STARVED_WINDOWS:
             self._say(

@@ -55,8 +55,13 @@ else:
 
 def ratio(numerator: FloatArray, denominator: FloatArray) -> FloatArray:
     """numerator / denominator, NaN where the denominator is 0 or infinite, or either is missing."""
-    undefined = ~((denominator > 0) & (denominator < np.inf))
-    return np.where(undefined, np.nan, numerator / np.where(undefined, 1.0, denominator))
+    return divided_where((denominator > 0) & (denominator < np.inf), numerator, denominator)
+
+
+def divided_where(known: npt.NDArray[np.bool_], numerator: FloatArray, denominator: FloatArray) -> FloatArray:
+    """numerator / denominator where that is known, NaN elsewhere; all of one shape."""
+    quotient: FloatArray = np.divide(numerator, denominator, out=np.full(known.shape, np.nan), where=known)
+    return quotient
 
 
 def finite_or_missing(extremes: FloatArray) -> FloatArray:

@@ -24,7 +24,7 @@ from .._measure.columns import (
 )
 from .._measure.probe_values import MetricHistogram
 from . import keys
-from ._arrays import derived, finite_or_missing, fold_signs, frozen, quantile_of, ratio, too_small
+from ._arrays import derived, divided_where, finite_or_missing, fold_signs, frozen, quantile_of, ratio, too_small
 from ._overview import Overview, overview_of
 from ._shapes import GroupBy, group_function, group_names, merge_snapshots, select_samples
 
@@ -212,9 +212,7 @@ class Snapshot:
         return self._share(Column.NUM_ZERO)
 
     def _share(self, column: Column) -> FloatArray:
-        if not self.has_nonfinite.any() and np.minimum.reduce(self.num_elements, axis=None, initial=1) > 0:
-            return self.column(column) / self.num_elements
-        return np.where(self.num_finite == 0, np.nan, ratio(self.column(column), self.num_elements))
+        return divided_where(self.num_finite != 0, self.column(column), self.num_elements)
 
     @derived
     def param_norm(self) -> FloatArray:
@@ -260,7 +258,7 @@ class Snapshot:
         that is left is a limit that somebody chose, a number of two digits.
         """
         before, after = self.column(Column.GRAD_SUM_SQ), self.column(Column.RECEIVED_SUM_SQ)
-        smaller = np.any(np.sqrt(after) < np.sqrt(before) * (1 - CLIP_TOLERANCE), axis=1)
+        smaller = np.logical_or.reduce(after < before * (1 - CLIP_TOLERANCE) ** 2, axis=1)
         unknown = np.isnan(self.total_grad_norm) | np.isnan(self.total_grad_norm_clipped) | self.arose_after_backward
         said = self.metrics.get(keys.CLIPPED, np.full(len(self), np.nan))
         clipped = np.where(np.isnan(said) & ~self.changed, smaller.astype(np.float64), said)
