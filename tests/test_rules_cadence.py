@@ -17,7 +17,7 @@ from torch import nn
 import wandb_gradwatch
 from wandb_gradwatch import MemorySink
 from wandb_gradwatch._analysis.baseline import evenly_apart, steady_growth
-from wandb_gradwatch._diagnosis import with_diagnosis
+from wandb_gradwatch._diagnosis import diagnose, with_diagnosis
 from wandb_gradwatch.rules import ExplodingGradient
 from wandb_gradwatch.snapshot import Snapshot, keys
 
@@ -83,6 +83,38 @@ def test_parameters_that_moved_a_fifth_in_a_hundred_steps_were_not_written_at_on
     found = list(ExplodingGradient().check(history))
     assert found
     assert "lost" not in with_diagnosis(found[0], history).text
+
+
+def every_20th(
+    sizes: list[float], *, rates: list[float] | None = None, gradients: list[float] | None = None
+) -> Snapshot:
+    """Samples of one parameter of this size, 20 steps apart."""
+    samples = [
+        sample_of({"a.weight": [gradient] * 4}, step=20 * number, parameters={"a.weight": np.full(4, size)})
+        for number, (size, gradient) in enumerate(zip(sizes, gradients or [1.0] * len(sizes), strict=True), 1)
+    ]
+    history = together(samples)
+    return history if rates is None else replace(history, metrics={keys.LEARNING_RATE: np.array(rates)})
+
+
+@pytest.mark.parametrize(("size", "is_the_rate"), [(3.0, True), (1.1, False)])
+def test_units_that_died_after_a_rate_that_rose_between_samples_died_of_it(size: float, is_the_rate: bool) -> None:
+    """Three times the norm in 20 updates is 5.6 % each: far by none of them alone, and far by all."""
+    history = every_20th([1.0] * 6 + [size] * 3, rates=[0.01] * 5 + [1.0] * 4, gradients=[1.0] * 6 + [0.0] * 3)
+    found = [one.cause for one in diagnose(history) if one.explains("Dead gradient")]
+    assert (found[:1] == ["learning rate too high"]) is is_the_rate
+
+
+def test_what_no_sample_has_seen_is_said_of_all_its_steps_and_may_be_a_batch() -> None:
+    (found,) = diagnose(every_20th([1.0] * 6 + [1e6] * 3))
+    assert "the updates of steps 120 to 139 changed the parameters' norm by 1e8 %" in found.in_words
+    assert "or one bad batch that was not measured" in found.in_words
+
+
+def test_of_steps_that_were_not_measured_nobody_knows_that_the_gradient_was_usual() -> None:
+    rates = [0.01] * 12
+    written = [one.cause for one in diagnose(every_20th([1.0 + 1e-3 * n for n in range(8)] + [9.0] * 4, rates=rates))]
+    assert not [cause for cause in written if "lost" in cause]
 
 
 @pytest.mark.parametrize("gap", [50, 100])

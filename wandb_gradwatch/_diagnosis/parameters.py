@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Final
@@ -18,7 +19,7 @@ from ..snapshot import Snapshot, keys
 _MAX_MOVEMENT: Final = 0.08
 _MAX_FIRST_MOVEMENT: Final = 0.15
 _FIRST_STEPS: Final = 5
-_MAX_LEAP: Final = 0.5
+MAX_LEAP: Final = 0.5
 # Of the parameters' norm, by one update; healthy ones are a tenth of that once a run is under way.
 _MIN_JUMP: Final = 0.005
 _JUMP_FACTOR: Final = 20.0
@@ -55,6 +56,18 @@ class Parameters:
         of_update_N = np.diff(0.5 * np.log(total_S[known])) / np.diff(self._history.steps[known])
         return np.abs(np.expm1(np.clip(of_update_N, -700, 700))), known[:-1]
 
+    def change_from(self, sample: int) -> float:
+        """|relative change| of the norm from this sample to the next one, by all updates between them; 0 if unknown."""
+        changes, samples = self.changes
+        place = int(np.searchsorted(samples, sample))
+        if place == len(samples) or samples[place] != sample:
+            return 0.0
+        return math.expm1(min(math.log1p(float(changes[place])) * self.num_updates_from(sample), 700.0))
+
+    def num_updates_from(self, sample: int) -> int:
+        """How many steps lie between this sample and the next one."""
+        return int(self._history.steps[sample + 1] - self._history.steps[sample])
+
     @cached_property
     def movement(self) -> tuple[float, int] | None:
         """How fast the parameters move for some steps in a row, and the sample where that began; None if unknown.
@@ -79,7 +92,7 @@ class Parameters:
         """An ordinary sample whose update changed the parameters' norm by half or more: the change, the sample."""
         changes, samples = self.changes
         spiky = {sample for sample, _ in self._spikes}
-        leaps = [(float(c), int(s)) for c, s in zip(changes, samples, strict=True) if c > _MAX_LEAP and s not in spiky]
+        leaps = [(float(c), int(s)) for c, s in zip(changes, samples, strict=True) if c > MAX_LEAP and s not in spiky]
         return leaps[0] if leaps else None
 
     def update_before(self, sample: int) -> tuple[float, float] | None:
@@ -102,7 +115,7 @@ class Parameters:
         norm_SP = self._history.param_norm[first : sample + 1]
         change_SP = np.abs(np.diff(norm_SP, axis=0))
         is_far_P = (norm_SP[-2] > 0) & (
-            change_SP[-1] > np.maximum(_UNUSUAL * change_SP[:-1].max(axis=0), _MAX_LEAP * norm_SP[-2])
+            change_SP[-1] > np.maximum(_UNUSUAL * change_SP[:-1].max(axis=0), MAX_LEAP * norm_SP[-2])
         )
         place = int(np.argmax(is_far_P))
         return (self._history.names[place], *norm_SP[-2:, place].tolist()) if is_far_P[place] else None
@@ -136,6 +149,8 @@ class Parameters:
         for place in range(_MIN_JUMP_NEIGHBOURS, len(samples)):
             before, sample = slice(max(place - _JUMP_NEIGHBOURS, 0), place), int(samples[place])
             if changes[place] < max(_MIN_JUMP, _JUMP_FACTOR * float(changes[before].max())):
+                continue
+            if self.num_updates_from(sample) > 1:  # what they used was not measured
                 continue
             usual = samples[before]
             if all(0 <= v[sample] <= _UNUSUAL * float(v[usual].max()) for v in (rate_S, norm_S)):

@@ -20,6 +20,7 @@ from ..causes import (
     Diagnosis,
 )
 from ..evidence import DEEP, FIRST_GRADIENT, Evidence
+from ..parameters import MAX_LEAP
 
 _MULTIPLIED: Final = 10.0  # times the usual loss and gradient: less may be a batch of its own kind
 _ALIKE: Final = 2.0  # between the factors of the loss and of all layers
@@ -36,6 +37,7 @@ _FIRST_SCALE: Final = (
     "a large scale of the inputs, targets or loss; the size of the loss at the first step tells them apart"
 )
 _FIRST_DEPTH: Final = "activations that grow with the depth; the size of the loss at the first step tells them apart"
+_UNMEASURED: Final = "one bad batch that was not measured; a run with sample_every=1 tells them apart"
 _BY_HAND: Final = (
     "parameters that were loaded or rescaled, or an optimizer's state that was lost; what the script does at that step "
     "tells them apart"
@@ -50,7 +52,8 @@ def learning_rate(evidence: Evidence) -> Diagnosis | None:
         when = "at" if rose.at_once else "up to"
         words = f"it rose from {number(rose.before)} to {number(rose.after)} {when} step {evidence.step(rose.sample)}"
         parameters = evidence.parameters
-        is_felt = parameters.is_moving or parameters.leap or parameters.jump or evidence.growth
+        has_moved = parameters.change_from(rose.sample) > MAX_LEAP
+        is_felt = parameters.is_moving or has_moved or parameters.leap or parameters.jump or evidence.growth
         rival = "" if is_felt or rose.at_once else _LATE_RISE  # a warm-up goes up as well
         is_seen = bool(is_felt) and rose.at_once
         # An explosion saturates and kills: what dies just after it is its consequence.
@@ -69,18 +72,19 @@ def learning_rate(evidence: Evidence) -> Diagnosis | None:
         )
         return Diagnosis(LEARNING_RATE, 0.85 - less, words, *_or_scale(evidence, remedy, sample, _NEW_SCALE))
     if evidence.parameters.leap is not None:
-        change, sample = evidence.parameters.leap
-        words = (
-            f"the update of step {evidence.step(sample)} alone changed the parameters' norm by {number(100 * change)} %"
+        update, moved, rival = _update(evidence, evidence.parameters.leap[1])
+        words = f"{update} changed the parameters' norm by {moved} %"
+        return Diagnosis(
+            LEARNING_RATE, 0.8 - less, words, *_or_scale(evidence, remedy, evidence.parameters.leap[1], rival)
         )
-        return Diagnosis(LEARNING_RATE, 0.8 - less, words, *_or_scale(evidence, remedy, sample, _BY_HAND))
     if evidence.parameters.jump is not None:
-        change, factor, sample = evidence.parameters.jump
+        _, factor, sample = evidence.parameters.jump
+        update, moved, rival = _update(evidence, sample)
         words = (
-            f"the update of step {evidence.step(sample)}, just before the spike, changed the parameters' norm by "
-            f"{100 * change:.1f} %, {number(factor)}x as much as any of the updates before it"
+            f"{update}, just before the spike, changed the parameters' norm by {moved} %, {number(factor)}x as much "
+            "as any of the updates before it"
         )
-        return Diagnosis(LEARNING_RATE, 0.8, words, remedy, _BY_HAND)
+        return Diagnosis(LEARNING_RATE, 0.8, words, remedy, rival)
     if evidence.growth is not None:
         rise, sample = evidence.growth
         words = (
@@ -95,6 +99,14 @@ def learning_rate(evidence: Evidence) -> Diagnosis | None:
         )
         return Diagnosis(LEARNING_RATE, 0.8, words, remedy, also=SILENCE)
     return None
+
+
+def _update(evidence: Evidence, sample: int) -> tuple[str, str, str]:
+    """The updates from a sample to the next in words, their change of the parameters' norm in percent, and a rival."""
+    change = number(100 * evidence.parameters.change_from(sample))
+    if evidence.parameters.num_updates_from(sample) == 1:
+        return f"the update of step {evidence.step(sample)}", change, _BY_HAND
+    return f"the updates of steps {evidence.step(sample)} to {evidence.step(sample + 1) - 1}", change, _UNMEASURED
 
 
 def _or_scale(evidence: Evidence, remedy: str, sample: int, later: str) -> tuple[str, str]:
