@@ -32,7 +32,7 @@ def snapshot_of(
     return Snapshot(
         steps=np.array([one.sample.step for one in samples], dtype=np.int64),
         names=known.names,
-        rows=np.stack([padded(one.rows, num_names) for one in samples]),
+        rows=np.array([padded(one.rows, num_names) for one in samples]),
         histogram=histogram,
         histogram_steps=flush.histogram_steps if flush is not None else (),
         loss_scale=np.array([one.loss_scale for one in samples]),

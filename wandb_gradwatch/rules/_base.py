@@ -9,8 +9,6 @@ from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any, ClassVar, Final, Literal, Protocol, runtime_checkable
 
-import numpy as np
-
 from .._analysis.formatting import sentence
 from .._analysis.memory import Remembers
 from ..snapshot import Snapshot, keys
@@ -97,13 +95,12 @@ def is_ordinary(snapshot: Snapshot) -> bool:
     Rare are the first two steps, what is not finite, a wrong wiring that the capture has found, and a learning rate
     below 0. Rules that are not even called cost nothing.
     """
-    metrics = snapshot.metrics
     if any([sample.has_nonfinite or sample.step <= FIRST_STEPS for sample in snapshot.overview]):
         return False
-    if any([key.startswith(keys.WIRING) for key in metrics]):
+    if any([key.startswith(keys.WIRING) for key in snapshot.metrics]):
         return False
-    bad_S, rate_S = metrics.get(keys.NUM_NONFINITE_LOSS), metrics.get(keys.LEARNING_RATE)
-    return (bad_S is None or not np.count_nonzero(bad_S)) and (rate_S is None or not np.count_nonzero(rate_S < 0))
+    bad, rates = values_of(snapshot, keys.NUM_NONFINITE_LOSS), values_of(snapshot, keys.LEARNING_RATE)
+    return not any([num > 0 for num in bad]) and not any([rate < 0 for rate in rates])
 
 
 def values_of(snapshot: Snapshot, key: str) -> list[float]:

@@ -239,9 +239,9 @@ class FastParameters(ShippedRule):
         is_known = is_known and sample.sums[Column.PARAM_NUM_NONFINITE] == 0
         if not (is_known and update.total_after - update.total_before <= share / 2 * update.total_before):
             return False
-        places = _places_of_weights(self._names)
-        before_W, after_W = update.before[places], update.after[places]
-        is_ordinary = not np.count_nonzero(np.abs(after_W - before_W) > share * before_W)
+        has_moved_P = np.abs(update.after - update.before) > share * update.before
+        has_moved_P &= _are_weights(self._names)
+        is_ordinary = not np.count_nonzero(has_moved_P)
         self._left_sq = left_sq if is_ordinary else 0.0
         return is_ordinary
 
@@ -299,9 +299,8 @@ class FastParameters(ShippedRule):
         largest_P = self._largest.of(snapshot.names)
         left_sq = float(snapshot.column(Column.PARAM_SUM_SQ)[sample].sum(where=largest_P > 0))
         if left_sq > 0 and snapshot.column_sums[sample, Column.PARAM_NUM_NONFINITE] == 0:  # as nearly always: all here
-            whole_sq, places = float(largest_P @ largest_P), _places_of_weights(snapshot.names)
-            weights_W = snapshot.column(Column.PARAM_SUM_SQ)[sample, places]
-            self._left_sq = float(weights_W.sum(where=largest_P[places] > 0)) / whole_sq
+            whole_sq, are_known_P = float(largest_P @ largest_P), (largest_P > 0) & _are_weights(snapshot.names)
+            self._left_sq = float(snapshot.column(Column.PARAM_SUM_SQ)[sample].sum(where=are_known_P)) / whole_sq
             return math.sqrt(left_sq / whole_sq)
         norm_P = snapshot.param_norm[sample]
         if not largest_P.any():
@@ -393,8 +392,3 @@ def _change(names: tuple[str, ...], update: Update, size_P: FloatArray) -> Float
 def _are_weights(names: tuple[str, ...]) -> npt.NDArray[np.bool_]:
     """Whether each parameter is a weight, by its name: a bias that jumps switches units on or off, which is told."""
     return np.array(["bias" not in name for name in names])
-
-
-@lru_cache(maxsize=16)
-def _places_of_weights(names: tuple[str, ...]) -> npt.NDArray[np.intp]:
-    return np.flatnonzero(_are_weights(names))

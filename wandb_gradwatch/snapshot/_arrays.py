@@ -24,7 +24,7 @@ def frozen(values: Array) -> Array:
     if not values.flags.writeable:
         return values
     view = values.view()
-    view.flags.writeable = False
+    view.setflags(write=False)
     return view
 
 

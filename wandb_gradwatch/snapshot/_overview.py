@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 
 from .._measure.columns import NONFINITE_COLUMNS, Column, FloatArray
+from . import keys
 from ._arrays import LEAST_SUM_SQ
 
 if TYPE_CHECKING:
@@ -48,11 +49,12 @@ class Overview(NamedTuple):
 
 def overview_of(snapshot: Snapshot) -> tuple[Overview, ...]:
     """Every sample."""
+    nowhere = [False] * len(snapshot)
     columns = (
         snapshot.steps.tolist(),
         snapshot.skipped.tolist(),
-        snapshot.left_out.tolist(),
-        snapshot.guarded.tolist(),
+        snapshot.left_out.tolist() if keys.LEFT_OUT in snapshot.metrics else nowhere,
+        snapshot.guarded.tolist() if keys.GUARDED in snapshot.metrics else nowhere,
         snapshot.column_sums.tolist(),
         np.minimum.reduce(snapshot.rows, axis=1, initial=math.inf).tolist(),
         np.maximum.reduce(snapshot.rows, axis=1, initial=-math.inf).tolist(),

@@ -98,8 +98,9 @@ class Snapshot:
         """Each column that merges by adding, over the names that are present: [S, C]; the others mean nothing here."""
         with np.errstate(over="ignore", invalid="ignore"):
             sums_SC: FloatArray = np.add.reduce(self.rows, axis=1)
-            absent = np.isnan(sums_SC[:, Column.NUM_ELEMENTS])
-            return merge_rows(self.rows, axis=1) if np.count_nonzero(absent) else sums_SC
+            if any([num != num for num in sums_SC[:, Column.NUM_ELEMENTS].tolist()]):  # NaN: some are absent
+                return merge_rows(self.rows, axis=1)
+            return sums_SC
 
     @derived
     def present(self) -> npt.NDArray[np.bool_]:
