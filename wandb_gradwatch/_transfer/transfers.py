@@ -290,11 +290,8 @@ def _changed_without_a_trace(rows_PC: FloatArray, earlier_PC: FloatArray | None,
     looks = [(rows_PC[at_step, Column.GRAD_SUM_SQ], rows_PC[at_step, Column.RECEIVED_SUM_SQ])]
     if earlier_PC is not None:
         looks.append((earlier_PC[early, Column.GRAD_SUM_SQ], rows_PC[early, Column.GRAD_SUM_SQ]))
-    with np.errstate(invalid="ignore"):  # infinite before and after
-        return any(
-            bool(np.any(np.abs(np.sqrt(after) - np.sqrt(before)) > CLIP_TOLERANCE * np.sqrt(before)))
-            for before, after in looks
-        )
+    low, high = (1 - CLIP_TOLERANCE) ** 2, (1 + CLIP_TOLERANCE) ** 2
+    return any(bool(np.any((after < low * before) | (after > high * before))) for before, after in looks)
 
 
 def _what_happened(

@@ -107,7 +107,7 @@ class HistoryRow:
             if family in patterns:
                 asked_P = shown_P & np.array([re.search(patterns[family], name) is not None for name in names], bool)
             is_whole = all_are_shown and asked_P is shown_P
-            last |= values if is_whole else itertools.compress(values.items(), asked_P.tolist())
+            last |= values if is_whole else itertools.compress(values, asked_P.tolist())
         clipped = [one for one in snapshot.clipped.tolist() if not math.isnan(one)]
         changed = int(np.count_nonzero(snapshot.changed))
         counted_PC = _counted_rows(snapshot)
@@ -150,24 +150,28 @@ class HistoryRow:
         if self.whole is not None:
             quantiles = self.whole.abs_quantile(list(keys.GRAD_ABS_QUANTILES.values()))[:, 0].tolist()
             scalars |= _present(dict(zip(keys.GRAD_ABS_QUANTILES, quantiles, strict=True)) | _precision(self.whole))
-        return scalars | self.summed | self.largest | _present(self.last)
+        for values in (self.summed, self.largest, _present(self.last)):
+            scalars |= values
+        return scalars
 
     def parts(self) -> list[dict[str, Any]]:
         """What to log: as many rows as W&B's size limit asks for, filled in order, each with the step."""
         import wandb
 
-        items: list[tuple[str, Any]] = list(in_namespace(self.scalars(), self.namespace).items())
-        sizes = [len(key) + _NUMBER_BYTES for key, _ in items]  # as JSON, about
+        values: dict[str, Any] = in_namespace(self.scalars(), self.namespace)
+        sizes = [len(key) + _NUMBER_BYTES for key in values]  # as JSON, about
         drawn = {} if self.rebinner is None else self.rebinner.draw(self.histograms)
         for key, (counts, edges) in drawn.items():
             # It asks for arrays and turns them into the lists that these are already.
-            items.append((key, wandb.Histogram(np_histogram=(counts, edges))))  # type: ignore[arg-type]
+            values[key] = wandb.Histogram(np_histogram=(counts, edges))  # type: ignore[arg-type]
             sizes.append(len(key) + len(edges) * _BIN_BYTES)
+        if sum(sizes) <= MAX_ROW_BYTES:  # as nearly always
+            return [values]
         parts, start, filled = [], 0, 0
         up_to = list(itertools.accumulate(sizes))
-        while start < len(items):
+        while start < len(values):
             end = max(bisect_right(up_to, filled + MAX_ROW_BYTES), start + 1)
-            parts.append({keys.STEP: self.step} | dict(items[start:end]))
+            parts.append({keys.STEP: self.step} | dict(itertools.islice(values.items(), start, end)))
             start, filled = end, up_to[end - 1]
         return parts
 
@@ -198,7 +202,8 @@ def _num_nonfinite(snapshot: Snapshot, shown_P: npt.NDArray[np.bool_]) -> dict[s
     else:  # as nearly always: 0 wherever a gradient arrived
         of_layers_P = np.where(shown_P, 0.0, np.nan)
         counts |= dict.fromkeys((keys.NUM_NAN, keys.NUM_INF), 0.0) if shown_P.any() else {}
-    return counts | _named(keys.LAYER_NUM_NONFINITE, snapshot.names, of_layers_P)
+    counts |= _named(keys.LAYER_NUM_NONFINITE, snapshot.names, of_layers_P)
+    return counts
 
 
 def _precision(total: Snapshot) -> dict[str, Number]:
@@ -243,8 +248,8 @@ def _histograms_of_layers(snapshot: Snapshot, counted_PC: FloatArray | None) -> 
     return dict(itertools.compress(zip(layer_keys, layers, strict=True), is_there_P))
 
 
-def _named(family: str, names: tuple[str, ...], values_P: FloatArray) -> dict[str, Number]:
-    return dict(zip(keys.layer_keys(family, names), values_P.tolist(), strict=True))
+def _named(family: str, names: tuple[str, ...], values_P: FloatArray) -> Iterable[tuple[str, Number]]:
+    return zip(keys.layer_keys(family, names), values_P.tolist(), strict=True)
 
 
 def _present(values: dict[str, Number]) -> dict[str, Number]:

@@ -261,10 +261,11 @@ class Snapshot:
         before, after = self.column(Column.GRAD_SUM_SQ), self.column(Column.RECEIVED_SUM_SQ)
         smaller = np.logical_or.reduce(after < before * (1 - CLIP_TOLERANCE) ** 2, axis=1)
         unknown = np.isnan(self.total_grad_norm) | np.isnan(self.total_grad_norm_clipped) | self.arose_after_backward
-        said = self.metrics.get(keys.CLIPPED, np.full(len(self), np.nan))
-        clipped = np.where(np.isnan(said) & ~self.changed, smaller.astype(np.float64), said)
-        for sample in np.flatnonzero(clipped == MULTIPLIED):
-            clipped[sample] = 1.0 if is_limit(float(self.total_grad_norm_clipped[sample])) else np.nan
+        clipped = smaller.astype(np.float64)
+        if (said := self.metrics.get(keys.CLIPPED)) is not None:
+            clipped = np.where(np.isnan(said) & ~self.changed, clipped, said)
+            for sample in np.flatnonzero(clipped == MULTIPLIED):
+                clipped[sample] = 1.0 if is_limit(float(self.total_grad_norm_clipped[sample])) else np.nan
         return np.where(unknown, np.nan, clipped)
 
     @derived
