@@ -213,6 +213,20 @@ def test_a_generator_that_is_reset_in_a_backward_that_no_hook_tells_of_is_silent
     assert run(models, advance, sample_every=5) == []
 
 
+def test_a_discriminator_that_is_frozen_whenever_its_samples_are_judged_has_had_gradients() -> None:
+    models = {"generator": net(), "discriminator": net()}
+    optimizers = {name: SGD(model.parameters(), lr=0.01) for name, model in models.items()}
+
+    def advance(number: int) -> None:
+        for name, optimizer in optimizers.items():
+            models["discriminator"].requires_grad_(name == "discriminator")
+            optimizer.zero_grad()
+            loss_of(models[name], number).backward()
+            optimizer.step()
+
+    assert run(models, advance, steps=120) == []
+
+
 class Idle(SGD):
     """Its steps change nothing."""
 

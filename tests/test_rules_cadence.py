@@ -18,7 +18,7 @@ import wandb_gradwatch
 from wandb_gradwatch import MemorySink
 from wandb_gradwatch._analysis.baseline import evenly_apart, steady_growth
 from wandb_gradwatch._diagnosis import diagnose, with_diagnosis
-from wandb_gradwatch.rules import ExplodingGradient
+from wandb_gradwatch.rules import ExplodingGradient, FastParameters
 from wandb_gradwatch.snapshot import Snapshot, keys
 
 FIRST = list(range(1, 11))
@@ -115,6 +115,17 @@ def test_of_steps_that_were_not_measured_nobody_knows_that_the_gradient_was_usua
     rates = [0.01] * 12
     written = [one.cause for one in diagnose(every_20th([1.0 + 1e-3 * n for n in range(8)] + [9.0] * 4, rates=rates))]
     assert not [cause for cause in written if "lost" in cause]
+
+
+@pytest.mark.parametrize(("later", "told"), [([110, 111], []), ([110, 111, 112, 113], [113])])
+def test_what_the_first_steps_may_grow_is_not_held_against_them_later(later: list[int], told: list[int]) -> None:
+    """15 % in each of the steps 8, 9 and 10, where 20 % are allowed; 1.1 % per step up to 110; 15 % from 112 on."""
+    steps, size, history = [*FIRST, *later], 1.0, []
+    for before, step in itertools.pairwise([0, *steps]):
+        size *= 1.15 if step in (8, 9, 10, 112, 113) else 1.011 ** (step - before) if step > 10 else 1.0
+        gradients, parameters = dict.fromkeys("ab", np.ones(300)), {"a": np.full(300, size), "b": np.ones(300)}
+        history.append(sample_of(gradients, step=step, parameters=parameters))
+    assert [alert.step for alert in FastParameters().check(together(history))] == told
 
 
 @pytest.mark.parametrize("gap", [50, 100])

@@ -75,7 +75,8 @@ class NoGradient(ShippedRule):
         for sample, missing_P in enumerate(~snapshot.present):
             # Samples in which it was frozen do not count, once it is thawed; what no optimizer holds is told as such.
             self._unowned |= {key for key in unowned if snapshot.metrics[key][sample] > 0}
-            wanted_P = snapshot.trainable
+            # What has a gradient was, whatever it is now: CycleGAN freezes discriminators while generators train.
+            wanted_P = snapshot.trainable | ~missing_P
             if self._unowned:
                 wanted_P = wanted_P & [keys.WIRING_UNOWNED + name not in self._unowned for name in snapshot.names]
             late_P = missing_P & wanted_P

@@ -215,6 +215,9 @@ class FastParameters(ShippedRule):
                 self._step_at_0 = seen.step
             if seen.step <= self._step_at_0 + _FROM_0:
                 continue
+            if seen.step - update.num_steps <= _EARLY < seen.step - 1:  # the limit of the steps before is another one
+                self._recent.clear()
+                self._ordinary.clear()
             if self._is_ordinary(update, seen):
                 self._ordinary.append((update, size_P))
                 continue
@@ -365,10 +368,7 @@ def _constant(snapshot: Snapshot, sample: int, gains: Mapping[str, float]) -> li
 
 
 def _change(names: tuple[str, ...], update: Update, size_P: FloatArray) -> FloatArray | None:
-    """By how much an update has changed each weight's log norm per step, 0 where unknown; None where it is of all.
-
-    At last twice that of all together.
-    """
+    """Each weight's change of log norm per step, 0 where unknown, at last twice that of all; None: all are unknown."""
     before_P, now_P, *_, num_steps = update
     known_P = _are_weights(names) & (size_P >= _MIN_WEIGHTS) & (before_P >= 0) & (now_P > 0)
     if num_steps < 1 or not np.count_nonzero(known_P):
