@@ -143,10 +143,10 @@ def _windows_of(history: RunHistory, names: list[str], steps: IntArray) -> Float
     counts = np.stack([history.first_of(f"{keys.LAYER_NUM_NONFINITE}/{name}") for name in names])
     norms[(counts > 0) & nonfinite_rows(history)] = np.inf
     # Rows after the last window are left out; those before the first one belong to it.
-    rows = np.searchsorted(steps, history.steps)
+    window_of = np.searchsorted(steps, history.steps[history.steps <= steps[-1]])
+    known, starts = np.unique(window_of, return_index=True)
     windows = np.full((len(names), len(steps)), np.nan)
-    for window in np.unique(rows[rows < len(steps)]):
-        windows[:, window] = np.fmax.reduce(norms[:, rows == window], axis=1)
+    windows[:, known] = np.fmax.reduceat(norms[:, : len(window_of)], starts, axis=1)
     return windows
 
 

@@ -129,9 +129,9 @@ def weight_sums(call: AttentionCall) -> tuple[Tensor, Tensor]:
     """
     query, key = (t.flatten(0, -4) if t.ndim > 3 else t[None] for t in (call.query.detach(), call.key.detach()))
     key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-    bias = _bias(call)
     scale = 1 / math.sqrt(query.shape[-1]) if call.scale is None else call.scale
-    num_items, num_heads, num_queries, num_keys = (*query.shape[:3], key.shape[2])
+    num_items, num_heads, num_queries, num_keys = shape = (*query.shape[:3], key.shape[2])
+    bias = None if call.mask is None else _bias(call, call.mask).expand(shape)
     rows = min(num_queries, max(1, _WEIGHTS_AT_ONCE // max(num_heads * num_keys, 1)))
     items = max(1, _WEIGHTS_AT_ONCE // max(num_heads * num_keys * rows, 1))
     sums = query.new_zeros((num_heads, 5), dtype=wide_dtype(query.device))
@@ -142,8 +142,7 @@ def weight_sums(call: AttentionCall) -> tuple[Tensor, Tensor]:
         for row in range(0, num_queries, rows):
             logits = (query[item : item + items, :, row : row + rows].float() @ keys_of_items) * scale
             if bias is not None:
-                of_items = bias if len(bias) == 1 else bias[item : item + items]
-                logits = logits + (of_items if of_items.shape[2] == 1 else of_items[:, :, row : row + rows])
+                logits = logits + bias[item : item + items, :, row : row + rows]
             if call.is_causal:
                 is_later = places[:num_keys] > places[row : row + logits.shape[2], None]
                 logits = logits.masked_fill(is_later, -math.inf)
@@ -164,16 +163,10 @@ def _sums_of_logits(logits_NHLS: Tensor, is_masked: bool) -> Tensor:
     return torch.stack([t.sum((0, 2), dtype=wide) for t in (entropy, has_any, ratio, has_choice, log_sum_sq)], dim=1)
 
 
-def _bias(call: AttentionCall) -> Tensor | None:
-    """The mask as a number to add: [1 or N, 1 or H, 1 or L, S]; None without one."""
-    if call.mask is None:
-        return None
-    bias = call.mask.detach()
-    if bias.dtype == torch.bool:
-        bias = _forbidding(~bias)
-    if bias.ndim > 4:
-        return bias.expand(*call.query.shape[:-3], *bias.shape[-3:]).flatten(0, -4)
-    return bias[(None,) * (4 - bias.ndim)]
+def _bias(call: AttentionCall, mask: Tensor) -> Tensor:
+    """The mask as a number to add, which broadcasts to [N, H, L, S]."""
+    bias = _forbidding(~mask) if mask.dtype == torch.bool else mask.detach()
+    return bias if bias.ndim <= 4 else bias.expand(*call.query.shape[:-3], *bias.shape[-3:]).flatten(0, -4)
 
 
 def _call_of(

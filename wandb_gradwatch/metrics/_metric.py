@@ -293,18 +293,15 @@ class FunctionMetrics(ForwardProbe):
 
     def gradients_ready(self, tensors: Sequence[WatchedTensor]) -> None:
         super().gradients_ready(tensors)
-        self._shards.look()
+        self._apply_to_parameters(tensors)
         for watched in tensors:
-            self._parameter(watched)
             if watched.gradient is not None and self._measures(keys.GRADIENT, watched.name):
                 gradient = without_scale(dense(watched.gradient), watched.inverse_scale)
                 self._apply(keys.GRADIENT, watched.name, gradient)
 
     def before_update(self, tensors: Sequence[WatchedTensor]) -> None:
         super().before_update(tensors)
-        self._shards.look()
-        for watched in tensors:
-            self._parameter(watched)
+        self._apply_to_parameters(tensors)
         self._befores.keep(tensor for tensor in tensors if self._measures(keys.UPDATE, tensor.name))
 
     def after_update(self, tensors: Sequence[WatchedTensor]) -> None:
@@ -328,9 +325,11 @@ class FunctionMetrics(ForwardProbe):
             return False
         return self._shards.is_whole(name, needed_by="metrics of parameters, gradients and updates")
 
-    def _parameter(self, watched: WatchedTensor) -> None:
-        if self._measures(keys.PARAMETER, watched.name):
-            self._apply(keys.PARAMETER, watched.name, watched.parameter)
+    def _apply_to_parameters(self, tensors: Sequence[WatchedTensor]) -> None:
+        self._shards.look()
+        for watched in tensors:
+            if self._measures(keys.PARAMETER, watched.name):
+                self._apply(keys.PARAMETER, watched.name, watched.parameter)
 
     def _apply(self, on: str, name: str, tensor: Tensor, *, also_called: str = "") -> None:
         for metric in tuple(self._now):
