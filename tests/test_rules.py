@@ -502,7 +502,8 @@ def test_large_inputs_are_told_at_the_second_sample_by_the_first_layers_gradient
         ([1.25] * 3, [1.0] * 3, [3, 4]),  # one weight of two, by more than 20 % twice
         ([1.19] * 8, [1.0] * 8, [8, 9]),  # by 1.19^6 = 2.8, the largest of seven updates left out
         ([1.11] * 3, [1.11] * 3, [3, 4]),  # all alike: half as much is as bad
-        ([1.0] * 20 + [1.12] * 2, [1.0] * 22, [23]),  # later in a run half of that
+        ([1.0] * 20 + [1.13] * 2, [1.0] * 22, [23]),  # later in a run about half of that
+        ([1.0] * 20 + [1.11] * 4, [1.0] * 24, []),  # as a healthy LSTM at a rate of 20
         ([1.0, 50.0, *[1.0] * 20], [1.0] * 22, []),
     ],
 )
