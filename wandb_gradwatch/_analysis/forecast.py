@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
 import numpy as np
 
-from .._measure.columns import FloatArray, IntArray, magnitude_edges
+from .._measure.columns import magnitude_edges
 from ..snapshot import Snapshot
 
-# P watched parameters, Q them and their total, M magnitude bins, F formats, L limits
+# M magnitude bins
 
 
 @dataclass(frozen=True)
@@ -40,29 +42,23 @@ FORMATS: Final[Mapping[str, NumberFormat]] = MappingProxyType(
         "fp8_e4m3": NumberFormat(2.0**-6, 2.0**-10, 448.0),
     }
 )
-_LIMITS_L: Final = np.array([limit for ends in FORMATS.values() for limit in (ends.min_normal, ends.flush)])
-_LARGEST_F1: Final = np.array([[ends.max_value] for ends in FORMATS.values()])
+_EDGES: Final[list[float]] = magnitude_edges().tolist()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class PrecisionForecast:
-    """One format's losses. Shares are of the finite elements that are not 0; NaN where they cannot be known.
+    """One format's losses, over all names together; NaN where one cannot be known.
 
     Args:
-        names: [P].
-        underflow_ratio: [P] share below the smallest normal number: it loses digits, or becomes 0.
-        flush_ratio: [P] share that becomes 0.
-        headroom: [P] octaves between the largest element and the format's end; negative where it overflows.
-        total_underflow_ratio, total_flush_ratio, total_headroom: the same over all names together.
+        underflow_ratio: share of the finite elements that are not 0 below the smallest normal number: it loses digits,
+            or becomes 0.
+        flush_ratio: share of them that becomes 0.
+        headroom: octaves between the largest element and the format's end; negative where it overflows.
     """
 
-    names: tuple[str, ...]
-    underflow_ratio: FloatArray
-    flush_ratio: FloatArray
-    headroom: FloatArray
-    total_underflow_ratio: float
-    total_flush_ratio: float
-    total_headroom: float
+    underflow_ratio: float
+    flush_ratio: float
+    headroom: float
 
 
 def forecast(snapshot: Snapshot, *, scale: float = 1.0) -> dict[str, PrecisionForecast]:
@@ -85,40 +81,25 @@ def forecast(snapshot: Snapshot, *, scale: float = 1.0) -> dict[str, PrecisionFo
     if not (scale > 0 and math.isfinite(scale) and math.frexp(scale)[0] == 0.5):
         raise ValueError(f"scale={scale!r} must be a positive power of two: others move the limits off the bins' edges")
     counts_PM = snapshot.magnitude_histogram
-    names = snapshot.names
-    if counts_PM is None or not names:
-        counts_PM = np.zeros((len(names), len(magnitude_edges()) - 1), dtype=np.int64)
-    largest_P = np.fmax.reduce(snapshot.grad_abs_max, axis=0, initial=np.nan) * scale
-    largest_Q = np.append(largest_P, np.fmax.reduce(largest_P, initial=np.nan))
-    with np.errstate(divide="ignore", invalid="ignore"):
-        octaves_FQ = np.log2(_LARGEST_F1) - np.log2(largest_Q)
-    headroom_FQ = np.where(np.isfinite(octaves_FQ), octaves_FQ, np.nan)  # missing where nothing is left to compare
-    shares_LQ = _shares_below(np.concatenate([counts_PM, counts_PM.sum(axis=0, keepdims=True)]), _LIMITS_L / scale)
+    counts_M = [0] * (len(_EDGES) - 1) if counts_PM is None else np.add.reduce(counts_PM, axis=0).tolist()
+    below = list(itertools.accumulate(counts_M, initial=0))
+    largest = float(np.fmax.reduce(snapshot.grad_abs_max, axis=None, initial=math.nan)) * scale
+    octaves = math.log2(largest) if 0 < largest < math.inf else math.nan  # otherwise nothing is left to compare
     return {
-        key: PrecisionForecast(
-            names=names,
-            underflow_ratio=underflow_Q[:-1],
-            flush_ratio=flush_Q[:-1],
-            headroom=headroom_Q[:-1],
-            total_underflow_ratio=float(underflow_Q[-1]),
-            total_flush_ratio=float(flush_Q[-1]),
-            total_headroom=float(headroom_Q[-1]),
+        name: PrecisionForecast(
+            underflow_ratio=_share_below(below, ends.min_normal / scale),
+            flush_ratio=_share_below(below, ends.flush / scale),
+            headroom=math.log2(ends.max_value) - octaves,
         )
-        for key, underflow_Q, flush_Q, headroom_Q in zip(
-            FORMATS, shares_LQ[::2], shares_LQ[1::2], headroom_FQ, strict=True
-        )
+        for name, ends in FORMATS.items()
     }
 
 
-def _shares_below(counts_QM: IntArray, limits_L: FloatArray) -> FloatArray:
-    """Share of the counted magnitudes below each limit: [L, Q]; NaN where none is counted or the limit's bin is mixed.
+def _share_below(below: Sequence[int], limit: float) -> float:
+    """Share of the magnitudes below a limit, of how many are below each edge; NaN where the limit's bin is mixed.
 
     Example: with edges 1 and 2, and 4 magnitudes in [1, 2), the share below 1.5 is not known; below 1 it is 0.
     """
-    edges = magnitude_edges()
-    bins_L = np.searchsorted(edges, limits_L, side="right") - 1
-    up_to_MQ = np.cumsum(counts_QM.T, axis=0)
-    in_bin_LQ = counts_QM.T[bins_L]
-    mixed_LQ = (edges[bins_L] < limits_L)[:, None] & (in_bin_LQ > 0)
-    total_Q = up_to_MQ[-1]
-    return np.where((total_Q > 0) & ~mixed_LQ, (up_to_MQ[bins_L] - in_bin_LQ) / np.maximum(total_Q, 1), np.nan)
+    place = bisect_right(_EDGES, limit) - 1
+    is_mixed = _EDGES[place] < limit and below[place + 1] > below[place]
+    return math.nan if is_mixed or not below[-1] else below[place] / below[-1]

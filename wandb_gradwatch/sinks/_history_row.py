@@ -209,7 +209,7 @@ def _num_nonfinite(snapshot: Snapshot, shown_P: npt.NDArray[np.bool_]) -> dict[s
 def _precision(total: Snapshot) -> dict[str, Number]:
     """What smaller number formats would do to the gradient that the histogram counts."""
     return {
-        keys.forecast_key(name, what): getattr(of_format, f"total_{what}")
+        keys.forecast_key(name, what): getattr(of_format, what)
         for name, of_format in forecast(total).items()
         for what in keys.FORECASTS
     }
