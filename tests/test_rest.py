@@ -83,6 +83,17 @@ def in_turn(model: Chosen) -> Iterator[None]:
         yield optimizers[name].step()
 
 
+def in_turn_and_frozen_in_between(model: Chosen) -> Iterator[None]:
+    """A generator and its discriminator, which is frozen while the other trains: CycleGAN, pix2pix."""
+    optimizers = {"a": SGD([model.a], lr=0.0), "b": SGD([model.b], lr=0.0)}
+    for number in range(1, STEPS + 1):
+        name = "ab"[number % 2]
+        model.b.requires_grad_(name == "b")
+        optimizers[name].zero_grad()
+        model.loss(**{name: [number]}).backward()
+        yield optimizers[name].step()
+
+
 def five_and_then_one(model: Chosen) -> Iterator[None]:
     """A critic's five updates, and then one of the other: each resets and computes gradients of its own alone."""
     first, second = SGD([model.a], lr=0.0), SGD([model.b], lr=0.0)
@@ -168,6 +179,7 @@ LOOPS = [
     now_and_then_together,
     now_and_then_first,
     in_turn,
+    in_turn_and_frozen_in_between,
     five_and_then_one,
     one_alone_and_then_both,
     another_optimizer,

@@ -113,12 +113,14 @@ class BackwardHooks:
                     parameter._backward_hooks = parameter._backward_hooks
                     parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
                 current[number] = hooks
-            elif parameter.requires_grad and parameter.is_leaf:
+            elif parameter.is_leaf:
                 hooks = self._kept.get(number)
-                if hooks is None or parameter._backward_hooks is not None:
+                if hooks is not None and parameter._backward_hooks is None:  # also while frozen
+                    parameter._backward_hooks, hooks.slot[0] = hooks.table, slot
+                elif parameter.requires_grad:
                     hooks = self._register(slot, parameter)
                 else:
-                    parameter._backward_hooks, hooks.slot[0] = hooks.table, slot
+                    continue
                 current[number] = hooks
                 if number not in self._taken_off:
                     new.append(slot)
