@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from .._analysis.forecast import forecast
 from .._measure.columns import (
+    ZERO_BIN,
     Column,
     FloatArray,
     IntArray,
@@ -30,7 +31,7 @@ from .._measure.columns import (
 )
 from .._measure.probe_values import MetricHistogram, merge_histograms
 from ..snapshot import Snapshot, keys
-from ..snapshot._arrays import fold_signs, last_present, sum_of_present
+from ..snapshot._arrays import last_present, sum_of_present
 
 # S samples in the window, P watched parameters or groups, C columns, B bins of the snapshot, K bins of the picture
 
@@ -303,21 +304,22 @@ class Rebinner:
 
     def draw(self, histograms: Mapping[str, MetricHistogram]) -> dict[str, tuple[list[int], list[float]]]:
         """Counts [K] and edges [K + 1] of every histogram that counts an element, by its key."""
-        counted = {key: histogram for key, histogram in histograms.items() if np.count_nonzero(histogram.counts)}
-        if not counted:
+        if not histograms:
             return {}
-        histogram_PB = np.concatenate([histogram.counts for histogram in counted.values()]).reshape(len(counted), -1)
-        low_P = np.array([histogram.low for histogram in counted.values()])
-        high_P = np.array([histogram.high for histogram in counted.values()])
+        histogram_PB = np.concatenate([one.counts for one in histograms.values()]).reshape(len(histograms), -1)
+        below_PB = np.cumsum(np.pad(histogram_PB, ((0, 0), (1, 0))), axis=1)  # each edge of the bins: [P, B + 1]
+        if not (counts_any_P := below_PB[:, -1] > 0).all():
+            return self.draw(dict(itertools.compress(histograms.items(), counts_any_P)))
+        low_P = np.array([histogram.low for histogram in histograms.values()])
+        high_P = np.array([histogram.high for histogram in histograms.values()])
         # Layers share few ranges: E of them.
-        exponent_E, range_P = np.unique(
-            self._exponents(counted, _reach(histogram_PB, low_P, high_P)), return_inverse=True
-        )
+        exponents_P = self._exponents(histograms, _reach(below_PB, low_P, high_P))
+        exponent_E, range_P = np.unique(exponents_P, return_inverse=True)
         edges_EK = np.ldexp(_LOWER_EDGES_K / HALF_BINS, exponent_E[:, None])
-        counts_PK = _redistribute(histogram_PB, edges_EK, range_P, low_P, high_P)
+        counts_PK = _redistribute(below_PB, edges_EK, range_P, low_P, high_P)
         edges = edges_EK.tolist()
         pictures = zip(counts_PK.tolist(), map(edges.__getitem__, range_P.tolist()), strict=True)
-        return dict(zip(counted, pictures, strict=True))
+        return dict(zip(histograms, pictures, strict=True))
 
     def _exponents(self, names: Iterable[str], reach_P: FloatArray) -> list[int]:
         """The sticky exponents of the ranges that cover `reach`."""
@@ -332,10 +334,11 @@ class Rebinner:
         return exponents
 
 
-def _reach(histogram_PB: IntArray, low_P: FloatArray, high_P: FloatArray) -> FloatArray:
+def _reach(below_PB: IntArray, low_P: FloatArray, high_P: FloatArray) -> FloatArray:
     """The end of the bin that holds the shown quantile of |g|, or the largest |g| where that is nearer: [P]."""
     # Zeros are left out: where nearly all elements are zero (an embedding), the others make the picture.
-    up_to_PM = np.cumsum(fold_signs(histogram_PB), axis=1)
+    zeros_P1 = below_PB[:, ZERO_BIN + 1, None] - below_PB[:, ZERO_BIN, None]
+    up_to_PM = below_PB[:, ZERO_BIN + 2 :] - below_PB[:, ZERO_BIN - 1 :: -1] - zeros_P1
     shown_P = _SHOWN * up_to_PM[:, -1]
     last_bin_P = np.argmax(up_to_PM >= shown_P[:, None], axis=1)
     edges = magnitude_edges()
@@ -346,7 +349,7 @@ def _reach(histogram_PB: IntArray, low_P: FloatArray, high_P: FloatArray) -> Flo
 
 
 def _redistribute(
-    histogram_PB: IntArray, edges_EK: FloatArray, range_P: IntArray, low_P: FloatArray, high_P: FloatArray
+    below_PB: IntArray, edges_EK: FloatArray, range_P: IntArray, low_P: FloatArray, high_P: FloatArray
 ) -> IntArray:
     """Count again in other bins, as if each bin's elements lay evenly in the part of it that holds any: [P, K]."""
     inner_EK = edges_EK[:, 1:-1]
@@ -358,10 +361,9 @@ def _redistribute(
     width_PK = right_PK / 2 - left_PK / 2  # halves, as the open bins' difference may overflow
     with np.errstate(divide="ignore", invalid="ignore"):
         share_PK = np.where(width_PK > 0, (inner_PK / 2 - left_PK / 2) / width_PK, inner_PK >= left_PK)
-    up_to_PB = np.cumsum(histogram_PB, axis=1)
-    # In the flat histograms
-    place_PK = bin_EK[range_P] + np.arange(0, histogram_PB.size, histogram_PB.shape[1])[:, None]
-    inside_PK = histogram_PB.take(place_PK)
-    inside_below_PK = np.rint(np.minimum(np.maximum(share_PK, 0.0), 1.0) * inside_PK).astype(np.int64)
-    below_PK = up_to_PB.take(place_PK) - inside_PK + inside_below_PK
-    return np.diff(below_PK, axis=1, prepend=0, append=up_to_PB[:, -1:])
+    place_PK = bin_EK[range_P] + np.arange(0, below_PB.size, below_PB.shape[1])[:, None]  # in the flat array
+    before_PK = below_PB.take(place_PK)
+    inside_PK = below_PB.take(place_PK + 1) - before_PK
+    below_PK = before_PK + np.rint(np.minimum(np.maximum(share_PK, 0.0), 1.0) * inside_PK).astype(np.int64)
+    counts_PK: IntArray = np.diff(below_PK, axis=1, prepend=0, append=below_PB[:, -1:])
+    return counts_PK
