@@ -31,7 +31,6 @@ from wandb_gradwatch._page.history import (
     HistogramSeries,
     OwnSeries,
     RecordedAlert,
-    RecordedTable,
     RunHistory,
     natural_order,
 )
@@ -141,8 +140,6 @@ def test_names_follow_the_model_where_the_configuration_tells_it_and_numbers_els
     assert small_history(values=values, config=told).names == in_order
     assert small_history(values=values, config=told).in_model_order
     assert not small_history(values=values).in_model_order
-    recorded = RecordedTable(["step", "name"], [[7, "embed"], [7, "layers.2.w"], [7, "layers.10.w"], [7, "head"]])
-    assert small_history(values=values, flight_recorder=recorded).names == in_order
 
 
 def test_the_order_of_a_healthy_run_is_in_its_own_file(tmp_path: Path) -> None:
@@ -228,8 +225,8 @@ def test_the_loss_and_the_learning_rate_come_first_then_what_changes() -> None:
 
 def test_a_group_stands_where_its_first_parameter_does() -> None:
     values = {f"grad_norm/{name}": np.ones(2) for name in ("a", "b", "c/0")}
-    recorded = RecordedTable(["name"], [["c.0.weight"], ["c.0.bias"], ["b.weight"], ["a.weight"]])
-    assert small_history(values=values, flight_recorder=recorded).names == ["c/0", "b", "a"]
+    told = {"gradwatch": {"names": ["c.0.weight", "c.0.bias", "b.weight", "a.weight"]}}
+    assert small_history(values=values, config=told).names == ["c/0", "b", "a"]
 
 
 @given(st.lists(st.integers(0, 10**6)), st.text(), st.text(st.characters(exclude_categories=["Nd", "No"])))

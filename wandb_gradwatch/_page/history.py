@@ -109,15 +109,11 @@ class RunHistory:
     def _told_names(self) -> dict[str, str]:
         """By the name in a key, in the model's order.
 
-        A W&B history forgets the order of its keys. The flight recorder's table keeps it, and so does a list of names
-        in the run's configuration, under `gradwatch`.
+        A W&B history forgets the order of its keys; the run's configuration has a list of the names.
         """
-        settings, table = self.config.get("gradwatch"), self.flight_recorder
+        settings = self.config.get("gradwatch")
         told: object = settings.get("names") if isinstance(settings, Mapping) else None
-        if not isinstance(told, list):
-            columns, rows = ([], []) if table is None else (list(table.columns), table.rows)
-            told = [name for row in rows for column, name in zip(columns, row, strict=False) if column == "name"]
-        return {keys.in_key(str(name)): str(name) for name in told}
+        return {keys.in_key(str(name)): str(name) for name in told} if isinstance(told, list) else {}
 
     @cached_property
     def _places(self) -> dict[str, int]:

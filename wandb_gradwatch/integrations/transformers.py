@@ -136,8 +136,8 @@ class GradWatchCallback(Watching, _TrainerCallback):  # type: ignore[misc]
         )
         # What the model returns: the Trainer shows its callbacks no loss before the update.
         if self.watcher is not None and args.n_gpu <= 1:
-            averages = getattr(args, "average_tokens_across_devices", False)
-            self._share_of = args.world_size if averages else 1  # as the Trainer multiplies it afterwards
+            # As the Trainer multiplies it afterwards.
+            self._share_of = args.world_size if args.average_tokens_across_devices else 1
             self._forwards = ForwardHook(type(self).__name__, ModuleIndex(with_prefixes(model)))
             self._forwards.hook(lambda name, _: name == ROOT, self._forward_done)
             self._forwards.open()
@@ -170,9 +170,8 @@ class GradWatchCallback(Watching, _TrainerCallback):  # type: ignore[misc]
     def _every(self, args: Any, state: Any) -> int:
         if self.log_every is not None:
             return self.log_every
-        by_steps = str(getattr(args.logging_strategy, "value", args.logging_strategy)) == "steps"
         # The state's is resolved: a fraction in the arguments is a share of all steps.
-        return max(int(state.logging_steps), 1) if by_steps else _DEFAULT_LOG_EVERY
+        return max(int(state.logging_steps), 1) if args.logging_strategy == "steps" else _DEFAULT_LOG_EVERY
 
     def _note_samples(self, args: Any, state: Any) -> list[dict[str, float]]:
         """Add what has arrived to the Trainer's log, and return what was added."""
