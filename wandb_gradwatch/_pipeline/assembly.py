@@ -63,4 +63,6 @@ def padded(values: NDArray[Number], num_names: int, *, fill: float = math.nan) -
 def _stacked(metrics: Sequence[Mapping[str, float]]) -> dict[str, FloatArray]:
     """Values by key over samples, NaN where a sample has none: each [S]."""
     keys = dict.fromkeys(itertools.chain.from_iterable(metrics))
-    return {key: np.array([values.get(key, math.nan) for values in metrics]) for key in keys}
+    found = [values.get(key, math.nan) for key in keys for values in metrics]
+    # Made at once: with metrics of every module there are hundreds of keys.
+    return dict(zip(keys, np.array(found, dtype=np.float64).reshape(len(keys), len(metrics)), strict=True))
