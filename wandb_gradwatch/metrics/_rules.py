@@ -48,8 +48,8 @@ class _MetricRule(ShippedRule, ABC):
 
     def _series(self, snapshot: Snapshot) -> Mapping[str, FloatArray]:
         """What is judged, by name: [S]."""
-        split = {key: keys.split_metric(key) or ("", "", "") for key in snapshot.metrics}
-        return {parts[1]: snapshot.metrics[key] for key, parts in split.items() if parts[::2] == self.metric}
+        split = ((keys.split_metric(key), values_S) for key, values_S in snapshot.metrics.items())
+        return {parts[1]: values_S for parts, values_S in split if parts and parts[::2] == self.metric}
 
     @abstractmethod
     def _judge(self, name: str, value: float, step: int) -> Any:

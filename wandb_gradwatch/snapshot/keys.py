@@ -165,6 +165,7 @@ def in_namespace(key: str, namespace: str) -> str:
     return f"{PREFIX}{namespace}/{key.removeprefix(PREFIX)}"
 
 
+@lru_cache(maxsize=2**14)  # of a run they are the same in every sample
 def split_metric(key: str) -> tuple[str, str, str] | None:
     """Family, name and metric of a key of watch(metrics=...); None for any other key.
 
