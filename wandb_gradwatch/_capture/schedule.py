@@ -16,6 +16,7 @@ from .clock import SampleClock
 # flushed one are compared by value; one difference there, and every sample is. Where flushes follow each other closely
 # each compares a part, another one every time: all of it would be a second pass over the gradients for every row.
 _COMPARED_SAMPLES: Final = 3
+_COMPARED_EVERY: Final = 5  # steps, at the most often
 _COMPARED_WITHIN: Final = 50  # steps: every gradient once
 _LOOK_AHEAD: Final = 50  # steps that a function is asked about in advance
 _UNPLANNED: Final = Plan()
@@ -35,6 +36,7 @@ class Schedule:
         self.has_histogram = False  # its sample
         # Of the open step's gradients that look unmodified one in so many is compared by value; 0: none.
         self._compared_one_in = 0
+        self._last_compared, self._num_compared = clock.step, 0  # the newest sample of which any was; and how many
         self.trusts_versions = True  # every gradient that was modified has shown it so far
         self.last_sample = clock.step
         self._plan = self._own_plan = _UNPLANNED
@@ -65,7 +67,8 @@ class Schedule:
         # Where a window has a few samples that are further apart than flushes, the next one is not the last of it.
         is_last = following > cadence.next_flush(step) and self._samples_in_window + 1 >= self._samples_needed
         is_compared_whole = not self.trusts_versions or self._num_samples < _COMPARED_SAMPLES
-        of_flushed = max(_COMPARED_WITHIN // cadence.log_every, 1) if is_last else 0
+        steps = step - self._last_compared
+        of_flushed = max(_COMPARED_WITHIN // steps, 1) if is_last and steps >= _COMPARED_EVERY else 0
         self._compared_one_in = 1 if is_compared_whole else of_flushed
         self.has_histogram = self.is_sampled and cadence.histogram_due(
             step, last=self.last_sample, is_first=not self._samples_in_window, is_last=is_last
@@ -79,7 +82,7 @@ class Schedule:
         if not self._compared_one_in or not unmodified:
             return ()
         one_in = min(self._compared_one_in, len(unmodified))
-        return unmodified[self._clock.open_step // self._cadence.log_every % one_in :: one_in]
+        return unmodified[self._num_compared % one_in :: one_in]
 
     @property
     def _samples_needed(self) -> int:
@@ -115,6 +118,8 @@ class Schedule:
         """
         self._samples_in_window += 1
         self._num_samples += not skipped
+        if self._compared_one_in:
+            self._last_compared, self._num_compared = step, self._num_compared + 1
         if self.is_open_ended:
             charged = seconds_spent - self.seconds_left_out
             on_rows, on_counting = self.seconds_on_rows, self.seconds_on_counting
@@ -168,7 +173,8 @@ class Schedule:
         self.trusts_versions = bool(state["trust_versions"])
         self._num_samples = int(state["num_samples"])
         self._samples_in_window = int(state["samples_in_window"])
-        self.last_sample, self._next_sample = self._clock.step, self._clock.open_step
+        self.last_sample = self._last_compared = self._clock.step
+        self._next_sample = self._clock.open_step
         self._budget.look_closely()  # what a rollback or a restart has done shows in its first steps
         self.open()
 
