@@ -82,7 +82,9 @@ class Schedule:
         if not self._compared_one_in or not unmodified:
             return ()
         one_in = min(self._compared_one_in, len(unmodified))
-        return unmodified[self._num_compared % one_in :: one_in]
+        turn = self._num_compared % one_in
+        # Neighbours, whose rows are found on a device without an upload.
+        return unmodified[len(unmodified) * turn // one_in : len(unmodified) * (turn + 1) // one_in]
 
     @property
     def _samples_needed(self) -> int:
