@@ -61,10 +61,15 @@ class FlightRecorder:
 
     def add(self, snapshot: Snapshot) -> None:
         """Keep these samples; of more than `max_samples` the newest."""
-        newest = range(max(len(snapshot) - self.max_samples, 0), len(snapshot))
-        for sample in (snapshot,) if len(snapshot) == 1 else map(snapshot.sample, newest):
-            # Not the snapshot itself, which also keeps every number that the rules have derived from it.
-            self._samples.append({name: getattr(sample, name) for name in _KEPT})
+        # Not the snapshot itself, which also keeps every number that the rules have derived from it.
+        kept = {name: getattr(snapshot, name) for name in _KEPT}
+        if len(snapshot) == 1:  # as where no ranks are merged: it is in no window
+            self._samples.append(kept)
+        else:
+            for index in range(max(len(snapshot) - self.max_samples, 0), len(snapshot)):
+                of_sample = {name: kept[name][index : index + 1].copy() for name in _OF_SAMPLES}
+                metrics = {key: values[index : index + 1].copy() for key, values in snapshot.metrics.items()}
+                self._samples.append(kept | of_sample | {"metrics": metrics})
         self.picture(snapshot)
 
     def picture(self, snapshot: Snapshot) -> None:
