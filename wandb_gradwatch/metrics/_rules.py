@@ -80,8 +80,8 @@ class NonFiniteActivation(_MetricRule):
     title = "Non-finite activation"
     metric = (keys.ACTIVATION, keys.NONFINITE_METRIC)
     fact = (
-        "the output of {first} was the first of the forward that is not finite, with {told} elements; {num} module "
-        "outputs are in all (threshold: 0)."
+        "the output of {first} was the first of the forward that is not finite, with {told} elements; so are "
+        "{num} of the module outputs in all (threshold: 0)."
     )
     item = "{name} ({told} non-finite)"
     cause = "an input, a parameter or an operation of {first}: an overflow, 0/0, or the log or root of 0"
@@ -117,7 +117,7 @@ class OutgrownUpdate(_MetricRule):
     metric = (keys.OPTIMIZER_STATE, keys.STALE)
     bounds: ClassVar[Bounds] = {"threshold": FROM_0, "factor": FROM_1, "patience": (1.0, 32.0)}
     fact = (
-        "in {num} parameters the gradient is more than {threshold} times what the optimizer's second moment says, so "
+        "in {num} of the parameters the gradient is more than {threshold} times what the optimizer's second moment says, so "
         "that their update is that much too large."
     )
     item = "{name} ({told} times)"
@@ -168,7 +168,7 @@ class EntropyCollapse(_LargestOfHeads):
     metric = (keys.ATTENTION, "entropy_ratio")
     bounds: ClassVar[Bounds] = {"threshold": (0.0, 1.0), "patience": FROM_1}
     fact = (
-        "in {num} attention modules no head has had more than {threshold} of the possible entropy for {patience} "
+        "in {num} of the attention modules no head has had more than {threshold} of the possible entropy for {patience} "
         "samples: each position looks at one place only."
     )
     item = "{name} (at most {told})"
@@ -196,7 +196,7 @@ class DeadExperts(_MetricRule):
     title = "Dead experts"
     metric = (keys.ROUTER, keys.DEAD_EXPERTS)
     bounds: ClassVar[Bounds] = {"patience": FROM_1}
-    fact = "{num} routers have sent no token to some experts for {patience} samples."
+    fact = "{num} of the routers sent no token to some experts for {patience} samples."
     item = "{name} ({told} experts)"
     cause = "a router that sends ever more tokens to the experts that are already trained best"
     remedy = "raise the weight of the load-balancing loss, add noise to the router's logits, or lower its learning rate"

@@ -38,8 +38,8 @@ class NotInOptimizer(ShippedRule):
 
     def _alert(self, step: int, names: list[str]) -> Alert:
         fact = (
-            f"Step {step}: {len(names)} trainable parameters have a gradient, but no optimizer holds them, and nothing "
-            f"else has changed them: {listing(names)}."
+            f"Step {step}: {len(names)} of the trainable parameters have a gradient, but no optimizer holds them, and "
+            f"nothing else has changed them: {listing(names)}."
         )
         cause = "no optimizer owns them: they were added or replaced after the optimizer was built"
         remedy = (
