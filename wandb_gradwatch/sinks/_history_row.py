@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from .._analysis.forecast import forecast
 from .._measure.columns import (
+    NUM_BINS,
     ZERO_BIN,
     Column,
     FloatArray,
@@ -307,18 +308,20 @@ class Rebinner:
         if not histograms:
             return {}
         histogram_PB = np.concatenate([one.counts for one in histograms.values()]).reshape(len(histograms), -1)
-        below_PB = np.cumsum(np.pad(histogram_PB, ((0, 0), (1, 0))), axis=1)  # each edge of the bins: [P, B + 1]
+        below_PB = np.zeros((len(histograms), NUM_BINS + 1), dtype=np.int64)  # each edge of the bins
+        histogram_PB.cumsum(axis=1, out=below_PB[:, 1:])
         if not (counts_any_P := below_PB[:, -1] > 0).all():
             return self.draw(dict(itertools.compress(histograms.items(), counts_any_P)))
         low_P = np.array([histogram.low for histogram in histograms.values()])
         high_P = np.array([histogram.high for histogram in histograms.values()])
         # Layers share few ranges: E of them.
-        exponents_P = self._exponents(histograms, _reach(below_PB, low_P, high_P))
-        exponent_E, range_P = np.unique(exponents_P, return_inverse=True)
-        edges_EK = np.ldexp(_LOWER_EDGES_K / HALF_BINS, exponent_E[:, None])
-        counts_PK = _redistribute(below_PB, edges_EK, range_P, low_P, high_P)
+        exponents = self._exponents(histograms, _reach(below_PB, low_P, high_P))
+        place_of = {exponent: place for place, exponent in enumerate(dict.fromkeys(exponents))}
+        ranges = [place_of[exponent] for exponent in exponents]
+        edges_EK = np.ldexp(_LOWER_EDGES_K / HALF_BINS, np.array(list(place_of))[:, None])
+        counts_PK = _redistribute(below_PB, edges_EK, np.array(ranges), low_P, high_P)
         edges = edges_EK.tolist()
-        pictures = zip(counts_PK.tolist(), map(edges.__getitem__, range_P.tolist()), strict=True)
+        pictures = zip(counts_PK.tolist(), map(edges.__getitem__, ranges), strict=True)
         return dict(zip(histograms, pictures, strict=True))
 
     def _exponents(self, names: Iterable[str], reach_P: FloatArray) -> list[int]:
@@ -364,6 +367,8 @@ def _redistribute(
     place_PK = bin_EK[range_P] + np.arange(0, below_PB.size, below_PB.shape[1])[:, None]  # in the flat array
     before_PK = below_PB.take(place_PK)
     inside_PK = below_PB.take(place_PK + 1) - before_PK
-    below_PK = before_PK + np.rint(np.minimum(np.maximum(share_PK, 0.0), 1.0) * inside_PK).astype(np.int64)
-    counts_PK: IntArray = np.diff(below_PK, axis=1, prepend=0, append=below_PB[:, -1:])
-    return counts_PK
+    below_PK = np.zeros((len(below_PB), edges_EK.shape[1]), dtype=np.int64)
+    below_PK[:, 1:-1] = np.rint(np.minimum(np.maximum(share_PK, 0.0), 1.0) * inside_PK)
+    below_PK[:, 1:-1] += before_PK
+    below_PK[:, -1] = below_PB[:, -1]
+    return below_PK[:, 1:] - below_PK[:, :-1]
