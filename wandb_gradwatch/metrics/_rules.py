@@ -117,8 +117,8 @@ class OutgrownUpdate(_MetricRule):
     metric = (keys.OPTIMIZER_STATE, keys.STALE)
     bounds: ClassVar[Bounds] = {"threshold": FROM_0, "factor": FROM_1, "patience": (1.0, 32.0)}
     fact = (
-        "in {num} of the parameters the gradient is more than {threshold} times what the optimizer's second moment says, so "
-        "that their update is that much too large."
+        "in {num} of the parameters the gradient is more than {threshold} times what the optimizer's second moment "
+        "says, so that their update is that much too large."
     )
     item = "{name} ({told} times)"
     cause = "gradients that come back after a quiet time, with a second moment that has decayed meanwhile"
@@ -168,8 +168,8 @@ class EntropyCollapse(_LargestOfHeads):
     metric = (keys.ATTENTION, "entropy_ratio")
     bounds: ClassVar[Bounds] = {"threshold": (0.0, 1.0), "patience": FROM_1}
     fact = (
-        "in {num} of the attention modules no head has had more than {threshold} of the possible entropy for {patience} "
-        "samples: each position looks at one place only."
+        "in {num} of the attention modules no head has had more than {threshold} of the possible entropy for "
+        "{patience} samples: each position looks at one place only."
     )
     item = "{name} (at most {told})"
     cause = "query and key weights that grow, at too high a learning rate or without warm-up"
