@@ -233,6 +233,7 @@ class Watcher:
     def _flush_window(self, *, final: bool) -> None:
         if not self._removed:
             self._sampler.end_sample(final=final)
+            self._boundary.run(self._sampler.look_at_parameters)
             try:
                 self._deliver(wait=True)
             finally:  # a callback of the user's may raise
@@ -359,7 +360,7 @@ class Watcher:
             if notice.step is None:
                 self._dispatcher.notice(notice.kind, notice.text)
             else:
-                self._rule_runner.alert_once(notice.kind, notice.text, notice.step)
+                self._rule_runner.alert_once(notice.kind, notice.text, notice.step, notice.level)
 
     def _operation_found(self, step: int, found: str, is_late: bool) -> None:
         self._dispatcher.recorder.note(step, **{FIRST_BAD_OPERATION: found})

@@ -25,7 +25,7 @@ from .._transfer.sample_buffer import SampleBuffer
 from .clipping import CLIP_FUNCTIONS
 from .clock import Closed, SampleClock
 from .hooks import BackwardHooks
-from .measurer import DeviceTimer, Measurer
+from .measurer import DeviceTimer, Measurer, slots_that_are_broken
 from .open_sample import OpenSample
 from .parameter_registry import ParameterRegistry
 from .parts import CaptureConfig, CaptureParts
@@ -336,6 +336,21 @@ class Sampler(StepListener, ScaleListener):
             self._sample.leave_out_what_was_reset()
         elif final and self._by_hand.withholds:
             self._by_hand.proven = True
+
+    def look_at_parameters(self) -> None:
+        """Somebody asks how the training is, whose last steps were not measured: say if it has broken in them."""
+        last, step, registry = self._schedule.last_sample, self._clock.step, self.parts.registry
+        if last < step and not self.parts.shards.any and (broken := slots_that_are_broken(registry.scan())):
+            self.parts.notices.alert(
+                "NaN gradient",
+                f"NaN or Inf in {len(broken)} of {len(registry.names)} parameters: {registry.some_names(broken)}.\n"
+                f"What happened after step {last} was not measured.\n"
+                "Probable cause: not clear: parameters became NaN or Inf in a step that was not measured. Remedy: load "
+                "the last good checkpoint, and train on with guard='skip' or sample_every=1: the gradient of the very "
+                "step tells whether the data, an operation or the optimizer made it.",
+                step,
+                "ERROR",
+            )
 
     def _commit(self, closed: Closed | None) -> None:
         if closed is None:

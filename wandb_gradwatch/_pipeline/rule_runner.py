@@ -12,7 +12,7 @@ from .._runtime.error_boundary import CallbackError
 from .._runtime.sharding import world_size
 from .._transfer.transfers import ArrivedSample, Names
 from ..rules import Alert
-from ..rules._base import Finding
+from ..rules._base import Finding, Level
 from ..snapshot import Snapshot, keys
 from .alert_manager import AlertManager
 from .assembly import snapshot_of
@@ -53,9 +53,9 @@ class RuleRunner:
         if raised is not None:
             raise raised
 
-    def alert_once(self, title: str, text: str, step: int) -> None:
+    def alert_once(self, title: str, text: str, step: int, level: Level = "WARN") -> None:
         """Once for each title: what the capture is certain of. It begins an episode, as what a rule finds does."""
-        found = Alert(title, f"Step {step}: {text}", step, "WARN")
+        found = Alert(title, f"Step {step}: {text}", step, level)
         if self._dispatcher.is_new(title, found.text) and (alert := self._alert_manager.open(found)) is not None:
             self._dispatcher.send(alert)
 

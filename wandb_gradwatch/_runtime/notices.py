@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from typing import Literal
 
 
 class CannotWatchError(ValueError):
@@ -17,6 +18,7 @@ class Notice:
     kind: str  # of an alert, its title
     text: str  # what is said
     step: int | None = None  # the step of an alert; None: it is none, but a line in the log
+    level: Literal["WARN", "ERROR"] = "WARN"  # of an alert
 
 
 class Notices(deque[Notice]):
@@ -26,6 +28,6 @@ class Notices(deque[Notice]):
         """Have this line in the log."""
         self.append(Notice(kind, text))
 
-    def alert(self, title: str, text: str, step: int) -> None:
-        """Have this alert sent: gradients of this step are computed and lead to no update."""
-        self.append(Notice(title, text, step))
+    def alert(self, title: str, text: str, step: int, level: Literal["WARN", "ERROR"] = "WARN") -> None:
+        """Have this alert sent: the capture is certain of what it says about this step."""
+        self.append(Notice(title, text, step, level))
