@@ -103,13 +103,11 @@ class HistoryRow:
         summed |= _num_nonfinite(snapshot, shown_P)
         last = _present(last)
         patterns = {keys.DETAILS[name]: details[name] for name in details} if isinstance(details, Mapping) else {}
-        all_are_shown = bool(shown_P.all())
         for family in (*_FAMILIES, *(keys.DETAILS[name] for name in details)):
             values, asked_P = _named(family, names, getattr(latest, family)[0, :-1]), shown_P
             if family in patterns:
                 asked_P = shown_P & np.array([re.search(patterns[family], name) is not None for name in names], bool)
-            is_whole = all_are_shown and asked_P is shown_P
-            last |= values if is_whole else itertools.compress(values, asked_P.tolist())
+            last |= itertools.compress(values, asked_P.tolist())
         clipped = [one for one in snapshot.clipped.tolist() if not math.isnan(one)]
         changed = int(np.count_nonzero(snapshot.changed))
         counted_PC = _counted_rows(snapshot)
