@@ -25,6 +25,15 @@ class Update(NamedTuple):
     num_steps: int
 
 
+def small_squares(num_elements_P: FloatArray) -> FloatArray:
+    """The sums of squares up to which weights may grow however fast: [P].
+
+    Half of the size that keeps a signal's, of a square weight: a root mean square of elements^(-1/4) / 2. Tables and
+    heads that begin at a hundredth of that grow by the learning rate per step under Adam, which is many times at first.
+    """
+    return 0.25 * np.sqrt(num_elements_P)
+
+
 class Movement(Remembers):
     """The parameters as the last sample has found them, before its update; the next one shows what the update did."""
 
@@ -60,6 +69,9 @@ class Movement(Remembers):
         self._num_broken = num_broken
         both_P = ~np.isnan(after_P) & ~np.isnan(before_P)
         before, after = float(before_P[both_P].sum()), float(after_P[both_P].sum())
+        if after > before:
+            small = float(small_squares(sample.rows[both_P, Column.NUM_ELEMENTS]).sum())
+            before, after = max(before, small), max(after, small)
         if num_broken > already:
             return True
         if not 0 < before < math.inf or not after > 0 or num_steps < 1:

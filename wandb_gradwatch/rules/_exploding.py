@@ -77,6 +77,7 @@ _CAUSES: Final[dict[str, tuple[str, str]]] = {
         f"normalise the inputs and the targets, take the mean in the loss; if the norm has grown, {_LOWER_RATE}",
     ),
 }
+_SMALL: Final = 0.005  # of the parameters' norm: such a gradient is next to nothing
 _CAUSES["broken"] = _CAUSES["grows"]
 _PAST: Final = frozenset({"passed", "passed, moved", "broken"})  # kinds that are told when it is over
 SPIKES: Final = _PAST | {"spike", "grows"}  # kinds that one bad batch can be
@@ -141,7 +142,8 @@ class ExplodingGradient(ShippedRule):
     any reason, and a steady rise above the largest norm before it once it moves the parameters, until then a WARN.
 
     Judged by the norm before clipping. A sample with NaN or Inf, one that AMP skipped and one without gradients is
-    not judged and not learned from.
+    not judged and not learned from. A norm below half a percent of the parameters' counts as that much, and is no
+    explosion: who leaves a plateau comes from next to nothing.
 
     Args:
         threshold: too large whatever came before; None switches this measure off. A fixed "critical" norm of 100, as is
@@ -216,7 +218,9 @@ class ExplodingGradient(ShippedRule):
 
     def _judge(self, sample: Overview, past: _Past, moved: bool) -> _Found | None:
         """What is wrong with the total norm, or None; the past learns of it."""
-        norm, step, log_norm = sample.norm, sample.step, _log(sample.norm)
+        norm, step = sample.norm, sample.step
+        small = _log_small(sample)
+        log_norm = max(_log(norm), small)
         before = past.norms[-1] if past.norms else math.inf
         gap = past.see(log_norm, step)
         norms = past.norms if gap == 1 else [past.norms[place] for place in evenly_apart(past.steps)]
@@ -227,12 +231,15 @@ class ExplodingGradient(ShippedRule):
             kind = "spike" if spike else "large" if past.num_survived or past.num_large else "large from the start"
             past.num_large += 1
             return _Found("rise" if kind == "large" and moved else kind, "ERROR", step, words)
+        if log_norm <= small:
+            return self._below(past, log_norm, moved)
         # A rise back to where the run began, as at the edge of stability, is over soon unless it moves the parameters.
         beyond = moved or log_norm > past.beginning + math.log(self.min_factor)
         needed = 0.0 if self.growth is None else self.growth * (1.0 if moved else _UNMOVED_GROWTH)
         if needed and beyond and (rise := steady_growth(norms, factor=needed, every=gap)) is not None:
+            more = " or more" if norms[-rise.num_samples] <= small else ""
             words = (
-                f"the gradient norm is {number(norm)} and has grown {number(rise.factor)} times over the last "
+                f"the gradient norm is {number(norm)} and has grown {number(rise.factor)} times{more} over the last "
                 f"{rise.num_samples} samples, step by step, above all before them (threshold {number(needed)} times)"
             )
             # At the edge of stability the norm rises a hundredfold, and falls again before the parameters have moved.
@@ -243,7 +250,7 @@ class ExplodingGradient(ShippedRule):
             past.began = step
         past.num_above += 1
         past.largest_above = max(past.largest_above, log_norm)
-        words, factor = self._words(norm, past, limit), _exp(past.largest_above - past.record)
+        words, factor = self._words(norm, past, limit, small), _exp(past.largest_above - past.record)
         if past.num_above >= self.adapt_after:
             past.num_above, past.largest_above = 0, -math.inf
             past.survive(log_norm)
@@ -283,10 +290,11 @@ class ExplodingGradient(ShippedRule):
         past.num_above, past.largest_above = 0, -math.inf
         return _Found("broken", "ERROR", past.began, words)
 
-    def _words(self, norm: float, past: _Past, limit: float) -> str:
-        usual = _exp(statistics.median(past.norms[:-1]))
+    def _words(self, norm: float, past: _Past, limit: float, small: float) -> str:
+        log_usual = statistics.median(past.norms[:-1])
+        usual, less = _exp(log_usual), " or less" if log_usual <= small else ""
         return (
-            f"the gradient norm is {number(norm)}, {number(norm / usual)} times the usual {number(usual)} and "
+            f"the gradient norm is {number(norm)}, {number(norm / usual)} times the usual {number(usual)}{less} and "
             f"{number(norm / _exp(past.record))} times the largest that the run has survived (threshold "
             f"{number(_exp(limit))})"
         )
@@ -331,6 +339,12 @@ def _scatter(log_norms: list[float]) -> float:
     """The standard deviation of log norms around their trend, by the changes from one to the next."""
     changes = [abs(after - before) for before, after in itertools.pairwise(log_norms)]
     return 1.4826 / math.sqrt(2) * statistics.median(changes) if changes else 0.0
+
+
+def _log_small(sample: Overview) -> float:
+    """The log norm below which a gradient is next to nothing beside the parameters."""
+    squares = sample.sums[Column.PARAM_SUM_SQ]
+    return math.log(_SMALL) + 0.5 * math.log(squares) if squares > 0 else -math.inf
 
 
 def _log(norm: float) -> float:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from .._analysis.formatting import clip_advice, listing, number, worst_first
 from .._analysis.layers import initial_gains, input_scale, weights_beside_biases
 from .._analysis.memory import PerName
-from .._analysis.movement import Movement, Update
+from .._analysis.movement import Movement, Update, small_squares
 from .._measure.columns import Column, FloatArray
 from ..snapshot import Snapshot
 from ..snapshot._overview import Overview
@@ -29,6 +29,10 @@ _FROM_0: Final = 50  # steps in which what began at 0, as a logistic regression,
 _SHRINKS, _SHRINK_SAMPLES = 0.02, 8  # of each weight's norm, by so many updates in a row
 _NOTICED: Final = 0.01  # of a log norm by one update: of less nothing large is made
 _OF_TYPICAL: Final = 0.3  # of the root mean square of all parameters: what is smaller may well shrink
+_SMALL: Final = (
+    0.25  # times sqrt(elements): half of what keeps a signal's size, of a square weight; growth up to it is free
+)
+_MANY: Final = 5  # weights, of which half as much is as bad where all grow alike
 _AT_ONCE: Final = math.log(2.0)  # by one update
 _OF_LAST: Final = 5  # updates of which a second one has to be too large: a single one may be a bad batch
 _TOGETHER: Final = 10  # updates that are looked at together
@@ -61,7 +65,7 @@ class PoorInitialisation(ShippedRule):
 
     Args:
         max_gain: RMS weight times sqrt(fan-in) above which one layer is too large. Healthy: up to 1.7, faults from 2.8.
-        min_gain: the median of all layers below which they are too small. Faults have 0.006.
+        min_gain: the median of all layers below which they are too small, unless most are frozen. Faults have 0.006.
         max_rms: of a weight whose fan-in is not known. Healthy: up to 1.03.
         max_recurrent_gain: of a recurrent weight, which multiplies a state again and again: an orthogonal one has 1.
         max_bias: root mean square of a bias, but the last one. Healthy: up to 0.7.
@@ -117,7 +121,7 @@ class PoorInitialisation(ShippedRule):
             names = listing(constant or list(all_gains))
             words = f"all elements of a weight are equal, and so are all units of its layer: {names}"
             return words, "a constant initialisation: equal weights"
-        if gains and float(np.median(list(gains.values()))) < self.min_gain:
+        if gains and snapshot.present[sample].mean() > 0.5 and float(np.median(list(gains.values()))) < self.min_gain:
             all_of_them = listing([f"{name} {number(gain)}x" for name, gain in gains.items()])
             words = f"the weights are far smaller than what keeps a signal's size: {all_of_them}"
             return words, "poor initialisation: too small"
@@ -368,7 +372,7 @@ def _constant(snapshot: Snapshot, sample: int, gains: Mapping[str, float]) -> li
 
 
 def _change(names: tuple[str, ...], update: Update, size_P: FloatArray) -> FloatArray | None:
-    """Each weight's change of log norm per step, 0 where unknown, at last twice that of all; None: all are unknown."""
+    """Each weight's change of log norm per step, 0 where unknown, at last that of all, twice where these are many."""
     before_P, now_P, *_, num_steps = update
     known_P = _are_weights(names) & (size_P >= _MIN_WEIGHTS) & (before_P >= 0) & (now_P > 0)
     if num_steps < 1 or not np.count_nonzero(known_P):
@@ -379,11 +383,13 @@ def _change(names: tuple[str, ...], update: Update, size_P: FloatArray) -> Float
         both_P = before_P + now_P >= 0
         before, now = before_P.sum(where=both_P), now_P.sum(where=both_P)
         typical_sq = np.nansum(before_P) / np.nansum(size_P)
-    # What begins at 0, as half of a LoRA pair, may grow up to what is typical however fast that is.
-    least_P = np.where(now_P > before_P, 1.0, _OF_TYPICAL**2) * (typical_sq * size_P)
+    # What begins at 0 or next to it, as half of a LoRA pair, may grow up to what is typical, or small, however fast.
+    small_P, typical_P = small_squares(size_P), typical_sq * size_P
+    least_P = np.where(now_P > before_P, np.maximum(typical_P, small_P), _OF_TYPICAL**2 * typical_P)
     ratio_P = np.ones(len(names) + 1)
     np.divide(np.maximum(now_P, least_P), np.maximum(before_P, least_P), ratio_P[:-1], where=known_P)
-    ratio_P[-1] = (now / before) ** 2  # all grow alike: half as much
+    small = small_P.sum(where=before_P + now_P >= 0) if now > before else 0.0
+    ratio_P[-1] = (max(now, small) / max(before, small)) ** (2 if np.count_nonzero(known_P) >= _MANY else 1)
     change_P: FloatArray = 0.5 * np.log(ratio_P) / num_steps
     return change_P
 

@@ -57,7 +57,7 @@ def learning_rate(evidence: Evidence) -> Diagnosis | None:
         rival = "" if is_felt or rose.at_once else _LATE_RISE  # a warm-up goes up as well
         is_seen = bool(is_felt) and rose.at_once
         # An explosion saturates and kills: what dies just after it is its consequence.
-        also = SILENCE if is_seen else ()
+        also = SILENCE if is_felt else ()
         return Diagnosis(
             LEARNING_RATE, 0.98 if is_seen else 0.85, words, f"look at its schedule; {remedy}", rival, also
         )
