@@ -59,7 +59,7 @@ from wandb_gradwatch._page.page import (
     write_page,
 )
 from wandb_gradwatch._page.payload import build_payload, knots, other_axes
-from wandb_gradwatch._page.read import HEADER, RunReader, UnreadableRunError, read_run
+from wandb_gradwatch._page.read import HEADER, RunReader, UnreadableRunError, read_run, steps_between
 from wandb_gradwatch.snapshot import keys
 
 HOSTILE = "</script><script>window.hacked=1</script>\u202e&amp;"
@@ -644,3 +644,12 @@ def test_the_page_spells_layers_as_alerts_do_and_keys_with_slashes() -> None:
     assert history.names == ["blocks/0/fc/weight", "a/b/weight"]
     assert build_payload(history)[0]["grids"][0]["names"] == ["blocks.0.fc.weight", "a/b.weight"]
     assert history.spelled(["untold/0/bias"]) == ["untold.0.bias"]
+
+
+@pytest.mark.parametrize("every", [1, 10])
+def test_rows_of_samples_of_long_ago_place_the_users_own_where_they_are(every: int) -> None:
+    """The default cadence: a row is flushed at every 50th step, and its last sample may be 40 steps old."""
+    placed, sampled = np.array([49.0, 149, 249, 449, 699]), np.array([10.0, 120, 250, 410, 660])
+    own = np.arange(0.0, 700 / every)
+    placed = (placed + 1) / every - 1
+    assert steps_between(own, placed, sampled).tolist() == [every * (number + 1) for number in range(700 // every)]

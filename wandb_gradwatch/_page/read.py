@@ -7,6 +7,7 @@ carry a checksum, their length, and whether they begin or end a record. A record
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import struct
@@ -290,15 +291,17 @@ def _whole(value: Any) -> int | None:
 
 
 def steps_between(own_N: FloatArray, placed_K: FloatArray, sampled_K: FloatArray) -> FloatArray:
-    """Optimizer steps of rows that tell only W&B's step, from those that tell both: [N].
+    """Optimizer steps of rows that tell only W&B's step, from those that tell both, W&B's and their sample's: [N].
 
-    Evenly between two that tell, and on at the same rate before the first and after the last. One of them alone gives
-    no rate: the user then logs every step. None: W&B's steps as they are.
+    At one whole rate where one fits all of these: each is placed after its sample, and before the next one is taken.
+    Otherwise evenly between two that tell, and on at the same rate before the first and after the last. One of them
+    alone gives no rate: the user then logs every step, from 0 on if it can be. None: W&B's steps as they are.
 
     Example:
-        A row of every step, counted from 0, with ours at steps 10 and 20: W&B's step 150 is the optimizer's 151.
+        A row of every step, counted from 0, with ours of samples 10 and 18 placed at 9 and 19: W&B's step 150 is the
+        optimizer's 151.
 
-        >>> steps_between(np.array([0.0, 14, 150]), np.array([9.0, 19]), np.array([10.0, 20])).tolist()
+        >>> steps_between(np.array([0.0, 14, 150]), np.array([9.0, 19]), np.array([10.0, 18])).tolist()
         [1.0, 15.0, 151.0]
     """
     if not len(placed_K):
@@ -306,7 +309,13 @@ def steps_between(own_N: FloatArray, placed_K: FloatArray, sampled_K: FloatArray
     placed_K, first = np.unique(placed_K, return_index=True)
     sampled_K = np.maximum.accumulate(sampled_K[first])
     if len(placed_K) == 1:
-        return own_N - placed_K + sampled_K
-    left_N = np.clip(np.searchsorted(placed_K, own_N, side="right") - 1, 0, len(placed_K) - 2)
+        return np.asarray(own_N + max(1.0, sampled_K[0] - placed_K[0]))
     rate_K = np.diff(sampled_K) / np.diff(placed_K)
+    rate = np.ptp(sampled_K) / np.ptp(placed_K)
+    for whole in (rate, *range(1, math.ceil(rate) + 1)) if rate_K.all() else ():
+        least = float(np.max(sampled_K - whole * placed_K))
+        most = float(np.min(sampled_K[1:] - whole * placed_K[:-1]))
+        if whole % 1 == 0 and least <= most:
+            return np.asarray(whole * own_N + min(max(whole, least), most))  # W&B counts from 0
+    left_N = np.clip(np.searchsorted(placed_K, own_N, side="right") - 1, 0, len(placed_K) - 2)
     return np.asarray(sampled_K[left_N] + rate_K[left_N] * (own_N - placed_K[left_N]))
