@@ -74,6 +74,11 @@ def test_what_is_printed_is_what_is_in_the_file(finished: tuple[int, str, Path, 
     assert read_run(run_folder[1]).run_id == history.run_id
 
 
+def test_in_a_file_the_bar_is_one_line(finished: tuple[int, str, Path, RunHistory]) -> None:
+    assert finished[1].splitlines().count("  training") == 1
+    assert not re.search(r"^  loss ", finished[1], re.MULTILINE)
+
+
 def test_the_users_own_rows_are_all_there(finished: tuple[int, str, Path, RunHistory]) -> None:
     # The loop logs once per step; our rows ride on the user's, or come after them.
     assert finished[3].num_rows >= STEPS

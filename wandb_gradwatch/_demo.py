@@ -180,7 +180,8 @@ def _train(output: Path, steps: int, online: bool) -> Training:
                     optimizer.step()
                     done, loss_now = step, loss.item()
                     run.log({"loss": loss_now, "learning_rate": optimizer.param_groups[0]["lr"]})
-                    bar.label = f"  loss {loss_now:.3f}"
+                    if above_the_bar:  # in a file every new label would be a line
+                        bar.label = f"  loss {loss_now:.3f}"
                     bar.update(1)
             summary = watcher.summary()
     return Training(Path(run.settings.sync_dir), done, time.monotonic() - started, done < steps, summary)
