@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from gradients import Chosen, step, watch
 from torch.optim import SGD
 
 from wandb_gradwatch import Watcher
+from wandb_gradwatch._capture import sampler
 
 
 def told(broken_at: int | None, *, sample_every: int, steps: int = 15, ask: object = Watcher.remove) -> list[tuple]:
@@ -67,3 +69,27 @@ def test_parameters_that_hold_nothing_are_not_asked() -> None:
     watcher.remove()
     assert not sink.alerts
     assert sink.closed
+
+
+def test_nothing_is_looked_at_while_another_thread_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be giving a parameter's memory back: what was asked for is told when that thread is done."""
+    looks: list[object] = []
+    monkeypatch.setattr(sampler, "slots_that_are_broken", lambda entries: looks.append(entries) or [])
+    model = Chosen(a=2, b=3)
+    watcher, _ = watch(model, sample_every=1000)
+    has_stepped, may_end = threading.Event(), threading.Event()
+
+    def train() -> None:
+        step(model, SGD(model.parameters(), lr=0.1), a=[1.0, 1.0], b=[1.0] * 3)
+        has_stepped.set()
+        may_end.wait(60)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    assert has_stepped.wait(60)
+    watcher.flush()
+    assert not looks
+    may_end.set()
+    thread.join()
+    watcher.remove()
+    assert len(looks) == 1

@@ -339,9 +339,12 @@ class Sampler(StepListener, ScaleListener):
 
     def look_at_parameters(self) -> None:
         """Somebody asks how the training is, whose last steps were not measured: say if it has broken in them."""
-        last, step, registry = self._schedule.last_sample, self._clock.step, self.parts.registry
-        if last < step and not self.parts.shards.any and (broken := slots_that_are_broken(registry.scan())):
-            self.parts.notices.alert(
+        parts, registry = self.parts, self.parts.registry
+        last, step = self._schedule.last_sample, self._clock.step
+        if parts.shards.any or parts.thread.is_another:  # which may be giving their memory back
+            return
+        if last < step and (broken := slots_that_are_broken(registry.scan())):
+            parts.notices.alert(
                 "NaN gradient",
                 f"NaN or Inf in {len(broken)} of {len(registry.names)} parameters: {registry.some_names(broken)}.\n"
                 f"What happened after step {last} was not measured.\n"

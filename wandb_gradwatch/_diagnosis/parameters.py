@@ -88,12 +88,11 @@ class Parameters:
         return np.where(self._history.steps[samples_N] <= _FIRST_STEPS, _MAX_FIRST_MOVEMENT, _MAX_MOVEMENT)
 
     @cached_property
-    def leap(self) -> tuple[float, int] | None:
-        """An ordinary sample whose update changed the parameters' norm by half or more: the change, the sample."""
+    def leap(self) -> int | None:
+        """The first ordinary sample from which each update changed the parameters' norm by half or more."""
         changes, samples = self.changes
         spiky = {sample for sample, _ in self._spikes}
-        leaps = [(float(c), int(s)) for c, s in zip(changes, samples, strict=True) if c > MAX_LEAP and s not in spiky]
-        return leaps[0] if leaps else None
+        return next((sample for sample in samples[changes > MAX_LEAP].tolist() if sample not in spiky), None)
 
     def update_before(self, sample: int) -> tuple[float, float] | None:
         """The update just before a sample, and the largest of up to 16 before it; None where they are not known."""
@@ -121,20 +120,19 @@ class Parameters:
         return (self._history.names[place], *norm_SP[-2:, place].tolist()) if is_far_P[place] else None
 
     @cached_property
-    def jump(self) -> tuple[float, float, int] | None:
+    def jump(self) -> tuple[float, int] | None:
         """An update just before a spike that moved the parameters far more than any of those before it.
 
         A bad batch moves them after its spike, not before.
 
         Returns:
-            The relative change of the parameters' norm, how many times the largest of the 16 before it that is, and the
-            sample of the update; None where there is none.
+            How many times the largest of the 16 before it that is, and the sample of the update; None for none.
         """
         for spike, _ in self._spikes:
             if (found := self.update_before(spike)) is not None and found[0] >= _MIN_JUMP:
                 factor = found[0] / max(found[1], 1e-12)
                 if factor > _JUMP_FACTOR:
-                    return found[0], factor, spike - 1
+                    return factor, spike - 1
         return None
 
     @cached_property

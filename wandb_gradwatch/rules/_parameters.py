@@ -29,9 +29,6 @@ _FROM_0: Final = 50  # steps in which what began at 0, as a logistic regression,
 _SHRINKS, _SHRINK_SAMPLES = 0.02, 8  # of each weight's norm, by so many updates in a row
 _NOTICED: Final = 0.01  # of a log norm by one update: of less nothing large is made
 _OF_TYPICAL: Final = 0.3  # of the root mean square of all parameters: what is smaller may well shrink
-_SMALL: Final = (
-    0.25  # times sqrt(elements): half of what keeps a signal's size, of a square weight; growth up to it is free
-)
 _MANY: Final = 5  # weights, of which half as much is as bad where all grow alike
 _AT_ONCE: Final = math.log(2.0)  # by one update
 _OF_LAST: Final = 5  # updates of which a second one has to be too large: a single one may be a bad batch
@@ -179,8 +176,9 @@ class FastParameters(ShippedRule):
 
     "Parameters grow too fast": of each weight the second largest of five updates counts, and ten without the largest.
     "Parameters shrink": a weight that loses 2 % per step or more, eight times in a row; and what is left of the largest
-    norm of all parameters. What begins at 0, or next to it, is compared with the model's typical weight.
-    The norm of all parameters together may grow half as fast as a single one's.
+    norm of all parameters. What begins at 0, or next to it, may grow to the model's typical weight, or to half of the
+    size that keeps a signal's, however fast. The norm of all together may grow half as fast as a single one's, if these
+    are five or more.
 
     Args:
         max_growth: of a weight's norm per step, after step 20. Healthy: at most 11 %, of an LSTM at a rate of 20.

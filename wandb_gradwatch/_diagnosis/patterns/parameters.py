@@ -52,8 +52,8 @@ def learning_rate(evidence: Evidence) -> Diagnosis | None:
         when = "at" if rose.at_once else "up to"
         words = f"it rose from {number(rose.before)} to {number(rose.after)} {when} step {evidence.step(rose.sample)}"
         parameters = evidence.parameters
-        has_moved = parameters.change_from(rose.sample) > MAX_LEAP
-        is_felt = parameters.is_moving or has_moved or parameters.leap or parameters.jump or evidence.growth
+        has_leapt = parameters.leap is not None or parameters.change_from(rose.sample) > MAX_LEAP
+        is_felt = parameters.is_moving or has_leapt or parameters.jump or evidence.growth
         rival = "" if is_felt or rose.at_once else _LATE_RISE  # a warm-up goes up as well
         is_seen = bool(is_felt) and rose.at_once
         # An explosion saturates and kills: what dies just after it is its consequence.
@@ -71,18 +71,16 @@ def learning_rate(evidence: Evidence) -> Diagnosis | None:
             f"from step {evidence.step(sample)}"
         )
         return Diagnosis(LEARNING_RATE, 0.85 - less, words, *_or_scale(evidence, remedy, sample, _NEW_SCALE))
-    if evidence.parameters.leap is not None:
-        update, moved, rival = _update(evidence, evidence.parameters.leap[1])
+    if (leapt := evidence.parameters.leap) is not None:
+        update, moved, rival = _update(evidence, leapt)
         words = f"{update} changed the parameters' norm by {moved} %"
-        return Diagnosis(
-            LEARNING_RATE, 0.8 - less, words, *_or_scale(evidence, remedy, evidence.parameters.leap[1], rival)
-        )
+        return Diagnosis(LEARNING_RATE, 0.8 - less, words, *_or_scale(evidence, remedy, leapt, rival))
     if evidence.parameters.jump is not None:
-        _, factor, sample = evidence.parameters.jump
+        factor, sample = evidence.parameters.jump
         update, moved, rival = _update(evidence, sample)
         words = (
             f"{update}, just before the spike, changed the parameters' norm by {moved} %, {number(factor)}x as much "
-            "as any of the updates before it"
+            "per update as any before it"
         )
         return Diagnosis(LEARNING_RATE, 0.8, words, remedy, rival)
     if evidence.growth is not None:
