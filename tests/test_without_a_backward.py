@@ -49,6 +49,37 @@ FUSED = pytest.mark.parametrize("fused", [False, True], ids=["for loop", "fused"
 
 
 @WAYS
+def test_without_an_optimizer_they_are_measured_when_the_user_says_that_an_update_was_made(put):
+    model = Chosen(a=2, b=1)
+    watcher, sink = watch(model, sample_every=1, rules=None)
+    for number in range(1, 7):
+        put(model, number)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.01 * parameter.grad
+        watcher.mark_step()
+    snapshot = samples(watcher, sink)
+    assert snapshot.total_grad_norm == pytest.approx([13 * number for number in range(1, 7)])
+    assert snapshot.total_grad_norm_clipped == pytest.approx(snapshot.total_grad_norm)
+    assert not sink.alerts
+
+
+@pytest.mark.parametrize(("num_updates", "is_said"), [(1, False), (50, True)], ids=["a checkpoint", "a training"])
+def test_a_training_of_which_nothing_is_seen_is_told_at_the_end(num_updates, is_said, said):
+    model = Chosen(a=2, b=1)
+    watcher, sink = watch(model)
+    for _ in range(num_updates):
+        parameters = tuple(model.parameters())
+        gradients = torch.autograd.grad(model.loss(a=[3.0, 4.0], b=[12.0]), parameters)
+        with torch.no_grad():
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter -= 0.01 * gradient
+    watcher.remove()
+    assert any("the model is trained, but no gradient was seen" in text for text in said()) is is_said
+    assert not sink.snapshots
+
+
+@WAYS
 @FUSED
 @pytest.mark.parametrize("sample_every", [1, 2])
 def test_they_are_measured_and_told_when_they_are_first_seen(put, fused, sample_every, said):

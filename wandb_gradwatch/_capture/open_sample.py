@@ -151,6 +151,9 @@ class OpenSample(ClipListener):
         if not self._parts.rows_are_read:
             return
         self._tell(Probe.after_update, None)
+        unseen = [(slot, p) for slot, p in entries if p.grad is not None and slot not in self._parts.seen.slots]
+        if put_there := self._without_backward(unseen)[0]:
+            self._measure_put_there(put_there, None)
         measured = set(self._parts.seen.slots)
         found = self._parts.seen.inspect((e for e in entries if e[0] in measured), inside_backward=False)
         if found.changed:
@@ -257,7 +260,7 @@ class OpenSample(ClipListener):
         parts.notices.say(
             "gradient without a backward",
             f"the gradients of {parts.registry.some_names(slots)} were put into .grad without a backward that reached "
-            f"them, first in step {parts.clock.open_step}: their grad_norm is that of what the optimizer receives",
+            f"them, first in step {parts.clock.open_step}: their grad_norm is that of what the update is made with",
         )
 
     def _measure_unclear(self, unclear: Sequence[Entry], optimizer: Optimizer) -> None:

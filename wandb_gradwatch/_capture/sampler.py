@@ -79,6 +79,7 @@ class Sampler(StepListener, ScaleListener):
         if self.parts.probes.look_inside:
             self._hooks.tell_arrivals(())
         self.parts.hook_sync.scan()
+        self.parts.wiring.begins()
         self._sample.begin()
         SCALES.subscribe(self)
         CLIP_FUNCTIONS.subscribe(self._sample)
@@ -343,6 +344,8 @@ class Sampler(StepListener, ScaleListener):
         last, step = self._schedule.last_sample, self._clock.step
         if parts.shards.any or parts.thread.is_another:  # which may be giving their memory back
             return
+        if not (self._clock.closed_any or self._clock.marked):
+            parts.wiring.nothing_was_seen()
         if last < step and (broken := slots_that_are_broken(registry.scan())):
             parts.notices.alert(
                 "NaN gradient",

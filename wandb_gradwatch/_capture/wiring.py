@@ -23,6 +23,7 @@ from .parameter_registry import ParameterRegistry
 
 _STEPS: Final = 3  # of each optimizer that are looked at
 _PATIENCE_IN_BACKWARDS: Final = 1000  # that only accumulate, without a step, are worth a word
+_PATIENCE_IN_WRITES: Final = 10  # to a parameter whose gradient was never seen: more than loading a checkpoint makes
 _SCAN_EVERY: Final = 5  # samples at least: experts come and go in every one
 _SETTINGS: Final[tuple[tuple[str, Callable[[Any], bool], str, str], ...]] = (
     (
@@ -72,6 +73,7 @@ class Wiring:
         self._samples_since_scan = _SCAN_EVERY
         self._facts: dict[str, Tensor] = {}
         self._without_model: Notice | None = None  # to be said unless an optimizer of the model steps, too
+        self._versions_at_first: dict[int, int] = {}  # of the parameters, by slot, when watch() was called
 
     def take(self) -> dict[str, Tensor]:
         """What has been found since the last call, by key: 0-dim tensors, which nobody waits for."""
@@ -178,6 +180,21 @@ class Wiring:
             self._unowned = {}
 
     # ---- backwards and steps that do not belong together
+
+    def begins(self) -> None:
+        """The model is watched from now on."""
+        self._versions_at_first = {slot: version_of(parameter) for slot, parameter in self._parameter_registry.scan()}
+
+    def nothing_was_seen(self) -> None:
+        """Somebody asks, and there was no step yet, nor a gradient: say so if it is trained all the same."""
+        writes = (version_of(p) - self._versions_at_first.get(slot, 0) for slot, p in self._parameter_registry.scan())
+        if max(writes, default=0) >= _PATIENCE_IN_WRITES:
+            self._notices.say(
+                "nothing seen",
+                "the model is trained, but no gradient was seen: what lies in .grad is measured, and "
+                "torch.autograd.grad() puts nothing there. Set parameter.grad before each update, and call "
+                "watcher.mark_step() after it.",
+            )
 
     def without_a_step(self, num_backwards: int, step: int) -> None:
         """So many backwards have ended in the open step."""
