@@ -320,6 +320,14 @@ MONITORS = (
         statistics=f"{_OURS}, histogram; every 50 steps a row",
     ),
     Monitor(
+        "**wandb_gradwatch**, histograms every step, without numba",
+        _ours_every_step(histogram_every=1, backend="cpu"),
+        every=LOG_EVERY,
+        row_at=-1,
+        statistics=f"{_OURS}, histogram; every 50 steps a row",
+        device="cpu",
+    ),
+    Monitor(
         "**wandb_gradwatch**, a row every step",
         lambda model, run, steps: _Ours(model, run, sample_every=1, log_every=1, histogram_every=0),
         statistics=_OURS,
