@@ -1,4 +1,4 @@
-"""One line that tells you, in Weights & Biases, what the gradients of every layer do.
+"""Monitor the gradients of every layer of a PyTorch model in Weights & Biases, with one line:
 
 wandb_gradwatch.watch(model)
 """

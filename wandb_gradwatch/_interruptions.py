@@ -1,4 +1,4 @@
-"""Exceptions that arise in the middle of the monitor's code and are none of its own."""
+"""Exceptions that a signal handler raises in the middle of the monitor's code."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 
 def raise_interruption(error: BaseException) -> None:
-    """Raise it again if a signal handler of the user's has raised it (a time limit, a preemption).
+    """Raise the error again if one of the user's signal handlers raised it (a time limit, a preemption).
 
-    It is meant for the training, as Ctrl-C is, and has come while the monitor's code ran by chance.
+    Like Ctrl-C it is meant for the training; only by chance did the monitor's code run when the signal came.
     """
     if threading.current_thread() is not threading.main_thread():
         return
@@ -28,7 +28,7 @@ def _codes_of_handlers() -> Iterator[CodeType]:
     for number in signal.valid_signals():
         handler: Any = signal.getsignal(number)
         handler = getattr(handler, "func", handler)  # of functools.partial
-        if not hasattr(handler, "__code__"):  # neither a function nor a method: SIG_DFL, or an object to be called
+        if not hasattr(handler, "__code__"):  # neither function nor method: SIG_DFL, or an object with __call__
             handler = vars(type(handler)).get("__call__")
         if isinstance(code := getattr(handler, "__code__", None), CodeType):
             yield code

@@ -1,4 +1,4 @@
-"""A history in a few lines: the worst layers, the total norm, the alerts; for a terminal or a notebook."""
+"""A summary of a history for a terminal or a notebook: the worst layers, the total norm and the alerts."""
 
 from __future__ import annotations
 
@@ -22,43 +22,43 @@ DEFAULT_LAYERS: Final = 8
 TRACE_WIDTH: Final = 24
 _MAX_NAME: Final = 28
 _MAX_ALERTS: Final = 5
-_BLOCKS: Final = "▁▂▃▄▅▆▇█"  # for a line in one line of text
+_BLOCKS: Final = "▁▂▃▄▅▆▇█"  # the levels of a sparkline
 _IN_ASCII: Final = str.maketrans(dict(zip(f"{_BLOCKS}×…", [*"_.:-=+*#!", ".."], strict=True)))
-_MIN_OCTAVES: Final = 3.0  # a trace spans at least this much, so that noise does not look like a story
+_MIN_OCTAVES: Final = 3.0  # the smallest range of a sparkline, so that noise does not look like a trend
 _HEADINGS: Final = ("layer", "norm", "peak (step)", "grad/param", "dead", "NaN+Inf", "norm over time")
 
 
 @dataclass(frozen=True)
 class LayerSummary:
-    """One layer, or everything together, over the samples of a history. What is missing is NaN."""
+    """Statistics of one layer, or of all layers together, over the samples of a history. Missing values are NaN."""
 
     name: str  # as in the snapshot
-    norm: float  # of the newest sample in which it is present; missing where an element there is not finite
-    peak: float  # the largest norm as a multiple of the layer's own median
-    peak_step: int | None  # the step of the largest norm; None where there is none
-    grad_param_ratio: float  # gradient norm by parameter norm, newest
+    norm: float  # of the newest sample that has the layer; missing if an element of it is not finite
+    peak: float  # the largest norm, divided by the layer's median norm
+    peak_step: int | None  # the step of the largest norm; None if there is no norm
+    grad_param_ratio: float  # gradient norm / parameter norm, newest
     dead_ratio: float  # share of dead elements, newest
-    num_nonfinite: int  # NaN and infinite elements of all samples
-    # The norm over the samples, neighbours pooled to their largest; infinity where one was not finite
+    num_nonfinite: int  # number of NaN and Inf elements in all samples
+    # Norms over the samples, at most TRACE_WIDTH: neighbours are pooled to their maximum. Inf where one was not finite.
     trace: tuple[float, ...]
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What `Watcher.summary()` returns: print it, or let a notebook show it."""
+    """The result of `Watcher.summary()`: print it, or let a notebook show it."""
 
-    steps: tuple[int, int] | None  # first and last step of the history; None without samples
-    num_samples: int  # how many samples it holds
-    num_names: int  # how many parameters
-    total: LayerSummary | None  # everything watched as one layer; None without samples
-    worst: tuple[LayerSummary, ...]  # the layers most worth a look, the worst first
-    alerts: tuple[Alert, ...]  # those that were sent, oldest first
-    overhead_ratio: float  # the monitor's share of the time; NaN where it is not known
-    num_guarded: int = 0  # steps of the history that the guard did not apply
+    steps: tuple[int, int] | None  # the first and the last step of the history; None without samples
+    num_samples: int  # number of samples in the history
+    num_names: int  # number of parameters
+    total: LayerSummary | None  # all watched parameters as one layer; None without samples
+    worst: tuple[LayerSummary, ...]  # the layers with the most conspicuous gradients, worst first
+    alerts: tuple[Alert, ...]  # the alerts that were sent, oldest first
+    overhead_ratio: float  # the monitor's share of the time; NaN if unknown
+    num_guarded: int = 0  # number of steps in the history that the guard did not apply
 
     @property
     def num_more(self) -> int:
-        """Layers that are not among the worst."""
+        """The number of layers that are not in `worst`."""
         return self.num_names - len(self.worst)
 
     def __str__(self) -> str:
@@ -69,7 +69,7 @@ class Summary:
         return self.text()
 
     def text(self, *, ascii_only: bool = False) -> str:
-        """The table as lines of text; `ascii_only` for a terminal that has no block characters."""
+        """Return the summary as lines of text; `ascii_only` for a terminal without block characters."""
         facts = [(label, _shown(words, ascii_only)) for label, words in self._facts()]
         width = max(len(label) for label, _ in facts)
         lines = [self._title(), *(f"  {label.ljust(width)}  {words}" for label, words in facts)]
@@ -115,12 +115,12 @@ def summarise(
     overhead_ratio: float = math.nan,
     max_layers: int = DEFAULT_LAYERS,
 ) -> Summary:
-    """Choose the layers that are most worth a look, and what to say of them.
+    """Summarise a history: choose the worst layers and compute their statistics.
 
-    In this order: NaN or Inf in a sample that AMP did not skip (the earliest first, and in one sample the one nearest
-    the output, where the backward came first), trainable without any gradient, no element with a gradient though
-    others have one, then the largest share of the whole gradient's square at the layer's own peak, times that peak over
-    the layer's median: rounding, as in the key bias of an attention, is no share of anything.
+    The order: layers with NaN or Inf in a sample that AMP did not skip (the earliest sample first; within a sample, the
+    layer nearest the output, where the backward starts); trainable layers without any gradient; layers whose gradient
+    is dead in every element; then by the largest share of the squared total norm, times `peak`. The share keeps
+    rounding noise out, such as the gradient of an attention's key bias.
     """
     if history is None or not len(history) or not history.names:
         return Summary(None, 0, 0 if history is None else len(history.names), None, (), tuple(alerts), overhead_ratio)
@@ -138,9 +138,9 @@ def summarise(
 
 
 def sparkline(trace: Sequence[float]) -> str:
-    """A norm over time in one line, on a logarithmic scale.
+    """Return norms over time as one line of text with a logarithmic scale.
 
-    A blank is missing, `0` is exactly zero, `×` not finite.
+    A blank is a missing norm, `0` a norm of exactly zero, `×` a norm that is not finite.
 
     Example: sparkline([1, 2, 4, 8]) is "▁▃▆█".
     """
@@ -160,8 +160,8 @@ def sparkline(trace: Sequence[float]) -> str:
 
 def _layers(history: Snapshot) -> list[LayerSummary]:
     bad_SP = history.num_nonfinite > 0
-    norm_SP = np.where(bad_SP, np.nan, history.grad_norm)  # the norm of a finite rest is not the layer's
-    # Neighbouring samples as one, so that at most TRACE_WIDTH are left: the largest, missing only where all are.
+    norm_SP = np.where(bad_SP, np.nan, history.grad_norm)  # the norm of the finite elements is not the layer's norm
+    # Pool neighbouring samples to their maximum, so that at most TRACE_WIDTH remain; missing only if all are missing.
     starts_W = np.linspace(0, len(history), min(TRACE_WIDTH, len(history)), endpoint=False).astype(np.int64)
     trace_WP = np.fmax.reduceat(np.where(bad_SP, np.inf, norm_SP), starts_W, axis=0)
     present_SP = ~np.isnan(history.num_elements)
@@ -188,7 +188,7 @@ def _layers(history: Snapshot) -> list[LayerSummary]:
 
 
 def _worst_first(history: Snapshot, layers: Sequence[LayerSummary]) -> list[int]:
-    """Places of the layers, the worst first."""
+    """Return the positions of the layers, worst first."""
     bad_SP = (history.num_nonfinite > 0) & ~history.skipped[:, None]
     silent_P = np.isnan(history.num_elements).all(axis=0) & history.trainable
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -197,14 +197,14 @@ def _worst_first(history: Snapshot, layers: Sequence[LayerSummary]) -> list[int]
     dead_P = np.array([layer.dead_ratio == 1 for layer in layers])
     first_bad_P = np.where(bad_SP.any(axis=0), bad_SP.argmax(axis=0), len(history))
     depth_P = np.where(bad_SP.any(axis=0), -np.arange(len(layers)), 0)
-    # The last key counts most.
+    # np.lexsort sorts by the last key first.
     worst_first: list[int] = np.lexsort((-share_P * peak_P, ~dead_P, ~silent_P, depth_P, first_bad_P)).tolist()
     return worst_first
 
 
 def _cells(layer: LayerSummary) -> tuple[str, ...]:
     return (
-        layer.name if len(layer.name) <= _MAX_NAME else "…" + layer.name[1 - _MAX_NAME :],  # the end tells more
+        layer.name if len(layer.name) <= _MAX_NAME else "…" + layer.name[1 - _MAX_NAME :],  # the end says more
         _number(layer.norm),
         "-" if math.isnan(layer.peak) else f"{number(layer.peak)}x ({layer.peak_step})",
         _number(layer.grad_param_ratio),
@@ -219,12 +219,12 @@ def _number(value: float) -> str:
 
 
 def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:
-    """The name and the trace to the left, numbers to the right."""
+    """Align the name and the trace left, and the numbers right."""
     first, *numbers, last = [(cell, width) for cell, width in zip(cells, widths, strict=True)]
     return "  ".join([first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in numbers), last[0]]).rstrip()
 
 
 def _shown(text: str, ascii_only: bool) -> str:
-    """Without characters that would steer a terminal, and without any that it cannot show."""
+    """Escape control characters, and with `ascii_only` replace characters that the terminal cannot show."""
     visible = "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in text)
     return visible.translate(_IN_ASCII).encode("ascii", "backslashreplace").decode() if ascii_only else visible

@@ -1,4 +1,4 @@
-"""watch(model): check the arguments, and build the corridor from gradients to W&B."""
+"""watch(model): check the arguments and build the pipeline from the gradients to W&B."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from .snapshot._shapes import GroupBy, group_function
 
 logger: Final = logging.getLogger("wandb_gradwatch")
 
-# Watchers of the same model that watch() leaves alone: those of the other callbacks of one trainer.
+# Watchers that watch() does not replace, although they watch the same model: other callbacks of one trainer made them.
 COMPANIONS: Final[ContextVar[tuple[Watcher, ...]]] = ContextVar("gradwatch_companions", default=())
 
 _SINKS: Final = "sinks, derived from wandb_gradwatch.Sink"
@@ -69,81 +69,82 @@ def watch(
     start_step: int = 0,
     backend: str = "auto",
 ) -> Watcher:
-    """Watch the gradients of a model: rows, histograms and alerts in the W&B run. Train as before.
+    """Log gradient statistics, histograms and alerts of a model to the W&B run while it trains.
 
-    Needs no other call: optimizer steps, gradient accumulation, clipping and loss scaling are noticed by themselves.
-    Training is not changed, and an error inside the monitor never reaches it; wrong arguments raise at once.
+    No other call is needed: optimizer steps, gradient accumulation, clipping and loss scaling are detected. Training is
+    not changed. Invalid arguments raise at once; a later error inside the monitor never reaches the training loop.
 
     Args:
         model: a module, or a list or dict of modules.
-        log: what is logged as histograms, as in `wandb.watch`: "gradients", "parameters" (as an update has left them,
-            instead of the gradients), or "all". Norms, counts and alerts are the same with each.
-        run: the W&B run; None takes `wandb.run`, on rank 0. Other ranks log only where `run` or `sinks` is given.
+        log: which histograms are logged, as in `wandb.watch`: "gradients", "parameters" (as they are after an update),
+            or "all". Norms, counts and alerts are logged in every case.
+        run: the W&B run. None: `wandb.run` on rank 0; other ranks log only if `run` or `sinks` is given.
         include: watch only parameters whose name matches: a regular expression (searched), several, or a function.
-        exclude: do not watch those whose name matches.
-        sample_every: None: measure every step while that keeps to `max_overhead`, otherwise fewer; the first ten, and
-            up to 32 in a row where something is unusual. n: exactly every n-th optimizer step, whatever that costs; a
-            function from a step's number to n, 0 for none.
-        log_every: write a row every n-th optimizer step; where `sample_every` is None, once it has as many samples as
-            it costs.
-        histogram_every: take histograms every n-th step; None: for every row; 0: never.
-        max_overhead: the share of the training's time that may be spent, 0.01 for one percent; without effect where
+        exclude: do not watch parameters whose name matches; same types as `include`.
+        sample_every: measure every n-th optimizer step, at any cost; a function maps a step number to n, 0 for none.
+            None: measure every step while that costs at most `max_overhead`, otherwise fewer steps. The first ten are
+            always measured, and up to 32 in a row after something unusual.
+        log_every: log a row every n optimizer steps. If `sample_every` is None, a row that costs as much as several
+            samples waits until the window has that many.
+        histogram_every: take histograms every n optimizer steps. None: for every row. 0: never.
+        max_overhead: the largest share of the training time that monitoring may take; 0.01 is one percent. Ignored if
             `sample_every` is given.
-        group_by: what one series shows: "parameter", "module", or a function from a parameter's name to its group's.
-            None: parameters; of more than 256, as many neighbours together as are needed, which is said once.
-        details: further numbers of every layer in the W&B row, such as ("mean", "std"), out of "mean", "std", "min",
-            "max", "abs_max", "abs_min_nonzero", "zero_ratio", and "received" (the norm of what the optimizer received).
-            A dict logs each only of the layers whose name matches: {"std": r"^head", "received": "weight$"}.
-        metrics: what else is measured at sampled steps: `Metric(name, fn)`, `Activations()`, `Attention()` and others
-            of `wandb_gradwatch.metrics`. With the default rules, theirs are added.
-        rules: what raises alerts; None: the default rules; []: none.
-        sinks: where snapshots and alerts go instead of the W&B run; a `run` given beside them is written too.
-        on_alert: called with every alert that is sent; what it raises reaches the training loop.
-        guard: "skip" does not apply a step whose gradients are not finite or explode; a function from a snapshot to
-            True does not apply that step; a `SkipGuard` sets the limits. Every step is then measured, whatever
-            `sample_every` is. Fused optimizers never wait for it; others, and a function, read once a step.
-        on_nonfinite: "trace": after an alert of NaN or Inf, run the next step that begins with finite parameters once
-            more, and name the operation that makes them. A guard does so by itself, with the step that was bad.
-        dead_threshold: |g| <= this counts as dead, in units of the true gradient.
-        optimizer: only needed for an optimizer that updates copies of the parameters (master weights).
-        scaler: the gradient scaler, if it has to be known before it is first used.
-        loss_scale: what your own code divides the gradients by between backward() and step(), such as a constant that
-            the loss was multiplied with, or the number of tokens: a number, a tensor whose value counts when a backward
-            ends, or a function of the step's number that is called then. Norms are then those of the divided gradients.
-        start_step: the number of the last step already made, for a run that goes on.
-        backend: "auto", or one of the backends by name. On CPU "auto" is "compiled" where numba is installed (the extra
-            `fast`), from when its loops are compiled, in the background, and "cpu", by torch and numpy, before and
-            elsewhere. "compiled" by name compiles before watch() returns, seconds the first time.
+        group_by: what one series shows: "parameter", "module", or a function from a parameter's name to a group's name.
+            None: one parameter; with more than 256 parameters, neighbours are grouped, and a message says so once.
+        details: additional per-layer numbers in the W&B row, such as ("mean", "std"). Allowed are "mean", "std", "min",
+            "max", "abs_max", "abs_min_nonzero", "zero_ratio" and "received" (the norm that the optimizer received). A
+            dict logs each number only for layers whose name matches: {"std": r"^head", "received": "weight$"}.
+        metrics: additional metrics at sampled steps: `Metric(name, fn)`, `Activations()`, `Attention()` and others from
+            `wandb_gradwatch.metrics`. Their own rules are added to the default rules.
+        rules: the rules that raise alerts. None: the default rules. []: no rules.
+        sinks: where snapshots and alerts are written instead of the W&B run; if `run` is given too, both are written.
+        on_alert: a function, or several, called with every alert that is sent. Its exceptions reach the training loop.
+        guard: "skip" does not apply steps whose gradients are not finite or explode. A function from a snapshot to bool
+            does not apply steps for which it returns True. A `SkipGuard` sets the limits. With a guard every step is
+            measured. The host does not wait for fused optimizers; any other optimizer, or a function, costs one read
+            from the device per step.
+        on_nonfinite: "trace": after an alert of NaN or Inf, run the next step that starts with finite parameters once
+            more and report the operation that makes them. A guard does so by default, for the bad step itself.
+        dead_threshold: an element with |g| <= this counts as dead; in units of the unscaled gradient.
+        optimizer: only needed if the optimizer updates copies of the parameters (master weights).
+        scaler: the gradient scaler; only needed if it must be known before its first use.
+        loss_scale: what your own code divides the gradients by between backward() and step(), such as a constant
+            factor of the loss or the number of tokens. A number; a tensor, read when a backward ends; or a function of
+            the step number, called then. The logged norms are those of the divided gradients.
+        start_step: the number of optimizer steps already made, to continue a training.
+        backend: "auto" or the name of a backend. On CPU "auto" uses "cpu" (torch and numpy), and "compiled" as soon as
+            its loops are compiled in the background, which needs numba (the extra `fast`). "compiled" by name compiles
+            before watch() returns; the first time that takes seconds.
 
     Returns:
-        The watcher: `remove()`, `flush()`, `latest`, `step`, `healthy`.
+        The watcher, with `remove()`, `flush()`, `latest`, `step` and `healthy`.
 
     Raises:
-        TypeError: model is not a module or a collection of modules; something in metrics is no metric.
-        ValueError: nothing trainable to watch; a cadence, name filter, backend or threshold that makes no
-            sense; a metric that matches nothing; a guard on a model whose ranks could not decide alike; a model that
-            DeepSpeed trains.
-        RuntimeError: there is no run and there are no sinks; the backend cannot run on the model's device, or cannot be
+        TypeError: model is not a module or a collection of modules, or another argument has the wrong type.
+        ValueError: the model has no trainable parameter to watch, or DeepSpeed trains it; a cadence, name filter,
+            backend or threshold is invalid; a metric matches nothing; a guard could decide differently on the ranks.
+        RuntimeError: there is neither a run nor a sink; the backend cannot run on the model's device, or cannot be
             compiled.
 
-    Cost: a sampled step reads every gradient and every parameter in one batched pass, and never waits for the device.
-    A step that is not sampled is only counted, with the hooks off; where optimizers step inside the backward, where
-    there is no optimizer, and with a guard, a hook per parameter runs at every step. docs/benchmarks.md has the times
-    beside those of other monitors, docs/growth.md what a tensor costs on the host.
+    Cost: a sampled step reads every gradient and every parameter in one batched pass and never waits for the device. A
+    step that is not sampled is only counted, with the hooks off. A hook per parameter runs at every step if there is a
+    guard, if optimizers step inside the backward, or if there is no optimizer. docs/benchmarks.md compares the times
+    with those of other monitors; docs/growth.md shows the host's time per tensor.
     """
+    # All arguments are checked before anything changes, including an earlier watcher of the same model.
     # Everything that can be refused is refused before anything is changed, an earlier watcher included.
     if log not in ("gradients", "parameters", "all"):
-        raise ValueError(f'log={log!r} must be "gradients", "parameters" or "all": of what histograms are logged')
+        raise ValueError(f'log={log!r} must be "gradients", "parameters" or "all": which histograms are logged')
     check_details(details)
     cadence, budget = Cadence(sample_every, log_every, histogram_every), Budget(max_overhead)
-    cadence.every(start_step + 1)  # what a function gives is checked now
+    cadence.every(start_step + 1)  # calls a sample_every function once, so that an invalid result raises here
     if has_deepspeed(module for _, module in with_prefixes(model)):
         raise ValueError(f"watch(): {DEEPSPEED_REFUSED}")
     registry = ParameterRegistry(model, include=include, exclude=exclude)
     _check_group_by(group_by, registry)
     is_on_cpu = all(parameter.device.type == "cpu" for _, parameter in registry.scan())
     if guard is not None and world_size() > 1 and backend == "auto" and is_on_cpu:
-        backend = "cpu"  # replicas must decide alike, bit for bit: not by loops that one has compiled before another
+        backend = "cpu"  # replicas must decide bit for bit alike: none may use the compiled loops before another
     _check_instance("scaler", scaler, GradScaler, "a torch.amp.GradScaler; for a scale of your own pass loss_scale=")
     _check_loss_scale(loss_scale)
     if not isinstance(dead_threshold, int | float) or not 0 <= dead_threshold < math.inf:
@@ -156,7 +157,7 @@ def watch(
     callbacks = [on_alert] if callable(on_alert) else _sequence("on_alert", on_alert, "a function, or several")
     for callback in callbacks:
         if not callable(callback):
-            raise TypeError(f"on_alert={on_alert!r}: {callback!r} is no function")
+            raise TypeError(f"on_alert={on_alert!r}: {callback!r} is not a function")
     chosen_metrics = _sequence("metrics", metrics, "a list of metrics")
     probes = probes_of(chosen_metrics, model, registry.names)
     if log != "gradients" and histogram_every != 0:
@@ -169,7 +170,7 @@ def watch(
     chosen = _sequence("sinks", sinks, f"a list of {_SINKS}")
     for sink in chosen:
         if not isinstance(sink, Sink):
-            raise TypeError(f"sinks={chosen!r} must be a list of {_SINKS}, but {sink!r} is none")
+            raise TypeError(f"sinks={chosen!r} must be a list of {_SINKS}, but {sink!r} is not one")
     used_run = _run_of(run, sinks)
     _prepare_backend(registry, dead_threshold, backend, histogram=histogram_every != 0)
 
@@ -203,10 +204,10 @@ def watch(
 
 
 def unwatch(model: Models | None = None) -> None:
-    """Remove the watcher of a model, or every watcher. Nothing is left behind on the model.
+    """Remove the watcher of a model, or every watcher. No hook stays on the model.
 
     Args:
-        model: what watch() was given, or one of several; None for all. One that is not watched is left alone.
+        model: the model or collection passed to watch(), or one model of it; None: all. Unwatched models are ignored.
 
     Raises:
         TypeError: model is not a module or a collection of modules.
@@ -218,7 +219,7 @@ def unwatch(model: Models | None = None) -> None:
 
 
 def _sequence(argument: str, values: Any, what: str) -> list[Any]:
-    """The values as a list; none for None."""
+    """Return the values as a list; an empty one for None."""
     if values is None:
         return []
     if isinstance(values, str) or not isinstance(values, Sequence | deque):
@@ -236,11 +237,11 @@ def _check_group_by(group_by: GroupBy | None, registry: ParameterRegistry) -> No
         return
     group_of, name = group_function(group_by), registry.names[0]
     if not isinstance(group := group_of(name), str):
-        raise TypeError(f"group_by={group_by!r} must give a group's name, but gave {group!r} for {name!r}")
+        raise TypeError(f"group_by={group_by!r} must return a group's name, but returned {group!r} for {name!r}")
 
 
 def _prepare_backend(registry: ParameterRegistry, dead_threshold: float, backend: str, *, histogram: bool) -> None:
-    """Choose the backend of every device, and compile what it needs."""
+    """Resolve the backend of every device, and start to compile what it needs."""
     kernels: dict[torch.device, set[torch.dtype]] = {}
     on_cpu = False
     for slot, parameter in registry.scan():
@@ -268,8 +269,8 @@ def _check_loss_scale(loss_scale: object) -> None:
 def _warm_up(
     kernels: Mapping[torch.device, Collection[torch.dtype]], dead_threshold: float, *, histogram: bool
 ) -> None:
-    """Compile the kernels while the training starts: the first sampled step would wait seconds for each."""
-    in_buckets = world_size() > 1  # one gradient behind the other, as DDP and FSDP can lay them
+    """Compile the kernels in the background. Otherwise the first sampled step waits seconds for each kernel."""
+    in_buckets = world_size() > 1  # gradients contiguous in memory, as DDP and FSDP can place them
     goes_on = threading.main_thread().is_alive
 
     def compile_all() -> None:
@@ -279,39 +280,39 @@ def _warm_up(
         try:
             for device, dtypes in kernels.items():
                 warm_up(device, list(dtypes), dead_threshold=dead_threshold, **options)
-        except Exception as error:  # measure() meets it again, and falls back or raises as the backend demands
+        except Exception as error:  # measure() gets the same error, and falls back or raises as `backend` demands
             logger.debug("wandb_gradwatch: warming up the kernels failed: %r", error)
 
-    # No daemon: an interpreter that ends while a compiler runs may crash. It waits for the kernel that is being made.
+    # Not a daemon thread: an interpreter that exits while a compiler runs may crash. The exit waits for one kernel.
     threading.Thread(target=compile_all, name=_WARMING_UP, daemon=False).start()
 
 
 def wait_for_kernels() -> None:
-    """Wait until nothing is compiled in the background any more: for those who want to know what a step costs."""
+    """Wait until no kernel is being compiled in the background; for measurements of a step's cost."""
     for thread in threading.enumerate():
         if thread.name == _WARMING_UP:
             thread.join()
 
 
 def _run_of(run: Any, sinks: Sequence[Sink] | None) -> Any:
-    """The run that this watcher logs to; where none is given, None if there are sinks, and on ranks other than 0."""
+    """Return the run to log to. If none is given: None if there are sinks or on ranks other than 0; else wandb.run."""
     if run is None and sinks is None and rank() == 0:
         run = getattr(sys.modules.get("wandb"), "run", None)
         if run is None:
             raise RuntimeError(
-                "watch() found no W&B run: call wandb.init() first, pass run=, or pass sinks= to go without W&B"
+                "watch() found no W&B run: call wandb.init() first, pass run=, or pass sinks= to log without W&B"
             )
     if run is not None and not (hasattr(run, "disabled") and hasattr(run, "define_metric")):
         raise TypeError(f"run={run!r} must be what wandb.init() returns")
     if run is not None and any(isinstance(sink, WandbSink) and sink.run is run for sink in sinks or ()):
         raise ValueError(
-            "run= has a WandbSink already, so that with the one in sinks= each row is logged twice: pass one"
+            "sinks= already has a WandbSink for the run in run=, so each row would be logged twice: pass one of them"
         )
     return run
 
 
 class _RunOfRank0(Sink):
-    """On a rank that logs nothing: names must be those of rank 0, or the merge takes them for other parameters."""
+    """Holds the namespace of rank 0 on a rank that logs nothing: the merge matches parameters of ranks by name."""
 
     def __init__(self, namespace: str) -> None:
         self._namespace = namespace
@@ -321,7 +322,7 @@ class _RunOfRank0(Sink):
 
 
 def _namespace(run: Any, registry: ParameterRegistry) -> str:
-    """What the numbers of a further model in this run are logged below: "model1", ...; names only where they clash."""
+    """Return the key prefix of a further model in this run: "model1", ... Parameters get it too if names clash."""
     others = [(watcher, taken) for watcher in WATCHERS if (taken := watcher.namespaces_in(run))]
     if not others:
         return ""

@@ -1,4 +1,4 @@
-"""A watched model: owns the corridor from its gradients to the sinks, from watch() to remove()."""
+"""Watcher: owns the pipeline of a watched model, from its gradients to the sinks, from watch() to remove()."""
 
 from __future__ import annotations
 
@@ -42,36 +42,36 @@ from .snapshot import Snapshot
 
 logger: Final = logging.getLogger("wandb_gradwatch")
 
-# Ranks that call watch() equally often agree on the number, and with it on whose windows belong together.
+# Ranks that call watch() equally often give a watcher the same number, which identifies whose windows are merged.
 _NUMBERS: Final = itertools.count()
-_REPLAYED: Final = {*NONFINITE_TITLES, LossScaleCollapse.title}  # after these alerts a step is run once more
+_REPLAYED: Final = {*NONFINITE_TITLES, LossScaleCollapse.title}  # after these alerts a step is run again
 
 
 @dataclass(frozen=True)
 class Config:
-    """What watch() was asked for, checked and resolved."""
+    """The arguments of watch(), checked and resolved."""
 
-    capture: CaptureConfig  # which steps are measured, and what is measured in them
-    sinks: tuple[Sink, ...]  # where snapshots and alerts go
-    rules: tuple[Rule, ...]  # what raises alerts
+    capture: CaptureConfig  # which steps are measured, and what is measured at them
+    sinks: tuple[Sink, ...]  # receive the snapshots and alerts
+    rules: tuple[Rule, ...]  # raise the alerts
     on_alert: tuple[Callable[[Alert], object], ...]  # the user's functions, called with every alert that is sent
-    to_terminal: bool  # say errors on standard error, and at the end how many alerts there were
-    # "trace": run a step once more after a NaN or Inf, to name the operation that makes them
+    to_terminal: bool  # write error alerts to standard error, and the number of alerts at the end
+    # "trace": run a step again after a NaN or Inf, to name the operation that makes them
     on_nonfinite: Literal["trace"] | None = None
 
 
 class Watcher:
-    """What `watch()` returns. A context manager: leaving the block removes it.
+    """Monitors a model until it is removed; returned by `watch()`. As a context manager it removes itself at the end.
 
-    Owns the parts of the corridor, from the sampler to the dispatcher, and whether they have been removed. What is
-    measured, judged, written or said is remembered by the part that does it.
+    It owns the stages of the pipeline, from the sampler to the dispatcher, and knows whether they have been removed.
+    All other state belongs to the stages.
     """
 
     def __init__(self, registry: ParameterRegistry, config: Config, models: Sequence[torch.nn.Module]) -> None:
         name = str(next(_NUMBERS))
         self._registry = registry
         self._alert_manager = AlertManager(config.rules)
-        self._removed, self._is_new = False, True  # new: nothing has been delivered
+        self._removed, self._is_new = False, True  # new: nothing has been delivered yet
         self._boundary = ErrorBoundary(self._failed)
         window = SampleBuffer(keep_newest_histogram=config.capture.cadence.histogram_every is None)
         self._dispatcher = Dispatcher(config.sinks, config.on_alert, to_terminal=config.to_terminal)
@@ -79,7 +79,7 @@ class Watcher:
         self._rule_runner = RuleRunner(self._alert_manager, self._dispatcher, modules=kinds)
         self._sampler = Sampler(registry, window, config.capture, self._boundary, self._collect)
         self._parts = parts = self._sampler.parts
-        self._found: list[Alert] = []  # of replays, to be sent at the next occasion
+        self._found: list[Alert] = []  # alerts of replays, sent at the next delivery
         guarded = config.capture.guard is not None and config.capture.guard.replay
         if guarded or config.on_nonfinite == "trace":
             parts.replay = StepReplay(
@@ -95,7 +95,7 @@ class Watcher:
                 parts.guard.replay = parts.replay
         self._pipeline = Pipeline(parts, self._rule_runner, self._dispatcher, lambda: self._sampler.seconds_spent, name)
         self._sampler.start(name)
-        # The model must not be kept alive by us, nor our hooks outlive it.
+        # The watcher must not keep the model alive, and its hooks must not outlive the model.
         self._models = [weakref.ref(model, self._model_gone) for model in registry.models()]
         self._dispatcher.before_runs_end(self.flush)
         atexit.register(self._script_ends)
@@ -112,7 +112,7 @@ class Watcher:
         state = "removed" if self._removed else f"step {self.step}"
         return f"Watcher({len(self._registry.names)} parameters, {state})"
 
-    # ---- what the user asks
+    # ---- public methods
 
     @property
     def step(self) -> int:
@@ -121,26 +121,26 @@ class Watcher:
 
     @alone
     def mark_step(self) -> None:
-        """Say that an update has just been made. Only loops without any optimizer need to."""
+        """Count an update. Only training loops without an optimizer need to call this, after each update."""
         self._sampler.mark_step()
         self._deliver()
 
     @alone
     def loss(self, value: float | Tensor, *, is_share: bool = False) -> None:
-        """Log the loss of the update that is being made, as `gradwatch/loss`; one that is not finite raises an alert.
+        """Log the loss of the current update as `gradwatch/loss`; a loss that is not finite raises an alert.
 
-        Without this call the loss is what `backward()` was called on, loss scale divided out, where that is one number;
-        of several backwards in a step their sum, as of their gradients. Call it before the optimizer's step. The value
-        is not read here: it stays on its device, and arrives with the sample. Several values of one step are averaged.
-        Between samples it costs next to nothing.
+        Call it before the optimizer's step. Without this call the loss is the tensor that `backward()` was called on,
+        if it has one element, divided by the loss scale and summed over the backwards of a step. The value is not read
+        here: it stays on its device and arrives with the sample. Several values of one step are averaged. Between
+        samples the call costs next to nothing.
 
         Args:
             value: a tensor of one element, or a number.
-            is_share: the value has already been divided by the number of micro-batches: those of a step are added.
+            is_share: True if the value is already divided by the number of micro-batches; such values are summed.
 
         Raises:
             TypeError: value is neither a tensor nor a number.
-            ValueError: it has not exactly one real element.
+            ValueError: value has not exactly one real element.
         """
         one = checked_loss(value)
         if not self._removed:
@@ -148,73 +148,73 @@ class Watcher:
 
     @property
     def parameter_names(self) -> tuple[str, ...]:
-        """Names of everything watched so far, frozen parameters included, wrappers' prefixes stripped."""
+        """The names of all watched parameters, including frozen ones, without the prefixes of wrappers."""
         return tuple(self._registry.names)
 
     @property
     @alone
     def latest(self) -> Snapshot | None:
-        """The newest flushed snapshot; before the first flush, what has been sampled so far; None for nothing."""
+        """The newest flushed snapshot; before the first flush, the samples so far; None if there are none."""
         self._collect()
         return self._pipeline.newest
 
     @property
     @alone
     def healthy(self) -> bool:
-        """False if a rule found an error in the newest sample that has arrived."""
+        """False if a rule raised an error alert for the newest sample that has arrived."""
         self._collect()
         return self._alert_manager.healthy
 
     @property
     def metric_seconds(self) -> dict[str, float]:
-        """What each of metrics= has taken on the host so far, in seconds, by what it is called.
+        """The host time in seconds that each of `metrics=` has taken so far, by the metric's name.
 
-        On a GPU that is what it takes to launch its work; `gradwatch/overhead_ratio` has the device's time too.
+        On a GPU this is the time to launch the work; `gradwatch/overhead_ratio` includes the device's time too.
         """
         return self._parts.probes.seconds_of_each
 
     def watches(self, model: object) -> bool:
-        """Whether this is one of the watched models, wrapped or not."""
+        """Return whether this is one of the watched models, with or without a wrapper."""
         inner = unwrapped(model) if isinstance(model, torch.nn.Module) else model
         return any(watched is inner for watched in self._registry.models())
 
     def namespaces_in(self, run: object) -> set[str]:
-        """What the whole model's numbers are logged below in this W&B run, by each sink that writes to it."""
+        """Return the key prefix of the model's totals in this W&B run, for each sink that writes to the run."""
         return self._dispatcher.namespaces_in(run)
 
     @alone
     def diagnose(self) -> list[Diagnosis]:
-        """Probable causes of what the last samples show, most probable first; none for a healthy training."""
+        """Return the probable causes of problems in the last samples, most probable first; [] if there are none."""
         self._collect()
         return self._rule_runner.diagnose()
 
     @alone
     def summary(self) -> Summary:
-        """The worst layers of the last samples, the total norm, the alerts: print it, or let a notebook show it."""
+        """Return the worst layers, the total norm and the alerts of the last samples, for print() or a notebook."""
         self._collect()
         recorder, newest = self._dispatcher.recorder, self._pipeline.newest
         overhead_ratio = math.nan if newest is None else newest.overhead_ratio
         return summarise(recorder.history(), alerts=recorder.alerts, overhead_ratio=overhead_ratio)
 
     def note(self, **context: object) -> None:
-        """Keep a few words or numbers with the open step, for the flight recorder: `watcher.note(batch=17)`."""
+        """Attach values to the open step in the flight recorder, such as `watcher.note(batch=17)`."""
         self._dispatcher.recorder.note(self._parts.clock.open_step, **context)
 
     @alone
     def record(self, path: str | Path | None = None) -> list[Path]:
-        """Write the flight recorder: to a path, or beside the run, where its table is logged too.
+        """Write the flight recorder to a path. Without a path: beside the run, which also gets its table.
 
         Returns:
-            The files written; `wandb_gradwatch.load_recording` reads one.
+            The written files; `wandb_gradwatch.load_recording` reads them.
         """
         self._collect()
         return self._dispatcher.record(path, table=path is None)
 
     @alone
     def wait(self) -> None:
-        """Wait until every sample of the updates made so far has arrived and the rules have seen it.
+        """Wait until every sample so far has arrived and the rules have checked it.
 
-        The window stays open: no row is written. Of a sharded model what arrives is this rank's part.
+        The window stays open: no row is written. For a sharded model only this rank's shards arrive.
         """
         if not self._removed:
             self._sampler.end_sample()
@@ -222,10 +222,10 @@ class Watcher:
 
     @alone
     def flush(self) -> Snapshot | None:
-        """End the window now: send it to the sinks and wait until it has arrived.
+        """End the window now: wait until its samples have arrived, and write them to the sinks.
 
         Returns:
-            The newest window that no earlier call has returned; None if nothing was sampled since.
+            The newest flushed window that no earlier call has returned; None if there is none.
         """
         self._flush_window(final=False)
         return self._pipeline.pop_unreturned()
@@ -236,16 +236,16 @@ class Watcher:
             self._boundary.run(self._sampler.look_at_parameters)
             try:
                 self._deliver(wait=True)
-            finally:  # a callback of the user's may raise
+            finally:  # on_alert may have raised
                 if self._pipeline.window:
                     self._sampler.flush_window()
                     self._deliver(wait=True)
 
     @alone
     def remove(self) -> None:
-        """Flush, remove every hook and close the sinks. Idempotent.
+        """Flush, remove every hook and close the sinks. Further calls do nothing.
 
-        With a sharded model the last window is merged over the ranks: call it on all of them.
+        The last window of a sharded model is merged over the ranks: call this on all of them.
         """
         self._remove(merge=True)
 
@@ -253,27 +253,27 @@ class Watcher:
 
     @alone
     def state_dict(self) -> dict[str, Any]:
-        """Everything that a resumed training goes on with: numbers, lists and tensors only.
+        """Return the state that a resumed training needs, as numbers, lists and tensors.
 
-        The step, what was learnt about the loop, the rules' and the guard's memory, and the window that is not flushed.
+        It holds the step, facts learned about the loop, the state of rules and guard, and the window not yet flushed.
         """
         self.wait()
         return save_state(self._parts, self._pipeline, self._alert_manager, self._dispatcher)
 
     @alone
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state_dict()`; parameters are matched by name, and those that are gone are dropped.
+        """Continue from `state_dict()`. Parameters are matched by name; parameters that no longer exist are dropped.
 
         Raises:
-            ValueError: it is something else, a whole checkpoint perhaps; nothing is changed.
+            ValueError: state is not from `state_dict()`, for instance a whole checkpoint. Nothing is changed.
         """
         self._sampler.end_counting()
         self._collect()
         load_state(state, self._parts, self._pipeline, self._alert_manager, self._dispatcher)
 
     def _own_turn(self) -> AbstractContextManager[object]:
-        """The lock of what runs `alone`. None where ranks are merged: it may wait for some that wait for this one."""
-        if self._boundary.in_forked_child or self._parts.merges_ranks:  # in a child nobody would release the lock
+        """The lock for `alone` methods. No lock where ranks merge: a rank could wait for ranks that wait for it."""
+        if self._boundary.in_forked_child or self._parts.merges_ranks:  # in a forked child nothing releases the lock
             return nullcontext()
         return self._boundary.lock
 
@@ -281,7 +281,7 @@ class Watcher:
 
     def _remove(self, *, merge: bool) -> None:
         if self._removed or self._boundary.in_forked_child:
-            self._stop()  # a monitor that has failed may still vote; the run of a forked child is not its own
+            self._stop()  # a guard whose monitor has failed may still vote; a forked child does not own the run
             return
         if not merge:
             self._pipeline.stop_merging()
@@ -290,7 +290,7 @@ class Watcher:
             if self._parts.guard is not None:
                 self._parts.guard.learn(keep=0, raises=False)
                 self._say()
-        finally:  # a callback of the user's may raise
+        finally:  # on_alert may have raised
             self._stop()
             self._dispatcher.close()
 
@@ -305,15 +305,15 @@ class Watcher:
             WATCHERS.remove(self)
 
     def _script_ends(self) -> None:
-        """A plain end, sys.exit(), an exception, Ctrl-C: nothing is lost but what needs other ranks."""
+        """Remove the watcher at exit: after a plain end, sys.exit(), an exception or Ctrl-C. Ranks are not merged."""
         crashed = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         if crashed is not None and not self._removed and not self._boundary.in_forked_child:
             self.record()
         self._remove(merge=False)
 
     def _model_gone(self, _: object) -> None:
-        # Not where the collector finds it while a graph is captured or traced, whose part the flush would become, or
-        # while another thread runs the monitor, for which nobody must wait here: the end of the script removes it then.
+        # Do nothing while a graph is captured or traced, because the flush would become part of the graph, nor while
+        # another thread holds the lock, because a finalizer must not wait. The exit handler then removes the watcher.
         if not self._registry.models() and not graph_is_made() and self._boundary.lock.acquire(blocking=False):
             try:
                 self._remove(merge=False)
@@ -321,12 +321,12 @@ class Watcher:
                 self._boundary.lock.release()
 
     def _failed(self, error: Exception) -> None:
-        """An exception inside the monitor: say it once, stop, keep what there is. Training goes on."""
+        """After an exception inside the monitor: log it once and stop, but keep what was measured. Training goes on."""
         if self._removed:
             return
         self._stop()
         if self._parts.guard is not None and self._parts.guard.keep_voting(self._registry.slot_of_id):
-            WATCHERS.append(self)  # so that unwatch() and another watch() end that, too
+            WATCHERS.append(self)  # so that unwatch() and another watch() can end the voting
         unguarded = "" if self._parts.guard is None else ", unguarded"
         if isinstance(error, CannotWatchError):
             logger.error("wandb_gradwatch has stopped watching; training goes on%s: %s.", unguarded, error)
@@ -337,8 +337,8 @@ class Watcher:
                 exc_info=error,
             )
         try:
-            self._say()  # what was to be said before it failed; a callback of the user's may raise
-            if isinstance(error, CannotWatchError):  # the monitor itself is sound
+            self._say()  # messages from before the failure; on_alert may raise
+            if isinstance(error, CannotWatchError):  # the monitor itself works
                 self._pipeline.deliver(wait=True)
         finally:
             self._pipeline.rescue()
@@ -347,7 +347,7 @@ class Watcher:
     # ---- from the window to the delivery
 
     def _collect(self) -> None:
-        """Hand over what has arrived, unless it may turn out not to be samples."""
+        """Deliver what has arrived, unless it may later turn out not to be samples."""
         if not self._removed:
             if self._parts.by_hand.withholds:
                 self._say()
@@ -364,14 +364,14 @@ class Watcher:
 
     def _operation_found(self, step: int, found: str, is_late: bool) -> None:
         self._dispatcher.recorder.note(step, **{FIRST_BAD_OPERATION: found})
-        if is_late:  # else it is the cause in the alert of its step, which is still to come
+        if is_late:  # otherwise the alert of that step, which is still to come, names it as the cause
             text = f"Step {step} was run once more, after an alert.\n{CAUSE_PREFIX}{FOUND_PREFIX}{found}"
             self._found.append(Alert("First bad operation", text, step, "ERROR"))
 
     def _deliver(self, *, wait: bool = False) -> None:
         self._say()
         is_new, self._is_new = self._is_new, False
-        if is_new and has_deepspeed(self._registry.models()):  # since watch(), which refuses it otherwise
+        if is_new and has_deepspeed(self._registry.models()):  # set up since watch(), which refuses DeepSpeed
             self._stop()
             self._dispatcher.close()
             logger.error("wandb_gradwatch has stopped watching; training goes on: %s.", DEEPSPEED_REFUSED)
@@ -384,7 +384,7 @@ class Watcher:
             schedule.seconds_on_rows += on_rows
             try:
                 self._pipeline.deliver(wait=wait)
-            finally:  # a callback of the user's may raise
+            finally:  # on_alert may have raised
                 schedule.seconds_left_out += self._rule_runner.pop_seconds_on_alerts()
                 news, titles = self._pipeline.pop_news(), self._dispatcher.pop_titles()
                 schedule.seconds_on_rows += news.seconds_on_rows
