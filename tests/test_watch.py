@@ -68,7 +68,7 @@ SGD = torch.optim.SGD
         (nn.Linear(1, 1), {"guard": wandb_gradwatch.SkipGuard}, ValueError, "or a SkipGuard"),
         (nn.Linear(1, 1), {"include": 5}, ValueError, "include=5 must be a regular expression"),
         (nn.Linear(1, 1), {"start_step": True}, ValueError, "start_step=True must be"),
-        (nn.Linear(1, 1), {"group_by": lambda name: 3}, TypeError, "must return a group's name, but returned 3 for 'weight'"),
+        (nn.Linear(1, 1), {"group_by": lambda name: 3}, TypeError, "must return a name, but returned 3 for 'weight'"),
         (
             {"a": nn.ModuleDict({"b": nn.Linear(1, 1)}), "a.b": nn.Linear(1, 1)},
             {},

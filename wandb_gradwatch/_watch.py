@@ -237,7 +237,7 @@ def _check_group_by(group_by: GroupBy | None, registry: ParameterRegistry) -> No
         return
     group_of, name = group_function(group_by), registry.names[0]
     if not isinstance(group := group_of(name), str):
-        raise TypeError(f"group_by={group_by!r} must return a group's name, but returned {group!r} for {name!r}")
+        raise TypeError(f"group_by={group_by!r} must return a name, but returned {group!r} for {name!r}")
 
 
 def _prepare_backend(registry: ParameterRegistry, dead_threshold: float, backend: str, *, histogram: bool) -> None:
