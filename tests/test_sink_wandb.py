@@ -133,9 +133,9 @@ def test_many_names_become_modules_and_it_is_said_once(offline_run: Any, said: A
     assert [len([key for key in row if key.startswith("grad_norm/")]) for row in history(offline_run)] == [200, 200]
     (message,) = said()
     assert message == (
-        "400 parameters are more than the 256 series that W&B shows well: they are logged as 200 groups "
-        '(one per module). Pass group_by= to choose: a function from a name to its group\'s, or "parameter" to keep '
-        "every one."
+        "The model has 400 parameters, but W&B shows at most 256 series well: they are logged as 200 groups "
+        '(one per module). To choose, pass group_by="parameter" for all, or group_by= a function from parameter name '
+        "to group name."
     )
 
 
@@ -210,7 +210,7 @@ def test_names_that_become_one_in_wandb_are_said(offline_run: Any, said: Any) ->
         offline_run.log({})
     offline_run.finish()
     (message,) = said()
-    assert "'a/b.weight' and 'a.b.weight' are one series, of the last of them" in message
+    assert "'a/b.weight' and 'a.b.weight' share one series, which shows only the last of them" in message
 
 
 def test_a_choice_of_the_user_stays(offline_run: Any, said: Any) -> None:
@@ -348,7 +348,7 @@ def test_a_run_that_ends_while_watched_ends_the_logging_and_it_is_said_once(star
     second.finish()
     (message,) = said()
     assert message.startswith(f"W&B run '{first.id}' has ended: gradients are no longer logged to it.")
-    assert message.endswith("In the next run call watch() again.")
+    assert message.endswith("Call watch() again in the next run.")
     assert [row["gradwatch/step"] for row in history(first)] == [0]
     assert [row["gradwatch/step"] for row in history(second)] == [9]
 
@@ -390,7 +390,7 @@ def test_more_metrics_than_wandb_shows_well_are_said_once(offline_run: Any, said
     for _ in range(2):
         sink.write(window({"a": [1.0]}, metrics=few | {"activation/2/norm": np.array([1.0])}))
     (text,) = said()
-    assert "3 metrics are more than the 2 that W&B shows well" in text
+    assert "There are 3 metrics, but W&B shows at most 2 well" in text
     assert "match=" in text
 
 
@@ -403,9 +403,9 @@ def test_a_script_that_never_logs_keeps_its_summary_fresh_and_is_told_once(offli
     assert [row["gradwatch/step"] for row in history(offline_run)] == list(range(20))
     (message,) = said()
     assert message == (
-        "8 windows of gradients wait for a row in the W&B history, because the script has not called run.log() yet. "
-        "They are saved when it does or when the run ends; if it never does, use "
-        "watch(..., sinks=[WandbSink(commit=True)])."
+        "8 rows of gradients are queued because the script has not called run.log() yet. "
+        "They are logged when the script calls run.log(), or when the run ends. If the script never calls run.log(), "
+        "use watch(..., sinks=[WandbSink(commit=True)])."
     )
 
 
@@ -513,13 +513,13 @@ def test_a_detail_of_no_layer_is_said(offline_run: Any, caplog: pytest.LogCaptur
     with wandb_gradwatch.watch(model, run=offline_run, details=details):
         model(torch.ones(1, 2)).sum().backward()
         torch.optim.SGD(model.parameters(), lr=0.1).step()
-    assert "'mean' is logged of no layer, because 'wieght$' matches no name; the first names are" in caplog.text
+    assert "'mean' is logged for no layer, because 'wieght$' matches no name; the first names are" in caplog.text
     assert "'std' is logged" not in caplog.text
 
 
 @pytest.mark.parametrize("details", ["mean", ("norm",), [None], 3, None, {"norm": "x"}, {"mean": "("}, {"mean": None}])
 def test_what_details_may_be_is_said_at_once(details: Any, offline_run: Any) -> None:
-    with pytest.raises(ValueError, match=r"must be a sequence of names out of|of 'mean', is no regular expression"):
+    with pytest.raises(ValueError, match=r"must be a sequence, or a dict|\['mean'\]=.* is not a regular expression"):
         wandb_gradwatch.watch(torch.nn.Linear(1, 1), run=offline_run, details=details)
 
 

@@ -1,4 +1,4 @@
-"""Where snapshots and alerts go."""
+"""Destinations of snapshots and alerts: the W&B run, the console, a webhook and memory."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What a sink is: every method that is ever called on one, each with a default that does nothing.
+"""The sink interface, with defaults that do nothing, and two sinks that stay on this machine.
 
-And two that stay on this machine: lists for tests, notebooks and other programs, and lines in a terminal.
+MemorySink keeps lists for tests, notebooks and other programs; ConsoleSink prints lines in a terminal.
 """
 
 from __future__ import annotations
@@ -18,54 +18,54 @@ from ..snapshot._shapes import concatenate
 
 
 class Sink:
-    """Receives every flushed snapshot and every alert. A sink that raises is dropped, with one message.
+    """Receives every flushed snapshot and every alert. A sink that raises is removed, with one message.
 
-    Derive from it and write the methods that the sink needs. They are called by the training's own thread: what may
-    have to wait belongs in a thread of the sink's own, as in `WebhookSink`.
+    Derive a class from Sink and override the methods that it needs. The training thread calls these methods, so work
+    that can block belongs in a thread of its own, as in `WebhookSink`.
     """
 
     def write(self, snapshot: Snapshot) -> None:
-        """Take a flushed window."""
+        """Receive the snapshot of a flushed window."""
 
     def alert(self, alert: Alert) -> None:
-        """Take an alert, as soon as it is sent."""
+        """Receive an alert as soon as it is sent."""
 
     def log_table(self, columns: list[str], rows: list[list[Any]]) -> None:
-        """Take the flight recorder's samples: one row for each layer at each step."""
+        """Receive the samples of the flight recorder as a table: one row for each layer at each step."""
 
     def close(self) -> None:
-        """Release what the sink holds. Nothing is called after it."""
+        """Release the sink's resources. No other method is called after `close`."""
 
     @property
     def directory(self) -> str | None:
-        """The folder in which the flight recorder's file is written; None for none."""
+        """The folder for the flight recorder's file; None if the sink has no folder."""
         return None
 
     @property
     def is_terminal(self) -> bool:
-        """Whether a person reads this sink's alerts in the terminal, where an ERROR need not be said twice."""
+        """Whether this sink prints alerts in the terminal. If so, ERROR alerts are not printed there a second time."""
         return False
 
     def namespace_in(self, run: object) -> str | None:
-        """The namespace of the whole model's numbers in this W&B run, "" for none; None where it is not this run."""
+        """The namespace of the model-wide keys in this W&B run, "" for none; None if the sink writes elsewhere."""
         return None
 
     def pop_seconds(self) -> float:
-        """Seconds of the training's time that the sink has taken outside of these methods since the last call."""
+        """Training time in seconds that the sink took outside of these methods since the last call of `pop_seconds`."""
         return 0.0
 
     def before_run_ends(self, callback: Callable[[], object]) -> None:
-        """Call back once before what the sink writes to comes to its end, for a last flush."""
+        """Register a callback for a last flush: it is called once, before the sink's destination is closed."""
 
 
 class MemorySink(Sink):
-    """Keep the newest snapshots and alerts.
+    """Keep the newest snapshots and alerts in memory.
 
     Args:
-        max_snapshots: how many of each are kept; None keeps all.
+        max_snapshots: the number of snapshots, and of alerts, to keep; None keeps all.
 
     Raises:
-        ValueError: max_snapshots is not a whole number, at least 1.
+        ValueError: max_snapshots is not an integer of at least 1.
 
     Example:
         >>> import torch, wandb_gradwatch
@@ -100,17 +100,17 @@ class MemorySink(Sink):
         self.closed = True
 
     def merged(self) -> Snapshot | None:
-        """All kept samples as one snapshot; None before the first flush."""
+        """Merge the kept snapshots into one; returns None before the first flush."""
         return concatenate(list(self.snapshots))
 
 
 class ConsoleSink(Sink):
-    """Print one compact line per snapshot, and alerts in full.
+    """Print one line per snapshot, and every alert in full.
 
         step 150 (50 samples)  grad_norm 13  max 20.1  largest head.weight 12  clip_ratio 0
 
     Args:
-        file: where the lines go; None: to whatever `sys.stderr` is at that moment.
+        file: an open text file; None prints to the `sys.stderr` of the moment.
 
     Raises:
         TypeError: `file` is not an open text file.
@@ -137,7 +137,7 @@ class ConsoleSink(Sink):
 
 
 def summary_line(snapshot: Snapshot) -> str:
-    """A snapshot of at least one sample in one line; what is missing is left out."""
+    """Format a snapshot with at least one sample as one line; missing values are left out."""
     total = snapshot.total
     norms = snapshot.total_grad_norm
     fields = [f"step {snapshot.steps[-1]} ({len(snapshot)} sample{'s' if len(snapshot) != 1 else ''})"]

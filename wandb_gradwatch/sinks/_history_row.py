@@ -1,8 +1,8 @@
-"""What one window looks like as a row of the W&B history: plain numbers under the names that users see, made into W&B's
-types when the row's turn comes.
+"""One window as a row of the W&B history: plain numbers under the keys that users see. The numbers are converted to
+W&B's types only when the row is logged.
 
-A row is mergeable, like everything here: HistoryRow.of(a.merge(b)) equals HistoryRow.of(a).merge(HistoryRow.of(b)), but
-its memory does not grow with the number of samples. A value that is missing has no key; it is never NaN and never 0.
+History rows are mergeable: HistoryRow.of(a.merge(b)) equals HistoryRow.of(a).merge(HistoryRow.of(b)). The size of a row
+does not depend on the number of samples. A missing value has no key; it is never logged as NaN or 0.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ from .._measure.probe_values import MetricHistogram, merge_histograms
 from ..snapshot import Snapshot, keys
 from ..snapshot._arrays import last_present, sum_of_present
 
-# S samples in the window, P watched parameters or groups, C columns, B bins of the snapshot, K bins of the picture
+# S samples in the window, P watched parameters or groups, C columns, B bins of the snapshot, K bins of a W&B histogram
 
 Number = int | float
 
-MAX_ROW_BYTES: Final = 1_000_000  # W&B skips a row above 10.4 MB whole, with the user's keys in it
-_NUMBER_BYTES: Final = 24  # of a float as JSON, with its comma
-_BIN_BYTES: Final = 34  # of a histogram's edge and count, up to 10^8
+MAX_ROW_BYTES: Final = 1_000_000  # W&B drops a row above 10.4 MB completely, including the user's keys in it
+_NUMBER_BYTES: Final = 24  # size of a float and its comma in JSON
+_BIN_BYTES: Final = 34  # size of a histogram edge and a count up to 10^8 in JSON
 
 HALF_BINS: Final = 32
 NUM_PICTURE_BINS: Final = 2 * HALF_BINS + 1
 _SHOWN: Final = 0.999
-_STICKY_OCTAVES: Final = 2  # a range stays until it is more than this many octaves too wide, or too narrow at all
-_LOWER_EDGES_K: Final = np.arange(NUM_PICTURE_BINS + 1) - HALF_BINS - 0.5  # in bin widths; dyadic, so short as JSON
+_STICKY_OCTAVES: Final = 2  # a range is kept until it is too narrow, or more than this many octaves too wide
+_LOWER_EDGES_K: Final = np.arange(NUM_PICTURE_BINS + 1) - HALF_BINS - 0.5  # in bin widths; dyadic, so short in JSON
 _FINITE_EDGES: Final = np.nan_to_num(histogram_edges())  # of the snapshot's bins
 
-# Further numbers of every layer; or of those whose name matches: a regular expression (searched) by the number's name.
+# Names of further statistics of every layer; or a dict from such a name to a regex to search for in layers' names.
 Details = Sequence[str] | Mapping[str, str]
 
 _FAMILIES: Final = (keys.LAYER_GRAD_NORM, keys.LAYER_GRAD_PARAM_RATIO, keys.LAYER_PARAM_NORM, keys.LAYER_DEAD_RATIO)
-# What one sample is; the row has the counts and ratios, and the loss of the last one.
+# Values of single samples. The row holds their counts and ratios instead, and the loss of the last sample.
 _OF_SAMPLES: Final = (keys.GUARDED, keys.LEFT_OUT, keys.CLIPPED, keys.CHANGED, keys.LOSS, keys.LEARNING_RATE)
 _OF_THE_MODEL: Final = {
     keys.GRAD_NORM: "grad_norm",
@@ -68,24 +68,24 @@ _OF_THE_MODEL: Final = {
 
 @dataclass(frozen=True)
 class HistoryRow:
-    """One row before it is logged."""
+    """One history row before it is logged."""
 
-    step: int  # of the last sample
-    newest: dict[str, Number]  # of the last sample; a later row replaces them all, missing ones too
-    last: dict[str, Number]  # until a newer sample has the name: NaN where that one has no value
-    largest: dict[str, Number]  # over the window
-    summed: dict[str, Number]  # over the window
-    samples: Counter[str]  # "all", those "known" to be clipped or not, "clipped", and "changed" by something else
-    whole: Snapshot | None  # the model as one layer and one sample, of those that the histogram counts, with that
+    step: int  # step of the last sample
+    newest: dict[str, Number]  # values of the last sample; merging with a later row drops all of them
+    last: dict[str, Number]  # the last known value of each key; NaN if the layer's last gradient has no such value
+    largest: dict[str, Number]  # maxima over the window
+    summed: dict[str, Number]  # sums over the window
+    samples: Counter[str]  # number of samples: "all", "known" (clipping is known), "clipped", "changed" (otherwise)
+    whole: Snapshot | None  # the samples of the histogram and the histogram, merged to one layer and one sample
     histograms: dict[str, MetricHistogram]
-    rebinner: Rebinner | None = None  # draws the histograms; None: they are not logged
-    namespace: str = ""  # what the whole model's numbers are logged below
+    rebinner: Rebinner | None = None  # makes W&B's histograms; None: no histograms are logged
+    namespace: str = ""  # inserted into the model-wide keys
 
     @classmethod
     def of(
         cls, snapshot: Snapshot, details: Details = (), rebinner: Rebinner | None = None, namespace: str = ""
     ) -> HistoryRow:
-        """Make the row of a window that holds at least one sample, with what is asked for of keys.DETAILS."""
+        """Make the row of a window with at least one sample; `details` selects statistics out of keys.DETAILS."""
         names, latest = snapshot.names, _latest(snapshot)
         shown_P = np.logical_or.reduce(snapshot.present, axis=0)
         last: dict[str, Number] = {}
@@ -126,7 +126,7 @@ class HistoryRow:
         )
 
     def merge(self, later: HistoryRow) -> HistoryRow:
-        """This row and a later one as one: the row of both windows."""
+        """Merge this row with a later one into the row of both windows."""
         wholes = [whole for whole in (self.whole, later.whole) if whole is not None]
         both = wholes[0].merge(*wholes[1:]) if wholes else None
         return replace(
@@ -141,7 +141,7 @@ class HistoryRow:
         )
 
     def scalars(self) -> dict[str, Number]:
-        """Every number of the row, the step and the whole model's first."""
+        """All scalars of the row; the step and the model-wide scalars of the last sample come first."""
         scalars: dict[str, Number] = {keys.STEP: self.step, **self.newest}
         if self.samples["known"]:
             scalars[keys.CLIP_RATIO] = self.samples["clipped"] / self.samples["known"]
@@ -155,17 +155,17 @@ class HistoryRow:
         return scalars
 
     def parts(self) -> list[dict[str, Any]]:
-        """What to log: as many rows as W&B's size limit asks for, filled in order, each with the step."""
+        """The dictionaries to log: one, or several where W&B's size limit requires it, each with the step."""
         import wandb
 
         values: dict[str, Any] = in_namespace(self.scalars(), self.namespace)
-        sizes = [len(key) + _NUMBER_BYTES for key in values]  # as JSON, about
+        sizes = [len(key) + _NUMBER_BYTES for key in values]  # approximate size in JSON
         drawn = {} if self.rebinner is None else self.rebinner.draw(self.histograms)
         for key, (counts, edges) in drawn.items():
-            # It asks for arrays and turns them into the lists that these are already.
+            # The annotation demands arrays, which wandb.Histogram converts to lists; these are lists already.
             values[key] = wandb.Histogram(np_histogram=(counts, edges))  # type: ignore[arg-type]
             sizes.append(len(key) + len(edges) * _BIN_BYTES)
-        if sum(sizes) <= MAX_ROW_BYTES:  # as nearly always
+        if sum(sizes) <= MAX_ROW_BYTES:  # the usual case
             return [values]
         parts, start, filled = [], 0, 0
         up_to = list(itertools.accumulate(sizes))
@@ -177,13 +177,13 @@ class HistoryRow:
 
 
 def _latest(snapshot: Snapshot) -> Snapshot:
-    """One sample: each name's last row that is there, and at the end the whole model in the last sample."""
+    """One sample with each name's last present row, followed by "total": the whole model in the last sample."""
     rows_PC, whole_C = last_present(snapshot.rows, snapshot.present), merge_rows(snapshot.rows[-1], axis=0)
     return Snapshot(snapshot.steps[-1:], (*snapshot.names, "total"), np.concatenate([rows_PC, whole_C[None]])[None])
 
 
 def _newest(snapshot: Snapshot, latest: Snapshot) -> dict[str, Number]:
-    """The whole model in the last sample. What could not be seen there is missing, not taken from an earlier sample."""
+    """The model-wide values of the last sample; a value that is missing there is not taken from an earlier sample."""
     values: dict[str, Number] = {
         keys.LOSS_SCALE: float(snapshot.loss_scale[-1]),
         keys.OVERHEAD_RATIO: float(snapshot.overhead_ratio),
@@ -193,13 +193,13 @@ def _newest(snapshot: Snapshot, latest: Snapshot) -> dict[str, Number]:
 
 
 def _num_nonfinite(snapshot: Snapshot, shown_P: npt.NDArray[np.bool_]) -> dict[str, Number]:
-    """NaN and infinite elements over the window: of the whole model each, of a layer together."""
+    """Counts over the window: NaN and Inf separately for the whole model, and NaN plus Inf for each layer."""
     counts: dict[str, Number] = {}
     if snapshot.has_nonfinite.any():
         of_layers_P = sum_of_present(snapshot.num_nonfinite)
         counts[keys.NUM_NAN] = float(sum_of_present(snapshot.total.num_nan)[0])
         counts[keys.NUM_INF] = float(sum_of_present(snapshot.total.num_inf)[0])
-    else:  # as nearly always: 0 wherever a gradient arrived
+    else:  # the usual case: 0 wherever a gradient arrived
         of_layers_P = np.where(shown_P, 0.0, np.nan)
         counts |= dict.fromkeys((keys.NUM_NAN, keys.NUM_INF), 0.0) if shown_P.any() else {}
     counts |= _named(keys.LAYER_NUM_NONFINITE, snapshot.names, of_layers_P)
@@ -207,7 +207,7 @@ def _num_nonfinite(snapshot: Snapshot, shown_P: npt.NDArray[np.bool_]) -> dict[s
 
 
 def _precision(total: Snapshot) -> dict[str, Number]:
-    """What smaller number formats would do to the gradient that the histogram counts."""
+    """The effect of smaller number formats on the gradients in the histogram, by key."""
     return {
         keys.forecast_key(name, what): getattr(of_format, what)
         for name, of_format in forecast(total).items()
@@ -216,7 +216,7 @@ def _precision(total: Snapshot) -> dict[str, Number]:
 
 
 def _counted_rows(snapshot: Snapshot) -> FloatArray | None:
-    """Each layer over the samples that the histogram counts: [P, C]; None without one."""
+    """Each layer's rows merged over the samples in the histogram: [P, C]; None without a histogram."""
     if snapshot.histogram is None or not snapshot.names:
         return None
     counted_S = snapshot.is_counted
@@ -236,7 +236,7 @@ def _whole(snapshot: Snapshot, counted_PC: FloatArray | None) -> Snapshot | None
 
 
 def _histograms_of_layers(snapshot: Snapshot, counted_PC: FloatArray | None) -> dict[str, MetricHistogram]:
-    """By key, of the layers with a finite element; extremes are infinite where they are not known."""
+    """The histograms of all layers with a finite element, by key; unknown extremes are -inf and inf."""
     if snapshot.histogram is None or counted_PC is None:
         return {}
     low_P, high_P = counted_PC[:, Column.GRAD_MIN], counted_PC[:, Column.GRAD_MAX]
@@ -257,18 +257,18 @@ def _present(values: dict[str, Number]) -> dict[str, Number]:
 
 
 def _last(values_S: FloatArray) -> float:
-    """The last value that is there, NaN for none."""
+    """The last value that is not NaN; NaN if there is none."""
     known = values_S[~np.isnan(values_S)]
     return float(known[-1]) if known.size else math.nan
 
 
 @dataclass(frozen=True)
 class TableRow:
-    """The flight recorder's table: the later of two holds what the earlier did."""
+    """The flight recorder's table. A later table replaces an earlier one."""
 
     columns: list[str]
     rows: list[list[Any]]
-    step = None  # it has a place of its own
+    step = None  # the table shares a W&B row with no other row
 
     def merge(self, later: TableRow) -> TableRow:
         return later
@@ -277,7 +277,7 @@ class TableRow:
         import wandb
 
         newest = max(row[self.columns.index("step")] for row in self.rows)
-        # W&B learns the columns' types row by row, in a second for ten thousand: those that differ are enough.
+        # W&B infers column types row by row, about 1 s for 10,000 rows: one row per combination of types is enough.
         kinds = {tuple(map(type, row)): row for row in self.rows}
         table = wandb.Table(columns=[*self.columns], data=[*kinds.values()])
         table.data[:] = self.rows
@@ -285,34 +285,34 @@ class TableRow:
 
 
 def in_namespace(values: dict[str, Number], namespace: str) -> dict[str, Number]:
-    """The whole model's numbers below a namespace; the step, and what has a layer's name, stay."""
+    """Insert a namespace into the model-wide keys; the step and the keys of layers stay as they are."""
     return {keys.in_namespace(key, namespace): value for key, value in values.items()} if namespace else values
 
 
 class Rebinner:
-    """Draws gradients' distributions: in few even bins around zero, out of the snapshot's many uneven ones.
+    """Converts the mergeable histograms, with many uneven bins, to W&B histograms with 65 even bins around zero.
 
-    The bins that merge are two per octave, from 2^-126 on: exact, and unreadable as a heat map. A picture has 65 even
-    bins, zero in the middle one. Its range is a power of two above the 99.9 % quantile of |g|, so a few outliers, which
-    are counted in the outermost bins, do not press everything else into one bin; and it is sticky, so that the rows of
-    a heat map are comparable.
+    The mergeable histograms have two bins per octave from 2^-126 on, which is exact but unreadable as a heat map. A W&B
+    histogram has 65 even bins, with zero in the middle one. Its range is a power of two above the 99.9 % quantile of
+    |g|, so that a few outliers do not press all other elements into one bin; the outermost bins count the outliers. The
+    range of a key seldom changes, so that the rows of a heat map are comparable.
     """
 
     def __init__(self) -> None:
         self._exponent_of: dict[str, int] = {}
 
     def draw(self, histograms: Mapping[str, MetricHistogram]) -> dict[str, tuple[list[int], list[float]]]:
-        """Counts [K] and edges [K + 1] of every histogram that counts an element, by its key."""
+        """Counts [K] and edges [K + 1] of every histogram that is not empty, by key."""
         if not histograms:
             return {}
         histogram_PB = np.concatenate([one.counts for one in histograms.values()]).reshape(len(histograms), -1)
-        below_PB = np.zeros((len(histograms), NUM_BINS + 1), dtype=np.int64)  # each edge of the bins
+        below_PB = np.zeros((len(histograms), NUM_BINS + 1), dtype=np.int64)  # elements below each bin edge
         histogram_PB.cumsum(axis=1, out=below_PB[:, 1:])
         if not (counts_any_P := below_PB[:, -1] > 0).all():
             return self.draw(dict(itertools.compress(histograms.items(), counts_any_P)))
         low_P = np.array([histogram.low for histogram in histograms.values()])
         high_P = np.array([histogram.high for histogram in histograms.values()])
-        # Layers share few ranges: E of them.
+        # E distinct ranges: many layers share one.
         exponents = self._exponents(histograms, _reach(below_PB, low_P, high_P))
         place_of = {exponent: place for place, exponent in enumerate(dict.fromkeys(exponents))}
         ranges = [place_of[exponent] for exponent in exponents]
@@ -323,7 +323,7 @@ class Rebinner:
         return dict(zip(histograms, pictures, strict=True))
 
     def _exponents(self, names: Iterable[str], reach_P: FloatArray) -> list[int]:
-        """The sticky exponents of the ranges that cover `reach`."""
+        """The exponents of the power-of-two ranges that cover `reach_P`; a key keeps its last exponent if that fits."""
         mantissa_P, exponent_P = np.frexp(reach_P)
         needed_P = np.maximum(exponent_P - (mantissa_P == 0.5), -1000)
         exponents = []
@@ -331,13 +331,13 @@ class Rebinner:
             known = self._exponent_of.get(name)
             if not is_zero and (known is None or not needed <= known <= needed + _STICKY_OCTAVES):
                 known = self._exponent_of[name] = needed
-            exponents.append(known or 0)  # None of what has been nothing but zeros
+            exponents.append(known or 0)  # None for a key that has had nothing but zeros
         return exponents
 
 
 def _reach(below_PB: IntArray, low_P: FloatArray, high_P: FloatArray) -> FloatArray:
-    """The end of the bin that holds the shown quantile of |g|, or the largest |g| where that is nearer: [P]."""
-    # Zeros are left out: where nearly all elements are zero (an embedding), the others make the picture.
+    """The upper edge of the bin with the 99.9 % quantile of |g|, or the largest |g| if that is smaller: [P]."""
+    # Zeros are excluded: if nearly all elements are zero (an embedding), the quantile is that of the other elements.
     zeros_P1 = below_PB[:, ZERO_BIN + 1, None] - below_PB[:, ZERO_BIN, None]
     up_to_PM = below_PB[:, ZERO_BIN + 2 :] - below_PB[:, ZERO_BIN - 1 :: -1] - zeros_P1
     shown_P = _SHOWN * up_to_PM[:, -1]
@@ -345,24 +345,24 @@ def _reach(below_PB: IntArray, low_P: FloatArray, high_P: FloatArray) -> FloatAr
     edges = magnitude_edges()
     largest_P = np.maximum(np.abs(low_P), np.abs(high_P))
     reach_P = np.minimum(edges[last_bin_P + 1], largest_P)
-    reach_P = np.where(np.isinf(reach_P), 2 * edges[-2], reach_P)  # the open bin, and not even the extremes are known
+    reach_P = np.where(np.isinf(reach_P), 2 * edges[-2], reach_P)  # infinite: the open bin with unknown extremes
     return np.where(up_to_PM[:, -1] > 0, reach_P, 0.0)
 
 
 def _redistribute(
     below_PB: IntArray, edges_EK: FloatArray, range_P: IntArray, low_P: FloatArray, high_P: FloatArray
 ) -> IntArray:
-    """Count again in other bins, as if each bin's elements lay evenly in the part of it that holds any: [P, K]."""
+    """Convert counts to other bins, as if elements lay evenly in each bin, or its part between low and high: [P, K]."""
     inner_EK = edges_EK[:, 1:-1]
-    # No inner edge is 0, so the zero bin, which has no width, lies on one side of each of them as a whole.
+    # No inner edge is 0, so no inner edge divides the zero bin, which has no width.
     bin_EK = np.searchsorted(histogram_edges(), inner_EK, side="right") - 1
     inner_PK = inner_EK[range_P]
     left_PK = np.maximum(_FINITE_EDGES[bin_EK][range_P], low_P[:, None])
     right_PK = np.minimum(_FINITE_EDGES[bin_EK + 1][range_P], high_P[:, None])
-    width_PK = right_PK / 2 - left_PK / 2  # halves, as the open bins' difference may overflow
+    width_PK = right_PK / 2 - left_PK / 2  # halves, because the width of an open bin may overflow
     with np.errstate(divide="ignore", invalid="ignore"):
         share_PK = np.where(width_PK > 0, (inner_PK / 2 - left_PK / 2) / width_PK, inner_PK >= left_PK)
-    place_PK = bin_EK[range_P] + np.arange(0, below_PB.size, below_PB.shape[1])[:, None]  # in the flat array
+    place_PK = bin_EK[range_P] + np.arange(0, below_PB.size, below_PB.shape[1])[:, None]  # indices into the flat array
     before_PK = below_PB.take(place_PK)
     inside_PK = below_PB.take(place_PK + 1) - before_PK
     below_PK = np.zeros((len(below_PB), edges_EK.shape[1]), dtype=np.int64)

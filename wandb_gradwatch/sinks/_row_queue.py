@@ -1,4 +1,4 @@
-"""The rows of ours that wait for a place, in order."""
+"""The queue of our rows that are not logged yet, in order."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any, Final, Protocol
 
 
 class Row(Protocol):
-    """A row that waits; it becomes one or several dictionaries only when a place is found."""
+    """A queued row. It is converted to dictionaries only when it can be logged."""
 
     @property
     def step(self) -> int | None:
-        """Rows of different owners that are of one step share a place; None: with none."""
+        """Rows of different owners with the same step share one W&B row; a row with None shares with no other."""
 
     def merge(self, later: Any) -> Any:
-        """This row and a later one of the same owner as one."""
+        """Return one row that replaces this row and a later one of the same owner."""
 
     def parts(self) -> list[dict[str, Any]]:
-        """What to log, in order; each part takes a place of its own."""
+        """The dictionaries to log, in order. Each part needs a W&B row of its own."""
 
 
-_MAX_TOGETHER: Final = 8  # rows, of at most 1 MB a part: W&B skips rows above 10.4 MB
+_MAX_TOGETHER: Final = 8  # rows that share one W&B row; their parts have at most 1 MB, and W&B drops rows above 10.4 MB
 
 
 @dataclass(eq=False)
@@ -33,11 +33,11 @@ class _QueuedRow:
 
 
 class RowQueue:
-    """Rows in a line, and in front of them the parts of the row whose placing has begun. Owns both.
+    """The queued rows, and the remaining parts of the row that is being logged.
 
-    The lock is never held while logging, so that `put` never waits for a log call, and it is re-entrant, because a
-    signal handler may log or finish the run in the middle of anything here.
-    When more than `max_waiting` rows wait, neighbours of one owner are merged.
+    The lock is not held during a log call, so `put` never waits for one. The lock is re-entrant because a signal
+    handler can log or finish the run at any point in this code.
+    When the queue holds more than `max_waiting` rows, two neighbouring rows of one owner are merged.
     """
 
     def __init__(self, max_waiting: int) -> None:
@@ -47,7 +47,7 @@ class RowQueue:
         self._lock = threading.RLock()
 
     def __len__(self) -> int:
-        """Rows that have no place yet."""
+        """The number of rows that are not logged, or not logged completely."""
         return len(self._waiting) + bool(self._parts)
 
     def put(self, owner: object, row: Row) -> None:
@@ -57,7 +57,7 @@ class RowQueue:
                 self._merge_neighbours()
 
     def next_part(self) -> dict[str, Any] | None:
-        """The part whose turn it is; it stays where it is."""
+        """Return the next part to log without removing it; None if the queue is empty."""
         while not self._parts:
             with self._lock:
                 rows = self._pop_rows_of_one_place()
@@ -68,16 +68,16 @@ class RowQueue:
         return self._parts[0]
 
     def remove(self, part: dict[str, Any]) -> None:
-        """This part, whose turn it was, is logged."""
-        if self._parts and self._parts[0] is part:  # otherwise a signal handler has logged it, too, and ended the run
+        """Remove the next part after it has been logged."""
+        if self._parts and self._parts[0] is part:  # False if a signal handler also logged the part and ended the run
             self._parts.popleft()
 
     def has_several_of(self, owner: object) -> bool:
-        """Whether two rows of this owner, or more, have no place yet."""
+        """Whether at least two rows of this owner are queued."""
         return sum(queued.owner is owner for queued in self._waiting) + bool(self._parts) > 1
 
     def has_several(self) -> bool:
-        """Whether another part or row waits behind the next part."""
+        """Whether another part or row follows the next part."""
         self.next_part()
         return len(self._parts) + len(self._waiting) > 1
 
@@ -86,9 +86,9 @@ class RowQueue:
         self._parts.clear()
 
     def _pop_rows_of_one_place(self) -> list[Row]:
-        """The first row, and those of other owners that share its place: otherwise they would fall behind.
+        """Pop the first row and the rows of other owners with the same step, so that no owner falls behind.
 
-        Of each owner its oldest row, so that none overtakes another; at most as many as W&B's size limit allows.
+        Only the oldest row of each owner qualifies, which keeps the order; W&B's size limit bounds their number.
         """
         oldest_of: dict[object, _QueuedRow] = {}
         for queued in self._waiting:
@@ -100,7 +100,7 @@ class RowQueue:
         return [queued.row for queued in sharing[:_MAX_TOGETHER]]
 
     def _add_parts(self, row: Row) -> None:
-        """Put each part into the place of one that has nothing else under its keys, or into a new place at the end."""
+        """Merge each part into the queued part of the same index, or append it if a key has another value there."""
         for index, part in enumerate(row.parts()):
             here = self._parts[index] if index < len(self._parts) else None
             if here is not None and all(_is_same(here[key], part[key]) for key in here.keys() & part.keys()):
@@ -109,7 +109,7 @@ class RowQueue:
                 self._parts.append(part)
 
     def _merge_neighbours(self) -> None:
-        """Merge the two neighbours of one owner that together hold the fewest windows; the oldest of equals."""
+        """Merge the two neighbouring rows of one owner with the fewest windows in sum; of equal pairs, the oldest."""
         pairs: list[tuple[_QueuedRow, _QueuedRow]] = []
         newest_of: dict[object, _QueuedRow] = {}
         for queued in self._waiting:
@@ -117,15 +117,15 @@ class RowQueue:
                 pairs.append((newest_of[queued.owner], queued))
             newest_of[queued.owner] = queued
         if not pairs:
-            return  # as many owners as rows
+            return  # every row has another owner
         earlier, later = min(pairs, key=lambda pair: pair[0].num_windows + pair[1].num_windows)
         merged = earlier.row.merge(later.row)
-        # Neither is there where a signal handler has ended the run meanwhile.
+        # If a signal handler has ended the run meanwhile, neither row is in the queue any more.
         if earlier in self._waiting and later in self._waiting:
             later.row, later.num_windows = merged, earlier.num_windows + later.num_windows
             self._waiting.remove(earlier)
 
 
 def _is_same(one: object, other: object) -> bool:
-    """W&B's histograms do not compare what they hold: two watchers of one layer would take turns for them."""
+    """Compare by content: wandb.Histogram compares by identity, so two watchers of a layer would never share a row."""
     return getattr(one, "__dict__", one) == getattr(other, "__dict__", other)

@@ -1,26 +1,26 @@
-"""Where our rows go among the rows of a user's run: none of ours is lost, none of the user's is lost, moved or changed.
+"""Insert our rows into a user's run such that no row is lost, and no row of the user is moved or changed.
 
-W&B keeps one open row at a step. A log call with a larger step closes the row and opens that step; one with a smaller
-step is dropped; then its keys merge into the open row, and the row closes if the call commits (without `step=` it does,
-unless `commit=False`). A library that commits a row of its own therefore shifts or drops rows of the user, and one that
-merges two rows of its own into the same open row loses the first.
+W&B keeps one open row. A log call with a smaller step is dropped. A call with a larger step closes the open row and
+opens a row at that step. The keys of a call are then merged into the open row, which the call closes if it commits:
+with `commit=True`, or with neither `step=` nor `commit=False`. A library that commits a row of its own therefore shifts
+or drops rows of the user, and a library that merges two of its rows into one open row loses the first.
 
-So, while the user may still log, we never commit, and never take a step that the user could still use:
+Therefore, while the user can still log, we never commit, and never use a step that the user could still use:
 
-- A user's call is about to close the open row: the oldest waiting row joins it.
-- A user's call jumps over steps: waiting rows take the steps in between, which nobody can use any more.
-- Otherwise rows wait, and neighbours merge when too many do.
-- When the run ends, nobody logs any more, and the rest is committed row by row.
-- With `sync_tensorboard`, W&B's process makes the user's rows out of event files, seconds later and after the run's end
-  too: rows of ours go into the open row at once, merged with what it holds of ours until W&B has closed it.
+- If a call of the user is about to close the open row, the oldest queued row is merged into the open row.
+- If a call of the user skips steps, queued rows use the skipped steps, which the user cannot use any more.
+- Otherwise rows stay queued; if the queue grows too long, neighbouring rows are merged.
+- When the run ends, the user logs no more, and the rest of the queue is committed row by row.
+- With `sync_tensorboard`, W&B's process makes the user's rows from event files, seconds later and even after the end of
+  the run. Our rows then go into the open row at once, merged with our rows that are in it, until W&B closes it.
 
-Rows of several watchers that are of one step share a place.
+Rows of several watchers with the same step share one W&B row.
 
-A process that is killed (SIGKILL) loses the rows that wait, as it loses W&B's own open row.
+A process that is killed (SIGKILL) loses the queued rows, as it loses W&B's own open row.
 
-Two views of the open row exist. We mirror W&B's rule at `run._log`, which every log call of the process passes
-through. `run.step`, which asks W&B itself, checks the mirror where a wrong one would lose a row (another process that
-logs is not seen), and replaces it where `_log` does not exist.
+The open row is known in two ways. A mirror of W&B's rule follows `run._log`, through which every log call of the
+process passes. `run.step` queries W&B itself: it corrects the mirror where an error would lose a row (the mirror does
+not see other processes that log), and replaces the mirror if `_log` does not exist.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ from ._row_queue import Row, RowQueue
 
 logger = logging.getLogger("wandb_gradwatch")
 
-MAX_WAITING: Final = 64  # rows; above it neighbours merge. With 256 histograms each these are about 35 MB.
+MAX_WAITING: Final = 64  # rows, about 35 MB with 256 histograms each; above this number, neighbouring rows are merged
 _ATTRIBUTE: Final = "_wandb_gradwatch_placement"
-_MEDIA_COUNTERS: Final = ("_local_step", "_step")  # of W&B's versions
+_MEDIA_COUNTERS: Final = ("_local_step", "_step")  # the names in different versions of W&B
 
 
 class OpenRow:
-    """What is known of the row that W&B holds open; changes only when it is told of a call or a step."""
+    """The known state of W&B's open row; only `note_call` and `note_step` change it."""
 
     def __init__(self, step: int) -> None:
         self.step = step
-        self.has_own = False  # a row of ours is in it already
-        self.timestamp: float | None = None  # one that the user gave for it
+        self.has_own = False  # whether the open row already contains a row of ours
+        self.timestamp: float | None = None  # the timestamp that the user gave for the row
 
     def is_left_by(self, step: int | None) -> bool:
-        """Whether a call with this step closes the row and opens a later one."""
+        """Whether a log call with this step closes the row and opens a later one."""
         return step is not None and step > self.step
 
     def note_call(self, step: int | None, closes: bool, *, own: bool = False) -> None:
-        """A call that W&B does not drop, which closes the row that it goes to or not, has been made; own: with ours."""
+        """Record a log call that W&B did not drop. `closes`: it closed its row; `own`: it contained a row of ours."""
         if step is not None:
             self.note_step(step)
         self.has_own |= own
@@ -64,44 +64,44 @@ class OpenRow:
             self.note_step(self.step + 1)
 
     def note_step(self, step: int) -> None:
-        """This step is open now: a larger one than before is another row."""
+        """Record the step of the open row; a larger step than before means that another row is open."""
         if step > self.step:
             self.step, self.has_own, self.timestamp = step, False, None
 
 
 def row_scheduler_of(run: Any) -> RowScheduler:
-    """The row scheduler of a run that goes on: one for its whole life, whoever watches into it."""
+    """The row scheduler of an active run. All watchers that log to the run share it."""
     existing = vars(run).get(_ATTRIBUTE)
     if existing is None:
-        # vars(), because a run refuses unknown attributes once it is initialised.
+        # vars(), because an initialised run rejects unknown attributes.
         existing = vars(run)[_ATTRIBUTE] = RowScheduler(run)
     return existing  # type: ignore[no-any-return]
 
 
 class RowScheduler:
-    """The rule that finds a place for the rows that wait, and the one who logs them.
+    """Logs queued rows to a W&B run by the rules at the top of this file.
 
-    Owns the run's log call while it lasts, what waits (`RowQueue`), what is known of the open row (`OpenRow`), and
-    who is to be called before the end.
+    Owns the replacement of the run's log method, the queue (`RowQueue`), the state of the open row (`OpenRow`), and the
+    callbacks before the run's end.
     """
 
     def __init__(self, run: Any, max_waiting: int = MAX_WAITING) -> None:
         self.ended = False
-        self.defined: set[str] = set()  # metric names and globs that this run knows already
+        self.defined: set[str] = set()  # metric names and patterns that are defined in this run
         self.num_user_calls = 0
         self._run = run
         self._pid = os.getpid()
-        self._shared = run.settings.mode == "shared"  # there the server orders rows: every writer just logs
+        self._shared = run.settings.mode == "shared"  # in this mode the server orders the rows of all writers
         self._from_event_files = _syncs_tensorboard() and not self._shared
-        self._in_open_row: dict[object, Row] = {}  # by owner, where rows come from event files
+        self._in_open_row: dict[object, Row] = {}  # our rows in the open row by owner; used with event files only
         self._waiting = RowQueue(max_waiting)
         self._open = OpenRow(run.starting_step)
-        # Held from looking at the open row to the end of the log call. Re-entrant, because a signal handler may log or
-        # finish the run in the middle of anything here.
+        # Held from reading the open row's state to the end of the log call. Re-entrant, because a signal handler can
+        # log or finish the run at any point in this code.
         self._log_lock = threading.RLock()
         self._before_end: list[Callable[[], object]] = []
         self._forget_exit: Callable[[], None] = lambda: None
-        self._is_placing = False  # the next part is being logged
+        self._is_placing = False  # whether the next part is being logged
         self._calls_at_last_put = -1
         self._seconds = 0.0
         self._log: Callable[..., None] = getattr(run, "_log", run.log)
@@ -109,7 +109,7 @@ class RowScheduler:
         self._asks_step = not self._shared
         self._look_at_step()
         if self._sees_calls:
-            # There `run.step` is the SDK's own count, which drifts: the mirror knows better.
+            # If a run has `_step`, `run.step` is a count of the SDK that drifts: the mirror is more reliable.
             self._asks_step = self._asks_step and "_step" not in vars(run)
             run._log = self._user_log
         self._forget_exit = _call_before_the_end(run, self.end)
@@ -119,10 +119,10 @@ class RowScheduler:
         return len(self._waiting)
 
     def put(self, owner: object, row: Row, *, commit: bool = False) -> None:
-        """Take a row; it is logged when it can be without touching the user's rows, at the latest when the run ends.
+        """Queue a row. It is logged as soon as the user's rows stay as they are, at the latest when the run ends.
 
-        Rows of one owner may merge, and keep their order. With `commit` it is logged now, as a step of its own, for
-        users who never log: it moves the steps of those who do.
+        Rows of one owner keep their order and may be merged. With `commit`, the row is logged at once as a step of its
+        own. That is for scripts that never log: it shifts the steps of scripts that do.
         """
         if self._from_event_files and not commit:
             self._put_into_open_row(owner, row)
@@ -137,7 +137,7 @@ class RowScheduler:
         self._calls_at_last_put = self.num_user_calls
 
     def before_end(self, callback: Callable[[], object]) -> Callable[[], None]:
-        """Call back once when the run ends, while rows can still be put, unless the returned function is called."""
+        """Register a callback for once before the run ends, when `put` still works; returns a function to remove it."""
         self._before_end.append(callback)
 
         def forget() -> None:
@@ -147,10 +147,10 @@ class RowScheduler:
         return forget
 
     def _place(self, *, step: int | None = None, commit: bool = False) -> None:
-        """Log the part whose turn it is, if there is one.
+        """Log the next part, if there is one.
 
-        In the middle of this a signal handler may log, which places nothing, or end the run, which logs the same part
-        again: into the same open row, with the same keys.
+        A signal handler that logs in the middle of this method places no part. One that ends the run logs the same part
+        again, into the same open row and with the same keys.
         """
         part = self._waiting.next_part()
         if part is None or self._is_placing:
@@ -166,14 +166,14 @@ class RowScheduler:
     def _log_part(self, part: dict[str, Any], step: int | None, commit: bool) -> None:
         if self._open.timestamp is not None and (step is None or step == self._open.step):
             part = {**part, "_timestamp": self._open.timestamp}
-        # W&B names media files after a counter, which our log calls would move.
+        # W&B names media files by a counter: restore it, so that our log calls do not change the names of user files.
         counters = {name: vars(self._run)[name] for name in _MEDIA_COUNTERS if name in vars(self._run)}
         self._log(part, step=step, commit=commit)
         if not commit:
             vars(self._run).update(counters)
 
     def _put_into_open_row(self, owner: object, row: Row) -> None:
-        """Log a row without a commit; what the open row holds of this owner is merged into it, and replaced."""
+        """Log a row without a commit, merged with the owner's row that is in the open row, which it replaces."""
         with self._log_lock:
             self._look_at_step()
             if not self._open.has_own:
@@ -182,8 +182,8 @@ class RowScheduler:
             for part in merged.parts():
                 self._log_part(part, None, commit=False)
             self._in_open_row[owner] = merged
-            # W&B may have closed the row in between. If it has, the next row is merged with this one in vain: nothing
-            # is lost in either case.
+            # W&B may have closed the row in between. Then the next row is merged with this one without need, but no row
+            # is lost.
             self._look_at_step()
             self._open.has_own = True
 
@@ -200,11 +200,11 @@ class RowScheduler:
                 self._place(commit=True)
 
     def _log_where_nothing_of_ours_is(self) -> None:
-        """Place a row without waiting for the user's next call, as none may come that we see."""
+        """Place a row, if the open row has none of ours, without waiting for a call of the user that we can see."""
         if not self._log_lock.acquire(blocking=False):
-            return  # a log call is under way in another thread: it is the call that was missing
+            return  # another thread is in a log call of the user, which places the row
         try:
-            # Always: a row placed under an old step would look like one that was closed since.
+            # Read the step in every case: a row of ours noted under an outdated step would seem to be closed already.
             self._look_at_step()
             if not self._open.has_own:
                 self._place()
@@ -212,8 +212,8 @@ class RowScheduler:
             self._log_lock.release()
 
     def _user_log(self, data: Any, step: Any = None, commit: Any = None, **more: Any) -> None:
-        """Stand in for `run._log`: place what waits around a call of the user, which passes unchanged."""
-        if self.ended or os.getpid() != self._pid:  # in a forked child nobody may ever release the lock
+        """Replacement of `run._log`: place queued rows before and after the user's call, which passes unchanged."""
+        if self.ended or os.getpid() != self._pid:  # a forked child may have inherited a lock that is never released
             return self._log(data, step=step, commit=commit, **more)
         with self._log_lock:
             self.num_user_calls += 1
@@ -229,7 +229,7 @@ class RowScheduler:
     def _place_before(self, data: Any, step: int | None, closes: bool) -> None:
         valid = isinstance(data, Mapping) and all(isinstance(key, str) for key in data)
         if not valid or self._is_placing or self._waiting.next_part() is None:
-            return  # it will raise, it is a signal handler's in the middle of a placing, or nothing waits
+            return  # the call will raise, it comes from a signal handler during a placing, or the queue is empty
         jumps = self._open.is_left_by(step)
         if step is not None and jumps and self._waiting.has_several():
             self._fill_steps_before(step)
@@ -237,7 +237,7 @@ class RowScheduler:
             self._place(step=step if jumps else None)
 
     def _fill_steps_before(self, step: int) -> None:
-        """Give waiting rows the steps that the user skips; the newest waits for the row that the user is to open."""
+        """Log queued rows at the steps that the user skips; the newest is kept for the row that the user opens."""
         self._look_at_step()
         free = self._open.step + 1 if self._open.has_own else self._open.step
         while free < step and self._waiting.has_several():
@@ -245,7 +245,7 @@ class RowScheduler:
             free += 1
 
     def _place_after(self, data: Any, step: int | None, closes: bool) -> None:
-        # After a jump the open row may be closed by the next jump, as users with step= do, so this is the row's turn.
+        # Users who pass step= close a row by the next jump, so a row of ours must join the row that a jump has opened.
         opened = self._open.is_left_by(step) and not closes
         self._open.note_call(step, closes)
         self._open.timestamp = None if closes else data.get("_timestamp")
@@ -253,7 +253,7 @@ class RowScheduler:
             self._place()
 
     def _look_at_step(self) -> None:
-        """Ask W&B for the open row's step: rows were closed that we did not see if it is larger than ours.
+        """Query W&B for the step of the open row. A larger step than the mirror's means that rows were closed unseen.
 
         Cost: one exchange with W&B's process, 0.5 to 2 ms.
         """
@@ -261,14 +261,14 @@ class RowScheduler:
             return
         try:
             step = self._run.step
-        except Exception as error:  # it waits up to 30 s for an answer: once is enough, the mirror goes on alone
+        except Exception as error:  # run.step waits up to 30 s for an answer: after one failure only the mirror is used
             logger.debug("run.step does not answer: %s", error)
             self._asks_step = False
             return
         self._open.note_step(step)
 
     def _guarded(self, place: Callable[..., None], *call: Any) -> None:
-        """Our failure is not the user's failure: say it once, and leave the user's calls alone from then on."""
+        """Place rows. If this raises, log the error once and stop, so that the user's log calls still work."""
         if self.ended:
             return
         began = time.perf_counter()
@@ -276,18 +276,18 @@ class RowScheduler:
             place(*call)
         except Exception as error:
             raise_interruption(error)
-            if not self.ended:  # by a signal handler, in the middle of this
+            if not self.ended:  # a signal handler may have ended the run meanwhile
                 logger.exception("Gradients are no longer logged to W&B: placing a row failed. Training goes on.")
                 self._stop()
         self._seconds += time.perf_counter() - began
 
     def pop_seconds(self) -> float:
-        """What placing rows in the user's calls has taken since this was last asked."""
+        """Seconds spent placing rows during the user's calls since the last call of `pop_seconds`."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
     def end(self) -> None:
-        """Log everything that waits, and give the run back as it was. Idempotent; never raises."""
+        """Log all queued rows and restore the run's log method. Idempotent; never raises."""
         if self.ended:
             return
         callbacks, self._before_end = self._before_end, []
@@ -308,18 +308,18 @@ class RowScheduler:
 
 
 def _call_before_the_end(run: Any, end: Callable[[], None]) -> Callable[[], None]:
-    """Call `end`, which must be idempotent, when the run is about to end, on both ways there.
+    """Call `end`, which must be idempotent, before the run ends, whether by a call or by the end of the script.
 
-    run.finish(), wandb.finish(), `with wandb.init()` and a second wandb.init() run the teardown hooks. A script
-    that just ends, sys.exit(), an exception and Ctrl-C do not: there, atexit calls the newest handler first, so
-    ours, registered after wandb.init(), runs before the one that ends W&B's process. (A handler of the user's own
-    that logs, registered between wandb.init() and us, runs after ours: its rows follow ours.) The returned function
-    takes the exit handler back, once `end` has been called.
+    run.finish(), wandb.finish(), `with wandb.init()` and a second wandb.init() run the teardown hooks. The normal end
+    of a script, sys.exit(), an exception and Ctrl-C do not. In those cases, atexit calls the newest handler first, so
+    our handler, registered after wandb.init(), runs before the handler that ends W&B's process. (If the user registers
+    a handler that logs between wandb.init() and watch(), it runs after ours, and its rows follow ours.) The returned
+    function unregisters the exit handler; call it after `end`.
     """
     pid = os.getpid()
 
     def end_at_exit() -> None:
-        if os.getpid() == pid:  # a forked child inherits the handler, but not the run
+        if os.getpid() == pid:  # a forked child inherits the handler but not the run
             end()
 
     atexit.register(end_at_exit)
@@ -340,17 +340,17 @@ def _call_before_the_end(run: Any, end: Callable[[], None]) -> Callable[[], None
 
 
 def _syncs_tensorboard() -> bool:
-    """Whether W&B's process reads TensorBoard's event files and makes rows of them."""
+    """Whether W&B's process makes rows from TensorBoard's event files."""
     import wandb
 
     return bool(wandb.patched.get("tensorboard"))
 
 
 def _step_for_wandb(step: Any) -> int | None:
-    """The step that W&B makes of the one that the user gave; None for its own."""
-    if step is None or _syncs_tensorboard():  # W&B ignores the user's steps then
+    """The step that W&B uses for a call with `step`; None if W&B counts by itself."""
+    if step is None or _syncs_tensorboard():  # with TensorBoard, W&B ignores the user's steps
         return None
     try:
         return int(step)
     except (TypeError, ValueError):
-        return None  # the user's call is about to say so
+        return None  # the user's call is about to raise

@@ -1,4 +1,4 @@
-"""Log snapshots and alerts to a W&B run that the user owns: never started, finished or moved by us."""
+"""A sink that logs snapshots and alerts to a W&B run. The user owns the run: the sink does not start or finish it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ._row_scheduler import RowScheduler, row_scheduler_of
 
 logger = logging.getLogger("wandb_gradwatch")
 
-MAX_METRICS: Final = 10_000  # W&B advises fewer in a run
-_ALERT_WAIT_SECONDS: Final = 1  # W&B swallows alerts of one title within this; 0 would mean its default of 60
-_STARVED_WINDOWS: Final = 8
+MAX_METRICS: Final = 10_000  # W&B recommends fewer distinct metrics in a run
+_ALERT_WAIT_SECONDS: Final = 1  # W&B drops alerts with the same title within this time; 0 means W&B's default of 60
+_STARVED_WINDOWS: Final = 8  # queued rows from which on the user is warned
 
-MAX_SERIES: Final = 256  # names per key family, of which there are a dozen
-_LATER: Final = "later"  # the group of what appears after the neighbours were chosen
-# What counts neighbours: the last part of a name that is a number; where there is none, the last digits.
+MAX_SERIES: Final = 256  # names in each family of keys; there are about a dozen families
+_LATER: Final = "later"  # the group of names that appear after the grouping was chosen
+# The number that orders neighbours: the last part of a name that is a number, or the last digits if there is none.
 _INDEX: Final = re.compile(r"(?<![^.])\d+(?![^.])(?!.*(?<![^.])\d+(?![^.]))")
 _DIGITS: Final = re.compile(r"\d+(?!.*\d)")
 
@@ -30,46 +30,46 @@ Grouping = Callable[[str], str]
 
 
 def check_details(details: Details) -> Details:
-    """Check the names, and return the details in a form that nobody else can change.
+    """Check `details` and return a copy, which the caller cannot change later.
 
     Raises:
-        ValueError: a name does not exist, `details` is no sequence of names, or a pattern is not a regular expression.
+        ValueError: a name does not exist, `details` is not a sequence, or a pattern is not a regular expression.
     """
     if isinstance(details, Mapping):
         for name, pattern in details.items():
             try:
                 re.compile(pattern)
             except (re.error, TypeError) as error:
-                raise ValueError(f"details: {pattern!r}, of {name!r}, is no regular expression: {error}") from None
+                raise ValueError(f"details[{name!r}]={pattern!r} is not a regular expression: {error}") from None
     known = tuple(keys.DETAILS)
     is_several = isinstance(details, Collection) and not isinstance(details, str)
     if not is_several or any(name not in known for name in details):
-        raise ValueError(f"details={details!r} must be a sequence of names out of {known}, or a pattern by such a name")
+        raise ValueError(f"details={details!r} must be a sequence, or a dict from name to pattern, of names in {known}")
     return dict(details) if isinstance(details, Mapping) else tuple(details)
 
 
 class WandbSink(Sink):
-    """Write one history row per snapshot, under the keys of the README, and send alerts with `run.alert`.
+    """Log every snapshot as one W&B history row, under the keys that the README lists, and alerts with `run.alert`.
 
-    The user's own rows and steps stay as they are without this sink. A row of the sink may therefore wait for the
-    user's next `run.log()`, at the latest until the run ends. In a disabled run nothing is written.
+    The sink does not change the user's own rows and steps. A row of the sink therefore waits until the user's next
+    `run.log()` if necessary, at the latest until the run ends. A disabled run receives no rows and no alerts.
 
     Args:
-        run: a `wandb.Run`; None takes `wandb.run`.
-        group_by: what one series shows: "parameter", "module", or a function from a parameter's name to its group's.
-            None: parameters; of more than 256, as many neighbours together as are needed, which is said once.
-        histograms: log `gradients/<name>`, and the histograms of metrics.
-        details: further numbers of every layer, such as ("mean", "std"); or a dict from such a name to the regular
-            expression that the layers' names must match, as in `wandb_gradwatch.watch`.
-        namespace: log the whole model's numbers under `gradwatch/<namespace>/` instead of `gradwatch/`, for a second
-            model in one run.
-        commit: log every row at once, as a W&B step of its own. For scripts that never call `run.log()`; it moves the
-            steps of those that do.
+        run: a `wandb.Run`; None uses `wandb.run`.
+        group_by: the unit of a series: "parameter", "module", or a function from a parameter's name to a group's name.
+            None: one series per parameter; more than 256 parameters are grouped, with one log message.
+        histograms: log `gradients/<name>` and the histograms of metrics.
+        details: names of further statistics to log for every layer, such as ("mean", "std"); or a dict from such a name
+            to a regular expression that must match a part of the layer's name, as in `wandb_gradwatch.watch`.
+        namespace: log the model-wide numbers under `gradwatch/<namespace>/` instead of `gradwatch/`, for a second model
+            in one run.
+        commit: log every row at once as a W&B step of its own. Use it only in scripts that never call `run.log()`:
+            other scripts' steps are shifted.
 
     Raises:
-        RuntimeError: there is no run, or it has ended.
+        RuntimeError: there is no run, or the run has ended.
         TypeError: `run` is not a W&B run.
-        ValueError: `group_by` is none of the above, or `details` holds a name that does not exist.
+        ValueError: `group_by` is none of the above, or `details` contains an unknown name or an invalid pattern.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class WandbSink(Sink):
         run = wandb.run if run is None else run
         if run is None:
             raise RuntimeError("WandbSink() found no W&B run; call wandb.init() first or pass run=")
-        if not (hasattr(run, "disabled") and hasattr(run, "define_metric")):  # the module wandb has its functions
+        if not (hasattr(run, "disabled") and hasattr(run, "define_metric")):  # the module `wandb` has only the second
             raise TypeError(f"WandbSink(run={run!r}) must be what wandb.init() returns")
         if getattr(run, "_is_finished", False):
             raise RuntimeError(f"W&B run {run.id!r} has ended; call wandb.init() again and pass the new run")
@@ -113,7 +113,7 @@ class WandbSink(Sink):
 
     @property
     def run(self) -> Any:
-        """The run, as it was given."""
+        """The W&B run that the sink logs to."""
         return self._run
 
     def namespace_in(self, run: object) -> str | None:
@@ -123,12 +123,12 @@ class WandbSink(Sink):
         return 0.0 if self._row_scheduler is None else self._row_scheduler.pop_seconds()
 
     def before_run_ends(self, callback: Callable[[], object]) -> None:
-        """Call back once when the run ends, however it ends, while `write` and `alert` still work, unless closed."""
+        """Register a callback: unless the sink is closed, it is called once before the run ends, for a last `write`."""
         if self._row_scheduler is not None:
             self._forget.append(self._row_scheduler.before_end(callback))
 
     def write(self, snapshot: Snapshot) -> None:
-        """Log a snapshot when that leaves the user's rows as they are."""
+        """Queue a snapshot's row; it is logged as soon as that leaves the user's rows as they are."""
         row_scheduler = self._live_scheduler()
         if row_scheduler is None or not len(snapshot):
             return
@@ -137,8 +137,8 @@ class WandbSink(Sink):
             self._define_metrics(measured)
         if len(snapshot.metrics) > MAX_METRICS:
             self._say(
-                "%d metrics are more than the %d that W&B shows well in a run. Measure fewer: match= and statistics= "
-                "of what is in watch(metrics=...) choose among modules, parameters and numbers.",
+                "There are %d metrics, but W&B shows at most %d well in a run. Measure fewer: the metrics in "
+                "watch(metrics=...) have arguments match= and statistics= that select modules, parameters and numbers.",
                 len(snapshot.metrics),
                 MAX_METRICS,
             )
@@ -151,21 +151,21 @@ class WandbSink(Sink):
 
     @property
     def directory(self) -> str | None:
-        """The run's folder, whose files W&B keeps with the run; None for a disabled run."""
+        """The folder of the run's files, which W&B uploads with the run; None for a disabled run."""
         return None if self._row_scheduler is None else str(self._run.dir)
 
     def log_table(self, columns: list[str], rows: list[list[Any]]) -> None:
-        """Log the flight recorder, as a table in a row of its own; online when the run ends, the newest one.
+        """Log the flight recorder's samples as a table in a row of its own; online, only the newest at the run's end.
 
-        W&B makes a table an artifact, and asks the server for it within `run.log`: a server that does not answer would
-        stop the training, at the very step that an alert is about.
+        W&B stores a table as an artifact and contacts the server during `run.log`. A server that does not answer would
+        block the training, at the very step of an alert.
         """
         row_scheduler = self._live_scheduler()
         if row_scheduler is None or not rows:
             return
         table = TableRow(columns, rows)
         if self._run.offline:
-            row_scheduler.put(object(), table, commit=self._commit)  # an owner of its own: it merges with nothing
+            row_scheduler.put(object(), table, commit=self._commit)  # a unique owner, so the table is never merged
             return
         if self._kept_table is None:
             row_scheduler.before_end(self._put_kept_table)
@@ -176,45 +176,45 @@ class WandbSink(Sink):
             self._row_scheduler.put(object(), self._kept_table)
 
     def alert(self, alert: Alert) -> None:
-        """Send an alert now; W&B forwards it to the user's Slack or e-mail."""
+        """Send an alert at once; W&B forwards it to Slack or e-mail if the user has switched that on."""
         if self._live_scheduler() is not None:
             self._run.alert(title=alert.title, text=alert.text, level=alert.level, wait_duration=_ALERT_WAIT_SECONDS)
 
     def close(self) -> None:
-        """Write no more. Rows that still wait stay with the run and are logged before it ends; the run goes on."""
+        """Stop writing. Queued rows are still logged before the run ends. The run itself continues."""
         for forget in self._forget:
             forget()
         self._row_scheduler = None
 
     def _live_scheduler(self) -> RowScheduler | None:
-        """The run's scheduler; None of a disabled run, after `close`, and, which is said, after the run's end."""
+        """The run's scheduler; None for a disabled run, after `close`, and after the run's end, with a warning."""
         if self._row_scheduler is None or not self._row_scheduler.ended:
             return self._row_scheduler
-        ended = "W&B run %r has ended: gradients are no longer logged to it. In the next run call watch() again."
+        ended = "W&B run %r has ended: gradients are no longer logged to it. Call watch() again in the next run."
         self._say(ended, self._run.id)
         return None
 
     def _show_newest(self, row: HistoryRow, row_scheduler: RowScheduler) -> None:
-        """Rows pile up, as the script logs rarely or never: keep at least the run's summary fresh."""
+        """Update the run's summary while rows are queued because the script seldom or never calls `run.log()`."""
         scalars = row.scalars()
         fresh: dict[str, Number] = {key: scalars[key] for key in (keys.STEP, *keys.SUMMARY) if key in scalars}
         self._run.summary.update(in_namespace(fresh, self._namespace))
         if row_scheduler.num_user_calls == 0 and row_scheduler.num_waiting >= _STARVED_WINDOWS:
             self._say(
-                "%d windows of gradients wait for a row in the W&B history, because the script has not called "
-                "run.log() yet. They are saved when it does or when the run ends; if it never does, use "
+                "%d rows of gradients are queued because the script has not called run.log() yet. They are logged when "
+                "the script calls run.log(), or when the run ends. If the script never calls run.log(), use "
                 "watch(..., sinks=[WandbSink(commit=True)]).",
                 row_scheduler.num_waiting,
             )
 
     def _say(self, message: str, *args: object) -> None:
-        """Log it, once of each kind."""
+        """Log a warning once per message."""
         if message not in self._said:
             self._said.add(message)
             logger.warning(message, *args)
 
     def _tell_order(self, names: list[str]) -> None:
-        """Put the names into the run's config, in the model's order: the history loses it. Say what is none of them."""
+        """Save the names in the run's config in the model's order, which the history loses; warn about shared keys."""
         if names == self._told_names:
             return
         self._told_names = names
@@ -225,33 +225,33 @@ class WandbSink(Sink):
             by_key.setdefault(keys.in_key(name), []).append(repr(name))
         if clashes := [" and ".join(group) for group in by_key.values() if len(group) > 1]:
             self._say(
-                "In W&B, where a name has / for every dot, %s are one series, of the last of them: give one another "
-                "name, or a group of its own with group_by=.",
+                "W&B keys have / in place of every dot, so %s share one series, which shows only the last of them. "
+                "Rename one, or put it into a group of its own with group_by=.",
                 "; ".join(clashes[:3]),
             )
         for detail, pattern in self._details.items() if isinstance(self._details, dict) else ():
             if not any(re.search(pattern, name) for name in names):
-                message = "details: %r is logged of no layer, because %r matches no name; the first names are %s."
+                message = "details: %r is logged for no layer, because %r matches no name; the first names are %s."
                 self._say(message, detail, pattern, names[:3])
 
     def _define_metrics(self, metrics: Iterable[str] = ()) -> None:
-        """Tell W&B of our keys, each once, the step first."""
+        """Call `run.define_metric` once for each of our keys, the step first."""
         assert self._row_scheduler is not None
         known = self._row_scheduler.defined
         definitions = keys.definitions(map(keys.in_key, metrics), self._namespace)
         for key, is_in_summary in ({keys.STEP: True} | definitions).items():
             if key not in known:
                 known.add(key)
-                # Without step_sync=False W&B adds our step to rows of the user that hold a name of these families.
+                # Without step_sync=False, W&B adds our step to rows of the user that contain a key of these families.
                 options = {} if key == keys.STEP else {"step_metric": keys.STEP, "step_sync": False}
-                # A histogram in the summary is sent again, whole, every few seconds.
+                # W&B would send a histogram in the summary again every few seconds.
                 self._run.define_metric(key, **options, **({} if is_in_summary else {"summary": "none"}))
 
 
 class SeriesGrouping:
-    """The groups that the user asked for, otherwise parameters, or groups that keep the number of series sane.
+    """Groups a snapshot as the user requested; by default by parameter, or more coarsely above MAX_SERIES names.
 
-    Owns the grouping that was found to be coarse enough: it stays, and is said once.
+    Keeps the automatic grouping that it once chose, and logs that choice once.
     """
 
     def __init__(self, group_by: GroupBy | None) -> None:
@@ -259,7 +259,7 @@ class SeriesGrouping:
         self._automatic: GroupBy = "parameter"
 
     def apply(self, snapshot: Snapshot) -> Snapshot:
-        """The snapshot with one name per series."""
+        """Return the snapshot with one name per series."""
         if self._chosen is not None:
             return snapshot.by_group(self._chosen)
         grouped = snapshot.by_group(self._automatic)
@@ -268,8 +268,8 @@ class SeriesGrouping:
         self._automatic, description = coarse_grouping(snapshot.names)
         grouped = snapshot.by_group(self._automatic)
         logger.warning(
-            "%d parameters are more than the %d series that W&B shows well: they are logged as %d groups (%s). "
-            'Pass group_by= to choose: a function from a name to its group\'s, or "parameter" to keep every one.',
+            "The model has %d parameters, but W&B shows at most %d series well: they are logged as %d groups (%s). "
+            'To choose, pass group_by="parameter" for all, or group_by= a function from parameter name to group name.',
             len(snapshot.names),
             MAX_SERIES,
             len(grouped.names),
@@ -279,10 +279,10 @@ class SeriesGrouping:
 
 
 def coarse_grouping(names: tuple[str, ...]) -> tuple[Grouping, str]:
-    """The finest grouping of more than MAX_SERIES names that gives at most so many groups, and what to call it.
+    """The finest grouping of more than MAX_SERIES names into at most MAX_SERIES groups, and its description.
 
-    Modules, or what the first parts of the names divide, if that gives at least half of what is allowed; otherwise
-    neighbours of one kind together: blocks.0-1.fc, blocks.2-3.fc, ...
+    Groups are modules, or names with the same first parts, if there are at least MAX_SERIES / 2 such groups. Otherwise
+    neighbours of one kind are joined: blocks.0-1.fc, blocks.2-3.fc, ...
     """
     levels = [(group_function("module"), "one per module")]  # from fine to coarse
     for depth in range(max(name.count(".") for name in names), 0, -1):
@@ -290,18 +290,18 @@ def coarse_grouping(names: tuple[str, ...]) -> tuple[Grouping, str]:
     natural = next((level for level in levels if len(_groups(names, level[0])) <= MAX_SERIES), None)
     if natural is not None and len(_groups(names, natural[0])) >= MAX_SERIES // 2:
         return natural
-    # What divides too little leaves nothing to join; the names themselves, if everything does: a long ParameterList.
+    # A level with few groups leaves none to join. If every level has few (a long ParameterList), join the names.
     finer: list[Grouping] = [level for level, _ in levels if len(_groups(names, level)) > MAX_SERIES] or [str]
     kinds: dict[str, list[str]] = {}
     for level in finer:
-        kinds = {}  # groups whose names differ in their last number only
+        kinds = {}  # a kind: the groups whose names differ only in their last number
         for group in _groups(names, level):
             number = _number_in(group)
             kind = group if number is None else f"{group[: number.start()]}\0{group[number.end() :]}"
             kinds.setdefault(kind, []).append(group)
         if len(kinds) < MAX_SERIES:
             break
-    else:  # no numbers in the names: neighbours of any kind
+    else:  # the names have no numbers: join neighbours of any kind
         kinds = {"": _groups(names, level)}
     group_of, largest = _joined(kinds)
     return (lambda name: group_of.get(level(name), _LATER)), f"up to {largest} neighbours of one kind each"
@@ -316,11 +316,11 @@ def _groups(names: Iterable[str], group_of: Grouping) -> list[str]:
 
 
 def _joined(kinds: dict[str, list[str]]) -> tuple[dict[str, str], int]:
-    """Each group's series, and the most groups that one series joins; the kinds share the series by their sizes.
+    """The series of each group, and the largest number of groups in a series. Larger kinds get more series.
 
-    One series is left for what appears later.
+    One series is reserved for names that appear later.
     """
-    # Each kind has one series for certain: the others go to where most is left to join, so that sizes are alike.
+    # Each kind has at least one series. Each further series goes to the kind with the most groups per series.
     num_series = dict.fromkeys(kinds, 1)
     for _ in range(MAX_SERIES - 1 - len(kinds)):
         num_series[max(kinds, key=lambda kind: len(kinds[kind]) / num_series[kind])] += 1

@@ -1,4 +1,4 @@
-"""Send alerts to a Slack-compatible incoming webhook, for machines that do not reach W&B in time."""
+"""A sink that sends alerts to a Slack-compatible incoming webhook, for machines without a live connection to W&B."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from ._base import Sink
 logger = logging.getLogger("wandb_gradwatch")
 
 _STOP: Final = None
-_TIMEOUT: Final = 10.0  # seconds that one request may take, and that closing waits
-_MAX_WAITING: Final = 100  # alerts that may wait while the server does not answer
+_TIMEOUT: Final = 10.0  # seconds, for one request and for each wait of close()
+_MAX_WAITING: Final = 100  # alerts in the queue while the server does not answer
 _MAX_RETRIES: Final = 4
-_PAUSE: Final = 1.0  # seconds before the second retry; doubled for each one after
+_PAUSE: Final = 1.0  # seconds; urllib3's backoff factor, doubled for each further retry
 _RETRIED_STATUS: Final = (408, 425, 429, 500, 502, 503, 504)
 
 
 class WebhookSink(Sink):
-    """POST every alert as {"text": ...}, from a background thread that training never waits for.
+    """POST every alert as {"text": ...} from a background thread, so that training never waits for the server.
 
-    The URL of an incoming webhook is a secret: it is neither logged nor part of the repr, and errors are reported
-    without it. A server in trouble is asked five times, with growing pauses; a refusal (4xx) is not repeated.
+    The URL of an incoming webhook is a secret: logs, error messages and the repr do not contain it. If the server fails
+    or is busy (408, 425, 429, 500, 502-504), a request is sent up to five times, with growing pauses.
 
     Args:
-        url: the incoming webhook.
-        prefix: put before each message: the machine or run that it comes from.
+        url: the URL of the incoming webhook.
+        prefix: text before each message, such as the name of the machine or run.
 
     Raises:
         TypeError: `url` is not a string.
@@ -39,11 +39,11 @@ class WebhookSink(Sink):
     def __init__(self, url: str, *, prefix: str = "") -> None:
         if not isinstance(url, str):
             raise TypeError(
-                f"WebhookSink(url) must be a text, but is {type(url).__name__}: is the variable that holds it set?"
+                f"WebhookSink(url) must be a string, but got {type(url).__name__}; check that the variable is set"
             )
         if not url.startswith(("https://", "http://")):
             raise ValueError(
-                "WebhookSink(url) must begin with https:// or http://; the value is a secret, so not shown"
+                "WebhookSink(url) must begin with https:// or http://; the value is a secret and is not shown"
             )
         self._url, self._prefix = url, prefix
         self._waiting: queue.Queue[Alert | None] = queue.Queue(_MAX_WAITING)
@@ -57,11 +57,11 @@ class WebhookSink(Sink):
         raise TypeError("a WebhookSink holds a secret and a thread; it cannot be pickled or copied")
 
     def alert(self, alert: Alert) -> None:
-        """Hand an alert to the background thread. Never blocks."""
+        """Put an alert into the background thread's queue. This method never blocks."""
         if self._closed:
             return
         if self._thread is None:
-            # A daemon: at the end of a script close() decides how long to wait, not the interpreter.
+            # A daemon thread, so that close(), and not the interpreter, decides how long the script's end waits.
             self._thread = threading.Thread(target=self._send_all, name="wandb-gradwatch-webhook", daemon=True)
             self._thread.start()
         try:
@@ -69,15 +69,15 @@ class WebhookSink(Sink):
         except queue.Full:
             if not self._said_full:
                 self._said_full = True
-                logger.warning("The webhook does not keep up: %d alerts wait; others are dropped.", _MAX_WAITING)
+                logger.warning("The webhook is too slow: %d alerts are queued; new ones are dropped.", _MAX_WAITING)
 
     def close(self) -> None:
-        """Wait a bounded time for alerts that are on their way. Idempotent."""
+        """Wait a bounded time for queued alerts to be sent. Idempotent."""
         if self._closed or self._thread is None:
             self._closed = True
             return
         self._closed = True
-        with suppress(queue.Full):  # then the thread is alive, which is said below
+        with suppress(queue.Full):  # a full queue means that the thread is alive, which the warning below reports
             self._waiting.put(_STOP, timeout=_TIMEOUT)
             self._thread.join(_TIMEOUT)
         if self._thread.is_alive():
@@ -96,7 +96,7 @@ class WebhookSink(Sink):
             raise_on_status=False,
         )
         ours = threading.get_ident()
-        # urllib3 writes the URL's path into its log; this thread's records stay out of it.
+        # urllib3 logs the path of the URL, which is part of the secret: drop the records of this thread.
         logging.getLogger("urllib3.connectionpool").addFilter(silence := lambda record: record.thread != ours)
         try:
             with requests.Session() as session:
@@ -113,7 +113,7 @@ class WebhookSink(Sink):
         try:
             response = session.post(self._url, json={"text": text}, timeout=_TIMEOUT, allow_redirects=False)
             problem = "" if response.status_code < 300 else f"HTTP {response.status_code}"
-        except Exception as error:  # not only requests': urllib3 raises what it thinks of an address
-            problem = type(error).__name__  # its text, and a traceback, hold the URL
+        except Exception as error:  # requests does not wrap every error: urllib3 raises its own for a bad address
+            problem = type(error).__name__  # the error's text and traceback contain the URL
         if problem:
-            logger.warning("The webhook did not take the alert %r of step %d: %s.", alert.title, alert.step, problem)
+            logger.warning("The webhook did not accept the alert %r of step %d: %s.", alert.title, alert.step, problem)

@@ -1,6 +1,6 @@
-"""A window on the host: frozen arrays, and every number that is derived from them, by name.
+"""Snapshot: the samples of one window on the host, as frozen arrays, and all statistics derived from them.
 
-The device keeps sums; this room gives them their meaning. Nothing here needs torch or a W&B run.
+The device computes sums; this package derives norms, means and ratios from them. It needs neither torch nor a W&B run.
 """
 
 from __future__ import annotations

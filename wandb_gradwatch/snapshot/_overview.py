@@ -1,4 +1,4 @@
-"""One sample as a whole, in plain numbers: what tells rules that it is healthy, as nearly all are, without arrays."""
+"""A sample in plain Python numbers. With it, rules recognise a healthy sample (nearly all are) without array code."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Overview(NamedTuple):
     """One sample of a snapshot.
 
     Args:
-        place: of the sample in the snapshot.
-        norm, clipped_norm: L2 norms over everything watched, as `total_grad_norm` and `total_grad_norm_clipped`.
-        has_nonfinite, skipped, left_out, guarded: as the snapshot's.
-        is_complete: a gradient arrived for every parameter.
-        sums: as `column_sums`, by column; least, most: over the parameters, NaN where one is missing or not seen.
-        rows: its own, [P, C].
-        weights_sq: the parameters' sum of squares; NaN where that of one is missing.
+        place: index of the sample in the snapshot.
+        norm, clipped_norm: the sample's elements of `total_grad_norm` and `total_grad_norm_clipped`.
+        has_nonfinite, skipped, left_out, guarded: the sample's elements of the snapshot's arrays of these names.
+        is_complete: True if a gradient arrived for every parameter.
+        sums: `column_sums` by column; least, most: minima and maxima over the parameters, NaN if a parameter's is NaN.
+        rows: the sample's rows, [P, C].
+        weights_sq: sum of squares of all parameters; NaN if that of one is missing.
     """
 
     place: int
@@ -48,7 +48,7 @@ class Overview(NamedTuple):
 
 
 def overview_of(snapshot: Snapshot) -> tuple[Overview, ...]:
-    """Every sample."""
+    """The overview of every sample."""
     nowhere = [False] * len(snapshot)
     columns = (
         snapshot.steps.tolist(),

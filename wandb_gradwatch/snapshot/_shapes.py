@@ -1,4 +1,4 @@
-"""Other shapes of the same samples: groups of names, fewer samples, several snapshots as one."""
+"""Operations from snapshots to snapshots: group names, select samples, concatenate."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def group_function(group_by: GroupBy) -> Callable[[str], str]:
     """Resolve `group_by` to a function from a parameter's name to its group's name.
 
     Raises:
-        ValueError: it is neither "parameter", "module" nor callable.
+        ValueError: `group_by` is neither "parameter", "module" nor callable.
 
     Example:
         >>> group_function("module")("blocks.0.attn.weight")
@@ -43,7 +43,7 @@ def group_function(group_by: GroupBy) -> Callable[[str], str]:
 
 
 def group_names(snapshot: Snapshot, group_of: Callable[[str], str]) -> Snapshot:
-    """Merge the names of one group, in the order in which the groups first appear."""
+    """Merge the names of each group; groups are in the order in which they first appear."""
     members: dict[str, list[int]] = {}
     for index, name in enumerate(snapshot.names):
         members.setdefault(group_of(name), []).append(index)
@@ -51,14 +51,14 @@ def group_names(snapshot: Snapshot, group_of: Callable[[str], str]) -> Snapshot:
     histogram = None if snapshot.histogram is None else np.empty((len(members), NUM_BINS), dtype=np.int64)
     trainable = np.empty(len(members), dtype=bool)
     for index, places in enumerate(members.values()):
-        # Neighbours, as nearly all groups are, need not be copied together.
+        # Most groups consist of neighbours, for which a slice avoids a copy.
         are_neighbours = places[-1] - places[0] == len(places) - 1
         group: Places = slice(places[0], places[-1] + 1) if are_neighbours else np.array(places)
         rows[:, index] = merge_rows(snapshot.rows[:, group], axis=1)
         trainable[index] = np.logical_or.reduce(snapshot.trainable[group])
         if histogram is not None and snapshot.histogram is not None:
             histogram[index] = np.add.reduce(snapshot.histogram[group], axis=0)
-    begin = f"{keys.PARAMETER_HISTOGRAMS}/"  # those of parameters merge as their rows do
+    begin = f"{keys.PARAMETER_HISTOGRAMS}/"  # histograms of parameters are grouped as rows are
     histograms = (
         {begin + group_of(key.removeprefix(begin)) if key.startswith(begin) else key: of_name}
         for key, of_name in snapshot.metric_histograms.items()
@@ -74,7 +74,7 @@ def group_names(snapshot: Snapshot, group_of: Callable[[str], str]) -> Snapshot:
 
 
 def select_samples(snapshot: Snapshot, indices: Sequence[int] | npt.NDArray[np.intp]) -> Snapshot:
-    """Some samples of a snapshot, copied unless they are all, without the histograms, which nobody can take apart."""
+    """Select samples of a snapshot. Histograms are dropped, because they cannot be split by sample."""
     chosen = slice(None) if list(indices) == list(range(len(snapshot))) else list(indices)
     return replace(
         snapshot,
@@ -90,12 +90,12 @@ def select_samples(snapshot: Snapshot, indices: Sequence[int] | npt.NDArray[np.i
 
 
 def concatenate(snapshots: Sequence[Snapshot]) -> Snapshot | None:
-    """Merge any number of snapshots; None for none."""
+    """Merge any number of snapshots; returns None for an empty sequence."""
     return merge_snapshots(snapshots) if snapshots else None
 
 
 def merge_snapshots(snapshots: Sequence[Snapshot]) -> Snapshot:
-    """One snapshot of the samples of several, at least one, in the order given; what a snapshot lacks is missing."""
+    """Concatenate at least one snapshot in the order given; names and metrics that a snapshot lacks become NaN."""
     names, places = _joint_names(snapshots)
     rows = np.full((sum(map(len, snapshots)), len(names), NUM_COLUMNS), np.nan)
     trainable = np.zeros(len(names), dtype=bool)
@@ -128,7 +128,7 @@ def merge_snapshots(snapshots: Sequence[Snapshot]) -> Snapshot:
 
 
 def _joint_names(snapshots: Sequence[Snapshot]) -> tuple[tuple[str, ...], dict[tuple[str, ...], Places]]:
-    """All names in the order in which they first appear, and by each snapshot's names where these are among them."""
+    """All names in the order in which they first appear; and for each snapshot's names, their indices among all."""
     distinct = dict.fromkeys(snapshot.names for snapshot in snapshots)
     place = {name: index for index, name in enumerate(dict.fromkeys(chain.from_iterable(distinct)))}
     names = tuple(place)

@@ -1,4 +1,4 @@
-"""The samples of one window on the host: a frozen value, every number that follows from it, and other shapes of it."""
+"""Snapshot: the samples of one window on the host, and every statistic that is derived from them."""
 
 from __future__ import annotations
 
@@ -33,22 +33,23 @@ from ._shapes import GroupBy, group_function, group_names, merge_snapshots, sele
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """The samples since the last flush, in true gradient units (unscaled, accumulated, before clipping).
+    """The samples of one window: gradients after unscaling, accumulation and reduction over ranks, before clipping.
 
-    A value that is missing is NaN, never 0: no gradient arrived for that parameter in that sample.
+    A missing value is NaN, never 0: no gradient arrived for that parameter in that sample. Statistics have the shape
+    [S, P] unless stated otherwise: S samples, and P watched parameters or groups.
 
     Args:
-        steps: [S] the step of each sample.
-        names: [P] parameter or group names, dots as in `named_parameters()`.
-        rows: [S, P, C] the mergeable rows.
-        histogram: [P, B] counts of the samples in `histogram_steps`; None where none was taken.
+        steps: [S] step of each sample.
+        names: [P] names of parameters, with dots as in `named_parameters()`, or names of groups.
+        rows: [S, P, C] the mergeable rows: one value per sample, name and column.
+        histogram: [P, B] histograms of the gradients of the samples in `histogram_steps`; None if none was taken.
         histogram_steps: the steps whose gradients the histogram counts.
-        loss_scale: [S] the loss scale of each sample; NaN without one.
+        loss_scale: [S] loss scale of each sample; NaN if there is none.
         skipped: [S] True where AMP skipped the update.
-        trainable: [P] False for what needs no gradient: frozen, or in no optimizer and not reached by a backward.
-        metrics: further values by key, each [S]: logged under that key with / for each dot, the last one of the window.
-        overhead_ratio: the monitor's share of the time since watch(), up to this window; NaN where it is not measured.
-        metric_histograms: histograms by key, such as those of activations: of the whole window, logged under that key.
+        trainable: [P] False for parameters that are frozen, or are in no optimizer and not reached by a backward.
+        metrics: further values by key, each [S]; the window's last value is logged under the key, with / for each dot.
+        overhead_ratio: the share of the time since watch() that watching took; NaN if not measured.
+        metric_histograms: further histograms over the whole window by key, such as those of activations.
     """
 
     steps: IntArray
@@ -95,10 +96,10 @@ class Snapshot:
 
     @derived
     def column_sums(self) -> FloatArray:
-        """Each column that merges by adding, over the names that are present: [S, C]; the others mean nothing here."""
+        """Sums over the present names: [S, C]; meaningful only for columns that merge by addition."""
         with np.errstate(over="ignore", invalid="ignore"):
             sums_SC: FloatArray = np.add.reduce(self.rows, axis=1)
-            if any([num != num for num in sums_SC[:, Column.NUM_ELEMENTS].tolist()]):  # NaN: some are absent
+            if any([num != num for num in sums_SC[:, Column.NUM_ELEMENTS].tolist()]):  # NaN: some names are absent
                 return merge_rows(self.rows, axis=1)
             return sums_SC
 
@@ -108,7 +109,7 @@ class Snapshot:
         present: npt.NDArray[np.bool_] = ~np.isnan(self.num_elements)
         return present
 
-    # ---- one name at one sample, before clipping where nothing else is said: all [S, P]
+    # ---- one name in one sample, before clipping unless stated otherwise: all [S, P]
 
     @derived
     def num_elements(self) -> FloatArray:
@@ -117,16 +118,16 @@ class Snapshot:
 
     @derived
     def num_nan(self) -> FloatArray:
-        """Number of NaN elements, of what the optimizer received where `arose_after_backward` says so."""
+        """Number of NaN elements; where `arose_after_backward` is True, in the gradient that the optimizer received."""
         return self._counts(Column.NUM_NAN, Column.RECEIVED_NUM_NAN)
 
     @derived
     def num_inf(self) -> FloatArray:
-        """Number of infinite elements, of either sign; of what the optimizer received as with `num_nan`."""
+        """Number of infinite elements of either sign, in the same gradient as `num_nan`."""
         return self._counts(Column.NUM_INF, Column.RECEIVED_NUM_INF)
 
     def _counts(self, left: Column, received: Column) -> FloatArray:
-        if not self.arose_after_backward.any():  # as nearly always
+        if not self.arose_after_backward.any():  # the usual case
             return self.column(left)
         return np.where(self.arose_after_backward[:, None], self.column(received), self.column(left))
 
@@ -137,15 +138,14 @@ class Snapshot:
 
     @derived
     def num_finite(self) -> FloatArray:
-        """Number of finite elements: what means and deviations divide by."""
+        """Number of finite elements: the denominator of means and standard deviations."""
         return self.num_elements - self.column(Column.NUM_NAN) - self.column(Column.NUM_INF)
 
     @derived
     def grad_norm(self) -> FloatArray:
-        """L2 norm of the finite elements. Above 1.3e154, which only float64 gradients reach, it is infinite.
+        """L2 norm of the finite elements; infinite above 1.3e154, which only float64 gradients reach.
 
-        Missing where no element is finite, and where a norm that is not 0 is below 1e-146: float64 cannot hold the
-        squares.
+        Missing where no element is finite, and where the norm is not 0 but below 1e-146: its square is inaccurate.
         """
         return self._norm(Column.GRAD_SUM_SQ)
 
@@ -155,7 +155,7 @@ class Snapshot:
 
     @derived
     def _has_no_norm(self) -> npt.NDArray[np.bool_] | None:
-        """Where a sum of squares of 0, or nearly, is not that of a gradient of 0: [S, P]; None for nowhere."""
+        """Where the sum of squares is near 0 although the gradient is not 0, so the norm is unknown: [S, P]."""
         tiny_SP = too_small(self.column(Column.GRAD_SUM_SQ))
         if tiny_SP is None:
             return None
@@ -177,8 +177,8 @@ class Snapshot:
     def grad_std(self) -> FloatArray:
         """Population standard deviation of the finite elements."""
         mean_sq = ratio(self.column(Column.GRAD_SUM_SQ), self.num_finite)
-        with np.errstate(over="ignore", invalid="ignore"):  # squares beyond float64: no deviation is known
-            # Rounding can leave a constant gradient a hair below zero.
+        with np.errstate(over="ignore", invalid="ignore"):  # if the squares overflow, the deviation is unknown
+            # Rounding can make the variance of a constant gradient slightly negative.
             std = np.sqrt(np.maximum(mean_sq - self.grad_mean**2, 0.0))
         return std if self._has_no_norm is None else np.where(self._has_no_norm, np.nan, std)
 
@@ -199,17 +199,17 @@ class Snapshot:
 
     @derived
     def grad_abs_min_nonzero(self) -> FloatArray:
-        """Smallest magnitude of a non-zero finite element; NaN where there is none."""
+        """Smallest magnitude of a non-zero finite element; NaN if there is none."""
         return finite_or_missing(self.column(Column.GRAD_ABS_MIN_NONZERO))
 
     @derived
     def dead_ratio(self) -> FloatArray:
-        """Share of the elements with |g| <= the dead threshold; NaN where none is finite."""
+        """Share of the elements with |g| <= the dead threshold; NaN if no element is finite."""
         return self._share(Column.NUM_DEAD)
 
     @derived
     def zero_ratio(self) -> FloatArray:
-        """Share of the elements that are exactly 0; NaN where none is finite."""
+        """Share of the elements that are exactly 0; NaN if no element is finite."""
         return self._share(Column.NUM_ZERO)
 
     def _share(self, column: Column) -> FloatArray:
@@ -217,13 +217,13 @@ class Snapshot:
 
     @derived
     def param_norm(self) -> FloatArray:
-        """L2 norm of the parameter's finite elements, before the update: [S, P]; NaN where none is finite."""
+        """L2 norm of the parameter's finite elements, before the update; NaN if no element is finite."""
         broken = self.column(Column.PARAM_NUM_NONFINITE)
         return np.where((broken > 0) & (broken == self.num_elements), np.nan, np.sqrt(self.column(Column.PARAM_SUM_SQ)))
 
     @derived
     def grad_param_ratio(self) -> FloatArray:
-        """grad_norm / param_norm: [S, P]; NaN for a parameter that is all zero (a fresh bias, LoRA's B)."""
+        """grad_norm / param_norm; NaN for a parameter that is all zero (a fresh bias, LoRA's B)."""
         return ratio(self.grad_norm, self.param_norm)
 
     # ---- the whole model: all [S]
@@ -235,12 +235,12 @@ class Snapshot:
 
     @derived
     def total_grad_norm(self) -> FloatArray:
-        """L2 norm over everything watched: [S]."""
+        """L2 norm over all watched parameters: [S]."""
         return self._total_norm(Column.GRAD_SUM_SQ)
 
     @derived
     def total_grad_norm_clipped(self) -> FloatArray:
-        """L2 norm of everything that the optimizers received: [S]."""
+        """L2 norm over all gradients that the optimizers received: [S]."""
         return self._total_norm(Column.RECEIVED_SUM_SQ)
 
     def _total_norm(self, column: Column) -> FloatArray:
@@ -252,11 +252,11 @@ class Snapshot:
 
     @derived
     def clipped(self) -> FloatArray:
-        """1 where the gradient was clipped, 0 where not: [S]; NaN where that is not known.
+        """1 where the gradient was clipped, 0 where it was not, NaN where that is unknown: [S].
 
-        A clipping is one factor of at most 1 for each parameter, or a limit for each element. One factor for everything
-        may as well be another unit, as in averages over tokens: it is one if torch's functions clipped, or if the norm
-        that is left is a limit that somebody chose, a number of two digits.
+        Clipping multiplies each parameter's gradient by a factor of at most 1, or limits each element. If all gradients
+        were multiplied by the same factor, this can also be a change of unit, such as an average over tokens. It counts
+        as clipping if torch's functions did it, or if the resulting norm has at most two significant digits.
         """
         before, after = self.column(Column.GRAD_SUM_SQ), self.column(Column.RECEIVED_SUM_SQ)
         smaller = np.logical_or.reduce(after < before * (1 - CLIP_TOLERANCE) ** 2, axis=1)
@@ -270,26 +270,26 @@ class Snapshot:
 
     @derived
     def changed(self) -> npt.NDArray[np.bool_]:
-        """True where something that is no clipping changed gradients after the backward: [S]."""
+        """True where gradients changed after the backward other than by clipping: [S]."""
         return self._is_above_0(keys.CHANGED)
 
     @derived
     def clip_ratio(self) -> float:
-        """Share of the samples whose gradient was clipped; NaN where that is unknown for all of them."""
+        """Share of the window's samples whose gradient was clipped, a float; NaN if unknown for all samples."""
         known = self.clipped[~np.isnan(self.clipped)]
         return float(known.mean()) if known.size else float("nan")
 
     @derived
     def arose_after_backward(self) -> npt.NDArray[np.bool_]:
-        """True where all that the backward left was finite, and an optimizer received NaN or Inf: [S]."""
+        """True where all gradients were finite after the backward, but an optimizer received NaN or Inf: [S]."""
         if not self.has_nonfinite.any():
             return self.has_nonfinite
         return self.has_nonfinite & ~self._any_above_0(Column.NUM_NAN, Column.NUM_INF)
 
     @derived
     def has_nonfinite(self) -> npt.NDArray[np.bool_]:
-        """True where the backward left NaN or Inf, or an optimizer received some: [S]."""
-        if not np.count_nonzero(self.column_sums[:, NONFINITE_COLUMNS]):  # NaN, where one was not seen, counts
+        """True where a gradient contained NaN or Inf after the backward, or when an optimizer received it: [S]."""
+        if not np.count_nonzero(self.column_sums[:, NONFINITE_COLUMNS]):  # NaN (unknown) is counted as non-zero
             return np.zeros(len(self), dtype=bool)
         received_S = self._any_above_0(Column.RECEIVED_NUM_NAN, Column.RECEIVED_NUM_INF)
         return received_S | self._any_above_0(Column.NUM_NAN, Column.NUM_INF)
@@ -309,34 +309,34 @@ class Snapshot:
 
     @derived
     def left_out(self) -> npt.NDArray[np.bool_]:
-        """True where the user's loop dropped gradients that were not finite, and made no step: [S]."""
+        """True where the training loop discarded non-finite gradients and made no optimizer step: [S]."""
         return self._is_above_0(keys.LEFT_OUT)
 
     @derived
     def num_guarded_steps(self) -> float:
-        """Steps that the guard withheld, between the samples too; NaN without a guard."""
+        """Number of steps that the guard withheld, including steps between samples; NaN without a guard."""
         counts = self.metrics.get(keys.NUM_GUARDED_STEPS)
         return float("nan") if counts is None else float(np.nansum(counts))
 
     @derived
     def overview(self) -> tuple[Overview, ...]:
-        """Each sample as a whole, in plain numbers, for a first look."""
+        """Each sample in plain Python numbers, for a fast first check by the rules."""
         return overview_of(self)
 
     # ---- distributions
 
     @property
     def edges(self) -> FloatArray:
-        """Edges of the histogram's bins: [B + 1], from -inf over the two zeros of the zero bin to +inf."""
+        """Edges of the histogram's bins: [B + 1], from -inf to +inf; both edges of the bin of zeros are 0."""
         return histogram_edges()
 
     @derived
     def magnitude_histogram(self) -> IntArray | None:
-        """The histogram of |g| without the zeros: [P, M]."""
+        """The histogram of |g| without zeros: [P, M]."""
         return None if self.histogram is None else fold_signs(self.histogram)
 
     def quantile(self, q: npt.ArrayLike) -> FloatArray:
-        """The q-quantile of the signed gradient, right to a histogram bin: [P], or [Q, P] for several.
+        """The q-quantile of the signed gradient, accurate to one histogram bin: [P], or [Q, P] for a sequence.
 
         NaN without a histogram.
 
@@ -346,7 +346,7 @@ class Snapshot:
         return self._quantile(q, self.grad_min, self.grad_max)
 
     def abs_quantile(self, q: npt.ArrayLike) -> FloatArray:
-        """The q-quantile of |g|, zeros included, as `quantile`."""
+        """The q-quantile of |g|, zeros included; shapes and errors as for `quantile`."""
         return self._quantile(q, self.grad_abs_min_nonzero, self.grad_abs_max, of_magnitudes=True)
 
     def _quantile(
@@ -356,7 +356,7 @@ class Snapshot:
             raise ValueError(f"q={q!r} must be between 0 and 1")
         if self.histogram is None:
             return np.full((*np.shape(q), len(self.names)), np.nan)
-        # Where the histogram's samples are not here, nothing narrows the open bins.
+        # Without the samples of the histogram, the extremes that bound the open bins are unknown.
         known_S = self.is_counted
         low_P = np.fmin.reduce(low_SP[known_S], axis=0) if known_S.any() else np.full(len(self.names), -np.inf)
         high_P = np.fmax.reduce(high_SP[known_S], axis=0) if known_S.any() else np.full(len(self.names), np.inf)
@@ -380,7 +380,7 @@ class Snapshot:
         """Merge parameters into groups, in the order in which the groups first appear.
 
         Args:
-            group_by: "parameter" (nothing to merge), "module" (the name up to the last dot), or a function from a
+            group_by: "parameter" (no grouping), "module" (the name up to the last dot), or a function from a
                 parameter's name to its group's name.
 
         Raises:
@@ -389,12 +389,12 @@ class Snapshot:
         return self if group_by == "parameter" else group_names(self, group_function(group_by))
 
     def sample(self, index: int) -> Snapshot:
-        """One sample of this snapshot, without the histograms; negative indices count from the end."""
+        """One sample as a snapshot without histograms; negative indices count from the end."""
         return select_samples(self, [range(len(self))[index]])
 
     def merge(self, *others: Snapshot) -> Snapshot:
-        """One snapshot of all samples in the order given: an epoch out of windows.
+        """Concatenate snapshots in the order given, for example the windows of an epoch.
 
-        A name that a snapshot lacks is missing in its samples.
+        If a snapshot lacks a name, that name is missing (NaN) in the snapshot's samples.
         """
         return merge_snapshots((self, *others))

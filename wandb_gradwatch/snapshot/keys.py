@@ -1,8 +1,8 @@
-"""The keys of a W&B row, each written here and nowhere else: what sinks write, and page, report and recorder read.
+"""All keys of a W&B row. Sinks write these keys; the page, the report and the flight recorder read them.
 
 gradwatch/<number>                the whole model; with several models in a run gradwatch/<model>/<number>
-<family>/<name>                   one layer; the name with / for every dot
-<family>/<name>/<metric>          what watch(metrics=...) measures
+<family>/<name>                   one layer; the name has / in place of every dot
+<family>/<name>/<metric>          a value measured by watch(metrics=...)
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Final
 
 PREFIX: Final = "gradwatch/"
 
-STEP: Final = "gradwatch/step"  # of the row's last sample: the step metric of every other key
+STEP: Final = "gradwatch/step"  # step of the row's last sample; the step metric (x axis) of every other key
 FLIGHT_RECORDER: Final = "gradwatch/flight_recorder"  # a table
 
 # ---- the whole model
@@ -25,7 +25,7 @@ CLIP_RATIO: Final = "gradwatch/clip_ratio"
 GRAD_MEAN: Final = "gradwatch/grad_mean"
 GRAD_STD: Final = "gradwatch/grad_std"
 GRAD_ABS_MAX: Final = "gradwatch/grad_abs_max"
-GRAD_ABS_QUANTILES: Final = {  # of the elements' magnitudes, zeros included
+GRAD_ABS_QUANTILES: Final = {  # quantiles of |g| over all elements, zeros included
     "gradwatch/grad_abs_p01": 0.01,
     "gradwatch/grad_abs_p50": 0.50,
     "gradwatch/grad_abs_p99": 0.99,
@@ -36,36 +36,36 @@ NUM_NAN: Final = "gradwatch/num_nan"
 NUM_INF: Final = "gradwatch/num_inf"
 LOSS_SCALE: Final = "gradwatch/loss_scale"
 NUM_SKIPPED_STEPS: Final = "gradwatch/num_skipped_steps"
-LOSS: Final = "gradwatch/loss"  # what the user, or a framework, hands over; missing where it is not finite
+LOSS: Final = "gradwatch/loss"  # passed by the user or a framework; missing if it is not finite
 NUM_NONFINITE_LOSS: Final = "gradwatch/num_nonfinite_loss"
-NUM_GUARDED_STEPS: Final = "gradwatch/num_guarded_steps"  # withheld since the sample before, its own among them
-SAMPLE_EVERY: Final = "gradwatch/sample_every"  # the cadence in force: steps from the sample before to this one
+NUM_GUARDED_STEPS: Final = "gradwatch/num_guarded_steps"  # steps that the guard withheld since the previous sample
+SAMPLE_EVERY: Final = "gradwatch/sample_every"  # the current cadence: steps between the previous sample and this one
 OVERHEAD_RATIO: Final = "gradwatch/overhead_ratio"
 
-CHANGED_RATIO: Final = "gradwatch/changed_ratio"  # of the samples: something else than clipping changed the gradient
+CHANGED_RATIO: Final = "gradwatch/changed_ratio"  # share of the samples whose gradient changed other than by clipping
 
-# The norm of one model, or of one optimizer that steps in turn with others; missing in the samples of the others. The
-# name follows.
+# Prefixes of the norm of one model, or of one of several optimizers that step in turn. The model's or optimizer's name
+# follows. The value is missing in samples of the other models or optimizers.
 TOTAL: Final = "gradwatch/grad_norm_total/"
 TOTAL_MAX: Final = "gradwatch/grad_norm_total_max/"
 
-# In samples, and in no row, which has counts and ratios.
-CLIPPED: Final = "gradwatch/clipped"  # 1: it was; 0: it was not; MULTIPLIED: by one factor, not by torch's functions
-CHANGED: Final = "gradwatch/changed"  # 1: something else than clipping happened to it after the backward
-GUARDED: Final = "gradwatch/guarded"  # 1 where the sample's own step was withheld
-LEARNING_RATE: Final = "gradwatch/learning_rate"  # the largest of the optimizers that made the update
-LEFT_OUT: Final = "gradwatch/left_out"  # 1 where the training loop has left the step out
-# What the capture knows of the wiring; there only while it is so.
+# Values of single samples. Rows do not contain them; rows contain counts and ratios instead.
+CLIPPED: Final = "gradwatch/clipped"  # 1: clipped; 0: not clipped; MULTIPLIED: scaled by one factor, not by torch
+CHANGED: Final = "gradwatch/changed"  # 1: changed after the backward, other than by clipping
+GUARDED: Final = "gradwatch/guarded"  # 1: the guard withheld the sample's own step
+LEARNING_RATE: Final = "gradwatch/learning_rate"  # the largest learning rate of the optimizers that made the update
+LEFT_OUT: Final = "gradwatch/left_out"  # 1: the training loop skipped the optimizer step
+# Defects of the training loop that the capture detects. Each key exists only while its defect lasts.
 WIRING: Final = "gradwatch/wiring/"
-WIRING_CARRIED: Final = "gradwatch/wiring/carried"  # 1: gradients were used that were not reset since the last step
-WIRING_UNOWNED: Final = "gradwatch/wiring/unowned/"  # + a name: trained by no optimizer, though it has a gradient
-FIRST_NONFINITE_RANK: Final = "gradwatch/first_nonfinite_rank"  # whose gradients were non-finite first, of shards
+WIRING_CARRIED: Final = "gradwatch/wiring/carried"  # 1: gradients were not reset since the last step
+WIRING_UNOWNED: Final = "gradwatch/wiring/unowned/"  # + name: the parameter has a gradient but is in no optimizer
+FIRST_NONFINITE_RANK: Final = "gradwatch/first_nonfinite_rank"  # sharded: the first rank with a non-finite gradient
 
-# The precision forecast: what smaller number formats would do to the gradients.
+# The precision forecast: the effect of smaller number formats on the gradients.
 FORMATS: Final = ("fp16", "bf16", "fp8_e5m2", "fp8_e4m3")
 FORECASTS: Final = ("underflow_ratio", "flush_ratio", "headroom")
 
-# ---- one layer, in the order in which the pictures offer them
+# ---- one layer, in the order of the charts
 
 LAYER_GRAD_NORM: Final = "grad_norm"
 LAYER_GRAD_NORM_MAX: Final = "grad_norm_max"
@@ -77,7 +77,7 @@ LAYER_FAMILIES: Final = (
     *(LAYER_GRAD_NORM, LAYER_GRAD_NORM_MAX, LAYER_GRAD_PARAM_RATIO),
     *(LAYER_PARAM_NORM, LAYER_DEAD_RATIO, LAYER_NUM_NONFINITE),
 )
-# On request, watch(details=...): each the family, and the Snapshot's array, of that name.
+# Statistics of watch(details=...): by name, the family of keys, which is also the name of Snapshot's array.
 DETAILS: Final = {
     "mean": "grad_mean",
     "std": "grad_std",
@@ -86,13 +86,13 @@ DETAILS: Final = {
     "abs_max": "grad_abs_max",
     "abs_min_nonzero": "grad_abs_min_nonzero",
     "zero_ratio": "zero_ratio",
-    "received": "grad_norm_clipped",  # the norm of what the optimizer received
+    "received": "grad_norm_clipped",  # the norm of the gradient that the optimizer received
 }
-GRADIENT_HISTOGRAMS: Final = "gradients"  # the families that wandb.watch uses too
+GRADIENT_HISTOGRAMS: Final = "gradients"  # wandb.watch uses the same two families
 PARAMETER_HISTOGRAMS: Final = "parameters"
 HISTOGRAM_FAMILIES: Final = (GRADIENT_HISTOGRAMS, PARAMETER_HISTOGRAMS)
 
-# ---- what watch(metrics=...) measures, in the order of the pictures
+# ---- values measured by watch(metrics=...), in the order of the charts
 
 ACTIVATION: Final = "activation"
 ATTENTION: Final = "attention"
@@ -100,22 +100,22 @@ UPDATE: Final = "update"
 PARAMETER: Final = "parameter"
 GRADIENT: Final = "gradient"
 OPTIMIZER_STATE: Final = "optimizer_state"
-STALE: Final = "stale_ratio"  # of OPTIMIZER_STATE: the gradient over what its second moment said before the step
-LOGIT_MAX: Final = "logit_max"  # of ATTENTION
+STALE: Final = "stale_ratio"  # in OPTIMIZER_STATE: gradient divided by the root of the second moment before the step
+LOGIT_MAX: Final = "logit_max"  # in ATTENTION
 NOISE_SCALE: Final = "noise_scale"
 ROUTER: Final = "router"
-DEAD_EXPERTS: Final = "dead_experts"  # of ROUTER
+DEAD_EXPERTS: Final = "dead_experts"  # in ROUTER
 RANKS: Final = "ranks"
-APART: Final = "apart"  # of RANKS: 1 where the replica is another than that of most ranks
-SECONDS: Final = "seconds"  # of RANKS
+APART: Final = "apart"  # in RANKS: 1 if this rank's replica differs from that of most ranks
+SECONDS: Final = "seconds"  # in RANKS
 METRIC_FAMILIES: Final = (
     *(ACTIVATION, ATTENTION, ROUTER, UPDATE, OPTIMIZER_STATE, NOISE_SCALE, RANKS),
     *(PARAMETER, GRADIENT),
 )
-HISTOGRAM: Final = "histogram"  # the one metric that is no number
+HISTOGRAM: Final = "histogram"  # the only metric that is not a number
 NONFINITE_METRIC: Final = "num_nonfinite"
 
-# W&B prints the first ten keys of a run's summary when the run ends: these are ours, and the rest is the user's.
+# W&B prints the first ten keys of the summary when a run ends. We add only these two, to leave room for the user's.
 SUMMARY: Final = (GRAD_NORM, GRAD_NORM_MAX)
 
 
@@ -124,7 +124,7 @@ def forecast_key(number_format: str, forecast: str) -> str:
     return f"{PREFIX}{number_format}_{forecast}"
 
 
-MODEL_KEYS: Final = (  # the whole model's numbers that have a picture of their own, in its order
+MODEL_KEYS: Final = (  # model-wide keys with a chart of their own, in the order of the charts
     *(LOSS, GRAD_NORM, GRAD_NORM_MAX, GRAD_NORM_CLIPPED, CLIP_RATIO),
     *(GRAD_MEAN, GRAD_STD, GRAD_ABS_MAX, *GRAD_ABS_QUANTILES, PARAM_NORM),
     *(DEAD_RATIO, NUM_NAN, NUM_INF, LOSS_SCALE, NUM_SKIPPED_STEPS, NUM_GUARDED_STEPS, OVERHEAD_RATIO),
@@ -133,18 +133,18 @@ MODEL_KEYS: Final = (  # the whole model's numbers that have a picture of their 
 
 
 def is_count(key: str) -> bool:
-    """Whether the values of this key are counts of the whole model, which are added up over a window."""
+    """Whether the values of this key are model-wide counts, which are summed over a window."""
     return key.startswith(f"{PREFIX}num_")
 
 
 def in_key(name: str) -> str:
-    """A layer's name in a key: with / for every dot, because W&B ignores the options of metrics with dots."""
+    """Replace every dot in a layer's name by /, because W&B ignores `define_metric` options of keys with dots."""
     return name.replace(".", "/")
 
 
-@lru_cache(maxsize=256)  # of a run they are the same in every row
+@lru_cache(maxsize=256)  # all rows of a run have the same keys
 def layer_keys(family: str, names: tuple[str, ...]) -> tuple[str, ...]:
-    """The key of each layer's number or histogram.
+    """The keys of one family, one for each layer.
 
     Example:
         >>> layer_keys(LAYER_GRAD_NORM, ("blocks.0.fc.weight",))
@@ -154,7 +154,7 @@ def layer_keys(family: str, names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def in_namespace(key: str, namespace: str) -> str:
-    """The key of the whole model's number below a namespace, "" for none; the step, and a layer's key, stay.
+    """Insert a namespace ("": none) into a model-wide key. The step's key and the keys of layers stay as they are.
 
     Example:
         >>> in_namespace("gradwatch/grad_norm", "model1")
@@ -165,9 +165,9 @@ def in_namespace(key: str, namespace: str) -> str:
     return f"{PREFIX}{namespace}/{key.removeprefix(PREFIX)}"
 
 
-@lru_cache(maxsize=2**14)  # of a run they are the same in every sample
+@lru_cache(maxsize=2**14)  # all samples of a run have the same keys
 def split_metric(key: str) -> tuple[str, str, str] | None:
-    """Family, name and metric of a key of watch(metrics=...); None for any other key.
+    """Split a key of watch(metrics=...) into family, name and metric; None for any other key.
 
     Example:
         >>> split_metric("activation/blocks/0/std")
@@ -179,7 +179,7 @@ def split_metric(key: str) -> tuple[str, str, str] | None:
 
 
 def split_histogram(key: str) -> tuple[str, str] | None:
-    """The family of a histogram, "" for that of gradients, and its name; None for a key that is not ours."""
+    """Split a histogram's key into family ("" for gradients) and name; None for a key that is not one of ours."""
     family, _, name = key.partition("/")
     if name and family in HISTOGRAM_FAMILIES:
         return ("" if family == GRADIENT_HISTOGRAMS else PARAMETER), name
@@ -188,7 +188,7 @@ def split_histogram(key: str) -> tuple[str, str] | None:
 
 
 def is_ours(key: str) -> bool:
-    """Whether a scalar's key is of this package, whatever model or namespace it is of.
+    """Whether this package writes the scalar key, in any namespace.
 
     Example:
         >>> is_ours("gradwatch/model1/grad_norm"), is_ours("train/loss")
@@ -199,18 +199,18 @@ def is_ours(key: str) -> bool:
 
 
 def definitions(keys: Iterable[str] = (), namespace: str = "") -> dict[str, bool]:
-    """What W&B is told of our keys: each key, or pattern, and whether the run's summary keeps its last value.
+    """Arguments for `run.define_metric`: each key or pattern, and whether the run's summary keeps its last value.
 
     Args:
-        keys: what a snapshot has beside the numbers that every row has, such as metrics.
-        namespace: what the whole model's numbers are logged below; "": nothing.
+        keys: keys beyond those of every row, such as those of metrics.
+        namespace: the namespace of the model-wide keys; "": none.
     """
-    told = {f"{PREFIX}*": False, FLIGHT_RECORDER: True}  # a report finds the table by the summary
+    told = {f"{PREFIX}*": False, FLIGHT_RECORDER: True}  # the W&B report finds the table through the summary
     told |= {in_namespace(key, namespace): True for key in SUMMARY}
     told |= {f"{family}/*": False for family in (*LAYER_FAMILIES, *DETAILS.values(), *HISTOGRAM_FAMILIES)}
     for key in keys:
         if split_metric(key) is not None:
-            told[f"{key}*"] = False  # W&B heeds "none" for patterns only, and one may end in nothing but a star
+            told[f"{key}*"] = False  # W&B applies summary "none" only to patterns, which must end in a star
         elif not key.startswith(PREFIX) and split_histogram(key) is None:
             told[key] = True
     return told
