@@ -295,7 +295,7 @@ def test_a_metric_that_makes_no_sense_is_refused(arguments, error, words):
     ("metrics", "error", "words"),
     [
         ([Activations], TypeError, r"holds the class Activations; write Activations\(\)"),
-        ([norm], TypeError, "which is no metric"),
+        ([norm], TypeError, "which is not a metric"),
         (Metric("x", norm), TypeError, r"must be a sequence; write metrics=\[\.\.\.\]"),
         ([Metric("x", norm), Metric("x", torch.sum)], ValueError, r"holds two called Metric\('x'"),
     ],

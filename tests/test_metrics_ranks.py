@@ -171,7 +171,7 @@ def test_the_noise_scale_of_ranks_is_that_of_the_definition(call: Any) -> None:
 def test_gradients_that_are_averaged_after_the_backward_have_no_noise_scale_and_that_is_said() -> None:
     for result in results(BY_HAND):
         assert not [key for key in result["metrics"] if key.startswith("noise_scale")]
-        assert len([text for text in result["said"] if "alike, or averaged after it" in text]) == 1
+        assert len([text for text in result["said"] if "they are equal, or averaged later" in text]) == 1
 
 
 @pytest.mark.distributed

@@ -94,7 +94,7 @@ def test_an_expert_that_dies_is_told_after_ten_samples_and_a_busy_router_is_not(
 def test_what_is_no_router_is_said(caplog: pytest.LogCaptureFixture) -> None:
     found, _ = routed([[[[[1.0]]]]])
     assert found == {}
-    assert "is no logits [..., experts]" in caplog.text
+    assert "is not logits [..., experts]" in caplog.text
     with pytest.raises(ValueError, match="must be the number of experts"):
         Router("gate", top_k=0)
     with pytest.raises(ValueError, match="matches no module"):

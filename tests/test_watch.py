@@ -63,7 +63,7 @@ SGD = torch.optim.SGD
         (nn.Linear(1, 1), {"sinks": [print]}, TypeError, "must be a list of sinks, derived from wandb_gradwatch.Sink"),
         (nn.Linear(1, 1), {"on_alert": 5}, TypeError, "on_alert=5 must be a function, or several"),
         (nn.Linear(1, 1), {"on_alert": [5]}, TypeError, "5 is not a function"),
-        (nn.Linear(1, 1), {"metrics": [3]}, TypeError, "metrics holds 3, which is no metric"),
+        (nn.Linear(1, 1), {"metrics": [3]}, TypeError, "metrics holds 3, which is not a metric"),
         (nn.Linear(1, 1), {"metrics": 3}, TypeError, "metrics=3 must be a list of metrics"),
         (nn.Linear(1, 1), {"guard": wandb_gradwatch.SkipGuard}, ValueError, "or a SkipGuard"),
         (nn.Linear(1, 1), {"include": 5}, ValueError, "include=5 must be a regular expression"),

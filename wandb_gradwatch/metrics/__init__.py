@@ -1,4 +1,4 @@
-"""Any metric of any tensor: what `watch(..., metrics=[...])` takes, and the coordinate check."""
+"""Metrics for `watch(..., metrics=[...])`, which measure any function of any tensor, and the coordinate check."""
 
 from __future__ import annotations
 

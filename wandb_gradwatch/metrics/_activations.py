@@ -1,6 +1,6 @@
-"""Activations: the statistics that gradients have, of what modules take in and put out, and of its gradients.
+"""Activations: the statistics of gradients, for inputs and outputs of modules and the gradients of the outputs.
 
-And Router: how the tokens of a mixture of experts spread over its experts.
+Router: how the tokens of a mixture of experts are distributed over the experts.
 """
 
 from __future__ import annotations
@@ -44,35 +44,35 @@ _OF: Final = ("input", "output", "grad")
 
 
 class Activations(ForwardProbe):
-    """Statistics of module outputs, logged as `activation/<module>/<statistic>`, merged over micro-batches.
+    """Statistics of module outputs, logged as `activation/<module>/<statistic>` and merged over micro-batches.
 
-    A tensor inside a tuple, list or dict is called `<module>.output_<index or key>`, an input of the module
-    `<module>.input` or `<module>.input_<index or name>`, the gradient of an output `<module>.grad` or
-    `<module>.grad_<index or key>`, without the scale of a gradient scaler. One that a module hands over itself
-    (`log_tensor`) is called `<module>.<name>`, the output of the whole model `root`. With several processes the
-    statistics are those of the rank that logs.
+    Tensors in a tuple, list or dict are named `<module>.output_<index or key>`, inputs `<module>.input` or
+    `<module>.input_<index or name>`, and gradients of outputs `<module>.grad` or `<module>.grad_<index or key>`
+    (without the loss scale of a gradient scaler). A tensor passed to `log_tensor` is named `<module>.<name>`; the
+    output of the whole model is `root`. With several processes the statistics are those of the rank that logs.
 
-    Only forwards of the training are seen, once each: not those without gradients, not what activation checkpointing
-    repeats, and evaluations only in a probe of their own, with `evaluation=True`. Nothing inside a compiled region is
-    seen: a hook there would break the graph. A copied or saved model is not monitored.
+    Each forward of the training is measured once. Forwards without gradients and the recomputation of activation
+    checkpointing are ignored; evaluations are measured only by a separate probe with `evaluation=True`. Modules inside
+    a compiled region are not measured, because a hook would break the graph. A copied or saved model has no hooks.
 
     Args:
-        match: of which modules: a regular expression (searched in the name), several, or a function; a class of
-            modules, such as nn.Linear; None: all.
-        of: what of them, out of "input", "output" and "grad".
-        statistics: names out of norm, rms, mean, std, min, max, abs_max, dead_ratio, zero_ratio, num_nonfinite (of the
-            finite elements, like those of gradients), abs_p01, abs_p50, abs_p99 (right to half an octave), and
-            "histogram", at the steps that have histograms of gradients too: `histogram_every` of `watch()`.
-        dead_threshold: |a| <= this counts as dead.
-        evaluation: of the forwards of evaluations instead (the model in eval mode), all between two samples together,
-            logged with the later one as `activation/<module>.eval/<statistic>`.
+        match: choose modules by name (a regular expression, searched; several; or a function), or by class, such as
+            nn.Linear. None: all.
+        of: the tensors to measure: any of "input", "output" and "grad".
+        statistics: any of norm, rms, mean, std, min, max, abs_max, dead_ratio, zero_ratio and num_nonfinite (computed
+            over finite elements, as for gradients); abs_p01, abs_p50 and abs_p99 (accurate to half an octave); and
+            "histogram", at steps where gradients have a histogram too (`histogram_every` of `watch()`).
+        dead_threshold: an element with |a| <= this counts as dead.
+        evaluation: measure the forwards of evaluations (the model in eval mode) instead. Those between two samples are
+            merged and logged with the later sample as `activation/<module>.eval/<statistic>`.
 
-    Cost: at a sampled step one batched pass over each matching tensor; 13 numbers of each are kept until the sample is
-        complete, with a histogram 259 more, and on the host one histogram until the flush. At other steps 1 us per
-        matching module; with `evaluation` 2 us, and the pass at every forward of an evaluation.
+    Cost: at a sampled step one batched pass over each matching tensor, and 13 numbers per tensor kept until the sample
+        is complete; a histogram adds 259 numbers, and one histogram on the host until the flush. At other steps 1 us
+        per matching module. With `evaluation` 2 us, and the pass at every forward of an evaluation.
 
     Raises:
-        ValueError: an unknown statistic or `of`, such as "grad" of an evaluation; match matches nothing (by watch()).
+        ValueError: `statistics` or `of` has an unknown name, or "grad" with `evaluation`; watch() raises it if match
+            matches nothing.
     """
 
     def __init__(
@@ -93,11 +93,11 @@ class Activations(ForwardProbe):
         self.logs = frozenset((keys.ACTIVATION, statistic) for statistic in statistics)
         self.brings = (NonFiniteActivation,) if "num_nonfinite" in statistics else ()
         self._rows = self.collect(RowTally(statistics, dead_threshold))
-        self._source: dict[str, str] = {}  # of each tensor's name: what the tap's order knows
+        self._source: dict[str, str] = {}  # by tensor name: the name under which the hook keeps the tensor's order
 
     def bind(self, models: ModuleIndex) -> None:
         modules = dict(models.modules())
-        # Ids of the models' own: whose optimizer they have, whose scaler.
+        # The ids of the models' parameters identify their optimizer, and so the gradient scaler.
         self._parameters = {id(parameter) for module in modules.values() for parameter in module.parameters()}
         self.tap_into(models)
         if not any(map(hands_over, modules.values())):
@@ -105,7 +105,7 @@ class Activations(ForwardProbe):
 
     def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
         super().start(next_step_is_due, histogram_is_due)
-        self._rows.measures_histograms = histogram_is_due or self._in_evaluation  # it belongs to a sample to come
+        self._rows.measures_histograms = histogram_is_due or self._in_evaluation  # its sample is yet to come
         self._rows.reads_histograms = histogram_is_due
 
     def forward_done(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -122,7 +122,7 @@ class Activations(ForwardProbe):
                     tensor.register_hook(partial(self._backward_reached, name, path))  # type: ignore[no-untyped-call]
 
     def _backward_reached(self, name: str, path: str, gradient: Tensor) -> None:
-        """The gradient of an output is there; it goes on as it is."""
+        """Measure the gradient of an output, which the backward continues with unchanged."""
         if self._tap.is_open:
             self._tap.boundary.run(self._add_gradient, name, path, gradient)
 
@@ -146,42 +146,42 @@ class Activations(ForwardProbe):
             self._rows.measure({name: tensor for name, tensor in tensors.items() if tensor.device == device})
 
     def take(self) -> Mapping[str, Found]:
-        # By the place in the forward: re-entrant checkpointing measures its blocks in the backward's order.
+        # In the order of the forward: re-entrant checkpointing measures its blocks in the order of the backward.
         read = self._rows.read(lambda name: self._tap.order[self._source[name]])
         return {f"{keys.ACTIVATION}/{name}/{statistic}": value for name, statistic, value in read}
 
 
 POOLED: Final = "all_layers"
-MAX_EXPERT_KEYS: Final = 2000  # of all layers; with more, experts are told of all layers together only
+MAX_EXPERT_KEYS: Final = 2000  # over all layers; with more, single experts are logged only pooled over the layers
 
 
 class Router(ForwardProbe):
-    """Load of the experts, dead experts and the router's entropy, logged as `router/<module>/...`, pooled in
-    `router/all_layers/...` where several layers have as many experts.
+    """Load of the experts, dead experts and the router's entropy, logged as `router/<module>/...` and, if several
+    layers have the same number of experts, pooled as `router/all_layers/...`.
 
-    A router is a module whose output, or the first floating tensor in it, has one logit of every token for each expert
-    in its last dimension: [..., E]. A token goes to its `top_k` largest. Over the tokens of a sample's forwards, all
-    micro-batches together:
+    A router is a module whose output, or the first floating-point tensor in it, has one logit per token and expert:
+    [..., E]. A token goes to the experts with its `top_k` largest logits. The numbers cover all tokens of a sample,
+    over all micro-batches:
 
-    - `load_max_ratio`, `load_min_ratio`: the share of the fullest and of the emptiest expert, times E: 1 is the ideal.
-    - `dead_experts`: how many got no token.
-    - `entropy_ratio`: the mean entropy of softmax(logits), by its largest value log E: 0 where the router is sure, 1
-      where it has no opinion.
-    - `load_entropy_ratio`: the entropy of the loads by log E: 1 where all are alike (Fedus et al. 2021,
-      arXiv 2101.03961, balance this with an auxiliary loss).
-    - `expert_<i>/load_ratio`: every expert's share times E; of single layers only while all of them are at most 2,000.
+    - `load_max_ratio`, `load_min_ratio`: the share of the fullest and of the emptiest expert, times E; 1 is ideal.
+    - `dead_experts`: the number of experts that got no token.
+    - `entropy_ratio`: the mean entropy of softmax(logits), divided by its maximum log E: 0 if the router always picks
+      one expert with certainty, 1 if all experts are equally likely.
+    - `load_entropy_ratio`: the entropy of the loads, divided by log E: 1 if all loads are equal (Fedus et al. 2021,
+      arXiv 2101.03961, balance the loads with an auxiliary loss).
+    - `expert_<i>/load_ratio`: each expert's share times E; for single layers only up to 2,000 experts over all layers.
 
     With several processes the numbers are those of the rank that logs.
 
     Args:
-        match: of the routers: by name as for `Activations`, or their class.
-        top_k: experts that a token goes to.
+        match: choose the routers by name, as for `Activations`, or by class.
+        top_k: the number of experts that a token goes to.
 
-    Memory: E + 2 numbers of each router until the sample is complete. Cost: a softmax and a top-k of the logits at a
+    Memory: E + 2 numbers per router until the sample is complete. Cost: a softmax and a top-k of the logits at a
     sampled step.
 
     Raises:
-        ValueError: match matches no module (by watch()); top_k is not positive.
+        ValueError: top_k is not positive; watch() raises it if match matches no module.
     """
 
     logs, brings = frozenset({(keys.ROUTER, keys.DEAD_EXPERTS)}), (DeadExperts,)
@@ -191,14 +191,14 @@ class Router(ForwardProbe):
         if isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1:
             raise ValueError(f"Router(top_k={top_k!r}) must be the number of experts that a token goes to")
         self._top_k = top_k
-        # [E + 2] of each router: tokens of the experts, entropies, tokens.
+        # [E + 2] per router: the number of tokens of each expert, the sum of the entropies, the number of tokens.
         self._sums = self.collect(Store[str, Tensor](add_on_device))
 
     def forward_done(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         _, logits = next(tensors_in(output), ("", None))
         if logits is None or logits.ndim < 1 or logits.shape[-1] < max(2, self._top_k):
             raise ValueError(
-                f"{self!r}: the output of {name!r} is no logits [..., experts] of at least {max(2, self._top_k)} "
+                f"{self!r}: the output of {name!r} is not logits [..., experts] of at least {max(2, self._top_k)} "
                 "experts; match the module that returns them"
             )
         self._seen_any = True
@@ -233,10 +233,10 @@ class Router(ForwardProbe):
 
 
 def _loads(logits_TE: Tensor, top_k: int) -> Tensor:
-    """How many tokens go to each expert, the sum of the tokens' entropies, and their number: [E + 2]."""
+    """Return the tokens of each expert, the sum of the tokens' entropies, and the number of tokens: [E + 2]."""
     wide = wide_dtype(logits_TE.device)
     chosen_TK = logits_TE.topk(top_k, dim=-1).indices
-    # Not by bincount: on a device it makes the host wait for the largest index.
+    # bincount would make the host wait for the largest index on a device.
     ones = torch.ones(chosen_TK.numel(), dtype=wide, device=logits_TE.device)
     tokens_E = ones.new_zeros(logits_TE.shape[-1]).scatter_add(0, chosen_TK.flatten(), ones)
     entropies = torch.special.entr(torch.softmax(logits_TE.float(), dim=-1)).sum(dtype=wide)

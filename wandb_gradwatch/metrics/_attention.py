@@ -1,8 +1,8 @@
-"""Attention: the queries, keys and values of every head, the entropy of what it attends to, and its logits.
+"""Attention: statistics of query, key and value per head, the entropy of the attention weights, and the logits.
 
-The entropy of one query's weights is between 0 (one place only) and the logarithm of the number of places that it may
-look at; `entropy` is its mean over queries, in nats, and `entropy_ratio` that of its ratio to this largest value, over
-the queries that have a choice. Both are those of the softmax itself, before any dropout.
+The entropy of one query's weights lies between 0 (one key only) and the logarithm of the number of keys that the mask
+allows. `entropy` is its mean over the queries, in nats; `entropy_ratio` is the mean of entropy / largest possible
+entropy over the queries with at least two keys. Both describe the softmax, before any dropout.
 """
 
 from __future__ import annotations
@@ -27,39 +27,38 @@ from ._rules import EntropyCollapse, GrowingLogits
 
 DEFAULT_STATISTICS: Final = ("norm", "mean", "std", "abs_max")
 
-# So many attention weights are computed at a time: 64 MiB in float32.
+# The largest number of attention weights computed at once: 64 MiB in float32.
 _WEIGHTS_AT_ONCE: Final = 2**24
 
-# A bias below this forbids a place: masks are made of -inf, or of the dtype's smallest number.
+# A bias below this excludes a key: masks use -inf, or the dtype's smallest number.
 _FORBIDDEN: Final = -1e4
 
 
 class Attention(ForwardProbe):
     """Per-head statistics of query, key and value, the entropy of the attention weights, and the size of the logits.
 
-    Logs `attention/<module>/head_<i>/query_norm` and so on, `.../entropy` and `.../entropy_ratio`, `.../logit_max`, the
-    largest logit (scaled, and with the mask), and `.../logsumexp_sq`, the mean square of log(sum(exp(logits))), which a
-    z-loss keeps small. Logits that grow without bound come before a training that diverges (Dehghani et al. 2023,
-    arXiv 2302.05442; Wortsman et al. 2023, arXiv 2309.14322): the rule GrowingLogits extrapolates them.
-    `nn.MultiheadAttention` is measured by itself; any other module calls `log_attention` in its forward, or
-    `log_tensor` with a dimension named "head" for the statistics alone.
+    Logs `attention/<module>/head_<i>/query_norm` and so on, `.../entropy`, `.../entropy_ratio`, `.../logit_max` (the
+    largest logit, scaled and masked), and `.../logsumexp_sq`, the mean of log(sum(exp(logits)))^2, which a z-loss keeps
+    small. Logits that grow without bound precede divergence (Dehghani et al. 2023, arXiv 2302.05442; Wortsman et al.
+    2023, arXiv 2309.14322): the rule GrowingLogits extrapolates them. `nn.MultiheadAttention` is measured
+    automatically. Any other module must call `log_attention` in its forward, or `log_tensor` with a dimension named
+    "head" for the statistics alone.
 
     Args:
-        match: of which modules: a regular expression (searched in the name), several, or a function; a class of
-            modules; None: all.
-        statistics: of query, key and value: as for `Activations`.
-        weights: whether to compute the attention weights again, for their entropy and the logits.
+        match: choose modules by name (a regular expression, searched; several; or a function), or by class. None: all.
+        statistics: the statistics of query, key and value, named as for `Activations`, without "histogram".
+        weights: recompute the attention weights, for their entropy and the logits.
 
-    Cost: at a sampled step, the projections of each nn.MultiheadAttention and the weights of each attention once more,
-        by blocks of queries, at most 64 MiB of weights at a time, however long the sequence is.
+    Cost: at a sampled step the projections of each nn.MultiheadAttention and the weights of each attention are computed
+        again, in blocks of queries: at most 64 MiB of weights at a time, for any sequence length.
 
     Raises:
-        ValueError: an unknown statistic; match matches no module (by watch()).
+        ValueError: `statistics` has an unknown name; watch() raises it if match matches no module.
     """
 
     unseen = (
         "has seen no attention in %d updates: nn.MultiheadAttention is measured by itself, any other module has to "
-        "call wandb_gradwatch.metrics.log_attention() in its forward. Inside a compiled model nothing can be seen."
+        "call wandb_gradwatch.metrics.log_attention() in its forward. Modules inside a compiled model are not measured."
     )
 
     def __init__(
@@ -70,7 +69,7 @@ class Attention(ForwardProbe):
         self.brings = (EntropyCollapse, GrowingLogits) if weights else ()
         check_names(f"{self!r}: statistics={statistics!r}", statistics, (*STATISTICS, *QUANTILES))
         self._rows = self.collect(RowTally(statistics))
-        self._of_weights = self.collect(Store[str, tuple[Tensor, Tensor]](_merged))  # of each module: see weight_sums
+        self._of_weights = self.collect(Store[str, tuple[Tensor, Tensor]](_merged))  # by module: weight_sums()
 
     def sees(self, name: str, module: nn.Module) -> bool:
         return isinstance(module, nn.MultiheadAttention) and self._matches(name)
@@ -121,11 +120,11 @@ def _merged(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[T
 
 
 def weight_sums(call: AttentionCall) -> tuple[Tensor, Tensor]:
-    """What the weights of an attention say, computed again by blocks of queries: [H, 5] sums and [H] largest logits.
+    """Recompute the attention weights in blocks of queries; return [H, 5] sums and the [H] largest logits.
 
-    The sums: of the entropies and how many, of their ratios to the largest possible and how many, of the squares of
-    log(sum(exp(logits))). A query that may look nowhere counts in none; one that may look at one place has an entropy
-    of 0 and no ratio.
+    The sums over the queries: entropy, number of entropies, entropy / largest possible entropy, number of these ratios,
+    and log(sum(exp(logits)))^2. A query without an allowed key is left out; one with a single key has entropy 0 and no
+    ratio.
     """
     query, key = (t.flatten(0, -4) if t.ndim > 3 else t[None] for t in (call.query.detach(), call.key.detach()))
     key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
@@ -164,7 +163,7 @@ def _sums_of_logits(logits_NHLS: Tensor, is_masked: bool) -> Tensor:
 
 
 def _bias(call: AttentionCall, mask: Tensor) -> Tensor:
-    """The mask as a number to add, which broadcasts to [N, H, L, S]."""
+    """Return the mask as an additive bias that broadcasts to [N, H, L, S]."""
     bias = _forbidding(~mask) if mask.dtype == torch.bool else mask.detach()
     return bias if bias.ndim <= 4 else bias.expand(*call.query.shape[:-3], *bias.shape[-3:]).flatten(0, -4)
 
@@ -180,8 +179,8 @@ def _call_of(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> AttentionCall:
-    """The projections and masks of an nn.MultiheadAttention, computed again from the arguments of its forward."""
-    del need_weights, average_attn_weights, is_causal  # is_causal is a hint about attn_mask, which must be there
+    """Recompute the projections and masks of an nn.MultiheadAttention from the arguments of its forward."""
+    del need_weights, average_attn_weights, is_causal  # is_causal is only a hint about attn_mask, which is always given
     tensors = [tensor.detach() for tensor in (query, key, value)]
     if query.ndim == 2:
         tensors = [tensor[None] for tensor in tensors]
@@ -202,12 +201,12 @@ def _call_of(
     if module.add_zero_attn:
         projected[1:] = [functional.pad(tensor, (0, 0, 0, 1)) for tensor in projected[1:]]
     heads = [tensor.view(*tensor.shape[:2], module.num_heads, -1).transpose(1, 2) for tensor in projected]
-    # Both masks as numbers to add to the logits, with zeros for the keys that the module appends itself.
+    # Both masks become additive biases, with zeros for the keys that the module appends itself.
     mask: Tensor | None = None
     for given in (attn_mask, key_padding_mask):
         if given is None:
             continue
-        bias = _forbidding(given) if given.dtype == torch.bool else given.float()  # True forbids, in this module
+        bias = _forbidding(given) if given.dtype == torch.bool else given.float()  # True excludes, in this module
         bias = functional.pad(bias, (0, heads[1].shape[2] - bias.shape[-1]))
         if given is key_padding_mask:
             bias = bias[:, None, None]

@@ -1,13 +1,13 @@
-"""The refined coordinate check: does a layer learn, and is what it learns of the right size at every width?
+"""The refined coordinate check: does each layer learn, and is its change of the right size at every width?
 
-After t updates the output of a layer has moved for two reasons: its own weights moved, and its input did. For a layer
-with weights W that is fed x,
+After t updates the output of a layer has changed for two reasons: its own weights changed, and its input changed. For
+a layer with weights W and input x,
 
     W_t x_t - W_0 x_0  =  (W_t - W_0) x_t  +  W_0 (x_t - x_0)
 
-and the two terms are measured apart. In a parameterisation that transfers its learning rate over widths both stay of
-the same size per coordinate as the width grows; under one that does not, the first of them grows or fades with a power
-of the width.
+The check measures the two terms separately. In a parameterisation that transfers its learning rate over widths, both
+terms keep their size per coordinate as the width grows. In others the first term grows or shrinks with a power of the
+width.
 
 Source: M. Haas et al., arXiv 2505.22491.
 """
@@ -35,25 +35,25 @@ from ._forward_hooks import ModuleIndex, chosen_by, matcher
 
 # W widths, T checked steps, L layers
 
-# Layers whose output is linear in their input, but for the bias.
+# Layers whose output is linear in their input, apart from the bias.
 _LINEAR_IN_INPUT: Final = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 @dataclass(frozen=True, eq=False)
 class CoordinateCheck:
-    """What coordinate_check() found. Sizes are root mean squares over all coordinates and positions of the batch."""
+    """The result of coordinate_check(). Sizes are root mean squares over all coordinates and positions of the batch."""
 
     widths: FloatArray  # [W]
-    steps: FloatArray  # [T] after how many updates
+    steps: FloatArray  # [T] number of updates before each check
     layers: tuple[str, ...]  # [L] names of modules
     weight_change: FloatArray  # [W, T, L] the size of (W_t - W_0) x_t, without biases
-    input_change: FloatArray  # [W, T, L] the size of W_0 (x_t - x_0), without biases; 0 for what is fed the data itself
+    input_change: FloatArray  # [W, T, L] the size of W_0 (x_t - x_0), without biases; 0 for layers fed by the data
     output: FloatArray  # [W, T, L] the size of W_t x_t, with biases: the layer's output
 
     def growth(self, quantity: str = "weight_change") -> FloatArray:
-        """The power of the width with which each layer's size grows, at the last step: [L]; NaN where it is 0.
+        """Return the exponent p of size ~ width^p for each layer at the last step: [L]; NaN if a size is 0.
 
-        0 is stable; 1 doubles with the width.
+        0: the size does not depend on the width. 1: the size doubles with the width.
 
         Raises:
             ValueError: quantity is none of weight_change, input_change and output.
@@ -69,7 +69,7 @@ class CoordinateCheck:
         return np.where(known, slopes, np.nan)
 
     def plot(self, path: str | Path) -> None:
-        """Draw both terms over the widths, both axes logarithmic, one line per layer, as an SVG file."""
+        """Write an SVG file with both terms over the widths, one line per layer, on logarithmic axes."""
         Path(path).write_text(_draw(self), encoding="utf-8")
 
 
@@ -84,30 +84,30 @@ def coordinate_check(
     check_steps: Iterable[int] | None = None,
     seed: int = 0,
 ) -> CoordinateCheck:
-    """Train a model at several widths for a few steps and measure what moved the output of each layer.
+    """Train a model at several widths for a few steps, and measure what changed the output of each layer.
 
     The terms are computed in float64 from the differences of weights and inputs, not from differences of outputs, so a
-    small learning rate loses no digits. Every width sees the same batches. The random numbers of the caller stay as
-    they were.
+    small learning rate loses no digits. All widths see the same batches. The caller's random number generators are left
+    unchanged.
 
     Args:
-        make_model: a model of a width.
-        make_optimizer: the optimizer of a model of a width, learning rates scaled as they should be for it.
+        make_model: a function from a width to a new model.
+        make_optimizer: a function from a model and its width to an optimizer, with learning rates scaled for the width.
         widths: at least two.
-        batches: one per update; the last is also the batch x on which is measured.
-        loss: of a model and a batch, a scalar. It runs the model's forward exactly once.
-        match: which layers, out of the modules with a weight of their own and no children (linear, convolution,
-            embedding, norm): a regular expression (searched), several, or a function of the name; None: all.
-        check_steps: after which updates is measured; None: after the last.
-        seed: of each model.
+        batches: one per update; the last one is also the batch x of the measurement.
+        loss: a function from a model and a batch to a scalar; it must run the model's forward exactly once.
+        match: choose layers among the modules with their own weight and no children (linear, convolution, embedding,
+            norm): a regular expression (searched), several, or a function of the name. None: all.
+        check_steps: the numbers of updates after which to measure. None: after the last update.
+        seed: the random seed for each model.
 
     Returns:
-        The sizes [W, T, L]; `growth()` and `plot()` of them.
+        The sizes [W, T, L], with `growth()` and `plot()`.
 
     Raises:
-        ValueError: fewer than two widths, no batch, a step that is not made, or a match that matches nothing.
+        ValueError: fewer than two widths; no batch; a check step outside 1 to len(batches); match matches nothing.
 
-    Memory: two copies of one model, and the inputs of its layers on one batch twice.
+    Memory: two copies of one model, and two copies of the layers' inputs on one batch.
     """
     steps = sorted({len(batches)} if check_steps is None else set(check_steps))
     if len(set(widths)) < 2:
@@ -142,7 +142,7 @@ def _check_one(
     match: NameFilter | None,
     steps: Sequence[int],
 ) -> list[dict[str, FloatArray]]:
-    """Sizes by layer, for each checked step: [Q]."""
+    """Return the sizes [Q] of each layer, for each checked step."""
     modules = ModuleIndex([("", model)]).modules()
     named = {name: it for name, it in modules if it._parameters.get("weight") is not None and not it._modules}
     owner = "coordinate_check()"
@@ -163,7 +163,7 @@ def _check_one(
 def _inputs(
     model: nn.Module, layers: Mapping[str, nn.Module], batch: Any, loss: Callable[[nn.Module, Any], Tensor]
 ) -> dict[str, Tensor]:
-    """What each layer is fed on a batch, in evaluation mode; one that is called several times, at its first call."""
+    """Return each layer's input on a batch, in evaluation mode; for a layer called several times, the first input."""
     inputs: dict[str, Tensor] = {}
 
     def keep(name: str, _: nn.Module, args: tuple[Any, ...]) -> None:
@@ -189,7 +189,7 @@ def _sizes(layer_t: nn.Module, layer_0: nn.Module, x_t: Tensor, x_0: Tensor) -> 
     wide_t, wide_0, change = (copy.deepcopy(layer).double().eval() for layer in (layer_t, layer_0, layer_t))
     x_t, x_0 = (x.double() if x.is_floating_point() else x for x in (x_t, x_0))
     output = wide_t(x_t)
-    # Every layer with weights of its own is linear in them, once its bias is out of the way.
+    # Every layer with its own weights is linear in them if its bias is zero.
     for layer in (wide_t, wide_0, change):
         bias = layer._parameters.get("bias")
         if bias is not None:

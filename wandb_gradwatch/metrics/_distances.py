@@ -1,4 +1,4 @@
-"""Distances: of each parameter to what it was before the step, of parameters and activations to a frozen model's."""
+"""Updates: how far each parameter moves in a step. Reference: distances to the tensors of a frozen model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ._metric import Metric, Tally
 from ._module_probe import ForwardProbe, ParameterProbe, ProbeShards
 from ._rows import Store, add_on_device, tensor_name, tensors_in, widened
 
-# What a difference is called beside the user's own functions.
+# The metric names of the distances; a user's function may not take them.
 DIFFERENCE, RELATIVE = "difference", "relative_difference"
 _DIFFERENCE: Final = Distance(DIFFERENCE, RELATIVE)
 _CHANGE: Final = Distance("norm", "ratio")
@@ -31,21 +31,21 @@ Difference = Callable[[Tensor, Tensor], Tensor]
 
 
 class Updates(ParameterProbe):
-    """The norm of each parameter's change in a step, and its ratio to the parameter's norm before.
+    """The norm of each parameter's change in a step, and its ratio to the parameter's norm before the step.
 
-    Logs `update/<parameter>/norm` and `update/<parameter>/ratio`. A healthy ratio is often quoted as 1e-3. It is
-    missing for a parameter that was all zero. The change is what the optimizer did: learning rate, momentum, weight
-    decay and all. Of a sharded parameter both are those of the whole, merged over the ranks when the window is flushed.
+    Logs `update/<parameter>/norm` and `update/<parameter>/ratio`. A healthy ratio is often quoted as 1e-3. The ratio is
+    missing for a parameter that was all zero. The change includes learning rate, momentum and weight decay. Both
+    numbers of a sharded parameter are those of the whole parameter, merged over the ranks at the flush.
 
     Args:
-        match: of which parameters: a regular expression (searched), several, or a function of the name; None: all.
-        max_mib: the memory that the copies may take on one rank.
+        match: choose parameters by name: a regular expression (searched), several, or a function. None: all.
+        max_mib: the memory in MiB that the copies may take on one rank.
 
-    Memory: one copy of the matching parameters (of this rank's shards of them), from before to after the optimizer's
-    step, in sampled steps only; and one parameter's change at a time, in float32 where it is half precision.
+    Memory: at sampled steps one copy of the matching parameters (of this rank's shards) while the optimizer steps, and
+    one parameter's change at a time, in float32 if the parameter is half precision.
 
     Raises:
-        ValueError: match matches nothing, or its parameters exceed max_mib; both by watch().
+        ValueError: by watch(): match matches nothing, or the matching parameters exceed max_mib.
     """
 
     logs = frozenset({(keys.UPDATE, "norm"), (keys.UPDATE, "ratio")})
@@ -76,33 +76,33 @@ class Updates(ParameterProbe):
 class Reference(ForwardProbe):
     """L2 distances of parameters and activations to those of a reference model on the same batch.
 
-    Logs `parameter/<name>/difference` and `.../relative_difference` (to the reference's norm), and for modules that
-    match `activations` the same under `activation/<module>/`. The reference's forward runs inside the sampled step's
-    forward, without gradients, with the same random numbers as the model's own, which stay as they were.
+    Logs `parameter/<name>/difference` and `.../relative_difference` (divided by the reference's norm), and the same
+    under `activation/<module>/` for modules that match `activations`. The reference's forward runs inside the sampled
+    step's forward, without gradients, with the model's random numbers; it does not change the training's generators.
 
     Args:
-        model: the model that is watched.
-        reference: one of the same structure; None: a copy of the model as it is when this is made. A copy is put in the
-            model's mode (training or evaluation), a given one stays in its own.
-        match: which parameters; a regular expression (searched in the name), several, or a function; None: all.
-        activations: which modules' outputs; None: none, and then the reference's forward never runs.
-        functions: further differences by name: each gets the tensor and the reference's, and returns a tensor, whose
-            mean is logged.
+        model: the watched model.
+        reference: a model of the same structure, which keeps its mode (training or evaluation). None: a copy of the
+            model as it is now, which follows the model's mode.
+        match: choose parameters by name: a regular expression (searched), several, or a function. None: all.
+        activations: choose modules whose outputs are compared. None: none, and the reference's forward never runs.
+        functions: additional differences by name: each gets the tensor and the reference's tensor and returns a tensor,
+            whose mean is logged.
 
-    Of a sharded parameter (FSDP2, tensor parallel) both distances are those of the whole, merged over the ranks at a
-    flush. Make the reference before the model is sharded. Functions, and parameters under FSDP1, are left
-    out of shards, which is said.
+    Distances of a sharded parameter (FSDP2, tensor parallel) are those of the whole, merged over the ranks at a flush.
+    Create the reference before the model is sharded. `functions` skip sharded parameters, and parameters under FSDP1
+    are skipped altogether; a message says so once.
 
-    Memory: the reference, whole on every rank, and at a sampled step its outputs of the matching modules until the
-        model's own are there.
+    Memory: the whole reference on every rank; at a sampled step also its outputs of the matching modules, until the
+        model's own outputs are compared.
 
     Raises:
         TypeError: model or reference is not a module.
-        ValueError: the reference has other parameters than the model, or is sharded; a match that matches nothing (by
-            watch()).
+        ValueError: the reference has other parameters than the model, or is sharded; watch() raises it if match or
+            activations matches nothing.
     """
 
-    may_be_several = False  # it is of the whole model
+    may_be_several = False  # each covers the whole model
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class Reference(ForwardProbe):
             )
         self._is_copy = reference is None
         self._reference = copy.deepcopy(model).requires_grad_(False) if reference is None else reference
-        # Of the watched model only that it is the one; a strong reference would keep it alive.
+        # Keep only the shapes of the watched model; a strong reference to the model would keep it alive.
         self._frozen = ModuleIndex([("", self._reference)]).parameters()
         self._shapes = _shapes_of(self._reference)
         if wrong := sorted(set(self._shapes.items()) ^ set(_shapes_of(model).items())):
@@ -138,15 +138,15 @@ class Reference(ForwardProbe):
         for name, function in self._functions.items():
             if name in (DIFFERENCE, RELATIVE):
                 raise ValueError(f"Reference(): functions: {name!r} is the name of the distance itself; choose another")
-            Metric(name, function)  # type: ignore[arg-type]  # raises for a name or function that makes no sense
+            Metric(name, function)  # type: ignore[arg-type]  # raises if the name or the function is invalid
         families = (keys.PARAMETER,) if activations is None else (keys.PARAMETER, keys.ACTIVATION)
         names = (DIFFERENCE, RELATIVE, *self._functions)
         self.logs = frozenset((family, name) for family in families for name in names)
         self._prefix = ""
         self._reference_tap = ForwardHook(self, ModuleIndex(), when="always")
-        self._outputs: dict[str, list[Mapping[str, Tensor]]] = {}  # the reference's, by module, in the order of calls
+        self._outputs: dict[str, list[Mapping[str, Tensor]]] = {}  # the reference's outputs: by module, per call
         self._parameters_done: set[str] = set()
-        # [2] of each tensor: the squares of the difference and of the reference
+        # [2] per tensor: the sum of squares of the difference, and of the reference
         self._squares = self.collect(Store[str, Tensor](add_on_device))
         self._values = self.collect(Store[str, Tally](Tally.merge))
 
@@ -230,7 +230,7 @@ class Reference(ForwardProbe):
         self, key: str, tensor: Tensor, other: Tensor, functions: Mapping[str, Difference], *, pending: bool = True
     ) -> None:
         wide, reference = widened(tensor), widened(onto(other, tensor.device))
-        # Squares: they are summed over micro-batches and shards, so that the norms are those of the whole.
+        # Sums of squares add up over micro-batches and shards, so the norms are those of the whole tensor.
         self._squares.add(key, sum_sq([wide - reference, reference]), pending=pending)
         for name, function in tuple(functions.items()):
             try:

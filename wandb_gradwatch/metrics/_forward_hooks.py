@@ -1,11 +1,11 @@
-"""Names of modules and parameters, and a view into forwards: by hooks that a model can be copied and saved with, and by
-tensors that modules hand over themselves.
+"""Module and parameter names, and access to activations: by forward hooks, with which a model can still be copied and
+saved, and by tensors that modules log themselves.
 
-What is seen is the training's own forward, once: not an evaluation, unless it is asked for, not a forward without
-gradients, not what checkpointing computes again, and nothing at a step that is not sampled.
+Each forward of the training is seen once. Evaluations are ignored unless a probe is made for them, and so are forwards
+without gradients, the recomputation of checkpointing, and steps that are not sampled.
 
-Inside a compiled region nothing is seen: a hook there would break the graph, or the fusion that the compiler found. The
-outputs of modules outside of it are, that of the compiled model among them; what stays unseen is said once.
+Modules inside a compiled region are not seen: a hook would break the graph, or a fusion of the compiler. Outputs of
+modules outside of it are seen, including that of the compiled model; a message says once if nothing is seen.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ At = Literal["beginning", "end", "any end"]
 When = Literal["training", "evaluation", "always"]
 SeenThing = Callable[[str, str, Any, Dims], None]
 
-# The whole model's output has a name too: that of the model, or this where the model has none.
+# The name of a whole model that has no name of its own.
 ROOT: Final = "root"
 
-# torch.utils.checkpoint's re-entrant Function, and that of the libraries which took it over.
+# The autograd node of torch.utils.checkpoint's re-entrant Function, and of libraries that copied it.
 _REENTRANT: Final = "CheckpointFunctionBackward"
 
 
 class ModuleIndex:
-    """The watched models, held weakly: what each one's names begin with ("" or ending in a dot), and the model.
+    """Weak references to the watched models, each with the prefix of its names: "" or a string that ends in a dot.
 
-    Of their parameters those `watched` are told to probes; None: all.
+    `watched` holds the names of the parameters that probes measure; None: all.
     """
 
     def __init__(self, models: Iterable[tuple[str, nn.Module]] = (), *, watched: Collection[str] | None = None) -> None:
@@ -57,15 +57,15 @@ class ModuleIndex:
         return [(prefix, model) for prefix, reference in self._models if (model := reference()) is not None]
 
     def modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """Every module once; a wrapper comes before what it wraps, under the same name."""
+        """Return every module once, with its name; a wrapper precedes the module that it wraps, under the same name."""
         return ((prefix.removesuffix(".") or ROOT, module) for prefix, module in self._walk())
 
     def parameters(self) -> dict[str, Tensor]:
-        """Every parameter once, under the name that the snapshot gives it."""
+        """Return every parameter once, by its name in the snapshot."""
         return named_tensors(self._walk())
 
     def watched_parameters(self) -> dict[str, Tensor]:
-        """Those that probes are told of."""
+        """Return the parameters that probes measure, by name."""
         return {name: p for name, p in self.parameters().items() if self._watched is None or name in self._watched}
 
     def _walk(self) -> Iterator[tuple[str, nn.Module]]:
@@ -74,7 +74,7 @@ class ModuleIndex:
 
 
 def matcher(match: NameFilter | None, owner: str) -> Callable[[str], bool]:
-    """A `match=` as a function from a name: a regular expression (searched), several, a function; None: everything."""
+    """Turn `match=` into a predicate on names: a regular expression (searched), several, a function; None: all."""
     predicate = name_predicate(match, f"{owner}: match")
     return (lambda _: True) if predicate is None else functools.cache(predicate)
 
@@ -82,7 +82,7 @@ def matcher(match: NameFilter | None, owner: str) -> Callable[[str], bool]:
 def chosen_by(
     matches: Callable[[str], bool], names: Iterable[str], *, owner: str, match: object, what: str
 ) -> list[str]:
-    """The names that a `match=` chooses; a ValueError where it chooses none."""
+    """Return the names that a `match=` chooses; raise a ValueError if it chooses none."""
     known = list(names)
     if not (chosen := list(filter(matches, known))):
         first = ", ".join(map(repr, known[:3])) or "none at all"
@@ -91,16 +91,16 @@ def chosen_by(
 
 
 class ForwardHook:
-    """Hooks on modules, open during the forwards of sampled steps: of the "training", an "evaluation", or "always".
+    """Hooks on modules that are open only during the forwards of sampled steps: "training", "evaluation" or "always".
 
-    `on_logged` gets what modules hand over: the module's name, the thing's name, the thing, its named dimensions.
+    `on_logged` is called with what modules log: the module's name, the object's name, the object, and its named dims.
     """
 
     def __init__(
         self, owner: object, models: ModuleIndex, *, on_logged: SeenThing | None = None, when: When = "training"
     ) -> None:
         self.is_open = False
-        self.order: dict[str, int] = {}  # of everything's first end in a forward, counted or not
+        self.order: dict[str, int] = {}  # by name: position in the forward, in the order in which forwards first ended
         self.names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self.models = models
         self.boundary = ErrorBoundary(self._failed)
@@ -108,9 +108,9 @@ class ForwardHook:
         self._hooked: dict[At, _Hooked] = {}
 
     def hook(self, chosen: Callable[[str, nn.Module], bool], seen: SeenOutput, *, at: At = "end") -> None:
-        """Hook every chosen module that is not hooked there yet, where several share a name the outermost.
+        """Hook every chosen module that has no hook at this place yet; of modules with the same name, the outermost.
 
-        At "any end": after a forward that raised, too, then as at the "beginning" with None for the output.
+        "any end" also runs after a forward that raised; its hook gets None as the output, like one at the "beginning".
         """
         taken: set[str] = set()
         self.names.clear()
@@ -122,13 +122,13 @@ class ForwardHook:
             taken.add(name)
             if module in before:
                 handle, hook = before.pop(module)
-                hook.name = name  # a module can move: out of a list, into a wrapper
+                hook.name = name  # the name changes if the module moves, for instance into a wrapper
             else:
                 hook = _Hook(self, name, seen, is_end=at == "end")
                 register: Any = module.register_forward_hook if at != "beginning" else module.register_forward_pre_hook
                 handle = register(hook, with_kwargs=True, **({"always_call": True} if at == "any end" else {}))
             now[module] = handle, hook
-        for handle, _ in before.values():  # not there any more, or not chosen under its new name
+        for handle, _ in before.values():  # the module is gone, or not chosen under its new name
             handle.remove()
         self._hooked[at] = now
 
@@ -148,7 +148,7 @@ class ForwardHook:
         self._hooked = {}
 
     def see(self, function: Callable[[], None]) -> None:
-        """Run this if the forward under way counts; an exception in it is reported once and ends this tap only."""
+        """Run the function if the current forward counts; its exception is logged once and removes only this hook."""
         if self._counts():
             self.boundary.run(function)
 
@@ -162,8 +162,8 @@ class ForwardHook:
             return False
         if current_graph_task() == -1:
             return is_training
-        # In a backward, checkpointing repeats forwards. The re-entrant kind had run the first one without gradients, so
-        # that only the repetition is seen; the other kind's repetition is the second of two.
+        # Checkpointing repeats forwards inside the backward. The re-entrant kind runs the first forward without
+        # gradients, so only the repetition counts; of the other kind only the first forward counts.
         return type(torch._C._current_autograd_node()).__name__ == _REENTRANT
 
     def _failed(self, error: Exception) -> None:
@@ -176,7 +176,7 @@ class _Hook(TransientHook):
         self._tap, self.name, self._seen, self._is_end = tap, name, seen, is_end
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any = None) -> None:
-        # First of all, so that a compiler which traces this sees a constant, and guards nothing.
+        # This must be the first check: a compiler that traces the hook then sees a constant and adds no guard.
         if torch.compiler.is_compiling() or not self._tap.is_open:
             return
         if self._is_end:
@@ -190,15 +190,15 @@ _open_taps: Final[dict[ForwardHook, SeenThing]] = {}
 
 
 def log_tensor(module: nn.Module, name: str, tensor: Tensor, *, dims: Dims = None) -> None:
-    """Hand over any tensor from inside a module's forward: it is treated like an output called `<module>.<name>`.
+    """Log a tensor from inside a module's forward. It is measured like an output named `<module>.<name>`.
 
-    Does nothing unless the model is watched with a probe that wants it, and the step is sampled.
+    Does nothing unless the model is watched with a probe that measures activations, and the step is sampled.
 
     Args:
-        module: the module whose forward this is.
-        name: what the tensor is called.
-        tensor: of any shape; it is not kept.
-        dims: dimensions to keep apart by index, with their names: {1: "head"} makes `<module>.<name>/head_0/...`.
+        module: the module whose forward calls this.
+        name: the name of the tensor.
+        tensor: a tensor of any shape; it is not kept.
+        dims: dimensions to log separately by index, with their names: {1: "head"} logs `<module>.<name>/head_0/...`.
     """
     _hand_over(module, name, tensor, dims)
 
@@ -216,7 +216,7 @@ def _hand_over(module: nn.Module, name: str, thing: Any, dims: Dims = None) -> N
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """One attention inside a forward: query [..., H, L, D], key and value [..., H, S, D], as torch's own function."""
+    """The arguments of one attention: query [..., H, L, D], key and value [..., H, S, D], as in torch's function."""
 
     query: Tensor
     key: Tensor
@@ -240,28 +240,28 @@ def log_attention(
     is_causal: bool = False,
     scale: float | None = None,
 ) -> None:
-    """Hand over the tensors of an attention from inside a module's forward, for `Attention` to measure.
+    """Log the tensors of an attention from inside a module's forward, for `Attention` to measure.
 
     The arguments are those of `torch.nn.functional.scaled_dot_product_attention`. Does nothing unless the model is
-    watched with `Attention` and the step is sampled.
+    watched with a probe that measures activations, and the step is sampled.
 
     Args:
-        module: the module whose forward this is.
+        module: the module whose forward calls this.
         query: [..., H, L, D].
-        key: [..., H, S, D], with fewer heads where several queries share one.
-        value: [..., H, S, D]; may be left out.
-        attn_mask: broadcasts to [..., H, L, S]: True where a place may be looked at, or a number added to the logits.
-        is_causal: each query looks at the keys up to its own.
-        scale: of the logits; None: 1 / sqrt(D).
+        key: [..., H, S, D]; with fewer heads than the query if several query heads share one (grouped-query attention).
+        value: [..., H, S, D]; optional.
+        attn_mask: broadcasts to [..., H, L, S]: a bool mask, True where attention is allowed, or an additive bias.
+        is_causal: each query attends only to keys up to its own position.
+        scale: the factor of the logits. None: 1 / sqrt(D).
     """
     _hand_over(module, "attention", AttentionCall(query, key, value, attn_mask, is_causal, scale))
 
 
 class MonitorMixin:
-    """For modules that hand over tensors from inside their forward.
+    """Adds `log_tensor` and `log_attention` as methods to a module, for tensors inside its forward.
 
-    The functions `log_tensor` and `log_attention` do the same for any module. All of it does nothing unless the model
-    is watched with a probe that wants it, and the step is sampled.
+    The functions of the same names work with any module. Calls do nothing unless the model is watched with a probe that
+    measures activations, and the step is sampled.
 
     Example:
         class SelfAttention(MonitorMixin, nn.Module):
@@ -277,7 +277,7 @@ class MonitorMixin:
 
 
 def hands_over(module: nn.Module) -> bool:
-    """Whether a module's own code hands over tensors, by the mixin or the functions: their names are not known yet."""
+    """Return whether a module's code logs tensors itself, by mixin or function; their names are not known yet."""
     if isinstance(module, MonitorMixin):
         return True
     methods = (method for cls in type(module).__mro__ if cls is not nn.Module for method in vars(cls).values())

@@ -1,4 +1,4 @@
-"""Metric: any function of any tensor, as the user states it; the probe that applies them all, and what is asked for."""
+"""Metric: a user-defined function of tensors; FunctionMetrics: the probe that applies all of them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from ._rows import (
 
 Aggregate = str | Callable[[Tensor], Tensor]
 
-# How values [K, E] become a state [K], and two states one; a mean is a sum until it is read.
+# How values [K, E] reduce to a state [K], and how two states merge. A mean is kept as a sum until it is read.
 _REDUCTIONS: Final[dict[str, tuple[Callable[[Tensor, int], Tensor], Callable[[Tensor, Tensor], Tensor]]]] = {
     "mean": (torch.sum, torch.add),
     "sum": (torch.sum, torch.add),
@@ -49,30 +49,30 @@ SUBJECTS: Final = (keys.PARAMETER, keys.GRADIENT, keys.ACTIVATION, keys.UPDATE)
 
 @dataclass(frozen=True, eq=False)
 class Metric:
-    """A number of the user's own, logged as `<on>/<name of the tensor>/<name>` at sampled steps.
+    """A user-defined number per tensor, logged as `<on>/<name of the tensor>/<name>` at sampled steps.
 
     Args:
-        name: what it is called; no slash and no dot.
-        fn: gets one tensor and returns a tensor: a scalar, or any shape, which `aggregate` reduces. It must stay on the
-            device: no `.item()`. What it gets must not be kept or modified; half precision arrives as float32.
-            parameter: the parameter, before the update. gradient: the true gradient, accumulated, without the loss
-            scale, before clipping. update: the parameter's change. All of the parameter's own shape.
-            activation: the output of a module, each tensor in it, and each tensor that a module hands over (of
-            attentions every head's query, key and value); once per forward, so per micro-batch.
+        name: the metric's name, without slashes and dots.
+        fn: a function from one tensor to a tensor: a scalar, or any shape, which `aggregate` reduces. The result must
+            stay on the device (no `.item()`). The argument must not be kept or modified; half precision is converted
+            to float32. With `on`, the argument is, in the shape of the parameter:
+            "parameter": the parameter before the update. "gradient": the accumulated gradient, without the loss scale,
+            before clipping. "update": the parameter's change. Or, once per forward and so per micro-batch:
+            "activation": each tensor in a module's output and each tensor passed to `log_tensor` or `log_attention`.
         on: "parameter", "gradient", "activation" or "update".
-        match: whose: a regular expression (searched in the name), several, or a function of the name; None: all.
-        aggregate: what many values become, those of one result and those of the micro-batches alike: "mean" (over all
-            elements), "sum", "min", "max", or a function of all of them, in one dimension, to a scalar tensor.
-        every: measured at every n-th sampled step.
-        dims: dimensions of fn's result that are kept apart, with their names: {0: "head"} logs
+        match: choose tensors by name: a regular expression (searched), several, or a function of the name. None: all.
+        aggregate: reduces the values of one result, and those of all micro-batches, to one number: "mean" (over all
+            elements), "sum", "min", "max", or a function from a tensor [E] of all values to a scalar tensor.
+        every: measure at every n-th sampled step.
+        dims: dimensions of the result to log separately, with their names: {0: "head"} logs
             `<on>/<name of the tensor>/head_0/<name>` and so on.
 
-    Memory: of each tensor one number per label until the sample is complete; where `aggregate` is a function, all that
-        fn has returned.
+    Memory: one number per tensor and label until the sample is complete; if `aggregate` is a function, everything that
+        fn returned.
 
     Raises:
-        TypeError: fn or aggregate is not a function.
-        ValueError: a name, `on`, `aggregate`, `every` or `dims` that makes no sense.
+        TypeError: fn is not a function.
+        ValueError: name, `on`, `aggregate`, `every` or `dims` is invalid.
     """
 
     name: str
@@ -107,10 +107,10 @@ class Metric:
         return matcher(self.match, str(self))
 
     def value_of(self, tensor: Tensor) -> Tensor:
-        """Apply fn, outside of any autocast of the user's, and leave the random numbers of training as they were.
+        """Apply fn without the user's autocast, and without changing the training's random number generators.
 
         Raises:
-            TypeError: it does not return a real tensor.
+            TypeError: fn does not return a real tensor.
         """
         tensor = widened(tensor)
         devices = [tensor.device] if tensor.is_cuda else []
@@ -129,19 +129,19 @@ class Metric:
 
 @dataclass(frozen=True, eq=False)
 class Tally:
-    """The values of one metric of one tensor, in one sample.
+    """The values of one metric for one tensor in one sample.
 
-    A mean is that of all elements, so that micro-batches of different sizes weigh as much as they hold.
+    A mean is taken over all elements: each micro-batch is weighted by its number of elements.
     """
 
     labels: list[str]  # K
     aggregate: Aggregate
-    states: tuple[Tensor, ...]  # one [K]; where `aggregate` is the user's function, all values instead: [K, E] each
+    states: tuple[Tensor, ...]  # one [K]; if `aggregate` is a user's function, all values instead: [K, E] each
     count: int  # E
 
     @classmethod
     def of(cls, values_KE: Tensor, aggregate: Aggregate, labels: list[str]) -> Tally:
-        """The values of one forward, or of one tensor; at least one for each label."""
+        """Reduce the values of one forward, or of one tensor; E is at least 1."""
         values_KE = values_KE.detach().to(wide_dtype(values_KE.device))
         state = values_KE.clone() if callable(aggregate) else _REDUCTIONS[aggregate][0](values_KE, 1)
         return cls(labels, aggregate, (state,), values_KE.shape[1])
@@ -165,16 +165,16 @@ MetricLike = Metric | ModuleProbe
 def probes_of(
     metrics: Sequence[MetricLike], models: WatchedModels, watched: Collection[str] | None = None
 ) -> list[Probe]:
-    """The probes that measure these metrics, bound to the models.
+    """Return the probes that measure these metrics, bound to the models.
 
     Args:
         metrics: each a Metric, or a probe such as Activations(), Updates(), Attention() or Reference(model).
-        models: what watch() was given.
-        watched: the names of the parameters that include and exclude leave; None: all.
+        models: the models as given to watch().
+        watched: the names of the parameters that include and exclude select; None: all.
 
     Raises:
-        TypeError: something else in metrics.
-        ValueError: one that matches nothing in the models, or does not work on what it matches; two that would log
+        TypeError: an element of metrics is neither a Metric nor a probe.
+        ValueError: a metric matches nothing in the models, or fails on a tensor that it matches; two metrics would log
             under the same keys.
     """
     probes = _probes_in(metrics)
@@ -196,12 +196,12 @@ def probes_of(
 
 
 def rules_of(metrics: Sequence[MetricLike]) -> list[Rule]:
-    """The rules that belong beside the default ones where these metrics are measured."""
+    """Return the rules that these metrics add to the default rules."""
     return [rule() for probe in _probes_in(metrics) for rule in probe.brings]
 
 
 def _probes_in(metrics: Sequence[MetricLike]) -> list[ModuleProbe]:
-    """Those that are not functions."""
+    """Return the metrics that are probes, and raise a TypeError for anything that is not a metric."""
     if isinstance(metrics, Metric | ModuleProbe):
         raise TypeError(f"metrics={metrics!r} must be a sequence; write metrics=[...] around it")
     for metric in metrics:
@@ -209,16 +209,16 @@ def _probes_in(metrics: Sequence[MetricLike]) -> list[ModuleProbe]:
             raise TypeError(f"metrics holds the class {metric.__name__}; write {metric.__name__}()")
         if not isinstance(metric, Metric | ModuleProbe):
             raise TypeError(
-                f"metrics holds {metric!r}, which is no metric; use Metric(name, fn) for a function, or one of "
+                f"metrics holds {metric!r}, which is not a metric; use Metric(name, fn) for a function, or one of "
                 "wandb_gradwatch.metrics, such as Activations() or Updates()"
             )
     return [probe for probe in metrics if isinstance(probe, ModuleProbe)]
 
 
 class FunctionMetrics(ForwardProbe):
-    """All the metrics of a watcher: they share the hooks and, for updates, the copies.
+    """The probe of all function metrics of a watcher, which share the hooks and the copies for updates.
 
-    Memory: with metrics on updates a copy of the matching parameters, while an optimizer steps in a sampled step.
+    Memory: with metrics on updates, a copy of the matching parameters while an optimizer steps in a sampled step.
 
     Raises:
         ValueError: two metrics would log under the same keys.
@@ -227,11 +227,11 @@ class FunctionMetrics(ForwardProbe):
     def __init__(self, metrics: Sequence[Metric]) -> None:
         self._metrics = list(metrics)
         super().__init__()
-        names = Counter(map(str, metrics))  # with what they are of
+        names = Counter(map(str, metrics))  # str() includes `on`
         if twice := next((name for name, times in names.items() if times > 1), None):
             raise ValueError(f"metrics holds two called {twice}; give them different names")
         self.logs = frozenset((metric.on, metric.name) for metric in metrics)
-        self._now: list[Metric] = []  # those that this sample measures
+        self._now: list[Metric] = []  # metrics that the open sample measures
         self._num_due = 0
         self._tallies = self.collect(Store[tuple[Metric, str], Tally](Tally.merge))
         self._befores = Befores()
@@ -240,7 +240,7 @@ class FunctionMetrics(ForwardProbe):
         return f"FunctionMetrics({', '.join(metric.name for metric in self._metrics)})"
 
     def bind(self, models: ModuleIndex) -> None:
-        """Try each metric once, on the smallest tensor that it matches, where there are tensors to try."""
+        """Try each metric once on the smallest matching tensor, if there is one with elements that is not sharded."""
         self._shards = ProbeShards(models)
         self._shards.look()
         parameters = {n: p for n, p in models.watched_parameters().items() if p.is_floating_point() or p.is_complex()}
@@ -249,7 +249,7 @@ class FunctionMetrics(ForwardProbe):
             if metric.on != keys.ACTIVATION:
                 chosen = chosen_by(metric.matches, parameters, owner=str(metric), match=metric.match, what="parameter")
                 self._try_out(metric, {name: parameters[name] for name in chosen})
-            # What a module hands over is known only when it does.
+            # Tensors that modules log themselves are unknown before the forward, so a match cannot be checked.
             elif not any(map(hands_over, modules.values())):
                 chosen_by(metric.matches, modules, owner=str(metric), match=metric.match, what="module")
         if any(metric.on == keys.ACTIVATION for metric in self._metrics):
@@ -320,7 +320,7 @@ class FunctionMetrics(ForwardProbe):
         return taken
 
     def _measures(self, on: str, name: str) -> bool:
-        """Whether a metric of this sample matches this parameter, and the parameter is whole."""
+        """Return whether a metric due in this sample matches this parameter, and the parameter is not sharded."""
         if not any(metric.on == on and metric.matches(name) for metric in self._now):
             return False
         return self._shards.is_whole(name, needed_by="metrics of parameters, gradients and updates")
@@ -335,9 +335,9 @@ class FunctionMetrics(ForwardProbe):
         for metric in tuple(self._now):
             if metric.on != on or not (metric.matches(name) or (also_called and metric.matches(also_called))):
                 continue
-            if on == keys.PARAMETER and (metric, name) in self._tallies.sample:  # once in a sample
+            if on == keys.PARAMETER and (metric, name) in self._tallies.sample:  # measured once per sample
                 continue
-            if on == keys.GRADIENT:  # the last backward of a sample has the sum of all
+            if on == keys.GRADIENT:  # after a sample's last backward the gradient is the accumulated one
                 self._tallies.sample.pop((metric, name), None)
             try:
                 labels, values = labelled(metric.value_of(tensor), metric.dims)

@@ -1,12 +1,12 @@
-"""What probes share: they are bound to the watched models, and do nothing at moments that they have no use for.
+"""Base classes of the probes. A base class does nothing at the moments that a probe does not override.
 
 ModuleProbe         any probe
 ParameterProbe      of parameters, their gradients and updates
-OwnGradientProbe    of the gradients that a rank computes itself, before those of the others are averaged into them
-ForwardProbe        of what flows through modules
+OwnGradientProbe    of each rank's own gradients, before they are averaged over the ranks
+ForwardProbe        of the inputs and outputs of modules
 
-Sums of squares over the parts of a sharded parameter add up to those of the whole, so distances merge over ranks, as
-rows do. Any other function of a part is not the function of the whole: it is left out, and that is said.
+Sums of squares over the shards of a parameter add up to those of the whole parameter, so norms and distances merge over
+ranks, as rows do. Other functions of a shard do not merge: they are skipped, and a message says so once.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from ..rules import Rule
 from ._forward_hooks import ROOT, ForwardHook, ModuleIndex, chosen_by, logger, matcher
 from ._rows import Dims, Store, dense, square_of, widened
 
-# This many measured updates without a forward that is seen are worth a word; one may be another model's.
+# Warn after this many measured updates without a matching forward; fewer could belong to another model.
 _PATIENCE_IN_UPDATES: Final = 3
 
 ModuleFilter = NameFilter | type[nn.Module]
 
 
 class ModuleProbe(Probe):
-    """A probe of watched models. At the moments that it does not override it does nothing."""
+    """A probe of the watched models; it does nothing at the moments that it does not override."""
 
     logs: frozenset[tuple[str, str]] = frozenset()  # families and metrics: ("update", "norm") for `update/<name>/norm`
-    brings: tuple[type[Rule], ...] = ()  # the rules that a watcher with the default rules gets with this probe
-    # Whether there may be several of its kind, which are for different names, as their match= says.
+    brings: tuple[type[Rule], ...] = ()  # rules that are added to the default rules together with this probe
+    # Whether metrics= may hold several probes of this class, whose match= choose different names.
     may_be_several: ClassVar[bool] = True
-    _match: object = None  # what the user gave to choose modules or parameters
+    _match: object = None  # the user's match=, which chooses modules or parameters
     _matches: Callable[[str], bool]
     _said: frozenset[str] = frozenset()
 
@@ -54,7 +54,7 @@ class ModuleProbe(Probe):
             logger.warning(f"wandb_gradwatch: %r {what}", self, *args)
 
     def bind(self, models: ModuleIndex) -> None:
-        """Called once, by watch(): check what can be checked, and raise what has to be raised. Hook nothing yet."""
+        """Called once by watch(), before any hook exists: check the arguments against the models, and raise errors."""
 
     def check_match(self, what: str, names: Iterable[str]) -> None:
         chosen_by(self._matches, names, owner=f"{type(self).__name__}()", match=self._match, what=what)
@@ -62,27 +62,27 @@ class ModuleProbe(Probe):
 
 @dataclass(frozen=True)
 class Layout:
-    """How a sharded parameter lies on its ranks."""
+    """How a sharded parameter is distributed over its ranks."""
 
-    cuts: tuple[tuple[int, int, int], ...]  # dimension, into how many chunks, the place of this rank's among them
+    cuts: tuple[tuple[int, int, int], ...]  # dimension, number of chunks, index of this rank's chunk
     num_ranks: int
 
     @property
     def num_replicas(self) -> int:
-        """How many ranks hold the same part."""
+        """The number of ranks that hold the same shard."""
         return self.num_ranks // math.prod(size for _, size, _ in self.cuts)
 
 
 class ProbeShards:
-    """Tells whole parameters from sharded ones, and says once of everything that is left out."""
+    """Distinguishes whole parameters from sharded ones, and warns once about everything that is left out."""
 
     def __init__(self, models: ModuleIndex) -> None:
         self._models = models
-        self.layouts: dict[str, Layout | None] = {}  # of sharded parameters; None where it is not known how
+        self.layouts: dict[str, Layout | None] = {}  # of sharded parameters; None if the layout is unknown
         self._said: set[str] = set()
 
     def look(self) -> None:
-        """Look again, whenever parameters are there to be measured: models are sharded after watch() too."""
+        """Update the layouts before parameters are measured: a model may be sharded after watch()."""
         all_flat = self.uses_fsdp1
         self.layouts = {
             name: _layout(parameter)
@@ -92,36 +92,36 @@ class ProbeShards:
 
     @property
     def uses_fsdp1(self) -> bool:
-        """Whether parameters are pieces of flat ones, of whose layout nobody else knows."""
+        """Whether parameters are views of FSDP1's flat parameters, whose layout only FSDP1 knows."""
         return has_fsdp1([model for _, model in self._models.alive()])
 
     def is_whole(self, name: str, *, needed_by: str | None = None) -> bool:
-        """Whether a function of this parameter, as it is here, is one of the whole; if not, `needed_by` is told."""
+        """Return whether the whole parameter is on this rank; if not, warn once that `needed_by` is left out."""
         if name in self.layouts and needed_by is not None and needed_by not in self._said:
             self._said.add(needed_by)
             text = (
-                "wandb_gradwatch: %d parameters are sharded, %r among them, and of those this rank holds a part only: "
-                "%s are left out for them. Updates() and the norms of gradients are those of the whole."
+                "wandb_gradwatch: %d parameters are sharded, %r among them, and this rank holds only a part of each: "
+                "%s are left out for them. Updates() and the norms of gradients are those of the whole parameters."
             )
             logger.warning(text, len(self.layouts), name, needed_by)
         return name not in self.layouts
 
     def part(self, name: str, whole: Tensor, *, needed_by: str) -> Tensor | None:
-        """The part of a tensor like the parameter that this rank holds; None, which is said, where it is unknown."""
+        """Return this rank's shard of a tensor shaped like the parameter; None, with a warning, if it is unknown."""
         layout = self.layouts.get(name)
         if layout is None:
             return whole if self.is_whole(name, needed_by=needed_by) else None
         for dim, size, index in layout.cuts:
             chunks = whole.chunk(size, dim=dim)
-            # More ranks than rows: this one may hold nothing.
+            # With more ranks than rows this rank may hold nothing.
             whole = chunks[index] if index < len(chunks) else whole.narrow(dim, 0, 0)
         return whole
 
 
 def _layout(parameter: Any) -> Layout | None:
-    """That of a DTensor, with the cuts in the order of its mesh, as `distribute_tensor` makes them.
+    """Return the layout of a DTensor, with its cuts in the order of the mesh, as `distribute_tensor` makes them.
 
-    None where it is another way: flat (FSDP1), interleaved (two kinds of parallelism on one dimension), or none here.
+    None for any other: flat (FSDP1), interleaved (two kinds of parallelism on one dimension), or not on this rank.
     """
     if local_part(parameter) is parameter or (coordinate := parameter.device_mesh.get_coordinate()) is None:
         return None
@@ -134,13 +134,13 @@ def _layout(parameter: Any) -> Layout | None:
 
 
 class Befores(dict[str, Tensor]):
-    """Copies of parameters from before an update until after it, by name."""
+    """Copies of parameters by name, kept from before an update until after it."""
 
     def keep(self, tensors: Iterable[WatchedTensor]) -> None:
         self.update({tensor.name: tensor.parameter.clone() for tensor in tensors})
 
     def changes(self, tensors: Iterable[WatchedTensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Name, change (half precision in float32) and former value of each that was kept; each copy is dropped."""
+        """Yield name, change (float32 for half precision) and old value of each kept parameter, and drop its copy."""
         for tensor in tensors:
             before = self.pop(tensor.name, None)
             if before is not None and before.shape == tensor.parameter.shape:
@@ -148,7 +148,7 @@ class Befores(dict[str, Tensor]):
 
 
 class ParameterProbe(ModuleProbe):
-    """A probe of parameters: knows which of them it is for, which are whole here, and whether the sample is due."""
+    """A probe of parameters that match; `_shards` tells which of them are whole, `_is_due` whether to measure."""
 
     _shards: ProbeShards
 
@@ -165,7 +165,7 @@ class ParameterProbe(ModuleProbe):
 
     def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
         self._is_due, self._found = next_step_is_due, {}
-        self._befores.clear()  # of updates that never ended
+        self._befores.clear()  # copies from updates that were never completed
 
     def take(self) -> Mapping[str, Found]:
         found, self._found = self._found, {}
@@ -177,22 +177,22 @@ class ParameterProbe(ModuleProbe):
 
 @dataclass(frozen=True)
 class ReadByProbe:
-    """The meaning of sums that say nothing by themselves: `derive` of their probe reads them."""
+    """A meaning without numbers of its own: the probe's `derive` reads the sums."""
 
     num_sums: int
     of_every_rank: bool = True
-    num_parts: int = 0  # of a step, which the sums compare
+    num_parts: int = 0  # the number of parts of a step that the sums compare
 
     def __call__(self, sums: Sequence[float]) -> Mapping[str, float]:
         return {}
 
 
 class OwnGradientProbe(ParameterProbe):
-    """A probe that compares what the ranks have computed themselves; its numbers travel with the merge over ranks.
+    """A probe that compares the gradients of the ranks; its numbers travel with the merge over ranks.
 
-    A hook on a parameter runs before DistributedDataParallel reduces its bucket. What it sees has what earlier
-    backwards of the step have left in it, already averaged unless they ran under no_sync(): that is subtracted, for
-    which steps of several backwards are copied. The first such step is left out, as nothing was copied there yet.
+    A hook on a parameter runs before DistributedDataParallel reduces its bucket. The gradient in it still contains the
+    earlier backwards of the step, already averaged unless they ran under no_sync(). They are subtracted, for which the
+    gradients are copied in steps of several backwards. The first such step is left out, because it has no copies.
     """
 
     def __init__(self, match: NameFilter | None = None) -> None:
@@ -201,12 +201,12 @@ class OwnGradientProbe(ParameterProbe):
         self._forget()
 
     def _forget(self) -> None:
-        self._num_averaged = 0  # backwards of the step that were averaged inside
-        self._begun = False  # a gradient has arrived since the last backward's end
+        self._num_averaged = 0  # backwards of this step whose gradients passed through the hooks
+        self._begun = False  # a gradient has arrived since the end of the last backward
         self._squares_of_own: dict[str, Tensor] = {}
-        self._own: dict[str, Tensor] = {}  # of the backwards so far
-        self._left: dict[str, Tensor] = {}  # by the last backward
-        self._inverse_scales: dict[str, Tensor | None] = {}  # of the gradients that the sample is of
+        self._own: dict[str, Tensor] = {}  # the rank's own gradients, summed over the backwards so far
+        self._left: dict[str, Tensor] = {}  # the gradients as the last backward left them
+        self._inverse_scales: dict[str, Tensor | None] = {}  # of the gradients in the sample
 
     @property
     def needs_ranks(self) -> bool:
@@ -242,13 +242,13 @@ class OwnGradientProbe(ParameterProbe):
             self._left = {name: widened(one).clone() for name, one in left.items() if one is not None}
 
     def own_squares(self) -> dict[str, Tensor]:
-        """By parameter: the squared norm of the rank's own gradient, without the loss scale; empty if not known."""
+        """Return, by parameter, the squared norm of this rank's own gradient without the loss scale; {} if unknown."""
         if self._num_averaged > 1 and not self._copies:
             return {}
         return {name: self.without_scale(name, square) for name, square in self._squares_of_own.items()}
 
     def without_scale(self, name: str, squares: Tensor) -> Tensor:
-        """The squares of a parameter's gradients without the loss scale that they still have."""
+        """Remove the loss scale from squares of a parameter's gradients, if the gradients still have it."""
         inverse = self._inverse_scales.get(name)
         return squares if inverse is None else squares * onto(inverse, squares.device).square()
 
@@ -257,16 +257,16 @@ AnyStore = TypeVar("AnyStore", bound=Store[Any, Any])
 
 
 class ForwardProbe(ModuleProbe):
-    """A probe that looks into forwards: opens and shuts its tap, and says once where it sees nothing.
+    """A probe of forwards: it opens and closes its hooks, and warns once if it sees no matching forward.
 
-    What a forward adds is pending until a backward has ended or an optimizer steps: the sample before may still be open
-    when the next forward runs. A forward of a whole model that does not come to its end, because something in it
-    raised, adds nothing. Evaluations belong to the next sample, and are seen between samples too.
+    A forward's values are pending until a backward has ended or an optimizer steps, because the previous sample may
+    still be open when the next forward runs. A forward of a whole model that raises adds nothing. Evaluations belong to
+    the next sample, and are measured between samples too.
     """
 
     unseen = (
-        "has seen no forward of the modules that it matches in %d updates. Inside a compiled model nothing can be "
-        "seen: match the whole model's output, or compile less of it."
+        "has seen no forward of the modules that it matches in %d updates. Modules inside a compiled model are not "
+        "measured: match the whole model's output, or compile less of it."
     )
 
     def __init__(self, match: ModuleFilter | None = None, *, in_evaluation: bool = False) -> None:
@@ -274,13 +274,13 @@ class ForwardProbe(ModuleProbe):
         self._matches = (lambda _: False) if isinstance(match, type) else matcher(match, repr(self))
         self._in_evaluation = in_evaluation
         when: Any = "evaluation" if in_evaluation else "training"
-        self._tap = ForwardHook(self, ModuleIndex(), on_logged=self.logged, when=when)  # sees nothing before tap_into
-        self._depth = 0  # of forwards of whole models that have begun: one may call itself
-        self._handled: BaseException | None = None  # what was being handled when the outermost began
+        self._tap = ForwardHook(self, ModuleIndex(), on_logged=self.logged, when=when)  # no models before tap_into()
+        self._depth = 0  # nesting of forwards of whole models: a model may call itself
+        self._handled: BaseException | None = None  # the exception being handled when the outermost forward began
         self._stores: list[Store[Any, Any]] = []
         self._due = False
         self._seen_any = False  # since the last update
-        self._unseen_updates = 0  # in a row
+        self._unseen_updates = 0  # consecutive updates without a matching forward
 
     @property
     def seconds_spent(self) -> float:
@@ -291,28 +291,28 @@ class ForwardProbe(ModuleProbe):
         self.check_match("module", dict(models.modules()))
 
     def tap_into(self, models: ModuleIndex) -> None:
-        """Observe the forwards of these models from the next sample on, and find the modules that the match chooses."""
+        """Observe the forwards of these models from the next sample on, and resolve a match= that is a class."""
         self._tap.models = models
         self._look()
 
     def _look(self) -> None:
-        """Find the modules of a class that there are now."""
+        """If match= is a class, find its current instances."""
         if isinstance(of_class := self._match, type):
             names = frozenset(name for name, module in self._tap.models.modules() if isinstance(module, of_class))
             self._matches = names.__contains__
 
     def sees(self, name: str, module: nn.Module) -> bool:
-        """Whether `forward_done` is to be told of this module. Asked when a sample that is due begins."""
+        """Return whether to call `forward_done` for this module; called when a sample that is due begins."""
         return self._matches(name)
 
     def forward_done(self, name: str, module: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
-        """The forward of a module that it sees has ended."""
+        """Called after the forward of a module for which `sees` returned True."""
 
     def logged(self, module: str, name: str, thing: Any, dims: Dims) -> None:
-        """A module hands over something."""
+        """Called when a module logs a tensor or an attention by itself."""
 
     def collect(self, store: AnyStore) -> AnyStore:
-        """The store, which forwards add to as pending, and `take` takes the sample from."""
+        """Register a store: forwards add pending values to it, and `take` reads the sample."""
         self._stores.append(store)
         return store
 
@@ -325,7 +325,7 @@ class ForwardProbe(ModuleProbe):
 
     def _forward_ends(self, *_: Any) -> None:
         self._depth = max(self._depth - 1, 0)
-        # In a hook that is always called, an exception that was not there at the beginning is the forward's own.
+        # The hook is always called; an exception that was not being handled at the beginning comes from the forward.
         if self._depth == 0 and sys.exc_info()[1] is not self._handled:
             for store in self._stores:
                 store.go_back()
@@ -335,9 +335,9 @@ class ForwardProbe(ModuleProbe):
         if not (next_step_is_due or self._in_evaluation):
             self._tap.shut()
             for store in self._stores:
-                store.forget_pending()  # it belongs to no sample
+                store.forget_pending()  # the values belong to no sample
             return
-        self._look()  # a module may be new
+        self._look()  # there may be new modules
         roots = {prefix.removesuffix(".") or ROOT for prefix, _ in self._tap.models.alive()}
         self._tap.hook(self.sees, self.forward_done)
         self._tap.hook(lambda name, _: name in roots, self.forward_begins, at="beginning")
@@ -351,7 +351,7 @@ class ForwardProbe(ModuleProbe):
     def before_update(self, tensors: Sequence[WatchedTensor]) -> None:
         for store in self._stores:
             store.settle()
-        self._tap.shut()  # an optimizer that evaluates its closure again runs forwards of no interest
+        self._tap.shut()  # the forwards of an optimizer that evaluates its closure again are not measured
         if not self._due or self._in_evaluation or not self._tap.models.alive():
             return
         self._unseen_updates = 0 if self._seen_any else self._unseen_updates + 1

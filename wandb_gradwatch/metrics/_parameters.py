@@ -1,4 +1,4 @@
-"""Of each parameter: its histogram, what its optimizer remembers and makes of it, and the spectrum of a matrix."""
+"""Probes of parameters: histograms, the optimizer's state and update, and the spectrum of matrices."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from ._rules import OutgrownUpdate
 
 
 class ParameterHistograms(ParameterProbe):
-    """Count each parameter that an optimizer has just updated in the fixed bins of gradients.
+    """Histograms of the parameters after each update, in the same fixed bins as the gradients.
 
-    Of a sharded parameter each rank counts its shard; the counts add up when the window is merged over the ranks.
-    Cost: at the steps that have a histogram one batched pass over the parameters.
+    Each rank counts its shard of a sharded parameter; the counts are added when the window is merged over the ranks.
+    Cost: one batched pass over the parameters at the steps that have a histogram.
     """
 
     def __init__(self, backend: str) -> None:
@@ -54,16 +54,16 @@ class ParameterHistograms(ParameterProbe):
                 self._found[f"{keys.PARAMETER_HISTOGRAMS}/{one.name}"] = histogram
 
 
-# The sums of every parameter: its elements, and the squares of the gradient, of the gradient over the second moment, of
-# the two moments, and of the update. Those of each state's squares follow.
+# The sums per parameter: its number of elements, and the sums of squares of the gradient, of gradient / sqrt(second
+# moment), of both bias-corrected moments (the second: its sum) and of the update; then those of each state tensor.
 _NUM, _GRADIENT, _STALE, _FIRST, _SECOND, _UPDATE = range(6)
 _NUM_SUMS: Final = 6
 
 
 @dataclass(frozen=True)
 class StateSums:
-    states: tuple[str, ...]  # names of the optimizer's tensors, as they are in its state
-    eps: float  # of the optimizer; 0 for none
+    states: tuple[str, ...]  # names of the tensors in the optimizer's state
+    eps: float  # of the optimizer; 0 if it has none
     of_every_rank = False
 
     @property
@@ -81,39 +81,39 @@ class StateSums:
 
 
 class OptimizerState(ParameterProbe):
-    """What the optimizer remembers, and the update that it makes of it, logged as `optimizer_state/<parameter>/...`.
+    """Norms of the optimizer's state and of its update, logged as `optimizer_state/<parameter>/...`.
 
-    With g the gradient that the optimizer received, and m and v the moments of Adam as it uses them, divided by
-    1 - beta^t, over the n elements of a parameter:
+    Let g be the gradient that the optimizer received, and m and v the bias-corrected moments of Adam (divided by
+    1 - beta^t). For each parameter of n elements:
 
-    - `<state>_norm`: the L2 norm of each of the optimizer's tensors, as they lie in its state: `exp_avg_norm`,
-      `exp_avg_sq_norm`, `momentum_buffer_norm`. Any optimizer has these.
-    - `update_rms`: the root mean square of the update in units of the learning rate, without weight decay:
-      m / (sqrt(v) + eps) of Adam and AdamW, the buffer of SGD with momentum. White noise gives
+    - `<state>_norm`: the L2 norm of each tensor in the optimizer's state, as stored: `exp_avg_norm`,
+      `exp_avg_sq_norm`, `momentum_buffer_norm`. Available for every optimizer.
+    - `update_rms`: the root mean square of the update divided by the learning rate, without weight decay:
+      m / (sqrt(v) + eps) for Adam and AdamW, the buffer for SGD with momentum. White noise gives
       sqrt((1 - beta1) / (1 + beta1)), which is 0.229 for 0.9; gradients that agree give 1.
-    - `coherence`: |m|^2 / sum(v), the square of the same without eps: the share of the gradients that has a direction.
-    - `stale_ratio`: sqrt(mean(g^2 / max(v, eps^2))) with v as it was before the step, 1 in a steady state; an element
-      whose v is 0 counts as 0. Above 2.3 the second moment is out of date, and the loss may spike 1 to 8 steps later
-      (Wortsman et al. 2023, arXiv 2304.13013, with v before the step, where it is not bounded by the step itself).
-    - `grad_eps_ratio`: the root mean square of g over eps: near 1 and below, eps and not v scales the update.
+    - `coherence`: |m|^2 / sum(v), the same squared and without eps: the share of the gradients that has a direction.
+    - `stale_ratio`: sqrt(mean(g^2 / max(v, eps^2))) with v from before the step; 1 in a steady state. An element whose
+      v is 0 counts as 0. Above 2.3 the second moment is out of date, and the loss may spike 1 to 8 steps later
+      (Wortsman et al. 2023, arXiv 2304.13013; v from before the step, because the step itself bounds a later v).
+    - `grad_eps_ratio`: the root mean square of g, divided by eps. Near or below 1 the update is scaled by eps, not v.
 
-    Each is missing where the optimizer has no such state, and `stale_ratio` is missing at the first step. Of a sharded
-    parameter they are those of the whole, merged over the ranks when the window is flushed.
+    A number is missing if the optimizer has no such state; `stale_ratio` is missing at the first step. Numbers of a
+    sharded parameter are those of the whole parameter, merged over the ranks at the flush.
 
     Args:
-        match: of which parameters: a regular expression (searched), several, or a function of the name; None: all.
+        match: choose parameters by name: a regular expression (searched), several, or a function. None: all.
 
     Cost: at a sampled step about 15 passes over each matching parameter, with three temporaries of its size.
 
     Raises:
-        ValueError: match matches nothing (by watch()).
+        ValueError: by watch(): match matches nothing.
     """
 
     logs, brings = frozenset({(keys.OPTIMIZER_STATE, keys.STALE)}), (OutgrownUpdate,)
 
     def __init__(self, match: NameFilter | None = None) -> None:
         super().__init__(match)
-        self._gradients: dict[str, Tensor] = {}  # [3] by name: sums from before the step
+        self._gradients: dict[str, Tensor] = {}  # [3] by name: sums that are taken before the step
 
     def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
         super().start(next_step_is_due, histogram_is_due)
@@ -129,7 +129,7 @@ class OptimizerState(ParameterProbe):
             stale = torch.full_like(num, torch.nan)
             if second is not None:
                 least = max(float(group["eps"]) ** 2, torch.finfo(second.dtype).tiny)
-                # An element without any gradient so far, such as a rare token's, has nothing that could be out of date.
+                # An element that never had a gradient, such as a rare token's embedding, has no outdated moment.
                 stale = (squares / second.clamp_min(least)).masked_fill(second == 0, 0.0).sum(dtype=wide)
             self._gradients[tensor.name] = torch.stack([num, squares.sum(dtype=wide), stale])
 
@@ -156,11 +156,11 @@ class OptimizerState(ParameterProbe):
             self._found[key] = ProbeSums(torch.cat([before, torch.stack(sums)]), meaning, tensor.name)
 
 
-_Held = Mapping[str, Any]  # what an optimizer has of a parameter: its state, and its group
+_Held = Mapping[str, Any]  # a parameter's state in its optimizer, or its parameter group
 
 
 def _with_states(tensors: Sequence[WatchedTensor]) -> Iterator[tuple[WatchedTensor, _Held, _Held]]:
-    """Each with its optimizer's state of it, and its parameter group."""
+    """Yield each parameter that an optimizer holds, with its state and its parameter group."""
     optimizers = {id(tensor.optimizer): tensor.optimizer for tensor in tensors if tensor.optimizer is not None}
     groups = (group for optimizer in optimizers.values() for group in optimizer.param_groups)
     group_of = {id(parameter): group for group in groups for parameter in group["params"]}
@@ -170,9 +170,9 @@ def _with_states(tensors: Sequence[WatchedTensor]) -> Iterator[tuple[WatchedTens
 
 
 def _moment(state: _Held, group: _Held, name: str, place: int) -> Tensor | None:
-    """A moment of an optimizer like Adam as it uses it; None for another optimizer, and before its first step.
+    """Return a bias-corrected moment of an Adam-like optimizer; None for other optimizers and before the first step.
 
-    The number of the step stays where it is: on the host, or, of capturable and fused ones, on the device.
+    The step number stays where the optimizer keeps it: on the host, or on the device if capturable or fused.
     """
     moment, step, betas = state.get(name), state.get("step", group.get("step")), group.get("betas")
     if not isinstance(moment, Tensor) or step is None or betas is None or "eps" not in group:
@@ -183,7 +183,7 @@ def _moment(state: _Held, group: _Held, name: str, place: int) -> Tensor | None:
 
 
 def _made_of(tensor: WatchedTensor, state: _Held, group: _Held) -> list[Tensor | None]:
-    """Both moments as they are used, and the update in units of the learning rate."""
+    """Return the bias-corrected first and second moment, and the update divided by the learning rate."""
     first, second, update = _moment(state, group, "exp_avg", 0), _moment(state, group, "exp_avg_sq", 1), None
     buffer = state.get("momentum_buffer")
     if isinstance(tensor.optimizer, torch.optim.Adam | torch.optim.AdamW) and first is not None and second is not None:
@@ -198,17 +198,17 @@ def _made_of(tensor: WatchedTensor, state: _Held, group: _Held) -> list[Tensor |
 
 _SUBJECTS: Final = (keys.PARAMETER, keys.GRADIENT, keys.UPDATE)
 _NAMES: Final = ("largest_singular_value", "stable_rank")
-_FIRST_ITERATIONS: Final = 20  # iterations from a random vector; later ones begin where the last sample's ended
-_FIRST_MERGED: Final = 8  # the same where each takes a merge over ranks
-_PRODUCT_EVERY: Final = 50  # samples at the latest
+_FIRST_ITERATIONS: Final = 20  # from a random vector; later samples continue from the previous sample's vector
+_FIRST_MERGED: Final = 8  # the same for sharded matrices, where each iteration takes a merge over ranks
+_PRODUCT_EVERY: Final = 50  # samples; the largest distance between two products
 _SEED: Final = 1234
 
 
 class _SharedVector:
-    """The vector of a sharded matrix's iteration. All ranks begin with the same, and go on when a product is merged.
+    """The power iteration's vector of a sharded matrix. All ranks start with the same one and advance at a merge.
 
-    A merge reaches one rank a little earlier than another. Each sends the version of the vector that it has used, and
-    what ranks have measured with different ones is left out.
+    A merge reaches some ranks a little earlier than others. Each rank sends the version of the vector that it used, and
+    sums from different versions are discarded.
     """
 
     def __init__(self, size: int, like: Tensor, num_ranks: int, num_replicas: int) -> None:
@@ -217,7 +217,7 @@ class _SharedVector:
         self._num_ranks, self._num_replicas = num_ranks, num_replicas
 
     def sums(self, part_MN: Tensor, *, with_product: bool) -> Tensor:
-        """What the rank's rows add: a 1, the version and its square, |A v|^2 and |A|_F^2, and if asked for A^T A v."""
+        """Return what this rank's rows add: 1, version, version^2, |A v|^2 and |A|_F^2; on request also A^T A v."""
         wide = wide_dtype(part_MN.device)
         image_M = part_MN @ self._vector_N
         known = [torch.full((), self._version**power, dtype=wide, device=part_MN.device) for power in range(3)]
@@ -225,7 +225,7 @@ class _SharedVector:
         return torch.cat([sums, (part_MN.T @ image_M).to(wide)]) if with_product else sums
 
     def advance(self, sums: Sequence[float]) -> tuple[float, float] | None:
-        """The largest singular value and the stable rank; None where they are not known. Go on from a new product."""
+        """Return largest singular value and stable rank, or None if unknown; continue from a new product."""
         num, version, version_sq, image_sq, norm_sq = sums[:5]
         if num != self._num_ranks or num * version_sq != version**2:
             return None
@@ -245,28 +245,28 @@ class Spectrum(ParameterProbe):
     """Largest singular value and stable rank of matrices, logged as `<of>/<parameter>/largest_singular_value` and
     `.../stable_rank`.
 
-    The stable rank |A|_F^2 / sigma^2 lies between 1, a matrix of rank one, and the smaller dimension, where all
-    singular values are alike. Parameters of more than two dimensions are taken as [first, all others]; of less, left
+    The stable rank |A|_F^2 / sigma^2 lies between 1 (a matrix of rank one) and the smaller dimension (all singular
+    values equal). Parameters of more than two dimensions are reshaped to [first, all others]; those of fewer are left
     out. The largest singular value sigma is |A v| after a power iteration on A^T A (Miyato et al. 2018,
-    arXiv 1802.05957) whose vector v goes on from sample to sample, and so from below: where a matrix changes quickly,
-    as gradients do, sigma lags behind by a few samples, and the stable rank is that much too large.
+    arXiv 1802.05957). Its vector v continues from sample to sample, so sigma is approximated from below: if a matrix
+    changes quickly, as gradients do, sigma lags by a few samples, and the stable rank is too large by as much.
 
-    Of a sharded parameter (FSDP2, tensor parallel) both are those of the whole. Each rank multiplies its shard with the
-    same vector, and the products are added when the window is merged over the ranks: the training waits for nothing,
-    and the iteration takes one step with each flush that has histograms, of which the first 8 have no numbers.
-    Parameters of FSDP1, those that are cut along both dimensions, and those of which some ranks have nothing
-    (pipelines) are left out, which is said.
+    Both numbers of a sharded parameter (FSDP2, tensor parallel) are those of the whole. Each rank multiplies its shard
+    with the same vector, and the products are added when the window is merged over the ranks: the training does not
+    wait. The iteration advances once per flush that has histograms; the first 8 such flushes give no numbers. A message
+    says once that other parameters are left out: those of FSDP1, those sharded along both dimensions, and those of
+    which some ranks hold nothing (pipelines).
 
     Args:
-        match: of which parameters: a regular expression (searched), several, or a function of the name; None: all.
-        of: out of "parameter" (before the update), "gradient" (without the loss scale, before clipping) and "update".
+        match: choose parameters by name: a regular expression (searched), several, or a function. None: all.
+        of: any of "parameter" (before the update), "gradient" (without the loss scale, before clipping) and "update".
 
-    Memory: a vector of each matrix's columns for each of `of`; with "update" a copy of the matching parameters while
-    an optimizer steps. Cost: 2 matrix-vector products and a norm of each at a sampled step, 40 at the first one. Of a
-    sharded matrix its columns (or rows, where the columns are cut) are sent to the other ranks once a flush.
+    Memory: a vector with one element per column for each matrix and each of `of`; with "update" a copy of the matching
+    parameters while an optimizer steps. Cost: 2 matrix-vector products and a norm per matrix at a sampled step, 40 at
+    the first. Each flush sends one number per column of a sharded matrix (per row, if the columns are sharded).
 
     Raises:
-        ValueError: an unknown `of`; match matches no matrix (by watch()).
+        ValueError: `of` has an unknown name; watch() raises it if match matches no matrix.
     """
 
     def __init__(self, match: NameFilter | None = None, *, of: Sequence[str] = (keys.PARAMETER,)) -> None:
@@ -275,13 +275,13 @@ class Spectrum(ParameterProbe):
         self._of = tuple(of)
         self.logs = frozenset((subject, name) for subject in of for name in _NAMES)
         self._vectors: dict[str, Tensor] = {}  # by key: [N]
-        self._shared: dict[str, _SharedVector] = {}  # of sharded matrices
+        self._shared: dict[str, _SharedVector] = {}  # by key, for sharded matrices
         self._has_product = False
-        self._since_product = 0  # samples
+        self._since_product = 0  # number of samples
 
     def bind(self, models: ModuleIndex) -> None:
         self._shards = ProbeShards(models)
-        are_flat = self._shards.uses_fsdp1  # whose matrices are told from the rest nowhere, and left out
+        are_flat = self._shards.uses_fsdp1  # FSDP1's parameters do not show which are matrices; they are skipped later
         matrices = [name for name, one in models.watched_parameters().items() if one.ndim > 1 or are_flat]
         self.check_match("matrix", matrices)
 
@@ -299,7 +299,7 @@ class Spectrum(ParameterProbe):
         for tensor in tensors:
             gradient = tensor.gradient
             if gradient is not None and gradient.layout is torch.strided and self._is_measured(tensor):
-                # Again after each backward: the last one's counts.
+                # Measured after each backward; the last one overwrites the others.
                 self._measure(keys.GRADIENT, tensor.name, without_scale(gradient, tensor.inverse_scale))
 
     def before_update(self, tensors: Sequence[WatchedTensor]) -> None:
@@ -338,7 +338,7 @@ class Spectrum(ParameterProbe):
             numbers = self._of_matrix(key, matrix_MN)
             self._found |= {f"{key}/{what}": number for what, number in zip(_NAMES, numbers, strict=True)}
             return
-        if any(dim > 0 for dim, _, _ in layout.cuts):  # what the ranks have are columns: rows of the transposed matrix
+        if any(dim > 0 for dim, _, _ in layout.cuts):  # ranks hold columns: transpose, so that they hold rows
             matrix_MN = matrix_MN.T
         if key not in self._shared:
             self._shared[key] = _SharedVector(matrix_MN.shape[1], matrix_MN, layout.num_ranks, layout.num_replicas)
@@ -346,14 +346,14 @@ class Spectrum(ParameterProbe):
         self._found[f"{key}/spectrum"] = ProbeSums(sums, ReadByProbe(len(sums)))
 
     def _of_matrix(self, key: str, matrix_MN: Tensor) -> Tensor:
-        """The largest singular value and the stable rank: [2]; of a matrix of zeros 0, and no rank."""
+        """Return the largest singular value and the stable rank: [2]; for a matrix of zeros 0 and NaN."""
         vector_N, num_iterations = self._vectors.get(key), 1
         if vector_N is None or len(vector_N) != matrix_MN.shape[1] or vector_N.device != matrix_MN.device:
             vector_N, num_iterations = _random(matrix_MN.shape[1], matrix_MN), _FIRST_ITERATIONS
         start_N = vector_N
         for _ in range(num_iterations):
             image_N = _unit(matrix_MN.T @ _unit(matrix_MN @ vector_N))
-            # What is all zero, or not finite, for one sample does not end the iteration.
+            # A sample that is all zero or not finite does not end the iteration: it keeps the vector.
             vector_N = torch.where(torch.isfinite(image_N).all(), image_N, start_N)
         self._vectors[key] = vector_N
         sigma_sq = square_of(matrix_MN @ vector_N)
@@ -362,11 +362,11 @@ class Spectrum(ParameterProbe):
 
 
 def _random(size: int, like: Tensor) -> Tensor:
-    """A vector of length 1, the same on every rank; the random numbers of the training stay as they are."""
+    """Return the same vector of length 1 on every rank, without touching the training's random number generators."""
     generator = torch.Generator("cpu").manual_seed(_SEED)
     return onto(_unit(torch.randn(size, generator=generator, dtype=like.dtype)), like.device)
 
 
 def _unit(vector: Tensor) -> Tensor:
-    """The vector with length 1, however short it was; NaN of zeros."""
+    """Return the vector scaled to length 1, however short it was; NaN for zeros."""
     return vector / torch.linalg.vector_norm(vector)  # type: ignore[no-any-return]

@@ -1,6 +1,6 @@
-"""Ranks: what each rank has of its own, its gradient, loss, time and replica of the parameters, side by side.
+"""Ranks: compares each rank's own gradient, loss, time and parameter replica with those of the other ranks.
 
-And NoiseScale: how large the noise of a micro-batch's gradient, or a rank's, is beside the gradient itself.
+NoiseScale: the noise of a micro-batch's or a rank's gradient, relative to the gradient itself.
 """
 
 from __future__ import annotations
@@ -29,42 +29,42 @@ from ._module_probe import OwnGradientProbe, ReadByProbe
 from ._rows import reals, square_of
 from ._rules import RanksDisagree, SlowRank
 
-# R ranks, F fields of each; N parts of a step's batch: micro-batches, or ranks; W samples that an estimate is made of
+# R ranks, F fields of each; N parts of a step's batch: micro-batches, or ranks; W samples of an estimate
 
 _FIELDS: Final = ("is_there", "square", "loss", "seconds", "checksum", "layout")
-_UNSEEN: Final = -1.0  # in place of a square: there is no gradient of the rank's own
-_MAX_RANK_KEYS: Final = 64  # with more ranks only the lowest, the median and the highest are told
-_MODULUS: Final = 2**48  # of checksums: exact in float64, and no flipped bit of 32 is lost
+_UNSEEN: Final = -1.0  # instead of a square: this rank has no gradient of its own
+_MAX_RANK_KEYS: Final = 64  # with more ranks only the lowest, the median and the highest are logged
+_MODULUS: Final = 2**48  # of checksums: exact in float64, and a flip of any of 32 bits changes the result
 
 
 class Ranks(OwnGradientProbe):
-    """Compares the ranks of one training: logged as `ranks/rank_<n>/...`, `ranks/lowest/...`, `.../median/...` and
-    `.../highest/...`, with the rank as `ranks/highest/<number>_rank`.
+    """Compares the ranks of one training. Logs `ranks/rank_<n>/...`, `ranks/lowest/...`, `.../median/...` and
+    `.../highest/...`, and the extreme ranks as `ranks/lowest/<number>_rank` and `ranks/highest/<number>_rank`.
 
-    - `local_norm`: the norm of the rank's own gradient, before DistributedDataParallel averages it, accumulated over
-      micro-batches, without the loss scale. Not of sharded parameters, whose ranks never have a gradient of their own.
-    - `loss`: the rank's own.
-    - `seconds`: on the host, from the end of the update before to the last gradient of the rank's own backward, without
-      what the backward then waits for other ranks, and with what a forward waits for, such as buffers that are
-      broadcast. Missing with sharded parameters, where every layer waits.
-    - `apart`: 1 where the rank's replica of the parameters differs from that of most ranks, by a checksum of their bits
-      before the update, and `ranks/all/apart`, how many do. Ranks of HSDP that hold the same shards are compared; the
-      shards of FSDP alone have no replica.
+    - `local_norm`: the norm of the rank's own gradient before DistributedDataParallel averages it, accumulated over
+      micro-batches, without the loss scale. Not for sharded parameters, of which no rank has its own gradient.
+    - `loss`: the rank's own loss.
+    - `seconds`: host time from the end of the previous update to the last gradient of the rank's own backward. It
+      excludes the backward's wait for other ranks, but includes waits in the forward, such as for broadcast buffers.
+      Missing with sharded parameters, for which every layer waits.
+    - `apart`: 1 if the rank's parameters differ from those of most ranks, by a checksum of their bits before the
+      update; `ranks/all/apart` is the number of such ranks. Ranks of HSDP that hold the same shards are compared; the
+      shards of FSDP alone have no replicas.
 
-    With more than 64 ranks single ones are told only where they are apart. A gradient that is not finite on some ranks
-    only names the first of these in the alert. Every rank must call watch() with the same arguments: the numbers travel
-    with the merge over ranks at a flush, and rules see the samples then. In a single process nothing is logged.
+    With more than 64 ranks, single ranks are logged only if they are apart. If the gradient is not finite on some ranks
+    only, the alert names the first of them. Every rank must call watch() with the same arguments: the numbers travel
+    with the merge over ranks at a flush, when the rules check them. A single process logs nothing.
 
     Args:
-        match: of which parameters: a regular expression (searched), several, or a function of the name; None: all.
-        checksum_every: every n-th sampled step has a checksum; 0: none, for replicas that are meant to differ.
+        match: choose parameters by name: a regular expression (searched), several, or a function. None: all.
+        checksum_every: compare checksums at every n-th sampled step; 0: never, for replicas that differ on purpose.
 
-    Memory, and cost at a sampled step: one pass over each gradient inside the backward; where steps have several
-    backwards two more, and two copies of the gradients. One pass over the parameters for a checksum. At a flush 48
-    bytes a rank and sample.
+    Memory, and cost at a sampled step: one pass over each gradient inside the backward; if steps have several
+    backwards, two more passes and two copies of the gradients. A checksum takes one pass over the parameters. A flush
+    sends 48 bytes per rank and sample.
 
     Raises:
-        ValueError: match matches nothing (by watch()); checksum_every is negative.
+        ValueError: checksum_every is negative; watch() raises it if match matches nothing.
     """
 
     logs, brings = frozenset({(keys.RANKS, keys.APART)}), (RanksDisagree, SlowRank)
@@ -83,10 +83,10 @@ class Ranks(OwnGradientProbe):
         self._has_updated, self._waited, self._seconds = False, 0.0, math.nan
         self._loss: Tensor | None = None
         self._checksums: list[Tensor] = []
-        self._layout: list[object] = []  # of what has a checksum
+        self._layout: list[object] = []  # describes the parameters in the checksum
 
     def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
-        if not self._has_updated:  # otherwise the step before was a sample, and its update's end is known
+        if not self._has_updated:  # otherwise `_began` is the end of the previous update, which was in a sample
             self._began = self._clock()
         super().start(next_step_is_due and self.needs_ranks, histogram_is_due)
         self._is_checked = self._is_due and self._checksum_every > 0 and self._num_due % self._checksum_every == 0
@@ -148,7 +148,7 @@ class Ranks(OwnGradientProbe):
             return {}
         all_RF = np.array(one.sums).reshape(-1, len(_FIELDS))
         there = {place: dict(zip(_FIELDS, of, strict=True)) for place, of in enumerate(all_RF.tolist()) if of[0] == 1}
-        if len(there) < 2:  # the others' have not been merged
+        if len(there) < 2:  # the windows of the other ranks have not been merged
             return {}
         square = {place: of["square"] for place, of in there.items() if of["square"] != _UNSEEN}
         found = _apart(there) | _compared("local_norm", {r: math.sqrt(sq) for r, sq in square.items() if sq >= 0})
@@ -161,13 +161,13 @@ class Ranks(OwnGradientProbe):
 
 
 def _bits(parameter: Tensor) -> Tensor:
-    """The sum of a tensor's bits, as integers of 32 of them: the same for the same bits, whatever the order."""
+    """Return the sum of a tensor's bits, read as integers of at most 32 bits; it does not depend on the order."""
     kind = {1: torch.int8, 2: torch.int16}.get(parameter.element_size(), torch.int32)
     return parameter.reshape(-1).view(kind).sum(dtype=torch.int64)
 
 
 def _compared(name: str, of_ranks: Mapping[int, float]) -> dict[str, float]:
-    """The extremes and the median of what is finite, and the rank of each extreme."""
+    """Return the extremes and the median of the finite values, and the rank of each extreme."""
     finite = {place: value for place, value in of_ranks.items() if math.isfinite(value)}
     if len(finite) < 2:
         return {}
@@ -181,7 +181,7 @@ def _compared(name: str, of_ranks: Mapping[int, float]) -> dict[str, float]:
 
 
 def _apart(there: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
-    """Which ranks have another checksum than most that hold parameters of the same names and shapes."""
+    """Compare checksums among ranks whose parameters have the same names and shapes; 1 for ranks in a minority."""
     groups: dict[float, dict[int, float]] = {}
     for place, of in there.items():
         if math.isfinite(of["checksum"]):
@@ -200,8 +200,8 @@ def _apart(there: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
 
 TOTAL: Final = "total"  # the name of all groups together
 _WINDOW: Final = 32
-_LEAST: Final = 4  # samples for an interval
-_STDS: Final = 1.96  # a normal distribution is within it in 95 % of the cases
+_LEAST: Final = 4  # samples needed for an interval
+_STDS: Final = 1.96  # 95 % of a normal distribution lie within this many standard deviations
 
 
 class NoiseScale(OwnGradientProbe):
@@ -209,34 +209,34 @@ class NoiseScale(OwnGradientProbe):
 
     Logs `noise_scale/<group>/noise_scale` with its 95 % interval, `noise_scale_low` and `noise_scale_high`, and
     `.../cosine`, for each group of parameters and for "total". G is the true gradient, S the covariance of the gradient
-    of one example (of one part, where `batch_size` is not given). A batch of the noise scale's size has as much
-    noise as gradient; the batch that trains best is often another (arXiv 2411.00999, 2505.23971).
+    of one example (of one part, without `batch_size`). A batch as large as the noise scale has as much noise as
+    gradient; the batch size that trains best often differs (arXiv 2411.00999, 2505.23971).
 
-    Of the N parts of a step, which must weigh the same, let small be the mean of their gradients' squared norms, and
-    big the squared norm of their mean. Then |G|^2 is estimated by (N big - small) / (N - 1), and tr(S) of a part by
-    (small - big) / (1 - 1/N) (McCandlish et al. 2018, arXiv 1812.06162, appendix A.1). Both are unbiased and noisy, and
-    are averaged over the last 32 samples before they are divided; the interval is Fieller's, and missing where the
-    gradient cannot be told from 0.
+    For the N parts of a step, which must have equal weights, let small be the mean of their gradients' squared norms,
+    and big the squared norm of their mean. Then |G|^2 is estimated by (N big - small) / (N - 1), and tr(S) of a part by
+    (small - big) / (1 - 1/N) (McCandlish et al. 2018, arXiv 1812.06162, appendix A.1). Both estimates are unbiased and
+    noisy; they are averaged over the last 32 samples before the division. The interval is Fieller's; it is missing if
+    the gradient cannot be distinguished from 0.
 
-    In one process, and under FSDP2, the parts are the micro-batches of gradient accumulation, under FSDP2 those of all
-    ranks together, whose squares are merged at a flush. A step of one backward is left out, which is said.
+    In one process and under FSDP2 the parts are the micro-batches of gradient accumulation; under FSDP2 those of all
+    ranks together, whose squares are merged at a flush. A step with a single backward is left out.
 
-    Where ranks replicate the parameters the parts are the ranks, each with all its micro-batches: their gradients are
-    seen inside the backward before DistributedDataParallel averages them. Every rank must call watch() with the same
-    arguments: the squares travel with the merge over ranks at a flush, and rules see the samples then. Gradients that
-    the training averages after the backward itself are left out, which is said; so are replicated parameters beside
-    sharded ones.
+    If ranks replicate the parameters, the parts are the ranks, each with all its micro-batches; their gradients are
+    read inside the backward, before DistributedDataParallel averages them. Every rank must call watch() with the same
+    arguments: the squares travel with the merge over ranks at a flush, when the rules check them. Gradients that the
+    training averages itself after the backward, and replicated parameters beside sharded ones, are left out. A message
+    says once what is left out.
 
     Args:
-        match: of which parameters: a regular expression (searched), several, or a function of the name; None: all.
-        group_by: "module", "parameter", or a function from a parameter's name to that of its group.
-        batch_size: the examples of a part, in whose number the noise scale is then told.
+        match: choose parameters by name: a regular expression (searched), several, or a function. None: all.
+        group_by: "module", "parameter", or a function from a parameter's name to a group's name.
+        batch_size: the number of examples in a part; the noise scale is then logged as a number of examples.
 
     Memory: a copy of the matching gradients from one micro-batch of a sampled step to the next. Cost: one pass over
-    these for each micro-batch of a sampled step; the same with ranks.
+    these gradients for each micro-batch of a sampled step; the same with ranks.
 
     Raises:
-        ValueError: match matches nothing (by watch()); batch_size is not positive.
+        ValueError: batch_size is not positive; watch() raises it if match matches nothing.
     """
 
     logs = frozenset({(keys.NOISE_SCALE, "noise_scale")})
@@ -251,14 +251,14 @@ class NoiseScale(OwnGradientProbe):
                 f"NoiseScale(batch_size={batch_size!r}) must be the number of examples of a micro-batch, or of a rank"
             )
         self._batch_size = 1 if batch_size is None else batch_size
-        self._windows: dict[str, deque[tuple[float, float]]] = {}  # on the host, by group: tr(S) and |G|^2
+        self._windows: dict[str, deque[tuple[float, float]]] = {}  # by group: estimates of tr(S) and |G|^2
 
     def _forget(self) -> None:
         super()._forget()
         self._num_backwards = 0
-        self._last: dict[str, Tensor] = {}  # the gradients that the last backward has left
-        self._squares: dict[str, Tensor] = {}  # [2] by parameter: of all increments, and of their sum
-        self._averaged: dict[str, Tensor] = {}  # by parameter that ranks replicate: the square of its gradient
+        self._last: dict[str, Tensor] = {}  # the gradients after the last backward
+        self._squares: dict[str, Tensor] = {}  # [2] by parameter: squares of the increments, summed; of their sum
+        self._averaged: dict[str, Tensor] = {}  # by replicated parameter: the square of its averaged gradient
 
     def gradients_ready(self, tensors: Sequence[WatchedTensor]) -> None:
         if not self._is_due:
@@ -281,7 +281,7 @@ class NoiseScale(OwnGradientProbe):
             self._last[tensor.name] = gradient.clone()
 
     def before_update(self, tensors: Sequence[WatchedTensor]) -> None:
-        self._last = {}  # no micro-batch follows
+        self._last = {}  # this was the last micro-batch
 
     def take(self) -> Mapping[str, Found]:
         num, squares, averaged = self._num_backwards, self._squares, self._averaged
@@ -289,13 +289,13 @@ class NoiseScale(OwnGradientProbe):
             return self._of_ranks(averaged)
         if averaged:
             self.say_once(
-                "leaves out parameters that every rank has, beside sharded ones (%r among them).", next(iter(averaged))
+                "leaves out parameters that are replicated, beside sharded ones (%r among them).", next(iter(averaged))
             )
         if num == 1 and squares:
-            self.say_once("needs steps of several micro-batches; one of a single backward has nothing to compare.")
+            self.say_once("needs steps of several micro-batches; a step with a single backward is left out.")
         if num < 2:
             return {}
-        meaning = ReadByProbe(2, of_every_rank=False, num_parts=num)  # squares of increments, and of their sum
+        meaning = ReadByProbe(2, of_every_rank=False, num_parts=num)  # squares of the increments; of their sum
         return {
             f"{keys.NOISE_SCALE}/{name}": ProbeSums(self.without_scale(name, of), meaning, name)
             for name, of in squares.items()
@@ -303,10 +303,10 @@ class NoiseScale(OwnGradientProbe):
 
     def _of_ranks(self, averaged: Mapping[str, Tensor]) -> Mapping[str, Found]:
         own, meaning = self.own_squares(), ReadByProbe(3, num_parts=world_size())
-        if not own:  # of the first step of several backwards
+        if not own:  # the first step with several backwards, which has no copies
             return {}
         found: dict[str, Found] = {}
-        for name, square in averaged.items():  # the same on each rank: their sums are N times as large
+        for name, square in averaged.items():  # equal on all ranks, so that the merged sums are N times as large
             of_own = own.get(name, torch.zeros_like(square))
             sums = [of_own, self.without_scale(name, square), torch.ones_like(square)]
             found[f"{keys.NOISE_SCALE}/{name}"] = ProbeSums(torch.stack(sums), meaning, name)
@@ -319,18 +319,18 @@ class NoiseScale(OwnGradientProbe):
             if isinstance(one.meaning, ReadByProbe) and one.parameter is not None and self._matches(one.parameter):
                 num, parts = one.meaning.num_parts, np.asarray(one.sums[:2])
                 if of_ranks := one.meaning.of_every_rank:
-                    if one.sums[2] != num:  # not merged, or not a parameter of every rank
+                    if one.sums[2] != num:  # not merged, or not on every rank
                         continue
                     parts = parts / (num**2, num)
                 for group in (self._group_of(one.parameter), TOTAL):
                     of_groups[group] = of_groups.get(group, 0) + parts
         increments, whole = of_groups.get(TOTAL, (math.nan, math.nan))
         if of_ranks and math.isclose(whole, num * increments, rel_tol=1e-12):
-            self.say_once("compares ranks within the backward; they are all alike, or averaged after it.")
+            self.say_once("compares gradients inside the backward; on all ranks they are equal, or averaged later.")
             return {}
         found: dict[str, float] = {}
         for group, (of_increments, big) in of_groups.items():
-            small = num * float(of_increments)  # a micro-batch's gradient is N of its increments to their mean
+            small = num * float(of_increments)  # a micro-batch's gradient is N times its share of the mean
             window = self._windows.setdefault(group, deque(maxlen=_WINDOW))
             if math.isfinite(small) and math.isfinite(big):
                 window.append(((small - big) * num / (num - 1), (num * big - small) / (num - 1)))
@@ -354,7 +354,7 @@ class NoiseScale(OwnGradientProbe):
         found = {"noise_scale": self._batch_size * noise / signal if signal > 0 else math.nan}
         if len(window) < _LEAST:
             return found
-        # The ratios r for which the mean of noise - r * signal may be 0: between the roots of a r^2 - 2 b r + c.
+        # Fieller: the mean of noise - r * signal may be 0 for ratios r between the roots of a r^2 - 2 b r + c.
         noise_sq, both, both, signal_sq = (_STDS**2 * np.cov(noise_W, signal_W) / len(window)).ravel().tolist()
         a, b, c = signal**2 - signal_sq, noise * signal - both, noise**2 - noise_sq
         if a > 0 and signal > 0 and b * b >= a * c:

@@ -1,4 +1,4 @@
-"""What a sample collects on the device, merged over micro-batches: tensors of an output, values by key, and rows."""
+"""Values that a sample collects on the device and merges over micro-batches, and helpers for tensors in outputs."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ Dims = Mapping[int, str] | None
 
 
 class Store(Generic[Key, Value]):
-    """Values by key that merge: those of the open sample, and apart what may belong to the next one.
+    """Values by key that merge: those of the open sample, and pending ones, which may belong to the next sample.
 
-    No value is ever changed in place, so that copies may share them.
+    Values are never changed in place, so copies of the dictionaries may share them.
     """
 
     def __init__(self, merge: Callable[[Value, Value], Value]) -> None:
@@ -42,7 +42,7 @@ class Store(Generic[Key, Value]):
         values[key] = self._merge(values[key], value) if key in values else value
 
     def settle(self) -> None:
-        """What is pending belongs to the open sample."""
+        """Merge the pending values into the open sample."""
         for key, value in self.pending.items():
             self.add(key, value, pending=False)
         self.forget_pending()
@@ -55,11 +55,11 @@ class Store(Generic[Key, Value]):
         return taken
 
     def mark(self) -> None:
-        """A forward begins: remember what is pending."""
+        """Remember the pending values when a forward begins."""
         self._marked = dict(self.pending)
 
     def go_back(self) -> None:
-        """The forward has failed: what was pending at `mark` is pending again."""
+        """Restore the pending values from `mark`, because the forward failed."""
         self.pending, self._marked = self._marked, {}
 
 
@@ -68,18 +68,18 @@ def add_on_device(one: Tensor, other: Tensor) -> Tensor:
 
 
 def square_of(tensor: Tensor) -> Tensor:
-    """The squared norm, without an overflow of the squares."""
+    """Return the squared norm, without overflow of the squares."""
     norm: Tensor = torch.linalg.vector_norm(tensor, dtype=wide_dtype(tensor.device))
     return norm.square()
 
 
 def widened(tensor: Tensor) -> Tensor:
-    """Half precision and less as float32, everything else as it is."""
+    """Convert half precision and narrower to float32; return other tensors unchanged."""
     return tensor.float() if tensor.is_floating_point() and tensor.element_size() < 4 else tensor
 
 
 def reals(tensor: Tensor) -> Tensor:
-    """The same for a tensor of real numbers; a complex one, as optimizers see it, as real and imaginary parts."""
+    """Widen a tensor; view a complex one as real and imaginary parts, as optimizers do."""
     return widened(torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor)
 
 
@@ -88,22 +88,22 @@ def dense(gradient: Tensor) -> Tensor:
 
 
 def without_scale(gradient: Tensor, inverse_scale: Tensor | None) -> Tensor:
-    """A gradient without the loss scale; half precision that has one as float32."""
+    """Remove the loss scale from a gradient; a scaled half-precision gradient becomes float32."""
     return gradient if inverse_scale is None else widened(gradient) * onto(inverse_scale, gradient.device)
 
 
 def tensors_in(output: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Every real or complex floating tensor in an output, with where it lies.
+    """Yield every floating-point or complex tensor in an output, with its path.
 
-    A lone tensor lies at "", those of tuples, lists, dicts and dataclasses at "output_0", "output_hidden_1", by index
-    and key. Of a tensor that several ranks hold together (a DTensor) it is this rank's part.
+    A lone tensor has the path "". Tensors in tuples, lists, dicts and dataclasses have paths such as "output_0" and
+    "output_hidden_1", made of indices and keys. For a DTensor it yields this rank's local part.
     """
     for where, tensor in leaves_in(output, path):
         yield where, local_part(tensor.values() if tensor.is_nested else tensor).detach()
 
 
 def leaves_in(output: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The same tensors themselves, as they are in the graph."""
+    """Like tensors_in, but yield the tensors themselves, still attached to the graph."""
     if is_measurable(output):
         yield path, output
     items: Any = ()
@@ -118,9 +118,9 @@ def leaves_in(output: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def is_measurable(thing: object) -> TypeGuard[Tensor]:
-    """Whether this is a tensor with real or complex floating elements to look at.
+    """Return whether this is a non-empty floating-point or complex tensor.
 
-    One under vmap or grad stands for many tensors and has none; what is empty has no statistics.
+    A tensor under vmap or grad represents many tensors and has no elements of its own.
     """
     if not isinstance(thing, Tensor) or not (thing.is_floating_point() or thing.is_complex()):
         return False
@@ -128,12 +128,12 @@ def is_measurable(thing: object) -> TypeGuard[Tensor]:
 
 
 def slices(tensor: Tensor, dims: Dims) -> list[tuple[str, Tensor]]:
-    """A tensor's slices along its named dimensions, each with its label; without any, the tensor itself under ""."""
+    """Return a tensor's slices along its named dimensions, with their labels; without dims, the tensor under ""."""
     return list(zip(*labelled(tensor, dims), strict=True)) if dims else [("", tensor)]
 
 
 def labelled(tensor: Tensor, dims: Dims) -> tuple[list[str], Tensor]:
-    """The K labels of these slices, and the slices as one tensor: [K, ...]."""
+    """Return the K labels of the slices, and the slices as one tensor: [K, ...]."""
     if not dims:
         return [""], tensor.reshape(1, -1)
     wrong = [dim for dim in dims if not -tensor.ndim <= dim < tensor.ndim]
@@ -146,24 +146,24 @@ def labelled(tensor: Tensor, dims: Dims) -> tuple[list[str], Tensor]:
 
 
 def tensor_name(module: str, path: str, label: str = "") -> str:
-    """The name of a tensor: the module's, where it lies in the output, and which slice of it."""
+    """Return the full name of a tensor: its module, its path in the output, and the label of a slice."""
     return (f"{module}.{path}" if path else module) + (f"/{label}" if label else "")
 
 
 def _mean(c: Tensor, total: Column = Column.GRAD_SUM) -> Tensor:
-    return c[total] / (c[Column.NUM_ELEMENTS] - c[Column.NUM_NAN] - c[Column.NUM_INF])  # 0 / 0 is NaN: missing
+    return c[total] / (c[Column.NUM_ELEMENTS] - c[Column.NUM_NAN] - c[Column.NUM_INF])  # 0 / 0 gives NaN: missing
 
 
 def _std(c: Tensor) -> Tensor:
     variance = _mean(c, Column.GRAD_SUM_SQ) - _mean(c) ** 2
-    return variance.clamp_min(0.0).sqrt()  # rounding leaves a constant a hair below zero
+    return variance.clamp_min(0.0).sqrt()  # rounding can make the variance of a constant slightly negative
 
 
 def _present(extreme: Tensor) -> Tensor:
-    return torch.where(extreme.isinf(), torch.nan, extreme)  # nothing entered it
+    return torch.where(extreme.isinf(), torch.nan, extreme)  # still at its start value: no finite element
 
 
-# Of the finite elements, as for gradients, from the columns [C, M].
+# Statistics from the columns [C, M]; of finite elements only, as for gradients.
 STATISTICS: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {
     "norm": lambda c: c[Column.GRAD_SUM_SQ].sqrt(),
     "rms": lambda c: _mean(c, Column.GRAD_SUM_SQ).sqrt(),
@@ -177,21 +177,21 @@ STATISTICS: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {
     "num_nonfinite": lambda c: c[Column.NUM_NAN] + c[Column.NUM_INF],
 }
 
-# Of the magnitudes, zeros included: the upper edge of the histogram bin that holds them, so right to half an octave.
+# Quantiles of |a|, zeros included: the upper edge of the histogram bin of the quantile, so accurate to half an octave.
 QUANTILES: Final[Mapping[str, float]] = {"abs_p01": 0.01, "abs_p50": 0.5, "abs_p99": 0.99}
 
-# Not a number: the counts in the fixed bins, at the steps that have histograms of gradients too.
+# Not a number but the counts in the fixed bins, at steps where gradients have histograms too.
 HISTOGRAM: Final = "histogram"
 
 
 def check_names(said: str, given: Sequence[str], known: Collection[str]) -> None:
-    """Raise a ValueError, which begins with what is said, unless this is a sequence of some of the known names."""
+    """Raise a ValueError that begins with `said`, unless `given` is a non-empty sequence of known names."""
     if isinstance(given, str) or not given or not set(given) <= set(known):
         raise ValueError(f"{said} must be a sequence of names out of {known}")
 
 
 class RowTally(Store[str, Tensor]):
-    """One row per name, [C] each, and the histogram's [B] behind it where there is one, for these statistics."""
+    """One row per name for these statistics: the columns [C], followed by the histogram [B] if there is one."""
 
     def __init__(self, statistics: Sequence[str], dead_threshold: float = 0.0) -> None:
         super().__init__(_merged)
@@ -199,11 +199,11 @@ class RowTally(Store[str, Tensor]):
         self._has_histograms = HISTOGRAM in statistics
         self._dead_threshold = dead_threshold
         self._needs_bins = not QUANTILES.keys().isdisjoint(statistics)
-        self.measures_histograms = False  # of what is pending
-        self.reads_histograms = False  # of the sample
+        self.measures_histograms = False  # for the pending values
+        self.reads_histograms = False  # for the sample
 
     def measure(self, tensors: Mapping[str, Tensor]) -> None:
-        """Measure tensors, all on one device, in one batched pass. None of them is kept."""
+        """Measure tensors, all on one device, in one batched pass. No tensor is kept."""
         if not tensors:
             return
         histogram = self._needs_bins or (self._has_histograms and self.measures_histograms)
@@ -215,7 +215,7 @@ class RowTally(Store[str, Tensor]):
             self.add(name, row)
 
     def read(self, order: Callable[[str], Any] | None = None) -> Iterable[tuple[str, str, Found]]:
-        """Take the sample: name, statistic and value, by name in the order given, otherwise in that of arrival."""
+        """Take the sample: yield name, statistic and value, sorted by `order`, or in the order of arrival."""
         rows = self.take()
         alike: dict[tuple[torch.device, int], list[str]] = {}
         for name in rows if order is None else sorted(rows, key=order):
@@ -235,9 +235,9 @@ class RowTally(Store[str, Tensor]):
 
 
 def _merged(one: Tensor, other: Tensor) -> Tensor:
-    """Two rows as one. Columns are selected one by one: a list of them would have to be uploaded, and waited for."""
-    # A forward that began before the sample before was closed may have been measured without a histogram: half of one
-    # would be wrong, so there is none.
+    """Merge two rows. Columns are indexed one by one: the host would wait for the upload of a list of indices."""
+    # A forward that began before the previous sample closed may lack the histogram; half a histogram would be wrong,
+    # so the merged row has none.
     size = min(len(one), len(other))
     one, other = one[:size], onto(other[:size], one.device)
     merged = one + other
@@ -248,15 +248,15 @@ def _merged(one: Tensor, other: Tensor) -> Tensor:
 
 
 def histograms_of(rows_MC: Tensor, histogram_MB: Tensor) -> list[ProbeHistogram]:
-    """Histograms with the extremes of their rows."""
+    """Combine each histogram with the extremes of its row."""
     extremes = [rows_MC[:, column, None] for column in (Column.GRAD_MIN, Column.GRAD_MAX)]
     return list(map(ProbeHistogram, torch.cat([histogram_MB.to(rows_MC.dtype), *extremes], dim=1)))
 
 
 def _abs_quantile(histogram_MB: Tensor, q: float) -> Tensor:
-    """The upper edge of the bin of magnitudes that holds the q-quantile: [M]; 0 for the zeros, NaN without elements."""
+    """Return the upper edge of the magnitude bin of the q-quantile: [M]; 0 for zeros, NaN without elements."""
     zeros, positive = histogram_MB[:, ZERO_BIN : ZERO_BIN + 1], histogram_MB[:, ZERO_BIN + 1 :]
-    # In integers: CUDA has no deterministic sum of that kind in floats, and may have been told to use no other.
+    # Integers: CUDA has no deterministic cumsum of floats, and the user may have requested deterministic algorithms.
     counts = torch.cat([zeros, positive + histogram_MB[:, :ZERO_BIN].flip(1)], dim=1).to(torch.int64)
     cumulative = counts.cumsum(1).to(histogram_MB.dtype)
     total = cumulative[:, -1]
@@ -267,6 +267,6 @@ def _abs_quantile(histogram_MB: Tensor, q: float) -> Tensor:
 
 @functools.cache
 def _upper_edges(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Uploaded once per device: 0 for the zeros, then the upper edge of every magnitude bin, the last one open."""
+    """The upper edges of the magnitude bins, uploaded once per device: 0 for zeros; the last bin has no limit."""
     edges = torch.cat([torch.zeros(1, device="cpu"), torch.tensor(magnitude_edges()[1:], device="cpu")]).to(dtype)
     return (edges.pin_memory() if device.type == "cuda" else edges).to(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""Rules that read what the probes measured: pure, snapshot in, alerts out."""
+"""Rules for the numbers that probes measure. They are pure functions from snapshots to alerts."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from ..snapshot import Snapshot, keys
 
 @dataclass(kw_only=True)
 class _MetricRule(ShippedRule, ABC):
-    """Judges each name of a metric by itself at every sample, and tells of all in one alert.
+    """Checks each name of a metric separately at every sample, and reports all findings of a step in one alert.
 
-    Not at a sample that loss scaling skipped: an overflow there is how the scale finds its place. The words may hold
-    the rule's limits, what is `told` of the `first` name, and `num`, how many there are; `item` is one `name`.
+    Samples that loss scaling skipped are ignored: an overflow there is part of the search for the scale. Texts may use
+    the rule's limits, `first` (the first name), `told` (its finding) and `num` (of names); `item` is for one `name`.
     """
 
     title: ClassVar[str]
-    metric: ClassVar[tuple[str, str]]  # the family, and its name there
+    metric: ClassVar[tuple[str, str]]  # the family and the metric's name in it
     fact: ClassVar[str]
     item: ClassVar[str]
     cause: ClassVar[str]
     remedy: ClassVar[str]
     level: ClassVar[Level] = "WARN"
-    _past: dict[str, Any] = field(default_factory=dict, init=False, repr=False)  # what is remembered of a name
+    _past: dict[str, Any] = field(default_factory=dict, init=False, repr=False)  # by name
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
         series = self._series(snapshot)
@@ -47,13 +47,13 @@ class _MetricRule(ShippedRule, ABC):
                 yield self._alert(step, found)
 
     def _series(self, snapshot: Snapshot) -> Mapping[str, FloatArray]:
-        """What is judged, by name: [S]."""
+        """Return the values to check by name: [S]."""
         split = ((keys.split_metric(key), values_S) for key, values_S in snapshot.metrics.items())
         return {parts[1]: values_S for parts, values_S in split if parts and parts[::2] == self.metric}
 
     @abstractmethod
     def _judge(self, name: str, value: float, step: int) -> Any:
-        """What is told of this name at this step; None for nothing."""
+        """Return the finding for this name at this step; None if the value is healthy."""
 
     def _alert(self, step: int, found: Mapping[str, Any]) -> Alert:
         first = next(iter(found))
@@ -75,13 +75,13 @@ def _said(told: Any) -> Any:
 
 @dataclass(kw_only=True)
 class NonFiniteActivation(_MetricRule):
-    """A module's output has NaN or infinite elements: "Non-finite activation", naming the first in the forward."""
+    """The alert "Non-finite activation": a module output has NaN or Inf elements. Names the first in the forward."""
 
     title = "Non-finite activation"
     metric = (keys.ACTIVATION, keys.NONFINITE_METRIC)
     fact = (
-        "the output of {first} was the first of the forward that is not finite, with {told} elements; so are "
-        "{num} of the module outputs in all (threshold: 0)."
+        "the output of {first} was the first of the forward that is not finite, with {told} elements; {num} module "
+        "outputs in all are not finite (threshold: 0)."
     )
     item = "{name} ({told} non-finite)"
     cause = "an input, a parameter or an operation of {first}: an overflow, 0/0, or the log or root of 0"
@@ -97,16 +97,17 @@ class NonFiniteActivation(_MetricRule):
 
 @dataclass(kw_only=True)
 class OutgrownUpdate(_MetricRule):
-    """A gradient is far larger than the optimizer's second moment remembers: "Update outgrows".
+    """The alert "Update outgrows": a gradient is far larger than the optimizer's second moment assumes.
 
-    The update divides by what the gradients were, so that a gradient that comes back after a quiet time moves its
-    parameter too far, and the loss may spike 1 to 8 steps later (Wortsman et al. 2023, arXiv 2304.13013, where a ratio
-    of 2.3 is the mark). Only where it is also far from what it was in this run: noisy gradients are always somewhat so.
+    The update divides by the size of past gradients. A gradient that returns after a quiet time therefore moves its
+    parameter too far, and the loss may spike 1 to 8 steps later (Wortsman et al. 2023, arXiv 2304.13013, with a mark of
+    2.3). The ratio must also be far above its own level in this run, because noisy gradients always exceed 1 somewhat.
 
     Args:
-        threshold: of the stale ratio: the root mean square of g / sqrt(v), with v as it was before the step.
-        factor: times the parameter's largest of the last 32 samples: of a scalar the ratio is one Gaussian's magnitude.
-        patience: samples that a parameter has been seen for before it is judged.
+        threshold: the stale ratio above which to alert: the rms of g / sqrt(v), with v from before the step.
+        factor: it must also exceed this multiple of the parameter's largest ratio of the last 32 samples; the ratio of
+            a scalar parameter is the magnitude of a single Gaussian.
+        patience: the number of samples of a parameter before it is checked.
     """
 
     threshold: float = 2.3
@@ -117,8 +118,8 @@ class OutgrownUpdate(_MetricRule):
     metric = (keys.OPTIMIZER_STATE, keys.STALE)
     bounds: ClassVar[Bounds] = {"threshold": FROM_0, "factor": FROM_1, "patience": (1.0, 32.0)}
     fact = (
-        "in {num} of the parameters the gradient is more than {threshold} times what the optimizer's second moment "
-        "says, so that their update is that much too large."
+        "in {num} of the parameters the gradient is more than {threshold} times as large as the optimizer's second "
+        "moment says, so that their update is that much too large."
     )
     item = "{name} ({told} times)"
     cause = "gradients that come back after a quiet time, with a second moment that has decayed meanwhile"
@@ -136,11 +137,11 @@ class OutgrownUpdate(_MetricRule):
         return value if is_known and value > max(self.threshold, self.factor * max(past)) else None
 
     def _alert(self, step: int, found: Mapping[str, float]) -> Alert:
-        return super()._alert(step, dict(sorted(found.items(), key=lambda one: -one[1])))  # the worst first
+        return super()._alert(step, dict(sorted(found.items(), key=lambda one: -one[1])))  # largest first
 
 
 class _LargestOfHeads(_MetricRule):
-    """Judges of every attention module the largest number of its heads."""
+    """Checks the largest value over the heads of each attention module."""
 
     def _series(self, snapshot: Snapshot) -> Mapping[str, FloatArray]:
         heads: dict[str, list[FloatArray]] = {}
@@ -151,14 +152,14 @@ class _LargestOfHeads(_MetricRule):
 
 @dataclass(kw_only=True)
 class EntropyCollapse(_LargestOfHeads):
-    """Every head of an attention looks at one place only: "Attention entropy collapse".
+    """The alert "Attention entropy collapse": every head of an attention attends to one position only.
 
-    One such head is healthy (it copies the token before, say); all heads of a layer, for several samples in a row and
-    not from the first sample on, mean logits that grow without bound.
+    One such head is healthy (it may copy the previous token). All heads of a layer, for several samples in a row and
+    not from the first sample on, indicate logits that grow without bound.
 
     Args:
-        threshold: of the entropy's ratio to its largest possible value, below which a head looks at one place.
-        patience: samples in a row.
+        threshold: a head attends to one position if entropy / largest possible entropy is below this.
+        patience: the number of samples in a row.
     """
 
     threshold: float = 0.02
@@ -169,7 +170,7 @@ class EntropyCollapse(_LargestOfHeads):
     bounds: ClassVar[Bounds] = {"threshold": (0.0, 1.0), "patience": FROM_1}
     fact = (
         "in {num} of the attention modules no head has had more than {threshold} of the possible entropy for "
-        "{patience} samples: each position looks at one place only."
+        "{patience} samples: each position attends to one position only."
     )
     item = "{name} (at most {told})"
     cause = "query and key weights that grow, at too high a learning rate or without warm-up"
@@ -178,17 +179,17 @@ class EntropyCollapse(_LargestOfHeads):
     def _judge(self, name: str, value: float, step: int) -> float | None:
         if value >= self.threshold:
             self._past[name] = 0
-        elif name in self._past:  # it was once open
+        elif name in self._past:  # the entropy was above the threshold before
             self._past[name] += 1
         return value if self._past.get(name, 0) >= self.patience else None
 
 
 @dataclass(kw_only=True)
 class DeadExperts(_MetricRule):
-    """An expert of a mixture gets no token for many samples in a row: "Dead experts".
+    """The alert "Dead experts": an expert of a mixture gets no token for many samples in a row.
 
     Args:
-        patience: samples in a row.
+        patience: the number of samples in a row.
     """
 
     patience: int = 10
@@ -208,16 +209,15 @@ class DeadExperts(_MetricRule):
 
 @dataclass(kw_only=True)
 class GrowingLogits(_LargestOfHeads):
-    """The largest logit of an attention grows towards a limit: "Attention logits grow".
+    """The alert "Attention logits grow": the largest logit of an attention grows towards a limit.
 
     From a tenth of the limit on, a straight line through the logarithm of the module's largest logit over the last 32
-    samples is extrapolated to the limit; the alert comes where the limit is crossed, or will be within 4 times as
-    many steps.
+    samples is extrapolated. The alert is raised at the limit, or if the line crosses it within 4 times their span.
 
     Args:
-        limit: of a logit. A softmax of logits that are 100 apart looks at one place, and half precision has no digit
-            behind the point left.
-        patience: samples that have been seen before anything is extrapolated.
+        limit: the limit of a logit. Softmax over logits that differ by 100 selects a single position, and half
+            precision has no fractional digits left there.
+        patience: the number of samples before the first extrapolation.
     """
 
     limit: float = 100.0
@@ -238,7 +238,7 @@ class GrowingLogits(_LargestOfHeads):
         return None if crossed is None else (value, crossed)
 
     def _crossed_at(self, past: list[list[float]]) -> int | None:
-        """The step at which the limit is, or will be, crossed; None where that is not to be expected."""
+        """Return the step at which the limit is or will be crossed; None if no crossing is expected."""
         step, largest = past[-1]
         if largest >= self.limit:
             return int(step)
@@ -247,7 +247,7 @@ class GrowingLogits(_LargestOfHeads):
         steps, logits = np.array(past, dtype=np.float64).T
         stretch = step - steps[0]
         (slope, fitted), covariance = np.polyfit(steps - step, np.log(logits), 1, cov=True)
-        # Half a doubling over the stretch, and surely: scatter alone has no t-value of 8.
+        # Growth by at least half a doubling over the samples, with a t-value that noise alone does not reach.
         if slope <= 8 * np.sqrt(covariance[0, 0]) or slope * stretch < np.log(1.4):
             return None
         crossed = step + (np.log(self.limit) - fitted) / slope
@@ -264,10 +264,10 @@ class GrowingLogits(_LargestOfHeads):
 
 @dataclass(kw_only=True)
 class RanksDisagree(Remembers):
-    """A rank's replica of the parameters is not that of the others: "Ranks disagree", naming the rank.
+    """The alert "Ranks disagree": a rank's replica of the parameters differs from the others. Names the rank.
 
-    Replicas that begin alike and take the same updates have the same bits. One that has not trains another model, and
-    its gradients spoil those of all. Said again at every sample until a checksum finds them alike.
+    Replicas that begin alike and apply the same updates have the same bits. A rank that differs trains another model,
+    and its gradients corrupt those of all ranks. The alert repeats at every sample until a checksum finds them equal.
     """
 
     _apart: list[int] = field(default_factory=list, init=False, repr=False)
@@ -300,18 +300,18 @@ class RanksDisagree(Remembers):
 
 @dataclass(kw_only=True)
 class SlowRank(ShippedRule):
-    """The same rank comes last with its own work in every sample: "Slow rank", naming it; all others wait for it.
+    """The alert "Slow rank": the same rank needs the longest for its own work in every sample. Names the rank.
 
     Args:
-        factor: times the median of the ranks.
-        least: seconds more than the median: what is less is not worth a word.
-        patience: samples in a row.
+        factor: alert if the rank takes more than this multiple of the median time of the ranks,
+        least: and at least this many seconds more than the median.
+        patience: the number of samples in a row.
     """
 
     factor: float = 1.5
     least: float = 0.01
     patience: int = 8
-    _last: float = field(default=-1.0, init=False, repr=False)  # the rank that has come last
+    _last: float = field(default=-1.0, init=False, repr=False)  # the slowest rank of the last sample
     _in_a_row: int = field(default=0, init=False, repr=False)
 
     title = "Slow rank"
