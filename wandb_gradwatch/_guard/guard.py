@@ -1,8 +1,8 @@
-"""An unhealthy step is not applied: `watch(..., guard="skip")`, a function, or a SkipGuard with its own limits.
+"""Guards, which do not apply unhealthy steps: `watch(..., guard="skip")`, a function, or a SkipGuard with limits.
 
-A guard learns from the steps that it has judged at once where the host has decided, and 8 steps later where the device
-has. Always 8, and not "when they have arrived": a limit that depends on the machine's timing would decide differently
-in every run, and on every rank.
+If the host decides about a step, the guard learns from it at once; if the device decides, exactly 8 steps later. A
+delay of "as soon as it has arrived" would make the limits, and so the decisions, depend on the machine's timing and
+differ between runs and ranks.
 """
 
 from __future__ import annotations
@@ -24,38 +24,38 @@ from ..snapshot import Snapshot
 # P watched parameters
 
 StepJudge = Callable[[Snapshot], bool]
-Present = tuple[tuple[str, ...], npt.NDArray[np.bool_]]  # the names of all parameters [P], and which of them [P]
+Present = tuple[tuple[str, ...], npt.NDArray[np.bool_]]  # names of all parameters [P]; which have a gradient [P]
 
 
 class _Past(Remembers):
-    """The total log norms of one kind of step, newest last."""
+    """Log total norms of the steps in which the same parameters had a gradient, newest last."""
 
     def __init__(self) -> None:
-        self.healthy: list[float] = []  # what is usual is learned from these
+        self.healthy: list[float] = []  # define the usual level
         self.all: list[float] = []
-        self.num_alarmed = 0  # in a row, up to now
+        self.num_alarmed = 0  # consecutive steps above the limit, up to now
 
 
 @dataclass(kw_only=True)
 class NormLimits(Remembers):
-    """A limit, from the norms so far, above which a norm is too large. What was too large is not learned from."""
+    """Computes a limit for the gradient norm from past norms. Norms above the limit are not learned from."""
 
-    threshold: float | None = 1e8  # too large whatever came before; None switches this measure off
-    # Standard deviations of the log norm above its mean that are too many; None switches this measure off. For few
-    # steps as many as are equally unlikely by Student's distribution.
+    threshold: float | None = 1e8  # an absolute limit, whatever came before; None: off
+    # The limit in standard deviations of the log norm above its mean; None: off. With few steps it is the equally
+    # unlikely quantile of Student's distribution.
     stds: float | None = 3.5
-    min_factor: float = 20.0  # a norm below this multiple of the usual one is not too large, however quiet the run was
-    # Nor is one below this multiple of the second largest of the last 16 healthy ones: losses that few elements of a
-    # batch decide have norms with tails that no deviation describes. None: it does not matter.
+    min_factor: float = 20.0  # the limit is at least this multiple of the usual norm, however small the deviation is
+    # The limit is also at least this multiple of the second largest of the last 16 healthy norms: if few elements of a
+    # batch decide the loss, the norms have heavy tails that no standard deviation describes. None: off.
     record_factor: float | None = 3.0
-    warmup: int = 5  # healthy steps before a deviation is known
-    warmup_factor: float = 1000.0  # until then, a norm above this multiple of the largest so far is too large
-    window: int = 64  # healthy steps that count as usual; their last quarter is a second view, which follows a trend
-    adapt_after: int = 20  # so many in a row that were too large are the usual level
+    warmup: int = 5  # healthy steps before the standard deviation is used
+    warmup_factor: float = 1000.0  # until then the limit is this multiple of the largest norm so far
+    window: int = 64  # healthy steps that define the usual norm; also computed over the last quarter, to follow trends
+    adapt_after: int = 20  # after this many consecutive steps above the limit, their norm is the usual one
     _pasts: PerKind[_Past] = field(default_factory=lambda: PerKind(_Past), init=False, repr=False)
 
     def limit(self, names: tuple[str, ...], present_P: npt.NDArray[np.bool_]) -> float:
-        """The largest total norm of the gradients of these parameters that is not too large now."""
+        """Return the current limit for the total norm of these parameters' gradients."""
         past = self._pasts.of(names, present_P)
         limit = math.inf if self.threshold is None else self.threshold
         if self.stds is None or not past.healthy:
@@ -69,7 +69,7 @@ class NormLimits(Remembers):
         return limit
 
     def learn(self, names: tuple[str, ...], present_P: npt.NDArray[np.bool_], norm: float, *, alarmed: bool) -> None:
-        """Remember a total norm above 0 that was judged by `limit`."""
+        """Remember a total norm above 0; `alarmed`: it was above the limit."""
         past = self._pasts.of(names, present_P)
         log_norm = math.log(norm) if norm < math.inf else 1e3
         past.all = [*past.all[-(self.window - 1) :], log_norm]
@@ -86,7 +86,7 @@ DEFAULT_WINDOW: Final = NormLimits.window
 def judge_of_norms(
     *, threshold: float | None, factor: float | None, stds: float | None, window: int, default_factor: float
 ) -> NormLimits:
-    """What holds these limits, and no others; without any, its own, at `default_factor`."""
+    """Build limits from the user's values only; without any value, the default limits with `default_factor`."""
     for name, value, least in (("threshold", threshold, 0), ("factor", factor, 1), ("stds", stds, 0)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value >= least):
             raise ValueError(f"{name}={value!r} must be a number, at least {least}, or None")
@@ -96,53 +96,53 @@ def judge_of_norms(
     if threshold is None and factor is None and stds is None:
         return NormLimits(min_factor=default_factor, **usual)
     if factor is not None and stds is None:
-        stds = 0.0  # the mean itself, and the factor above it
+        stds = 0.0  # the limit is the factor times the mean itself
     usual |= {"record_factor": None, "warmup_factor": math.inf}
     return NormLimits(threshold=threshold, min_factor=1.0 if factor is None else factor, stds=stds, **usual)
 
 
 class TooManySkippedStepsError(RuntimeError):
-    """The guard has skipped so many steps in a row that going on is pointless."""
+    """The guard has skipped so many steps in a row that the model no longer learns."""
 
 
 @dataclass
 class SkipGuard(Remembers):
-    """Decides, before an optimizer steps, whether its gradients are used.
+    """Skips unhealthy steps: decides before each optimizer step whether the gradients are applied.
 
-    Every step is judged, those between two samples too, by its gradients as the backward left them: unscaled, before
-    clipping. Where several optimizers step after one backward, the first that is withheld withholds those after it. A
-    skipped step leaves the optimizer's parameters, also those that are not watched, and its state bit for bit as they
-    were.
+    Every step is checked, including those between samples, by its gradients as the backward left them: unscaled, before
+    clipping. If several optimizers step after one backward, one that is skipped also skips those after it. A skipped
+    step leaves the optimizer's state and all its parameters, watched or not, bit for bit unchanged.
 
-    Torch's fused optimizers (`fused=True`: Adam, AdamW, SGD, Adagrad) are told on the device, and the host never waits;
-    it hears of it 8 steps later, and so learns, counts and raises later. Their first step, which creates their state,
-    every step of another optimizer, and a function of your own cost one read from the device a step. On ranks that
-    hold shards all decide alike, by one small all-reduce a step: call `watch()` on all of them.
+    Torch's fused optimizers (`fused=True`: Adam, AdamW, SGD, Adagrad) get the decision on the device, and the host
+    never waits; the host learns, counts and raises 8 steps later. The first step of a fused optimizer (which creates
+    its state), other optimizers, and `is_bad` cost one read from the device per step. Ranks that hold shards decide
+    together, by a small all-reduce per step: call `watch()` on all of them.
 
-    A step between two samples costs what a sample costs without its histogram and its parameters' norms, and a dozen
-    operations on numbers; nothing of it is logged but how many steps were withheld (`gradwatch/num_guarded_steps`).
+    A step between samples costs as much as a sample without histogram and parameter norms, plus a dozen operations on
+    scalars. Only the number of skipped steps is logged for it (`gradwatch/num_guarded_steps`).
 
-    Of an optimizer that steps inside the backward, only what is not finite is withheld: there is no norm of the whole.
-    A step that a CUDA graph replays is not seen, and not guarded.
+    For an optimizer that steps inside the backward, only non-finite gradients are skipped, because the total norm is
+    not known there. Steps replayed by a CUDA graph are not guarded.
 
-    Gradients that are not finite are always unhealthy. A norm is, by the limits given here and by no others; where none
-    is given, by a factor of 20 and 3.5 standard deviations. An alert that was not needed costs a glance; a good batch
-    that was dropped is lost, so the guard waits for more than the alerts do.
+    Gradients with NaN or Inf are always unhealthy. A norm is unhealthy above the limits given here; the default is a
+    factor of 20 and 3.5 standard deviations. The guard is less sensitive than the alerts, because an unnecessary alert
+    costs a glance, but a skipped good batch is lost.
 
     Args:
-        is_bad: judges a snapshot of one sample, of the gradients that are about to be used, instead of all limits.
-        max_in_a_row: so many skipped steps in a row are too many.
-        then: "raise" a TooManySkippedStepsError from optimizer.step(), or "continue" and apply the step.
-        threshold: a larger norm is unhealthy, whatever came before.
-        factor: a norm above this multiple of the usual one is unhealthy, from the sixth healthy step on.
-        stds: so is a log norm more than this many standard deviations above the mean; with `factor`, a norm has to be
-            beyond both.
-        window: healthy steps that count as usual.
-        replay: run a step that is left out for NaN or Inf once more, to name the operation that made them; at most
-            once per episode and three times a run. Keeps the inputs of one step. Not where the device decides.
+        is_bad: replaces the limits: a function that gets a snapshot of the step and returns True to skip the step.
+        max_in_a_row: the largest number of consecutive skipped steps.
+        then: what follows beyond that: "raise" a TooManySkippedStepsError from optimizer.step(), or "continue" and
+            apply the step.
+        threshold: norms above this are unhealthy.
+        factor: norms above this multiple of the usual norm are unhealthy, from the sixth healthy step on.
+        stds: log norms more than this many standard deviations above the mean are unhealthy; if `factor` is given too,
+            a norm must exceed both.
+        window: the number of healthy steps that define the usual norm.
+        replay: run a step that was skipped for NaN or Inf once more, to name the operation that made them; at most once
+            per episode and three times per run. Keeps the inputs of one step. Without effect if the device decides.
 
     Raises:
-        ValueError: a limit that makes no sense.
+        ValueError: a limit is invalid.
     """
 
     is_bad: StepJudge | None = None
@@ -154,7 +154,7 @@ class SkipGuard(Remembers):
     window: int = DEFAULT_WINDOW
     replay: bool = True
     num_skipped: int = field(default=0, init=False)
-    num_in_a_row: int = field(default=0, init=False)  # unhealthy steps, up to now
+    num_in_a_row: int = field(default=0, init=False)  # consecutive unhealthy steps, up to now
     norms: NormLimits = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -170,25 +170,25 @@ class SkipGuard(Remembers):
 
     @property
     def lets_through(self) -> bool:
-        """Whether so many steps in a row were unhealthy that the next is applied whatever it is."""
+        """Whether the limit of consecutive unhealthy steps is reached and the next step is applied in any case."""
         return self.then == "continue" and self.num_in_a_row >= self.max_in_a_row
 
     def withholds(self, step: int, *, bad: bool) -> bool:
-        """Whether a step is withheld, now that it is known to be unhealthy or not.
+        """Return whether a step is skipped, given whether it is unhealthy.
 
         Raises:
-            TooManySkippedStepsError: there were too many in a row.
+            TooManySkippedStepsError: too many unhealthy steps in a row.
         """
         if bad and self.then == "raise" and self.num_in_a_row >= self.max_in_a_row:
             raise self._too_many(step, self.num_in_a_row + 1)
         return bad and not self.lets_through
 
     def count(self, step: int, *, bad: bool, skipped: bool, was_asked: bool) -> None:
-        """A step is over: whether it was unhealthy, and was not applied.
+        """Count a finished step: was it unhealthy, was it skipped, and was `withholds` called for it.
 
         Raises:
-            TooManySkippedStepsError: there were too many in a row, and `withholds` was not asked first, where the
-                device has decided.
+            TooManySkippedStepsError: too many unhealthy steps in a row, if the device has decided and `withholds` was
+                not called.
         """
         self.num_in_a_row = self.num_in_a_row + 1 if bad else 0
         self.num_skipped += skipped
@@ -207,19 +207,19 @@ GuardArgument = Literal["skip"] | StepJudge | SkipGuard | None
 
 
 def resolve_guard(guard: GuardArgument) -> SkipGuard | None:
-    """What the user gave as `guard=` as a SkipGuard; a ValueError for anything else."""
+    """Convert the argument `guard=` to a SkipGuard; raise a ValueError for an invalid one."""
     if guard is None or isinstance(guard, SkipGuard):
         return guard
     if guard == "skip":
         return SkipGuard()
-    if callable(guard) and not isinstance(guard, type):  # the class itself would call every step bad
+    if callable(guard) and not isinstance(guard, type):  # a class returns an instance, which would always be true
         return SkipGuard(is_bad=guard)
     raise ValueError(f'guard={guard!r} must be "skip", a function from a snapshot to True (skip), or a SkipGuard')
 
 
 @contextmanager
 def raised_to_the_user() -> Iterator[None]:
-    """What the guard raises is meant for the training loop."""
+    """Mark exceptions of the guard as meant for the training loop."""
     try:
         yield
     except Exception as error:

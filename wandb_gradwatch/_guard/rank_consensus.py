@@ -1,4 +1,4 @@
-"""How ranks that hold shards of one model come to one number: sums over ranks, each element counted once."""
+"""Sums over the ranks that hold shards of one model, with each element counted once, so that all decide alike."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FUNCTION_REFUSED: Final = (
 
 
 def refuse_guard(models: Sequence[nn.Module], *, function: bool) -> None:
-    """Say at watch(), by a ValueError, what `ConsensusTable.of` would say at the first step."""
+    """Raise at watch() the ValueError that `ConsensusTable.of` would otherwise raise at the first step."""
     if world_size() == 1:
         return
     if has_fsdp1(models):
@@ -41,10 +41,10 @@ def refuse_guard(models: Sequence[nn.Module], *, function: bool) -> None:
 
 
 class RankConsensus:
-    """Sums over the ranks that share the parameters, by slot, of one optimizer.
+    """Computes sums over the ranks that share one optimizer's parameters, given by slot.
 
     Raises:
-        ValueError: their meshes have no rank set that holds them all.
+        ValueError: none of the parameters' device meshes contains all ranks of the others.
     """
 
     def __init__(self, parameters: dict[int, Tensor]) -> None:
@@ -62,28 +62,28 @@ class RankConsensus:
         self._device = local_part(next(iter(parameters.values()))).device
 
     def weights(self, slots: tuple[int, ...], like: Tensor) -> Tensor:
-        """The share with which this rank's row of each counts, so that the sum over ranks has it once: [N]."""
+        """Return the weight of this rank's row per slot, so that the sum over ranks counts each element once: [N]."""
         key = (like.device, *slots)
         if key not in self._weights:
             self._weights[key] = upload(np.array([self._share[slot] for slot in slots]), like.device)
         return self._weights[key]
 
     def abstain(self) -> None:
-        """Take part in a sum with NaN: it is NaN on every rank then, which is above no limit."""
+        """Take part in a sum with NaN. The sum is then NaN on every rank, which exceeds no limit."""
         self.sum_over_ranks(torch.full((2,), math.nan, dtype=wide_dtype(self._device), device=self._device))
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
-        """The sum of these over the ranks, in place; on a GPU the host does not wait for it."""
+        """Sum the values over the ranks, in place; on a GPU the host does not wait."""
         for dimension in range(self._mesh.ndim):
             dist.all_reduce(values, group=self._mesh.get_group(dimension))
         return values
 
 
 class FailedRankVoter(StepListener):
-    """Votes for a monitor that has failed: the other ranks wait for this one's vote at every step.
+    """Votes in place of a monitor that has failed, because the other ranks wait for this rank's vote at every step.
 
-    It abstains, which ends the guard on all of them together: a rank that knows nothing of its gradients cannot say
-    that they are healthy, and ranks that decide differently would have different models.
+    It abstains, which ends the guard on all ranks at once: this rank cannot tell whether its gradients are healthy, and
+    models would diverge if ranks decided differently.
     """
 
     def __init__(self, slot_of_id: Mapping[int, int]) -> None:
@@ -106,7 +106,7 @@ class FailedRankVoter(StepListener):
 
 
 class ConsensusTable:
-    """One for each optimizer, made anew when parameters were replaced."""
+    """The RankConsensus of each optimizer; rebuilt when parameters are replaced."""
 
     def __init__(self, shards: Shards, *, function: bool) -> None:
         self._shards, self._function = shards, function
@@ -114,10 +114,10 @@ class ConsensusTable:
         self._by_slots: dict[tuple[int, ...], RankConsensus] = {}
 
     def of(self, entries: Sequence[Entry], version: int) -> RankConsensus | None:
-        """The consensus about an optimizer's watched parameters; None where every rank has them whole.
+        """Return the consensus for an optimizer's watched parameters; None if every rank holds them whole.
 
         Raises:
-            CallbackError: ranks could not decide alike.
+            CallbackError: the ranks could decide differently.
         """
         if not self._shards.any:
             return None
@@ -139,7 +139,7 @@ def _is_sharded(parameter: Tensor) -> bool:
 
 
 def _num_shards(parameter: Any) -> int:
-    """Into how many different pieces it is cut."""
+    """Return the number of different shards of a parameter."""
     if not _is_sharded(parameter):
         return 1
     sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)

@@ -1,11 +1,11 @@
-"""Withholds gradients from an optimizer, with or without asking the host, and gives them back after the step.
+"""Withholds gradients from an optimizer, decided on the host or on the device, and restores them after the step.
 
 before_step   decide()      the open sample's rows of this optimizer -> [non-finite elements, sum of squares]
-                            (of shards: one all-reduce of these two numbers, so that every rank decides alike)
-              fused         bad? is answered on the device and handed over as `optimizer.found_inf`
-              others        bad? is read by the host: an optimizer without gradients changes nothing at all
-after_step    release()     what was taken away or handed over is as it was before
-sample over   end_step()    the numbers start their way to the host
+                            (for shards: one all-reduce of these two numbers, so that all ranks decide alike)
+              fused         the decision stays on the device and is passed to the step as `optimizer.found_inf`
+              others        the host reads the decision; an optimizer without gradients changes nothing
+after_step    release()     gradients and found_inf are restored
+sample over   end_step()    the transfer of the numbers to the host begins
 later         decide()      the guard learns from them
 """
 
@@ -37,7 +37,7 @@ from .rank_consensus import ConsensusTable, FailedRankVoter, RankConsensus
 
 # N parameters of an optimizer
 
-# The host is seldom so many steps ahead of its device; where it is, it waits, and the device has work for 7 steps.
+# The host is seldom this many steps ahead of its device. If it is, it waits while the device has work for 7 steps.
 _LEARNT_AFTER: Final = 8
 
 _UNHEARD: Final = (
@@ -48,16 +48,16 @@ _UNHEARD: Final = (
 
 @dataclass(frozen=True)
 class _Opinion:
-    """What is known of one optimizer's gradients in a step."""
+    """The statistics and the decision for one optimizer's gradients in a step."""
 
-    slots: tuple[int, ...]  # of which parameters
-    learns: bool  # whether their norm is one of those that the guard learns what is usual from
-    # [5] non-finite elements, sum of squares, and as 0 or 1: unhealthy, withheld, skipped by a loss scaler; on the
-    # device until they are fetched
+    slots: tuple[int, ...]  # of the parameters
+    learns: bool  # whether the guard learns the usual norm from this one
+    # [5]: number of non-finite elements, sum of squares, and as 0 or 1: unhealthy, withheld, skipped by a loss scaler.
+    # A tensor until they are sent to the host, a transfer until they are fetched.
     values: list[float] | Tensor | Transfer
 
     def fetch(self) -> _Opinion:
-        """The same, on the host. Waits if it is not there yet."""
+        """Return the same with values on the host; waits for the transfer."""
         if not isinstance(self.values, Transfer):
             return self
         self.values.arrived(wait=True)
@@ -66,21 +66,21 @@ class _Opinion:
 
 @dataclass(frozen=True)
 class _Step:
-    """A closed step, of which the guard has not learnt yet."""
+    """A finished step that the guard has not learned from yet."""
 
     number: int
     opinions: list[_Opinion]  # one for each optimizer that stepped
-    was_read: bool  # the host has decided: there is nothing to wait for, and nothing to tell it
+    was_read: bool  # the host has decided, so its values are there and the guard's limit was checked
 
 
 @dataclass
 class _Stash:
-    """What an optimizer goes without, or was handed, while it steps."""
+    """What an optimizer's step was deprived of, or given, to be restored after the step."""
 
     optimizer: Optimizer
     gradients: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     found_inf: Tensor | None = None
-    scalers_found_inf: Tensor | None = None  # what it replaces
+    scalers_found_inf: Tensor | None = None  # the loss scaler's found_inf, which ours replaces
 
     def give_back(self) -> None:
         if self.found_inf is not None and getattr(self.optimizer, "found_inf", None) is self.found_inf:
@@ -89,49 +89,49 @@ class _Stash:
             else:
                 self.optimizer.found_inf = self.scalers_found_inf  # type: ignore[attr-defined]
         if current_graph_task() != -1:
-            return  # the step has raised and the next backward runs: these are not its gradients
+            return  # the step raised and the next backward is running: these gradients are outdated
         for parameter, gradient in self.gradients:
             if parameter.grad is None:
                 parameter.grad = gradient
 
 
 class StepSkipping:
-    """Carries out what a guard decides."""
+    """Applies a guard's decisions to the optimizers."""
 
     def __init__(
         self,
         guard: SkipGuard,
         window: SampleBuffer,
         shards: Shards,
-        names: Sequence[str],  # of the watched parameters, a list that grows
-        known: Callable[[], Names],  # the names as they are now, and which are trainable: for a function of the user's
+        names: Sequence[str],  # of the watched parameters; the list grows
+        known: Callable[[], Names],  # current names and which are trainable; needed for a function of the user
         notices: Notices,
     ) -> None:
         self._guard, self._window, self._names, self._known = guard, window, names, known
-        self.replay: StepReplay | None = None  # runs a bad step once more
-        self.needs_rows = guard.is_bad is not None  # otherwise only the norm and the non-finite elements
+        self.replay: StepReplay | None = None  # runs a bad step again
+        self.needs_rows = guard.is_bad is not None  # otherwise only norms and non-finite counts are needed
         self._consensuses = ConsensusTable(shards, function=self.needs_rows)
         self._notices = notices
         self._unlearnt: deque[_Step] = deque()
-        self._has_voted = False  # about the step that an optimizer is about to make
-        self._voter: FailedRankVoter | None = None  # of a monitor that has failed
+        self._has_voted = False  # on the step that an optimizer is about to make
+        self._voter: FailedRankVoter | None = None  # votes after the monitor has failed
         self._pinned_pool = PinnedPool()
         self._stash: list[_Stash] = []
         self._opinions: list[_Opinion] = []  # of the open step
         self._withheld: Tensor | bool = False  # whether the open step is withheld from an optimizer
-        self._last_withheld: Tensor | bool = False  # whether the step that has closed last was
-        self._num_withheld: Tensor | float = 0.0  # steps since the last sample
+        self._last_withheld: Tensor | bool = False  # the same of the last closed step
+        self._num_withheld: Tensor | float = 0.0  # number of withheld steps since the last sample
 
     def decide(
         self, optimizer: Optimizer, step: int, entries: Sequence[Entry], version: int, *, inside_backward: bool
     ) -> None:
-        """Have this optimizer, about to step, use its gradients or not; the open sample has its entries' rows.
+        """Decide whether this optimizer's next step uses its gradients; the open sample has the rows of its entries.
 
-        Inside the backward gradients come one by one: there is no norm of the whole, only what is not finite counts.
+        Inside the backward gradients arrive one by one, so only non-finite ones count: the total norm is unknown.
         """
         self.learn()
         consensus = self._consensuses.of(entries, version)
-        # On ranks with shards all of them, so that all ranks mean the same: an empty shard may have no gradient.
+        # With shards use all slots, so that all ranks mean the same parameters: an empty shard may have no gradient.
         slots = tuple(sorted(slot for slot, parameter in entries if consensus or parameter.grad is not None))
         if not slots:
             return
@@ -145,7 +145,7 @@ class StepSkipping:
         bad_there = (sums[0] > 0) | (sums[1] > limit * limit)
         if _honours_found_inf(optimizer):
             self._decide_there(optimizer, slots, sums, bad_there, learns=not inside_backward)
-        else:  # the one place where a guard makes the host wait
+        else:  # the only place where a guard makes the host wait
             values = torch.cat((sums, bad_there.to(sums.dtype)[None])).tolist()
             self._decide_here(optimizer, step, slots, values, learns=not inside_backward)
 
@@ -155,7 +155,7 @@ class StepSkipping:
         return tuple(self._names), present_P
 
     def _peek(self, slots: Sequence[int], step: int) -> Snapshot:
-        """The open sample with nothing but these slots. Waits for the device."""
+        """Return the open sample with only these slots. Waits for the device."""
         known, here = self._known(), list(slots)
         rows_PC = np.full((len(known.names), NUM_COLUMNS), np.nan)
         rows_PC[here] = self._window.peek()[here]
@@ -164,24 +164,24 @@ class StepSkipping:
     # ---- votes of ranks
 
     def abstain(self, entries: Sequence[Entry], version: int) -> None:
-        """Say nothing about a step that is not judged here, so that ranks that judge it do not wait for this one."""
+        """Abstain from a step that is not checked on this rank, so that ranks that check it do not wait."""
         if (consensus := self._consensuses.of(entries, version)) is not None:
             self._has_voted = True
             consensus.abstain()
 
     def step_begins(self) -> None:
-        """An optimizer is about to step: nothing has been said about it."""
+        """Called before an optimizer steps: this rank has not voted on the step yet."""
         self._has_voted = False
 
     def vote_if_failed(self, optimizer: Optimizer) -> None:
-        """From the step on in which the monitor fails, unless it has been heard in that one, do what ranks wait for."""
+        """If the monitor has failed and has not voted on this step, vote, because the other ranks wait for it."""
         if self._voter is not None and not self._has_voted:
             self._voter.before_step(optimizer, inside_backward=False)
 
     def keep_voting(self, slot_of_id: Mapping[int, int]) -> bool:
-        """The monitor has failed; other ranks still wait for this one: where a guard decides for all, each is heard.
+        """After a failure of the monitor, keep voting: where ranks decide together, they wait for every rank.
 
-        Returns whether there may be anything to vote about; then `stop_voting()` ends it.
+        Returns whether there may be anything to vote on; if so, `stop_voting()` ends it.
         """
         if world_size() == 1:
             return False
@@ -190,14 +190,14 @@ class StepSkipping:
         return True
 
     def stop_voting(self) -> None:
-        """Nobody is watched any more. Idempotent."""
+        """Stop voting, because the watcher is removed. Further calls do nothing."""
         if self._voter is not None:
             STEP_HOOKS.unsubscribe(self._voter)
 
     # ---- after a step
 
     def release(self, optimizer: Optimizer | None = None) -> None:
-        """Give back what this optimizer, or any, went without, and take away what it was handed."""
+        """Restore the gradients and `found_inf` of this optimizer, or of all."""
         stashes, self._stash = self._stash, []
         for stash in stashes:
             if optimizer is None or stash.optimizer is optimizer:
@@ -206,7 +206,7 @@ class StepSkipping:
                 self._stash.append(stash)
 
     def end_step(self, number: int) -> None:
-        """The open sample has closed under this number."""
+        """Close the open step under this number."""
         self._last_withheld = self._withheld
         if self.replay is not None:
             self.replay.forget()
@@ -224,9 +224,9 @@ class StepSkipping:
             self.learn(keep=0)
 
     def learn(self, *, keep: int = _LEARNT_AFTER - 1, raises: bool = True) -> None:
-        """Learn what must be known before the next step is judged, all but `keep` steps. Seldom waits for the device.
+        """Learn from all but the last `keep` steps, before the next step is checked. Seldom waits for the device.
 
-        Where no step comes any more, nothing is left to stop: then too many unhealthy ones do not raise.
+        At the end of training (`raises=False`) too many unhealthy steps do not raise, as there is nothing to stop.
         """
         while len(self._unlearnt) > keep:
             step = self._unlearnt.popleft()
@@ -234,7 +234,7 @@ class StepSkipping:
             for opinion in (opinion.fetch() for opinion in step.opinions):
                 assert isinstance(opinion.values, list)
                 num_nonfinite, sum_sq, is_bad, is_withheld, overflowed = opinion.values
-                if overflowed:  # the loss scaler's business
+                if overflowed:  # skipped by the loss scaler
                     continue
                 if opinion.learns and math.isnan(num_nonfinite):
                     self._notices.say("guard", f"{_UNHEARD} (step {step.number})")
@@ -246,7 +246,7 @@ class StepSkipping:
                     self._guard.count(step.number, bad=bad, skipped=skipped, was_asked=step.was_read or not raises)
 
     def take(self) -> dict[str, Tensor]:
-        """Scalars on any device: steps withheld since this was last asked, and whether the one that closed last was."""
+        """Return scalars on any device: the steps withheld since the last call, and whether the last step was."""
         count, self._num_withheld = self._num_withheld, 0.0
         found = {keys.NUM_GUARDED_STEPS: count, keys.GUARDED: self._last_withheld}
         return {
@@ -255,12 +255,12 @@ class StepSkipping:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """What the guard has learnt, and what not yet, in plain numbers. Waits for the device."""
+        """Return the guard's state, and the steps not learned from yet, in plain numbers. Waits for the device."""
         unlearnt = [asdict(replace(step, opinions=[one.fetch() for one in step.opinions])) for step in self._unlearnt]
         return {"guard": self._guard.state_dict(), "unlearnt": unlearnt, "num_withheld": float(self._num_withheld)}
 
     def load_state_dict(self, state: Mapping[str, Any], place: Mapping[int, int]) -> None:
-        """Go on from `state_dict()`; `place` has the slot now of each slot then, but for parameters that are gone."""
+        """Continue from `state_dict()`; `place` maps old slots to current ones, without parameters that are gone."""
         self._guard.load_state_dict(state["guard"])
         self._num_withheld = float(state["num_withheld"])
         self._unlearnt.clear()
@@ -274,30 +274,30 @@ class StepSkipping:
     # ---- the decision
 
     def _sums(self, slots: tuple[int, ...], home: torch.device, consensus: RankConsensus | None) -> Tensor:
-        """Non-finite elements, left by the backward or received by the optimizer, and sum of squares: [2], at home.
+        """Return the number of non-finite elements (from the backward or at the optimizer) and the sum of squares: [2].
 
-        Of all ranks where the gradients are shards. A device that has none of them adds nothing, but for a host that
-        has none: it is not asked to wait.
+        For shards both are summed over ranks. Rows on the CPU are ignored if `home` is not the CPU, so that the host
+        does not wait.
         """
         parts = []
         for rows_NC in self._window.open_rows(slots):
             if rows_NC.device.type == "cpu" and home.type != "cpu":
                 continue
             weighted_NC = rows_NC if consensus is None else rows_NC * consensus.weights(slots, rows_NC)[:, None]
-            sums_C = weighted_NC.nansum(dim=0)  # a missing row adds nothing
+            sums_C = weighted_NC.nansum(dim=0)  # missing rows are NaN
             num_nonfinite = sum((sums_C[column] for column in NONFINITE_COLUMNS), torch.zeros_like(sums_C[0]))
             parts.append(onto(torch.stack((num_nonfinite, sums_C[Column.GRAD_SUM_SQ])), home))
         total = sum(parts, torch.zeros(2, dtype=wide_dtype(home), device=home))
         if consensus is None:
             return total
-        self._has_voted = True  # before it raises: a second vote would be taken for one about the next step
+        self._has_voted = True  # before it can raise: a second vote would count for the next step
         return consensus.sum_over_ranks(total)
 
     def _decide_here(
         self, optimizer: Optimizer, step: int, slots: tuple[int, ...], values: list[float], *, learns: bool
     ) -> None:
-        """The host knows the first three values of an opinion."""
-        withheld = True  # also where `withholds` raises: the step is not made then
+        """Decide on the host, from the first three values of an opinion."""
+        withheld = True  # also if `withholds` raises, because the step is not made then
         try:
             with raised_to_the_user():
                 withheld = self._guard.withholds(step, bad=bool(values[2]) or bool(self._withheld))
@@ -319,7 +319,7 @@ class StepSkipping:
             before = onto(self._withheld, bad.device) if isinstance(self._withheld, Tensor) else self._withheld
             skipped = bad | before
             withheld = skipped & ~overflowed
-            # The kernels compare with exactly 1, and the step counters go back by it.
+            # The kernels compare found_inf with exactly 1, and subtract it from the step counters.
             found_inf = (skipped | overflowed).to(torch.float32)
             self._stash.append(_Stash(optimizer, [], found_inf, scalers))
             optimizer.found_inf = found_inf  # type: ignore[attr-defined]
@@ -329,16 +329,16 @@ class StepSkipping:
 
 
 def _home(entries: Sequence[Entry]) -> torch.device:
-    """Where an optimizer's numbers come together: on the host if a parameter is there, else where the first one is.
+    """Return the device for an optimizer's sums: the CPU if a parameter is there, otherwise the first one's device.
 
-    A fused optimizer brings `found_inf` to its other devices itself, but does not wait before the host reads it.
+    A fused optimizer copies `found_inf` to its other devices itself, but would not wait before the host reads it.
     """
     devices = [parameter.device for _, parameter in entries]
     return next((device for device in devices if device.type == "cpu"), devices[0])
 
 
 def _sum(count: Tensor | float, one_more: Tensor | bool) -> Tensor | float:
-    """Of numbers that may be on different devices; the host does not wait."""
+    """Add numbers that may be on different devices, without making the host wait."""
     if isinstance(count, Tensor) and isinstance(one_more, Tensor):
         device = count.device if one_more.device.type == "cpu" else one_more.device
         return onto(count, device) + onto(one_more, device)
@@ -346,7 +346,7 @@ def _sum(count: Tensor | float, one_more: Tensor | bool) -> Tensor | float:
 
 
 def _without_gradients(optimizer: Optimizer) -> _Stash:
-    """Take away every gradient that this optimizer could use, of parameters that are not watched too."""
+    """Set all gradients that this optimizer could use to None, including those of unwatched parameters."""
     groups = optimizer.param_groups
     stash = _Stash(optimizer, [(p, p.grad) for group in groups for p in group["params"] if p.grad is not None])
     for parameter, _ in stash.gradients:
@@ -355,9 +355,9 @@ def _without_gradients(optimizer: Optimizer) -> _Stash:
 
 
 def _honours_found_inf(optimizer: Optimizer) -> bool:
-    """Whether this step leaves parameters and state bit for bit as they are where `optimizer.found_inf` is 1.
+    """Return whether this optimizer's step changes nothing at all if `optimizer.found_inf` is 1.
 
-    Only torch's own code is trusted with that: a class that adds something around its step would do it all the same.
+    Only torch's own code is trusted: a subclass that does more in its step would still do it.
     """
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
@@ -367,8 +367,8 @@ def _honours_found_inf(optimizer: Optimizer) -> bool:
 
 
 def _has_state(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    """Whether a group's state exists: the step that creates it does so even where it is skipped, and a fused SGD takes
-    its momentum from there as it finds it, which is not initialised then."""
+    """Return whether a group's state exists. A skipped first step would still create the state, and a fused SGD would
+    then use an uninitialised momentum buffer."""
     if group.get("momentum") == 0:  # SGD without momentum has none
         return True
     states = (optimizer.state.get(parameter) for parameter in group["params"] if parameter.grad is not None)

@@ -1,1 +1,1 @@
-"""The first operation that made a NaN or an Inf: one forward and backward looked at, operation by operation."""
+"""Find the first operation that makes a NaN or Inf, by observing every operation of a forward and backward."""

@@ -1,4 +1,4 @@
-"""A step that a guard leaves out for NaN or Inf is run once more, and looked at: which operation made it?"""
+"""Runs a step with NaN or Inf once more, to find the operation that made them."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ from .trace import Finding
 
 logger: Final = logging.getLogger("wandb_gradwatch")
 
-_MAX_FORWARDS: Final = 64  # of a step; of more, the first are forgotten
-_MAX_REPLAYS: Final = 3  # of a run
+_MAX_FORWARDS: Final = 64  # kept per step; with more, the oldest are dropped
+_MAX_REPLAYS: Final = 3  # per run
 
 
 @dataclass
 class _Forward:
-    """What a forward of the training began with, and the gradients that came back to what it ended with."""
+    """The inputs and random state of one forward of the training, and the gradients that reached its outputs."""
 
     model: weakref.ref[nn.Module]
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     restores_random: tuple[Callable[[], None], ...]
     autocasts: tuple[torch.autocast, ...]
-    gradients: dict[int, Tensor] = field(default_factory=dict)  # by the place of the output
+    gradients: dict[int, Tensor] = field(default_factory=dict)  # by the position of the output
 
 
 class StepReplay(StepListener):
-    """Keeps what the forwards of the open step began with, and runs them again when asked.
+    """Keeps the inputs of the open step's forwards, and runs the forwards again on request.
 
-    It keeps that of every step where a guard asks by `look()` (`always`), otherwise only that of the step after
-    `arm()`, which is then run again by itself, right before its optimizer steps. `note` takes a step, what was found in
-    it, and whether the alert of that step comes too early to name it; in the store, None for one rank, ranks meet.
+    With a guard (`always`) it keeps the inputs of every step, and the guard calls `look()`. Otherwise it keeps only
+    those of the step after `arm()`, which it runs again right before the optimizer steps. `note` gets the step, the
+    finding, and True if the step's alert is too early to name it. Ranks exchange findings in `store` (None: one rank).
     """
 
     def __init__(
@@ -68,8 +68,8 @@ class StepReplay(StepListener):
         self._forwards: list[_Forward] = []
         self._num_replays = 0
         self._store = store
-        self._is_asking = False  # of rank 0: another rank may have found what it has not
-        self._last_bad = -2  # the step, so that one episode is replayed once
+        self._is_asking = False  # rank 0 found nothing in its part of the batch; another rank may have
+        self._last_bad = -2  # the last bad step, so that each episode is replayed only once
         self._handles: list[RemovableHandle] = []
         for model in models:
             self._handles.append(model.register_forward_pre_hook(_InTraining(self, self.began), with_kwargs=True))
@@ -82,21 +82,21 @@ class StepReplay(StepListener):
         return (self._always or self._is_armed) and not self._boundary.in_forked_child
 
     def close(self) -> None:
-        """Remove the hooks, and keep nothing. Idempotent."""
+        """Remove the hooks and drop all inputs. Further calls do nothing."""
         STEP_HOOKS.unsubscribe(self)
         while self._handles:
             self._handles.pop().remove()
         self._forwards.clear()
 
     def arm(self) -> None:
-        """Something is not finite: run the next step that begins with finite parameters once more.
+        """Run the next step that begins with finite parameters once more, after an alert of NaN or Inf.
 
-        With a guard, which asks for its own steps, only the next one that a gradient scaler leaves out.
+        With a guard, which calls look() for its own steps, only the next step that a gradient scaler skips.
         """
         self._is_armed = True
 
     def step_skipped(self) -> None:
-        """A gradient scaler has left the open step out: by design, unless an alert says otherwise."""
+        """Called when a gradient scaler skips the open step, which is intended unless an alert has armed the replay."""
         if self._is_armed:
             self._look_armed()
         self.forget()
@@ -113,19 +113,19 @@ class StepReplay(StepListener):
         return any(id(parameter) in ours for parameter in _stepped_by(optimizer))
 
     def before_step(self, optimizer: Optimizer, *, inside_backward: bool) -> None:
-        # Of shards only what is here: to ask for the whole would wait for ranks that are not armed.
+        # Check local shards only: gathering whole parameters would wait for ranks that are not armed.
         if all(bool(torch.isfinite(local_part(parameter.detach())).all()) for parameter in _stepped_by(optimizer)):
             self._look_armed()
         self.forget()
 
     def forget(self) -> None:
-        """The step is over: its inputs are not kept any longer."""
+        """Drop the inputs of the step, because it is over."""
         self._forwards.clear()
 
     def look(self, step: int, *, armed: bool = False) -> None:
-        """Run the open step once more, if it is the first bad one of its episode, and note which operation was first.
+        """Run the open step once more if it is the first bad one of its episode, and note the first bad operation.
 
-        What goes wrong here is said, and does not reach the training.
+        An exception is logged and does not reach the training.
         """
         is_same_episode, self._last_bad = step == self._last_bad + 1, step
         if is_same_episode or self._num_replays >= _MAX_REPLAYS or not self._forwards or not self._is_possible():
@@ -146,9 +146,9 @@ class StepReplay(StepListener):
             logger.exception("wandb_gradwatch could not run step %d again; training goes on, and is not replayed", step)
 
     def ask(self) -> None:
-        """On rank 0, whose part of the bad step was well: another rank has said what it has found in its own.
+        """On rank 0, if its own part of the bad step was finite: read what another rank has found in its part.
 
-        It has done so before the reduction of the next step's gradients, so that nobody waits after that.
+        The other rank writes it before the next step's gradients are reduced, so no rank waits after that.
         """
         key = str(self._num_replays)
         if self._is_asking and self._store is not None and self._store.check([key]):
@@ -160,7 +160,7 @@ class StepReplay(StepListener):
         del self._forwards[: max(len(self._forwards) - _MAX_FORWARDS + 1, 0)]
         restores = [partial(torch.set_rng_state, torch.get_rng_state())]
         if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            state = torch.cuda.get_rng_state()  # lies on the host: nothing waits
+            state = torch.cuda.get_rng_state()  # is in host memory: nothing waits
             restores.append(partial(torch.cuda.set_rng_state, state, torch.cuda.current_device()))
         kinds = dict.fromkeys(("cpu", *(parameter.device.type for parameter in islice(model.parameters(), 1))))
         autocasts = (
@@ -170,7 +170,7 @@ class StepReplay(StepListener):
         self._forwards.append(_Forward(weakref.ref(model), args, kwargs, tuple(restores), tuple(autocasts)))
 
     def ended(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """It has ended: gradients will come back to its output."""
+        """Register hooks that keep the gradients of the forward's outputs."""
         if not self._forwards:
             return
         gradients = self._forwards[-1].gradients
@@ -189,13 +189,13 @@ class StepReplay(StepListener):
 
 
 class _InTraining(TransientHook):
-    """Calls one of a replay's methods for forwards of the training that are to be remembered."""
+    """Calls a method of a replay for each forward of the training, while the replay keeps inputs."""
 
     def __init__(self, owner: StepReplay, method: Callable[[nn.Module, Any, Any], None]) -> None:
         self._owner, self._method = owner, method
 
     def __call__(self, module: nn.Module, args: Any, last: Any) -> None:
-        # First of all, so that a compiler which traces this sees a constant, and guards nothing.
+        # This must be the first check: a compiler that traces the hook then sees a constant and adds no guard.
         if torch.compiler.is_compiling() or not self._owner.is_keeping:
             return
         if torch.is_grad_enabled() and module.training and not replay.is_running:
@@ -221,7 +221,7 @@ def _run_again(forward: _Forward) -> Finding | None:
 
 
 def _waits_for_ranks(model: nn.Module) -> bool:
-    """Whether a forward of this rank alone would hang."""
+    """Return whether a forward on this rank alone would hang."""
     return any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()) or any(
         local_part(parameter) is not parameter or type(parameter).__name__ == "FlatParameter"
         for parameter in model.parameters()

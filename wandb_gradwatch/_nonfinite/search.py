@@ -1,4 +1,4 @@
-"""Look for the first bad operation: in a forward and backward of our own, or in the user's."""
+"""Search for the first bad operation, in a forward and backward run for the search or in a block of the user's code."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ logger: Final = logging.getLogger("wandb_gradwatch")
 def find_nonfinite(
     model: nn.Module, inputs: Any, loss_function: Callable[[Any], Tensor] | None = None
 ) -> Finding | None:
-    """Run one forward and backward, and name the first operation that makes a NaN or an Inf out of finite numbers.
+    """Run one forward and backward, and return the first operation that makes a NaN or Inf from finite numbers.
 
-    Nothing is changed: parameters, buffers, `.grad` and random number generators are bit for bit as before, and hooks
-    that wait for accumulated gradients do not run. Infinities that are written on purpose, as masks are, count only
-    once they make a NaN. The model runs in the mode it is in, under the caller's autocast, without compilation.
+    Nothing is changed: parameters, buffers, `.grad` and random number generators stay bit for bit as they were, and
+    hooks on accumulated gradients do not run. Infinities that are written on purpose, such as masks, count only if they
+    make a NaN. The model runs in its current mode, under the caller's autocast, without compilation.
 
     Args:
-        model: a module, wrapped (DistributedDataParallel, torch.compile) or not.
-        inputs: a tensor, a tuple of arguments, or a dict of keyword arguments; anything else is the one argument.
-        loss_function: takes the model's output; None: the sum of what the output holds.
+        model: a module, with or without a wrapper (DistributedDataParallel, torch.compile).
+        inputs: a tensor, a tuple of arguments, or a dict of keyword arguments; anything else is the only argument.
+        loss_function: a function from the model's output to a tensor. None: the sum of all tensors in the output.
 
     Returns:
-        The finding, or None where the output, the loss and all gradients are finite.
+        The finding; None if the output, the loss and all gradients are finite.
 
     Raises:
-        TypeError: model is not a module, or what loss_function returns is not a tensor.
+        TypeError: model is not a module, or loss_function does not return a tensor.
 
-    Cost: every operation's output is read by the host: seconds for a large model, nothing while it is not called.
+    Cost: the host reads every operation's output, which takes seconds for a large model.
 
     Example:
         >>> import torch
@@ -67,7 +67,7 @@ def find_nonfinite(
 
 
 def outputs_of(output: Any) -> list[tuple[str, Tensor]]:
-    """The tensors of a model's output, each with what to call it."""
+    """Return the floating-point tensors of a model's output, each with a description."""
     return [("the model's output", tensor) for tensor in tensors_of(output)]
 
 
@@ -80,10 +80,10 @@ def search(
     loss_of: Callable[[Any], list[tuple[str, Tensor]]] = outputs_of,
     gradients: Mapping[int, Tensor] | None = None,
 ) -> Finding | None:
-    """One forward and backward under the trace, of a model that is not wrapped; whoever calls keeps what they change.
+    """Run one forward and backward of an unwrapped model under the trace; the caller restores what they change.
 
-    `loss_of` gives what the backward begins with, each with what to call it, and `gradients` what came back to each, by
-    its place; None: ones.
+    `loss_of` returns the tensors that the backward starts from, each with a description; `gradients` are their
+    gradients by position; None: ones.
     """
     arrived = next(filter(None, map(made, (gradients or {}).values())), None)
     trace = NonfiniteTrace(model)
@@ -114,25 +114,25 @@ def search(
 
 
 class Trace:
-    """What `trace_nonfinite` gives: `finding` is there when the block has ended."""
+    """The result of `trace_nonfinite`: `finding` is set at the end of the block."""
 
     finding: Finding | None = None
 
 
 @contextmanager
 def trace_nonfinite(model: nn.Module) -> Iterator[Trace]:
-    """Look at every operation of the block, a training step say, for the first that makes a NaN or an Inf.
+    """Observe every operation in a block, such as a training step, to find the first that makes a NaN or Inf.
 
     Args:
-        model: whose modules are named, and whose gradients and parameters are looked at when the block ends.
+        model: the module whose submodules are named, and whose gradients and parameters are checked after the block.
 
     Returns:
-        A context manager; `finding` of what it gives is the `Finding`, or None, after the block. It is logged, too.
+        A context manager. After the block, `finding` of its result is the `Finding` or None; it is also logged.
 
     Raises:
         TypeError: model is not a module.
 
-    Cost: every operation's output is read by the host.
+    Cost: the host reads every operation's output.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"trace_nonfinite(model) needs a torch.nn.Module, but got {type(model).__name__}")
@@ -159,7 +159,7 @@ def trace_nonfinite(model: nn.Module) -> Iterator[Trace]:
 
 
 def tensors_of(thing: Any) -> list[Tensor]:
-    """Every floating tensor in tuples, lists, dicts and dataclasses."""
+    """Return every floating-point or complex tensor in tuples, lists, dicts and dataclasses."""
     if hasattr(thing, "__dataclass_fields__") and not isinstance(thing, type | Mapping):
         thing = [getattr(thing, name) for name in thing.__dataclass_fields__]
     found = []
@@ -173,7 +173,7 @@ def tensors_of(thing: Any) -> list[Tensor]:
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Put back what a forward and a backward change."""
+    """Restore buffers, gradients, hooks and random number generators after a forward and a backward."""
     places = [(module, name, buffer) for module in model.modules() for name, buffer in module._buffers.items()]
     buffers = [(buffer, buffer.clone()) for _, _, buffer in places if buffer is not None]
     parameters = list(model.parameters())
@@ -197,7 +197,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
             taken.update(kept)
         with torch.no_grad():
             for buffer, values in buffers:
-                if not torch.equal(buffer, values):  # others may be part of a graph that still waits for its backward
+                if not torch.equal(buffer, values):  # writing an equal buffer would invalidate a graph that uses it
                     buffer.copy_(values)
         for module, name, original in places:
             module._buffers[name] = original

@@ -1,8 +1,8 @@
-"""A dispatch mode that follows NaN and Inf from the operation that made them to whatever they reach.
+"""A dispatch mode that follows NaN and Inf from the operation that made them to the tensors that they reach.
 
 A tensor with bad elements has an origin: the operation, parameter, buffer or input that they come from. An operation
-that makes bad elements out of finite ones is an origin; one that reads bad elements passes their origin on. Infinities
-that a program writes on purpose (masks) have an origin too, but count only once they make a NaN.
+that makes bad elements from finite ones is an origin; one that reads bad elements passes their origin on. Infinities
+that a program writes on purpose (masks) have an origin too, but count only if they make a NaN.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from torch.utils._pytree import tree_leaves
 from .._runtime.wrappers import named_modules
 
 _NOT_THE_USERS: Final = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
-_ALLOCATES: Final = ("aten.empty", "aten.new_empty", "aten.resize")  # what it returns holds whatever memory held
+_ALLOCATES: Final = ("aten.empty", "aten.new_empty", "aten.resize")  # return uninitialised memory
 _OVERWRITES: Final = ("aten.copy_", "aten.fill_", "aten.zero_", "aten.normal_", "aten.uniform_", "aten.random_")
-_NEAR_OVERFLOW: Final = 4.0  # within this factor of the largest number of a half precision format
+_NEAR_OVERFLOW: Final = 4.0  # an element within this factor of a half-precision format's maximum is reported
 _HALVES: Final = (torch.float16, torch.bfloat16)
 _MAX_LISTED: Final = 5
 
 Direction = Literal["forward", "backward"]
 
-_SHOWN: Final = 3  # offending indices
+_SHOWN: Final = 3  # indices of bad elements
 
-# By `Finding.operation`; None: an operation of the model, or of what comes after it.
+# By `Finding.operation`; None: an operation of the model, or of code that uses its output.
 REMEDIES: Final[dict[str | None, str]] = {
     None: "clamp what it reads, or add an epsilon to it, before this operation: a where() after it keeps a NaN out of "
     "the forward only",
@@ -46,19 +46,19 @@ REMEDIES: Final[dict[str | None, str]] = {
 
 @dataclass(frozen=True)
 class InputRange:
-    """One tensor that the operation read."""
+    """A tensor that the operation read."""
 
-    shape: tuple[int, ...]  # its shape
-    dtype: str  # its dtype, without "torch."
-    minimum: float  # the smallest finite element; NaN where there is none
-    maximum: float  # the largest finite element; NaN where there is none
-    num_zero: int  # elements that are 0
-    num_negative: int  # elements below 0
-    num_nonfinite: int  # elements that are NaN or Inf
+    shape: tuple[int, ...]
+    dtype: str  # without "torch."
+    minimum: float  # the smallest finite element; NaN if there is none
+    maximum: float  # the largest finite element; NaN if there is none
+    num_zero: int  # number of elements that are 0
+    num_negative: int  # number of elements below 0
+    num_nonfinite: int  # number of elements that are NaN or Inf
 
     @classmethod
     def of(cls, tensor: Tensor) -> InputRange:
-        """Look at a tensor. Waits for its device."""
+        """Compute the statistics of a tensor. Waits for its device."""
         values = _real(tensor)
         finite = values[torch.isfinite(values)].double()
         low, high = (end.item() + 0.0 for end in torch.aminmax(finite)) if finite.numel() else (math.nan, math.nan)
@@ -75,17 +75,17 @@ class InputRange:
 
 @dataclass(frozen=True)
 class Finding:
-    """The first operation that made a NaN or an Inf out of finite numbers.
+    """The first operation that made a NaN or Inf from finite numbers.
 
     Args:
-        operation: its ATen name, such as "aten.log"; of an operation in the backward, the name of the forward operation
-            whose derivative it computes; "parameter", "buffer" or "input" where one of these was bad to begin with.
-        module: the path of the module that called it, "" for the model itself, None outside of the model.
+        operation: its ATen name, such as "aten.log"; in the backward, the forward operation whose derivative it
+            computes. "parameter", "buffer" or "input" if one of these was bad before anything ran.
+        module: the path of the module that called it; "" is the model itself, None is code outside of the model.
         direction: "forward" or "backward".
-        file: where the user's code calls it; None where no such line is known.
+        file: the file of the user's code that calls it; None if unknown.
         line: the line in that file.
-        inputs: what it read.
-        text: all of it in words, a line for each: what was made and where, what it read, what that reached, the remedy.
+        inputs: the tensors that it read.
+        text: a report, one line each: what was made and where, what it read, what it reached, and the remedy.
     """
 
     operation: str
@@ -101,7 +101,7 @@ class Finding:
 
 
 def made(tensor: Tensor) -> str:
-    """What is NaN and what is Inf in a tensor, and where, in words; "" where all is finite. Waits for its device."""
+    """Describe the NaN and Inf elements of a tensor; "" if all are finite. Waits for the tensor's device."""
     values = _real(tensor)
     parts = []
     for name, bad in (("NaN", torch.isnan(values)), ("Inf", torch.isinf(values))):
@@ -112,7 +112,7 @@ def made(tensor: Tensor) -> str:
 
 
 class _Call(NamedTuple):
-    """An operation of the forward, for the backward that belongs to it."""
+    """An operation of the forward, to be named when its derivative makes a bad element."""
 
     operation: str
     module: str | None
@@ -124,23 +124,23 @@ class _Call(NamedTuple):
 class _Origin:
     """Where bad elements come from."""
 
-    found: Finding  # its text is only what was made, and where in the tensor
-    number: int  # in the order in which they were met
-    is_intended: bool  # written on purpose, as a mask is
-    reached: dict[str, None] = field(default_factory=dict)  # modules, in the order in which they were reached
+    found: Finding  # its text only says what was made, and where in the tensor
+    number: int  # in the order of discovery
+    is_intended: bool  # written on purpose, such as a mask
+    reached: dict[str, None] = field(default_factory=dict)  # the modules that it reached, in order
 
 
-_Read = tuple[Tensor, int]  # what an operation reads, a copy where it may write to it, and the original's storage
+_Read = tuple[Tensor, int]  # a tensor that an operation reads (a copy if it may write to it), and its storage's id
 
 
 class NonfiniteTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's annotation
-    """Look at every operation while it is active, and name the model's modules."""
+    """Observes every operation while it is active, and knows which module runs it."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._names = {id(module): prefix.removesuffix(".") for prefix, module in named_modules(model)}
-        self._stack: list[str] = []  # paths of the modules whose forward is under way
-        self._origins: dict[int, tuple[Tensor, _Origin]] = {}  # by storage, which the tensor keeps from being reused
+        self._stack: list[str] = []  # paths of the modules whose forward is running
+        self._origins: dict[int, tuple[Tensor, _Origin]] = {}  # by storage; holding the tensor keeps its id unique
         self._calls: dict[int, _Call] = {}  # by the sequence number of the autograd node
         self._num_origins = 0
         self.near_overflow: dict[str, None] = {}
@@ -175,19 +175,19 @@ class NonfiniteTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         reads = [leaf for leaf in tree_leaves((args, kwargs)) if _has_values(leaf)]
         if operation.startswith(_OVERWRITES):
             reads = reads[1:]
-        is_mutable = func._schema.is_mutable  # what it reads may not be there afterwards
+        is_mutable = func._schema.is_mutable  # it may overwrite what it reads
         reads = [(tensor.clone() if is_mutable else tensor, _storage(tensor)) for tensor in reads]
         result = func(*args, **kwargs)
-        # What returns nothing, as the optimizers' operations on lists do, has written to its arguments.
+        # An operation without a result, such as the optimizers' operations on lists, writes to its arguments.
         written = result if func._schema.returns else _written(func._schema, args, kwargs)
         outputs = [leaf for leaf in tree_leaves(written) if _has_values(leaf)]
         if operation.startswith(_ALLOCATES):
             for tensor in outputs:
-                tensor.zero_()  # what was left in the memory is nobody's mistake
+                tensor.zero_()  # so that leftovers in uninitialised memory are not reported
             return result
         call = _Call(operation, self._stack[-1] if self._stack else None, *_users_line())
-        # The node of an operation is made just before the operation runs; what runs later under the same number is
-        # without a node, or of a backward.
+        # Autograd creates an operation's node just before the operation runs. Later operations with the same sequence
+        # number have no node, or belong to a backward.
         self._calls.setdefault(torch.autograd._get_sequence_nr() - 1, call)  # type: ignore[attr-defined]
         for tensor in outputs:
             self._follow(tensor, call, reads, (args, kwargs))
@@ -196,7 +196,7 @@ class NonfiniteTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
     def _follow(self, output: Tensor, call: _Call, reads: list[_Read], given: Any) -> None:
         has_nan, has_inf = _nan_and_inf(output)
         if not has_nan and not has_inf:
-            if output._base is None:  # of a view the rest may still be bad
+            if output._base is None:  # if it is a view, the rest of the storage may still be bad
                 self._origins.pop(_storage(output), None)
             if output.dtype in _HALVES and output.detach().abs().max() > torch.finfo(output.dtype).max / _NEAR_OVERFLOW:
                 place = "" if call.module is None else f" in {call.module or 'the model itself'}"
@@ -216,19 +216,19 @@ class NonfiniteTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
                 else:
                     reads_mask = True
         node = torch._C._current_autograd_node()
-        # Of an operation in a backward the forward's operation that it belongs to.
+        # In a backward: the forward operation whose derivative is being computed.
         forward = call if node is None else self._calls.get(node._sequence_nr())
         guilty = [origin for origin in sources if not origin.is_intended]
         if guilty or (sources and (reads_nan or not has_nan)):
             origin = min(guilty or sources, key=lambda one: one.number)
             if forward is not None and forward.module is not None:
                 origin.reached[forward.module] = None
-        else:  # nothing bad was read that is known, or a mask has made a NaN
+        else:  # the operation read nothing bad with a known origin, or made a NaN from a mask
             writes_inf = reads_mask or any(math.isinf(value) for value in _numbers(given))
             words = made(output)
             if node is not None:
                 if forward is None or isinstance(node, torch.autograd.function.BackwardCFunction):
-                    # The user's own backward has a line of its own.
+                    # A user-defined backward has its own line.
                     call = call._replace(module=None if forward is None else forward.module)
                     words += f" in {node.name()}"
                 else:
@@ -244,7 +244,7 @@ class NonfiniteTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
     # ---- what is known of a tensor
 
     def look_at(self, tensor: Tensor, kind: str, name: str) -> Finding | None:
-        """Look at a parameter, buffer or input before anything runs."""
+        """Check a parameter, buffer or input before anything runs."""
         if not _has_values(tensor):
             return None
         has_nan, has_inf = _nan_and_inf(tensor)
@@ -255,7 +255,7 @@ class NonfiniteTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         return Finding(kind, module, "forward", None, None, (InputRange.of(tensor),), text)
 
     def finding(self, sinks: Iterable[tuple[str, Tensor]]) -> Finding | None:
-        """What the first bad tensor goes back to, of those that should be finite, each with what to call it."""
+        """Return the origin of the first bad tensor among these, which should be finite; each has a description."""
         for name, tensor in sinks:
             has_nan, has_inf = _nan_and_inf(tensor)
             known = self._origins.get(_storage(tensor))
@@ -289,7 +289,7 @@ def _written(schema: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> l
 
 
 def _numbers(given: Any) -> Iterator[float]:
-    """Every number, and the value of every tensor of one element, among the arguments."""
+    """Yield every float, and the value of every floating-point scalar tensor, among the arguments."""
     for leaf in tree_leaves(given):
         if isinstance(leaf, float):
             yield leaf
@@ -298,7 +298,7 @@ def _numbers(given: Any) -> Iterator[float]:
 
 
 def _nan_and_inf(tensor: Tensor) -> tuple[bool, bool]:
-    """Whether any element is NaN, and whether any is infinite. Waits for the device."""
+    """Return whether any element is NaN, and whether any is infinite. Waits for the device."""
     values = _real(tensor).detach()
     if bool(torch.isfinite(values).all()):
         return False, False
@@ -306,7 +306,7 @@ def _nan_and_inf(tensor: Tensor) -> tuple[bool, bool]:
 
 
 def _is_more_than_a_mask(values: Tensor, *, nan: bool) -> bool:
-    """Whether what is not finite is more than -inf, which alone is taken for a mask."""
+    """Return whether there is NaN or +Inf; -inf alone is taken for a mask."""
     return nan or bool((values == torch.inf).any())
 
 
@@ -319,7 +319,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _users_line() -> tuple[str | None, int | None]:
-    """The innermost line that is neither torch's nor this package's."""
+    """Return the innermost line of the stack that is neither torch's nor this package's."""
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
