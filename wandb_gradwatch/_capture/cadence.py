@@ -1,4 +1,4 @@
-"""When to sample, when to take a histogram, when to flush: all counted in optimizer steps."""
+"""When to take a sample, when to take a histogram, and when to flush, all counted in optimizer steps."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ SampleEvery = int | Callable[[int], int] | None
 
 @dataclass(frozen=True)
 class Cadence:
-    """What the user asked for.
+    """The cadences that the user asked for.
 
     Raises:
-        ValueError: a cadence that is not a positive whole number.
+        ValueError: a cadence is not a whole number, or too small.
     """
 
-    # Measure every n-th step; a function gives n for a step, 0 for none; None: a budget decides
+    # Measure every n-th step. A function maps a step to n, 0 for none. None: the budget decides.
     sample_every: SampleEvery = 1
-    log_every: int = 50  # flush at every n-th step
-    # Take a histogram every n-th step, rounded up to a sample; None: for every flush; 0: never
+    log_every: int = 50  # flush every n-th step
+    # Take a histogram at the first sample at or after every n-th step. None: for every flush. 0: never.
     histogram_every: int | None = None
 
     def __post_init__(self) -> None:
@@ -38,7 +38,7 @@ class Cadence:
             object.__setattr__(self, argument, _whole(value, least, f"{argument}={value!r}", what))
 
     def every(self, step: int) -> int | None:
-        """The cadence that was asked for at this step: measured if it divides the step; 0: not measured; None: open."""
+        """Return n for this step, which is measured if n divides it. 0: not measured. None: the budget decides."""
         if not callable(self.sample_every):
             return self.sample_every
         try:
@@ -49,14 +49,14 @@ class Cadence:
         return _whole(value, 0, f"sample_every({step}) = {value!r}", "a whole number, at least 0")
 
     def next_flush(self, step: int) -> int:
-        """The first step from this one on at which a window may be flushed."""
+        """Return the first step at which a window may be flushed, this step included."""
         return -(-step // self.log_every) * self.log_every
 
     def histogram_due(self, step: int, *, last: int, is_first: bool, is_last: bool) -> bool:
-        """Whether a measured step also gets a histogram; `last` is the step measured before this one.
+        """Whether a measured step also gets a histogram; `last` is the previous measured step.
 
-        By default that is the last sample before each flush, as far as that is known, and the first of the window, so
-        that a window that is flushed early has one too, which the later one replaces.
+        By default the last sample of a window gets one, as far as it is known to be the last, and the first sample, for
+        windows that are flushed early. The later histogram replaces the first one.
         """
         if self.histogram_every == 0:
             return False
@@ -68,54 +68,54 @@ class Cadence:
 def _whole(value: object, least: int, asked: str, what: str) -> int:
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise CannotWatchError(f"{asked} must be {what}")
-    return int(value)  # numpy's whole numbers are welcome
+    return int(value)  # also accepts numpy's integers
 
 
 def on_ladder(steps: float) -> int:
-    """The largest of 1, 2, 5, 10, 20, 50, ... that is not above this number of steps."""
+    """Return the largest of 1, 2, 5, 10, 20, 50, ... that is at most this number of steps."""
     decade = int(10 ** math.floor(math.log10(max(steps, 1.0))))
     return next(factor * decade for factor in (5, 2, 1) if factor * decade <= max(steps, 1.0))
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a budget allows from a sample on."""
+    """The cadence that a budget allows after a sample."""
 
     every: int = 1  # steps to the next sample
-    samples_per_row: int = 1  # a window is not flushed before it has this many: a row costs as much as they do
+    samples_per_row: int = 1  # needed in a window before it is flushed: they cost as much as a row
 
     def next_sample(self, step: int) -> int:
-        """The step to be sampled after this one: a multiple of a round number, never too early."""
+        """Return the next step to sample: `every` steps later, rounded up to a multiple of a round number."""
         grid = on_ladder(self.every / 4)
         following = -(-(step + self.every) // grid) * grid
         return min(following, step + LONGEST) if self.every <= LONGEST else following
 
 
-LONGEST: Final = 1000  # steps between samples whose cost is earned in half of that, whatever came before
+LONGEST: Final = 1000  # most steps between samples if half as many steps earn the cost of one
 
 
 class Budget:
-    """A bucket of credit: a second of training earns `max_overhead` seconds of monitoring. Pure: time is an argument.
+    """A token bucket: each second of training earns `max_overhead` seconds of monitoring. Pure: time is an argument.
 
-    A sample is taken when what it costs is earned, and in debt when that is earned twice: half of it pays. So whatever
-    a debt comes from, the first steps or a write to a slow disk, the next sample is never further away than that.
-    A tenth of what is earned is put aside for bursts of consecutive samples, until that is enough for one.
+    A sample is taken when its cost is earned. In debt it is taken when twice its cost is earned, and the other half
+    pays off debt: no debt, such as that of the first steps or of a write to a slow disk, delays a sample any longer.
+    A tenth of the credit is saved for bursts of consecutive samples, until the savings cover one burst.
 
-    What a sample costs is the middle one of the last three: what takes long once is paid, and not expected again. A
-    sample that took longer than expected may be the first of many: that is seen within 1,000 steps.
+    The expected cost of a sample is the median of the last three: a single slow sample is paid for, but not expected
+    again. As it may be the first of many, the next sample waits until that cost is earned, but at most 1,000 steps.
 
     Args:
         max_overhead: the monitor's seconds per second of training, 0.01 for one percent.
 
     Raises:
-        ValueError: the limit is not between 0 and 1.
+        ValueError: max_overhead is not between 0 and 1.
     """
 
-    FIRST: Final = 10  # steps, all sampled
-    BURST: Final = 32  # consecutive samples
-    _DEBT_STEPS: Final = 50  # the first samples may take as long as this many steps, all but two
-    _SAVED: Final = 0.1  # of what is earned
-    _FOR_SAMPLES: Final = 0.5  # of it at least, however much of it counting steps takes
+    FIRST: Final = 10  # number of samples at the start that are taken at every step
+    BURST: Final = 32  # number of consecutive samples in a burst
+    _DEBT_STEPS: Final = 50  # the samples at the start, except two, stop when monitoring has cost this many steps
+    _SAVED: Final = 0.1  # share of the credit that is saved for bursts
+    _FOR_SAMPLES: Final = 0.5  # the least share of the credit for samples, however much counting steps costs
 
     def __init__(self, max_overhead: float) -> None:
         if isinstance(max_overhead, bool) or not isinstance(max_overhead, int | float) or not 0 < max_overhead < 1:
@@ -123,32 +123,32 @@ class Budget:
         self._limit = max_overhead
         self._began: tuple[int, float, float] | None = None  # step, time, seconds spent
         self._last = (0, 0.0, 0.0)
-        self._forfeited = 0.0  # credit that no burst could use up
+        self._forfeited = 0.0  # credit beyond the cost of two bursts, which is dropped
         self._num_samples = 0
         self._burst_left = 0
-        self._is_covered = False  # one more sample, after the last one
-        self._step_seconds: deque[float] = deque(maxlen=5)  # without us; its median ignores an evaluation in between
-        self._costs: deque[float] = deque(maxlen=3)  # seconds of samples, without rows
+        self._is_covered = False  # whether the credit covers one more sample
+        self._step_seconds: deque[float] = deque(maxlen=5)  # without monitoring; the median ignores an evaluation
+        self._costs: deque[float] = deque(maxlen=3)  # seconds per sample, without rows
         self._costs_of_rows: deque[float] = deque(maxlen=3)
 
     def start(self, step: int, now: float, spent: float) -> None:
-        """The training begins after this step."""
+        """Start the account: the training begins after this step, when the monitor has already spent this long."""
         self._began = self._last = (step, now, spent)
 
     def look_closely(self) -> bool:
-        """Something is unusual: spend what was put aside on consecutive samples. Whether that covers the next one."""
+        """Start a burst of consecutive samples, paid from the savings. Returns whether they cover the next sample."""
         self._burst_left = self.BURST
         return self._is_covered
 
     def after_sample(self, step: int, now: float, spent: float, *, on_rows: float, on_counting: float) -> Plan:
-        """What to do after a sample.
+        """Account for a sample, and return the plan for the next one.
 
         Args:
-            step: the sample's.
-            now: seconds, from any zero.
-            spent: seconds, by the monitor since the beginning, on the host or on the device.
-            on_rows: seconds of these, since the last sample, that writing a row has taken; 0 where none was written.
-            on_counting: the same, of the steps in between, in which nothing else was done.
+            step: the step of the sample.
+            now: time in seconds, from an arbitrary zero.
+            spent: seconds that the monitor has taken since the beginning, on the host or on the device.
+            on_rows: seconds of `spent` since the last sample that went into writing a row; 0 if none was written.
+            on_counting: seconds of `spent` since the last sample that went into counting the steps in between.
         """
         assert self._began is not None
         last, self._last = self._last, (step, now, spent)
@@ -178,7 +178,7 @@ class Budget:
         if latest > cost:
             every = max(every, min(self._steps_until_earned(latest, credit, saved, earned_per_step), LONGEST))
         is_affordable = spent + cost <= self._DEBT_STEPS * step_seconds
-        # What takes long once does so at the first sample: the second shows what they cost.
+        # One-time costs fall on the first sample: the second one shows the usual cost.
         if self._num_samples < 2 or (self._num_samples < self.FIRST and is_affordable):
             every = 1
         self._is_covered = credit >= cost
@@ -199,5 +199,5 @@ class Budget:
 
 
 def _middle(newest: Collection[float]) -> float:
-    """The middle one, the lower one of two; 0 of none."""
+    """Return the median, the lower of two; 0 if there is none."""
     return sorted(newest)[(len(newest) - 1) // 2] if newest else 0.0

@@ -1,14 +1,14 @@
-"""Which backwards and optimizer steps make one sample. Pure: integers in, closed samples out.
+"""Decides which backwards and optimizer steps make one sample. Pure: integers in, closed samples out.
 
-An optimizer is a key, a parameter is a slot. The rules:
+An integer key stands for an optimizer, an integer slot for a parameter. The rules:
 
 - Optimizers that step one after the other after the same backwards make one sample of all their parameters.
-- A sample closes when the owner of every marked slot has stepped and so have the optimizers of the sample before; at
-  the latest when the next backward begins.
-- The same optimizer stepping again opens a new sample.
-- An optimizer that comes late joins the sample that has just closed, unless it brings gradients from elsewhere.
-- In the first sample the owners are not all known yet: a marked slot without an owner keeps it open. Later it delays
-  nothing.
+- A sample closes when the owners of all marked slots and the optimizers of the previous sample have stepped; at the
+  latest when the next backward begins.
+- A second step of the same optimizer opens a new sample.
+- An optimizer that steps late, without a backward before, joins the last closed sample unless its gradients are new.
+- In the first sample not all owners are known yet: a marked slot without an owner keeps it open. In later samples such
+  a slot delays nothing.
 - Steps inside a backward (an optimizer fused into it) make one sample, closed when that backward ends.
 """
 
@@ -24,32 +24,32 @@ class Closed:
     step: int  # its number
     stepped: frozenset[int]  # the optimizers that stepped
     marked: frozenset[int]  # the slots that received a gradient
-    skipped: bool  # whether loss scaling skipped an update in it
+    skipped: bool  # whether loss scaling skipped one of its updates
     inside_backward: bool = False  # whether an optimizer stepped inside a backward
 
 
 @dataclass
 class SampleClock:
-    """Turns marks, backwards and steps into samples."""
+    """Turns marked slots, backwards and optimizer steps into samples."""
 
     step: int = 0  # the number of the last closed sample
     owned: dict[int, frozenset[int]] = field(default_factory=dict)  # optimizer -> its slots
     owner: dict[int, int] = field(default_factory=dict)  # slot -> optimizer
-    num_changes: int = 0  # of who owns what
+    num_changes: int = 0  # how often the ownership has changed
     marked: set[int] = field(default_factory=set)
     backwards: int = 0
-    muted: int = 0  # steps with a closure under way whose further evaluations are not seen
-    takes_turns: bool = False  # optimizers step in samples of their own, as those of a GAN do
-    stepped: set[int] = field(default_factory=set)  # optimizers, in the open sample
+    muted: int = 0  # number of steps under way whose closure is evaluated again: its backwards are ignored
+    takes_turns: bool = False  # successive samples have different optimizers, as in a GAN
+    stepped: set[int] = field(default_factory=set)  # optimizers that stepped in the open sample
     ever_stepped: set[int] = field(default_factory=set)
     _inside_backward: bool = False  # an optimizer stepped inside a backward that has not ended
     _skipped: bool = False
-    _previous: frozenset[int] = frozenset()  # the optimizers of the sample before
-    marked_before: frozenset[int] = frozenset()  # the slots of the sample before
-    # Slots that were marked when another optimizer stepped: their gradients may be of long ago.
+    _previous: frozenset[int] = frozenset()  # the optimizers of the previous sample
+    marked_before: frozenset[int] = frozenset()  # the slots marked in the previous sample
+    # Slots that were marked but not updated when another optimizer stepped: their gradients may be old.
     waited_for: set[int] = field(default_factory=set)
     closed_any: bool = False
-    _orphans: set[int] = field(default_factory=set)  # their optimizer is gone: a new one may step soon
+    _orphans: set[int] = field(default_factory=set)  # slots whose optimizer was deleted: a new one may step soon
 
     @property
     def open_step(self) -> int:
@@ -57,7 +57,7 @@ class SampleClock:
         return self.step + 1
 
     def own(self, optimizer: int, slots: frozenset[int]) -> None:
-        """Record which slots an optimizer updates, replacing what was known of it."""
+        """Record which slots an optimizer updates, instead of those recorded before."""
         for slot in self.owned.get(optimizer, frozenset()):
             if self.owner.get(slot) == optimizer:
                 del self.owner[slot]
@@ -66,41 +66,41 @@ class SampleClock:
         self._orphans -= slots
 
     def disown(self, optimizer: int) -> None:
-        """Forget an optimizer that is gone; its slots wait for a successor, until the next backward at most."""
+        """Forget a deleted optimizer. Its marked slots keep the sample open for a successor until the next backward."""
         orphans = {slot for slot in self.owned.get(optimizer, ()) if self.owner.get(slot) == optimizer}
         self.own(optimizer, frozenset())
         self._orphans |= orphans
         if optimizer in self.stepped:
-            self.owned[optimizer] = frozenset(orphans)  # the open sample is still its own
+            self.owned[optimizer] = frozenset(orphans)  # it belongs to the open sample
         else:
             del self.owned[optimizer]
         self.ever_stepped.discard(optimizer)
         self._previous -= {optimizer}
 
     def backward_begins(self) -> Closed | None:
-        """A new backward: a sample that already has a step is over."""
+        """A backward begins: close the open sample if an optimizer has stepped in it."""
         return self.update() if self.stepped and not self._inside_backward else None
 
     def backward_ended(self) -> Closed | None:
-        """A backward is over, and with it a sample whose optimizers stepped inside."""
+        """A backward has ended: close the open sample if an optimizer has stepped inside the backward."""
         self.backwards += 1
         return self.update() if self._inside_backward else None
 
     def step_begins(self, optimizer: int) -> Closed | None:
-        """An optimizer is about to step: for the second time in a sample means that the sample was over."""
+        """An optimizer is about to step: close the open sample if it has already stepped in it."""
         return self.update() if optimizer in self.stepped and not self._inside_backward else None
 
     def is_late(self, optimizer: int) -> bool:
-        """Whether this step, with no backward before it, belongs to the sample that has just closed."""
+        """Whether this optimizer, which had no part in the last closed sample, steps without a backward since then."""
         is_fresh = not self.stepped and not self.marked and not self.backwards
         return is_fresh and self.closed_any and optimizer not in self._previous
 
     def join(self, optimizer: int) -> None:
-        """Count a silent late-comer among the optimizers of the sample that has just closed."""
+        """Add a late optimizer to those of the last closed sample."""
         self._previous |= {optimizer}
 
     def step_ended(self, optimizer: int, *, skipped: bool = False, inside_backward: bool = False) -> Closed | None:
-        """An optimizer has stepped, or was told to and loss scaling skipped it."""
+        """An optimizer has stepped, or loss scaling has skipped its step: close the sample if it is complete."""
         self.stepped.add(optimizer)
         self.ever_stepped.add(optimizer)
         self._skipped |= skipped
@@ -108,20 +108,20 @@ class SampleClock:
         return self.update() if not self._inside_backward and self._is_complete() else None
 
     def close(self) -> Closed | None:
-        """End the open sample if anything stepped in it."""
+        """Close the open sample if an optimizer has stepped in it."""
         return self.update() if self.stepped else None
 
     def counted(self, stepped: frozenset[int]) -> None:
-        """These have made the last of the samples that were only counted; others may still join it."""
+        """Set which optimizers made the last sample that was only counted; a late one may still join it."""
         self._previous = stepped
 
     def discard(self) -> None:
-        """Forget the open sample: its gradients led to no update."""
-        self.marked.clear()  # the hooks have this set
+        """Forget the marks and backwards of the open sample."""
+        self.marked.clear()  # in place: the hooks hold this set
         self.backwards = 0
 
     def take_back(self, num_updates: int) -> None:
-        """What `update()` ended was none of the samples, and those were all so far: the open one is the first."""
+        """Undo all `update()` calls so far, which closed no real samples: the open sample is the first again."""
         self.step -= num_updates
         self.closed_any, self.marked_before = False, frozenset()
 
@@ -133,7 +133,7 @@ class SampleClock:
         return not waiting or (self.closed_any and waiting.isdisjoint(self.owner) and waiting.isdisjoint(self._orphans))
 
     def update(self) -> Closed:
-        """End the open sample, also without an optimizer: then the backward, or the user, is the clock."""
+        """Close the open sample, even if no optimizer has stepped: a backward or the user can make an update too."""
         self.step += 1
         stepped, marked = frozenset(self.stepped), frozenset(self.marked)
         closed = Closed(self.step, stepped, marked, self._skipped, self._inside_backward)

@@ -1,4 +1,4 @@
-"""Measures gradients into the open sample, each in the units that it has at that moment."""
+"""Measures gradients into the open sample, corrected for the loss scale that they have at that moment."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from .optimizer_registry import OptimizerRegistry
 from .probes import WatchedTensor
 from .scaling import SCALES, scale_tensor
 
-_MAX_UNREAD: Final = 256  # pairs of events; a device further behind than that is not measured until it has caught up
+_MAX_UNREAD: Final = 256  # pairs of events; a device with more is not timed until it has caught up
 
 LossScale = float | Tensor | Callable[[int], float | Tensor]
 
@@ -42,19 +42,17 @@ class MeasureOptions:
 
     dead_threshold: float = 0.0  # |g| <= this is dead
     backend: str = "auto"  # as given to watch()
-    # What the gradients are divided by after the backward, by hand: a number, a tensor whose value counts when they are
-    # measured, or a function of the step; None: by a scaler, or not at all
+    # What the user's code divides the gradients by after the backward: a number, a tensor, which is read when the
+    # gradients are measured, or a function of the step. None: a scaler divides them, or nothing does.
     loss_scale: LossScale | None = None
-    histograms: bool = True  # whether histograms of gradients are taken where they are due
+    histograms: bool = True  # whether to take the histograms of gradients that are due
 
 
 class DeviceTimer:
-    """Adds up what CUDA devices spend between pairs of events on their current streams: for `max_overhead`.
+    """Sums the time between pairs of CUDA events on the devices' current streams, for `max_overhead`.
 
-    The events are asked and never waited for.
-
-    Work that is queued meanwhile on another stream is not told apart from a pause of this one. Other devices than CUDA
-    have no time here: on the CPU the host's is all there is.
+    The events are queried; the host never waits for them. The time includes pauses of the stream, for instance while
+    another stream uses the device. Only CUDA devices are timed: on the CPU the host's time is all there is.
     """
 
     def __init__(
@@ -65,10 +63,10 @@ class DeviceTimer:
         self._make_event, self._stream_of = make_event, stream_of
         self._seconds: dict[torch.device, float] = {}
         self._unread: dict[torch.device, deque[tuple[Any, Any]]] = {}
-        self._free: dict[torch.device, list[tuple[Any, Any]]] = {}  # an event belongs to the device it was first on
+        self._free: dict[torch.device, list[tuple[Any, Any]]] = {}  # an event belongs to its first device
 
     def on(self, device: torch.device) -> AbstractContextManager[None]:
-        """Time what is queued in here on the device's current stream."""
+        """Time the work that is queued on the device's current stream inside this context; no-op without CUDA."""
         return self._on(device) if device.type == "cuda" else nullcontext()
 
     @contextmanager
@@ -86,7 +84,7 @@ class DeviceTimer:
         unread.append((start, end))
 
     def seconds(self) -> float:
-        """What has passed so far, on the device that spent most: they work side by side."""
+        """Return the seconds so far of the busiest device: devices work in parallel."""
         for device, unread in self._unread.items():
             while unread and unread[0][1].query():
                 start, end = unread.popleft()
@@ -101,13 +99,13 @@ class _Group(NamedTuple):
     scaler: GradScaler | None
     device: torch.device
     slots: list[int]
-    held: list[Tensor]  # the gradients as their parameters hold them
-    gradients: list[Tensor]  # the same, and the parameters: their local parts where they are sharded
-    parameters: list[Tensor]
+    held: list[Tensor]  # `.grad` of each parameter
+    gradients: list[Tensor]  # the gradients, the local part of each if it is sharded
+    parameters: list[Tensor]  # the parameters, likewise
 
 
 class Measurer:
-    """The open sample's gradients: what was seen of them, and their rows in the window."""
+    """Measures gradients of the open sample, writes their rows to the window and remembers their versions."""
 
     def __init__(
         self,
@@ -122,13 +120,13 @@ class Measurer:
         self._optimizer_registry = optimizer_registry
         self._options = options
         self._seen = seen
-        self.eps = 0.0  # the coarsest relative precision of what was measured again in the open sample
+        self.eps = 0.0  # the coarsest machine epsilon among gradients measured twice in the open sample
         self._step = 0
-        self._assumed_scaler: dict[int, GradScaler | None] = {}  # by slot, where a scaler is in use
-        self._answer: tuple[int, float | Tensor | None] = (-1, None)  # of a loss scale's function: step, scale
+        self._assumed_scaler: dict[int, GradScaler | None] = {}  # by slot, if a scaler is in use
+        self._answer: tuple[int, float | Tensor | None] = (-1, None)  # last step and result of a loss_scale function
 
     def begin_sample(self, step: int) -> None:
-        """Forget what was seen: the sample of this step is open."""
+        """Open the sample of this step: forget the gradients of the previous one."""
         self._step, self.eps = step, 0.0
         self._seen.clear()
         self._assumed_scaler.clear()
@@ -145,8 +143,10 @@ class Measurer:
         """Measure gradients that are not clipped yet, and their parameters.
 
         Args:
-            scaled: they are as the backward left them, multiplied with the loss scale if there is one.
-            received_by: they are as this optimizer is about to use them, instead.
+            histogram: also take their histograms.
+            parameters: also measure the parameters.
+            scaled: the gradients are as the backward left them, multiplied by the loss scale if there is one.
+            received_by: the gradients are as this optimizer is about to use them; `scaled` is ignored.
         """
         scaled = scaled and received_by is None
         any_scaler = scaled and SCALES.scaler_of(None) is not None
@@ -173,15 +173,15 @@ class Measurer:
         return self.scale_by_hand(device) if scaler is None else scale_tensor(scaler)
 
     def scale_by_hand(self, device: torch.device) -> Tensor | None:
-        """What the user has named as the loss scale of the open step; None for nothing."""
+        """Return the user's `loss_scale` for the open step, 0-dim on the device; None without one."""
         scale = self._options.loss_scale
-        if scale is None:  # as nearly always
+        if scale is None:  # the usual case
             return None
         if callable(scale) and not isinstance(scale, Tensor):
             if self._answer[0] != self._step:
                 try:
                     self._answer = self._step, scale(self._step)
-                except Exception as error:  # the user's own
+                except Exception as error:  # of the user's function
                     raise CallbackError from error
             scale = self._answer[1]
         if scale is None:
@@ -193,7 +193,7 @@ class Measurer:
         return torch.full((), scale, device=device)
 
     def measure_after_clipping(self, present: Sequence[Entry], optimizer: Optimizer) -> None:
-        """Measure gradients that may have been clipped since the backward; what clipping hides stays missing."""
+        """Measure gradients that may have been clipped since the backward; what clipping changes is missing."""
         for group in self._groups(present):
             measurement = measure(
                 group.gradients,
@@ -205,10 +205,10 @@ class Measurer:
             self._window.write_after_clipping(group.slots, measurement)
 
     def measure_received(self, present: Sequence[Entry], optimizer: Optimizer | None, *, whole: bool) -> None:
-        """One pass over gradients that may have changed since they were measured.
+        """Measure gradients as the optimizer receives them: they may have changed since they were measured.
 
         Args:
-            whole: as rows, which tell what has happened to them; otherwise their norm and what is not finite.
+            whole: measure whole rows, which tell how the gradients changed; otherwise only norms and non-finite counts.
         """
         backend = self._options.backend
         for _, device, slots, _, gradients, _ in self._groups(present):
@@ -223,14 +223,14 @@ class Measurer:
             self.note_precision(gradients)
 
     def note_precision(self, gradients: Iterable[Tensor]) -> None:
-        """These are compared with what they were before: their dtype says how closely."""
+        """Record the machine epsilon of gradients that are compared with their earlier values."""
         dtypes = {gradient.dtype for gradient in gradients}
         self.eps = max([self.eps, *(torch.finfo(dtype).eps for dtype in dtypes)])
 
     def watched(
         self, entries: Iterable[Entry], names: Sequence[str], scaled: bool, updated_by: Optimizer | None = None
     ) -> list[WatchedTensor]:
-        """The entries as probes see them."""
+        """Return the entries in the form that probes receive."""
         tensors = []
         for slot, parameter in entries:
             gradient = parameter.grad
@@ -248,11 +248,11 @@ class Measurer:
         return tensors
 
     def loss_scale(self, device: torch.device, optimizer: Optimizer | None = None) -> Tensor | None:
-        """What the loss was multiplied with for this optimizer's backward; None for nothing that is known of."""
+        """Return the factor of the loss in this optimizer's backward; None if no loss scale is known."""
         return self._scale_of(SCALES.scaler_of(optimizer), device)
 
     def scale_of_backward(self, device: torch.device, slots: Iterable[int]) -> tuple[Tensor | None, bool]:
-        """What a loss was multiplied with whose backward has reached these; whether that is assumed of a scaler."""
+        """Return the factor of the loss in a backward that reached these slots, and whether the scaler is assumed."""
         if self._options.loss_scale is None and SCALES.last_used is None:
             return None, False
         owners = map(self._optimizer_registry.of_slot, slots)
@@ -260,7 +260,7 @@ class Measurer:
         return self.loss_scale(device, owner), owner is None and SCALES.scaler_of(None) is not None
 
     def correct_scale(self, optimizer: Optimizer) -> None:
-        """Undo a loss scale that was assumed before it was known who steps this optimizer."""
+        """Correct rows whose loss scale was assumed before it was known which scaler steps this optimizer."""
         if not self._assumed_scaler:
             return
         actual = SCALES.scaler_of(optimizer)
@@ -283,15 +283,15 @@ class Measurer:
             factor_C = torch.ones(NUM_COLUMNS, dtype=torch.float64, device=factor.device)
             for column, power in SCALE_POWER.items():
                 factor_C[column] = factor**power
-            factor_C[Column.RECEIVED_SUM_SQ] = factor**2  # so far a copy of what was measured
+            factor_C[Column.RECEIVED_SUM_SQ] = factor**2  # still a copy of GRAD_SUM_SQ
             self._window.rescale(slots, factor_C)
 
     def _groups(self, present: Sequence[Entry], *, by_scaler: bool = False) -> list[_Group]:
-        """Entries that have a gradient, by device and, if asked for, by the scaler of their optimizer."""
+        """Group the entries that have a gradient by device and, with `by_scaler`, by the scaler of their optimizer."""
         present = sorted(present, key=itemgetter(0))
         held = [gradient for _, parameter in present if (gradient := parameter.grad) is not None]
         devices = [gradient.device for gradient in held]
-        if held and not by_scaler and devices.count(devices[0]) == len(devices):  # as nearly always
+        if held and not by_scaler and devices.count(devices[0]) == len(devices):  # the usual case
             return [_group(None, present, held)]
         groups: dict[tuple[int, torch.device], tuple[GradScaler | None, list[Entry], list[Tensor]]] = {}
         for entry, gradient in zip(present, held, strict=True):
@@ -311,10 +311,10 @@ def _group(scaler: GradScaler | None, entries: Sequence[Entry], held: list[Tenso
 
 
 def slots_that_are_broken(entries: Iterable[Entry]) -> list[int]:
-    """The slots of these parameters that hold NaN or Inf. Waits for the answer."""
+    """Return the slots of the parameters that hold NaN or Inf. Waits for the device."""
     of_device: dict[torch.device, list[Entry]] = {}
     for slot, parameter in entries:
-        if not (is_lazy(parameter) or parameter.is_meta):  # which hold nothing yet
+        if not (is_lazy(parameter) or parameter.is_meta):  # they hold no values yet
             of_device.setdefault(parameter.device, []).append((slot, parameter))
     broken: list[int] = []
     for here in of_device.values():
@@ -324,6 +324,6 @@ def slots_that_are_broken(entries: Iterable[Entry]) -> list[int]:
 
 
 def _pending_inverse_scale(optimizer: Optimizer, device: torch.device) -> Tensor | None:
-    """What an optimizer that unscales by itself is still going to multiply with; None for every other."""
+    """Return the factor by which a fused optimizer will unscale the gradients itself; None for other optimizers."""
     grad_scale: Tensor | None = getattr(optimizer, "grad_scale", None)
     return None if grad_scale is None else onto(grad_scale.double().reciprocal().reshape(()), device)

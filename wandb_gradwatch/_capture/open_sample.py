@@ -1,4 +1,4 @@
-"""What is measured of the open sample: each gradient as the backward left it, and as the optimizer received it."""
+"""Measures the open sample: each gradient as the backward left it, and as the optimizer received it."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ from .scaling import SCALES
 
 
 class OpenSample(ClipListener):
-    """The open sample."""
+    """Measures the gradients of the open sample at the right moments, and commits the sample when it is closed."""
 
     def __init__(self, parts: CaptureParts, measurer: Measurer) -> None:
         self._parts = parts
         self._measurer = measurer
         self.boundary = parts.boundary
         self._being_unscaled = Inspection()
-        self._presumed: set[int] = set()  # slots that were marked because there is a gradient
-        # Slots whose gradients looked unmodified at the step, and before torch clipped, and were compared all the same.
+        self._presumed: set[int] = set()  # slots marked only because a gradient is present, by no hook
+        # Slots whose gradients looked unmodified but were compared by value: at the step, and before torch's clipping.
         self._compared: tuple[int, ...] = ()
         self._compared_early: tuple[int, ...] = ()
         self._unscaled: set[int] = set()  # slots whose gradients a scaler has divided
-        self._clipped: set[int] = set()  # slots whose gradients torch's functions have clipped, or are clipping
-        self._received: set[int] = set()  # slots of which is known what an update by hand may use
-        self.by_torch = False  # one of torch's functions has clipped
-        self.was_reset = False  # backwards came before, whose gradients were reset
-        self._learning_rate = math.nan  # the largest of the optimizers that have updated so far
+        self._clipped: set[int] = set()  # slots whose gradients torch's functions clip or have clipped
+        self._received: set[int] = set()  # slots whose gradients after clipping are known, for an update by hand
+        self.by_torch = False  # whether one of torch's functions has clipped
+        self.was_reset = False  # whether gradients of earlier backwards were reset without a step
+        self._learning_rate = math.nan  # the largest among the optimizers that step in this sample
 
     def begin(self) -> None:
-        """A new sample is open."""
+        """Open a new sample."""
         self._parts.schedule.open()
         self._forget_gradients()
         self.was_reset, self._learning_rate = False, math.nan
@@ -50,7 +50,7 @@ class OpenSample(ClipListener):
             self._parts.probes.tell(Probe.start, self._parts.schedule.is_sampled, self._parts.schedule.has_histogram)
 
     def _forget_gradients(self) -> None:
-        """What the backwards so far have left is nothing of it; what probes have found in the forward is."""
+        """Forget the gradients measured so far; what probes measured in the forward stays in the sample."""
         self._measurer.begin_sample(self._parts.clock.open_step)
         self._compared, self._compared_early, self._presumed = (), (), set()
         self._unscaled, self._clipped, self._received, self.by_torch = set(), set(), set(), False
@@ -58,21 +58,21 @@ class OpenSample(ClipListener):
     # ---- after a backward
 
     def measure_present(self, entries: Iterable[Entry]) -> None:
-        """Measure every gradient that is there, marked or not: some hooks are blind (swapped tensors)."""
+        """Measure every gradient that is present, marked or not: hooks of swapped tensors may not have marked it."""
         present = [entry for entry in entries if entry[1].grad is not None]
-        self._clipped, self._received, self.by_torch = set(), set(), False  # what an earlier backward left was
+        self._clipped, self._received, self.by_torch = set(), set(), False  # those were of an earlier backward
         self._measure(present)
         self._drop_zeros_among(present)
 
     def _drop_zeros_among(self, entries: Iterable[Entry]) -> None:
-        """What nothing has marked and is 0 is a leftover of zero_grad()."""
+        """Drop the rows of unmarked gradients that are 0: zero_grad(set_to_none=False) has left them."""
         marked = self._parts.clock.marked
         if unmarked := sorted([slot for slot, _ in entries if slot not in marked]):
             self._parts.window.drop_zero_rows(unmarked)
 
     @contained
     def measure_inside(self, slot: int, parameter: Tensor) -> None:
-        """Measure this gradient as its parameter's hooks find it."""
+        """Measure a parameter's gradient inside the backward, before other hooks use it."""
         self.measure_present([(slot, parameter)])
 
     def _measure(self, present: Sequence[Entry], *, scaled: bool = True, received_by: Optimizer | None = None) -> None:
@@ -94,7 +94,7 @@ class OpenSample(ClipListener):
 
     @contained
     def before_clipping(self, parameters: Sequence[Tensor]) -> None:
-        """Gradients as they are now are those before clipping, whatever was done since the backward."""
+        """Measure gradients that were modified since the backward: their values now are those before clipping."""
         parts, entries = self._parts, self._clipped_among(parameters)
         self.by_torch |= bool(entries) or (self._is_clipped_here and parts.optimizers.has_masters(parameters))
         if not entries:
@@ -102,14 +102,14 @@ class OpenSample(ClipListener):
         found = parts.seen.inspect(entries, inside_backward=False)
         if found.late:
             self._measure(found.late)
-        compared = parts.schedule.compared(found.unchanged)  # what was written through `.data` shows only in the values
+        compared = parts.schedule.compared(found.unchanged)  # a write through `.data` shows only in the values
         found.changed += compared
         self._compared_early += tuple(slot for slot, _ in compared if slot not in self._clipped)
         found.changed, unclear = ([e for e in of if e[0] not in self._clipped] for of in (found.changed, found.unclear))
         self._clipped.update(slot for slot, parameter in entries if parameter.grad is not None)
         if not parts.rows_are_read or not (found.changed or unclear):
             return
-        if unclear and not parts.clock.backwards:  # assigned by hand
+        if unclear and not parts.clock.backwards:  # the gradients were assigned by hand
             self.mark_present(parts.hook_sync.scan())
         again = self._take_replaced(found) + unclear
         if found.changed:
@@ -126,7 +126,7 @@ class OpenSample(ClipListener):
 
     @contained
     def after_clipping(self, parameters: Sequence[Tensor]) -> None:
-        """Measure what clipping has left: there may be no optimizer whose step would show it."""
+        """Measure clipped gradients for an update by hand, because no optimizer step will show them."""
         if self._parts.by_hand.possible and self._parts.rows_are_read:
             entries = [entry for entry in self._clipped_among(parameters) if entry[1].grad is not None]
             self._measurer.measure_received(entries, None, whole=True)
@@ -137,16 +137,16 @@ class OpenSample(ClipListener):
         return self._parts.is_measured and not self._parts.clock.muted and current_graph_task() == -1
 
     def _clipped_among(self, parameters: Sequence[Tensor]) -> list[Entry]:
-        """What is watched of these parameters, whose gradients are being clipped; none where that is not looked at."""
+        """The watched parameters among those being clipped; none while clipping is not measured."""
         slot_of_id = self._parts.registry.slot_of_id if self._is_clipped_here else {}
         return [(slot, one) for one in parameters if (slot := slot_of_id.get(id(one))) is not None]
 
     # ---- an update by hand
 
     def updated_by_hand(self, entries: Sequence[Entry]) -> None:
-        """There was an update without an optimizer, whose gradients these entries still have.
+        """Measure the received gradients of an update without an optimizer, which these entries still have.
 
-        Of others it is not known what became of them.
+        For other measured parameters the received gradients are missing, because they were not seen.
         """
         if not self._parts.rows_are_read:
             return
@@ -165,7 +165,7 @@ class OpenSample(ClipListener):
     # ---- before a step
 
     def inspect(self, optimizer: Optimizer, *, inside_backward: bool) -> None:
-        """Compare what the optimizer is about to use with what was measured, and measure what is not known yet."""
+        """Compare the gradients that the optimizer is about to use with the measured ones; measure new ones."""
         parts = self._parts
         found = self._parts.seen.inspect(parts.optimizers.entries(optimizer), inside_backward=inside_backward)
         if inside_backward:
@@ -196,14 +196,14 @@ class OpenSample(ClipListener):
             self._measurer.measure_received(compared, optimizer, whole=whole)
         if modified:
             self._measurer.measure_received(modified, optimizer, whole=self._parts.rows_are_read)
-        found_inf = getattr(optimizer, "found_inf", None)  # set by a scaler where the optimizer itself skips
+        found_inf = getattr(optimizer, "found_inf", None)  # set by a scaler if the optimizer itself skips the step
         if found_inf is not None:
             parts.window.set_found_inf(found_inf)
 
     def _take_replaced(self, found: Inspection) -> list[Entry]:
-        """What has changed since, out of several backwards, each reset before the next: as PCGrad's gradients.
+        """Move replaced gradients out of `found.changed` if earlier backwards were reset, as by PCGrad.
 
-        What the last of them has left is one of their parts, and no more the gradient than those before it.
+        Such methods combine the gradients of several backwards; the gradient of the last backward is only one part.
         """
         if not self.was_reset:
             return []
@@ -216,12 +216,12 @@ class OpenSample(ClipListener):
             parts.notices.say(
                 "gradient made of others",
                 f"the gradients of {names} were replaced after several backwards, each reset before the next, first in "
-                f"step {parts.clock.open_step}: their grad_norm is that of what is in .grad then",
+                f"step {parts.clock.open_step}: grad_norm is the norm of the gradients that replaced them",
             )
         return replaced
 
     def _drop(self, found: Inspection) -> None:
-        """Gradients that were seen are None."""
+        """Drop the rows of gradients that are None by now; alert if none is left at all."""
         self._parts.window.clear(found.gone)
         if not (found.late or found.changed or found.unclear or found.unchanged):  # nothing is left
             step = self._parts.clock.open_step
@@ -234,7 +234,7 @@ class OpenSample(ClipListener):
             )
 
     def _without_backward(self, unclear: Sequence[Entry]) -> tuple[list[Entry], list[Entry]]:
-        """Gradients that no backward has made, which would have told of it, and the rest of these."""
+        """Split gradients into new ones that were assigned without a backward, which calls hooks, and the rest."""
         parts = self._parts
         sorted_out: tuple[list[Entry], list[Entry]] = ([], [])
         for slot, parameter in unclear:
@@ -247,45 +247,45 @@ class OpenSample(ClipListener):
         return sorted_out
 
     def _measure_put_there(self, entries: Sequence[Entry], optimizer: Optimizer | None) -> None:
-        """Gradients that the user has made are measured as they are: what the user did to them before is part of them.
+        """Measure gradients that the user has assigned, as they are now.
 
-        The optimizer is about to use them; None: a scaler is about to divide them first.
+        `optimizer` is about to use them. None: a scaler is about to divide them first, or there is no optimizer.
         """
         parts = self._parts
         slots = [slot for slot, _ in entries]
         all_entries = parts.hook_sync.scan()
-        self.mark_present(entries if parts.clock.backwards else all_entries)  # for all optimizers
+        self.mark_present(entries if parts.clock.backwards else all_entries)  # for all optimizers to come
         self._measure(entries, received_by=optimizer)
-        parts.window.drop_zero_rows(sorted(slots))  # what zero_grad() has left is no gradient
+        parts.window.drop_zero_rows(sorted(slots))  # zeros that zero_grad() has left are no gradients
         parts.notices.say(
             "gradient without a backward",
-            f"the gradients of {parts.registry.some_names(slots)} were put into .grad without a backward that reached "
-            f"them, first in step {parts.clock.open_step}: their grad_norm is that of what the update is made with",
+            f"the gradients of {parts.registry.some_names(slots)} were assigned to .grad without a backward, first in "
+            f"step {parts.clock.open_step}: grad_norm is the norm of the gradients that the update uses",
         )
 
     def _measure_unclear(self, unclear: Sequence[Entry], optimizer: Optimizer) -> None:
-        """Gradients that nothing has told of may have been clipped."""
+        """Measure gradients that no hook has marked: they may have been clipped already."""
         parts = self._parts
         entries = parts.hook_sync.scan()  # hook what was unfrozen
-        if not parts.clock.backwards:  # assigned by hand, and for every optimizer that is going to step
+        if not parts.clock.backwards:  # assigned by hand, for every optimizer that is going to step
             self.mark_present(entries)
         self._measurer.measure_after_clipping(unclear, optimizer)
         look_at(parameter.grad for _, parameter in unclear if parameter.grad is not None)
         names = parts.registry.some_names(slot for slot, _ in unclear)
         parts.notices.say(
             "unclipped gradient not seen",
-            f"the gradients of {names} could not be seen before clipping in step {parts.clock.open_step}: their "
-            "grad_norm is missing there, grad_norm_clipped is there",
+            f"the gradients of {names} could not be seen before clipping in step {parts.clock.open_step}: grad_norm is "
+            "missing for that step, grad_norm_clipped is not",
         )
 
     def mark_present(self, entries: Iterable[Entry]) -> None:
-        """Take every gradient that is there for one of the open sample's, though no backward was seen to make it."""
+        """Mark every parameter that has a gradient, although no backward was seen to make it."""
         present = {slot for slot, parameter in entries if parameter.grad is not None}
         self._presumed |= present - self._parts.clock.marked
         self._parts.clock.marked |= present
 
     def before_update(self, optimizer: Optimizer) -> None:
-        """The optimizer is about to update its parameters."""
+        """Record the learning rate and tell the probes: the optimizer is about to update its parameters."""
         if not self._parts.schedule.is_sampled:
             return
         rate = learning_rate_of(optimizer)
@@ -294,11 +294,11 @@ class OpenSample(ClipListener):
         self._tell(Probe.before_update, optimizer)
 
     def after_update(self, optimizer: Optimizer) -> None:
-        """It has updated them."""
+        """Tell the probes that the optimizer has updated its parameters."""
         self._tell(Probe.after_update, optimizer)
 
     def _tell(self, moment: Callable[[Probe, Sequence[WatchedTensor]], None], optimizer: Optimizer | None) -> None:
-        """Tell the probes of an update by this optimizer; None: by hand."""
+        """Tell the probes of an update by this optimizer, or by hand if it is None."""
         parts = self._parts
         if parts.probes and parts.schedule.is_sampled:
             entries = parts.registry.scan() if optimizer is None else parts.optimizers.entries(optimizer)
@@ -308,7 +308,7 @@ class OpenSample(ClipListener):
     # ---- loss scale
 
     def before_unscale(self, optimizer: Optimizer) -> None:
-        """A scaler is about to divide this optimizer's gradients."""
+        """Measure what was not measured before a scaler divides this optimizer's gradients in place."""
         found = self._parts.seen.inspect(self._parts.optimizers.entries(optimizer), inside_backward=False)
         if found.late:
             self._measure(found.late)
@@ -321,9 +321,9 @@ class OpenSample(ClipListener):
         self._being_unscaled = found
 
     def after_unscale(self, optimizer: Optimizer) -> None:
-        """It has: they are as they were before, in other units."""
+        """Remember the versions of the divided gradients: only their unit has changed."""
         found, self._being_unscaled = self._being_unscaled, Inspection()
-        if found.changed:  # before that: the step, which may be skipped, is no occasion to see it
+        if found.changed:  # modified before unscaling; the step may be skipped, so measure them now
             self._measurer.measure_received(found.changed, optimizer, whole=self._parts.rows_are_read)
         measured = found.late + found.unchanged + found.changed
         there = [(slot, parameter.grad) for slot, parameter in measured if parameter.grad is not None]
@@ -333,7 +333,7 @@ class OpenSample(ClipListener):
     # ---- the end
 
     def close(self, closed: Closed) -> None:
-        """It is complete, and measured: send it on its way."""
+        """Commit the closed sample to the window."""
         parts = self._parts
         updated = parts.optimizers.updated_by(closed.stepped)
         if updated:  # gradients of parameters that no optimizer updated are missing
@@ -351,9 +351,9 @@ class OpenSample(ClipListener):
         parts.window.commit(Sample(closed.step, closed.skipped, updated, *seen, every, learning_rate=rate), found)
 
     def leave_out_what_was_reset(self, *, has_accumulated: bool = False) -> None:
-        """Gradients are reset that no optimizer has used: perhaps the user's loop leaves the step out.
+        """Commit a left-out sample if gradients were reset before an optimizer used them: the loop may skip steps.
 
-        Whether they were finite is known when their rows arrive. If they were, it was another use of a backward (SAM).
+        Whether they were finite is known when their rows arrive. Finite ones were another use of a backward (SAM).
         """
         parts = self._parts
         if not parts.is_measured or parts.by_hand.possible or not self._were_reset(has_accumulated):
@@ -367,7 +367,7 @@ class OpenSample(ClipListener):
         self.was_reset = True
 
     def _were_reset(self, has_accumulated: bool) -> bool:
-        """Whether the gradients that the last backward left, or most of them, have been reset."""
+        """Whether most of the gradients that the last backward left have been reset."""
         seen = self._parts.seen
         entries = self._parts.registry.scan() if seen.slots else ()
         writes = [seen.writes_since(slot, parameter.grad) for slot, parameter in entries]

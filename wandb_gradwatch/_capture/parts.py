@@ -1,4 +1,4 @@
-"""What the capture consists of: one owner for each state, and what several of them have to be asked for."""
+"""The parts of the capture, one owner for each piece of state, and the queries that need several parts."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from .wiring import Wiring
 
 @dataclass(frozen=True)
 class CaptureConfig:
-    """Which steps are measured, what is measured in them, and what cannot be found out from the training itself."""
+    """Which steps are measured, what is measured at them, and facts that cannot be detected from the training."""
 
-    cadence: Cadence  # which steps are measured and flushed
+    cadence: Cadence  # when steps are measured and windows are flushed
     measured: MeasureOptions  # what is measured of each gradient
-    budget: Budget  # says which steps are measured where the cadence leaves that open
-    # The optimizer that owns every parameter that no other one owns (it holds master weights)
+    budget: Budget  # decides which steps are measured if cadence.sample_every is None
+    # The optimizer that updates master weights: it owns every parameter that no other optimizer owns
     optimizer: Optimizer | None = None
-    scaler: GradScaler | None = None  # the gradient scaler to assume until one is seen
-    start_step: int = 0  # the number of the last step before the first one
-    probes: tuple[Probe, ...] = ()  # what else measures at sampled steps
-    guard: SkipGuard | None = None  # decides which steps are not applied; None: all are
+    scaler: GradScaler | None = None  # the gradient scaler to assume until another one scales a loss
+    start_step: int = 0  # the number of the last step already made
+    probes: tuple[Probe, ...] = ()  # additional measurements at sampled steps
+    guard: SkipGuard | None = None  # decides which steps are not applied; None: every step is applied
 
 
 class CaptureParts:
-    """The owners."""
+    """The objects that own the state of the capture."""
 
     def __init__(
         self,
@@ -54,31 +54,31 @@ class CaptureParts:
         hooks: BackwardHooks,
     ) -> None:
         self.registry, self.window, self.boundary, self.hooks = registry, window, boundary, hooks
-        self.notices = notices = Notices()  # what is to be said
-        self.clock = hooks.clock  # the open step, and what was marked in it
-        self.schedule = Schedule(self.clock, config.cadence, config.budget)  # what is due
+        self.notices = notices = Notices()  # messages and alerts for the watcher to deliver
+        self.clock = hooks.clock  # the open step and its marked slots
+        self.schedule = Schedule(self.clock, config.cadence, config.budget)  # what is due at the open step
         self.shards = Shards()
         self.thread = boundary.thread
         self.hook_sync = HookSync(registry, self.clock, hooks, self.shards, window, notices)
         self.optimizers = OptimizerRegistry(registry, self.clock, config.optimizer)
-        self.seen = GradientVersions()  # the open sample's gradients
+        self.seen = GradientVersions()  # the versions of the open sample's gradients
         self.by_hand = UpdatesByHand(registry, self.seen, notices, excluded=config.optimizer is not None)
         self.probes = Probes(config.probes)
         self.loss = SampleLoss()
         self.wiring = Wiring(registry, self.optimizers, notices)
-        self.replay: StepReplay | None = None  # runs a step that a scaler left out once more
-        self.guard = None  # what withholds gradients from optimizers
+        self.replay: StepReplay | None = None  # runs a step that a scaler skipped again
+        self.guard = None  # skips unhealthy steps
         if config.guard is not None:
             known = self.optimizers.names
             self.guard = StepSkipping(config.guard, window, self.shards, registry.names, known, notices)
 
     @property
     def merges_ranks(self) -> bool:
-        """Whether windows are merged over the ranks; the same on each of them."""
+        """Whether windows are merged over the ranks; the same on every rank."""
         return self.shards.any or self.probes.need_ranks
 
     def optimizer_found(self) -> None:
-        """An optimizer is the clock, or the user: what looked like updates by hand before it was not."""
+        """Take back updates that were inferred without an optimizer: one steps now, or the user calls mark_step()."""
         if self.by_hand.possible and (taken_back := self.by_hand.exclude()):
             self.clock.take_back(taken_back)
             self.window.leave_out_sent(self.clock.open_step)
@@ -86,19 +86,19 @@ class CaptureParts:
 
     @property
     def is_measured(self) -> bool:
-        """Whether the open step's gradients are looked at: a guard judges every one."""
+        """Whether the open step's gradients are measured; with a guard those of every step are."""
         return self.guard is not None or self.schedule.is_sampled
 
     @property
     def rows_are_read(self) -> bool:
-        """Whether the open step's rows are for more than a guard that judges by the norm."""
+        """Whether anything reads the open step's whole rows; a guard may need the norms only."""
         return self.schedule.is_sampled or (self.guard is not None and self.guard.needs_rows)
 
     def joins_silently(self, optimizer: Optimizer, key: int) -> bool:
-        """Whether a late step belongs to the last sample: it does unless it brings gradients of its own.
+        """Whether a late step belongs to the last sample; it does not if it may use new gradients.
 
-        Gradients that nothing marked are leftovers of an optimizer that is known, or of one that steps for the first
-        time after a sample that did not wait for it; otherwise they may be new, from a backward whose hooks were blind.
+        The gradients of an optimizer that has stepped before are old. At a first step they are old if they have been
+        looked at, or if they are marked and the last step was not sampled. Otherwise hooks may have missed a backward.
         """
         if not self.clock.is_late(key):
             return False

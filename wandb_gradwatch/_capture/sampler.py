@@ -1,12 +1,12 @@
-"""From hooks, optimizer steps and loss scalers to rows in the window: what is measured when.
+"""The sampler: turns hooks, optimizer steps and loss scaling into rows of the window.
 
-    a parameter's gradient is there   BackwardHooks -> _arrived            where anybody wants to know
-    a backward has ended              BackwardHooks -> _backward_ended     measure every gradient that is there
-    an optimizer is about to step     StepHooks     -> before_step         measure what was missed; what was clipped
-    an optimizer has stepped          StepHooks     -> after_step          perhaps the sample is complete
-    a scaler unscales, or skips       LossScales    -> before_unscale, step_skipped
+    a gradient is accumulated         BackwardHooks -> _arrived            only where the gradient is needed that early
+    a backward has ended              BackwardHooks -> _backward_ended     measure every gradient that is present
+    an optimizer is about to step     StepHooks     -> before_step         measure new and modified gradients
+    an optimizer has stepped          StepHooks     -> after_step          close the sample if it is complete
+    a scaler unscales or skips        LossScales    -> before_unscale, step_skipped
 
-The SampleClock says when a sample is complete; it is then committed to the window.
+The SampleClock decides when a sample is complete; the sampler then commits it to the window.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .schedule import RankPlans
 
 
 class Sampler(StepListener, ScaleListener):
-    """Owns the hooks, and opens and closes samples. What has arrived is carried on by `deliver`, at good moments."""
+    """Owns the hooks, and opens and closes samples. Calls `deliver` where arrived samples may be passed on."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Sampler(StepListener, ScaleListener):
         self._measurer = Measurer(window, parts.optimizers, parts.seen, config.measured, self._timer)
         self._sample = OpenSample(parts, self._measurer)
         self._resting = Resting(parts, self._sample)
-        self.counter: Rest | None = None  # while nothing is looked at
+        self.counter: Rest | None = None  # counts steps while the hooks are off
         self._inside_backward = False
         self._joining: int | None = None
         self._seconds_at_commit = 0.0
@@ -69,9 +69,9 @@ class Sampler(StepListener, ScaleListener):
             SCALES.use(config.scaler)
 
     def start(self, name: str) -> None:
-        """Hook everything; what can raise for a bad argument has done so before.
+        """Register every hook. Invalid arguments have raised before.
 
-        The name tells this watcher's traffic between ranks from that of others; it is the same on every rank.
+        `name` separates this watcher's keys in the ranks' store from those of others. It is the same on every rank.
         """
         self._schedule.start(time.perf_counter(), self.seconds_spent)
         if world_size() > 1 and self._schedule.is_open_ended:
@@ -88,7 +88,7 @@ class Sampler(StepListener, ScaleListener):
     def stop(self) -> None:
         """Remove every hook and wrapper. Idempotent."""
         if current_graph_task() == -1 and not (self.parts.thread.is_another or self.parts.thread.has_company):
-            self.boundary.run(self.parts.hook_sync.take_off, is_alone=True)  # walking the model may be what has failed
+            self.boundary.run(self.parts.hook_sync.take_off, is_alone=True)  # it walks the model, which may fail
         self.boundary.stopped = True
         self.counter = None
         STEP_HOOKS.unsubscribe(self)
@@ -96,7 +96,7 @@ class Sampler(StepListener, ScaleListener):
         CLIP_FUNCTIONS.unsubscribe(self._sample)
         self._hooks.remove()
         if self._guard is not None:
-            if not self.parts.thread.is_another:  # otherwise what a step goes without is given back after it
+            if not self.parts.thread.is_another:  # otherwise after_step() gives withheld gradients back
                 self._guard.release()
             self._guard.stop_voting()
         self.parts.probes.close()
@@ -118,7 +118,7 @@ class Sampler(StepListener, ScaleListener):
 
     @contained
     def _backward_begins(self, has_accumulated: bool) -> None:
-        STEP_HOOKS.drop_raised()  # a step that raised must not leave us muted
+        STEP_HOOKS.drop_raised()  # a step that raised must not keep the clock muted
         self.parts.thread.backward_begins()
         if not self._clock.muted:
             if not self._by_hand.possible or self._by_hand.backward_begins(has_accumulated):
@@ -127,7 +127,7 @@ class Sampler(StepListener, ScaleListener):
             self._commit(self._clock.backward_begins())
             if self._clock.backwards and not self._inside_backward:
                 self._sample.leave_out_what_was_reset(has_accumulated=has_accumulated)
-            self._inside_backward = True  # others may begin in the middle of it: of re-entrant checkpoints
+            self._inside_backward = True  # re-entrant checkpoints begin further backwards inside it
 
     @contained
     def _backward_ended(self) -> None:
@@ -145,14 +145,14 @@ class Sampler(StepListener, ScaleListener):
         if by_hand.possible and not is_update:
             if by_hand.were_reset(reached) and self._clock.backwards:
                 self._close_update_by_hand()
-                self._sample.was_reset = by_hand.withholds  # if there turns out to be an optimizer
+                self._sample.was_reset = by_hand.withholds  # it counts if an optimizer steps after all
                 self._clock.marked |= reached
             by_hand.remember_parameters()
         self.parts.loss.settle()
         if self._schedule.is_sampled and (root := backward_root()) is not None:
             self.parts.loss.see(root, *self._measurer.scale_of_backward(root.device, reached))
-        if self.parts.is_measured and not is_first_in_hooks:  # most of it is gone, and what is left is not the whole
-            # Each may be the last before the step: the last group of micro-batches may be a shorter one.
+        if self.parts.is_measured and not is_first_in_hooks:  # there most gradients are gone already
+            # Every backward may be the last before the step: the last group of micro-batches may be shorter.
             self._sample.measure_present(self.parts.hook_sync.scan())
         elif by_hand.possible:
             self.parts.seen.note(self.parts.registry.scan())
@@ -235,14 +235,14 @@ class Sampler(StepListener, ScaleListener):
         if not self._clock.closed_any and not self._clock.backwards and not inside_backward:
             entries = self.parts.hook_sync.scan()  # watch() was called between the backward and the step
             self._sample.mark_present(entries)
-            if not self.parts.is_measured:  # else it will be: noted, they would be taken for what a backward has left
+            if not self.parts.is_measured:  # a measured step must not take them for what a backward has left
                 self.parts.seen.note(entries)
         self.parts.loss.settle()
         if self.parts.is_measured:
             self._sample.inspect(optimizer, inside_backward=inside_backward)
         self._sample.before_update(optimizer)
         self.parts.wiring.about_to_step(key)
-        if self._guard is not None:  # last: what follows it up is the step, and then release()
+        if self._guard is not None:  # last: only the step itself and release() may follow
             entries, version = self.parts.optimizers.entries(optimizer), self.parts.registry.version
             self._guard.decide(optimizer, self._clock.open_step, entries, version, inside_backward=inside_backward)
 
@@ -262,7 +262,7 @@ class Sampler(StepListener, ScaleListener):
         self.parts.wiring.stepped(optimizer, key, self._clock.open_step)
         self._step_done(key, skipped=False, inside_backward=inside_backward)
         if not inside_backward and current_graph_task() == -1 and self._resting.is_worth_it():
-            self._commit(self._clock.close())  # as the next backward would have
+            self._commit(self._clock.close())  # as the next backward would
             self.counter = self._resting.begin(optimizer)
 
     @contained
@@ -296,16 +296,16 @@ class Sampler(StepListener, ScaleListener):
         if self.parts.is_measured:
             self._sample.after_unscale(optimizer)
 
-    # ---- what the user says
+    # ---- calls of the user
 
     @contained
     def take_loss(self, value: Tensor, *, is_share: bool) -> None:
-        """The user, or a framework, hands over the loss of the update that is being made."""
+        """Take the loss of the update under way, from the user or from a framework's integration."""
         if self._schedule.is_sampled:
             self.parts.loss.add(value, is_share=is_share)
 
     def mark_step(self) -> None:
-        """The user says that an update has been made."""
+        """Close the open sample: the user has made an update."""
         self.end_counting()
         self.parts.optimizer_found()
         self._sample.updated_by_hand(self.parts.registry.scan())
@@ -314,7 +314,7 @@ class Sampler(StepListener, ScaleListener):
     # ---- updates without an optimizer
 
     def _close_update_by_hand(self, entries: Sequence[Entry] = ()) -> None:
-        """The gradients of these entries are still there as the update has used them."""
+        """Close the sample of an update by hand. The entries still have the gradients that the update has used."""
         self._sample.updated_by_hand(entries)
         self._by_hand.count()
         self._commit(self._clock.update())
@@ -322,14 +322,14 @@ class Sampler(StepListener, ScaleListener):
     # ---- the end of a sample
 
     def end_sample(self, *, final: bool = False) -> None:
-        """Close the open sample, if it has had a step, or an update by hand.
+        """Close the open sample if it has had a step or an update by hand.
 
-        At the end (`final`) the last backward was for an update by hand, where there is no optimizer.
+        With `final` and without an optimizer, the last backward counts as an update by hand.
         """
         if (final or not self.parts.thread.is_another) and (closed := self._clock.close()):
             self._commit(closed)
         elif self.parts.thread.is_another:
-            return  # not even looking at a gradient is safe while that thread may write to it, or reset it
+            return  # reading a gradient is not safe while the other thread may write to it or reset it
         elif self._by_hand.possible and self._clock.backwards and (final or self._by_hand.has_updated()):
             self._close_update_by_hand(self.parts.registry.scan())
             self._by_hand.settle()
@@ -339,10 +339,10 @@ class Sampler(StepListener, ScaleListener):
             self._by_hand.proven = True
 
     def look_at_parameters(self) -> None:
-        """Somebody asks how the training is, whose last steps were not measured: say if it has broken in them."""
+        """Alert if parameters hold NaN or Inf after steps that were not measured. Waits for the device."""
         parts, registry = self.parts, self.parts.registry
         last, step = self._schedule.last_sample, self._clock.step
-        if parts.shards.any or parts.thread.is_another:  # which may be giving their memory back
+        if parts.shards.any or parts.thread.is_another:  # the other thread may be freeing their memory
             return
         if not (self._clock.closed_any or self._clock.marked):
             parts.wiring.nothing_was_seen()
@@ -352,8 +352,8 @@ class Sampler(StepListener, ScaleListener):
                 f"NaN or Inf in {len(broken)} of {len(registry.names)} parameters: {registry.some_names(broken)}.\n"
                 f"What happened after step {last} was not measured.\n"
                 "Probable cause: not clear: parameters became NaN or Inf in a step that was not measured. Remedy: load "
-                "the last good checkpoint, and train on with guard='skip' or sample_every=1: the gradient of the very "
-                "step tells whether the data, an operation or the optimizer made it.",
+                "the last good checkpoint and continue with guard='skip' or sample_every=1: the gradient of the first "
+                "bad step then shows whether the data, an operation or the optimizer caused it.",
                 step,
                 "ERROR",
             )
@@ -370,7 +370,7 @@ class Sampler(StepListener, ScaleListener):
             self._schedule.add_sample(closed.step, skipped=closed.skipped, now=now, seconds_spent=spent)
         elif self._guard is not None:
             self.parts.window.discard()
-            self._schedule.seconds_left_out += self.boundary.seconds_spent - self._seconds_at_commit  # guarding
+            self._schedule.seconds_left_out += self.boundary.seconds_spent - self._seconds_at_commit  # on guarding
         self._seconds_at_commit = self.boundary.seconds_spent
         if self._schedule.window_is_full(closed.step):
             self.flush_window()
@@ -380,7 +380,7 @@ class Sampler(StepListener, ScaleListener):
 
     @property
     def seconds_spent(self) -> float:
-        """What watching has taken so far, of the host or of a device, which work side by side: the longer."""
+        """The larger of the seconds that monitoring has taken on the host and on a device, which work in parallel."""
         host = self.boundary.seconds_spent + self.parts.probes.seconds_spent
         if self.counter is not None:
             host += self.counter.seconds_spent
