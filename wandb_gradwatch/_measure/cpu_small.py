@@ -62,20 +62,28 @@ def measure_batch(
     """
     starts, sizes = bounds[:-1], bounds[1:] - bounds[:-1]
     rows_GC = np.zeros((len(starts), NUM_COLUMNS))
-    unsigned = values.view(layout.unsigned)
-    doubled = np.left_shift(unsigned, 1)  # drops the sign
-    nonfinite_G = np.maximum.reduceat(doubled, starts) >= 2 * layout.infinity
-    _counts_and_smallest(doubled, starts, layout, dead_magnitude, rows_GC)
+    unsigned, signed, most = values.view(layout.unsigned), values.view(layout.signed), layout.sign - 1
 
-    lowest, highest = np.minimum.reduceat(unsigned, starts), np.maximum.reduceat(unsigned, starts)
-    signed = values.view(layout.signed)
-    innermost = np.minimum.reduceat(signed, starts).view(layout.unsigned)  # of the negative elements, if there are any
-    outermost = np.maximum.reduceat(signed, starts).view(layout.unsigned)  # of the positive ones
-    sign = layout.unsigned.type(layout.sign)
-    rows_GC[:, Column.GRAD_MIN] = np.where(highest >= sign, -layout.values(highest & ~sign), layout.values(lowest))
-    rows_GC[:, Column.GRAD_MAX] = np.where(
-        lowest < sign, layout.values(outermost & ~sign), -layout.values(innermost & ~sign)
-    )
+    ordered = signed >> layout.sign_shift  # integers in the order of the floats: of negative ones all bits are turned
+    ordered &= most
+    ordered ^= signed
+    extremes_2G = np.array([np.minimum.reduceat(ordered, starts), np.maximum.reduceat(ordered, starts)])
+    nonfinite_G = (extremes_2G[0] <= ~layout.infinity) | (extremes_2G[1] >= layout.infinity)
+
+    less = unsigned & most  # the magnitude, and from here on one less: zero wraps around to the largest integer
+    less -= 1
+    num_zero_G = np.add.reduceat(less >> layout.sign_shift, starts, dtype=layout.unsigned)
+    smallest_G = np.minimum.reduceat(less, starts) + 1  # and back, where there is nothing else
+    rows_GC[:, Column.NUM_ZERO] = num_zero_G
+    if dead_magnitude >= 0:
+        rows_GC[:, Column.NUM_DEAD] = num_zero_G
+    if dead_magnitude > 0:
+        rows_GC[:, Column.NUM_DEAD] += np.add.reduceat(less < dead_magnitude, starts, dtype=np.int64)
+
+    magnitudes = np.where(extremes_2G < 0, ~extremes_2G, extremes_2G)
+    found_3G = layout.values(np.concatenate([magnitudes.view(layout.unsigned), smallest_G[None]]))
+    rows_GC[:, Column.GRAD_MIN], rows_GC[:, Column.GRAD_MAX] = np.where(extremes_2G < 0, -found_3G[:2], found_3G[:2])
+    rows_GC[:, Column.GRAD_ABS_MIN_NONZERO] = np.where(smallest_G == 0, np.inf, found_3G[2])
 
     wide = values.astype(np.float64, copy=False)
     rows_GC[:, Column.NUM_ELEMENTS] = sizes
@@ -83,21 +91,6 @@ def measure_batch(
     rows_GC[:, Column.GRAD_SUM_SQ] = np.add.reduceat(wide * wide, starts)
     codes_GK = _codes(unsigned, sizes, layout) if count_codes else None
     return rows_GC, codes_GK, nonfinite_G
-
-
-def _counts_and_smallest(
-    doubled: npt.NDArray[Any], starts: IntArray, layout: FloatBits, dead_magnitude: int, rows_GC: FloatArray
-) -> None:
-    smallest = np.minimum.reduceat(doubled, starts)
-    if not smallest.all():
-        rows_GC[:, Column.NUM_ZERO] = np.add.reduceat(doubled == 0, starts, dtype=np.int64)
-        smallest = np.minimum.reduceat(doubled - 1, starts) + 1  # zero wraps around to the largest integer and back
-    magnitude = smallest >> 1
-    rows_GC[:, Column.GRAD_ABS_MIN_NONZERO] = np.where(magnitude == 0, np.inf, layout.values(magnitude))
-    if dead_magnitude == 0:
-        rows_GC[:, Column.NUM_DEAD] = rows_GC[:, Column.NUM_ZERO]
-    elif dead_magnitude > 0:
-        rows_GC[:, Column.NUM_DEAD] = np.add.reduceat(doubled <= 2 * dead_magnitude, starts, dtype=np.int64)
 
 
 def _codes(unsigned: npt.NDArray[Any], sizes: IntArray, layout: FloatBits) -> IntArray:

@@ -30,9 +30,14 @@ class FloatBits:
     exponent_bias: int
 
     @property
+    def sign_shift(self) -> int:
+        """The place of the sign bit, the highest one."""
+        return self.unsigned.itemsize * 8 - 1
+
+    @property
     def sign(self) -> int:
         """The sign bit: what negative zero looks like."""
-        return 1 << (self.unsigned.itemsize * 8 - 1)
+        return 1 << self.sign_shift
 
     @property
     def infinity(self) -> int:
