@@ -249,9 +249,9 @@ def test_a_checkpoint_without_our_file_is_said_and_training_goes_on(
     with caplog.at_level("WARNING", logger="wandb_gradwatch"):
         hugging_face(tmp_path, after, killed=False, resumed=True)
     assert [row.steps.tolist() for row in after.memory.snapshots][:2] == [[15, 16], [17, 18, 19, 20]]
-    said = [record.getMessage() for record in caplog.records if "begin without memory" in record.getMessage()]
+    said = [record.getMessage() for record in caplog.records if "start without saved state" in record.getMessage()]
     assert len(said) == 1
-    assert "no gradwatch.pt of that checkpoint was found in" in said[0]
+    assert "gradwatch.pt of that checkpoint was not found in" in said[0]
     assert "TrainingArguments(resume_from_checkpoint=...)" in said[0]
 
 

@@ -1,4 +1,4 @@
-"""What every integration does alike: a watcher that begins when there is something to watch, its samples and memory."""
+"""The common part of all integrations: the life of a watcher, its samples, and its state in checkpoints."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ logger: Final = logging.getLogger("wandb_gradwatch")
 
 
 def require(*modules: str, extra: str) -> Any:
-    """The first of these modules that the program has already imported, otherwise the first that can be imported.
+    """Return the first of these modules that is already imported, otherwise the first that can be imported.
 
     Raises:
-        ImportError: none of them is installed; it names the extra.
+        ImportError: none of them can be imported; the message names the extra to install.
     """
     first: ImportError | None = None
     for module in sorted(modules, key=lambda name: sys.modules.get(name) is None):
@@ -42,7 +42,7 @@ def require(*modules: str, extra: str) -> Any:
 
 
 class _AlertLog(Sink):
-    """Writes alerts to the program's log, for trainings without W&B; an ERROR goes to standard error by itself."""
+    """Logs alerts for trainings without W&B; ERROR alerts are omitted, because they are printed to standard error."""
 
     def alert(self, alert: Alert) -> None:
         if alert.level != "ERROR":
@@ -50,35 +50,35 @@ class _AlertLog(Sink):
 
 
 class Session:
-    """The watcher of a training, from its first step to its last, over checkpoints and resumes.
+    """The watcher of one training, from the first step to the last, including checkpoints and resuming.
 
     Raises:
-        TypeError: an option is not one of watch(), or a reserved one: found when the callback is made, not when
-            training starts.
+        TypeError: an option is not an argument of watch(), or is reserved. It is raised when the callback is made, not
+            when training starts.
     """
 
     def __init__(
         self,
         caller: str,
-        options: Mapping[str, Any],  # the user's arguments of watch()
+        options: Mapping[str, Any],  # the user's arguments for watch()
         *,
-        reserved: Iterable[str],  # those that the caller sets by itself
-        on_sample: Callable[[Snapshot], None] | None = None,  # None: samples wait for `take`
-        adapt: Callable[[list[Rule]], list[Rule]] = list,  # of the default rules, where the user gave none
+        reserved: Iterable[str],  # arguments of watch() that the caller sets itself
+        on_sample: Callable[[Snapshot], None] | None = None,  # None: samples are kept until `take`
+        adapt: Callable[[list[Rule]], list[Rule]] = list,  # changes the default rules; not used with the user's rules
     ) -> None:
         known = [name for name in inspect.signature(watch).parameters if name not in {"model", *reserved}]
         if unknown := [name for name in options if name not in known]:
             raise TypeError(
-                f"{caller} got an unexpected argument {unknown[0]!r}; beside its own it takes watch()'s: {known}"
+                f"{caller} got an unexpected argument {unknown[0]!r}; of watch()'s arguments it accepts {known}"
             )
         self.watcher: Watcher | None = None
         self.options = dict(options)
         self._arrived: list[Snapshot] = []
-        # A rule, which finds nothing: rules are given every sample once, in order, as soon as it is on the host.
+        # A rule without findings, because rules receive every sample once, in order, as soon as it is on the host.
         self._on_sample = rule(title="Each sample")(on_sample or self._arrived.append)
         self._adapt = adapt
-        self._memory: dict[str, Any] = {}  # of the watcher that was last; {}: there was none
-        self._is_loaded = False  # from a checkpoint, and not gone on with so far
+        self._memory: dict[str, Any] = {}  # state of the last watcher; {}: there was none
+        self._is_loaded = False  # whether the state comes from a checkpoint and has not been used yet
         self._is_sharded = False
         self._said_frozen = False
 
@@ -86,13 +86,13 @@ class Session:
         self,
         model: Models,
         *,
-        start_step: int = 0,  # where there is no memory that knows it
-        goes_on: bool = False,  # this training continues the last one, also where nothing was loaded
-        beside: Iterable[Watcher] = (),  # watchers of the same model that go on
-        sinks: Iterable[Sink] = (),  # beside the user's and, on rank 0, the program's log for alerts
+        start_step: int = 0,  # used if no saved state contains the step
+        goes_on: bool = False,  # True: continue the last training of this session, even if no checkpoint was loaded
+        beside: Iterable[Watcher] = (),  # other watchers of the same model, which stay active
+        sinks: Iterable[Sink] = (),  # in addition to the user's sinks and, on rank 0, to the log for alerts
         **more: Any,  # arguments of watch() that the caller sets
     ) -> None:
-        """Watch, unless the model is frozen as a whole: that is said once, and later calls look again."""
+        """Begin to watch. If the whole model is frozen, warn once instead; later calls try again."""
         if not any(parameter.requires_grad for parameter in _parameters_of(model)):
             if not self._said_frozen and rank() == 0:
                 self._said_frozen = True
@@ -100,10 +100,10 @@ class Session:
                     "wandb_gradwatch: the model has no trainable parameter; watching begins when it has one."
                 )
             return
-        self._arrived.clear()  # what a training that raised has left
+        self._arrived.clear()  # samples of a training that raised
         memory = self._memory if goes_on or self._is_loaded else {}
         rules = self.options.get("rules")
-        if rules is None:  # as watch() does where it is given none; with the queue among them it is given some
+        if rules is None:  # watch() would add its defaults only for rules=None, but it receives self._on_sample
             rules = self._adapt(default_rules() + rules_of(self.options.get("metrics", ())))
         options = {**self.options, **more, "rules": [*rules, self._on_sample]}
         options["sinks"] = [*(self.options.get("sinks") or ()), *sinks, *([_AlertLog()] if rank() == 0 else [])]
@@ -116,25 +116,25 @@ class Session:
         if memory:
             try:
                 self.watcher.load_state_dict(memory["watcher"])
-            except Exception:  # a checkpoint of another version: the training goes on all the same
+            except Exception:  # a checkpoint of another version must not stop the training
                 logger.exception(
-                    "wandb_gradwatch: its part of the checkpoint could not be read; it starts without memory"
+                    "wandb_gradwatch: its part of the checkpoint could not be read; it starts without saved state"
                 )
         self._memory, self._is_loaded = {}, False
 
     def end(self) -> None:
-        """Flush and stop watching; what was learnt is kept for a training that goes on."""
+        """Flush and stop watching; keep the watcher's state for a training that continues."""
         if self.watcher is not None:
             try:
                 self.watcher.remove()
                 self._memory = {"step": self.watcher.step, "watcher": self.watcher.state_dict()}
-            finally:  # what the user's on_alert raised
+            finally:  # the user's on_alert may raise
                 self.watcher = None
 
     def settle(self) -> None:
-        """Wait until all samples of the steps made so far are in the queue.
+        """Wait until the samples of all steps so far have arrived.
 
-        Of a sharded model each rank has a part: this ends the window and merges it, so all ranks must call.
+        With a sharded model, call it on all ranks: it ends the window and merges the ranks' parts.
         """
         if self.watcher is not None:
             self.watcher.wait()
@@ -142,16 +142,16 @@ class Session:
                 self.watcher.flush()
 
     def take(self) -> list[Snapshot]:
-        """The samples that have arrived since the last call, in order, one snapshot each."""
+        """Return the samples that have arrived since the last call, in order, as one snapshot each."""
         taken = self._arrived.copy()
         self._arrived.clear()
         return taken
 
     def numbers(self, sample: Snapshot, *, per_layer: bool, sparsity: bool = True) -> dict[str, float]:
-        """The numbers of one sample by name, of the whole model, and with a slash in the name those of the layers.
+        """Statistics of one sample by name.
 
         Returns:
-            What is missing in the sample has no name here.
+            Model-wide statistics, and statistics of layers, whose names contain a slash. Missing values are left out.
         """
         if not sample.names:
             return {}
@@ -165,9 +165,9 @@ class Session:
         return {name: number for name, number in numbers.items() if number == number}
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a resumed training goes on with: numbers, strings, lists, dicts and tensors.
+        """The state for resuming a training: numbers, strings, lists, dicts and tensors.
 
-        The same on every rank; of a sharded model, call it on all of them.
+        The state is the same on every rank. With a sharded model, call `state_dict` on all ranks.
         """
         if self.watcher is not None:
             self.settle()
@@ -183,34 +183,34 @@ def _parameters_of(model: Models) -> Iterable[nn.Parameter]:
 
 
 class Watching:
-    """A training's callback, which has a session."""
+    """The base class of the frameworks' callbacks: it provides `watcher`."""
 
     _session: Session
 
     @property
     def watcher(self) -> Watcher | None:
-        """What `watch()` returned for the training that is under way; None between trainings."""
+        """The Watcher of the current training; None between trainings."""
         return self._session.watcher
 
 
 def is_sharded(model: Models) -> bool:
-    """By DTensors (FSDP2, tensor parallel) or by flat parameters (FSDP1)."""
+    """Whether parameters are sharded: as DTensors (FSDP2, tensor parallel) or as flat parameters (FSDP1)."""
     return has_fsdp1([module for _, module in with_prefixes(model)]) or any(
         local_part(parameter) is not parameter for parameter in _parameters_of(model)
     )
 
 
 def is_due(sample: Snapshot, place: int, every: int) -> bool:
-    """Whether a framework that logs every n-th step, from 1, logs this sample: the first at or after each n-th."""
-    since = int(sample.metrics[keys.SAMPLE_EVERY][0]) if keys.SAMPLE_EVERY in sample.metrics else 1  # the one before
+    """Whether a sample is the first at or after a multiple of `every` steps, at which the framework logs."""
+    since = int(sample.metrics[keys.SAMPLE_EVERY][0]) if keys.SAMPLE_EVERY in sample.metrics else 1  # previous sample
     return every > 0 and place // every > (place - since) // every
 
 
 def named(prefix: str, numbers: Mapping[str, float], *, layers: bool = True) -> dict[str, float]:
-    """Numbers under their full names, with or without those of layers."""
+    """Add the prefix to all names; layers=False drops the statistics of layers."""
     return {prefix + name: number for name, number in numbers.items() if layers or "/" not in name}
 
 
 def active_run() -> Any:
-    """The W&B run of this process; None where there is none, W&B was never imported, or the rank is not 0."""
+    """The active W&B run of this process; None without a run, if W&B was not imported, or if the rank is not 0."""
     return getattr(sys.modules.get("wandb"), "run", None) if rank() == 0 else None

@@ -1,4 +1,4 @@
-"""Ignite: gradients in engine.state.metrics and in W&B, and, if asked for, a bad batch that is never applied.
+"""Ignite: log gradient statistics to engine.state.metrics and W&B, and optionally skip the updates of bad batches.
 
 GradWatch(model).attach(trainer)
 """
@@ -29,13 +29,13 @@ _Events: Any = require("ignite.engine", extra="ignite").Events
 
 
 class GradWatch(Watching):
-    """Watch the gradients of the model that an engine trains; `skip=True` leaves out the batches that would break it.
+    """Watch the gradients of the model that an engine trains; `skip=True` also skips the updates of gradient spikes.
 
-    As soon as a backward has ended, before any update, the norm of the gradient (accumulated, reduced over ranks,
-    unscaled, unclipped) is in `engine.state.metrics["grad_norm"]`, and `engine.state.unhealthy_spike` says whether it
-    is a spike. The training is not changed. With `skip=True` the guard of `watch()` withholds the update of a spike:
-    parameters and the optimizer's state stay as they are, without a line in the train step. A train step that would
-    rather decide by itself reads the flag:
+    After every backward and before the update, `engine.state.metrics["grad_norm"]` is the norm of the gradient
+    (accumulated, reduced over ranks, unscaled, unclipped), and `engine.state.unhealthy_spike` is True if this norm is a
+    spike. By default the training is not changed. With `skip=True`, the guard of `watch()` withholds the update of a
+    spike: parameters and the optimizer's state stay as they are, and the train step needs no change. Alternatively, the
+    train step can read the flag:
 
         loss.backward()
         if engine.state.unhealthy_spike:
@@ -43,37 +43,37 @@ class GradWatch(Watching):
             return
         optimizer.step()
 
-    Mean, deviation and sparsity follow in the metrics when the step is done. The active W&B run, such as that of
-    Ignite's WandBLogger, gets the rows, histograms and alerts of `wandb_gradwatch.watch`. The watcher is
-    `grad_watch.watcher` while the engine runs.
+    The metrics `grad_mean`, `grad_std` and `grad_sparsity` follow after the step. The active W&B run, such as that of
+    Ignite's WandBLogger, receives the rows, histograms and alerts of `wandb_gradwatch.watch`. While the engine runs,
+    `grad_watch.watcher` is the Watcher.
 
-    The loss, `gradwatch/loss` in the rows, is what the train step calls `backward()` on.
+    The loss in the rows, `gradwatch/loss`, is the tensor on which the train step calls `backward()`.
 
-    A step with a closure (LBFGS) makes its gradients by itself: its flag is right, but it is not left out.
+    A step with a closure (LBFGS) computes its own gradients: the flag is right, but the update is not skipped.
 
-    What a spike is, the limits given here say, and no others; where none is given, one that is 5 times the usual norm
-    and 3.5 standard deviations above it. NaN and infinity always are.
+    Only the given limits define a spike. Without limits, a spike is a norm above 5 times the usual norm and more than
+    3.5 standard deviations above it. A norm that is NaN or infinite is always a spike.
 
     Args:
         model: a module, or a list or dict of modules.
-        max_norm: a larger norm is a spike, whatever came before.
-        stds: a log norm more than this many standard deviations above the mean is a spike, from the sixth update on.
-        factor: so is a norm above this multiple of the usual one; with `stds`, a norm has to be beyond both.
-        window: healthy updates that count as usual.
-        rule: a function from the norm to whether it is a spike, instead of all limits.
-        skip: leave out the updates of a batch with a spike.
-        on_spike: called with the engine at each spike, before the update; what it raises leaves `engine.run`.
-        per_layer: put the norm of every layer into the metrics too.
-        prefix: of the names of the metrics.
-        run: the W&B run; None takes the active one.
+        max_norm: every norm above this value is a spike.
+        stds: a spike is a log norm more than this many standard deviations above the mean, from the sixth update on.
+        factor: a spike is a norm above this multiple of the usual norm; with `stds`, it must exceed both limits.
+        window: number of most recent healthy updates that define the usual norm.
+        rule: a function from the norm to True (a spike) or False; it replaces all limits.
+        skip: skip the updates of gradient spikes.
+        on_spike: called with the engine at each spike, before the update; its exceptions propagate to `engine.run`.
+        per_layer: also put the norm of every layer into the metrics.
+        prefix: prefix of the names of the metrics.
+        run: the W&B run; None uses the active run.
         watch_options: further arguments of `wandb_gradwatch.watch`: scaler, log_every, rules, include, ...
 
     Raises:
-        ValueError: a limit that makes no sense; a rule beside limits.
-        TypeError: an argument that watch() does not have.
+        ValueError: a limit is out of range, or `rule` is combined with limits.
+        TypeError: an argument is not one of `wandb_gradwatch.watch`.
 
-    Cost: one more pass over the gradients and one read of the device for each backward that ends in an update, and
-    with `skip` one more read for the update.
+    Cost: one additional pass over the gradients and one read from the device for each backward before an update;
+    `skip` adds one read per update.
     """
 
     def __init__(
@@ -93,14 +93,14 @@ class GradWatch(Watching):
         **watch_options: Any,
     ) -> None:
         reserved = ("run", "start_step", *(("guard",) if skip else ()))
-        # Shown at once: handlers of ITERATION_COMPLETED, loggers among them, find the sample in the metrics.
+        # Shown at once, so that handlers of ITERATION_COMPLETED, such as loggers, find the sample in the metrics.
         self._session = Session(
             type(self).__name__, watch_options, reserved=reserved, on_sample=_while_alive(self._show, None)
         )
         if max_norm is not None and not max_norm > 0:
             raise ValueError(f"max_norm={max_norm!r} must be a positive number or None")
         if rule is not None and (max_norm, stds, factor) != (None, None, None):
-            raise ValueError("GradWatch() was given rule= and limits of the norm; pass rule=, or the limits")
+            raise ValueError("GradWatch() got both rule= and limits of the norm; pass either rule= or the limits")
         self._usual = judge_of_norms(threshold=max_norm, factor=factor, stds=stds, window=window, default_factor=5.0)
         self._rule = rule
         self._model = model
@@ -110,16 +110,16 @@ class GradWatch(Watching):
         self._prefix = prefix
         self._run = run
         self._engine: Any = None
-        self._judged: dict[_Present, tuple[float, bool]] = {}  # the norms of this iteration, and whether spikes
+        self._judged: dict[_Present, tuple[float, bool]] = {}  # this iteration's norms; True: the norm is a spike
         self._is_updated = False
-        # What ends a long series of spikes is that their level is taken for the usual one.
+        # No limit on skipped steps in a row: a long series of spikes ends when their level becomes the usual one.
         self._guard = SkipGuard(is_bad=_while_alive(self._is_bad, False), max_in_a_row=sys.maxsize)
 
     def attach(self, engine: Any) -> GradWatch:
-        """Watch while this engine runs.
+        """Watch the model while this engine runs.
 
         Raises:
-            ValueError: updates are to be left out, and the model is sharded: no rank knows its norm before the update.
+            ValueError: `skip=True` with a sharded model, of which no rank knows the whole norm before the update.
         """
         if self._skip and is_sharded(self._model):
             raise ValueError(
@@ -131,21 +131,21 @@ class GradWatch(Watching):
         engine.add_event_handler(_Events.STARTED, self._start)
         engine.add_event_handler(_Events.ITERATION_STARTED, self._begin_iteration)
         engine.add_event_handler(_Events.ITERATION_COMPLETED, self._learn)
-        # No handler for exceptions: where there is one, Ignite swallows them. The next run or the end of the script
-        # removes what such a run leaves.
+        # No handler for exceptions, because Ignite suppresses an exception that has a handler. The next run, or the end
+        # of the script, removes the watcher of a run that raised.
         engine.add_event_handler(_Events.COMPLETED, lambda _: self._session.end())
         return self
 
     def state_dict(self) -> dict[str, Any]:
-        """The watcher's memory and what is usual, in plain values and tensors: for Ignite's Checkpoint.
+        """The watcher's state and the usual norms, as plain values and tensors for Ignite's Checkpoint.
 
-        Of a sharded model, call it on all ranks.
+        With a sharded model, call it on all ranks.
         """
         self._learn()
         return {"watched": self._session.state_dict(), "usual": self._usual.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on where the checkpoint was written."""
+        """Restore the state that `state_dict` returned."""
         self._session.load_state_dict(state_dict["watched"])
         self._usual.load_state_dict(state_dict["usual"])
 
@@ -158,27 +158,27 @@ class GradWatch(Watching):
         self._session.begin(
             self._model,
             goes_on=True,
-            sample_every=1,  # the metrics are of every iteration
+            sample_every=1,  # because the metrics must be those of every iteration
             run=active_run() if self._run is None else self._run,
             metrics=[*(options.get("metrics") or ()), _NormProbe(self)],
             guard=self._guard if self._skip else options.get("guard"),
         )
 
     def _begin_iteration(self, engine: Any) -> None:
-        if self.watcher is None:  # a model that was frozen as a whole may be unfrozen later
+        if self.watcher is None:  # a completely frozen model may be unfrozen later
             self._begin()
         engine.state.unhealthy_spike = False
         self._judged, self._is_updated = {}, False
 
     def _learn(self, _: Any = None) -> None:
-        """Remember the norms of the iteration that ends, once: of updates that were made, or left out as spikes."""
+        """Add the iteration's norms to the usual ones, once, if the update was made or was a spike."""
         for (names, mask), (norm, spike) in self._judged.items():
             if (self._is_updated or spike) and 0 < norm < math.inf:
                 self._usual.learn(names, np.array(mask), norm, alarmed=spike)
         self._judged = {}
 
     def _judge(self, tensors: Sequence[WatchedTensor]) -> None:
-        """These gradients are final. Their norm is NaN where one has elements that are not finite."""
+        """Compute the norm of the final gradients, NaN with a non-finite element, and decide whether it is a spike."""
         mask = tuple(tensor.gradient is not None for tensor in tensors)
         if not any(mask):
             return
@@ -201,18 +201,18 @@ class GradWatch(Watching):
             raise CallbackError from error
 
     def _is_bad(self, snapshot: Snapshot) -> bool:
-        """What the guard asks before every update."""
+        """Whether the guard must withhold this update; the guard calls it before every update."""
         return bool(self._engine.state.unhealthy_spike or snapshot.arose_after_backward.any())
 
     def _show(self, sample: Snapshot) -> None:
         numbers = self._session.numbers(sample, per_layer=self._per_layer)
-        # The whole norm is there since the backward, as NaN if it is none; a sample's is that of the finite rest.
+        # The metrics have had the norm since the backward, NaN if not finite; the sample's is that of finite elements.
         numbers.pop("grad_norm", None)
         self._engine.state.metrics.update(named(self._prefix, numbers))
 
 
 class _NormProbe(ModuleProbe):
-    """Hands over gradients that are final, and says when an optimizer is about to use them."""
+    """Passes final gradients to its owner, and records when an optimizer is about to use them."""
 
     def __init__(self, owner: GradWatch) -> None:
         self._owner = weakref.ref(owner)
@@ -227,13 +227,13 @@ class _NormProbe(ModuleProbe):
 
 
 def _while_alive(method: Callable[..., Any], otherwise: Any) -> Callable[..., Any]:
-    """The method as long as its owner lives, as a watcher must not keep a model alive; then what it returns instead."""
+    """Call the method while its owner is alive, then return `otherwise`: a watcher must not keep a model alive."""
     weak = weakref.WeakMethod(method)
     return lambda *args: otherwise if (alive := weak()) is None else alive(*args)
 
 
 def _norm(tensors: Sequence[WatchedTensor]) -> float:
-    """The L2 norm; NaN if an element is not finite. A decision is made on the host: here it waits for the device."""
+    """The L2 norm; NaN if an element is not finite. The host waits for the device here, because it must decide."""
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     scales: dict[torch.device, torch.Tensor | None] = {}
     for tensor in tensors:
@@ -242,7 +242,7 @@ def _norm(tensors: Sequence[WatchedTensor]) -> float:
             scales[tensor.gradient.device] = tensor.inverse_scale
     total = 0.0
     for device, gradients in by_device.items():
-        # Replicas must come to one verdict: not by loops that one rank may have compiled earlier than another.
+        # Replicas must get the same result: no compiled loops, which one rank may use earlier than another.
         backend = "cpu" if device.type == "cpu" else "auto"
         sums_N3 = measure_received(gradients, inverse_scale=scales[device], backend=backend)
         sum_sq, *num_nonfinite = sums_N3.sum(dim=0).tolist()

@@ -1,4 +1,4 @@
-"""Lightning (`lightning` or `pytorch_lightning` 2.x): gradients in every logger, in callback_metrics and in W&B.
+"""Lightning (`lightning` or `pytorch_lightning` 2.x): log gradient statistics to all loggers, callback_metrics and W&B.
 
 trainer = Trainer(callbacks=[GradWatchCallback()])
 """
@@ -25,11 +25,11 @@ from ..snapshot import Snapshot
 from ..snapshot._arrays import last_present
 from ._session import Session, Watching, active_run, is_due, named, require
 
-_DEFAULT_LOG_EVERY: Final = 50  # of alerts' evidence where no rows are written
+_DEFAULT_LOG_EVERY: Final = 50  # steps per window where no rows are written; alerts still need windows
 
 
 def _callback_class() -> Any:
-    """A base that is a Callback of each of the two packages that is in use: before 2.6 their trainers look for it."""
+    """The Callback base class of each of the two packages that is imported; trainers before 2.6 check for theirs."""
     packages = ("lightning.pytorch", "pytorch_lightning")
     imported = tuple(module.Callback for name in packages if (module := sys.modules.get(name)) is not None)
     return types.new_class("Callback", imported or (require(*packages, extra="lightning").Callback,))
@@ -41,40 +41,40 @@ _Callback: Any = _callback_class()
 class GradWatchCallback(Watching, _Callback):  # type: ignore[misc]
     """Watch the gradients of a LightningModule.
 
-    Of every optimizer step that is measured (all of them while that costs at most 1 % of the time, or with
-    `sample_every=1`) the gradient is accumulated, reduced over ranks, unscaled and unclipped, in automatic and manual
-    optimization. Numbers of a step reach every logger under the step of their own batch, and
-    `trainer.callback_metrics`; numbers of layers reach the loggers only. An epoch's numbers are means over all of its
-    optimizer steps that were made with a finite gradient; `train_epoch/grad_norm` is the mean of the steps' norms.
+    Gradients are measured at optimizer steps, in automatic and manual optimization: accumulated, reduced over ranks,
+    unscaled and unclipped. All steps are measured if that costs at most 1 % of the time, or with `sample_every=1`; if
+    not, fewer. Statistics of a step go to `trainer.callback_metrics` and to every logger, under the step of their own
+    batch; statistics of layers go to the loggers only. Statistics of an epoch are means over its measured optimizer
+    steps with finite gradients: `train_epoch/grad_norm` is the mean of the norms.
 
-    The run of a WandbLogger, or the active one, gets the rows, histograms and alerts of `wandb_gradwatch.watch`, the
-    loss as `gradwatch/loss`, and `train/grad_norm` and its like beside them. The watcher is `callback.watcher` while a
-    fit goes on.
+    The run of a WandbLogger, or the active run, receives the rows, histograms and alerts of `wandb_gradwatch.watch`,
+    the loss as `gradwatch/loss`, and the statistics of steps, such as `train/grad_norm`. During a fit,
+    `callback.watcher` is the Watcher.
 
-    Of several callbacks in one trainer the second logs below `gradwatch/callback1/`, and below `train/callback1/` if
-    its prefix is that of the first. Lightning refuses two that differ in nothing but where they log (`run`, `sinks`,
-    `on_alert`), as it could not tell their checkpoints apart: give one of them another `step_prefix`.
+    With several callbacks in one trainer, the second logs under `gradwatch/callback1/`, and under `train/callback1/` if
+    its prefix is that of the first. Lightning rejects two callbacks that differ only in `run`, `sinks` or `on_alert`,
+    because it could not distinguish their checkpoints: give one of them another `step_prefix`.
 
-    To log other numbers, override `compute_batch_stats`, and for other aggregates `init_epoch_stats`,
-    `update_epoch_stats` and `compute_epoch_stats`; a name with a slash is that of a layer. A subclass may also set the
+    To log other statistics, override `compute_batch_stats`; for other aggregates over an epoch, `init_epoch_stats`,
+    `update_epoch_stats` and `compute_epoch_stats`. A name with a slash is that of a layer. Subclasses can also set the
     prefixes.
 
     Args:
-        log_every_n_steps: log the numbers of every n-th batch that ended in an update, or of the first after it that is
-            measured; 0: of none; None: as the Trainer.
-        step_prefix: of the names of a step's numbers; None: the class's, "train/".
-        epoch_prefix: of the names of an epoch's numbers; None: the class's, "train_epoch/".
-        track_epochs: log an epoch's numbers when it ends.
-        per_layer: log the norm of every layer too, to the loggers.
+        log_every_n_steps: log the statistics of every n-th batch that ended in an update, or of the next measured
+            batch; 0: never; None: the Trainer's `log_every_n_steps`.
+        step_prefix: prefix of the names of a step's statistics; None: the class attribute, "train/".
+        epoch_prefix: prefix of the names of an epoch's statistics; None: the class attribute, "train_epoch/".
+        track_epochs: log statistics of an epoch when it ends.
+        per_layer: also log the norm of every layer to the loggers.
         track_sparsity: log `grad_sparsity`, the share of dead elements (|g| <= `dead_threshold`, by default exactly 0).
-        explosion_threshold: a norm before clipping above this is an "Exploding gradient" alert, whatever came before;
-            None: only what is unusual for this run is. Not used where `rules` are given.
-        run: the W&B run; None takes that of a WandbLogger, otherwise the active one.
+        explosion_threshold: a norm before clipping above this value raises an "Exploding gradient" alert; None: only
+            norms that are unusual for this run do. The argument has no effect if `rules` is given.
+        run: the W&B run; None uses that of a WandbLogger, otherwise the active run.
         watch_options: further arguments of `wandb_gradwatch.watch`: rules, guard, include, group_by, ...
 
     Raises:
-        ValueError: log_every_n_steps or explosion_threshold makes no sense.
-        TypeError: an argument that watch() does not have.
+        ValueError: log_every_n_steps or explosion_threshold is out of range.
+        TypeError: an argument is not one of `wandb_gradwatch.watch`.
     """
 
     step_prefix: str = "train/"
@@ -111,39 +111,39 @@ class GradWatchCallback(Watching, _Callback):  # type: ignore[misc]
         reserved = ("run", "log_every", "start_step")
         self._session = Session(type(self).__name__, watch_options, reserved=reserved, adapt=self._with_threshold)
         self._batches = _BatchIndex(lambda: _BatchPlace(0, 0), 0)
-        self._trainer: weakref.ref[Any] | None = None  # while a fit goes on
+        self._trainer: weakref.ref[Any] | None = None  # set during a fit
         self._is_restored = False
-        self._before: list[GradWatchCallback] = []  # the trainer's others, which come first
-        self._namespace = ""  # what our numbers of the whole model are logged below
+        self._before: list[GradWatchCallback] = []  # this class's instances that precede this one in the trainer
+        self._namespace = ""  # inserted into our model-wide keys
         self._begin_epoch(0)
 
     def compute_batch_stats(self, sample: Snapshot) -> dict[str, float]:
-        """The numbers of one optimizer step, by name and without prefix; missing ones are left out.
+        """The statistics of one optimizer step by name, without prefix; missing values are left out.
 
         Args:
-            sample: a snapshot of one sample.
+            sample: a snapshot with one sample.
         """
         return self._session.numbers(sample, per_layer=self.per_layer, sparsity=self.track_sparsity)
 
     def init_epoch_stats(self) -> dict[str, Any]:
-        """What an epoch begins with. It is saved in checkpoints: plain numbers, strings, lists, dicts and tensors."""
+        """The initial statistics of an epoch. Checkpoints save them: use numbers, strings, lists, dicts and tensors."""
         return {}
 
     def update_epoch_stats(self, epoch_stats: dict[str, Any], batch_stats: Mapping[str, float]) -> None:
-        """Add a step's numbers to the epoch's, in place. Not called for a step without a finite gradient."""
+        """Add the statistics of a step to those of the epoch, in place. Not called for non-finite gradients."""
         for name, number in batch_stats.items():
             count, total = epoch_stats.get(name, (0, 0.0))
             epoch_stats[name] = (count + 1, total + number)
 
     def compute_epoch_stats(self, epoch_stats: Mapping[str, Any]) -> dict[str, float]:
-        """The numbers of an epoch, by name and without prefix."""
+        """The statistics of an epoch by name, without prefix."""
         return {name: total / count for name, (count, total) in epoch_stats.items()}
 
     @property
     def state_key(self) -> str:
-        """Tells the instances of one trainer apart in its checkpoints, by all arguments but run, sinks and on_alert.
+        """The key of this instance in checkpoints, made from all arguments except run, sinks and on_alert.
 
-        Those say where things go: a training that is resumed in another run still has its memory.
+        These three are destinations: a training that resumes in another run must find its state.
         """
         own = ("log_every_n_steps", "step_prefix", "epoch_prefix", "track_epochs", "per_layer", "track_sparsity")
         arguments = {name: getattr(self, name) for name in (*own, "explosion_threshold")}
@@ -153,7 +153,7 @@ class GradWatchCallback(Watching, _Callback):  # type: ignore[misc]
         return key
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Begin to watch: everything is wrapped and restored, and neither a rate finder nor a sanity check runs."""
+        """Begin to watch. The model is wrapped and restored; learning rate finder and sanity check are over."""
         self._session.end()
         if not self._is_restored:
             self._begin_epoch(trainer.current_epoch)
@@ -161,15 +161,15 @@ class GradWatchCallback(Watching, _Callback):  # type: ignore[misc]
         self._begin(trainer, pl_module)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        """A model that was frozen as a whole may be unfrozen later."""
+        """Begin to watch if a completely frozen model has been unfrozen."""
         if self.watcher is None:
             self._begin(trainer, pl_module)
         if self._epoch != trainer.current_epoch:
-            # Resumed from a checkpoint of its last batch, an epoch has no end, and the next one no start.
+            # After resuming at an epoch's last batch, Lightning calls neither the epoch's end nor the next one's start.
             self._end_epoch(trainer)
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
-        """The loss, in the units of the training step: Lightning has divided and scaled it."""
+        """Pass the loss to the watcher, without Lightning's division by accumulation and without the loss scale."""
         if self.watcher is not None and loss.numel() == 1:
             scaler = getattr(trainer.precision_plugin, "scaler", None)
             scale = None if scaler is None else scale_tensor(scaler)
@@ -177,16 +177,16 @@ class GradWatchCallback(Watching, _Callback):  # type: ignore[misc]
             self.watcher.loss(value if scale is None else value / onto(scale, value.device))
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        """The sample that is open now is of this batch, whenever it arrives."""
+        """Note that the next sample belongs to this batch; the sample may arrive later."""
         if self.watcher is not None:
             self._batches.note(self.watcher.step + 1)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        """Log what has arrived."""
+        """Log the samples that have arrived."""
         self._log_arrived(trainer)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Log the epoch's numbers."""
+        """Log the epoch's statistics."""
         self._session.settle()
         self._log_arrived(trainer)
         self._end_epoch(trainer)
@@ -197,25 +197,25 @@ class GradWatchCallback(Watching, _Callback):  # type: ignore[misc]
         self._log_arrived(trainer)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Neither on_train_end nor teardown follows an exception, nor may other ranks come to a last reduction."""
+        """Stop watching without a last merge over ranks: other ranks may not take part, and no teardown follows."""
         if self.watcher is not None:
             self.watcher.__exit__(type(exception), exception, exception.__traceback__)
         self._session.end()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Stop watching, if on_train_end has not."""
+        """Stop watching if on_train_end has not."""
         self._session.end()
 
     def state_dict(self) -> dict[str, Any]:
-        """The watcher's memory and the epoch so far, in plain values and tensors: a resumed fit logs the same."""
+        """The watcher's state and the epoch's statistics as plain values and tensors, for a resumed fit."""
         watched = self._session.state_dict()
-        # What had to be waited for is not in the checkpoint: it is logged by this process.
+        # The checkpoint does not contain the samples that have just been waited for: this process logs them.
         self._log_arrived(self._trainer and self._trainer())
         epoch = {"number": self._epoch, "num_updates": self._num_updates, "stats": copy.deepcopy(self._epoch_stats)}
         return {"watched": watched, "epoch": epoch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where the checkpoint was written."""
+        """Restore the state that `state_dict` returned."""
         self._session.load_state_dict(state_dict["watched"])
         epoch = state_dict["epoch"]
         self._epoch, self._num_updates = epoch["number"], epoch["num_updates"]
@@ -244,10 +244,10 @@ class GradWatchCallback(Watching, _Callback):  # type: ignore[misc]
         return [exploding if isinstance(rule, ExplodingGradient) else rule for rule in rules]
 
     def _log_arrived(self, trainer: Any) -> None:
-        """Log the due batches that are complete. W&B has them in the rows of its own sinks."""
+        """Log the due batches whose samples have all arrived. W&B runs receive these numbers in rows of the sinks."""
         self._batches.enter(self._session.take())
         for place, sample in self._batches.take_new():
-            is_update = not sample.skipped[0] and float(np.nansum(sample.num_nonfinite)) == 0  # with a finite gradient
+            is_update = not sample.skipped[0] and float(np.nansum(sample.num_nonfinite)) == 0
             if self.track_epochs and is_update and place.epoch == self._epoch:
                 self.update_epoch_stats(self._epoch_stats, self.compute_batch_stats(sample))
                 self._num_updates += 1
@@ -259,30 +259,30 @@ class GradWatchCallback(Watching, _Callback):  # type: ignore[misc]
         self._epoch, self._num_updates, self._epoch_stats = epoch, 0, self.init_epoch_stats()
 
     def _end_epoch(self, trainer: Any) -> None:
-        """Log the numbers of an epoch that has any, and begin the next."""
+        """Log the statistics of the epoch, if it has any, and begin the next epoch."""
         if self._num_updates:
-            step = _place_of(trainer).batch - 1  # where Lightning writes an epoch's metrics: at its last batch
+            step = _place_of(trainer).batch - 1  # the epoch's last batch, where Lightning logs metrics of epochs
             numbers = self.compute_epoch_stats(self._epoch_stats)
             _log(trainer, numbers, self._prefix("epoch_prefix"), step=step, with_wandb=True)
         is_over = self._epoch == trainer.current_epoch
         self._begin_epoch(trainer.current_epoch + 1 if is_over else trainer.current_epoch)
 
     def _named_numbers(self, step: int) -> dict[str, float]:
-        """The numbers of a due step, for its row in W&B, which has the layers by itself."""
+        """The statistics of a due step for its W&B row, without layers, which the row contains under other keys."""
         self._batches.enter(self._session.take())
         sample = self._batches.due_sample(step)
         numbers = {} if sample is None else self.compute_batch_stats(sample)
         return named(self._prefix("step_prefix"), numbers, layers=False)
 
     def _prefix(self, which: str) -> str:
-        """The prefix of a step's or an epoch's numbers; of a later callback with the same one, its number besides."""
+        """The step or epoch prefix. If an earlier callback has the same prefix, the namespace is appended."""
         prefix: str = getattr(self, which)
         is_taken = any(getattr(other, which) == prefix for other in self._before)
         return f"{prefix}{self._namespace}/" if is_taken else prefix
 
 
 def _described(value: Any) -> str:
-    """What is alike in every process that is given the same argument: names of functions, no addresses."""
+    """A text for an argument that is the same in every process: names of functions, but no memory addresses."""
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_described, value))}]"
     name = getattr(value, "__qualname__", None)
@@ -290,34 +290,34 @@ def _described(value: Any) -> str:
 
 
 class _BatchPlace(NamedTuple):
-    """Where in the training an update was made."""
+    """The batch and epoch of an update."""
 
-    batch: int  # what loggers call the step: batches that ended in an update, from 0
+    batch: int  # the loggers' step: index, from 0, among the batches that ended in an update
     epoch: int
 
 
 class _BatchIndex:
-    """Knows the place of every sample that is under way, and keeps those of a due batch until all have arrived.
+    """Maps samples to their batches, and keeps the samples of a batch to be logged until all have arrived.
 
-    A sample may close late (the second of a GAN) and arrive late (from a GPU).
+    A sample may be completed late (the second of a GAN) and arrive late (from a GPU).
     """
 
     def __init__(self, here: Callable[[], _BatchPlace], every: int) -> None:
-        self._here = here  # the place of an update that would be made now
-        self._every = every  # the numbers of every n-th batch are logged; 0: of none
-        self._places: dict[int, _BatchPlace] = {}  # by the step of a sample that has not arrived
+        self._here = here  # returns the place of an update made now
+        self._every = every  # log every n-th batch; 0: none
+        self._places: dict[int, _BatchPlace] = {}  # places of samples that have not arrived, by step
         self._new: list[tuple[_BatchPlace, Snapshot]] = []
         self._due: dict[int, list[Snapshot]] = {}  # by batch
 
     def note(self, step: int) -> None:
-        """The sample of this step is made by the batch under way."""
+        """Record that the current batch makes the sample of this step."""
         self._places[step] = self._here()
 
     def enter(self, samples: list[Snapshot]) -> None:
         for sample in samples:
             step = int(sample.steps[0])
             place = self._places.get(step) or self._here()
-            # They arrive in order: an earlier one that was noted was not measured and never comes.
+            # Samples arrive in order: noted steps up to this one that did not arrive were not measured.
             self._places = {later: where for later, where in self._places.items() if later > step}
             self._new.append((place, sample))
             if is_due(sample, place.batch + 1, self._every):
@@ -328,34 +328,34 @@ class _BatchIndex:
         return new
 
     def take_due(self) -> list[tuple[int, Snapshot]]:
-        """The due batches of which every sample has arrived, each as one sample."""
+        """Return the due batches whose samples have all arrived, each merged to one sample."""
         waiting = {place.batch for place in self._places.values()}
         complete = [batch for batch in self._due if batch not in waiting]
         return [(batch, _newest_of(self._due.pop(batch))) for batch in complete]
 
     def due_sample(self, step: int) -> Snapshot | None:
-        """What has arrived of the due batch whose newest sample has this step; None if that is not due."""
+        """The arrived samples of the due batch whose newest sample has this step, merged; None if it is not due."""
         return next((_newest_of(samples) for samples in self._due.values() if samples[-1].steps[0] == step), None)
 
 
 def _newest_of(samples: list[Snapshot]) -> Snapshot:
-    """One sample out of several: each parameter as in the last of them that has it (a GAN's two updates of a batch)."""
+    """Merge samples into one with each parameter's last present row, such as the two updates of a GAN in one batch."""
     merged = samples[0].merge(*samples[1:])
     return replace(merged.sample(-1), rows=last_present(merged.rows, merged.present)[None])
 
 
 def _place_of(trainer: Any) -> _BatchPlace:
-    # Private, and what Trainer gives its loggers for a step; global_step counts every optimizer's.
+    # The step that Trainer passes to its loggers, which is private; global_step counts the steps of every optimizer.
     batch = getattr(trainer.fit_loop.epoch_loop, "_batches_that_stepped", trainer.global_step)
     return _BatchPlace(batch, trainer.current_epoch)
 
 
 def _log(trainer: Any, numbers: Mapping[str, float], prefix: str, *, step: int, with_wandb: bool) -> None:
-    """Give numbers to every logger under their own step, and those of the whole model to callback_metrics.
+    """Log numbers to every logger under their own step, and model-wide numbers to callback_metrics.
 
-    Not by log_dict: it writes under the step at which the trainer happens to write, or never, takes 0.3 ms a name, and
-    on several ranks asks for a collective to average what is equal on all of them. Without W&B's loggers where the runs
-    get the numbers in the rows of their own sinks.
+    This does not use log_dict, which logs at another step of the trainer or never, takes 0.3 ms per name, and demands a
+    collective to average numbers that are equal on all ranks. `with_wandb=False` omits W&B's loggers, because their
+    runs receive the numbers in the rows of the sinks.
     """
     if not numbers:
         return
@@ -367,14 +367,14 @@ def _log(trainer: Any, numbers: Mapping[str, float], prefix: str, *, step: int, 
 
 
 class _NamedWandbSink(WandbSink):
-    """The W&B run, with the framework's own names for some numbers in the same row."""
+    """A W&B sink that adds numbers under the framework's own names to its rows."""
 
     def __init__(
         self, run: Any, numbers_of: Callable[[int], Mapping[str, float]], *, rows: bool, **options: Any
     ) -> None:
         super().__init__(run, **options)
-        self._numbers_of = numbers_of  # a sample's further numbers by key, from its step
-        self._writes_rows = rows  # or only alerts
+        self._numbers_of = numbers_of  # from a sample's step to its additional numbers by key
+        self._writes_rows = rows  # False: only alerts are sent
 
     def write(self, snapshot: Snapshot) -> None:
         if not self._writes_rows:
@@ -386,7 +386,7 @@ class _NamedWandbSink(WandbSink):
 
 
 def _runs_of(trainer: Any, run: Any) -> list[Any]:
-    """The run that the user gave, otherwise on rank zero those of the WandbLoggers, otherwise the active one."""
+    """The user's run; otherwise, on rank 0, the runs of the WandbLoggers, or else the active run."""
     runs = [] if run is None else [run]
     if not runs and trainer.is_global_zero:
         runs = [logger.experiment for logger in trainer.loggers if _is_wandb(logger)]
