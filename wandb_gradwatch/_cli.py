@@ -1,8 +1,8 @@
 """The command line: wandb-gradwatch demo | view | diff | report | workspace | doctor.
 
-Exit status: 0 all is well, 1 a problem was found or met (said in one line), 2 the command line itself is wrong,
-130 Ctrl-C; `diff` has one of its own. What a command needs is imported when it runs, so that `--help` is quick and no
-extra is missed early.
+Exit status: 0 success, 1 a problem was found or occurred (reported in one line), 2 wrong usage, 130 Ctrl-C; `diff` has
+its own. Each command imports what it needs when it runs, so that `--help` is quick and an extra is only needed by the
+commands that use it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _COUNT_SUFFIX: Final = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
 
 
 class _Commands(click.Group):
-    """Errors whose message tells what to do are one line, all others keep their traceback."""
+    """Reports errors whose message says what to do in one line; all others keep their traceback."""
 
     def invoke(self, context: click.Context) -> Any:
         try:
@@ -44,19 +44,19 @@ class _Commands(click.Group):
 
 
 def _is_for_the_user(error: Exception) -> bool:
-    """Whether the message alone tells what to do: a bad input, a missing file or extra, W&B's own refusal."""
+    """Return whether the message says what to do: for bad input, a missing file or extra, or an error of W&B."""
     wandb = sys.modules.get("wandb")
     kinds: tuple[type[Exception], ...] = (ValueError, RuntimeError, OSError, ImportError)
     return isinstance(error, kinds if wandb is None else (*kinds, wandb.Error))
 
 
 def _examples(command: str, *examples: str) -> str:
-    """The end of a command's help; click keeps the line breaks of a paragraph that begins with \\b."""
+    """Return the end of a command's help; click keeps the line breaks of a paragraph that begins with \\b."""
     return "\b\nExamples:\n" + "\n".join(f"  {PROGRAM} {command} {example}".rstrip() for example in examples)
 
 
 def _target(context: click.Context, parameter: click.Parameter, text: str) -> tuple[str, str, str | None]:
-    """ENTITY/PROJECT, ENTITY/PROJECT/RUN, or the address of either's page."""
+    """Parse ENTITY/PROJECT, ENTITY/PROJECT/RUN, or the URL of either page."""
     path = unquote(urlsplit(text).path) if "://" in text else text
     parts = [part for part in path.strip("/").split("/") if part]
     if len(parts) > 2 and parts[2] in ("runs", "workspace", "table", "overview"):
@@ -67,7 +67,7 @@ def _target(context: click.Context, parameter: click.Parameter, text: str) -> tu
 
 
 def _count(context: click.Context, parameter: click.Parameter, text: str) -> int:
-    """A number of parameters as people write it: 500k, 10M, 1.3B."""
+    """Parse a number of parameters with a suffix: 500k, 10M, 1.3B."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmb]?)", text.strip().lower().replace(",", "").replace("_", ""))
     count = round(float(match[1]) * _COUNT_SUFFIX[match[2]]) if match else 0
     if count < 1:
@@ -78,23 +78,23 @@ def _count(context: click.Context, parameter: click.Parameter, text: str) -> int
 _json = click.option("--json", "json", is_flag=True, help="Print one JSON object, for scripts.")
 
 
-@click.group(cls=_Commands, epilog="Exit status: 0 all is well, 1 a problem, 2 wrong usage, 130 stopped by Ctrl-C.")
+@click.group(cls=_Commands, epilog="Exit status: 0 success, 1 a problem, 2 wrong usage, 130 stopped by Ctrl-C.")
 @click.version_option(__version__, prog_name=PROGRAM, message="%(prog)s %(version)s")
 @click.option("--debug", is_flag=True, envvar=DEBUG_VARIABLE, help=f"Show tracebacks (also: {DEBUG_VARIABLE}=1).")
 @click.pass_context
 def main(context: click.Context, debug: bool) -> None:
-    """Show what the gradients of every layer do, in Weights & Biases."""
+    """Monitor the gradients of every layer in Weights & Biases."""
     if os.environ.get("NO_COLOR"):
         context.color = False
 
 
 @main.command(epilog=_examples("demo", "", "--steps 200 --output elsewhere"))
 @click.option("--output", type=_PATH, default="demo-run", show_default=True, metavar="DIR")
-@click.option("--steps", type=int, metavar="N", help="How long to train; the accident is in the middle.")
+@click.option("--steps", type=int, metavar="N", help="Training steps; the accident happens in the middle.")
 @click.option("--online", is_flag=True, help="Log to your W&B account instead of a local file.")
 @click.pass_context
 def demo(context: click.Context, output: Path, steps: int | None, online: bool) -> None:
-    """Train a small GPT, break it, and see the alert."""
+    """Train a small GPT, break it on purpose, and show the alert."""
     from ._demo import DEFAULT_STEPS, run_demo
 
     context.exit(run_demo(output, steps=DEFAULT_STEPS if steps is None else steps, online=online))
@@ -115,18 +115,18 @@ def demo(context: click.Context, output: Path, steps: int | None, online: bool) 
     "--output",
     type=_PATH,
     metavar="FILE",
-    help="Where to write; a directory will do.  [default: gradwatch-RUN.html here]",
+    help="File or directory to write to.  [default: gradwatch-RUN.html here]",
 )
-@click.option("--open", "opens", is_flag=True, help="Open it in the browser.")
+@click.option("--open", "opens", is_flag=True, help="Open the page in the browser.")
 @click.option(
-    "--watch", "watches", is_flag=True, help="Serve it on this machine while the run goes on; Ctrl-C ends it."
+    "--watch", "watches", is_flag=True, help="Serve the page on this machine and follow the run until Ctrl-C."
 )
 @_json
 def view(path: Path, others: tuple[Path, ...], output: Path | None, opens: bool, watches: bool, json: bool) -> None:
-    """Write one self-contained HTML page about a run on this machine, finished or still going on.
+    """Write a self-contained HTML page about a run on this machine, finished or still running.
 
-    PATH is a run's directory, its .wandb file, or wandb/. With several, the page shows the first beside each of the
-    others.
+    PATH is a run's directory, its .wandb file, or wandb/. With several PATHs, the page compares the first run with each
+    of the others.
     """
     from ._page.commands import run_view
 
@@ -141,9 +141,9 @@ def view(path: Path, others: tuple[Path, ...], output: Path | None, opens: bool,
 @_json
 @click.pass_context
 def diff(context: click.Context, first: Path, second: Path, json: bool) -> None:
-    """Say where two runs part beyond their own scatter.
+    """Report where two runs differ by more than their own variation.
 
-    Exit status: 0 they are alike, 1 they differ, 2 they cannot be compared.
+    Exit status: 0 no difference, 1 a difference, 2 the runs cannot be compared.
     """
     from ._page.commands import run_diff
 
@@ -151,12 +151,12 @@ def diff(context: click.Context, first: Path, second: Path, json: bool) -> None:
 
 
 def _previewed(command: Any) -> Any:
-    """A command that draws what W&B will show: its options."""
-    source = "The run's files on this machine; a report takes its alerts from them.  [default: wandb/*-RUN here]"
+    """Add the options of a command that can write a preview."""
+    source = "The run's files on this machine, whose alerts go into the report.  [default: wandb/*-RUN here]"
     for option in (
         _json,
-        click.option("--output", type=_PATH, metavar="FILE", help="Where to write the preview."),
-        click.option("--dry-run", "previews", is_flag=True, help="Write a page that previews it; send nothing."),
+        click.option("--output", type=_PATH, metavar="FILE", help="File for the preview."),
+        click.option("--dry-run", "previews", is_flag=True, help="Write a preview page; send nothing."),
         click.option("--from", "path", type=_PATH, metavar="PATH", help=source),
     ):
         command = option(command)
@@ -169,9 +169,9 @@ def _previewed(command: Any) -> Any:
 def report(
     target: tuple[str, str, str | None], path: Path | None, previews: bool, output: Path | None, json: bool
 ) -> None:
-    """Create a W&B report about the gradients of a project or of one run; creating it again updates it.
+    """Create a W&B report about the gradients of a project or of one run. Running it again updates the report.
 
-    W&B keeps alerts out of reports: those of the run are copied from its files on this machine.
+    W&B reports cannot show alerts, so the alerts are copied from the run's files on this machine.
     """
     from ._report.report import create_report, run_on_disk, write_preview
 
@@ -191,7 +191,7 @@ def report(
 def workspace(
     target: tuple[str, str, str | None], path: Path | None, previews: bool, output: Path | None, json: bool
 ) -> None:
-    """Save a W&B workspace view with the gradients' panels; saving again updates it."""
+    """Save a W&B workspace view with the panels of the gradients. Running it again updates the view."""
     from ._report.report import run_on_disk, save_workspace, write_workspace_preview
 
     entity, project, run = target
@@ -207,7 +207,7 @@ def workspace(
 
 def _check_output(output: Path | None, previews: bool) -> None:
     if output is not None and not previews:
-        raise click.UsageError("--output is where --dry-run writes the preview")
+        raise click.UsageError("--output is where --dry-run writes the preview; add --dry-run, or leave out --output")
 
 
 def _say_url(url: str, json: bool) -> None:
@@ -226,11 +226,11 @@ def _say_url(url: str, json: bool) -> None:
     metavar="N",
     help="Size of the model to measure with, such as 500k or 1.3B.",
 )
-@click.option("--no-measure", is_flag=True, help="Only look, do not train.")
+@click.option("--no-measure", is_flag=True, help="Check the environment only; do not train.")
 @_json
 @click.pass_context
 def doctor(context: click.Context, parameters: int, no_measure: bool, json: bool) -> None:
-    """Check this environment, measure what watching costs here, and say what to change."""
+    """Check this environment, measure the overhead of watch() here, and recommend changes."""
     from ._doctor import run_doctor
 
     context.exit(run_doctor(None if no_measure else parameters, json=json))

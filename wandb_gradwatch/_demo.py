@@ -1,7 +1,7 @@
-"""A small GPT learns from Python's own sources, meets a learning-rate accident, and the alert is there to be seen.
+"""The demo: a small GPT learns Python's own source code, its learning rate jumps, and an alert is raised.
 
-The smallest honest use of the package: a plain training script, one line more. No data is downloaded, and no W&B
-account is needed.
+It is the smallest realistic use of the package: a plain training script with one additional line. It downloads no data
+and needs no W&B account.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ CHANNELS: Final = 128
 HEADS: Final = 4
 LAYERS: Final = 4
 BATCH: Final = 16
-LEARNING_RATE: Final = 0.03  # at 0.1 the norm has spikes of its own, and the accident would not be the only alarm
+LEARNING_RATE: Final = 0.03  # at 0.1 the norm has spikes that would raise further alerts
 MOMENTUM: Final = 0.9
 ACCIDENT_FACTOR: Final = 100  # of the learning rate
 ACCIDENT_STEPS: Final = 10
 LOG_EVERY: Final = 10
-MIN_STEPS: Final = 100  # the accident comes in the middle, when the rules have seen enough to know what is normal
+MIN_STEPS: Final = 100  # the accident is in the middle, after enough steps for the rules to learn what is normal
 DEFAULT_STEPS: Final = 300
 PROJECT: Final = "wandb-gradwatch-demo"
 RUN_NAME: Final = "a learning-rate accident"
@@ -54,7 +54,7 @@ PAGE_NAME: Final = "page.html"
 
 
 class GPT(nn.Module):
-    """Predict the next byte: [B, T] bytes in, [B, T, VOCABULARY] logits out."""
+    """Predicts the next byte: [B, T] bytes in, [B, T, VOCABULARY] logits out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,10 +77,10 @@ class GPT(nn.Module):
 
 
 def read_corpus() -> Tensor:
-    """The top-level modules of Python's standard library, one after the other: bytes, 1-D, int64.
+    """Return the concatenated top-level modules of Python's standard library as bytes: 1-D, int64.
 
     Raises:
-        RuntimeError: this Python came without its sources.
+        RuntimeError: this Python is installed without its source files.
     """
     folder = Path(sysconfig.get_path("stdlib"))
     text = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))
@@ -94,36 +94,36 @@ def read_corpus() -> Tensor:
 
 @dataclass(frozen=True)
 class Training:
-    """How the training ended."""
+    """The result of the training."""
 
-    run_folder: Path  # where the run's file lies
+    run_folder: Path  # the folder of the run's file
     steps: int  # optimizer steps done
     seconds: float  # wall time of the training loop
     interrupted: bool  # by Ctrl-C
-    summary: Summary  # the watcher's own, at the end
+    summary: Summary  # the watcher's summary at the end
 
 
 def run_demo(output: Path, *, steps: int = DEFAULT_STEPS, online: bool = False) -> int:
-    """Train, write the page, and say what was logged and where to look.
+    """Train, write the page, and print what was logged and where to look at it.
 
     Returns:
         The exit status: 0; 1 if the run's file lacks the rows or the alert; 130 after Ctrl-C.
 
     Raises:
-        ValueError: fewer steps than the story needs.
+        ValueError: steps is less than MIN_STEPS.
     """
     if steps < MIN_STEPS:
         raise ValueError(f"steps={steps} is too short for an accident in the middle; give at least {MIN_STEPS}")
     output.mkdir(parents=True, exist_ok=True)
-    # One thread: the same numbers, hence the same story, on machines with any number of cores; and several threads of
-    # so small a model mostly wait for each other, very long on a machine that has something else to do.
+    # One thread gives the same numbers on machines with any number of cores. On a busy machine it is also faster for
+    # so small a model, whose threads would mostly wait for each other.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         training = _train(output, steps, online)
     finally:
         torch.set_num_threads(threads)
-    # Everything said below is read from the run's file: the demo shows what was logged, not what should have been.
+    # The output below is read from the run's file, so the demo shows what was logged, not what should have been.
     history = read_finished_run(training.run_folder)
     page = output / PAGE_NAME
     write_page(history, page)
@@ -145,7 +145,7 @@ def _train(output: Path, steps: int, online: bool) -> Training:
         f"{click.style('wandb_gradwatch demo', bold=True)}: a GPT of {num_parameters / 1e6:.1f} M parameters reads "
         f"{len(corpus) / 1e6:.1f} MB of Python's own library, on {device.type}"
     )
-    settings = wandb.Settings(silent=True, console="off")  # the demo says itself where its run is
+    settings = wandb.Settings(silent=True, console="off")  # the demo prints the run's location itself
     run = wandb.init(
         project=PROJECT, name=RUN_NAME, dir=output, mode="online" if online else "offline", settings=settings
     )
@@ -180,7 +180,7 @@ def _train(output: Path, steps: int, online: bool) -> Training:
                     optimizer.step()
                     done, loss_now = step, loss.item()
                     run.log({"loss": loss_now, "learning_rate": optimizer.param_groups[0]["lr"]})
-                    if above_the_bar:  # in a file every new label would be a line
+                    if above_the_bar:  # in a file each new label would be another line
                         bar.label = f"  loss {loss_now:.3f}"
                     bar.update(1)
             summary = watcher.summary()
@@ -188,7 +188,7 @@ def _train(output: Path, steps: int, online: bool) -> Training:
 
 
 def _batch(corpus: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Random pieces of the text and the same pieces one byte later: two [B, T]."""
+    """Return random pieces of the text, and the same pieces shifted by one byte: two [B, T]."""
     starts_B1 = torch.randint(len(corpus) - CONTEXT, (BATCH, 1))
     pieces = corpus[starts_B1 + torch.arange(CONTEXT + 1)].to(device)
     return pieces[:, :-1], pieces[:, 1:]
@@ -199,7 +199,7 @@ def _say_what_was_logged(training: Training, history: RunHistory) -> None:
         click.echo(f"  stopped by Ctrl-C at step {training.steps}; what was logged until then is kept")
     own = [key for key in history.values if not key.startswith("_")]
     norms, largest, overhead = map(history.first_of, (keys.GRAD_NORM, keys.GRAD_NORM_MAX, keys.OVERHEAD_RATIO))
-    num_rows = np.count_nonzero(np.isfinite(norms))  # a flight recorder's table has a row of its own
+    num_rows = np.count_nonzero(np.isfinite(norms))  # excludes the row of the flight recorder's table
     num_histograms = sum(len(series.steps) for series in history.histograms.values())
     found = (
         f"{num_rows} rows of gradients, {len(own)} scalar keys, {num_histograms} histograms "
@@ -225,7 +225,7 @@ def _say_what_was_logged(training: Training, history: RunHistory) -> None:
 
 
 def _say_where_to_look(run_folder: Path, page: Path, online: bool) -> None:
-    title("Look at it")
+    title("Where to look at the run")
     folder = _short(run_folder)
     command = "wandb" if shutil.which("wandb") else _short(Path(sys.executable).parent / "wandb")
     looks = [("a page", _short(page)), ("a terminal", f"{command} leet {folder}")]
@@ -234,6 +234,6 @@ def _say_where_to_look(run_folder: Path, page: Path, online: bool) -> None:
 
 
 def _short(path: Path) -> str:
-    """The path from here where it lies below, whole otherwise."""
+    """Return the path relative to the current directory if it lies below, otherwise unchanged."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith(os.pardir) else relative

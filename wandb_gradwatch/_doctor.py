@@ -1,4 +1,4 @@
-"""Check the environment, measure what watching costs here, and say what to change. Nothing talks to the network."""
+"""Check the environment, measure the overhead of watch(), and recommend changes. Nothing uses the network."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ Verdict = Literal["good", "note", "problem"]
 
 DISTRIBUTION: Final = "wandb-gradwatch"
 LAYERS: Final = 8  # of the model that is trained to measure the overhead
-BATCH: Final = 256  # rows of its batch
-PAIRS: Final = 3  # blocks with and without watching, in turn
-STEPS_PER_BLOCK: Final = 50  # the default log_every: each watched block holds one flush, as in a real run
+BATCH: Final = 256  # rows per step
+PAIRS: Final = 3  # pairs of blocks, one without and one with watch()
+STEPS_PER_BLOCK: Final = 50  # the default log_every: each watched block has one flush, as in a real run
 WARM_UP_STEPS: Final = 5
-ACCEPTABLE_OVERHEAD: Final = 0.01  # of the training's time, as max_overhead by default
+ACCEPTABLE_OVERHEAD: Final = 0.01  # share of the training time, the default of max_overhead
 _SIGNS: Final = {"good": ("✓", "green"), "note": ("▲", "yellow"), "problem": ("✗", "red")}
 
 
 def run_doctor(num_parameters: int | None, *, json: bool) -> int:
-    """Look at everything, print it, and return the exit status: 1 where something does not work.
+    """Run and print all checks; return the exit status: 1 if something does not work.
 
-    Overhead is measured with a model of about `num_parameters`; None: not at all.
+    The overhead is measured with a model of about `num_parameters`; None: it is not measured.
     """
     checks = check_environment()
     if json:
@@ -76,13 +76,13 @@ def _say_overhead(num_parameters: int) -> None:
 
 def _advice(measured: OverheadMeasurement) -> str:
     if measured.spread > max(measured.ratio, ACCEPTABLE_OVERHEAD):
-        return "The pairs differ by more than what they should show: measure again when the machine is less busy."
+        return "The pairs differ by more than the overhead: measure again when the machine is less busy."
     if measured.ratio <= ACCEPTABLE_OVERHEAD:
         return f"That is within {ACCEPTABLE_OVERHEAD:.0%} of the time: watch(model) will measure every step here."
     return (
         f"To stay within {ACCEPTABLE_OVERHEAD:.0%} of the time, watch(model) will measure about one step in "
-        f"{measured.sample_every:,} here; sample_every=1 measures all, max_overhead=0.05 about five times as many. A "
-        "larger batch per step has more of them measured: the cost depends on the parameters, not on the data."
+        f"{measured.sample_every:,} here; sample_every=1 measures all, max_overhead=0.05 about five times as many. "
+        "With larger batches a larger share of steps is measured: the cost depends on the parameters, not on the data."
     )
 
 
@@ -91,16 +91,16 @@ def _advice(measured: OverheadMeasurement) -> str:
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     name: str
-    found: str  # what is there
-    verdict: Verdict = "good"  # "note": it works, and could be better; "problem": it does not work
+    found: str  # what was found
+    verdict: Verdict = "good"  # "note": it works but could be better; "problem": it does not work
     advice: str = ""  # what to do
 
 
 def check_environment() -> list[Check]:
-    """Every check but the measurement."""
+    """Run all checks except the measurement."""
     floors = _floors()
     return [
         Check("Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
@@ -114,7 +114,7 @@ def check_environment() -> list[Check]:
 
 
 def _floors() -> dict[str, str]:
-    """Lowest version of each requirement, from the package's own metadata; empty in a bare source tree."""
+    """Return the minimum version of each requirement, from the package's metadata; {} in a bare source tree."""
     try:
         requirements = metadata.requires(DISTRIBUTION) or []
     except metadata.PackageNotFoundError:
@@ -132,7 +132,7 @@ def _check_version(name: str, floors: dict[str, str]) -> Check:
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """(2, 13, 0) of "2.13.0+cpu"."""
+    """Parse a version: "2.13.0+cpu" gives (2, 13, 0)."""
     match = re.match(r"\d+(?:\.\d+)*", version)
     return tuple(int(part) for part in match[0].split(".")) if match else ()
 
@@ -143,38 +143,38 @@ def _check_device() -> Check:
     counts = {"core": os.cpu_count(), "thread": torch.get_num_threads()}
     threads = ", ".join(["CPU", *(f"{count} {what}{'' if count == 1 else 's'}" for what, count in counts.items())])
     if torch.version.cuda:
-        advice = "this torch is built for CUDA and sees no device: look at nvidia-smi and at CUDA_VISIBLE_DEVICES"
+        advice = "this torch is built for CUDA but finds no device: check nvidia-smi and CUDA_VISIBLE_DEVICES"
         return Check("device", threads, "note", advice)
     return Check("device", threads)
 
 
 def _check_triton() -> Check:
-    """What measures gradients on CUDA; where Triton is installed, a kernel is run to know that it works."""
+    """Check Triton, which measures gradients on CUDA; if it is installed, run a kernel."""
     version = _version_or_none("triton")
     if not torch.cuda.is_available():
         return Check("triton", f"{version or 'absent'} (only used on CUDA)")
-    advice = "the fused kernels need Triton; without it plain torch measures, more slowly"
+    advice = "the fused kernels need Triton; without it plain torch is used, which is slower"
     if version is None:
         return Check("triton", "absent", "note", f"{advice}: pip install triton")
     try:
         measure([torch.ones(1, device="cuda")], None, backend="cuda")
-    except Exception as error:  # whatever it is: the kernels are a compiler, a driver and a GPU
+    except Exception as error:  # any error of the compiler, the driver or the GPU
         return Check("triton", f"{version}, and its kernels do not work: {why_not(error)}", "problem", advice)
     return Check("triton", f"{version}: the backend is 'cuda'")
 
 
 def _check_numba() -> Check:
-    """What measures gradients on the CPU; where numba is installed, its loops are compiled to know that they work."""
+    """Check numba, which measures gradients on the CPU; if it is installed, compile its loops."""
     version = _version_or_none("numba")
     if torch.cuda.is_available():
         return Check("numba", f"{version or 'absent'} (only used on CPU)")
     if version is None:
-        advice = f"torch and numpy measure; compiled loops are several times faster: pip install '{DISTRIBUTION}[fast]'"
+        advice = f"torch and numpy are used; numba's loops are several times faster: pip install '{DISTRIBUTION}[fast]'"
         return Check("numba", "absent: the backend is 'cpu'", "note", advice)
     try:
         compile_for_cpu("compiled")
     except RuntimeError as error:
-        advice = f"torch and numpy measure instead, more slowly: pip install --upgrade '{DISTRIBUTION}[fast]'"
+        advice = f"torch and numpy are used instead, which is slower: pip install --upgrade '{DISTRIBUTION}[fast]'"
         return Check("numba", f"{version}, and it does not work: {error}", "problem", advice)
     return Check("numba", f"{version}: the backend is 'compiled'")
 
@@ -207,28 +207,28 @@ def _version_or_none(name: str) -> str | None:
         return None
 
 
-# ---- what watching every step costs here: the same training with and without it, in turn
+# ---- the overhead of watch(): the same training with and without it, alternating
 
 
 @dataclass(frozen=True)
 class OverheadMeasurement:
-    """What watching costs on this machine."""
+    """The overhead of watch() on this machine."""
 
     device: str
     num_parameters: int  # of the model that was trained
     batch: int  # rows per step
-    step_ms: float  # of a step that nobody watches, in the pair of blocks whose share is the median
-    watched_step_ms: float  # of a watched one there, its share of a flush included
+    step_ms: float  # time per step without watch(), from the pair of blocks with the median overhead
+    watched_step_ms: float  # time per step with watch() from the same pair, including its share of a flush
     ratio: float  # (watched_step_ms - step_ms) / watched_step_ms, as in `gradwatch/overhead_ratio`
-    spread: float  # largest minus smallest share of a pair of blocks: how far to trust it
-    sample_every: int  # keeps the ratio at ACCEPTABLE_OVERHEAD or below, about what the default comes to
+    spread: float  # largest minus smallest overhead of the pairs; shows how reliable the ratio is
+    sample_every: int  # keeps the overhead within ACCEPTABLE_OVERHEAD; about what the default cadence chooses
 
 
 def measure_overhead(num_parameters: int, progress: Callable[[int], object] | None = None) -> OverheadMeasurement:
-    """Train a multi-layer perceptron in blocks, every second one watched, and compare neighbours.
+    """Train a multi-layer perceptron in pairs of blocks, one with and one without watch(), and compare each pair.
 
-    The comparison is paired and the order alternates (without-with, with-without, ...), so that a machine that slows
-    down or is shared disturbs both sides alike. `progress` is called with how many blocks are done.
+    The order alternates (without-with, with-without, ...), so that a machine that slows down or is shared affects both
+    sides equally. `progress` is called with the number of finished blocks.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     width = max(round(math.sqrt(num_parameters / LAYERS)), 1)
@@ -237,7 +237,7 @@ def measure_overhead(num_parameters: int, progress: Callable[[int], object] | No
     batch = torch.randn(BATCH, width, device=device)
     for watched in (False, True):
         _train_block(model, optimizer, batch, WARM_UP_STEPS, watched=watched)
-    wait_for_kernels()  # compiling takes time from the steps, once in a training
+    wait_for_kernels()  # compiling slows down the steps, but only once per training
     plain_ms: list[float] = []
     watched_ms: list[float] = []
     for done in range(2 * PAIRS):
@@ -248,7 +248,7 @@ def measure_overhead(num_parameters: int, progress: Callable[[int], object] | No
             progress(done + 1)
     shares = [(with_it - without) / with_it for with_it, without in zip(watched_ms, plain_ms, strict=True)]
     ratio = statistics.median_low(shares)
-    middle = shares.index(ratio)  # what is shown belongs to one pair, so that a reader can divide it
+    middle = shares.index(ratio)  # the times shown are from the same pair as the ratio
     return OverheadMeasurement(
         device=device.type,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
@@ -264,7 +264,7 @@ def measure_overhead(num_parameters: int, progress: Callable[[int], object] | No
 def _train_block(
     model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor, steps: int, *, watched: bool
 ) -> float:
-    """Milliseconds per step of a block; arming and disarming are outside the clock, as a real run does them once."""
+    """Return the milliseconds per step of a block, without the time of watch() and remove(), which a run calls once."""
     memory = MemorySink(max_snapshots=1)
     with watch(model, sinks=[memory], sample_every=1, log_every=steps) if watched else nullcontext():
         _synchronize(batch.device)
@@ -278,7 +278,7 @@ def _train_block(
     seen = memory.merged()
     if watched and (seen is None or len(seen) != steps):
         raise RuntimeError(
-            f"of {steps} steps {0 if seen is None else len(seen)} were measured, so there is no overhead to tell; "
+            f"only {0 if seen is None else len(seen)} of {steps} steps were measured, so the overhead is unknown; "
             "the reason is logged above"
         )
     return seconds / steps * 1e3

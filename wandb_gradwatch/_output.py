@@ -1,4 +1,4 @@
-"""What the commands print, beyond click: wrapped text, two columns, and JSON."""
+"""Output of the commands beyond click: wrapped text, two columns, and JSON."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Final
 import click
 
 LEVEL_COLOUR: Final = {"ERROR": "red", "WARN": "yellow", "INFO": "cyan"}
-_MAX_WIDTH: Final = 100  # longer lines are hard to read, however wide the window
+_MAX_WIDTH: Final = 100  # longer lines are hard to read, even in a wide window
 
 
 def paragraph(text: str, indent: int = 2, *, err: bool = False) -> None:
-    """Print wrapped text. Its own line breaks are kept, and a path or a URL is never broken."""
+    """Print wrapped text. Line breaks in the text are kept; paths and URLs are never broken."""
     width = max(min(shutil.get_terminal_size().columns, _MAX_WIDTH) - indent, 20)
     for line in text.splitlines():
         for part in textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False) or [""]:
@@ -24,24 +24,24 @@ def paragraph(text: str, indent: int = 2, *, err: bool = False) -> None:
 
 
 def pairs(labelled: Sequence[tuple[str, str]]) -> None:
-    """Print two columns: dim labels, and their values."""
+    """Print two columns: dimmed labels and their values."""
     width = max(len(label) for label, _ in labelled)
     for label, value in labelled:
         click.echo(f"  {click.style(label.ljust(width), dim=True)}  {value}")
 
 
 def title(text: str) -> None:
-    """Print a heading, with an empty line before it."""
+    """Print a heading after an empty line."""
     click.echo("\n" + click.style(text, bold=True))
 
 
 def alert_title(text: str, level: str) -> str:
-    """The title of an alert, in the colour of its level."""
+    """Return an alert's title in the colour of its level."""
     return click.style(f"▲ {text}", bold=True, fg=LEVEL_COLOUR.get(level, "yellow"))
 
 
 def as_json(value: object) -> None:
-    """Print one JSON document for a program; what JSON has no number for (NaN, infinity) becomes null."""
+    """Print one JSON document for scripts; NaN and infinity become null."""
     click.echo(json.dumps(_without_nonfinite(value), indent=2, allow_nan=False))
 
 
