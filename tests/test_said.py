@@ -115,5 +115,5 @@ def test_layers_in_a_plain_list_are_not_registered_and_that_is_what_is_said():
 
     with pytest.raises(ValueError, match="no parameter is registered in Plain, whose 'layers' is a plain list of modu"):
         wandb_gradwatch.watch(Plain(), sinks=[])
-    with pytest.raises(ValueError, match="no parameter is registered in ReLU: pass the model that is trained"):
+    with pytest.raises(ValueError, match="no parameter is registered in ReLU; pass the model that is trained"):
         wandb_gradwatch.watch(torch.nn.ReLU(), sinks=[])

@@ -1,6 +1,6 @@
-"""Loops without any optimizer: gradients that were reset between two backwards tell of an update between them.
+"""Infers updates in training loops without an optimizer: gradients that were reset between two backwards mean one.
 
-Or hooks of others, on parameters, use gradients while the backward goes on, and take them away: then it is the update.
+If other hooks use the gradients and remove them inside the backward, that backward is the update.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from .._runtime.notices import Notices
 from .gradient_versions import GradientVersions, version_of, were_reset
 from .parameter_registry import ParameterRegistry
 
-# This many resets of the gradients without any optimizer mean that the user updates by hand. The samples until then are
-# provisional: an optimizer that steps after all takes them back.
+# This many resets of the gradients without an optimizer step prove that the user updates by hand. The samples until
+# then are provisional: they are taken back if an optimizer steps after all.
 _RESETS_THAT_PROVE: Final = 3
 
 
 class UpdatesByHand:
-    """Whether there is an optimizer, and what stands in for its steps where there is none.
+    """Infers updates from gradients while no optimizer is known.
 
-    This is excluded where an optimizer is known already.
+    With `excluded` an optimizer is known from the beginning, and nothing is inferred.
     """
 
     def __init__(
@@ -31,34 +31,34 @@ class UpdatesByHand:
         self._notices = notices
         self.possible = not excluded  # no optimizer has stepped so far
         self.proven = False
-        self.inside_backward = False  # hooks of others make the updates
+        self.inside_backward = False  # other hooks make the updates, inside the backward
         self._num_provisional = 0
-        self._versions = 0  # of the parameters, when the last backward ended
-        self._writes: dict[int, int] | None = None  # by slot, from the last backward's end to this one's begin
-        self._has_accumulated = False  # this one, by then
+        self._versions = 0  # sum of the parameters' versions when the last backward ended
+        self._writes: dict[int, int] | None = None  # slot -> writes between the last backward and the current one
+        self._has_accumulated = False  # whether the current backward may have written by then
 
     @property
     def withholds(self) -> bool:
-        """Whether there are samples that may have to be taken back."""
+        """Whether there are provisional samples, which may have to be taken back."""
         return bool(self._num_provisional) and not self.proven
 
     def exclude(self) -> int:
-        """An optimizer steps, or the user says when: what looked like updates before was not.
+        """Stop inferring updates: an optimizer steps, or the user calls mark_step().
 
         Returns:
-            How many provisional samples are to be taken back.
+            The number of provisional samples to take back.
         """
         taken_back = self._num_provisional if self.withholds else 0
         self._num_provisional, self.possible, self.proven = 0, False, False
         return taken_back
 
     def backward_begins(self, has_accumulated: bool) -> bool:
-        """The moment to see what was reset before a backward: none of its gradients is there yet, or the first one.
+        """Count the writes to each gradient since the last backward, before this one has written to more than one.
 
-        Later the backward has written to all of them, and DistributedDataParallel once more with their averages.
+        Later the backward has written to all of them, and DistributedDataParallel once more with the averages.
 
         Returns:
-            Whether it is one of its own: the inner backwards of re-entrant checkpoints begin too, in the middle of it.
+            Whether this backward is an outermost one. Re-entrant checkpoints begin further backwards inside it.
         """
         is_outermost = self._writes is None
         if is_outermost:
@@ -72,15 +72,15 @@ class UpdatesByHand:
         return is_outermost
 
     def were_reset(self, reached: Collection[int]) -> bool:
-        """Whether the gradients that this backward has reached were reset before it, or most of them."""
+        """Whether most of the gradients that this backward has reached were reset before it."""
         writes = [writes for slot, writes in (self._writes or {}).items() if slot in reached]
         self._writes = None
         return were_reset(writes, has_accumulated=self._has_accumulated)
 
     def ended_in_hooks(self, reached: Collection[int], step: int) -> bool:
-        """Whether the backward of this step that has ended is an update: hooks of others have used its gradients.
+        """Whether other hooks have made the update inside the backward that has just ended.
 
-        Those that it has reached are gone then, but perhaps for the last of them.
+        If so, at most one of the gradients that the backward has reached is left.
         """
         gradients = [parameter.grad for slot, parameter in self._registry.scan() if slot in reached]
         num_left = sum(gradient is not None for gradient in gradients)
@@ -90,16 +90,16 @@ class UpdatesByHand:
             self.inside_backward = True
             self._notices.say(
                 "updates inside the backward",
-                "hooks on the parameters take the gradients away while the backward goes on, as optimizers that are "
-                f"fused into it do: from step {step + 1} on each gradient is measured as its hooks "
-                "find it, and every such backward counts as a step; what is done to a gradient in these hooks is not "
-                "seen, and guard= cannot leave a step out. If not every such backward is an update, call "
-                "watcher.mark_step() after each update.",
+                "hooks on the parameters take the gradients away during the backward, as an optimizer that is fused "
+                f"into the backward does: from step {step + 1} on each gradient is measured before these hooks run, "
+                "and every such backward counts as a step. Changes that the hooks make to a gradient are not seen, and "
+                "guard= cannot skip a step. If not every such backward is an update, call watcher.mark_step() after "
+                "each update.",
             )
         return True
 
     def count(self) -> None:
-        """An update is inferred; perhaps it is the one that proves that there is no optimizer."""
+        """Count an inferred update. Enough of them prove that there is no optimizer."""
         if not self.proven:
             self._num_provisional += 1
             self.proven = self._num_provisional >= _RESETS_THAT_PROVE
@@ -107,7 +107,7 @@ class UpdatesByHand:
                 self._say()
 
     def settle(self) -> None:
-        """Nothing better will be known: what was inferred counts."""
+        """Accept the inferred updates as final, without further proof."""
         if self.possible and not self.proven:
             self.proven = True
             self._say()
@@ -121,13 +121,13 @@ class UpdatesByHand:
         )
 
     def remember_parameters(self) -> None:
-        """A backward has ended."""
+        """Record the parameters' versions: a backward has ended."""
         self._versions = self._parameter_versions()
 
     def has_updated(self) -> bool:
-        """Whether parameters were written to since the last backward, or updates were inferred before."""
+        """Whether parameters were written to since the last backward, or updates were inferred earlier."""
         return self.proven or bool(self._num_provisional) or self._versions != self._parameter_versions()
 
     def _parameter_versions(self) -> int:
-        """Changes when a parameter is written to, but for writes through `.data`."""
+        """A number that changes when a parameter is written to, except through `.data`."""
         return sum(version_of(parameter) for _, parameter in self._registry.scan())

@@ -1,8 +1,8 @@
-"""The moment before torch's own functions clip: what the gradients hold then is what clipping is about.
+"""Calls listeners before and after torch's own functions clip gradients.
 
-While something is watched, these functions are wrapped, where they are looked up: gradients that were rescaled,
-averaged or completed after the backward are measured again before they are clipped, and the change that follows is
-known to be a clipping. Clipping by other code is told by what it leaves: see `_measure/change.py`.
+While a model is watched, these functions are wrapped: gradients that were rescaled, averaged or completed after the
+backward are measured again before they are clipped, and the change that follows is known to be clipping. Clipping by
+other code is recognised by the gradients that it leaves: see `_measure/change.py`.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from .._runtime.steps import WrappedFunctions
 
 
 class ClipListener(Protocol):
-    """What a watcher wants to know of torch's clipping functions."""
+    """Interface: the calls that a watcher gets from torch's clipping functions."""
 
     def before_clipping(self, parameters: Sequence[Tensor]) -> None:
         """The gradients of these are about to be clipped, in place."""
 
     def after_clipping(self, parameters: Sequence[Tensor]) -> None:
-        """They have been, if they had to be."""
+        """The gradients of these are clipped, if they exceeded the limit."""
 
 
-# Before torch 2.6 there is no function of its own for the second half of clip_grad_norm_. What is in both modules is
-# wrapped in both; `clip_grad_norm_` calls the one of clip_grad, also where it was imported by name before.
+# Since torch 2.6 the second half of clip_grad_norm_ is a function of its own, which clip_grad_norm_ looks up in
+# clip_grad even if it was imported by name before. Functions in both modules are wrapped in both.
 _BY_NORM: Final = ("_clip_grads_with_norm_", "clip_grads_with_norm_")
 _FUNCTIONS: Final = (*_BY_NORM, "clip_grad_value_") if hasattr(clip_grad, _BY_NORM[0]) else (
     "clip_grad_norm_",
@@ -38,7 +38,7 @@ _FUNCTIONS: Final = (*_BY_NORM, "clip_grad_value_") if hasattr(clip_grad, _BY_NO
 
 
 class ClipFunctions(WrappedFunctions[ClipListener]):
-    """The wrapped functions, and who listens."""
+    """Wraps torch's clipping functions and calls the listeners."""
 
     def _wrappers(self) -> Iterable[tuple[Any, str, Callable[..., Any]]]:
         return [(module, name, self._clip) for module in (clip_grad, utils) for name in _FUNCTIONS]

@@ -1,7 +1,7 @@
-"""Which gradients have been seen in the open sample, and in which state: is this the same tensor, unmodified since?
+"""Detects which gradients were modified or replaced since they were last looked at in the open sample.
 
 A gradient that is the same tensor with the same version counter as at the end of the last backward has not been
-clipped, unscaled or replaced since (but for writes through `.data`, which leave no trace).
+clipped, unscaled or replaced since. Writes through `.data` are the exception: they leave no trace.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from torch import Tensor
 
 from .._runtime.autograd import Entry
 
-# An attribute of the tensor: unlike an id it is not given to another when the tensor is gone, and unlike a reference it
-# keeps nothing alive. A number, so that a gradient that is saved loads with weights_only=True: a token and, in the
-# lower bits, the version at which the tensor was last looked at.
+# Stored as an attribute of the tensor: unlike an id it is never reused, and unlike a reference it keeps nothing alive.
+# It is a number, so that a saved gradient loads with weights_only=True: a token and, in the lower bits, the version at
+# which the tensor was last looked at.
 _TOKENS: Final = itertools.count(1)
 _SEEN: Final = "_gradwatch_seen"
 _VERSION_BITS: Final = 32
-_NEVER: Final = (1 << _VERSION_BITS) - 1  # in the place of a version: not looked at yet
+_NEVER: Final = (1 << _VERSION_BITS) - 1  # instead of a version: not looked at yet
 _OLDER_THAN_ITS_HOOK: Final = _NEVER - 1
-_NOTHING: Final = -1  # the state of no gradient
+_NOTHING: Final = -1  # the state where there is no gradient
 
 REPLACED: Final = sys.maxsize
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often it was written to; 0 of one made in inference mode, which counts nothing."""
+    """Return how often a tensor was written to; 0 for inference tensors, which have no version counter."""
     try:
         return tensor._version
     except RuntimeError:
@@ -38,37 +38,37 @@ def version_of(tensor: Tensor) -> int:
 
 
 def _states_of(gradients: Sequence[Tensor | None]) -> list[int]:
-    """Their states, in which what was never looked at has no token."""
+    """Return the gradients' states; the state of a gradient that was never looked at has no token."""
     try:
         return [_NOTHING if g is None else g.__dict__.get(_SEEN, 0) & ~_NEVER | g._version for g in gradients]
-    except RuntimeError:  # see version_of()
+    except RuntimeError:  # an inference tensor is among them
         return [_NOTHING if g is None else g.__dict__.get(_SEEN, 0) & ~_NEVER | version_of(g) for g in gradients]
 
 
 def was_seen(gradient: Tensor) -> bool:
-    """Whether this tensor has been looked at, in this sample or an earlier one."""
+    """Whether this tensor was looked at, in this sample or an earlier one."""
     return getattr(gradient, _SEEN, _NEVER) & _NEVER < _OLDER_THAN_ITS_HOOK
 
 
 def mark_as_older_than_its_hook(gradient: Tensor) -> None:
-    """This one was there before a backward could tell of it: it is not new, whatever is written to it."""
+    """Record that this gradient existed before its parameter was hooked: later writes do not make it new."""
     setattr(gradient, _SEEN, _token_of(gradient) | _OLDER_THAN_ITS_HOOK)
 
 
 def is_new(gradient: Tensor) -> bool:
-    """Whether what this tensor holds has never been looked at: it is a new one, or was written to since."""
+    """Whether this tensor's values have never been looked at: it is a new tensor, or was written to since."""
     return getattr(gradient, _SEEN, _NEVER) & _NEVER not in (_OLDER_THAN_ITS_HOOK, version_of(gradient))
 
 
 def state_of(gradient: Tensor) -> int:
-    """What tells this gradient, as it is now, from every other and from itself once it is written to."""
+    """Return a number that identifies this gradient tensor and its current version."""
     token = _token_of(gradient)
     gradient.__dict__.setdefault(_SEEN, token | _NEVER)
     return token | version_of(gradient)
 
 
 def look_at(gradients: Iterable[Tensor]) -> list[int]:
-    """Their states; what they hold now is not new any more."""
+    """Return the gradients' states, and record that their current values have been looked at."""
     gradients = list(gradients)
     states = _states_of(gradients)
     for place, gradient in enumerate(gradients):
@@ -79,59 +79,59 @@ def look_at(gradients: Iterable[Tensor]) -> list[int]:
 
 
 def _token_of(gradient: Tensor) -> int:
-    """The gradient's token, a new one if it has none, in its place above a version's bits."""
+    """Return the gradient's token, or a new one, shifted above the bits of the version."""
     seen: int | None = getattr(gradient, _SEEN, None)
     return next(_TOKENS) << _VERSION_BITS if seen is None else seen & ~_NEVER
 
 
 def were_reset(writes: Sequence[int], *, has_accumulated: bool) -> bool:
-    """Whether gradients, or most of them, were reset after a backward, by how often each was written to since.
+    """Whether most gradients were reset after a backward, judged by how often each was written to since then.
 
-    What accumulates has written to the first gradient only, or, where they are views of one bucket, once to each.
+    If the next backward `has_accumulated`, it has written to the first gradient only, or once to each view of a bucket.
     """
     return writes.count(0) < len(writes) / 2 and (not has_accumulated or any(number > 1 for number in writes))
 
 
 @dataclass(slots=True)
 class Inspection:
-    """Gradients that an optimizer is about to use, by what is known of them."""
+    """Gradients that an optimizer is about to use, sorted by their state."""
 
-    late: list[Entry] = field(default_factory=list)  # as the backward left it, and not measured
+    late: list[Entry] = field(default_factory=list)  # as the backward left them, but not measured
     changed: list[Entry] = field(default_factory=list)  # measured, and modified since
     unclear: list[Entry] = field(default_factory=list)  # not measured, and perhaps modified
     unchanged: list[Entry] = field(default_factory=list)
-    gone: list[int] = field(default_factory=list)  # seen, and taken away
+    gone: list[int] = field(default_factory=list)  # slots whose gradient was seen and is None now
 
 
 class GradientVersions:
-    """The open sample's gradients, by slot."""
+    """Remembers the state of the open sample's gradients, by slot."""
 
     def __init__(self) -> None:
-        self._seen: dict[int, int] = {}  # their states when they were last looked at
-        self._unmeasured: set[int] = set()  # those that were looked at and not measured
+        self._seen: dict[int, int] = {}  # slot -> state when it was last looked at
+        self._unmeasured: set[int] = set()  # slots that were looked at but not measured
 
     @property
     def slots(self) -> KeysView[int]:
-        """Whose gradients have been seen."""
+        """The slots whose gradients have been looked at in the open sample."""
         return self._seen.keys()
 
     def clear(self) -> None:
-        """Forget all: a new sample is open."""
+        """Forget all gradients: a new sample is open."""
         self._seen, self._unmeasured = {}, set()
 
     def remember(self, slots: Sequence[int], gradients: Sequence[Tensor]) -> None:
-        """These gradients have been measured as they are now: [N] each."""
+        """Record that these gradients, [N] each, have been measured as they are now."""
         self._seen.update(zip(slots, look_at(gradients), strict=True))
         self._unmeasured.difference_update(slots)
 
     def note(self, entries: Iterable[Entry]) -> None:
-        """The gradients of these parameters are there, and are not measured."""
+        """Look at the gradients of these parameters without measuring them."""
         present = {slot: gradient for slot, parameter in entries if (gradient := parameter.grad) is not None}
         self._seen.update(zip(present, look_at(present.values()), strict=True))
         self._unmeasured.update(present)
 
     def writes_since(self, slot: int, gradient: Tensor | None) -> int | None:
-        """How often it was written to since; None if it was not seen, and more than any number if it was replaced."""
+        """Return how often a gradient was written to since it was seen; REPLACED if replaced, None if never seen."""
         seen = self._seen.get(slot)
         if seen is None:
             return None
@@ -140,11 +140,11 @@ class GradientVersions:
         return version_of(gradient) - (seen & _NEVER)
 
     def inspect(self, entries: Iterable[Entry], *, inside_backward: bool) -> Inspection:
-        """Sort parameters by the state of their gradients; inside a backward nothing was seen before it."""
+        """Sort parameters by the state of their gradients. Inside a backward all gradients count as not measured."""
         entries = list(entries)
         states = _states_of([parameter.grad for _, parameter in entries])
         if not (inside_backward or self._unmeasured) and [self._seen.get(slot) for slot, _ in entries] == states:
-            return Inspection(unchanged=entries)  # as nearly always
+            return Inspection(unchanged=entries)  # the usual case
         found = Inspection()
         for entry, state in zip(entries, states, strict=True):
             slot = entry[0]

@@ -1,16 +1,14 @@
-"""Marks and the end of backward: the only place where hooks on parameters are registered and removed.
+"""Marks parameters that receive a gradient, and detects the end of a backward. All hooks on parameters are made here.
 
-A hook marks its parameter and does no arithmetic: at that moment the gradient is not final (it is before DDP's
-all-reduce, before later uses of a tied weight, before other micro-batches). What is final is known in a callback that
-is queued from inside an end-of-backward callback: the first one runs before DDP's and FSDP's own, the nested one after
-them.
+A hook marks its parameter and does no arithmetic, because the gradient is not final yet: DDP's all-reduce, later uses
+of a tied weight and further micro-batches can follow. Gradients are final in a callback that is queued from inside an
+end-of-backward callback: the outer callback runs before those of DDP and FSDP, the nested one after them.
 
-The marks are tensor hooks, which run before the gradient is accumulated. A post-accumulate-grad hook would do as well,
-but torch keeps an empty holder on each parameter that has ever had one, and visits it in every backward: near a
-microsecond, for every parameter and step, also when nothing is measured. Tensor hooks can be taken away without a
-trace. Post-accumulate-grad hooks are there only where somebody wants to know of each gradient inside the backward, and
-on sharded parameters: no backward reaches those of FSDP2, which calls such hooks itself when a gradient is in its
-place.
+The marks are tensor hooks, which run before the gradient is accumulated. A post-accumulate-grad hook could mark too,
+but torch keeps an empty holder on each parameter that has ever had one and visits it in every backward: about a
+microsecond per parameter and step, even when nothing is measured. Tensor hooks can be removed without a trace.
+Post-accumulate-grad hooks are registered only where gradients are needed inside the backward, and on sharded
+parameters: no backward reaches the parameters of FSDP2, which calls these hooks itself once a gradient is in place.
 """
 
 from __future__ import annotations
@@ -35,9 +33,9 @@ from .clock import SampleClock
 from .gradient_versions import mark_as_older_than_its_hook
 from .parameter_registry import ParameterRegistry
 
-NO_SLOT: Final = -1  # of FSDP1's flat parameters: they tell when a backward ends, and nothing else
+NO_SLOT: Final = -1  # of FSDP1's flat parameters: their hooks only detect the end of a backward
 
-# Tasks whose backward raised never run their callback and would stay here for good.
+# A backward that raised never runs its callback: without a limit its task would stay in the set forever.
 _MAX_ARMED: Final = 64
 
 
@@ -45,16 +43,16 @@ _MAX_ARMED: Final = 64
 class _Hooks:
     """The hooks on a parameter."""
 
-    slot: list[int]  # [1] what they mark; also a frozen parameter, which cannot be hooked anew, can get another
-    handles: list[RemovableHandle]  # the mark's, and that of what tells of a gradient inside the backward
-    table: dict[int, Any]  # of tensor hooks: the parameter's `_backward_hooks`
+    slot: list[int]  # [1] the slot to mark; mutable, as a frozen parameter can get another slot but no new hook
+    handles: list[RemovableHandle]  # of the marking hook, and of the post-accumulate-grad hook if there is one
+    table: dict[int, Any]  # the parameter's `_backward_hooks`: its tensor hooks
 
     def are_on(self, parameter: Tensor) -> bool:
-        """Whether the mark is this parameter's: ids are used again after a parameter is gone."""
+        """Whether the marking hook is on this parameter; an id alone can belong to a later parameter."""
         return self.handles[0].id in (parameter._backward_hooks or ())
 
     def come_off(self, parameter: Tensor) -> bool:
-        """Take the table away where it is the mark's own: putting it back costs a tenth of registering it anew."""
+        """Detach the table if only the marking hook is in it: putting it back costs a tenth of a new registration."""
         if parameter._backward_hooks is not self.table or len(self.table) > 1 or len(self.handles) > 1:
             return False
         parameter._backward_hooks = None
@@ -62,15 +60,16 @@ class _Hooks:
 
 
 class BackwardHooks:
-    """Marks parameters, and calls back when a backward begins and when it has truly ended.
+    """Marks parameters, and calls back when a backward begins and when all its gradients are final.
 
-    A slot is marked in the clock, and among those that the backward has reached, before its gradient is accumulated.
+    Before a gradient is accumulated, its slot is added to `clock.marked` and to `reached`.
 
     Args:
-        on_arrival: called with a slot and its parameter after that, where `tell_arrivals` was called or it is sharded.
-        on_begin: called before the first mark of each backward, inside a hook, with whether a gradient may have been
-            accumulated already.
-        on_end: called when the outermost backward has ended, all gradients final.
+        on_arrival: called with a slot and its parameter once the gradient is accumulated: for sharded parameters, and
+            for every parameter after `tell_arrivals`.
+        on_begin: called inside a hook before the first mark of a backward, with whether a gradient may already have
+            been accumulated.
+        on_end: called when the outermost backward has ended and all gradients are final.
     """
 
     def __init__(
@@ -82,24 +81,24 @@ class BackwardHooks:
         on_end: Callable[[], None],
     ) -> None:
         self.clock = clock
-        self.reached: set[int] = set()  # slots marked in the backward under way
+        self.reached: set[int] = set()  # slots marked in the current backward
         self._on_arrival = on_arrival
         self._on_begin = on_begin
         self._on_end = on_end
-        # By graph task, not "is a list empty": a backward that raised never runs its callback, and the latch would
-        # stay shut for good.
+        # One entry per graph task, not a flag: a backward that raised never runs its callback, and a flag would stay
+        # set forever.
         self._armed: set[int] = set()
-        self._of_grad = -1  # the graph task of an autograd.grad(), which accumulates nothing
+        self._of_grad = -1  # the graph task of the last autograd.grad(), which accumulates nothing
         self._hooks: dict[int, _Hooks] = {}  # by id(parameter)
-        self._taken_off: frozenset[int] = frozenset()  # id(parameter)
-        self._kept: dict[int, _Hooks] = {}  # of these what can be put back
+        self._taken_off: frozenset[int] = frozenset()  # ids of parameters whose hooks are removed for the moment
+        self._kept: dict[int, _Hooks] = {}  # the hooks among them that can be put back, by id(parameter)
         self._tells_arrivals = self._removed = False
 
     def follow(self, entries: Iterable[Entry]) -> list[int]:
-        """Hook every parameter that can have a gradient and is not hooked yet; returns their slots.
+        """Hook every parameter that can have a gradient and has no hook yet. Returns the slots of new parameters.
 
-        Hooks of parameters that are not among the entries any more are removed; one whose parameter has another slot
-        now, because its module was renamed, marks that.
+        Hooks of parameters that are no longer in `entries` are removed. If a parameter's slot has changed, because its
+        module was renamed, its hook marks the new slot.
         """
         new: list[int] = []
         current: dict[int, _Hooks] = {}
@@ -108,14 +107,14 @@ class BackwardHooks:
             hooks = self._hooks.get(number)
             if hooks is not None and hooks.are_on(parameter):
                 hooks.slot[0] = slot
-                if current_graph_task() == -1:  # a hook that runs must not be replaced
-                    # Set anew: a tensor that was swapped (torch.utils.swap_tensors) keeps the dictionary, not the hook.
+                if current_graph_task() == -1:  # a hook must not be replaced while it runs
+                    # Assign again: after torch.utils.swap_tensors a tensor has the dictionary, but not the hook.
                     parameter._backward_hooks = parameter._backward_hooks
                     parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
                 current[number] = hooks
             elif parameter.is_leaf:
                 hooks = self._kept.get(number)
-                if hooks is not None and parameter._backward_hooks is None:  # also while frozen
+                if hooks is not None and parameter._backward_hooks is None:  # works for a frozen parameter too
                     parameter._backward_hooks, hooks.slot[0] = hooks.table, slot
                 elif parameter.requires_grad:
                     hooks = self._register(slot, parameter)
@@ -130,23 +129,23 @@ class BackwardHooks:
         return new
 
     def is_hooked(self, parameter: Tensor) -> bool:
-        """Whether a backward that reached this parameter would have marked it."""
+        """Whether a backward that reaches this parameter marks it."""
         hooks = self._hooks.get(id(parameter))
         return hooks is not None and hooks.are_on(parameter)
 
     def tell_arrivals(self, entries: Iterable[Entry]) -> None:
-        """Call back inside the backward from now on, before the hooks of others that find the gradient accumulated."""
+        """Call `on_arrival` inside the backward from now on, before other post-accumulate-grad hooks run."""
         self._tells_arrivals = True
         for _, parameter in entries:
             if self.is_hooked(parameter):
                 self._register_arrival(parameter, self._hooks[id(parameter)])
 
     def take_off(self, entries: Iterable[Entry]) -> None:
-        """Remove every hook until `follow` is called, which does not take those parameters for new.
+        """Remove every hook until `follow` is called, which does not count the same parameters as new.
 
         Args:
-            entries: parameters that are to be as they were before. Not inside a backward, nor while another thread may
-                run one: the engine may be going through what is taken from them.
+            entries: parameters to leave as they were before watch(). Must be empty inside a backward, or while another
+                thread may run one, because the engine may be iterating over the hooks' dictionary.
         """
         entries, hooked = list(entries), self._hooks
         self._taken_off, self._hooks = frozenset(hooked), {}
@@ -157,17 +156,17 @@ class BackwardHooks:
             _remove(hooked[key])
         for _, parameter in entries:
             if parameter._backward_hooks is not None and not parameter._backward_hooks:
-                parameter._backward_hooks = None  # what the engine visits goes with it
+                parameter._backward_hooks = None  # otherwise the engine still visits the empty dictionary
 
     def remove(self) -> None:
-        """Remove every hook for good; safe at any time, also inside a backward. Idempotent."""
+        """Remove every hook permanently. Safe at any time, even inside a backward. Idempotent."""
         self._removed = True
         self.take_off(())
 
     def _register(self, slot: int, parameter: Tensor) -> _Hooks:
         of_slot, clock, reached = [slot], self.clock, self.reached
 
-        @unserializable_hook  # type: ignore[untyped-decorator]  # otherwise torch warns where it is sent to a process
+        @unserializable_hook  # type: ignore[untyped-decorator]  # avoids a warning of torch if it is pickled
         @dynamo_disabled
         def mark_gradient(_: Tensor) -> None:
             task = current_graph_task()
@@ -178,11 +177,11 @@ class BackwardHooks:
                     self._of_grad = task
                     return
                 self.arm(task, has_accumulated=False)
-            if not clock.muted and of_slot[0] != NO_SLOT:  # no call: there are as many of these as parameters
+            if not clock.muted and of_slot[0] != NO_SLOT:  # inline: it runs once per parameter
                 clock.marked.add(of_slot[0])
                 reached.add(of_slot[0])
 
-        # A lazy module's parameter refuses every function until its first forward; the hook itself stays through that.
+        # A lazy module's parameter refuses every torch function until its first forward, which keeps the hook.
         with torch._C.DisableTorchFunctionSubclass() if is_lazy(parameter) else nullcontext():
             handle = parameter.register_hook(mark_gradient)  # type: ignore[no-untyped-call]
             hooks = _Hooks(of_slot, [handle], parameter._backward_hooks or {})
@@ -205,11 +204,11 @@ class BackwardHooks:
         handle = parameter.register_post_accumulate_grad_hook(tell)  # type: ignore[no-untyped-call]
         hooks.handles.append(handle)
         all_hooks = handle.hooks_dict_ref()
-        for key in [key for key in all_hooks if key != handle.id]:  # after it: they may take the gradient away
+        for key in [key for key in all_hooks if key != handle.id]:  # must run after it: they may take the gradient away
             all_hooks[key] = all_hooks.pop(key)
 
     def arm(self, task: int, *, has_accumulated: bool = True) -> None:
-        """Have on_end called when this graph task's backward has ended."""
+        """Arrange for on_end to be called when this graph task's backward has ended."""
         if task in self._armed:
             return
         if len(self._armed) >= _MAX_ARMED:
@@ -230,11 +229,11 @@ class BackwardHooks:
         node = torch._C._current_autograd_node()
         if node is None:
             self._on_end()
-        else:  # the inner backward of a re-entrant checkpoint: the outer one is still under way
+        else:  # the inner backward of a re-entrant checkpoint: the outer one still runs
             self._carry_outward(node)
 
     def _carry_outward(self, checkpoint: Any) -> None:
-        """Arm the outer backward too, in case none of its own parameters does."""
+        """Arm the outer backward too, in case it marks no parameter of its own."""
         for following, _ in checkpoint.next_functions:
             if following is not None:
                 _arm_once_at(following, self.arm)
@@ -258,10 +257,10 @@ def _remove(hooks: _Hooks) -> None:
 
 
 def _accumulates() -> bool:
-    """Whether the node whose hook runs adds to .grad: torch.autograd.grad() calls tensor hooks too."""
+    """Whether the current node accumulates into .grad: torch.autograd.grad() calls tensor hooks without doing so."""
     try:
         return bool(torch._C._will_engine_execute_node(torch._C._current_autograd_node()))
-    except RuntimeError:  # torch says of leaves that it cannot tell, in autograd.grad() and there only
+    except RuntimeError:  # raised for leaf nodes, only inside autograd.grad()
         return False
 
 
@@ -270,7 +269,7 @@ def _queue(callback: Callable[[], None]) -> None:
 
 
 class HookSync:
-    """Walks the model, and keeps the hooks where the parameters are: new, replaced, unfrozen, swapped, sharded ones."""
+    """Keeps the hooks on the model's current parameters: new, replaced, unfrozen, swapped and sharded ones."""
 
     def __init__(
         self,
@@ -287,24 +286,24 @@ class HookSync:
         self._shards = shards
         self._window = window
         self._notices = notices
-        self._version = self._changes = -1  # the registry's, when it was followed
+        self._version = self._changes = -1  # of the registry, at the last `_follow`
 
     def take_off(self, *, is_alone: bool) -> None:
-        """Leave no hook on any parameter, until the next scan. Not inside a backward.
+        """Remove the hooks from all parameters until the next scan. Not to be called inside a backward.
 
-        Where no other thread may run one (`is_alone`), what torch visits on each parameter goes as well.
+        With `is_alone`, no other thread runs a backward: the empty dictionaries that torch visits are removed too.
         """
         self._hooks.take_off(self._leaves(self._registry.scan()) if is_alone else ())
         self._changes = -1
 
     def would_tell(self, parameter: Tensor) -> bool:
-        """Whether a backward that had reached this parameter would have been seen."""
+        """Whether a backward that reaches this parameter is noticed."""
         return not self._shards.uses_fsdp1 and self._hooks.is_hooked(parameter)
 
     def scan(self) -> list[Entry]:
-        """Walk the model, and follow what is new in it."""
+        """Walk the model and hook new parameters. Returns the entries of all watched parameters."""
         entries = self._registry.scan()
-        # A gradient that no hook has told of: the hook is gone with a tensor that was swapped.
+        # An unmarked gradient may mean that its hook is gone with a swapped tensor.
         if (
             self._registry.changes != self._changes
             or self._shards.uses_fsdp1
@@ -320,7 +319,7 @@ class HookSync:
         return entries
 
     def _follow(self, entries: Sequence[Entry]) -> list[int]:
-        """Hook what is new, and return its slots."""
+        """Hook new parameters and return their slots."""
         self._changes = self._registry.changes
         self._window.resize(len(self._registry.names))
         if self._registry.version != self._version:
@@ -333,7 +332,7 @@ class HookSync:
         return new
 
     def _leaves(self, entries: Sequence[Entry]) -> Sequence[Entry]:
-        """What a backward reaches: with FSDP1 not the model's parameters."""
+        """The leaves that a backward reaches: FSDP1's flat parameters are not among the model's own."""
         if not self._shards.uses_fsdp1:
             return entries
         return [*entries, *((NO_SLOT, leaf) for leaf in fsdp1_flat_parameters(self._registry.models()))]

@@ -1,4 +1,4 @@
-"""The loss, as it is handed over: it stays on its device, and is logged with the sample that it belongs to."""
+"""Collects the loss of a sample. The loss stays on its device and is logged with its sample."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from .._measure.elements import onto, wide_dtype
 from .._runtime.sharding import local_part
 from ..snapshot import keys
 
-Number = float | Tensor  # one that the host has, or that a device has: 0-dim
+Number = float | Tensor  # a number on the host, or a 0-dim tensor on a device
 
 
 class SampleLoss:
-    """The mean of the values that were handed over for the open sample; without any, the sum of the backwards' roots.
+    """The loss of the open sample: the mean of the added values; without any, the sum of the backwards' roots.
 
-    A value is pending until a backward has ended or an optimizer steps: the sample before may still be open when it is
-    handed over. Of the values only their sum is kept, and how many of them are whole losses.
+    An added value is pending until a backward ends or an optimizer steps, because the previous sample may still be
+    open. Only the sum of the values is kept, and how many of them are whole losses.
     """
 
     def __init__(self) -> None:
         self._pending: tuple[Number, int] | None = None
         self._sample: tuple[Number, int] | None = None
-        self._seen: Number | None = None  # the sum of what the sample's backwards were called on
-        self._assumed: Tensor | None = None  # what that was divided by, where it is not known who steps
+        self._seen: Number | None = None  # sum of the tensors that the sample's backwards were called on
+        self._assumed: Tensor | None = None  # the divisor of `_seen`, while it is not known which scaler steps
 
     def see(self, root: Tensor, scale: Tensor | None, is_assumed: bool) -> None:
-        """A backward of the open sample was called on this tensor of one element, a loss multiplied with the scale.
+        """Add the tensor of one element that a backward of the open sample was called on, divided by its scale.
 
-        That is assumed of the scaler that was used last, until the first step shows whose it is. A loss in host memory
-        whose scale is on a device stays unknown: the host would have to wait for the scale.
+        With `is_assumed`, the scale is that of the scaler last used, until the first step shows which scaler it is. A
+        loss in host memory with a scale on a device is ignored: the host would have to wait for the scale.
         """
         one = _value_of(root)
         if scale is not None:
@@ -42,11 +42,11 @@ class SampleLoss:
         self._seen = one if self._seen is None else _sum(self._seen, one)
 
     def add(self, value: Tensor, *, is_share: bool) -> None:
-        """Take a value of one element; shares add up to the loss of the step."""
+        """Add a value of one element. Shares (`is_share`) add up to the loss of the step."""
         self._pending = _together(self._pending, (_value_of(value), 0 if is_share else 1))
 
     def no_scaler_steps(self, scale_by_hand: Callable[[torch.device], Tensor | None]) -> None:
-        """What was assumed of one is undone; the scale that the user has named counts, if there is one."""
+        """Undo the division by an assumed scaler's scale, as no scaler steps, and divide by `loss_scale` if given."""
         if self._assumed is not None and self._seen is not None:
             seen, assumed = self._seen, self._assumed
             self._seen = seen * (onto(assumed, seen.device) if isinstance(seen, Tensor) else _value_of(assumed))
@@ -55,26 +55,26 @@ class SampleLoss:
         self._assumed = None
 
     def settle(self) -> None:
-        """What is pending belongs to the open sample."""
+        """Move the pending values to the open sample."""
         if self._pending is not None:
             self._sample, self._pending = _together(self._sample, self._pending), None
 
     def take(self) -> dict[str, Number]:
-        """The loss of the sample; forgets it."""
+        """Return the loss of the sample by key, {} if there is none, and forget it."""
         found, seen = self._sample, self._seen
         self.forget()
         loss = seen if found is None else found[0] / max(found[1], 1)
         return {} if loss is None else {keys.LOSS: loss}
 
     def forget(self) -> None:
-        """The sample has closed; what is pending is of the next one."""
+        """Forget the loss of the closed sample. Pending values belong to the next one."""
         self._sample = self._seen = self._assumed = None
 
 
 def _value_of(tensor: Tensor) -> Number:
-    """The one element now, as the caller may go on with the tensor in place.
+    """Return the current value of the one element, because the caller may modify the tensor in place later.
 
-    On a device a copy; in host memory it is read where it lies, without any of torch's ways to wait for a value.
+    On a device a copy. In host memory numpy reads it, without the functions of torch that can wait for a device.
     """
     one = local_part(tensor).detach()
     if not one.is_cpu:
@@ -83,7 +83,7 @@ def _value_of(tensor: Tensor) -> Number:
 
 
 def _divided(one: Number, scale: Tensor) -> Number:
-    """A tensor's division, where Python's own would raise at 0."""
+    """Divide as tensors do: Python's own division raises at 0."""
     return one / onto(scale, one.device) if isinstance(one, Tensor) else _value_of(one / scale.double())
 
 
@@ -96,11 +96,11 @@ def _together(one: tuple[Number, int] | None, other: tuple[Number, int]) -> tupl
 
 
 def checked_loss(value: object) -> Tensor:
-    """The value as a tensor of one element.
+    """Return the value as a tensor of one element.
 
     Raises:
-        TypeError: it is neither a tensor nor a number.
-        ValueError: it has not exactly one real element.
+        TypeError: value is neither a tensor nor a number.
+        ValueError: value has not exactly one real element.
     """
     if isinstance(value, int | float) and not isinstance(value, bool):
         return torch.tensor(float(value), dtype=torch.float64, device="cpu")
@@ -109,6 +109,6 @@ def checked_loss(value: object) -> Tensor:
     if value.numel() != 1 or value.is_complex():
         raise ValueError(
             f"watcher.loss() takes a tensor of one real element, but got shape {[*value.shape]} of {value.dtype}; "
-            "pass what backward() is called on"
+            "pass the tensor that backward() is called on"
         )
     return value

@@ -1,4 +1,4 @@
-"""Which optimizer updates which parameters: found by looking at the optimizers that step."""
+"""OptimizerRegistry: which optimizer updates which parameters, learned from the optimizers that step."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _NOTHING_WATCHED = -1
 
 
 class OptimizerRegistry:
-    """Optimizers by key, and the slots that they own, recorded in the clock. Keeps no optimizer alive.
+    """Gives each optimizer a key and records in the clock which slots it owns. Keeps no optimizer alive.
 
-    An appointed one owns every parameter that no other one owns (it holds master weights).
+    `appointed` owns every parameter that no other optimizer owns, because it holds master weights; None: there is none.
     """
 
     def __init__(self, registry: ParameterRegistry, clock: SampleClock, appointed: Optimizer | None) -> None:
@@ -36,61 +36,61 @@ class OptimizerRegistry:
         self._appointed: Callable[[], Optimizer | None] = (
             (lambda: None) if appointed is None else weakref.ref(appointed)
         )
-        self.left_out: set[int] = set()  # slots that had a gradient in a sample in which nothing updated them
+        self.left_out: set[int] = set()  # slots that had a gradient in a sample, but were not updated
         self._known: WeakKeyDictionary[Optimizer, tuple[int, int]] = WeakKeyDictionary()
         self._by_key: dict[int, weakref.ref[Optimizer]] = {}
         self._num_keys = 0
-        self._version = registry.version  # of the names when every optimizer was looked at
-        self._named: tuple[int, ...] = ()  # what the names of the last sample were made of
+        self._version = registry.version  # when every optimizer was last looked at
+        self._named: tuple[int, ...] = ()  # the cache key of `_names`
         self._names = Names((), ())
-        self._stepped: tuple[int, frozenset[int]] = (-1, frozenset())  # and which optimizers had made it
+        self._stepped: tuple[int, frozenset[int]] = (-1, frozenset())  # the cache key of `_updated`
         self._updated: tuple[tuple[int, ...], ...] = ()
 
     def known_to_follow(self, optimizer: Optimizer) -> bool | None:
-        """Whether it owns anything watched; None if it is new or has changed. Asked at every step."""
+        """Whether it owns any watched parameter; None if it is new or has changed. Called at every step."""
         known = self._known.get(optimizer)
         try:
             if known is None or known[1] != self._fingerprint(optimizer):
                 return None
-        except Exception:  # comes again in `learn`, which is contained
+        except Exception:  # `learn`, which is contained, raises it again
             return None
         return known[0] != _NOTHING_WATCHED
 
     @property
     def knows_any(self) -> bool:
-        """Whether any optimizer of now owns something watched."""
+        """Whether any living optimizer owns a watched parameter."""
         return bool(self._by_key)
 
     def key(self, optimizer: Optimizer) -> int:
-        """The number that stands for this optimizer."""
+        """Return the key of this optimizer; -1 if it owns no watched parameter."""
         if (known := self._known.get(optimizer)) is not None:
             return known[0]
         self.learn(optimizer)
         return self.key(optimizer)
 
     def slots(self, optimizer: Optimizer) -> frozenset[int]:
-        """What it owns."""
+        """Return the slots that this optimizer owns."""
         return self._clock.owned.get(self.key(optimizer), frozenset())
 
     def of_slot(self, slot: int) -> Optimizer | None:
-        """Who owns this slot, as far as is known."""
+        """Return the optimizer that owns this slot; None if it is not known."""
         key = self._clock.owner.get(slot)
         return None if key is None else self.of_key(key)
 
     def of_key(self, key: int) -> Optimizer | None:
-        """The optimizer that this number stands for; None if it is gone."""
+        """Return the optimizer with this key; None if it was deleted."""
         reference = self._by_key.get(key)
         return None if reference is None else reference()
 
     def names(self) -> Names:
-        """The names of now, and which parameters ought to have a gradient.
+        """Return the current names, and which of the parameters are expected to have a gradient.
 
-        Not what is frozen, nor what no optimizer holds and no backward has reached: a target network is only copied
-        into. Where no optimizer is known, what is held by one is not known either.
+        Frozen parameters are not, nor are those that no optimizer holds and no backward has reached, as in a target
+        network. While no optimizer is known, all parameters with requires_grad are.
         """
         owner, registry = self._clock.owner, self._registry
         now = (registry.changes, len(registry.names), self._clock.num_changes, len(self.left_out))
-        if now != self._named:  # asked at every sample, and nearly always the same: rules know the tuple again
+        if now != self._named:  # called at every sample; rules recognise the same tuple while nothing changes
             trainable = [
                 requires_grad and (not owner or slot in owner or slot in self.left_out)
                 for slot, requires_grad in enumerate(registry.trainable)
@@ -99,7 +99,7 @@ class OptimizerRegistry:
         return self._names
 
     def updated_by(self, keys: Iterable[int]) -> tuple[tuple[int, ...], ...]:
-        """The slots of each of these optimizers, ascending."""
+        """Return the slots of each of these optimizers, ascending."""
         now = (self._clock.num_changes, frozenset(keys))
         if now != self._stepped:
             self._stepped = now
@@ -107,9 +107,9 @@ class OptimizerRegistry:
         return self._updated
 
     def parts(self) -> dict[str, list[int]]:
-        """The slots of each of several models; of one model, those of each optimizer, if they step in turn.
+        """Return the slots of each model by name; for a single model, those of each optimizer if they step in turn.
 
-        An optimizer is called by the module that all its parameters are in, otherwise by its number.
+        The name of an optimizer is the module that contains all its parameters, otherwise its number.
         """
         if (of_models := self._registry.parts()) or not self._clock.takes_turns:
             return of_models
@@ -123,7 +123,7 @@ class OptimizerRegistry:
         return found
 
     def entries(self, optimizer: Optimizer) -> list[Entry]:
-        """The watched parameters that this optimizer is about to update."""
+        """Return the watched parameters that this optimizer is about to update."""
         if self._appointed() is optimizer:
             slots = self.slots(optimizer)
             return [entry for entry in self._registry.scan() if entry[0] in slots]
@@ -136,10 +136,10 @@ class OptimizerRegistry:
         ]
 
     def masters(self, optimizer: Optimizer) -> list[Entry] | None:
-        """What this optimizer updates in the place of watched parameters, by their slots; None where it updates those.
+        """Return the master weights of this optimizer by the slot of the parameter; None if it updates the parameters.
 
-        Copies are matched with parameters of their shape, in order; what cannot be matched is left out. None, too,
-        where none of them has a gradient: then the parameters' own are taken for what is used.
+        Copies are matched with parameters of the same shape and device, in order; parameters without a match are left
+        out. None, too, if no master weight has a gradient: then the optimizer is taken to use the parameters' own.
         """
         if self._appointed() is not optimizer:
             return None
@@ -162,12 +162,12 @@ class OptimizerRegistry:
         return found
 
     def has_masters(self, parameters: Sequence[Tensor]) -> bool:
-        """Whether any of these is updated in the place of a watched parameter."""
+        """Whether the appointed optimizer holds any of these tensors."""
         appointed = self._appointed()
         return appointed is not None and not set(map(id, parameters)).isdisjoint(_ids(appointed))
 
     def _fingerprint(self, optimizer: Optimizer) -> int:
-        """Changes when parameters are added to the optimizer, exchanged in it, or replaced in the model."""
+        """A number that changes when the optimizer gets other parameters, or the model's parameters are replaced."""
         groups = [
             (len(parameters), id(parameters[0]), id(parameters[-1])) if (parameters := group["params"]) else 0
             for group in optimizer.param_groups
@@ -175,10 +175,10 @@ class OptimizerRegistry:
         return hash((self._registry.version, *groups))
 
     def learn(self, optimizer: Optimizer) -> bool:
-        """Look at what it holds: whether any of it is watched. Where names have moved, at what the others hold, too.
+        """Record which slots the optimizer owns, for all optimizers if slots have changed. Returns whether it owns any.
 
-        It may be another model's, stepping in another thread: no gradient and no hook of ours is touched, as a
-        backward may be writing to them.
+        Touches no gradient and no hook: the optimizer may belong to another model and step in another thread, while a
+        backward of this model writes to them.
         """
         if any(key not in self._registry.slot_of_id for key in _ids(optimizer)):
             self._registry.scan()
@@ -198,7 +198,7 @@ class OptimizerRegistry:
             of_others = {slot for slot, owner in self._clock.owner.items() if owner != key}
             slots |= set(range(len(self._registry.names))) - of_others
         if not slots:
-            if key != _NOTHING_WATCHED:  # the model has other tensors now
+            if key != _NOTHING_WATCHED:  # the model's parameters were replaced
                 self._gone(key, optimizer)
             key = _NOTHING_WATCHED
         elif key == _NOTHING_WATCHED:
@@ -215,7 +215,7 @@ class OptimizerRegistry:
 
 
 def learning_rate_of(optimizer: Optimizer) -> float:
-    """The largest of its groups by size; NaN where the host does not know one: for one on a device it would wait."""
+    """Return the largest learning rate of the groups by size; NaN if all are on a device, as reading one would wait."""
     rates: list[Any] = [group.get("lr") for group in optimizer.param_groups]
     here = [r for r in rates if type(r) is float or (r.is_cpu if isinstance(r, Tensor) else isinstance(r, Real))]
     return max(map(float, here), key=abs, default=math.nan)

@@ -1,8 +1,8 @@
-"""Which parameters are watched, under which names, and where each has its place in the window.
+"""ParameterRegistry: which parameters are watched, their names, and their slots in the window.
 
-Keeps no reference to a parameter, strong or weak: a strong one leaks the model, a weak one makes `model.to()` raise
-where it swaps tensors. The model is held weakly and walked again whenever its parameters are needed, which is also how
-new, replaced and unfrozen parameters are found.
+It keeps no reference to a parameter: a strong one would leak the model, a weak one makes `model.to()` raise where that
+swaps tensors. It holds the model weakly and walks it again whenever the parameters are needed, which also finds new,
+replaced and unfrozen parameters.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ Models = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
 
 
 class ParameterRegistry:
-    """Names, places (slots) and the way back to the living parameters.
+    """Maps names to slots and finds the current parameters.
 
-    A slot belongs to a name for good: a parameter that is replaced inherits it, one that appears later gets the next.
+    The slot of a name never changes: a replacement of a parameter inherits its slot, a new name gets the next one.
 
     Args:
         models: one model, or several with distinct prefixes ("model0.", "model1.", or the mapping's keys).
-        include: watch only names that match; a regular expression (searched), several of them, or a function.
-        exclude: do not watch names that match.
+        include: watch only names that match: a regular expression (searched), several of them, or a function.
+        exclude: do not watch names that match; same types as `include`.
 
     Raises:
-        TypeError: models is not a module, a sequence or a mapping of modules.
-        ValueError: nothing trainable is left to watch.
+        TypeError: models is not a module, nor a sequence or mapping of modules.
+        ValueError: no trainable parameter is left to watch.
     """
 
     def __init__(self, models: Models, *, include: NameFilter | None = None, exclude: NameFilter | None = None) -> None:
@@ -42,22 +42,22 @@ class ParameterRegistry:
         self._include = name_predicate(include, "include")
         self._exclude = name_predicate(exclude, "exclude")
         self._scanned = False
-        self.prefix = ""  # of every name, which the user's filters do not see
-        self._watched: dict[str, bool] = {}  # the filters' verdict on every name seen so far
+        self.prefix = ""  # of every name; include and exclude match names without it
+        self._watched: dict[str, bool] = {}  # name -> whether include and exclude select it
         self.slot_of_name: dict[str, int] = {}
         self.names: list[str] = []
         self.trainable: list[bool] = []  # by slot, as of the last scan
-        self._require_grad: list[bool] | None = None  # the same of that scan's entries, in their order
+        self._require_grad: list[bool] | None = None  # requires_grad of the last scan's entries
         self.slot_of_id: dict[int, int] = {}  # id(parameter) -> slot, as of the last scan
-        self.version = 0  # changes whenever slot_of_id does
-        self.changes = 0  # changes whenever there may be something to hook: another parameter, or an unfrozen one
+        self.version = 0  # changes whenever slot_of_id changes
+        self.changes = 0  # changes whenever there may be a parameter to hook: a new or an unfrozen one
         self._seen = _Walked()
         entries = self.scan()
         if not any(parameter.requires_grad for _, parameter in entries):
             raise ValueError(self._nothing_to_watch(include, exclude))
 
     def put_below(self, prefix: str) -> None:
-        """Begin every name with a prefix, before anything is measured: another watcher's names are the same."""
+        """Put a prefix before every name, because another watcher has the same names. Only before any measurement."""
         self.prefix = f"{prefix}."
         self._models = [(f"{prefix}.{own}", reference) for own, reference in self._models]
         self._watched, self.slot_of_name, self.names, self.trainable = {}, {}, [], []
@@ -65,11 +65,11 @@ class ParameterRegistry:
         self.scan()
 
     def models(self) -> list[nn.Module]:
-        """The models that are still alive, without what wraps the whole of one."""
+        """Return the models that still exist, without wrappers such as DDP around a whole model."""
         return [model for _, reference in self._models if (model := reference()) is not None]
 
     def parts(self) -> dict[str, list[int]]:
-        """The slots of each model, by what its names begin with; none of a model that is alone."""
+        """Return the slots of each model by its prefix; {} for a single model."""
         if len(self._models) == 1:
             return {}
         prefixes = sorted((prefix for prefix, _ in self._models), key=len, reverse=True)  # "a.b." before "a."
@@ -80,15 +80,15 @@ class ParameterRegistry:
         return found
 
     def some_names(self, slots: Iterable[int]) -> str:
-        """The first three of these slots' names, and how many more there are: for a message."""
+        """Return the first three names of these slots and the number of the others, for a message."""
         names = [self.names[slot] for slot in slots]
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         return ", ".join(names[:3]) + more
 
     def scan(self) -> list[Entry]:
-        """Walk the models: (slot, parameter) of every watched parameter, in model order, a tied one once.
+        """Walk the models. Returns (slot, parameter) of every watched parameter in model order, tied ones once.
 
-        Cost: a walk over the modules where nothing has changed since the last scan, a few times as much else.
+        Cost: a walk over the modules if nothing has changed since the last scan; otherwise a few times as much.
         """
         entries = self._seen.entries()
         if entries is None:
@@ -131,13 +131,13 @@ class ParameterRegistry:
         return entries
 
     def _walk(self, modules: list[nn.Module]) -> Iterator[tuple[str, nn.Parameter | None]]:
-        """Every parameter's place, with its name; the modules are added to the list in the order of the walk."""
+        """Yield every parameter with its name, and append the modules to `modules` in the order of the walk."""
         seen: set[int] = set()
         for prefix, reference in self._models:
             if (model := reference()) is not None:
                 for below, module in named_modules(model, prefix, seen):
                     modules.append(module)
-                    for key, parameter in list(module._parameters.items()):  # another thread may change them meanwhile
+                    for key, parameter in list(module._parameters.items()):  # a copy: another thread may change them
                         yield below + key, parameter
 
     def _is_watched(self, name: str, parameter: Tensor) -> bool:
@@ -167,7 +167,7 @@ class ParameterRegistry:
 
 
 def _nothing_registered(modules: Sequence[nn.Module]) -> str:
-    """Why these modules, the model first, have no parameter at all."""
+    """Return the message for modules, the model first, that have no registered parameter at all."""
     for module in modules:
         for name, value in vars(module).items():
             members = value.values() if isinstance(value, dict) else value
@@ -176,21 +176,21 @@ def _nothing_registered(modules: Sequence[nn.Module]) -> str:
                 kind = type(value).__name__
                 return (
                     f"watch() found nothing: no parameter is registered in {type(module).__name__}, whose {name!r} is "
-                    f"a plain {kind} of modules, which torch does not look into (nor does an optimizer that is given "
-                    f"model.parameters()); use torch.nn.{'ModuleDict' if kind == 'dict' else 'ModuleList'}"
+                    f"a plain {kind} of modules, so that model.parameters() does not include them, and an optimizer "
+                    f"does not update them; use torch.nn.{'ModuleDict' if kind == 'dict' else 'ModuleList'}"
                 )
     return (
-        f"watch() found nothing: no parameter is registered in {type(modules[0]).__name__}: pass the model that is "
-        "trained; layers that it keeps in a plain list or dict belong into torch.nn.ModuleList or ModuleDict"
+        f"watch() found nothing: no parameter is registered in {type(modules[0]).__name__}; pass the model that is "
+        "trained, and keep layers in a torch.nn.ModuleList or ModuleDict instead of a plain list or dict"
     )
 
 
 class _Walked:
-    """What the last walk met, to be compared with what is there now. Holds modules weakly, and no tensor.
+    """The result of the last walk, to detect changes since then. Holds modules weakly, and no tensor.
 
     Args:
-        modules: in the order of the walk, each once; None where it cannot be repeated by asking these.
-        watched: the parameters that are watched, by their slots.
+        modules: the modules in the order of the walk, each once; None if a model of them was deleted.
+        watched: the watched parameters with their slots.
     """
 
     def __init__(self, modules: Sequence[nn.Module] | None = None, watched: Iterable[Entry] = ()) -> None:
@@ -199,13 +199,13 @@ class _Walked:
         self._ids = list(map(id, values))
         place_of_id = dict(zip(self._ids, itertools.count(), strict=False))
         self._places = [(slot, place_of_id.get(id(parameter), -1)) for slot, parameter in watched]
-        if any(place < 0 for _, place in self._places):  # another thread has exchanged one meanwhile
+        if any(place < 0 for _, place in self._places):  # another thread has replaced one meanwhile
             self._modules = None
 
     def entries(self) -> list[Entry] | None:
-        """The watched parameters now; None if any module has other parameters, children or names than then.
+        """Return the watched parameters; None if any module has other parameters, children or names than at the walk.
 
-        A parameter that was freed and replaced by another of the same id is the same place of the same name.
+        A freed parameter whose id was given to its replacement is no problem: name and slot are the same.
         """
         if self._modules is None:
             return None
@@ -217,17 +217,17 @@ class _Walked:
 
 
 def _contents(modules: Sequence[nn.Module]) -> tuple[list[Any], list[str]]:
-    """Every parameter and child of these modules, and their keys."""
+    """Return every parameter and child of these modules, and their keys."""
     tables: list[Any] = [table for module in modules for table in (module._parameters, module._modules) if table]
-    # keys(): a scripted module's cannot be iterated over.
+    # keys(), because a scripted module's tables cannot be iterated over
     return [value for table in tables for value in table.values()], [key for table in tables for key in table.keys()]  # noqa: SIM118
 
 
 def with_prefixes(models: Models, *, asked_by: str = "watch()") -> Iterable[tuple[str, nn.Module]]:
-    """Each model with what its names begin with; one alone has no prefix. `asked_by` begins the messages.
+    """Return each model with the prefix of its names; a single model has none. `asked_by` is the caller in messages.
 
     Raises:
-        TypeError, ValueError: as the ParameterRegistry's.
+        TypeError, ValueError: models is not a module, nor a sequence or mapping of modules; or it is empty.
     """
     if isinstance(models, nn.Module):
         return [("", models)]
@@ -249,10 +249,10 @@ def with_prefixes(models: Models, *, asked_by: str = "watch()") -> Iterable[tupl
 
 
 def name_predicate(names: NameFilter | None, argument: str) -> Callable[[str], bool] | None:
-    """The filter as a function; None where there is none.
+    """Return the filter as a function; None if there is none. `argument` is its name in messages.
 
     Raises:
-        ValueError: not a regular expression; `argument` is its name in the message.
+        ValueError: the filter is invalid, for instance not a regular expression.
     """
     if names is None:
         return None

@@ -66,7 +66,7 @@ class CaptureParts:
         self.probes = Probes(config.probes)
         self.loss = SampleLoss()
         self.wiring = Wiring(registry, self.optimizers, notices)
-        self.replay: StepReplay | None = None  # runs a step that a scaler skipped again
+        self.replay: StepReplay | None = None  # runs a step with NaN or Inf a second time
         self.guard = None  # skips unhealthy steps
         if config.guard is not None:
             known = self.optimizers.names

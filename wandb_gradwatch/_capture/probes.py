@@ -1,4 +1,4 @@
-"""What else can be measured along the way: the interface between the sampler and everything in metrics/."""
+"""Probe: the interface through which the sampler calls everything in metrics/."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ logger: Final = logging.getLogger("wandb_gradwatch")
 
 @dataclass(frozen=True)
 class WatchedTensor:
-    """One watched parameter at a moment of a sample. Not to be kept beyond the call."""
+    """A watched parameter at one moment of a sample. Valid only during the call."""
 
     name: str  # as in the snapshot
-    parameter: Tensor  # the parameter, its local part where it is sharded
-    gradient: Tensor | None  # its gradient as the backward left it; None where there is none
+    parameter: Tensor  # the parameter, or its local part if it is sharded
+    gradient: Tensor | None  # its gradient as the backward left it; None if there is none
     # 0-dim: the true gradient is `gradient * inverse_scale`; None without a loss scale
     inverse_scale: Tensor | None = None
-    optimizer: Optimizer | None = None  # the one that is about to update it, or has just done so; None after a backward
-    held: Tensor | None = None  # the parameter as the optimizer holds it, and its state by it
+    optimizer: Optimizer | None = None  # the optimizer that is about to update or has updated it; None after a backward
+    held: Tensor | None = None  # the parameter as the optimizer holds it: the key of the optimizer's state
 
 
 class Probe:
@@ -42,24 +42,24 @@ class Probe:
 
     @property
     def seconds_spent(self) -> float:
-        """What it has taken on the host in hooks of its own, at other moments than these."""
+        """Seconds that the probe has taken on the host in hooks of its own, outside the methods below."""
         return 0.0
 
     @property
     def needs_ranks(self) -> bool:
-        """Whether its sums are over all ranks, though each may have the whole model: windows are merged for it."""
+        """Whether its sums are over all ranks, so that windows are merged even if every rank has the whole model."""
         return False
 
     def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
-        """A sample has been opened; whether it will be measured, and whether histograms of it are wanted.
+        """A sample has been opened. Called once at watch(), then after every commit.
 
-        Called once at watch(), then after every commit.
+        Args say whether the sample will be measured, and whether it will have histograms.
         """
 
     def gradient_arrived(self, name: str, gradient: Tensor) -> None:
-        """Inside a measured backward: a parameter's gradient is accumulated, and not yet averaged over ranks.
+        """A gradient has been accumulated inside a measured backward, and is not averaged over ranks yet.
 
-        Called where the probe needs the ranks.
+        Called only if the probe `needs_ranks`.
         """
 
     def gradients_ready(self, tensors: Sequence[WatchedTensor]) -> None:
@@ -69,35 +69,35 @@ class Probe:
         """An optimizer is about to update these parameters, in a measured sample."""
 
     def after_update(self, tensors: Sequence[WatchedTensor]) -> None:
-        """It has updated them."""
+        """The optimizer has updated these parameters."""
 
     def loss_known(self, loss: Tensor) -> None:
-        """The loss of the measured sample, NaN where it is not finite: on this rank."""
+        """The loss of the measured sample on this rank is known: 0-dim."""
 
     def take(self) -> Mapping[str, Found]:
-        """The measured sample's values by key, each on any device; forgets them."""
+        """Return the measured sample's values by key, each on any device, and forget them."""
         return {}
 
     def derive(self, sums: Mapping[str, ArrivedSums]) -> Mapping[str, float]:
-        """On the host: further numbers of a sample by key, from the sums of all probes, which are those of the whole.
+        """Return further numbers of a sample by key, on the host, from the sums of all probes after merging over ranks.
 
-        Called with every sample once, in order, so that a number may be of several samples.
+        Called once for every sample, in order, so that a number may depend on several samples.
         """
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """What `derive` remembers of earlier samples: numbers and lists."""
+        """Return what `derive` remembers of earlier samples, as numbers and lists."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict()`."""
+        """Continue from `state_dict()`."""
 
     def close(self) -> None:
         """Remove every hook. Idempotent."""
 
 
 class Probes:
-    """All the probes of a watcher. One that raises is dropped, with its traceback; the others and all else go on."""
+    """All probes of a watcher. A probe that raises is dropped and its traceback logged; everything else goes on."""
 
     def __init__(self, probes: Iterable[Probe]) -> None:
         self._probes = list(probes)
@@ -107,34 +107,34 @@ class Probes:
             for place, (probe, kind) in enumerate(zip(self._probes, kinds, strict=True))
         }
         self._seconds_of_dropped = 0.0
-        self._seconds: defaultdict[str, float] = defaultdict(float)  # at the moments below, by what the probe is called
-        # Of all that there were: ranks must go on alike where one of them has dropped a probe.
+        self._seconds: defaultdict[str, float] = defaultdict(float)  # repr(probe) -> seconds in its methods
+        # Includes probes dropped later: if one rank drops a probe, all ranks must still merge.
         self.need_ranks = any(probe.needs_ranks for probe in self._probes)
-        self.look_inside = [probe for probe in self._probes if probe.needs_ranks]  # want to know of each gradient
+        self.look_inside = [probe for probe in self._probes if probe.needs_ranks]  # get every `gradient_arrived`
 
     def __bool__(self) -> bool:
         return bool(self._probes)
 
     @property
     def seconds_spent(self) -> float:
-        """What they have taken on the host in hooks of their own, where they tell."""
+        """Seconds that the probes have taken on the host in hooks of their own, as far as they report them."""
         return self._seconds_of_dropped + sum(probe.seconds_spent for probe in self._probes)
 
     @property
     def seconds_of_each(self) -> dict[str, float]:
-        """What each has taken on the host, at all moments and in hooks of its own, by what it is called."""
+        """Seconds that each probe has taken on the host, by its repr: in its methods and in hooks of its own."""
         found = self._seconds.copy()
         for probe in self._probes:
             found[repr(probe)] += probe.seconds_spent
         return dict(found)
 
     def tell(self, moment: Callable[Concatenate[Probe, Told], None], *told: Told.args, **_: Told.kwargs) -> None:
-        """Call this method of all; of `gradient_arrived` only those know that look inside."""
+        """Call this method of every probe; `gradient_arrived` only of those in `look_inside`."""
         some = self.look_inside if moment is Probe.gradient_arrived else None
         self._each(lambda probe: getattr(probe, moment.__name__)(*told), some)
 
     def take(self, loss: float | Tensor | None = None) -> dict[str, Found]:
-        """What all have measured in this sample, which has this loss."""
+        """Tell the probes the sample's loss if it is known, and return the values that they have measured."""
         found: dict[str, Found] = {}
         if self._probes and loss is not None:
             one = loss if isinstance(loss, Tensor) else torch.tensor(loss, dtype=torch.float64, device="cpu")
@@ -148,19 +148,19 @@ class Probes:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """What each remembers, by its kind and the place among its kind; of those that remember nothing nothing."""
+        """Return the state of each probe that has one, by its class name and its number among that class."""
         states: dict[str, Any] = {}
         self._each(lambda probe: states.update({self._names[id(probe)]: probe.state_dict()}))
         return {name: state for name, state in states.items() if state}
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
-        """Go on from `state_dict()`; what belongs to no probe of now is left out."""
+        """Continue from `state_dict()`. The state of a probe that no longer exists is ignored."""
         for probe in self._probes:
             if self._names[id(probe)] in states:
                 probe.load_state_dict(states[self._names[id(probe)]])
 
     def close(self) -> None:
-        """Remove every hook of theirs. Idempotent."""
+        """Remove every hook of the probes. Idempotent."""
         self._each(lambda probe: probe.close())
 
     def _each(self, function: Callable[[Probe], None], some: Sequence[Probe] | None = None) -> None:
@@ -180,16 +180,16 @@ class Probes:
         self.look_inside = [one for one in self.look_inside if one is not probe]
         self._seconds_of_dropped += probe.seconds_spent
         logger.error(
-            "wandb_gradwatch: %r failed and is dropped; training, the gradients and the other metrics go on.",
+            "wandb_gradwatch: %r failed and is dropped; training, gradient logging and the other metrics go on.",
             probe,
             exc_info=error,
         )
-        with contextlib.suppress(Exception):  # what has failed may fail at its end too: that is not news
+        with contextlib.suppress(Exception):  # a failed probe may fail again here; its first error is logged
             probe.close()
 
 
 def _checked(found: Mapping[str, Found]) -> Mapping[str, Found]:
     for key, value in found.items():
         if isinstance(value, Tensor) and value.numel() != 1:
-            raise TypeError(f"a probe must find one number for each key, but {key!r} has shape {[*value.shape]}")
+            raise TypeError(f"a probe must return one number for each key, but {key!r} has shape {[*value.shape]}")
     return found

@@ -1,8 +1,8 @@
-"""Between samples nothing is looked at: the hooks on parameters are off, and optimizer steps are only counted.
+"""Rests between samples: the hooks on parameters are off, and optimizer steps are only counted.
 
-That needs to be known how steps make samples: one optimizer at least had a part in each of the last ones, or each was
-made by one alone (as of a GAN). Whatever does not fit ends the rest: another optimizer that updates something watched,
-for instance.
+A rest needs a regular pattern of steps: some optimizer had a part in every one of the last samples, or each sample was
+made by a single optimizer (as in a GAN). Anything else ends the rest, such as a step of another optimizer that updates
+watched parameters.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from .open_sample import OpenSample
 from .parts import CaptureParts
 from .scaling import SCALES, OptimizerSteps
 
-_REGULAR: Final = 4  # samples in a row that say how steps make them
-_LEAST: Final = 3  # steps, for which turning hooks off and on is worth it
-_STRAY: Final = 100  # steps that look nested in another one, after which they no longer do: the outer one has raised
+_REGULAR: Final = 4  # number of consecutive samples that show the pattern of steps
+_LEAST: Final = 3  # least number of steps for which turning the hooks off and on pays
+_STRAY: Final = 100  # nested steps of unknown optimizers after which the outer step is taken to have raised
 
 
 class Resting:
-    """Rests from one sample to shortly before the next, where the last ones say how steps make samples."""
+    """Decides when to rest, and begins and ends each rest: from one sample to shortly before the next."""
 
     def __init__(self, parts: CaptureParts, sample: OpenSample) -> None:
         self._parts, self._sample, self.boundary = parts, sample, parts.boundary
         self._last: list[frozenset[int]] = []  # the keys of the optimizers that made the last samples
 
     def sample_closed(self, stepped: frozenset[int], *, inside_backward: bool) -> None:
-        """These optimizers have made a sample."""
+        """Record which optimizers have made a sample."""
         self._last = [] if inside_backward else [*self._last[1 - _REGULAR :], stepped]
 
     def is_worth_it(self) -> bool:
-        """Whether it is clear how steps make samples, and the next sample is some steps away."""
+        """Whether the pattern of steps is regular and the next sample is some steps away."""
         parts, last = self._parts, self._last
         if parts.guard is not None or parts.by_hand.possible or parts.clock.muted or parts.window.sent:
             return False
@@ -49,10 +49,10 @@ class Resting:
             return False
         if frozenset.intersection(*last):
             return not is_open
-        return all(len(stepped) == 1 for stepped in last)  # in turn: every step was a sample of its own
+        return all(len(stepped) == 1 for stepped in last)  # every step was a sample of its own
 
     def begin(self, optimizer: Optimizer) -> Rest | None:
-        """Look at nothing from now on; this optimizer has just stepped."""
+        """Turn the hooks off after a step of this optimizer. Returns None if its steps do not fit the pattern."""
         parts = self._parts
         keys = frozenset[int]().union(*self._last)
         optimizers = {key: one for key in keys if (one := parts.optimizers.of_key(key)) is not None}
@@ -71,9 +71,9 @@ class Resting:
 
     @contained
     def end(self, rest: Rest, before_step_of: Optimizer | None) -> None:
-        """Look at everything again.
+        """Turn the hooks on again.
 
-        Before a step a backward may have come after the last one that was counted, and no hook has told of it.
+        If an optimizer is about to step, a backward may have run since the last counted step without any hook.
         """
         if before_step_of is not None:
             self._parts.thread.step_begins()
@@ -90,15 +90,15 @@ class Resting:
 class Rest:
     """Counts samples by the steps of optimizers.
 
-    Between two steps of a training all of this leaves the processor's caches: every call, and every object that is
-    touched, costs more than what is done there.
+    Few calls and few objects matter more here than little arithmetic: between two steps of a training all of this
+    leaves the processor's caches.
 
     Args:
-        clock: whose step it moves on.
-        optimizers: those that own something watched, by key.
-        makers: the keys of those whose steps are counted; another one's ends the rest.
-        leaders: those that have a part in every sample, which is complete with them; without any every step is one.
-        wakes_at: the step before which the rest is over.
+        clock: the clock whose step is advanced.
+        optimizers: the optimizers that own a watched parameter, by key.
+        makers: keys of the optimizers whose steps are counted; a step of another one ends the rest.
+        leaders: keys of the optimizers that step in every sample and complete it. Empty: every step is a sample.
+        wakes_at: the rest ends before this step.
     """
 
     def __init__(
@@ -119,20 +119,20 @@ class Rest:
         ]
         self._last_node = num_nodes_made()
         self._leaders = frozenset(leaders)
-        self.made_last = self._leaders  # the keys of those that have made the last sample; others may still join it
+        self.made_last = self._leaders  # keys of the optimizers of the last sample; others may still join it
         self._stepped: frozenset[int] = frozenset()
         self._under_way: _Known | None = None
         self._num_stray = 0
 
     @property
     def num_samples(self) -> int:
-        """Those that have gone by."""
+        """The number of samples that were only counted."""
         return self._clock.step - self._first_step
 
     def begins(self, optimizer: Optimizer) -> bool:
-        """An optimizer is about to step: whether that may pass, counted or as a part of the step under way."""
+        """An optimizer is about to step. Returns whether the rest goes on: the step is counted, or part of one."""
         if len(self._known) > 1 and get_ident() != self._thread:
-            return False  # the others may be in a backward
+            return False  # a backward for the other optimizers may be running
         began = time.perf_counter()
         for known in self._known:
             if known.optimizer() is optimizer and known.steps is not None:
@@ -145,7 +145,7 @@ class Rest:
         return self._under_way is not None and self._num_stray < _STRAY and get_ident() == self._thread
 
     def ends(self, optimizer: Optimizer) -> bool:
-        """It has stepped: whether the rest is over with it."""
+        """An optimizer has stepped. Returns whether the rest is over."""
         known = self._under_way
         if known is None or known.optimizer() is not optimizer:
             return False
@@ -157,13 +157,13 @@ class Rest:
         return self._clock.step >= self._last_step
 
     def skips(self, optimizer: Optimizer) -> bool:
-        """It was to step, and was skipped: the same."""
+        """A scaler has skipped the step of an optimizer. Returns whether the rest is over."""
         self._under_way = next((one for one in self._known if one.optimizer() is optimizer and one.steps), None)
         return self.ends(optimizer)
 
     def _completes(self, key: int) -> bool:
-        """Whether a sample is complete with this one's step."""
-        is_next = key in self._stepped  # the others do not step this time
+        """Whether a sample is complete with the step of this optimizer."""
+        is_next = key in self._stepped  # a second step: the leaders that are missing do not step this time
         stepped = frozenset([key]) if is_next else self._stepped | {key}
         is_complete = self._leaders <= stepped
         self.made_last = self._leaders or stepped
@@ -172,14 +172,14 @@ class Rest:
 
     @property
     def may_have_new_gradients(self) -> bool:
-        """Whether there was a forward, and with it perhaps a backward, after the last step that was counted."""
+        """Whether a forward, and so perhaps a backward, has run since the last counted step."""
         return self._last_node != num_nodes_made()
 
 
 @dataclass(slots=True)
 class _Known:
-    """An optimizer that may step in a rest."""
+    """An optimizer that owns watched parameters during a rest."""
 
     key: int
     optimizer: weakref.ref[Optimizer]
-    steps: OptimizerSteps | None  # None: one of its own ends the rest
+    steps: OptimizerSteps | None  # None: its step ends the rest

@@ -1,8 +1,8 @@
-"""The loss scale, learned without a host sync and without the user's help.
+"""Detects the loss scale without a host sync and without a setting.
 
-While something is watched, four public methods of the gradient scalers are wrapped: `scale` says which scaler is in
-use, `unscale_` and `step` which optimizer it belongs to, and a `step` that returns without an optimizer step was
-skipped. The scale itself stays the device tensor that the scaler keeps.
+While a model is watched, three public methods of the gradient scalers are wrapped: `scale` shows which scaler is in
+use, `unscale_` and `step` show the optimizer that it belongs to, and a `step` that returns without an optimizer step
+was skipped. The scale is read as the device tensor that the scaler keeps.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from .._runtime.weak_ids import WeakKeyDictionary
 
 
 class ScaleListener(Protocol):
-    """What a watcher wants to know of gradient scalers: of the optimizers that it follows."""
+    """Interface: the calls that a watcher gets from the gradient scalers of the optimizers that it follows."""
 
     def follows(self, optimizer: Optimizer) -> bool:
-        """Whether this optimizer updates something watched."""
+        """Whether this optimizer updates a watched parameter."""
 
     def before_unscale(self, optimizer: Optimizer) -> None:
-        """The last moment at which the gradients are scaled and unclipped."""
+        """The scaler is about to unscale the gradients: last moment at which they are scaled and unclipped."""
 
     def after_unscale(self, optimizer: Optimizer) -> None:
-        """The gradients have been unscaled in place."""
+        """The scaler has unscaled the gradients in place."""
 
     def step_skipped(self, optimizer: Optimizer) -> None:
-        """The scaler was told to step and did not."""
+        """The scaler's `step` was called, but the optimizer was not stepped."""
 
 
 @dataclass(slots=True)
 class OptimizerSteps:
-    """What is known of an optimizer that has stepped, or that a scaler is about to step."""
+    """The scaler of an optimizer that has stepped, or that a scaler is about to step."""
 
-    scaler: weakref.ref[GradScaler] | None = None  # None: it has stepped, and no scaler had to do with it
-    is_taught: bool = False  # unscaled or stepped by the scaler, and not stepped yet
-    has_stepped: bool = False  # since the scaler's step began
+    scaler: weakref.ref[GradScaler] | None = None  # None: the optimizer has stepped without a scaler
+    is_taught: bool = False  # `scaler` has unscaled it or is about to step it, and it has not stepped yet
+    has_stepped: bool = False  # since the scaler's `step` began
 
     def note(self) -> None:
-        """It steps: its scaler, if it has one, did not skip it."""
+        """Record that the optimizer steps, so that its scaler, if it has one, has not skipped the step."""
         if self.is_taught:
             self.is_taught, self.has_stepped = False, True
         else:
@@ -54,7 +54,7 @@ class OptimizerSteps:
 
 
 class LossScales(WrappedFunctions[ScaleListener]):
-    """Which scaler is in use, and which optimizer it steps."""
+    """Tracks which scaler is in use and which optimizers each scaler steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,28 +62,28 @@ class LossScales(WrappedFunctions[ScaleListener]):
         self.last_used: weakref.ref[GradScaler] | None = None  # None: no scaler has been used so far
 
     def use(self, scaler: GradScaler) -> None:
-        """Take this scaler to be the one in use until another scales a loss."""
+        """Set the scaler that is in use until another one scales a loss."""
         self.last_used = weakref.ref(scaler)
 
     def scaler_of(self, optimizer: Optimizer | None) -> GradScaler | None:
-        """The scaler that steps this optimizer; for one that has not stepped yet (or None), the one last used."""
+        """Return the scaler that steps this optimizer; before its first step, or for None, the scaler last used."""
         known = self._known.get(optimizer)
         if known is not None and known.scaler is None:
             return None
         scaler = None if known is None or known.scaler is None else known.scaler()
-        if scaler is None and self.last_used is not None:  # or that scaler is gone
+        if scaler is None and self.last_used is not None:  # not known yet, or deleted
             return self.last_used()
         return scaler
 
     def scaler_for(self, parameters: Collection[int]) -> GradScaler | None:
-        """The scaler of the optimizer that has stepped one of these, by id; where none has, the one last used."""
+        """Return the scaler of the optimizer that holds one of these ids of parameters; if none does, the last used."""
         if self.last_used is None:
             return None
         held = ((one, id(p)) for one in self._known for group in one.param_groups for p in group["params"])
         return self.scaler_of(next((one for one, number in held if number in parameters), None))
 
     def steps_of(self, optimizer: Optimizer) -> OptimizerSteps:
-        """The same object as long as there is this optimizer."""
+        """Return the record of this optimizer, the same object as long as the optimizer exists."""
         known = self._known.get(optimizer)
         if known is None:
             known = self._known[optimizer] = OptimizerSteps()
@@ -93,7 +93,7 @@ class LossScales(WrappedFunctions[ScaleListener]):
 
     def _wrappers(self) -> Iterable[tuple[Any, str, Callable[..., Any]]]:
         classes: list[type] = [GradScaler]
-        # Overrides `scale` and `unscale_`; only there to be wrapped if the program has imported it.
+        # It overrides `scale` and `unscale_`. Only a program that has imported it can use it.
         if (sharded := sys.modules.get("torch.distributed.fsdp.sharded_grad_scaler")) is not None:
             classes.append(sharded.ShardedGradScaler)
         methods = {"scale": self._scale, "unscale_": self._unscale, "step": self._step}
@@ -146,9 +146,9 @@ class LossScales(WrappedFunctions[ScaleListener]):
 
 
 def scale_tensor(scaler: GradScaler) -> Tensor | None:
-    """The scaler's loss scale, on its device; None before its first use.
+    """Return the scaler's loss scale as a tensor on its device; None before its first use.
 
-    `get_scale()` is the public way and waits for the device; this reads the tensor that it would read.
+    The public `get_scale()` reads the same tensor, but waits for the device.
     """
     scale: Tensor | None = getattr(scaler, "_scale", None)
     return scale

@@ -1,6 +1,6 @@
-"""Whether gradients and updates belong together, seen in the first steps: facts, without thresholds, for the rules.
+"""Detects in the first steps whether gradients and updates belong together. The rules get the facts.
 
-Parameters that no optimizer holds, an optimizer that holds other tensors, gradients that nobody resets.
+The faults: parameters that no optimizer holds, an optimizer that holds other tensors, gradients that are never reset.
 """
 
 from __future__ import annotations
@@ -21,41 +21,41 @@ from .gradient_versions import state_of, version_of
 from .optimizer_registry import OptimizerRegistry
 from .parameter_registry import ParameterRegistry
 
-_STEPS: Final = 3  # of each optimizer that are looked at
-_PATIENCE_IN_BACKWARDS: Final = 1000  # that only accumulate, without a step, are worth a word
-_PATIENCE_IN_WRITES: Final = 10  # to a parameter whose gradient was never seen: more than loading a checkpoint makes
-_SCAN_EVERY: Final = 5  # samples at least: experts come and go in every one
+_STEPS: Final = 3  # number of steps of each optimizer that are checked
+_PATIENCE_IN_BACKWARDS: Final = 1000  # number of backwards without a step that raise an alert
+_PATIENCE_IN_WRITES: Final = 10  # writes to a parameter without a gradient; loading a checkpoint makes fewer
+_SCAN_EVERY: Final = 5  # samples between scans at least: experts may gain or lose gradients in every sample
 _SETTINGS: Final[tuple[tuple[str, Callable[[Any], bool], str, str], ...]] = (
     (
         "weight_decay",
         lambda decay: decay < 0,
-        "a weight decay below 0, by which parameters grow whatever their gradient",
-        "give a decay of 0 or more",
+        "a weight decay below 0, which makes parameters grow whatever their gradient",
+        "set weight_decay to 0 or more",
     ),
     *(
         (
             name,
             lambda factor: factor >= 1,
-            "an optimizer's state that forgets nothing, and grows with every step",
-            f"give {name} below 1, such as 0.9",
+            "an optimizer's state that forgets nothing and grows with every step",
+            f"set {name} below 1, such as 0.9",
         )
         for name in ("momentum", "betas")
     ),
 )
-_WITNESSES: Final = 5  # small parameters of an optimizer whose gradients stand for all of its
+_WITNESSES: Final = 5  # number of an optimizer's smallest parameters whose gradients are checked for all
 
 
 @dataclass
 class _Carried:
-    """Gradients that one optimizer has used, and that nothing has reset since; none where something has."""
+    """Gradients that one optimizer has used and that have not been reset since."""
 
     witnesses: dict[int, int] = field(default_factory=dict)  # slot -> state_of(gradient)
-    nonzero: Tensor | None = None  # whether they were not 0 when the next backward had begun, on their device
+    nonzero: Tensor | None = None  # 0-dim bool on their device: any was not 0 when the next backward had begun
     num_steps: int = 0
 
 
 class Wiring:
-    """Looks at the first steps of every optimizer."""
+    """Checks the first steps of every optimizer."""
 
     def __init__(
         self, parameter_registry: ParameterRegistry, optimizer_registry: OptimizerRegistry, notices: Notices
@@ -64,26 +64,26 @@ class Wiring:
         self._optimizer_registry = optimizer_registry
         self._notices = notices
         self._carried: dict[int, _Carried] = {}  # by the optimizer's key
-        self._first_versions: dict[int, int] | None = None  # of the parameters, by slot, after the first step of all
-        self._unowned: dict[int, int] = {}  # slots with a gradient and no optimizer, with their versions, until told of
-        self._samples_to_wait = 0  # until what is in `_unowned` is told of
+        self._first_versions: dict[int, int] | None = None  # slot -> version of the parameter after the very first step
+        self._unowned: dict[int, int] = {}  # slot with a gradient but no optimizer -> version, until it is reported
+        self._samples_to_wait = 0  # until the slots in `_unowned` are reported
         self._known_unowned: frozenset[int] = frozenset()
         self._marked_before: frozenset[int] = frozenset()
-        self._has_changed = False  # which parameters have a gradient, since they were last looked at
+        self._has_changed = False  # whether other parameters have gradients than at the last scan
         self._samples_since_scan = _SCAN_EVERY
         self._facts: dict[str, Tensor] = {}
-        self._without_model: Notice | None = None  # to be said unless an optimizer of the model steps, too
-        self._versions_at_first: dict[int, int] = {}  # of the parameters, by slot, when watch() was called
+        self._without_model: Notice | None = None  # to be sent unless an optimizer of the model steps too
+        self._versions_at_first: dict[int, int] = {}  # slot -> version of the parameter when watch() was called
 
     def take(self) -> dict[str, Tensor]:
-        """What has been found since the last call, by key: 0-dim tensors, which nobody waits for."""
+        """Return the facts found since the last call, by key, as 0-dim tensors on any device. Does not wait."""
         facts, self._facts = self._facts, {}
         return facts
 
-    # ---- gradients that nobody resets
+    # ---- gradients that are never reset
 
     def stepped(self, optimizer: Optimizer, key: int, step: int) -> None:
-        """An optimizer has stepped: from now on its gradients should be reset before they are added to."""
+        """An optimizer has stepped: remember its gradients, which should be reset before a backward adds to them."""
         if self._first_versions is None:
             self._first_versions = {slot: version_of(parameter) for slot, parameter in self._parameter_registry.scan()}
         carried = self._carried.get(key) or self._carried.setdefault(key, _Carried())
@@ -97,7 +97,7 @@ class Wiring:
             carried.nonzero = None
 
     def _look_at_settings(self, optimizer: Optimizer, step: int) -> None:
-        """Settings that no training survives, and that torch does not refuse, at least not in `param_groups`."""
+        """Alert about settings that break any training and that torch does not reject in `param_groups`."""
         for group in optimizer.param_groups:
             for name, is_wrong, cause, remedy in _SETTINGS:
                 values = group.get(name, 0.0)
@@ -109,7 +109,7 @@ class Wiring:
                     return
 
     def backward_begins(self, has_accumulated: bool) -> None:
-        """The moment to see what was reset before a backward: none of its gradients is there yet, or the first one."""
+        """Check which gradients were reset before this backward, while it has written to one gradient at most."""
         if self._without_model is not None:
             if not self._optimizer_registry.knows_any:
                 self._notices.append(self._without_model)
@@ -118,21 +118,21 @@ class Wiring:
             untouched = [gradient for slot, gradient in present if state_of(gradient) == carried.witnesses[slot]]
             if not untouched or len(untouched) < len(carried.witnesses) - has_accumulated:
                 carried.witnesses, carried.nonzero = {}, None
-            elif carried.nonzero is None:  # what was zeroed through `.data` leaves no trace but the zeros
+            elif carried.nonzero is None:  # zeroing through `.data` shows only in the values
                 carried.nonzero = torch.stack([gradient.detach().ne(0).any() for gradient in untouched]).any()
 
     def backward_ended(self) -> None:
-        """A backward has added to them."""
+        """Remember the gradients' new states: a backward has added to them."""
         for carried, present in self._with_witnesses():
             carried.witnesses = {slot: state_of(gradient) for slot, gradient in present}
 
     def forget_gradients(self) -> None:
-        """No hook will tell of the next backwards, nor of what is reset before them."""
+        """Forget the remembered gradients: the hooks are off, so a reset before the next backwards would be missed."""
         for carried in self._carried.values():
             carried.witnesses, carried.nonzero = {}, None
 
     def _with_witnesses(self) -> Iterator[tuple[_Carried, list[tuple[int, Tensor]]]]:
-        """What is carried, and its witnesses' gradients as they are now."""
+        """Yield each entry of `_carried` with its witnesses' current gradients."""
         if some := [carried for carried in self._carried.values() if carried.witnesses]:
             parameters = dict(self._parameter_registry.scan())
             for carried in some:
@@ -140,7 +140,7 @@ class Wiring:
                 yield carried, [(slot, gradient) for slot, gradient in there if gradient is not None]
 
     def about_to_step(self, key: int) -> None:
-        """An optimizer is about to use gradients; those that were never reset since it last did are a fact."""
+        """Record the fact that an optimizer is about to use gradients that were not reset since its last step."""
         carried = self._carried.get(key)
         if carried is not None and carried.witnesses and carried.nonzero is not None:
             self._facts[keys.WIRING_CARRIED] = carried.nonzero.double()
@@ -148,7 +148,7 @@ class Wiring:
     # ---- parameters without an optimizer
 
     def _look_for_frozen(self, marked: frozenset[int]) -> None:
-        """What has no gradient any more, or has one for the first time, may have been frozen or unfrozen."""
+        """Scan the model when other parameters get gradients than before: some may have been frozen or unfrozen."""
         self._has_changed |= marked != self._marked_before
         self._marked_before, self._samples_since_scan = marked, self._samples_since_scan + 1
         if self._has_changed and self._samples_since_scan >= _SCAN_EVERY:
@@ -156,76 +156,76 @@ class Wiring:
             self._parameter_registry.scan()
 
     def sample_closed(self, marked: frozenset[int], owner: Mapping[int, int]) -> None:
-        """A sample of optimizer steps is over: parameters that got a gradient and that no optimizer holds."""
+        """Look for parameters that got a gradient in the closed sample but that no optimizer holds or updates."""
         self._look_for_frozen(marked)
         unowned = marked - owner.keys()
         first, self._first_versions = self._first_versions, {}
-        if unowned and unowned != self._known_unowned:  # looked for once, and again only when others are without one
+        if unowned and unowned != self._known_unowned:  # checked again only when the set of such parameters changes
             self._known_unowned = unowned
             held = _held_by_any_optimizer()
             here = self._parameter_registry.scan()
             at = first or {slot: version_of(p) for slot, p in here}
             self._unowned = {slot: at[slot] for slot, p in here if slot in unowned and slot in at and id(p) not in held}
-            # A sample may be closed before or after an update by hand: one whole iteration lies between three of them.
+            # A sample may close before or after an update by hand: three samples contain one whole iteration.
             self._samples_to_wait = 1 if first else 2
         elif self._unowned:
             self._samples_to_wait -= 1
             if self._samples_to_wait:
                 return
-            # Those that something else has written to, a codebook's average or a wrapper of an optimizer, are updated.
+            # A parameter that was written to is updated otherwise: by a codebook's average, or an optimizer's wrapper.
             names = self._parameter_registry.names
             for slot, parameter in self._parameter_registry.scan():
                 if self._unowned.get(slot) == version_of(parameter):
                     self._facts[keys.WIRING_UNOWNED + names[slot]] = torch.ones((), dtype=torch.float64)
             self._unowned = {}
 
-    # ---- backwards and steps that do not belong together
+    # ---- backwards without steps, and steps without backwards
 
     def begins(self) -> None:
-        """The model is watched from now on."""
+        """Record the parameters' versions when watching begins."""
         self._versions_at_first = {slot: version_of(parameter) for slot, parameter in self._parameter_registry.scan()}
 
     def nothing_was_seen(self) -> None:
-        """Somebody asks, and there was no step yet, nor a gradient: say so if it is trained all the same."""
+        """Send a message if parameters are written to although neither a step nor a gradient was seen."""
         writes = (version_of(p) - self._versions_at_first.get(slot, 0) for slot, p in self._parameter_registry.scan())
         if max(writes, default=0) >= _PATIENCE_IN_WRITES:
             self._notices.say(
                 "nothing seen",
-                "the model is trained, but no gradient was seen: what lies in .grad is measured, and "
-                "torch.autograd.grad() puts nothing there. Set parameter.grad before each update, and call "
+                "the model is trained, but no gradient was seen: only gradients in .grad are measured, and "
+                "torch.autograd.grad() does not write there. Set parameter.grad before each update, and call "
                 "watcher.mark_step() after it.",
             )
 
     def without_a_step(self, num_backwards: int, step: int) -> None:
-        """So many backwards have ended in the open step."""
+        """Alert when this many backwards have ended in the open step without an optimizer step."""
         if num_backwards == _PATIENCE_IN_BACKWARDS:
             self._notices.alert(
                 "No gradient",
-                f"{num_backwards} backwards have gone by without an optimizer step that updates a watched "
+                f"{num_backwards} backwards have ended without an optimizer step that updates a watched "
                 "parameter.\nProbable cause: not clear: either step() is missing, or the optimizer holds other tensors "
-                "than the model. Remedy: call step() after backward(), and make the optimizer from the parameters of "
+                "than the model. Remedy: call step() after backward(), and create the optimizer from the parameters of "
                 "the model that is trained.",
                 step,
             )
 
     def stepped_without_the_model(self, optimizer: Optimizer, step: int) -> None:
-        """The first optimizer to step, or the last one known, holds nothing that is watched, which a backward reaches.
+        """Prepare an alert: the model has gradients, but an optimizer steps that holds none of its parameters.
 
-        It may be another model's, perhaps in another thread: then this one's own steps before its next backward.
+        If the optimizer belongs to another model, the model's own steps before the next backward and no alert is sent.
         """
         if all(parameter.grad is None for group in optimizer.param_groups for parameter in group["params"]):
             self._without_model = Notice(
                 "Optimizer without the model",
-                f"{type(optimizer).__name__} stepped, but nothing that it holds is a parameter of the watched "
-                "model, and none of it has a gradient.\nProbable cause: the optimizer owns other tensors than the "
-                "model, which was rebuilt or copied after the optimizer was made. Remedy: make the optimizer from "
-                "the parameters of the model that is trained, after the model is complete.",
+                f"{type(optimizer).__name__} stepped, but none of its parameters belongs to the watched model, and "
+                "none has a gradient.\nProbable cause: the optimizer holds other tensors than the model, which was "
+                "rebuilt or copied after the optimizer was created. Remedy: create the optimizer from the parameters "
+                "of the model that is trained, after the model is complete.",
                 step,
             )
 
 
 def _held_by_any_optimizer() -> set[int]:
-    """Ids of what the process's optimizers hold, those that have not stepped yet among them."""
+    """Return the ids of the parameters of all optimizers in this process, including those that have not stepped."""
     optimizers = [one for one in gc.get_objects() if issubclass(type(one), Optimizer)]
     groups = [group for one in optimizers for group in getattr(one, "param_groups", ())]
     return {id(parameter) for group in groups for parameter in group["params"]}
