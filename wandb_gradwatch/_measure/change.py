@@ -1,8 +1,8 @@
-"""What happened to gradients between two looks at them: clipping, or something else. Pure: rows in, a verdict out.
+"""Classify what changed gradients between two measurements: clipping or something else. A pure function of rows.
 
-A clipping multiplies a parameter's gradient by one factor of at most 1, or limits each of its elements. Both leave
-their mark in a row: the sum, the extremes and the norm shrink by the same factor, or the extremes end at the limit.
-Noise, a projection or another gradient in the place of the first leave neither.
+Clipping multiplies a parameter's gradient by one factor of at most 1, or limits each of its elements. Both are visible
+in a row: the sum, the extremes and the norm shrink by the same factor, or the extremes equal the limit. Noise, a
+projection or a replaced gradient do neither.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ from .columns import CLIP_TOLERANCE, Column, FloatArray
 
 # N gradients, C columns
 
-_FLOAT16_EPS, _FLOAT16_SPACING = 2.0**-10, 2.0**-24  # the smallest float16: what is scaled down loses digits, or is 0
-_LIMIT_TOLERANCE: Final = 1e-5  # of a norm that was clipped: torch itself divides by (norm + 1e-6)
+_FLOAT16_EPS, _FLOAT16_SPACING = 2.0**-10, 2.0**-24  # smallest float16: values scaled near it lose digits or become 0
+_LIMIT_TOLERANCE: Final = 1e-5  # relative, of a clipped norm: torch divides by (norm + 1e-6)
 
-# In the place of 1 for a sample that was clipped (`keys.CLIPPED`):
-MULTIPLIED: Final = 0.5  # everything by one factor below 1, not by torch's own functions: clipping, or another unit
+# The value of `keys.CLIPPED`, instead of 1, for a sample that may have been clipped:
+MULTIPLIED: Final = 0.5  # one factor below 1, but not by torch's functions: clipping, or a change of unit
 
 
 @dataclass(frozen=True)
 class Change:
-    """What happened to the gradients of a sample."""
+    """How the gradients of a sample changed between two measurements."""
 
-    shrunk: bool  # some became shorter, as clipping makes them
-    other: bool  # something happened to some of them that no clipping does
-    factor: float  # by which every gradient was multiplied; NaN where there is no such factor
+    shrunk: bool  # some gradients shrank in the way that clipping does
+    other: bool  # some gradients changed in a way that no clipping does
+    factor: float  # the factor by which every gradient was multiplied; NaN if there is none
 
     @property
     def is_common(self) -> bool:
-        """Whether one factor, which is not 1, explains everything."""
+        """Whether a single factor other than 1 explains all changes."""
         return not math.isnan(self.factor) and abs(self.factor - 1) > CLIP_TOLERANCE
 
 
 def change_between(before_NC: FloatArray, after_NC: FloatArray, eps: float) -> Change:
-    """Compare rows of the same gradients; those that are missing or not finite in either are left out.
+    """Compare rows of the same gradients; ignore gradients that are missing or not finite in either row.
 
     Args:
-        before_NC, after_NC: rows.
-        eps: the relative precision of the gradients' dtype, of the coarsest if there are several.
+        before_NC, after_NC: the rows before and after the change.
+        eps: the relative precision of the gradients' dtype; of several dtypes, the coarsest.
     """
     columns = [Column.NUM_NAN, Column.NUM_INF]
     known = (before_NC[:, columns].sum(axis=1) == 0) & (after_NC[:, columns].sum(axis=1) == 0)
@@ -68,7 +68,7 @@ def change_between(before_NC: FloatArray, after_NC: FloatArray, eps: float) -> C
                 <= tolerance * factor * np.sqrt(num * sum_sq) + num * spacing
             )
         ) | (was_zero & (after_sum_sq == 0))
-        # Perhaps scaled by the factor of the smallest element first, then limited to the largest that is left.
+        # Elements may first be scaled (by the factor of the smallest element) and then limited (to the largest left).
         first = np.minimum(after_least / least, 1.0)
         limit = np.maximum(np.abs(after_low), np.abs(after_high))
         slack = tolerance * limit + spacing
@@ -90,7 +90,7 @@ def change_between(before_NC: FloatArray, after_NC: FloatArray, eps: float) -> C
 
 
 def is_limit(norm: float) -> bool:
-    """Whether a norm is one that somebody chose: a number of two digits, as 1, 0.5 or 25 are."""
+    """Return whether a norm looks like a limit that a person chose: at most two significant digits, as 1, 0.5 or 25."""
     if not 0 < norm < math.inf:
         return False
     digits = norm / 10.0 ** (math.floor(math.log10(norm)) - 1)  # 10 to 100

@@ -5,10 +5,10 @@ maximum, and the histogram's bins never move, so rows merge exactly:
 
     merge(row(a), row(b)) == row(concat(a, b))
 
-Missing is NaN. A row whose NUM_ELEMENTS is NaN is absent (no gradient arrived) and merging skips it; a NaN in any
-other column of a present row means "could not be seen" and stays NaN in every merge it enters.
+Missing is NaN. A row whose NUM_ELEMENTS is NaN is absent (no gradient arrived), and merging skips it. NaN in another
+column of a present row means that the value is unknown, and every merge with it gives NaN.
 
-A complex element counts once, by its magnitude.
+A complex element counts as one element, by its magnitude.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ IntArray = npt.NDArray[np.int64]
 
 
 class Merge(Enum):
-    """How two values of one column become one."""
+    """How two values of one column merge."""
 
     SUM = "sum"
     MIN = "min"
@@ -35,7 +35,7 @@ class Merge(Enum):
 
 
 class Column(IntEnum):
-    """One statistic of a row. Sums, extremes and means are those of the finite elements."""
+    """A statistic of a row. Sums and extremes cover only the finite elements."""
 
     NUM_ELEMENTS = 0  # all elements, finite or not
     NUM_NAN = 1
@@ -47,7 +47,7 @@ class Column(IntEnum):
     GRAD_MIN = 7  # +inf where no element is finite
     GRAD_MAX = 8  # -inf where no element is finite
     GRAD_ABS_MIN_NONZERO = 9  # +inf where no finite element is non-zero
-    RECEIVED_SUM_SQ = 10  # of the gradient that the optimizer received: after clipping
+    RECEIVED_SUM_SQ = 10  # of the gradient that the optimizer received, after clipping
     RECEIVED_NUM_NAN = 11
     RECEIVED_NUM_INF = 12
     PARAM_SUM_SQ = 13
@@ -56,7 +56,7 @@ class Column(IntEnum):
 
 NUM_COLUMNS: Final = len(Column)
 
-# Of the gradient that the optimizer received, and what the same columns are of the one that the backward left.
+# The columns of the gradient that the optimizer received, and the same columns of the gradient from the backward.
 RECEIVED_COLUMNS: Final = slice(Column.RECEIVED_SUM_SQ, Column.RECEIVED_NUM_INF + 1)
 AS_LEFT: Final = (Column.GRAD_SUM_SQ, Column.NUM_NAN, Column.NUM_INF)
 NONFINITE_COLUMNS: Final = (Column.NUM_NAN, Column.NUM_INF, Column.RECEIVED_NUM_NAN, Column.RECEIVED_NUM_INF)
@@ -70,8 +70,8 @@ SUM_COLUMNS: Final = tuple(c for c in Column if _MERGE_OF[c] is Merge.SUM)
 MIN_COLUMNS: Final = tuple(c for c in Column if _MERGE_OF[c] is Merge.MIN)
 MAX_COLUMNS: Final = tuple(c for c in Column if _MERGE_OF[c] is Merge.MAX)
 
-# The power of the gradient's unit in a column: a row of scaled gradients becomes a row of true ones by
-# multiplying each column with (1 / loss scale) ** power. Counts and parameter columns have none.
+# The power of the gradient's unit in a column: multiplying each column by (1 / loss scale) ** power turns a row of
+# scaled gradients into a row of true gradients. Counts and parameter columns have power 0.
 SCALE_POWER: Final[dict[Column, int]] = {
     Column.GRAD_SUM: 1,
     Column.GRAD_SUM_SQ: 2,
@@ -85,26 +85,26 @@ IDENTITY_C[list(MIN_COLUMNS)] = np.inf
 IDENTITY_C[list(MAX_COLUMNS)] = -np.inf
 
 
-# A clipped gradient is shorter than the one before by more than rounding: clip_grad_norm_ alone multiplies a norm equal
-# to its limit by 1 - 2e-7.
+# A gradient counts as clipped if it shrank by more than this, relative to its norm. Rounding shrinks less:
+# clip_grad_norm_ multiplies a norm equal to its limit by 1 - 2e-7.
 CLIP_TOLERANCE: Final = 1e-5
 
 
 def merge_rows(rows: FloatArray, axis: int) -> FloatArray:
-    """Merge rows along one axis; absent rows are skipped, and nothing but absent rows merges to an absent row.
+    """Merge rows along one axis. Absent rows are skipped; if all rows are absent, the result is absent.
 
     Args:
-        rows: [..., C] with any leading dimensions.
-        axis: the leading dimension to merge away.
+        rows: [..., C], with any leading dimensions.
+        axis: the leading dimension to reduce.
 
     Returns:
-        rows with `axis` removed.
+        The rows without `axis`.
     """
     axis = axis % rows.ndim
     absent = np.isnan(rows[..., Column.NUM_ELEMENTS])
     present = np.where(absent[..., None], IDENTITY_C, rows)
     merged: FloatArray = np.add.reduce(present, axis=axis)
-    for column in MIN_COLUMNS:  # np.minimum, unlike np.fmin, keeps the NaN of a column that could not be seen
+    for column in MIN_COLUMNS:  # np.minimum, unlike np.fmin, keeps the NaN of an unknown value
         merged[..., column] = np.minimum.reduce(present[..., column], axis=axis, initial=np.inf)
     for column in MAX_COLUMNS:
         merged[..., column] = np.maximum.reduce(present[..., column], axis=axis, initial=-np.inf)
@@ -113,14 +113,14 @@ def merge_rows(rows: FloatArray, axis: int) -> FloatArray:
 
 
 def merge_adjacent_rows(rows: FloatArray, starts: IntArray) -> FloatArray:
-    """Merge each stretch of present rows into one.
+    """Merge each run of adjacent present rows into one row.
 
     Args:
         rows: [M, C].
-        starts: the first row of each stretch, ascending: [N].
+        starts: the index of the first row of each run, ascending: [N].
 
     Returns:
-        [N, C]
+        The merged rows: [N, C].
     """
     merged: FloatArray = np.add.reduceat(rows, starts, axis=0)
     for columns, merge in ((MIN_COLUMNS, np.minimum), (MAX_COLUMNS, np.maximum)):
@@ -129,8 +129,8 @@ def merge_adjacent_rows(rows: FloatArray, starts: IntArray) -> FloatArray:
     return merged
 
 
-# Histogram bins by the float's bits: per sign one bin below float32's smallest normal, one up to the window, then two
-# per octave (the exponent and the first bit of the mantissa), the last one open. Zeros have a bin of their own.
+# Histogram bins are made of leading bits of the float. Per sign: one bin below float32's smallest normal number, one up
+# to the window, then two per octave (the exponent and the first bit of the mantissa); the last is open. Zero has a bin.
 #
 #   magnitude bin  covers
 #   0              (0, 2^-126)
@@ -139,8 +139,8 @@ def merge_adjacent_rows(rows: FloatArray, starts: IntArray) -> FloatArray:
 #   ...
 #   126, 127       [2^15, 1.5 * 2^15), [1.5 * 2^15, inf)
 #
-# Bin of a signed value in the histogram of B = 257: 128 for zero, 129 + m for positive and 127 - m for negative values
-# of magnitude bin m. NaN and Inf are in no bin: the sum over the bins is the number of finite elements.
+# The index of a value in the histogram of B = 257 bins: 128 for zero, 129 + m for positive and 127 - m for negative
+# values, where m is the magnitude bin. NaN and Inf have no bin: the sum over the bins counts the finite elements.
 MAGNITUDE_BINS: Final = 128
 ZERO_BIN: Final = MAGNITUDE_BINS
 NUM_BINS: Final = 2 * MAGNITUDE_BINS + 1
@@ -149,7 +149,7 @@ MIN_WINDOW_EXPONENT: Final = -47  # magnitude bin 2 starts at 2 ** this
 
 @cache
 def magnitude_edges() -> FloatArray:
-    """Lower edges of the magnitude bins and the open end: [MAGNITUDE_BINS + 1], from 0 to +inf. Read-only."""
+    """The edges of the magnitude bins, from 0 to +inf: [MAGNITUDE_BINS + 1]. Read-only."""
     octave = np.arange(2, MAGNITUDE_BINS) // 2 - 1 + MIN_WINDOW_EXPONENT
     mantissa = np.where(np.arange(2, MAGNITUDE_BINS) % 2 == 0, 1.0, 1.5)
     return _read_only(np.concatenate([[0.0, 2.0**-126], mantissa * 2.0**octave, [np.inf]]))
@@ -157,7 +157,7 @@ def magnitude_edges() -> FloatArray:
 
 @cache
 def histogram_edges() -> FloatArray:
-    """Edges of the signed histogram: [B + 1], from -inf to +inf; the zero bin lies between two zeros. As above."""
+    """The edges of the signed histogram, from -inf to +inf: [B + 1]. The zero bin has both edges at 0. Read-only."""
     return _read_only(np.concatenate([-magnitude_edges()[::-1], magnitude_edges()]))
 
 
@@ -167,7 +167,7 @@ def _read_only(values: FloatArray) -> FloatArray:
 
 
 def bins_of(values: FloatArray) -> IntArray:
-    """The histogram bin of every finite value: the specification that every backend is tested against."""
+    """Return the histogram bin of each finite value. This is the specification that all backends are tested against."""
     magnitude = np.abs(values)
     bins = np.searchsorted(magnitude_edges()[1:-1], magnitude, side="right")
     return np.where(magnitude == 0, ZERO_BIN, np.where(values > 0, ZERO_BIN + 1 + bins, ZERO_BIN - 1 - bins)).astype(

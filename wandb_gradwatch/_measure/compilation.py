@@ -1,6 +1,6 @@
-"""Code that takes seconds to compile: once per process, in the background; of several processes, as ranks are, by one.
+"""Compiles slow code once per process, in the background. If several processes (ranks) need it, one compiles first.
 
-A cache on disk has it for the others then.
+The other processes then find the result in a cache on disk.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ logger: Final = logging.getLogger("wandb_gradwatch")
 
 Made = TypeVar("Made")
 
-_LONGEST_FORK: Final = 60.0  # seconds that a fork waits at most
-_PAUSE: Final = 0.02  # seconds between two looks at what another process does
+_LONGEST_FORK: Final = 60.0  # seconds; the longest time that a fork waits
+_PAUSE: Final = 0.02  # seconds between attempts to get another process's lock
 
 
 class Compilation(Generic[Made]):
-    """What a function makes, or why it could not.
+    """The result of a function that compiles, or the exception that it raised.
 
-    A fork waits until a compilation that has begun is done: a child would inherit the compiler's locks without the
-    thread that holds them, and its own first use of the compiler would wait forever. So does the end of the process.
+    A fork waits until a running compilation has ended: otherwise the child would inherit the compiler's locks without
+    the thread that holds them, and its own first compilation would wait forever. The exit of the process waits too.
     """
 
     def __init__(self, make: Callable[[], Made], on_failure: Callable[[Exception], None]) -> None:
@@ -38,20 +38,20 @@ class Compilation(Generic[Made]):
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin in the background, if that has not been done before."""
+        """Start the compilation in the background, unless it was started before."""
         if self._thread is not None:
             return
-        # No daemon: an interpreter that ends while a compiler runs may crash.
+        # Not a daemon thread: an interpreter that exits while a compiler runs may crash.
         self._thread = threading.Thread(target=self._run, name="gradwatch-compile", daemon=False)
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(before=self._settle)
         self._thread.start()
 
     def wait(self) -> Made:
-        """Return what was made, and make it if nobody has begun.
+        """Return the result; start the compilation if necessary and wait for it.
 
         Raises:
-            RuntimeError: it could not be made, now or before.
+            RuntimeError: the compilation failed, now or earlier.
         """
         if self.made is not None:
             return self.made
@@ -63,7 +63,7 @@ class Compilation(Generic[Made]):
         return self.made
 
     def fail(self, error: Exception) -> None:
-        """What was made does not work: it is not used again."""
+        """Discard the result, because it does not work."""
         self.made, self.failure = None, error
 
     def _run(self) -> None:
@@ -81,13 +81,13 @@ class Compilation(Generic[Made]):
 
 @contextmanager
 def after_other_processes(what: str, *, longest: float) -> Iterator[None]:
-    """Go on when no other process of this user on this machine compiles this; those that have waited go on together.
+    """Wait while another process of this user on this machine compiles the same; then all waiting processes continue.
 
-    A process that has ended holds nobody up.
+    A process that has ended blocks nobody.
 
     Args:
-        what: is compiled: the name of the lock.
-        longest: seconds that a process is waited for, which may have been stopped.
+        what: the name of the compiled code, and so of the lock.
+        longest: the longest time to wait, in seconds, because the other process may be suspended.
     """
     until = time.monotonic() + longest
     with ExitStack() as stack:
@@ -95,12 +95,12 @@ def after_other_processes(what: str, *, longest: float) -> Iterator[None]:
             import fcntl
 
             file = stack.enter_context(_lock_file(what).open("a"))
-            stack.callback(fcntl.flock, file, fcntl.LOCK_UN)  # a forked child that has the file too would keep the lock
+            stack.callback(fcntl.flock, file, fcntl.LOCK_UN)  # otherwise a forked child would keep the lock
             if not _has_locked(file, fcntl.LOCK_EX):
                 while time.monotonic() < until and not _has_locked(file, fcntl.LOCK_SH):
                     time.sleep(_PAUSE)
                 stack.close()
-        except (ImportError, OSError) as error:  # Windows; no folder to write to, or one that knows no locks
+        except (ImportError, OSError) as error:  # on Windows; or no writable folder, or one without locks
             logger.debug("wandb_gradwatch: compiling %s beside other processes: %r", what, error)
         yield
 

@@ -1,9 +1,8 @@
-"""Statistics on the CPU: few passes over chunks that stay in the cache.
+"""Statistics on the CPU with torch and numpy: few passes over chunks that stay in the cache.
 
-Extremes, zeros and NaN are read from the float's bits as integers (float_bits.py): exact for every value. Sums run in
-float32 where no square can overflow or vanish and in float64 elsewhere. Chunks with NaN or Inf are measured again
-without them.
-Tensors too small to be worth a pass each are measured together (cpu_small.py).
+Extremes, zeros and NaN are found from the float's bits as integers (float_bits.py), which is exact for every value.
+Sums run in float32 if no square can overflow or vanish, otherwise in float64. Chunks with NaN or Inf are measured again
+without them. Small tensors are measured together (cpu_small.py), because a pass for each would cost too much.
 """
 
 from __future__ import annotations
@@ -40,9 +39,9 @@ from .thread_pool import THREAD_POOL
 
 # N tensors, C columns, B histogram bins, K codes, M chunks
 
-_SHARED_FROM: Final = 8  # chunks, below which one thread is done before another has woken
+_SHARED_FROM: Final = 8  # chunks; with fewer, one thread is done before another has woken up
 
-# What overflows in float32 is seen in the result and read in float64.
+# Overflow in float32 is detected in the result, and the chunk is read again in float64.
 _QUIET: Final[Any] = {"over": "ignore", "invalid": "ignore"}
 
 
@@ -50,7 +49,7 @@ _QUIET: Final[Any] = {"over": "ignore", "invalid": "ignore"}
 def measure(
     gradients: Tensors, parameters: Tensors | None, *, dead_threshold: float, inverse_scale: Scale, histogram: bool
 ) -> Measurement:
-    """Measure each gradient: rows [N, C] in float64 and, if asked for, the histogram [N, B] in int64."""
+    """Measure each gradient: rows [N, C] in float64; with `histogram` also the histogram [N, B] in int64."""
     elements, num_implicit_zeros, exponent = scaled_elements(gradients, inverse_scale)
     rows_NC = np.empty((len(gradients), NUM_COLUMNS))
     rows_NC[:] = IDENTITY_C
@@ -75,7 +74,7 @@ def measure(
 def of_gradients(
     rows_NC: FloatArray, histogram_NB: IntArray | None, num_implicit_zeros: Sequence[int], exponent: int
 ) -> Measurement:
-    """Make of what was measured in the elements of `scaled_elements`, in place, what it is in the gradients."""
+    """Turn the statistics of `scaled_elements` into those of the gradients, in place."""
     counts = None if histogram_NB is None else torch.from_numpy(histogram_NB)
     measured = Measurement(torch.from_numpy(rows_NC), counts)
     add_implicit_zeros(*measured, num_implicit_zeros)
@@ -98,14 +97,14 @@ def measure_received(gradients: Tensors, *, inverse_scale: Scale) -> Tensor:
 def scaled_elements(
     gradients: Sequence[Tensor], inverse_scale: Tensor | None
 ) -> tuple[Sequence[Tensor], Sequence[int], int]:
-    """Tensors whose memory holds the elements, their implicit zeros, and a power of two still to be multiplied with."""
+    """Return tensors whose memory holds the elements, implicit zeros, and n of a factor 2**n still to be applied."""
     elements, num_implicit_zeros = readable(gradients, "cpu")
     if inverse_scale is None:
         return elements, num_implicit_zeros, 0
     scale = float(inverse_scale)
     mantissa, exponent = math.frexp(scale)
     if mantissa == 0.5 and -400 < exponent <= 1:
-        # A power of two only moves exponents: the bits are read as they are, and sums and bins are moved afterwards.
+        # A power of two only shifts exponents: the bits are read unscaled; sums and bins are shifted afterwards.
         return elements, num_implicit_zeros, exponent - 1
     return [e.to(torch.float64) * scale for e in elements], num_implicit_zeros, 0
 
@@ -121,7 +120,7 @@ def _read(
     rows_NC: FloatArray,
     codes_NK: IntArray | None,
 ) -> None:
-    """Fill in the rows and the code counts of the non-empty tensors of one layout."""
+    """Fill in the rows and the code counts of the non-empty tensors with this layout."""
     sizes = [e.numel() if _layout_of(e) is layout else 0 for e in elements]
     large = [i for i, size in enumerate(sizes) if size >= SMALL]
     for batch in batches(elements, sizes):
@@ -146,13 +145,13 @@ def _read(
     if codes_NK is not None:
         codes_NK[large] = 0
     firsts, parts = _each_chunk(elements, large, read)
-    for place, column in enumerate(CHUNK_COLUMNS):  # chunks merge as columns.py says
+    for place, column in enumerate(CHUNK_COLUMNS):  # chunks merge as defined in columns.py
         merge = np.minimum if column in MIN_COLUMNS else np.maximum if column in MAX_COLUMNS else np.add
         rows_NC[large, column] = merge.reduceat(parts[:, place], firsts)
 
 
 def _sums_of_squares(elements: Sequence[Tensor]) -> FloatArray:
-    """Sum of squares of the finite elements, number of NaN and number of Inf: [N, 3]."""
+    """Return the sum of squares of the finite elements, the number of NaN and the number of Inf: [N, 3]."""
     sums_N3 = np.zeros((len(elements), 3))
     sizes = [e.numel() for e in elements]
     for batch in batches(elements, sizes):
@@ -167,7 +166,7 @@ def _sums_of_squares(elements: Sequence[Tensor]) -> FloatArray:
 def _each_chunk(
     elements: Sequence[Tensor], large: Sequence[int], read: Callable[[int, Floats], ChunkRow]
 ) -> tuple[list[int], FloatArray]:
-    """Read these tensors chunk by chunk: the first chunk of each, and what was found in every chunk, [M, any]."""
+    """Read these tensors in chunks; return the index of each tensor's first chunk, and all results [M, any]."""
     firsts: list[int] = []
     chunks: list[tuple[int, Floats]] = []
     for index in large:
@@ -178,7 +177,7 @@ def _each_chunk(
 
     def read_chunk(number: int) -> None:
         index, chunk = chunks[number]
-        with np.errstate(**_QUIET):  # each thread has its own
+        with np.errstate(**_QUIET):  # numpy's error state is per thread
             found[number] = read(index, _floats(chunk))
 
     num_threads = torch.get_num_threads() if len(chunks) >= _SHARED_FROM else 1
@@ -187,13 +186,13 @@ def _each_chunk(
 
 
 def _memory(elements: Tensor) -> npt.NDArray[Any]:
-    """The elements as they lie in memory: uint16 for the bfloat16 that numpy does not know."""
+    """Return the elements as stored; bfloat16, which numpy does not have, as uint16."""
     flat = elements.view(-1)
     memory: npt.NDArray[Any] = (flat.view(torch.uint16) if flat.dtype is torch.bfloat16 else flat).numpy()
     return memory
 
 
 def _floats(chunk: npt.NDArray[Any]) -> Floats:
-    if chunk.dtype == np.uint16:  # the upper half of a float32
+    if chunk.dtype == np.uint16:  # bfloat16 is the upper half of a float32
         chunk = np.left_shift(chunk, 16, dtype=np.uint32).view(np.float32)
     return chunk.astype(np.float32) if chunk.dtype == np.float16 else chunk

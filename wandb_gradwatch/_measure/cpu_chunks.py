@@ -1,4 +1,4 @@
-"""One chunk of a large tensor on the CPU: the passes that every statistic is made of."""
+"""The statistics of one chunk of a large tensor on the CPU, pass by pass."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 from .columns import Column, IntArray
 from .float_bits import FLOAT32, FloatBits
 
-CHUNK: Final = 1 << 18  # elements: a megabyte of float32, in the second-level cache or the third
-SEGMENT: Final = 512  # elements summed in float32 before float64 takes over: constant gradients stay right to 2e-7
+CHUNK: Final = 1 << 18  # elements: a megabyte of float32, which fits in the second- or third-level cache
+SEGMENT: Final = 512  # elements summed in float32, before float64 sums the segments: accurate to 2e-7 for constants
 
-# A chunk's squares may be summed in float32 if its largest magnitude lies between these: CHUNK * 2**110 does not
-# overflow, and what CHUNK squares below 2**-126 lose is less than 2**-28 of 2**-80.
+# A chunk's squares may be summed in float32 if its largest magnitude lies between these limits: CHUNK * 2**110 does not
+# overflow, and CHUNK squares below 2**-126 lose less than 2**-28 of the smallest possible sum, 2**-80.
 _LARGE: Final = FLOAT32.bits_of(2.0**55)
 _SMALL: Final = FLOAT32.bits_of(2.0**-40)
-# The same for squares alone, where the largest magnitude is not known: a share of their number.
+# The lower limit for sum_sq_chunk, where the largest magnitude is unknown: sum of squares / number of elements.
 _SMALL_SQ: Final = 2.0**-98
 
 Floats = npt.NDArray[Any]  # float32 or float64
@@ -32,16 +32,16 @@ class ChunkReader:
     """Reads chunks of one float layout."""
 
     layout: FloatBits  # of the chunks
-    dead_magnitude: int  # bits of the largest magnitude that counts as dead; -1 for none
-    counts_codes: bool  # whether the codes of the non-zero finite elements are counted
+    dead_magnitude: int  # bits of the largest dead magnitude; -1 for none
+    counts_codes: bool  # whether to count the codes of the non-zero finite elements
 
     def read(self, chunk: Floats) -> tuple[ChunkRow, IntArray | int]:
-        """Measure a chunk of 1 to CHUNK elements: the values of CHUNK_COLUMNS, and how often each code occurs: [K]."""
+        """Measure a chunk of 1 to CHUNK elements: return the CHUNK_COLUMNS and the count of each code: [K]."""
         layout, sign = self.layout, self.layout.sign
         unsigned = chunk.view(layout.unsigned)
         signed = chunk.view(layout.signed)
-        # Without a sign bit floats sort like integers, with one in reverse: the smallest and the largest integer of
-        # either kind are the outermost and the innermost element on either side of zero.
+        # Positive floats sort like integers, negative ones in reverse: for each sign, the smallest and the largest
+        # integer (signed or unsigned) are the elements nearest to zero and farthest from it.
         lowest, highest = int(np.minimum.reduce(unsigned)), int(np.maximum.reduce(unsigned))
         inner_positive, outer_positive, inner_negative, outer_negative = lowest, highest, lowest ^ sign, highest ^ sign
         if highest >= sign:
@@ -87,7 +87,7 @@ class ChunkReader:
         return (chunk.size, num_nan, num_inf, *row[3:]), codes
 
     def _count_small(self, unsigned: npt.NDArray[Any], smallest: int) -> tuple[int, int, int]:
-        """Number of zeros, number of dead elements, bits of the smallest non-zero magnitude."""
+        """Return the number of zeros, the number of dead elements, and the bits of the smallest non-zero magnitude."""
         doubled = np.left_shift(unsigned, 1)
         num_zero = doubled.size - int(np.count_nonzero(doubled)) if smallest == 0 else 0
         num_dead = num_zero if self.dead_magnitude == 0 else 0
@@ -102,9 +102,9 @@ class ChunkReader:
 
     def _codes(self, unsigned: npt.NDArray[Any], positive_zeros: int, negative_zeros: int) -> IntArray:
         codes = np.right_shift(unsigned, self.layout.code_shift).view(self.layout.signed)
-        # Twice as quick as numpy's, and without the interpreter's lock.
+        # torch's bincount is twice as fast as numpy's, and releases the GIL.
         counts_K: IntArray = torch.bincount(torch.from_numpy(codes), minlength=self.layout.num_codes).numpy()
-        counts_K[0] -= positive_zeros  # these codes are shared by zeros and subnormal values
+        counts_K[0] -= positive_zeros  # zeros share these codes with subnormal values
         counts_K[self.layout.num_codes // 2] -= negative_zeros
         return counts_K
 
@@ -117,7 +117,7 @@ class ChunkReader:
 
 
 def sum_sq_chunk(chunk: Floats) -> tuple[float, int, int]:
-    """Sum of squares of a chunk's finite elements, number of NaN and number of Inf."""
+    """Return the sum of squares of a chunk's finite elements, the number of NaN and the number of Inf."""
     total_sq = _sum(chunk, of_squares=True)
     if chunk.size * _SMALL_SQ < total_sq < np.inf:
         return total_sq, 0, 0
@@ -129,9 +129,9 @@ def sum_sq_chunk(chunk: Floats) -> tuple[float, int, int]:
 
 
 def _sum(chunk: Floats, *, of_squares: bool = False) -> float:
-    """The sum in segments: float32 within one (if that is the chunk's dtype), float64 between them.
+    """Sum in segments: within a segment in the chunk's dtype, between segments in float64.
 
-    As products of vectors, which the processor's vector units make.
+    The sums are written as products of vectors, for which numpy uses vector instructions.
     """
     whole = chunk.size - chunk.size % SEGMENT
     segments, rest = chunk[:whole].reshape(-1, 1, SEGMENT), chunk[whole:].astype(np.float64)

@@ -1,10 +1,10 @@
-"""Statistics on the CPU by loops that numba compiles: one call for all tensors, from a table of their addresses.
+"""Statistics on the CPU with loops compiled by numba: one call for all tensors, given a table of their addresses.
 
-Where there is much to read, large tensors are cut into pieces, which torch's number of threads share; rows of pieces
-merge, and always in the same order.
+If there is much to read, large tensors are cut into pieces, which as many threads share as torch uses; the rows of the
+pieces merge, always in the same order.
 
-numba is an optional extra. The loops are compiled in the background (compilation.py); until they are there, and where
-they fail, torch and numpy measure (cpu.py), with the same counts and histograms.
+numba is an optional extra. The loops are compiled in the background (compilation.py). Until they are ready, and if they
+fail, torch and numpy measure instead (cpu.py), with identical counts and histograms.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ Loops = Callable[..., None]  # cpu_loops.py, compiled
 
 # N tensors, M pieces of them, C columns, B histogram bins, K kinds
 
-_KIND: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}  # of a dtype, in the loops
+_KIND: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}  # dtype -> code in the loops
 _ITEMSIZE_K: Final = np.array([dtype.itemsize for dtype in _KIND])
 
-_PIECE: Final = 1 << 18  # elements: tens of microseconds
+_PIECE: Final = 1 << 18  # elements; takes tens of microseconds
 _BATCH: Final = 8  # pieces that a thread takes at once
-_SHARED_FROM: Final = 1 << 21  # elements, below which one thread is done before another has woken
+_SHARED_FROM: Final = 1 << 21  # elements; with fewer, one thread is done before another has woken up
 
-_LONGEST: Final = 60.0  # seconds that another process may take to compile
+_LONGEST: Final = 60.0  # seconds to wait for another process that compiles
 
 
 @cache
 def is_installed() -> bool:
-    """Whether numba is there; it is not imported."""
+    """Return whether numba is installed, without importing it."""
     return importlib.util.find_spec("numba") is not None
 
 
@@ -56,7 +56,7 @@ def _compile() -> Loops:
     with after_other_processes("loops", longest=_LONGEST):
         try:
             loops = compile_loops(cache=True)
-        except Exception as error:  # no folder to write to, a full disk, a damaged file: not needed to compile
+        except Exception as error:  # no writable folder, a full disk or a damaged file: compile without the cache
             logger.debug("wandb_gradwatch: compiling without a cache on disk: %r", error)
             loops = compile_loops(cache=False)
     _check(loops)
@@ -66,7 +66,7 @@ def _compile() -> Loops:
 def _say_failure(error: Exception) -> None:
     logger.warning(
         "wandb_gradwatch: numba is installed, but the compiled CPU backend could not be made (%r); torch and numpy "
-        "measure instead, more slowly. Upgrade numba, or say backend='cpu'.",
+        "measure instead, which is slower. Upgrade numba, or pass backend='cpu'.",
         error,
     )
 
@@ -77,9 +77,9 @@ LOOPS: Final = Compilation(_compile, _say_failure)
 def measure(
     gradients: Tensors, parameters: Tensors | None, *, dead_threshold: float, inverse_scale: Scale, histogram: bool
 ) -> Measurement:
-    """Measure each gradient: rows [N, C] in float64 and, if asked for, the histogram [N, B] in int64.
+    """Measure each gradient: rows [N, C] in float64; with `histogram` also the histogram [N, B] in int64.
 
-    Cost: one read of the gradients and of the parameters, without the interpreter's lock.
+    Cost: one read of the gradients and of the parameters, without holding the GIL.
     """
     return _measure(LOOPS.wait(), gradients, parameters, dead_threshold, inverse_scale, histogram)
 
@@ -112,7 +112,7 @@ def _measure(
 
 
 def _run(loop: Callable[[slice], None], num_pieces: int, *, shared: bool) -> None:
-    """Run a loop over all pieces, on this thread or on several. It holds the tensors: a helper may still read them."""
+    """Run a loop over all pieces, on this thread or several. It holds the tensors, which a helper may still read."""
     if shared:
         batches = [slice(begin, begin + _BATCH) for begin in range(0, num_pieces, _BATCH)]
         THREAD_POOL.each(batches, loop, torch.get_num_threads())
@@ -124,9 +124,9 @@ _DTYPE: Final = attrgetter("dtype")
 
 
 def _tables(*lists: Sequence[Tensor]) -> tuple[list[IntArray], IntArray | None]:
-    """The tables of lists of N tensors each (or none): [M, 3] each (or [0, 3]), and each tensor's first piece: [N].
+    """Return a table [M, 3] for each list of N tensors ([0, 3] for an empty list), and each tensor's first piece: [N].
 
-    None for the first pieces: there is little to read, and every tensor is one piece.
+    The first pieces are None if there is so little to read that every tensor is one piece.
     """
     tables, num_elements = [], 0
     for elements in lists:
@@ -137,12 +137,12 @@ def _tables(*lists: Sequence[Tensor]) -> tuple[list[IntArray], IntArray | None]:
 
 
 def _table(elements: Sequence[Tensor]) -> tuple[IntArray, tuple[int, ...]]:
-    """Address, number of elements and kind of each tensor: [N, 3], only to be read; and the numbers of elements."""
+    """Return address, number of elements and kind of each tensor as a read-only table [N, 3], and the sizes."""
     sizes = tuple(map(Tensor.numel, elements))
     return _table_of(tuple(map(Tensor.data_ptr, elements)), sizes, tuple(map(_DTYPE, elements))), sizes
 
 
-@lru_cache(maxsize=8)  # parameters stay where they are, and small gradients often come back to the same places
+@lru_cache(maxsize=8)  # parameters keep their addresses, and small gradients often get the same addresses again
 def _table_of(addresses: tuple[int, ...], sizes: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> IntArray:
     if 0 in addresses and any(size for size, address in zip(sizes, addresses, strict=True) if not address):
         raise RuntimeError("a tensor with elements has no memory: its storage was freed or is not allocated yet")
@@ -151,7 +151,7 @@ def _table_of(addresses: tuple[int, ...], sizes: tuple[int, ...], dtypes: tuple[
 
 
 def _cut(tables: Sequence[IntArray]) -> tuple[list[IntArray], IntArray]:
-    """Cut the tensors of all lists at the same places: tables of pieces, and the first piece of each tensor."""
+    """Cut the tensors of all lists at the same places; return tables of pieces, and each tensor's first piece."""
     largest_N = np.maximum.reduce([table[:, 1] for table in tables if len(table)])
     num_pieces_N = np.maximum(-(-largest_N // _PIECE), 1)
     starts_N = np.cumsum(num_pieces_N) - num_pieces_N
@@ -178,7 +178,7 @@ def _dead_words(dead_threshold: float, exponent: int) -> tuple[np.uint32, np.uin
 
 
 def _check(loops: Loops) -> None:
-    """Compare with torch and numpy: they read raw memory, so a compiler that is wrong must not be believed."""
+    """Compare the loops with torch and numpy. They read raw memory, so a miscompiled loop must not be used."""
     values = torch.linspace(-3, 3, 2999, dtype=torch.float64, device="cpu")
     values[::7], values[1::50], values[2::50], values[3::50] = 0, math.nan, math.inf, 1e-30
     tensors = [values.to(dtype) for dtype in _KIND]

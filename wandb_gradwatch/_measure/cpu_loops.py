@@ -1,13 +1,13 @@
 """The compiled loops of the CPU backend: one call measures a whole list of tensors, block by block.
 
-A block of BLOCK elements is read into the first-level cache by the first loop, which finds all that most blocks need,
-and from there by the others; the compiler turns them into vector instructions. Floats are read as integers ("words",
-float_bits.py) wherever their order is all that counts: exact for every value, also for subnormal ones in a process that
-flushes them to zero. Squares are taken in float64, where no float32 overflows or vanishes.
+The first loop reads a block of BLOCK elements into the first-level cache and finds all that most blocks need; other
+loops then read the block from the cache. The compiler vectorises the loops. Floats are read as integers ("words",
+float_bits.py) wherever only their order matters, which is exact for every value, including subnormal numbers in a
+process that flushes them to zero. Squares are computed in float64, where those of float32 neither overflow nor vanish.
 
-numba keeps what it compiled on disk and compiles again when this file changes, but not when another one does: nothing
-is imported here from the rest of the package, and this is one file, however long. What depends on other files (edges
-of bins, thresholds) comes in as an argument.
+numba keeps compiled code on disk and compiles again when this file changes, but not when another file does. Therefore
+this file imports nothing from the rest of the package and is not split, in spite of its length. Values that depend on
+other files (edges of bins, thresholds) are arguments.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from numba.extending import intrinsic
 
 # M pieces, C columns, B histogram bins, K codes, E elements of one block
 
-BLOCK: Final = 2048  # elements: 8 KB of float32, beside as much scratch in the first-level cache
+BLOCK: Final = 2048  # elements: 8 KB of float32, which leaves room for as much scratch in the first-level cache
 SMALL: Final = (
     1 << 12
-)  # elements; below, a value goes straight to its bin: adding up the table of pairs would cost more
-WINDOW: Final = 64  # codes of magnitudes, 32 octaves, that the table of pairs counts: more would not fit in the cache
-SLOTS: Final = 2 * WINDOW  # a code's last bits, whatever the window's first code is, and the sign
-FOLD_EVERY: Final = 2**16 - BLOCK // 2  # pairs counted, after which the table is added up: it counts to 2**16 - 1
-HEADROOM: Final = 16  # of these codes are above what the first block holds
+)  # elements; in smaller tensors each value is counted directly, as summing the table of pairs would cost more
+WINDOW: Final = 64  # magnitude codes (32 octaves) that the table of pairs covers; more would not fit in the cache
+SLOTS: Final = 2 * WINDOW  # a slot is a code modulo WINDOW, and the sign
+FOLD_EVERY: Final = 2**16 - BLOCK // 2  # pairs; the table is then added up, because its counters hold up to 2**16 - 1
+HEADROOM: Final = 16  # codes of the window that lie above the largest of the first block
 
 FLOAT32, BFLOAT16, FLOAT16, FLOAT64 = 0, 1, 2, 3  # kinds of tensors
 
-# The columns of a row, in the order of columns.py, and those of the table of tensors.
+# The columns of a row, in the order of columns.py; the columns of the table of tensors.
 NUM_ELEMENTS, NUM_NAN, NUM_INF, NUM_ZERO, NUM_DEAD, GRAD_SUM, GRAD_SUM_SQ, GRAD_MIN, GRAD_MAX, GRAD_ABS_MIN_NONZERO = (
     range(10)
 )
@@ -46,14 +46,14 @@ SIGN64, INFINITY64, SHIFT64 = np.uint64(1 << 63), np.uint64(0x7FF << 52), 51
 
 _ONLY_FOR_LOOPS: Final = {"nogil": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}  # wrappers take time
 _jit: Final = numba.njit(**_ONLY_FOR_LOOPS)
-# The order of additions is left to the compiler, or it could not add in vectors. NaN and Inf keep their meaning.
+# The compiler may reorder additions, which it needs to vectorise them. NaN and Inf keep their meaning.
 _jit_sums: Final = numba.njit(**_ONLY_FOR_LOOPS, fastmath={"reassoc", "contract", "nsz"})
 
-# ---- words: numba widens 32-bit integers in arithmetic, and half of each vector would be empty
+# ---- words: numba widens 32-bit integers in arithmetic, which would waste half of each vector
 
 
 def _word_intrinsic(build: Callable[..., Any]) -> Any:
-    """A function of words of one type that gives such a word, made of LLVM instructions."""
+    """Make a function of LLVM instructions from words of one type to a word of that type."""
 
     def unary(typing_context, a):
         if not isinstance(a, types.Integer):
@@ -90,7 +90,7 @@ _plus_if_within = _word_intrinsic(lambda b, n, x, limit: b.add(n, b.zext(b.icmp_
 
 @_word_intrinsic
 def _pair_of(builder, first, second):
-    """The slots of two words of 32 bits, as the place of their pair in a table."""
+    """Return the index in the table of pairs of two 32-bit words."""
 
     def slot(word: Any) -> Any:
         code = builder.and_(builder.lshr(word, ir.Constant(word.type, SHIFT32 - 1)), ir.Constant(word.type, SLOTS - 2))
@@ -101,7 +101,7 @@ def _pair_of(builder, first, second):
 
 @intrinsic
 def _words_at(typing_context, address, like):
-    """A pointer to words of the type of `like`."""
+    """Return a pointer to words of the type of `like`."""
     if not isinstance(address, types.Integer) or not isinstance(like, types.Integer):
         return None
 
@@ -113,7 +113,7 @@ def _words_at(typing_context, address, like):
 
 @intrinsic
 def _value(typing_context, word):
-    """The float with these bits, in float64."""
+    """Return the float with these bits, as float64."""
     if word not in (types.uint32, types.uint64):
         return None
     narrow = word is types.uint32
@@ -128,7 +128,7 @@ def _value(typing_context, word):
 
 @intrinsic
 def _magnitude(typing_context, word):
-    """The float with these bits, which have no sign, in float64; no conversion flushes it."""
+    """Return the float with these bits (without sign) as float64; no conversion flushes subnormal numbers."""
     if word not in (types.uint32, types.uint64):
         return None
     narrow = word is types.uint32
@@ -148,7 +148,7 @@ def _magnitude(typing_context, word):
 
 @intrinsic
 def _widened_half(typing_context, half):
-    """The bits of the float32 that equals a float16, in integers: an instruction for it is not on every processor."""
+    """Convert the bits of a float16 to those of float32 with integers: some processors have no instruction for it."""
     if half is not types.uint16:
         return None
 
@@ -162,7 +162,7 @@ def _widened_half(typing_context, half):
         magnitude = builder.and_(bits, word(0x7FFF))
         normal = builder.add(builder.shl(magnitude, word(13)), word(112 << 23))
         nonfinite = builder.add(normal, word(112 << 23))
-        # 2**-14 * (1 + magnitude / 1024) - 2**-14; both are normal, so that no processor flushes them.
+        # 2**-14 * (1 + magnitude / 1024) - 2**-14: both operands are normal, so no processor flushes them to zero.
         above = builder.bitcast(builder.add(normal, word(1 << 23)), ir.FloatType())
         offset = builder.bitcast(word(113 << 23), ir.FloatType())
         subnormal = builder.bitcast(builder.fsub(above, offset), i32)
@@ -178,7 +178,7 @@ def _widened_half(typing_context, half):
 
 @_jit
 def _block(address, start, count, kind, scratch):
-    """The words of `count` elements, where they are or, of 16 bits each, widened into scratch: [E]."""
+    """Return the words of `count` elements: [E]; 16-bit elements are widened into scratch, others read in place."""
     zero = scratch.dtype.type(0)
     if kind in (FLOAT32, FLOAT64):
         return numba.carray(_words_at(address + start * scratch.itemsize, zero), count)
@@ -194,13 +194,13 @@ def _block(address, start, count, kind, scratch):
 
 @_jit_sums
 def _statistics(words):
-    """The smallest and the largest word, the largest as a signed number, the smallest magnitude doubled, and two sums.
+    """Return the smallest and largest word, the largest signed word, the smallest doubled magnitude, and two sums.
 
-    In one loop: it takes no longer than the memory, and a second one would come on top.
+    One loop does everything: memory limits its speed, so a second loop would only add time.
 
     Returns:
         lowest, highest, outermost, smallest: words.
-        total, squares: sum and sum of squares; nothing that holds where a word is NaN or Inf.
+        total, squares: the sum and the sum of squares; meaningless if a word is NaN or Inf.
     """
     lowest = highest = outermost = words[0]
     smallest = _doubled(words[0])
@@ -219,7 +219,7 @@ def _statistics(words):
 
 @_jit
 def _num_within(words, doubled_limit):
-    """How many magnitudes are at most the limit; both doubled."""
+    """Count the magnitudes that are at most the limit; both are doubled."""
     count = words.dtype.type(0)
     for i in range(words.size):
         count = _plus_if_within(count, _doubled(words[i]), doubled_limit)
@@ -236,7 +236,7 @@ def _num_positive_zero(words):
 
 @_jit
 def _smallest_nonzero(words):
-    """The smallest magnitude above zero, doubled, less one."""
+    """Return the smallest magnitude above zero, doubled, minus one."""
     smallest = _minus_one(words.dtype.type(0))
     for i in range(words.size):
         smallest = _smaller(smallest, _minus_one(_doubled(words[i])))  # zero wraps around to the largest integer
@@ -245,7 +245,7 @@ def _smallest_nonzero(words):
 
 @_jit
 def _without_nonfinite(words, doubled_infinity, instead, place):
-    """The words with another one instead of NaN and Inf: [E], in `place`, where the words may be too."""
+    """Write the words to `place`, with NaN and Inf replaced by `instead`: [E]. `place` may be the words themselves."""
     for i in range(words.size):
         place[i] = words[i] if _doubled(words[i]) < doubled_infinity else instead
     return place[: words.size]
@@ -253,7 +253,7 @@ def _without_nonfinite(words, doubled_infinity, instead, place):
 
 @_jit
 def _count_pairs(words, spare, pairs):
-    """Count an even number of 32-bit words by twos: half as many counters wait until they are stored."""
+    """Count an even number of 32-bit words in pairs, which halves the number of counter updates."""
     half = words.size // 2
     for i in range(half):
         spare[i] = _pair_of(words[i], words[half + i])
@@ -271,13 +271,13 @@ def _count_bins(words, shift, bins, histogram):
 
 @_jit
 def _code_of(slot, first, bins):
-    """The code that a slot stands for in the window that begins with code `first`."""
+    """Return the code of a slot, in the window that begins with code `first`."""
     return first + ((slot // 2 - first) & (WINDOW - 1)) + (slot & 1) * (bins.size // 2)
 
 
 @_jit
 def _add_pairs(pairs, first, spare, bins, histogram):
-    """Add up the table in the bins, and clear it."""
+    """Add the table of pairs to the bins, and clear it."""
     spare[:SLOTS] = 0
     for slot in range(SLOTS):
         row = pairs[slot * SLOTS : (slot + 1) * SLOTS]
@@ -296,15 +296,15 @@ def _add_pairs(pairs, first, spare, bins, histogram):
 
 @_jit
 def _gradient(address, size, kind, layout, dead, scratch, spare, row, pairs, bins, histogram):
-    """Fill in the gradient's columns of a row and, if it is not empty, the histogram.
+    """Fill in the gradient's columns of a row, and the histogram if it is not empty.
 
     Args:
-        layout: the sign bit, the bits of infinity, both as words, and how far to shift a word to get its code.
+        layout: the sign bit and the bits of infinity, as words, and the shift from a word to its code.
         dead: the bits of the largest dead magnitude.
-        scratch, spare: a block of words each.
-        pairs: SLOTS * SLOTS zeros; they are zeros again in the end.
+        scratch, spare: one block of words each.
+        pairs: SLOTS * SLOTS zeros; zero again on return.
         bins: the bin of each code: [K].
-        histogram: zeros: [B], or [0] if none is wanted.
+        histogram: zeros: [B], or [0] for no histogram.
     """
     sign, infinity, shift = layout
     zero = scratch.dtype.type(0)
@@ -362,7 +362,7 @@ def _gradient(address, size, kind, layout, dead, scratch, spare, row, pairs, bin
                 zero_code = _code_of(0, first, bins)
             else:
                 _count_bins(words, shift, bins, histogram)
-            if zeros_here:  # they are among the codes of other values
+            if zeros_here:  # zeros share their codes with subnormal values
                 positive_here = _num_positive_zero(words)
                 histogram[bins[zero_code]] -= positive_here
                 histogram[bins[zero_code + bins.size // 2]] -= zeros_here - positive_here
@@ -376,7 +376,7 @@ def _gradient(address, size, kind, layout, dead, scratch, spare, row, pairs, bin
     row[RECEIVED_NUM_NAN], row[RECEIVED_NUM_INF] = row[NUM_NAN], row[NUM_INF]
     row[GRAD_MIN], row[GRAD_MAX], row[GRAD_ABS_MIN_NONZERO] = np.inf, -np.inf, np.inf
     if num_finite:
-        # Without a sign bit floats sort like integers, with one in reverse.
+        # Positive floats sort like integers, negative ones in reverse.
         row[GRAD_MIN] = -_magnitude(_minus_sign(highest)) if highest >= sign else _magnitude(lowest)
         row[GRAD_MAX] = _magnitude(outermost) if lowest < sign else -_magnitude(_minus_sign(lowest))
     if num_zero < num_finite:
@@ -404,11 +404,11 @@ def _measure(table, parameter_table, dead32, dead64, bins32, bins64, rows, histo
 
     Args:
         table: address, number of elements and kind of each piece: [M, 3].
-        parameter_table: the same of the parameters, or [0, 3].
-        dead32, dead64: bits of the largest dead magnitude, as float32 and as float64.
-        bins32, bins64: the histogram's bin of each code, B for none: [K] each.
-        rows: is filled in: [M, C].
-        histogram: zeros: [M, B], or [M, 0] if none is wanted.
+        parameter_table: the same for the parameters, or [0, 3].
+        dead32, dead64: the bits of the largest dead magnitude, as float32 and as float64.
+        bins32, bins64: the histogram bin of each code, or B for codes without a bin: [K] each.
+        rows: the output: [M, C].
+        histogram: zeros, to be filled in: [M, B], or [M, 0] for no histogram.
     """
     scratch32, spare32 = np.empty(BLOCK, np.uint32), np.empty(BLOCK, np.uint32)
     scratch64, spare64 = np.empty(BLOCK, np.uint64), np.empty(BLOCK, np.uint64)
@@ -431,10 +431,10 @@ def _measure(table, parameter_table, dead32, dead64, bins32, bins64, rows, histo
 
 
 def compile_loops(*, cache: bool) -> Callable[..., None]:
-    """Compile `_measure`: seconds, or a fraction of one where numba finds it on disk.
+    """Compile `_measure`, which takes seconds, or a fraction of a second if numba finds it on disk.
 
     Args:
-        cache: keep it on disk; an error where there is no folder that may be written to.
+        cache: keep the result on disk; raises an exception if there is no writable folder.
     """
     table, rows = types.int64[:, ::1], types.float64[:, ::1]
     bins = types.Array(types.int64, 1, "C", readonly=True)

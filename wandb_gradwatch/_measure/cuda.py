@@ -1,25 +1,25 @@
 """The Triton kernels of the CUDA backend, launched by cuda_launch.py. The only file that imports Triton.
 
-One file, however long: everything here is compiled into the three kernels, which share nearly all of it.
+The file is long because everything in it is compiled into three kernels, which share nearly all of it.
 
-    measure_chunks     ordinary chunks, in float32            --> partials [NUM_PARTIALS, M] --> fold --> rows [N, C]
-    measure_carefully  float64, ends, and what that refused   -->
+    measure_chunks     ordinary chunks, in float32              --> partials [NUM_PARTIALS, M] --> fold --> rows [N, C]
+    measure_carefully  float64, tensors' ends, refused chunks   -->
 
-A chunk is part of one tensor. Its sums run in float32, a few terms per lane, where no square can overflow or vanish; a
-chunk for which that does not hold is refused, and read again in float64 with masks, so that NaN and Inf cost the
-ordinary chunk nothing: neither instructions nor registers. Partials are added in a fixed order: results repeat bit for
-bit. Histograms are integer atomics, whose order does not matter.
+A chunk is a part of one tensor. Its sums run in float32, a few terms per lane, if no square can overflow or vanish.
+Otherwise measure_chunks refuses the chunk, and measure_carefully reads it again in float64 with masks. NaN and Inf
+therefore cost an ordinary chunk no instructions and no registers. Partials are added in a fixed order, so results are
+reproducible bit for bit. Histograms use integer atomics, whose order does not matter.
 
-A lane keeps sums of its own, one per column, and has 64 bytes under way: a sum per element would take so many registers
-that too few programs ran at once to keep the memory busy. No integer wraps around, so that Triton's own checks for
-that (TRITON_DEBUG=1) find nothing.
+Each lane keeps its own sum per column, and has 64 bytes of loads in flight: one sum per element would need so many
+registers that too few programs would run at once to keep the memory busy. No integer overflows, so Triton's own checks
+for that (TRITON_DEBUG=1) report nothing.
 """
 
-# Triton types its own language: the arguments of a kernel are pointers and numbers of the device.
+# Kernels are not typed for mypy: their arguments are pointers and numbers of the device.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, import-untyped, import-not-found"
-# Nested ifs are meant: the outer one is decided when the kernel is compiled, and an `and` would compile both.
+# Nested ifs are intended: the outer one is resolved when the kernel is compiled, and an `and` would compile both.
 # ruff: noqa: SIM102, SIM108
-# No `from __future__ import annotations`: the interpreters of Triton 3.0 and 3.1 know tl.constexpr by its class only.
+# No `from __future__ import annotations`: the interpreters of Triton 3.0 and 3.1 know tl.constexpr only by its class.
 
 from typing import Any, Final
 
@@ -31,14 +31,14 @@ from .columns import NUM_BINS, ZERO_BIN
 # N tensors (gradients, then parameters), M chunks, C columns, B histogram bins
 
 NUM_PARTIALS: Final = 9  # columns NUM_NAN to GRAD_ABS_MIN_NONZERO, in their order
-CAREFUL_ONLY: Final = 4  # added to a chunk's dtype: no ordinary kernel reads it
+CAREFUL_ONLY: Final = 4  # added to a chunk's dtype: only measure_carefully reads the chunk
 
 _BFLOAT16: Final = tl.constexpr(1)
 _CAREFUL_ONLY: Final = tl.constexpr(CAREFUL_ONLY)
-_REFUSED: Final = tl.constexpr(-1.0)  # as the number of NaN of a chunk
+_REFUSED: Final = tl.constexpr(-1.0)  # stored as the chunk's number of NaN
 
-# A chunk's sum of squares in float32 is ordinary above this share of the number of its elements: what squares below
-# 2**-126 lose is then less than 2**-28 of it.
+# A chunk's float32 sum of squares is accurate if it exceeds this times the number of elements: what squares below
+# 2**-126 lose is then less than 2**-28 of the sum.
 _ORDINARY: Final = tl.constexpr(2.0**-98)
 _INFINITY: Final = tl.constexpr(0x7FF0000000000000)
 _MAGNITUDE: Final = tl.constexpr(0x7FFFFFFFFFFFFFFF)
@@ -46,13 +46,13 @@ _LARGEST: Final = tl.constexpr(0xFFFFFFFF)
 _ZERO_BIN: Final = tl.constexpr(ZERO_BIN)
 _NUM_BINS: Final = tl.constexpr(NUM_BINS)
 
-# A program counts in cells: one for each sign, exponent and first mantissa bit of float32, 1024 in all, which become
-# bins when the program ends. On NVIDIA they lie in shared memory, twice: lanes that hit one cell at the same time wait
-# for each other, and neighbours have a copy each. Behind them each lane has a cell of its own, for what is not counted:
-# many zeros make nobody wait. tl.histogram would take ballots up to Triton 3.7, some 60 instructions per element, and
-# the language's own atomics all go to global memory.
+# A program counts in 1024 cells, one for each sign, exponent and first mantissa bit of float32; they become bins at the
+# program's end. On NVIDIA they are in shared memory, in two copies: lanes that hit the same cell at once wait for each
+# other, so neighbours use different copies. Behind the cells each lane has its own for elements that are not counted,
+# so that many zeros make no lane wait. tl.histogram takes ballots up to Triton 3.7, some 60 instructions per element,
+# and the language's own atomics all go to global memory.
 _NUM_CELLS: Final = tl.constexpr(1024)
-_NO_CELL: Final = tl.constexpr(511)  # of NaN: not looked at
+_NO_CELL: Final = tl.constexpr(511)  # a code of NaN, which is ignored
 _ALLOCATE: Final = tl.constexpr("""{
     .shared .align 16 .b32 gradwatch_cells[2080];
     .reg .b32 copy;
@@ -91,18 +91,18 @@ _READ: Final = tl.constexpr("""{
 
 
 def counts_in_shared_memory() -> bool:
-    """Whether the cells lie in shared memory, which takes instructions of NVIDIA's."""
-    compiled = isinstance(measure_chunks, triton.JITFunction)  # otherwise interpreted
+    """Return whether the cells are in shared memory, for which the kernels use NVIDIA's own instructions."""
+    compiled = isinstance(measure_chunks, triton.JITFunction)  # False in the interpreter
     return compiled and triton.runtime.driver.active.get_current_target().backend == "cuda"
 
 
 def build_launcher(compiled: Any) -> None:
-    """Build what launches a kernel that `warmup` has compiled: up to Triton 3.6 a C compiler does, most of a second.
+    """Build the launcher of a kernel that `warmup` has compiled; up to Triton 3.6 a C compiler takes most of a second.
 
-    Without this that happens at the first launch. Loading the kernel onto the device is left to that: a CUDA graph
-    that is being captured may not stand it.
+    Otherwise the first launch would build it. Only the launch loads the kernel onto the device, because a CUDA graph
+    that is being captured may forbid that.
     """
-    if compiled is not None:  # interpreters compile nothing
+    if compiled is not None:  # an interpreter compiles nothing
         triton.runtime.driver.active.launcher_cls(compiled.src, compiled.metadata)
 
 
@@ -111,7 +111,7 @@ def build_launcher(compiled: Any) -> None:
 
 @triton.jit
 def _chunk(table, chunks, num_chunks, chunk):
-    """A chunk's tensor, address, number of elements (0 at address 0) and dtype."""
+    """Return a chunk's tensor, address, number of elements (0 if the tensor's address is 0) and dtype."""
     tensor = tl.load(chunks + chunk)
     start = tl.load(chunks + num_chunks + chunk)
     size = tl.load(chunks + 2 * num_chunks + chunk)
@@ -122,10 +122,10 @@ def _chunk(table, chunks, num_chunks, chunk):
 
 @triton.jit
 def _load(address, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, LANES: tl.constexpr):
-    """A tile: 16 bytes for each lane; bfloat16 in pairs, as words, where the address allows it.
+    """Load a tile: 16 bytes per lane; bfloat16 in pairs, as 32-bit words, if the address is aligned.
 
-    The elements of a lane lie along one axis: [LANES, 16 bytes]. Where the address does not allow loads of 16 bytes,
-    lanes beside each other read elements beside each other: [any, LANES].
+    If aligned, the elements of a lane lie along one axis: [LANES, 16 bytes]. Otherwise loads of 16 bytes are not
+    possible, and neighbouring lanes read neighbouring elements: [any, LANES].
     """
     if DTYPE == 0:
         pointer = address.to(tl.pointer_type(tl.float32))
@@ -148,7 +148,7 @@ def _load(address, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, LANES: tl.constex
 
 @triton.jit
 def _load_round(address, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, LANES: tl.constexpr):
-    """Four tiles, all under way before the first is used: one at a time would not keep the memory busy."""
+    """Load four tiles, all in flight before the first is used: one at a time would not keep the memory busy."""
     TILE: tl.constexpr = LANES * 16  # bytes
     a = _load(address + 0 * TILE, DTYPE, ALIGNED, LANES)
     b = _load(address + 1 * TILE, DTYPE, ALIGNED, LANES)
@@ -159,8 +159,8 @@ def _load_round(address, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, LANES: tl.c
 
 @triton.jit
 def _first(tile, DTYPE: tl.constexpr):
-    """The elements of a tile in float32; of a tile of pairs the first ones."""
-    if DTYPE == _BFLOAT16:  # by its bits: a conversion may flush subnormal numbers
+    """Return the elements of a tile in float32; of a tile of pairs, the first elements."""
+    if DTYPE == _BFLOAT16:  # by shifting bits: a conversion may flush subnormal numbers
         values = (tile.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:
         values = tile.to(tl.float32)
@@ -169,7 +169,7 @@ def _first(tile, DTYPE: tl.constexpr):
 
 @triton.jit
 def _second(tile):
-    """The other elements of a tile of pairs."""
+    """Return the second elements of a tile of pairs."""
     return (tile & 0xFFFF0000).to(tl.float32, bitcast=True)
 
 
@@ -178,7 +178,7 @@ def _second(tile):
 
 @triton.jit
 def _no_counts(SHARED: tl.constexpr):
-    """Counters of a program, all 0: the address of its cells, or the counts themselves."""
+    """Return a program's counters, all 0: the address of its cells, or the counts themselves."""
     if SHARED:
         counts = tl.inline_asm_elementwise(_ALLOCATE, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
         cells = tl.arange(0, _NUM_CELLS)
@@ -191,7 +191,7 @@ def _no_counts(SHARED: tl.constexpr):
 
 @triton.jit
 def _count(counts, cells, counted, SHARED: tl.constexpr):
-    """Count a tile's cells where `counted` is not 0."""
+    """Count the cells of a tile's elements for which `counted` is not 0."""
     if SHARED:
         tl.inline_asm_elementwise(_COUNT, "=r,r,r,r", [cells, counted, counts], dtype=tl.int32, is_pure=False, pack=1)
     else:
@@ -201,7 +201,7 @@ def _count(counts, cells, counted, SHARED: tl.constexpr):
 
 @triton.jit
 def _counts_of_cells(counts, SHARED: tl.constexpr):
-    """What a program has counted: [_NUM_CELLS]; nothing in the cells of NaN and Inf."""
+    """Return a program's counts: [_NUM_CELLS]; 0 in the cells of NaN and Inf."""
     cells = tl.arange(0, _NUM_CELLS)
     if SHARED:
         tl.debug_barrier()
@@ -211,7 +211,7 @@ def _counts_of_cells(counts, SHARED: tl.constexpr):
 
 @triton.jit
 def _add_histogram(histogram, tensor, counts, zeros):
-    """Add counts of cells, and zeros besides, to the tensor's histogram."""
+    """Add the counts of cells, and the number of zeros, to the tensor's histogram."""
     cells = tl.arange(0, _NUM_CELLS)
     code = cells & 511
     magnitude_bin = tl.minimum(tl.maximum(code - 158, tl.minimum(code >> 1, 1)), 127)  # (127 - 47) * 2 is bin 2
@@ -223,9 +223,9 @@ def _add_histogram(histogram, tensor, counts, zeros):
 
 @triton.jit
 def _cells_of_float64(values):
-    """Cells of finite values that are not 0: of those in float32 that become their bin."""
+    """Return cells of finite non-zero float64 values: those float32 cells that map to the values' bins."""
     bits = values.to(tl.int64, bitcast=True)
-    code = ((bits & _MAGNITUDE) >> 51).to(tl.int32) - 1792  # (1023 - 127) * 2: as if the exponent were float32's
+    code = ((bits & _MAGNITUDE) >> 51).to(tl.int32) - 1792  # (1023 - 127) * 2 converts the exponent to float32's
     code = tl.where(code < 2, 0, tl.minimum(code, 509))
     return tl.where(bits < 0, code + 512, code)
 
@@ -250,7 +250,7 @@ def _store_partials(partials, num_chunks, nans, infs, zeros, deads, total, total
 
 
 # ---- ordinary chunks
-# Four tiles to one value per lane. A loop that ended in `total += tl.sum(load)` would crash the compiler (Triton 3.6).
+# Four tiles are reduced to one value per lane. A loop with `total += tl.sum(load)` would crash Triton 3.6's compiler.
 
 
 @triton.jit
@@ -274,7 +274,7 @@ def _maxima(a, b, c, d, AXIS: tl.constexpr):
 
 @triton.jit
 def _doubled(tile):
-    """The bits of a magnitude, times 2: what a float32 is without its sign."""
+    """Return the bits of a magnitude, times 2: the bits of a float32 without its sign."""
     return tile.to(tl.uint32, bitcast=True) << 1
 
 
@@ -285,14 +285,14 @@ def _is_zero(tile):
 
 @triton.jit
 def _or_largest(tile):
-    """Its doubled bits; of zeros more than any other has."""
+    """Return the doubled bits; for zeros a value above all others."""
     return tl.where(_doubled(tile) == 0, _LARGEST, _doubled(tile))
 
 
 @triton.jit
 def _is_dead(tile, dead, scale, SCALED: tl.constexpr):
-    """Whether |tile| * scale is within the dead threshold."""
-    if SCALED:  # in float64, where the scaled gradient is what it really is
+    """Return whether |tile| * scale is at most the dead threshold."""
+    if SCALED:  # in float64, so that the scaled gradient is not rounded
         is_dead = ((tile.to(tl.float64) * scale).to(tl.int64, bitcast=True) & _MAGNITUDE) <= dead
     else:
         is_dead = _doubled(tile) < dead.to(tl.uint32)
@@ -342,19 +342,19 @@ def _add_tiles(
     return total, total_sq, lowest, highest, smallest, zeros, deads, counts, true_zeros
 
 
-@triton.jit(do_not_specialize=["first", "num_chunks"])  # or every model and dtype would compile its own
+@triton.jit(do_not_specialize=["first", "num_chunks"])  # otherwise it is compiled again for every model
 def measure_chunks(
     table,  # [2 + N] int64: dead threshold as twice its float32 bits + 1 and as its float64 bits, addresses
     chunks,  # [4, M] int64: tensor, first byte, elements, dtype
     inverse_scale,  # 0-dim float64; read if SCALED
     partials,  # [NUM_PARTIALS, M] float64
     histogram,  # [gradients, B] int64, zeroed; written if HISTOGRAM
-    first,  # chunk of the first program
+    first,  # the chunk of the first program
     num_chunks,  # M
     DTYPE: tl.constexpr,
     ALIGNED: tl.constexpr,
     LANES: tl.constexpr,
-    SQUARES: tl.constexpr,  # of parameters: the sum of squares is all that is measured
+    SQUARES: tl.constexpr,  # for parameters: measure only the sum of squares
     DEAD: tl.constexpr,  # the dead threshold is not 0
     SCALED: tl.constexpr,
     HISTOGRAM: tl.constexpr,
@@ -365,7 +365,7 @@ def measure_chunks(
     if dtype < _CAREFUL_ONLY:
         AXIS: tl.constexpr = 1 if ALIGNED else 0
         ITEMSIZE: tl.constexpr = 4 if DTYPE == 0 else 2
-        # Otherwise zeros are what the histogram has not counted.
+        # Without ZEROS, the number of zeros is the number of elements that the histogram has not counted.
         ZEROS: tl.constexpr = SCALED if HISTOGRAM else not SQUARES
         if SCALED:
             scale = tl.load(inverse_scale)
@@ -377,7 +377,7 @@ def measure_chunks(
         total_sq = tl.zeros([LANES], dtype=tl.float32)
         lowest = tl.full([LANES], float("inf"), dtype=tl.float32)
         highest = tl.full([LANES], float("-inf"), dtype=tl.float32)
-        # Of doubled magnitude bits; the largest stays where all are 0, which those who only square do not know.
+        # In doubled magnitude bits. _LARGEST remains if all elements are 0; with SQUARES that is unknown.
         smallest = tl.full([LANES], 0 if SQUARES else _LARGEST, dtype=tl.uint32)
         zeros = tl.zeros([LANES], dtype=tl.int32)
         deads = tl.zeros([LANES], dtype=tl.int32)
@@ -424,12 +424,12 @@ def measure_chunks(
             tl.store(partials, _REFUSED)
 
 
-# ---- what is left
+# ---- chunks that measure_chunks leaves out or refuses
 
 
 @triton.jit
 def _load_carefully(address, offsets, mask, dtype):
-    """Elements in float64; 0 where masked."""
+    """Load elements as float64; 0 where masked."""
     if dtype == 0:
         values = tl.load(address.to(tl.pointer_type(tl.float32)) + offsets, mask=mask, other=0.0).to(tl.float64)
     elif dtype == 1:
@@ -446,7 +446,7 @@ def _load_carefully(address, offsets, mask, dtype):
 def measure_carefully(
     table,
     chunks,
-    inverse_scale,  # 0-dim float64, of gradients
+    inverse_scale,  # 0-dim float64, for gradients
     partials,
     histogram,
     num_gradients,
@@ -455,7 +455,7 @@ def measure_carefully(
     HISTOGRAM: tl.constexpr,
     SHARED: tl.constexpr,
 ):
-    """Measure in float64 the chunks that no ordinary kernel could, or should, measure: all partials of each."""
+    """Measure, in float64, all partials of chunks that measure_chunks has refused or does not read."""
     chunk = tl.program_id(0)
     tensor, address, count, dtype = _chunk(table, chunks, num_chunks, chunk)
     partials += chunk
@@ -521,9 +521,9 @@ def fold(
     NUM_COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Add up the partials of a gradient, if there are gradients, and of its parameter, if there are parameters.
+    """Merge the partials of a gradient, if there are gradients, and of its parameter, if there are parameters.
 
-    Without gradients the parameters' are written to the received columns too, NaN and Inf apart.
+    Without gradients the parameters' sums are also written to the received columns, NaN and Inf separately.
     """
     tensor = tl.program_id(0)
     row = rows + tensor * NUM_COLUMNS
@@ -541,7 +541,7 @@ def fold(
         lowest = tl.full([BLOCK], float("inf"), dtype=tl.float64)
         highest = tl.full([BLOCK], float("-inf"), dtype=tl.float64)
         smallest = tl.full([BLOCK], float("inf"), dtype=tl.float64)
-        for begin in range(0, count, BLOCK):  # all columns at once: a loop for each would wait nine times as often
+        for begin in range(0, count, BLOCK):  # all columns in one loop: nine loops would wait nine times as often
             index = begin + tl.arange(0, BLOCK)
             mask = index < count
             nans += tl.load(here + 0 * num_chunks + index, mask=mask, other=0.0)

@@ -1,11 +1,11 @@
-"""Statistics on CUDA: one read of every gradient by fused Triton kernels, a handful of launches, no host sync.
+"""Statistics on CUDA: fused Triton kernels read every gradient once, in a few launches, without a host sync.
 
     table of addresses --> measure_chunks: one program per chunk
-                       --> measure_carefully: the chunks that are left       --> partials [9, M]
+                       --> measure_carefully: the remaining chunks           --> partials [9, M]
                        --> fold: one program per gradient and its parameter  --> rows [N, C]
 
-Where chunks lie depends on sizes and dtypes alone and is uploaded once per plan. A sample uploads the addresses only,
-and only if one changed (AddressTable). The kernels are in cuda.py, the plans in cuda_plan.py.
+The chunks depend only on sizes and dtypes, and are uploaded once per plan. A sample uploads only the addresses, and
+only if one changed (AddressTable). The kernels are in cuda.py, the plans in cuda_plan.py.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ from .float_bits import FLOAT32, FLOAT64, largest_magnitude_within
 
 # N tensors, M chunks, C columns, B histogram bins
 
-LANES: Final = 128  # of a program: four warps, and in each lane four loads of 16 bytes at once
-CHUNK: Final = 65_536  # elements of a program at most: what it does before and after its loop is little beside them
-CAREFUL_LANES: Final = 512  # elements that the careful kernel holds at once
-FOLD_BLOCK: Final = 512  # partials of one column that a program of the fold holds at once
+LANES: Final = 128  # of a program: four warps; each lane has four loads of 16 bytes in flight
+CHUNK: Final = 65_536  # most elements of a program: the work outside of its loop is then comparatively small
+CAREFUL_LANES: Final = 512  # elements that measure_carefully processes at once
+FOLD_BLOCK: Final = 512  # partials of one column that a program of fold processes at once
 
-# Variants of kernels that are compiled. Two threads must not compile at once, and one that needs what the other is busy
-# with had better wait for it. So had another rank: Triton keeps what it has compiled on disk.
+# The kernel variants that are compiled. Two threads must not compile at once, and a thread that needs the variant which
+# another is compiling should wait for it. So should another rank: Triton keeps compiled kernels on disk.
 _compiled: Final[set[tuple[Any, ...]]] = set()
 _compiling: Final = threading.Lock()
-_LONGEST: Final = 10.0  # seconds that another process may take for one variant, a second or two as a rule
+_LONGEST: Final = 10.0  # seconds to wait for another process to compile a variant, which usually takes one or two
 
-# Watchers of models with the same shapes share a plan, and a thread must not find another one's addresses in its table:
-# held from when the addresses are written until what reads them is queued.
+# Watchers of models with the same shapes share a plan and its table. A thread holds this lock from writing its
+# addresses until the kernels that read them are queued, so that another thread does not overwrite them.
 _one_at_a_time: Final = threading.Lock()
 
 _DTYPE: Final = attrgetter("dtype")
 
 
 def prepare(gradients: Sequence[Tensor], parameters: Sequence[Tensor] = (), dead_threshold: float = 0.0) -> Plan:
-    """Upload the addresses of tensors, if they changed: the part of a sample that a CUDA graph must leave out.
+    """Upload the addresses of tensors, if they changed; the part of a sample that a CUDA graph must not capture.
 
     Args:
-        gradients, parameters: contiguous, of NATIVE_DTYPES, on one device; they must live until the launch that reads
-            them is queued.
-        dead_threshold: of the gradients.
+        gradients, parameters: contiguous, with dtypes in NATIVE_DTYPES, on one device; they must be kept alive until
+            the launch that reads them is queued.
+        dead_threshold: the dead threshold of the gradients.
     """
     tensors = [*gradients, *parameters]
     addresses = list(map(Tensor.data_ptr, tensors))
@@ -75,7 +75,7 @@ def prepare(gradients: Sequence[Tensor], parameters: Sequence[Tensor] = (), dead
 
 @lru_cache(maxsize=16)
 def _dead_words(dead_threshold: float) -> tuple[int, int]:
-    """The threshold in the bits of floats; of float32 doubled and 1 more: the doubled bits of a dead one lie below."""
+    """Return the threshold as float bits: float32 bits doubled plus 1 (dead ones are below), and float64 bits."""
     of_float32 = largest_magnitude_within(dead_threshold, FLOAT32)
     return max(2 * of_float32 + 1, 0), largest_magnitude_within(dead_threshold, FLOAT64)
 
@@ -83,10 +83,10 @@ def _dead_words(dead_threshold: float) -> tuple[int, int]:
 def measure(
     gradients: Tensors, parameters: Tensors | None, *, dead_threshold: float, inverse_scale: Scale, histogram: bool
 ) -> Measurement:
-    """Measure each gradient: rows [N, C] in float64 and, if asked for, the histogram [N, B] in int64.
+    """Measure each gradient: rows [N, C] in float64; with `histogram` also the histogram [N, B] in int64.
 
-    Cost: one launch per dtype and alignment of the gradients, one per that of the parameters, and two more; one read of
-    the gradients and of the parameters; no host sync unless a gradient is sparse.
+    Cost: one launch per dtype and alignment of the gradients, and of the parameters, plus two; one read of the
+    gradients and of the parameters; no host sync unless a gradient is sparse.
     """
     kind = gradients[0].device.type
     elements, num_implicit_zeros = readable(gradients, kind)
@@ -101,7 +101,7 @@ def measure(
 def measure_received(gradients: Tensors, *, inverse_scale: Scale) -> Tensor:
     """Sum the squares of finite elements, and count NaN and Inf: [N, 3]. Three launches for gradients of one dtype."""
     elements, _ = readable(gradients, gradients[0].device.type)
-    with _one_at_a_time:  # as parameters, of which nothing else is asked
+    with _one_at_a_time:  # the kernels measure only these columns for parameters
         rows_NC, _ = launch(prepare([], elements), dead=False, inverse_scale=inverse_scale, histogram=False)
     return rows_NC[:, RECEIVED_COLUMNS]
 
@@ -114,17 +114,18 @@ def launch(
     histogram: bool,
     only_compile_for: torch.device | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Queue the kernels on the current stream; nothing here reads or writes host memory, so a CUDA graph may hold it.
+    """Queue the kernels on the current stream. No host memory is read or written, so a CUDA graph may capture this.
 
     Args:
-        plan: prepared.
-        dead: the dead threshold is not 0.
-        inverse_scale: of the gradients; where there are none, of the parameters.
-        only_compile_for: queue nothing.
+        plan: from prepare().
+        dead: whether the dead threshold is not 0.
+        inverse_scale: of the gradients; without gradients, of the parameters.
+        histogram: count the elements in the fixed bins as well.
+        only_compile_for: a device to compile the kernels for; nothing is queued.
 
     Returns:
-        rows [N, C] and, if asked for, the histogram [N, B]; without gradients the rows have the parameters' and
-        the received columns only.
+        The rows [N, C], and with `histogram` the histogram [N, B]. Without gradients the rows have only the parameter
+        columns and the received columns.
     """
     device, num_chunks = plan.chunks.device, plan.num_chunks
     rows_NC = torch.empty((plan.num_rows, NUM_COLUMNS), dtype=torch.float64, device=device)
@@ -137,7 +138,7 @@ def launch(
     queue = partial(_queue, only_compile_for)
     for group in plan.groups:
         compared, counted = (group.are_gradients and asked for asked in (dead, histogram))
-        # A scale decides which elements are dead, and their bins; everything else the fold multiplies.
+        # The scale affects here which elements are dead, and their bins; fold scales all other columns.
         scaled = inverse_scale is not None and (compared or counted)
         reading = {"DTYPE": group.code, "ALIGNED": group.aligned, "LANES": LANES, "SQUARES": not group.are_gradients}
         counting = {"DEAD": compared, "SCALED": scaled, "HISTOGRAM": counted, "SHARED": counted and shared}
@@ -153,7 +154,7 @@ def launch(
 
 
 def _aligned(scalar: Tensor) -> Tensor:
-    """Kernels are compiled for addresses that are multiples of 16, as whole tensors have them."""
+    """Copy a scalar whose address is not a multiple of 16, because kernels are compiled for addresses that are."""
     return scalar.clone() if scalar.data_ptr() % 16 else scalar
 
 
@@ -165,7 +166,7 @@ def _queue(
         return
     device = only_compile_for or arguments[0].device
     variant = (kernel, device, *constants.values())
-    constants["enable_fp_fusion"] = True  # whatever TRITON_DEFAULT_FP_FUSION says: sums are those of any other run
+    constants["enable_fp_fusion"] = True  # overrides TRITON_DEFAULT_FP_FUSION, so that sums are the same in all runs
     if only_compile_for is None and variant in _compiled:
         with _on(device):
             kernel[(num_programs,)](*arguments, **constants)
@@ -182,14 +183,14 @@ def _queue(
 
 
 def _whatever_happens(compile_kernel: Callable[[], Any]) -> None:
-    """Compile where warnings are exceptions, and where the folder for compiled kernels cannot be written to."""
+    """Compile even if warnings are errors, and even if the folder for compiled kernels is not writable."""
     try:
         compile_kernel()
-    except Warning:  # one of Triton's own, with `python -W error`
+    except Warning:  # from Triton, under `python -W error`
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             compile_kernel()
-    except OSError:  # a home that is read-only, or a disk that is full
+    except OSError:  # a read-only home, or a full disk
         before = os.environ.get("TRITON_CACHE_DIR")
         os.environ["TRITON_CACHE_DIR"] = _temporary_folder().name
         try:
@@ -203,12 +204,12 @@ def _whatever_happens(compile_kernel: Callable[[], Any]) -> None:
 
 @cache
 def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
-    """Removed when the process ends."""
+    """Create a folder that is removed when the process ends."""
     return tempfile.TemporaryDirectory(prefix="gradwatch-kernels-")
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:
-    """Triton launches on the current device, which need not be the gradients'."""
+    """Make the device current for a launch: Triton launches on the current device."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
@@ -221,31 +222,31 @@ def warm_up(
     in_buckets: bool = True,
     goes_on: Callable[[], bool] = lambda: True,
 ) -> None:
-    """Compile what gradients and parameters of these dtypes need, so that the first sample does not: seconds in all.
+    """Compile the kernels for gradients and parameters of these dtypes before the first sample; takes seconds.
 
-    Touches no memory of the device and queues nothing there: the program may be capturing a graph by then. What a loss
-    scale needs comes later, and last what gradients need that do not begin where the allocator begins, as in buckets.
+    No memory of the device is used and nothing is queued, because the program may be capturing a graph meanwhile.
+    Variants with a loss scale are compiled later, and last those for gradients at unaligned addresses, as in buckets.
 
     Args:
-        dtypes: any; those that cannot have a gradient need nothing.
-        histogram: some samples will want a histogram; the kernels without one are compiled too.
-        in_buckets: gradients or parameters may begin anywhere, not only where the allocator lets tensors begin.
-        goes_on: asked before each launch; False when nobody will need its kernels any more.
+        dtypes: any dtypes; those that cannot have a gradient are ignored.
+        histogram: compile the variants with a histogram as well.
+        in_buckets: gradients or parameters may have unaligned addresses, unlike tensors from the allocator.
+        goes_on: called before each launch; returns False if the kernels are no longer needed.
     """
     seen = [
         torch.zeros(1, dtype=dtype, device="cpu") for dtype in dtypes if dtype.is_floating_point or dtype.is_complex
     ]
-    natives = dict.fromkeys(elements_of(tensor)[0].dtype for tensor in seen)  # what a kernel reads instead
+    natives = dict.fromkeys(elements_of(tensor)[0].dtype for tensor in seen)  # the dtypes that the kernels read
     scale = torch.ones((), dtype=torch.float64, device="cpu")
     for aligned, inverse_scale in ((True, None), (True, scale), (False, None), (False, scale)):
         if not aligned and not in_buckets:
             continue
         for dtype in natives:
-            # A kernel depends on dtypes and alignment, not on where its arguments lie or how many elements there are.
-            size = LANES * LOADS * ALIGNMENT // dtype.itemsize  # a round, so that there is an ordinary chunk
+            # Kernels are compiled per dtype and alignment, independent of addresses and sizes.
+            size = LANES * LOADS * ALIGNMENT // dtype.itemsize  # one round, so that there is an ordinary chunk
             tensors = [torch.empty(size + 1, dtype=dtype, device="cpu")[0 if aligned else 1 :]]
             plan = prepare(tensors, tensors, dead_threshold)
-            for with_histogram in sorted({False, histogram}, reverse=True):  # the first sample has one
+            for with_histogram in sorted({False, histogram}, reverse=True):  # the first sample has a histogram
                 if not goes_on():
                     return
                 launch(

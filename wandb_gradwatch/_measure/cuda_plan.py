@@ -1,6 +1,6 @@
-"""Where the chunks of a list of tensors lie: laid out and uploaded once for each list of sizes and dtypes.
+"""Divides a list of tensors into chunks; the layout is uploaded once per list of sizes and dtypes.
 
-Addresses are uploaded when they change: never waited for, never overwritten in flight.
+Addresses are uploaded when they change, without waiting, and never overwritten while a kernel may read them.
 """
 
 from __future__ import annotations
@@ -21,37 +21,37 @@ from .tiling import current_stream
 
 # N tensors (gradients, then parameters), M chunks
 
-ALIGNMENT: Final = 16  # bytes: a vector load
-LOADS: Final = 4  # of a lane, under way at once
+ALIGNMENT: Final = 16  # bytes of a vector load
+LOADS: Final = 4  # of each lane, in flight at once
 
-_CODES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}  # of a dtype, in the kernels
+_CODES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}  # dtype -> kernels' code
 _FLOAT64: Final = _CODES[torch.float64]
 _ITEMSIZES: Final = np.array([dtype.itemsize for dtype in _CODES])
-_CAREFUL_ONLY: Final = 4  # as the kernels have it, without importing Triton
+_CAREFUL_ONLY: Final = 4  # CAREFUL_ONLY of the kernels, whose import would import Triton
 
 
 class Slot:
-    """Pinned memory that one upload is written to, and an event that says when the device has read it."""
+    """Pinned memory for one upload, and an event that is complete when the device has read it."""
 
     def __init__(self, size: int) -> None:
         self._pinned = torch.empty(size, dtype=torch.int64, device="cpu", pin_memory=True)
         self._read = Event()
 
     def is_free(self) -> bool:
-        """True once the upload has run."""
+        """Return True once the upload has run."""
         return self._read.query()
 
     def upload(self, values: Tensor, table: Tensor) -> None:
-        """Queue a copy of values into table, behind everything on the current stream."""
+        """Queue a copy of the values into the table on the current stream."""
         self._pinned.copy_(values)
         table.copy_(self._pinned, non_blocking=True)
         self._read.record(torch.cuda.current_stream(table.device))
 
 
 class AddressTable:
-    """A vector of integers on a device, rewritten behind the launches that read what was there before.
+    """A vector of integers on a device; a write is queued behind the launches that read the old values.
 
-    A slot whose upload has not run yet is left alone: the next write takes the oldest one if it is free, or a new one.
+    Pinned memory is not reused before its upload has run: a write takes the oldest slot if it is free, or a new one.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
@@ -60,7 +60,7 @@ class AddressTable:
         self._last: list[int] | None = None
 
     def write(self, values: list[int]) -> bool:
-        """Make the table hold these values; False if it does already."""
+        """Make the table hold these values; return False if it holds them already."""
         if values == self._last:
             return False
         on_host = torch.tensor(values, dtype=torch.int64, device="cpu")
@@ -68,7 +68,7 @@ class AddressTable:
             self._upload(on_host)
         else:
             self.device_table.copy_(on_host)
-        self._last = values  # after the upload, which may fail
+        self._last = values  # only after the upload, which may raise
         return True
 
     def _upload(self, values: Tensor) -> None:
@@ -79,7 +79,7 @@ class AddressTable:
 
 @dataclass(frozen=True)
 class Group:
-    """Chunks that one launch reads: all of gradients or all of parameters, of one dtype, all aligned or not."""
+    """Chunks of one launch: all of gradients or all of parameters, of one dtype, all aligned or all not."""
 
     are_gradients: bool
     code: int
@@ -90,7 +90,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Plan:
-    """Where the chunks of tensors of given sizes lie; its tensors are on the device."""
+    """The chunks of tensors of given sizes; its tensors are on the device."""
 
     groups: tuple[Group, ...]
     num_gradients: int
@@ -116,19 +116,19 @@ def _plan_of(
     device: torch.device,
     stream: int,
 ) -> Plan:
-    """Lay out chunks: of each tensor those that an ordinary kernel reads, in whole rounds, then its remaining end.
+    """Lay out the chunks of each tensor: first those in whole rounds for measure_chunks, then the remaining end.
 
-    Apart per stream: no table is rewritten while another stream may still read it, or read before it is there.
+    There is a plan per stream, so that no table is rewritten or read while another stream still reads or writes it.
     """
     sizes, codes = np.array(sizes_N, dtype=np.int64), np.array(codes_N)
     itemsizes = _ITEMSIZES[codes]
     step = lanes * LOADS * ALIGNMENT // itemsizes  # elements of a round
     careful = codes == _FLOAT64
-    longest = np.where(careful, chunk // 4, chunk)  # what is read carefully takes longer
+    longest = np.where(careful, chunk // 4, chunk)  # measure_carefully takes longer per element
     whole = np.where(careful, sizes, sizes // step * step)
     num_whole = -(-whole // longest)
     num_chunks_of = num_whole + (whole < sizes)
-    # One launch reads chunks that lie one after the other.
+    # One launch reads consecutive chunks.
     kinds = list(zip((np.arange(len(sizes)) < num_gradients).tolist(), codes_N, aligned_N, strict=True))
     place_of = {kind: place for place, kind in enumerate(dict.fromkeys(kinds))}
     places = np.array([place_of[kind] for kind in kinds])
@@ -159,8 +159,8 @@ def _plan_of(
     )
 
 
-# Kept. Of whole models few, which are large where a model is; of one tensor or two, as optimizers inside the backward
-# and differences have them, one for each shape in a model.
+# Plans are cached: few for whole models, as they are large; more for one or two tensors, one for each shape in a model,
+# because optimizers that step inside the backward, and differences, are measured in such lists.
 _plan_for = lru_cache(maxsize=32)(_plan_of)
 _plan_for_few = lru_cache(maxsize=512)(_plan_of)
 
@@ -175,7 +175,7 @@ def plan_for(
     lanes: int,
     chunk: int,
 ) -> Plan:
-    """The plan of flat tensors, gradients first, that lie at these addresses on one device, for its current stream."""
+    """Return the plan of flat tensors on one device, gradients first, at these addresses, for its current stream."""
     codes = tuple(map(_CODES.__getitem__, dtypes))
     aligned = tuple([address % ALIGNMENT == 0 for address in addresses])
     plan_of = _plan_for_few if len(codes) <= 2 else _plan_for

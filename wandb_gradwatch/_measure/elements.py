@@ -1,4 +1,4 @@
-"""The elements of a gradient or parameter, whatever its layout and dtype: one flat real tensor and a count of zeros."""
+"""The elements of a tensor of any layout and dtype: a flat real tensor, and a count of implicit zeros."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ Scale = Tensor | None  # 0-dim
 
 
 class Measurement(NamedTuple):
-    """One row, and one histogram if it was asked for, per gradient, on the gradients' device."""
+    """One row per gradient, and one histogram if requested, on the gradients' device."""
 
-    # [N, C] in float64 (float32 on MPS). The received columns are those of the gradient itself; the parameter columns
-    # are NaN where no parameters were given.
+    # [N, C] in float64 (float32 on MPS). The received columns equal those of the gradient itself; the parameter columns
+    # are NaN if no parameters were given.
     rows: Tensor
     histogram: Tensor | None  # [N, B] in int64
 
 
-# The dtypes that every backend reads as they are; any other real dtype is widened to float32 (fp8) or float64.
+# The dtypes that all backends read directly. Other real dtypes are converted to float32 (fp8) or float64.
 NATIVE_DTYPES: Final = frozenset([torch.float32, torch.bfloat16, torch.float16, torch.float64])
 
 
@@ -37,10 +37,10 @@ _READABLE: Final = frozenset((dtype, torch.strided, True) for dtype in NATIVE_DT
 
 
 def all_readable(tensors: Sequence[Tensor], kind: str) -> bool:
-    """Whether the elements lie one after the other where data_ptr() says; asked of all at once: each takes 0.1 us.
+    """Return whether all tensors' elements are contiguous at data_ptr(), in one check, because each takes 0.1 us.
 
     Args:
-        kind: of their device: "cpu" or "cuda".
+        kind: the type of their device: "cpu" or "cuda".
     """
     return (
         _PLAIN.issuperset(map(type, tensors))
@@ -51,10 +51,10 @@ def all_readable(tensors: Sequence[Tensor], kind: str) -> bool:
 
 
 def readable(tensors: Sequence[Tensor], kind: str) -> tuple[Sequence[Tensor], Sequence[int]]:
-    """Tensors whose memory holds their elements, and their implicit zeros; () where none has any to look for.
+    """Return tensors whose memory holds the elements, and their numbers of implicit zeros; () if there are none.
 
     Args:
-        kind: of their device, as in `all_readable`.
+        kind: the type of their device, as in `all_readable`.
     """
     if all_readable(tensors, kind):
         return tensors, ()
@@ -63,17 +63,17 @@ def readable(tensors: Sequence[Tensor], kind: str) -> tuple[Sequence[Tensor], Se
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:
-    """The dtype in which a device accumulates: float64, except on MPS, which has none."""
+    """Return the dtype for accumulation on a device: float64, except on MPS, which does not have it."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def onto(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on a device; the host waits only where it is the one to read it: it must not read too early."""
+    """Move a tensor to a device. The host waits only for a copy to the CPU, which it could otherwise read too early."""
     return tensor.to(device, non_blocking=device.type != "cpu")
 
 
 def upload(values: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """Copy numbers to a device; the host does not wait for CUDA: the memory is pinned."""
+    """Copy numbers to a device, by pinned memory for CUDA, so that the host does not wait."""
     tensor = torch.from_numpy(np.ascontiguousarray(values))
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
@@ -81,7 +81,7 @@ def upload(values: npt.NDArray[Any], device: torch.device) -> Tensor:
 
 
 def add_implicit_zeros(rows_NC: Tensor, histogram_NB: Tensor | None, num_implicit_zeros: Sequence[int]) -> None:
-    """Count the zeros that sparse gradients do not store, in the rows and histograms of what they store."""
+    """Add the zeros that sparse gradients do not store to the rows and histograms of the stored elements."""
     if not any(num_implicit_zeros):
         return
     counts_N = upload(np.array(num_implicit_zeros, dtype=np.int64), rows_NC.device)
@@ -95,20 +95,20 @@ def add_implicit_zeros(rows_NC: Tensor, histogram_NB: Tensor | None, num_implici
 
 
 def elements_of(tensor: Tensor) -> tuple[Tensor, int]:
-    """Return a tensor's stored elements, flat and real, and how many zeros it has besides them.
+    """Return a tensor's stored elements, flat and real, and the number of zeros that it does not store.
 
-    The order of the elements is not kept: no statistic depends on it, and a transposed tensor need not be copied.
+    The order of the elements may change: no statistic depends on it, and a transposed tensor need not be copied.
 
     Args:
         tensor: any layout, shape and dtype; a sparse one is coalesced, which on CUDA makes the host wait.
 
     Returns:
-        elements: [E], dense and contiguous, of a dtype in NATIVE_DTYPES; a complex element is its magnitude.
-        num_implicit_zeros: elements that the layout does not store.
+        elements: [E], dense and contiguous, with a dtype in NATIVE_DTYPES; complex elements become magnitudes.
+        num_implicit_zeros: the number of elements that the layout does not store.
     """
     stored = tensor.detach() if tensor.requires_grad else tensor
     if type(stored) is not Tensor and is_traceable_wrapper_subclass(stored):
-        # A wrapper, such as a float8 weight under FSDP2, has no memory of its own: its address is 0.
+        # A wrapper subclass, such as a float8 weight under FSDP2, has no memory of its own: its address is 0.
         stored = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(stored)
     if stored.layout is not torch.strided:
         stored = _stored_values(stored)
@@ -129,8 +129,8 @@ def _stored_values(tensor: Tensor) -> Tensor:
 def _as_native(tensor: Tensor) -> Tensor:
     wide = wide_dtype(tensor.device)
     if tensor.is_complex():
-        # In float64 the hypotenuse of two float32 numbers neither overflows nor loses a digit. A NaN in either part is
-        # a NaN, where hypot(nan, inf) would be inf.
+        # In float64 the hypotenuse of two float32 numbers neither overflows nor loses digits. NaN in either part must
+        # give NaN, but hypot(nan, inf) is inf.
         real, imaginary = torch.view_as_real(tensor.resolve_conj()).to(wide).unbind(-1)
         return torch.where(torch.isnan(real) | torch.isnan(imaginary), torch.nan, torch.hypot(real, imaginary))
     if tensor.is_floating_point() and tensor.element_size() < 4:
@@ -142,8 +142,8 @@ def _flat(tensor: Tensor) -> Tensor:
     if tensor.is_neg():
         tensor = tensor.resolve_neg()
     if not tensor.is_contiguous():
-        # Walk the memory in its own order: dense in any permutation (channels_last, transposed) needs no copy.
+        # Read the memory in its own order: a dense tensor in any permutation (channels_last, transposed) needs no copy.
         tensor = tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))
     if tensor.ndim == 1 and tensor.is_contiguous():
         return tensor
-    return tensor.reshape(-1).contiguous()  # a reshape may keep a stride: every other element stays every other element
+    return tensor.reshape(-1).contiguous()  # reshape may return a strided view, for instance of every other element

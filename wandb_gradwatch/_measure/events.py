@@ -1,7 +1,7 @@
-"""CUDA events that may be asked while another thread of the program captures a graph.
+"""CUDA events that can be queried while another thread captures a graph.
 
-Such a capture forbids every thread what might disturb it, asking an event too: the capture would fail, and it is the
-user's. A thread that says that it knows what it does may ask: none of our events is recorded inside a capture.
+During a capture CUDA forbids all threads calls that might disturb it, including event queries: the user's capture would
+fail. A thread may opt out. That is safe here, because none of our events is recorded inside a capture.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ _RELAXED: Final = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
 class Event:
-    """What is used of `torch.cuda.Event`.
+    """The part of `torch.cuda.Event` that is used.
 
     Args:
-        timed: it can say how long after another one it came.
+        timed: enable elapsed_time().
     """
 
     def __init__(self, *, timed: bool = False) -> None:
         self._event = torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
 
     def record(self, stream: Any) -> None:
-        """Queue it on a stream."""
+        """Record the event on a stream."""
         self._event.record(stream)
 
     def query(self) -> bool:
-        """Whether the device has come to it."""
+        """Return whether the device has reached the event."""
         with _allowed_while_others_capture():
             return bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def synchronize(self) -> None:
-        """Wait until the device has come to it."""
+        """Wait until the device has reached the event."""
         with _allowed_while_others_capture():
             self._event.synchronize()
 
     def elapsed_time(self, end: Event) -> float:
-        """Milliseconds from this one to another, when the device has come to both."""
+        """Return the milliseconds from this event to another; the device must have reached both."""
         with _allowed_while_others_capture():
             return float(self._event.elapsed_time(end._event))
 
@@ -55,7 +55,7 @@ def _allowed_while_others_capture() -> Iterator[None]:
         yield
         return
     mode = ctypes.c_int(_RELAXED)
-    exchange(ctypes.byref(mode))  # the mode before is in `mode` now
+    exchange(ctypes.byref(mode))  # `mode` now holds the previous mode
     try:
         yield
     finally:
@@ -64,7 +64,7 @@ def _allowed_while_others_capture() -> Iterator[None]:
 
 @cache
 def exchange_capture_mode() -> Callable[[Any], int] | None:
-    """The driver's function that sets what captures forbid this thread; None where there is none: CPU, ROCm."""
+    """Return the driver's function that sets a thread's capture mode; None without a CUDA driver: CPU, ROCm."""
     if not torch.version.cuda:
         return None
     try:

@@ -1,6 +1,6 @@
-"""Floats read as integers: the order of floats is the order of their bits, and a bin is a few leading bits.
+"""Floats read as integers: the bits of floats are ordered like the floats, and a histogram bin is a few leading bits.
 
-Integer comparisons are exact for every value, also for subnormal ones in a process that flushes them to zero.
+Integer comparisons are exact for every value, including subnormal numbers in a process that flushes them to zero.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .columns import NUM_BINS, FloatArray, IntArray, bins_of
 
 @dataclass(frozen=True, eq=False)
 class FloatBits:
-    """How a floating-point dtype lays out its bits."""
+    """The layout of the bits of a floating-point dtype."""
 
     float_dtype: np.dtype[Any]
     unsigned: np.dtype[Any]
@@ -31,42 +31,42 @@ class FloatBits:
 
     @property
     def sign_shift(self) -> int:
-        """The place of the sign bit, the highest one."""
+        """The position of the sign bit, which is the highest bit."""
         return self.unsigned.itemsize * 8 - 1
 
     @property
     def sign(self) -> int:
-        """The sign bit: what negative zero looks like."""
+        """The sign bit, which equals the bits of negative zero."""
         return 1 << self.sign_shift
 
     @property
     def infinity(self) -> int:
-        """The bits of +inf: larger magnitudes are NaN."""
+        """The bits of +inf; larger magnitudes are NaN."""
         return self.sign - (1 << self.mantissa_bits)
 
     @property
     def code_shift(self) -> int:
-        """How far to shift the bits right to get the code."""
+        """The right shift that turns the bits into the code."""
         return self.mantissa_bits - 1
 
     @property
     def num_codes(self) -> int:
-        """K."""
+        """The number of codes, K."""
         return 1 << (self.unsigned.itemsize * 8 - self.code_shift)
 
     def bits_of(self, value: float) -> int:
-        """The bits of a float of this dtype, which `value` must be."""
+        """Return the bits of a value, which must be exact in this dtype."""
         return int(np.array([value], dtype=self.float_dtype).view(self.unsigned)[0])
 
     def value(self, magnitude: int) -> float:
-        """The float with these bits and no sign."""
+        """Return the float with these bits, without a sign."""
         if self.mantissa_bits == 23 and magnitude < 1 << 23:
-            return magnitude * 2.0**-149  # a conversion would flush it in a process that asked for flushing
+            return magnitude * 2.0**-149  # a conversion would flush subnormals in a process that enabled flushing
         code = "<f" if self.mantissa_bits == 23 else "<d"
         return float(struct.unpack(code, magnitude.to_bytes(self.unsigned.itemsize, "little"))[0])
 
     def values(self, magnitudes: npt.NDArray[Any]) -> FloatArray:
-        """The floats with these bits and no sign, in float64."""
+        """Return the floats with these bits, without signs, in float64."""
         if self.mantissa_bits == 52:
             return magnitudes.view(self.float_dtype)
         subnormal = magnitudes * 2.0**-149
@@ -79,25 +79,25 @@ FLOAT64: Final = FloatBits(np.dtype(np.float64), np.dtype(np.uint64), np.dtype(n
 
 
 def largest_magnitude_within(threshold: float, layout: FloatBits) -> int:
-    """The bits of the largest finite float whose magnitude is <= threshold; -1 if there is none."""
-    if not threshold > 0:  # as nearly always
+    """Return the bits of the largest finite float whose magnitude is <= threshold; -1 if there is none."""
+    if not threshold > 0:  # the usual case
         return 0 if threshold == 0 else -1
-    # Over the bits: no conversion can round the threshold up past itself.
+    # Search the bits: converting the threshold could round it up.
     return bisect_right(range(layout.infinity), threshold, key=layout.value) - 1
 
 
 @cache
 def bin_of_code(layout: FloatBits, exponent: int) -> IntArray:
-    """The histogram bin of value * 2**exponent for every code of a non-zero value: [K].
+    """Return the histogram bin of value * 2**exponent for every code of a non-zero value: [K].
 
-    NaN and Inf get NUM_BINS, which is no bin. Right for exponent <= 0: a code of subnormal values spans more than one
-    bin once it is scaled up.
+    NaN and Inf get NUM_BINS, which is not a bin. Valid for exponent <= 0: scaled up, a code of subnormal values spans
+    several bins.
     """
     code = np.arange(layout.num_codes // 2)
     finite = code < layout.infinity >> layout.code_shift
     biased, mantissa = code[finite] >> 1, code[finite] & 1
     lower_edge = np.ldexp(1.0 + mantissa / 2, biased - layout.exponent_bias + exponent)
-    lower_edge = np.maximum(np.where(biased == 0, 0.0, lower_edge), 2.0**-1000)  # in the lowest bin, but not zero
+    lower_edge = np.maximum(np.where(biased == 0, 0.0, lower_edge), 2.0**-1000)  # not zero, but in the lowest bin
     bins_of_sign = np.full((2, code.size), NUM_BINS)
     bins_of_sign[:, finite] = bins_of(lower_edge), bins_of(-lower_edge)
     bins = bins_of_sign.ravel()
@@ -106,7 +106,7 @@ def bin_of_code(layout: FloatBits, exponent: int) -> IntArray:
 
 
 def bins_from_codes(codes_NK: IntArray, layout: FloatBits, exponent: int) -> IntArray:
-    """Add up code counts into the histogram's bins: [N, B]."""
+    """Add up the counts of codes into histogram bins: [N, B]."""
     bins = bin_of_code(layout, exponent)
     order = np.argsort(bins, kind="stable")
     running = np.zeros((len(codes_NK), layout.num_codes + 1), dtype=np.int64)

@@ -1,7 +1,7 @@
-"""Statistics in plain torch on any device: passes over pages of lines (tiling.py), no host sync.
+"""Statistics in plain torch on any device: passes over pages of lines (tiling.py), without a host sync.
 
-Accumulates in float64. MPS has none: there the rows are float32, counts above 2**24 are rounded, and a sum of squares
-that float32 cannot hold is NaN, which says "could not be seen".
+Accumulates in float64. MPS has no float64: there rows are float32, counts above 2**24 are rounded, and a sum of squares
+that float32 cannot represent is NaN (unknown).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from .tiling import TilingPlan, current_stream, fold, pages, plan_for
 def measure(
     gradients: Tensors, parameters: Tensors | None, *, dead_threshold: float, inverse_scale: Scale, histogram: bool
 ) -> Measurement:
-    """Measure each gradient: rows [N, C] in float64 and, if asked for, the histogram [N, B] in int64.
+    """Measure each gradient: rows [N, C] in float64; with `histogram` also the histogram [N, B] in int64.
 
-    Cost: 19 launches per page of 8 million elements, 8 for parameters, 12 for the histogram; the host waits for nothing
+    Cost: 19 launches per page of 8 million elements, 8 for parameters, 12 for the histogram; the host does not wait
     unless a gradient is sparse.
     """
     pairs = [elements_of(gradient) for gradient in gradients]
@@ -53,7 +53,7 @@ def measure_received(gradients: Tensors, *, inverse_scale: Scale) -> Tensor:
 
 
 def _of_all(elements: Sequence[Tensor], measure_alike: Callable[[list[Tensor], TilingPlan], Tensor]) -> Tensor:
-    """What a function measures of tensors of one dtype, of all of them in their order: [N, any]."""
+    """Apply a function to the tensors of each dtype, and return the results in the tensors' order: [N, any]."""
     by_dtype: dict[torch.dtype, list[int]] = {}
     for index, tensor in enumerate(elements):
         by_dtype.setdefault(tensor.dtype, []).append(index)
@@ -94,13 +94,13 @@ def _rows(elements: list[Tensor], plan: TilingPlan, dead_threshold: float, scale
 
 
 def _sums_of_squares(tensors: Tensors) -> Tensor:
-    """Sum of squares of the finite elements, number of NaN and number of Inf: [N, 3]."""
+    """Return the sum of squares of the finite elements, the number of NaN and the number of Inf: [N, 3]."""
     elements = [elements_of(tensor)[0] for tensor in tensors]
     return _of_all(elements, lambda alike, plan: _fold_sums(_lines(alike, plan, 3), plan))
 
 
 def _fold_sums(lines: Tensor, plan: TilingPlan) -> Tensor:
-    """The sums of each tensor from those of its lines, of which the second are of NaN, the filling's too."""
+    """Add up the sums of each tensor's lines; the second sum counts NaN, without those of the filling."""
     sums = fold(lines.T, plan, lambda t: t.sum(1), 0.0)
     sums[:, 1] -= plan.num_filling
     return sums
@@ -109,7 +109,7 @@ def _fold_sums(lines: Tensor, plan: TilingPlan) -> Tensor:
 def _lines(
     elements: list[Tensor], plan: TilingPlan, num_asked: int, dead_threshold: float = 0.0, scale: Tensor | None = None
 ) -> Tensor:
-    """Of every line the sum of squares, NUM_NAN and NUM_INF, [3, R]; or [9, R], with NUM_ZERO to GRAD_SUM, extremes."""
+    """Return per line sum of squares, NUM_NAN, NUM_INF: [3, R]; or also NUM_ZERO to GRAD_SUM and extremes: [9, R]."""
     device = elements[0].device
     lines = torch.empty((num_asked, sum(plan.num_lines)), dtype=wide_dtype(device), device=device)
     for page, here in pages(elements, plan):
@@ -119,7 +119,7 @@ def _lines(
 
 
 def _measure_lines(page: Tensor, dead_threshold: float, scale: Tensor | None, lines: Tensor) -> None:
-    """Write what is asked for of a page's lines, in place of the sum of squares its root: 7 launches, or 18."""
+    """Write the statistics of a page's lines, with the root of the sum of squares in its place: 7 launches, or 18."""
     wide, magnitude, has_all = lines.dtype, page.abs(), len(lines) > 3
     finite = page.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
     torch.linalg.vector_norm(finite, dim=1, dtype=wide, out=lines[0])
@@ -152,14 +152,14 @@ def _histogram(elements: list[Tensor], plan: TilingPlan, scale: Tensor | None) -
     counts = torch.zeros(len(elements) * (NUM_BINS + 1), dtype=torch.int64, device=device)
     for page, here in pages(elements, plan):
         owner = plan.owner[here, None]
-        # Integer additions: the order in which a device does them does not matter.
+        # Integer additions give the same result in any order.
         index = (owner * (NUM_BINS + 1) + _bins(page, scale)).flatten()
         counts.scatter_add_(0, index, torch.ones_like(index))
     return counts.view(len(elements), NUM_BINS + 1)[:, :NUM_BINS].contiguous()
 
 
 def _bins(page: Tensor, scale: Tensor | None) -> Tensor:
-    """The bin of every element, NUM_BINS for NaN and Inf."""
+    """Return the bin of every element; NUM_BINS for NaN and Inf."""
     values = page if page.dtype is torch.float64 else page.to(torch.float32)
     if scale is not None:
         values = values.to(scale.dtype) * scale

@@ -1,6 +1,6 @@
-"""Measure the gradients of one device in one batched pass: the door to the backends.
+"""Measure the gradients of one device in one batched pass, with a backend.
 
-A backend is a module with two functions, `measure` and `measure_received`, of the signatures in reference.py.
+A backend is a module with two functions, `measure` and `measure_received`, with the signatures in reference.py.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BACKENDS: Final = {  # name -> module
     "torch": "generic",
     "reference": "reference",
 }
-_DEVICE_OF: Final = {"cpu": "cpu", "compiled": "cpu", "cuda": "cuda"}  # of the backends that know one device only
+_DEVICE_OF: Final = {"cpu": "cpu", "compiled": "cpu", "cuda": "cuda"}  # for backends that support only one device type
 
 
 def measure(
@@ -43,18 +43,18 @@ def measure(
     histogram: bool = False,
     backend: str = "auto",
 ) -> Measurement:
-    """Measure every gradient, on its device and without waiting for it.
+    """Measure every gradient on its device, without waiting for the device.
 
     Args:
         gradients: N tensors on one device, of any dtype and layout.
-        parameters: N tensors, for the parameter columns; None leaves those NaN.
-        dead_threshold: |g| <= this counts as dead.
-        inverse_scale: 0-dim float tensor on the device; everything is that of gradient * inverse_scale.
-        histogram: count the elements in the fixed bins too.
-        backend: "auto" or a name that `resolve_backend` knows.
+        parameters: N tensors, for the parameter columns; None leaves these columns NaN.
+        dead_threshold: an element with |g| <= this counts as dead.
+        inverse_scale: a 0-dim float tensor on the device; all statistics are those of gradient * inverse_scale.
+        histogram: count the elements in the fixed bins as well.
+        backend: "auto" or the name of a backend, as for `resolve_backend`.
 
     Returns:
-        N rows and, if asked for, N histograms.
+        N rows, and with `histogram` N histograms.
 
     Raises:
         ValueError: the backend is unknown, or the numbers of gradients and parameters differ.
@@ -76,7 +76,7 @@ def measure(
 def measure_received(
     gradients: Sequence[Tensor], *, inverse_scale: Tensor | None = None, backend: str = "auto"
 ) -> Tensor:
-    """Measure the received columns alone, in one cheap read: [N, 3]. 1e20 and 1e-25 are squared exactly too.
+    """Measure only the received columns, in one cheap read: [N, 3]. Exact for squares of 1e20 and 1e-25, too.
 
     Raises:
         ValueError: the backend is unknown.
@@ -89,7 +89,7 @@ def measure_received(
 
 
 def sum_sq(tensors: Sequence[Tensor]) -> Tensor:
-    """Sum the squares of every tensor's finite elements: [N]."""
+    """Return the sum of squares of every tensor's finite elements: [N]."""
     return measure_received(tensors)[:, 0]
 
 
@@ -97,13 +97,13 @@ def resolve_backend(backend: str, device: torch.device, example_name: str) -> st
     """Return the name of the backend that measures gradients on a device.
 
     Args:
-        backend: "auto" or a backend's name, as the user gave it.
-        device: where the gradients are.
-        example_name: the name of a gradient on that device, for the message.
+        backend: "auto" or the name of a backend, as the user passed it.
+        device: the device of the gradients.
+        example_name: the name of a gradient on that device, for the error message.
 
     Raises:
         ValueError: the backend is unknown.
-        RuntimeError: it cannot run on that device.
+        RuntimeError: the backend cannot run on that device.
     """
     if backend == "auto":
         return _best_backend(device)
@@ -127,10 +127,10 @@ def resolve_backend(backend: str, device: torch.device, example_name: str) -> st
 
 
 def compile_for_cpu(backend: str) -> None:
-    """Compile what CPU gradients need: in the background for "auto", at once for "compiled" by name.
+    """Compile the loops for CPU gradients: in the background for "auto", immediately for "compiled".
 
     Raises:
-        RuntimeError: the backend was asked for by name and cannot be compiled.
+        RuntimeError: the backend is "compiled" and cannot be compiled.
     """
     if backend == "compiled":
         cpu_compiled.LOOPS.wait()
@@ -152,26 +152,26 @@ def _triton_is_installed() -> bool:
 
 
 _COMPILER: Final = {"cuda": "Triton", "compiled": "numba"}
-_WITHOUT_COMPILER: Final = {"cuda": "torch", "compiled": "cpu"}  # what "auto" chooses instead
-_triton_failed: list[Exception] = []  # why "auto" no longer chooses Triton in this process
+_WITHOUT_COMPILER: Final = {"cuda": "torch", "compiled": "cpu"}  # the backends that "auto" falls back to
+_triton_failed: list[Exception] = []  # the error after which "auto" no longer uses Triton in this process
 
 
 def _run(function: str, backend: str, gradients: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
-    """Call a backend's function; "auto" goes on without a compiler whose kernels fail, and says so once."""
+    """Call a function of a backend; if its kernels fail, "auto" falls back to one without a compiler and warns once."""
     device = gradients[0].device
     name = resolve_backend(backend, device, "gradients[0]")
     with _plain_arithmetic(device):
         try:
             return getattr(_module(name), function)(gradients, *args, **kwargs)
         except torch.cuda.OutOfMemoryError:
-            raise  # no fault of the kernels, and whatever replaces them needs more memory than they do
+            raise  # not caused by the kernels, and the fallback needs more memory than they do
         except Exception as error:
             raise_interruption(error)
             if backend != "auto" or name not in _WITHOUT_COMPILER:
                 raise
             failure = error
         plain = _WITHOUT_COMPILER[name]
-        result = getattr(_module(plain), function)(gradients, *args, **kwargs)  # if this fails too, it was no compiler
+        result = getattr(_module(plain), function)(gradients, *args, **kwargs)  # if this raises, no kernel was at fault
         if name == "cuda":
             _triton_failed.append(failure)
         else:
@@ -186,18 +186,18 @@ def _run(function: str, backend: str, gradients: Sequence[Tensor], *args: Any, *
 
 
 def why_not(failure: Exception) -> str:
-    """Why kernels could not be made, or used: what is missing, where that is known."""
+    """Explain why kernels could not be compiled or used, including the missing dependency if known."""
     if "C compiler" in str(failure):
-        return "Triton needs a C compiler and finds none: install gcc, or name another in the environment variable CC"
+        return "Triton needs a C compiler but finds none: install gcc, or name another in the environment variable CC"
     if isinstance(failure, subprocess.CalledProcessError):
         return f"Triton's C compiler failed, which needs Python's headers, as in python3-dev: {failure!r}"
     return repr(failure)
 
 
 def _plain_arithmetic(device: torch.device) -> AbstractContextManager[Any]:
-    """Keep autograd from following, and the user's autocast region from choosing dtypes in here."""
+    """Disable autograd and the user's autocast during a measurement."""
     casts = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
-    if not casts and not torch.is_grad_enabled():  # as nearly always
+    if not casts and not torch.is_grad_enabled():  # the usual case
         return nullcontext()
     contexts = ExitStack()
     contexts.enter_context(torch.no_grad())

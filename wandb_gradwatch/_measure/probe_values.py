@@ -1,6 +1,6 @@
-"""What a probe finds in a sample besides plain numbers: values that merge, over micro-batches, samples and shards.
+"""Values of probes that are more than single numbers, and merge over micro-batches, samples and shards.
 
-On the device a value is a small tensor; all of a sample travel to the host in one copy, and get their meaning there.
+On the device a value is a small tensor. One copy sends all values of a sample to the host, which interprets them.
 """
 
 from __future__ import annotations
@@ -24,42 +24,42 @@ HISTOGRAM_SIZE: Final = NUM_BINS + 2
 
 @dataclass(frozen=True, eq=False)
 class ProbeHistogram:
-    """A histogram on its device."""
+    """A histogram on a device."""
 
-    values: Tensor  # [B + 2]: the counts in the fixed bins, the smallest and the largest finite element
+    values: Tensor  # [B + 2]: the counts in the fixed bins, then the smallest and the largest finite element
 
 
 class Meaning(Protocol):
-    """What sums say when they are complete: a frozen dataclass, whose repr is the same on every rank."""
+    """Converts complete sums to numbers. A frozen dataclass, whose repr must be the same on every rank."""
 
     @property
     def num_sums(self) -> int:
-        """K."""
+        """The number of sums, K."""
 
     @property
     def of_every_rank(self) -> bool:
-        """Whether each rank has its own part, also of what all ranks have alike; otherwise one counts for all."""
+        """Whether to add the sums of all ranks even if their tensors are replicas; otherwise one replica counts."""
 
     def __call__(self, sums: Sequence[float]) -> Mapping[str, float]:
-        """Numbers by name; NaN where there is none."""
+        """Return numbers by name; NaN for missing ones."""
 
 
 @dataclass(frozen=True, eq=False)
 class ProbeSums:
-    """Sums over a tensor's elements, on its device, that merge over shards: they get their meaning when they have."""
+    """Sums over a tensor's elements, on its device, that merge over shards before `meaning` reads them."""
 
     values: Tensor  # the sums [K]; NaN is missing
-    meaning: Meaning  # what the sums say
-    # The parameter that these are the sums of, or of this rank's shard of; None: of something else, which is whole on
-    # every rank
+    meaning: Meaning  # converts the merged sums to numbers
+    # The parameter whose elements, or whose shard's elements on this rank, are summed; None: another tensor, which is
+    # whole on every rank
     parameter: str | None = None
 
 
 @dataclass(frozen=True)
 class Distance:
-    """How far a tensor is from another: its sums are the squares of the difference, and of what it is compared with."""
+    """Converts two sums of squares, of a difference and of the tensor compared with, to a distance and its ratio."""
 
-    # What the difference's norm, and its ratio to the other norm, are called:
+    # The names of the difference's norm, and of its ratio to the other norm:
     norm: str
     ratio: str
     num_sums = 2
@@ -71,7 +71,7 @@ class Distance:
 
 
 def root_of_ratio(above: float, below: float) -> float:
-    """The square root of a ratio of sums; that to nothing is missing."""
+    """Return the square root of a ratio of sums; NaN if the denominator is 0."""
     return math.sqrt(above / below) if below > 0 and above >= 0 else math.nan
 
 
@@ -80,21 +80,21 @@ class MetricHistogram:
     """A histogram on the host."""
 
     counts: IntArray  # [B] in the fixed bins; finite elements only
-    # The smallest and the largest of them; infinite where there is none:
+    # The smallest and the largest finite element; infinite if there is none:
     low: float
     high: float
 
     @classmethod
     def of(cls, packed: FloatArray) -> MetricHistogram:
-        """From the layout on the device: [B + 2]."""
+        """Read the device's layout: [B + 2]."""
         return cls(packed[:NUM_BINS].astype(np.int64), float(packed[-2]), float(packed[-1]))
 
     def packed(self) -> FloatArray:
-        """Back into that layout: [B + 2]."""
+        """Return the device's layout: [B + 2]."""
         return np.concatenate([self.counts.astype(np.float64), [self.low, self.high]])
 
     def merge(self, other: MetricHistogram) -> MetricHistogram:
-        """Of both tensors' elements together."""
+        """Return the histogram of both tensors' elements together."""
         return MetricHistogram(self.counts + other.counts, min(self.low, other.low), max(self.high, other.high))
 
 
@@ -107,12 +107,12 @@ class ArrivedSums:
     parameter: str | None
 
     def metrics(self, key: str) -> dict[str, float]:
-        """What they say, by key."""
+        """Return the numbers by key."""
         return {f"{key}/{name}": value for name, value in self.meaning(self.sums).items()}
 
 
 def merge_histograms(samples: Iterable[Mapping[str, MetricHistogram]]) -> dict[str, MetricHistogram]:
-    """The histograms of several samples, or windows, by key."""
+    """Merge the histograms of several samples or windows by key."""
     merged: dict[str, MetricHistogram] = {}
     for histograms in samples:
         for key, histogram in histograms.items():

@@ -1,6 +1,6 @@
 """The specification: every column and the histogram in plain torch and float64, one tensor at a time.
 
-Slow on purpose and read first. The other backends must equal it: counts and histograms exactly, the rest to rounding.
+It favours clarity over speed. The other backends must equal it: counts and histograms exactly, the rest up to rounding.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .elements import Measurement, Scale, Tensors, elements_of, wide_dtype
 def measure(
     gradients: Tensors, parameters: Tensors | None, *, dead_threshold: float, inverse_scale: Scale, histogram: bool
 ) -> Measurement:
-    """Measure each gradient: rows [N, C] in float64 and, if asked for, the histogram [N, B] in int64."""
+    """Measure each gradient: rows [N, C] in float64; with `histogram` also the histogram [N, B] in int64."""
     device = gradients[0].device
     rows_NC = torch.full((len(gradients), NUM_COLUMNS), torch.nan, dtype=wide_dtype(device), device=device)
     histogram_NB = torch.zeros((len(gradients), NUM_BINS), dtype=torch.int64, device=device) if histogram else None

@@ -1,4 +1,4 @@
-"""Threads that lend a hand with work that is divided into pieces, and on which nothing depends."""
+"""A thread pool for work divided into pieces, which the calling thread can also finish alone."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Final, TypeVar
 Work = Callable[[], None]
 Piece = TypeVar("Piece")
 
-_MAX_HELPERS: Final = 7  # they all read one memory
+_MAX_HELPERS: Final = 7  # more would not be faster, because all share one memory
 _give_way: Final[Callable[[], None]] = getattr(os, "sched_yield", lambda: time.sleep(0))
 
 
 class ThreadPool:
-    """Threads that wait for work, started when there is some for them.
+    """Helper threads, started when there is work for them.
 
-    The work takes pieces for itself until none is left, so that a helper that comes late, or never (the process was
-    forked, the interpreter ends, no processor is free), only leaves more of them to the caller.
+    Every thread takes pieces until none is left. A helper that starts late or never (the process was forked, the
+    interpreter exits, no processor is free) therefore only leaves more pieces to the caller.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class ThreadPool:
         self._helpers: list[threading.Thread] = []
 
     def each(self, pieces: Sequence[Piece], read: Callable[[Piece], object], num_threads: int) -> None:
-        """Call a function that lets go of the interpreter's lock for each piece; return when all of it is done."""
+        """Call a function, which should release the GIL, for each piece; return when all pieces are done."""
         numbers, under_way, lock = iter(range(len(pieces))), set[int](), threading.Lock()
         failures: list[BaseException] = []
 
@@ -41,7 +41,7 @@ class ThreadPool:
                         under_way.add(number)
                     if number >= 0 and not failures:
                         read(pieces[number])
-                except BaseException as error:  # the caller's to raise, also what a helper meets
+                except BaseException as error:  # raised by the caller, also if it occurs in a helper
                     failures.append(error)
                 finally:
                     under_way.discard(number)
@@ -50,23 +50,23 @@ class ThreadPool:
             self._waiting.put(work)
         try:
             work()
-        finally:  # also where the user interrupts: what is read must stay as it is until nobody reads it
+        finally:  # also after an interruption: the memory must stay valid until no helper reads it
             while under_way:
                 _give_way()
-            pieces, read = (), lambda _: None  # a helper that wakes later is to find nothing, and to keep nothing
+            pieces, read = (), lambda _: None  # so that a helper that wakes up later finds no work and holds no tensor
         if failures:
             raise failures[0]
 
     def _ready(self, wanted: int) -> int:
-        """How many of these helpers there are, started if need be."""
+        """Return how many of the wanted helpers are running, after starting missing ones."""
         helpers = [helper for helper in self._helpers if helper.is_alive()]
-        if not helpers:  # none yet; or the process was forked, and what waits was for the parent's
+        if not helpers:  # none yet, or the process was forked and the queue holds the parent's work
             self._waiting = queue.SimpleQueue()
         while len(helpers) < min(wanted, _MAX_HELPERS):
             helper = threading.Thread(target=_help, args=(self._waiting,), name="gradwatch-measure", daemon=True)
             try:
                 helper.start()
-            except RuntimeError:  # no more threads: the interpreter ends, or a limit is reached
+            except RuntimeError:  # no more threads: the interpreter exits, or a limit is reached
                 break
             helpers.append(helper)
         self._helpers = helpers
@@ -77,7 +77,7 @@ def _help(waiting: queue.SimpleQueue[Work]) -> None:
     while True:
         work = waiting.get()
         work()
-        del work  # what it holds is not kept until the next
+        del work  # so that its tensors are not held until the next work arrives
 
 
 THREAD_POOL: Final = ThreadPool()

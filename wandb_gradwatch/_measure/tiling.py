@@ -1,8 +1,8 @@
-"""Many tensors as lines of equal length, so that one operation of plain torch is one pass over all of them.
+"""Tiles many tensors into lines of equal length, so that one operation of plain torch is one pass over all tensors.
 
-A line is LINE elements of one tensor; a page is as many lines as are worth one operation. The filling of a tensor's
-last line is NaN: absent, like any other NaN. Lines fold into tensors by gathers in a fixed order, so that results
-repeat bit for bit. Where lines begin depends on sizes alone: the index tables are uploaded once per list of sizes.
+A line is LINE elements of one tensor; a page is PAGE_LINES lines, which one operation reads. A tensor's last line is
+filled up with NaN, which is later subtracted from the count of NaN. Lines fold into tensors by gathers in a fixed
+order, so that results are reproducible bit for bit. Index tables are uploaded once per list of sizes.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from .elements import upload
 # N tensors, R lines
 
 LINE: Final = 1024
-PAGE_LINES: Final = 8192  # 8 million elements: a few scratch copies of a page are small beside a model
-_FOLD: Final = 64  # lines that become one in one step of the fold
+PAGE_LINES: Final = 8192  # 8 million elements: a few temporary copies of a page are small compared to a model
+_FOLD: Final = 64  # lines that one step of the fold merges into one
 
 
 @dataclass(frozen=True)
 class TilingPlan:
-    """Where the lines of tensors of given sizes lie."""
+    """The lines of tensors of given sizes."""
 
-    num_lines: tuple[int, ...]  # [N] of each tensor
-    owner: Tensor  # [R] index of the tensor that each line belongs to, on the device
-    num_filling: Tensor  # [N] NaN added to each tensor, on the device
-    steps: tuple[Tensor, ...]  # index tables of the fold, on the device; index R stands for a line that changes nothing
+    num_lines: tuple[int, ...]  # [N] per tensor
+    owner: Tensor  # [R] the index of the tensor that each line belongs to, on the device
+    num_filling: Tensor  # [N] the number of NaN that fill up each tensor's last line, on the device
+    steps: tuple[Tensor, ...]  # index tables of the fold, on the device; index R is a line of the identity
 
 
 def plan_for(sizes: tuple[int, ...], device: torch.device) -> TilingPlan:
-    """Lay out tensors of these numbers of elements, for use on the device's current stream."""
+    """Lay out tensors of these sizes, for use on the device's current stream."""
     return _plan_of(sizes, device, current_stream(device))
 
 
 def current_stream(device: torch.device) -> int:
-    """What tables on a device are cached by, besides: one stream must not read what another has not uploaded yet."""
+    """Return a cache key for tables on a device: a stream must not read what another stream has not uploaded yet."""
     return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
 
 
@@ -52,7 +52,7 @@ def _plan_of(sizes: tuple[int, ...], device: torch.device, stream: int) -> Tilin
     steps = []
     counts = np.array(num_lines)
     while (counts != 1).any():
-        groups = np.maximum(-(-counts // _FOLD), 1)  # a tensor without lines becomes one that changes nothing
+        groups = np.maximum(-(-counts // _FOLD), 1)  # a tensor without elements gets one line of the identity
         first_line = np.repeat(np.cumsum(counts) - counts, groups)
         first_group = np.repeat(np.cumsum(groups) - groups, groups)
         within = (np.arange(groups.sum()) - first_group)[:, None] * _FOLD + np.arange(_FOLD)
@@ -64,7 +64,7 @@ def _plan_of(sizes: tuple[int, ...], device: torch.device, stream: int) -> Tilin
 
 
 def pages(elements: Sequence[Tensor], plan: TilingPlan) -> Iterator[tuple[Tensor, slice]]:
-    """Yield all lines of flat tensors of one dtype, in order: [up to PAGE_LINES, LINE] each, and which these are."""
+    """Yield the pages of flat tensors of one dtype, in order: [up to PAGE_LINES, LINE], with their lines."""
     nan = torch.full((LINE,), torch.nan, dtype=elements[0].dtype, device=elements[0].device)
     pieces: list[Tensor] = []
     begin, room = 0, PAGE_LINES
@@ -94,7 +94,7 @@ def fold(lines: Tensor, plan: TilingPlan, merge: Callable[[Tensor], Tensor], ide
 
     Args:
         merge: merges [groups, lines, columns] over its dimension 1.
-        identity: what changes nothing when merged.
+        identity: the value that does not change others in a merge.
     """
     for index in plan.steps:
         nothing = torch.full_like(lines[:1], identity) if len(lines) else lines.new_full((1, lines.shape[1]), identity)
