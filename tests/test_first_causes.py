@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from grad_samples import sample_of, together
 
-from wandb_gradwatch._diagnosis import diagnose
+from wandb_gradwatch._diagnosis import diagnose, with_diagnosis
 from wandb_gradwatch._diagnosis.causes import INVALID
-from wandb_gradwatch.rules import DeadGradient, FastParameters, NoGradient
+from wandb_gradwatch.rules import DeadGradient, FastParameters, LossScaleCollapse, NoGradient, UnchangedParameters
 from wandb_gradwatch.snapshot import Snapshot, keys
 
 
@@ -216,3 +216,75 @@ def test_a_gradient_that_is_large_beside_small_parameters_alone_has_not_grown(si
         for s in range(1, 4)
     ]
     assert any(cause.startswith("an explosion inside") for cause in causes(together(samples))) == is_told
+
+
+@pytest.mark.parametrize(
+    ("dead", "cause"),
+    [
+        ([10, 12, 14, 16, 18, 19, 19], "a learning rate that is too high"),  # of 20, one by one
+        ([10, 10, 10, 19, 19, 19, 19], "dead units"),  # at once: a bias, a mask, other data
+        ([19, 19, 19, 19, 19, 19, 19], "dead units"),  # from the start
+        ([10, 10, 11, 11, 12, 12, 12], "dead units"),  # as half of an ordinary layer
+    ],
+)
+def test_units_that_die_one_by_one_are_killed_by_updates(dead, cause):
+    def grads(num: int) -> dict[str, np.ndarray]:
+        units = np.append(np.zeros(num), np.ones(20 - num))
+        return {"0.weight": units, "0.bias": units, "2.weight": np.ones(20), "2.bias": np.ones(20)}
+
+    samples = together([sample_of(grads(num), step=step) for step, num in enumerate(dead, 1)])
+    (found,) = diagnose(samples, modules={"0": "Linear", "1": "ReLU", "2": "Linear"})
+    assert found.cause.startswith(cause)
+    assert found.rival.startswith("a large scale" if "rate" in cause else "")
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_weight_that_is_not_finite_is_the_cause_where_a_scaler_skips_step_after_step(value):
+    grads, weights = {"0.weight": np.full(4, value), "1.weight": np.full(4, np.nan)}, np.array([value, 1.0, 1.0, 1.0])
+    samples = [
+        sample_of(
+            grads,
+            step=step,
+            skipped=True,
+            loss_scale=2.0**-step,
+            parameters={"0.weight": np.ones(4), "1.weight": weights},
+        )
+        for step in range(1, 6)
+    ]
+    *_, alert = LossScaleCollapse().check(together(samples))
+    text = with_diagnosis(alert, together(samples)).text
+    assert (
+        "Probable cause: the parameter 1.weight was already non-finite before this step. Remedy: load the last" in text
+    )
+
+
+def test_a_weight_of_a_file_that_is_not_finite_may_have_been_loaded():
+    good, bad = np.ones(4), np.array([np.inf, 1.0, 1.0, 1.0])
+    samples = [sample_of({"a": good}, step=step, parameters={"a": good}) for step in range(1, 10)]
+    samples.append(sample_of({"a": np.full(4, np.nan)}, step=10, parameters={"a": bad}))
+    (found,) = diagnose(together(samples))
+    assert found.rival.startswith("weights that were loaded")
+
+
+@pytest.mark.parametrize(
+    ("change", "grad", "told"),
+    [
+        ((0.0, 1e-3), 1e-2, "a learning rate of 0 in the group of these parameters"),
+        ((0.0, 1e-3), 1e-9, None),  # so small a gradient changes no bit of a weight of 1
+        ((1e-3, 1e-3), 1e-2, None),
+        ((1e-9, 1e-9), 1e-2, "the optimizer's eps"),  # where SGD makes 1e-4 of it, and Adam more
+        ((1e-9, 1e-3), 1e-2, None),
+    ],
+)
+def test_updates_that_do_not_arrive_are_told_of_one_parameter_and_of_all(change, grad, told):
+    def sample(step: int) -> Snapshot:
+        weights = {name: np.full(300, 1 + by * step) for name, by in zip("ab", change, strict=True)}
+        return sample_of({"a": np.full(300, grad), "b": np.full(300, 1e-2)}, step=step, parameters=weights)
+
+    samples = together([sample(step) for step in range(1, 40)])
+    samples = replace(samples, metrics={keys.LEARNING_RATE: np.full(39, 1e-2)})
+    texts = [alert.text for alert in UnchangedParameters().check(samples)]
+    assert bool(texts) == (told is not None)
+    assert all(f"Probable cause: not clear: either {told}" in text for text in texts)
+    if told:
+        assert next(iter(UnchangedParameters().check(samples))).step == 26

@@ -608,12 +608,13 @@ def test_a_weight_of_0_that_has_no_gradient_either_excuses_nobody(gradient: floa
     assert steps(DeadGradient(), together(samples)) == told
 
 
-@pytest.mark.parametrize(("rate", "told"), [(1e-9, [26, 27]), (1e-7, [])])
+@pytest.mark.parametrize(("rate", "told"), [(1e-9, [26, 27]), (9e-7, [26, 27]), (1e-5, [])])
 def test_a_learning_rate_that_changes_single_bits_only_is_next_to_nothing(rate: float, told: list[int]) -> None:
-    # A rate of 1e-9 and gradients of 1 beside weights of 1: 1e-9 of their norm at most, and yet the smallest round up.
-    samples = [
-        sample_of({"a": np.ones(9)}, step=s, parameters={"a": np.append(np.ones(8), 1e-7 * s)}) for s in range(1, 28)
-    ]
+    # Gradients of 1 beside weights of 1: an update is the rate's share of their norm at most, and of less than 1e-6 a
+    # single bit is seen.
+    large = rate if rate > 1e-6 else 0.0
+    weights = [np.append(np.full(8, 1 + large * s), 1e-7 * s) for s in range(1, 28)]
+    samples = [sample_of({"a": np.ones(9)}, step=s, parameters={"a": one}) for s, one in enumerate(weights, 1)]
     seen = measured(together(samples), learning_rate=[rate] * 27)
     assert steps(UnchangedParameters(), seen) == told
     words = "Step 26: the learning rate has been next to nothing in the 25 steps since step 1, though"

@@ -52,6 +52,7 @@ BATCH_NORM = "batch norm on small batches"
 UNDERFLOW = "float16 underflow"
 SCALE = "loss scale too high or values beyond float16"
 DEAD_UNITS = "dead units: ReLUs that never fire, or an output that is multiplied by 0 or not used"
+DYING = "a learning rate that is too high: its updates take the gradient from one unit after the other"
 FROZEN = "frozen or unused layers"
 BAD_BATCH = "one bad batch"
 BAD_RANK = "one bad rank"
@@ -84,6 +85,7 @@ CAUSES: Final[dict[str, tuple[str, ...]]] = {
     UNDERFLOW: (*SILENCE, "No gradient"),
     SCALE: ("Loss scale collapse",),
     DEAD_UNITS: SILENCE,
+    DYING: SILENCE,
     FROZEN: ("No gradient",),
     BAD_BATCH: ("Exploding gradient", "Parameters grow too fast"),
     NONFINITE_BATCH: ("NaN gradient", "Inf gradient"),

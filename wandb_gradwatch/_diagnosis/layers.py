@@ -16,6 +16,8 @@ from ..snapshot import Snapshot
 
 # S samples, P watched parameters, L modules, N clean samples
 
+_AT_ONCE, _MANY = 0.25, 0.9  # of a module's units: more do not die within one sample of a training, and more are
+# not off in an ordinary one
 _RECURRENT_WORDS: Final = ("weight_hh", "bias_hh", "weight_ih", "bias_ih")
 _RECURRENT_KINDS: Final = ("RNN", "LSTM", "GRU", "RNNCell", "LSTMCell", "GRUCell")
 
@@ -64,6 +66,13 @@ class Layers:
         names = modules_of(self._history.names).names
         share_SL = dead_units(self._history.names, self._history.dead_ratio)
         return names, _median_or_nan(share_SL[self._clean[-20:]])
+
+    def died_one_by_one(self, place: int) -> bool:
+        """Whether nine tenths of a module's units are dead, more than at first, and never did a quarter of them die in
+        one sample."""
+        share_N = dead_units(self._history.names, self._history.dead_ratio)[self._clean, place]
+        share_N = share_N[~np.isnan(share_N)]
+        return bool(share_N[-1] > share_N[0] and share_N[-1] >= _MANY and np.diff(share_N).max() <= _AT_ONCE)
 
     def is_next_fed(self, place: int) -> bool | None:
         """Whether what follows a module is given more than 0; None where it is dead too, or the module once was not.

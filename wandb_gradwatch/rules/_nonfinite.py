@@ -25,6 +25,15 @@ _CAUSE_AFTER: Final = (
 _REMEDY_AFTER: Final = "check that code for divisors and factors that can be 0, NaN or infinite at this step"
 
 
+def _broken_parameter(snapshot: Snapshot, sample: int) -> tuple[str, str] | None:
+    """The cause and the remedy where a parameter was not finite before a sample's update; otherwise None."""
+    broken = np.flatnonzero(snapshot.column(Column.PARAM_NUM_NONFINITE)[sample] > 0)
+    if not broken.size:
+        return None
+    cause = f"the parameter {snapshot.names[broken[0]]} was already non-finite before this step"
+    return cause, "load the last good checkpoint; the update that broke it had too high a learning rate or no clipping"
+
+
 def _first_nonfinite_output(snapshot: Snapshot, sample: int) -> str | None:
     """The first module of the forward whose output was not finite in a sample, where `metrics.Activations` is used."""
     for key, counts_S in snapshot.metrics.items():
@@ -79,14 +88,7 @@ class _NonFiniteGradient(ShippedRule):
             fact += f" Before that, in the forward, the output of {output} was the first that was not finite."
         if left_out:
             fact += " The training loop left this step out: these gradients were reset, and no optimizer has used them."
-        broken = np.flatnonzero(snapshot.column(Column.PARAM_NUM_NONFINITE)[sample] > 0)
-        if broken.size:
-            cause = f"the parameter {snapshot.names[broken[0]]} was already non-finite before this step"
-            remedy = (
-                "load the last good checkpoint; the update that broke it had too high a learning rate or no clipping"
-            )
-        else:
-            cause, remedy = self.cause, self.remedy
+        cause, remedy = _broken_parameter(snapshot, sample) or (self.cause, self.remedy)
         return finding(self.title, fact, layers, cause, remedy, step, "WARN" if left_out else "ERROR")
 
 
@@ -201,5 +203,6 @@ class LossScaleCollapse(ShippedRule):
         else:
             cause = "gradients beyond the range of float16, by growth or by values that need bfloat16"
         remedy = "look for NaN with autocast off, clip after unscale_(), lower the learning rate, or use bfloat16"
+        cause, remedy = _broken_parameter(snapshot, sample) or (cause, remedy)
         # Only a stalled sample is an ERROR: it was not applied anyway, so a guard that skips it loses nothing.
         return finding(self.title, fact, layers, cause, remedy, step, "ERROR" if stalled else "WARN")

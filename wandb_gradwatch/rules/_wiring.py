@@ -10,9 +10,11 @@ from typing import ClassVar, Final
 import numpy as np
 
 from .._analysis.formatting import listing, number
-from .._analysis.movement import Movement
+from .._analysis.memory import Streaks
+from .._analysis.movement import Movement, Update
 from .._measure.columns import Column
 from ..snapshot import Snapshot, keys
+from ..snapshot._overview import Overview
 from ._base import Alert, Bounds, ShippedRule, finding, values_of
 
 # S samples, P watched parameters
@@ -94,12 +96,16 @@ class UnchangedParameters(ShippedRule):
     far, and a learning rate that could change parameters. One that is 0, or so small that no parameter can hold the
     change, is certain earlier.
 
+    Nor do updates arrive where one parameter does not change by a bit and others do, or where all change by less than
+    a thousandth of what the learning rate makes of the gradients that the optimizer was given.
+
     Args:
         patience: steps since which no parameter has changed, though the learning rate could change some; seen by 3
             samples at least.
         unknown_patience: the same where no learning rate was read, because no optimizer has stepped.
-        zero_patience: the same, whatever rounding does to single bits, where the learning rate is 0 or so small that no
-            update reaches 1e-8 of the parameters' norm, for a tenth of the run: a warm-up from 0 has fewer such steps.
+        zero_patience: the same for one parameter, and for updates that are a thousandth; and, whatever rounding
+            does to single bits, where the learning rate is 0 or so small that no update reaches a millionth of the
+            parameters' norm, for a tenth of the run: a warm-up from 0 has fewer such steps.
     """
 
     patience: int = 10
@@ -112,6 +118,8 @@ class UnchangedParameters(ShippedRule):
     _largest: float = field(default=0.0, init=False)
     _num_nothing: int = field(default=0, init=False)  # samples in a row whose learning rate could change nothing
     _felt: int = field(default=0, init=False)  # the step of the newest sample before these, or of the first one
+    _arrived: int = field(default=0, init=False)  # the step of the newest sample to which an update has arrived
+    _still: Streaks = field(default_factory=Streaks, init=False, repr=False)  # parameters that alone do not change
 
     title: ClassVar[str] = "Parameters unchanged"
     bounds: ClassVar[Bounds] = dict.fromkeys(("patience", "unknown_patience", "zero_patience"), (2.0, math.inf))
@@ -152,6 +160,63 @@ class UnchangedParameters(ShippedRule):
                 self._num_nothing >= _LEAST_SAMPLES and is_long
             ):
                 yield self._alert(sample.step, norm, rate, is_nothing)
+            elif not same:
+                yield from self._look_for_lost(snapshot.names, sample, update, abs(rate))
+
+    def _look_for_lost(self, names: tuple[str, ...], sample: Overview, update: Update, rate: float) -> Iterable[Alert]:
+        """Updates of some parameters, or most of all updates, that do not arrive though the learning rate is none."""
+        received = rate * min(sample.clipped_norm, math.sqrt(sample.sums[Column.NUM_ELEMENTS]))
+        moved = abs(math.sqrt(update.total_after) - math.sqrt(update.total_before))
+        still_P = update.after == update.before
+        num_still, is_lost = int(np.count_nonzero(still_P)), moved < _LOST * received
+        if not is_lost:
+            self._arrived = sample.step
+        if not num_still:
+            self._still.end(names, 1)
+        if not (is_lost or num_still):
+            return  # as nearly always
+        # The smaller one of what SGD and of what Adam would make, where the parameter can hold it.
+        size_P, given_P = sample.rows[:, Column.NUM_ELEMENTS], sample.rows[:, Column.RECEIVED_SUM_SQ]
+        norm_P, received_P = np.sqrt(update.after), rate * np.sqrt(np.minimum(given_P, size_P))
+        visible_P = received_P > _NOTHING * norm_P
+        arrives_P = visible_P & (np.abs(norm_P - np.sqrt(update.before)) >= _LOST * received_P)
+        if not visible_P.any() or arrives_P.any():
+            self._arrived = sample.step
+        if sample.step - self._arrived >= self.zero_patience:
+            yield self._lost_alert(sample.step)
+        elif num_still:
+            still_P = self._still.last(names, still_P & visible_P, self.zero_patience, ~np.isnan(received_P))
+            if still_P.any():
+                yield self._still_alert(sample.step, [names[p] for p in np.flatnonzero(still_P)])
+
+    def _lost_alert(self, step: int) -> Alert:
+        fact = (
+            f"Step {step}: in the {step - self._arrived} steps since step {self._arrived} every parameter has moved by "
+            f"less than {number(_LOST)} of what the learning rate makes of its gradient."
+        )
+        cause = (
+            "not clear: either the optimizer's eps, so large that updates are next to nothing, or something that "
+            "undoes them; the optimizer's settings, printed, tell them apart"
+        )
+        remedy = (
+            "check eps (1e-8 as a rule), and what else writes to the parameters: an average that is copied into them"
+        )
+        return finding(self.title, fact, "", cause, remedy, step, "WARN")
+
+    def _still_alert(self, step: int, names: list[str]) -> Alert:
+        fact = (
+            f"Step {step}: {len(names)} parameters have not changed by a single bit for {self.zero_patience:g} "
+            "samples, though they have a gradient and others change."
+        )
+        cause = (
+            "not clear: either a learning rate of 0 in the group of these parameters, or something that undoes their "
+            "updates; the optimizer's param_groups, printed, tell them apart"
+        )
+        remedy = (
+            "check the learning rate of each of the optimizer's groups; requires_grad_(False) is for what is frozen on "
+            "purpose"
+        )
+        return finding(self.title, fact, listing(names), cause, remedy, step, "WARN")
 
     def _alert(self, step: int, norm: float, rate: float, is_nothing: bool) -> Alert:
         what, since = "no parameter has changed by a single bit", self._since
@@ -180,6 +245,7 @@ class UnchangedParameters(ShippedRule):
 
 _LEAST_SAMPLES: Final = 3
 _LONG: Final = 0.1  # of the steps so far
-_NOTHING: Final = 1e-8  # of the parameters' norm: float32 has seven digits
+_NOTHING: Final = 1e-6  # of the parameters' norm: a hundred thousand updates move them by a tenth at most
+_LOST: Final = 1e-3  # of what the learning rate makes of a gradient: healthy trainings move some parameter by 0.03
 # Of the largest norm so far, below which a training may have arrived: L-BFGS stops at 1e-5 and less.
 _CONVERGED: Final = 1e-3

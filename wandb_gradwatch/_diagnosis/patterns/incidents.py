@@ -143,7 +143,7 @@ def broken_by_update(evidence: Evidence) -> Diagnosis | None:
         evidence.history.column(column)[at, broken].sum()
         for column, at in ((Column.PARAM_NUM_NONFINITE, sample), (Column.NUM_ZERO, sample - 1))
     )
-    rival = "something else that writes to the parameters; what the script does at that step tells them apart"
+    rival = "weights that were loaded or rescaled; what else the script does at that step tells them apart"
     return Diagnosis(OPTIMIZER, 0.8, words, remedy, "" if num_broken == num_zero else rival)
 
 
@@ -213,7 +213,9 @@ def _received_nonfinite(evidence: Evidence, sample: int, place: int) -> bool:
 def forward_overflow(evidence: Evidence) -> Diagnosis | None:
     """NaN in every layer from the last one back, at any loss scale: no derivative has made it on the way."""
     skipped = evidence.num_last_skipped
-    if skipped < 3 or not evidence.history.num_nan[-skipped:].any(axis=1).all() or evidence.began_with_inf(-1):
+    if skipped < 3 or not evidence.history.num_nan[-skipped:].any(axis=1).all():
+        return None
+    if evidence.began_with_inf(-1) or evidence.is_broken(-1):
         return None
     newest = evidence.layers.by_module
     if not (newest.num_nonfinite[-1] > 0)[~np.isnan(newest.num_elements[-1])].all():

@@ -10,7 +10,7 @@ import numpy as np
 from ..._analysis.forecast import forecast
 from ..._analysis.formatting import listing, number
 from ..._analysis.layers import cancelled_biases
-from ..causes import DEAD_UNITS, FROZEN, LARGE_DATA, SCALE, UNDERFLOW, Diagnosis
+from ..causes import DEAD_UNITS, DYING, FROZEN, LARGE_DATA, SCALE, UNDERFLOW, Diagnosis
 from ..evidence import Evidence
 from .parameters import initialisation
 
@@ -19,6 +19,7 @@ from .parameters import initialisation
 _FP16_STEP: Final = 2.0**-24  # the smallest float16 above 0, and the distance of all float16 below 2^-13
 
 _SATURATED: Final = "a softmax or a gate after them that is saturated; their outputs tell them apart"
+_LARGE: Final = "a large scale of the inputs, targets or loss; the size of the loss at the first step tells them apart"
 _CUT_OFF: Final = (
     "an operation that no gradient passes, as round(), sign(), argmax() or detach(), since the layer that follows is "
     "given more than 0; their outputs tell them apart"
@@ -64,7 +65,7 @@ def scale_too_high(evidence: Evidence) -> Diagnosis | None:
     history = evidence.history
     num_skipped = evidence.num_last_skipped
     samples = range(len(history) - num_skipped, len(history))
-    if num_skipped < 3 or not all(evidence.began_with_inf(sample) for sample in samples):
+    if num_skipped < 3 or evidence.is_broken(-1) or not all(evidence.began_with_inf(sample) for sample in samples):
         return None
     words = f"the last {num_skipped} updates were skipped for Inf, the loss scale is {number(history.loss_scale[-1])}"
     remedy = "wait for a scaler that started too high; below a scale of 1 clip, or use bfloat16"
@@ -92,6 +93,10 @@ def dead_units(evidence: Evidence) -> Diagnosis | None:
     rival = "" if is_fed is False or evidence.layers.is_before_relu(names[last]) else _SATURATED
     if is_fed:
         rival, remedy = _CUT_OFF, f"{remedy}; pass the gradient straight through what has no derivative"
+    # A mask, a bias or other data switch many off in one step; what takes them one by one is the training itself.
+    if not rival and evidence.layers.died_one_by_one(last):
+        remedy = "divide the learning rate by 10; normalise the inputs and the targets, take the mean in the loss; clip"
+        return Diagnosis(DYING, 0.75, words, remedy, _LARGE)
     return Diagnosis(DEAD_UNITS, 0.75, words, remedy, rival)
 
 
