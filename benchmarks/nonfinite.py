@@ -78,12 +78,12 @@ def render(results: dict[str, Any]) -> str:
     low, middle, high = (100 * (value - 1) for value in results["replay_on_over_off"])
     return "\n".join(
         [
-            "| a step of GPT-2 small, 2 x 256 tokens | takes | times the plain one |",
+            "| a step of GPT-2 small, 2 x 256 tokens | time | relative to the plain step |",
             "| --- | --: | --: |",
             *rows,
             "",
-            f"Until the first failure, a guard that would replay adds {middle:+.1f} % to a guarded step of a tiny "
-            f"MLP (median of {_PAIRS} pairs of {_PAIRED_STEPS} steps with and without; quartiles {low:+.1f} % and "
+            f"Before the first failure, the automatic search adds {middle:+.1f} % to a guarded step of a tiny MLP "
+            f"(median of {_PAIRS} pairs of {_PAIRED_STEPS} steps with and without it; quartiles {low:+.1f} % and "
             f"{high:+.1f} %).",
             "",
             f"Made by `python -m benchmarks.nonfinite` on {results['day']} on {machine['device']}, {machine['cores']} "

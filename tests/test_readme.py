@@ -134,14 +134,14 @@ def test_the_thresholds_of_the_table_are_those_of_the_default_rules() -> None:
         (type(rule).__name__, name): value for rule in default_rules() for name, value in sorted(vars(rule).items())
     }
     page = PAGES["alerts.md"]
-    table = page[page.index("| title | when, by default |") : page.index("The cause is found")]
+    table = page[page.index("| title | raised by default") : page.index("### Text of an alert")]
     for (rule, name), words in {
         ("ExplodingGradient", "record_factor"): "{:g} times the largest",
         ("ExplodingGradient", "min_factor"): "at least {:g} times",
         ("ExplodingGradient", "growth"): "a steady rise of {:g} times",
         ("VanishingGradient", "patience"): "for {:g} samples, unless",
         ("DeadGradient", "patience"): "for {:g} samples; a whole layer",
-        ("NoGradient", "patience"): "for {:g} samples;",
+        ("NoGradient", "patience"): "has no gradient: for {:g} samples;",
         ("NoGradient", "zero_patience"): "exactly 0 for {:g}, for 3 where the loss",
         ("UnchangedParameters", "unknown_patience"): "over {:g} steps where no optimizer",
         ("UnchangedParameters", "zero_patience"): "matter, over {:g} and a tenth of the run",
@@ -157,7 +157,7 @@ def test_the_thresholds_of_the_table_are_those_of_the_default_rules() -> None:
     assert "above 1e8" in table
     assert "below 1e-7" in table
     assert (values["VanishingGradient", "depth_factor"], values["DeadGradient", "max_ratio"]) == (1000, 0.5)
-    for part in ("| title | when", "| title | first"):  # what it means, and what to do about it
+    for part in ("| title | raised", "| title | first"):  # what it means, and what to do about it
         assert [rule.title for rule in default_rules() if rule.title not in table[table.index(part) :]] == []
 
 
