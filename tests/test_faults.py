@@ -20,6 +20,7 @@ from processes import Ended, script
 
 import wandb_gradwatch
 from wandb_gradwatch import MemorySink
+from wandb_gradwatch._pipeline import pipeline, rule_runner
 from wandb_gradwatch.rules import Alert, InfGradient
 
 STEPS, LOG_EVERY = 40, 5
@@ -418,3 +419,19 @@ def test_what_a_hook_had_to_say_before_it_failed_is_said(
     assert merged is not None
     assert merged.steps.tolist() == [1], "what there was is kept"
     step(model, optimizer, a=[1])
+
+
+def test_samples_that_cannot_be_assembled_do_not_stop_the_training(monkeypatch: pytest.MonkeyPatch, said: Any) -> None:
+    memory = MemorySink()
+    model = Chosen(a=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    wandb_gradwatch.watch(model, sinks=[memory], sample_every=1)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("planted")
+
+    for module in (rule_runner, pipeline):  # for the rules, and again where the last samples are kept
+        monkeypatch.setattr(module, "snapshot_of", fail)
+    step(model, optimizer, a=[1])
+    assert any("has failed and stopped watching" in text for text in said())
+    assert any("could not write the last samples" in text for text in said())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from torch.optim import SGD
 from wandb_gradwatch import MemorySink, Sink, rule
 from wandb_gradwatch._measure import measure as measure_module
 from wandb_gradwatch._measure import reference
+from wandb_gradwatch._runtime import error_boundary
 from wandb_gradwatch.metrics import Metric
 
 
@@ -106,3 +108,42 @@ def test_what_a_signal_handler_raises_reaches_the_training_and_watching_goes_on(
     assert send.calls > 2, "what was interrupted is not dropped"
     assert watcher.step == (5 if where == "a metric" else 6)  # whose backward raises, so that the loop makes no step
     watcher.remove()
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "which"),
+    [
+        (gc, "disable", 1),
+        (torch, "is_grad_enabled", 1),
+        (error_boundary, "_set_grad_enabled", 1),
+        (error_boundary, "_set_grad_enabled", 2),
+        (gc, "enable", 1),
+    ],
+)
+def test_ctrl_c_leaves_autograd_the_collector_and_the_watcher_as_they_were(
+    owner: object, name: str, which: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, calls = getattr(owner, name), 0
+
+    def then_interrupted(*given: object) -> object:
+        nonlocal calls
+        calls += 1
+        answer = original(*given)
+        if calls == which:
+            raise KeyboardInterrupt  # Python looks for signals when a call of a function of C has returned
+        return answer
+
+    boundary = error_boundary.ErrorBoundary(lambda error: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, then_interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            boundary.run(list)
+    try:
+        assert torch.is_grad_enabled(), "otherwise no backward works any more"
+        assert gc.isenabled(), "otherwise memory grows for good"
+    finally:
+        torch.set_grad_enabled(True)
+        gc.enable()
+    before = boundary.seconds_spent
+    boundary.run(list)
+    assert boundary.seconds_spent > before, "the next call is no call inside another"

@@ -341,7 +341,10 @@ class Watcher:
             if isinstance(error, CannotWatchError):  # the monitor itself works
                 self._pipeline.deliver(wait=True)
         finally:
-            self._pipeline.rescue()
+            try:
+                self._pipeline.rescue()
+            except Exception:  # often what has just failed fails again
+                logger.exception("wandb_gradwatch could not write the last samples.")
             self._dispatcher.close()
 
     # ---- from the window to the delivery

@@ -62,16 +62,17 @@ class ErrorBoundary:
         # Thousands of short-lived tuples a sample set off the collector, which then walks the whole program: half of
         # our cost with a thousand tensors.
         pauses_collector = not self._depth and gc.isenabled()
-        if pauses_collector:
-            gc.disable()
+        with_autograd = torch.is_grad_enabled()
         inside_another = False
+        # Ctrl-C comes right after a call: every call that changes something is inside the try that takes it back.
         try:
+            if pauses_collector:
+                gc.disable()
             with self.lock:
                 inside_another = self._depth > 0
                 self._depth += 1
-                with_autograd = torch.is_grad_enabled()
-                _set_grad_enabled(False)
                 try:
+                    _set_grad_enabled(False)
                     self.thread.check_turns()
                     function(*args, **kwargs)
                 except CallbackError:
@@ -79,8 +80,8 @@ class ErrorBoundary:
                 except Exception as error:
                     self.fail(error)
                 finally:
-                    _set_grad_enabled(with_autograd)
                     self._depth -= 1
+                    _set_grad_enabled(with_autograd)
                     if not self._depth:
                         self.seconds_spent += time.perf_counter() - began
         except CallbackError as raised:
