@@ -524,6 +524,13 @@ def test_pooled_columns_never_exceed_their_limit(num_rows: int, most: int) -> No
     assert len(pool_steps(np.arange(num_rows), width)[0]) == len(pool(np.ones((num_rows, 1)), width, "x"))
 
 
+@pytest.mark.parametrize("num_rows", [1, 10_000])
+def test_the_head_tells_the_runs_own_first_and_last_step(num_rows: int) -> None:
+    steps = np.arange(1, num_rows + 1)
+    history = small_history(steps=steps, values={"gradwatch/grad_norm": np.ones(num_rows)}, num_rows=num_rows)
+    assert build_payload(history)[0]["run"]["span"] == [1, num_rows]
+
+
 def test_a_thousand_layers_by_a_thousand_rows_stay_below_fifteen_megabytes() -> None:
     rng = np.random.default_rng(0)
     rows = np.arange(1, 1001)

@@ -19,6 +19,7 @@ import wandb_gradwatch
 from wandb_gradwatch.rules import Alert
 from wandb_gradwatch.sinks import Sink
 from wandb_gradwatch.sinks._history_row import MAX_ROW_BYTES
+from wandb_gradwatch.sinks._row_scheduler import RowScheduler
 from wandb_gradwatch.sinks._wandb_run import MAX_SERIES, WandbSink, coarse_grouping
 
 NAN = float("nan")
@@ -332,6 +333,29 @@ def test_watch_unwatch_watch(offline_run: Any) -> None:
     rows = history(offline_run)
     assert [row["gradwatch/step"] for row in rows if ours(row)] == [0, 1, 2]
     assert [row["_step"] for row in rows if "loss" in row] == [0]
+
+
+def test_after_a_row_that_could_not_be_logged_alerts_are_sent_and_the_run_is_not_called_ended(
+    start_run: Any, said: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = start_run()
+    sink = WandbSink(run)
+    sink.write(window({"a": [1.0]}, first_step=0))
+    sent = []
+
+    def full_disk(*_: object, **__: object) -> None:
+        raise OSError("No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RowScheduler, "_log_part", full_disk)
+        run.log({"loss": 1.0})
+    monkeypatch.setattr(run, "alert", lambda **told: sent.append(told["title"]))
+    sink.write(window({"a": [1.0]}, first_step=1))
+    sink.alert(ALERT)
+    run.finish()
+    assert sent == [ALERT.title]
+    (message,) = said()
+    assert message.startswith("Gradients are no longer logged to W&B: placing a row failed.")
 
 
 def test_a_run_that_ends_while_watched_ends_the_logging_and_it_is_said_once(start_run: Any, said: Any) -> None:

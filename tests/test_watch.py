@@ -51,6 +51,8 @@ SGD = torch.optim.SGD
         (nn.Linear(1, 1), {"dead_threshold": math.nan}, ValueError, "dead_threshold=nan must be"),
         (nn.Linear(1, 1), {"group_by": "layer"}, ValueError, "group_by='layer' must be"),
         (nn.Linear(1, 1), {"start_step": -1}, ValueError, "start_step=-1 must be"),
+        (nn.Linear(1, 1), {"start_step": "7"}, ValueError, "start_step='7' must be"),
+        (nn.Linear(1, 1), {"start_step": None}, ValueError, "start_step=None must be"),
         (nn.Linear(1, 1), {"rules": [3]}, TypeError, "3"),
         (nn.Linear(1, 1), {"rules": len}, TypeError, "rules=<built-in function len> must be a list of rules"),
         (nn.Linear(1, 1), {"optimizer": ["adam"]}, TypeError, "optimizer=['adam'] must be one torch.optim.Optimizer"),

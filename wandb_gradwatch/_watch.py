@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextvars import ContextVar
+from numbers import Integral
 from typing import Any, Final, Literal
 
 import torch
@@ -136,6 +137,8 @@ def watch(
     if log not in ("gradients", "parameters", "all"):
         raise ValueError(f'log={log!r} must be "gradients", "parameters" or "all": which histograms are logged')
     check_details(details)
+    if isinstance(start_step, bool) or not isinstance(start_step, Integral) or start_step < 0:
+        raise ValueError(f"start_step={start_step!r} must be the number of a step, at least 0")
     cadence, budget = Cadence(sample_every, log_every, histogram_every), Budget(max_overhead)
     cadence.every(start_step + 1)  # calls a sample_every function once, so that an invalid result raises here
     if has_deepspeed(module for _, module in with_prefixes(model)):
@@ -149,8 +152,6 @@ def watch(
     _check_loss_scale(loss_scale)
     if not isinstance(dead_threshold, int | float) or not 0 <= dead_threshold < math.inf:
         raise ValueError(f"dead_threshold={dead_threshold!r} must be a number, at least 0")
-    if isinstance(start_step, bool) or not isinstance(start_step, int) or start_step < 0:
-        raise ValueError(f"start_step={start_step!r} must be the number of a step, at least 0")
     _check_instance("optimizer", optimizer, Optimizer, "one torch.optim.Optimizer, and only for master weights")
     if on_nonfinite not in (None, "trace"):
         raise ValueError(f'on_nonfinite={on_nonfinite!r} must be "trace" or None')
@@ -189,7 +190,7 @@ def watch(
                 budget=budget,
                 optimizer=optimizer,
                 scaler=scaler,
-                start_step=start_step,
+                start_step=int(start_step),
                 probes=tuple(probes),
                 guard=skip_guard,
             ),

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from numbers import Real
 from operator import itemgetter
 from typing import Any, Final, NamedTuple
 
@@ -188,8 +189,8 @@ class Measurer:
             return None
         if isinstance(scale, Tensor):
             return onto(scale.detach().reshape(()), device)
-        if not 0 < scale < math.inf:
-            raise CannotWatchError(f"loss_scale({self._step}) = {scale!r} must be above 0, and finite")
+        if not isinstance(scale, Real) or not 0 < scale < math.inf:
+            raise CannotWatchError(f"loss_scale({self._step}) = {scale!r} must be a number above 0, and finite")
         return torch.full((), scale, device=device)
 
     def measure_after_clipping(self, present: Sequence[Entry], optimizer: Optimizer) -> None:

@@ -100,6 +100,7 @@ def describe_run(history: RunHistory) -> dict[str, Any]:
         "numRows": history.num_rows,
         "newestAt": float(history.times[-1]) if len(history.times) and math.isfinite(history.times[-1]) else None,
         "numFlushes": len(history.steps),
+        "span": [int(history.steps[0]), int(history.steps[-1])] if len(history.steps) else None,
     }
 
 

@@ -87,6 +87,7 @@ class RowScheduler:
 
     def __init__(self, run: Any, max_waiting: int = MAX_WAITING) -> None:
         self.ended = False
+        self.failed = False  # a row could not be logged, and none will be from then on; the run itself goes on
         self.defined: set[str] = set()  # metric names and patterns that are defined in this run
         self.num_user_calls = 0
         self._run = run
@@ -278,6 +279,7 @@ class RowScheduler:
             raise_interruption(error)
             if not self.ended:  # a signal handler may have ended the run meanwhile
                 logger.exception("Gradients are no longer logged to W&B: placing a row failed. Training goes on.")
+                self.failed = True
                 self._stop()
         self._seconds += time.perf_counter() - began
 

@@ -177,7 +177,8 @@ class WandbSink(Sink):
 
     def alert(self, alert: Alert) -> None:
         """Send an alert at once; W&B forwards it to Slack or e-mail if the user has switched that on."""
-        if self._live_scheduler() is not None:
+        has_failed = self._row_scheduler is not None and self._row_scheduler.failed
+        if has_failed or self._live_scheduler() is not None:
             self._run.alert(title=alert.title, text=alert.text, level=alert.level, wait_duration=_ALERT_WAIT_SECONDS)
 
     def close(self) -> None:
@@ -190,8 +191,9 @@ class WandbSink(Sink):
         """The run's scheduler; None for a disabled run, after `close`, and after the run's end, with a warning."""
         if self._row_scheduler is None or not self._row_scheduler.ended:
             return self._row_scheduler
-        ended = "W&B run %r has ended: gradients are no longer logged to it. Call watch() again in the next run."
-        self._say(ended, self._run.id)
+        if not self._row_scheduler.failed:  # of which the scheduler has told
+            ended = "W&B run %r has ended: gradients are no longer logged to it. Call watch() again in the next run."
+            self._say(ended, self._run.id)
         return None
 
     def _show_newest(self, row: HistoryRow, row_scheduler: RowScheduler) -> None:

@@ -17,7 +17,7 @@ function header() {
     about.project,
     about.id === about.name ? null : about.id,
     about.startedAt && new Date(about.startedAt).toLocaleString(undefined, { dateStyle: "medium", timeStyle: "short" }),
-    content.steps.length ? stepRange(content.steps[0], FULL_RANGE[1]) : null,
+    about.span && stepRange(...about.span),
     run.layers.names.length ? plural(run.layers.names.length, "layer") : null,
     plural(about.numFlushes, "flush", "flushes"),
   ].filter(Boolean);
