@@ -411,10 +411,9 @@ def _never_lost_and_pausing() -> Snapshot:
 
 def test_a_trainable_parameter_without_a_gradient_for_long_is_said_and_one_that_pauses_is_not():
     (first, *_, last) = alerts = list(NoGradient(patience=100).check(_never_lost_and_pausing()))
-    assert steps(alerts) == list(range(25, 121))
-    assert (
-        "lost (5 samples)." in first.text
-    )  # present up to 20: by chance it is missing once in 22 samples, 22^-5 < 1e-6
+    # Present up to 20: by chance it is missing once in 22 samples, and five in a row are alike: 22^(-23 / 5) < 1e-6.
+    assert steps(alerts) == list(range(43, 121))
+    assert "lost (23 samples)." in first.text
     assert "2 of 3 watched parameters have had no gradient for 100 samples" in last.text
     assert "never (120 samples), lost (100 samples)" in last.text
 
@@ -731,10 +730,8 @@ def test_a_layer_whose_inputs_become_0_is_told_at_the_second_sample():
 
 
 def test_a_whole_layer_that_dies_is_told_at_the_second_sample():
-    alive, dead = (
-        {"a.weight": [1.0], "a.bias": [1.0], "b.bias": [1.0]},
-        {"a.weight": [0.0], "a.bias": [0.0], "b.bias": [1.0]},
-    )
+    alive = {"a.weight": [1.0], "a.bias": [1.0], "b.weight": [1.0], "b.bias": [1.0]}
+    dead = {"a.weight": [0.0], "a.bias": [0.0], "b.weight": [0.0], "b.bias": [1.0]}
     samples = [sample_of(alive, step=s) for s in range(1, 51)] + [sample_of(dead, step=s) for s in (51, 52)]
     assert steps(DeadGradient().check(together(samples))) == [52]  # by chance (1 / 52)^2
     experts = [sample_of(dead if s % 3 else alive, step=s) for s in range(1, 101)]  # two of three batches do without it

@@ -16,6 +16,9 @@ from .._measure.columns import FloatArray
 # P watched parameters
 
 MAX_KINDS: Final = 8
+# Samples in a row that count as one where neighbours are alike: what a router sends nothing to, or a clamped loss does
+# not ask for, is so in the next samples as well.
+ALIKE: Final = 5
 
 Kept = TypeVar("Kept", bound="Remembers")
 

@@ -37,6 +37,7 @@ _OF_RECORD: Final = 0.25  # of the deviations above the median: the record is fa
 _WORTH_A_WORD: Final = 4.0  # times the record: a spike that has passed is told, as INFO
 _UNMOVED_GROWTH: Final = 3.0  # times as far has a rise to go that does not move the parameters: it may turn by itself
 _MOVED: Final = 0.05  # of the parameters' norm by one update: healthy ones move 2.5 % at most once a run is under way
+_MOVING: Final = 3  # updates in a row that moved them: so a run begins, and the one after a spike is no worse
 _LOWER_RATE: Final = "divide the learning rate by 10 or lengthen its warm-up, and {clip}"
 # By kind: the cause that the norm alone leaves open, and what to do. What layers and parameters show in addition is the
 # diagnosis's to say. {clip} is said to a training that clips in other words than to one that does not.
@@ -105,6 +106,8 @@ class _Past(Remembers):
         self.num_large = 0  # above the threshold
         self.num_above = 0  # in a row, up to now
         self.began = 0  # the step of the first of these
+        self.num_moving = 0  # updates in a row, up to now, that moved the parameters far
+        self.was_moving = False  # there were some of these before the first of those above
         self.largest_above = -math.inf  # of these
         self.movement = Movement()
 
@@ -223,6 +226,7 @@ class ExplodingGradient(ShippedRule):
         log_norm = max(_log(norm), small)
         before = past.norms[-1] if past.norms else math.inf
         gap = past.see(log_norm, step)
+        past.num_moving = past.num_moving + 1 if moved else 0
         norms = past.norms if gap == 1 else [past.norms[place] for place in evenly_apart(past.steps)]
         limit = self._log_limit(past, norms, gap, moved)
         if self.threshold is not None and norm > self.threshold:
@@ -248,15 +252,18 @@ class ExplodingGradient(ShippedRule):
             return self._below(past, log_norm, moved)
         if not past.num_above:
             past.began = step
+            past.was_moving = past.num_moving >= _MOVING and past.num_survived < 2 * _FIRST
         past.num_above += 1
         past.largest_above = max(past.largest_above, log_norm)
         words, factor = self._words(norm, past, limit, small), _exp(past.largest_above - past.record)
+        now = _exp(log_norm - past.record)
+        moved = moved and not past.was_moving
         if past.num_above >= self.adapt_after:
             past.num_above, past.largest_above = 0, -math.inf
             past.survive(log_norm)
         elif past.num_above > 1 and (moved or (factor > _CLEARLY and log_norm > before + math.log(_GROWS))):
             return _Found("grows", "ERROR", past.began, f"{words}; it has not fallen back since step {past.began}")
-        elif past.num_above >= (2 if factor > _CLEARLY else _STAYS):
+        elif now > _WORTH_A_WORD and past.num_above >= (2 if now > _CLEARLY else _STAYS):
             words += f"; it stays there since step {past.began}, and the parameters have hardly moved"
             return _Found("stays", "WARN", past.began, words)
         elif factor > _AT_ONCE:
@@ -273,10 +280,10 @@ class ExplodingGradient(ShippedRule):
                 f"the gradient norm was {number(_exp(past.largest_above))}, {number(factor)} times the largest that "
                 f"the run had survived, and has fallen back to {number(_exp(log_norm))}"
             )
-            if moved:
+            if moved and not past.was_moving:
                 words = f"{words}, but the update has moved the parameters far"
                 found = _Found("passed, moved", "ERROR", past.began, words)
-            elif _WORTH_A_WORD < factor <= _AT_ONCE:  # more has been told
+            elif not moved and _WORTH_A_WORD < factor <= _AT_ONCE:  # more has been told
                 found = _Found("passed", "INFO", past.began, f"{words}; the parameters have hardly moved")
             past.passed()
         past.survive(log_norm)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from .._analysis.formatting import listing, worst_first
 from .._analysis.layers import cancelled_biases
-from .._analysis.memory import Streaks
+from .._analysis.memory import ALIKE, Streaks
 from .._measure.columns import FloatArray
 from ..snapshot import Snapshot, keys
 from ._base import FROM_1, Alert, Bounds, ShippedRule, finding
@@ -84,7 +84,9 @@ class NoGradient(ShippedRule):
             if seen is not None:
                 row_P, before_P, chance_P = seen
                 late_P = row_P >= self.patience
-                late_P |= (row_P >= self.lost_patience) & (before_P >= _MIN_BEFORE) & (chance_P < _LOST_CHANCE)
+                lost_P = (row_P >= self.lost_patience) & (before_P >= _MIN_BEFORE) & (chance_P < _LOST_CHANCE)
+                late_P |= lost_P & (chance_P ** (1 / ALIKE) < _LOST_CHANCE)
+                late_P |= _cut_off(lost_P, missing_P, wanted_P)
                 late_P |= _cut_off((row_P >= self.cut_patience) & (before_P == 0), missing_P, wanted_P)
                 late_P |= (row_P[wanted_P] >= self.lost_patience).all()
             all_zero = snapshot.total_grad_norm[sample] == 0 and not np.any(snapshot.num_nonfinite[sample] > 0)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from .._analysis.depth import depth_trends
 from .._analysis.formatting import listing, number, worst_first
 from .._analysis.layers import dead_units, modules_of, without_inputs
-from .._analysis.memory import Streaks
+from .._analysis.memory import ALIKE, Streaks
 from .._measure.columns import Column, FloatArray
 from ..snapshot import Snapshot, keys
 from ..snapshot._arrays import LEAST_SUM_SQ
@@ -33,6 +33,7 @@ _TINY_LOSS: Final = 1e-6
 _NOTHING: Final = 1e-12  # of the parameters' norm: a first gradient that is no training's
 _SMALLEST_NORMAL, _SMALLEST = 2.0**-14, 2.0**-24  # of float16
 _STEEP: Final = 1e6  # times a norm may not fall over the depth, whatever the training does later
+_RECOVERED: Final = 0.25  # of the steepest fall so far: what is already so much less was the first steps'
 _MANY: Final = 0.9  # of a layer's units, that no chance and no training has switched off one by one
 _ABRUPT: Final = 1e3  # a fall below the floor from a norm this many times above it is no slow convergence
 # By what is found: the cause that it leaves open, and what to do.
@@ -77,6 +78,7 @@ class VanishingGradient(ShippedRule):
     patience: int = 10
     _num_small: int = field(default=0, init=False)
     _num_faded: int = field(default=0, init=False)
+    _steepest: float = field(default=0.0, init=False)  # the largest factor of these
     _last_large: float = field(default=math.nan, init=False)  # the newest norms above the floor, averaged
     _converged: bool = field(default=False, init=False)
     _faint: Streaks = field(default_factory=Streaks, init=False, repr=False)
@@ -94,6 +96,7 @@ class VanishingGradient(ShippedRule):
             trend = steep.get(sample)
             faded = trend is not None and trend.order >= self.min_order
             self._num_faded = self._num_faded + 1 if faded else 0
+            self._steepest = max(self._steepest, trend.factor) if faded and trend is not None else 0.0
             size = float(np.linalg.norm(np.nan_to_num(snapshot.param_norm[sample]))) if small else 0.0
             is_nothing = seen.norm < _NOTHING * size
             if small and self._num_small >= (2 if is_nothing and math.isnan(self._last_large) else self.patience):
@@ -102,7 +105,11 @@ class VanishingGradient(ShippedRule):
                     f"for {self._num_small} samples."
                 )
                 yield self._alert(snapshot, sample, "small", words, range(len(snapshot.names)))
-            elif trend is not None and self._num_faded >= (3 if trend.factor > _STEEP else self.patience):
+            elif trend is not None and (
+                self._num_faded >= 3
+                if trend.factor > _STEEP
+                else self._num_faded >= self.patience and trend.factor > _RECOVERED * self._steepest
+            ):
                 words = (
                     f"the norm falls {number(trend.factor)}x from {trend.last} back to {trend.first}, layer by layer "
                     f"(threshold {number(self.depth_factor)}x), for {self._num_faded} samples."
@@ -186,8 +193,9 @@ class DeadGradient(ShippedRule):
     while the others learn. So a layer counts where nine tenths of its units are dead, or where half of them are and
     have died at once.
 
-    A whole layer without any gradient is told at the second sample if it never was so before; experts and losses that
-    are now and then without one take longer by Laplace's rule of succession. So is a layer whose input has become 0.
+    A whole layer without any gradient is told at the second sample if it never was so before, and what it feeds has
+    inputs of 0; experts and losses that are now and then without one take longer by Laplace's rule of succession, and
+    so does what is not asked for by the loss. So is a layer whose input has become 0.
 
     Args:
         max_ratio: the share of a layer's units that may have died at once. 5 % and 20 %, as is often read, is what an
@@ -242,7 +250,7 @@ class DeadGradient(ShippedRule):
                 continue
             recent_NL = dead_units(names, np.stack(self._recent))
             present_L, empty_now_L = ~np.isnan(recent_NL[-1]), without_inputs(names, dead_P)
-            dead_L = self._have_died(snapshot, sample, recent_NL[-1], present_L)
+            dead_L = self._have_died(snapshot, sample, recent_NL[-1], present_L, empty_now_L)
             dead_L = dead_L | self._are_the_same(snapshot, sample, recent_NL)
             empty = self._empty.see(modules, empty_now_L, present_L)
             if np.count_nonzero(dead_L):
@@ -269,7 +277,12 @@ class DeadGradient(ShippedRule):
         return bool(np.maximum.reduce(share_L) < self._least and np.maximum.reduce(share_L - earlier_L) <= _AT_ONCE)
 
     def _have_died(
-        self, snapshot: Snapshot, sample: int, share_L: FloatArray, present_L: npt.NDArray[np.bool_]
+        self,
+        snapshot: Snapshot,
+        sample: int,
+        share_L: FloatArray,
+        present_L: npt.NDArray[np.bool_],
+        empty_L: npt.NDArray[np.bool_],
     ) -> npt.NDArray[np.bool_]:
         """Layers without any gradient, for longer than chance has it."""
         all_dead_L: npt.NDArray[np.bool_] = share_L == 1.0
@@ -280,6 +293,9 @@ class DeadGradient(ShippedRule):
         suddenly_L = all_dead_L & (row_L >= 2)
         if suddenly_L.any():
             never_L = suddenly_L & (before_L == 0)
+            # Dead units give what follows them inputs of 0. A loss that does without an output for some samples (a
+            # clipped value loss, free bits, a hinge that is satisfied) leaves the same zeros, and nothing after them.
+            chance_L = np.where(_feed_nothing(all_dead_L, empty_L, present_L), chance_L, chance_L ** (1 / ALIKE))
             suddenly_L &= (chance_L < _CHANCE) | self._from_the_start(snapshot, sample, never_L)
             suddenly_L &= ~(never_L & _is_held_up(snapshot, sample))
         return suddenly_L
@@ -300,6 +316,7 @@ class DeadGradient(ShippedRule):
         # Further than the samples before them went: with steps between samples, one by one is a large step as well.
         largest_L, least_L = np.max(earlier, axis=0, initial=0.0), np.min(earlier, axis=0, initial=1.0)
         have_died_L &= newest.min(axis=0) - largest_L > np.maximum(_AT_ONCE, largest_L - least_L)
+        have_died_L &= newest.max(axis=0) < 1.0  # whole layers are `_have_died`'s
         have_died_L[-1] = False  # no unit follows the last layer, but the loss: answers that nobody gives any more
         same = have_died_L | (_alike(recent, size_L) & (recent.min(axis=0) >= by_chance_L))
         is_told_L: npt.NDArray[np.bool_] = same & ~waiting_L
@@ -376,6 +393,17 @@ def _is_held_up(snapshot: Snapshot, sample: int) -> bool:
     """
     is_weight_P = np.array(["bias" not in name for name in snapshot.names])
     return bool(np.any(is_weight_P & (snapshot.param_norm[sample] == 0) & (snapshot.grad_norm[sample] > 0)))
+
+
+def _feed_nothing(
+    dead_L: npt.NDArray[np.bool_], empty_L: npt.NDArray[np.bool_], present_L: npt.NDArray[np.bool_]
+) -> npt.NDArray[np.bool_]:
+    """Which of the dead layers are followed, in the model's order, by one whose inputs are all 0: [L]."""
+    found_L, feeds_nothing = np.zeros_like(dead_L), False
+    for place in np.flatnonzero(present_L)[::-1].tolist():
+        feeds_nothing = bool(empty_L[place]) or (feeds_nothing and bool(dead_L[place]))
+        found_L[place] = feeds_nothing and bool(dead_L[place])
+    return found_L
 
 
 def _num_units(snapshot: Snapshot, sample: int) -> FloatArray:

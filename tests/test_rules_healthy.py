@@ -1,0 +1,97 @@
+"""What healthy trainings have shown, in the smallest samples that have it: no rule takes it for a fault."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from grad_samples import of_norms, sample_of, together
+
+from wandb_gradwatch.rules import DeadGradient, ExplodingGradient, NoGradient, Rule, VanishingGradient
+from wandb_gradwatch.snapshot import Snapshot
+
+
+def levels(check: Rule, snapshot: Snapshot) -> list[tuple[int, str]]:
+    """The step and the level of what is told, INFO left out: only the others alarm anybody."""
+    return [(alert.step, alert.level) for alert in check.check(snapshot) if alert.level != "INFO"]
+
+
+# ---- layers without a gradient
+
+
+def branches(*, critic: float, inputs: float = 1.0) -> dict[str, np.ndarray]:
+    """Gradients of an actor and a critic of two layers each; inputs: those of the critic's second layer."""
+    grads = {f"actor.{layer}.{kind}": np.ones(9) for layer in "01" for kind in ("weight", "bias")}
+    grads |= {f"critic.0.{kind}": np.full(9, critic) for kind in ("weight", "bias")}
+    return grads | {"critic.1.weight": np.full(9, critic * inputs), "critic.1.bias": np.full(9, critic or 1 - inputs)}
+
+
+@pytest.mark.parametrize(("inputs", "told"), [(1.0, []), (0.0, [(32, "WARN"), (33, "WARN")])])
+def test_an_output_that_the_loss_does_without_for_some_samples_is_not_dead(
+    inputs: float, told: list[tuple[int, str]]
+) -> None:
+    """The clipped value loss of PPO has exactly no gradient where all values of a batch are beyond the clip.
+
+    Of units that died the layer after them shows it: its inputs are 0, and its bias has a gradient.
+    """
+    samples = [
+        sample_of(branches(critic=float(s <= 30), inputs=inputs if s > 30 else 1.0), step=s) for s in range(1, 34)
+    ]
+    assert levels(DeadGradient(), together(samples)) == told
+
+
+def test_a_branch_that_is_not_asked_for_any_more_is_told_once_that_is_no_chance() -> None:
+    # 32^(-9 / 5) = 2e-3, and 32^(-10 / 5) < 1e-3: ten in a row, as many as are no chance for the same units either.
+    samples = [sample_of(branches(critic=float(s <= 30)), step=s) for s in range(1, 42)]
+    assert levels(DeadGradient(), together(samples))[0] == (40, "WARN")
+
+
+@pytest.mark.parametrize(("lost", "told"), [("c", []), ("a", [23])])
+def test_an_expert_that_is_idle_for_a_while_is_not_lost(lost: str, told: list[int]) -> None:
+    """Of a mixture with a load-balancing loss: idle from step 19 on for 21 samples. What is cut off is told at once."""
+    samples = [
+        sample_of({n: None if n == lost and 18 < s < 40 else [1.0] for n in "abcd"}, step=s) for s in range(1, 60)
+    ]
+    assert [step for step, _ in levels(NoGradient(), together(samples))][:1] == told  # 20^-5 < 1e-6
+
+
+# ---- gradients that fade
+
+
+@pytest.mark.parametrize(("recovers", "told"), [(True, []), (False, [10, 11, 12])])
+def test_a_fall_over_the_depth_that_is_getting_less_was_the_first_steps(recovers: bool, told: list[int]) -> None:
+    """A decoder that has to learn its biases before it looks at the code: from 13,000x to 1,900x within ten steps."""
+    stack = [
+        {f"{n}": np.full(9, 10.0 ** (n * (0.55 if s < 6 or not recovers else 0.42))) for n in range(9)}
+        for s in range(1, 13)
+    ]
+    samples = together([sample_of(grads, step=s) for s, grads in enumerate(stack, 1)])
+    assert [step for step, _ in levels(VanishingGradient(), samples)] == told
+
+
+# ---- norms
+
+
+@pytest.mark.parametrize(("level", "told"), [(5.5, []), (9.0, [(31, "WARN")])])
+def test_a_new_level_of_less_than_four_times_the_record_that_moves_nothing_is_no_alarm(
+    level: float, told: list[tuple[int, str]]
+) -> None:
+    """A target network that is copied anew: the gradient is 2.1 times the record, 7 times the usual, for some steps."""
+    assert levels(ExplodingGradient(), of_norms([*[1.0] * 29, 2.0, *[level] * 5])) == told
+
+
+def test_a_spike_that_is_still_coming_down_has_not_stayed() -> None:
+    """A batch of a diffusion model that is weighted with 1 / t: 56 times the record, then 2.5 times, then the usual."""
+    assert levels(ExplodingGradient(), of_norms([*[1.0] * 30, 56.0, 5.5, 1.0])) == []
+    assert levels(ExplodingGradient(), of_norms([*[1.0] * 30, 56.0, 30.0])) == [(31, "WARN")]
+
+
+@pytest.mark.parametrize(("begins", "told"), [(1, []), (6, [(7, "ERROR")])])
+def test_where_every_first_update_moves_the_parameters_the_one_after_a_spike_says_nothing(
+    begins: int, told: list[tuple[int, str]]
+) -> None:
+    """RMSprop with momentum: a tenth per update, from the first one on, or from the one before the spike on."""
+    norms, weight, samples = [1.0] * 6 + [6.0, 1.0], 3.0, []
+    for step, norm in enumerate(norms, 1):
+        weight *= 1.1 if step > begins else 1.0
+        samples.append(sample_of({"a": [norm]}, step=step, parameters={"a": np.array([weight])}))
+    assert levels(ExplodingGradient(), together(samples)) == told
