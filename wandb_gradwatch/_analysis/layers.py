@@ -57,6 +57,19 @@ def modules_of(names: tuple[str, ...]) -> ModuleKinds:
     return ModuleKinds(tuple(places), of_P, is_bias_P, has_bias_L, has_weight_L, order, starts_L)
 
 
+def are_half_precision(rows_PC: FloatArray) -> npt.NDArray[np.bool_]:
+    """Which parameters are float16 or bfloat16: [P]. Neither type has the last 13 bits of a float32.
+
+    A gradient has its parameter's type, and its extremes are elements of it.
+    """
+    extremes_PE = rows_PC[:, [Column.GRAD_MIN, Column.GRAD_MAX, Column.GRAD_ABS_MIN_NONZERO]]
+    with np.errstate(over="ignore"):
+        narrow_PE = extremes_PE.astype(np.float32)
+    are_half_PE = (narrow_PE == extremes_PE) & (narrow_PE.view(np.uint32) & 0x1FFF == 0)
+    are_half_P: npt.NDArray[np.bool_] = are_half_PE.all(axis=1)
+    return are_half_P
+
+
 def module_norms(snapshot: Snapshot) -> FloatArray:
     """Each module's gradient norm: [S, L], NaN where no gradient arrived."""
     modules = modules_of(snapshot.names)

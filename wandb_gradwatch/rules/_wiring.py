@@ -10,6 +10,7 @@ from typing import ClassVar, Final
 import numpy as np
 
 from .._analysis.formatting import listing, number
+from .._analysis.layers import are_half_precision
 from .._analysis.memory import Streaks
 from .._analysis.movement import Movement, Update
 from .._measure.columns import Column
@@ -97,7 +98,8 @@ class UnchangedParameters(ShippedRule):
     change, is certain earlier.
 
     Nor do updates arrive where one parameter does not change by a bit and others do, or where all change by less than
-    a thousandth of what the learning rate makes of the gradients that the optimizer was given.
+    a thousandth of what the learning rate makes of the gradients that the optimizer was given. Parameters in half
+    precision are left out: such updates are often smaller than the distance to the next number.
 
     Args:
         patience: steps since which no parameter has changed, though the learning rate could change some; seen by 3
@@ -178,7 +180,7 @@ class UnchangedParameters(ShippedRule):
         # The smaller one of what SGD and of what Adam would make, where the parameter can hold it.
         size_P, given_P = sample.rows[:, Column.NUM_ELEMENTS], sample.rows[:, Column.RECEIVED_SUM_SQ]
         norm_P, received_P = np.sqrt(update.after), rate * np.sqrt(np.minimum(given_P, size_P))
-        visible_P = received_P > _NOTHING * norm_P
+        visible_P = (received_P > _NOTHING * norm_P) & ~are_half_precision(sample.rows)
         arrives_P = visible_P & (np.abs(norm_P - np.sqrt(update.before)) >= _LOST * received_P)
         if not visible_P.any() or arrives_P.any():
             self._arrived = sample.step
