@@ -224,7 +224,7 @@ def test_a_loss_far_above_the_last_ones_is_a_spike_of_its_own_step() -> None:
     # Their median is near -1.5 and their scatter below 0.6, the largest below 0: 10 deviations of it end below 6.
     [alert] = rule.check(of_losses([6.0, 7.0] * 4))
     assert (alert.title, alert.step, alert.level) == ("Loss spike", 1, "WARN")
-    assert "has risen to 7 and stays there; the 60 before were between" in alert.text
+    assert "has risen to 7 and stays there; the 60 losses before were between" in alert.text
     assert list(rule.check(of_losses(usual[-3:]))) == []
     again = LossSpike()
     list(again.check(of_losses(usual)))

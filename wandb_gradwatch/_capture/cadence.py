@@ -111,9 +111,9 @@ class Budget:
         ValueError: max_overhead is not between 0 and 1.
     """
 
-    FIRST: Final = 10  # number of samples at the start that are taken at every step
+    FIRST: Final = 10  # number of samples at the start, one at every step
     BURST: Final = 32  # number of consecutive samples in a burst
-    _DEBT_STEPS: Final = 50  # the samples at the start, except two, stop when monitoring has cost this many steps
+    _DEBT_STEPS: Final = 50  # from the third on, only while monitoring has cost less than this many steps
     _SAVED: Final = 0.1  # share of the credit that is saved for bursts
     _FOR_SAMPLES: Final = 0.5  # the least share of the credit for samples, however much counting steps costs
 

@@ -38,7 +38,7 @@ class SampleClock:
     num_changes: int = 0  # how often the ownership has changed
     marked: set[int] = field(default_factory=set)
     backwards: int = 0
-    muted: int = 0  # number of steps under way whose closure is evaluated again: its backwards are ignored
+    muted: int = 0  # number of steps under way that evaluate their closure again; backwards are ignored meanwhile
     takes_turns: bool = False  # successive samples have different optimizers, as in a GAN
     stepped: set[int] = field(default_factory=set)  # optimizers that stepped in the open sample
     ever_stepped: set[int] = field(default_factory=set)

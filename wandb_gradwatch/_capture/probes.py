@@ -53,7 +53,7 @@ class Probe:
     def start(self, next_step_is_due: bool, histogram_is_due: bool) -> None:
         """A sample has been opened. Called once at watch(), then after every commit.
 
-        Args say whether the sample will be measured, and whether it will have histograms.
+        The arguments say whether the sample will be measured, and whether it will have histograms.
         """
 
     def gradient_arrived(self, name: str, gradient: Tensor) -> None:

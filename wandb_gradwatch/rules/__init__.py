@@ -40,7 +40,7 @@ __all__ = [
 
 
 def default_rules() -> list[Rule]:
-    """The rules of a watcher that was given none: each stays silent on a healthy training."""
+    """Return the rules that `watch()` uses by default. They are meant to stay silent on a healthy training."""
     return [
         NaNGradient(),
         InfGradient(),

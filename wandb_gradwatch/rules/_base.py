@@ -15,18 +15,18 @@ from ..snapshot import Snapshot, keys
 
 Level = Literal["INFO", "WARN", "ERROR"]
 
-FIRST_STEPS: Final = 2  # in which weights and inputs are looked at as they begin
+FIRST_STEPS: Final = 2  # steps at which the initial weights and the inputs are checked
 MAX_TITLE: Final = 63  # W&B documents a limit of 64 characters and does not check it
 
 
 @dataclass(frozen=True)
 class Alert:
-    """One message to a person.
+    """A message about something wrong with the training.
 
     Args:
-        title: stable, one per kind and never one per layer: services throttle by it. At most 63 characters.
-        text: the exact step, the worst layers, values and threshold, probable cause and remedy.
-        step: the step of the sample that raised it.
+        title: one per kind of fault, never one per layer, as services throttle by title. At most 63 characters.
+        text: the exact step, the worst layers, the values and the threshold, the probable cause and the remedy.
+        step: the step of the sample that raised the alert.
         level: "INFO", "WARN" or "ERROR".
     """
 
@@ -38,25 +38,25 @@ class Alert:
     def __post_init__(self) -> None:
         if not 0 < len(self.title) <= MAX_TITLE:
             raise ValueError(
-                f"an alert's title has 1 to {MAX_TITLE} characters, but {self.title!r} has {len(self.title)}"
+                f"an alert's title must have 1 to {MAX_TITLE} characters, but {self.title!r} has {len(self.title)}"
             )
         if self.level not in ("INFO", "WARN", "ERROR"):
             raise ValueError(f'level={self.level!r} must be "INFO", "WARN" or "ERROR"')
 
     def __str__(self) -> str:
-        """What a person reads: `on_alert=print` prints it."""
+        """Return level, step, title and text, as `on_alert=print` prints them."""
         return f"{self.level} at step {self.step}: {self.title}\n{textwrap.indent(self.text, '    ')}"
 
 
 @dataclass(frozen=True)
 class Finding(Alert):
-    """An alert of a shipped rule in its parts: a diagnosis may put another cause in, and adds to the fact.
+    """An alert of a shipped rule with the parts of its text, so that a diagnosis can replace the cause or add lines.
 
     Args:
-        fact, layers, cause, remedy: what the text is made of.
-        kind: what of its title was found, where a title has several kinds; more: further lines of the text.
-        seen: the step of the newest sample that belongs to it, where that is later than its own.
-        found_in: the step of the sample that it was found in, where that is later than its own.
+        fact, layers, cause, remedy, more: the parts of the text; `more` are lines between the layers and the cause.
+        kind: the kind of fault, if the title covers several kinds.
+        seen: the step of the newest sample that belongs to the alert, if it is later than `step`.
+        found_in: the step of the sample in which the rule found it, if it is later than `step`.
     """
 
     fact: str = ""
@@ -69,11 +69,11 @@ class Finding(Alert):
     found_in: int = 0
 
     def because(self, cause: str, remedy: str = "") -> Finding:
-        """The same with another cause."""
+        """Return this finding with another cause and remedy."""
         return self._with(cause=cause, remedy=remedy)
 
     def adding(self, line: str) -> Finding:
-        """The same with one line more before the cause."""
+        """Return this finding with one more line before the cause."""
         return self._with(more=(*self.more, line))
 
     def _with(self, **parts: Any) -> Finding:
@@ -85,15 +85,15 @@ class Finding(Alert):
 def finding(
     title: str, fact: str, layers: str, cause: str, remedy: str, step: int, level: Level = "WARN", kind: str = ""
 ) -> Finding:
-    """A finding with its text."""
+    """Return a finding whose text consists of these parts."""
     return Finding(title, sentence(fact, layers, cause, remedy), step, level, fact, layers, cause, remedy, kind)
 
 
 def is_ordinary(snapshot: Snapshot) -> bool:
-    """Whether these samples are none of those that a rule whose class says `is_for_rare_samples` finds anything in.
+    """Whether rules with `is_for_rare_samples` cannot find anything in these samples, so that they are not called.
 
-    Rare are the first two steps, what is not finite, a wrong wiring that the capture has found, and a learning rate
-    below 0. Rules that are not even called cost nothing.
+    Rare samples are the first two steps and samples with NaN or Inf, with a wiring fault that the capture has found, or
+    with a learning rate below 0.
     """
     if any([sample.has_nonfinite or sample.step <= FIRST_STEPS for sample in snapshot.overview]):
         return False
@@ -104,7 +104,7 @@ def is_ordinary(snapshot: Snapshot) -> bool:
 
 
 def values_of(snapshot: Snapshot, key: str) -> list[float]:
-    """A metric in each sample; NaN where it was not measured."""
+    """Return a metric's value in each sample, NaN where it was not measured: S values."""
     values_S = snapshot.metrics.get(key)
     return [math.nan] * len(snapshot) if values_S is None else values_S.tolist()
 
@@ -116,12 +116,12 @@ SHARE: Final = (0.0, 1.0)
 
 
 class ShippedRule(Remembers):
-    """What shipped rules share: limits that are checked at once, and a memory.
+    """Base of the shipped rules: it checks their limits when they are created, and saves and loads their state.
 
-    A limit out of its bounds could only alarm always, never, or raise in the middle of a training.
+    A limit out of bounds would raise an alert always or never, or an exception in the middle of a training.
     """
 
-    bounds: ClassVar[Bounds] = {}  # the least and the largest of each limit
+    bounds: ClassVar[Bounds] = {}  # the smallest and the largest value of each limit
     may_be_none: ClassVar[frozenset[str]] = frozenset()  # the names of limits that None switches off
     is_for_rare_samples: ClassVar[bool] = False
 
@@ -138,10 +138,10 @@ class ShippedRule(Remembers):
 
 @runtime_checkable
 class Rule(Protocol):
-    """Looks at new samples and names what is wrong with them, each under its own step.
+    """Interface of a rule: checks new samples and returns the alerts, each with the step of its sample.
 
-    A rule is given every sample once, in order, one or several at a time, and says each time what is wrong; that
-    one episode makes one alert is the business of whoever sends them.
+    `check` gets every sample once, in order, one or several at a time. It may return an alert for every sample of an
+    episode: the monitor sends one alert per episode.
     """
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]: ...

@@ -1,4 +1,4 @@
-"""Clipping that leaves next to nothing of the gradient."""
+"""Rule for clipping that leaves almost nothing of the gradient."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from .._analysis.formatting import number
 from ..snapshot import Snapshot
 from ._base import FROM_1, Alert, Bounds, ShippedRule, finding
 
-_LARGE_GRADIENT: Final = 10.0  # times the parameters' norm: more than ordinary inputs and losses make
+_LARGE_GRADIENT: Final = 10.0  # multiple of the parameters' norm; ordinary inputs and losses make smaller gradients
 
 
 @dataclass(kw_only=True)
 class TightClipping(ShippedRule):
-    """Every gradient is clipped to a tiny part of itself: "Clipping too tight".
+    """Raises the alert "Clipping too tight" if every gradient is clipped to a tiny part of its norm.
 
     Args:
-        max_factor: the norm before clipping over the one after. Healthy: at most 99, faults from 2,300.
-        patience: samples in a row; before them an explosion that the clipping holds looks the same.
-        first_patience: the same where nothing has exploded: from the run's first sample on, and of norms that are no
-            larger than those before.
+        max_factor: limit of the norm before clipping / norm after it. Healthy: at most 99; faults: from 2,300.
+        patience: number of samples in a row that raises the alert; fewer may be an explosion that clipping holds back.
+        first_patience: the same number where nothing can have exploded: from the first sample of a run on, or for norms
+            that are no larger than earlier ones that were clipped less.
     """
 
     max_factor: float = 1000.0
     patience: int = 20
     first_patience: int = 3
     _num_tight: int = field(default=0, init=False)
-    _num_certain: int = field(default=0, init=False)  # in a row, of these
-    _largest: float = field(default=0.0, init=False)  # norm before a clipping that was not too tight
+    _num_certain: int = field(default=0, init=False)  # those in a row that are no explosion
+    _largest: float = field(default=0.0, init=False)  # the largest norm that was not clipped too tightly
 
     title: ClassVar[str] = "Clipping too tight"
     bounds: ClassVar[Bounds] = {"max_factor": FROM_1, "patience": FROM_1, "first_patience": FROM_1}
@@ -44,7 +44,7 @@ class TightClipping(ShippedRule):
             self._num_tight = self._num_tight + 1 if factor > self.max_factor else 0
             if not self._num_tight:
                 self._largest = max(self._largest, sample.norm)
-            # What is no larger than norms that were clipped less has not exploded, nor has what the run began with.
+            # A norm has not exploded if it is no larger than one that was clipped less, or if the run began with it.
             has_exploded = 0 < self._largest < sample.norm
             self._num_certain = self._num_certain + 1 if self._num_tight and not has_exploded else 0
             if self._num_certain >= self.first_patience or self._num_tight >= self.patience:
@@ -54,7 +54,7 @@ class TightClipping(ShippedRule):
         step, scale = int(snapshot.steps[sample]), float(snapshot.loss_scale[sample])
         fact = (
             f"Step {step}: {self._num_tight} gradients in a row were clipped to less than a "
-            f"{number(self.max_factor)}th of their norm, this one by {number(factor)}."
+            f"{number(self.max_factor)}th of their norm, this one by a factor of {number(factor)}."
         )
         cause = "the clipping is far too tight"
         remedy = "raise max_norm to about the usual norm; with a GradScaler call unscale_(optimizer) before clipping"

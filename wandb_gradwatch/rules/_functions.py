@@ -1,4 +1,4 @@
-"""A user's function as a rule."""
+"""Rules that are made from the user's functions."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ RuleFunction = Callable[[Snapshot], str | Alert | None]
 
 
 class FunctionRule:
-    """A rule that asks a function about every sample.
+    """A rule that calls a function with every sample.
 
     Args:
-        judge: gets a snapshot of one sample and returns what is wrong with it: words, an Alert, or None.
-        title: of the alerts made of words.
-        level: likewise.
+        judge: called with a snapshot of one sample. Returns a text or an Alert if something is wrong, otherwise None.
+        title: the title of the alerts made from a text.
+        level: the level of the alerts made from a text.
     """
 
     def __init__(self, judge: RuleFunction, *, title: str, level: Level = "WARN") -> None:
-        Alert(title, "", 0, level)  # a title or level that no alert may have is an error here, not in training
+        Alert(title, "", 0, level)  # an invalid title or level raises here, not during training
         self.judge, self.title, self.level = judge, title, level
 
     def __call__(self, snapshot: Snapshot) -> str | Alert | None:
@@ -32,7 +32,7 @@ class FunctionRule:
 
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
         for index in range(len(snapshot)):
-            # A lone sample keeps its histogram; of several samples nobody knows whose the histogram's elements are.
+            # A single sample keeps its histogram; the histogram of several samples cannot be split.
             sample = snapshot if len(snapshot) == 1 else snapshot.sample(index)
             answer = self.judge(sample)
             if isinstance(answer, Alert):
@@ -46,11 +46,11 @@ class FunctionRule:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass  # what a plain function remembers is its own business
+        pass  # a plain function has no state that could be loaded
 
 
 def rule(*, title: str, level: Level = "WARN") -> Callable[[RuleFunction], FunctionRule]:
-    """Make a rule of a function from a snapshot of one sample to words, an Alert, or None.
+    """Return a decorator that makes a rule of a function from a snapshot of one sample to a text, an Alert or None.
 
     Example:
         >>> import torch, wandb_gradwatch
@@ -71,10 +71,10 @@ def rule(*, title: str, level: Level = "WARN") -> Callable[[RuleFunction], Funct
 
 
 def as_rule(candidate: object) -> Rule:
-    """A rule as it is, a function as a rule titled by its name.
+    """Return a rule unchanged, and a function as a rule that has the function's name as its title.
 
     Raises:
-        TypeError: it is neither.
+        TypeError: candidate is neither a rule nor a function.
     """
     if isinstance(candidate, type):
         raise TypeError(
@@ -85,4 +85,4 @@ def as_rule(candidate: object) -> Rule:
     if callable(candidate):
         name = getattr(candidate, "__name__", type(candidate).__name__).strip("_<>")
         return FunctionRule(candidate, title=name.replace("_", " ").capitalize()[:63])
-    raise TypeError(f"a rule must have check() or be a function from a snapshot to words, but {candidate!r} is neither")
+    raise TypeError(f"a rule must have check() or be a function from a snapshot to text, but {candidate!r} is neither")

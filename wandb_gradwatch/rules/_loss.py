@@ -1,4 +1,4 @@
-"""The loss: a level far above all that the run has seen lately."""
+"""Rule for the loss: a jump far above its recent level, or a fall below 0."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from ._base import FROM_0, FROM_1, Alert, Bounds, Finding, ShippedRule, finding,
 
 # S samples
 
-_WINDOW: Final = 64  # losses that say what is usual
-_NEWEST: Final = 32  # of these, that a rise is compared with: what has been learnt since is no scatter
-_TURNED, _FAR = 16, 6.0  # samples within which a loss has turned around, and how many deviations it then is away
-_PRECISION: Final = 1e-3  # of the median: losses that are all alike are no scatter to compare with
+_WINDOW: Final = 64  # number of newest losses that are kept
+_NEWEST: Final = 32  # of these, compared with a rise: in older ones the progress of the training looks like scatter
+_TURNED, _FAR = 16, 6.0  # samples within which a loss falls below 0, and by how many deviations
+_PRECISION: Final = 1e-3  # smallest deviation, as a share of the median: equal losses have no scatter to compare with
 UNBOUNDED: Final = (
     "the wrong sign of the loss, or a loss without a lower bound",
-    "look at the loss's sign: what is to be maximised needs a minus; bound what has no lower limit, as a binary "
-    "cross-entropy of labels beyond 0 and 1",
+    "check the sign of the loss: what is maximised needs a minus; give the loss a lower bound, which a binary "
+    "cross-entropy of labels below 0 or above 1 does not have",
 )
 
 
 @dataclass(kw_only=True)
 class LossSpike(ShippedRule):
-    """The loss is far above what it was lately, and stays there for some samples: "Loss spike".
+    """Raises the alert "Loss spike" if the loss is far above its recent level for several samples.
 
-    Far: above the largest of the last 32 samples by `deviations` of their robust standard deviation (1.4826 median
-    distances from the median), and by as much as all of these span. While it falls again, the training copes with what
-    has changed, and that is INFO. A loss has no scale of its own and may be negative,
-    so it is compared with nothing but itself; a single batch may be hard, and is no spike. One that is not finite is
-    another alert's.
+    Far: above the largest of the last 32 losses by `deviations` robust standard deviations (1.4826 times the median
+    distance from the median), and by at least their range. The alert is INFO while the loss falls again, because the
+    training copes with the change. A loss has no scale of its own and may be negative, so it is compared only with
+    itself. A single hard batch is no spike. "Non-finite loss" reports NaN and Inf.
 
-    "Loss below 0": it was above 0 for at least 32 samples, and falls below it far faster than it has come near it.
+    It also raises "Loss below 0" if the loss was above 0 for at least 32 samples, and falls below 0 far faster than it
+    has approached 0.
 
     Args:
-        deviations: how far above the largest of these.
-        patience: samples that have been seen before anything is judged.
-        stays: so many samples in a row are a spike.
-        adapt_after: so many samples in a row that are too large are the usual level.
+        deviations: limit above the largest recent loss, in robust standard deviations.
+        patience: number of losses that must be known before a loss is judged.
+        stays: number of losses in a row above the limit that raises the alert.
+        adapt_after: after this many losses in a row above the limit, their level counts as usual.
     """
 
     deviations: float = 10.0
@@ -51,9 +51,9 @@ class LossSpike(ShippedRule):
     stays: int = 8
     adapt_after: int = 20
     _past: list[float] = field(default_factory=list, init=False, repr=False)
-    _above: list[float] = field(default_factory=list, init=False, repr=False)  # in a row, up to now
+    _above: list[float] = field(default_factory=list, init=False, repr=False)  # losses in a row above the limit
     _began: int = field(default=0, init=False, repr=False)  # the step of the first of these
-    # Since it went below 0, a few samples long; and the median and the deviation before it did.
+    # The losses since the loss went below 0, a few samples long; and the median and deviation before that.
     _below: list[float] = field(default_factory=list, init=False, repr=False)
     _before_0: tuple[float, ...] = field(default=(), init=False, repr=False)
 
@@ -70,7 +70,7 @@ class LossSpike(ShippedRule):
                 continue
             if self._below or loss < 0:
                 yield from self._look_below_0(sample.step, loss)
-            # The limit is above the largest of the newest ones: most losses need none.
+            # The limit is above the largest recent loss: for most losses it need not be computed.
             limit = self._limit() if loss > max(self._past[-_NEWEST:], default=math.inf) else math.inf
             if loss > limit:
                 if not self._above:
@@ -92,7 +92,7 @@ class LossSpike(ShippedRule):
         return float(past.max()) + max(self.deviations * deviation, float(np.ptp(past)))
 
     def _look_below_0(self, step: int, loss: float) -> Iterable[Alert]:
-        """A loss that was always above 0 has turned around: no descent goes through 0 faster than it came there."""
+        """Alert if a loss that was always above 0 falls through 0 faster than it has approached 0."""
         if not self._below and (loss >= 0 or len(self._past) < _NEWEST or min(self._past) <= 0):
             return
         median, deviation = _scatter(np.array(self._past[-_TURNED:])) if not self._below else self._before_0
@@ -102,14 +102,14 @@ class LossSpike(ShippedRule):
         elif max(self._below[-2:]) < min(-0.5 * median, median - _FAR * deviation) and len(self._below) > 1:
             fact = (
                 f"Step {step}: within {len(self._below)} samples the loss has fallen to {number(loss)}; the "
-                f"{len(self._past)} before were all above 0, the newest about {number(median)}."
+                f"{len(self._past)} samples before were all above 0, the newest about {number(median)}."
             )
             yield finding(self.negative, fact, "", *UNBOUNDED, step, "WARN")
 
     def _alert(self, step: int, loss: float, limit: float) -> Finding:
         fact = (
-            f"Step {step}: the loss has risen to {number(loss)} and stays there; the {len(self._past)} before were "
-            f"between {number(min(self._past))} and {number(max(self._past))} (threshold {number(limit)})."
+            f"Step {step}: the loss has risen to {number(loss)} and stays there; the {len(self._past)} losses before "
+            f"were between {number(min(self._past))} and {number(max(self._past))} (threshold {number(limit)})."
         )
         cause = (
             "not clear: either a learning rate that is too high, or the data has changed; whether the learning rate "
@@ -122,6 +122,6 @@ class LossSpike(ShippedRule):
 
 
 def _scatter(past: FloatArray) -> tuple[float, float]:
-    """The median, and the robust standard deviation."""
+    """Return the median and the robust standard deviation."""
     median = float(np.median(past))
     return median, max(1.4826 * float(np.median(np.abs(past - median))), _PRECISION * abs(median))

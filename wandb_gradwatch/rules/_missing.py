@@ -1,4 +1,4 @@
-"""Gradients that never arrive."""
+"""Rule for parameters that get no gradient, and for gradients that are all 0."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from ._base import FROM_1, Alert, Bounds, ShippedRule, finding
 
 # S samples, P watched parameters
 
-_LOST_CHANCE: Final = 1e-6  # that a gradient pauses
-_MIN_BEFORE: Final = 10  # samples: phases of a training are longer than a few
+_LOST_CHANCE: Final = 1e-6  # probability of a pause by chance below which a gradient is lost
+_MIN_BEFORE: Final = 10  # least number of samples before a pause: fewer may be another phase of the training
 
 
 def _cut_off(
     never_P: npt.NDArray[np.bool_], missing_P: npt.NDArray[np.bool_], trainable_P: npt.NDArray[np.bool_]
 ) -> npt.NDArray[np.bool_]:
-    """Those that never had a gradient, if they are the first of the trainable ones and no other is missing: [P].
+    """Return the parameters that never had a gradient if they are the first trainable ones and no other lacks one: [P].
 
-    An expert that nothing was sent to, and a head that is not used yet, have others before them that do get one.
+    An idle expert or an unused head is not cut off: it comes after parameters that do get a gradient.
     """
     never = never_P[trainable_P]
     num = int(np.argmin(never)) if not never.all() else 0
@@ -37,18 +37,18 @@ def _cut_off(
 
 @dataclass(kw_only=True)
 class NoGradient(ShippedRule):
-    """Parameters whose gradient does not arrive, or gradients that are all exactly 0: "No gradient".
+    """Raises the alert "No gradient" if parameters get no gradient, or if all gradients are exactly 0.
 
-    What is not trainable, by the snapshot, needs no gradient.
+    Parameters that `Snapshot.trainable` excludes need no gradient.
 
     Args:
-        patience: samples in a row in which a watched parameter had no gradient.
-        lost_patience: the same for one that had a gradient in so many samples before that a pause is next to
-            impossible, and for all of them together.
-        cut_patience: the same for all trainable ones from the input up to one, where none has had any and all others
-            have one: a critic may be updated several times before its generator is.
-        zero_patience: samples in a row in which all gradients were exactly 0: `lost_patience` where the loss is known
-            and not 0, `patience` where it is 0.
+        patience: number of samples in a row without a gradient that raises the alert for a watched parameter.
+        lost_patience: the same for a parameter that had a gradient in so many samples before that a pause by chance is
+            next to impossible, and for all parameters together.
+        cut_patience: the same for all trainable parameters from the input up to one, if none of them ever had a
+            gradient and all others have one. A critic may be updated several times before its generator is.
+        zero_patience: number of samples in a row in which all gradients are exactly 0. Instead, `lost_patience` counts
+            if the loss is known and not 0, and `patience` if the loss is 0.
     """
 
     patience: int = 100
@@ -57,7 +57,7 @@ class NoGradient(ShippedRule):
     zero_patience: int = 10
     _missing: Streaks = field(default_factory=Streaks, init=False, repr=False)
     _num_zero: int = field(default=0, init=False)
-    _is_often_zero: bool = field(default=False, init=False)  # a hinge loss whose samples are satisfied, now and then
+    _is_often_zero: bool = field(default=False, init=False)  # all gradients are 0 now and then, as with a hinge loss
     _unowned: set[str] = field(default_factory=set, init=False)  # keys of parameters that no optimizer holds
 
     title: ClassVar[str] = "No gradient"
@@ -66,16 +66,16 @@ class NoGradient(ShippedRule):
     def check(self, snapshot: Snapshot) -> Iterable[Alert]:
         unowned = [key for key in snapshot.metrics if key.startswith(keys.WIRING_UNOWNED)]
         all_here = all([sample.is_complete and sample.norm > 0 for sample in snapshot.overview])
-        if all_here and not unowned:  # as nearly always: no sample needs a look
+        if all_here and not unowned:  # the usual case
             self._is_often_zero |= self._num_zero > 0
             self._missing.end(snapshot.names, len(snapshot))
             self._num_zero = 0
             return
         loss_S = snapshot.metrics.get(keys.LOSS, np.full(len(snapshot), np.nan))
         for sample, missing_P in enumerate(~snapshot.present):
-            # Samples in which it was frozen do not count, once it is thawed; what no optimizer holds is told as such.
+            # Samples in which a parameter is frozen do not count. NotInOptimizer reports those without an optimizer.
             self._unowned |= {key for key in unowned if snapshot.metrics[key][sample] > 0}
-            # What has a gradient was, whatever it is now: CycleGAN freezes discriminators while generators train.
+            # A parameter with a gradient was trainable, even if it is frozen by now, as CycleGAN's discriminators are.
             wanted_P = snapshot.trainable | ~missing_P
             if self._unowned:
                 wanted_P = wanted_P & [keys.WIRING_UNOWNED + name not in self._unowned for name in snapshot.names]
@@ -92,7 +92,7 @@ class NoGradient(ShippedRule):
             all_zero = snapshot.total_grad_norm[sample] == 0 and not np.any(snapshot.num_nonfinite[sample] > 0)
             self._is_often_zero |= self._num_zero > 0 and not all_zero
             self._num_zero = self._num_zero + 1 if all_zero else 0
-            # Rewards that are rare, and a hinge that is satisfied: what is 0 has no gradient.
+            # A loss of 0 may have no gradient for long: rewards can be rare, or a hinge loss satisfied.
             loss = loss_S[sample]
             patience = self.zero_patience if np.isnan(loss) else self.lost_patience if loss else self.patience
             if self._num_zero >= patience and not self._is_often_zero:
@@ -111,13 +111,13 @@ class NoGradient(ShippedRule):
                 "not clear: either poor initialisation (with these weights the outputs are 0, clamped or saturated "
                 "from the start), or a constant loss; whether the outputs change with the inputs tells them apart"
             )
-        remedy = "look at what the last layer's output goes through, and at the loss; in float16 use a GradScaler"
+        remedy = "check what the last layer's output passes through, and the loss; in float16 use a GradScaler"
         return finding(self.title, fact, "", cause, remedy, step, "WARN")
 
     def _missing_alert(
         self, step: int, names: tuple[str, ...], count_P: FloatArray, late: npt.NDArray[np.intp]
     ) -> Alert:
-        missing = worst_first(count_P, late[::-1])  # of those missing as long, the one next to the cut first
+        missing = worst_first(count_P, late[::-1])  # among those missing equally long, the one nearest the output first
         fact = (
             f"Step {step}: {len(missing)} of {len(names)} watched parameters have had no gradient for "
             f"{count_P[missing[-1]]:.0f} samples or more."
@@ -127,5 +127,5 @@ class NoGradient(ShippedRule):
         cause = "layers frozen by mistake, detached from the loss, or not used by the forward"
         if is_cancelled:
             cause = "biases that the loss does not depend on, or that the forward leaves out"
-        remedy = "check requires_grad, detach() and torch.no_grad(); exclude= what is frozen on purpose"
+        remedy = "check requires_grad, detach() and torch.no_grad(); pass exclude= for layers frozen on purpose"
         return finding(self.title, fact, layers, cause, remedy, step, "INFO" if is_cancelled else "WARN")

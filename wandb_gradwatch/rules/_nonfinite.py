@@ -1,4 +1,4 @@
-"""NaN, Inf, and a loss scale that cannot find its place."""
+"""Rules for NaN and Inf in gradients and in the loss, and for a loss scale that does not settle."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from ._base import FROM_0, FROM_1, Alert, Bounds, ShippedRule, finding, values_o
 # S samples, P watched parameters
 
 
-# A loss scale: torch's begins at 65536, and passes through this in the fifth step that is skipped.
+# torch's loss scale begins at 65536, and has been halved to this in the fifth skipped step in a row.
 _SETTLED: Final = 4096.0
 _CAUSE_AFTER: Final = (
-    "code between backward() and step() changed the gradients: a division by 0, a reduction over ranks, "
-    "clipping or unscaling of its own"
+    "code between backward() and step() changed the gradients, such as a division by 0, a reduction over ranks, or "
+    "clipping or unscaling by hand"
 )
 _REMEDY_AFTER: Final = "check that code for divisors and factors that can be 0, NaN or infinite at this step"
 
 
 def _broken_parameter(snapshot: Snapshot, sample: int) -> tuple[str, str] | None:
-    """The cause and the remedy where a parameter was not finite before a sample's update; otherwise None."""
+    """Return the cause and the remedy if a parameter was not finite before the sample's update; otherwise None."""
     broken = np.flatnonzero(snapshot.column(Column.PARAM_NUM_NONFINITE)[sample] > 0)
     if not broken.size:
         return None
@@ -35,7 +35,7 @@ def _broken_parameter(snapshot: Snapshot, sample: int) -> tuple[str, str] | None
 
 
 def _first_nonfinite_output(snapshot: Snapshot, sample: int) -> str | None:
-    """The first module of the forward whose output was not finite in a sample, where `metrics.Activations` is used."""
+    """Return the first module in the forward with a non-finite output; None if there is none, or no `Activations`."""
     for key, counts_S in snapshot.metrics.items():
         family, name, metric = keys.split_metric(key) or ("", "", "")
         if (family, metric) == (keys.ACTIVATION, keys.NONFINITE_METRIC) and counts_S[sample] > 0:
@@ -45,12 +45,12 @@ def _first_nonfinite_output(snapshot: Snapshot, sample: int) -> str | None:
 
 @dataclass(kw_only=True)
 class _NonFiniteGradient(ShippedRule):
-    """What the rules for NaN and for Inf share. A sample that AMP skipped is not theirs but the loss scale's."""
+    """Base of the rules for NaN and Inf. They ignore samples that AMP skipped: LossScaleCollapse checks those."""
 
     title: ClassVar[str]
     is_for_rare_samples: ClassVar[bool] = True
     what: ClassVar[str]
-    counts: ClassVar[str]  # of the snapshot, how many elements of each gradient are of this kind
+    counts: ClassVar[str]  # name of the snapshot's array with the number of such elements of each gradient
     cause: ClassVar[str]
     remedy: ClassVar[str]
 
@@ -62,7 +62,7 @@ class _NonFiniteGradient(ShippedRule):
                     yield self._alert(snapshot, sample.place, counts_P)
 
     def _alert(self, snapshot: Snapshot, sample: int, counts_P: FloatArray) -> Alert:
-        # A backward runs from the last layer to the first: what is last in the model's order went bad first.
+        # The backward runs from the last layer to the first: the last one in model order became non-finite first.
         backward = np.flatnonzero(counts_P > 0)[::-1]
         num_present = int(np.sum(~np.isnan(snapshot.num_elements[sample])))
         layers = listing(
@@ -76,7 +76,7 @@ class _NonFiniteGradient(ShippedRule):
                 f"Step {step}: {self.what} in the gradient of {len(backward)} of {num_present} parameters "
                 "(threshold: 0), which arose after the backward"
                 + (f", first on rank {rank:.0f}" if rank == rank else "")
-                + ": what that left was finite, what the optimizer received was not."
+                + ": what the backward left was finite, what the optimizer received was not."
             )
             return finding(self.title, fact, layers, _CAUSE_AFTER, _REMEDY_AFTER, step, "ERROR")
         fact = (
@@ -87,35 +87,35 @@ class _NonFiniteGradient(ShippedRule):
         if (output := _first_nonfinite_output(snapshot, sample)) is not None:
             fact += f" Before that, in the forward, the output of {output} was the first that was not finite."
         if left_out:
-            fact += " The training loop left this step out: these gradients were reset, and no optimizer has used them."
+            fact += " The training loop left this step out: the gradients were reset before an optimizer used them."
         cause, remedy = _broken_parameter(snapshot, sample) or (self.cause, self.remedy)
         return finding(self.title, fact, layers, cause, remedy, step, "WARN" if left_out else "ERROR")
 
 
 @dataclass(kw_only=True)
 class NaNGradient(_NonFiniteGradient):
-    """A gradient has NaN elements: "NaN gradient", at every sample that AMP did not skip."""
+    """Raises the alert "NaN gradient" if a gradient has NaN elements, in every sample that AMP did not skip."""
 
     title: ClassVar[str] = "NaN gradient"
     what: ClassVar[str] = "NaN"
     counts: ClassVar[str] = "num_nan"
-    cause: ClassVar[str] = "a bad batch, or an operation without a derivative (0/0, log 0, sqrt at 0)"
+    cause: ClassVar[str] = "a bad batch, or an operation without a finite derivative (0/0, log 0, sqrt at 0)"
     remedy: ClassVar[str] = (
-        "look at the batch of this step, add an epsilon inside log, sqrt and divisions; "
+        "look at the batch of this step, and add an epsilon inside log, sqrt and divisions; "
         'watch(model, on_nonfinite="trace") names the operation'
     )
 
 
 @dataclass(kw_only=True)
 class InfGradient(_NonFiniteGradient):
-    """A gradient has infinite elements: "Inf gradient", at every sample that AMP did not skip."""
+    """Raises the alert "Inf gradient" if a gradient has infinite elements, in every sample that AMP did not skip."""
 
     title: ClassVar[str] = "Inf gradient"
     what: ClassVar[str] = "Inf"
     counts: ClassVar[str] = "num_inf"
     cause: ClassVar[str] = "an overflow: values beyond the range of the dtype, by growth or by a division by almost 0"
     remedy: ClassVar[str] = (
-        "lower the learning rate or clip, use bfloat16 in place of float16, add an epsilon to divisions"
+        "lower the learning rate or clip the gradients, use bfloat16 instead of float16, add an epsilon to divisions"
     )
 
 
@@ -124,10 +124,10 @@ NONFINITE_TITLES: Final = (NaNGradient.title, InfGradient.title)
 
 @dataclass(kw_only=True)
 class NonFiniteLoss(ShippedRule):
-    """The loss is NaN or infinite: "Non-finite loss".
+    """Raises the alert "Non-finite loss" if the loss is NaN or infinite.
 
-    Not at a sample that AMP skipped: an overflow of the scaled loss is how the scale finds its place. Nor where the
-    gradient is not finite either, or a parameter, which is told as such.
+    Samples that AMP skipped are ignored, because a loss scale settles by overflows. Samples with a non-finite gradient
+    or parameter are ignored too, because "NaN gradient" or "Inf gradient" reports them.
     """
 
     title: ClassVar[str] = "Non-finite loss"
@@ -149,21 +149,21 @@ class NonFiniteLoss(ShippedRule):
                 "forward or in the loss (log 0, 0/0, an overflow); wandb_gradwatch.find_nonfinite, which names the "
                 "operation, tells them apart"
             )
-            remedy = "look at the batch and the outputs of this step; add an epsilon to the operation that is named"
+            remedy = "look at the batch and the outputs of this step; add an epsilon to the operation that is found"
             yield finding(self.title, fact, "", cause, remedy, sample.step, "WARN" if sample.left_out else "ERROR")
 
 
 @dataclass(kw_only=True)
 class LossScaleCollapse(ShippedRule):
-    """AMP skips update after update, or its scale falls below a floor: "Loss scale collapse".
+    """Raises the alert "Loss scale collapse" if AMP skips many updates in a row, or its scale falls below a floor.
 
-    An isolated skipped update is how a loss scale finds its place, and no alert. Nor are the first ones of a run, in a
-    row, while the scale is larger than what models settle at.
+    A single skipped update is normal: a loss scale settles by overflows. So are skipped updates at the beginning of a
+    run, as long as the scale is above 4096, a level at which models settle.
 
     Args:
-        patience: skipped samples in a row that are too many. torch's scaler starts at 65536 and halves once per skip:
-            5 in a row pass through 2048, below where a healthy model settles within a few steps.
-        min_scale: a scale below it means that even unscaled gradients overflow.
+        patience: number of skipped samples in a row that raises the alert. torch's scale starts at 65536 and is halved
+            by each skip: 5 of them lead to 2048, below the level at which a healthy model settles within a few steps.
+        min_scale: the floor; below the default of 1 even unscaled gradients overflow.
     """
 
     patience: int = 5
@@ -201,8 +201,8 @@ class LossScaleCollapse(ShippedRule):
         if np.any(snapshot.num_nan[sample] > 0):
             cause = "the gradients are NaN at any scale: the loss or an operation is broken, not the scale"
         else:
-            cause = "gradients beyond the range of float16, by growth or by values that need bfloat16"
+            cause = "gradients beyond the range of float16, because they have grown or because the model needs bfloat16"
         remedy = "look for NaN with autocast off, clip after unscale_(), lower the learning rate, or use bfloat16"
         cause, remedy = _broken_parameter(snapshot, sample) or (cause, remedy)
-        # Only a stalled sample is an ERROR: it was not applied anyway, so a guard that skips it loses nothing.
+        # Only a stalled sample is an ERROR: AMP has not applied it, so a guard that skips it loses nothing.
         return finding(self.title, fact, layers, cause, remedy, step, "ERROR" if stalled else "WARN")
