@@ -302,7 +302,7 @@ def test_a_sink_that_raises_is_dropped_and_said_once(said: Any, method: str) -> 
     assert broken.calls == 1
     assert [len(snapshot) for snapshot in memory.snapshots] == [5, 5, 5, 5]
     assert [alert.title for alert in memory.alerts] == ["NaN gradient"]
-    assert said() == ["wandb_gradwatch: Broken failed and is dropped; training and the other sinks go on."]
+    assert said() == ["wandb_gradwatch: Broken failed and is dropped; training and the other sinks continue."]
 
 
 def test_a_rule_that_raises_is_dropped_and_said_once(said: Any) -> None:

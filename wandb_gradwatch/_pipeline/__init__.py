@@ -1,11 +1,11 @@
-"""From samples that have arrived on the host to snapshots, rules, the flight recorder and the sinks.
+"""The path of samples on the host: to snapshots, rules, the flight recorder and the sinks.
 
-What is remembered here has one owner each:
+Each part of the state has one owner:
 
-    pipeline.py       what has arrived, the open window's samples, the windows that are being merged over ranks
-    alert_manager.py  the rules, and which episodes of each title are open
-    dispatcher.py     the sinks, the user's callbacks, the flight recorder, what was said once
+    pipeline.py       samples that have arrived, the samples of the open window, windows in the merge over ranks
+    alert_manager.py  the rules, and the episodes of each title
+    dispatcher.py     the sinks, the user's callbacks, the flight recorder, messages that are logged once
 
-The rest are functions: arrays in, arrays out. Below are the gradients (the sampler and the device's window own those),
-above is the watcher, who owns all of it.
+The other modules are functions from arrays to arrays. The capture and the sample buffer precede this package; the
+watcher owns all objects of this package.
 """

@@ -1,4 +1,4 @@
-"""Who decides what is sent: one alert per episode, not one per sample. Rules say each time what is wrong."""
+"""Decide which findings are sent as alerts: one alert per episode. Rules report a fault at every sample."""
 
 from __future__ import annotations
 
@@ -18,41 +18,41 @@ from ..snapshot import Snapshot
 _LOGGER: Final = logging.getLogger("wandb_gradwatch")
 _HOUR: Final = 3600.0
 _LEVELS: Final[tuple[Level, ...]] = ("INFO", "WARN", "ERROR")
-_MAX_DOUBLINGS: Final = 16  # of the healthy samples that end an episode: half a million, and still a number
+_MAX_DOUBLINGS: Final = 16  # limits the healthy samples that end an episode to about half a million
 
 
 @dataclass
 class _Episode:
-    """One title's story: an episode begins when its alert is sent and ends after enough healthy samples."""
+    """The episodes of one title: an episode begins when its alert is sent, and ends after enough healthy samples."""
 
     is_open: bool = False
-    num_healthy: int = 0  # samples in a row without a finding
+    num_healthy: int = 0  # consecutive samples without a finding
     num_sent: int = 0
     first_step: int = 0
-    level: Level = "INFO"  # of its newest alert
-    sent_at: deque[float] = field(default_factory=deque)  # within the last hour
+    level: Level = "INFO"  # level of the newest alert
+    sent_at: deque[float] = field(default_factory=deque)  # times of the alerts within the last hour
 
     def state_dict(self, now: float) -> dict[str, Any]:
-        ages = [now - sent for sent in self.sent_at]  # the next process has another clock
+        ages = [now - sent for sent in self.sent_at]  # ages, because the next process has another clock
         return vars(self) | {"sent_at": ages}
 
 
 class AlertManager:
-    """Run the rules on new samples and choose the alerts that a person should get.
+    """Run the rules on new samples and select the alerts to send.
 
-    A title is sent when its episode begins, and again only after healthy samples in a row have ended that episode:
-    `rearm_samples` of them after the first alert, twice as many after each further one, so that what comes again and
-    again is not told again and again; within an episode only what is worse than it was. Each title has a limit of its
-    own for an hour: no other one crowds out a NaN.
+    An alert is sent when an episode of its title begins, and during an episode only if the level rises. An episode
+    ends after consecutive healthy samples: `rearm_samples` after the first alert of the title, twice as many after
+    each further alert, so that a recurring fault does not send the same alert again and again. The limit per hour is
+    per title, so other alerts never suppress a NaN alert.
 
-    A rule that raises is dropped and reported once, with its traceback, by the logger "wandb_gradwatch"; the others go
-    on. Recovery is noted there too.
+    A rule that raises is removed and logged once with its traceback by the logger "wandb_gradwatch"; the other rules
+    continue. The same logger reports recovery.
 
     Args:
-        rules: rules, or functions from a snapshot of one sample to words, an Alert or None.
-        rearm_samples: healthy samples in a row that end a title's first episode.
-        max_per_hour: alerts of one title in any hour; the last of them says that more may be withheld.
-        clock: seconds, from any zero, never going back.
+        rules: rules, or functions from a snapshot with one sample to a text, an Alert or None.
+        rearm_samples: number of consecutive healthy samples that end the first episode of a title.
+        max_per_hour: largest number of alerts of one title in any hour; the last one says that more may be withheld.
+        clock: returns seconds from an arbitrary zero, and never decreases.
 
     Raises:
         TypeError: something in `rules` is neither a rule nor a function.
@@ -67,7 +67,7 @@ class AlertManager:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.rules = [as_rule(candidate) for candidate in rules]
-        self.last_findings: list[Alert] = []  # all that the rules said about the newest sample, sent or not
+        self.last_findings: list[Alert] = []  # all findings of the newest sample, sent or not
         self._keys = _keys_of(self.rules)
         self._everyday = [kept for kept in self.rules if not getattr(kept, "is_for_rare_samples", False)]
         self._rearm_samples, self._max_per_hour = rearm_samples, max_per_hour
@@ -76,24 +76,24 @@ class AlertManager:
 
     @property
     def healthy(self) -> bool:
-        """True unless a rule found an ERROR in the newest sample; True before the first."""
+        """True unless a rule found an ERROR in the newest sample; True before the first sample."""
         return all(finding.level != "ERROR" for finding in self.last_findings)
 
     def process(self, snapshot: Snapshot) -> list[Alert]:
-        """Run the rules on samples that they have not seen yet.
+        """Run the rules on new samples.
 
         Returns:
-            The alerts to be sent now, in the order of their samples.
+            The alerts to send now, in the order of their samples.
         """
         if not len(snapshot):
             return []
         findings = self._find(snapshot)
-        if not findings and not self._episodes:  # as nearly always: no sample needs a look of its own
+        if not findings and not self._episodes:  # the usual case: nothing to decide for any sample
             self.last_findings = []
             return []
         steps: list[int] = snapshot.steps.tolist()
         by_step: dict[int, list[Alert]] = {step: [] for step in steps}
-        for finding in findings:  # a function may name a step of its own choice: it is told with the newest sample
+        for finding in findings:  # a rule function may name any step; an unknown step is assigned to the newest sample
             step = (isinstance(finding, Finding) and finding.found_in) or finding.step
             by_step.get(step, by_step[steps[-1]]).append(finding)
         sent: list[Alert] = []
@@ -107,7 +107,7 @@ class AlertManager:
         for candidate in tuple(self._everyday if is_ordinary(snapshot) else self.rules):
             try:
                 findings += list(candidate.check(snapshot))
-            except Exception as error:  # our failure, or the user's rule's, must not become the training's
+            except Exception as error:  # an error in a rule must not reach the training loop
                 raise_interruption(error)
                 _LOGGER.exception("the rule %r raised and is dropped; the others go on", candidate)
                 self._drop(candidate)
@@ -119,9 +119,9 @@ class AlertManager:
         self._everyday = [kept for kept in self._everyday if kept is not candidate]
 
     def _decide(self, step: int) -> list[Alert]:
-        """The alerts to be sent for the sample whose findings are `last_findings`."""
+        """Return the alerts to send for the sample with the findings `last_findings`."""
         by_title: dict[str, Alert] = {}
-        for finding in self.last_findings:  # two rules of one title make one alert, the worse one
+        for finding in self.last_findings:  # of several findings with one title, the one with the highest level counts
             known = by_title.get(finding.title)
             if known is None or _LEVELS.index(finding.level) > _LEVELS.index(known.level):
                 by_title[finding.title] = finding
@@ -144,7 +144,7 @@ class AlertManager:
             )
 
     def open(self, finding: Alert) -> Alert | None:
-        """Begin an episode with this finding and return its alert, unless one is open or a limit withholds it."""
+        """Begin an episode and return its alert; None if an episode is open at this level, or at the hourly limit."""
         episode = self._episodes.setdefault(finding.title, _Episode())
         episode.num_healthy = 0
         now = self._clock()
@@ -159,13 +159,13 @@ class AlertManager:
         if len(episode.sent_at) < self._max_per_hour:
             return finding
         withheld = (
-            f"This is number {self._max_per_hour} of this title within an hour: further ones are withheld until the "
-            "hour is over."
+            f"This is alert number {self._max_per_hour} with this title within an hour: further ones are withheld "
+            "until the hour is over."
         )
         return replace(finding, text=f"{finding.text}\n{withheld}")
 
     def state_dict(self) -> dict[str, Any]:
-        """All that is remembered, in plain Python values; rules are keyed by their kind, not by their place."""
+        """The state as plain Python values; rules are keyed by class and title, so that their order may change."""
         now = self._clock()
         return {
             "rules": {key: dict(kept.state_dict()) for key, kept in zip(self._keys, self.rules, strict=True)},
@@ -173,13 +173,13 @@ class AlertManager:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where another one stopped; a rule that is new, or whose state does not fit, starts without memory."""
+        """Restore a saved state. A rule that is new, or whose state does not fit, starts without saved state."""
         for key, kept in zip(self._keys, self.rules, strict=True):
             if key in state["rules"]:
                 try:
                     kept.load_state_dict(state["rules"][key])
-                except Exception:  # a rule changed since it was saved: the training goes on without its memory
-                    _LOGGER.exception("the rule %r could not load its state and starts without memory", kept)
+                except Exception:  # the rule may have changed since its state was saved; that must not stop a training
+                    _LOGGER.exception("the rule %r could not load its state and starts without saved state", kept)
         now = self._clock()
         self._episodes = {
             title: _Episode(**episode | {"sent_at": deque(now - float(age) for age in episode["sent_at"])})
@@ -188,7 +188,7 @@ class AlertManager:
 
 
 def _keys_of(rules: Sequence[Rule]) -> list[str]:
-    """A key for each rule that survives a changed order: its kind and title, and a number only where both repeat."""
+    """A key for each rule that does not depend on the order: class and title, and a number if both repeat."""
     keys: list[str] = []
     for kept in rules:
         key = f"{type(kept).__name__}: {getattr(kept, 'title', '')}"

@@ -1,4 +1,4 @@
-"""Samples that have arrived become a snapshot, under the names of now."""
+"""Assemble a snapshot from samples that have arrived, with the current names of the parameters."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Number = TypeVar("Number", np.float64, np.int64)
 def snapshot_of(
     samples: Sequence[ArrivedSample], known: Names, flush: ArrivedFlush | None = None, overhead_ratio: float = math.nan
 ) -> Snapshot:
-    """These samples, at least one, under the names that are known."""
+    """The snapshot of at least one sample, with these names. Names that a sample lacks are missing (NaN)."""
     num_names = len(known.names)
     histogram = None
     if flush is not None and flush.histogram is not None:
@@ -45,7 +45,7 @@ def snapshot_of(
 
 
 def with_totals(snapshot: Snapshot, parts: Mapping[str, Sequence[int]]) -> Snapshot:
-    """The snapshot with the total norm of each part, where there are several: those that step in turn have no other."""
+    """Add the total norm of each part if there are several parts: models, or optimizers that step in turn."""
     if len(parts) < 2:
         return snapshot
     part_of = {snapshot.names[slot]: part for part, slots in parts.items() for slot in slots}
@@ -55,14 +55,14 @@ def with_totals(snapshot: Snapshot, parts: Mapping[str, Sequence[int]]) -> Snaps
 
 
 def padded(values: NDArray[Number], num_names: int, *, fill: float = math.nan) -> NDArray[Number]:
-    """Room for names that appeared after these values were measured: [P, any]."""
+    """Append rows of `fill` for names that appeared after the values were measured: [P, any]."""
     missing = num_names - len(values)
     return np.pad(values, ((0, missing), (0, 0)), constant_values=fill) if missing else values
 
 
 def _stacked(metrics: Sequence[Mapping[str, float]]) -> dict[str, FloatArray]:
-    """Values by key over samples, NaN where a sample has none: each [S]."""
+    """The values of each key over all samples, NaN where a sample lacks the key: each [S]."""
     keys = dict.fromkeys(itertools.chain.from_iterable(metrics))
     found = [values.get(key, math.nan) for key in keys for values in metrics]
-    # Made at once: with metrics of every module there are hundreds of keys.
+    # One array for all keys, because there are hundreds of keys with metrics of every module.
     return dict(zip(keys, np.array(found, dtype=np.float64).reshape(len(keys), len(metrics)), strict=True))

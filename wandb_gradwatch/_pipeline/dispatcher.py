@@ -1,4 +1,4 @@
-"""Where everything comes out: sinks, the user's callbacks, the flight recorder's file, the log."""
+"""The outputs of the pipeline: sinks, the user's callbacks, the flight recorder's file, the log."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _RECORDER_FILE: Final = "gradwatch-flight-recorder.npz"
 
 @dataclass
 class _Said:
-    """What is said once: the first text of this process, the newest, and how many there were."""
+    """A kind of message that is logged once: its first text in this process, its newest text, and their number."""
 
     first: str = ""
     newest: str = ""
@@ -33,9 +33,9 @@ class _Said:
 
 
 class Dispatcher:
-    """Tells whoever listens. Owns the sinks, the flight recorder, and what has been said and is said once.
+    """Sends snapshots, alerts and messages. Owns the sinks, the flight recorder, and the messages logged once.
 
-    A sink that raises is dropped, with its traceback; what a callback of the user's raises is raised as CallbackError.
+    A sink that raises is removed, and its traceback is logged. An exception of a user's callback becomes CallbackError.
     """
 
     def __init__(
@@ -52,11 +52,11 @@ class Dispatcher:
 
     @property
     def said(self) -> list[str]:
-        """The kinds of what has been said and is said once."""
+        """The kinds of messages that have been logged and are not repeated."""
         return sorted(self._said)
 
     def do_not_repeat(self, kinds: Iterable[str]) -> None:
-        """An earlier part of this training has said these."""
+        """Do not log messages of these kinds again: an earlier part of this training has logged them."""
         for kind in kinds:
             self._said.setdefault(kind, _Said(count=1))
 
@@ -65,7 +65,7 @@ class Dispatcher:
         return {namespace for sink in self._sinks if (namespace := sink.namespace_in(run)) is not None}
 
     def before_runs_end(self, flush: Callable[[], object]) -> None:
-        """Have a run that is finished while watched call this first, so that it gets what it is owed."""
+        """Register a callback that flushes before a W&B run ends, so that the run receives its last rows."""
         for sink in self._sinks:
             sink.before_run_ends(flush)
 
@@ -73,7 +73,7 @@ class Dispatcher:
         self._call_sinks("write", snapshot)
 
     def send(self, alert: Alert) -> None:
-        """To every sink, to the recorder and to the user's callbacks; an error also leaves the evidence."""
+        """Send an alert to the recorder, all sinks and the user's callbacks; an ERROR also writes the recorder."""
         self.recorder.alert(alert)
         self._num_alerts += 1
         self._sent_titles.add(alert.title)
@@ -93,18 +93,18 @@ class Dispatcher:
             raise CallbackError from raised
 
     def pop_titles(self) -> set[str]:
-        """The titles of the alerts that have been sent since this was last asked."""
+        """Return the titles of the alerts sent since the last call of `pop_titles`."""
         titles, self._sent_titles = self._sent_titles, set()
         return titles
 
     def pop_seconds(self) -> float:
-        """What the sinks have taken, outside of the calls from here, since this was last asked."""
+        """Return the seconds that sinks took outside of the dispatcher's calls since the last call of `pop_seconds`."""
         return sum([sink.pop_seconds() for sink in self._sinks])
 
     def record(self, path: str | Path | None = None, *, table: bool = False) -> list[Path]:
-        """Write what the flight recorder holds: to a path, or beside the run of every sink that has one.
+        """Write the flight recorder to a path, or to the folder of every sink that has one; return the files.
 
-        With `table` it is also logged as a table to sinks that take one. Returns the files written.
+        With `table`, the samples are also passed to all sinks as a table.
         """
         targets = [Path(path)] if path is not None else [folder / _RECORDER_FILE for folder in self._directories()]
         written = []
@@ -118,20 +118,20 @@ class Dispatcher:
         return written
 
     def notice(self, kind: str, text: str) -> None:
-        """Say something once, and at the end how often there was reason to."""
+        """Log a message of this kind once; `close` logs how often there was one."""
         if self.is_new(kind, text):
             logger.warning("wandb_gradwatch: %s", text)
 
     def is_new(self, kind: str, text: str) -> bool:
-        """Whether nothing of this kind has been said yet; what is counted for the end."""
+        """Whether this is the first message of its kind; counts the messages for `close`."""
         said = self._said.setdefault(kind, _Said())
         is_new = said.count == 0
-        said.count += text != said.newest  # the same words name no other step
+        said.count += text != said.newest  # an equal text names the same step, so it is not counted again
         said.first, said.newest = said.first or text, text
         return is_new
 
     def close(self) -> None:
-        """Say what there was reason to say again, and close the sinks."""
+        """Log the counts of repeated messages and of alerts, and close the sinks."""
         for said in self._said.values():
             if said.count > 1:
                 logger.warning("wandb_gradwatch: %d times in all: %s", said.count, said.first)
@@ -140,10 +140,10 @@ class Dispatcher:
         self._call_sinks("close")
 
     def _ending(self, first: Alert) -> str:
-        """How many alerts there were, the first, and the command that shows them."""
+        """A text with the number of alerts, the first alert, and the command that shows the page."""
         others = f", the first at step {first.step}" if self._num_alerts > 1 else f" at step {first.step}"
         ending = f"{self._num_alerts} alert{'s' if self._num_alerts > 1 else ''}{others}: {first.title}."
-        for files in self._directories():  # the run's own, with its record beside
+        for files in self._directories():  # the run's `files` folder; `view` reads its parent
             return f"{ending} To see the page of the run: wandb-gradwatch view {shlex.quote(str(_near(files.parent)))}"
         return ending
 
@@ -163,12 +163,12 @@ class Dispatcher:
                 if sink in self._sinks:
                     self._sinks.remove(sink)
                     logger.error(
-                        "wandb_gradwatch: %s failed and is dropped; training and the other sinks go on.",
+                        "wandb_gradwatch: %s failed and is dropped; training and the other sinks continue.",
                         type(sink).__name__,
                         exc_info=error,
                     )
 
 
 def _near(path: Path) -> Path:
-    """The path as seen from the working directory, where it is below."""
+    """The path relative to the working directory, if it is inside of that directory."""
     return path.relative_to(os.getcwd()) if path.is_relative_to(os.getcwd()) else path

@@ -1,4 +1,4 @@
-"""What arrives on the host, taken sample by sample and handed on window by window."""
+"""Process samples as they arrive on the host, and write complete windows."""
 
 from __future__ import annotations
 
@@ -28,30 +28,30 @@ from .rule_runner import RuleRunner
 
 # P watched parameters, C columns
 
-_UNUSUAL_GROWTH: Final = 3.0  # of the norm: worth a closer look, not yet an alert
-_KNOWN: Final = 4  # samples, before anything can be unusual
-# A norm above float16's largest value may overflow in the user's clipping, which then multiplies with 0: not zeroed.
+_UNUSUAL_GROWTH: Final = 3.0  # a norm that grew by this factor is unusual: more samples are taken, without an alert
+_KNOWN: Final = 4  # number of samples before one can be unusual
+# A larger norm may overflow in float16 clipping, which then multiplies by 0: zero_grad() was not called.
 _CLIPPED_TO_NOTHING: Final = 65504.0
 
 
 @dataclass
 class News:
-    """What the capture's schedule is to know of what has arrived."""
+    """Information about arrived samples for the capture's schedule."""
 
-    is_unusual: bool = False  # a sample was not finite, or three times as long as the last ones
-    is_untraced: bool = False  # a gradient was modified and did not show it
-    seconds_on_rows: float = 0.0  # what writing windows has taken
+    is_unusual: bool = False  # a sample was not finite, or its norm was three times the usual one
+    is_untraced: bool = False  # a gradient was modified although its version counter had not changed
+    seconds_on_rows: float = 0.0  # time for writing windows
 
 
 class Pipeline:
-    """Takes what the device's window sends, and gives windows to the dispatcher.
+    """Receives samples from the sample buffer, and passes snapshots of windows to the dispatcher.
 
-    Owns what has arrived and waits its turn, the samples of the open window, the windows that are being merged over
-    ranks, and the newest snapshot.
+    Owns the queue of arrived samples, the samples of the open window, the windows in the merge over ranks, and the
+    newest snapshot.
 
     Args:
-        seconds_spent: asks how many seconds the monitor has taken so far.
-        name: tells this watcher's traffic between ranks from that of others; the same on every rank.
+        seconds_spent: returns the seconds that the monitor has taken so far.
+        name: identifies this watcher's messages between ranks; the same on every rank.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Pipeline:
         seconds_spent: Callable[[], float],
         name: str,
     ) -> None:
-        self.window: list[ArrivedSample] = []  # arrived since the last flush
+        self.window: list[ArrivedSample] = []  # samples since the last flush
         self._parts, self._source, self._shards = parts, parts.window, parts.shards
         self._names, self._totals = parts.optimizers.names, parts.optimizers.parts
         self._rule_runner = rule_runner
@@ -71,48 +71,48 @@ class Pipeline:
         self._began, self._spent_before = time.perf_counter(), seconds_spent()
         self._name = name
         self._rank_parts = RankParts(parts.registry, name) if world_size() > 1 else None  # until the first sample
-        self._whole: WholeModel | None = None  # where ranks have different parameters
+        self._whole: WholeModel | None = None  # set if ranks have different parameters
         self._probes = parts.probes
         self._arrived: deque[ArrivedSample | ArrivedFlush] = deque()
         self._reducer: RankMerger | None = None
         self._merges = True
         self._newest: Snapshot | None = None
         self._unreturned: Snapshot | None = None
-        self._sums_sq: deque[float] = deque(maxlen=16)  # of the last samples' gradients
+        self._sums_sq: deque[float] = deque(maxlen=16)  # squared norms of the last samples
         self._news = News()
 
     @property
     def has_any(self) -> bool:
-        """Whether something may have arrived."""
+        """Whether samples or windows may have arrived."""
         return bool(self._source.sent or self._arrived or self._reducer)
 
     @property
     def newest(self) -> Snapshot | None:
-        """The newest flushed snapshot; before the first flush, what has been sampled so far; None for nothing."""
+        """The newest flushed snapshot; before the first flush, that of all samples so far; None without samples."""
         if self._newest is not None:
             return self._newest
         return snapshot_of(self.window, self._names()) if self.window else None
 
     def _overhead_ratio(self) -> float:
-        """The monitor's share of the time since watch(). The page, summary() and the demo say the last row's."""
+        """The monitor's share of the time since watch(). The page, summary() and the demo show the last row's value."""
         ratio = (self._seconds_spent() - self._spent_before) / max(time.perf_counter() - self._began, 1e-9)
         return min(max(ratio, 0.0), 1.0)
 
     def pop_unreturned(self) -> Snapshot | None:
-        """The newest window that no earlier call has returned."""
+        """Return the newest window, once; None if an earlier call has returned it."""
         snapshot, self._unreturned = self._unreturned, None
         return snapshot
 
     def pop_news(self) -> News:
-        """The news since this was last asked."""
+        """Return the news since the last call of `pop_news`."""
         news, self._news = self._news, News()
         return news
 
     def deliver(self, *, wait: bool = False) -> None:
-        """Hand on what has arrived; with `wait`, all that was sent.
+        """Process the samples and windows that have arrived; with `wait`, all that were sent.
 
         Raises:
-            CallbackError: a callback of the user's raised; what has arrived is delivered all the same.
+            CallbackError: a user's callback raised; all samples and windows were processed nevertheless.
         """
         raised: list[CallbackError] = []
 
@@ -123,11 +123,11 @@ class Pipeline:
                 raised.append(error)
 
         self._arrived.extend(self._source.poll(wait=wait))
-        while self._arrived:  # shared: a callback of the user's that flushes goes on where this loop is
+        while self._arrived:  # a user's callback may flush, which processes the rest of the same queue
             arrived = self._arrived.popleft()
             attempt(self._take if isinstance(arrived, ArrivedSample) else self._end_window, arrived)
         if self._reducer is not None:
-            # What nobody will merge is this rank's: whole, but for what compares the ranks, unless it is of shards.
+            # No other rank will merge these windows. Without shards they are complete but for comparisons of ranks.
             unmerged = self._reducer.give_back() if wait and not (self._merges or self._shards.any) else []
             for merged in [*self._reducer.poll(wait=wait and self._merges), *unmerged]:
                 samples = [self._derived(sample) for sample in merged.samples]
@@ -144,7 +144,7 @@ class Pipeline:
             if whole is not None and self._shards.split(whole.ranks):
                 self._whole = whole
         if sample.sample.left_out:
-            # Other ranks may have seen this otherwise, and windows are merged sample by sample.
+            # With a merge over ranks the sample is dropped, because other ranks may not have it.
             if self._parts.merges_ranks or not np.nansum(sample.rows[:, [Column.NUM_NAN, Column.NUM_INF]]):
                 return
             sample = replace(sample, metrics={**sample.metrics, keys.LEFT_OUT: 1.0})
@@ -153,7 +153,7 @@ class Pipeline:
         some_are_missing = math.isnan(total_C[Column.GRAD_SUM_SQ])
         self._look(np.nansum(sample.rows, axis=0).tolist() if some_are_missing else total_C)
         was_zeroed = False
-        # Nearly always one optimizer has received something for everything: no need to look closer.
+        # Usually a single optimizer has received gradients for all parameters, and none was zeroed.
         if some_are_missing or not total_C[Column.RECEIVED_SUM_SQ] or len(sample.sample.updated) > 1:
             was_zeroed = not sample.sample.left_out and _drop_zeroed(sample)
         if sample.metrics.get(keys.CLIPPED) == MULTIPLIED and not self._shards.any:
@@ -162,7 +162,7 @@ class Pipeline:
             sample = self._derived(sample)
         if sample.histograms:
             sample = self._with_earlier_histograms(sample)
-        self.window.append(sample)  # before anything is said: a callback of the user's may raise
+        self.window.append(sample)  # before any alert is sent, because a user's callback may raise
         try:
             if was_zeroed:
                 self._say_zeroed(sample.sample.step)
@@ -171,7 +171,7 @@ class Pipeline:
                 self._rule_runner.judge([sample], self._names())
 
     def _derived(self, sample: ArrivedSample) -> ArrivedSample:
-        """The sample, whose sums are those of the whole, with what the probes derive from them."""
+        """Add the metrics that the probes derive from the sample's sums, which are those of all ranks."""
         found = self._probes.derive(sample.sums)
         return replace(sample, metrics={**sample.metrics, **found}) if found else sample
 
@@ -181,14 +181,14 @@ class Pipeline:
             self._dispatcher.notice(
                 "multiplied",
                 f"in step {step} every gradient was multiplied by {after / before:.3g} between the backward and the "
-                "optimizer's step, by other code than torch's clipping functions. Whether that is clipping is not "
-                "known: clip_ratio is missing. If it is another unit, such as an average over tokens, pass "
-                "loss_scale= (what the gradients are divided by, or a function of the step).",
+                "optimizer's step, but not by torch's clipping functions. It is unknown whether this is clipping, so "
+                "clip_ratio is missing. If it is a change of unit, such as an average over tokens, pass loss_scale= "
+                "(the divisor of the gradients, or a function from the step to the divisor).",
             )
 
     def _look(self, total_C: Sequence[float]) -> None:
         sum_sq, nonfinite = total_C[Column.GRAD_SUM_SQ], total_C[Column.NUM_NAN] + total_C[Column.NUM_INF] > 0
-        limit = sum_sq / _UNUSUAL_GROWTH**2  # of the smallest, as no median is below it and nearly all are above it
+        limit = sum_sq / _UNUSUAL_GROWTH**2  # compared with the minimum first, which is cheaper than the median
         is_large = len(self._sums_sq) >= _KNOWN and limit > min(self._sums_sq)
         if nonfinite or (is_large and limit > statistics.median(self._sums_sq)):
             self._news.is_unusual = True
@@ -204,7 +204,7 @@ class Pipeline:
         )
 
     def _with_earlier_histograms(self, sample: ArrivedSample) -> ArrivedSample:
-        """The window's histograms are those of its newest sample that has any: as many as there are keys, no more."""
+        """Move all histograms of the window to its newest sample, merged, so that memory does not grow."""
         earlier: list[Mapping[str, MetricHistogram]] = []
         for index, other in enumerate(self.window):
             if other.histograms:
@@ -225,11 +225,11 @@ class Pipeline:
             self._write(samples, flush, overhead_ratio)
         elif self._merges:
             self._submit(samples, flush, overhead_ratio)
-        elif not self._shards.any:  # whole, but for what compares the ranks
+        elif not self._shards.any:  # the window is complete but for comparisons of ranks
             self._write(samples, flush, overhead_ratio, unseen=samples)
 
     def _submit(self, samples: Sequence[ArrivedSample], flush: ArrivedFlush, overhead_ratio: float) -> None:
-        """A window of shards starts its way through the reduction over ranks, in the background."""
+        """Start the merge of a window over ranks in the background."""
         if self._reducer is None:
             self._reducer = RankMerger(self._name)
         names = self._names().names
@@ -247,17 +247,17 @@ class Pipeline:
         overhead_ratio: float,
         unseen: Sequence[ArrivedSample] = (),
     ) -> None:
-        """A window of the whole model is complete: show the rules what is unseen of it, and hand it to the sinks."""
+        """Write the window of the whole model to the sinks; run the rules on its `unseen` samples first."""
         known = self._names() if self._whole is None else self._whole.names(self._names())
         snapshot = snapshot_of(samples, known, flush, overhead_ratio)
-        if self._whole is None:  # of other ranks' models and optimizers only the layers are known
+        if self._whole is None:  # totals need the parts of all parameters, unknown for those of other ranks
             snapshot = with_totals(snapshot, self._totals())
         self._newest = self._unreturned = snapshot
-        self._dispatcher.recorder.picture(snapshot)  # before the rules: what an alert says may quote it
+        self._dispatcher.recorder.picture(snapshot)  # before the rules, because alerts may use the histogram
         try:
             if unseen:
                 self._rule_runner.judge(unseen, known)
-        finally:  # a callback of the user's may raise
+        finally:  # a user's callback may raise
             began = time.perf_counter()
             self._dispatcher.write(snapshot)
             self._news.seconds_on_rows += time.perf_counter() - began
@@ -265,30 +265,30 @@ class Pipeline:
     # ---- ends
 
     def stop_merging(self) -> None:
-        """Other ranks may not be there any more: at exit, and in an exception."""
+        """Do not merge over ranks any more, at exit or after an exception: other ranks may have ended."""
         self._merges = False
 
     def rescue(self) -> None:
-        """The monitor has failed: write what has arrived, of a whole model, without the histogram."""
+        """After an error of the monitor, write the open window without its histogram, unless the model is sharded."""
         if self.window and not self._shards.any:
             samples, self.window = self.window, []
             self._write(samples, ArrivedFlush(None, ()), self._overhead_ratio())
 
     def close(self) -> None:
-        """End the reduction's thread. Idempotent."""
+        """End the thread of the merge over ranks. Idempotent."""
         if self._reducer is not None:
             self._reducer.close()
 
 
 def _drop_zeroed(arrived: ArrivedSample) -> bool:
-    """Make rows of gradients that were zeroed before the step missing, in place: the optimizer received nothing.
+    """Mark rows of gradients that were zeroed before the step as missing, in place: the optimizer received none.
 
     Returns:
-        Whether there is an optimizer whose every gradient the backward had computed, and that received none.
+        Whether all gradients of an optimizer were zeroed after the backward had computed them.
     """
     rows_PC = arrived.rows
     num_bad_P = np.add.reduce(rows_PC[:, NONFINITE_COLUMNS], axis=1)
-    # Zeros that no backward was seen to make are what zero_grad() left.
+    # zero_grad() left these zeros: no backward has computed them.
     unseen_P = np.isnan(rows_PC[:, Column.GRAD_SUM_SQ]) & (rows_PC[:, Column.RECEIVED_SUM_SQ] == 0)
     rows_PC[unseen_P & (num_bad_P == 0)] = np.nan
     found = False

@@ -1,7 +1,7 @@
-"""What the probes found on each rank, as arrays that add up over the ranks: sums, and histograms of parameters.
+"""Convert the probes' sums and histograms to arrays that can be added over the ranks, and back.
 
-Sums are, for every sample and kind of sums, an array [P, K + 1]: of every parameter its sums, and a 1 from each rank
-that has them. Sums that are of no parameter are a kind with one row.
+For every sample and kind of sums there is an array [P, K + 1]: the sums of each parameter, and a 1 from each rank that
+has them. Sums that belong to no parameter are a kind with one row.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ _NOTHING: Final = MetricHistogram(np.zeros(NUM_BINS, dtype=np.int64), np.inf, -n
 
 
 class Kind(NamedTuple):
-    """What the keys of these sums begin with, their meaning, and whether the names of parameters follow."""
+    """The prefix of the keys of some sums, their meaning, and whether names of parameters follow the prefix."""
 
     begin: str
     meaning: Meaning
     of_parameters: bool
 
     def names(self, names: Sequence[str]) -> Sequence[str]:
-        """Of the rows: those of the parameters, or the one that is of none."""
+        """The names of the rows: those of the parameters, or one empty name."""
         return names if self.of_parameters else ("",)
 
 
 def kinds_of(samples: Sequence[Mapping[str, ArrivedSums]]) -> list[list[Kind]]:
-    """The kinds of sums that are merged, of each sample; the same on every rank that has the same probes.
+    """The kinds of sums to merge for each sample; the same on every rank with the same probes.
 
-    What is of parameters any sample of the window may have; the rest is told apart by sample, as it can be long.
+    Kinds of parameters are included for every sample of the window; other kinds, which can be long, only where present.
     """
     of_samples = [
         {
@@ -56,7 +56,7 @@ def pack_sums(
     names: Sequence[str],
     counted: npt.NDArray[np.bool_],
 ) -> list[FloatArray]:
-    """What this rank adds, sample by sample and kind by kind; zeros for what another rank counts."""
+    """This rank's summands, by sample and kind; zeros for parameters that another rank counts."""
     packed = []
     for of_sample, of_kinds in zip(samples, kinds, strict=True):
         for kind in of_kinds:
@@ -73,7 +73,7 @@ def pack_sums(
 def unpack_sums(
     packed: Iterable[FloatArray], kinds: Sequence[Sequence[Kind]], names: Sequence[str]
 ) -> list[dict[str, ArrivedSums]]:
-    """The sums of all ranks, by key, for every sample."""
+    """The sums over all ranks by key, for every sample."""
     arrays, samples = iter(packed), []
     for of_kinds in kinds:
         of_sample: dict[str, ArrivedSums] = {}
@@ -95,7 +95,7 @@ def histogram_keys(names: Sequence[str]) -> list[str]:
 def pack_histograms(
     histograms: Mapping[str, MetricHistogram], names: Sequence[str], counted: npt.NDArray[np.bool_]
 ) -> tuple[FloatArray, FloatArray]:
-    """What this rank adds to the sums, and to the maxima (minima negated): [P, B] and [2, P]."""
+    """This rank's summands [P, B], and its values for the maxima (minima are negated) [2, P]."""
     found = [
         histograms.get(key, _NOTHING) if counts else _NOTHING
         for key, counts in zip(histogram_keys(names), counted.tolist(), strict=True)
@@ -107,7 +107,7 @@ def pack_histograms(
 def unpack_histograms(
     counts_PB: FloatArray, extremes_2P: FloatArray, names: Sequence[str]
 ) -> dict[str, MetricHistogram]:
-    """The histograms of the whole parameters, by key; none where no rank has counted an element."""
+    """The histograms of the whole parameters by key; empty histograms are left out."""
     low_P, high_P = -extremes_2P[0], extremes_2P[1]
     whole = zip(histogram_keys(names), counts_PB.astype(np.int64), low_P.tolist(), high_P.tolist(), strict=True)
     return {key: MetricHistogram(counts_B, low, high) for key, counts_B, low, high in whole if counts_B.any()}

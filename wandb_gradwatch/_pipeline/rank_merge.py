@@ -1,8 +1,8 @@
-"""Merge windows over the ranks, of a sharded model or for metrics that compare ranks: two all-reduces per flush.
+"""Merge windows over the ranks, for sharded models or metrics that compare ranks: two all-reduces per flush.
 
-Rows are mergeable, so sums are all-reduced as sums and extremes as maxima (a minimum is a negated maximum), in fixed
-positions. The training loop never waits: a thread of our own talks over process groups of our own (`rank_tree.py`), so
-that neither the order nor the timing of the user's collectives matters, and a rank that never comes costs one message.
+Rows are mergeable: sums are all-reduced as sums, extremes as maxima (a minimum is a negated maximum), in fixed
+positions. The training loop never waits, because a separate thread communicates over separate process groups
+(`rank_tree.py`), independent of the user's collectives. If a rank never takes part, merging stops with one message.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from .rank_tree import GROUP, RankTree
 
 logger: Final = logging.getLogger("wandb_gradwatch")
 
-WAIT: Final = timedelta(seconds=60)  # for the slowest rank to reach the same flush
-_RANKS_MET_IN_WAIT: Final = 2000  # all addresses pass through one store: docs/growth.md
-_CLOSING_WAIT: Final = 5.0  # seconds more than the limit of the collectives themselves
+WAIT: Final = timedelta(seconds=60)  # the time limit for the slowest rank to reach the same flush
+_RANKS_MET_IN_WAIT: Final = 2000  # ranks that can exchange addresses through one store within WAIT: docs/growth.md
+_CLOSING_WAIT: Final = 5.0  # seconds in addition to the time limit of the collectives
 
 _SUMS: Final = list(SUM_COLUMNS)
 _EXTREMES: Final = [*MIN_COLUMNS, *MAX_COLUMNS]
@@ -49,19 +49,19 @@ _CHANGE: Final = (keys.CLIPPED, keys.CHANGED)
 
 @dataclass(frozen=True)
 class RankWindow:
-    """A window as one rank has it, and the same with the rows and histograms of all ranks once it is merged."""
+    """A window of one rank; after the merge, with the rows and histograms of all ranks."""
 
-    samples: tuple[ArrivedSample, ...]  # its samples; every rank has the same steps
-    flush: ArrivedFlush  # its histogram
+    samples: tuple[ArrivedSample, ...]  # with the same steps on every rank
+    flush: ArrivedFlush  # contains the histogram
     names: tuple[str, ...]  # [P] the same on every rank
-    # [P] True where this rank's rows count: it holds a shard, or it is the one that speaks for replicas
+    # [P] True where this rank's rows are counted: it holds a shard, or is the one of several replicas to be counted
     counted: npt.NDArray[np.bool_]
     overhead_ratio: float = math.nan  # of this rank; not merged
-    has_shards: bool = True  # gradients are of single ranks, which can be named; otherwise all ranks have the same
+    has_shards: bool = True  # True: ranks hold different gradients, so an alert can name a rank
 
 
 class RankMerger:
-    """Merges windows in order, in a thread. The name, the same on every rank, tells its traffic from that of others."""
+    """Merges windows in order, in a thread. The name, equal on every rank, identifies the messages of this merger."""
 
     def __init__(self, name: str) -> None:
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
@@ -72,11 +72,11 @@ class RankMerger:
         self._progress = threading.Condition()
         self._thread: threading.Thread | None = None
         self._group_size = GROUP
-        self._store = rank_store(f"{name}/merge")  # now: the user may destroy the default group before the first flush
+        self._store = rank_store(f"{name}/merge")  # here: the user may destroy the default group before the first flush
         self.given_up = False
 
     def submit(self, window: RankWindow) -> None:
-        """Merge this window when all ranks have got to it; returns at once."""
+        """Queue a window, which is merged when all ranks have submitted it; returns at once."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="gradwatch-reducer", daemon=True)
             self._thread.start()
@@ -85,7 +85,7 @@ class RankMerger:
         self._todo.put(window)
 
     def poll(self, *, wait: bool = False) -> list[RankWindow]:
-        """The windows merged since the last poll, in order; with `wait`, all that were submitted, within the limit."""
+        """Return the windows merged since the last poll, in order; `wait` waits a limited time for the others."""
         if wait:
             with self._progress:
                 self._progress.wait_for(lambda: not self._under_way, self._wait.total_seconds() + _CLOSING_WAIT)
@@ -95,16 +95,16 @@ class RankMerger:
         return merged
 
     def give_back(self) -> list[RankWindow]:
-        """The windows that are not merged, as they were submitted: no later poll has them."""
+        """Return the windows that are not merged, as they were submitted. `poll` does not return them later."""
         with self._progress:
             windows, self._under_way = list(self._under_way), deque()
         return windows
 
     def close(self) -> None:
-        """Let the thread end when it has nothing left to do. Idempotent.
+        """End the thread after its last window. Idempotent.
 
-        It is waited for, within a limit: a thread that is still destroying its process group while the interpreter
-        exits takes the process down.
+        This method waits for the thread, up to a limit, because a thread that destroys its process group while the
+        interpreter exits crashes the process.
         """
         if self._thread is not None:
             self._todo.put(None)
@@ -122,16 +122,16 @@ class RankMerger:
                     tree = tree or self._meet()
                     merged = self._merge(tree, window)
                 except Exception as error:
-                    tree = None  # its connections close, so that ranks that still wait for this one hear of it
+                    tree = None  # closes the connections, which ends the wait of other ranks for this one
                     self._give_up(error)
             with self._progress:
-                if self._under_way:  # otherwise it has been given back
+                if self._under_way:  # otherwise give_back() has returned the window
                     self._under_way.popleft()
                     self._done.put(merged)
                 self._progress.notify_all()
 
     def _meet(self) -> RankTree:
-        clone = getattr(self._store, "clone", None)  # torch >= 2.6: waiting there keeps nobody else from the store
+        clone = getattr(self._store, "clone", None)  # torch >= 2.6: waiting on a clone does not block the store
         return RankTree(
             self._store if clone is None else clone(), self._rank, self._world, self._wait, size=self._group_size
         )
@@ -139,9 +139,9 @@ class RankMerger:
     def _give_up(self, error: Exception) -> None:
         self.given_up = True
         logger.warning(
-            "wandb_gradwatch: the gradients of the ranks are no longer merged: rank %d waited %.0f s for the others, "
-            "or found them watching something else (%s). From now on the numbers are those of this rank's shards only. "
-            "Call watch() on every rank, with the same arguments.",
+            "wandb_gradwatch: the gradients of the ranks are no longer merged: rank %d waited %.0f s for the other "
+            "ranks, or they watch other parameters or steps (%s). From now on, the statistics are those of this rank's "
+            "shards only. Call watch() on every rank, with the same arguments.",
             self._rank,
             self._wait.total_seconds(),
             error,
@@ -173,7 +173,7 @@ class RankMerger:
         return replace(merged, samples=tuple(samples))
 
     def _check_agreement(self, tree: RankTree, window: RankWindow, probes: object) -> None:
-        """Ranks that send different shapes would wait for ever, or merge what does not belong together."""
+        """Check that all ranks merge the same window. Otherwise they would wait forever, or merge different data."""
         steps = [sample.sample.step for sample in window.samples]
         what = repr((steps, window.names, window.flush.histogram is not None, probes)).encode()
         digest = float(int.from_bytes(hashlib.sha256(what).digest()[:6], "big"))  # 48 bits: exact in float64
@@ -184,7 +184,7 @@ class RankMerger:
 
 
 def _all_reduced(tree: RankTree, parts: Sequence[FloatArray], operation: Any) -> list[FloatArray]:
-    """Arrays combined over the ranks: in one message, as they have the same shapes everywhere."""
+    """All-reduce arrays, which have the same shapes on every rank, in one message."""
     flat = np.concatenate([part.ravel() for part in parts])
     tree.all_reduce(flat, operation)
     ends = np.cumsum([part.size for part in parts])[:-1]
@@ -192,9 +192,9 @@ def _all_reduced(tree: RankTree, parts: Sequence[FloatArray], operation: Any) ->
 
 
 def _pack(rows_SPC: FloatArray, window: RankWindow, rank: int, world: int) -> tuple[list[FloatArray], list[FloatArray]]:
-    """What this rank adds to the sums and to the maxima.
+    """This rank's values for the sums and for the maxima over the ranks.
 
-    sums:     the sum columns [S, P, any], 1 where the row is there [S, P], 1 where skipped [S], the histogram [P, B]
+    sums:     the sum columns [S, P, any], 1 where the row is present [S, P], 1 where skipped [S], the histogram [P, B]
     extremes: the extremes, minima negated, [S, P, any], the loss scale [S], whether it was clipped or changed
               otherwise [S, 2], and the code of the first non-finite row [S]
     """
@@ -239,10 +239,10 @@ def _unpack(sums: Sequence[FloatArray], extremes: Sequence[FloatArray], window: 
 
 
 def _codes_of_first_bad(rows_SPC: FloatArray, present_SP: npt.NDArray[np.bool_], rank: int, world: int) -> FloatArray:
-    """Per sample a number that is largest for the row that went bad first, in the backward's order: [S].
+    """For each sample a number whose maximum over the ranks identifies the first non-finite row: [S].
 
-    That is the last layer in the model's order, and among the ranks that hold it the lowest. What arose after the
-    backward comes after all that the backward left.
+    The first row is that of the last layer in the model's order, since the backward reaches it first, and of the lowest
+    rank. Rows that became non-finite after the backward follow those that the backward left.
     """
     looks_SPL = np.stack([rows_SPC[..., columns].sum(axis=-1) for columns in (_BAD_LEFT, _BAD_RECEIVED)], axis=-1)
     bad_SN = (present_SP[..., None] & (looks_SPL > 0)).swapaxes(1, 2)[..., ::-1].reshape(len(rows_SPC), -1)

@@ -1,8 +1,8 @@
-"""Ranks that hold different parameters (pipeline stages, experts): noticed at the first sample, before it is judged.
+"""Detect ranks that hold different parameters (pipeline stages, experts), before the rules check the first sample.
 
-At watch() each rank leaves in the store of the process groups what it watches, under its hash, and counts those that
-left the same. At the first sample it reads the counts: when a rank makes its first step, all others have called
-watch(), if they ever do, because its gradient came through them. So nobody waits, and no collective is needed.
+At watch(), each rank writes the description of its parameters to the store of the process groups, under a hash, and
+counts the ranks with the same hash. At the first sample, it reads the counts. When a rank makes its first step, every
+other rank that watches has called watch(), because the gradient depends on all ranks. No rank waits.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from .rank_merge import RankWindow
 class WholeModel:
     """The parameters of all ranks together."""
 
-    # Their names, each once; where ranks have different parameters of one name, those of the later ranks have
-    # "rank<n>." in front
+    # The names of all parameters, each once. If ranks have different parameters with one name, those of later ranks get
+    # the prefix "rank<n>."
     known: Names
-    places: tuple[int, ...]  # [P] where this rank's own are among them
-    ranks: tuple[frozenset[int], ...]  # [P] the ranks that have each of this rank's own
+    places: tuple[int, ...]  # [P] indices of this rank's parameters in `known`
+    ranks: tuple[frozenset[int], ...]  # [P] for each of this rank's parameters, the ranks that have it
 
     def names(self, own: Names) -> Names:
-        """Of all ranks, with those of this rank that are new since watch() at the end."""
+        """The names of all ranks, followed by this rank's names that are new since watch()."""
         new = slice(len(self.places), None)
         return Names(self.known.names + own.names[new], self.known.trainable + own.trainable[new])
 
     def window(self, own: RankWindow) -> RankWindow:
-        """The window with each row at its place among those of all ranks; the others' are missing, and do not count."""
+        """The window with rows for the parameters of all ranks; rows of other ranks are missing and not counted."""
         num_own, num_known = len(own.names), len(self.known.names)
         places = [*self.places, *range(num_known, num_known + num_own - len(self.places))]
 
@@ -60,16 +60,16 @@ class WholeModel:
 
 
 class RankParts:
-    """What this rank says of its parameters, those that are frozen too, and what it hears of the others'.
+    """Publishes this rank's parameters, including frozen ones, and reads those of the other ranks.
 
     Args:
-        name: tells these keys from those of other watchers; the same on every rank.
+        name: distinguishes the keys of this watcher from those of others; the same on every rank.
     """
 
     def __init__(self, registry: ParameterRegistry, name: str) -> None:
-        self._prefix = registry.prefix  # what the names begin with on this rank, and not on one that logs elsewhere
+        self._prefix = registry.prefix  # removed, because it may differ between ranks that log to different runs
         self._store = rank_store(f"{name}/parts")
-        with_shapes = not has_fsdp1(registry.models())  # shapes differ between ranks that share a parameter there
+        with_shapes = not has_fsdp1(registry.models())  # with FSDP1, one parameter has different shapes on the ranks
         own = [
             (registry.names[slot].removeprefix(self._prefix), list(p.shape) if with_shapes else [], p.requires_grad)
             for slot, p in registry.scan()
@@ -83,7 +83,7 @@ class RankParts:
         self._store.add("all", 1)
 
     def whole(self) -> WholeModel | None:
-        """The parameters of all ranks; None where all have the same, or some do not watch."""
+        """The parameters of all ranks; None if all ranks have the same ones, or if some ranks do not watch."""
         world = dist.get_world_size()
         if self._store.add(f"alike/{self._digest}", 0) == world or self._store.add("all", 0) != world:
             return None
@@ -95,9 +95,9 @@ class RankParts:
 
 
 def whole_model(of_ranks: Sequence[Sequence[tuple[str, Sequence[int], bool]]], rank: int) -> WholeModel:
-    """Put together what each rank has: names, shapes, and whether they are trainable."""
+    """Combine the parameters of each rank, given as (name, shape, trainable)."""
     place_of: dict[tuple[str, tuple[int, ...]], int] = {}
-    names: dict[str, bool] = {}  # by name, whether it is trainable, in the order of the places
+    names: dict[str, bool] = {}  # name -> whether it is trainable, in the order of the indices
     ranks: list[set[int]] = []
     for index, parameters in enumerate(of_ranks):
         for name, shape, trainable in parameters:

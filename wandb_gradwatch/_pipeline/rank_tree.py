@@ -1,14 +1,14 @@
-"""An all-reduce over any number of ranks in which no rank is connected with more than a few dozen others.
+"""An all-reduce over any number of ranks in which no rank is connected to more than a few dozen others.
 
-A gloo group connects each of its ranks with every other: ten thousand ranks in one group would hold ten thousand
-sockets each, more than a process may open. So neighbours make groups of at most `GROUP`, the first ranks of the groups
-make groups again, and so on up to a single one:
+A gloo group connects each of its ranks to all others: in one group of ten thousand ranks, each rank would hold ten
+thousand sockets, more than a process may open. Therefore neighbouring ranks form groups of at most `GROUP`, the first
+ranks of these groups form groups again, and so on up to a single group:
 
     size 3, 8 ranks     0 1 2 | 3 4 5 | 6 7        values are reduced to the first of each group,
-                        0       3       6          all-reduced among those,
-                                                   and broadcast on the same ways back
+                        0       3       6          all-reduced among these,
+                                                   and broadcast back to each group
 
-Neighbours in rank are neighbours in the machine room as a rule, so most of the traffic stays near.
+Neighbouring ranks are usually on the same or on near machines, so most messages travel short distances.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ GROUP: Final = 32  # three levels reach 32,768 ranks, with at most 3 * 31 connec
 
 
 class Place(NamedTuple):
-    """A rank's place in a group: the group's name, the place, how many there are, and whether no group is above it."""
+    """A rank's place in a group: the group's name, the rank in it, its size, and whether it is the top group."""
 
     group: str
     rank: int
@@ -38,7 +38,7 @@ class Place(NamedTuple):
 
 
 def places(rank: int, world: int, size: int) -> Iterator[Place]:
-    """The groups that a rank is in, from the leaves to the top; only the first of a group is in the next as well.
+    """The groups of a rank, from the leaves to the top. Only the first rank of a group is in the next group as well.
 
     >>> for place in places(3, world=8, size=3): print(place)
     Place(group='0.1', rank=0, size=3, is_top=False)
@@ -57,15 +57,15 @@ def places(rank: int, world: int, size: int) -> Iterator[Place]:
 
 
 class RankTree:
-    """Groups of our own over all ranks. Making one waits for the ranks of this rank's groups.
+    """A tree of separate process groups over all ranks. The constructor waits for the ranks of this rank's groups.
 
     Args:
-        store: where the ranks meet; nothing else may use these keys.
-        wait: the limit for every single step, a connection or a message.
-        size: of a group, 2 or more; the same on every rank.
+        store: the store through which the ranks exchange addresses; nothing else may use its keys.
+        wait: the time limit of each connection and each message.
+        size: the largest size of a group, at least 2; the same on every rank.
 
     Raises:
-        RuntimeError: torch's, or one of its subclasses: a rank did not come within the limit.
+        RuntimeError: a rank did not respond within the limit; raised by torch, possibly as a subclass.
     """
 
     def __init__(self, store: Store, rank: int, world: int, wait: timedelta, *, size: int = GROUP) -> None:
@@ -75,10 +75,10 @@ class RankTree:
         ]
 
     def all_reduce(self, values: FloatArray, operation: Any) -> None:
-        """Combine the values of all ranks, contiguous, in place, the same bits on each: [N].
+        """All-reduce a contiguous array [N] in place; all ranks get bitwise equal results.
 
-        Cost: what a rank sends is in docs/growth.md: about three times the values, and five to ten times where it is
-        the first of a group, as gloo broadcasts along a binomial tree.
+        Cost: a rank sends about three times the size of the values, the first rank of a group five to ten times,
+        because gloo broadcasts along a binomial tree: docs/growth.md.
         """
         tensor = torch.from_numpy(values)
         for place, group in self._groups:

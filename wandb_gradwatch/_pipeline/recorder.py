@@ -1,4 +1,4 @@
-"""The flight recorder: the last samples of every layer at full resolution, and the file that outlives a crash."""
+"""The flight recorder: the last samples of every layer, and the file that preserves them after a crash."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from ..snapshot._shapes import concatenate
 # S samples, P watched parameters, C columns, B histogram bins
 
 MAX_SAMPLES: Final = 256
-MAX_NOTE_CHARACTERS: Final = 2000  # the first bad operation, with its inputs and its way, is less
+MAX_NOTE_CHARACTERS: Final = 2000  # enough for the description of the first bad operation
 MAX_ALERTS: Final = 100
 TABLE_COLUMNS: Final = (
     *("step", "name", "grad_norm", "grad_norm_clipped", "grad_abs_max", "param_norm", "dead_ratio"),
     *("num_nan", "num_inf", "loss_scale", "skipped"),
 )
 _FORMAT: Final = 1
-_OF_SAMPLES: Final = ("steps", "rows", "loss_scale", "skipped")  # arrays of a snapshot, by sample
-_ARRAYS: Final = (*_OF_SAMPLES, "trainable")  # in the file too
+_OF_SAMPLES: Final = ("steps", "rows", "loss_scale", "skipped")  # arrays of a snapshot whose first dimension is S
+_ARRAYS: Final = (*_OF_SAMPLES, "trainable")  # arrays that are saved in the file
 _KEPT: Final = (*_ARRAYS, "names", "metrics", "overhead_ratio")
 
 Note = dict[str, str | int | float | bool | None]
@@ -38,7 +38,7 @@ Note = dict[str, str | int | float | bool | None]
 
 @dataclass(frozen=True)
 class Recording:
-    """What a recorder's file holds."""
+    """The contents of a flight recorder's file: samples (None if there are none), notes by step, and alerts."""
 
     snapshot: Snapshot | None
     notes: dict[int, Note]
@@ -46,24 +46,24 @@ class Recording:
 
 
 class FlightRecorder:
-    """Keep the last samples of every layer on the host, with the user's notes and the alerts.
+    """Keeps the last samples of every layer on the host, with the user's notes and the alerts.
 
-    Memory is bounded: `max_samples` rows of 13 numbers per parameter (27 MB for 1000 parameters and 256 samples), one
-    histogram, the newest. Samples are copied out of their window, which can be freed.
+    Memory is bounded: `max_samples` rows per parameter (31 MB for 1000 parameters and 256 samples), and the newest
+    histogram. Samples are copied from their window, so that the window can be freed.
     """
 
     def __init__(self, max_samples: int = MAX_SAMPLES) -> None:
         self.max_samples = max_samples
-        self._samples: deque[dict[str, Any]] = deque(maxlen=max_samples)  # what each one's snapshot is made of
+        self._samples: deque[dict[str, Any]] = deque(maxlen=max_samples)  # arguments of each sample's Snapshot
         self._newest_histogram: Snapshot | None = None
         self._notes: dict[int, Note] = {}
         self._alerts: deque[Alert] = deque(maxlen=MAX_ALERTS)
 
     def add(self, snapshot: Snapshot) -> None:
-        """Keep these samples; of more than `max_samples` the newest."""
-        # Not the snapshot itself, which also keeps every number that the rules have derived from it.
+        """Keep these samples; if there are more than `max_samples`, keep the newest."""
+        # Not the snapshot itself, which also holds every statistic that the rules have derived from it.
         kept = {name: getattr(snapshot, name) for name in _KEPT}
-        if len(snapshot) == 1:  # as where no ranks are merged: it is in no window
+        if len(snapshot) == 1:  # without a merge over ranks: the arrays are not views of a window
             self._samples.append(kept)
         else:
             for index in range(max(len(snapshot) - self.max_samples, 0), len(snapshot)):
@@ -73,18 +73,18 @@ class FlightRecorder:
         self.picture(snapshot)
 
     def picture(self, snapshot: Snapshot) -> None:
-        """Keep the histogram of these samples, which have been added already, in place of an older one."""
+        """Keep the histogram of these samples, if there is one, in place of the older one. Does not add samples."""
         if snapshot.histogram is not None and len(snapshot):
             self._newest_histogram = replace(
                 snapshot.sample(-1), histogram=snapshot.histogram.copy(), histogram_steps=snapshot.histogram_steps
             )
 
     def note(self, step: int, /, **context: object) -> None:
-        """Keep a few words or numbers about a step: the batch's index, its file, a learning rate.
+        """Keep short texts or numbers about a step: the index of the batch, its file, a learning rate.
 
-        Several notes of one step are joined. A value that is no number, text or None is kept as its repr, shortened.
+        Notes of the same step are combined. Values other than numbers, strings and None are kept as a shortened repr.
         """
-        note = self._notes.pop(int(step), {})  # and put back as the newest
+        note = self._notes.pop(int(step), {})  # removed and added again, so that it becomes the newest
         self._notes[int(step)] = note | {key: _small(value) for key, value in context.items()}
         while len(self._notes) > self.max_samples:
             del self._notes[next(iter(self._notes))]
@@ -94,18 +94,18 @@ class FlightRecorder:
 
     @property
     def notes(self) -> dict[int, Note]:
-        """The notes kept, by step."""
+        """The kept notes by step."""
         return {step: dict(note) for step, note in self._notes.items()}
 
     @property
     def alerts(self) -> tuple[Alert, ...]:
-        """The alerts kept, oldest first."""
+        """The kept alerts, oldest first."""
         return tuple(self._alerts)
 
     def history(self) -> Snapshot | None:
-        """All kept samples as one snapshot, with the newest histogram; None before the first.
+        """All kept samples as one snapshot, with the newest histogram; None before the first sample.
 
-        A parameter that appeared later is missing in the samples before.
+        A parameter that appeared later is missing (NaN) in earlier samples.
         """
         merged = concatenate([Snapshot(**kept) for kept in self._samples])
         newest = self._newest_histogram
@@ -118,13 +118,13 @@ class FlightRecorder:
         return replace(merged, histogram=histogram, histogram_steps=newest.histogram_steps)
 
     def write(self, path: str | os.PathLike[str]) -> Path:
-        """Write all that is kept to a file, at once or not at all: a crash on the way leaves the old file whole.
+        """Write everything to a file atomically: after a crash during writing, the old file is still complete.
 
-        The format is numpy's compressed .npz without pickled objects: a float64 comes back bit by bit, NaN included,
-        any numpy reads it, and reading it runs no code.
+        The format is numpy's compressed .npz without pickled objects: float64 values are restored bit by bit, including
+        NaN, any version of numpy can read the file, and reading runs no code.
 
         Returns:
-            The path, with the suffix .npz as given or added.
+            The path of the file; the suffix .npz is appended if it is missing.
         """
         target = Path(path)
         target = target if target.suffix == ".npz" else target.with_name(target.name + ".npz")
@@ -156,10 +156,10 @@ class FlightRecorder:
         return arrays
 
     def table(self, *, max_rows: int = 10_000) -> tuple[list[str], list[list[Any]]]:
-        """The kept samples as rows of one layer at one step, newest sample first, for a W&B table.
+        """The columns and rows of a W&B table: one row for each layer in each sample, newest sample first.
 
-        Bounded: where not all fit, whole samples are dropped, oldest first; of a sample too large for the table alone
-        the layers with NaN or Inf stay, then those of the largest norms. What is missing is None.
+        If there are more than `max_rows` rows, whole samples are dropped, oldest first. If a single sample has more,
+        layers with NaN or Inf are kept first, then those with the largest norms. Missing values are None.
         """
         history = self.history()
         rows: list[list[Any]] = []
@@ -176,10 +176,10 @@ class FlightRecorder:
 
 
 def load_recording(path: str | os.PathLike[str]) -> Recording:
-    """Read the file of a flight recorder: one beside the run, or what `watcher.record()` returned.
+    """Read a flight recorder's file: the one in the run's folder, or a path that `watcher.record()` returned.
 
     Raises:
-        ValueError: the file is not one, or of a newer format.
+        ValueError: the file is not a flight recorder's file, or has another format version.
     """
     try:
         with np.load(path, allow_pickle=False) as file:

@@ -1,4 +1,4 @@
-"""The rules look at every sample when it arrives; what becomes of their findings."""
+"""Run the rules on every sample that arrives, and send their alerts with a diagnosis."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from .dispatcher import Dispatcher
 
 
 class RuleRunner:
-    """Shows every sample to the rules once, in order, when it arrives.
+    """Passes every sample to the rules once, in order, when it arrives.
 
     Args:
-        alert_manager: the rules and what is sent of their findings.
-        dispatcher: where alerts go, with their diagnosis; its recorder keeps what was judged.
-        modules: class names of the model's modules by name, for the diagnosis.
+        alert_manager: runs the rules, and selects the alerts to send.
+        dispatcher: sends alerts with their diagnosis; its recorder keeps the samples.
+        modules: class names of the model's modules by module name, for the diagnosis.
     """
 
     def __init__(self, alert_manager: AlertManager, dispatcher: Dispatcher, *, modules: Mapping[str, str]) -> None:
@@ -35,9 +35,9 @@ class RuleRunner:
         self._seconds_on_alerts = 0.0
 
     def judge(self, samples: Sequence[ArrivedSample], known: Names) -> None:
-        """Let the rules look at samples, at least one, under these names, and send what they find."""
+        """Run the rules on at least one sample, with these names, and send the alerts."""
         snapshot = snapshot_of(samples, known)
-        self._dispatcher.recorder.add(snapshot)  # first: the history of an alert has the alert's own sample
+        self._dispatcher.recorder.add(snapshot)  # first, because the history of an alert must contain its own sample
         raised: CallbackError | None = None
         alerts = self._alert_manager.process(snapshot)
         began = time.perf_counter()
@@ -54,18 +54,18 @@ class RuleRunner:
             raise raised
 
     def alert_once(self, title: str, text: str, step: int, level: Level = "WARN") -> None:
-        """Once for each title: what the capture is certain of. It begins an episode, as what a rule finds does."""
+        """Send an alert of the capture itself, once for each title. It begins an episode, like a rule's finding."""
         found = Alert(title, f"Step {step}: {text}", step, level)
         if self._dispatcher.is_new(title, found.text) and (alert := self._alert_manager.open(found)) is not None:
             self._dispatcher.send(alert)
 
     def pop_seconds_on_alerts(self) -> float:
-        """What diagnosing and sending alerts has taken since this was last asked."""
+        """Return the seconds spent on diagnosing and sending alerts since the last call of this method."""
         seconds, self._seconds_on_alerts = self._seconds_on_alerts, 0.0
         return seconds
 
     def diagnose(self) -> list[Diagnosis]:
-        """Probable causes of what has been told, most probable first; none of a training that nothing was told of."""
+        """Return probable causes of the alerts that were sent, most probable first; empty without alerts."""
         recorder = self._dispatcher.recorder
         history, titles = recorder.history(), {alert.title for alert in recorder.alerts if alert.level != "INFO"}
         found = [] if history is None or not titles else diagnose(history, **self._context)
@@ -78,7 +78,7 @@ class RuleRunner:
 
 
 def _with_interval(alert: Alert, snapshot: Snapshot) -> Alert:
-    """The alert, which says how far back its cause may lie where the steps before its sample were not measured."""
+    """Add the interval that was not measured before the alert's sample, since its cause may lie there."""
     every_S = snapshot.metrics.get(keys.SAMPLE_EVERY, ())
     every = {int(step): int(every) for step, every in zip(snapshot.steps, every_S, strict=False)}.get(alert.step, 1)
     if every <= 1 or (isinstance(alert, Finding) and alert.found_in > alert.step):

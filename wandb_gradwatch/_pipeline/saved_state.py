@@ -1,4 +1,4 @@
-"""What a resumed training goes on with: numbers, lists and tensors only, matched by the parameters' names."""
+"""The saved state of a watcher: only numbers, lists and tensors, matched to parameters by name."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _KEYS: Final = ("sampler", "alert_manager", "guard", "said", "names", "samples",
 def save_state(
     parts: CaptureParts, pipeline: Pipeline, alert_manager: AlertManager, dispatcher: Dispatcher
 ) -> dict[str, Any]:
-    """The step, what was learnt about the loop, the memory of rules, guard and metrics, and the open window."""
+    """The step and schedule, the state of rules, guard and metrics, and the samples of the open window."""
     return {
         "sampler": parts.schedule.state_dict(),
         "alert_manager": alert_manager.state_dict(),
@@ -45,10 +45,10 @@ def load_state(
     alert_manager: AlertManager,
     dispatcher: Dispatcher,
 ) -> None:
-    """Go on from what `save_state()` returned; parameters that are gone are left out, new ones are missing.
+    """Restore what `save_state()` returned. Removed parameters are left out; new ones are missing in the window.
 
     Raises:
-        ValueError: it is something else; nothing is changed.
+        ValueError: `state` is not such a state; nothing is changed.
     """
     if not isinstance(state, Mapping):
         raise ValueError(f"load_state_dict() needs what a watcher's state_dict() returned, but got {state!r:.100}")
@@ -95,9 +95,9 @@ def _loaded(saved: Mapping[str, Any], place: Mapping[int, int], num_names: int) 
 
 
 def _placed(saved: NDArray[Number], place: Mapping[int, int], num_names: int, missing: float) -> NDArray[Number]:
-    """Saved rows [at most N, any] at the slots of now: [P, any]."""
+    """Move saved rows [at most N, any] to the current slots: [P, any]."""
     values = np.full((num_names, *saved.shape[1:]), missing, dtype=saved.dtype)
     for old, slot in place.items():
-        if old < len(saved):  # names may have appeared after this was measured
+        if old < len(saved):  # the array lacks names that appeared after it was measured
             values[slot] = saved[old]
     return values
