@@ -219,23 +219,24 @@ def test_a_gradient_that_is_large_beside_small_parameters_alone_has_not_grown(si
 
 
 @pytest.mark.parametrize(
-    ("dead", "cause"),
+    ("dead", "cause", "rivals"),  # the rival where each step was measured, and where each twentieth was
     [
-        ([10, 12, 14, 16, 18, 19, 19], "a learning rate that is too high"),  # of 20, one by one
-        ([10, 10, 10, 19, 19, 19, 19], "dead units"),  # at once: a bias, a mask, other data
-        ([19, 19, 19, 19, 19, 19, 19], "dead units"),  # from the start
-        ([10, 10, 11, 11, 12, 12, 12], "dead units"),  # as half of an ordinary layer
+        ([10, 12, 14, 16, 18, 19, 19], "a learning rate that is too high", ("a large scale",) * 2),  # of 20, one by one
+        ([10, 10, 10, 19, 19, 19, 19], "dead units", ("", "a learning rate")),  # at once: a bias, a mask, other data
+        ([19, 19, 19, 19, 19, 19, 19], "dead units", ("", "")),  # from the start
+        ([10, 10, 11, 11, 12, 12, 12], "dead units", ("", "")),  # as half of an ordinary layer
     ],
 )
-def test_units_that_die_one_by_one_are_killed_by_updates(dead, cause):
+def test_units_that_die_one_by_one_are_killed_by_updates(dead, cause, rivals):
     def grads(num: int) -> dict[str, np.ndarray]:
         units = np.append(np.zeros(num), np.ones(20 - num))
         return {"0.weight": units, "0.bias": units, "2.weight": np.ones(20), "2.bias": np.ones(20)}
 
-    samples = together([sample_of(grads(num), step=step) for step, num in enumerate(dead, 1)])
-    (found,) = diagnose(samples, modules={"0": "Linear", "1": "ReLU", "2": "Linear"})
-    assert found.cause.startswith(cause)
-    assert found.rival.startswith("a large scale" if "rate" in cause else "")
+    for every, rival in zip((1, 20), rivals, strict=True):
+        samples = together([sample_of(grads(num), step=every * place) for place, num in enumerate(dead, 1)])
+        (found,) = diagnose(samples, modules={"0": "Linear", "1": "ReLU", "2": "Linear"})
+        assert found.cause.startswith(cause)
+        assert found.rival.startswith(rival) if rival else not found.rival
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
@@ -289,3 +290,19 @@ def test_updates_that_do_not_arrive_are_told_of_one_parameter_and_of_all(change,
     assert all(f"Probable cause: not clear: either {told}" in text for text in texts)
     if told:
         assert next(iter(UnchangedParameters().check(samples))).step == 26
+
+
+def test_what_does_not_change_over_many_steps_need_not_be_seen_in_as_many_samples():
+    weights = [{"a": np.ones(9), "b": np.full(9, 1 + 1e-2 * step)} for step in range(5)]
+    grads = {name: np.full(9, 0.3) for name in "ab"}  # of no half precision
+    samples = [sample_of(grads, step=1 + 20 * place, parameters=one) for place, one in enumerate(weights)]
+    seen = replace(together(samples), metrics={keys.LEARNING_RATE: np.full(5, 1e-2)})
+    assert [alert.step for alert in UnchangedParameters().check(seen)] == [61, 81]
+
+
+def test_weights_that_explode_make_no_learning_rate_too_small():
+    norms = [1.0] * 10 + [1e9 * (1 + 1e-3 * step) for step in range(60)]
+    samples = [
+        sample_of({"a": np.ones(9)}, step=s, parameters={"a": np.full(9, one)}) for s, one in enumerate(norms, 1)
+    ]
+    assert not list(UnchangedParameters().check(replace(together(samples), metrics={keys.LEARNING_RATE: np.ones(70)})))

@@ -67,12 +67,16 @@ class Layers:
         share_SL = dead_units(self._history.names, self._history.dead_ratio)
         return names, _median_or_nan(share_SL[self._clean[-20:]])
 
-    def died_one_by_one(self, place: int) -> bool:
+    def died_one_by_one(self, place: int) -> bool | None:
         """Whether nine tenths of a module's units are dead, more than at first, and never did a quarter of them die in
-        one sample."""
+        one sample; None where these died in steps of which only the last was measured."""
         share_N = dead_units(self._history.names, self._history.dead_ratio)[self._clean, place]
-        share_N = share_N[~np.isnan(share_N)]
-        return bool(share_N[-1] > share_N[0] and share_N[-1] >= _MANY and np.diff(share_N).max() <= _AT_ONCE)
+        if not (share_N[-1] > np.fmin.reduce(share_N) and share_N[-1] >= _MANY):
+            return False
+        rise_N = np.nan_to_num(np.diff(share_N))
+        if rise_N.max() <= _AT_ONCE:
+            return True
+        return None if np.diff(self._history.steps[self._clean])[rise_N.argmax()] > 1 else False
 
     def is_next_fed(self, place: int) -> bool | None:
         """Whether what follows a module is given more than 0; None where it is dead too, or the module once was not.

@@ -120,6 +120,7 @@ class UnchangedParameters(ShippedRule):
     _largest: float = field(default=0.0, init=False)
     _num_nothing: int = field(default=0, init=False)  # samples in a row whose learning rate could change nothing
     _felt: int = field(default=0, init=False)  # the step of the newest sample before these, or of the first one
+    _rate: float = field(default=math.inf, init=False)  # the newest that was not: weights that explode make it none
     _arrived: int = field(default=0, init=False)  # the step of the newest sample to which an update has arrived
     _still: Streaks = field(default_factory=Streaks, init=False, repr=False)  # parameters that alone do not change
 
@@ -145,7 +146,9 @@ class UnchangedParameters(ShippedRule):
                 self._since = self._able = sample.step
             # An update is at most the rate times the gradient (SGD), or times 1 for each element (Adam).
             longest = abs(rate) * max(norm, math.sqrt(sample.sums[Column.NUM_ELEMENTS]))
-            is_nothing = longest < _NOTHING * math.sqrt(sample.sums[Column.PARAM_SUM_SQ])
+            is_nothing = longest < _NOTHING * math.sqrt(sample.sums[Column.PARAM_SUM_SQ]) and abs(rate) < self._rate
+            if not is_nothing:
+                self._rate = abs(rate)
             if is_nothing:
                 self._able = sample.step
             self._num_nothing = self._num_nothing + 1 if is_nothing and norm > _CONVERGED * self._largest else 0
@@ -187,7 +190,9 @@ class UnchangedParameters(ShippedRule):
         if sample.step - self._arrived >= self.zero_patience:
             yield self._lost_alert(sample.step)
         elif num_still:
-            still_P = self._still.last(names, still_P & visible_P, self.zero_patience, ~np.isnan(received_P))
+            # What is the same at both ends of many steps was the same between them.
+            needed = max(_LEAST_SAMPLES, math.ceil(self.zero_patience / update.num_steps))
+            still_P = self._still.last(names, still_P & visible_P, needed, ~np.isnan(received_P))
             if still_P.any():
                 yield self._still_alert(sample.step, [names[p] for p in np.flatnonzero(still_P)])
 
@@ -207,8 +212,8 @@ class UnchangedParameters(ShippedRule):
 
     def _still_alert(self, step: int, names: list[str]) -> Alert:
         fact = (
-            f"Step {step}: {len(names)} parameters have not changed by a single bit for {self.zero_patience:g} "
-            "samples, though they have a gradient and others change."
+            f"Step {step}: {len(names)} parameters have not changed by a single bit in sample after sample, though "
+            "they have a gradient and others change."
         )
         cause = (
             "not clear: either a learning rate of 0 in the group of these parameters, or something that undoes their "

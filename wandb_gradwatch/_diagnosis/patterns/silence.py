@@ -94,9 +94,12 @@ def dead_units(evidence: Evidence) -> Diagnosis | None:
     if is_fed:
         rival, remedy = _CUT_OFF, f"{remedy}; pass the gradient straight through what has no derivative"
     # A mask, a bias or other data switch many off in one step; what takes them one by one is the training itself.
-    if not rival and evidence.layers.died_one_by_one(last):
+    one_by_one = False if rival else evidence.layers.died_one_by_one(last)
+    if one_by_one:
         remedy = "divide the learning rate by 10; normalise the inputs and the targets, take the mean in the loss; clip"
         return Diagnosis(DYING, 0.75, words, remedy, _LARGE)
+    if one_by_one is None:
+        rival = f"{DYING}; a run with sample_every=1 tells them apart"
     return Diagnosis(DEAD_UNITS, 0.75, words, remedy, rival)
 
 
