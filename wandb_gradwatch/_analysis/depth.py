@@ -64,12 +64,12 @@ def depth_trends(snapshot: Snapshot, *, above: float) -> dict[int, DepthTrend]:
     # Of a line through points centred in depth no rise is larger than 1.5 times what the points span.
     limit, column, trends = above ** (4 / 3), Column.GRAD_SUM_SQ, {}
     for sample in snapshot.overview:
-        least = sample.least[column]
-        if sample.sums[column] * (1 + _ROUNDING) < limit * least:
-            continue  # as nearly always
         modules = modules_of(snapshot.names)
-        if least > LEAST_SUM_SQ:  # all are there, and above 0
+        if sample.least[column] > LEAST_SUM_SQ:  # all are there, and above 0
             squares_L = np.add.reduceat(sample.rows[modules.order, column], modules.starts)
+            squares = squares_L.tolist()
+            if max(squares) * (1 + _ROUNDING) < limit * min(squares):
+                continue  # as nearly always
             log_factors_N = _log_factor_weights(modules.names) @ np.log(squares_L)
             if np.maximum.reduce(log_factors_N, initial=-math.inf) < math.log(above) - _ROUNDING:
                 continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -120,6 +121,12 @@ class _Past(Remembers):
             del self.norms[0], self.steps[0]
         return gap
 
+    def evenly_apart(self, gap: int) -> list[float]:
+        """The norms that are as far apart as the newest is from the one before, so many steps, and itself."""
+        if gap == 1 or min(map(operator.sub, self.steps[1:], self.steps), default=gap) >= gap / 2:
+            return self.norms  # as nearly always
+        return [self.norms[place] for place in evenly_apart(self.steps)]
+
     def survive(self, log_norm: float) -> None:
         """It was no explosion."""
         self.num_survived += 1
@@ -227,7 +234,7 @@ class ExplodingGradient(ShippedRule):
         before = past.norms[-1] if past.norms else math.inf
         gap = past.see(log_norm, step)
         past.num_moving = past.num_moving + 1 if moved else 0
-        norms = past.norms if gap == 1 else [past.norms[place] for place in evenly_apart(past.steps)]
+        norms = past.evenly_apart(gap)
         limit = self._log_limit(past, norms, gap, moved)
         if self.threshold is not None and norm > self.threshold:
             words = f"the gradient norm is {number(norm)}, above the threshold {number(self.threshold)}"

@@ -70,8 +70,7 @@ class LossSpike(ShippedRule):
                 continue
             if self._below or loss < 0:
                 yield from self._look_below_0(sample.step, loss)
-            # The limit is above the largest recent loss: for most losses it need not be computed.
-            limit = self._limit() if loss > max(self._past[-_NEWEST:], default=math.inf) else math.inf
+            limit = self._limit(loss)
             if loss > limit:
                 if not self._above:
                     self._began = sample.step
@@ -84,12 +83,15 @@ class LossSpike(ShippedRule):
             del self._past[:-_WINDOW]
             self._above = []
 
-    def _limit(self) -> float:
-        if len(self._past) < self.patience:
+    def _limit(self, loss: float) -> float:
+        """Return the limit for this loss; infinity if the loss is too small for the deviation to matter."""
+        newest = self._past[-_NEWEST:]
+        if len(self._past) < self.patience or loss <= (largest := max(newest)):
             return math.inf
-        past = np.array(self._past[-_NEWEST:])
-        _, deviation = _scatter(past)
-        return float(past.max()) + max(self.deviations * deviation, float(np.ptp(past)))
+        apart = largest - min(newest)
+        if loss <= largest + apart:
+            return math.inf
+        return largest + max(self.deviations * _scatter(np.array(newest))[1], apart)
 
     def _look_below_0(self, step: int, loss: float) -> Iterable[Alert]:
         """Alert if a loss that was always above 0 falls through 0 faster than it has approached 0."""
