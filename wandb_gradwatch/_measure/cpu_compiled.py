@@ -14,7 +14,6 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
-from operator import attrgetter
 from typing import Final
 
 import numpy as np
@@ -120,34 +119,19 @@ def _run(loop: Callable[[slice], None], num_pieces: int, *, shared: bool) -> Non
         loop(slice(None))
 
 
-_DTYPE: Final = attrgetter("dtype")
+def _tables(elements: Sequence[Tensor], parameters: Sequence[Tensor]) -> tuple[list[IntArray], IntArray | None]:
+    """The tables of N tensors and of their parameters: [M, 3] each (or [0, 3]), and each tensor's first piece: [N].
 
-
-def _tables(*lists: Sequence[Tensor]) -> tuple[list[IntArray], IntArray | None]:
-    """Return a table [M, 3] for each list of N tensors ([0, 3] for an empty list), and each tensor's first piece: [N].
-
-    The first pieces are None if there is so little to read that every tensor is one piece.
+    None for the first pieces: there is little to read, and every tensor is one piece.
     """
-    tables, num_elements = [], 0
-    for elements in lists:
-        table, sizes = _table(elements)
-        tables.append(table)
-        num_elements += sum(sizes)
-    return (tables, None) if num_elements < _SHARED_FROM else _cut(tables)
-
-
-def _table(elements: Sequence[Tensor]) -> tuple[IntArray, tuple[int, ...]]:
-    """Return address, number of elements and kind of each tensor as a read-only table [N, 3], and the sizes."""
-    sizes = tuple(map(Tensor.numel, elements))
-    return _table_of(tuple(map(Tensor.data_ptr, elements)), sizes, tuple(map(_DTYPE, elements))), sizes
-
-
-@lru_cache(maxsize=8)  # parameters keep their addresses, and small gradients often get the same addresses again
-def _table_of(addresses: tuple[int, ...], sizes: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> IntArray:
+    tensors = [*elements, *parameters]
+    addresses, sizes = list(map(Tensor.data_ptr, tensors)), list(map(Tensor.numel, tensors))
     if 0 in addresses and any(size for size, address in zip(sizes, addresses, strict=True) if not address):
         raise RuntimeError("a tensor with elements has no memory: its storage was freed or is not allocated yet")
-    kinds = [_KIND[dtype] for dtype in dtypes]
-    return np.ascontiguousarray(np.array([addresses, sizes, kinds], dtype=np.int64).T)
+    kinds = [_KIND[tensor.dtype] for tensor in tensors]
+    table = np.ascontiguousarray(np.array([addresses, sizes, kinds], dtype=np.int64).T)
+    tables = [table[: len(elements)], table[len(elements) :]]
+    return (tables, None) if sum(sizes) < _SHARED_FROM else _cut(tables)
 
 
 def _cut(tables: Sequence[IntArray]) -> tuple[list[IntArray], IntArray]:

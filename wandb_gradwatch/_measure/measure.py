@@ -194,9 +194,12 @@ def why_not(failure: Exception) -> str:
     return repr(failure)
 
 
+_has_autocast: Final = cache(torch.amp.is_autocast_available)
+
+
 def _plain_arithmetic(device: torch.device) -> AbstractContextManager[Any]:
     """Disable autograd and the user's autocast during a measurement."""
-    casts = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+    casts = _has_autocast(device.type) and torch.is_autocast_enabled(device.type)
     if not casts and not torch.is_grad_enabled():  # the usual case
         return nullcontext()
     contexts = ExitStack()
