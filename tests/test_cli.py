@@ -406,7 +406,7 @@ def test_doctor_says_what_measures_on_the_cpu(
             "3.2",
             RuntimeError("Failed to find C compiler."),
             "problem",
-            "needs a C compiler and finds none: install gcc",
+            "needs a C compiler but finds none: install gcc",
         ),
         ("3.9", None, "good", "3.9: the backend is 'cuda'"),
     ],

@@ -311,7 +311,7 @@ def test_the_users_scalars_share_their_limit_and_keep_their_spikes() -> None:
     [
         (lambda data, middle: data[:middle], "no end record"),
         (lambda data, middle: data[:middle] + bytes(64) + data[middle + 64 :], "corrupt"),
-        (lambda data, middle: data[:-16] + bytes(16), "cut off or damaged"),
+        (lambda data, middle: data[:-16] + bytes(16), "truncated or damaged"),
         (lambda data, middle: b"", "no end record"),
     ],
     ids=["truncated", "damaged", "damaged at the end", "empty"],

@@ -1,4 +1,4 @@
-"""The commands `view`, a run's page once or for as long as the run goes on, and `diff`, where two runs part."""
+"""The commands `view` (the page of a run, once or updated while it runs) and `diff` (where two runs differ)."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from .history import RunHistory
 from .payload import own_role
 from .serve import PageServer
 
-POLL_SECONDS: Final = 3.0  # between two looks at the file, and at least the fourfold of what one look takes
-LAST_LOOK_SECONDS: Final = 15.0  # for open pages to fetch the end of the run
+POLL_SECONDS: Final = 3.0  # between two reads of the file; at least four times as long as a read takes
+LAST_LOOK_SECONDS: Final = 15.0  # after the run's end, for open pages to fetch the last rows
 ALIKE: Final = 0
 DIFFERENT: Final = 1
 UNUSABLE: Final = 2
 
 
 def run_view(paths: Sequence[Path], output: Path | None, *, opens: bool, watches: bool, json: bool) -> None:
-    """Do what `wandb-gradwatch view` was asked for; with `json` only one JSON object goes to standard output."""
+    """Run the command `view`; with `json`, standard output gets one JSON object and nothing else."""
     progress = _say_progress if sys.stderr.isatty() else None
     if watches:
         histories = [_watch(paths[0], progress, opens=opens, err=json)]
@@ -49,7 +49,7 @@ def run_view(paths: Sequence[Path], output: Path | None, *, opens: bool, watches
 
 
 def _watch(path: Path, progress: Callable[[int], None] | None, *, opens: bool, err: bool) -> RunHistory:
-    """Serve the run's page until the run has finished and open pages have its end, or Ctrl-C; what was read by then."""
+    """Serve the page until Ctrl-C, or until the run has finished and open pages have its end; return what was read."""
     reader = read.RunReader(read.find_run_file(path))
     reader.read_on(progress=progress)
     server = PageServer(reader.history())
@@ -78,11 +78,11 @@ def _watch(path: Path, progress: Callable[[int], None] | None, *, opens: bool, e
 
 def _open(address: str, *, err: bool) -> None:
     if not webbrowser.open(address):
-        click.echo(f"no browser could be started; open {address} yourself", err=err)
+        click.echo(f"no browser could be started; open {address} in a browser", err=err)
 
 
 def _say_progress(rows: int) -> None:
-    # Nobody knows how many rows are still to come: a count, not a bar. The next line that is printed replaces it.
+    # The number of remaining rows is unknown, so print a count instead of a bar. The next output overwrites it.
     click.echo(f"\r  {rows} rows read\r", nl=False, err=True)
 
 
@@ -119,7 +119,7 @@ def _many(things: Sized, noun: str) -> str:
 
 
 def run_diff(first: Path, second: Path, *, json: bool) -> int:
-    """Print where two runs part, and return the exit status: ALIKE, DIFFERENT or UNUSABLE."""
+    """Print where two runs differ, and return the exit status: ALIKE, DIFFERENT or UNUSABLE."""
     try:
         runs = (read.read_run(first), read.read_run(second))
         found = compare(*runs)
@@ -150,7 +150,7 @@ def run_diff(first: Path, second: Path, *, json: bool) -> int:
 
 
 def _differences(found: Comparison, runs: tuple[RunHistory, RunHistory]) -> list[tuple[str, str]]:
-    """What `diff` says below its sentence, as labels and texts."""
+    """Return the labels and texts that `diff` prints below its sentence."""
     shared, last = len(found.names), int(found.steps[-1])
     of_runs = zip("AB", runs, found.verdicts, strict=True)
     lines = [(letter, f"{run.name or run.run_id}: {verdict.text}") for letter, run, verdict in of_runs]

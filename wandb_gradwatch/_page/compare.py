@@ -1,4 +1,4 @@
-"""Runs side by side: where two part beyond their own scatter, what was set differently, and their page's content."""
+"""Compare runs: find where they differ by more than their own scatter, and build the page that shows them together."""
 
 from __future__ import annotations
 
@@ -17,62 +17,61 @@ from .packing import Blob, picture_width, pool, pool_extremes, pool_steps
 from .payload import MAX_POINTS, describe_run, own_role
 from .verdict import Verdict, judge, nonfinite_rows
 
-# P layers that both runs have, G windows that both runs reach
+# P layers that both runs have, G windows in the steps of both runs
 
-MAX_RUNS: Final = 8  # lines of more runs could not be told apart
-MAX_CELLS: Final = 500_000  # of one layers x steps matrix, of which each run has one
-_OWN_STRIPS: Final = 4  # strips of the user's own scalars that are drawn at once
+MAX_RUNS: Final = 8  # more lines could not be distinguished
+MAX_CELLS: Final = 500_000  # of one layers x steps matrix; each run has one
+_OWN_STRIPS: Final = 4  # scalars of the user that are drawn
 
-# A layer parts where its largest norms differ by more than so many times the runs' own scatter, and at least by so
-# much: in SUSTAINED windows in a row, or far more in a single one.
+# Two runs part at a layer if its largest norms differ by more than this multiple of the runs' own scatter, and at least
+# by this factor: either in SUSTAINED windows in a row, or by far more in a single window.
 SUSTAINED: Final = 3
-LAYER_NAMES: Final = "gradwatch.names"  # in a run's configuration
+LAYER_NAMES: Final = "gradwatch.names"  # a key of the run's configuration
 _SCATTERS: Final = 5.0
 _FACTOR: Final = 2.0
 _SCATTERS_AT_ONCE: Final = 10.0
 _FACTOR_AT_ONCE: Final = 10.0
-_SAME: Final = 1e-6  # relative: the order of a sum may differ from run to run
-_SCATTER_OF_MEDIAN: Final = 1.4826 / np.sqrt(2)  # a normal deviation, from the median size of differences of neighbours
+_SAME: Final = 1e-6  # relative; the order of additions may differ from run to run
+_SCATTER_OF_MEDIAN: Final = 1.4826 / np.sqrt(2)  # median |difference of neighbours| -> standard deviation, if normal
 
 
 @dataclass(frozen=True)
 class Parting:
-    """Where two runs part for the first time."""
+    """The first window in which two runs differ by more than their own scatter."""
 
     step: int  # the last step of the window
-    name: str  # the layer that differs most in it
-    # Its largest norms in the first and the second run; NaN where no gradient arrived, infinite where one was not
+    name: str  # the layer that differs most in this window
+    # The layer's largest norms in the first and the second run; NaN if no gradient arrived, infinite if one was not
     # finite
     norms: tuple[float, float]
-    num_layers: int  # how many layers part in the whole run
+    num_layers: int  # the number of layers that part anywhere in the run
 
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """What a second run did otherwise than the first."""
+    """How a second run differs from the first."""
 
-    names: list[str]  # [P] the layers of both, spelled as in the model, in the first run's order
-    only: tuple[list[str], list[str]]  # the layers of one run alone, of each
-    steps: IntArray  # [G] the last step of every window that both runs reach; windows are those of the coarser run
-    # Of each run, [P, G]: the largest norm in the window; NaN where no gradient arrived, infinite where one was not
-    # finite
+    names: list[str]  # [P] the layers of both runs, spelled as in the model, in the first run's order
+    only: tuple[list[str], list[str]]  # for each run, the layers that only this run has
+    steps: IntArray  # [G] the last step of every common window; windows are those of the coarser run
+    # For each run, [P, G]: the largest norm in the window; NaN if no gradient arrived, infinite if one was not finite
     norms: tuple[FloatArray, FloatArray]
-    # The last step up to which all norms agree to six digits; None where they differ from the start
+    # The last step up to which all norms agree to six digits; None if they differ from the start
     equal_until: int | None
-    parting: Parting | None  # None where the runs never differ beyond their own scatter
-    verdicts: tuple[Verdict, Verdict]  # of each run
+    parting: Parting | None  # None if the runs never differ by more than their own scatter
+    verdicts: tuple[Verdict, Verdict]  # of the first and the second run
 
     @property
     def alike(self) -> bool:
-        """Whether nothing but settings and scatter tells the runs apart."""
+        """Whether the runs have the same layers and kind of verdict, and never differ beyond their scatter."""
         return self.parting is None and not any(self.only) and self.verdicts[0].mood == self.verdicts[1].mood
 
 
 def compare(first: RunHistory, second: RunHistory) -> Comparison:
-    """Compare two runs, of any lengths, cadences and layers, in the windows and the layers that both have.
+    """Compare two runs of any lengths, cadences and layers, in the windows and layers that both have.
 
     Raises:
-        ValueError: they have no layer, or no step, in common.
+        ValueError: the runs have no layer, or no step, in common.
     """
     common = set(first.names) & set(second.names)
     names = [name for name in first.names if name in common]
@@ -100,7 +99,7 @@ def compare(first: RunHistory, second: RunHistory) -> Comparison:
 
 
 def sentence(found: Comparison, first: str = "A", second: str = "B") -> str:
-    """Say in one sentence whether and where the runs part. The runs' names are the caller's."""
+    """Return a sentence that says whether and where the runs part; `first` and `second` are their names in it."""
     last = f"{found.steps[-1]:,}"
     if found.parting is not None:
         norm_first, norm_second = found.parting.norms
@@ -129,7 +128,7 @@ def _how(norm_first: float, norm_second: float, first: str, second: str) -> str:
 
 
 def _common_windows(first: IntArray, second: IntArray) -> IntArray:
-    """The last steps of the coarser run's windows in the steps that both runs have rows of: [G]."""
+    """Return the last steps of the coarser run's windows, within the steps for which both runs have rows: [G]."""
     if not len(first) or not len(second):
         return first[:0]
     low, high = max(first[0], second[0]), min(first[-1], second[-1])
@@ -137,12 +136,12 @@ def _common_windows(first: IntArray, second: IntArray) -> IntArray:
 
 
 def _windows_of(history: RunHistory, names: list[str], steps: IntArray) -> FloatArray:
-    """The largest norm of every layer in these windows: [P, G]; NaN without a gradient, Inf where one is not finite."""
+    """Return each layer's largest norm per window: [P, G]; NaN without a gradient, Inf if one is not finite."""
     keys_of = (keys.LAYER_GRAD_NORM_MAX, keys.LAYER_GRAD_NORM)
     norms = np.stack([history.first_of(*(f"{key}/{name}" for key in keys_of)) for name in names])
     counts = np.stack([history.first_of(f"{keys.LAYER_NUM_NONFINITE}/{name}") for name in names])
     norms[(counts > 0) & nonfinite_rows(history)] = np.inf
-    # Rows after the last window are left out; those before the first one belong to it.
+    # Rows after the last window are left out; rows before the first one are merged into it.
     window_of = np.searchsorted(steps, history.steps[history.steps <= steps[-1]])
     known, starts = np.unique(window_of, return_index=True)
     windows = np.full((len(names), len(steps)), np.nan)
@@ -164,21 +163,21 @@ def _parting(names: list[str], steps: IntArray, norms: tuple[FloatArray, FloatAr
     if not parts.any():
         return None
     window = int(np.argmax(parts.any(axis=0)))
-    size[np.isnan(size)] = np.inf  # NaN, Inf or no gradient in one run alone
+    size[np.isnan(size)] = np.inf  # NaN, Inf or a missing gradient in only one of the runs
     worst = int(np.argmax(np.where(parts[:, window], size[:, window], -1.0)))
     pair = (float(norms[0][worst, window]), float(norms[1][worst, window]))
     return Parting(int(steps[window]), names[worst], pair, int(parts.any(axis=1).sum()))
 
 
 def _scatter(log: FloatArray) -> FloatArray:
-    """How far a layer's norm jumps between neighbouring windows: [P, 1]."""
+    """Return the typical jump of a layer's log norm between neighbouring windows: [P, 1]."""
     jumps = np.abs(np.diff(np.where(np.isfinite(log), log, np.nan), axis=1, prepend=np.nan))
-    jumps[np.isnan(jumps).all(axis=1)] = 0.0  # too short to scatter
+    jumps[np.isnan(jumps).all(axis=1)] = 0.0  # too few windows for a difference
     return np.asarray(_SCATTER_OF_MEDIAN * np.nanmedian(jumps, axis=1, keepdims=True))
 
 
 def _lasting(found: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    """Where something begins that is found in SUSTAINED windows in a row: [P, G]."""
+    """Return where runs of at least SUSTAINED windows with True begin: [P, G]."""
     lasting = found.copy()
     for later in range(1, SUSTAINED):
         lasting[:, :-later] &= found[:, later:]
@@ -187,9 +186,9 @@ def _lasting(found: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
 
 
 def differing_settings(*configs: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """The settings in which configurations differ, nested ones by their dotted names; None for one that is not set.
+    """Return the settings that differ between configurations; nested ones by dotted names; None if not set.
 
-    The list of the watched layers, which is ours, is none.
+    The list of watched layers, which wandb_gradwatch writes, is ignored.
 
     Example:
         >>> differing_settings({"optimizer": {"lr": 0.1}, "seed": 1}, {"optimizer": {"lr": 0.3}, "seed": 1})
@@ -204,14 +203,14 @@ def differing_settings(*configs: Mapping[str, Any]) -> dict[str, list[Any]]:
     }
 
 
-# ---- the page of several runs: the first beside each of the others
+# ---- the page of several runs: the first compared with each of the others
 
 
 def build_comparison(histories: Sequence[RunHistory]) -> tuple[dict[str, Any], Blob]:
-    """Everything the page of several runs needs, as (JSON-able content, bytes).
+    """Build the content of the page of several runs: (JSON-able content, bytes).
 
     Raises:
-        ValueError: there are too many runs, or one has no layer or no step in common with the first.
+        ValueError: there are too many runs, or one has no layer or step in common with the first.
     """
     if len(histories) > MAX_RUNS:
         raise ValueError(f"{len(histories)} runs are too many for one page; give at most {MAX_RUNS}")
@@ -227,7 +226,7 @@ def build_comparison(histories: Sequence[RunHistory]) -> tuple[dict[str, Any], B
         "notes": [f"{letter}: {note}" for letter, history in lettered for note in history.notes],
         "alerts": [],
         "steps": sorted({step for one in histories for step in (*one.steps[:1].tolist(), *one.steps[-1:].tolist())}),
-        "axes": [],  # time and the like are each run's own
+        "axes": [],  # other axes, such as time, differ between runs
         "own": {"axes": [], "items": []},
         "grids": [{"key": "layer", "names": [], "columns": [[], []], "pooled": 1, "metrics": []}],
         "runs": [
@@ -274,7 +273,7 @@ def _pair(found: Comparison, first: str, second: str, blob: Blob) -> dict[str, A
 
 
 def _strips(histories: Sequence[RunHistory], blob: Blob) -> list[dict[str, Any]]:
-    """The scalars that the runs share, each with one line per run: the norm, then the user's own by their roles."""
+    """Return the scalars that all runs share, with one line per run: the norm, then the user's scalars by role."""
     norms = [
         OwnSeries(one.steps.astype(np.float64), one.first_of(keys.GRAD_NORM_MAX, keys.GRAD_NORM)) for one in histories
     ]

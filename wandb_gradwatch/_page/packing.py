@@ -1,8 +1,8 @@
-"""Columns of numbers: thinned while a file is read, pooled to what a picture has room for, packed for the script.
+"""Columns of numbers: thinned while a file is read, pooled to the columns of a picture, and packed for the script.
 
-Matrices of positive numbers are stored as 16-bit steps of their logarithm, each with its own range; half a step is
-at most 0.05 % of the value for up to 26 decades. Missing, zero and infinity have codes of their own, in an order in
-which the largest code is also what must win when cells are pooled.
+Matrices of positive numbers are stored as 16-bit steps of their logarithm, with a range per matrix; half a step is at
+most 0.05 % of the value for up to 26 decades. Missing values, zero and infinity have their own codes, ordered so that
+the largest code is the one to keep when cells are pooled.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _SUMMED: Final = frozenset({"num_nan", "num_inf", "num_nonfinite", "num_skipped_
 
 MAX_KEPT_CELLS: Final = 40_000_000  # rows x keys: 320 MB
 MAX_OWN_VALUES: Final = 8_000_000  # of all keys together: 128 MB
-MIN_OWN_VALUES: Final = 1_000  # of one key, however many there are
-NUM_DISPLAY_BINS: Final = 65  # as many as our rows have, zero in the middle one: those stay as they are
+MIN_OWN_VALUES: Final = 1_000  # of one key, even if there are many keys
+NUM_DISPLAY_BINS: Final = 65  # the number in our rows, with zero in the middle bin, so that these are not resampled
 MAX_STORED: Final = 100_000  # histograms over all names: about 70 MB
 
 
 class Blob:
-    """Arrays one after the other; what goes into the JSON is where each one lies."""
+    """Concatenated arrays; the JSON holds the offset of each."""
 
     def __init__(self) -> None:
         self._data = bytearray()
@@ -51,38 +51,38 @@ class Blob:
         return len(self._data) - len(data)
 
     def add_floats(self, values: FloatArray) -> int:
-        """Append values as float32; what is too large for it becomes infinite."""
+        """Append values as float32; values too large for float32 become infinite."""
         with np.errstate(over="ignore"):
             return self.add(values.astype("<f4").tobytes())
 
     def add_matrix(self, values: FloatArray, *, signed: bool = False) -> dict[str, Any]:
-        """Append a matrix of any shape; where it lies, and what its codes mean."""
+        """Append a matrix of any shape; return its offset and the meaning of its codes."""
         codes, start, step = quantise(values, signed=signed)
-        # The low bytes, then the high bytes: the high ones hardly change and compress well.
+        # First all low bytes, then all high bytes, which hardly change and so compress well.
         parts = (codes & 0xFF, codes >> 8)
         return {"start": start, "step": step, "offset": self.add(b"".join(p.astype(np.uint8).tobytes() for p in parts))}
 
     def encoded(self) -> str:
-        """Everything compressed (gzip, which browsers unpack), as base64."""
+        """Return all data compressed (gzip, which browsers can unpack), as base64."""
         return base64.b64encode(gzip.compress(self._data, 6, mtime=0)).decode("ascii")
 
 
 def quantise(values: FloatArray, *, signed: bool) -> tuple[npt.NDArray[np.uint16], float, float]:
-    """Store values >= 0 as steps of their logarithm; of both signs, as even steps.
+    """Store non-negative values as steps of their logarithm; values of both signs as linear steps.
 
     Half a step is at most a hundred-thousandth of the range.
 
     Returns:
-        codes of the same shape, and (start, step): a code of CODE_FIRST or more, below CODE_INFINITE, is the value
-        10 ** (start + step * (code - CODE_FIRST)), or without the power. NaN and -Inf, and negative values where there
-        should be none, are CODE_MISSING.
+        The codes, of the same shape, and (start, step). A code from CODE_FIRST to CODE_LAST is the value
+        10 ** (start + step * (code - CODE_FIRST)), or without the power for signed values. NaN, -Inf, and negative
+        values in an unsigned matrix are CODE_MISSING.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         scaled = values if signed else np.log10(values)
     known = np.isfinite(scaled)
     low, high = (float(scaled[known].min()), float(scaled[known].max())) if known.any() else (0.0, 0.0)
     step = (high / 2 - low / 2) / ((CODE_LAST - CODE_FIRST) / 2)  # halves: the difference may overflow
-    # Half a step of 0.0004 decades is 0.05 %: more than the eye or a tooltip of three digits can tell.
+    # Half a step of 0.0004 decades is 0.05 %, which is invisible in a picture or a tooltip of three digits.
     step = step or 1.0 if signed else max(step, 0.0004)
     codes = np.full(values.shape, CODE_MISSING, dtype=np.uint16)
     codes[known] = np.rint(scaled[known] / step - low / step).astype(np.uint16) + CODE_FIRST
@@ -95,13 +95,13 @@ def quantise(values: FloatArray, *, signed: bool) -> tuple[npt.NDArray[np.uint16
 def pack_histograms(
     histograms: Mapping[str, HistogramSeries], names: list[str], max_bytes: int, blob: Blob
 ) -> dict[str, Any]:
-    """Each name's histograms, thinned to a common budget: limits as float32, shares as bytes of their square root."""
+    """Thin each name's histograms to a common budget; pack limits as float32, shares as bytes of their square root."""
     series = [(index, histograms[name]) for index, name in enumerate(names) if name in histograms]
     bins = series[0][1].counts.shape[1] if series else 0
     items = []
     for index, one in series:
         stride = pool_width(len(one.steps), max(8, max_bytes // (bins * len(series))))
-        kept = slice((len(one.steps) - 1) % stride, None, stride)  # the last one always
+        kept = slice((len(one.steps) - 1) % stride, None, stride)  # always includes the last one
         counts = one.counts[kept]
         total = counts.sum(axis=1, keepdims=True)
         share = np.divide(counts, total, out=np.zeros_like(counts), where=total > 0)
@@ -117,33 +117,33 @@ def pack_histograms(
     return {"bins": bins, "items": items}
 
 
-# ---- more rows than a picture has columns: neighbours become one, and nothing that matters is lost
+# ---- more rows than a picture has columns: pool neighbouring rows without losing extremes
 
 
 def pool_width(num_rows: int, max_columns: int) -> int:
-    """How many neighbouring rows become one column so that there are at most `max_columns`."""
+    """Return how many neighbouring rows to pool so that at most `max_columns` remain."""
     return max(1, math.ceil(num_rows / max_columns))
 
 
 def picture_width(num_rows: int, num_names: int, max_cells: int) -> int:
-    """The same for a names x steps picture of at most `max_cells`, which has MIN_COLUMNS for any number of names."""
+    """Like pool_width, for a names x steps picture of at most `max_cells`, but with at least MIN_COLUMNS."""
     return pool_width(num_rows, max(MIN_COLUMNS, max_cells // max(num_names, 1)))
 
 
 def pool_steps(steps: IntArray, width: int) -> tuple[IntArray, IntArray]:
-    """First and last step of every column: two [W]."""
+    """Return the first and the last step of every column: two [W]."""
     return steps[::width], np.append(steps[width - 1 :: width], steps[-1:] if len(steps) % width else steps[:0])
 
 
 def is_summed(key: str) -> bool:
-    """Whether the values of this key are counts, which are added up over neighbouring rows."""
+    """Return whether the values of this key are counts, which are added over neighbouring rows."""
     return key.partition("/")[0] in _SUMMED or key.rpartition("/")[2] in _SUMMED
 
 
 def pool(values_RP: FloatArray, width: int, key: str) -> FloatArray:
-    """Pool neighbouring rows: counts are added, everything else keeps its largest value, so a spike stays seen.
+    """Pool neighbouring rows: counts are added; otherwise the largest value is kept, so that spikes stay visible.
 
-    Infinity wins over every number, a number over a missing value.
+    Infinity is larger than every number, and a number larger than a missing value.
     """
     if width == 1:
         return values_RP
@@ -155,37 +155,37 @@ def pool(values_RP: FloatArray, width: int, key: str) -> FloatArray:
 
 
 def pool_extremes(steps_N: FloatArray, values_N: FloatArray, most: int) -> tuple[FloatArray, FloatArray]:
-    """A line of at most `most` points, two at least: the smallest and the largest of neighbours.
+    """Reduce a line to at most `most` points (at least two): the smallest and the largest of neighbouring values.
 
-    What is not finite wins as the largest, so that no NaN is lost.
+    Values that are not finite count as the largest, so that no NaN is lost.
     """
     if len(values_N) <= most:
         return steps_N, values_N
     starts = np.arange(0, len(values_N), pool_width(len(values_N), most // 2))
     ends = np.append(starts[1:] - 1, len(values_N) - 1)
-    num_points = 2 * len(starts) - int(starts[-1] == ends[-1])  # a last neighbour alone is one point
+    num_points = 2 * len(starts) - int(starts[-1] == ends[-1])  # a single last value is one point
     extremes = (np.fmin.reduceat(values_N, starts), np.maximum.reduceat(values_N, starts))
     pairs = ((steps_N[starts], steps_N[ends]), extremes)
     steps, values = (np.stack(pair, axis=1).ravel()[:num_points] for pair in pairs)
     return steps, values
 
 
-# ---- what is kept while a file is read, thinned where it becomes too much
+# ---- data kept while a file is read, thinned if there is too much
 
 
 class RowColumns:
-    """Our numbers, one row per step. When there are too many, neighbouring rows are merged, as a window is."""
+    """The values of wandb_gradwatch's keys, one row per step. Too many rows are merged with their neighbours."""
 
     def __init__(self, max_cells: int = MAX_KEPT_CELLS) -> None:
-        self.merged = 1  # rows of the run in one that is kept
-        self._num_in_last = 1  # rows of the run in the last one that is kept
+        self.merged = 1  # rows of the run per kept row
+        self._num_in_last = 1  # rows of the run in the last kept row
         self._max_cells = max_cells
         self._steps = array("q")
         self._times = array("d")
         self._columns: defaultdict[str, array[float]] = defaultdict(lambda: array("d"))
 
     def add(self, step: int, time: object, numbers: Mapping[str, float]) -> None:
-        """Take numbers of a step; those of the same step belong to one row. `time` is NaN unless it is a number."""
+        """Add the numbers of a step; numbers of the same step share one row. A `time` that is no number becomes NaN."""
         if not self._steps or self._steps[-1] != step:
             if self._num_in_last == self.merged and len(self._steps) * len(self._columns) > self._max_cells:
                 self._merge_neighbours()
@@ -205,7 +205,7 @@ class RowColumns:
             column[place] = value
 
     def matrix(self) -> tuple[IntArray, FloatArray, dict[str, FloatArray]]:
-        """Ascending steps [R], the times at which their rows were logged [R], and each key's values [R]."""
+        """Return ascending steps [R], the times at which the rows were logged [R], and each key's values [R]."""
         steps, last, row_of = np.unique(
             np.array(self._steps, dtype=np.int64)[::-1], return_index=True, return_inverse=True
         )
@@ -214,12 +214,12 @@ class RowColumns:
         values = {}
         for key, column in self._columns.items():
             found, values[key] = np.array(column), np.full(len(steps), np.nan)
-            known = ~np.isnan(found)  # a run that was resumed has steps twice, and not every key each time
+            known = ~np.isnan(found)  # a resumed run repeats steps, and may not have all keys each time
             values[key][row_of[: len(found)][known]] = found[known]
         return steps, times, values
 
     def _merge_neighbours(self) -> None:
-        """Halve the rows. The last one stays open when their number is odd."""
+        """Halve the number of rows. If it is odd, the last row stays open for the next step."""
         num_rows = len(self._steps)
         last = np.minimum(np.arange(1, num_rows + 1, 2), num_rows - 1)
         self._steps = array("q", np.array(self._steps)[last].tolist())
@@ -232,7 +232,7 @@ class RowColumns:
 
 
 class OwnColumns:
-    """The user's scalars, each with steps of its own. When one has more than its share, its extremes are kept."""
+    """The user's scalars, each with its own steps. A scalar with too many values is reduced to its extremes."""
 
     def __init__(self, max_values: int = MAX_OWN_VALUES) -> None:
         self._max_values = max_values
@@ -240,7 +240,7 @@ class OwnColumns:
         self._columns = defaultdict(lambda: (array("d"), array("d")))
 
     def add(self, key: str, step: float, value: float) -> None:
-        """Take one number."""
+        """Add one value."""
         steps, values = self._columns[key]
         steps.append(step)
         values.append(value)
@@ -250,24 +250,24 @@ class OwnColumns:
             self._columns[key] = (array("d", thinned[0].tolist()), array("d", thinned[1].tolist()))
 
     def arrays(self) -> Iterator[tuple[str, tuple[FloatArray, FloatArray]]]:
-        """Yield each key with its steps and its values."""
+        """Yield each key with its steps and values."""
         for key, (steps, values) in self._columns.items():
             yield key, (np.array(steps), np.array(values))
 
 
 class HistogramCollector:
-    """Keeps histograms evenly thinned in time: when there are too many, every second one of each name goes."""
+    """Keeps histograms, evenly thinned over time: when there are too many, every second one of each name is dropped."""
 
     def __init__(self, max_stored: int = MAX_STORED) -> None:
         self._max_stored = max_stored
         self._stride = 1
         self._seen: Counter[tuple[str, str]] = Counter()
-        # By family and name, as keys.split_histogram has them: step, lower and upper limit, counts.
+        # By family and name, as from keys.split_histogram: step, lower and upper limit, counts.
         self._kept: dict[tuple[str, str], list[tuple[int, float, float, FloatArray]]] = {}
         self._num_kept = 0
 
     def add(self, name: tuple[str, str], step: int, edges: object, counts: object) -> None:
-        """Take one histogram as W&B stores it; one whose arrays do not fit together is left out."""
+        """Add one histogram in W&B's format; it is ignored if its arrays do not fit together."""
         self._seen[name] += 1
         if (self._seen[name] - 1) % self._stride or (resampled := resample(edges, counts)) is None:
             return
@@ -279,7 +279,7 @@ class HistogramCollector:
             self._num_kept = sum(map(len, self._kept.values()))
 
     def series(self) -> dict[str, dict[str, HistogramSeries]]:
-        """Every family's names with their histograms, in the order of their steps."""
+        """Return the histograms by family and name, sorted by step."""
         found: dict[str, dict[str, HistogramSeries]] = {}
         for (family, name), stored in self._kept.items():
             columns = zip(*sorted(stored, key=itemgetter(0)), strict=True)
@@ -288,10 +288,10 @@ class HistogramCollector:
 
 
 def resample(edges: object, counts: object) -> tuple[float, float, FloatArray] | None:
-    """Bring a histogram to NUM_DISPLAY_BINS bins of equal width, its elements spread evenly within each old bin.
+    """Convert a histogram to NUM_DISPLAY_BINS bins of equal width, assuming a uniform density within each old bin.
 
     Returns:
-        the lower and the upper limit, and the counts [B]; None where there is no histogram: the arrays do not fit
+        The lower and the upper limit, and the counts [B]. None if this is not a valid histogram: the arrays do not fit
         together, or an edge is not finite.
     """
     try:

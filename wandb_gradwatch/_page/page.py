@@ -1,8 +1,8 @@
-"""One self-contained HTML file of a run's gradients: no server, no account, no network.
+"""Writes one self-contained HTML file about a run's gradients, which needs no server, account or network.
 
-Lines are drawn by uPlot, which stands beside this file in assets/: of the plotting libraries that were measured it is
-the smallest (51 kB) and by far the quickest with a thousand layers, and it adds no Python dependency. Layers x steps
-pictures are painted straight into a canvas.
+uPlot, included in assets/, draws the lines: of the plotting libraries that were measured it is the smallest (51 kB) and
+by far the fastest with a thousand layers, and it adds no Python dependency. Layers x steps pictures are painted
+directly on a canvas.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .payload import build_payload
 ASSETS: Final = Path(__file__).parent / "assets"
 LIBRARY_SCRIPT: Final = "uPlot.iife.min.js"
 LIBRARY_STYLE: Final = "uPlot.min.css"
-# One scope, in this order: a file may use what stands before it when it is loaded, and everything when it runs.
+# All scripts share one scope, in this order: a file may use earlier files while it loads, and all files later.
 SCRIPTS: Final = (
     *("text.js", "data.js", "theme.js", "view.js", "picture.js", "lines.js", "frame.js", "heatmap.js", "ridges.js"),
     *("tree.js", "grids.js", "alerts.js", "table.js", "compare.js", "preview.js", "live.js", "main.js"),
@@ -33,7 +33,7 @@ SCRIPTS: Final = (
 
 
 class Words(NamedTuple):
-    """What a picture shows, what healthy looks like, and what to do otherwise: on the page, in report and workspace."""
+    """Explanations of a picture, used by the page, the report and the workspace."""
 
     title: str
     healthy: str
@@ -41,7 +41,7 @@ class Words(NamedTuple):
 
 
 def _read_words() -> Iterator[tuple[str, Words]]:
-    """Three lines of assets/words.txt for each picture, its key in brackets."""
+    """Read assets/words.txt: three lines per picture; the first begins with the picture's key in brackets."""
     for paragraph in (ASSETS / "words.txt").read_text(encoding="utf-8").strip().split("\n\n"):
         title, healthy, otherwise = paragraph.splitlines()
         key, _, title = title.removeprefix("[").partition("] ")
@@ -52,23 +52,23 @@ WORDS: Final[Mapping[str, Words]] = dict(_read_words())
 
 
 def write_page(history: RunHistory, output: str | os.PathLike[str], *, others: Sequence[RunHistory] = ()) -> Path:
-    """Write the page of a run, or of several side by side, and return its path. An existing file is replaced whole.
+    """Write the page of a run, or of several runs side by side, and return its path. Replaces an existing file.
 
     Raises:
-        OSError: output is a directory, or in none that exists; or it cannot be written.
+        OSError: output is a directory, its directory does not exist, or it cannot be written.
     """
     return write_html(render_page(history, others=others), Path(output))
 
 
 def write_html(page: str, output: Path) -> Path:
-    """Write a page and return its path; as above."""
+    """Write HTML to a file and return its path; raises like write_page."""
     if output.is_dir() or not output.parent.is_dir():
         problem = "is a directory" if output.is_dir() else f"cannot be written: there is no directory {output.parent}"
         raise OSError(f"the page {output} {problem}; give the name of an HTML file")
-    if output.is_symlink() or (output.exists() and not output.is_file()):  # /dev/stdout, which must not be replaced
+    if output.is_symlink() or (output.exists() and not output.is_file()):  # /dev/stdout must not be replaced
         output.write_text(page, encoding="utf-8")
         return output
-    # A browser that opens the page while it is rewritten sees the old one or the new one, never half of one.
+    # A browser that loads the page during the write gets the old page or the new one, never a part of it.
     partial = output.with_name(f"{output.name}.partial")
     partial.write_text(page, encoding="utf-8")
     partial.replace(output)
@@ -76,18 +76,18 @@ def write_html(page: str, output: Path) -> Path:
 
 
 def render_page(history: RunHistory, *, others: Sequence[RunHistory] = (), version: int | None = None) -> str:
-    """The page of a run, or of several side by side, as HTML; with a version it asks its server for newer ones."""
+    """Render the page of one or several runs as HTML; with a version, the page polls its server for newer ones."""
     content, blob = build_comparison([history, *others]) if others else build_payload(history)
     title = " and ".join(one.name or one.run_id for one in (history, *others))
     return render_content(f"{title} · gradients", content, blob, version=version)
 
 
 def render_content(title: str, content: Mapping[str, Any], blob: Blob, *, version: int | None = None) -> str:
-    """A page as HTML: its content, and the content's arrays."""
+    """Render a page as HTML from its content and the content's arrays."""
     style = _asset(LIBRARY_STYLE) + _asset("page.css")
     library = _asset(LIBRARY_SCRIPT)
     program = '"use strict";(() => {\n' + "".join(map(_asset, SCRIPTS)) + "})();"
-    # Nothing but these very texts may run or style, and nothing may be fetched but what the page's own server has.
+    # Only exactly these scripts and styles are allowed, and only the page's own server may be contacted.
     from_server = "" if version is None else "; connect-src 'self'"
     policy = (
         f"default-src 'none'; script-src {_hash(library)} {_hash(program)}; style-src {_hash(style)}; "
@@ -115,7 +115,7 @@ def render_content(title: str, content: Mapping[str, Any], blob: Blob, *, versio
 
 
 def render_data(history: RunHistory, version: int) -> str:
-    """What an open page takes in place of its own content, as JSON."""
+    """Return the JSON with which an open page replaces its content."""
     content, blob = build_payload(history)
     return script_json({"content": _with_words(content, version), "arrays": blob.encoded()})
 
@@ -132,17 +132,17 @@ def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-# ---- texts of anybody's: nothing in them acts, and nothing in them hides
+# ---- untrusted texts: they can neither run code nor hide characters
 
 
 def visible_text(text: str) -> str:
-    """Make characters that steer the text's direction, or cannot be seen at all, visible: U+202E becomes ‹U+202E›."""
+    """Make invisible characters and those that change the text's direction visible: U+202E becomes ‹U+202E›."""
     hides = {char for char in set(text) - set("\n\t") if unicodedata.category(char) in ("Cf", "Cc", "Cs", "Co")}
     return "".join(f"‹U+{ord(char):04X}›" if char in hides else char for char in text)
 
 
 def _visible(content: Any) -> Any:
-    """Every text in lists, tuples and dicts made visible; what is ASCII is left as it is."""
+    """Apply visible_text to every text in lists, tuples and dicts; ASCII texts stay unchanged."""
     if isinstance(content, str):
         return content if content.isascii() and content.isprintable() else visible_text(content)
     if isinstance(content, dict):
@@ -153,6 +153,6 @@ def _visible(content: Any) -> Any:
 
 
 def script_json(content: Any) -> str:
-    """JSON that can stand in a script element: no character in it can end the element or open another, or hide."""
+    """Return JSON that is safe inside a script element: no character can end the element, open another, or hide."""
     text = json.dumps(_visible(content), allow_nan=False, ensure_ascii=True, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

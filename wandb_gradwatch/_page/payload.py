@@ -1,4 +1,4 @@
-"""What the page of a run carries: small things as JSON, matrices of names x steps as packed bytes."""
+"""Builds the content of a run's page: small data as JSON, names x steps matrices as packed bytes."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from .history import RecordedAlert, RecordedTable, RunHistory, natural_order
 from .packing import Blob, pack_histograms, picture_width, pool, pool_extremes, pool_steps, pool_width
 from .verdict import fold, judge, severity
 
-# P names, W columns of a picture
+# P names, W columns of a picture; limits keep the page small
 
 MAX_POINTS: Final = 4_000  # of one line
 MAX_CELLS: Final = 1_000_000  # of one layers x steps matrix
 MAX_HISTOGRAM_BYTES: Final = 4_000_000
-MAX_FAMILY_CELLS: Final = 4_000_000  # of all matrices of what watch(metrics=...) measured together
+MAX_FAMILY_CELLS: Final = 4_000_000  # of all matrices of watch(metrics=...) together
 MAX_FAMILY_HISTOGRAM_BYTES: Final = 2_000_000  # of one family
 MAX_TABLE_ROWS: Final = 20_000
 MAX_OWN_KEYS: Final = 300
-MAX_OWN_POINTS: Final = 1_000_000  # of all keys together
+MAX_OWN_POINTS: Final = 1_000_000  # of all the user's keys together
 TIME: Final = "time"
-MAX_KNOTS: Final = 2_000  # between which the page draws straight lines
+MAX_KNOTS: Final = 2_000  # of an axis; the page interpolates between them
 MAX_OWN_AXES: Final = 8
 _COUNTS: Final = frozenset({"step", "epoch", "iteration", "iter", "token", "sample", "example", "batch", "batches"})
-# The metric that a picture shows first stands first: the largest of each window, as the last step's value hides a spike
-# before it. What is not listed follows by name.
+# The order in which a picture offers metrics. The window's largest norm comes first, because the norm of the window's
+# last step may hide an earlier spike. Other metrics follow by name.
 _METRIC_ORDER: Final = (
     *(keys.LAYER_GRAD_NORM_MAX, keys.LAYER_GRAD_NORM, keys.LAYER_GRAD_PARAM_RATIO, keys.LAYER_PARAM_NORM),
     *("ratio", "norm", keys.STALE, "update_rms", "noise_scale", keys.SECONDS, "local_norm", "load_ratio"),
     *("entropy_ratio", "entropy", "relative_difference", "difference"),
     *("rms", "mean", "std", "min", "max", "abs_max", "dead_ratio", "zero_ratio", "num_nonfinite"),
 )
-_Series = Mapping[str, Mapping[str, FloatArray]]  # name to metric to its values
+_Series = Mapping[str, Mapping[str, FloatArray]]  # by name, then by metric: values
 _HEAD: Final = re.compile(
     r"(?P<Operation>\S+) (?:in )?(?P<Module>.+?), (?P<Line>[^,]+|at a place that is not known), made "
     r"(?P<Made>.+)"
@@ -52,7 +52,7 @@ _LINES: Final = re.compile(
 
 
 def build_payload(history: RunHistory) -> tuple[dict[str, Any], Blob]:
-    """Everything the page needs, as (JSON-able content, bytes)."""
+    """Build the content of the page: (JSON-able content, bytes)."""
     blob = Blob()
     points = pool_width(len(history.steps), MAX_POINTS)
     totals = (key for key in history.values if key.startswith((keys.TOTAL, keys.TOTAL_MAX)))
@@ -81,7 +81,7 @@ def build_payload(history: RunHistory) -> tuple[dict[str, Any], Blob]:
 
 
 def _alert(group: Sequence[RecordedAlert]) -> dict[str, Any]:
-    """Alerts of one title: the first of the most severe in full, and when each was told."""
+    """Fold alerts of one title: the first of the most severe ones in full, and the steps and levels of all."""
     shown = min(group, key=severity)
     times = [{"step": alert.step, "level": alert.level} for alert in group]
     text, finding = without_finding(shown.text)
@@ -89,7 +89,7 @@ def _alert(group: Sequence[RecordedAlert]) -> dict[str, Any]:
 
 
 def describe_run(history: RunHistory) -> dict[str, Any]:
-    """What the head of the page says about the run."""
+    """Return the facts about the run for the head of the page."""
     return {
         "id": history.run_id,
         "name": history.name or history.run_id,
@@ -104,18 +104,18 @@ def describe_run(history: RunHistory) -> dict[str, Any]:
     }
 
 
-# ---- names x steps, a matrix for each metric: the layers, and what watch(metrics=...) measured
+# ---- names x steps, one matrix per metric: the layers, and the families of watch(metrics=...)
 
 
 def _grids(history: RunHistory, blob: Blob) -> list[dict[str, Any]]:
-    """The layers first, then each family of what watch(metrics=...) measured, with its histograms."""
+    """Return the layers' grid first, then one grid per family of watch(metrics=...), with its histograms."""
     values, num_rows = history.values, len(history.steps)
     layers = {
         name: {metric: values[f"{metric}/{name}"] for metric in keys.LAYER_FAMILIES if f"{metric}/{name}" in values}
         for name in history.names
     }
     grids = [_grid("layer", history, layers, picture_width(num_rows, len(layers), MAX_CELLS), blob)]
-    families = {  # without names of which nothing is known
+    families = {  # without names that have no values
         family: {name: of for name, of in history.family(family).items() if not np.isnan(list(of.values())).all()}
         for family in keys.METRIC_FAMILIES
     }
@@ -131,7 +131,7 @@ def _grids(history: RunHistory, blob: Blob) -> list[dict[str, Any]]:
 
 
 def _grid(key: str, history: RunHistory, found: _Series, width: int, blob: Blob) -> dict[str, Any]:
-    """One matrix [P, W] for each metric: by logarithms where nothing is negative, otherwise evenly."""
+    """Return one matrix [P, W] per metric: in logarithmic steps if no value is negative, otherwise in linear steps."""
     missing, metrics = np.full(len(history.steps), np.nan), []
     for metric in sorted({metric for of_name in found.values() for metric in of_name}, key=_metric_order):
         values = pool(np.stack([of_name.get(metric, missing) for of_name in found.values()], axis=1), width, metric).T
@@ -150,7 +150,7 @@ def _metric_order(metric: str) -> tuple[int, str]:
 
 
 def _own(history: RunHistory, blob: Blob) -> dict[str, Any]:
-    """The user's scalars, those first that tell how the training goes; keys of the same rows share their steps."""
+    """Return the user's scalars, those about the training's progress first; keys with equal steps share them."""
 
     def order(key: str) -> tuple[int, list[tuple[int, int, str]]]:
         changes = len(np.unique(history.own[key].values)) > 1
@@ -169,7 +169,7 @@ def _own(history: RunHistory, blob: Blob) -> dict[str, Any]:
 
 
 def own_role(key: str) -> str:
-    """What a scalar of the user probably is, by its name: "loss", "rate" for a learning rate, or "".
+    """Guess the role of a user's scalar from its name: "loss", "rate" (a learning rate) or "".
 
     Example:
         >>> own_role("train/loss"), own_role("lr-AdamW"), own_role("accuracy")
@@ -182,32 +182,32 @@ def own_role(key: str) -> str:
 
 
 def _table(table: RecordedTable) -> dict[str, Any]:
-    rows = [[_cell(value) for value in row] for row in table.rows[:MAX_TABLE_ROWS]]  # the newest stand first
+    rows = [[_cell(value) for value in row] for row in table.rows[:MAX_TABLE_ROWS]]  # newest first
     return {"columns": list(table.columns), "rows": rows, "total": len(table.rows)}
 
 
 def _cell(value: Any) -> Any:
-    """A table's cell as a number, a text or None."""
+    """Convert a table's cell to a number, a text or None."""
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else str(value)
     return value if value is None or isinstance(value, (int, str)) else json.dumps(value, default=str)
 
 
 def _jsonable(values: FloatArray) -> list[float | None]:
-    """Numbers with the digits that a picture can show; None where there is none to draw."""
+    """Round numbers to the digits that a picture can show; None for values that cannot be drawn."""
     return [float(f"{value:.7g}") if math.isfinite(value) else None for value in values.tolist()]
 
 
-# ---- what the pictures can be drawn over beside optimizer steps: time, W&B's step, and counts of the user's own
+# ---- other horizontal axes than optimizer steps: time, W&B's step, and counts logged by the user
 
 
 def other_axes(history: RunHistory) -> list[dict[str, Any]]:
-    """Each axis that the run tells of: its label, whether it is time in seconds, and its values at optimizer steps."""
+    """Return each available axis: its label, whether it is time in seconds, and its values at optimizer steps."""
     candidates = []
     if len(history.times) == len(history.steps) > 0:
         candidates.append((TIME, history.steps.astype(np.float64), history.times - _start(history)))
     placed = history.wandb_steps
-    if placed is not None and len(np.unique(placed.values - placed.steps)) > 1:  # else W&B counts the same steps
+    if placed is not None and len(np.unique(placed.values - placed.steps)) > 1:  # otherwise W&B counts the same steps
         candidates.append(("W&B step", placed.steps, placed.values))
     counts = [key for key, series in history.own.items() if _is_count(key, series.values)]
     for key in sorted(counts, key=natural_order)[:MAX_OWN_AXES]:
@@ -220,7 +220,7 @@ def other_axes(history: RunHistory) -> list[dict[str, Any]]:
 
 
 def _start(history: RunHistory) -> float:
-    """Seconds since 1970 at which the run began; those of its first row where the file does not tell."""
+    """Return the start of the run in seconds since 1970; the time of its first row if the start is unknown."""
     first = float(np.nanmin(history.times)) if np.isfinite(history.times).any() else 0.0
     if not history.started_at:
         return first
@@ -234,10 +234,10 @@ def _is_count(key: str, values: FloatArray) -> bool:
 
 
 def knots(steps: FloatArray, values: FloatArray) -> tuple[FloatArray, FloatArray] | None:
-    """Where an axis stands at which steps, both rising: the first step of every value; None for less than two.
+    """Return the first step of every value of an axis, and the values, both ascending; None for fewer than two.
 
     Example:
-        Epochs are spread evenly over their steps.
+        Epochs are interpolated between the steps at which they begin.
 
         >>> [part.tolist() for part in knots(np.array([10.0, 20, 30, 40]), np.array([0.0, 0, 1, 1]))]
         [[10.0, 30.0], [0.0, 1.0]]
@@ -252,11 +252,11 @@ def knots(steps: FloatArray, values: FloatArray) -> tuple[FloatArray, FloatArray
     return steps[kept], values[once][kept]
 
 
-# ---- the first bad operation that an alert's text names
+# ---- the first bad operation in an alert's text
 
 
 def without_finding(text: str) -> tuple[str, list[tuple[str, str]]]:
-    """An alert's text without the first bad operation, and this in parts: (name, value); none where none is named.
+    """Split an alert's text into the text without the first bad operation, and the operation's (name, value) parts.
 
     Example:
         >>> _, parts = without_finding("found by running the step again. aten.log in a, b.py:3, made 1 NaN of 2.")

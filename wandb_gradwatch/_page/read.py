@@ -1,7 +1,7 @@
-"""Read a run's history, finished, truncated or still being written, and read it on while it grows.
+"""Reads a run's history from its file, whether finished, truncated or still being written, and follows its growth.
 
-A `.wandb` file is LevelDB's log: after a header of 7 bytes, blocks of 32 KiB hold records, each cut into parts that
-carry a checksum, their length, and whether they begin or end a record. A record is a protocol buffer of wandb's own.
+A `.wandb` file is a LevelDB log: a header of 7 bytes, then blocks of 32 KiB with records. A record is cut into parts,
+each with a checksum, a length, and whether it begins or ends the record. A record is a protocol buffer of wandb.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ from .history import OwnSeries, RecordedAlert, RecordedTable, RunHistory, flat
 from .packing import HistogramCollector, OwnColumns, RowColumns
 
 HEADER: Final = b":W&B\xe1\xbe\x00"
-PART: Final = struct.Struct("<IHB")  # checksum of all that follows it, length of the data, kind
+PART: Final = struct.Struct("<IHB")  # checksum of everything after it, length of the data, kind
 _BLOCK: Final = 32 * 1024
 _WHOLE, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
 _STEP_IN_TEXT: Final = re.compile(r"\bstep[ =]+(\d{1,18})\b", re.IGNORECASE)
 
 
 class UnreadableRunError(ValueError):
-    """The path holds no run that can be read; the message tells a user what to do."""
+    """The path holds no run that can be read; the message says what to do."""
 
 
 def read_run(path: str | os.PathLike[str], *, progress: Callable[[int], None] | None = None) -> RunHistory:
-    """Read everything that the package logged into a run from the run's own file.
+    """Read everything that wandb_gradwatch logged to a run from the run's own file.
 
-    A file that is still being written, or that was cut off, gives what is in it; `RunHistory.notes` says so.
+    A file that is still being written, or was truncated, gives the rows in it, and `RunHistory.notes` says so.
 
     Args:
         path: a `.wandb` file, an offline run's directory, a `wandb/` directory (its newest run), or the directory
             that holds one.
-        progress: called with the number of history rows read so far, every 100 rows.
+        progress: called every 100 rows with the number of history rows read so far.
 
     Raises:
-        UnreadableRunError: a ValueError; there is no run at `path`, or its file cannot be read.
+        UnreadableRunError (a ValueError): there is no run at `path`, or its file cannot be read.
     """
     reader = RunReader(find_run_file(Path(path)))
     reader.read_on(progress=progress)
@@ -56,7 +56,7 @@ def read_run(path: str | os.PathLike[str], *, progress: Callable[[int], None] | 
 
 
 def read_finished_run(path: str | os.PathLike[str], *, seconds: float = 10.0) -> RunHistory:
-    """Read a run that this program has just finished: W&B's own process may still write its last rows for a moment."""
+    """Read a run that this process has just finished, waiting for W&B's own process to write the last rows."""
     deadline = time.monotonic() + seconds
     while not (history := read_run(path)).finished and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -64,10 +64,10 @@ def read_finished_run(path: str | os.PathLike[str], *, seconds: float = 10.0) ->
 
 
 def find_run_file(path: Path) -> Path:
-    """The `.wandb` file that `path` means: the newest one where a directory holds several.
+    """Return the `.wandb` file for a path; the newest one if a directory holds several.
 
     Raises:
-        UnreadableRunError: there is none.
+        UnreadableRunError: there is no such file.
     """
     if path.is_file():
         if path.suffix != ".wandb":
@@ -86,12 +86,12 @@ def find_run_file(path: Path) -> Path:
 
 
 def records_from(path: Path, place: int) -> Iterator[tuple[int, Any]]:
-    """Yield each whole record behind a place of the file, with the place behind it; None for damaged bytes.
+    """Yield each complete record after a position in the file, with the position after it; None for damaged bytes.
 
-    What is still being written, or was cut off, is left for the next call.
+    A record that is incomplete, because it is still being written or was truncated, is left for the next call.
 
     Raises:
-        UnreadableRunError: the file does not begin as a `.wandb` file does.
+        UnreadableRunError: the file does not begin like a `.wandb` file.
     """
     from wandb.proto import wandb_internal_pb2
 
@@ -100,7 +100,7 @@ def records_from(path: Path, place: int) -> Iterator[tuple[int, Any]]:
         header = file.read(len(HEADER))
         if not HEADER.startswith(header):
             raise UnreadableRunError(f"{path} cannot be read as a W&B run: its header is another one")
-        parts: list[bytes] | None = None  # of the record that has begun; None outside of one
+        parts: list[bytes] | None = None  # of the current record; None between records
         at = max(place, len(HEADER)) % _BLOCK
         block_start = file.seek(max(place, len(HEADER)) - at)
         while block := file.read(_BLOCK):
@@ -109,7 +109,7 @@ def records_from(path: Path, place: int) -> Iterator[tuple[int, Any]]:
                 end = at + PART.size + length
                 if end > len(block) or zlib.crc32(block[at + 6 : end]) != checksum:
                     if len(block) < _BLOCK:
-                        return  # it is still being written
+                        return  # the block is still being written
                     yield block_start, None
                     parts = None
                     break
@@ -125,33 +125,33 @@ def records_from(path: Path, place: int) -> Iterator[tuple[int, Any]]:
 
 
 class RunReader:
-    """What has been read of a run's `.wandb` file so far, in bounded memory."""
+    """Reads a run's `.wandb` file incrementally, in bounded memory."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._place = 0  # of the file, behind the last whole record
-        self._num_damaged = 0  # blocks with bytes that do not fit their checksum
+        self._place = 0  # position in the file, after the last complete record
+        self._num_damaged = 0  # number of blocks with a wrong checksum
         self.num_rows = 0
-        # Fields of a RunHistory as the file tells them.
+        # The fields of a RunHistory that records of the file set.
         self._told: dict[str, Any] = {"run_id": path.stem.removeprefix("run-"), "finished": False}
         self._config: dict[str, Any] = {}
         self._alerts: list[RecordedAlert] = []
         self._last_step: int | None = None
         self._table_path: str | None = None
         self._histograms = HistogramCollector()
-        self._is_ours = cache(keys.is_ours)  # the same keys in every row
-        self._rows = RowColumns()  # ours, by the sample's step
-        self._own = OwnColumns()  # the user's, by W&B's step
-        self._placed = (array("q"), array("q"))  # W&B's step of every row of ours, and the sample's step
+        self._is_ours = cache(keys.is_ours)  # cached, because all rows have the same keys
+        self._rows = RowColumns()  # keys of wandb_gradwatch, by the sample's step
+        self._own = OwnColumns()  # keys of the user, by W&B's step
+        self._placed = (array("q"), array("q"))  # for every row of wandb_gradwatch: W&B's step, and the sample's step
 
     @property
     def finished(self) -> bool:
         return bool(self._told["finished"])
 
     def read_on(self, *, progress: Callable[[int], None] | None = None) -> int:
-        """Read what has been written since the last call, and return how many records of use that was.
+        """Read what was written since the last call, and return the number of relevant records.
 
-        Cost: one block, and one record, in memory.
+        Memory: one block and one record.
         """
         num_records = 0
         for place, record in records_from(self._path, self._place):
@@ -171,7 +171,7 @@ class RunReader:
                 found = {"run_id": told.run_id, "name": told.display_name, "project": told.project}
                 self._told |= {key: value for key, value in (found | {"started_at": started}).items() if value}
                 self._config |= _settings_of(told.config)
-            elif kind == "config":  # what was set after the run began, the names of the layers among it
+            elif kind == "config":  # settings after the start of the run, including the names of the layers
                 self._config |= _settings_of(record.config)
             elif kind == "exit":
                 self._told |= {"finished": True, "exit_code": record.exit.exit_code}
@@ -181,7 +181,7 @@ class RunReader:
         return num_records
 
     def take_row(self, row: dict[str, Any]) -> None:
-        """Take one row of W&B's history: keys, dotted where they are nested, to values."""
+        """Add one row of W&B's history: values by key; nested keys are joined by dots."""
         self.num_rows += 1
         placed_at, step = (_whole(row.get(key)) for key in ("_step", keys.STEP))
         ours = {}
@@ -192,15 +192,15 @@ class RunReader:
                 ours[key] = value
             elif placed_at is None or key.startswith("_"):
                 continue
-            elif "." not in key or f"{key.rpartition('.')[0]}._type" not in row:  # sizes of media are no metrics
+            elif "." not in key or f"{key.rpartition('.')[0]}._type" not in row:  # sizes of media are not metrics
                 self._own.add(key, placed_at, value)
         if placed_at is not None and step is not None:
             self._placed[0].append(placed_at)
             self._placed[1].append(step)
         table_path = row.get(f"{keys.FLIGHT_RECORDER}.path")
         if isinstance(table_path, str):
-            self._table_path = table_path  # the table has a row of its own: no gap in the curves
-        elif step is not None:  # otherwise a row of the user's alone
+            self._table_path = table_path  # the table has its own row, which must not leave a gap in the curves
+        elif step is not None:  # otherwise the row is the user's
             self._last_step = step
             self._rows.add(step, row.get("_timestamp"), ours)
             for key in [key for key, value in row.items() if value == "histogram" and key.endswith("._type")]:
@@ -209,23 +209,23 @@ class RunReader:
                     self._histograms.add(place, step, row.get(f"{stem}.bins"), row.get(f"{stem}.values"))
 
     def take_alert(self, title: str, text: str, level: str) -> None:
-        """Take an alert. Its record has neither step nor time; ours name their step in the text."""
+        """Add an alert. Its record has no step and no time; the package's own alerts name their step in the text."""
         match = _STEP_IN_TEXT.search(text)
         step = int(match[1]) if match else self._last_step
         self._alerts.append(RecordedAlert(title, text, level or "INFO", step))
 
     def history(self) -> RunHistory:
-        """Everything that has been read so far."""
+        """Return everything that has been read so far."""
         notes = []
         if not self.finished:
             notes.append(
-                "The file has no end record that can be read: the run is still going on, or the file was cut off or "
-                "damaged. The pictures show what is before that."
+                "The file has no end record that can be read: the run is still running, or the file was truncated or "
+                "damaged. The pictures show the rows before that."
             )
         if self._num_damaged:
             notes.append(f"The file is damaged: corrupt data was skipped in {self._num_damaged} of its blocks.")
         if self._rows.merged > 1:
-            notes.append(f"The run is so long that {self._rows.merged} neighbouring rows each were merged into one.")
+            notes.append(f"The run is so long that every {self._rows.merged} neighbouring rows were merged into one.")
         histograms = self._histograms.series()
         steps, times, values = self._rows.matrix()
         placed, sampled = (np.array(part, dtype=np.float64) for part in self._placed)
@@ -251,7 +251,7 @@ class RunReader:
             return None
         files = (self._path.parent / "files").resolve()
         table, problem = (files / self._table_path).resolve(), "is not in the run's directory"
-        # The path comes out of the file: one that leads outside the run's own directory is not followed.
+        # The path is read from the file, so it is not followed if it leads outside the run's own directory.
         if table.is_relative_to(files) and table.is_file():
             try:
                 content = json.loads(table.read_text(encoding="utf-8"))
@@ -268,7 +268,7 @@ def _scalars_of(history: Any) -> Iterator[tuple[str, Any]]:
         nested, text = item.nested_key, item.value_json
         key = item.key or (nested[0] if len(nested) == 1 else ".".join(nested))
         first = text[:1]
-        if first and first in "-0123456789NI":  # W&B writes NaN and Infinity
+        if first and first in "-0123456789NI":  # a number, including W&B's NaN and Infinity
             yield key, float(text)
         elif first == "{":
             yield from flat(json.loads(text), f"{key}.")
@@ -277,7 +277,7 @@ def _scalars_of(history: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _settings_of(config: Any) -> dict[str, Any]:
-    """What a record sets in the run's configuration, but for W&B's own."""
+    """Return the settings that a record makes in the run's configuration, without W&B's own."""
     items = ((item.key or ".".join(item.nested_key), item.value_json) for item in config.update)
     return {key: json.loads(text) for key, text in items if text and not key.startswith("_")}
 
@@ -291,15 +291,15 @@ def _whole(value: Any) -> int | None:
 
 
 def steps_between(own_N: FloatArray, placed_K: FloatArray, sampled_K: FloatArray) -> FloatArray:
-    """Optimizer steps of rows that tell only W&B's step, from those that tell both, W&B's and their sample's: [N].
+    """Convert W&B steps of rows without an optimizer step to optimizer steps: [N], using the K rows that have both.
 
-    At one whole rate where one fits all of these: each is placed after its sample, and before the next one is taken.
-    Otherwise evenly between two that tell, and on at the same rate before the first and after the last. One of them
-    alone gives no rate: the user then logs every step, from 0 on if it can be. None: W&B's steps as they are.
+    If a single integer rate fits all K rows (each is logged after its sample, and before the next one is taken), it is
+    used. Otherwise steps are interpolated between rows, and extrapolated at both ends. With K = 1 one optimizer step
+    per W&B step is assumed, from 0 on if possible. With K = 0 the W&B steps are returned.
 
     Example:
-        A row of every step, counted from 0, with ours of samples 10 and 18 placed at 9 and 19: W&B's step 150 is the
-        optimizer's 151.
+        The user logs a row at every step, counted from 0, and samples 10 and 18 were logged at W&B steps 9 and 19.
+        W&B step 150 is then optimizer step 151.
 
         >>> steps_between(np.array([0.0, 14, 150]), np.array([9.0, 19]), np.array([10.0, 18])).tolist()
         [1.0, 15.0, 151.0]

@@ -1,4 +1,4 @@
-"""The page of a run that goes on, served on this machine alone and brought up to date in place."""
+"""Serves the page of a running run to this machine only, and updates it in place."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _HEADERS: Final = {
 
 
 class PageServer(ThreadingHTTPServer):
-    """Serves one page to this machine. Its address holds a token, without which there is nothing to see."""
+    """Serves one page to this machine. The address contains a token, without which nothing is served."""
 
     daemon_threads = True
 
     def __init__(self, history: RunHistory) -> None:
         self.token: Final = secrets.token_urlsafe(18)
         self.history, self.version = history, 1
-        self.fetched = -1  # the newest version that a page has
-        super().__init__((LOOPBACK, 0), _Handler)  # on a port that the system chooses
+        self.fetched = -1  # the newest version that a page has fetched
+        super().__init__((LOOPBACK, 0), _Handler)  # port 0: the system chooses one
         self.address: Final = f"http://{LOOPBACK}:{self.server_port}/{self.token}/"
         self._thread = threading.Thread(target=self.serve_forever, name="gradwatch page", daemon=True)
         self._thread.start()
@@ -51,7 +51,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         page, target = self.server, urlsplit(self.path)
         history, version = page.history, page.version
-        # A name of somebody else's that leads here is another origin: its pages must not read this one.
+        # A foreign host name that resolves to this server is another origin, whose pages must not read this one.
         hosts = {f"{LOOPBACK}:{page.server_port}", f"localhost:{page.server_port}"}
         origin = self.headers.get("Origin")
         if self.headers.get("Host") not in hosts or (origin and urlsplit(origin).netloc not in hosts):
@@ -76,4 +76,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Say nothing: the terminal belongs to the command."""
+        """Log nothing: the terminal belongs to the command."""

@@ -1,4 +1,4 @@
-"""One sentence about a run, from its alerts, their causes and what came after."""
+"""Summarises a run in one sentence, from its alerts, their causes and the rows after them."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from .history import RecordedAlert, RunHistory
 
 Mood = Literal["good", "careful", "bad"]
 
-_SEVERITY: Final = {"ERROR": 0, "WARN": 1}  # whatever else is least
-# Alerts of these titles are one accident where they follow each other within so many steps.
+_SEVERITY: Final = {"ERROR": 0, "WARN": 1}  # other levels rank last
+# Alerts with these titles belong to one accident if they are at most this many steps apart.
 _EXPLOSIVE: Final = frozenset({"Exploding gradient", "Parameters grow too fast", "NaN gradient", "Inf gradient"})
 _SAME_ACCIDENT: Final = 20
-_STILL_HIGH: Final = 10.0  # times the median of the largest norms before the accident
+_STILL_HIGH: Final = 10.0  # multiple of the median norm before the accident
 _EVIDENCE: Final = r" \(.*?\)(?=, or |\. Remedy|\.?$)"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One sentence, and how it is meant."""
+    """A sentence about a run, and its mood."""
 
-    mood: Mood  # "good", "careful" where something is unusual, "bad" where the training broke
+    mood: Mood  # "good"; "careful" if something is unusual; "bad" if the training broke
     text: str  # the sentence
 
 
 def judge(history: RunHistory) -> Verdict:
-    """Say in one sentence what became of the training."""
+    """Describe in one sentence how the training went."""
     steps = [*history.steps[-1:].tolist(), *(series.steps[-1] for series in history.own.values() if len(series.steps))]
     last = round(max(steps, default=0))
     told = sorted((alert for alert in history.alerts if alert.step is not None), key=lambda alert: alert.step or 0)
@@ -55,7 +55,7 @@ def judge(history: RunHistory) -> Verdict:
 
 
 def fold(alerts: Iterable[RecordedAlert]) -> list[list[RecordedAlert]]:
-    """Alerts of one title together, oldest first; the most severe titles first, then the earliest."""
+    """Group alerts by title, oldest first; order the groups by severity, then by their first step."""
     folded: dict[str, list[RecordedAlert]] = {}
     for alert in alerts:
         folded.setdefault(alert.title, []).append(alert)
@@ -68,12 +68,12 @@ def fold(alerts: Iterable[RecordedAlert]) -> list[list[RecordedAlert]]:
 
 
 def severity(alert: RecordedAlert) -> int:
-    """0 for an error, 1 for a warning, 2 for whatever else."""
+    """Return 0 for an error, 1 for a warning, 2 for any other level."""
     return _SEVERITY.get(alert.level, 2)
 
 
 def cause_of(alert: RecordedAlert) -> str:
-    """The probable cause that the text names, without its evidence and remedy; the title where it names none.
+    """Return the probable cause in an alert's text, without evidence and remedy; the title if there is none.
 
     Example:
         >>> text = "Step 3: NaN.\\nProbable cause: one bad batch (the loss of step 3 is 9). Remedy: skip it."
@@ -85,13 +85,13 @@ def cause_of(alert: RecordedAlert) -> str:
         cause = cause.removeprefix(FOUND_PREFIX).partition("\n")[0]
     cause = re.sub(r"; [^;]* tells? them apart$", "", cause, flags=re.DOTALL)
     cause = re.sub(_EVIDENCE, "", cause, flags=re.DOTALL).removeprefix("not clear: either ").strip().rstrip(".")
-    starts_as_a_word = alert.title.partition(" ")[0].istitle()  # not NaN
+    starts_as_a_word = alert.title.partition(" ")[0].istitle()  # False for "NaN"
     title = alert.title[:1].lower() + alert.title[1:] if starts_as_a_word else alert.title
     return " ".join(cause.split()) or title
 
 
 def _first_of_the_accident(told: list[RecordedAlert]) -> RecordedAlert | None:
-    """The first error, or what led to it within a few steps; None without an error."""
+    """Return the first error, or an explosive alert a few steps before it that led to it; None without an error."""
     place = next((place for place, alert in enumerate(told) if severity(alert) == 0), None)
     if place is None:
         return None
@@ -104,16 +104,16 @@ def _first_of_the_accident(told: list[RecordedAlert]) -> RecordedAlert | None:
 
 
 def _first_nonfinite(history: RunHistory, told: list[RecordedAlert], own_bad: list[float]) -> int | None:
-    """The first step with NaN or Inf in the gradients or in a scalar of the user, as far as the run's file tells it."""
+    """Return the first step with NaN or Inf in the gradients or in a scalar of the user, as far as the file shows."""
     steps = own_bad + [alert.step or 0 for alert in told if alert.title in ("NaN gradient", "Inf gradient")]
-    # A loss scaler overflows and skips by design: such windows are no accident, nor is a count exact to the step.
+    # A loss scaler overflows and skips steps by design, so such windows are no accident. Alerts are exact to the step.
     if not steps:
         steps = history.steps[nonfinite_rows(history)][:1].tolist()
     return min(map(round, steps), default=None)
 
 
 def nonfinite_rows(history: RunHistory) -> np.ndarray:
-    """Rows that hold NaN or Inf in gradients that were not skipped: [R]."""
+    """Return a mask of rows with NaN or Inf in gradients of steps that were not skipped: [R]."""
     nan, inf, skipped = (
         np.nan_to_num(history.first_of(key)) for key in (keys.NUM_NAN, keys.NUM_INF, keys.NUM_SKIPPED_STEPS)
     )
@@ -121,7 +121,7 @@ def nonfinite_rows(history: RunHistory) -> np.ndarray:
 
 
 def _recovered(history: RunHistory, start: int, own_bad: list[float]) -> int | None:
-    """The first row after the accident from which on everything is finite and of its usual size; None: never."""
+    """Return the first row after the accident from which on all norms are finite and usual; None if there is none."""
     norms = history.first_of(keys.GRAD_NORM_MAX, keys.GRAD_NORM)
     before = norms[(history.steps < start) & np.isfinite(norms)]
     high = norms > _STILL_HIGH * np.median(before) if len(before) else np.zeros(len(norms), dtype=bool)

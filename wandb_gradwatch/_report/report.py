@@ -1,6 +1,6 @@
-"""A W&B report about the gradients of one run, or of all runs of a project side by side, and a saved workspace view.
+"""A W&B report about the gradients of one run, or of a project's runs side by side, and a saved workspace view.
 
-Both can be seen as a page on this machine, before anything is sent: its panels are drawn from a run's file.
+Previews show both as a page on this machine before anything is sent, with panels drawn from a run's file.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ logger: Final = logging.getLogger("wandb_gradwatch")
 DESCRIPTION: Final = "What the gradients of every layer did, and what to do about it. Written by wandb_gradwatch."
 _MAX_ALERTS: Final = 50
 
-# A preset cannot be changed by name: a new drawing needs a new name.
+# A chart preset cannot be changed under its name, so a changed chart needs a new name.
 CHART_NAME: Final = "gradwatch-flow-1"
-# What the drawing calls a field, and the flight recorder's column that fills it.
+# The chart's fields, and the flight recorder's columns that fill them.
 FLOW_FIELDS: Final[Mapping[str, str]] = MappingProxyType({"step": "step", "layer": "name", "norm": "grad_norm"})
 VIEW_NAME: Final = "Gradients"
-# The part of the view's address that its name determines, by which it is found again: W&B's ids are like this.
+# The part of the view's URL that is derived from its name, to find the view again. W&B's ids have this format.
 _VIEW_ID: Final = f"gw{hashlib.sha256(VIEW_NAME.encode()).hexdigest()[:9]}"
-MAX_LINES: Final = 24  # of one panel of a preview
+MAX_LINES: Final = 24  # per panel of a preview
 
 
 def create_report(entity: str, project: str, run: str | None = None, *, alerts: Sequence[RecordedAlert] = ()) -> str:
-    """Create a report, or bring the one of the same title up to date, and return its address.
+    """Create a report, or update the one with the same title, and return its URL.
 
-    Layers x steps are drawn from the flight recorder's table: this saves one private chart preset with the entity.
+    The layers x steps chart of the flight recorder's table needs a private chart preset, which is saved for the entity.
 
     Args:
         run: the id of one run; None shows the project's runs side by side.
-        alerts: written into the report: W&B keeps alerts out of reports.
+        alerts: copied into the report, because W&B reports cannot show alerts.
 
     Raises:
         ImportError: wandb-workspaces is not installed.
         ValueError: there is no such project.
-        RuntimeError: W&B refused; wandb.Error where it is the login.
+        RuntimeError: W&B refused; a wandb.Error if the login is the reason.
     """
     require_workspaces()
     with speaking_to_wandb():
@@ -71,7 +71,7 @@ def build_report(
     alerts: Sequence[RecordedAlert] = (),
     flow_chart: str | None = None,
 ) -> Any:
-    """The report as an object of wandb-workspaces, not saved; without a `flow_chart`'s id it has none. No network."""
+    """Build the report as an unsaved object of wandb-workspaces; `flow_chart` is a preset's id. Uses no network."""
     reports, _ = require_workspaces()
     about = {"entity": entity, "project": project, "title": _title(run), "description": DESCRIPTION}
     blocks = [*_introduction(reports), *_alerts(reports, alerts)]
@@ -79,7 +79,7 @@ def build_report(
         width = 24 // min(len(panels), 3)
         blocks += _section(reports, key, run, [panel.build(reports, width=width) for panel in panels])
     blocks += _section(reports, "recorder", run, _recorder_panels(reports, flow_chart))
-    on_the_page = "On a run's own page, under `gradients`: one heatmap per layer.\n\n"
+    on_the_page = "On the run's own page, under `gradients`: one heatmap per layer.\n\n"
     blocks.append(reports.H2(WORDS["histogram"].title))
     blocks.append(reports.MarkdownBlock(on_the_page + markdown_words(WORDS["histogram"])))
     return reports.Report(**about, blocks=blocks, width="fluid")
@@ -92,7 +92,7 @@ def _section(reports: Any, key: str, run: str | None, panels: list[Any]) -> Iter
 
 
 def run_on_disk(run: str | None, path: Path | None) -> RunHistory | None:
-    """The history of the run at `path`, otherwise of that of this id below wandb/; None where there is neither."""
+    """Return the history of the run at `path`, or of the run with this id below wandb/; None if there is neither."""
     found = [path] if path is not None else sorted(Path("wandb").glob(f"*run-*-{run}/run-{run}.wandb")) if run else []
     return read_run(found[-1]) if found else None
 
@@ -103,8 +103,8 @@ def _title(run: str | None) -> str:
 
 def _introduction(reports: Any) -> Iterator[Any]:
     yield reports.MarkdownBlock(
-        "The horizontal axis is `gradwatch/step`: optimizer steps. Norms are of the finite elements, unscaled and "
-        "before clipping unless a title says otherwise. A gap is a value that is missing, not zero."
+        "The horizontal axis is `gradwatch/step`: optimizer steps. Norms are those of the finite elements, unscaled "
+        "and before clipping unless a title says otherwise. A gap means that the value is missing, not that it is zero."
     )
     yield reports.TableOfContents()
 
@@ -113,24 +113,24 @@ def _alerts(reports: Any, alerts: Sequence[RecordedAlert]) -> Iterator[Any]:
     yield reports.H2("Alerts")
     for alert in alerts[:_MAX_ALERTS]:
         step = "" if alert.step is None else f" · step {alert.step}"
-        # Names in an alert come from a model: plain text, not markdown.
+        # Names in an alert come from a model, so they are plain text, not markdown.
         yield reports.H3(f"{alert.level}: {alert.title}{step}")
         yield reports.P(alert.text)
     if len(alerts) > _MAX_ALERTS:
         yield reports.P(f"and {len(alerts) - _MAX_ALERTS} more.")
-    lines = ["An alert's own text names the step, the layers, the values, the probable cause and the remedy.", ""]
+    lines = ["Each alert's text names the step, the layers, the values, the probable cause and the remedy.", ""]
     lines += [f"- **{title}**: {', '.join(causes)}" for title, causes in causes_by_title().items()]
     yield reports.MarkdownBlock("\n".join(lines))
 
 
 def causes_by_title() -> dict[str, list[str]]:
-    """Every alert's title with the causes that it can have."""
+    """Return the possible causes for each alert's title."""
     titles = dict.fromkeys(title for of_cause in CAUSES.values() for title in of_cause)
     return {title: [cause for cause, of_cause in CAUSES.items() if title in of_cause] for title in titles}
 
 
 def _runset(reports: Any, run: str | None) -> Any:
-    # Without a project of its own a run set shows the report's; naming it would take a request each.
+    # A run set without a project uses the report's project; naming it would cost a request each.
     if run is None:
         return reports.Runset(name="All runs")
     from wandb_workspaces import expr
@@ -153,19 +153,19 @@ def _recorder_panels(reports: Any, flow_chart: str | None) -> list[Any]:
 
 
 def flow_spec() -> dict[str, Any]:
-    """Layers x steps in Vega-Lite; W&B fills in `${field:...}` and `${string:...}`.
+    """Return the layers x steps chart in Vega-Lite; W&B fills in `${field:...}` and `${string:...}`.
 
-    Layers stand in the order of the table, which is the model's. Zero has no logarithm and stays empty, as does what is
-    missing.
+    Layers are in the order of the table, which is the model's. Zero has no logarithm, so its cells stay empty, as do
+    those of missing values.
     """
     spec: dict[str, Any] = json.loads((Path(__file__).parent / "flow.json").read_text(encoding="utf-8"))
     return spec
 
 
 def ensure_flow_chart(entity: str) -> str | None:
-    """Save the chart as a private preset of the entity and return its id; None, said once, where W&B refuses.
+    """Save the chart as a private preset of the entity and return its id; None, with a warning, if W&B refuses.
 
-    A preset that is there already is what we want: W&B's complaint about it is no failure.
+    W&B's error that the preset exists already is not a failure.
     """
     import wandb
 
@@ -184,7 +184,7 @@ def ensure_flow_chart(entity: str) -> str | None:
                 spec=json.dumps(flow_spec()),
             )
         )
-    except Exception as error:  # of wandb's several kinds: the report is worth more than this panel
+    except Exception as error:  # one of several exceptions of wandb: the report is saved without this panel
         if "exist" in str(error).lower() or "duplicate" in str(error).lower():
             return f"{entity}/{CHART_NAME}"
         logger.warning("the report has no layers x steps chart, because W&B refused to save it: %s", error)
@@ -192,7 +192,7 @@ def ensure_flow_chart(entity: str) -> str | None:
 
 
 def _find_report(entity: str, project: str, title: str) -> str | None:
-    """The id of the project's report of this title; of several, the one changed last."""
+    """Return the id of the project's report with this title; the one changed last if there are several."""
     import wandb
 
     api = wandb.Api()
@@ -208,12 +208,12 @@ def _find_report(entity: str, project: str, title: str) -> str | None:
 
 
 def save_workspace(entity: str, project: str) -> str:
-    """Save the view, or bring the one of its name up to date, whoever saved it, and return its address.
+    """Save the view, or update the one with its name, whoever saved it, and return its URL.
 
     Raises:
         ImportError: wandb-workspaces is not installed.
         ValueError: there is no such project.
-        RuntimeError: W&B refused; wandb.Error where it is the login.
+        RuntimeError: W&B refused; a wandb.Error if the login is the reason.
     """
     _, workspaces = require_workspaces()
     workspace = build_workspace(entity, project)
@@ -226,7 +226,7 @@ def save_workspace(entity: str, project: str) -> str:
 
 
 def build_workspace(entity: str, project: str) -> Any:
-    """The view as an object of wandb-workspaces, not saved. No network."""
+    """Build the view as an unsaved object of wandb-workspaces. Uses no network."""
     reports, workspaces = require_workspaces()
     return workspaces.Workspace(
         entity=entity,
@@ -235,7 +235,7 @@ def build_workspace(entity: str, project: str) -> Any:
         sections=[_view_section(reports, workspaces, key, is_open=index < 3) for index, key in enumerate(SECTIONS)],
         settings=workspaces.WorkspaceSettings(
             x_axis=keys.STEP,
-            # Else W&B makes one section for every layer.
+            # Otherwise W&B makes one section per layer.
             group_by_prefix="first",
             point_visualization_method="bucketing",
             max_runs=10,
@@ -257,13 +257,13 @@ def _view_section(reports: Any, workspaces: Any, key: str, *, is_open: bool) -> 
 
 
 def _find_view(workspaces: Any, entity: str, project: str) -> Any:
-    """The saved view; None where there is none."""
+    """Return the saved view; None if there is none."""
     from wandb_workspaces.workspaces.internal import View
 
     try:
         return workspaces.Workspace._from_model(View.from_name(entity, project, f"nw-{_VIEW_ID}-v"))
     except ValueError as error:
-        if "not found in project" in str(error):  # the project is there, the view is not
+        if "not found in project" in str(error):  # the project exists, but the view does not
             return None
         raise no_project(entity, project) from error
 
@@ -277,14 +277,14 @@ def write_preview(
     """Write the preview of the report that `create_report` would save, without W&B, and return its path."""
     alerts = () if history is None else history.alerts
     report = build_report(entity, project, run, alerts=alerts, flow_chart=f"{entity}/{CHART_NAME}")
-    # W&B makes the table of contents of the headings.
+    # W&B generates the table of contents from the headings.
     blocks = [_block(one) for one in report.blocks if type(one).__name__ != "TableOfContents"]
     page = _preview("report", report.title, blocks, history)
     return write_html(page, output or Path(f"gradwatch-report-{run or project}.html"))
 
 
 def write_workspace_preview(entity: str, project: str, *, history: RunHistory | None, output: Path | None) -> Path:
-    """The same of the workspace view that `save_workspace` would save."""
+    """Write the preview of the view that `save_workspace` would save, without W&B, and return its path."""
     workspace = build_workspace(entity, project)
     sections = [
         {"kind": "Section", "text": one.name, "isOpen": one.is_open, "panels": one.panels} for one in workspace.sections
@@ -294,7 +294,7 @@ def write_workspace_preview(entity: str, project: str, *, history: RunHistory | 
 
 
 def _preview(what: str, title: str, blocks: list[dict[str, Any]], history: RunHistory | None) -> str:
-    """As HTML: blocks of a kind with a text, or with panels of wandb-workspaces. No history: panels name their keys."""
+    """Render blocks (a kind, and a text or panels) as HTML; without a history, panels only name their keys."""
     drawn = history or RunHistory(Path(), "no run", np.empty(0, dtype=np.int64), {})
     content, blob = build_payload(drawn)
     for block in blocks:

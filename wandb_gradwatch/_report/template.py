@@ -1,6 +1,6 @@
-"""Which panels the W&B report and the workspace show: metrics and patterns, so that they fit a model of any naming.
+"""The panels of the W&B report and the workspace, defined by metrics and patterns that fit any model's names.
 
-W&B draws no histogram panel, so the template stands on scalars; the histograms are on the run's own page.
+W&B has no histogram panel, so the panels show scalars; the histograms are on the run's own page.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from ..snapshot import keys
 
 @dataclass(frozen=True)
 class LinePanel:
-    """One line plot over `gradwatch/step`."""
+    """A line plot over `gradwatch/step`."""
 
     title: str
-    metrics: tuple[str, ...] = ()  # the keys that it draws
-    pattern: str | None = None  # or a regular expression for them, one line per name
+    metrics: tuple[str, ...] = ()  # the keys to draw
+    pattern: str | None = None  # or a regular expression for the keys, with one line per key
     log_y: bool = False
-    range_y: tuple[float | None, float | None] = (None, None)  # None where W&B chooses
+    range_y: tuple[float | None, float | None] = (None, None)  # None: W&B chooses
 
     def build(self, reports: Any, *, width: int = 12) -> Any:
-        """The panel as an object of wandb-workspaces; `width` in 24ths of a report's page."""
+        """Build the panel as an object of wandb-workspaces; `width` is in 24ths of a report's page."""
         return reports.LinePlot(
             title=self.title,
             x=keys.STEP,
@@ -34,8 +34,8 @@ class LinePanel:
             log_y=self.log_y,
             range_y=self.range_y,
             title_x="step",
-            smoothing_type="none",  # the default would draw another line than the one that was logged
-            # Bins keep their extremes: W&B's sampling would lose the spike that everybody looks for.
+            smoothing_type="none",  # the default would draw a smoothed line
+            # Buckets keep their extremes; W&B's sampling would lose spikes.
             point_visualization_method="bucketing-gorilla",
             max_runs_to_show=10,
             layout=reports.Layout(w=width, h=8),
@@ -99,7 +99,7 @@ SECTIONS: Final[Mapping[str, tuple[LinePanel, ...]]] = {  # by the key of their 
     "precision": (
         LinePanel("Share below full precision", _forecast("underflow_ratio"), range_y=(0.0, None)),
         LinePanel("Share that would become 0", _forecast("flush_ratio"), range_y=(0.0, None)),
-        # bfloat16 ends where float32 does: its line would press the others flat.
+        # bfloat16 overflows where float32 does: its line would compress the others.
         LinePanel("Octaves up to overflow", _forecast("headroom", without="bf16")),
     ),
     "activation": (
@@ -144,22 +144,22 @@ SECTIONS: Final[Mapping[str, tuple[LinePanel, ...]]] = {  # by the key of their 
 
 
 def markdown_words(words: Words) -> str:
-    """Healthy and otherwise, as W&B's markdown."""
+    """Format the texts `healthy` and `otherwise` as markdown."""
     return f"**Healthy.** {words.healthy}\n\n**Otherwise.** {words.otherwise}"
 
 
 def no_project(entity: str, project: str) -> ValueError:
-    """The error of a project that W&B does not show."""
+    """Return the error for a project that does not exist or cannot be accessed."""
     return ValueError(
         f"there is no project {entity}/{project}, or you have no access to it; a run that logs to it creates it"
     )
 
 
 def require_workspaces() -> tuple[Any, Any]:
-    """wandb-workspaces' two modules: (reports, workspaces).
+    """Import wandb-workspaces and return its modules (reports, workspaces).
 
     Raises:
-        ImportError: it is not installed; the message names the extra.
+        ImportError: wandb-workspaces is not installed; the message names the extra.
     """
     try:
         import wandb_workspaces.reports.v2 as reports
@@ -173,11 +173,11 @@ def require_workspaces() -> tuple[Any, Any]:
 
 @contextmanager
 def speaking_to_wandb() -> Iterator[None]:
-    """Turn the failures of W&B's API, which have no public class, into a RuntimeError with their own words."""
+    """Convert exceptions of W&B's API that have no public class to a RuntimeError with their text."""
     import wandb
 
     try:
-        wandb.Api()  # no login is said here, in wandb's own words
+        wandb.Api()  # without a login this raises wandb's own error
         yield
     except (wandb.Error, ValueError, ImportError):
         raise
