@@ -1,4 +1,4 @@
-"""Accelerate: watch after prepare, remove before end_training. Two lines.
+"""Accelerate with two more lines: watch() after prepare(), and remove() before end_training().
 
 python examples/accelerate_loop.py
 """
@@ -37,7 +37,7 @@ def main() -> None:
             if accelerator.sync_gradients:
                 accelerator.log({"loss": loss.item()})
 
-    watcher.remove()  # the second line: end_training finishes the run
+    watcher.remove()  # the second line, before end_training() finishes the W&B run
     accelerator.end_training()
     print(f"final loss {loss.item():.4f}")
 

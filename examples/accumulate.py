@@ -1,8 +1,8 @@
-"""Gradient accumulation and clipping: one row per optimizer step, with the norm before and after clipping.
+"""Gradient accumulation and clipping: log the norm of each optimizer step before and after clipping.
 
     python examples/accumulate.py
 
-Nothing is told to the watcher: it measures the accumulated gradient of the step, not that of each micro-batch.
+The watcher needs no setting for accumulation: it measures the accumulated gradient, not that of each micro-batch.
 """
 
 import os
@@ -41,7 +41,7 @@ def main() -> None:
         newest = watcher.latest
         assert newest is not None
         print(f"step {newest.steps[-1]}: norm {newest.total_grad_norm[-1]:.3f} before clipping", end=", ")
-        print(f"{newest.total_grad_norm_clipped[-1]:.3f} after; {newest.clip_ratio:.0%} of the window's steps clipped")
+        print(f"{newest.total_grad_norm_clipped[-1]:.3f} after; {newest.clip_ratio:.0%} of the last steps clipped")
 
 
 if __name__ == "__main__":

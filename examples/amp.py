@@ -2,8 +2,8 @@
 
     python examples/amp.py
 
-The logged norms are those of the true gradients: the loss scale is divided out, and a step that the scaler skipped
-because of an overflow is counted (gradwatch/num_skipped_steps) rather than reported as a broken gradient.
+The logged norms are those of the true gradients, without the loss scale. A step that the scaler skips because of an
+overflow is counted in gradwatch/num_skipped_steps and raises no alert.
 """
 
 import os
@@ -48,7 +48,7 @@ def main() -> None:
         watcher.flush()
         newest = watcher.latest
         assert newest is not None
-        print(f"step {newest.steps[-1]}: true norm {newest.total_grad_norm[-1]:.3f}", end=", ")
+        print(f"step {newest.steps[-1]}: gradient norm {newest.total_grad_norm[-1]:.3f}", end=", ")
         print(f"loss scale {newest.loss_scale[-1]:.0f}")
 
 

@@ -1,9 +1,9 @@
-"""Does the learning rate transfer over widths? The refined coordinate check of an MLP, with its plot.
+"""Check whether a learning rate transfers over widths: the refined coordinate check of an MLP, with its plot.
 
 python examples/coordinate_check.py
 
-In the standard parameterisation one learning rate serves every width, and what the hidden layer learns grows with the
-width. Scaled by 1 / width, as in muP, it stays of one size.
+In the standard parameterisation all widths have the same learning rate, and the change that the hidden layer's updates
+cause grows with the width. With learning rates scaled by 1 / width, as in muP, that change keeps its size.
 """
 
 import torch
@@ -26,7 +26,7 @@ def standard(model: nn.Module, width: int) -> torch.optim.Optimizer:
 
 
 def mup(model: nn.Module, width: int) -> torch.optim.Optimizer:
-    """Adam's updates have entries of the size of the learning rate: where `width` of them add up, it is divided."""
+    """Adam changes each weight by about the learning rate: divide it by the width where `width` changes add up."""
     first, hidden, last = (model[index] for index in (0, 2, 4))
     return torch.optim.Adam(
         [
@@ -55,7 +55,7 @@ def main() -> None:
         result = check(make_optimizer)
         result.plot(f"coordinate_check_{name}.svg")
         powers = ", ".join(f"{k}: {p:+.2f}" for k, p in zip(result.layers, result.growth(), strict=True))
-        print(f"{name}: what each layer learns grows with the width to the power of {powers}")
+        print(f"{name}: the change that each layer learns grows as width to the power of {powers}")
 
 
 if __name__ == "__main__":

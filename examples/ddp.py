@@ -1,8 +1,8 @@
-"""Data parallel training: every rank measures the averaged gradient, rank 0 logs it.
+"""Data parallel training: every rank measures the averaged gradient, and rank 0 logs it to W&B.
 
     torchrun --nproc-per-node 2 examples/ddp.py
 
-On CPUs with gloo here; on GPUs with nccl by itself.
+Uses nccl if CUDA is available, and otherwise gloo on CPUs.
 """
 
 import os
@@ -30,11 +30,11 @@ def main() -> None:
     model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8)).to(device)
     model = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    torch.manual_seed(rank)  # different data on each
+    torch.manual_seed(rank)  # different data on each rank
 
-    if rank == 0:  # the usual way: one run, of rank 0
+    if rank == 0:  # as usual, only rank 0 has a W&B run
         wandb.init(project="gradwatch-examples", name="ddp")
-    # On every rank: the others need no run.
+    # Every rank calls watch(); ranks other than 0 need no W&B run.
     watcher = wandb_gradwatch.watch(model, sample_every=1, log_every=10, metrics=[Ranks()])
 
     for _ in range(int(os.environ.get("STEPS", "100"))):
@@ -46,10 +46,10 @@ def main() -> None:
         if rank == 0:
             wandb.log({"loss": loss.item()})
 
-    watcher.remove()  # the last flush reduces over the ranks, so every rank must come here
+    watcher.remove()  # the last flush communicates between the ranks: call it on every rank
     if rank == 0:
         slowest = watcher.latest.metrics["ranks/highest/seconds_rank"][-1]
-        print(f"final loss {loss.item():.5f}; rank {slowest:.0f} was the last to be ready")
+        print(f"final loss {loss.item():.5f}; rank {slowest:.0f} was the slowest in the last step")
         wandb.finish()
     dist.destroy_process_group()
 

@@ -1,7 +1,7 @@
-"""python examples/everything_on.py: a small GPT with everything measured that can be.
+"""Train a small GPT with every metric of the package: python examples/everything_on.py
 
-Ends with the run's page, everything_on.html, and with what all of it has cost on this machine. What Ranks() costs is
-seen with several ranks: torchrun --nproc-per-node 2 examples/everything_on.py
+Prints the cost of each metric on this machine, and writes the run's page to everything_on.html. To see the cost of
+Ranks(), run it on several ranks: torchrun --nproc-per-node 2 examples/everything_on.py
 """
 
 import os
@@ -31,7 +31,7 @@ class SelfAttention(metrics.MonitorMixin, nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
-        self.log_attention(q, k, v, is_causal=True)  # does nothing, unless this step is sampled
+        self.log_attention(q, k, v, is_causal=True)  # does nothing unless this step is sampled
         return self.out(nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
 
 
@@ -101,22 +101,22 @@ def main() -> None:
             starts = torch.randint(len(data) - LENGTH - 1, (BATCH,))
             batch = torch.stack([data[start : start + LENGTH + 1] for start in starts])
             optimizer.zero_grad()
-            for half in batch.chunk(2):  # two micro-batches: their difference is the noise of the gradient
+            for half in batch.chunk(2):  # two micro-batches: NoiseScale compares their gradients
                 loss = nn.functional.cross_entropy(model(half[:, :-1]).flatten(0, 1), half[:, 1:].flatten())
                 (loss / 2).backward()
             optimizer.step()
             wandb.log({"loss": loss.item()})
             times.append(1000 * (time.perf_counter() - began))
-        watcher.remove()  # what the ranks have is merged a last time
+        watcher.remove()  # the last flush communicates between the ranks: call it on every rank
     if is_one_of_several:
         torch.distributed.destroy_process_group()
     if rank:
         return
-    print(f"final loss {loss.item():.5f}, {statistics.median(times):.1f} ms a step")
+    print(f"final loss {loss.item():.5f}, {statistics.median(times):.1f} ms per step")
     sampled, share = statistics.median(times[SAMPLE_EVERY - 1 :: SAMPLE_EVERY]), watcher.latest.overhead_ratio
-    print(f"one step in {SAMPLE_EVERY} is sampled, which takes {sampled:.1f} ms: {share:.1%} of the time is watching")
+    print(f"sampled steps, 1 in {SAMPLE_EVERY}: {sampled:.1f} ms per step; monitoring takes {share:.1%} of the time")
     for metric, seconds in watcher.metric_seconds.items():
-        print(f"{1000 * seconds * SAMPLE_EVERY / STEPS:8.2f} ms a sampled step: {metric}")
+        print(f"{1000 * seconds * SAMPLE_EVERY / STEPS:8.2f} ms per sampled step: {metric}")
     print(f"page: {write_page(read_finished_run(os.path.dirname(run.dir)), 'everything_on.html')}")
 
 

@@ -1,4 +1,4 @@
-"""A NaN has arrived: which operation made it? One forward and backward is looked at, operation by operation.
+"""Find the operation that made the first NaN: examine one forward and backward, operation by operation.
 
 python examples/first_bad_operation.py
 """
@@ -12,7 +12,7 @@ from wandb_gradwatch import find_nonfinite, trace_nonfinite
 
 
 class Gate(nn.Module):
-    """Weights channels by the logarithm of how active they are. A channel that is silent has the logarithm of 0."""
+    """Weights channels by the logarithm of their mean activity, which is log(0) for a channel that is never active."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -32,10 +32,10 @@ def main() -> None:
     def loss_function(output: torch.Tensor) -> torch.Tensor:
         return nn.functional.mse_loss(output, targets)
 
-    print("The batch at hand, looked at again; nothing is changed by it:\n")
+    print("Run the batch again, without changing the model or its gradients:\n")
     print(find_nonfinite(model, inputs, loss_function))
 
-    print("\nOr a step of the training itself:\n")
+    print("\nOr trace a training step while it runs:\n")
     with trace_nonfinite(model) as trace:
         optimizer.zero_grad()
         loss_function(model(inputs)).backward()

@@ -1,4 +1,4 @@
-"""Fully sharded training (FSDP2): each rank measures its shards, and the rows are merged once per flush.
+"""Fully sharded training (FSDP2): each rank measures its shards, and the statistics are merged once per flush.
 
     torchrun --nproc-per-node 2 examples/fsdp2.py
 
@@ -36,11 +36,11 @@ def main() -> None:
             fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    torch.manual_seed(rank)  # different data on each
+    torch.manual_seed(rank)  # different data on each rank
 
     if rank == 0:
         wandb.init(project="gradwatch-examples", name="fsdp2")
-    # On every rank: the others need no run.
+    # Every rank calls watch(); ranks other than 0 need no W&B run.
     watcher = wandb_gradwatch.watch(model, sample_every=1, log_every=10)
 
     for _ in range(int(os.environ.get("STEPS", "100"))):
@@ -53,7 +53,7 @@ def main() -> None:
         if rank == 0:
             wandb.log({"loss": loss.item()})
 
-    watcher.remove()  # the last flush reduces over the ranks, so every rank must come here
+    watcher.remove()  # the last flush communicates between the ranks: call it on every rank
     if rank == 0:
         print(f"final loss {loss.item():.5f}")
         wandb.finish()

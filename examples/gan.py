@@ -1,9 +1,9 @@
-"""Two models, two optimizers that take turns: each keeps its own name and its own samples.
+"""Two models whose optimizers step in turn: each model has its own names and its own samples in W&B.
 
     python examples/gan.py
 
-A small GAN learns a two-dimensional ring. The generator's backward runs through the discriminator; those gradients of
-the discriminator are thrown away by the script, and the watcher does not count them either.
+A small GAN learns a two-dimensional ring. The generator's backward also gives the discriminator gradients. The script
+resets those gradients without using them, and the watcher does not log them.
 """
 
 import math
@@ -36,7 +36,7 @@ def main() -> None:
     real_label, fake_label = torch.ones(BATCH, 1), torch.zeros(BATCH, 1)
 
     with wandb.init(project="gradwatch-examples", name="gan"):
-        # The names in W&B begin with "G" and "D".
+        # In W&B the names of parameters begin with "G" and "D".
         wandb_gradwatch.watch({"G": generator, "D": discriminator}, sample_every=1, log_every=20)
 
         for _ in range(int(os.environ.get("STEPS", "200"))):
@@ -51,7 +51,7 @@ def main() -> None:
             loss_g.backward()
             optimizer_g.step()
             wandb.log({"loss_d": loss_d.item(), "loss_g": loss_g.item()})
-    print(f"loss of the discriminator {loss_d.item():.3f}, of the generator {loss_g.item():.3f}")
+    print(f"discriminator loss {loss_d.item():.3f}, generator loss {loss_g.item():.3f}")
 
 
 if __name__ == "__main__":

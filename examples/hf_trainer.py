@@ -1,4 +1,4 @@
-"""Hugging Face Trainer: one callback; accumulation and the Trainer's clipping are seen for what they are.
+"""Hugging Face Trainer with one callback, which measures accumulated gradients before and after clipping.
 
 python examples/hf_trainer.py
 """
@@ -52,7 +52,7 @@ def main() -> None:
             model=Regression(),
             args=arguments,
             train_dataset=data,
-            callbacks=[GradWatchCallback(sample_every=1)],  # the one line; so short a training shows every step
+            callbacks=[GradWatchCallback(sample_every=1)],  # the one line; sample every step of so short a training
         )
         trainer.train()
     norms = [entry["gradwatch/grad_norm"] for entry in trainer.state.log_history if "gradwatch/grad_norm" in entry]

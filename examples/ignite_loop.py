@@ -1,4 +1,4 @@
-"""Ignite: a bad batch is not applied, and the train step knows nothing of it.
+"""Ignite: skip the update of a bad batch, without any change to the train step.
 
 python examples/ignite_loop.py
 """
@@ -32,11 +32,12 @@ def main() -> None:
 
     trainer = Engine(train_step)
 
-    def tell(engine: Engine) -> None:
-        print(f"iteration {engine.state.iteration}: norm {engine.state.metrics['grad_norm']:.0f}, left out")
+    def print_spike(engine: Engine) -> None:
+        state = engine.state
+        print(f"iteration {state.iteration}: gradient norm {state.metrics['grad_norm']:.0f}, update skipped")
 
     with wandb.init(project="gradwatch-examples", name="ignite"):
-        GradWatch(model, skip=True, on_spike=tell, log_every=10).attach(trainer)  # the one line
+        GradWatch(model, skip=True, on_spike=print_spike, log_every=10).attach(trainer)  # the one line
 
         @trainer.on(Events.ITERATION_COMPLETED(every=10))
         def log(engine: Engine) -> None:

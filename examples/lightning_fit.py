@@ -1,9 +1,9 @@
-"""Lightning: one callback; its numbers reach every logger, and W&B gets every layer.
+"""Lightning with one callback, which logs the norm to every logger and the statistics of every layer to W&B.
 
     python examples/lightning_fit.py
 
-`train/grad_norm` is in the loggers under its own step, `train_epoch/grad_norm` (the mean over the epoch's steps) can be
-monitored by EarlyStopping or ModelCheckpoint.
+`train/grad_norm` is logged with the step that it belongs to. EarlyStopping and ModelCheckpoint can monitor
+`train_epoch/grad_norm`, the mean over the steps of an epoch.
 """
 
 import os
@@ -48,7 +48,7 @@ def main() -> None:
         gradient_clip_val=1.0,
         logger=WandbLogger(project="gradwatch-examples", name="lightning"),
         callbacks=[
-            GradWatchCallback(sample_every=1),  # the one line; so short a training shows every step
+            GradWatchCallback(sample_every=1),  # the one line; sample every step of so short a training
             EarlyStopping("train_epoch/grad_norm", patience=100, check_on_train_epoch_end=True),
         ],
         enable_checkpointing=False,

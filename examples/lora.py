@@ -1,9 +1,9 @@
-"""Fine-tuning with LoRA: only the adapters are watched, and adapters that are added later are found.
+"""Fine-tuning with LoRA: watch only the adapters, including one that is added in the middle of training.
 
     python examples/lora.py
 
-LoRA's B starts at zero. A's gradient is therefore exactly zero at the first step, and the ratio of gradient to
-parameter of B is undefined there: it is missing in W&B, and no alarm is raised.
+LoRA's B starts at zero. At the first step the gradient of A is therefore exactly zero, and B has no ratio of gradient
+norm to parameter norm: the ratio is missing in W&B, and no alert is raised.
 """
 
 import os
@@ -18,7 +18,7 @@ os.environ.setdefault("WANDB_MODE", "offline")
 
 
 class LoRA(nn.Module):
-    """A frozen linear layer and a low-rank correction: base(x) + B A x."""
+    """A frozen linear layer plus a low-rank update: base(x) + B A x."""
 
     def __init__(self, base: nn.Linear, rank: int = 4) -> None:
         super().__init__()

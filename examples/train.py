@@ -1,4 +1,4 @@
-"""The smallest real training script, and the one line that watches it.
+"""A minimal training script with the one line that watches its gradients.
 
 python examples/train.py
 """

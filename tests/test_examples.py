@@ -1,4 +1,4 @@
-"""Each example runs as the README says, and what it promises is in the run's own file."""
+"""Each example runs, and the W&B run that it makes holds what its docstring promises."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from wandb_gradwatch._page.history import RunHistory
 from wandb_gradwatch._page.read import read_run
 
 EXAMPLES = ROOT / "examples"
-STEPS = 40  # of every example: two flushes where it flushes every 20, four where every 10
+STEPS = 40  # of every example: two flushes with log_every=20, four with log_every=10
 
 
 def run_example(name: str, folder: Path, **how: Any) -> tuple[str, RunHistory]:
-    """What the example printed, and the history of the one run that it made; `how`: of processes.script."""
+    """Return what the example prints and the history of its only run; `how` is passed to processes.script."""
     done = script(EXAMPLES / f"{name}.py", folder=folder, STEPS=str(STEPS), **how)
     assert done.returncode == 0, done.stderr
     assert "wandb_gradwatch has failed" not in done.stderr
     (run,) = (path for path in (folder / "wandb").glob("offline-run-*") if path.is_dir())
-    records(folder)  # the file can lag behind the end of the script: wait for its end record
+    records(folder)  # wait for the file's end record, which can come after the end of the script
     return done.stdout, read_run(run)
 
 
@@ -32,8 +32,8 @@ def test_train_logs_every_layer_under_its_name(tmp_path: Path) -> None:
     printed, history = run_example("train", tmp_path)
     assert "final loss" in printed
     assert history.names == ["0/weight", "0/bias", "2/weight", "2/bias"]
-    # Fewer steps than the default log_every: the one row is that of the end. Which step was sampled last depends on
-    # what that costs here.
+    # Fewer steps than the default log_every: the only row is written at the end. Its step depends on the cost of a
+    # sample on this machine.
     assert len(history.steps) == 1
     assert 1 <= history.steps[0] <= STEPS
     assert np.isfinite(history.values["gradwatch/grad_norm"]).all()
@@ -55,7 +55,7 @@ def test_accumulate_counts_optimizer_steps_and_sees_clipping(tmp_path: Path) -> 
 def test_gan_keeps_the_two_models_apart(tmp_path: Path) -> None:
     _, history = run_example("gan", tmp_path)
     assert {name.split("/")[0] for name in history.names} == {"D", "G"}
-    # Both optimizers step once in each of the loop's turns: two samples a turn.
+    # Both optimizers step once in each iteration: two samples per iteration.
     assert history.steps[-1] == 2 * STEPS
     for name in history.names:
         assert np.isfinite(history.values[f"grad_norm/{name}"]).all(), name
@@ -77,7 +77,7 @@ def test_amp_logs_true_gradients_and_the_loss_scale(tmp_path: Path) -> None:
     scale = history.values["gradwatch/loss_scale"]
     # GradScaler begins at 65536 and doubles every 20 good steps (growth_interval): 65536 until step 20, then 131072.
     assert scale.tolist() == [65536.0, 65536.0, 131072.0, 131072.0]
-    # A scaled norm would be above 65536 times the true one; the true one of this small regression is near 1.
+    # A norm that includes the loss scale is at least 65536 times the true norm, which is near 1 in this regression.
     assert (history.values["gradwatch/grad_norm"] < 100).all()
     assert f"loss scale {scale[-1]:.0f}" in printed
 
@@ -93,7 +93,7 @@ def test_two_processes_log_one_run_of_whole_parameters(name: str, tmp_path: Path
     if name == "ddp":
         assert np.isfinite(history.values["ranks/rank_1/local_norm"]).all()
         assert (history.values["ranks/all/apart"] == 0).all()
-        assert re.search(r"rank [01] was the last to be ready", printed)
+        assert re.search(r"rank [01] was the slowest in the last step", printed)
 
 
 FRAMEWORKS = {"lightning_fit": "lightning", "ignite_loop": "ignite", "hf_trainer": "transformers"}
@@ -112,5 +112,5 @@ def test_every_example_is_short() -> None:
     names = sorted(path.name for path in EXAMPLES.glob("*.py"))
     assert names, "no examples"
     lengths = {name: len((EXAMPLES / name).read_text(encoding="utf-8").splitlines()) for name in names}
-    most = dict.fromkeys(names, 100) | {"everything_on.py": 125}  # whose model has attention, experts and ranks to show
+    most = dict.fromkeys(names, 100) | {"everything_on.py": 125}  # its model needs attention and experts
     assert {name: length for name, length in lengths.items() if length >= most[name]} == {}
